@@ -51,14 +51,13 @@ from jpaged.models.decoder import lossy
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.sharding import with_parallel_experts
-from jpaged.service.adapters import Adapters
-from jpaged.service.chat.answering import ChatAnswering
-from jpaged.service.chat.parsers.formats import AnswerFormat, has_built_in_tools, parser_for
+from jpaged.service.chat.formats import AnswerFormat, has_built_in_tools, parser_for
+from jpaged.service.chat.output_config import ChatAnswering
 from jpaged.service.grammars.compiler import ServedGrammars
 from jpaged.service.input_processor import InputProcessor
-from jpaged.service.loaded_model import BackendFacts, LoadedModel
-from jpaged.service.tokenizing.hf_tokenizer import HuggingFaceTokenizer, load_tokenizer
-from jpaged.service.tokenizing.tokenizer_parts import TokenizerParts
+from jpaged.service.loaded_model import Adapters, BackendFacts, LoadedModel
+from jpaged.service.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from jpaged.service.tokenizer_parts import TokenizerParts
 from jpaged.types import ModelInfo
 
 logger = logging.getLogger(__name__)

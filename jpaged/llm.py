@@ -32,9 +32,9 @@ from jpaged.engine.executor import Progress
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable
 from jpaged.load import EngineLoad
 from jpaged.progress_bar import MakeBar, ProgressBar
-from jpaged.service.chat.answers import ChatAnswers
+from jpaged.service.chat.output_parser import ChatAnswers
 from jpaged.service.loaded_model import EngineClient, LoadedModel
-from jpaged.service.scoring import EMBED_SAMPLING, SCORE_SAMPLING, continued, embedding_of, errors_named, score_of
+from jpaged.service.score_embed import EMBED_SAMPLING, SCORE_SAMPLING, continued, embedding_of, errors_named, score_of
 from jpaged.types import Embedding, OutputEvent, Pooling, Prompt, Request, RequestOutput, SamplingParams, Score, Usage
 
 

@@ -17,7 +17,7 @@ Batching = Literal["continuous", "static"]
 KVPolicy = Literal["paged", "reserve-max", "reserve-pow2", "reserve-oracle"]
 EvictionPolicyName = Literal["auto", "lru", "lfu", "2q", "worth"]
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "mistral_args", "openai"]
-"""Formats of tool calls: see `jpaged.service.chat.parsers.formats`."""
+"""Formats of tool calls: see `jpaged.service.chat.formats`."""
 ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "openai_gptoss"]
 """Formats of reasoning."""
 LinearBackend = Literal["cpu", "xla"]

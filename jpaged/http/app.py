@@ -30,7 +30,7 @@ from jpaged.http.requests import REQUEST_ID_HEADER
 from jpaged.http.responses import response_routes
 from jpaged.http.scoring import scoring_routes
 from jpaged.http.tokens import token_routes
-from jpaged.service.names import is_name
+from jpaged.service.records import is_name
 from jpaged.service.service import Service
 
 _ROUTES = (

@@ -11,8 +11,8 @@ from jpaged.chat import ChatOptions
 from jpaged.completions import Evaluated, completions_of
 from jpaged.errors import InvalidArgument
 from jpaged.openai.choices import AnswerSize
-from jpaged.service.evaluations import Asker, embed, score
 from jpaged.service.records import NOBODY, Caller
+from jpaged.service.score_embed import Asker, embed, score
 from jpaged.service.service import Call, Service
 from jpaged.types import Pooling, Prompt, RequestOutput, SamplingParams, Score, Usage
 

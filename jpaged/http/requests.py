@@ -8,8 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from jpaged.access.entry import key_id, owner
 from jpaged.errors import Cancelled, InvalidArgument, RequestTooLong
-from jpaged.service.names import require_name
-from jpaged.service.records import TRACE_KEYS, Caller
+from jpaged.service.records import TRACE_KEYS, Caller, require_name
 from jpaged.service.service import Service
 
 REQUEST_ID_HEADER = "x-request-id"

@@ -26,8 +26,8 @@ from jpaged.client.failures import translated
 from jpaged.client.tls import Tls, open_channel
 from jpaged.config import RoleOptions
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, TryLater, Unavailable, sentence_of
-from jpaged.service.prefixes.parts import MAX_PIECES, Piece
-from jpaged.service.roles.first_tokens import FirstToken, prompt_alone
+from jpaged.service.handoff import FirstToken, prompt_alone
+from jpaged.service.kv_protocol import MAX_PIECES, Piece
 from jpaged.types import Request
 
 _LOG = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class _Server:
 
 
 class Answer:
-    """Implementation of `jpaged.service.roles.answers.PrefillAnswer` over one call."""
+    """Implementation of `jpaged.service.handoff.PrefillAnswer` over one call."""
 
     def __init__(self, server: _Server, call: Any) -> None:
         self.target = server.target
@@ -141,7 +141,7 @@ class Answer:
 
 
 class Prefills:
-    """Implementation of `jpaged.service.roles.answers.PrefillServers`. Create it on the event loop that uses it.
+    """Implementation of `jpaged.service.handoff.PrefillServers`. Create it on the event loop that uses it.
 
     Raises:
         InvalidArgument: a target is invalid, or a file cannot be read.

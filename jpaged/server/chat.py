@@ -32,7 +32,7 @@ _MODES = {
 
 
 def messages_from(chat: inference_pb2.ChatPrompt) -> tuple[dict[str, Any], ...]:
-    """Convert a conversation to the format of `jpaged.service.chat.messages`.
+    """Convert a conversation to the format of `jpaged.service.chat.template`.
 
     Raises:
         InvalidArgument: too many messages or calls, before any is copied.

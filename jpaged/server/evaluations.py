@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.errors import InvalidArgument
-from jpaged.service.evaluations import Asker, embed, score
 from jpaged.service.records import NOBODY, Caller
-from jpaged.service.scoring import GivenContinuation, require_parts
+from jpaged.service.score_embed import Asker, GivenContinuation, embed, require_parts, score
 from jpaged.service.service import Service
 from jpaged.types import Pooling, Prompt, Score, TokenLogprob, Usage
 

@@ -52,14 +52,11 @@ from jpaged.server.progress import EngineState, ProgressWatch, show_stacks
 from jpaged.server.servicer import ControlServicer, InferenceServicer
 from jpaged.server.travel.peers import PeerServers
 from jpaged.server.travel.servicer import PrefixServicer
-from jpaged.service.auditing import NotedRequests
-from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.prefixes.travelling import Travelling
-from jpaged.service.roles.answers import PrefillServers
-from jpaged.service.roles.decoding import DecodeRole
-from jpaged.service.roles.prefilling import PrefillRole
-from jpaged.service.service import Service
-from jpaged.service.state import ServiceState, Stage
+from jpaged.service.handoff import PrefillServers
+from jpaged.service.kv_transfer import Travelling
+from jpaged.service.loaded_model import LoadedModel, ServiceState, Stage
+from jpaged.service.roles import DecodeRole, PrefillRole
+from jpaged.service.service import NotedRequests, Service
 from jpaged.telemetry.metrics import serve_metrics
 from jpaged.telemetry.observers import Observers
 from jpaged.telemetry.scrapes import ScrapeServer

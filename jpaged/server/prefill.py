@@ -9,9 +9,8 @@ from jpaged._proto.v1 import prefill_pb2, prefill_pb2_grpc
 from jpaged.server.servicer import REQUEST_ID_KEY, call_from, response_of
 from jpaged.server.status import CallContext, answering
 from jpaged.server.travel.wire import pieces_of
-from jpaged.service.roles.prefilling import PrefillRole
-from jpaged.service.roles.role import AskedPrefill
-from jpaged.service.service import Generation, Service
+from jpaged.service.roles import PrefillRole
+from jpaged.service.service import AskedPrefill, Generation, Service
 
 SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
 

@@ -19,9 +19,8 @@ from jpaged.errors import Unavailable, Unsupported
 from jpaged.server.evaluations import asker_of, embedded, scored
 from jpaged.server.servicer import call_from, detokenized, load_of, responses, tenant_from, tokenized
 from jpaged.server.status import Trailers, error_for, status_of, trailers_of
-from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.loaded_model import LoadedModel, ServiceState, Stage
 from jpaged.service.service import Service
-from jpaged.service.state import ServiceState, Stage
 from jpaged.telemetry.metrics import serve_metrics
 from jpaged.telemetry.scrapes import ScrapeServer
 

@@ -22,10 +22,9 @@ from jpaged.load import EngineLoad
 from jpaged.server.chat import chat_options_from, delta_of, messages_from
 from jpaged.server.evaluations import asker_of, embedded, scored
 from jpaged.server.status import CallContext, answering
-from jpaged.service.names import require_name
-from jpaged.service.records import TRACE_KEYS, Caller
+from jpaged.service.loaded_model import ServiceState, Stage
+from jpaged.service.records import TRACE_KEYS, Caller, require_name
 from jpaged.service.service import Call, Service
-from jpaged.service.state import ServiceState, Stage
 from jpaged.structured import structured_outputs_of
 from jpaged.types import (
     FinishReason,

@@ -1,20 +1,17 @@
 """Protocol-independent core of the server: requests in, output streams out. Does not import grpc.
 
-service.py         the operations: admit, generate, tokenize, abort, pin, load adapters
-state.py           lifecycle state of a service
+service.py         the operations: admit, generate, tokenize, abort, pin, load adapters; audit; interface of roles
 streams.py         events -> messages: from the engine thread to the readers, within a byte budget
-workers.py         threads for work that grows with a request
-loaded_model.py    the served model: engine, input processor, tokenizer, properties
-adapters.py        adapters (LoRA) by name
-names.py           validity checks for names that callers choose
-auditing.py        notes each request in the audit log
-records.py         record of each call, for traces and logs
-evaluations.py     calls that score and embed
-scoring.py         scores and embeddings as requests
-continuing.py      requests that resume after tokens generated on another server
-input_processor.py a caller's input -> a request that can run
-roles/             disaggregated prefill and decode servers
-tokenizing/        text -> tokens
-chat/              chat templates, rendered in a child process
+loaded_model.py    the served model: engine, input processor, tokenizer, LoRA adapters, properties, lifecycle state
+records.py         record of each call, for observers; names that callers choose
+input_processor.py a caller's input -> a request that can run, also after tokens generated on another server
+score_embed.py     calls that score and embed
+tokenizer.py       the tokenizer of a model's folder
+tokenizer_parts.py contents of the tokenizer's files, read without transformers if that gives the same result
+kv_protocol.py     messages of a prefix transfer, and their receiver
+kv_transfer.py     save, load and fetch of prefixes
+roles.py           disaggregated prefill and decode servers
+handoff.py         what a prefill server hands to a decode server
+chat/              chat templates, rendered in a child process; answers, parsed
 grammars/          structured output: grammars, compiled and advanced per token
 """

@@ -1,10 +1,37 @@
-"""A loaded model as the server sees it: an engine, an input processor, a tokenizer, and properties to report."""
+"""A loaded model as the server sees it: an engine, an input processor, a tokenizer, LoRA adapters, and its lifecycle.
+
+`ServiceState` holds the model, or the reason why no request can run:
+
+STARTING ──loaded──> SERVING ──no step ends──> STALLED          is live      is ready
+  │                  │  └────steps end again────┘               not FAILED   only SERVING
+  │                  ├──drained──> DRAINING
+  └──────────────────┴───failed──> FAILED
+
+`Adapters` is the registry of LoRA adapters by name:
+
+    load("sql", path)      reads the files; the name is reserved from the start of the read
+    find("sql")            returns the adapter; a request keeps it even if the name is unloaded later
+    unload("sql")          removes the name from lookups
+
+The engine decides which adapters are in device slots. Reloading a name creates a new adapter with a new number. Cached
+prefixes of the old adapter match only if both have the same matrices.
+
+`RoleCounts` counts what servers of a role do. The event loop updates it; any thread may read it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import itertools
+import logging
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Protocol
 
 from jpaged.config import EngineConfig
@@ -14,12 +41,164 @@ from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.engine.watching.watch import Eyes
-from jpaged.load import EngineLoad
-from jpaged.service.adapters import Adapters
+from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable, Unsupported
+from jpaged.load import EngineLoad, RoleLoad
 from jpaged.service.grammars.compiler import ServedGrammars
 from jpaged.service.input_processor import InputProcessor
-from jpaged.service.roles.counts import RoleCounts
-from jpaged.types import LoadedAdapter, ModelInfo, Request
+from jpaged.service.records import require_name
+from jpaged.types import Adapter, LoadedAdapter, ModelInfo, Request, require_whole_characters
+
+
+class Adapters:
+    """Registry of adapters by name. Thread-safe.
+
+    Args:
+        read: reads the matrices of a path; None if the model takes no adapters.
+        max_num: maximum number of loaded adapters.
+        model_name: name of the model; no adapter may use it, because the `model` field of a body selects either.
+    """
+
+    def __init__(
+        self, read: Callable[[str], Adapter] | None = None, max_num: int = 0, model_name: str | None = None
+    ) -> None:
+        self._model_name = model_name
+        self._read = read
+        self._max_num = max_num
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._adapters: dict[str, LoadedAdapter | None] = {}  # None while the files are being read
+
+    def find(self, name: str) -> LoadedAdapter:
+        """Return the adapter with this name.
+
+        Raises:
+            NotFound: no adapter with this name is loaded.
+            Unsupported: the model takes no adapters.
+        """
+        self._require_on()
+        with self._lock:
+            return self._find(name, "adapter")
+
+    def named(self, given: str | LoadedAdapter) -> LoadedAdapter | None:
+        """Resolve a name with `find`; return a `LoadedAdapter` unchanged, and None for ""."""
+        if isinstance(given, str):
+            return self.find(given) if given else None
+        return given
+
+    def load(self, name: str, path: str) -> LoadedAdapter:
+        """Read an adapter from disk and register it under a name. Blocks while the files are read.
+
+        Raises:
+            AlreadyExists: the name is taken.
+            InvalidArgument: the name or path is invalid, too many adapters are loaded, or the files cannot be parsed.
+            Unsupported: the model takes no adapters, or not this kind.
+        """
+        read = self._require_on()
+        require_name("name", name)
+        if name == self._model_name:
+            raise InvalidArgument("name", f"{name!r} is the name of the model: choose another for the adapter")
+        if not path:
+            raise InvalidArgument("path", "is empty: name the folder of the adapter")
+        require_whole_characters("path", path)
+        with self._lock:
+            if name in self._adapters:
+                state = "being loaded; wait" if self._adapters[name] is None else "loaded; unload it"
+                raise AlreadyExists(f"adapter {name!r} is {state}, or choose another name")
+            if len(self._adapters) >= self._max_num:
+                raise InvalidArgument(
+                    "name", f"{len(self._adapters)} adapters are loaded, the limit is max_cpu_loras ({self._max_num})"
+                )
+            self._adapters[name] = None
+        adapter: LoadedAdapter | None = None
+        try:
+            adapter = LoadedAdapter(name, path, next(self._numbers), read(path))
+        except InvalidArgument as error:
+            raise InvalidArgument("path", str(error) if error.field != "lora" else error.problem) from error
+        except OSError as error:
+            raise InvalidArgument("path", f"{path} cannot be read: {error}") from error
+        finally:
+            with self._lock:
+                if adapter is None:
+                    del self._adapters[name]
+                else:
+                    self._adapters[name] = adapter
+        return adapter
+
+    def unload(self, name: str) -> None:
+        """Unload an adapter. Requests that already use it continue.
+
+        Raises:
+            NotFound: no adapter with this name is loaded.
+        """
+        self._require_on()
+        with self._lock:
+            self._find(name, "name")
+            del self._adapters[name]
+
+    def loaded(self) -> tuple[LoadedAdapter, ...]:
+        """Return the adapters that requests can use, in the order of loading."""
+        with self._lock:
+            return tuple(adapter for adapter in self._adapters.values() if adapter is not None)
+
+    def names(self) -> frozenset[str]:
+        """Return the names of the adapters that requests can use."""
+        return frozenset(adapter.name for adapter in self.loaded())
+
+    def _find(self, name: str, field: str) -> LoadedAdapter:
+        adapter = self._adapters.get(name)
+        if adapter is not None:
+            return adapter
+        if name in self._adapters:
+            raise NotFound(f"{field}: adapter {name!r} is being loaded; try again later")
+        raise NotFound(f"{field}: no adapter {name!r} is loaded")
+
+    def _require_on(self) -> Callable[[str], Adapter]:
+        if self._read is None:
+            raise Unsupported("adapters are off on this server: start it with --enable-lora")
+        return self._read
+
+
+_LOG = logging.getLogger(__name__)
+_QUIET_S = 10.0
+
+
+class RoleCounts:
+    """The counters of one server.
+
+    Attributes:
+        num_here: prompts that a decode server computed itself by the rule, per reason.
+        num_failed: prompts that it computed itself, entirely or partly, because of a failure, per reason.
+    """
+
+    def __init__(self) -> None:
+        self.num_here: Counter[str] = Counter()
+        self.num_failed: Counter[str] = Counter()
+        self._load = RoleLoad()
+        self._quiet_until_s: dict[str, float] = {}
+
+    def load(self) -> RoleLoad:
+        """Return a snapshot."""
+        return self._load
+
+    def here(self, reason: str) -> None:
+        """Count a prompt that the rule assigns to this server."""
+        self.num_here[reason] += 1
+
+    def failed(self, reason: str, error: BaseException) -> None:
+        """Count a prompt that is (partly) computed here after a failure; log each reason at a limited rate."""
+        self.num_failed[reason] += 1
+        now_s = time.monotonic()
+        if now_s >= self._quiet_until_s.get(reason, 0.0):
+            self._quiet_until_s[reason] = now_s + _QUIET_S
+            what = str(error) or type(error).__name__
+            _LOG.warning(
+                "remote %s failed, prompt computed locally (%d so far): %s", reason, self.num_failed[reason], what
+            )
+
+    def add(self, **counts: float) -> None:
+        """Add to counters, by their names in `RoleLoad`."""
+        now = {name: getattr(self._load, name) + count for name, count in counts.items()}
+        self._load = dataclasses.replace(self._load, **now)
 
 
 class EngineClient(Protocol):
@@ -129,3 +308,91 @@ class LoadedModel:
     grammars: ServedGrammars | None = None
     role_counts: RoleCounts = field(default_factory=RoleCounts)
     checkpoint: str = ""
+
+
+class Stage(enum.Enum):
+    """Stage of a service; SERVING and STALLED accept requests."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    STALLED = "stalled"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """Progress of the startup: `done` of `total` parts, at least one."""
+
+    what: str
+    done: int
+    total: int
+
+
+class ServiceState:
+    """The loaded model, or why no request can run. The code that loads the model updates it.
+
+    Args:
+        config: the options as given; the model has the resolved ones.
+        model: a model that is already loaded.
+    """
+
+    def __init__(self, config: EngineConfig, model: LoadedModel | None = None) -> None:
+        self.stage = Stage.STARTING if model is None else Stage.SERVING
+        self.startup = Startup("starting", 0, 1)
+        self.start_time = datetime.now(UTC)
+        self.model = model
+        self.failure: Exception | None = None
+        self._config = config
+
+    @property
+    def config(self) -> EngineConfig:
+        """The options, resolved once the model is loaded."""
+        return self._config if self.model is None else self.model.config
+
+    @property
+    def is_live(self) -> bool:
+        """True unless the process has failed; restarting a live process gains nothing."""
+        return self.stage is not Stage.FAILED and self.failure is None
+
+    @property
+    def is_ready(self) -> bool:
+        """True if new requests are accepted and make progress."""
+        return self.stage is Stage.SERVING
+
+    def serving(self) -> LoadedModel:
+        """Return the loaded model, to run requests on.
+
+        Raises:
+            Unavailable: the model is loading, or the service drains or has failed.
+        """
+        model = self.loaded()
+        if self.stage is Stage.DRAINING:
+            raise Unavailable("the server is draining: it takes no new requests")
+        if self.stage is Stage.FAILED:
+            raise Unavailable(f"the engine has died: {self.failure}")
+        return model
+
+    def loaded(self) -> LoadedModel:
+        """Return the loaded model for queries; raise Unavailable while it loads."""
+        if self.model is None:
+            startup = self.startup
+            raise Unavailable(f"the server is starting: {startup.what}, {startup.done} of {startup.total}")
+        return self.model
+
+    def enter(self, stage: Stage) -> None:
+        """Enter a stage."""
+        self.stage = stage
+
+    def note_progress(self, what: str, done: int, total: int) -> None:
+        """Record the progress of the startup. Thread-safe."""
+        self.startup = Startup(what, done, max(total, 1))
+
+    def note_loaded(self, model: LoadedModel) -> None:
+        """Set the loaded model."""
+        self.model = model
+
+    def note_failure(self, error: Exception | None = None) -> None:
+        """Record the given error or the engine's failure, unless one is recorded already."""
+        if self.failure is None:
+            self.failure = error or (None if self.model is None else self.model.engine.failure)

@@ -5,19 +5,22 @@ The frontend provides the caller; the service keeps the record.
     face ──Caller──> Call ──> RequestRecord ──begin, end──> RequestObserver ...
 
 A record never holds a prompt or generated text.
+
+Names that callers choose for requests, tenants, prefixes and adapters are checked here too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from jpaged.errors import JpagedError, reason_of
-from jpaged.types import OutputEvent, RequestTimes, SamplingParams, Usage
+from jpaged.errors import InvalidArgument, JpagedError, reason_of
+from jpaged.types import MAX_CACHE_SALT_CHARS, OutputEvent, RequestTimes, SamplingParams, Usage
 
 _LOG = logging.getLogger(__name__)
 
@@ -189,3 +192,28 @@ def _notify(act: Callable[[RequestRecord], None], record: RequestRecord) -> None
         act(record)
     except Exception:  # an observer must not fail a request
         _LOG.exception("a request observer failed")
+
+
+_NAME = re.compile(r"[\x20-\x7e]{1,128}")
+
+
+def is_name(name: str) -> bool:
+    """Return True if the name is valid."""
+    return _NAME.fullmatch(name) is not None
+
+
+def require_name(field: str, name: str) -> None:
+    """Reject an invalid name."""
+    if not is_name(name):
+        raise InvalidArgument(field, f"{name!r} is not 1 to 128 printable ASCII characters")
+
+
+def told_name(name: str) -> str:
+    """Return a name for logs and the audit before it is looked up; "" if it is invalid."""
+    return name if is_name(name) else ""
+
+
+def require_salt(salt: str) -> None:
+    """Reject a cache salt that is too long."""
+    if len(salt) > MAX_CACHE_SALT_CHARS:
+        raise InvalidArgument("cache_salt", f"{len(salt)} characters; at most {MAX_CACHE_SALT_CHARS}")

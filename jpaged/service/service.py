@@ -5,6 +5,12 @@
 
 Admission is decided here (tenants, request ids, limits of open calls), and so is the fate of a request whose reader
 disconnects. Work that grows with a request runs on a thread.
+
+`ServerRole` is the interface of a role other than "both"; `roles.py` implements it. `Workers` are the threads for work
+that grows with a request.
+
+`NotedRequests` copies the record of a request to the call's audit entry. A request gets a separate audit line if its
+call was answered before it ended (as in a batch), or if there is no call.
 """
 
 from __future__ import annotations
@@ -17,12 +23,14 @@ import itertools
 import math
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from jpaged.access import entry as access
+from jpaged.access.entry import Entry, current
+from jpaged.access.gate import Gate
 from jpaged.access.keys import Role
 from jpaged.access.quotas import Quotas
 from jpaged.completions import Completions
@@ -35,15 +43,20 @@ from jpaged.errors import (
     PermissionDenied,
     QueueFull,
 )
-from jpaged.service.chat.answers import ChatAnswers
-from jpaged.service.continuing import move_grammars
-from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.names import require_name, require_salt, told_name
-from jpaged.service.records import NOBODY, Caller, Records, RequestObserver, RequestRecord
-from jpaged.service.roles.role import AskedPrefill, ServerRole
-from jpaged.service.state import ServiceState
+from jpaged.service.chat.output_parser import ChatAnswers
+from jpaged.service.input_processor import move_grammars
+from jpaged.service.loaded_model import LoadedModel, ServiceState
+from jpaged.service.records import (
+    NOBODY,
+    Caller,
+    Records,
+    RequestObserver,
+    RequestRecord,
+    require_name,
+    require_salt,
+    told_name,
+)
 from jpaged.service.streams import Bridge, OutputStream
-from jpaged.service.workers import Workers, detached
 from jpaged.types import (
     FinishReason,
     LoadedAdapter,
@@ -55,7 +68,99 @@ from jpaged.types import (
     SequenceFinish,
 )
 
+
+@dataclass(frozen=True, slots=True)
+class AskedPrefill:
+    """A prefill that another server requests.
+
+    Attributes:
+        cache_tenant: tenant whose cached prefixes the prompt may use and extend.
+        adapter_digest: digest of the adapter that the caller expects under its name.
+        num_known: leading blocks that the caller already has.
+    """
+
+    cache_tenant: str
+    adapter_digest: bytes
+    num_known: int
+
+
+class AdmittedCall(Protocol):
+    """An admitted call as a role sees it: `jpaged.service.service.Generation`."""
+
+    @property
+    def engine_id(self) -> str:
+        """Request id inside the engine."""
+
+    @property
+    def stream(self) -> OutputStream:
+        """Stream of the request's events."""
+
+    def end(self, finish: SequenceFinish | None = None, error: JpagedError | None = None) -> None:
+        """End the stream for its reader."""
+
+    def goes_on_by(self, task: asyncio.Task[Any] | None, *, is_done: bool = False) -> None:
+        """Attach the task that prepares the engine's request; None cancels it."""
+
+
+class ServerRole(Protocol):
+    """Submits requests to the engine in a role's own way. Runs on the service's event loop."""
+
+    async def prepare(self, model: LoadedModel) -> None:
+        """Prepare before the first request; raise Unsupported if the model cannot be served in this role."""
+
+    def begin(self, model: LoadedModel, request: Request, generation: AdmittedCall, asked: AskedPrefill | None) -> None:
+        """Submit an admitted request; raise as `Engine.submit` does, and InvalidArgument for what the role refuses."""
+
+    def hurry(self, model: LoadedModel, generation: AdmittedCall) -> bool:
+        """Submit the rest of a request to the engine now; return False if nothing is left to submit."""
+
+    def end(self, model: LoadedModel, generation: AdmittedCall) -> None:
+        """Handle the end of a call, for any reason: release what the role holds for it."""
+
+
 _T = TypeVar("_T")
+
+SMALL = 2000
+"""Characters or token ids that are processed inline: about 1 ms."""
+_NUM_THREADS = 4
+
+
+class Workers:
+    """Thread pools for work that grows with a request, so that the event loop and its streams never wait for it.
+
+    Texts and token ids have one pool; conversations have another, because a chat template may be slow.
+    """
+
+    def __init__(self) -> None:
+        self._plain = ThreadPoolExecutor(_NUM_THREADS, "jpaged-text")
+        self._chat = ThreadPoolExecutor(_NUM_THREADS, "jpaged-chat")
+        self._files = ThreadPoolExecutor(1, "jpaged-files")
+
+    async def run(self, work: Callable[[], _T], size: int | None) -> _T:
+        """Run work on `size` characters or ids: inline if few, otherwise on a thread.
+
+        None stands for a conversation, whose cost its size does not show. If the caller is cancelled while the work
+        waits for a thread, the work is cancelled too.
+        """
+        if size is not None and size < SMALL:
+            return work()
+        pool = self._chat if size is None else self._plain
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+    def start(self, work: Callable[[], _T]) -> Future[_T]:
+        """Start work on a thread and return its future."""
+        return self._plain.submit(work)
+
+    async def read(self, work: Callable[[], _T]) -> _T:
+        """Run work that reads files, one at a time; it completes even if the caller is cancelled."""
+        return await detached(asyncio.get_running_loop().run_in_executor(self._files, work))
+
+
+async def detached(done: asyncio.Future[_T]) -> _T:
+    """Wait for a future that continues if the caller is cancelled; asyncio then does not report its error."""
+    done.add_done_callback(lambda future: future.cancelled() or future.exception())
+    return await asyncio.shield(done)
+
 
 _RETRY_S = 1.0
 """Retry delay for callers that need not wait for the end of a request."""
@@ -508,3 +613,27 @@ def time_of(model: LoadedModel, asked_s: float | None) -> float | None:
     limits = model.config.timeouts
     wanted = limits.default_deadline if asked_s is None else asked_s
     return min((seconds for seconds in (wanted, limits.max_deadline) if seconds is not None), default=None)
+
+
+class NotedRequests:
+    """Observer of the service that notes each request in the current call's audit entry."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def begin(self, record: RequestRecord) -> None:
+        """Do nothing: a new record holds nothing to note."""
+
+    def end(self, record: RequestRecord) -> None:
+        """Note the request's model and adapter, its token counts and its outcome."""
+        entry = current()
+        is_apart = entry is None or entry.is_closed
+        if entry is None or entry.is_closed:
+            key = None if entry is None else entry.key
+            entry = Entry(face="background", method=record.operation, peer="", key=key, tenant=record.tenant)
+        entry.note_request(record.request_id, record.model, record.adapter)
+        entry.note_use(record.usage.prompt_tokens, record.usage.completion_tokens)
+        entry.note_error(record.reason)
+        if is_apart:
+            entry.began(record.began_s)
+            self._gate.close(entry, record.status)

@@ -94,7 +94,7 @@ class Prompt:
     text: str | None = None
     token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
-    """In the format of `jpaged.service.chat.messages`."""
+    """In the format of `jpaged.service.chat.template`."""
     told_from: int | None = None
     pooling: Pooling | None = None
     chat_options: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen

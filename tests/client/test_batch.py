@@ -21,7 +21,7 @@ from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, Unavailable
 from jpaged.server import servicer
 from jpaged.service.service import Service
-from jpaged.service.tokenizing.hf_tokenizer import HuggingFaceTokenizer
+from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
 from tests.server.harness import eventually, running
 from tests.service.test_token_bytes import byte_fallback

@@ -13,8 +13,7 @@ from jpaged.engine.engine import Engine
 from jpaged.engine.executor.shapes import KeyLengths
 from jpaged.engine.kv.tiers.disk import Disk
 from jpaged.engine.speculation.drafting import Drafting
-from jpaged.service.continuing import move_grammars
-from jpaged.service.input_processor import InputProcessor
+from jpaged.service.input_processor import InputProcessor, move_grammars
 from jpaged.structured import StructuredOutputs
 from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
 from jpaged.testing.fake_grammar import FakeMasks

@@ -11,7 +11,7 @@ import pytest
 
 from jpaged.client import AsyncClient
 from jpaged.openai.responses.asking import LOGPROBS
-from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
+from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.testing import FakeExecutor, scripted
 from jpaged.types import SamplingParams
 from tests.server.harness import Harness, eventually, running

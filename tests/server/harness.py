@@ -18,11 +18,10 @@ from jpaged.engine.executor import Progress
 from jpaged.errors import InvalidArgument
 from jpaged.peers.prefill import Prefills
 from jpaged.server.lifecycle import Server
-from jpaged.service.adapters import Adapters
-from jpaged.service.chat.answering import ChatAnswering
-from jpaged.service.chat.parsers.formats import AnswerFormat
+from jpaged.service.chat.formats import AnswerFormat
+from jpaged.service.chat.output_config import ChatAnswering
 from jpaged.service.input_processor import InputProcessor
-from jpaged.service.loaded_model import BackendFacts, LoadedModel
+from jpaged.service.loaded_model import Adapters, BackendFacts, LoadedModel
 from jpaged.testing import ByteTokenizer, FakeAdapter, FakeExecutor, Faults
 from jpaged.types import ModelInfo
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jpaged.errors import AlreadyExists, InvalidArgument, NotFound
-from jpaged.service.adapters import Adapters
+from jpaged.service.loaded_model import Adapters
 from jpaged.testing import FakeAdapter
 
 

@@ -18,9 +18,9 @@ from jpaged.errors import (
     Unavailable,
     Unsupported,
 )
-from jpaged.service.evaluations import Asker, embed, score
+from jpaged.service.loaded_model import ServiceState, Stage
+from jpaged.service.score_embed import Asker, embed, score
 from jpaged.service.service import Service
-from jpaged.service.state import ServiceState, Stage
 from jpaged.testing import FakeExecutor, Faults
 from jpaged.types import Embedding, Prompt, Request, Score
 from tests.server.harness import eventually, make_serving
@@ -201,7 +201,7 @@ async def test_a_call_that_goes_away_takes_its_requests_along(rig):
 @pytest.mark.parametrize("rig", [{"max_num_seqs": 1}], indirect=True)
 async def test_the_deadline_is_the_calls_own_and_not_each_requests(rig, monkeypatch):
     times = iter(range(0, 1000, 100))
-    monkeypatch.setattr("jpaged.service.evaluations.time", SimpleNamespace(monotonic=lambda: float(next(times))))
+    monkeypatch.setattr("jpaged.service.score_embed.time", SimpleNamespace(monotonic=lambda: float(next(times))))
     await rig.score("p", ["x", "y", "z"], remaining_s=1000.0)
     deadlines = [request.deadline_s for request in rig.requests]
     now_s = rig.engine.clock()
@@ -211,7 +211,7 @@ async def test_the_deadline_is_the_calls_own_and_not_each_requests(rig, monkeypa
 @pytest.mark.parametrize("rig", [{"max_num_seqs": 1}], indirect=True)
 async def test_a_deadline_that_passes_between_requests_ends_the_call(rig, monkeypatch):
     times = iter(range(0, 100_000, 100))
-    monkeypatch.setattr("jpaged.service.evaluations.time", SimpleNamespace(monotonic=lambda: float(next(times))))
+    monkeypatch.setattr("jpaged.service.score_embed.time", SimpleNamespace(monotonic=lambda: float(next(times))))
     with pytest.raises(DeadlineExceeded):
         await rig.score("p", ["x", "y", "z"], remaining_s=150.0)
     await eventually(lambda: rig.is_at_rest)
@@ -294,6 +294,6 @@ async def test_calls_that_are_open_are_bounded(rig):
 
 
 async def test_a_bug_in_one_part_is_that_error_and_no_group(rig, monkeypatch):
-    monkeypatch.setattr("jpaged.service.evaluations.score_of", lambda output: 1 / 0)
+    monkeypatch.setattr("jpaged.service.score_embed.score_of", lambda output: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         await rig.score("p", ["x", "y"])

@@ -7,7 +7,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong
 from jpaged.service.input_processor import InputProcessor
-from jpaged.service.scoring import (
+from jpaged.service.score_embed import (
     MAX_PARTS,
     MAX_SCORE_SIZE,
     continued,

@@ -11,9 +11,8 @@ from jpaged.access.entry import Entry, enter
 from jpaged.access.keys import Key, Role
 from jpaged.config import EngineConfig
 from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, PermissionDenied, Unavailable
-from jpaged.service.service import Call, Service
-from jpaged.service.state import ServiceState, Stage
-from jpaged.service.workers import Workers
+from jpaged.service.loaded_model import ServiceState, Stage
+from jpaged.service.service import Call, Service, Workers
 from jpaged.testing import ByteTokenizer, FakeExecutor, Faults, expected_tokens
 from jpaged.types import FinishReason, Prompt, SamplingParams
 from tests.server.harness import eventually, make_serving

@@ -8,7 +8,7 @@ import pytest
 
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, RequestTooLong, Unavailable
-from jpaged.service.chat.process import TemplateProcess
+from jpaged.service.chat.sandbox import TemplateProcess
 from jpaged.service.chat.template import ChatTemplate
 
 USER = [{"role": "user", "content": "hi"}]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from jpaged.demo import FOLDER
-from jpaged.service.tokenizing.token_bytes import _SHRINKING, GENEROUS_BYTES, TokenBytes, max_token_bytes
+from jpaged.service.tokenizer import _SHRINKING, GENEROUS_BYTES, TokenBytes, max_token_bytes
 
 BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
 MERGES = [("a", "b"), ("ab", "ab"), ("▁", "▁"), ("▁▁", "▁▁")]

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument
-from jpaged.service.tokenizing import tokenizer_parts
-from jpaged.service.tokenizing.hf_tokenizer import load_tokenizer
-from jpaged.service.tokenizing.tokenizer_parts import read_parts
+from jpaged.service import tokenizer_parts
+from jpaged.service.tokenizer import load_tokenizer
+from jpaged.service.tokenizer_parts import read_parts
 
 TEXTS = (
     *("", "Once upon a time", " leading", "trailing ", "two  spaces", "line\nbreak\t tab", "naïve café", "日本語 🙂"),
@@ -168,7 +168,7 @@ def test_a_model_that_may_have_a_class_of_its_own_is_left_to_transformers(
 
 def test_a_plain_tokenizer_imports_neither_transformers_nor_torch() -> None:
     program = (
-        "import sys; from pathlib import Path; from jpaged.service.tokenizing.hf_tokenizer import load_tokenizer\n"
+        "import sys; from pathlib import Path; from jpaged.service.tokenizer import load_tokenizer\n"
         f"tokenizer = load_tokenizer(Path({str(FOLDER)!r}), vocab_size=3072)\n"
         "print(tokenizer.encode('Once'), sorted({'transformers', 'torch'} & set(sys.modules)))"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jpaged.errors import InvalidArgument
-from jpaged.service.tokenizing.hf_tokenizer import load_tokenizer
+from jpaged.service.tokenizer import load_tokenizer
 
 
 @pytest.mark.parametrize(

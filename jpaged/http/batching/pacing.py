@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 
+from jpaged.service.loaded_model import Stage
 from jpaged.service.service import Service
-from jpaged.service.state import Stage
 
 PRIORITY = 1 << 20
 """Priority of lines: lower numbers are served first, and clients rarely use such a large one."""

@@ -15,8 +15,8 @@ from jpaged.http.batching.running import Limits, Running
 from jpaged.http.batching.store import Store
 from jpaged.http.batching.threads import Threads
 from jpaged.http.batching.values import Batch
+from jpaged.service.loaded_model import Stage
 from jpaged.service.service import Service
-from jpaged.service.state import Stage
 
 _MAX_RUNNING = 4
 """Maximum running batches, at most one per owner; further ones of an owner wait."""

@@ -28,8 +28,8 @@ from jpaged.http.batching.values import Batch, BatchError
 from jpaged.http.local import LocalServer
 from jpaged.openai.answers import Answers
 from jpaged.openai.lines import BadLine, Line
+from jpaged.service.loaded_model import Stage
 from jpaged.service.service import Service
-from jpaged.service.state import Stage
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from jpaged.completions import completions_of
 from jpaged.engine.tokenizer import Tokenizer, is_special_token
 from jpaged.http.generate.asked import Asked
 from jpaged.openai.choices import ShownToken
-from jpaged.service.evaluations import num_at_once, run_all
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.records import RequestRecord
+from jpaged.service.score_embed import num_at_once, run_all
 from jpaged.service.service import Generation, Service
 from jpaged.types import OutputEvent, RequestOutput
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from jpaged.errors import QueueFull
 from jpaged.pool import Frame, FrameWriter, PoolPicture
+from jpaged.service.loaded_model import Stage
 from jpaged.service.service import Service
-from jpaged.service.state import Stage
 
 MAX_WATCHERS = 64
 _INTERVAL_S = 0.1

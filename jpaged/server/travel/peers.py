@@ -15,8 +15,8 @@ from jpaged.client.tls import Tls, open_channel
 from jpaged.config import AccessOptions
 from jpaged.errors import PermissionDenied
 from jpaged.server.travel.wire import part_from
-from jpaged.service.prefixes.parts import Header, Piece
-from jpaged.service.prefixes.travelling import Prefix
+from jpaged.service.kv_protocol import Header, Piece
+from jpaged.service.kv_transfer import Prefix
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class _Connection:
 
 
 class PeerServers:
-    """Implementation of `jpaged.service.prefixes.travelling.Peers` over gRPC, with one lazy connection per peer.
+    """Implementation of `jpaged.service.kv_transfer.Peers` over gRPC, with one lazy connection per peer.
 
     Changed certificates apply from the next call on; running calls keep theirs.
 

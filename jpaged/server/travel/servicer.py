@@ -13,8 +13,8 @@ from jpaged.errors import DeadlineExceeded
 from jpaged.server.servicer import prompt_from, tenant_of
 from jpaged.server.status import CallContext, answering
 from jpaged.server.travel.wire import arrival_of, part_from, response_of
-from jpaged.service.prefixes.parts import Header, Piece
-from jpaged.service.prefixes.travelling import Prefix, Travelling
+from jpaged.service.kv_protocol import Header, Piece
+from jpaged.service.kv_transfer import Prefix, Travelling
 
 _STALL_S = 30.0
 """Timeout of a write; a reader that takes longer counts as disconnected."""

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from jpaged._proto.v1 import prefixes_pb2
 from jpaged.errors import InvalidArgument
-from jpaged.service.prefixes.parts import MAX_PIECES, Arrival, Header, Piece
+from jpaged.service.kv_protocol import MAX_PIECES, Arrival, Header, Piece
 
 _Part = TypeVar("_Part", prefixes_pb2.SavePrefixResponse, prefixes_pb2.LoadPrefixRequest)
 

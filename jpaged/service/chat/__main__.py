@@ -1,4 +1,4 @@
-"""Renderer of chat templates: `python -m jpaged.service.chat`, the child of `process`, with a socket as its stdin.
+"""Renderer of chat templates: `python -m jpaged.service.chat`, the child of `sandbox`, with a socket as its stdin.
 
 Templates run in transformers' environment, so the text equals that of `apply_chat_template`. If a template takes too
 much processor time, a system timer ends the whole process; the code here never has to yield.
@@ -18,10 +18,31 @@ from pathlib import Path
 from typing import Any
 
 from jpaged import json_text
-from jpaged.service.chat.frames import Kind, receive, send
-from jpaged.service.chat.process import CPU_S, MEMORY_BYTES
-from jpaged.service.chat.variables import names
-from jpaged.service.tokenizing.tokenizer_parts import keep_quiet_about_torch
+from jpaged.service.chat.sandbox import CPU_S, MEMORY_BYTES, Kind, receive, send
+from jpaged.service.tokenizer_parts import keep_quiet_about_torch
+
+
+def names(template: str) -> list[str]:
+    """Return the variables that a template may look up before it sets them, sorted.
+
+    Raises:
+        TemplateSyntaxError: it is not a template, or has tags that transformers' environment lacks.
+    """
+    from jinja2 import Environment, meta
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        """Parses `{% generation %}`, which transformers adds to jinja, as its content."""
+
+        tags = {"generation"}  # noqa: RUF012 - as jinja declares it
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = Environment(extensions=[Generation, "jinja2.ext.loopcontrols"])
+    return sorted(meta.find_undeclared_variables(environment.parse(template)))
+
 
 _MAX_MESSAGE_CHARS = 1000
 _STATM = Path("/proc/self/statm")

@@ -2,7 +2,7 @@
 
 import sys
 
-from jpaged.service.grammars.trial import main
+from jpaged.service.grammars.sandbox import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,6 +3,9 @@
 compile(outputs) ──> cache? ──> a thread: source -> trial in a child -> the same compile here -> completions
                        │
                        └── concurrent requests with the same constraint wait for the one compile
+
+`LlguidanceState` is the state of one sequence in its grammar. `LlguidanceMasks` fills the masks of a whole batch on the
+library's threads.
 """
 
 from __future__ import annotations
@@ -11,26 +14,173 @@ import asyncio
 import dataclasses
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import consume_token_par, fill_next_token_bitmask_par
+from numpy.typing import NDArray
 
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidArgument, QueueFull, Unavailable
-from jpaged.service.grammars.completions import Endings, endings_of
-from jpaged.service.grammars.limits import GrammarLimits, library_limits
-from jpaged.service.grammars.masks import LlguidanceMasks
+from jpaged.service.grammars.budgeted_completion import Closing, Endings, endings_of
+from jpaged.service.grammars.sandbox import GrammarLimits, TrialProcess, library_limits
 from jpaged.service.grammars.sources import refusal, source_key, source_of
-from jpaged.service.grammars.state import LlguidanceState
-from jpaged.service.grammars.trial_process import TrialProcess
 from jpaged.service.grammars.vocabulary import Vocabulary, num_words
 from jpaged.structured import JSON_WHITESPACE, Grammar, StructuredOutputs, ThinkingGrammar
+from jpaged.structured.grammar import GrammarBatch, GrammarState, StatesOneByOne
 from jpaged.types import Request
+
+
+@dataclass(slots=True)
+class LlguidanceState:
+    """Implementation of the engine's `GrammarState`.
+
+    Attributes:
+        matcher: the library's state, advanced only by this object.
+        endings: known completions of the grammar, from its compile.
+        narrowing: removes tokens from masks so that the text is complete in time; None without `always_complete`.
+    """
+
+    vocabulary: Vocabulary
+    matcher: LLMatcher
+    endings: Endings | None = None
+    narrowing: Closing | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.matcher.is_accepting())
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.matcher.is_stopped()) and not self.matcher.is_error()
+
+    @property
+    def failure(self) -> str | None:
+        return self.matcher.get_error().partition("\n")[0] if self.matcher.is_error() else None
+
+    def fill(self, mask_w: NDArray[np.int32]) -> None:
+        num_words = self.vocabulary.num_library_words
+        if num_words == self.vocabulary.num_words and mask_w.flags.c_contiguous:
+            self.matcher.unsafe_compute_mask_ptr(mask_w.ctypes.data, mask_w.nbytes)
+        else:
+            mask_w[:] = self.vocabulary.allowed_by(self.matcher)
+        mask_w &= self.vocabulary.all_mask_w
+        self.narrow(mask_w)
+
+    def narrow(self, mask_w: NDArray[np.int32]) -> None:
+        """Remove tokens from the library's mask after which the text could not be completed in time."""
+        if self.narrowing is not None and not self.matcher.is_stopped():
+            self.narrowing.narrow(self.matcher, mask_w)
+
+    def accept(self, token_id: int) -> bool:
+        if self.narrowing is None or self.matcher.validate_tokens([token_id]) != 1:
+            is_taken = self.matcher.try_consume_tokens([token_id]) == 1
+            return is_taken or (self.has_ended and token_id in self.vocabulary.eos_token_ids)
+        if token_id not in self.vocabulary.eos_token_ids:
+            self.narrowing.move(self.matcher, token_id)
+        return self.matcher.try_consume_tokens([token_id]) == 1
+
+    def forced(self, limit: int) -> list[int]:
+        if self.matcher.is_stopped():
+            return []
+        way = None if self.narrowing is None else self.narrowing.way(self.matcher)
+        return list(self.matcher.compute_ff_tokens() if way is None else way)[:limit]
+
+    def num_accepted(self, token_ids: Sequence[int]) -> int:
+        if self.has_ended:
+            ends = self.vocabulary.eos_token_ids
+            return next((i for i, token_id in enumerate(token_ids) if token_id not in ends), len(token_ids))
+        count = int(self.matcher.validate_tokens(list(token_ids)))
+        if self.narrowing is None:
+            return count
+        state, mask_w = self.copy(), np.zeros(self.vocabulary.num_words, np.int32)
+        for index, token_id in enumerate(token_ids[:count]):
+            state.fill(mask_w)
+            if not mask_w[token_id // 32] >> (token_id % 32) & 1 or not state.accept(token_id):
+                return index
+        return count
+
+    def closing(self, num_tokens_left: int) -> None:
+        self.narrowing = Closing(self.vocabulary, self.endings, num_tokens_left)
+
+    def copy(self) -> LlguidanceState:
+        closing = None if self.narrowing is None else self.narrowing.copy()
+        return LlguidanceState(self.vocabulary, self.matcher.deep_copy(), self.endings, closing)
+
+
+class LlguidanceMasks:
+    """Implementation of the engine's `GrammarMasks`. Used by one thread at a time.
+
+    Attributes:
+        num_words: W, the words of a mask.
+
+    Args:
+        num_threads: threads of the library; None for its default.
+    """
+
+    def __init__(self, num_words: int, num_threads: int | None = None) -> None:
+        self.num_words = num_words
+        self._executor = LLExecutor(num_threads)
+
+    def batch(self, states: Sequence[GrammarState], rows: Sequence[int]) -> GrammarBatch:
+        ours = [state for state in states if isinstance(state, LlguidanceState) and state.narrowing is None]
+        if len(ours) < len(states) or not ours or ours[0].vocabulary.num_library_words != self.num_words:
+            return StatesOneByOne(states, rows)
+        matchers = [state.matcher for state in ours]
+        return LlguidanceBatch(self._executor, ours[0].vocabulary, ours, list(zip(matchers, rows, strict=True)))
+
+    def fill(self, states: Sequence[GrammarState | None], mask_rw: NDArray[np.int32]) -> None:
+        ours = [(row, state) for row, state in enumerate(states) if isinstance(state, LlguidanceState)]
+        if len(ours) < len(states):
+            mask_rw[:] = -1
+            for row, state in enumerate(states):
+                if state is not None and not isinstance(state, LlguidanceState):
+                    state.fill(mask_rw[row])
+        if not ours:
+            return
+        vocabulary, num_words = ours[0][1].vocabulary, mask_rw.shape[1]
+        num_library_words = vocabulary.num_library_words
+        is_direct = num_library_words == num_words and mask_rw.flags.c_contiguous
+        library_rw = mask_rw if is_direct else np.zeros((len(mask_rw), num_library_words), np.int32)
+        fill_next_token_bitmask_par(self._executor, [(state.matcher, row) for row, state in ours], library_rw)
+        rows = slice(None) if len(ours) == len(states) else [row for row, _ in ours]
+        mask_rw[rows] = library_rw[rows, :num_words] & vocabulary.all_mask_w
+        for row, state in ours:
+            if state.narrowing is not None:
+                state.narrow(mask_rw[row])
+
+
+@dataclass(frozen=True, slots=True)
+class LlguidanceBatch:
+    """Implementation of `GrammarBatch` for states whose masks need no Python code per state.
+
+    Attributes:
+        matchers: the matchers of the states, with the rows of their masks.
+    """
+
+    executor: LLExecutor
+    vocabulary: Vocabulary
+    states: list[LlguidanceState]
+    matchers: list[tuple[LLMatcher, int]]
+
+    def accept(self, token_ids: Sequence[int]) -> list[int]:
+        if not self.vocabulary.eos_token_ids.isdisjoint(token_ids):  # a matcher that has ended reports these as errors
+            pairs = enumerate(zip(self.states, token_ids, strict=True))
+            return [place for place, (state, token_id) in pairs if not state.accept(token_id)]
+        pairs_of = [(matcher, token_id) for (matcher, _), token_id in zip(self.matchers, token_ids, strict=True)]
+        are_taken = consume_token_par(self.executor, pairs_of)
+        return [] if all(are_taken) else [place for place, is_taken in enumerate(are_taken) if not is_taken]
+
+    def fill(self, mask_rw: NDArray[np.int32]) -> bool:
+        fill_next_token_bitmask_par(self.executor, self.matchers, mask_rw)
+        mask_rw[[row for _, row in self.matchers]] &= self.vocabulary.all_mask_w
+        return not any(matcher.is_error() for matcher, _ in self.matchers)
+
 
 _MAX_COMPLETION_TOKENS = 4096
 """If the shortest completion that the search finds is longer, `always_complete` is refused."""

@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from jpaged.errors import Unsupported
-from jpaged.service.tokenizing.hf_tokenizer import HuggingFaceTokenizer
+from jpaged.service.tokenizer import HuggingFaceTokenizer
 
 _CLOSING = frozenset(b'"}]:')
 

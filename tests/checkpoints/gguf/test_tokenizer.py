@@ -17,8 +17,8 @@ from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
 from jpaged.checkpoints.gguf.tokenizer import GgufTokenizer, read_tokenizer
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, JpagedError, Unsupported
-from jpaged.service.tokenizing.hf_tokenizer import load_tokenizer
-from jpaged.service.tokenizing.tokenizer_parts import read_parts
+from jpaged.service.tokenizer import load_tokenizer
+from jpaged.service.tokenizer_parts import read_parts
 from tests.checkpoints.gguf.files import checkpoint, of_kind, write_gguf
 
 MODEL = checkpoint("llama_mha", num_hidden_layers=1)

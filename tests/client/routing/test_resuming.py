@@ -17,7 +17,7 @@ from jpaged.client import AsyncClient, Client, GenerateChunk, Resuming
 from jpaged.client.channel import MAX_ATTEMPTS
 from jpaged.completions import completions_of
 from jpaged.errors import DeadlineExceeded, InternalError, InvalidArgument, JpagedError, QueueFull, Unavailable
-from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
+from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.testing import FakeExecutor, scripted
 from jpaged.types import Prompt, RequestOutput, SamplingParams
 from tests.client.routing.cutting import Wire, wire

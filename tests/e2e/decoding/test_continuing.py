@@ -9,7 +9,7 @@ import pytest
 from jpaged import LLM, SamplingParams
 from jpaged.client.routing.progress import Progress
 from jpaged.completions import completions_of
-from jpaged.service.continuing import move_grammars
+from jpaged.service.input_processor import move_grammars
 from jpaged.structured import StructuredOutputs
 from jpaged.types import Generated, OutputEvent, Prompt, RequestOutput
 

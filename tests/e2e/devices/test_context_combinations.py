@@ -14,7 +14,7 @@ import pytest
 from jpaged import LLM
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.llm import TokensPrompt
-from jpaged.service.prefixes.likeness import facts_of
+from jpaged.service.kv_protocol import facts_of
 from jpaged.structured import StructuredOutputs
 from jpaged.types import RequestOutput, SamplingParams
 from tests.e2e.rig import open_llm, random_prompts, write_model

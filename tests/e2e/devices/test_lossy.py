@@ -18,7 +18,7 @@ from jpaged.llm import LLM, TokensPrompt
 from jpaged.models.decoder import lossy
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
-from jpaged.service.prefixes.likeness import facts_of
+from jpaged.service.kv_protocol import facts_of
 from jpaged.types import CompletionOutput, SamplingParams
 from tests.e2e.rig import assert_same, engine_of, generate, open_llm, random_prompts, write_model
 from tests.models import dense

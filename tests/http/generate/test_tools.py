@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
+from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.testing import scripted
 from tests.http.generate.asking import GREEDY, asking
 

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from jpaged.http.page.hub import MAX_WATCHERS, Hub
 from jpaged.http.page.limits import Limits, is_local
 from jpaged.pool import FrameReader, Kind, unpack
+from jpaged.service.loaded_model import Stage
 from jpaged.service.service import Service
-from jpaged.service.state import Stage
 from jpaged.testing import FakeExecutor
 from tests.server.harness import Harness, eventually, request, running
 

@@ -14,7 +14,7 @@ from jpaged.client import AsyncClient, Client
 from jpaged.client.batch import BatchOptions, run_batch
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.llm import LLM
-from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
+from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.testing import scripted
 from jpaged.types import RequestOutput, SamplingParams
 from tests.server import harness as harness_module

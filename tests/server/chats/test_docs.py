@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jpaged
-from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
+from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.testing import scripted
 from tests.server.harness import running
 

@@ -13,7 +13,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 from jpaged.demo import FOLDER
 from jpaged.engine.engine import Engine
 from jpaged.service.grammars.compiler import ServedGrammars
-from jpaged.service.tokenizing.hf_tokenizer import HuggingFaceTokenizer
+from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.testing import FakeExecutor
 from tests.server import harness as harnesses
 from tests.server.faces import test_vllm_engine as vllm_engine

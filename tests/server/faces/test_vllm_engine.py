@@ -15,7 +15,7 @@ from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument
 from jpaged.server.faces.vllm_engine import responses
 from jpaged.server.faces.vllm_engine.request import sampling_of
-from jpaged.service.tokenizing.hf_tokenizer import HuggingFaceTokenizer
+from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.structured import Kind
 from jpaged.testing import FakeExecutor, expected_tokens
 from tests.server import harness as harnesses

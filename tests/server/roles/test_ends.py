@@ -13,9 +13,8 @@ import pytest
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.peers import prefill as prefill_module
-from jpaged.service.prefixes import parts
-from jpaged.service.roles import prefilling
-from jpaged.service.roles.first_tokens import FirstToken
+from jpaged.service import kv_protocol, roles
+from jpaged.service.handoff import FirstToken
 from tests.server.harness import collect, eventually, failure_of, request
 from tests.server.roles.test_roles import LONG, Pair, alone, fake, folded, pair
 from tests.server.travel.pairs import is_at_rest
@@ -26,13 +25,13 @@ ABORT = inference_pb2.FINISH_REASON_ABORT
 @asynccontextmanager
 async def slow_to_send(monkeypatch: pytest.MonkeyPatch, **decode: Any) -> AsyncIterator[Pair]:
     """A pair whose prefill server tells first tokens, and sends no blocks until the end."""
-    cut, may_send = parts.cut, threading.Event()
+    cut, may_send = kv_protocol.cut, threading.Event()
 
     def wait(*of: Any) -> Any:
         may_send.wait()
         return cut(*of)
 
-    monkeypatch.setattr(prefilling, "cut", wait)
+    monkeypatch.setattr(roles, "cut", wait)
     async with pair(prefill={"prefill_hold": 3600.0}, decode=decode) as both:
         try:
             yield both

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jpaged.errors import InternalError
-from jpaged.service.roles.first_tokens import FirstToken, begun
+from jpaged.service.handoff import FirstToken, begun
 from jpaged.testing import ByteTokenizer
 from jpaged.types import PositionLogprobs, Request, SamplingParams, TokenLogprob
 

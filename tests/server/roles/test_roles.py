@@ -17,8 +17,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.load import RoleLoad
 from jpaged.server.lifecycle import Server
-from jpaged.service.prefixes import parts
-from jpaged.service.roles import prefilling
+from jpaged.service import kv_protocol, roles
 from jpaged.testing import FakeExecutor, expected_tokens
 from tests.server.harness import Harness, collect, error_details, eventually, failure_of, make_serving, request, running
 
@@ -240,14 +239,14 @@ async def test_a_server_of_another_model_is_not_believed() -> None:
 
 
 async def test_a_block_that_is_torn_on_its_way_is_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = parts.cut
+    cut = kv_protocol.cut
 
     def torn(*of: Any) -> Any:
         (first, *rest), *others = cut(*of)
         bad = first.contents[:-1] + bytes([first.contents[-1] ^ 1])
         return [[dataclasses.replace(first, contents=bad), *rest], *others]
 
-    monkeypatch.setattr(prefilling, "cut", torn)
+    monkeypatch.setattr(roles, "cut", torn)
     async with pair() as both:
         told = await both.generate(request(LONG))
         assert folded(told) == folded(await alone(request(LONG)))
@@ -255,12 +254,12 @@ async def test_a_block_that_is_torn_on_its_way_is_computed_here(monkeypatch: pyt
 
 
 async def test_a_block_under_a_key_that_nobody_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = parts.cut
+    cut = kv_protocol.cut
 
     def stale(*of: Any) -> Any:
         return [[dataclasses.replace(piece, key=bytes(32)) for piece in pieces] for pieces in cut(*of)]
 
-    monkeypatch.setattr(prefilling, "cut", stale)
+    monkeypatch.setattr(roles, "cut", stale)
     async with pair() as both:
         told = await both.generate(request(LONG))
         assert folded(told) == folded(await alone(request(LONG)))

@@ -23,8 +23,8 @@ from jpaged.errors import (
     Unsupported,
 )
 from jpaged.server.travel import servicer as servicer_module
-from jpaged.service.prefixes import travelling as travelling_module
-from jpaged.service.prefixes.receiving import Receiving
+from jpaged.service import kv_transfer as travelling_module
+from jpaged.service.kv_protocol import Receiving
 from jpaged.testing import FakeExecutor
 from jpaged.types import Prompt, SamplingParams
 from tests.server.harness import eventually, running

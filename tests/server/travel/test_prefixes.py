@@ -17,9 +17,9 @@ from jpaged.errors import (
     Unavailable,
 )
 from jpaged.server.travel.peers import PeerServers
-from jpaged.service.prefixes import parts as parts_module
-from jpaged.service.prefixes.parts import Header
-from jpaged.service.prefixes.travelling import Prefix
+from jpaged.service import kv_protocol as parts_module
+from jpaged.service.kv_protocol import Header
+from jpaged.service.kv_transfer import Prefix
 from jpaged.testing import ByteTokenizer, FakeExecutor, seeing
 from jpaged.types import Prompt, SamplingParams
 from tests.access.test_keys import FILE, HASHED, OTHER, TOKEN

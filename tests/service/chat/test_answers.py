@@ -5,9 +5,9 @@ import pytest
 from jpaged.chat import ChatAnswer, ChatOptions, ReasoningOptions, Tool, ToolCall, ToolChoice, ToolChoiceMode
 from jpaged.completions import Completions
 from jpaged.errors import InvalidArgument, Unsupported
-from jpaged.service.chat.answering import ChatAnswering
-from jpaged.service.chat.answers import ChatAnswers, WithoutTokens
-from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
+from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
+from jpaged.service.chat.output_config import ChatAnswering
+from jpaged.service.chat.output_parser import ChatAnswers, WithoutTokens
 from jpaged.structured import Kind, StructuredOutputs
 from jpaged.testing import ByteTokenizer
 from jpaged.types import FinishReason, OutputEvent, SamplingParams, SequenceFinish

@@ -8,9 +8,9 @@ import pytest
 from jpaged.chat import ChatAnswer, Tool, ToolCall, ToolChoice, ToolChoiceMode
 from jpaged.config.groups import ReasoningParser, ToolCallParser
 from jpaged.errors import InvalidArgument
-from jpaged.service.chat.parsers.answer import PlainParser
-from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat, parser_for
-from jpaged.service.chat.structural_tag import structural_tag_for
+from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat, parser_for
+from jpaged.service.chat.output_config import structural_tag_for
+from jpaged.service.chat.output_parser import PlainParser
 
 HERMES = '{% for t in tools %}{% endfor %}<tool_call>\n{{ \'{"name": "\' }}'
 QWEN3 = HERMES + "{{ '</think>' }}{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"

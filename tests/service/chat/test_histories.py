@@ -22,12 +22,11 @@ from jpaged.openai.bodies import chat_job, check_values
 from jpaged.openai.responses.asking import asking_of
 from jpaged.openai.responses.items import messages_of
 from jpaged.server.chat import chat_options_from, messages_from
-from jpaged.service.chat.messages import for_template, messages_bytes, read_messages
-from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
-from jpaged.service.chat.process import template_process
-from jpaged.service.chat.template import ChatTemplate
+from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
+from jpaged.service.chat.sandbox import template_process
+from jpaged.service.chat.template import ChatTemplate, for_template, messages_bytes, read_messages
 from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.tokenizing.hf_tokenizer import HuggingFaceTokenizer
+from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.testing import ByteTokenizer, FakeExecutor
 from jpaged.testing.fake_model import Script
 from jpaged.types import Prompt, SamplingParams

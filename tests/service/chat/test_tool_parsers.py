@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.chat import ChatAnswer, ContentPiece, ToolCall, ToolCallPiece
-from jpaged.service.chat.parsers.formats import TOOL_FORMATS
-from jpaged.service.chat.parsers.writer import PieceWriter, call_id, short_call_id
+from jpaged.service.chat.formats import TOOL_FORMATS
+from jpaged.service.chat.tool_parser import PieceWriter, call_id, short_call_id
 
 PARIS = '{"city": "Paris", "days": [1, 2], "unit": null}'
 TRICKY = '{"text": "a \\"quoted\\" } ] { \\\\", "deep": {"a": [{}, [], "<tool_call>"]}}'

@@ -9,14 +9,13 @@ from jpaged.chat import ChatOptions, ReasoningOptions, Tool, reasoning_of
 from jpaged.demo import FOLDER
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
-from jpaged.service.chat.answering import ChatAnswering
-from jpaged.service.chat.messages import for_template, messages_bytes, read_messages
-from jpaged.service.chat.parsers.formats import TOOL_FORMATS, AnswerFormat, parser_for
-from jpaged.service.chat.process import TemplateProcess
-from jpaged.service.chat.template import ChatTemplate
+from jpaged.service.chat.formats import TOOL_FORMATS, AnswerFormat, parser_for
+from jpaged.service.chat.output_config import ChatAnswering
+from jpaged.service.chat.sandbox import TemplateProcess
+from jpaged.service.chat.template import ChatTemplate, for_template, messages_bytes, read_messages
 from jpaged.service.input_processor import InputProcessor
-from jpaged.service.tokenizing.hf_tokenizer import HuggingFaceTokenizer
-from jpaged.service.tokenizing.tokenizer_parts import read_parts
+from jpaged.service.tokenizer import HuggingFaceTokenizer
+from jpaged.service.tokenizer_parts import read_parts
 from jpaged.testing import ByteTokenizer, FakeExecutor
 from jpaged.types import Prompt, SamplingParams
 

@@ -7,8 +7,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from jpaged.chat import Tool, ToolChoice, ToolChoiceMode
 from jpaged.demo import FOLDER
-from jpaged.service.chat.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
-from jpaged.service.chat.structural_tag import SpecialTokens, structural_tag_for
+from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
+from jpaged.service.chat.output_config import SpecialTokens, structural_tag_for
 from jpaged.service.grammars.compiler import GrammarCompiler, compile_now
 from jpaged.service.grammars.vocabulary import Vocabulary, VocabularySpec
 from jpaged.structured import StructuredOutputs

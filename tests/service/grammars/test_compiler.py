@@ -9,7 +9,7 @@ import pytest
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InvalidArgument, QueueFull, Unavailable, Unsupported
 from jpaged.service.grammars.compiler import GrammarCompiler, compile_now
-from jpaged.service.grammars.limits import GrammarLimits
+from jpaged.service.grammars.sandbox import GrammarLimits
 from jpaged.service.grammars.vocabulary import Vocabulary
 from jpaged.structured import StructuredOutputs
 from tests.service.grammars.texts import EOS, VOCAB_SIZE, accepts, allowed, packaged_tokenizer

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jpaged.service.grammars.compiler import GrammarCompiler, compile_now
-from jpaged.service.grammars.masks import LlguidanceMasks
+from jpaged.service.grammars.compiler import GrammarCompiler, LlguidanceMasks, compile_now
 from jpaged.structured import StructuredOutputs
 from jpaged.structured.grammar import Grammar, GrammarMasks, GrammarState
 from tests.service.grammars.schemas import random_schema, with_definitions

@@ -7,7 +7,7 @@ import numpy as np
 from jpaged.demo import FOLDER
 from jpaged.service.grammars.compiler import CompiledGrammar
 from jpaged.service.grammars.vocabulary import Vocabulary, allowed_ids
-from jpaged.service.tokenizing.hf_tokenizer import HuggingFaceTokenizer
+from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.structured.grammar import GrammarState
 
 EOS = 0

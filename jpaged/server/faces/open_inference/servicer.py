@@ -26,10 +26,9 @@ from jpaged.server.faces.open_inference.stream import InferStream
 from jpaged.server.port import MessagesInHand
 from jpaged.server.servicer import caller_of, tenant_of
 from jpaged.server.status import CallContext, answering, error_for, refuse, status_of
-from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.loaded_model import LoadedModel, Stage
 from jpaged.service.records import Caller
 from jpaged.service.service import Call, Service
-from jpaged.service.state import Stage
 from jpaged.version import __version__
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name

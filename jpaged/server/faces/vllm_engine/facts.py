@@ -10,8 +10,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 
 from jpaged.errors import InvalidArgument
 from jpaged.load import EngineLoad
-from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.state import ServiceState
+from jpaged.service.loaded_model import LoadedModel, ServiceState
 from jpaged.version import __version__
 
 SERVER_TYPE = "jpaged-grpc"

@@ -22,12 +22,10 @@ from jpaged.server.faces.vllm_engine.responses import Chunks, ends_of
 from jpaged.server.faces.vllm_engine.tokenizer import Bundle, bundle_of
 from jpaged.server.servicer import caller_of, tenant_of
 from jpaged.server.status import CallContext, answering
-from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.loaded_model import LoadedModel, Stage
 from jpaged.service.records import Caller, RequestRecord
-from jpaged.service.scoring import EMBED_SAMPLING, embeddable, embedding_of
-from jpaged.service.service import Call, Service
-from jpaged.service.state import Stage
-from jpaged.service.workers import SMALL
+from jpaged.service.score_embed import EMBED_SAMPLING, embeddable, embedding_of
+from jpaged.service.service import SMALL, Call, Service
 from jpaged.types import Prompt
 
 SERVICE_NAME = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name

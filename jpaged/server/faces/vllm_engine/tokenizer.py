@@ -13,7 +13,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import Unsupported
-from jpaged.service.tokenizing.hf_tokenizer import HuggingFaceTokenizer
+from jpaged.service.tokenizer import HuggingFaceTokenizer
 
 CHUNK_BYTES = 64 << 10
 _NAMES = (

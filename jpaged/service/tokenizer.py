@@ -1,27 +1,230 @@
 """The tokenizer of a model's folder, as Hugging Face's libraries read it.
 
 Code from a model's folder is never run (trust_remote_code stays off); its chat template runs in a separate process.
+
+`LiteralText` treats special tokens in users' text as plain text, with a twin tokenizer whose special tokens are
+renamed:
+
+    message      a <|end|> b             <|end|> written by a user
+    marked       a <#|end|> b            # is a mark that no user can guess
+    rendered     <|user|>a <#|end|> b    <|user|> written by the chat template
+    unmarked     <#7>a <|end|> b         7 is the id of <|user|>, <#7> its name in the twin
+    tokenized    7, a, <, |, end, |>, b
+
+The text is tokenized as a whole, so users' text is split as in any other text.
+
+`TokenBytes` bounds the bytes of text per token, so that a text that cannot fit is rejected before it is tokenized:
+
+max bytes per token = longest token of the vocabulary * the shrinkage by normalization
+
+This holds if every byte of a text ends up in some token: bytes without a token become several tokens, and nothing is
+stripped, dropped or folded into one unknown token. If that is not certain, GENEROUS_BYTES is used.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
+import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jpaged import json_text
 from jpaged.chat import ChatOptions
 from jpaged.config import keep_tokenizers_on_their_thread
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unsupported
-from jpaged.service.chat.process import template_process
+from jpaged.service.chat.sandbox import template_process
 from jpaged.service.chat.template import ChatTemplate
-from jpaged.service.tokenizing.literal_text import LiteralText
-from jpaged.service.tokenizing.token_bytes import GENEROUS_BYTES, TokenBytes, max_token_bytes
-from jpaged.service.tokenizing.tokenizer_parts import TokenizerParts, read_parts
+from jpaged.service.tokenizer_parts import TokenizerParts, read_parts
+
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+"""Noncharacters: reserved for internal use, and not trimmed or changed by templates."""
+
+
+class LiteralText:
+    """The tokenizer's twin, and the marks in messages.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`; it is not changed.
+
+    Attributes:
+        tokenizer: the twin: the same ids, with special tokens under names that no user can guess.
+
+    Raises:
+        Unsupported: a special token cannot be renamed without changing its id.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        from tokenizers import Tokenizer
+
+        nonce = str(secrets.randbits(64))  # digits: no template changes their case
+        self._mark = f"{_OPEN}{nonce}{_CLOSE}"
+        written = json.loads(tokenizer.to_str())
+        special = {token["content"]: token["id"] for token in written["added_tokens"] if token["special"]}
+        self._names = {content: f"{_OPEN}{nonce}{_OPEN}{number}{_CLOSE}" for content, number in special.items()}
+        _rename(written, self._names)
+        self.tokenizer: Any = Tokenizer.from_str(json_text.dumps(written))
+        for content, number in special.items():
+            if self.tokenizer.token_to_id(self._names[content]) != number:
+                raise Unsupported(
+                    f"parse_special_tokens: must be on for this tokenizer, which always parses {content!r}"
+                )
+        longest_first = sorted(special, key=len, reverse=True)
+        alone = re.escape(self._mark)
+        self._special = re.compile(
+            "|".join(re.escape(text) + (f"(?!{alone})" if len(text) == 1 else "") for text in longest_first) or r"(?!)"
+        )
+
+    def marked(self, value: Any) -> Any:
+        """Insert a mark into each special token that messages or tools spell out, including field names."""
+        if isinstance(value, str):
+            while self._special.search(value):  # again if two overlap
+                value = self._special.sub(lambda found: found[0][0] + self._mark + found[0][1:], value)
+            return value
+        if isinstance(value, dict):
+            return {self.marked(key): self.marked(one) for key, one in value.items()}
+        return [self.marked(one) for one in value] if isinstance(value, list | tuple) else value
+
+    def unmarked(self, text: str) -> str:
+        """Remove the marks from rendered text, and rename the template's special tokens to the twin's names."""
+        return self._special.sub(lambda found: self._names[found[0]], text).replace(self._mark, "")
+
+
+def _rename(written: dict[str, Any], names: dict[str, str]) -> None:
+    """Rename the special tokens of a tokenizer.json wherever they are named and not numbered."""
+    for token in written["added_tokens"]:
+        if token["special"]:
+            token.update(content=names[token["content"]], normalized=False)
+    model = written["model"]
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
+    else:
+        model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
+    if "merges" in model:  # no merge may produce a special token
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & names.keys()]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+
+
+_BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_CONTEXTS = ("a", "\u2581a", "e", "\u2581e", "x", "0")
+GENEROUS_BYTES = 128
+"""The longest tokens of published vocabularies, runs of spaces, have up to this size; words have four to six bytes."""
+_SHRINKING = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 3, "ByteLevel": 1, "Prepend": 1}
+"""Normalizers that only change the form of a character, and how many bytes each may turn into one."""
+_KEEPING = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}
+"""Pre-tokenizers that only split, or replace a space by something longer."""
+
+
+def max_token_bytes(tokenizer: Any) -> int:
+    """Return the maximum bytes of text that one token of a `tokenizers.Tokenizer` stands for."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    steps = _steps(tokenizer.pre_tokenizer, "pretokenizers")
+    is_byte_level = any(step["type"] == "ByteLevel" for step in (*steps, *_steps(tokenizer.normalizer, "normalizers")))
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    longest = max(
+        (len(token) if is_byte_level and token not in added else len(token.encode()) for token in vocabulary), default=1
+    )
+    shrinking = _shrinking(_steps(tokenizer.normalizer, "normalizers"))
+    is_sound = (
+        all(_is_keeping(step) for step in steps)
+        and _has_every_byte(tokenizer.model, vocabulary, is_byte_level)
+        and not any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
+    )
+    if shrinking is None or not is_sound:
+        return max(longest, GENEROUS_BYTES)
+    return longest * shrinking
+
+
+class TokenBytes:
+    """The bytes that each token of a `tokenizers.Tokenizer` adds to a text.
+
+    A byte-level vocabulary encodes bytes as letters, and ByteFallback names single bytes (`<0xE2>`). For other tokens,
+    the text after another token is decoded, because decoders strip a space only at the start of a text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        kinds = {step["type"] for step in _steps(tokenizer.decoder, "decoders")}
+        self._tokenizer = tokenizer
+        self._bytes = _byte_letters() if "ByteLevel" in kinds else {}
+        self._has_fallback = "ByteFallback" in kinds
+        self._context = [found for name in _CONTEXTS if (found := tokenizer.token_to_id(name)) is not None][:1]
+
+    def of(self, token_id: int) -> bytes:
+        """Return the bytes of one token; empty for an unknown id."""
+        name = self._tokenizer.id_to_token(token_id)
+        if name is None:
+            return b""
+        if self._bytes:
+            known = [self._bytes.get(letter) for letter in name]
+            return name.encode() if None in known else bytes(byte for byte in known if byte is not None)
+        if self._has_fallback and (match := _BYTE_NAME.fullmatch(name)):
+            return bytes([int(match[1], 16)])
+        before, both = self._text(self._context), self._text([*self._context, token_id])
+        return (both.removeprefix(before) if both.startswith(before) else self._text([token_id])).encode()
+
+    def _text(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False)) if token_ids else ""
+
+
+def _byte_letters() -> dict[str, int]:
+    """Return the letters of byte-level vocabularies: printable bytes map to themselves, others to U+0100 and up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _steps(part: Any, key: str) -> list[dict[str, Any]]:
+    """Return a normalizer or pre-tokenizer as in tokenizer.json, with sequences flattened."""
+    if part is None:
+        return []
+    return _flat(json.loads(part.__getstate__()), key)
+
+
+def _flat(step: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    if step["type"] != "Sequence":
+        return [step]
+    return [inner for one in step[key] for inner in _flat(one, key)]
+
+
+def _shrinking(steps: list[dict[str, Any]]) -> int | None:
+    """Return the factor by which normalization may shorten a text; None if it may remove arbitrary parts."""
+    product = 1
+    for step in steps:
+        if step["type"] == "Replace":
+            pattern = step["pattern"].get("String")
+            if pattern is None or len(step["content"].encode()) < len(pattern.encode()):
+                return None
+        elif step["type"] in _SHRINKING:
+            product *= _SHRINKING[step["type"]]
+        else:
+            return None
+    return product
+
+
+def _is_keeping(step: dict[str, Any]) -> bool:
+    if step["type"] in ("Split", "Punctuation"):
+        return step["behavior"] != "Removed"
+    return step["type"] in _KEEPING
+
+
+def _has_every_byte(model: Any, vocabulary: dict[str, int], is_byte_level: bool) -> bool:
+    """Return True if each unknown character counts separately: no run of them becomes a single token, or none."""
+    if is_byte_level:
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        return type(model).__name__ == "BPE" and all(letter in vocabulary for letter in ByteLevel.alphabet())
+    if getattr(model, "byte_fallback", False):
+        return all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    return type(model).__name__ == "BPE" and model.unk_token is not None and not model.fuse_unk
+
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")

@@ -1,16 +1,22 @@
-"""A request resumed after the first tokens that another server has sampled."""
+"""State that a prefill server hands to a decode server: the first token of each sequence, and the blocks.
+
+`begun` resumes a request after the first tokens. `PrefillServers` is the interface of prefill servers as a decode
+server sees them, independent of the protocol.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from jpaged.engine.output.processor import OutputState
 from jpaged.engine.output.text import RememberedTexts
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument
-from jpaged.service.continuing import move_grammars
+from jpaged.service.input_processor import move_grammars
+from jpaged.service.kv_protocol import Piece
 from jpaged.types import Continued, Generated, OutputEvent, PositionLogprobs, Request, SamplingParams, Usage
 
 _MAX_LOGPROB = 1e-3
@@ -122,3 +128,46 @@ def _check_logprobs(sampling: SamplingParams, token_id: int, told: PositionLogpr
         is_sound = one.logprob <= _MAX_LOGPROB and (one.rank is None or 1 <= one.rank <= vocab_size)  # False for NaN
         if not is_sound or not 0 <= one.token_id < vocab_size:
             raise InternalError(f"the prefill server returned an invalid log-probability: {one}")
+
+
+class PrefillAnswer(Protocol):
+    """One computed prompt. The prefill server keeps its blocks until they are transferred or `close` is called.
+
+    Attributes:
+        target: address of the server that computed it.
+        tokens: the first token of each sequence.
+        num_cached_tokens: prompt tokens that were cached there.
+    """
+
+    target: str
+    tokens: Sequence[FirstToken]
+    num_cached_tokens: int
+
+    def pieces(self) -> AsyncIterator[Sequence[Piece]]:
+        """Yield its blocks in pieces; raise JpagedError if they end early."""
+
+    def close(self) -> None:
+        """Release the server. Idempotent."""
+
+
+class PrefillServers(Protocol):
+    """Servers of the prefill role."""
+
+    async def ask(
+        self, request: Request, num_known: int, kv_identity: bytes, wait_s: float, timeout_s: float
+    ) -> PrefillAnswer:
+        """Request the prefill of a prompt, and wait for the first token of each sequence.
+
+        Args:
+            num_known: leading blocks of the prompt that are not to be sent.
+            kv_identity: KV fingerprint of this server's blocks.
+            wait_s: timeout of the first tokens.
+            timeout_s: timeout of the whole call, including the blocks.
+
+        Raises:
+            TimeoutError: the tokens did not come in time.
+            JpagedError: no server could compute it.
+        """
+
+    async def close(self) -> None:
+        """Close the connections."""

@@ -9,12 +9,16 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from jpaged.errors import InvalidArgument
-from jpaged.service.chat.parsers.answer import Parser, PlainParser, ReasoningParser
-from jpaged.service.chat.parsers.harmony import HarmonyParser
-from jpaged.service.chat.parsers.hermes import HermesParser
-from jpaged.service.chat.parsers.llama3_json import Llama3JsonParser
-from jpaged.service.chat.parsers.mistral import MistralParser
-from jpaged.service.chat.parsers.writer import NewId, PieceWriter, call_id, short_call_id
+from jpaged.service.chat.output_parser import HarmonyParser, Parser, PlainParser, ReasoningParser
+from jpaged.service.chat.tool_parser import (
+    HermesParser,
+    Llama3JsonParser,
+    MistralParser,
+    NewId,
+    PieceWriter,
+    call_id,
+    short_call_id,
+)
 
 AUTO, NONE = "auto", "none"
 _HARMONY_START = "<|start|>assistant"

@@ -5,6 +5,9 @@ survives its trial also compiles in the server, which needs the same time and me
 
     server ──first the vocabulary, then grammars──> child ──fork──> compiles, fills one mask, ends
            <──error, and bytes of memory────────────      <──────
+
+The first grammar starts the child. It is kept warm, and restarted if it has ended. `GrammarLimits` has the limits of a
+compile and of a step.
 """
 
 from __future__ import annotations
@@ -16,17 +19,56 @@ import resource
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 
 from jpaged import json_text
-from jpaged.service.grammars.limits import library_limits
+from jpaged.errors import Unavailable
 from jpaged.service.grammars.vocabulary import Vocabulary, VocabularySpec
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """Limits of the compiler.
+
+    Attributes:
+        cpu_s: processor time of one compile; a schema of 100 properties takes 10 ms.
+        memory_bytes: memory of one compile.
+        compile_stack_bytes: stack of a trial's compile, half of the stack of the compiler's threads.
+        mask_stack_bytes: stack of a trial's mask, half of the stack of the library's threads, which fill masks later.
+        max_depth: nesting of a schema; the library's own reader stops at 128.
+        max_waiting: compiles that wait or run; more are refused.
+        num_threads: concurrent compiles, each with a trial process.
+        max_entries: grammars and refusals in the cache.
+        max_bytes: memory of the cached grammars, as measured by trials.
+    """
+
+    cpu_s: float = 3.0
+    memory_bytes: int = 256 << 20
+    compile_stack_bytes: int = 8 << 20
+    mask_stack_bytes: int = 1 << 20
+    max_depth: int = 64
+    max_waiting: int = 256
+    num_threads: int = 2
+    max_entries: int = 1024
+    max_bytes: int = 512 << 20
+
+
+def library_limits() -> LLParserLimits:
+    """Return the library's own limits, including those of a step: 200,000 units of lexing take about 15 ms.
+
+    The library's default of 250,000 lexer states takes up to 0.5 GB for one request.
+    """
+    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
 
 _HEAD = struct.Struct(">I")
 _STATM = Path("/proc/self/statm")
@@ -141,3 +183,97 @@ def _last_words(code: int, question: dict[str, Any]) -> str:
     if code in (-signal.SIGSEGV, -signal.SIGBUS):
         return "it is too large for the compiler, or nested too deep"
     return f"it needs more than {question['memory_bytes'] >> 20} MiB of memory to compile"
+
+
+_START_TIMEOUT_S = 120.0
+"""Timeout that guards against a process that never gets to run; it comes in addition to the limit of a compile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Outcome of a trial.
+
+    Attributes:
+        error: why the grammar is invalid or exceeds a limit; None if it compiles.
+        num_bytes: memory that it took.
+    """
+
+    error: str | None
+    num_bytes: int
+
+
+class TrialProcess:
+    """Tries one grammar at a time. Thread-safe."""
+
+    def __init__(self, spec: VocabularySpec, limits: GrammarLimits) -> None:
+        self._spec = spec
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+
+    def run(self, grammar: str) -> Trial:
+        """Compile a grammar in the library's format, within the limits.
+
+        Raises:
+            Unavailable: the process cannot be started, or died.
+        """
+        limits = self._limits
+        question = {
+            "grammar": grammar,
+            "cpu_s": limits.cpu_s,
+            "memory_bytes": limits.memory_bytes,
+            "compile_stack_bytes": limits.compile_stack_bytes,
+            "mask_stack_bytes": limits.mask_stack_bytes,
+        }
+        with self._lock:
+            try:
+                if self._child is None:
+                    self._child = _Child(self._spec)
+                answer = self._child.ask(question)
+            except (OSError, EOFError) as error:
+                self._end()
+                raise Unavailable(f"the process that tests grammars did not answer: {error!r}") from error
+        return Trial(answer["error"], answer["num_bytes"])
+
+    def close(self) -> None:
+        """End the process; a later grammar starts another."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.end()
+        self._child = None
+
+
+class _Child:
+    """One process, and the server's end of the socket. `end` runs when the object is garbage-collected."""
+
+    def __init__(self, spec: VocabularySpec) -> None:
+        with contextlib.ExitStack() as opened:
+            ours, theirs = socket.socketpair()
+            self._connection = opened.enter_context(ours)
+            self._connection.settimeout(_START_TIMEOUT_S)
+            self._answers = opened.enter_context(ours.makefile("rb"))
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "jpaged.service.grammars"],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is for the server, which drains; forks end with the group
+                )
+            self.end = weakref.finalize(self, _end, process, opened.pop_all())
+        send(self._connection, asdict(spec))
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Send a question and wait for the answer; raise OSError or EOFError on failure."""
+        send(self._connection, question)
+        return receive(self._answers)
+
+
+def _end(process: subprocess.Popen[bytes], open_files: contextlib.ExitStack) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    open_files.close()

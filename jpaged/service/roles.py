@@ -1,4 +1,6 @@
-"""The decode role: prefill servers compute long prompts, and requests continue here after their first token.
+"""Roles of disaggregated prefill: a server computes only prompts, or only the decode part of requests.
+
+The decode role: prefill servers compute long prompts, and requests continue here after their first token.
 
     ask ──> first tokens ──> sent to the client at once
     │                  └──> blocks ──> host memory ──> the engine, which finds them like any cached prefix
@@ -6,6 +8,15 @@
     on any failure      the engine computes what is missing: the same tokens, later
 
 A request has its slot among those in flight from the beginning, so that none is refused after its first token.
+
+The prefill role: computes prompts for other servers; keeps the blocks and sends them after the first token.
+
+a part is ready ──> bytes copied on a thread ──> sent        the next parts are staged while these are sent
+
+`Departure` exports a prompt's blocks after the request's last event:
+
+chain, on a thread ──┐
+last event ──────────┴──> requested from the engine before it schedules another step ──> held, staged
 """
 
 from __future__ import annotations
@@ -13,29 +24,180 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from jpaged.access import entry as access
+from jpaged.access.keys import Role
 from jpaged.config import RoleOptions
 from jpaged.engine.kv.blocks import root_key
-from jpaged.engine.kv.tiers.leaving import Arriving, Travels
-from jpaged.errors import DeadlineExceeded, InternalError, JpagedError
-from jpaged.service.prefixes.receiving import Receiving
-from jpaged.service.roles.answers import PrefillAnswer, PrefillServers
-from jpaged.service.roles.first_tokens import Begun, begun
-from jpaged.service.roles.ready import identity_of
-from jpaged.service.roles.role import AskedPrefill, Generation
-from jpaged.service.roles.rule import why_here
-from jpaged.service.workers import Workers
+from jpaged.engine.kv.tiers.leaving import Arriving, Chain, Leaving, Travels
+from jpaged.engine.sequence import Sink
+from jpaged.errors import DeadlineExceeded, InternalError, InvalidArgument, JpagedError, Unsupported
+from jpaged.service.handoff import Begun, PrefillAnswer, PrefillServers, begun
+from jpaged.service.kv_protocol import Piece, Receiving, cut
+from jpaged.service.service import AdmittedCall, AskedPrefill, Workers
 from jpaged.types import OutputEvent, Request, RequestTimes
 
 if TYPE_CHECKING:
-    from jpaged.engine.sequence import Sink
     from jpaged.service.loaded_model import LoadedModel
+
+
+def why_here(request: Request, min_tokens: int) -> str | None:
+    """Return the reason to compute a prompt on this server; None if a prefill server may compute it.
+
+    Prompt log-probabilities and hidden states are not transferred, nor is state beyond tokens: beams, sums of best_of,
+    thinking budgets, grammars with `always_complete`.
+
+    Args:
+        min_tokens: shorter prompts stay. Longer ones may also stay if cached, which only their blocks show.
+    """
+    sampling = request.sampling
+    if len(request.prompt_token_ids) < min_tokens:
+        return "short"
+    if not sampling.use_prefix_cache:
+        return "uncached"
+    if sampling.beam_width or sampling.num_samples > sampling.n:
+        return "ranked"
+    if request.told_from is not None or request.pooling is not None:
+        return "told_of"
+    if request.continued:
+        return "continued"
+    outputs = sampling.structured_outputs
+    if request.thinking is not None or (outputs is not None and outputs.always_complete):
+        return "budget"
+    return None
+
+
+async def identity_of(model: LoadedModel) -> bytes:
+    """Return the KV fingerprint of this server. Reads every weight: about a second per gigabyte.
+
+    Raises:
+        Unsupported: the pool has no transferable blocks; states why.
+    """
+    try:
+        return await asyncio.to_thread(model.engine.travels.kv_identity)
+    except Unsupported as error:
+        raise Unsupported(f"role: {model.config.roles.role} transfers blocks of the prefix cache: {error}") from error
+
+
+class Departure:
+    """Export of the blocks of one prompt. All of them are cached when a one-token request emits its last event.
+
+    Args:
+        chain: future of the prompt's block hashes.
+        num_known: leading blocks that are not sent.
+        put: callback for the request's events.
+    """
+
+    def __init__(self, travels: Travels, chain: Future[Chain], num_known: int, put: Sink) -> None:
+        self._travels = travels
+        self._chain = chain
+        self._num_known = num_known
+        self._put = put
+        self._asked: Future[Future[Leaving] | None] = Future()
+        self._asked.set_running_or_notify_cancel()
+
+    def pass_on(self, event: OutputEvent) -> None:
+        """Handle an event of the request, on the engine's thread."""
+        if event.is_last:
+            if event.error is None:
+                self._chain.add_done_callback(self._leave)
+            else:
+                self._asked.set_result(None)
+        self._put(event)
+
+    async def leaving(self) -> Leaving | None:
+        """Wait for the held blocks; return None if the prompt was not computed."""
+        asked = await asyncio.wrap_future(self._asked)
+        if asked is None:
+            return None
+        leaving: Leaving = await asyncio.wrap_future(asked)
+        return leaving
+
+    def close(self) -> None:
+        """Release the held blocks, or cancel the pending hold. Call on a thread: it waits for readers."""
+        self._asked.add_done_callback(_close_asked)
+
+    def _leave(self, chain: Future[Chain]) -> None:
+        try:
+            self._asked.set_result(self._travels.leave(chain.result(), self._num_known, is_hurried=True))
+        except JpagedError as error:
+            self._asked.set_exception(error)
+
+
+def _close_asked(asked: Future[Future[Leaving] | None]) -> None:
+    leaving = None if asked.exception() is not None else asked.result()
+    if leaving is not None:
+        leaving.add_done_callback(lambda done: None if done.exception() is not None else done.result().close())
+
 
 _BIG = 1 << 62
 """A work size that always runs on a thread."""
+
+
+class PrefillRole:
+    """Computes prompts. Accepts ordinary requests only if they generate one token."""
+
+    def __init__(self) -> None:
+        self._identity = b""
+        self._departures: dict[str, Departure] = {}
+        self._workers = Workers()
+
+    async def prepare(self, model: LoadedModel) -> None:
+        """Compute the KV fingerprint of this server."""
+        self._identity = await identity_of(model)
+
+    def check_identity(self, kv_identity: bytes) -> None:
+        """Reject servers with incompatible blocks, and callers that may not act for all tenants."""
+        access.require(Role.CONTROL, "Prefill")
+        if kv_identity != self._identity:
+            mine, other = self._identity.hex()[:16], kv_identity.hex()[:16]
+            problem = f"{other}... is not {mine}...: model, weights, dtype, layout or block size differ"
+            raise InvalidArgument("kv_identity", problem)
+
+    def begin(self, model: LoadedModel, request: Request, generation: AdmittedCall, asked: AskedPrefill | None) -> None:
+        """Submit a request; one from another server holds its blocks from its first token on."""
+        max_tokens, put = request.sampling.max_tokens, generation.stream.put
+        if max_tokens > 1:
+            problem = f"{max_tokens} is over the limit of 1: this server only computes prompts (role prefill)"
+            raise InvalidArgument("sampling.max_tokens", f"{problem}; servers of the role decode generate")
+        if asked is None:
+            model.engine.submit(request, put)
+            return
+        if (reason := why_here(request, 1)) is not None:
+            raise InvalidArgument("request", f"{reason}: the decode server must compute such a prompt itself")
+        if request.adapter_digest != asked.adapter_digest:
+            raise InvalidArgument("adapter_digest", "the adapter of this name has different contents on this server")
+        travels, sampling = model.engine.travels, request.sampling
+        root = root_key(sampling.cache_salt, request.cache_tenant, request.adapter_digest)
+        chain = self._workers.start(lambda: travels.chain(root, request.prompt_token_ids))
+        departure = Departure(travels, chain, asked.num_known, put)
+        model.engine.submit(request, departure.pass_on)
+        self._departures[generation.engine_id] = departure
+        model.role_counts.add(num_prefills_for_others=1)
+
+    def hurry(self, model: LoadedModel, generation: AdmittedCall) -> bool:
+        """Return False: every request is submitted to the engine at once."""
+        return False
+
+    def end(self, model: LoadedModel, generation: AdmittedCall) -> None:
+        """Release the blocks of a request."""
+        departure = self._departures.pop(generation.engine_id, None)
+        if departure is not None:
+            self._workers.start(departure.close)
+
+    async def pieces(self, model: LoadedModel, generation: AdmittedCall) -> AsyncIterator[Sequence[Piece]]:
+        """Yield the blocks of a request that has emitted its first tokens, some at a time, as far as available."""
+        leaving = await self._departures[generation.engine_id].leaving()
+        for part in range(0 if leaving is None else leaving.num_parts):
+            assert leaving is not None
+            await asyncio.wrap_future(leaving.when_there(part))
+            for pieces in await self._workers.run(functools.partial(cut, leaving, part, leaving.chain.keys), _BIG):
+                yield pieces
+                model.role_counts.add(num_bytes_sent=sum(len(piece.contents) for piece in pieces))
+            model.role_counts.add(num_blocks_sent=len(leaving.places_of(part)))
 
 
 class DecodeRole:
@@ -60,7 +222,7 @@ class DecodeRole:
         """Compute the KV fingerprint of this server."""
         self._identity = await identity_of(model)
 
-    def begin(self, model: LoadedModel, request: Request, generation: Generation, asked: AskedPrefill | None) -> None:
+    def begin(self, model: LoadedModel, request: Request, generation: AdmittedCall, asked: AskedPrefill | None) -> None:
         """Submit a request to the engine, or start its remote prefill in a new task."""
         if asked is not None:
             raise InternalError("a decode server received a remote prefill request")
@@ -73,13 +235,13 @@ class DecodeRole:
         self._left[generation.engine_id] = request, generation.stream.put
         generation.goes_on_by(asyncio.create_task(self._run(model, travels, request, generation)))
 
-    def end(self, model: LoadedModel, generation: Generation) -> None:
+    def end(self, model: LoadedModel, generation: AdmittedCall) -> None:
         """Stop the request's task and transfer; the service then makes the engine drop it if it has not ended."""
         generation.goes_on_by(None)
         self._let_go(generation)
         self._left.pop(generation.engine_id, None)
 
-    def hurry(self, model: LoadedModel, generation: Generation) -> bool:
+    def hurry(self, model: LoadedModel, generation: AdmittedCall) -> bool:
         """Submit the rest of a request to the engine now, without waiting for its transfer."""
         if generation.engine_id not in self._left:
             return False
@@ -94,13 +256,13 @@ class DecodeRole:
         else:
             model.engine.submit(left, sink)
 
-    def _let_go(self, generation: Generation) -> None:
+    def _let_go(self, generation: AdmittedCall) -> None:
         """Stop writing blocks for a request."""
         arriving = self._arrivings.pop(generation.engine_id, None)
         if arriving is not None:
             arriving.close()
 
-    async def _run(self, model: LoadedModel, travels: Travels, request: Request, generation: Generation) -> None:
+    async def _run(self, model: LoadedModel, travels: Travels, request: Request, generation: AdmittedCall) -> None:
         try:
             await self._begin_elsewhere(model, travels, request, generation)
             self._hand_over(model, generation.engine_id)
@@ -113,7 +275,7 @@ class DecodeRole:
             generation.goes_on_by(None, is_done=True)
 
     async def _begin_elsewhere(
-        self, model: LoadedModel, travels: Travels, request: Request, generation: Generation
+        self, model: LoadedModel, travels: Travels, request: Request, generation: AdmittedCall
     ) -> None:
         """Run the remote prefill of a request as far as it succeeds; `_left` holds the rest of the request."""
         counts, size = model.role_counts, len(request.prompt_token_ids)
@@ -161,7 +323,7 @@ class DecodeRole:
         return await self._servers.ask(request, num_known, self._identity, wait_s, whole_s)
 
     async def _tell(
-        self, model: LoadedModel, request: Request, answer: PrefillAnswer, generation: Generation, began_s: float
+        self, model: LoadedModel, request: Request, answer: PrefillAnswer, generation: AdmittedCall, began_s: float
     ) -> Begun:
         """Emit the first tokens. If they cannot be the request's, raise InternalError before emitting any."""
         eos, vocab_size = model.input_processor.eos_token_ids, model.engine.geometry.vocab_size

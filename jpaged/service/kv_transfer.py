@@ -20,11 +20,18 @@ from typing import Protocol, TypeVar
 from jpaged.engine.kv.blocks import Key, root_key
 from jpaged.engine.kv.tiers.leaving import Arriving, Chain, Leaving
 from jpaged.errors import DeadlineExceeded, InternalError, InvalidArgument, QueueFull, Unavailable, Unsupported
+from jpaged.service.kv_protocol import (
+    MAX_MESSAGE_BYTES,
+    Arrival,
+    Header,
+    Piece,
+    Receiving,
+    cut,
+    header_of,
+    require_alike,
+)
 from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.names import require_salt
-from jpaged.service.prefixes.likeness import header_of, require_alike
-from jpaged.service.prefixes.parts import MAX_MESSAGE_BYTES, Arrival, Header, Piece, cut
-from jpaged.service.prefixes.receiving import Receiving
+from jpaged.service.records import require_salt
 from jpaged.service.service import Service, cache_tenant_of
 from jpaged.types import Prompt
 

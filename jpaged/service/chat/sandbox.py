@@ -1,12 +1,22 @@
-"""The child process that renders: started in advance, kept warm, restarted if it has ended."""
+"""Child process that renders chat templates: started in advance, kept warm, restarted if it has ended.
+
+Server and child exchange frames over a socket: one byte of kind, four of length, UTF-8.
+
+server ──QUESTION (JSON)────────────────────────> child
+       <──RENDERED, RAISED, FAILED, OVER or LONG──
+       ──TEMPLATE────────────────────────────────>
+       <──NAMES (JSON) or FAILED──────────────────
+"""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -14,11 +24,58 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from jpaged import json_text
 from jpaged.errors import Unavailable
-from jpaged.service.chat.frames import Kind, receive, send
+
+_HEAD = struct.Struct(">cI")
+
+
+class Kind(enum.Enum):
+    """Content of a frame."""
+
+    QUESTION = b"q"
+    """Template, variables, messages, tools and limits, as JSON."""
+    TEMPLATE = b"s"
+    """A template; the child replies with its variables."""
+    NAMES = b"n"
+    """The variables that a template reads before it sets them, as JSON."""
+    RENDERED = b"t"
+    """The text."""
+    RAISED = b"r"
+    """The message that the template raised by `raise_exception`."""
+    FAILED = b"f"
+    """The error that running it raised."""
+    OVER = b"o"
+    """The memory limit that it exceeded."""
+    LONG = b"l"
+    """The number of bytes rendered, which is over the limit."""
+
+
+def send(connection: socket.socket, kind: Kind, text: str) -> None:
+    """Send one frame."""
+    payload = text.encode()
+    connection.sendall(_HEAD.pack(kind.value, len(payload)) + payload)
+
+
+def receive(frames: IO[bytes]) -> tuple[Kind, str]:
+    """Read one frame from a socket's file. Blocks.
+
+    Raises:
+        EOFError: the peer has closed.
+        TimeoutError: the socket's timeout has passed.
+    """
+    kind, length = _HEAD.unpack(_read(frames, _HEAD.size))
+    return Kind(kind), _read(frames, length).decode()
+
+
+def _read(frames: IO[bytes], count: int) -> bytes:
+    content = frames.read(count)
+    if len(content) < count:
+        raise EOFError
+    return content
+
 
 CPU_S = 2.0
 """Processor time that one rendering may take; a long conversation takes a hundredth of it."""

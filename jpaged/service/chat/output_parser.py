@@ -1,0 +1,391 @@
+"""Streaming answers of one chat, split into content, reasoning and tool calls between the engine and the wire.
+
+Reasoning comes first: `<think>...</think>` at an answer's start, opened by the model or by its prompt. Content and
+calls follow.
+
+An answer of gpt-oss is a list of messages, each with a channel, and with a recipient if it is a call:
+
+    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...
+    <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
+
+Source: https://cookbook.openai.com/articles/openai-harmony. The prompt ends with `<|start|>assistant`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Protocol
+
+from jpaged.chat import ContentPiece, Piece, ReasoningPiece, ToolCallPiece
+from jpaged.service.chat.tool_parser import SPACE, PieceWriter, num_held
+from jpaged.types import FinishReason, OutputEvent, SequenceFinish
+
+_NEWLINES = "\r\n"
+
+
+class ReasoningSplitter:
+    """Splits reasoning from content. Newlines that templates put next to the tags belong to neither.
+
+    Tags count only at the start, because an answer may mention them. Unclosed reasoning extends to the end.
+
+    Args:
+        writer: receives the reasoning.
+        content: receives the content as it comes.
+        is_open: the prompt ends with the opening tag, or the model leaves it out. An opening tag at the start is then
+            skipped.
+    """
+
+    def __init__(
+        self, writer: PieceWriter, content: Callable[[str], None], open_tag: str, close_tag: str, *, is_open: bool
+    ) -> None:
+        self._writer = writer
+        self._write_content = content
+        self._open_tag, self._close_tag = open_tag, close_tag
+        self._waiting = ""
+        self._has_reasoning = is_open
+        self._state: Callable[[], bool] = self._start
+
+    def push(self, text: str) -> None:
+        self._waiting += text
+        while self._waiting and self._state():
+            pass
+
+    def finish(self) -> None:
+        """Flush the held-back text at the end, by the current state."""
+        is_content = self._state == self._content or (self._state == self._start and not self._has_reasoning)
+        if is_content:
+            self._write_content(self._waiting)
+        elif self._state != self._behind:
+            self._writer.reasoning(self._waiting.rstrip(_NEWLINES))
+        self._waiting = ""
+
+    def _start(self) -> bool:
+        rest = self._waiting.lstrip(SPACE)
+        if rest.startswith(self._open_tag):
+            self._waiting = rest.removeprefix(self._open_tag)
+            self._has_reasoning = True
+        elif self._open_tag.startswith(rest):
+            return False
+        self._state = self._newlines if self._has_reasoning else self._content
+        return True
+
+    def _newlines(self) -> bool:
+        """Skip newlines before the reasoning's first line."""
+        self._waiting = self._waiting.lstrip(_NEWLINES)
+        self._state = self._newlines if not self._waiting else self._reasoning
+        return bool(self._waiting)
+
+    def _reasoning(self) -> bool:
+        end = self._waiting.find(self._close_tag)
+        is_closed = end >= 0
+        if not is_closed:
+            end = len(self._waiting) - num_held(self._waiting, (self._close_tag,))
+        text = self._waiting[:end].rstrip(_NEWLINES)
+        self._writer.reasoning(text)
+        self._waiting = self._waiting[end + len(self._close_tag) :] if is_closed else self._waiting[len(text) :]
+        if is_closed:
+            self._state = self._behind
+        return is_closed
+
+    def _behind(self) -> bool:
+        """Skip newlines before the content's first line."""
+        self._waiting = self._waiting.lstrip(_NEWLINES)
+        if self._waiting:
+            self._state = self._content
+        return bool(self._waiting)
+
+    def _content(self) -> bool:
+        self._write_content(self._waiting)
+        self._waiting = ""
+        return False
+
+
+class Parser(Protocol):
+    """Incremental parser of an answer. The concatenated pieces do not depend on how the text is split."""
+
+    def push(self, text: str) -> list[Piece]:
+        """Add text and return the pieces that are certain now."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """Return the remaining pieces at the end of the text. Call once."""
+        ...
+
+
+class PlainParser:
+    """Parser that emits everything as content at once."""
+
+    def __init__(self, writer: PieceWriter) -> None:
+        self._writer = writer
+
+    def push(self, text: str) -> list[Piece]:
+        self._writer.content(text)
+        return self._writer.take()
+
+    def finish(self) -> list[Piece]:
+        return self._writer.take()
+
+
+class ReasoningParser:
+    """Splits off reasoning and passes the rest to another parser. Reasoning contains no calls.
+
+    Args:
+        tags: the opening tag and the closing tag.
+        make_inner: makes the parser of the content.
+        is_open: see `ReasoningSplitter`.
+        inner_writer: the writer of the content parser.
+    """
+
+    def __init__(
+        self,
+        tags: tuple[str, str],
+        make_inner: Callable[[PieceWriter], Parser],
+        *,
+        is_open: bool,
+        inner_writer: PieceWriter,
+    ) -> None:
+        self._writer = PieceWriter()
+        self._inner = make_inner(inner_writer)
+        self._pieces: list[Piece] = []
+        self._splitter = ReasoningSplitter(self._writer, self._write_content, *tags, is_open=is_open)
+
+    def push(self, text: str) -> list[Piece]:
+        self._splitter.push(text)
+        return self._take()
+
+    def finish(self) -> list[Piece]:
+        self._splitter.finish()
+        return [*self._take(), *self._inner.finish()]
+
+    def _write_content(self, text: str) -> None:
+        self._pieces += self._inner.push(text)
+
+    def _take(self) -> list[Piece]:
+        """Return the collected pieces. Reasoning goes first because it precedes all content."""
+        pieces, self._pieces = [*self._writer.take(), *self._pieces], []
+        return pieces
+
+
+START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
+_HEADS = (START, CHANNEL, MESSAGE, " to=")
+_ENDS = (END, CALL, "<|return|>", START, CHANNEL)
+_HARMONY_MAX_HEAD_CHARS = 512
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
+
+
+class HarmonyParser:
+    """Parses reasoning, content and calls together.
+
+    The analysis channel is reasoning. A message to a function is a call, with the arguments as the model writes them.
+    Everything else is content, including text outside of any message.
+    """
+
+    def __init__(self, writer: PieceWriter) -> None:
+        self._writer = writer
+        self._waiting = ""
+        self._write: Callable[[str], None] = writer.content
+        self._is_empty_call = False
+        self._has_reasoning = False
+        self._state: Callable[[], bool] = self._head
+
+    def push(self, text: str) -> list[Piece]:
+        """Add text and return the pieces that are certain now."""
+        self._waiting += text
+        while self._waiting and self._state():
+            pass
+        return self._writer.take()
+
+    def finish(self) -> list[Piece]:
+        """Return the remaining pieces at the end of the text. An incomplete head is dropped."""
+        if self._state == self._body:
+            self._put(self._waiting)
+            self._end_message()
+        elif not self._waiting.startswith(_HEADS):
+            self._writer.content(self._waiting)
+        self._waiting = ""
+        return self._writer.take()
+
+    def _head(self) -> bool:
+        """Read a message's head, up to its text."""
+        if not self._waiting.startswith(_HEADS):
+            if any(head.startswith(self._waiting) for head in _HEADS):
+                return False
+            self._open(self._writer.content)
+            return True
+        end = self._waiting.find(MESSAGE, 0, _HARMONY_MAX_HEAD_CHARS)
+        if end < 0:
+            if len(self._waiting) < _HARMONY_MAX_HEAD_CHARS:
+                return False
+            self._writer.content(self._waiting[:_HARMONY_MAX_HEAD_CHARS])
+            self._waiting = self._waiting[_HARMONY_MAX_HEAD_CHARS:]
+            self._open(self._writer.content)
+            return True
+        head, self._waiting = self._waiting[:end], self._waiting[end + len(MESSAGE) :]
+        channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
+        if recipient is not None:
+            self._writer.call(recipient[1])
+            self._open(self._writer.arguments)
+            self._is_empty_call = True
+        elif channel is not None and channel[1] == "analysis":
+            self._writer.reasoning("\n" if self._has_reasoning else "")
+            self._has_reasoning = True
+            self._open(self._writer.reasoning)
+        else:
+            self._open(self._writer.content)
+        return True
+
+    def _open(self, write: Callable[[str], None]) -> None:
+        self._write, self._state = write, self._body
+
+    def _body(self) -> bool:
+        found = min(((at, tag) for tag in _ENDS if (at := self._waiting.find(tag)) >= 0), default=None)
+        if found is None:
+            end = len(self._waiting) - num_held(self._waiting, _ENDS)
+            self._put(self._waiting[:end])
+            self._waiting = self._waiting[end:]
+            return False
+        at, tag = found
+        self._put(self._waiting[:at])
+        self._end_message()
+        self._waiting = self._waiting[at if tag in _HEADS else at + len(tag) :]
+        self._state = self._head
+        return True
+
+    def _put(self, text: str) -> None:
+        self._is_empty_call = self._is_empty_call and not text
+        self._write(text)
+
+    def _end_message(self) -> None:
+        if self._is_empty_call:
+            self._writer.arguments("{}")
+        self._is_empty_call = False
+
+
+class WithoutTokens:
+    """Removes special tokens from streamed text. The engine keeps them in the text if the parser needs them as tags.
+
+    Args:
+        tokens: their texts, none of them empty; at least one.
+    """
+
+    def __init__(self, tokens: Collection[str]) -> None:
+        self._tokens = tuple(sorted(tokens, key=len, reverse=True))
+        self._any = re.compile("|".join(map(re.escape, self._tokens)))
+        self._firsts = frozenset(token[0] for token in self._tokens)
+        self._waiting = ""
+
+    def push(self, text: str) -> str:
+        """Add text, and return what is certain: everything except a tail that may still become a token."""
+        parts = self._any.split(self._waiting + text)
+        tail = parts[-1]
+        if not self._firsts.isdisjoint(tail[-len(self._tokens[0]) :]):
+            parts[-1] = tail[: len(tail) - num_held(tail, self._tokens)]
+        self._waiting = tail[len(parts[-1]) :]
+        return "".join(parts)
+
+    def finish(self) -> str:
+        """Return the held-back rest."""
+        text, self._waiting = self._waiting, ""
+        return text
+
+
+class _Answer:
+    """State of the answer of one sequence."""
+
+    def __init__(self, parser: Parser, tokens: Collection[str]) -> None:
+        self.parser = parser
+        self.calls = False
+        self._arguments: list[str] = []
+        self._content = WithoutTokens(tokens) if tokens else None
+        self._reasoning = WithoutTokens(tokens) if tokens else None
+
+    def parts(self, event: OutputEvent) -> tuple[str, str, tuple[ToolCallPiece, ...]]:
+        """Return the content, reasoning and calls that an event adds."""
+        pieces = self.parser.push(event.text) if event.text else []
+        if event.finish is not None:
+            pieces += self.parser.finish()
+        content = "".join([piece.text for piece in pieces if isinstance(piece, ContentPiece)])
+        reasoning = "".join([piece.text for piece in pieces if isinstance(piece, ReasoningPiece)])
+        if self._content is not None and self._reasoning is not None:
+            content, reasoning = self._content.push(content), self._reasoning.push(reasoning)
+            if event.finish is not None:
+                content, reasoning = content + self._content.finish(), reasoning + self._reasoning.finish()
+        calls = tuple([piece for piece in pieces if isinstance(piece, ToolCallPiece)])
+        self.calls = self.calls or bool(calls)
+        for call in calls:
+            if call.name:
+                self._arguments = []
+            self._arguments.append(call.arguments)
+        return content, reasoning, calls
+
+    @property
+    def is_cut_in_a_call(self) -> bool:
+        """Return True if the arguments of the last call are incomplete."""
+        try:
+            json.loads("".join(self._arguments))
+        except (ValueError, RecursionError):
+            return True
+        return False
+
+
+class ChatAnswers:
+    """Splits the answers of one request, each sequence separately. Must not be shared between threads.
+
+    Args:
+        parser: makes the parser of one answer.
+        has_reasoning: if False, drop reasoning.
+        hidden_tokens: special tokens to remove from content and reasoning after the parser has read their tags.
+        has_content: if False, drop content. For answers that must be calls: a truncated call's head is not content.
+    """
+
+    def __init__(
+        self,
+        parser: Callable[[], Parser],
+        *,
+        has_reasoning: bool = True,
+        hidden_tokens: Collection[str] = (),
+        has_content: bool = True,
+    ) -> None:
+        self._parser = parser
+        self._has_content = has_content
+        self._has_reasoning = has_reasoning
+        self._hidden_tokens = frozenset(token for token in hidden_tokens if token)
+        self._answers: dict[int, _Answer] = {}
+
+    def go_on(self, index: int, text: str) -> None:
+        """Parse text of a sequence that another server generated, without emitting it again."""
+        self._answer(index).parts(OutputEvent("", index, text))
+
+    def split(self, event: OutputEvent) -> OutputEvent:
+        """Return the event with only content as its text; reasoning and calls move to their fields.
+
+        The event is the engine's, or several merged. A sequence that ends by itself and has called a tool finishes with
+        `TOOL_CALLS`. If a stop string or stop token cuts a call, the reason stays `STOP`.
+        """
+        if event.error is not None:
+            return event
+        answer = self._answer(event.index)
+        content, reasoning, calls = answer.parts(event)
+        finish = event.finish
+        if finish is not None:
+            del self._answers[event.index]
+            is_cut = finish.matched_stop is not None and answer.calls and answer.is_cut_in_a_call
+            if answer.calls and finish.reason is FinishReason.STOP and not is_cut:
+                finish = SequenceFinish(FinishReason.TOOL_CALLS, finish.matched_stop)
+        return replace(
+            event,
+            text=content if self._has_content else "",
+            reasoning_content=reasoning if self._has_reasoning else "",
+            tool_calls=calls,
+            finish=finish,
+        )
+
+    def _answer(self, index: int) -> _Answer:
+        answer = self._answers.get(index)
+        if answer is None:
+            answer = self._answers[index] = _Answer(self._parser(), self._hidden_tokens)
+        return answer
