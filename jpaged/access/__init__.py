@@ -3,12 +3,8 @@
     port ──Entry──> Gate.open ──key, tenant──> Entry ──> the service reads it: tenant, role, quotas
                           └─────> Gate.close: a line of the audit
 
-gate.py      authenticator of all ports: keys, quotas and audit of one server
-entry.py     context of a call while it is answered
-permissions.py  the role that each HTTP route and gRPC method requires
-keys.py      the file of keys: tokens -> tenants, roles, limits
-quotas.py    quotas of each tenant: requests, tokens, streams
-watching.py  files that are reloaded when they change
-audit.py     a line for each call
-certificates.py  TLS: the server's certificate, and client CAs
+authenticator.py  authenticator of all ports: keys, quotas and audit of one server
+call_context.py   context of a call while it is answered; the role that each HTTP route and gRPC method requires
+keys.py           the file of keys: tokens -> tenants, roles, limits
+tls.py            the server's certificate, and client CAs; files that are reloaded when they change
 """

@@ -15,8 +15,8 @@ from jpaged.cli.startup import PROBES, Progress, StartupReport
 from jpaged.config import EngineConfig, shows_traces
 from jpaged.errors import InvalidArgument, JpagedError, sentence_of
 from jpaged.launchers import MultiHost
+from jpaged.server.health import Health, ProbeServer
 from jpaged.server.lifecycle import Server
-from jpaged.server.probes import Health, ProbeServer
 from jpaged.service.loaded_model import LoadedModel
 
 if TYPE_CHECKING:  # importing jax takes seconds, and the port should be open before

@@ -66,9 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
     from jpaged.cli.multihost import Leading
-    from jpaged.peers.prefill import Prefills
-    from jpaged.server.lifecycle import Server
-    from jpaged.server.progress import show_stacks
+    from jpaged.peers import Prefills
+    from jpaged.server.lifecycle import Server, show_stacks
 
     report = StartupReport(sys.stderr)
     host = config.server.host

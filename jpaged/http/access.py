@@ -9,9 +9,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp as App
 from starlette.types import Message, Receive, Scope, Send
 
-from jpaged.access.entry import Entry, current, enter
-from jpaged.access.gate import Gate
-from jpaged.access.permissions import permission_of_route
+from jpaged.access.authenticator import Gate
+from jpaged.access.call_context import Entry, current, enter, permission_of_route
 from jpaged.config import AccessOptions
 from jpaged.errors import JpagedError, PermissionDenied
 from jpaged.http.errors import response_of

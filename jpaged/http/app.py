@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp as App
 from starlette.types import Message, Receive, Scope, Send
 
-from jpaged.access.gate import Gate
+from jpaged.access.authenticator import Gate
 from jpaged.errors import JpagedError, NotFound, Unsupported
 from jpaged.http.access import Guarded, with_permission
 from jpaged.http.batching.batches import batch_routes

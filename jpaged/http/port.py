@@ -12,7 +12,7 @@ from pathlib import Path
 
 import uvicorn
 
-from jpaged.access.gate import Gate
+from jpaged.access.authenticator import Gate
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.http.app import make_app

@@ -6,7 +6,7 @@ import math
 
 from starlette.requests import ClientDisconnect, Request
 
-from jpaged.access.entry import key_id, owner
+from jpaged.access.call_context import key_id, owner
 from jpaged.errors import Cancelled, InvalidArgument, RequestTooLong
 from jpaged.service.records import TRACE_KEYS, Caller, require_name
 from jpaged.service.service import Service

@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 import grpc
 from grpc import aio
 
-from jpaged.access.entry import current
+from jpaged.access.call_context import current
 from jpaged.client.failures import is_of_server, translated
 from jpaged.client.wire import TENANT_KEY
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unauthenticated, Unavailable
-from jpaged.server.status import refuse
+from jpaged.server.grpc_server import refuse
 
 _LOG = logging.getLogger(__name__)
 

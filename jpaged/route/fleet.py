@@ -27,7 +27,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 
 from jpaged._proto.v1 import control_pb2
-from jpaged.access.watching import FileWatch
+from jpaged.access.tls import FileWatch
 from jpaged.client.channel import Backoff, proxy_name
 from jpaged.client.failures import error_details, translated
 from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, Endpoints, Question

@@ -13,7 +13,7 @@ from grpc import aio
 
 from jpaged._proto.v1 import control_pb2, inference_pb2, prefixes_pb2
 from jpaged.errors import Unsupported
-from jpaged.server.status import refuse
+from jpaged.server.grpc_server import refuse
 
 Way = Literal["stream", "prompt", "one", "all", "knowing", "fleet"]
 """How a method is answered:

@@ -18,8 +18,8 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jpaged.access import entry as access
-from jpaged.access.gate import Gate
+from jpaged.access import call_context as access
+from jpaged.access.authenticator import Gate
 from jpaged.client.routing.tries import Resuming
 from jpaged.client.tls import Tls
 from jpaged.config import AccessOptions, ServerOptions
@@ -35,12 +35,8 @@ from jpaged.route.metrics import serve_counts
 from jpaged.route.prefixes import MAX_KNOWN_PREFIXES
 from jpaged.route.relay import Relay
 from jpaged.route.targets import Targets
-from jpaged.server.binding import bind
-from jpaged.server.door import Door
-from jpaged.server.health import HealthServicer
-from jpaged.server.port import make_server
-from jpaged.server.probes import LIVENESS, READINESS, Health, ProbeServer
-from jpaged.server.status import error_for
+from jpaged.server.grpc_server import Door, bind, error_for, make_server
+from jpaged.server.health import LIVENESS, READINESS, Health, HealthServicer, ProbeServer
 from jpaged.telemetry.scrapes import ScrapeServer
 
 _LOG = logging.getLogger(__name__)

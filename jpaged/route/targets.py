@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jpaged.access.watching import BackgroundLook, FileWatch
+from jpaged.access.tls import BackgroundLook, FileWatch
 from jpaged.client.channel import require_target
 from jpaged.errors import InvalidArgument, sentence_of
 

@@ -1,17 +1,10 @@
 """The gRPC frontend: proto in, proto out. It uses the service and nothing below it.
 
-port.py         gRPC server that tolerates any input from peers
-binding.py      its address, with TLS if there are certificates
-door.py         interceptor: authorizes the calls of a port
+grpc_server.py  gRPC server that tolerates any input from peers: address, authorization, errors -> statuses
 servicer.py     proto <-> types, and one method for each RPC
-chat.py         proto <-> types of chats
-prefill.py      prefill for servers of the decode role
-evaluations.py  Score and Embed
-status.py       errors -> status codes with details
+kv_transfer.py  transfer of prefixes to and from other servers, and prefill for servers of the decode role
 replica.py      a loaded model without a port, for a host with its own server
-health.py       grpc.health.v1, whose watches end with the server
-progress.py     watchdog of the engine: stalls, hangs
-probes.py       a port only for health, of any process
-lifecycle.py    health, signals: starting, serving, draining, exit code
+health.py       grpc.health.v1: on the port, whose watches end with the server, and on a port of its own
+lifecycle.py    health, signals: starting, serving, draining, exit code; watchdog of the engine
 faces/          third-party gRPC APIs on the same port
 """

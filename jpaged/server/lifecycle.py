@@ -10,13 +10,24 @@
 For "", "readiness" and each service, grpc.health.v1 answers SERVING only in that state, otherwise NOT_SERVING; for
 "liveness" it answers NOT_SERVING only in FAILED. Requests outside of SERVING and STALLED get UNAVAILABLE; the port is
 open in all states. docs/health.md has the recommended probes.
+
+`ProgressWatch` is the watchdog of the engine: stalled after --stall-timeout, hung after --step-timeout.
+
+    seconds without a step    0 ...... stall_timeout ...... step_timeout
+                              serving  stalled: not ready   hung: the server ends, with all threads' stacks
+
+A stall is reported as observed, and may pass. A hang ends the process, so it counts only time in which this process was
+awake: after a stop of the process or its machine, a step looks long.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
+import faulthandler
 import logging
 import signal
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,32 +46,69 @@ from jpaged._proto.v1 import (
     prefixes_pb2,
     prefixes_pb2_grpc,
 )
-from jpaged.access.gate import Gate
-from jpaged.config import EngineConfig, shows_traces
+from jpaged.access.authenticator import Gate
+from jpaged.config import EngineConfig, TimeoutOptions, shows_traces
 from jpaged.engine.executor import Progress
-from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable, sentence_of
+from jpaged.errors import EngineHung, InternalError, InvalidArgument, JpagedError, Unavailable, sentence_of
 from jpaged.http.port import HttpPort
-from jpaged.server.binding import bind
-from jpaged.server.door import Door
 from jpaged.server.faces.faces import Faces, descriptors
-from jpaged.server.health import HealthServicer
-from jpaged.server.port import make_server
-from jpaged.server.prefill import SERVICE_NAME as PREFILL_NAME
-from jpaged.server.prefill import PrefillServicer
-from jpaged.server.probes import LIVENESS, READINESS, Health, ProbeServer
-from jpaged.server.progress import EngineState, ProgressWatch, show_stacks
+from jpaged.server.grpc_server import Door, bind, make_server
+from jpaged.server.health import LIVENESS, READINESS, Health, HealthServicer, ProbeServer
+from jpaged.server.kv_transfer import SERVICE_NAME as PREFILL_NAME
+from jpaged.server.kv_transfer import PeerServers, PrefillServicer, PrefixServicer
 from jpaged.server.servicer import ControlServicer, InferenceServicer
-from jpaged.server.travel.peers import PeerServers
-from jpaged.server.travel.servicer import PrefixServicer
 from jpaged.service.handoff import PrefillServers
 from jpaged.service.kv_transfer import Travelling
 from jpaged.service.loaded_model import LoadedModel, ServiceState, Stage
 from jpaged.service.roles import DecodeRole, PrefillRole
 from jpaged.service.service import NotedRequests, Service
+from jpaged.telemetry.logs import Observers
 from jpaged.telemetry.metrics import serve_metrics
-from jpaged.telemetry.observers import Observers
 from jpaged.telemetry.scrapes import ScrapeServer
 from jpaged.types import Prompt
+
+_MAX_LOOK_S = 2.0
+"""Maximum time counted between two looks, of which there are five a second."""
+
+
+class EngineState(enum.Enum):
+    """Result of a look."""
+
+    GOES_ON = "goes on"
+    STALLS = "stalls"
+    HANGS = "hangs"
+
+
+class ProgressWatch:
+    """Judges the engine's progress in repeated looks."""
+
+    def __init__(self, options: TimeoutOptions, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stall_s, self._hang_s = options.stall_timeout, options.step_timeout
+        self._clock = clock
+        self._looked_s = clock()
+        self._waited_s = 0.0
+
+    def look(self, seconds: float) -> EngineState:
+        """Return the state of an engine that has had work for `seconds` without completing a step."""
+        now_s = self._clock()
+        since_look_s, self._looked_s = min(now_s - self._looked_s, _MAX_LOOK_S), now_s
+        self._waited_s = min(seconds, self._waited_s + since_look_s)
+        if self._hang_s and self._waited_s >= self._hang_s:
+            return EngineState.HANGS
+        return EngineState.STALLS if seconds >= self._stall_s else EngineState.GOES_ON
+
+    def why(self) -> EngineHung:
+        """Return the error of a hang."""
+        return EngineHung(
+            f"no step has completed for {self._hang_s:g} s (step_timeout): the engine hangs, so the server exits"
+        )
+
+
+def show_stacks() -> None:
+    """Write the stack of every thread to stderr, including threads inside C code."""
+    if sys.__stderr__ is not None:
+        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+
 
 _LOG = logging.getLogger(__name__)
 

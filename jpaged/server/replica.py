@@ -16,9 +16,18 @@ import grpc
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.errors import Unavailable, Unsupported
-from jpaged.server.evaluations import asker_of, embedded, scored
-from jpaged.server.servicer import call_from, detokenized, load_of, responses, tenant_from, tokenized
-from jpaged.server.status import Trailers, error_for, status_of, trailers_of
+from jpaged.server.grpc_server import Trailers, error_for, status_of, trailers_of
+from jpaged.server.servicer import (
+    asker_of,
+    call_from,
+    detokenized,
+    embedded,
+    load_of,
+    responses,
+    scored,
+    tenant_from,
+    tokenized,
+)
 from jpaged.service.loaded_model import LoadedModel, ServiceState, Stage
 from jpaged.service.service import Service
 from jpaged.telemetry.metrics import serve_metrics

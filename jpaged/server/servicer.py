@@ -2,11 +2,13 @@
 
 For requests, unset fields take the defaults of `SamplingParams`, which raises for values out of range. For responses,
 every attribute of a type has a field.
+
+Score and Embed are calls of several requests: see `jpaged.service.score_embed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -15,30 +17,251 @@ from typing import Any, Literal, TypeVar
 from google.protobuf.message import Message
 
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, prefixes_pb2
-from jpaged.access.entry import key_id, owner
+from jpaged.access.call_context import key_id, owner
+from jpaged.chat import (
+    MAX_DOCUMENTS,
+    MAX_DOCUMENTS_BYTES,
+    MAX_TEMPLATE_KWARGS_BYTES,
+    MAX_TOOL_BYTES,
+    MAX_TOOL_CALLS,
+    MAX_TOOLS,
+    ChatOptions,
+    ReasoningOptions,
+    Tool,
+    ToolCallPiece,
+    ToolChoice,
+    ToolChoiceMode,
+    json_object,
+)
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.load import EngineLoad
-from jpaged.server.chat import chat_options_from, delta_of, messages_from
-from jpaged.server.evaluations import asker_of, embedded, scored
-from jpaged.server.status import CallContext, answering
+from jpaged.server.grpc_server import CallContext, answering
 from jpaged.service.loaded_model import ServiceState, Stage
-from jpaged.service.records import TRACE_KEYS, Caller, require_name
+from jpaged.service.records import NOBODY, TRACE_KEYS, Caller, require_name
+from jpaged.service.score_embed import Asker, GivenContinuation, embed, require_parts, score
 from jpaged.service.service import Call, Service
 from jpaged.structured import structured_outputs_of
 from jpaged.types import (
+    MAX_CHAT_MESSAGES,
     FinishReason,
     Generated,
     ModelInfo,
     OutputEvent,
+    Pooling,
     PositionLogprobs,
     Prompt,
     SamplingParams,
+    Score,
     SequenceFinish,
     TokenLogprob,
     Usage,
 )
 from jpaged.version import __version__
+
+_MODES = {
+    inference_pb2.TOOL_CHOICE_MODE_NONE: ToolChoiceMode.NONE,
+    inference_pb2.TOOL_CHOICE_MODE_AUTO: ToolChoiceMode.AUTO,
+    inference_pb2.TOOL_CHOICE_MODE_REQUIRED: ToolChoiceMode.REQUIRED,
+    inference_pb2.TOOL_CHOICE_MODE_NAMED: ToolChoiceMode.NAMED,
+}
+
+
+def messages_from(chat: inference_pb2.ChatPrompt) -> tuple[dict[str, Any], ...]:
+    """Convert a conversation to the format of `jpaged.service.chat.template`.
+
+    Raises:
+        InvalidArgument: too many messages or calls, before any is copied.
+    """
+    if len(chat.messages) > MAX_CHAT_MESSAGES:
+        raise InvalidArgument("chat.messages", f"{len(chat.messages)} messages; at most {MAX_CHAT_MESSAGES}")
+    return tuple(_message_from(i, turn) for i, turn in enumerate(chat.messages))
+
+
+def _message_from(i: int, turn: inference_pb2.ChatMessage) -> dict[str, Any]:
+    if len(turn.tool_calls) > MAX_TOOL_CALLS:
+        problem = f"{len(turn.tool_calls)} calls; at most {MAX_TOOL_CALLS}"
+        raise InvalidArgument(f"chat.messages[{i}].tool_calls", problem)
+    is_null = turn.role == "assistant" and not turn.HasField("content")
+    message: dict[str, Any] = {"role": turn.role, "content": None if is_null else turn.content}
+    for name in ("tool_call_id", "name", "reasoning_content"):
+        if turn.HasField(name):
+            message[name] = getattr(turn, name)
+    if turn.tool_calls:
+        message["tool_calls"] = [_call_from(call) for call in turn.tool_calls]
+    return message
+
+
+def _call_from(call: inference_pb2.ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id if call.HasField("id") else None, "type": "function", "function": function}
+
+
+def chat_options_from(chat: inference_pb2.ChatPrompt) -> ChatOptions:
+    """Convert the options of a chat.
+
+    Raises:
+        InvalidArgument: names the field, as in `tools[2].function.name`.
+    """
+    if len(chat.documents) > MAX_DOCUMENTS:
+        raise InvalidArgument("documents", f"{len(chat.documents)} documents; at most {MAX_DOCUMENTS}")
+    if len(chat.tools) > MAX_TOOLS:
+        raise InvalidArgument("tools", f"{len(chat.tools)} tools; at most {MAX_TOOLS}")
+    return ChatOptions(
+        tools=tuple(_tool_from(f"tools[{i}]", tool) for i, tool in enumerate(chat.tools)),
+        template_kwargs=json_object(
+            "chat_template_kwargs", chat.chat_template_kwargs, max_bytes=MAX_TEMPLATE_KWARGS_BYTES
+        )
+        if chat.chat_template_kwargs
+        else {},
+        tool_choice=_choice_from(chat.tool_choice),
+        parallel_tool_calls=chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else True,
+        reasoning=ReasoningOptions(**{one.name: value for one, value in chat.reasoning.ListFields()}),
+        add_generation_prompt=chat.add_generation_prompt
+        if chat.HasField("add_generation_prompt")
+        else not chat.continue_final_message,
+        continue_final_message=chat.continue_final_message,
+        documents=tuple(
+            json_object(f"documents[{i}]", one, max_bytes=MAX_DOCUMENTS_BYTES) for i, one in enumerate(chat.documents)
+        ),
+        chat_template=chat.chat_template or None,
+    )
+
+
+def _tool_from(path: str, tool: inference_pb2.Tool) -> Tool:
+    given: dict[str, Any] = {}
+    if tool.parameters:
+        where = f"{path}.function.parameters"
+        given["parameters"] = json_object(where, tool.parameters, max_bytes=MAX_TOOL_BYTES)
+    try:
+        return Tool(tool.name, tool.description, is_strict=tool.strict, **given)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{path}.{error.field}", error.problem) from error
+
+
+def _choice_from(choice: inference_pb2.ToolChoice) -> ToolChoice | None:
+    if choice.mode == inference_pb2.TOOL_CHOICE_MODE_UNSPECIFIED:
+        if choice.name:
+            raise InvalidArgument("tool_choice.mode", "is missing: a name requires TOOL_CHOICE_MODE_NAMED")
+        return None
+    if choice.mode not in _MODES:
+        raise InvalidArgument("tool_choice.mode", f"{choice.mode} is not a value of ToolChoiceMode")
+    return ToolChoice(_MODES[choice.mode], choice.name or None)
+
+
+def delta_of(piece: ToolCallPiece) -> inference_pb2.ToolCallDelta:
+    """Convert a part of a call to a message."""
+    return inference_pb2.ToolCallDelta(index=piece.index, id=piece.id, name=piece.name, arguments=piece.arguments)
+
+
+_POOLINGS: dict[int, Pooling] = {
+    inference_pb2.POOLING_UNSPECIFIED: "last",
+    inference_pb2.POOLING_LAST: "last",
+    inference_pb2.POOLING_MEAN: "mean",
+}
+
+
+def asker_of(
+    message: inference_pb2.ScoreRequest | inference_pb2.EmbedRequest,
+    tenant: str,
+    remaining_s: float | None,
+    caller: Caller = NOBODY,
+) -> Asker:
+    """Return the caller and options of a call."""
+    return Asker(
+        model=message.model if message.HasField("model") else None,
+        tenant=tenant,
+        remaining_s=remaining_s,
+        adapter=message.adapter,
+        cache_salt=message.cache_salt,
+        priority=message.priority,
+        caller=caller,
+    )
+
+
+async def scored(service: Service, asker: Asker, message: inference_pb2.ScoreRequest) -> inference_pb2.ScoreResponse:
+    """Answer Score."""
+    num = len(message.continuations)
+    require_parts("continuations", num)
+
+    def read() -> tuple[Prompt, Sequence[GivenContinuation]]:
+        prompt = _prompt("prompt", message, message.WhichOneof("prompt"))
+        return prompt, [_continuation(i, one) for i, one in enumerate(message.continuations)]
+
+    size = num * _size(message) + sum(map(_size, message.continuations))
+    scores = await score(service, asker, read, size)
+
+    def response() -> inference_pb2.ScoreResponse:
+        return inference_pb2.ScoreResponse(
+            scores=[_score_message(one) for one in scores], usage=_usage(one.usage for one in scores)
+        )
+
+    return await service.work(response, sum(len(one.tokens) for one in scores))
+
+
+async def embedded(service: Service, asker: Asker, message: inference_pb2.EmbedRequest) -> inference_pb2.EmbedResponse:
+    """Answer Embed."""
+    require_parts("inputs", len(message.inputs))
+    if message.pooling not in _POOLINGS:
+        raise InvalidArgument("pooling", f"{message.pooling} is not a value of Pooling")
+
+    def read() -> list[Prompt]:
+        return [_prompt(f"inputs[{i}]", one, one.WhichOneof("input")) for i, one in enumerate(message.inputs)]
+
+    size = sum(map(_size, message.inputs))
+    found = await embed(service, asker, read, size, _POOLINGS[message.pooling], normalize=message.normalize)
+
+    def response() -> inference_pb2.EmbedResponse:
+        return inference_pb2.EmbedResponse(
+            embeddings=[inference_pb2.Embedding(values=one.values) for one in found],
+            usage=_usage(one.usage for one in found),
+        )
+
+    return await service.work(response, sum(len(one.values) for one in found))
+
+
+def _size(message: inference_pb2.ScoreRequest | inference_pb2.Continuation | inference_pb2.EmbedInput) -> int:
+    """Return the number of characters or token ids."""
+    return len(message.text) + len(message.token_ids.ids)
+
+
+def _prompt(field: str, message: inference_pb2.ScoreRequest | inference_pb2.EmbedInput, form: str | None) -> Prompt:
+    match form:
+        case "text":
+            return Prompt(text=message.text)
+        case "token_ids":
+            return Prompt(token_ids=list(message.token_ids.ids))
+        case _:
+            raise InvalidArgument(field, "is missing: set text or token_ids")
+
+
+def _continuation(i: int, message: inference_pb2.Continuation) -> GivenContinuation:
+    match message.WhichOneof("continuation"):
+        case "text":
+            return message.text
+        case "token_ids":
+            return list(message.token_ids.ids)
+        case _:
+            raise InvalidArgument(f"continuations[{i}]", "is missing: set text or token_ids")
+
+
+def _score_message(score: Score) -> inference_pb2.Score:
+    return inference_pb2.Score(
+        logprob=score.logprob, is_greedy=score.is_greedy, tokens=[_token(one) for one in score.tokens]
+    )
+
+
+def _token(token: TokenLogprob) -> inference_pb2.TokenLogprob:
+    return inference_pb2.TokenLogprob(token_id=token.token_id, logprob=token.logprob, rank=token.rank)
+
+
+def _usage(usages: Iterable[Usage]) -> inference_pb2.Usage:
+    """Return the sum of usages, without the sampled tokens, which are dropped."""
+    many = list(usages)
+    return inference_pb2.Usage(
+        prompt_tokens=sum(one.prompt_tokens for one in many), cached_tokens=sum(one.cached_tokens for one in many)
+    )
+
 
 _M = TypeVar("_M", bound=Message)
 

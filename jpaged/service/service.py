@@ -28,11 +28,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from jpaged.access import entry as access
-from jpaged.access.entry import Entry, current
-from jpaged.access.gate import Gate
+from jpaged.access import call_context as access
+from jpaged.access.authenticator import Gate, Quotas
+from jpaged.access.call_context import Entry, current
 from jpaged.access.keys import Role
-from jpaged.access.quotas import Quotas
 from jpaged.completions import Completions
 from jpaged.errors import (
     AlreadyExists,

@@ -3,6 +3,5 @@
 metrics.py  metrics of a loaded model in Prometheus format
 scrapes.py  HTTP server for scrapes
 traces.py   spans of requests, by OpenTelemetry
-observers.py observers of a server's requests
-logs.py     the log, and a line for each request
+logs.py     the log, and a line for each request; observers of a server's requests
 """

@@ -1,4 +1,7 @@
-"""Log of text or JSON lines, with a line for each finished request, without prompt and output."""
+"""Log of text or JSON lines, with a line for each finished request, without prompt and output.
+
+`Observers` are the observers of a server's requests, by its options: this log and traces. There are none by default.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from jpaged import json_text
+from jpaged.config import TelemetryOptions
 from jpaged.errors import printable
-from jpaged.service.records import RequestRecord, parts_of
+from jpaged.service.records import RequestObserver, RequestRecord, parts_of
 
 _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _REQUESTS = logging.getLogger("jpaged.requests")
@@ -157,3 +161,28 @@ def fields_of(record: RequestRecord) -> dict[str, Any]:
         found |= {f"{name}_s": round(end_s - begin_s, 6) for name, begin_s, end_s in parts}
         found["preemptions"] = len(times.preempted_s) // 2
     return {name: value for name, value in found.items() if value != ""}
+
+
+class Observers:
+    """Request log and traces.
+
+    Attributes:
+        all: observers that the service notifies.
+
+    Raises:
+        InvalidArgument: the collector's address is invalid.
+    """
+
+    def __init__(self, options: TelemetryOptions) -> None:
+        self.all: tuple[RequestObserver, ...] = (RequestLog(),) if options.enable_log_requests else ()
+        self._traces = None
+        if options.otlp_traces_endpoint is not None:
+            from jpaged.telemetry.traces import Traces, exporter_to  # half a second that few servers need
+
+            self._traces = Traces(exporter_to(options.otlp_traces_endpoint))
+            self.all += (self._traces,)
+
+    def stop(self) -> None:
+        """Send pending spans; may block for a while."""
+        if self._traces is not None:
+            self._traces.stop()

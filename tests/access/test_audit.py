@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.access import audit as audit_module
-from jpaged.access.audit import AuditLog
+from jpaged.access import authenticator as audit_module
+from jpaged.access.authenticator import AuditLog
 from jpaged.errors import InvalidArgument
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.access.entry import Entry
-from jpaged.access.gate import Gate
+from jpaged.access.authenticator import Gate
+from jpaged.access.call_context import Entry
 from jpaged.access.keys import Key, Limits, Role, read_keys
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument, PermissionDenied, Unauthenticated
@@ -204,7 +204,7 @@ def test_a_link_that_points_elsewhere_has_changed(path: Path, tmp_path: Path) ->
 async def test_a_file_that_blocks_stops_no_reload_of_others_and_not_the_end(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jpaged.access.gate.RELOAD_INTERVAL_S", 0.01)
+    monkeypatch.setattr("jpaged.access.authenticator.RELOAD_INTERVAL_S", 0.01)
     gate = Gate(EngineConfig.load({"api_keys": str(path)}).access)
     gate.read()
     is_blocked, blocks = threading.Event(), threading.Event()

@@ -19,7 +19,7 @@ from jpaged.client.health import check_health
 from jpaged.client.tls import open_channel
 from jpaged.config import EngineConfig
 from jpaged.errors import DeadlineExceeded, InvalidArgument, Unavailable
-from jpaged.peers.prefill import Prefills
+from jpaged.peers import Prefills
 from jpaged.types import Request, SamplingParams
 from tests.route.rig import routed
 from tests.server.harness import eventually

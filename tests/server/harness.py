@@ -16,7 +16,7 @@ from jpaged.engine.data_parallel.engine import DataParallelEngine
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Progress
 from jpaged.errors import InvalidArgument
-from jpaged.peers.prefill import Prefills
+from jpaged.peers import Prefills
 from jpaged.server.lifecycle import Server
 from jpaged.service.chat.formats import AnswerFormat
 from jpaged.service.chat.output_config import ChatAnswering

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
-from jpaged.server import port
+from jpaged.server import grpc_server
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
 from jpaged.types import MAX_DETOKENIZE_IDS, MIN_MAX_TOKENIZE_BYTES
 from tests.server.harness import collect, error_details, eventually, failure_of, request, running
@@ -178,13 +178,13 @@ def test_memory_is_given_back_once_after_large_messages_and_never_after_small_on
         def start(self):
             timers.append(self)
 
-    monkeypatch.setattr(port, "threading", SimpleNamespace(Timer=Timer))
-    monkeypatch.setattr(port, "_trim", lambda: num_trims.append(1))
-    freed = port.FreedMemory()
-    freed.note(port.LARGE_BYTES - 1)
+    monkeypatch.setattr(grpc_server, "threading", SimpleNamespace(Timer=Timer))
+    monkeypatch.setattr(grpc_server, "_trim", lambda: num_trims.append(1))
+    freed = grpc_server.FreedMemory()
+    freed.note(grpc_server.LARGE_BYTES - 1)
     for num_given_back in (1, 2):
         for _ in range(3):
-            freed.note(port.LARGE_BYTES)
+            freed.note(grpc_server.LARGE_BYTES)
         assert len(timers) == num_given_back
         timers[-1].function()
         assert len(num_trims) == num_given_back
@@ -198,10 +198,10 @@ def test_memory_is_given_back_by_a_thread_that_no_end_of_a_loop_fails_and_none_w
         given_back.set()
 
     async def serve():
-        port.FreedMemory().note(port.LARGE_BYTES)
+        grpc_server.FreedMemory().note(grpc_server.LARGE_BYTES)
 
-    monkeypatch.setattr(port, "_DELAY_S", 0.0)
-    monkeypatch.setattr(port, "_trim", trim)
+    monkeypatch.setattr(grpc_server, "_DELAY_S", 0.0)
+    monkeypatch.setattr(grpc_server, "_trim", trim)
     asyncio.run(serve())
     assert given_back.wait(60)
     assert threads[0].daemon
@@ -258,7 +258,7 @@ async def test_texts_are_tokenised_while_conversations_wait():
 
 
 async def test_large_messages_that_wait_are_bounded_together(monkeypatch):
-    monkeypatch.setattr(port, "_MAX_LARGEST_IN_HAND", 3)
+    monkeypatch.setattr(grpc_server, "_MAX_LARGEST_IN_HAND", 3)
     tokenizer = Held()
     async with running(executor=FakeExecutor(), tokenizer=tokenizer, max_request_size=0.0625) as harness:
         large = inference_pb2.TokenizeRequest(text="x" * 60_000)

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jpaged.access.entry import current
+from jpaged.access.call_context import current
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.http.batching.files import file_routes
 from jpaged.http.batching.pages import page_of

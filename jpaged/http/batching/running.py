@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from jpaged.access.entry import background, enter
+from jpaged.access.call_context import background, enter
 from jpaged.errors import InternalError, JpagedError, StorageError, TryLater, Unavailable
 from jpaged.http.batching.lines import Outputs, checked, lines_in
 from jpaged.http.batching.pacing import PRIORITY, Places

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from jpaged.access.entry import current, require_control
+from jpaged.access.call_context import current, require_control
 from jpaged.errors import InvalidArgument, PermissionDenied
 from jpaged.service.service import Service
 

@@ -1,8 +1,9 @@
-"""The third-party APIs that a port serves."""
+"""The third-party APIs that a port serves, and reflection of services with messages in several descriptor pools."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from google.protobuf import descriptor_pool
 from grpc import aio
@@ -10,11 +11,44 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from jpaged._proto.open_inference import inference_pb2, inference_pb2_grpc
 from jpaged.config import ServerOptions
-from jpaged.server.faces.descriptors import Pools
-from jpaged.server.faces.open_inference import servicer as open_inference
-from jpaged.server.faces.vllm_engine import servicer as vllm_engine
-from jpaged.server.port import MessagesInHand
+from jpaged.server.faces import open_inference, vllm_engine
+from jpaged.server.grpc_server import MessagesInHand
 from jpaged.service.service import Service
+
+_T = TypeVar("_T")
+
+
+class Pools:
+    """Combines pools for gRPC's reflection: each lookup returns the first pool's match.
+
+    The methods are named as in `google.protobuf.descriptor_pool.DescriptorPool`, and raise KeyError likewise.
+    """
+
+    def __init__(self, pools: Sequence[Any]) -> None:
+        self._pools = pools
+
+    def FindFileByName(self, name: str) -> Any:
+        return self._first(lambda pool: pool.FindFileByName(name))
+
+    def FindFileContainingSymbol(self, name: str) -> Any:
+        return self._first(lambda pool: pool.FindFileContainingSymbol(name))
+
+    def FindMessageTypeByName(self, name: str) -> Any:
+        return self._first(lambda pool: pool.FindMessageTypeByName(name))
+
+    def FindExtensionByNumber(self, message: Any, number: int) -> Any:
+        return message.file.pool.FindExtensionByNumber(message, number)
+
+    def FindAllExtensions(self, message: Any) -> Any:
+        return message.file.pool.FindAllExtensions(message)
+
+    def _first(self, find: Callable[[Any], _T]) -> _T:
+        for pool in self._pools[:-1]:
+            try:
+                return find(pool)
+            except KeyError:
+                continue
+        return find(self._pools[-1])
 
 
 class Faces:

@@ -13,7 +13,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jpaged._proto.v1 import inference_pb2_grpc
-from jpaged.access.certificates import CertificateFiles
+from jpaged.access.tls import CertificateFiles
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from tests.server.access.certificates import Files, channel, client_files, credentials

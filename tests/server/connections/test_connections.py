@@ -12,7 +12,7 @@ import pytest
 
 from jpaged._proto.v1 import control_pb2
 from jpaged.client import Client
-from jpaged.server import port as grpc_port
+from jpaged.server import grpc_server as grpc_port
 from jpaged.telemetry import scrapes
 from jpaged.types import SamplingParams
 from tests.server.connections.raw_http2 import GOAWAY, Connection, message

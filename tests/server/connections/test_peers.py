@@ -17,7 +17,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 
 from jpaged._proto.open_inference import inference_pb2 as open_inference_pb2
 from jpaged._proto.v1 import control_pb2, inference_pb2
-from jpaged.server import servicer, status
+from jpaged.server import grpc_server, servicer
 from tests.server.connections.raw_http2 import HEADERS, INITIAL_WINDOW_SIZE, RST_STREAM, Connection, frame, message
 from tests.server.harness import collect, error_details, eventually, failure_of, request
 
@@ -210,7 +210,7 @@ async def test_a_message_that_cannot_be_sent_ends_its_call_quietly(harness, quie
 async def test_a_peer_that_is_gone_is_told_nothing_and_its_call_does_not_go_on():
     nobody: Any = None  # who is asked for nothing
     with pytest.raises(aio.InternalError, match="start_batch"):
-        async with status.answering(nobody):
+        async with grpc_server.answering(nobody):
             raise aio.InternalError("Failed grpc_call_start_batch")
 
 

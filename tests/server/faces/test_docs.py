@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.server.faces.open_inference.model import INPUTS, OUTPUTS
+from jpaged.server.faces.open_inference_request import INPUTS, OUTPUTS
 from jpaged.testing import FakeExecutor
 from tests.server.harness import running
 

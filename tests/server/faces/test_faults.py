@@ -20,7 +20,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jpaged.errors import Unavailable
-from jpaged.server.faces.open_inference.servicer import GRPC_ERRORS
+from jpaged.server.faces.open_inference import GRPC_ERRORS
 from jpaged.server.lifecycle import SERVICE_NAMES
 from jpaged.testing import FakeExecutor, Faults
 from tests.server.faces import test_open_inference as open_inference

@@ -10,7 +10,7 @@ import tritonclient.grpc as sync_triton
 from grpc import aio
 
 from jpaged._proto.open_inference import inference_pb2, inference_pb2_grpc
-from jpaged.server.faces.open_inference import stream
+from jpaged.server.faces import open_inference
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
 from tests.server.faces.triton import GREEDY, asked, client_of, each, inputs, is_final, strings
 from tests.server.harness import eventually, running
@@ -223,7 +223,7 @@ async def test_a_reader_that_is_slow_loses_nothing():
 
 
 async def test_no_more_requests_are_read_than_may_be_open(harness, monkeypatch):
-    monkeypatch.setattr(stream, "MAX_OPEN", 2)
+    monkeypatch.setattr(open_inference, "MAX_OPEN", 2)
     harness.faults.hold_after(1)
     requests = [asked(f"{i}", f"{i}") for i in range(6)]
     async with client_of(harness) as client:

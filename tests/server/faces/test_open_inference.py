@@ -12,7 +12,7 @@ import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException
 
 from jpaged._proto.open_inference import inference_pb2, inference_pb2_grpc
-from jpaged.server.faces.open_inference.model import INPUTS, OUTPUTS
+from jpaged.server.faces.open_inference_request import INPUTS, OUTPUTS
 from jpaged.testing import ByteTokenizer, expected_tokens, with_adapters
 from tests.server.faces.triton import GREEDY, client_of, inputs, strings, tensor
 from tests.server.harness import error_details, eventually, failure_of, running

@@ -10,7 +10,7 @@ from grpc import aio
 from smg_grpc_proto.generated import vllm_engine_pb2
 
 from jpaged._proto.open_inference import inference_pb2
-from jpaged.server.faces.open_inference.model import INPUTS, OUTPUTS
+from jpaged.server.faces.open_inference_request import INPUTS, OUTPUTS
 from jpaged.testing import FakeExecutor
 from jpaged.types import SamplingParams
 from tests.server.faces import test_open_inference as open_inference

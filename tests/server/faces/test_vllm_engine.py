@@ -13,8 +13,8 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb
 
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument
-from jpaged.server.faces.vllm_engine import responses
-from jpaged.server.faces.vllm_engine.request import sampling_of
+from jpaged.server.faces import vllm_engine
+from jpaged.server.faces.vllm_engine import sampling_of
 from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.structured import Kind
 from jpaged.testing import FakeExecutor, expected_tokens
@@ -167,13 +167,13 @@ async def test_a_prompt_beside_which_nothing_fits_is_refused(harness):
 @pytest.mark.parametrize("stream", [True, False])
 async def test_many_log_probabilities_are_told_on_a_thread(stream, monkeypatch):
     threads = set[str]()
-    told = responses._input_logprobs
+    told = vllm_engine._input_logprobs
 
     def noted(*given: Any) -> Any:
         threads.add(threading.current_thread().name)
         return told(*given)
 
-    monkeypatch.setattr(responses, "_input_logprobs", noted)
+    monkeypatch.setattr(vllm_engine, "_input_logprobs", noted)
     executor = FakeExecutor(num_blocks=2048, max_model_len=1024)
     async with running(executor=executor, max_num_batched_tokens=1024) as harness:
         await collect(stub_of(harness).Generate(request("x" * 900, stream=stream, prompt_logprobs=5, max_tokens=2)))

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 from jpaged._proto.v1 import control_pb2
 from jpaged.engine.engine import Engine
 from jpaged.errors import ProcessLost
-from jpaged.server.probes import LIVENESS, READINESS
+from jpaged.server.health import LIVENESS, READINESS
 from jpaged.service.loaded_model import Stage
 from jpaged.testing import FakeExecutor, Faults
 from tests.server.harness import Harness, collect, eventually, request, running

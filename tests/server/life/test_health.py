@@ -18,8 +18,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc
 from jpaged.config import EngineConfig, TimeoutOptions
 from jpaged.errors import EngineHung, InvalidArgument
-from jpaged.server.probes import Health, ProbeServer
-from jpaged.server.progress import EngineState, ProgressWatch, show_stacks
+from jpaged.server.health import Health, ProbeServer
+from jpaged.server.lifecycle import EngineState, ProgressWatch, show_stacks
 from jpaged.testing import VirtualClock
 from tests.server.harness import collect, error_details, eventually, failure_of, request, running
 from tests.server.test_lifecycle import NOT_SERVING, SERVING, Starting, health_of

@@ -11,7 +11,7 @@ import trustme
 from jpaged._proto.v1 import control_pb2, prefill_pb2, prefill_pb2_grpc
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
-from jpaged.peers.prefill import Prefills
+from jpaged.peers import Prefills
 from jpaged.testing import FakeExecutor, SeveralStepsExecutor, SpeculatingExecutor, seeing, with_adapters
 from tests.server.access.certificates import Files, client_files
 from tests.server.harness import collect, error_details, failure_of, request, running

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from jpaged import peers as prefill_module
 from jpaged._proto.v1 import control_pb2, inference_pb2
-from jpaged.peers import prefill as prefill_module
 from jpaged.service import kv_protocol, roles
 from jpaged.service.handoff import FirstToken
 from tests.server.harness import collect, eventually, failure_of, request

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.peers import prefill as prefill_module
+from jpaged import peers as prefill_module
 from tests.server.harness import Harness, collect, failure_of, request, running
 from tests.server.roles.test_roles import LONG, alone, apart, fake, folded, pair
 

@@ -16,8 +16,8 @@ from jpaged.errors import (
     InvalidArgument,
     Unsupported,
 )
-from jpaged.server.travel import servicer as servicer_module
-from jpaged.server.travel.wire import response_of
+from jpaged.server import kv_transfer as servicer_module
+from jpaged.server.kv_transfer import response_of
 from tests.server.harness import error_details
 from tests.server.travel.pairs import GREEDY, NUM_FULL, TEXT, executor, framed, messages_of, saved_by, two
 

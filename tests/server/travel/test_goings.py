@@ -22,7 +22,7 @@ from jpaged.errors import (
     Unavailable,
     Unsupported,
 )
-from jpaged.server.travel import servicer as servicer_module
+from jpaged.server import kv_transfer as servicer_module
 from jpaged.service import kv_transfer as travelling_module
 from jpaged.service.kv_protocol import Receiving
 from jpaged.testing import FakeExecutor

@@ -16,7 +16,7 @@ from jpaged.errors import (
     Unauthenticated,
     Unavailable,
 )
-from jpaged.server.travel.peers import PeerServers
+from jpaged.server.kv_transfer import PeerServers
 from jpaged.service import kv_protocol as parts_module
 from jpaged.service.kv_protocol import Header
 from jpaged.service.kv_transfer import Prefix

@@ -21,7 +21,7 @@ from jpaged.llm import LLM
 from jpaged.openai.bodies import chat_job, check_values
 from jpaged.openai.responses.asking import asking_of
 from jpaged.openai.responses.items import messages_of
-from jpaged.server.chat import chat_options_from, messages_from
+from jpaged.server.servicer import chat_options_from, messages_from
 from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.service.chat.sandbox import template_process
 from jpaged.service.chat.template import ChatTemplate, for_template, messages_bytes, read_messages

@@ -2,6 +2,20 @@
 
 As in Triton, a stream continues after a failed request and reports the error in `error_message`. A call with
 `triton_grpc_error: true` in its metadata ends with the status instead.
+
+Requests and responses are tensors, named as in vLLM's backend for Triton. `Responses` writes the requested tensors,
+with one element per sequence.
+
+In a stream each response has elements for all sequences; those without news are empty. Its parameter
+`triton_final_response` marks the request's last response.
+
+`InferStream` runs concurrent requests on one call. Each is answered as soon as possible, by responses that carry its
+id:
+
+    requests ──read──> a task each ──responses──> one queue ──> the call
+
+The number of open requests is limited; more are not read. A slow reader blocks the tasks, and the events of their
+requests are merged in the meantime.
 """
 
 from __future__ import annotations
@@ -9,27 +23,229 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from typing import NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import grpc
 
+from jpaged import json_text
 from jpaged._proto.open_inference import inference_pb2, inference_pb2_grpc
 from jpaged.errors import InvalidArgument, NotFound, Unavailable, Unsupported
-from jpaged.server.faces.completing import completed, size_of, whole_size
-from jpaged.server.faces.naming import naming
-from jpaged.server.faces.open_inference.model import VERSION, config_of, metadata_of, require_version
-from jpaged.server.faces.open_inference.request import Ask, ask_of
-from jpaged.server.faces.open_inference.responses import FINAL, Responses, TokenText, failure_of
-from jpaged.server.faces.open_inference.stream import InferStream
-from jpaged.server.port import MessagesInHand
+from jpaged.server.faces.calls import completed, naming, size_of, whole_size
+from jpaged.server.faces.open_inference_request import (
+    OUTPUTS,
+    VERSION,
+    Ask,
+    add_output,
+    ask_of,
+    config_of,
+    metadata_of,
+    require_version,
+)
+from jpaged.server.grpc_server import CallContext, MessagesInHand, answering, error_for, refuse, status_of
 from jpaged.server.servicer import caller_of, tenant_of
-from jpaged.server.status import CallContext, answering, error_for, refuse, status_of
 from jpaged.service.loaded_model import LoadedModel, Stage
 from jpaged.service.records import Caller
 from jpaged.service.service import Call, Service
+from jpaged.types import OutputEvent, PositionLogprobs, RequestOutput
 from jpaged.version import __version__
+
+FINAL = "triton_final_response"
+_UNFINISHED = "None"
+TokenText = Callable[[int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Content of one response for one sequence.
+
+    Attributes:
+        finish_reason: "None" while it is running, as in vLLM's backend.
+        cumulative_logprob: sum over all tokens of the sequence so far.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    finish_reason: str = _UNFINISHED
+    cumulative_logprob: float = 0.0
+
+
+class Responses:
+    """Builds the responses of one request.
+
+    Args:
+        model: name of the model, as requested.
+        token_text: returns the text of a single token.
+    """
+
+    def __init__(self, ask: Ask, model: str, token_text: TokenText) -> None:
+        self._ask = ask
+        self._model = model
+        self._token_text = token_text
+        self._so_far = [Piece()] * ask.sampling.n
+
+    def whole(self, output: RequestOutput) -> inference_pb2.ModelInferResponse:
+        """Return the response of a finished request that is not streamed."""
+        pieces = [
+            Piece(
+                text=self._ask.prefix + one.text,
+                token_ids=one.token_ids,
+                logprobs=one.logprobs or (),
+                finish_reason=one.finish_reason,
+                cumulative_logprob=one.cumulative_logprob or 0.0,
+            )
+            for one in output.outputs
+        ]
+        return self._response(pieces, output.usage.prompt_tokens)
+
+    def next(self, event: OutputEvent) -> inference_pb2.ModelInferResponse:
+        """Return the response of an event of a streamed request."""
+        before = self._so_far[event.index]
+        self._so_far[event.index] = Piece(
+            finish_reason=_UNFINISHED if event.finish is None else event.finish.reason.value,
+            cumulative_logprob=before.cumulative_logprob
+            if event.cumulative_logprob is None
+            else event.cumulative_logprob,
+        )
+        pieces = [*self._so_far]
+        pieces[event.index] = replace(
+            pieces[event.index], text=event.text, token_ids=event.token_ids, logprobs=event.logprobs
+        )
+        response = self._response(pieces, event.usage.prompt_tokens)
+        response.parameters[FINAL].bool_param = event.is_last
+        return response
+
+    def _response(self, pieces: Sequence[Piece], num_input_tokens: int) -> inference_pb2.ModelInferResponse:
+        ask = self._ask
+        response = inference_pb2.ModelInferResponse(model_name=self._model, model_version=VERSION, id=ask.id)
+        for name in ask.outputs:
+            elements = [num_input_tokens] if name == "num_input_tokens" else self._elements(name, pieces)
+            add_output(response, name, OUTPUTS[name].datatype, elements, is_typed=ask.is_typed)
+        return response
+
+    def _elements(self, name: str, pieces: Sequence[Piece]) -> list[Any]:
+        match name:
+            case "text_output":
+                return [one.text.encode() for one in pieces]
+            case "finish_reason":
+                return [one.finish_reason.encode() for one in pieces]
+            case "cumulative_logprob":
+                return [one.cumulative_logprob for one in pieces]
+            case "logprobs":
+                return [self._logprobs(one).encode() for one in pieces]
+            case "num_output_tokens":
+                return [len(one.token_ids) for one in pieces]
+            case _:
+                return [token_id for one in pieces for token_id in one.token_ids]
+
+    def _logprobs(self, piece: Piece) -> str:
+        """Return JSON with an object per position: token ids with their log-probabilities, ranks and texts."""
+        if not self._ask.has_logprobs:
+            return "null"
+        return json_text.dumps(
+            [
+                {
+                    str(one.token_id): {
+                        "logprob": one.logprob,
+                        "rank": one.rank,
+                        "decoded_token": self._token_text(one.token_id),
+                    }
+                    for one in (position.chosen, *position.top, *position.asked)
+                }
+                for position in piece.logprobs
+            ]
+        )
+
+
+def failure_of(ask_id: str, model: str, message: str) -> inference_pb2.ModelStreamInferResponse:
+    """Return the stream response of a request that failed, or could not be parsed."""
+    answer = inference_pb2.ModelInferResponse(model_name=model, model_version=VERSION, id=ask_id)
+    answer.parameters[FINAL].bool_param = True
+    return inference_pb2.ModelStreamInferResponse(error_message=message, infer_response=answer)
+
+
+MAX_OPEN = 1024
+"""Maximum open requests of one call; more wait in the client."""
+_MAX_QUEUED = 16
+
+Answer = Callable[[inference_pb2.ModelInferRequest], AsyncGenerator[inference_pb2.ModelStreamInferResponse, None]]
+
+
+class InferStream:
+    """One call of ModelStreamInfer. Bound to one event loop.
+
+    Args:
+        requests: incoming requests; open ones continue after the last.
+        answer: yields the responses to one request; an error of it ends the call.
+    """
+
+    def __init__(self, requests: AsyncIterator[inference_pb2.ModelInferRequest], answer: Answer) -> None:
+        self._requests = requests
+        self._answer = answer
+        self._queue: asyncio.Queue[inference_pb2.ModelStreamInferResponse | Exception | None] = asyncio.Queue(
+            _MAX_QUEUED
+        )
+        self._free = asyncio.Semaphore(MAX_OPEN)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._reading = asyncio.create_task(self._read())
+        self._finishing = asyncio.create_task(self._finish())
+        self._ending: Exception | None = None
+
+    async def responses(self) -> AsyncGenerator[inference_pb2.ModelStreamInferResponse, None]:
+        """Yield responses until all requests are answered; closing it aborts open requests.
+
+        Raises:
+            Exception: the error of a request, of reading them, or the one passed to `end`.
+        """
+        try:
+            while (one := await self._queue.get()) is not None:
+                if isinstance(one, Exception):
+                    raise one
+                yield one
+        finally:
+            tasks = [self._reading, self._finishing, *self._tasks]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def end(self, error: Exception) -> None:
+        """Stop reading requests; the call ends with the error after the responses of open requests."""
+        self._ending = error
+        self._reading.cancel()
+
+    async def _read(self) -> None:
+        async for request in self._requests:
+            await self._free.acquire()
+            self._start(request)
+
+    async def _finish(self) -> None:
+        """Queue the end of the call, once no request is read any more and the open ones are answered."""
+        await asyncio.wait((self._reading,))
+        is_cut = self._reading.cancelled()
+        failure = None if is_cut else self._reading.exception()
+        while self._tasks and failure is None:
+            await asyncio.wait(self._tasks)
+        if failure is None or isinstance(failure, Exception):
+            await self._queue.put(self._ending if is_cut else failure)
+
+    def _start(self, request: inference_pb2.ModelInferRequest) -> None:
+        task = asyncio.create_task(self._run(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, request: inference_pb2.ModelInferRequest) -> None:
+        try:
+            async with aclosing(self._answer(request)) as responses:
+                async for response in responses:
+                    await self._queue.put(response)
+        except Exception as error:
+            await self._queue.put(error)
+        finally:
+            self._free.release()
+
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 EXTENSIONS = ("model_configuration", "schedule_policy", "parameters")

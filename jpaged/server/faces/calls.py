@@ -1,12 +1,31 @@
-"""Runs a request to its end with all results including log-probabilities, and measures the size of the result."""
+"""Calls of the service by third-party APIs: runs a request to its end with all results, and measures the result.
+
+Results include log-probabilities. Field names in errors are translated to those of the caller's message.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from jpaged.completions import Completions
+from jpaged.errors import InvalidArgument
 from jpaged.service.service import Call, Service
 from jpaged.types import PositionLogprobs, RequestOutput
+
+SAMPLING = "sampling."
+"""Prefix of the fields in errors of `SamplingParams`."""
+
+
+@contextmanager
+def naming(name: Callable[[str], str]) -> Iterator[None]:
+    """Rename the field of an InvalidArgument raised inside, by `name`."""
+    try:
+        yield
+    except InvalidArgument as error:
+        if (field := name(error.field)) == error.field:
+            raise
+        raise type(error)(field, error.problem) from error
 
 
 async def completed(service: Service, call: Call) -> RequestOutput:

@@ -1,4 +1,0 @@
-"""Clients of other jpaged servers, on a server's event loop.
-
-prefill.py   servers that compute prompts
-"""
