@@ -41,8 +41,7 @@ from jpaged.client.failures import error_of
 from jpaged.completions import Evaluated
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, QueueFull, sentence_of
-from jpaged.openai.answers import Answers
-from jpaged.openai.lines import BadLine, Line, failure_line
+from jpaged.openai.lines import Answers, BadLine, Line, failure_line
 from jpaged.server.replica import Refused, Replica
 from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 

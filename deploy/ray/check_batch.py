@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from jpaged import LLM, SamplingParams
 from jpaged.client.results import failure_in
-from jpaged.openai.answers import seed_of
+from jpaged.openai.lines import seed_of
 
 ENGINE = {"model": "demo", "max_num_seqs": 4, "num_blocks": 256, "max_num_batched_tokens": 64}
 NUM_PROMPTS = 60

@@ -28,8 +28,7 @@ from jpaged.client.channel import require_target
 from jpaged.client.results import Results, replace_file
 from jpaged.client.tls import Tls
 from jpaged.errors import InvalidArgument, JpagedError
-from jpaged.openai.answers import Answers
-from jpaged.openai.lines import BadLine, Line, failure_line, parse_file
+from jpaged.openai.lines import Answers, BadLine, Line, failure_line, parse_file
 
 DEFAULT_MAX_CONCURRENCY = 256
 """Twice a server's default number of rows."""

@@ -2,36 +2,193 @@
 
 X-Request-Id    the caller's id, or a generated one, in the response
 an error        one status and OpenAI's error object, in one place
+
+Requests are authorized by the table of permissions; unknown paths require a key too. Routes that need no body are here:
+health, version, metrics, and /v1/models with the served model and the adapters that a request can name.
 """
 
 from __future__ import annotations
 
+import math
 import uuid
+from collections.abc import Iterator
+from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp as App
 from starlette.types import Message, Receive, Scope, Send
 
 from jpaged.access.authenticator import Gate
-from jpaged.errors import JpagedError, NotFound, Unsupported
-from jpaged.http.access import Guarded, with_permission
-from jpaged.http.batching.batches import batch_routes
-from jpaged.http.batching.runner import Runner
-from jpaged.http.errors import error_for, response_of
-from jpaged.http.generate.paths import completion_routes
-from jpaged.http.models import model_routes
-from jpaged.http.operator import operator_routes
-from jpaged.http.page.paths import page_routes
-from jpaged.http.requests import REQUEST_ID_HEADER
+from jpaged.access.call_context import Entry, current, enter, permission_of_route
+from jpaged.config import AccessOptions
+from jpaged.errors import JpagedError, ModelNotFound, NotFound, PermissionDenied, Unsupported
+from jpaged.http.batching.job import Runner
+from jpaged.http.batching.routes import batch_routes
+from jpaged.http.completions import completion_routes
+from jpaged.http.embeddings import scoring_routes, token_routes
+from jpaged.http.exchange import JSON, REQUEST_ID_HEADER, error_for, response_of
+from jpaged.http.page.dashboard import page_routes
 from jpaged.http.responses import response_routes
-from jpaged.http.scoring import scoring_routes
-from jpaged.http.tokens import token_routes
 from jpaged.service.records import is_name
 from jpaged.service.service import Service
+from jpaged.telemetry.metrics import EngineCollector
+from jpaged.version import __version__
+
+
+class Guarded:
+    """Middleware that authenticates requests; their tasks have the call in their context."""
+
+    def __init__(self, app: App, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or is_open(scope["method"], scope["path"], self._gate.options):
+            await self._app(scope, receive, send)
+            return
+        client = scope.get("client")
+        entry = Entry(
+            face="http",
+            method=f"{scope['method']} {scope['path'][:200]}",
+            peer="" if client is None else f"{client[0]}:{client[1]}",
+            takes_control=self._gate.options.control_port is None,
+        )
+        status, is_in = 499, False  # nginx's status for a client that disconnected before the response
+
+        async def told(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if is_in:
+                    message["headers"] = [*message.get("headers", ()), *self._left(entry.tenant)]
+            await send(message)
+
+        try:
+            try:
+                self._gate.open(entry, _values(scope, b"authorization"), _values(scope, b"x-jpaged-tenant"))
+            except JpagedError as error:
+                await response_of(error)(scope, receive, told)
+                return
+            enter(entry)
+            is_in = True
+            await self._app(scope, receive, told)
+        finally:
+            self._gate.close(entry, status)
+
+    def _left(self, tenant: str) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the remaining quotas of a tenant as OpenAI's rate-limit headers."""
+        for name, left in self._gate.quotas.left(tenant).items():
+            yield f"x-ratelimit-limit-{name}".encode(), str(left.limit).encode()
+            yield f"x-ratelimit-remaining-{name}".encode(), str(left.remaining).encode()
+            yield f"x-ratelimit-reset-{name}".encode(), duration(left.reset_s).encode()
+
+
+def duration(seconds: float) -> str:
+    """Format a time as in OpenAI's headers: 6m0s, 1.5s, 20ms."""
+    milliseconds = math.ceil(seconds * 1000)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, rest = divmod(milliseconds, 60_000)
+    text = f"{rest / 1000:g}s"
+    return f"{minutes}m{text}" if minutes else text
+
+
+def is_open(method: str, path: str, options: AccessOptions) -> bool:
+    """Return True if a request never needs a key."""
+    return permission_of_route(method, path).is_public(options)
+
+
+def with_permission(route: Route) -> Route:
+    """Wrap a route so that it rejects requests without permission before reading them."""
+    inner = route.app
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        method: str = scope["method"]
+        try:
+            permission_of_route(method, route.path).check(current(), f"{method} {route.path}")
+        except PermissionDenied as error:
+            await response_of(error)(scope, receive, send)
+            return
+        await inner(scope, receive, send)
+
+    route.app = guarded
+    return route
+
+
+def _values(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for header, value in scope["headers"] if header == name]
+
+
+def model_routes(service: Service) -> list[Route]:
+    """Return the routes of /v1/models."""
+
+    def listed() -> list[dict[str, Any]]:
+        model = service.state.loaded()
+        created = int(service.state.start_time.timestamp())
+        shared = {"object": "model", "created": created, "owned_by": "jpaged"}
+        base = {"id": model.model.name, **shared, "root": model.model.name, "parent": None}
+        own = {**base, "max_model_len": model.model.max_model_len}
+        adapters = [
+            {"id": one.name, **shared, "root": one.path, "parent": model.model.name} for one in model.adapters.loaded()
+        ]
+        return [own, *adapters]
+
+    async def models(request: Request) -> Response:
+        return JSON({"object": "list", "data": listed()})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        for one in listed():
+            if one["id"] == name:
+                return JSON(one)
+        raise ModelNotFound(f"model: {name!r} is not served")
+
+    return [
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{name:path}", model, methods=["GET"]),
+    ]
+
+
+def operator_routes(service: Service) -> list[Route]:
+    """Return the routes of health, version and metrics."""
+    state = service.state
+
+    async def health(request: Request) -> Response:
+        """Return 200 while requests are accepted and make progress, otherwise 503, as vLLM does."""
+        return Response(status_code=200 if state.is_ready else 503)
+
+    async def readyz(request: Request) -> Response:
+        """Return the same status as `health`, and the state of the server."""
+        return PlainTextResponse(f"{state.stage.value}\n", 200 if state.is_ready else 503)
+
+    async def livez(request: Request) -> Response:
+        """Return 503 only if a restart is necessary."""
+        return PlainTextResponse(f"{state.stage.value}\n", 200 if state.is_live else 503)
+
+    async def version(request: Request) -> Response:
+        return JSON({"version": __version__})
+
+    async def metrics(request: Request) -> Response:
+        registry = CollectorRegistry()
+        registry.register(EngineCollector(state.loaded()))
+        text = await service.work(lambda: generate_latest(registry), 1 << 20)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    return [
+        Route("/health", health, methods=["GET"]),
+        Route("/livez", livez, methods=["GET"]),
+        Route("/readyz", readyz, methods=["GET"]),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/version", version, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+    ]
+
 
 _ROUTES = (
     *(operator_routes, model_routes, completion_routes, response_routes),

@@ -1,22 +1,131 @@
-"""JSON bodies in and out without blocking the event loop, and detection of clients that disconnect."""
+"""HTTP requests and responses: bounded JSON bodies, headers, and errors; no large body blocks the event loop.
+
+While a call runs, a client that disconnects is detected. Errors become HTTP statuses with OpenAI's error objects:
+
+    {"error": {"message": "top_p: 2.0 is ...", "type": "invalid_request_error", "param": "top_p", "code": ...}}
+
+`code` is the error's name, as in google.rpc.ErrorInfo over gRPC: QUEUE_FULL; `context_length_exceeded` and
+`model_not_found` are OpenAI's. `openai/lines.py` defines the format, which batches use too. OpenAI's types:
+https://platform.openai.com/docs/guides/error-codes. OpenAI's clients retry automatically after 408, 409, 429 and from
+500 on, unless `x-should-retry` is false.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
+import logging
+import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from jpaged import json_text
-from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument
-from jpaged.http.requests import content_of
-from jpaged.openai.bodies import check_values, loaded
+from jpaged.access.call_context import key_id, owner
+from jpaged.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidArgument,
+    JpagedError,
+    RequestTooLong,
+    StorageError,
+    TryLater,
+    Unauthenticated,
+    Unavailable,
+)
+from jpaged.openai.lines import error_body, status_code_of
+from jpaged.openai.request import check_values, loaded
+from jpaged.service.records import TRACE_KEYS, Caller, require_name
 from jpaged.service.service import Service
+
+REQUEST_ID_HEADER = "x-request-id"
+"""Header of the request id; the response repeats the caller's or has a generated one."""
+TENANT_HEADER = "x-jpaged-tenant"
+"""Header of the request's tenant."""
+TIMEOUT_HEADER = "x-request-timeout"
+"""Header of the request's timeout in seconds; then it ends with DEADLINE_EXCEEDED."""
+MAX_TIMEOUT_S = 86400.0
+
+
+def tenant_of(request: Request) -> str:
+    """Return the tenant of a request: its key's, else the one in the header; "" if none."""
+    named = _header(request, TENANT_HEADER)
+    if named is None:
+        return owner("")
+    require_name(TENANT_HEADER, named)
+    return owner(named)
+
+
+def owner_of(service: Service, request: Request) -> str:
+    """Return the tenant that scopes a request's names; "" (shared) if tenants are not isolated."""
+    return tenant_of(request) if service.state.config.server.isolate_tenants else ""
+
+
+def request_id_of(request: Request) -> str:
+    """Return the id of a request, the caller's or a generated one; raise InvalidArgument for an invalid one."""
+    given = _header(request, REQUEST_ID_HEADER)
+    if given is not None:
+        require_name(REQUEST_ID_HEADER, given)
+    request_id: str = request.scope["state"]["request_id"]
+    return request_id
+
+
+def remaining_s_of(request: Request) -> float | None:
+    """Return the timeout of a request in seconds; None for no limit."""
+    given = _header(request, TIMEOUT_HEADER)
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        raise InvalidArgument(TIMEOUT_HEADER, f"{given[:40]!r} is not a number of seconds up to {MAX_TIMEOUT_S:g}")
+    return seconds
+
+
+def answer_headers_of(request: Request) -> dict[str, str]:
+    """Return the additional headers of the response; code may add to them before the response begins."""
+    headers: dict[str, str] = request.scope["state"]["answer_headers"]
+    return headers
+
+
+def _header(request: Request, name: str) -> str | None:
+    given = request.headers.getlist(name)
+    if len(given) > 1:
+        raise InvalidArgument(name, f"is given {len(given)} times: a request may have one")
+    return given[0] if given else None
+
+
+def caller_of(request: Request) -> Caller:
+    """Return the caller of a request."""
+    client = request.client
+    peer = "" if client is None else f"{client.host}:{client.port}"
+    trace = {key: request.headers[key] for key in TRACE_KEYS if key in request.headers}
+    return Caller("http", peer, key_id(), trace)
+
+
+async def content_of(request: Request, max_bytes: int) -> bytes:
+    """Return the bytes of a body; raise RequestTooLong for more than `max_bytes` without reading all."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise RequestTooLong("body", f"{declared} bytes are above the limit of {max_bytes}")
+    parts, size = [], 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > max_bytes:
+                raise RequestTooLong("body", f"is over the limit of {max_bytes} bytes")
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise Cancelled("the client has disconnected") from error
+    return b"".join(parts)
+
 
 _T = TypeVar("_T")
 _GRACE_S = 0.25
@@ -142,3 +251,39 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T], remai
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+_LOG = logging.getLogger(__name__)
+
+_FINAL = {"INTERNAL", "UNKNOWN", "UNIMPLEMENTED", "DEADLINE_EXCEEDED"}
+"""Statuses that a retry would meet again, or has no time for."""
+
+
+class JSON(JSONResponse):
+    """A JSON response encoded by `json_text`."""
+
+    def render(self, content: Any) -> bytes:
+        return json_text.encode(content)
+
+
+def error_for(error: Exception) -> JpagedError:
+    """Return a JpagedError unchanged; log any other error and return an InternalError."""
+    if isinstance(error, JpagedError):
+        return error
+    _LOG.error("a request failed", exc_info=error)
+    return InternalError(f"{type(error).__name__}: {error}")
+
+
+def response_of(error: JpagedError) -> Response:
+    """Return the response of an error; for transient errors with the retry delay."""
+    headers = {}
+    if isinstance(error, TryLater):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["Retry-After-Ms"] = str(math.ceil(error.retry_after_s * 1000))
+    elif isinstance(error, Unavailable):
+        headers["Retry-After"] = "1"
+    elif error.grpc_status in _FINAL or isinstance(error, StorageError):
+        headers["X-Should-Retry"] = "false"
+    if isinstance(error, Unauthenticated):
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSON(error_body(error), status_code=status_code_of(error), headers=headers)

@@ -16,7 +16,7 @@ from jpaged.access.authenticator import Gate
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.http.app import make_app
-from jpaged.http.batching.runner import Runner
+from jpaged.http.batching.job import Runner
 from jpaged.http.connections import PortConfig, num_connections
 from jpaged.service.service import Service
 

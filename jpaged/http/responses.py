@@ -11,15 +11,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jpaged.errors import NotFound
-from jpaged.http.errors import JSON, error_for
-from jpaged.http.exchange import answer_of, while_there
-from jpaged.http.generate.asked import Asked, asked_of
-from jpaged.http.generate.calls import TokenTexts, events_of, outputs_of
-from jpaged.http.generate.events import EventStream
-from jpaged.openai.bodies import Job
-from jpaged.openai.responses.answers import response_of
-from jpaged.openai.responses.asking import asking_of
-from jpaged.openai.responses.events import ResponseEvents
+from jpaged.http.completions import Asked, EventStream, TokenTexts, asked_of, events_of, outputs_of
+from jpaged.http.exchange import JSON, answer_of, error_for, while_there
+from jpaged.openai.request import Job
+from jpaged.openai.responses import ResponseEvents, asking_of, response_of
 from jpaged.service.service import Service
 from jpaged.types import Prompt
 

@@ -7,7 +7,7 @@ import httpx2
 import pytest
 
 from jpaged.config import AccessOptions
-from jpaged.http.access import duration, is_open
+from jpaged.http.app import duration, is_open
 from tests.access.test_keys import FILE, TOKEN
 from tests.server.harness import running
 

@@ -16,13 +16,12 @@ import openai
 import pytest
 
 from jpaged.errors import InvalidArgument, QueueFull, StorageError
-from jpaged.http.batching import files as files_of_batches
-from jpaged.http.batching import lines as lines_of_batches
+from jpaged.http.batching import job as lines_of_batches
+from jpaged.http.batching import routes as files_of_batches
 from jpaged.http.batching import store as stores
-from jpaged.http.batching.files import _Uploads
-from jpaged.http.batching.pacing import PRIORITY
-from jpaged.http.batching.store import Store
-from jpaged.http.batching.values import Batch
+from jpaged.http.batching.job import PRIORITY
+from jpaged.http.batching.routes import _Uploads
+from jpaged.http.batching.store import Batch, Store
 from tests.server.harness import Harness, eventually, running
 
 ENDED = {"completed", "failed", "expired", "cancelled"}

@@ -3,16 +3,16 @@
 import re
 from pathlib import Path
 
-from jpaged.openai import bodies
+from jpaged.openai import request
 from jpaged.openai.lines import STATUSES
-from jpaged.openai.neutral_fields import EVERYWHERE
+from jpaged.openai.request import EVERYWHERE
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, SAMPLING = (DOCS / "http.md").read_text(), (DOCS / "sampling.md").read_text()
 
 
 def test_every_field_of_a_body_is_on_the_page() -> None:
-    known = bodies.OF_COMPLETIONS | bodies.OF_CHATS | EVERYWHERE.keys()
+    known = request.OF_COMPLETIONS | request.OF_CHATS | EVERYWHERE.keys()
     named = set(re.findall(r"`(\w+)`", PAGE + SAMPLING))
     assert known - named == set()
 

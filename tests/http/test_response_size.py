@@ -13,9 +13,9 @@ from jpaged.completions import Evaluated
 from jpaged.errors import InvalidArgument
 from jpaged.http.connections import Connection
 from jpaged.http.exchange import answer_of
-from jpaged.openai.answers import Answers
-from jpaged.openai.choices import AnswerSize
-from jpaged.openai.scoring import embed_job
+from jpaged.openai.embeddings import embed_job
+from jpaged.openai.lines import Answers
+from jpaged.openai.response import AnswerSize
 from jpaged.types import SamplingParams, Usage
 from tests.server.harness import MODEL, Harness, running
 

@@ -10,7 +10,7 @@ import pydantic
 import pytest
 
 from jpaged.client import AsyncClient
-from jpaged.openai.responses.asking import LOGPROBS
+from jpaged.openai.responses import LOGPROBS
 from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.testing import FakeExecutor, scripted
 from jpaged.types import SamplingParams

@@ -4,9 +4,8 @@ import json
 from typing import Any
 
 from jpaged.chat import ToolCallPiece
-from jpaged.openai.bodies import Job, chat_job, completion_job
-from jpaged.openai.choices import Heading, ShownToken
-from jpaged.openai.chunks import DONE, Chunks
+from jpaged.openai.request import Job, chat_job, completion_job
+from jpaged.openai.response import DONE, Chunks, Heading, ShownToken
 from jpaged.types import (
     FinishReason,
     OutputEvent,

@@ -18,8 +18,6 @@ from jpaged.errors import (
     RequestTooLong,
     Unavailable,
 )
-from jpaged.openai.bodies import Job
-from jpaged.openai.choices import ShownToken
 from jpaged.openai.lines import (
     BadLine,
     Line,
@@ -31,6 +29,8 @@ from jpaged.openai.lines import (
     status_code_of,
     success_line,
 )
+from jpaged.openai.request import Job
+from jpaged.openai.response import ShownToken
 from jpaged.structured import StructuredOutputs
 from jpaged.types import (
     CompletionOutput,

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 
 from jpaged.errors import InvalidArgument
-from jpaged.openai.bodies import Job, chat_job, completion_job
+from jpaged.openai.embeddings import detokenize_job_of, embed_job, score_job, tokenize_job_of
 from jpaged.openai.lines import BadLine, job_of, line_of
-from jpaged.openai.neutral_fields import EVERYWHERE, OF_PATH, Neutral, neutral_fields
-from jpaged.openai.responses.asking import Asking, asking_of
-from jpaged.openai.scoring import embed_job, score_job
-from jpaged.openai.tokens import detokenize_job_of, tokenize_job_of
+from jpaged.openai.request import EVERYWHERE, OF_PATH, Job, Neutral, chat_job, completion_job, neutral_fields
+from jpaged.openai.responses import Asking, asking_of
 from jpaged.types import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "hi"}]

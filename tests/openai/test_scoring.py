@@ -16,9 +16,8 @@ from jpaged.client.batch import BatchOptions, run_batch
 from jpaged.client.results import failure_in
 from jpaged.completions import Evaluated
 from jpaged.errors import InternalError, InvalidArgument, NotFound
-from jpaged.openai.answers import MAX_PARTS_OF_CALL, Answers, seed_of
-from jpaged.openai.lines import Line, scoring_job_of
-from jpaged.openai.scoring import EmbedJob, How, ScoreJob, SimilarityJob, embed_job
+from jpaged.openai.embeddings import EmbedJob, How, ScoreJob, SimilarityJob, embed_job
+from jpaged.openai.lines import MAX_PARTS_OF_CALL, Answers, Line, scoring_job_of, seed_of
 from jpaged.server.servicer import InferenceServicer
 from jpaged.types import Pooling, RequestOutput, SamplingParams, Score, TokenLogprob, Usage
 from tests.client.test_batch import ignore, results, write_input

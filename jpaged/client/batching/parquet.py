@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 from jpaged import json_text
 from jpaged.client.results import OutputError, replace_file
 from jpaged.errors import InvalidArgument
-from jpaged.openai.bodies import loaded
 from jpaged.openai.lines import BadLine, Line, line_of
+from jpaged.openai.request import loaded
 
 SUFFIX = ".parquet"
 COLUMNS = ("custom_id", "method", "url", "body")

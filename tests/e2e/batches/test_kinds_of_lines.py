@@ -11,7 +11,7 @@ from jpaged.assemble import build
 from jpaged.client.batch import BatchOptions, BatchSummary, run_batch
 from jpaged.config import EngineConfig
 from jpaged.llm import LLM
-from jpaged.openai.answers import seed_of
+from jpaged.openai.lines import seed_of
 from jpaged.server.lifecycle import Server
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.types import SamplingParams

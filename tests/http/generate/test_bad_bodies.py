@@ -10,8 +10,8 @@ import httpx2
 import pytest
 
 from jpaged.errors import InvalidArgument
-from jpaged.openai.bodies import chat_job, check_values, completion_job
-from jpaged.openai.responses.items import messages_of
+from jpaged.openai.request import chat_job, check_values, completion_job
+from jpaged.openai.responses import messages_of
 from jpaged.types import SamplingParams
 from tests.server.harness import running
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from starlette.requests import Request
 
-from jpaged.http.page.hub import MAX_WATCHERS, Hub
-from jpaged.http.page.limits import Limits, is_local
+from jpaged.http.page.dashboard import MAX_WATCHERS, Hub, Limits, is_local
 from jpaged.pool import FrameReader, Kind, unpack
 from jpaged.service.loaded_model import Stage
 from jpaged.service.service import Service
@@ -224,7 +223,7 @@ async def test_of_two_limits_at_once_the_later_holds() -> None:
 async def test_a_limit_is_logged_and_exported_and_ends_when_its_page_is_gone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("jpaged.http.page.limits.LEASE_S", 1.0)
+    monkeypatch.setattr("jpaged.http.page.dashboard.LEASE_S", 1.0)
     async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
 
         async def exported() -> float:

@@ -18,9 +18,8 @@ from jpaged.config import EngineConfig
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.llm import LLM
-from jpaged.openai.bodies import chat_job, check_values
-from jpaged.openai.responses.asking import asking_of
-from jpaged.openai.responses.items import messages_of
+from jpaged.openai.request import chat_job, check_values
+from jpaged.openai.responses import asking_of, messages_of
 from jpaged.server.servicer import chat_options_from, messages_from
 from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.service.chat.sandbox import template_process

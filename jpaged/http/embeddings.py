@@ -1,25 +1,43 @@
-"""In-process client: the methods that OpenAI's bodies need, on the service of this process."""
+"""/v1/embeddings and /v1/score: calls of several requests, aborted if the client disconnects. /tokenize, /detokenize.
+
+The latter two are compatible with vLLM. `LocalServer` is an in-process client: the methods that OpenAI's bodies need,
+on the service of this process.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from jpaged.chat import ChatOptions
 from jpaged.completions import Evaluated, completions_of
 from jpaged.errors import InvalidArgument
-from jpaged.openai.choices import AnswerSize
+from jpaged.http.exchange import CHARS_OF_NUMBER, answer_of, body_in, caller_of, remaining_s_of, tenant_of, while_there
+from jpaged.openai.embeddings import (
+    ScoringJob,
+    detokenize_job_of,
+    embed_job,
+    score_job,
+    tokenize_job_of,
+    tokenized_body,
+)
+from jpaged.openai.lines import EMBEDDINGS_URL, SCORE_URL, Answers
+from jpaged.openai.response import AnswerSize
 from jpaged.service.records import NOBODY, Caller
 from jpaged.service.score_embed import Asker, embed, score
 from jpaged.service.service import Call, Service
-from jpaged.types import Pooling, Prompt, RequestOutput, SamplingParams, Score, Usage
+from jpaged.types import MAX_DETOKENIZE_IDS, Pooling, Prompt, RequestOutput, SamplingParams, Score, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalServer:
-    """Implementation of `jpaged.openai.answers.Server` for one caller.
+    """Implementation of `jpaged.openai.lines.Server` for one caller.
 
     Attributes:
         tenant: tenant of the requests.
@@ -155,3 +173,72 @@ def _usage(usages: Sequence[Usage]) -> Usage:
     return Usage(
         prompt_tokens=sum(one.prompt_tokens for one in usages), cached_tokens=sum(one.cached_tokens for one in usages)
     )
+
+
+def scoring_routes(service: Service) -> list[Route]:
+    """Return the routes of /v1/embeddings and /v1/score."""
+
+    def answering(url: str) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            body, num_bytes = await body_in(service, request)
+            read = embed_job if url == EMBEDDINGS_URL else score_job
+            job: ScoringJob = await service.work(lambda: read(body), num_bytes)
+            model = service.state.serving().model
+            remaining_s = remaining_s_of(request)
+            server = LocalServer(
+                service=service,
+                tenant=tenant_of(request),
+                caller=replace(caller_of(request), user=str(body.get("user") or "")),
+                until_s=None if remaining_s is None else time.monotonic() + remaining_s,
+            )
+            max_bytes = int(service.state.config.http.max_response_size * 2**20)
+            answers = Answers(model, service.work, service.state.loaded().adapters.names, max_bytes=max_bytes)
+            found = await while_there(request, answers.evaluate(server, job), remaining_s)
+            return await answer_of(service, found.body, CHARS_OF_NUMBER * found.size)
+
+        return answer
+
+    return [
+        Route(EMBEDDINGS_URL, answering(EMBEDDINGS_URL), methods=["POST"]),
+        Route(SCORE_URL, answering(SCORE_URL), methods=["POST"]),
+        Route("/score", answering(SCORE_URL), methods=["POST"]),
+    ]
+
+
+def token_routes(service: Service) -> list[Route]:
+    """Return the routes of /tokenize and /detokenize."""
+
+    async def tokenize(request: Request) -> Response:
+        body, num_bytes = await body_in(service, request)
+        job = await service.work(lambda: tokenize_job_of(body), num_bytes)
+        size = None if job.prompt.messages is not None else job.prompt.size
+        token_ids = await service.tokenize(
+            lambda: job.prompt, size, add_special_tokens=job.add_special_tokens, model=job.model
+        )
+        model = service.state.loaded()
+        texts = None
+        if job.wants_texts:
+            if len(token_ids) > MAX_DETOKENIZE_IDS:
+                problem = f"would return {len(token_ids)} tokens; at most {MAX_DETOKENIZE_IDS}"
+                raise InvalidArgument("return_token_strs", problem)
+            decode = model.tokenizer.decode
+            texts = await service.work(
+                lambda: [decode([one], skip_special_tokens=False) for one in token_ids], 8 * len(token_ids)
+            )
+        max_model_len = model.model.max_model_len
+        return await answer_of(
+            service,
+            lambda: tokenized_body(token_ids, texts, max_model_len=max_model_len),
+            CHARS_OF_NUMBER * len(token_ids),
+        )
+
+    async def detokenize(request: Request) -> Response:
+        body, num_bytes = await body_in(service, request)
+        job = await service.work(lambda: detokenize_job_of(body), num_bytes)
+        text = await service.detokenize(job.token_ids, skip_special_tokens=job.skip_special_tokens, model=job.model)
+        return await answer_of(service, lambda: {"prompt": text}, len(text))
+
+    return [
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+    ]

@@ -1,4 +1,8 @@
-"""The paths under /v1/files: files of requests that callers upload, and those that batches write."""
+"""The paths under /v1/files and /v1/batches.
+
+Files hold requests that callers upload, or what batches write. Lists are paginated as in OpenAI's API: `limit` entries
+after the one named by `after`.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ import gzip
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -17,15 +21,62 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument, QueueFull, RequestTooLong, StorageError
-from jpaged.http.batching.pages import page_of
-from jpaged.http.batching.runner import Runner
-from jpaged.http.batching.store import Store
-from jpaged.http.batching.values import StoredFile
-from jpaged.http.errors import JSON
-from jpaged.http.exchange import answer_of
-from jpaged.http.requests import owner_of
+from jpaged.access.call_context import current
+from jpaged.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    QueueFull,
+    RequestTooLong,
+    StorageError,
+    Unsupported,
+)
+from jpaged.http.batching.job import Runner
+from jpaged.http.batching.store import Batch, Store, StoredFile, metadata_of, new_id, window_s_of
+from jpaged.http.exchange import JSON, answer_of, body_in, owner_of, tenant_of
+from jpaged.openai.lines import URLS
 from jpaged.service.service import Service
+
+
+class Shown(Protocol):
+    """An entry of a list."""
+
+    @property
+    def id(self) -> str: ...
+
+    def shown(self) -> dict[str, Any]:
+        """Return the entry in OpenAI's format."""
+
+
+def page_of(values: Sequence[Shown], request: Request, *, max_limit: int, default: int) -> dict[str, Any]:
+    """Return a page of values, by default the newest first.
+
+    Raises:
+        InvalidArgument: limit or order is invalid.
+        NotFound: no entry has the id `after`.
+    """
+    given = request.query_params
+    order, text, after = given.get("order", "desc"), given.get("limit", str(default)), given.get("after")
+    if order not in ("asc", "desc"):
+        raise InvalidArgument("order", f"{order[:80]!r} is neither 'asc' nor 'desc'")
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= max_limit):
+        raise InvalidArgument("limit", f"{text[:80]!r} is not an integer from 1 to {max_limit}")
+    ordered = list(reversed(values)) if order == "asc" else list(values)
+    begin = 0
+    if after is not None:
+        begin = 1 + next((i for i, one in enumerate(ordered) if one.id == after), len(ordered))
+        if begin > len(ordered):
+            raise NotFound(f"after: there is no {after[:80]!r}")
+    some = ordered[begin : begin + int(text)]
+    return {
+        "object": "list",
+        "data": [one.shown() for one in some],
+        "first_id": some[0].id if some else None,
+        "last_id": some[-1].id if some else None,
+        "has_more": begin + len(some) < len(ordered),
+    }
+
 
 MAX_FILENAME_CHARS = 255
 MAX_FILES_OF_LIST = 10_000
@@ -212,3 +263,88 @@ def _file_in(form: FormData, max_bytes: int) -> tuple[IO[bytes], str]:
     if (file.size or 0) > max_bytes:
         raise RequestTooLong("body.file", f"{file.size} bytes are over the limit of {max_bytes} (max_batch_file_size)")
     return file.file, (file.filename or "file")[:MAX_FILENAME_CHARS]
+
+
+MAX_BATCHES_OF_LIST = 100
+_DEFAULT_OF_LIST = 20
+_CHARS_OF_BATCH = 1000
+_FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata")
+
+
+def batch_routes(service: Service, runner: Runner | None) -> list[Route]:
+    """Return the routes of batches and files; without a configured folder they return an error that explains it."""
+    if runner is None:
+        return [
+            Route(path, _refuse, methods=["GET", "POST", "DELETE"])
+            for path in ("/v1/files", "/v1/files/{rest:path}", "/v1/batches", "/v1/batches/{rest:path}")
+        ]
+    return [*file_routes(service, runner), *_routes(service, runner)]
+
+
+async def _refuse(request: Request) -> Response:
+    raise Unsupported("batches and their files need a folder on the server's disk: start the server with --batch-dir")
+
+
+def _routes(service: Service, runner: Runner) -> list[Route]:
+    store, read = runner.store, runner.threads.read
+
+    async def create(request: Request) -> Response:
+        body, _ = await body_in(service, request)
+        given = {name: value for name, value in body.items() if value is not None}
+        for name in given.keys() - set(_FIELDS):
+            raise InvalidArgument(f"body.{name[:80]}", f"is not supported: must be one of {', '.join(_FIELDS)}")
+        owner, tenant = owner_of(service, request), tenant_of(request)
+        endpoint, input_id, window = given.get("endpoint"), given.get("input_file_id"), given.get("completion_window")
+        if endpoint not in URLS:
+            raise InvalidArgument("body.endpoint", f"{str(endpoint)[:80]!r} is not one of {', '.join(URLS)}")
+        if not isinstance(input_id, str):
+            raise InvalidArgument("body.input_file_id", f"{str(input_id)[:80]!r} is not a file id")
+        window_s = window_s_of(window)
+        metadata = metadata_of(given.get("metadata"))
+        file = await read(lambda: store.file(owner, input_id))
+        if file.purpose != "batch":
+            raise InvalidArgument(
+                "body.input_file_id", f"{input_id} is the output of a batch: its purpose is not batch"
+            )
+        entry, now_s = current(), int(time.time())
+        key = None if entry is None else entry.key
+        batch = Batch(
+            id=new_id("batch_"),
+            owner=owner,
+            tenant=tenant,
+            endpoint=str(endpoint),
+            input_id=input_id,
+            output_id=new_id("file-"),
+            error_id=new_id("file-"),
+            completion_window=str(window),
+            created_at=now_s,
+            expires_at=now_s + window_s,
+            metadata=metadata,
+            key_id=None if key is None else key.id,
+            role=None if key is None else key.role.name.lower(),
+        )
+        await runner.add(batch)
+        return JSON(batch.shown())
+
+    async def listed(request: Request) -> Response:
+        owner = owner_of(service, request)
+        page = await read(
+            lambda: page_of(store.batches(owner), request, max_limit=MAX_BATCHES_OF_LIST, default=_DEFAULT_OF_LIST)
+        )
+        return await answer_of(service, lambda: page, _CHARS_OF_BATCH * len(page["data"]))
+
+    async def retrieve(request: Request) -> Response:
+        owner, batch_id = owner_of(service, request), request.path_params["batch_id"]
+        batch = await read(lambda: store.batch(owner, batch_id))
+        return JSON(batch.shown())
+
+    async def cancel(request: Request) -> Response:
+        batch = await runner.cancel(owner_of(service, request), request.path_params["batch_id"])
+        return JSON(batch.shown())
+
+    return [
+        Route("/v1/batches", create, methods=["POST"]),
+        Route("/v1/batches", listed, methods=["GET"]),
+        Route("/v1/batches/{batch_id}", retrieve, methods=["GET"]),
+        Route("/v1/batches/{batch_id}/cancel", cancel, methods=["POST"]),
+    ]
