@@ -27,7 +27,7 @@ from jpaged.service.loaded_model import LoadedModel
 
 NUM_TOKENS = 16
 _PACKAGE = Path(jpaged.__file__).parent
-_NOT_ON_THE_PATH = ("_proto/", "server/lifecycle.py", "server/progress.py", "http/port.py")
+_NOT_ON_THE_PATH = ("_proto/", "server/lifecycle.py", "http/port.py")
 """Generated code, and what timers run with requests or without."""
 
 

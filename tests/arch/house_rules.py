@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "telemetry": VALUES | {"engine", "service"},
     "route": VALUES
     | {"_proto", "access", "client", "kvevents"}
-    | {f"server.{name}" for name in ("binding", "door", "health", "port", "probes", "status")}
+    | {f"server.{name}" for name in ("grpc_server", "health")}
     | {"telemetry.scrapes"},
     "http": VALUES | {"engine", "service", "openai", "telemetry", "access"},
     "server": VALUES
