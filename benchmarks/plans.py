@@ -27,8 +27,7 @@ from benchmarks.record import RESULTS, put_on_page, save
 from jpaged.capacity.cost import StepLoad
 from jpaged.capacity.estimate import Estimate, Lengths, Pool, estimate
 from jpaged.capacity.known_models import KNOWN_MODELS
-from jpaged.capacity.step_times import PlannedModel, StepTimes
-from jpaged.capacity.target import find_target
+from jpaged.capacity.step_times import PlannedModel, StepTimes, find_target
 
 _ROOT = Path(__file__).resolve().parents[1]
 _GIB = 1 << 30

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jpaged import json_text
-from jpaged.bench.machine import machine
+from jpaged.bench.results import machine
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"

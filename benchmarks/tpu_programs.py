@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 from benchmarks.made_arrays import MadeArray, made_arrays
 from jpaged import json_text
 from jpaged.capacity.known_models import KNOWN_MODELS
-from jpaged.capacity.target import find_target
+from jpaged.capacity.step_times import find_target
 from jpaged.config import EngineConfig
 from jpaged.device.adapters import matrices_of
 from jpaged.device.aot.hlo import Collective, collectives, computations_of

@@ -14,9 +14,8 @@ from unittest.mock import patch
 
 from benchmarks.eviction.hindsight import Foreknowledge
 from benchmarks.eviction.traces import BLOCK_SIZE, MAX_LEN, Coming
-from jpaged.capacity.simulator.deployment import deploy
-from jpaged.capacity.simulator.executor import SimulatedExecutor
-from jpaged.capacity.simulator.models import MODELS
+from jpaged.capacity.simulator.deployment import MODELS, deploy
+from jpaged.capacity.simulator.simulation import SimulatedExecutor
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.kv.eviction.policies import MAKERS

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.fleet.check import compare
 from benchmarks.fleet.page import page_texts
 from benchmarks.record import RESULTS, put_on_page, save
-from jpaged.capacity.fleet.pictures import draw
+from jpaged.capacity.fleet.outcomes import draw
 from jpaged.capacity.fleet.routing import RULES, Rule
 from jpaged.cli.main import main as jpaged
 

@@ -30,16 +30,14 @@ from benchmarks.fleet.servers import (
     started,
 )
 from benchmarks.fleet.times import DrawnTimes, MeasuredTimes
+from jpaged.capacity.compilation import find_config
 from jpaged.capacity.fleet.day import Day, Lengths, draw_sessions
 from jpaged.capacity.fleet.fleet import Fleet, FleetOptions
 from jpaged.capacity.fleet.outcomes import Outcome, itl_s, ttft_s
-from jpaged.capacity.fleet.pods import PoolKind
+from jpaged.capacity.fleet.replica import Pool
 from jpaged.capacity.fleet.routing import Rule
-from jpaged.capacity.fleet.topology import Serving
-from jpaged.capacity.fleet.worker import Pool
-from jpaged.capacity.named_model import find_config
-from jpaged.capacity.simulator.deployment import deploy
-from jpaged.capacity.simulator.models import SimulatedModel
+from jpaged.capacity.fleet.topology import PoolKind, Serving
+from jpaged.capacity.simulator.deployment import SimulatedModel, deploy
 from jpaged.client import AsyncClient
 from jpaged.hardware import HARDWARE
 

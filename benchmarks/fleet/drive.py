@@ -11,9 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jpaged.capacity.fleet.attempts import Attempt
-from jpaged.capacity.fleet.day import Day, Session
-from jpaged.capacity.fleet.prompts import prompt_of
+from jpaged.capacity.fleet.day import Attempt, Day, Session, prompt_of
 from jpaged.capacity.fleet.routing import Router, Rule
 from jpaged.client import AsyncClient
 from jpaged.client.wire import GenerateChunk

@@ -10,8 +10,7 @@ from benchmarks.paper.runner import Runner
 from benchmarks.paper.spread import Spread
 from benchmarks.paper.table import Table
 from jpaged.capacity.cost import StepLoad
-from jpaged.capacity.simulator.deployment import deploy
-from jpaged.capacity.simulator.models import MODELS
+from jpaged.capacity.simulator.deployment import MODELS, deploy
 from jpaged.hardware import HARDWARE
 
 _SIZES = (1, 8, 16, 32, 64, 128, 256)

@@ -11,10 +11,8 @@ from functools import cache
 import numpy as np
 
 from benchmarks.paper.batches import Pool, batch_size, region_tokens
-from jpaged.capacity.simulator.deployment import Deployment, deploy
-from jpaged.capacity.simulator.models import MODELS
-from jpaged.capacity.simulator.simulation import Served, Simulation, simulate
-from jpaged.capacity.simulator.steady import FILLING_SHARE, mean, requests_per_s
+from jpaged.capacity.simulator.deployment import MODELS, Deployment, deploy
+from jpaged.capacity.simulator.simulation import FILLING_SHARE, Served, Simulation, mean, requests_per_s, simulate
 from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, arrivals, draw_lengths, synthesize
 from jpaged.config import EngineConfig
 from jpaged.hardware import HARDWARE
@@ -110,7 +108,7 @@ class PoolShares:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is kept of a simulation, within the window of `capacity/simulator/steady.py` but for the counts at the end.
+    """Results of a simulation: within the window of `capacity/simulator/simulation.py`, except the counts at its end.
 
     Attributes:
         sustained_per_s: requests a second; what the system sustains, when the point is AT_ONCE.

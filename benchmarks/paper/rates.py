@@ -1,8 +1,8 @@
 """Figure 12: the request rate that each system sustains, and the latency on the way there.
 
 A system is saturated, with every request there from the beginning, and what it sustains is its rate between filling and
-draining (`capacity/simulator/steady.py`). Arrivals below that rate find no queue that grows, arrivals above it do: the
-latency curves are measured at shares of it, and the last share shows that.
+draining (`capacity/simulator/simulation.py`). Arrivals below that rate find no queue that grows, arrivals above it do:
+the latency curves are measured at shares of it, and the last share shows that.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jpaged.bench.arrivals import Arrivals
+from jpaged.bench.load_generator import Arrivals
 from jpaged.client import AsyncClient
 from jpaged.types import SamplingParams
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.bench.trace import Trace
+from jpaged.bench.metrics import Trace
 from jpaged.capacity.cost import Shape
 from jpaged.hardware import HARDWARE
 

@@ -1,4 +1,4 @@
-"""Compiler process for one target: `python -m jpaged.capacity`, the child of `jpaged.capacity.process`.
+"""Compiler process for one target: `python -m jpaged.capacity`, the child of `jpaged.capacity.compilation`.
 
 It gets the compiler by its environment and the question on stdin. It writes lines to stdout: `progress TEXT`, and one
 of `result` or `error` with a pickle in base64.
@@ -11,7 +11,7 @@ import json
 import pickle
 import sys
 
-from jpaged.capacity.compiled import Question, answer
+from jpaged.capacity.compilation import Question, answer
 from jpaged.errors import InvalidArgument, JpagedError
 
 

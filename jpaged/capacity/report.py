@@ -8,21 +8,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jpaged.capacity.compiled import CompiledPlan
+from jpaged.capacity.compilation import CompiledPlan
 from jpaged.capacity.estimate import (
     MAX_LOAD,
+    Comparison,
     Estimate,
+    Goals,
     Lengths,
     Pool,
     Service,
+    compare,
     estimate,
     mean_lengths,
     price_of,
     serve,
     usd_per_million,
 )
-from jpaged.capacity.roles import Comparison, Goals, compare
-from jpaged.capacity.roles import lines as role_lines
+from jpaged.capacity.estimate import lines as role_lines
 
 _GIB = 1 << 30
 

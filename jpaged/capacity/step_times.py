@@ -1,7 +1,7 @@
-"""Duration of a planned step: device time, sums over devices, and at least the host's time.
+"""Targets of a plan, and the duration of a step on them: device time, sums over devices, at least the host's time.
 
     products  = weights over bandwidth, or FLOPs over peak (`jpaged.capacity.cost`)
-    attention, sampling = measured cycles (`jpaged.capacity.counted_times`), on TPUs
+    attention, sampling = measured cycles (`jpaged.capacity.cycles`), on TPUs
     glue      = a share of products and attention: norms, rotations, layouts
     sums      = (2 * layers + 1) all-reduces of [tokens, E] in the type that the program sums in, each 2 * (n - 1) / n
                 of the bytes over the links and 2 * (size - 1) hops along every axis
@@ -12,22 +12,90 @@
 If no cycles are known, as for GPUs, the roofline includes attention, with lower efficiencies, and omits sampling and
 glue. The host prepares a step while the device runs the previous one, so its time counts only if it is longer. Nothing
 was measured on these devices.
+
+| target | devices | names |
+|---|---|---|
+| TPU | all of a slice; jax counts two on a chip of tpu7x | as in libtpu: `v6e:2x4` |
+| GPU | some of one machine | `h200`, `a100:8` |
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jpaged.capacity.cost import ASSUMED, HBM_EFFICIENCY, PRODUCTS_EFFICIENCY, Roofline, Shape, StepLoad
-from jpaged.capacity.counted_times import CountedTimes
-from jpaged.capacity.cycles import CountedCycles, HeadShape, counted_cycles
-from jpaged.capacity.target import Target
-from jpaged.checkpoints.names import num_params
+from jpaged.capacity.cycles import CountedCycles, CountedTimes, HeadShape, counted_cycles
+from jpaged.checkpoints.hub import read_config
+from jpaged.checkpoints.names import num_params, weight_bytes
+from jpaged.device.aot.gpu import GPUS, device_kind
+from jpaged.device.aot.tpu import TOPOLOGIES
+from jpaged.errors import InternalError, InvalidArgument
+from jpaged.hardware import HARDWARE, Hardware, find_hardware
 from jpaged.models.config import ModelConfig
 from jpaged.models.sharding import pad_for_sharding
+
+_MAX_GPUS = 8
+_FAMILIES = {name.removeprefix("tpu-"): device for name, device in HARDWARE.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Devices of one kind.
+
+    Attributes:
+        name: as the user writes it.
+        family: key of prices: the generation, or the GPU.
+        platform: platform of the compiler, `tpu` or `cuda`.
+        num_devices: as jax counts them.
+        num_chips: as they are billed.
+        hardware: data of each device.
+        shape: devices along each axis; a message passes all devices of an axis.
+    """
+
+    name: str
+    family: str
+    platform: str
+    num_devices: int
+    num_chips: int
+    hardware: Hardware
+    shape: tuple[int, ...]
+
+
+def find_target(name: str) -> Target:
+    """Return the target of a name.
+
+    Raises:
+        InvalidArgument: the name is unknown; the message lists the known ones.
+    """
+    topology = TOPOLOGIES.get(name)
+    if topology is not None:
+        chip = topology.generation
+        return Target(
+            name, chip.name, "tpu", topology.num_devices, topology.num_chips, _FAMILIES[chip.name], topology.shape
+        )
+    family, _, count = name.partition(":")
+    if family in GPUS and (count or "1") in map(str, range(1, _MAX_GPUS + 1)):
+        num_devices = int(count or "1")
+        return Target(name, family, "cuda", num_devices, num_devices, _hardware(family), (num_devices,))
+    raise InvalidArgument(
+        "topology",
+        f"{name!r} is not known; known are {', '.join(GPUS)}, each with an optional suffix :1 to :{_MAX_GPUS}, and "
+        f"{', '.join(TOPOLOGIES)}",
+    )
+
+
+def _hardware(gpu: str) -> Hardware:
+    """Return the hardware of a GPU that can be compiled for."""
+    found = find_hardware(device_kind(gpu))
+    if found is None:
+        raise InternalError(f"{gpu} reports itself as {device_kind(gpu)!r}, which is not in the hardware table")
+    return found
+
 
 LINK_EFFICIENCY = 0.5
 """Used share of a device's links: small slices have no wrap-around, and a ring does not use all links at once."""
@@ -238,3 +306,39 @@ def expert_shape(config: ModelConfig) -> dict[str, Any]:
     routing, num_sparse = config.mixture.routing, sum(kind.is_sparse for kind in config.layer_kinds)
     expert_params = 3.0 * config.hidden_size * config.mixture.width * routing.num_experts * num_sparse
     return {"expert_params": expert_params, "expert_share": routing.top_k / routing.num_experts}
+
+
+ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
+
+
+def stored_shape(
+    path: Path, dtype: str | None = None, kv_dtype: str | None = None, quantization: str = "auto"
+) -> Shape:
+    """Return what a step of a checkpoint reads and computes, from its config.
+
+    Args:
+        path: as `find_folder` returns it.
+        dtype: type of weights that are not quantized, in the server; None for that of the files.
+        kv_dtype: type of the KV cache; None for that of the weights.
+        quantization: method by which weights are rounded at loading.
+
+    Raises:
+        InvalidArgument, Unsupported: as `read_config`.
+    """
+    config = read_config(path)
+    if quantization != "auto":
+        from jpaged.checkpoints.quantised.rounding import quantised_here  # imports jax
+
+        config = quantised_here(config, quantization)
+    item_bytes = ITEM_BYTES.get(dtype or "") or ITEM_BYTES[config.checkpoint_dtype or "float32"]
+    head_params = config.vocab_size * config.hidden_size
+    looked_up = 0 if config.tie_word_embeddings else head_params
+    return Shape(
+        num_params=num_params(config) - looked_up,
+        num_layers=config.num_layers,
+        query_width=config.query_width,
+        weight_bytes=weight_bytes(config, item_bytes) - looked_up * item_bytes,
+        kv_bytes_per_token=config.num_layers * config.kv_width * ITEM_BYTES.get(kv_dtype or "", item_bytes),
+        head_params=head_params,
+        **expert_shape(config),
+    )

@@ -14,8 +14,7 @@ from jpaged.config import iter_options
 from jpaged.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from jpaged.capacity.estimate import Lengths
-    from jpaged.capacity.roles import Goals
+    from jpaged.capacity.estimate import Goals, Lengths
 
 HELP = "estimate fit, speed and cost of a deployment on TPUs or GPUs"
 DESCRIPTION = """\
@@ -104,11 +103,13 @@ def run(arguments: argparse.Namespace) -> int:
     config_from(arguments)  # reports invalid values as flags
     prices, goals = prices_from(arguments.price), _goals(arguments)
 
-    from jpaged.capacity.compiled import Question  # imports jax
-    from jpaged.capacity.named_model import find_config
-    from jpaged.capacity.process import compile_plan
+    from jpaged.capacity.compilation import (
+        Question,  # imports jax
+        compile_plan,
+        find_config,
+    )
     from jpaged.capacity.report import Workload, as_json, assess, cheapest, comparison, lines
-    from jpaged.capacity.target import find_target
+    from jpaged.capacity.step_times import find_target
 
     options = config_values(arguments)
     model = options.pop("model", "demo")
@@ -181,7 +182,7 @@ def _load(arguments: argparse.Namespace, lengths: tuple[Lengths, ...]) -> float 
 
 def _goals(arguments: argparse.Namespace) -> Goals | None:
     """Return the goals of the comparison of roles; None without --roles."""
-    from jpaged.capacity.roles import Goals
+    from jpaged.capacity.estimate import Goals
 
     values = []
     for flag, default, _ in _GOALS:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jpaged.bench.arrivals import Arrivals, Ramp
+from jpaged.bench.load_generator import Arrivals, Ramp
 from jpaged.errors import InvalidArgument
 
 COUNT = 20_000

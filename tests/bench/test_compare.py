@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.bench.compare import compare, read_result
+from jpaged.bench.results import compare, read_result
 from jpaged.errors import InvalidArgument
 
 A: dict[str, Any] = {

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.bench.datasets import DatasetOptions, Sample
-from jpaged.bench.vocabulary import FolderVocabulary, NumberedVocabulary
+from jpaged.bench.datasets import DatasetOptions, FolderVocabulary, NumberedVocabulary, Sample
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument
 from tests.bench.words import Letters

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jpaged.bench.metrics import (
+    Trace,
     details,
     parse_goodput,
     parse_metrics,
@@ -13,7 +14,6 @@ from jpaged.bench.metrics import (
     percentile_key,
     summarize,
 )
-from jpaged.bench.trace import Trace
 from jpaged.errors import InvalidArgument
 from tests.bench.words import trace_of
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jpaged.bench.backends import ENDPOINTS, OpenAIBackend, first_model
 from jpaged.bench.datasets import Sample
-from jpaged.bench.drive import drive, warm_up
-from jpaged.bench.openai_backend import ENDPOINTS, OpenAIBackend, first_model
-from jpaged.bench.trace import Trace
+from jpaged.bench.load_generator import drive, warm_up
+from jpaged.bench.metrics import Trace
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable
 from tests.bench.sse_server import DONE, SseServer, completion, running, usage
 

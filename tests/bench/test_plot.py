@@ -8,7 +8,7 @@ import matplotlib.image
 import pytest
 from matplotlib.figure import Figure
 
-from jpaged.bench.plot import draw, require_drawable
+from jpaged.bench.results import draw, require_drawable
 from jpaged.errors import InvalidArgument
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.bench.arrivals import Arrivals, Ramp
 from jpaged.bench.datasets import DatasetOptions
+from jpaged.bench.load_generator import Arrivals, Ramp
 from jpaged.bench.results import parse_metadata, rate_word, result_path, speed_word, workload
 from jpaged.errors import InvalidArgument
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from jpaged.bench.trace import Trace
+from jpaged.bench.metrics import Trace
 
 
 class Letters:

@@ -7,13 +7,10 @@ import pytest
 
 from jpaged.capacity.cost import Assumptions, Shape, StepLoad
 from jpaged.capacity.known_models import KNOWN_MODELS
-from jpaged.capacity.simulator.deployment import Deployment, deploy
-from jpaged.capacity.simulator.executor import SimulatedExecutor
-from jpaged.capacity.simulator.models import MODELS, SimulatedModel
-from jpaged.capacity.simulator.simulation import simulate
+from jpaged.capacity.simulator.deployment import MODELS, Deployment, SimulatedModel, deploy
+from jpaged.capacity.simulator.simulation import SimulatedExecutor, simulate
 from jpaged.capacity.simulator.trace import TraceRequest
-from jpaged.capacity.step_times import PlannedModel, StepTimes
-from jpaged.capacity.target import find_target
+from jpaged.capacity.step_times import PlannedModel, StepTimes, find_target
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import BlockMoves, Move
 from jpaged.errors import InvalidArgument

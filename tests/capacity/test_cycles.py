@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 
 from jpaged.capacity.cost import Shape, StepLoad
-from jpaged.capacity.counted_times import SAMPLED, SAMPLED_IN_PARTS, CountedTimes
-from jpaged.capacity.cycles import ChunkCycles, CountedCycles, DecodeCycles, HeadShape, SamplingCycles, counted_cycles
+from jpaged.capacity.cycles import (
+    SAMPLED,
+    SAMPLED_IN_PARTS,
+    ChunkCycles,
+    CountedCycles,
+    CountedTimes,
+    DecodeCycles,
+    HeadShape,
+    SamplingCycles,
+    counted_cycles,
+)
 from jpaged.capacity.known_models import KNOWN_MODELS
-from jpaged.capacity.step_times import GLUE_SHARE, PlannedModel
-from jpaged.capacity.target import find_target
+from jpaged.capacity.step_times import GLUE_SHARE, PlannedModel, find_target
 from jpaged.errors import InternalError
 from jpaged.hardware import HARDWARE
 

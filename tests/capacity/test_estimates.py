@@ -17,8 +17,7 @@ from jpaged.capacity.estimate import (
     serve,
     usd_per_million,
 )
-from jpaged.capacity.step_times import HOP_S, HOST_ROW_S, HOST_S, StepTimes
-from jpaged.capacity.target import Target, find_target
+from jpaged.capacity.step_times import HOP_S, HOST_ROW_S, HOST_S, StepTimes, Target, find_target
 from jpaged.device.aot.gpu import GPUS
 from jpaged.errors import InvalidArgument
 from jpaged.hardware import Hardware

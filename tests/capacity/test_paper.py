@@ -26,8 +26,7 @@ from benchmarks.paper.point import (
 from benchmarks.paper.runner import Runner
 from benchmarks.paper.spread import Spread, ratio
 from benchmarks.paper.table import RESULTS, Table
-from jpaged.capacity.simulator.simulation import Served, Simulation
-from jpaged.capacity.simulator.steady import Seen, Step
+from jpaged.capacity.simulator.simulation import Seen, Served, Simulation, Step
 from jpaged.capacity.simulator.trace import TraceRequest
 from jpaged.errors import InternalError
 from jpaged.load import EngineLoad

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from jpaged.capacity import process
-from jpaged.capacity.compiled import CompiledPlan, Question
-from jpaged.capacity.process import compile_plan
+from jpaged.capacity import compilation
+from jpaged.capacity.compilation import CompiledPlan, Question, compile_plan
 from jpaged.errors import InternalError
 
 QUESTION = Question("llama-3.1-8b", "h200", {}, all_programs=False)
@@ -23,10 +22,10 @@ def test_a_crash_is_answered_by_one_program_at_a_time(monkeypatch: pytest.Monkey
     def ask(question: Question, say: object) -> CompiledPlan:
         asked.append(question)
         if len(asked) == 1:
-            raise process._Crashed(11, "Raising signal 11")
+            raise compilation._Crashed(11, "Raising signal 11")
         return plan
 
-    monkeypatch.setattr(process, "_ask", ask)
+    monkeypatch.setattr(compilation, "_ask", ask)
     said: list[str] = []
     assert compile_plan(QUESTION, said.append) is plan
     assert [question.num_threads for question in asked] == [None, 1]

@@ -10,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.capacity.cost import Roofline, Shape, StepLoad
-from jpaged.capacity.estimate import Lengths, Pool
-from jpaged.capacity.roles import MIN_GAIN, Comparison, Goals, Way, compare, lines
-from jpaged.capacity.step_times import StepTimes
-from jpaged.capacity.target import Target
+from jpaged.capacity.estimate import MIN_GAIN, Comparison, Goals, Lengths, Pool, Way, compare, lines
+from jpaged.capacity.step_times import StepTimes, Target
 from jpaged.hardware import Hardware
 
 GB, TERA, MS = 1e9, 1e12, 1e-3

@@ -4,8 +4,7 @@ import pytest
 
 from benchmarks.paper.point import with_sampling
 from jpaged.capacity.cost import StepLoad
-from jpaged.capacity.simulator.deployment import deploy
-from jpaged.capacity.simulator.models import MODELS
+from jpaged.capacity.simulator.deployment import MODELS, deploy
 from jpaged.capacity.simulator.simulation import Simulation, simulate
 from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, synthesize
 from jpaged.config import EngineConfig

@@ -6,11 +6,9 @@ import pytest
 
 from benchmarks.paper.point import sustained_requests_per_s
 from jpaged.capacity.cost import StepLoad
-from jpaged.capacity.simulator import steady
-from jpaged.capacity.simulator.deployment import deploy
-from jpaged.capacity.simulator.models import MODELS
-from jpaged.capacity.simulator.simulation import simulate
-from jpaged.capacity.simulator.steady import Seen, Step, Window
+from jpaged.capacity.simulator import simulation
+from jpaged.capacity.simulator.deployment import MODELS, deploy
+from jpaged.capacity.simulator.simulation import Seen, Step, Window, simulate
 from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, synthesize
 from jpaged.config import EngineConfig
 from jpaged.hardware import HARDWARE
@@ -33,34 +31,34 @@ def steps(**columns) -> list[Step]:
 
 
 def test_a_window_leaves_out_the_first_fifth_and_ends_with_the_last():
-    assert steady.window([9.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]) == Window(2.0, 9.0)
-    assert steady.window([0.0, 1.0, 2.0, 3.0], 0.5) == Window(2.0, 3.0)
+    assert simulation.window([9.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]) == Window(2.0, 9.0)
+    assert simulation.window([0.0, 1.0, 2.0, 3.0], 0.5) == Window(2.0, 3.0)
 
 
 def test_the_steady_window_is_from_a_fifth_of_the_first_tokens_to_the_last_of_them():
     # Ten first tokens: two in each of the first two steps, one in each of the next six, then the batch drains.
     some = steps(num_first_tokens=(2, 2, 1, 1, 1, 1, 1, 1, 0, 0))
-    assert steady.steady_window(some) == Window(2.0, 8.0)
+    assert simulation.steady_window(some) == Window(2.0, 8.0)
     assert [step.begin_s for step in Window(2.0, 8.0).steps(some)] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
 
 
 def test_a_mean_weighs_steps_by_their_seconds():
     some = [replace(STEP, num_batched=4, seconds=3.0), replace(STEP, num_batched=8, seconds=1.0)]
-    assert steady.mean(some, lambda step: step.num_batched) == 5.0
-    assert steady.mean([], lambda step: step.num_batched) == 0.0
+    assert simulation.mean(some, lambda step: step.num_batched) == 5.0
+    assert simulation.mean([], lambda step: step.num_batched) == 0.0
 
 
 def test_a_rate_is_the_windows_share_of_the_tokens_as_requests():
     # 24 of 40 tokens in the window's 3 seconds: 60 percent of 5 requests.
     some = steps(num_sampled=(8, 8, 8, 8, 4, 4))
-    assert steady.requests_per_s(some, Window(1.0, 4.0), 5) == pytest.approx(0.6 * 5 / 3)
+    assert simulation.requests_per_s(some, Window(1.0, 4.0), 5) == pytest.approx(0.6 * 5 / 3)
 
 
 def test_the_queues_growth_is_the_slope_of_the_nearest_line():
-    assert steady.queue_growth_per_s(steps(num_waiting=(1, 3, 5, 7))) == pytest.approx(2.0)
+    assert simulation.queue_growth_per_s(steps(num_waiting=(1, 3, 5, 7))) == pytest.approx(2.0)
     # Around the mean of 1.5 s: (-1.5 * 0 - 0.5 * 4 + 0.5 * 0 + 1.5 * 4) / (2 * 1.5^2 + 2 * 0.5^2) = 4 / 5
-    assert steady.queue_growth_per_s(steps(num_waiting=(0, 4, 0, 4))) == pytest.approx(0.8)
-    assert steady.queue_growth_per_s([STEP]) == 0.0
+    assert simulation.queue_growth_per_s(steps(num_waiting=(0, 4, 0, 4))) == pytest.approx(0.8)
+    assert simulation.queue_growth_per_s([STEP]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -75,11 +73,11 @@ def test_the_queues_growth_is_the_slope_of_the_nearest_line():
     ],
 )
 def test_a_queue_grows_by_more_than_a_batch_and_is_not_empty_late(waiting, grows):
-    assert steady.queue_grows(steps(num_waiting=waiting), Window(0.0, 8.0)) is grows
+    assert simulation.queue_grows(steps(num_waiting=waiting), Window(0.0, 8.0)) is grows
 
 
 def test_a_window_without_steps_has_no_queue():
-    assert not steady.queue_grows(steps(num_waiting=(1, 2)), Window(5.0, 5.0))
+    assert not simulation.queue_grows(steps(num_waiting=(1, 2)), Window(5.0, 5.0))
 
 
 @pytest.mark.parametrize("batching", ["continuous", "static"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.capacity.stored_model import stored_shape
+from jpaged.capacity.step_times import stored_shape
 from jpaged.checkpoints.hub import find_folder
 from jpaged.checkpoints.names import num_params
 from jpaged.demo import FOLDER

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.paper.point import chat_rounds
-from jpaged.capacity.simulator.trace import WORKLOADS, Lengths, TraceRequest, Workload, synthesize
-from jpaged.capacity.simulator.trace_file import read_trace
+from jpaged.capacity.simulator.trace import WORKLOADS, Lengths, TraceRequest, Workload, read_trace, synthesize
 from jpaged.errors import InvalidArgument
 
 

@@ -12,7 +12,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from jpaged.capacity.named_model import find_config
+from jpaged.capacity.compilation import find_config
 from jpaged.checkpoints import hub
 from jpaged.checkpoints.orbax import MANIFEST_FILE, PARAMS_FOLDER
 from jpaged.demo import FOLDER

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import pytest
 
-from jpaged.capacity import compiled, process
-from jpaged.capacity.compiled import CompiledPlan, Question, answer
+from jpaged.capacity import compilation
+from jpaged.capacity.compilation import CompiledPlan, Question, answer
 from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.cli.main import main
 from jpaged.device.aot.deployment import compile_deployment
@@ -85,7 +85,7 @@ def test_without_cuda_it_says_what_to_install(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.long
 def test_a_child_that_dies_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(process, "_GPU_ENVIRONMENT", {"JAX_PLATFORMS": "no such platform"})
+    monkeypatch.setattr(compilation, "_GPU_ENVIRONMENT", {"JAX_PLATFORMS": "no such platform"})
     assert main(["plan", "demo", "--topology", "h200"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("jpaged plan: h200: ")
@@ -107,9 +107,9 @@ def on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def in_this_process(question: Question, say: Callable[[str], None]) -> CompiledPlan:
         return answer(question, lambda what, done, total: say(what))
 
-    monkeypatch.setattr(compiled, "compile_only_devices", cpus)
-    monkeypatch.setattr(compiled, "compile_deployment", with_little_memory)
-    monkeypatch.setattr(process, "compile_plan", in_this_process)
+    monkeypatch.setattr(compilation, "compile_only_devices", cpus)
+    monkeypatch.setattr(compilation, "compile_deployment", with_little_memory)
+    monkeypatch.setattr(compilation, "compile_plan", in_this_process)
 
 
 SMALL = ["--max-num-seqs", "8", "--max-num-batched-tokens", "8", "--max-model-len", "128", "--dtype", "float32"]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged.capacity.known_models import KNOWN_MODELS
-from jpaged.capacity.target import find_target
+from jpaged.capacity.step_times import find_target
 from jpaged.checkpoints.names import num_params
 from jpaged.config import EngineConfig
 from jpaged.device.aot.tpu import TOPOLOGIES, Topology

@@ -1,4 +1,4 @@
-"""The conversations of a day: start times, tenants and lengths.
+"""The conversations of a day: start times, tenants and lengths, the tokens of their prompts, and messages to replicas.
 
     rate(t)   = mean * (1 + swing * cos(2 pi (t - peak) / day))            less at night, most in the afternoon
     tenants   Zipf: the share of the k-th is as 1 / k^skew; every prompt of a tenant begins with its system prompt
@@ -8,6 +8,17 @@
 
 A day of simulated time may be shorter than 86,400 s (`seconds`): the curve and the bursts are scaled to that, and
 nothing else: answers and thinking keep their durations.
+
+A turn is a request of a day. An attempt is one run of a turn on a replica: the first, or one that resumes after tokens
+generated on another replica. Attempts and their results are small values that are sent between processes.
+
+The tokens of a turn's prompt are a deterministic function of numbers:
+
+    system prompt of the tenant | message 0 | answer 0 | message 1 | answer 1 | message 2 | generated so far
+
+A simulated server samples only token 0, so answers consist of it: the next turn's prompt hits the blocks of the answer
+in the prefix cache, as on a real server. A separate text in place of the answer (`Attempt.replays` False) is for
+comparisons with servers whose answers are not known beforehand.
 """
 
 from __future__ import annotations
@@ -15,6 +26,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -166,3 +179,133 @@ def _fitting(
             tuple(theirs[:count]),
             tuple(thinking_s[first + 1 : first + count].tolist()),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A run of a turn on a replica.
+
+    Attributes:
+        number: unique number of the attempt.
+        arrival_s: at the replica.
+        num_generated: tokens of the answer that other replicas generated before.
+        replays: later prompts contain the tokens that a simulated server generates; otherwise a separate text.
+    """
+
+    number: int
+    session: Session
+    turn: int
+    arrival_s: float
+    num_generated: int = 0
+    replays: bool = True
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens of the answer that are still to come."""
+        return self.session.answered[self.turn] - self.num_generated
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, including those generated before."""
+        return self.session.prompt_tokens(self.turn) + self.num_generated
+
+
+class Ended(NamedTuple):
+    """End of an attempt: finished, or cut off when its replica stopped.
+
+    Attributes:
+        first_token_s: None if no token was generated.
+        num_tokens: tokens from this replica.
+        num_cached: tokens of the prompt that the replica had cached.
+        is_whole: the answer is complete.
+    """
+
+    end_s: float
+    number: int
+    place: int
+    first_token_s: float | None
+    num_tokens: int
+    num_cached: int
+    is_whole: bool
+
+
+class PoolLoad(NamedTuple):
+    """Load of a replica between two steps."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks_used: int
+
+
+class Totals(NamedTuple):
+    """Counters of a replica over its lifetime.
+
+    Attributes:
+        busy_s: seconds in steps, copies and swaps.
+    """
+
+    busy_s: float = 0.0
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_prefix_query_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_host_hit_tokens: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+
+    def plus(self, other: Totals) -> Totals:
+        """Return the sum of both."""
+        return Totals._make(mine + theirs for mine, theirs in zip(self, other, strict=True))
+
+
+class Change(NamedTuple):
+    """Start or stop of a replica, at the beginning of a window.
+
+    Attributes:
+        kind: `begin` an empty replica, or `kill` the current one.
+        pool: for a start, the index of the deployment.
+    """
+
+    place: int
+    kind: Literal["begin", "kill"]
+    pool: int = 0
+
+
+NUM_IDS = 256
+"""Bound of token ids except the first of a text: Python caches small integers, so a prompt is a list of pointers."""
+NUM_FIRST_IDS = 3000
+"""Bound of first tokens: with 256 of them, a cache that matches parts of blocks would find one by chance."""
+_STEP, _MIX, _LATER_MIX = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_SYSTEM, _SAID, _ANSWERED = 1, 2, 3
+
+
+def prompt_of(attempt: Attempt) -> tuple[int, ...]:
+    """Return all tokens of an attempt's prompt."""
+    session, turn = attempt.session, attempt.turn
+    ids = list(_system(session.tenant, session.system_tokens))
+    for earlier in range(turn + 1):
+        ids += _text(_SAID, session.number, earlier, session.said[earlier])
+        if earlier < turn:
+            count = session.answered[earlier]
+            ids += [0] * count if attempt.replays else _text(_ANSWERED, session.number, earlier, count)
+    ids += [0] * attempt.num_generated
+    return tuple(ids)
+
+
+@lru_cache(maxsize=4096)
+def _system(tenant: int, count: int) -> list[int]:
+    return _text(_SYSTEM, tenant, 0, count)
+
+
+def _text(kind: int, number: int, part: int, count: int) -> list[int]:
+    """Return the first tokens of a deterministic text, ids from 1, by SplitMix64 (Steele, Lea and Flood)."""
+    seed = np.uint64((number << 20 | part << 2 | kind) & (2**64 - 1))
+    with np.errstate(over="ignore"):
+        mixed = (seed * _MIX) ^ (seed >> np.uint64(29))
+        state = mixed + np.arange(1, count + 1, dtype=np.uint64) * _STEP
+        state = (state ^ (state >> np.uint64(30))) * _MIX
+        state = (state ^ (state >> np.uint64(27))) * _LATER_MIX
+        ids: list[int] = (1 + (state >> np.uint64(40)) % np.uint64(NUM_IDS - 1)).tolist()
+        if count:
+            ids[0] = int(1 + mixed % np.uint64(NUM_FIRST_IDS - 1))
+    return ids

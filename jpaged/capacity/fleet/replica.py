@@ -1,20 +1,135 @@
-"""One replica: the real engine with the simulator's executor, simulated up to given times."""
+"""Replicas: each the real engine with the simulator's executor, simulated one window at a time by worker processes.
+
+    coordinator  ──Window──>  worker 0: replicas 0, 2, 4 ...       each runs independently of the others
+                 ──Window──>  worker 1: replicas 1, 3, 5 ...
+                 <─Report───
+
+A worker is this process or a separate one. Workers make no decisions, so their number does not affect the results. A
+replica without work costs nothing.
+
+The executor runs several decode steps in one dispatch if the result is the same:
+
+    single steps   | s | s | s | s | arrival | s ...       the results at an arrival, or when a row ends, are the same
+    one dispatch   | s   s   s   s | arrival | s ...
+
+The engine chooses the number of steps as for any device (`Lookahead`), up to a maximum set before each dispatch. The
+maximum is the number of steps that surely end before the next arrival: until then no row is added, so the rows of the
+last step bound the time. A dispatch stops when a row ends, so that every request has its first token and its end at the
+same time as with single steps.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import multiprocessing
+import signal
+import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection
+from typing import Protocol
 
-from jpaged.capacity.fleet.attempts import Attempt, Ended, PoolLoad, Totals
-from jpaged.capacity.fleet.executor import BulkExecutor
-from jpaged.capacity.fleet.prompts import prompt_of
-from jpaged.capacity.simulator.deployment import Deployment
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.capacity.cost import StepLoad
+from jpaged.capacity.fleet.day import Attempt, Change, Ended, PoolLoad, Totals, prompt_of
+from jpaged.capacity.simulator.deployment import Deployment, Times
+from jpaged.capacity.simulator.simulation import SimulatedExecutor
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
+from jpaged.engine.executor import I32, Geometry, SamplingInputs, StepInputs, StepOutputs
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InternalError
 from jpaged.testing.virtual_clock import VirtualClock
 from jpaged.types import FinishReason, OutputEvent, Request, SamplingParams
+
+MAX_STEPS = 64
+"""Maximum steps of a dispatch: more save nothing, because tokens are processed one by one."""
+
+
+class BulkExecutor(SimulatedExecutor):
+    """Implements `jpaged.engine.executor.Executor`, for rows that need only tokens.
+
+    Attributes:
+        busy_s: simulated seconds of all steps so far.
+    """
+
+    def __init__(
+        self, deployment: Deployment, clock: VirtualClock, *, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        super().__init__(deployment, clock, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        self._times: Times = deployment if deployment.drawn is None else deployment.drawn(clock)
+        self.busy_s = 0.0
+        self._geometries = _with_steps(self.geometry)
+        self.geometry = self._geometries[0]
+        self._num_rows = self._num_kv_tokens = 0
+
+    def look(self, until_s: float) -> None:
+        """Limit the next dispatch to the steps that surely end before a time: the next arrival, or the window's end."""
+        self.geometry = self._geometries[self._num_sure_steps(until_s - self._clock()) - 1]
+
+    def forward(self, inputs: StepInputs) -> NDArray[np.int32]:
+        """Advance the clock by the whole step. Return the lengths of the rows' contexts."""
+        num_rows = inputs.num_rows
+        query_lens = np.diff(inputs.query_starts_s1[: num_rows + 1])
+        kv_lens = inputs.kv_lens_s[:num_rows]
+        is_decoding = query_lens == 1
+        num_kv_tokens, num_decoding = int(kv_lens.sum()), int(is_decoding.sum())
+        if num_decoding == num_rows:
+            load = _decoding(num_rows, num_kv_tokens)
+        else:
+            load = StepLoad(
+                num_rows=num_rows,
+                num_tokens=inputs.num_tokens,
+                num_kv_tokens=num_kv_tokens,
+                num_pairs=inputs.num_pairs,
+                num_decoding=num_decoding,
+                num_decoding_kv_tokens=int(kv_lens[is_decoding].sum()),
+            )
+        self._take(self._times.step_s(load))
+        self._num_rows, self._num_kv_tokens = num_rows, num_kv_tokens
+        return kv_lens
+
+    def decode(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> StepOutputs:
+        """Advance the clock by all steps: the tokens end no row."""
+        num_rows = inputs.num_rows
+        num_kv_tokens = int(inputs.kv_lens_s[:num_rows].sum())
+        for step in range(num_steps):
+            self._take(self._times.step_s(_decoding(num_rows, num_kv_tokens + step * num_rows)))
+        self._num_rows, self._num_kv_tokens = num_rows, num_kv_tokens + (num_steps - 1) * num_rows
+        shape = len(ending_token_ids_rx), num_steps
+        return StepOutputs(np.zeros(shape, np.int32), np.ones(shape, np.bool_))
+
+    def _take(self, seconds: float) -> None:
+        self._clock.advance(seconds)
+        self.busy_s += seconds
+
+    def _num_sure_steps(self, seconds: float) -> int:
+        """Return the number of steps that the last step's rows surely complete in that time; 1 if unknown."""
+        num_rows, most = self._num_rows, MAX_STEPS if self._times is self._deployment else 1
+        while num_rows and most > 1:
+            longest_s = self._deployment.step_s(_decoding(num_rows, self._num_kv_tokens + most * num_rows))
+            sure = min(most, int(seconds / longest_s))
+            if sure == most or sure >= most // 2:
+                return max(1, sure)
+            most //= 2
+        return 1
+
+
+def _decoding(num_rows: int, num_kv_tokens: int) -> StepLoad:
+    return StepLoad(num_rows, num_rows, num_kv_tokens, num_kv_tokens, num_rows, num_kv_tokens)
+
+
+def _with_steps(geometry: Geometry) -> list[Geometry]:
+    """Return the geometries with a maximum of 1, 2, ... steps per dispatch."""
+    buckets = dataclasses.replace(geometry.buckets, decodes=geometry.buckets.rows)
+    return [dataclasses.replace(geometry, max_num_steps=most, buckets=buckets) for most in range(1, MAX_STEPS + 1)]
 
 
 class Replica:
@@ -156,3 +271,204 @@ def cut_at(ended: Ended, at_s: float) -> Ended:
     num_tokens = ended.num_tokens - is_late
     first_token_s = ended.first_token_s if num_tokens else None
     return Ended(at_s, ended.number, ended.place, first_token_s, num_tokens, ended.num_cached, is_whole=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Changes and arrivals in an interval of time.
+
+    Attributes:
+        begin_s: time of the changes; every replica has been simulated up to it.
+        attempts: by place, each place's by arrival.
+    """
+
+    begin_s: float
+    until_s: float
+    changes: tuple[Change, ...] = ()
+    attempts: dict[int, list[Attempt]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Results of a window.
+
+    Attributes:
+        loads: of the replicas that had work in it.
+        lives: counters of the replicas that were stopped.
+    """
+
+    ended: tuple[Ended, ...]
+    loads: dict[int, PoolLoad]
+    lives: dict[int, Totals]
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """Final results of a worker: counters of the replicas, and its processor time."""
+
+    lives: dict[int, Totals]
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Kind of replicas: their deployment and options."""
+
+    deployment: Deployment
+    options: EngineConfig
+
+
+class Replicas:
+    """A worker's replicas.
+
+    Args:
+        checks: check for lost blocks after every window.
+    """
+
+    def __init__(self, pools: Sequence[Pool], *, checks: bool = False) -> None:
+        self._pools = pools
+        self._checks = checks
+        self._replicas: dict[int, Replica] = {}
+        self._busy = dict[int, Replica]()
+        self._begin_cpu_s = time.process_time()
+
+    def run(self, window: Window) -> Report:
+        """Simulate all replicas to the end of a window."""
+        ended, lives = list[Ended](), dict[int, Totals]()
+        for change in window.changes:
+            if change.kind == "begin":
+                if change.place in self._replicas:
+                    raise InternalError(f"replica {change.place} is to start but exists")
+                pool = self._pools[change.pool]
+                self._replicas[change.place] = Replica(change.place, pool.deployment, pool.options, window.begin_s)
+            else:
+                replica = self._replicas.pop(change.place)
+                self._busy.pop(change.place, None)
+                replica.kill(window.begin_s)
+                ended += replica.take_ended()
+                lives[change.place] = replica.totals
+        for place, attempts in window.attempts.items():
+            replica = self._busy[place] = self._replicas[place]
+            replica.give(attempts)
+        loads = {}
+        for place, replica in list(self._busy.items()):
+            replica.advance(window.until_s)
+            if self._checks:
+                replica.check()
+            ended += replica.take_ended()
+            loads[place] = replica.load
+            if replica.is_idle:
+                del self._busy[place]
+        return Report(tuple(ended), loads, lives)
+
+    def close(self) -> Closing:
+        """Return the final counters and processor time."""
+        lives = {place: replica.totals for place, replica in self._replicas.items()}
+        return Closing(lives, time.process_time() - self._begin_cpu_s)
+
+
+class Worker(Protocol):
+    """Protocol of replicas in this process or another."""
+
+    def send(self, window: Window) -> None:
+        """Start a window."""
+
+    def receive(self) -> Report:
+        """Wait for the report of the window."""
+
+    def close(self) -> Closing:
+        """Stop all replicas."""
+
+
+class LocalWorker:
+    """Replicas in this process."""
+
+    def __init__(self, pools: Sequence[Pool], *, checks: bool = False) -> None:
+        self._replicas = Replicas(pools, checks=checks)
+        self._report = Report((), {}, {})
+
+    def send(self, window: Window) -> None:
+        self._report = self._replicas.run(window)
+
+    def receive(self) -> Report:
+        return self._report
+
+    def close(self) -> Closing:
+        return self._replicas.close()
+
+
+class ProcessWorker:
+    """Replicas in a separate process, which ends with this one."""
+
+    def __init__(self, pools: Sequence[Pool], *, checks: bool = False) -> None:
+        context = multiprocessing.get_context("spawn")  # fork would copy library threads in a broken state
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, pools, checks), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def send(self, window: Window) -> None:
+        """Start a window.
+
+        Raises:
+            InternalError: the process has ended.
+        """
+        try:
+            self._connection.send(window)
+        except OSError:
+            raise self._gone() from None
+
+    def receive(self) -> Report:
+        """Wait for the report of the window.
+
+        Raises:
+            InternalError: the process has ended.
+        """
+        report = self._answer()
+        if not isinstance(report, Report):
+            raise InternalError(f"a worker answered a window with {type(report).__name__}")
+        return report
+
+    def close(self) -> Closing:
+        self._connection.send(None)
+        closing = self._answer()
+        self._process.join()
+        self._connection.close()
+        if not isinstance(closing, Closing):
+            raise InternalError(f"a worker answered its end with {type(closing).__name__}")
+        return closing
+
+    def _answer(self) -> object:
+        try:
+            answer = self._connection.recv()
+        except (EOFError, OSError):
+            raise self._gone() from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _gone(self) -> InternalError:
+        self._process.join()
+        return InternalError(f"a worker process exited with code {self._process.exitcode}")
+
+
+def make_workers(num_processes: int, pools: Sequence[Pool], *, checks: bool = False) -> list[Worker]:
+    """Return one worker per process, or a single worker in this process."""
+    if num_processes == 1:
+        return [LocalWorker(pools, checks=checks)]
+    return [ProcessWorker(pools, checks=checks) for _ in range(num_processes)]
+
+
+def _serve(connection: Connection, pools: Sequence[Pool], checks: bool) -> None:
+    """Main function of a worker process: ends when the coordinator closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted coordinator ends this process by its pipe
+    replicas = Replicas(pools, checks=checks)
+    gc.freeze()
+    try:
+        while (window := connection.recv()) is not None:
+            connection.send(replicas.run(window))
+        connection.send(replicas.close())
+    except (EOFError, BrokenPipeError):
+        """The coordinator is gone."""
+    except Exception as error:  # sent to the coordinator, which raises it
+        connection.send(error)

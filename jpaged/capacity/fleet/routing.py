@@ -18,8 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from jpaged.capacity.fleet.attempts import Attempt
-from jpaged.capacity.fleet.prompts import prompt_of
+from jpaged.capacity.fleet.day import Attempt, prompt_of
 from jpaged.client.routing.endpoints import not_ahead
 from jpaged.route.directory import Directory
 from jpaged.route.prefixes import MAX_KNOWN_PREFIXES, beginning_of_ids

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jpaged import json_text
-from jpaged.bench import plot
-from jpaged.bench.compare import Comparison, compare, read_result, runs_of
+from jpaged.bench import results
+from jpaged.bench.results import Comparison, compare, read_result, runs_of
 from jpaged.errors import InvalidArgument
 
 DESCRIPTION = """\
@@ -37,11 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table; return 1 if the two were not measured under the same conditions."""
     a, b = read_result(arguments.a), read_result(arguments.b)
     if arguments.plot is not None:
-        plot.require_drawable(arguments.plot)
+        results.require_drawable(arguments.plot)
         if not (runs_of(a) and runs_of(b)):
             raise InvalidArgument("--plot", "draws results of `bench serve`, which have a request rate")
         names = f"A: {arguments.a.stem}", f"B: {arguments.b.stem}"
-        plot.draw(dict(zip(names, (runs_of(a), runs_of(b)), strict=True)), arguments.plot, " and ".join(names))
+        results.draw(dict(zip(names, (runs_of(a), runs_of(b)), strict=True)), arguments.plot, " and ".join(names))
     found = compare(a, b)
     if arguments.json:
         print(json_text.dumps(_record(found)))

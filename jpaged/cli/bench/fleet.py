@@ -14,19 +14,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from jpaged import json_text
-from jpaged.bench import plot, results
+from jpaged.bench import results
+from jpaged.capacity.fleet.autoscaler import Autoscaling, read_autoscaling
 from jpaged.capacity.fleet.day import Day, Lengths, Session, draw_sessions
-from jpaged.capacity.fleet.fleet import Fleet, FleetOptions
-from jpaged.capacity.fleet.forecast import Forecast, forecast
-from jpaged.capacity.fleet.outcomes import Goals, Outcome, curve, summary
-from jpaged.capacity.fleet.pictures import draw
-from jpaged.capacity.fleet.pods import PoolKind
+from jpaged.capacity.fleet.fleet import Fleet, FleetOptions, Forecast, forecast
+from jpaged.capacity.fleet.outcomes import Goals, Outcome, curve, draw, summary
+from jpaged.capacity.fleet.replica import Pool
 from jpaged.capacity.fleet.routing import RULES
-from jpaged.capacity.fleet.scaling.autoscaler import Autoscaling
-from jpaged.capacity.fleet.scaling.deploy_files import read_autoscaling
-from jpaged.capacity.fleet.topology import Serving, kind_of
-from jpaged.capacity.fleet.worker import Pool
-from jpaged.capacity.simulator.models import MODELS
+from jpaged.capacity.fleet.topology import PoolKind, Serving, kind_of
+from jpaged.capacity.simulator.deployment import MODELS
 from jpaged.cli.bench.flags import add_output_json, require_range, require_writable
 from jpaged.cli.plan import prices_from
 from jpaged.config import EvictionPolicyName
@@ -293,7 +289,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InvalidArgument("--router", f"{twice[0]} is given more than once")
     require_writable("--output-json", arguments.output_json)
     if arguments.plot is not None:
-        plot.require_drawable(arguments.plot)
+        results.require_drawable(arguments.plot)
 
 
 def _fleet(arguments: argparse.Namespace, scaling: Autoscaling | None) -> tuple[list[Pool], list[PoolKind], list[int]]:

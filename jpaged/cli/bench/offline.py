@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, Self, TextIO
 
-from jpaged.bench.datasets import Sample
+from jpaged.bench.datasets import FolderVocabulary, Sample, TokenizerVocabulary
 from jpaged.bench.limits import Limits, ServedModel, as_record, offline_shares
-from jpaged.bench.vocabulary import FolderVocabulary, TokenizerVocabulary
 from jpaged.cli.bench.probe import limits_of
 from jpaged.cli.options import add_config_flags, config_from, config_values
 from jpaged.cli.startup import StartupReport
@@ -118,7 +117,7 @@ class Offline:
         record = {"limits": as_record(self._limits, self._reason)}
         if self._limits is None:
             return record
-        from jpaged.capacity.stored_model import stored_shape
+        from jpaged.capacity.step_times import stored_shape
         from jpaged.checkpoints.hub import find_folder
 
         config = self._llm.config

@@ -18,19 +18,18 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from jpaged.bench import plot, results
-from jpaged.bench.arrivals import Arrivals, Ramp, RampStrategy
+from jpaged.bench import results
 from jpaged.bench.datasets import DatasetOptions
-from jpaged.bench.drive import BACKENDS, Driven, drive, warm_up
 from jpaged.bench.limits import as_record, serving_shares
+from jpaged.bench.load_generator import BACKENDS, Arrivals, Driven, Ramp, RampStrategy, drive, warm_up
 from jpaged.bench.metrics import (
+    Trace,
     details,
     parse_goodput,
     parse_metrics,
     parse_percentiles,
     summarize,
 )
-from jpaged.bench.trace import Trace
 from jpaged.cli.access import add_credential_flags
 from jpaged.cli.bench.flags import (
     add_dataset_flags,
@@ -226,7 +225,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InvalidArgument("--result-filename", "names one file, but each --request-rate needs its own")
     require_writable("--output-json", arguments.output_json)
     if arguments.plot is not None:
-        plot.require_drawable(arguments.plot)
+        results.require_drawable(arguments.plot)
 
 
 def _measure(
@@ -339,7 +338,7 @@ def _save(
     if arguments.plot is not None:
         name = Path(served.model).name
         title = f"{name} over {arguments.backend}: {options.num_prompts} requests a rate"
-        plot.draw({arguments.label or name: runs}, arguments.plot, title)
+        results.draw({arguments.label or name: runs}, arguments.plot, title)
 
 
 def _json_object(word: str) -> dict[str, Any]:

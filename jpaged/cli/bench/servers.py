@@ -13,11 +13,10 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from jpaged.bench.drive import Backend
-from jpaged.bench.grpc_backend import GrpcBackend
+from jpaged.bench.backends import ENDPOINTS, GrpcBackend, OpenAIBackend, first_model
+from jpaged.bench.datasets import NumberedVocabulary, ServerVocabulary, Vocabulary
 from jpaged.bench.limits import Limits, ServedModel, of_accelerator
-from jpaged.bench.openai_backend import ENDPOINTS, OpenAIBackend, first_model
-from jpaged.bench.vocabulary import NumberedVocabulary, ServerVocabulary, Vocabulary
+from jpaged.bench.load_generator import Backend
 from jpaged.checkpoints.hub import find_folder, find_local
 from jpaged.cli.access import Credentials, credentials_from
 from jpaged.cli.bench.offline import vocabulary_of
@@ -246,7 +245,7 @@ def _shape(
     model: str | None, dtype: str | None, kv_dtype: str | None = None, quantization: str = "auto"
 ) -> tuple[ServedModel | None, str]:
     """Return the cost model of the model, or the reason if its files are not available."""
-    from jpaged.capacity.stored_model import stored_shape  # imports jax
+    from jpaged.capacity.step_times import stored_shape  # imports jax
 
     if model is None:
         return None, "the model's files are unknown: give --tokenizer"

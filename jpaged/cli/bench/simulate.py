@@ -10,11 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jpaged import json_text
-from jpaged.capacity.simulator.deployment import Deployment, deploy
-from jpaged.capacity.simulator.models import MODELS
+from jpaged.capacity.simulator.deployment import MODELS, Deployment, deploy
 from jpaged.capacity.simulator.simulation import Served, Simulation, simulate
-from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, synthesize
-from jpaged.capacity.simulator.trace_file import read_trace
+from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, read_trace, synthesize
 from jpaged.config import EngineConfig, iter_options
 from jpaged.errors import InvalidArgument
 from jpaged.hardware import HARDWARE

@@ -6,12 +6,10 @@ from typing import Any
 from jpaged.capacity.fleet.day import Day, Lengths, Session, draw_sessions
 from jpaged.capacity.fleet.fleet import Fleet, FleetOptions
 from jpaged.capacity.fleet.outcomes import Outcome
-from jpaged.capacity.fleet.pods import PoolKind
+from jpaged.capacity.fleet.replica import Pool
 from jpaged.capacity.fleet.routing import Rule
-from jpaged.capacity.fleet.topology import START_S, Serving
-from jpaged.capacity.fleet.worker import Pool
-from jpaged.capacity.simulator.deployment import Deployment, deploy
-from jpaged.capacity.simulator.models import MODELS
+from jpaged.capacity.fleet.topology import START_S, PoolKind, Serving
+from jpaged.capacity.simulator.deployment import MODELS, Deployment, deploy
 from jpaged.hardware import HARDWARE
 
 MODEL = MODELS["llama-3.1-8b"]

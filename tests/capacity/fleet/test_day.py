@@ -5,9 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jpaged.capacity.fleet.attempts import Attempt
-from jpaged.capacity.fleet.day import QUARTERS, Day, Lengths, draw_sessions
-from jpaged.capacity.fleet.prompts import NUM_FIRST_IDS, prompt_of
+from jpaged.capacity.fleet.day import NUM_FIRST_IDS, QUARTERS, Attempt, Day, Lengths, draw_sessions, prompt_of
 from jpaged.errors import InvalidArgument
 
 LONG = Day(seconds=86_400.0, rate_per_s=1.0, max_model_len=8192, num_tenants=50, mean_turns=2.0)

@@ -9,14 +9,12 @@ import pytest
 
 from jpaged.capacity.cost import StepLoad
 from jpaged.capacity.fleet import fleet as fleet_module
-from jpaged.capacity.fleet import worker as worker_module
-from jpaged.capacity.fleet.attempts import Attempt, Ended
-from jpaged.capacity.fleet.day import Session, draw_sessions
+from jpaged.capacity.fleet import replica as worker_module
+from jpaged.capacity.fleet.autoscaler import Autoscaling, Direction, Policy
+from jpaged.capacity.fleet.day import Attempt, Ended, Session, draw_sessions
 from jpaged.capacity.fleet.outcomes import Goals, curve, summary
-from jpaged.capacity.fleet.replica import Replica, cut_at
+from jpaged.capacity.fleet.replica import ProcessWorker, Replica, Window, cut_at
 from jpaged.capacity.fleet.routing import RULES
-from jpaged.capacity.fleet.scaling.autoscaler import Autoscaling, Direction, Policy
-from jpaged.capacity.fleet.worker import ProcessWorker, Window
 from jpaged.capacity.simulator.simulation import simulate
 from jpaged.capacity.simulator.trace import TraceRequest
 from jpaged.errors import InternalError

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from jpaged._proto.v1 import inference_pb2
-from jpaged.capacity.fleet.attempts import Attempt
-from jpaged.capacity.fleet.day import Session, draw_sessions
-from jpaged.capacity.fleet.prompts import prompt_of
+from jpaged.capacity.fleet.day import Attempt, Session, draw_sessions, prompt_of
 from jpaged.capacity.fleet.routing import RULES, Router
 from jpaged.client.routing.endpoints import Endpoint, Endpoints
 from jpaged.route.directory import Directory

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.capacity.fleet.scaling.autoscaler import (
+from jpaged.capacity.fleet.autoscaler import (
     SYNC_S,
     Autoscaler,
     Autoscaling,
     Direction,
     Gauges,
     Policy,
+    read_autoscaling,
     wanted_pods,
 )
-from jpaged.capacity.fleet.scaling.deploy_files import read_autoscaling
 from jpaged.config import ServerOptions
 from jpaged.errors import InvalidArgument
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jpaged.capacity.named_model import find_config
+from jpaged.capacity.compilation import find_config
 from jpaged.demo import FOLDER
 from jpaged.llm import LLM
 from jpaged.types import SamplingParams

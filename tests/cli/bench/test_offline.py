@@ -10,9 +10,9 @@ import pytest
 
 from jpaged import llm
 from jpaged.bench import limits
+from jpaged.bench.datasets import FolderVocabulary
 from jpaged.bench.limits import ServedModel
-from jpaged.bench.vocabulary import FolderVocabulary
-from jpaged.capacity.stored_model import stored_shape
+from jpaged.capacity.step_times import stored_shape
 from jpaged.cli.bench import probe
 from jpaged.cli.bench.offline import vocabulary_of
 from jpaged.cli.main import main

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.bench.compare import compare
+from jpaged.bench.results import compare
 from jpaged.cli import server_process
 from jpaged.cli.main import main
 from tests.bench.sse_server import DONE, SseServer, completion, running, usage

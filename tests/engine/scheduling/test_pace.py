@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from jpaged.capacity.simulator.deployment import deploy
-from jpaged.capacity.simulator.models import MODELS
+from jpaged.capacity.simulator.deployment import MODELS, deploy
 from jpaged.capacity.simulator.simulation import simulate
 from jpaged.capacity.simulator.trace import TraceRequest
 from jpaged.config import EngineConfig

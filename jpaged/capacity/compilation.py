@@ -1,35 +1,74 @@
-"""A model compiled for one target, in a separate process (`process`); jax sees only a CPU there."""
+"""The model of a plan, compiled for each target in a child process; jax sees only a CPU there.
+
+The model is a name, a single config.json, or a folder; weights are not needed. A process per target isolates the
+environment and crashes of the compiler: libtpu 0.0.42 has been seen to crash (signal 11, for tpu7x) while two programs
+were compiled concurrently. If a signal ends a child, it is restarted with one program at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import base64
+import contextlib
+import dataclasses
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from jpaged.capacity.named_model import find_config
-from jpaged.capacity.step_times import PlannedModel, StepTimes
-from jpaged.capacity.target import Target, find_target
-from jpaged.checkpoints.hub import find_local
+from jpaged import errors, json_text
+from jpaged.capacity.known_models import KNOWN_MODELS, find_known
+from jpaged.capacity.step_times import PlannedModel, StepTimes, Target, find_target
+from jpaged.checkpoints.hub import expand_home, find_local, read_config, read_json
 from jpaged.checkpoints.quantised.rounding import quantised_here
 from jpaged.checkpoints.weights import read_head
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, child_environment, tpu_library
 from jpaged.config.speculative import NAME as SPECULATIVE
 from jpaged.device.aot.deployment import Deployment, Models, compile_deployment
 from jpaged.device.aot.gpu import compile_only_gpus
-from jpaged.device.aot.tpu import compile_only_devices, find_topology
+from jpaged.device.aot.tpu import compile_only_devices, compiler_environment, find_library, find_topology
 from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import build_mesh
 from jpaged.device.step_sizes import Attention
 from jpaged.engine.executor import Progress
-from jpaged.errors import InvalidArgument, NotFound
+from jpaged.errors import InternalError, InvalidArgument, NotFound
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import lossy
+from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
 from jpaged.models.sharding import largest_split, pad_for_sharding, with_parallel_experts
+
+
+def find_config(name: str) -> tuple[str, ModelConfig]:
+    """Return the model's name and config.
+
+    Args:
+        name: `demo`, a well-known model's name or hub id, a config.json or a folder that has one.
+
+    Raises:
+        NotFound: no model has that name; the message lists the well-known ones.
+        InvalidArgument, Unsupported: its config.json cannot be read or served.
+    """
+    folder = find_local(name)
+    if folder is not None:
+        return name, read_config(folder)
+    path = expand_home(name, "model")
+    if path.is_file():
+        return name, from_hf(read_json(path))
+    known = find_known(name)
+    if known is None:
+        raise NotFound(
+            f"model: {name!r} is not a config.json, a folder or a built-in configuration; built in are "
+            f"{', '.join(KNOWN_MODELS)}, by these names or their hub ids"
+        )
+    return known.name, known.config
+
 
 _SERVED = ("float32", "bfloat16")
 _GIB = 1 << 30
@@ -197,3 +236,90 @@ def _config_of_draft(name: str, *, is_head: bool) -> ModelConfig:
     if folder is None:
         raise NotFound(f"model: {name!r} is not a folder with a draft head")
     return read_head(folder)
+
+
+_GPU_ENVIRONMENT = {"JAX_PLATFORMS": "cpu"}
+
+
+def compile_plan(question: Question, say: Callable[[str], None]) -> CompiledPlan:
+    """Compile in a child and wait for the plan; retry if its compiler crashed.
+
+    Args:
+        question: what to compile.
+        say: called with progress messages, one line each.
+
+    Raises:
+        JpagedError: the child reported an error, or died.
+    """
+    try:
+        return _ask(question, say)
+    except _Crashed as crash:
+        say(f"the compiler crashed (signal {crash.number}): retrying with one program at a time")
+    try:
+        return _ask(dataclasses.replace(question, num_threads=1), say)
+    except _Crashed as crash:
+        raise InternalError(
+            f"{question.target}: the compiler process crashed twice, by signal {crash.number}: {crash.last}"
+        ) from crash
+
+
+class _Crashed(Exception):
+    """A signal ended the child."""
+
+    def __init__(self, number: int, last: str) -> None:
+        super().__init__(number, last)
+        self.number, self.last = number, last
+
+
+def _ask(question: Question, say: Callable[[str], None]) -> CompiledPlan:
+    is_tpu = find_target(question.target).platform == "tpu"
+    variables = compiler_environment(find_library(tpu_library())) if is_tpu else _GPU_ENVIRONMENT
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(
+            [sys.executable, "-m", "jpaged.capacity"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            env=child_environment(variables),
+        ) as child,
+    ):
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):  # the child has ended: its exit code gives the reason
+                child.stdin.write(json_text.dumps(asdict(question)))
+                child.stdin.close()
+            found = _read(child.stdout, say)
+        except BaseException:
+            child.kill()
+            raise
+        code = child.wait()
+        if found is None:
+            said.seek(0)
+            last = (said.read().strip().splitlines() or ["no output"])[-1]
+            if code < 0:
+                raise _Crashed(-code, last)
+            raise InternalError(f"{question.target}: the compiler process exited with code {code}: {last}")
+    return found
+
+
+def _read(lines: IO[str], say: Callable[[str], None]) -> CompiledPlan | None:
+    """Return the result from the output of a child; None if there is none."""
+    found: CompiledPlan | None = None
+    for line in lines:
+        kind, _, rest = line.rstrip("\n").partition(" ")
+        if kind == "progress":
+            say(rest)
+        elif kind == "error":
+            name, *arguments = _decoded(rest)
+            raise InvalidArgument(*arguments) if name == "InvalidArgument" else getattr(errors, name)(*arguments)
+        elif kind == "result":
+            found = _decoded(rest)
+    return found
+
+
+def _decoded(text: str) -> Any:
+    """Decode a value that the child process wrote."""
+    return pickle.loads(base64.b64decode(text))
