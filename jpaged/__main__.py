@@ -16,7 +16,7 @@ def run() -> int:
     words = sys.argv[1:]
     try:
         _open_streams()
-        from jpaged.cli.doctor import packages
+        from jpaged.cli import packages
 
         if words == ["--version"]:
             sys.stdout.write(f"jpaged {packages.VERSION}\n")
@@ -38,7 +38,7 @@ def run() -> int:
 
 def _refuse(words: list[str], error: Exception) -> int:
     """Report a package that cannot be imported; return the exit code."""
-    from jpaged.cli.doctor import packages
+    from jpaged.cli import packages
 
     if words[:1] == ["doctor"]:
         packages.show([packages.broken(error)], as_json="--json" in words)

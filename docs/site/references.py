@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import Field
 from typing import Any
 
-from jpaged.cli.help.action import help_about
-from jpaged.cli.help.parsers import commands_of
+from jpaged.cli.help import commands_of, help_about
 from jpaged.cli.main import make_parser
 from jpaged.cli.options import default_and_limits, flag_of
 from jpaged.config import ENVIRONMENT, SECTIONS, iter_options, section_help

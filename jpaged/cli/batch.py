@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jpaged.cli.access import add_credential_flags, credentials_from
+from jpaged.cli.options import add_credential_flags, credentials_from
 from jpaged.client.batch import DEFAULT_MAX_CONCURRENCY, BatchOptions, BatchSummary, run_batch
 from jpaged.errors import InvalidArgument, Unavailable
 

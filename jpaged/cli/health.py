@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from jpaged.cli.access import add_credential_flags, credentials_from
+from jpaged.cli.options import add_credential_flags, credentials_from
 from jpaged.client.channel import require_target
 from jpaged.client.health import check_health
 from jpaged.config import ServerOptions

@@ -16,14 +16,10 @@ import traceback
 from collections.abc import Sequence
 from types import ModuleType
 
-from jpaged.cli import batch, convert, demo, generate, health, plan, route, serve
+from jpaged.cli import batch, completion, convert, demo, doctor, generate, health, plan, route, serve, top
+from jpaged.cli import help as help_command
 from jpaged.cli.bench import command as bench
-from jpaged.cli.doctor import command as doctor
-from jpaged.cli.help import command as help_command
-from jpaged.cli.help import completion
-from jpaged.cli.help.action import add_help
-from jpaged.cli.help.formatter import HelpFormatter
-from jpaged.cli.top import command as top
+from jpaged.cli.help import HelpFormatter, add_help
 from jpaged.config import shows_traces
 from jpaged.errors import InvalidArgument, JpagedError, printable, sentence_of
 from jpaged.version import __version__

@@ -10,8 +10,7 @@ import math
 import sys
 from typing import TYPE_CHECKING
 
-from jpaged.cli.access import add_credential_flags, credentials_from
-from jpaged.cli.options import add_config_flags, config_from, flag_of
+from jpaged.cli.options import add_config_flags, add_credential_flags, config_from, credentials_from, flag_of
 from jpaged.config import EngineConfig, iter_options
 from jpaged.errors import InvalidArgument
 

@@ -12,6 +12,5 @@ probe.py       bench probe
 kernels.py     bench kernels
 simulate.py    bench simulate
 fleet.py       bench fleet
-flags.py       flags shared by several benchmarks
-report.py      tables on the terminal
+flags.py       flags and result tables shared by several benchmarks
 """

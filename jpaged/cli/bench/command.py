@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
 
-from jpaged.cli.help.action import add_help
-from jpaged.cli.help.formatter import HelpFormatter
-from jpaged.cli.help.parsers import LateParser
+from jpaged.cli.help import HelpFormatter, LateParser, add_help
 
 HELP = "measure"
 DESCRIPTION = """\

@@ -11,9 +11,8 @@ from rich.console import Console
 
 from jpaged.bench import results
 from jpaged.bench.datasets import DatasetOptions, Sample
-from jpaged.cli.bench.flags import add_hardware_flag, add_output_json, require_range, require_writable
+from jpaged.cli.bench.flags import add_hardware_flag, add_output_json, print_result, require_range, require_writable
 from jpaged.cli.bench.offline import Offline, add_offline_flags, vocabulary_of, with_model
-from jpaged.cli.bench.report import print_result
 from jpaged.types import MAX_SEED, SamplingParams
 
 DESCRIPTION = """\

@@ -30,16 +30,16 @@ from jpaged.bench.metrics import (
     parse_percentiles,
     summarize,
 )
-from jpaged.cli.access import add_credential_flags
 from jpaged.cli.bench.flags import (
     add_dataset_flags,
     add_hardware_flag,
     add_output_json,
     dataset_from,
+    print_result,
     require_range,
     require_writable,
 )
-from jpaged.cli.bench.report import print_result
+from jpaged.cli.options import add_credential_flags
 from jpaged.errors import InvalidArgument
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from jpaged.bench.datasets import NumberedVocabulary, ServerVocabulary, Vocabula
 from jpaged.bench.limits import Limits, ServedModel, of_accelerator
 from jpaged.bench.load_generator import Backend
 from jpaged.checkpoints.hub import find_folder, find_local
-from jpaged.cli.access import Credentials, credentials_from
 from jpaged.cli.bench.offline import vocabulary_of
 from jpaged.cli.bench.probe import limits_of, probed
+from jpaged.cli.options import Credentials, credentials_from
 from jpaged.cli.server_process import ServerProcess, startup_texts, unwinding_at_sigterm
 from jpaged.client import Client, ServerInfo
 from jpaged.client.channel import proxy_for, require_target

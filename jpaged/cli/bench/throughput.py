@@ -15,11 +15,11 @@ from jpaged.cli.bench.flags import (
     add_hardware_flag,
     add_output_json,
     dataset_from,
+    print_result,
     require_range,
     require_writable,
 )
 from jpaged.cli.bench.offline import Offline, add_offline_flags, vocabulary_of, with_model
-from jpaged.cli.bench.report import print_result
 from jpaged.types import SamplingParams
 
 DESCRIPTION = """\

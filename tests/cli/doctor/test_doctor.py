@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.cli.doctor import devices, machine, packages
-from jpaged.cli.doctor.devices import Answer
+from jpaged.cli import doctor, packages
+from jpaged.cli.doctor import Answer
 from jpaged.cli.main import main
 from jpaged.config import ENVIRONMENT, EngineConfig, engine_config, explain_environment
 from jpaged.version import __version__
@@ -45,7 +45,7 @@ def by_name(findings):
 def answered(monkeypatch):
     """The child has answered so; the test may take another answer."""
     answers = [WHOLE]
-    monkeypatch.setattr(devices, "ask", lambda options, timeout_s: answers[-1])
+    monkeypatch.setattr(doctor, "run_checks", lambda options, timeout_s: answers[-1])
     return answers
 
 
@@ -118,15 +118,15 @@ def test_a_port_that_is_taken_stops_a_server(answered, capsys):
 
 
 def ask(program):
-    return devices.ask({}, 60.0, (sys.executable, "-c", program))
+    return doctor.run_checks({}, 60.0, (sys.executable, "-c", program))
 
 
 @pytest.mark.long
 def test_a_child_that_hangs_is_ended_and_what_it_said_before_counts():
     program = 'echo "$1"; exec sleep 1000000'  # a shell is there at once, also where Python takes its time
-    answer = devices.ask({}, 5.0, ("sh", "-c", program, "sh", json.dumps({"devices": HERE})))
+    answer = doctor.run_checks({}, 5.0, ("sh", "-c", program, "sh", json.dumps({"devices": HERE})))
     assert answer == Answer({"devices": HERE}, "no answer within 5 s")
-    found = list(devices.findings(answer))
+    found = list(doctor.device_findings(answer))
     assert found[0].value == "1 x cpu"
     assert (found[-1].name, found[-1].state) == ("kernels", "stop")
     assert found[-1].note == "when loading the CPU kernels: no answer within 5 s"
@@ -135,7 +135,7 @@ def test_a_child_that_hangs_is_ended_and_what_it_said_before_counts():
 def test_a_child_that_crashes_is_told_with_its_last_words():
     answer = ask("import os, sys; print('noise'); print('the driver is gone', file=sys.stderr, flush=True); os.abort()")
     assert answer == Answer({}, "the process exited with code -6: the driver is gone")
-    (stop,) = devices.findings(answer)
+    (stop,) = doctor.device_findings(answer)
     assert (stop.name, stop.state) == ("devices", "stop")
 
 
@@ -146,7 +146,7 @@ def test_an_error_that_the_child_tells_is_its_end():
 
 def test_kernels_that_were_not_built_turn_off_speed_alone():
     answer = Answer({**WHOLE.found, "kernels": {"missing": "lib.so was not built"}}, None)
-    found = by_name(devices.findings(answer))
+    found = by_name(doctor.device_findings(answer))
     assert found["CPU kernels"].state == "off"
     assert found["CPU kernels"].remedy == "python -m jpaged.kernels.cpu.build"
     assert "lib.so was not built" in found["CPU kernels"].note
@@ -161,13 +161,13 @@ def test_kernels_that_were_not_built_turn_off_speed_alone():
     ],
 )
 def test_weights_that_do_not_fit_stop_a_server(changes, state, value):
-    found = by_name(devices.findings(Answer({**WHOLE.found, "model": {**MODEL, **changes}}, None)))
+    found = by_name(doctor.device_findings(Answer({**WHOLE.found, "model": {**MODEL, **changes}}, None)))
     assert (found["memory"].state, found["memory"].value) == (state, value)
 
 
 def test_backends_that_are_passed_over_are_told_with_the_reason():
     answer = Answer({**WHOLE.found, "model": {**MODEL, "passed_over": ["attention xla, not cpu: why"]}}, None)
-    found = by_name(devices.findings(answer))
+    found = by_name(doctor.device_findings(answer))
     assert (found["passed over"].state, found["passed over"].value) == ("warn", "attention xla, not cpu: why")
 
 
@@ -236,30 +236,30 @@ def test_an_accelerator_that_no_package_drives_is_told(installed, tmp_path):
 def test_a_cache_is_told_with_its_size(tmp_path):
     (tmp_path / "programs").mkdir()
     (tmp_path / "programs" / "one").write_bytes(b"x" * 2048)
-    (found,) = machine.cache(tmp_path / "programs")
+    (found,) = doctor.cache(tmp_path / "programs")
     assert found.state in ("ok", "warn")  # the disk of whoever tests may be full
     assert found.value.startswith(f"{tmp_path / 'programs'}: 2.0 KiB in use")
 
 
 def test_a_cache_that_cannot_be_is_told(tmp_path):
-    (found,) = machine.cache(None)
+    (found,) = doctor.cache(None)
     assert (found.state, found.value) == ("off", "disabled")
     (tmp_path / "file").write_text("")
-    (found,) = machine.cache(tmp_path / "file" / "programs")
+    (found,) = doctor.cache(tmp_path / "file" / "programs")
     assert found.state == "warn"
     assert "is not writable" in found.note
 
 
 def test_few_open_files_are_told_with_a_remedy(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda number: (256, 4096))
-    found = by_name(machine.limits(512))
+    found = by_name(doctor.limits(512))
     assert (found["open files"].state, found["open files"].remedy) == ("warn", "ulimit -n 1024")
     assert (found["address space"].state, found["address space"].value) == ("warn", "256 bytes")
-    assert by_name(machine.limits(128))["open files"].state == "ok"
+    assert by_name(doctor.limits(128))["open files"].state == "ok"
 
 
 def test_a_host_that_is_none_stops_a_server():
-    found = by_name(machine.ports(EngineConfig.load({"host": "192.0.2.1"})))
+    found = by_name(doctor.ports(EngineConfig.load({"host": "192.0.2.1"})))
     assert found["port"].state == "stop"
 
 
@@ -267,8 +267,8 @@ def test_a_host_that_is_none_stops_a_server():
 def test_a_path_that_leads_nowhere_stops_a_server(tmp_path, name, kind):
     (tmp_path / "file").write_text("")
     here = tmp_path / "file" if kind == "file" else tmp_path
-    assert by_name(machine.files(EngineConfig.load({name: str(here)})))[name].state == "ok"
-    found = by_name(machine.files(EngineConfig.load({name: str(tmp_path / "nowhere")})))[name]
+    assert by_name(doctor.files(EngineConfig.load({name: str(here)})))[name].state == "ok"
+    found = by_name(doctor.files(EngineConfig.load({name: str(tmp_path / "nowhere")})))[name]
     assert (found.state, found.note) == ("stop", f"there is no such {kind}")
 
 
@@ -276,31 +276,31 @@ def test_a_path_that_leads_nowhere_stops_a_server(tmp_path, name, kind):
 def test_what_is_made_need_not_be_there(tmp_path, name):
     (tmp_path / "file").write_text("")
     for path, state in ((tmp_path / "new", "ok"), (tmp_path / "file" / "new", "stop")):
-        assert by_name(machine.files(EngineConfig.load({name: str(path)})))[name].state == state
+        assert by_name(doctor.files(EngineConfig.load({name: str(path)})))[name].state == state
     is_there = tmp_path / "file" if name == "audit_log" else tmp_path
-    assert by_name(machine.files(EngineConfig.load({name: str(is_there)})))[name].state == "ok"
+    assert by_name(doctor.files(EngineConfig.load({name: str(is_there)})))[name].state == "ok"
     is_other = tmp_path if name == "audit_log" else tmp_path / "file"
-    assert by_name(machine.files(EngineConfig.load({name: str(is_other)})))[name].state == "stop"
+    assert by_name(doctor.files(EngineConfig.load({name: str(is_other)})))[name].state == "stop"
 
 
 def test_a_port_with_a_host_of_its_own_is_looked_at_there():
     with socket.create_server(("127.0.0.2", 0)) as taken:
         port = taken.getsockname()[1]
-        found = by_name(machine.ports(EngineConfig.load({"control_port": port, "control_host": "127.0.0.2"})))
+        found = by_name(doctor.ports(EngineConfig.load({"control_port": port, "control_host": "127.0.0.2"})))
     assert (found["control_port"].state, found["control_port"].value) == ("stop", f"127.0.0.2:{port}")
 
 
 def test_one_of_several_processes_is_told(monkeypatch):
     for name in ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"):
         monkeypatch.delenv(name, raising=False)
-    assert list(machine.processes(EngineConfig.load({"num_processes": 1}))) == []
+    assert list(doctor.processes(EngineConfig.load({"num_processes": 1}))) == []
     together = {"num_processes": 2, "process_id": 1, "coordinator": "host:1"}
-    (found,) = machine.processes(EngineConfig.load(together))
+    (found,) = doctor.processes(EngineConfig.load(together))
     assert found.value == "1 of 2, process 0 at host:1 (the options)"
     monkeypatch.setenv("LWS_LEADER_ADDRESS", "leader")
     monkeypatch.setenv("LWS_GROUP_SIZE", "2")
     monkeypatch.setenv("LWS_WORKER_INDEX", "7")
-    (found,) = machine.processes(EngineConfig())
+    (found,) = doctor.processes(EngineConfig())
     assert (found.state, found.remedy) == ("stop", "--num-processes 1")
 
 
@@ -326,5 +326,5 @@ def test_variables_are_told_and_secrets_are_not(monkeypatch):
     told = {name: value for name, value, _ in explain_environment()}
     assert (told["HF_TOKEN"], told["JPAGED_CACHE_DIR"], told["JPAGED_TRACEBACK"]) == ("(set)", "/some/folder", None)
     assert (told["JPAGED_API_KEY"], told["TOKENIZERS_PARALLELISM"]) == ("(set)", "true")
-    found = by_name(machine.environment())
+    found = by_name(doctor.environment_findings())
     assert (found["JPAGED_TRACEBACK"].value, found["HF_TOKEN"].value) == ("not set", "(set)")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.cli.help.completion import SHELLS
+from jpaged.cli.completion import SHELLS
 from jpaged.cli.main import main
 from jpaged.cli.options import flag_of
 from jpaged.config import iter_options

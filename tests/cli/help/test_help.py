@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jpaged.cli.help.parsers import commands_of
+from jpaged.cli.help import commands_of
 from jpaged.cli.main import main, make_parser
 from jpaged.cli.options import flag_of
 from jpaged.config import SECTIONS, iter_options, section_help

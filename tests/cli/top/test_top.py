@@ -20,8 +20,7 @@ import pytest
 from rich.console import Console
 
 from jpaged.cli.main import main
-from jpaged.cli.top.screen import Cells, Screen, summarised
-from jpaged.cli.top.stream import frames, url_of
+from jpaged.cli.top_screen import Cells, Screen, frames, summarised, url_of
 from jpaged.errors import InvalidArgument, Unavailable
 from jpaged.pool import FrameReader, Kind, unpack
 from jpaged.testing import FakeExecutor

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import trustme
 
-from jpaged.cli.access import add_credential_flags, credentials_from
 from jpaged.cli.main import main
+from jpaged.cli.options import add_credential_flags, credentials_from
 from jpaged.client import AsyncClient, Client, Tls
 from jpaged.errors import InvalidArgument, Unavailable
 from jpaged.types import SamplingParams

@@ -1,6 +1,6 @@
 """A process for checks that may hang or crash: it writes a line of JSON after each check.
 
-    python -m jpaged.cli.doctor.child    reads the options as JSON from stdin
+    python -m jpaged.cli.doctor_child    reads the options as JSON from stdin
 
 Nothing is downloaded: the parent sets HF_HUB_OFFLINE.
 """

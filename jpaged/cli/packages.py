@@ -1,4 +1,4 @@
-"""Python, required packages, and features of optional packages.
+"""Findings about Python, required packages, and features of optional packages.
 
 Imports only the standard library, because the checked packages may be missing or broken.
 """
@@ -8,13 +8,43 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from jpaged.cli.doctor.finding import Finding
 from jpaged.version import __version__
+
+State = Literal["ok", "off", "warn", "stop"]
+"""ok; off: an optional part is missing; warn: the server works with limitations; stop: the server cannot start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A result of a check, and its consequence.
+
+    Attributes:
+        group: heading of the section.
+        note: consequence if not ok: what does not work, and why.
+        remedy: a command or an action; empty if none.
+    """
+
+    group: str
+    name: str
+    state: State
+    value: str
+    note: str = ""
+    remedy: str = ""
+
+
+def in_bytes(count: float) -> str:
+    """Format a number of bytes for people."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
 
 NAME = "jpaged"
 VERSION = __version__
@@ -41,7 +71,7 @@ _DEV = Path("/dev")
 
 def python() -> Iterator[Finding]:
     """Yield the program, Python and the system."""
-    folder = Path(__file__).resolve().parents[2]
+    folder = Path(__file__).resolve().parents[1]
     yield Finding("program", "jpaged", "ok", f"{__version__}, in {folder}")
     yield Finding("program", "Python", "ok", f"{platform.python_version()}, {sys.executable}")
     libc = " ".join(platform.libc_ver()).strip()

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from jpaged import json_text
-from jpaged.cli.access import add_credential_flags, credentials_from
+from jpaged.cli.options import add_credential_flags, credentials_from
 from jpaged.client.channel import proxy_for
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the pool; return 0 when quit or after one output. Raises if the server is not available or ends."""
-    from jpaged.cli.top.figures import Rate, line, summary
-    from jpaged.cli.top.stream import frames, url_of
+    from jpaged.cli.top_screen import Rate, frames, line, summary, url_of
 
     shown = credentials_from(arguments)
     url = url_of(arguments.url, is_tls=shown.tls is not None)
@@ -66,8 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _draw(url: str, following: Iterable[FrameReader]) -> int:
     from rich.live import Live
 
-    from jpaged.cli.top.keys import pressed
-    from jpaged.cli.top.screen import Screen
+    from jpaged.cli.top_screen import Screen, pressed
 
     screen, drawn_s = Screen(url), 0.0
     with pressed() as keys, Live(screen, screen=True, auto_refresh=False) as live:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from jpaged.cli.help.parsers import commands_of
+from jpaged.cli.help import commands_of
 
 HELP = "print a shell completion script"
 DESCRIPTION = """\

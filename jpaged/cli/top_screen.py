@@ -1,14 +1,31 @@
 """A pool in a terminal: two cells above each other per character, and several blocks per cell if space is short.
 
 ▀  the upper half is one cell, the lower half another
+
+The frames are those of `/page/events` of a server; the standard library's HTTP client suffices for one stream. Numbers
+are computed from a frame: blocks by kind, tokens per second, requests by state. Keys are read one at a time, without
+waiting for a line.
 """
 
 from __future__ import annotations
 
 import colorsys
+import contextlib
+import json
 import math
+import os
+import select
+import ssl
+import sys
+import termios
+import tty
+import urllib.request
 from collections import deque
+from collections.abc import Generator, Iterator
 from functools import lru_cache
+from http.client import HTTPException
+from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +36,88 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from jpaged.cli.top.figures import Rate, census
+from jpaged.errors import InvalidArgument, Unavailable, sentence_of
 from jpaged.pool import FrameReader, Kind, PoolView, unpack
+
+_WINDOW_S = 1.5
+_NUM_KEPT = 240
+
+
+class Rate:
+    """Tokens per second, from counters.
+
+    Attributes:
+        history: rates over about a tenth of a second each, the latest last.
+    """
+
+    def __init__(self) -> None:
+        self.history: deque[float] = deque(maxlen=_NUM_KEPT)
+        self._points: deque[tuple[float, int]] = deque()
+
+    def take(self, reader: FrameReader) -> None:
+        """Add the counts of a frame."""
+        now_s = max(pool.told["time_s"] for pool in reader.pools)
+        num_tokens = sum(pool.told["totals"]["num_generation_tokens"] for pool in reader.pools)
+        if self._points and now_s <= self._points[-1][0]:
+            return
+        if self._points:
+            then_s, before = self._points[-1]
+            self.history.append((num_tokens - before) / (now_s - then_s))
+        self._points.append((now_s, num_tokens))
+        while len(self._points) > 2 and self._points[0][0] < now_s - _WINDOW_S:
+            self._points.popleft()
+
+    @property
+    def now(self) -> float:
+        """Mean over about the last second."""
+        if len(self._points) < 2:
+            return 0.0
+        (then_s, before), (now_s, num_tokens) = self._points[0], self._points[-1]
+        return (num_tokens - before) / (now_s - then_s)
+
+
+def census(pool: PoolView) -> dict[str, int]:
+    """Return the number of blocks of each kind."""
+    counts = np.bincount(unpack(pool.cells)[0][1:], minlength=len(Kind))
+    return {kind.name.lower(): int(counts[kind]) for kind in Kind}
+
+
+def summary(reader: FrameReader, rate: Rate) -> dict[str, Any]:
+    """Return everything except single blocks and events."""
+    pools = [
+        {
+            "num_blocks": pool.told["num_blocks"],
+            "block_size": pool.told["block_size"],
+            "limit": pool.told["limit"],
+            "blocks": census(pool),
+            "num_host_blocks": pool.told["num_host_blocks"],
+            "host_blocks_held": int(np.count_nonzero(unpack(pool.host_cells)[0] == Kind.HELD)),
+            "num_waiting": pool.told["num_waiting"],
+            "requests": pool.told["requests"],
+            "totals": pool.told["totals"],
+        }
+        for pool in reader.pools
+    ]
+    return {"tokens_per_second": round(rate.now, 1), "pools": pools}
+
+
+def line(reader: FrameReader, rate: Rate) -> str:
+    """Return the same in one line, for all pools together."""
+    counts = [census(pool) for pool in reader.pools]
+    held = sum(count["held"] + count["pinned"] for count in counts)
+    cached = sum(count["cached"] for count in counts)
+    limit = sum(pool.told["limit"] for pool in reader.pools)
+    states = [one["status"] for pool in reader.pools for one in pool.told["requests"]]
+    waiting = sum(pool.told["num_waiting"] for pool in reader.pools)
+    totals = [pool.told["totals"] for pool in reader.pools]
+    preemptions = sum(total["num_preemptions"] for total in totals)
+    copies = sum(total["num_copies_on_write"] for total in totals)
+    queues = f"{states.count('running')} running, {states.count('swapped')} swapped, {waiting} waiting"
+    return (
+        f"{rate.now:.0f} tokens/s, {held} of {limit} blocks in use, {cached} cached, {queues}, "
+        f"{preemptions} preemptions, {copies} copies on write"
+    )
+
 
 _MAX_NAMES = 1000
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -223,3 +320,102 @@ def _happening(kind: str, who: str, count: int, blocks: list[int], why: str) -> 
         rest = f"{who}: {count} more share its blocks" if kind == "fork" else who
         rest += f": {why}" if kind == "end" else ""
     return Text.assemble((words, style), " ", rest, no_wrap=True, overflow="ellipsis")
+
+
+@contextlib.contextmanager
+def pressed() -> Iterator[Keys]:
+    """Read single keys while the context is open; none if standard input is not a terminal."""
+    if not sys.stdin.isatty():
+        yield Keys(None)
+        return
+    number = sys.stdin.fileno()
+    before = termios.tcgetattr(number)
+    try:
+        tty.setcbreak(number)
+        yield Keys(number)
+    finally:
+        termios.tcsetattr(number, termios.TCSADRAIN, before)
+
+
+class Keys:
+    """Pressed keys."""
+
+    def __init__(self, number: int | None) -> None:
+        self._number = number
+
+    def taken(self) -> str:
+        """Return the keys pressed since the last call."""
+        taken = ""
+        while self._number is not None and select.select([self._number], [], [], 0)[0]:
+            key = os.read(self._number, 64)
+            if not key:
+                break
+            taken += key.decode("utf-8", "replace")
+        return taken
+
+
+_TIMEOUT_S = 10.0
+"""A server sends at least one keep-alive per second."""
+
+
+def url_of(given: str, *, is_tls: bool = False) -> str:
+    """Return the address of a server: as given, or HOST:PORT with http:// or https:// prepended.
+
+    Raises:
+        InvalidArgument: it is invalid, or not https although TLS flags are given.
+    """
+    url = given if "://" in given else f"{'https' if is_tls else 'http'}://{given}"
+    try:
+        parts = urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_good = False
+    if not is_good or any(ord(letter) < 33 or ord(letter) > 126 for letter in url):
+        raise InvalidArgument("URL", f"{given!r} is neither http://HOST:PORT nor HOST:PORT")
+    if is_tls and parts.scheme != "https":
+        raise InvalidArgument("URL", f"{given!r} must begin with https:// if TLS options are given")
+    return url.rstrip("/")
+
+
+def frames(
+    url: str, token: str, context: ssl.SSLContext | None = None, proxy: str = ""
+) -> Generator[FrameReader, None, None]:
+    """Follow the pools of a server; yield them after each frame, and after each second without one.
+
+    Args:
+        token: the API key; "" for none.
+        context: TLS context; None for the system's CAs.
+        proxy: URL of an HTTP proxy; "" for none, whatever the environment has.
+
+    Raises:
+        Unavailable: the server is unavailable, has no such page, or the stream ends.
+    """
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    tls = urllib.request.HTTPSHandler(context=context)
+    proxies = urllib.request.ProxyHandler({"http": proxy, "https": proxy} if proxy else {})
+    opener = urllib.request.build_opener(proxies, tls)
+    reader = FrameReader()
+    try:
+        with opener.open(urllib.request.Request(f"{url}/page/events", headers=headers), timeout=_TIMEOUT_S) as answer:
+            for line in answer:
+                if line.startswith(b"data: "):
+                    reader.take(line.removeprefix(b"data: "))
+                    yield reader
+                elif line.startswith(b":") and reader.pools:
+                    yield reader
+    except urllib.error.HTTPError as error:
+        raise Unavailable(f"{url} returned {error.code}: {_message_of(error)}") from error
+    except (OSError, HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        through = f" (through the proxy {proxy.rpartition('@')[2]})" if proxy else ""
+        problem = sentence_of(reason) if isinstance(reason, OSError) else reason
+        raise Unavailable(f"{url}{through}: {problem}") from error
+    raise Unavailable(f"{url}: the server closed the stream")
+
+
+def _message_of(error: urllib.error.HTTPError) -> str:
+    try:
+        told = json.loads(error.read(65536))["error"]["message"]
+    except (ValueError, KeyError, TypeError, OSError):
+        return error.reason
+    return str(told)
