@@ -2,7 +2,7 @@
 
     counted     engine/stats.py                      EngineLoad: a snapshot of one engine after a step
     added up    total_load                           over the replicas of a server
-    sent        server/servicer.py -> client/wire.py ReplicaLoad and LoadTotals, by the names of the proto's fields
+    sent        server/servicer.py -> client/convert.py ReplicaLoad and LoadTotals, by the names of the proto's fields
     scraped     telemetry/metrics.py                 everything that has a metric
 
 A new number needs a field here, a field in the proto, and a line of code that counts it. `vllm:*` metrics have vLLM's

@@ -20,10 +20,9 @@ import grpc
 from grpc import aio
 
 from jpaged._proto.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc
-from jpaged.client import wire
-from jpaged.client.channel import proxy_name, require_target
+from jpaged.client import convert
+from jpaged.client.channel import Tls, open_channel, proxy_name, require_target
 from jpaged.client.failures import translated
-from jpaged.client.tls import Tls, open_channel
 from jpaged.config import RoleOptions
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, TryLater, Unavailable, sentence_of
 from jpaged.service.handoff import FirstToken, prompt_alone
@@ -113,7 +112,7 @@ class Answer:
                 message = await self._call.read()
                 if message is aio.EOF or not message.HasField("told"):
                     raise InternalError(f"{self.target} returned {len(tokens)} of {num_sequences} first tokens")
-                chunk = wire.chunk_of(message.told)
+                chunk = convert.chunk_of(message.told)
                 if len(chunk.token_ids) != 1 or len(chunk.logprobs) > 1:
                     raise InternalError(f"{self.target} returned {len(chunk.token_ids)} first tokens for a sequence")
                 logprobs = chunk.logprobs[0] if chunk.logprobs else None
@@ -164,7 +163,7 @@ class Prefills:
         """Send a prompt to a prefill server; see `PrefillServers.ask`."""
         message = _message_of(request, num_known, kv_identity)
         # A key determines the tenant, and may act for all; without keys, the policy `fair` needs the prompt's tenant.
-        metadata = wire.metadata_of("" if self._key else request.tenant, self._key)
+        metadata = convert.metadata_of("" if self._key else request.tenant, self._key)
         failure: JpagedError = Unavailable(f"no prefill server is available: {', '.join(self._names)}")
         until_s = asyncio.get_running_loop().time() + wait_s
         for server in self._in_order():
@@ -213,7 +212,7 @@ def _message_of(request: Request, num_known: int, kv_identity: bytes) -> prefill
         request=inference_pb2.GenerateRequest(
             request_id=uuid.uuid4().hex,
             token_ids=inference_pb2.TokenIds(ids=request.prompt_token_ids),
-            sampling=wire.sampling_message(prompt_alone(request.sampling)),
+            sampling=convert.sampling_message(prompt_alone(request.sampling)),
             adapter="" if adapter is None else adapter.name,
         ),
         kv_identity=kv_identity,
@@ -260,7 +259,7 @@ def _key_of(options: RoleOptions) -> str:
     if not 0 < len(key) <= _MAX_KEY_BYTES:
         raise InvalidArgument("prefill_api_key_file", f"{path} has {len(key)} characters, not 1 to {_MAX_KEY_BYTES}")
     try:
-        wire.metadata_of("", key)
+        convert.metadata_of("", key)
     except InvalidArgument as error:
         raise InvalidArgument("prefill_api_key_file", f"{path} {error.problem}") from error
     return key

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from jpaged.capacity.fleet.day import Attempt, Day, Session, prompt_of
 from jpaged.capacity.fleet.routing import Router, Rule
 from jpaged.client import AsyncClient
-from jpaged.client.wire import GenerateChunk
+from jpaged.client.convert import GenerateChunk
 from jpaged.types import SamplingParams
 
 

@@ -34,9 +34,9 @@ from blocks import Block, Part, Parts, Reader, Span, blocks_of, files_in, spans_
 from ray import cloudpickle
 
 from jpaged.chat import ChatOptions
-from jpaged.client import wire
+from jpaged.client import convert
 from jpaged.client.channel import Backoff
-from jpaged.client.evaluations import Asker, embed_call, score_call
+from jpaged.client.convert import Asker, embed_call, score_call
 from jpaged.client.failures import error_of
 from jpaged.completions import Evaluated
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names
@@ -84,14 +84,14 @@ class Local:
         adapter: str = "",
     ) -> RequestOutput:
         """See `AsyncClient.complete`; it waits while the queue is full."""
-        what = wire.prompt_of(prompt, prompt_token_ids, messages, chat_options)
+        what = convert.prompt_of(prompt, prompt_token_ids, messages, chat_options)
 
         async def run() -> RequestOutput:
-            request = wire.generate_request(what, sampling, request_id=None, model=None, whole=True, adapter=adapter)
-            assembler = wire.Assembler(what, sampling)
+            request = convert.generate_request(what, sampling, request_id=None, model=None, whole=True, adapter=adapter)
+            assembler = convert.Assembler(what, sampling)
             async with aclosing(self._replica.generate(request)) as answers:
                 async for answer in answers:
-                    assembler.add(wire.chunk_of(answer))
+                    assembler.add(convert.chunk_of(answer))
             return assembler.output()
 
         return await _in_time(run)
@@ -132,21 +132,21 @@ class Local:
         chat_options: ChatOptions | None = None,
     ) -> tuple[int, ...]:
         """See `AsyncClient.tokenize`."""
-        call = wire.tokenize_call(
-            wire.prompt_of(text, None, messages, chat_options), add_special_tokens=None, model=None
+        call = convert.tokenize_call(
+            convert.prompt_of(text, None, messages, chat_options), add_special_tokens=None, model=None
         )
         with _translated():
             return call.read(await self._replica.tokenize(call.request))
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """See `AsyncClient.detokenize`."""
-        call = wire.detokenize_call(token_ids, skip_special_tokens=skip_special_tokens, model=None)
+        call = convert.detokenize_call(token_ids, skip_special_tokens=skip_special_tokens, model=None)
         with _translated():
             return call.read(await self._replica.detokenize(call.request))
 
     async def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> tuple[bytes, ...]:
         """See `AsyncClient.token_bytes`."""
-        call = wire.token_bytes_call(token_ids, skip_special_tokens=skip_special_tokens, model=None)
+        call = convert.token_bytes_call(token_ids, skip_special_tokens=skip_special_tokens, model=None)
         with _translated():
             return call.read(await self._replica.detokenize(call.request))
 

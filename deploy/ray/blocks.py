@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from jpaged.client.batching.parquet import COLUMNS, SUFFIX, row_line, rows_of
+from jpaged.client.parquet import COLUMNS, SUFFIX, row_line, rows_of
 from jpaged.client.results import PASSING, failure_in
 from jpaged.errors import InvalidArgument, JpagedError
 from jpaged.openai.lines import BadLine, Line, parse_line

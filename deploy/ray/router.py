@@ -15,9 +15,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from jpaged.route.callers import owner_of
-from jpaged.route.prefixes import Beginning, beginning_of
-from jpaged.route.replicas import Replicas
+from jpaged.route.methods import owner_of
+from jpaged.route.prefix_table import Beginning, Replicas, beginning_of
 
 MAX_KEPT_KEYS = 8192
 """Calls that wait for a replica, and of which the beginnings are kept; of one more they are made again."""

@@ -6,8 +6,7 @@ import argparse
 import math
 
 from jpaged.cli.options import add_credential_flags, credentials_from
-from jpaged.client.channel import require_target
-from jpaged.client.health import check_health
+from jpaged.client.channel import check_health, require_target
 from jpaged.config import ServerOptions
 from jpaged.errors import InvalidArgument, JpagedError
 from jpaged.types import require_whole_characters

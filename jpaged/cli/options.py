@@ -14,8 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from jpaged.client.channel import require_proxy
-from jpaged.client.tls import Tls
+from jpaged.client.channel import Tls, require_proxy
 from jpaged.config import SECTIONS, EngineConfig, api_key_from_environment, iter_options, section_help
 from jpaged.config.option import is_json, option_type
 from jpaged.errors import InvalidArgument, sentence_of

@@ -9,11 +9,11 @@ from typing import Any, Self, TypeVar, Unpack
 from grpc import aio
 
 from jpaged.chat import ChatOptions, ChatWords, chat_options_of
-from jpaged.client import evaluations, wire
+from jpaged.client import convert
 from jpaged.client.base import BaseClient, BaseStream
+from jpaged.client.convert import AdapterInfo, Assembler, Call, GenerateChunk, ServerInfo
 from jpaged.client.prefixes import AsyncPrefixCalls
-from jpaged.client.routing.tasks import AsyncServers, refuse_closed
-from jpaged.client.wire import AdapterInfo, Assembler, Call, GenerateChunk, ServerInfo
+from jpaged.client.routing.servers import AsyncServers, refuse_closed
 from jpaged.completions import Evaluated
 from jpaged.load import Load
 from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
@@ -83,7 +83,7 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         adapter: str = "",
     ) -> RequestOutput:
         """See `Client.complete`."""
-        what = wire.prompt_of(prompt, prompt_token_ids, messages, chat_options)
+        what = convert.prompt_of(prompt, prompt_token_ids, messages, chat_options)
         assembler = Assembler(what, sampling)
         async with self._begin(what, sampling, request_id, timeout_s, whole=True, adapter=adapter) as stream:
             async for chunk in stream:
@@ -121,8 +121,8 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         priority: int = 0,
     ) -> Evaluated[Score]:
         """See `Client.score`."""
-        asker = evaluations.Asker(self._model, adapter, cache_salt, priority)
-        call = evaluations.score_call(prompt, continuations, asker)
+        asker = convert.Asker(self._model, adapter, cache_salt, priority)
+        call = convert.score_call(prompt, continuations, asker)
         return await self._run(call)
 
     async def embed(
@@ -136,8 +136,8 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         priority: int = 0,
     ) -> Evaluated[tuple[float, ...]]:
         """See `Client.embed`."""
-        asker = evaluations.Asker(self._model, adapter, cache_salt, priority)
-        call = evaluations.embed_call(inputs, asker, pooling=pooling, normalize=normalize)
+        asker = convert.Asker(self._model, adapter, cache_salt, priority)
+        call = convert.embed_call(inputs, asker, pooling=pooling, normalize=normalize)
         return await self._run(call)
 
     async def tokenize(
@@ -149,36 +149,36 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         add_special_tokens: bool | None = None,
     ) -> tuple[int, ...]:
         """See `Client.tokenize`."""
-        prompt = wire.prompt_of(text, None, messages, chat_options)
-        return await self._run(wire.tokenize_call(prompt, add_special_tokens=add_special_tokens, model=self._model))
+        prompt = convert.prompt_of(text, None, messages, chat_options)
+        return await self._run(convert.tokenize_call(prompt, add_special_tokens=add_special_tokens, model=self._model))
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """See `Client.detokenize`."""
         return await self._run(
-            wire.detokenize_call(token_ids, skip_special_tokens=skip_special_tokens, model=self._model)
+            convert.detokenize_call(token_ids, skip_special_tokens=skip_special_tokens, model=self._model)
         )
 
     async def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> tuple[bytes, ...]:
         """See `Client.token_bytes`."""
         return await self._run(
-            wire.token_bytes_call(token_ids, skip_special_tokens=skip_special_tokens, model=self._model)
+            convert.token_bytes_call(token_ids, skip_special_tokens=skip_special_tokens, model=self._model)
         )
 
     async def server_info(self) -> ServerInfo:
         """See `Client.server_info`."""
-        return await self._run(wire.server_info_call())
+        return await self._run(convert.server_info_call())
 
     async def model_info(self) -> ModelInfo:
         """See `Client.model_info`."""
-        return await self._run(wire.model_info_call())
+        return await self._run(convert.model_info_call())
 
     async def load(self) -> Load:
         """See `Client.load`."""
-        return await self._run(wire.load_call())
+        return await self._run(convert.load_call())
 
     async def abort(self, request_id: str) -> None:
         """See `Client.abort`."""
-        await self._run(wire.abort_call(request_id))
+        await self._run(convert.abort_call(request_id))
 
     async def pin_prefix(
         self,
@@ -190,24 +190,24 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         adapter: str = "",
     ) -> int:
         """See `Client.pin_prefix`."""
-        prefix = wire.prompt_of(text, prompt_token_ids)
-        return await self._run(wire.pin_prefix_call(name, prefix, cache_salt, adapter))
+        prefix = convert.prompt_of(text, prompt_token_ids)
+        return await self._run(convert.pin_prefix_call(name, prefix, cache_salt, adapter))
 
     async def unpin_prefix(self, name: str) -> None:
         """See `Client.unpin_prefix`."""
-        await self._run(wire.unpin_prefix_call(name))
+        await self._run(convert.unpin_prefix_call(name))
 
     async def load_adapter(self, name: str, path: str) -> int:
         """See `Client.load_adapter`."""
-        return await self._run(wire.load_adapter_call(name, path))
+        return await self._run(convert.load_adapter_call(name, path))
 
     async def unload_adapter(self, name: str) -> None:
         """See `Client.unload_adapter`."""
-        await self._run(wire.unload_adapter_call(name))
+        await self._run(convert.unload_adapter_call(name))
 
     async def list_adapters(self) -> tuple[AdapterInfo, ...]:
         """See `Client.list_adapters`."""
-        return await self._run(wire.list_adapters_call())
+        return await self._run(convert.list_adapters_call())
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """See `Client.wait_until_ready`."""

@@ -10,13 +10,12 @@ import grpc
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.chat import ChatOptions, ChatWords, chat_options_of
-from jpaged.client import wire
-from jpaged.client.channel import require_target
-from jpaged.client.routing.course import Course
+from jpaged.client import convert
+from jpaged.client.channel import Tls, require_target
+from jpaged.client.convert import GenerateChunk
 from jpaged.client.routing.endpoints import key_of
-from jpaged.client.routing.tries import Resuming, Tries
-from jpaged.client.tls import Tls
-from jpaged.client.wire import GenerateChunk
+from jpaged.client.routing.resumable_stream import Course
+from jpaged.client.routing.retry import Resuming, Tries
 from jpaged.errors import Cancelled, InternalError, InvalidArgument
 from jpaged.types import Prompt, SamplingParams
 
@@ -55,7 +54,7 @@ class BaseStream:
 
     def _take(self, message: inference_pb2.GenerateResponse) -> None:
         try:
-            self._ready.extend([wire.chunk_of(one) for one in self._course.take(message)])
+            self._ready.extend([convert.chunk_of(one) for one in self._course.take(message)])
         except InternalError:
             self._is_closed = True
             raise
@@ -130,7 +129,7 @@ class BaseClient(Generic[_StreamT]):
             raise InvalidArgument("target", f"{list(targets)} must name at least one server, and none twice")
         for name in targets:
             require_target("target", name)
-        self._metadata = wire.metadata_of(tenant, api_key)
+        self._metadata = convert.metadata_of(tenant, api_key)
         self._is_closed = False
         self._servers = self._reach(targets, self._metadata, timeout_s, self._require_open, tls, proxy)
         self.prefixes = self._prefix_calls(self._servers, self._metadata, self._require_open)
@@ -162,7 +161,7 @@ class BaseClient(Generic[_StreamT]):
             timeout_s: timeout of the request; the client's by default.
             adapter: name of an adapter loaded on the server.
         """
-        what = wire.prompt_of(prompt, prompt_token_ids, messages, chat_options)
+        what = convert.prompt_of(prompt, prompt_token_ids, messages, chat_options)
         return self._begin(what, sampling, request_id, timeout_s, adapter=adapter)
 
     def stream_chat(
@@ -184,7 +183,7 @@ class BaseClient(Generic[_StreamT]):
             messages: the conversation, in OpenAI's format.
             words: chat options: tools, tool choice and reasoning.
         """
-        what = wire.prompt_of(None, None, messages, chat_options_of(**words))
+        what = convert.prompt_of(None, None, messages, chat_options_of(**words))
         return self._begin(what, sampling, request_id, timeout_s, adapter=adapter)
 
     def _begin(
@@ -197,7 +196,7 @@ class BaseClient(Generic[_StreamT]):
         whole: bool = False,
         adapter: str = "",
     ) -> _StreamT:
-        request = wire.generate_request(
+        request = convert.generate_request(
             prompt, sampling, request_id=request_id, model=self._model, whole=whole, adapter=adapter
         )
         self._require_open()

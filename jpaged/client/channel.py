@@ -1,7 +1,8 @@
-"""Connection parameters and retry limits of a client. No I/O.
+"""Connections of a client: parameters and retry limits, TLS certificates, and a single check of grpc.health.v1.
 
 gRPC's own retries are off: with them a stream whose server dies during a retry may never end (grpcio 1.85: three hangs
-in about ten such deaths). `routing/tries.py` decides what is retried, and where.
+in about ten such deaths). `routing/retry.py` decides what is retried, and where. The health check has no retries:
+callers decide about failures.
 """
 
 from __future__ import annotations
@@ -10,13 +11,20 @@ import ipaddress
 import math
 import random
 import re
+import ssl
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jpaged.client.failures import translated
 from jpaged.config import proxy_from_environment
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InvalidArgument, sentence_of
 from jpaged.types import is_loopback, require_whole_characters
 
 MAX_ATTEMPTS = 4
@@ -187,3 +195,110 @@ class Attempts:
         """Return the delay if it ends before the timeout; otherwise None."""
         remaining_s = self.remaining_s
         return wait_s if remaining_s is None or wait_s < remaining_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files in PEM format, read when a client connects.
+
+    Attributes:
+        ca: CA certificates that verify servers; None for the system's.
+        cert: client certificate, for servers that require one; None for none.
+        key: the private key of `cert`.
+    """
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise InvalidArgument(
+                "tls.cert" if self.cert is None else "tls.key", "is missing: give both the certificate and the key"
+            )
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Read the files.
+
+        Raises:
+            InvalidArgument: one cannot be read; names it.
+        """
+        ca, key, cert = (_read(name, getattr(self, name)) for name in ("ca", "key", "cert"))
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+    def context(self) -> ssl.SSLContext:
+        """Read the files for a client of Python's standard library.
+
+        Raises:
+            InvalidArgument: one cannot be read, or is not a certificate or key.
+        """
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.cert is not None:
+                context.load_cert_chain(
+                    self.cert, self.key, password=""
+                )  # reject an encrypted key instead of prompting for its password
+        except (OSError, ValueError) as error:
+            raise InvalidArgument("tls", f"the files cannot be used: {error}") from None
+        return context
+
+
+def open_channel(
+    library: Any,
+    target: str,
+    tls: Tls | None,
+    *,
+    name: str | None = None,
+    more: Sequence[tuple[str, int]] = (),
+    proxy: str | None = None,
+) -> Any:
+    """Return a channel of `grpc` or `grpc.aio`; without `tls` it is unencrypted.
+
+    Args:
+        more: gRPC options in addition to those of every client.
+        name: name that the server's certificate must have, if it is not the target's host.
+        proxy: URL of an HTTP proxy, or "none"; None reads the environment. Never used for loopback addresses.
+    """
+    options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS, *more, *proxy_options(target, proxy)]
+    if name is not None:
+        options += [("grpc.ssl_target_name_override", name), ("grpc.default_authority", name)]
+    if tls is None:
+        return library.insecure_channel(target, options=options)
+    return library.secure_channel(target, tls.credentials(), options=options)
+
+
+def _read(name: str, path: str | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"tls.{name}", f"cannot be read: {sentence_of(error)}") from None
+
+
+def check_health(
+    target: str, *, service: str = "", timeout_s: float, tls: Tls | None = None, proxy: str | None = None
+) -> str:
+    """Return the status by name: SERVING, or NOT_SERVING while a server loads or drains.
+
+    Args:
+        target: host:port.
+        service: name of the service; "" for the server as a whole.
+        timeout_s: timeout for connecting and answering.
+        tls: None connects without TLS.
+        proxy: URL of an HTTP proxy, or "none"; None reads the environment. Never used for loopback addresses.
+
+    Raises:
+        InvalidArgument: the target is not HOST:PORT.
+        Unavailable: no server listens there.
+        DeadlineExceeded: no answer came in time.
+        NotFound: there is no such service.
+    """
+    require_target("target", target)
+    with open_channel(grpc, target, tls, proxy=proxy) as channel:
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise translated(error, proxy_name(target, proxy)) from error
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))

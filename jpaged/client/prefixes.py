@@ -14,12 +14,11 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from jpaged._proto.v1 import inference_pb2, prefixes_pb2
-from jpaged.client import wire
+from jpaged.client import convert
+from jpaged.client.convert import Call
 from jpaged.client.failures import translated
 from jpaged.client.routing.endpoints import key_of
-from jpaged.client.routing.tasks import AsyncServers
-from jpaged.client.routing.threads import Servers
-from jpaged.client.wire import Call
+from jpaged.client.routing.servers import AsyncServers, Servers
 from jpaged.errors import InvalidArgument
 from jpaged.types import Prompt
 
@@ -77,7 +76,7 @@ class PrefixCalls:
             cache_salt: of the requests that share the prefix; the same holds for `adapter`.
             num_known_tokens: leading tokens whose blocks are left out.
         """
-        prompt = wire.prompt_of(text, prompt_token_ids)
+        prompt = convert.prompt_of(text, prompt_token_ids)
         request = _save_request(prompt, cache_salt, adapter, num_known_tokens)
         self._require_open()
         endpoint = self._servers.endpoints.enter(key_of(request))
@@ -121,7 +120,7 @@ class PrefixCalls:
         adapter: str = "",
     ) -> PrefixArrival:
         """Make a server fetch a prefix from another one, by the name in its option --prefix-peers."""
-        prompt = wire.prompt_of(text, prompt_token_ids)
+        prompt = convert.prompt_of(text, prompt_token_ids)
         return self._servers.run(_fetch_call(source, prompt, cache_salt, adapter))
 
 
@@ -145,7 +144,7 @@ class AsyncPrefixCalls:
         num_known_tokens: int = 0,
     ) -> AsyncIterator[bytes]:
         """See `PrefixCalls.save`."""
-        prompt = wire.prompt_of(text, prompt_token_ids)
+        prompt = convert.prompt_of(text, prompt_token_ids)
         request = _save_request(prompt, cache_salt, adapter, num_known_tokens)
         self._require_open()
         endpoint = self._servers.endpoints.enter(key_of(request))
@@ -199,7 +198,7 @@ class AsyncPrefixCalls:
         adapter: str = "",
     ) -> PrefixArrival:
         """See `PrefixCalls.fetch`."""
-        prompt = wire.prompt_of(text, prompt_token_ids)
+        prompt = convert.prompt_of(text, prompt_token_ids)
         return await self._servers.run(_fetch_call(source, prompt, cache_salt, adapter))
 
 
@@ -311,7 +310,7 @@ def _fetch_call(source: str, prompt: Prompt, cache_salt: str, adapter: str) -> C
 def _ids_of(prompt: Prompt) -> inference_pb2.TokenIds | None:
     if prompt.token_ids is None:
         return None
-    return inference_pb2.TokenIds(ids=wire.checked_ids("prompt.token_ids", prompt.token_ids))
+    return inference_pb2.TokenIds(ids=convert.checked_ids("prompt.token_ids", prompt.token_ids))
 
 
 def _arrival_of(message: Any) -> PrefixArrival:

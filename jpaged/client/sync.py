@@ -9,11 +9,11 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from jpaged.chat import ChatOptions, ChatWords, chat_options_of
-from jpaged.client import evaluations, wire
+from jpaged.client import convert
 from jpaged.client.base import BaseClient, BaseStream
+from jpaged.client.convert import AdapterInfo, Assembler, Call, GenerateChunk, ServerInfo
 from jpaged.client.prefixes import PrefixCalls
-from jpaged.client.routing.threads import Servers
-from jpaged.client.wire import AdapterInfo, Assembler, Call, GenerateChunk, ServerInfo
+from jpaged.client.routing.servers import Servers
 from jpaged.completions import Evaluated
 from jpaged.load import Load
 from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
@@ -76,7 +76,7 @@ class Client(BaseClient[GenerateStream]):
         adapter: str = "",
     ) -> RequestOutput:
         """Run a request to its end and return the complete output; arguments as in `generate`."""
-        what = wire.prompt_of(prompt, prompt_token_ids, messages, chat_options)
+        what = convert.prompt_of(prompt, prompt_token_ids, messages, chat_options)
         assembler = Assembler(what, sampling)
         with self._begin(what, sampling, request_id, timeout_s, whole=True, adapter=adapter) as stream:
             for chunk in stream:
@@ -126,8 +126,8 @@ class Client(BaseClient[GenerateStream]):
             cache_salt: as in `SamplingParams`.
             priority: as in `SamplingParams`.
         """
-        asker = evaluations.Asker(self._model, adapter, cache_salt, priority)
-        call = evaluations.score_call(prompt, continuations, asker)
+        asker = convert.Asker(self._model, adapter, cache_salt, priority)
+        call = convert.score_call(prompt, continuations, asker)
         return self._run(call)
 
     def embed(
@@ -146,8 +146,8 @@ class Client(BaseClient[GenerateStream]):
             normalize: scale each vector to length 1.
             adapter: as in `score`, with cache_salt and priority.
         """
-        asker = evaluations.Asker(self._model, adapter, cache_salt, priority)
-        call = evaluations.embed_call(inputs, asker, pooling=pooling, normalize=normalize)
+        asker = convert.Asker(self._model, adapter, cache_salt, priority)
+        call = convert.embed_call(inputs, asker, pooling=pooling, normalize=normalize)
         return self._run(call)
 
     def tokenize(
@@ -159,12 +159,12 @@ class Client(BaseClient[GenerateStream]):
         add_special_tokens: bool | None = None,
     ) -> tuple[int, ...]:
         """Return the token ids of a text or a conversation."""
-        prompt = wire.prompt_of(text, None, messages, chat_options)
-        return self._run(wire.tokenize_call(prompt, add_special_tokens=add_special_tokens, model=self._model))
+        prompt = convert.prompt_of(text, None, messages, chat_options)
+        return self._run(convert.tokenize_call(prompt, add_special_tokens=add_special_tokens, model=self._model))
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
-        return self._run(wire.detokenize_call(token_ids, skip_special_tokens=skip_special_tokens, model=self._model))
+        return self._run(convert.detokenize_call(token_ids, skip_special_tokens=skip_special_tokens, model=self._model))
 
     def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> tuple[bytes, ...]:
         """Return the bytes that each token adds to a text, which may be a part of a character.
@@ -175,19 +175,21 @@ class Client(BaseClient[GenerateStream]):
         Raises:
             Unsupported: the server is older and returns texts alone.
         """
-        return self._run(wire.token_bytes_call(token_ids, skip_special_tokens=skip_special_tokens, model=self._model))
+        return self._run(
+            convert.token_bytes_call(token_ids, skip_special_tokens=skip_special_tokens, model=self._model)
+        )
 
     def server_info(self) -> ServerInfo:
         """Return the server's properties and state; works in every state."""
-        return self._run(wire.server_info_call())
+        return self._run(convert.server_info_call())
 
     def model_info(self) -> ModelInfo:
         """Return the properties of the served model."""
-        return self._run(wire.model_info_call())
+        return self._run(convert.model_info_call())
 
     def load(self) -> Load:
         """Return the load of the server."""
-        return self._run(wire.load_call())
+        return self._run(convert.load_call())
 
     def abort(self, request_id: str) -> None:
         """Abort a request by its id; its stream gets a last chunk with finish reason "abort".
@@ -195,7 +197,7 @@ class Client(BaseClient[GenerateStream]):
         Raises:
             NotFound: no such request is in flight.
         """
-        self._run(wire.abort_call(request_id))
+        self._run(convert.abort_call(request_id))
 
     def pin_prefix(
         self,
@@ -215,8 +217,8 @@ class Client(BaseClient[GenerateStream]):
             InvalidArgument: there is nothing to pin, or no room.
             Unsupported: the server has no prefix cache.
         """
-        prefix = wire.prompt_of(text, prompt_token_ids)
-        return self._run(wire.pin_prefix_call(name, prefix, cache_salt, adapter))
+        prefix = convert.prompt_of(text, prompt_token_ids)
+        return self._run(convert.pin_prefix_call(name, prefix, cache_salt, adapter))
 
     def unpin_prefix(self, name: str) -> None:
         """Unpin a prefix.
@@ -224,7 +226,7 @@ class Client(BaseClient[GenerateStream]):
         Raises:
             NotFound: no prefix of that name is pinned.
         """
-        self._run(wire.unpin_prefix_call(name))
+        self._run(convert.unpin_prefix_call(name))
 
     def load_adapter(self, name: str, path: str) -> int:
         """Load an adapter from a path on the server, for requests that name it; return its size in bytes.
@@ -234,7 +236,7 @@ class Client(BaseClient[GenerateStream]):
             InvalidArgument: the path is missing or invalid, or too many are loaded.
             Unsupported: the server takes no adapters, or not this kind.
         """
-        return self._run(wire.load_adapter_call(name, path))
+        return self._run(convert.load_adapter_call(name, path))
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter; requests that use it continue.
@@ -242,11 +244,11 @@ class Client(BaseClient[GenerateStream]):
         Raises:
             NotFound: no adapter has that name.
         """
-        self._run(wire.unload_adapter_call(name))
+        self._run(convert.unload_adapter_call(name))
 
     def list_adapters(self) -> tuple[AdapterInfo, ...]:
         """Return the adapters that requests can use."""
-        return self._run(wire.list_adapters_call())
+        return self._run(convert.list_adapters_call())
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until the server accepts requests, even if it has not started yet or restarts.

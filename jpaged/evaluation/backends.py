@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from jpaged.client import AsyncClient, Client
-from jpaged.client.batching.targets import window_of
+from jpaged.client.batch import window_of
 from jpaged.completions import without_errors
 from jpaged.config import api_key_from_environment
 from jpaged.errors import InvalidArgument, JpagedError, PermissionDenied, TryLater, Unsupported

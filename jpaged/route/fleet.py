@@ -28,18 +28,15 @@ from grpc_health.v1 import health_pb2
 
 from jpaged._proto.v1 import control_pb2
 from jpaged.access.tls import FileWatch
-from jpaged.client.channel import Backoff, proxy_name
+from jpaged.client.channel import Backoff, Tls, open_channel, proxy_name
+from jpaged.client.convert import metadata_of
 from jpaged.client.failures import error_details, translated
 from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, Endpoints, Question
-from jpaged.client.tls import Tls, open_channel
-from jpaged.client.wire import metadata_of
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable, sentence_of
-from jpaged.route.callers import VIA_KEY
-from jpaged.route.directory import Directory
-from jpaged.route.held import HeldPrefixes
-from jpaged.route.methods import channel_methods
+from jpaged.route.kv_event_index import HeldPrefixes, Telling, telling_of
+from jpaged.route.methods import VIA_KEY, channel_methods
+from jpaged.route.prefix_table import Directory
 from jpaged.route.targets import Address, Targets
-from jpaged.route.telling import Telling, telling_of
 
 _LOG = logging.getLogger(__name__)
 

@@ -19,14 +19,14 @@ from typing import Any
 from grpc import aio
 
 from jpaged._proto.v1 import inference_pb2
-from jpaged.client.routing.course import Course
 from jpaged.client.routing.endpoints import Endpoint
-from jpaged.client.routing.tasks import run_tries
-from jpaged.client.routing.tries import Resuming, Tries
+from jpaged.client.routing.resumable_stream import Course
+from jpaged.client.routing.retry import Resuming, Tries
+from jpaged.client.routing.servers import run_tries
 from jpaged.errors import AlreadyExists, Unavailable
-from jpaged.route.callers import Metadata, has_unread_key, owner_of, passed_on, tenant_of, told_by_servers
 from jpaged.route.fleet import Fleet
-from jpaged.route.prefixes import Beginning, beginning_of
+from jpaged.route.methods import Metadata, has_unread_key, owner_of, passed_on, tenant_of, told_by_servers
+from jpaged.route.prefix_table import Beginning, beginning_of
 
 FIRST_WITHIN_S = 1.5
 """Time that a call waits for an available server before it starts; about as long as a client retries."""

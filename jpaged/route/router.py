@@ -1,7 +1,8 @@
 """Lifecycle of a router: first the port, then its servers, then calls; at the end a drain and an exit code.
 
 For "", "readiness" and each service, grpc.health.v1 answers SERVING while any server accepts calls, otherwise and
-during a drain NOT_SERVING; for "liveness" it always answers SERVING.
+during a drain NOT_SERVING; for "liveness" it always answers SERVING. Metrics in Prometheus' format are computed per
+scrape.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,27 +18,114 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from jpaged.access import call_context as access
 from jpaged.access.authenticator import Gate
-from jpaged.client.routing.tries import Resuming
-from jpaged.client.tls import Tls
+from jpaged.client.channel import Tls
+from jpaged.client.routing.retry import Resuming
 from jpaged.config import AccessOptions, ServerOptions
-from jpaged.errors import QueueFull, Unavailable, reason_of
-from jpaged.route.acts import Acts
-from jpaged.route.callers import passed_on, refuse_as_told, require_no_loop, via_of
-from jpaged.route.directory import Directory
+from jpaged.errors import InvalidArgument, QueueFull, Unavailable, reason_of
+from jpaged.route.aggregate import Acts, Fleetwide, Options
 from jpaged.route.fleet import Counts, Fleet
-from jpaged.route.fleetwide import Fleetwide, Options
-from jpaged.route.held import HeldPrefixes
-from jpaged.route.methods import SERVICES, WAYS, Handler, register
-from jpaged.route.metrics import serve_counts
-from jpaged.route.prefixes import MAX_KNOWN_PREFIXES
+from jpaged.route.kv_event_index import HeldPrefixes
+from jpaged.route.methods import SERVICES, WAYS, Handler, passed_on, refuse_as_told, register, require_no_loop, via_of
+from jpaged.route.prefix_table import MAX_KNOWN_PREFIXES, Directory
 from jpaged.route.relay import Relay
 from jpaged.route.targets import Targets
 from jpaged.server.grpc_server import Door, bind, error_for, make_server
 from jpaged.server.health import LIVENESS, READINESS, Health, HealthServicer, ProbeServer
 from jpaged.telemetry.scrapes import ScrapeServer
+
+_BY_TARGET = {
+    "begun": ("jpaged:route_begun_calls", "Calls started at a backend, including retries."),
+    "retried": ("jpaged:route_retried_calls", "Calls retried because a backend was gone, refused them or failed."),
+    "resumed": ("jpaged:route_resumed_streams", "Streams resumed at a backend after another one failed."),
+    "messages": ("jpaged:route_messages", "Stream messages forwarded."),
+    "tokens": ("jpaged:route_tokens", "Tokens in forwarded messages."),
+}
+
+
+class RouteCollector(Collector):
+    """Collector of a fleet's state and counters."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[Metric]:
+        counts, directory = self._fleet.counts, self._fleet.directory
+        ended = CounterMetricFamily(
+            "jpaged:route_calls", "Finished calls by method and status.", labels=("method", "code")
+        )
+        for (method, code), value in list(counts.ended.items()):
+            ended.add_metric((method, code), value)
+        yield ended
+        for name, (metric, text) in _BY_TARGET.items():
+            family = CounterMetricFamily(metric, text, labels=("target",))
+            for target, value in list(vars(counts)[name].items()):
+                family.add_metric((target,), value)
+            yield family
+        yield GaugeMetricFamily("jpaged:route_open_calls", "Open calls.", value=counts.open)
+        yield CounterMetricFamily("jpaged:route_placed_prompts", "Prompts routed.", directory.num_placed)
+        yield CounterMetricFamily(
+            "jpaged:route_prefix_hits",
+            "Prompts routed to a backend that has their prefix cached or was sent it before.",
+            directory.num_hits,
+        )
+        yield CounterMetricFamily(
+            "jpaged:route_passed_over",
+            "Prompts not routed to the backend with their longest prefix, because it was away or too loaded.",
+            directory.num_passed_over,
+        )
+        yield GaugeMetricFamily("jpaged:route_known_prefixes", "Prefix hashes kept by the router.", len(directory))
+        yield from self._targets()
+
+    def _targets(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily("jpaged:route_target_up", "1 if the backend accepts calls.", labels=("target",))
+        calls = GaugeMetricFamily(
+            "jpaged:route_target_open_calls", "Open calls from this router to the backend.", labels=("target",)
+        )
+        busy = GaugeMetricFamily(
+            "jpaged:route_target_busy",
+            "Open requests reported by the backend, including those of other routers.",
+            labels=("target",),
+        )
+        heard = GaugeMetricFamily(
+            "jpaged:route_target_heard", "1 if the router receives the backend's KV cache events.", labels=("target",)
+        )
+        blocks = GaugeMetricFamily(
+            "jpaged:route_target_blocks",
+            "KV blocks that the backend holds, according to its events.",
+            labels=("target",),
+        )
+        held = self._fleet.held
+        for member in list(self._fleet.members.values()):
+            endpoint = member.endpoint
+            if held is not None and (is_heard := held.is_heard(endpoint.name)) is not None:
+                heard.add_metric((endpoint.name,), float(is_heard))
+                blocks.add_metric((endpoint.name,), held.num_blocks(endpoint.name))
+            up.add_metric((endpoint.name,), float(member.is_admitted and endpoint.is_there))
+            calls.add_metric((endpoint.name,), endpoint.num_open)
+            busy.add_metric((endpoint.name,), endpoint.num_busy)
+        yield from (up, calls, busy, heard, blocks)
+
+
+def serve_counts(fleet: Fleet, host: str, port: int) -> ScrapeServer:
+    """Serve scrapes on a separate port, in threads, until the server is stopped; 0 is a free port.
+
+    Raises:
+        InvalidArgument: the port cannot be bound.
+    """
+    registry = CollectorRegistry()
+    registry.register(RouteCollector(fleet))
+    try:
+        return ScrapeServer(make_wsgi_app(registry), host, port)
+    except OSError as error:
+        raise InvalidArgument("metrics_port", f"cannot listen on port {port} of {host}: {error}") from error
+
 
 _LOG = logging.getLogger(__name__)
 

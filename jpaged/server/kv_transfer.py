@@ -19,9 +19,8 @@ from grpc import aio
 
 from jpaged._proto.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc, prefixes_pb2, prefixes_pb2_grpc
 from jpaged.access.tls import FileWatch
-from jpaged.client.channel import require_target
+from jpaged.client.channel import Tls, open_channel, require_target
 from jpaged.client.failures import translated
-from jpaged.client.tls import Tls, open_channel
 from jpaged.config import AccessOptions
 from jpaged.errors import DeadlineExceeded, InvalidArgument, PermissionDenied
 from jpaged.server.grpc_server import CallContext, answering

@@ -63,14 +63,14 @@ MAY_IMPORT = {
     "http": VALUES | {"engine", "service", "openai", "telemetry", "access"},
     "server": VALUES
     | {"engine", "service", "_proto", "telemetry", "http", "access"}
-    | {"client.channel", "client.failures", "client.tls"},  # of another server it is a client
+    | {"client.channel", "client.failures"},  # of another server it is a client
     "testing": VALUES | {"engine"},
     "demo": set(),
     "bench": VALUES | {"client", "capacity.cost"},
     "kvevents": VALUES,
     "capacity": VALUES
     | {"models", "checkpoints", "device", "engine", "testing"}
-    | {"client.routing", "route.directory", "route.prefixes"},  # a fleet is simulated behind the router's own placement
+    | {"client.routing", "route.prefix_table"},  # a fleet is simulated behind the router's own placement
     "assemble": VALUES
     | {"blockstore", "kvevents", "kernels", "models", "checkpoints", "device", "engine", "service", "testing"},
     "llm": VALUES | {"engine", "service", "assemble", "client", "openai"},

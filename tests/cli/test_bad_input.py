@@ -14,7 +14,7 @@ import pytest
 from jpaged.capacity.simulator import simulation
 from jpaged.cli import health
 from jpaged.cli.main import main
-from jpaged.client.wire import sampling_message
+from jpaged.client.convert import sampling_message
 from jpaged.demo import FOLDER
 from jpaged.errors import InternalError
 from jpaged.types import SamplingParams

@@ -14,8 +14,8 @@ import httpx2
 import pytest
 
 from jpaged._proto.v1 import inference_pb2
+from jpaged.client import batch
 from jpaged.client.batch import BatchOptions, BatchSummary, run_batch
-from jpaged.client.batching import targets
 from jpaged.client.results import PASSING, OutputError, Results, failure_in
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, Unavailable
@@ -52,8 +52,8 @@ def ignore(summary: BatchSummary) -> None:
 
 @pytest.fixture(autouse=True)
 def quick_backoff(monkeypatch):
-    monkeypatch.setattr(targets, "_FIRST_BACKOFF_S", 0.001)
-    monkeypatch.setattr(targets, "_MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr(batch, "_FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(batch, "_MAX_BACKOFF_S", 0.01)
 
 
 async def test_every_line_gets_its_answer(tmp_path):
@@ -195,7 +195,7 @@ async def test_a_request_that_takes_too_long_is_a_failed_line(tmp_path):
 
 @pytest.mark.long
 async def test_a_server_that_goes_away_ends_the_run_and_the_next_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(targets, "_MAX_TRIES", 2)
+    monkeypatch.setattr(batch, "_MAX_TRIES", 2)
     source, target = write_input(tmp_path / "in", simple(20)), tmp_path / "out"
     async with running() as harness:
 
@@ -322,7 +322,7 @@ async def test_a_second_run_runs_again_what_may_pass_and_keeps_what_never_will(t
 
 
 async def test_failures_stay_while_the_server_is_away(tmp_path, monkeypatch):
-    monkeypatch.setattr(targets, "_MAX_TRIES", 1)
+    monkeypatch.setattr(batch, "_MAX_TRIES", 1)
     source, target = write_input(tmp_path / "in", simple(2)), tmp_path / "out"
     target.write_text(failed("c0", "DEADLINE_EXCEEDED"))
     with pytest.raises(Unavailable):

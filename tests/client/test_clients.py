@@ -16,7 +16,7 @@ from jpaged._proto.v1 import inference_pb2, inference_pb2_grpc
 from jpaged.client import AsyncClient, Client
 from jpaged.client.channel import MAX_ATTEMPTS
 from jpaged.client.failures import error_of
-from jpaged.client.routing.tries import Tries
+from jpaged.client.routing.retry import Tries
 from jpaged.errors import (
     AlreadyExists,
     Cancelled,

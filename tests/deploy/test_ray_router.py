@@ -197,9 +197,8 @@ def test_it_imports_nothing_that_lies_beside_it():
     beside = {path.stem for path in FILE.parent.glob("*.py")}
     assert {name.partition(".")[0] for name in found} & beside == set()
     assert {name for name in found if name.startswith("jpaged.")} == {
-        "jpaged.route.callers",
-        "jpaged.route.prefixes",
-        "jpaged.route.replicas",
+        "jpaged.route.methods",
+        "jpaged.route.prefix_table",
     }
 
 

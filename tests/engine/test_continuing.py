@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.client.routing.progress import Progress
+from jpaged.client.routing.resumable_stream import Progress
 from jpaged.completions import completions_of
 from jpaged.errors import InvalidArgument
 from jpaged.testing import ByteTokenizer, FakeExecutor, FedExecutor, SeveralStepsExecutor, seeing

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jpaged.client import Client
-from jpaged.client.health import check_health
+from jpaged.client.channel import check_health
 from jpaged.errors import JpagedError, Unavailable
 from jpaged.types import RequestOutput, SamplingParams
 from tests.e2e.rig import open_llm

@@ -7,7 +7,7 @@ import pytest
 import trustme
 
 from jpaged.client import AsyncClient
-from jpaged.client.tls import Tls
+from jpaged.client.channel import Tls
 from jpaged.config import AccessOptions
 from jpaged.errors import NotFound, PermissionDenied, Unauthenticated, Unavailable
 from jpaged.types import SamplingParams

@@ -20,7 +20,7 @@ from jpaged.errors import (
     PermissionDenied,
     Unsupported,
 )
-from jpaged.route import acts
+from jpaged.route import aggregate
 from jpaged.types import SamplingParams
 from tests.access.test_keys import FILE, OTHER, TOKEN
 from tests.client.routing.cutting import wire
@@ -257,7 +257,7 @@ async def test_what_a_server_may_have_done_before_it_was_lost_is_undone_when_it_
 
 
 async def test_a_server_that_never_answers_holds_nobody_up_for_ever(adapter, monkeypatch):
-    monkeypatch.setattr(acts, "ACT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(aggregate, "ACT_TIMEOUT_S", 0.2)
     async with (
         server() as first,
         server() as second,

@@ -7,8 +7,7 @@ import grpc
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.client.routing.endpoints import Endpoint, Endpoints
-from jpaged.route.directory import Directory
-from jpaged.route.prefixes import Beginning, beginning_of
+from jpaged.route.prefix_table import Beginning, Directory, beginning_of
 
 
 class Rig:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jpaged.client import AsyncClient
-from jpaged.route.prefixes import beginning_of
+from jpaged.route.prefix_table import beginning_of
 from jpaged.types import SamplingParams
 from tests.processes import Process
 from tests.route.rig import routed

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jpaged._proto.v1 import control_pb2, inference_pb2, inference_pb2_grpc, prefixes_pb2, prefixes_pb2_grpc
 from jpaged.client import AsyncClient, Client
-from jpaged.client.tls import open_channel
+from jpaged.client.channel import open_channel
 from jpaged.errors import InternalError, InvalidArgument, NotFound, PermissionDenied, Unauthenticated
 from jpaged.route import fleet, relay
 from jpaged.route import router as router_module

@@ -16,10 +16,9 @@ from jpaged.config import AccessOptions, EngineConfig, KVEventsOptions
 from jpaged.kvevents.encoding import Encoder
 from jpaged.kvevents.publisher import Publisher
 from jpaged.pool import Change, Owner, Removed, Stored
-from jpaged.route.held import HeldPrefixes
-from jpaged.route.prefixes import beginning_of
+from jpaged.route.kv_event_index import HeldPrefixes, Telling
+from jpaged.route.prefix_table import beginning_of
 from jpaged.route.router import RouteOptions, Router
-from jpaged.route.telling import Telling
 from tests.client.routing.test_resuming import server
 from tests.route.rig import Routed, routed
 from tests.server.harness import Harness, collect, eventually

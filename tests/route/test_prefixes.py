@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
-from jpaged.client import wire
-from jpaged.route.prefixes import CUTS, Chain, beginning_of
+from jpaged.client import convert
+from jpaged.route.prefix_table import CUTS, Chain, beginning_of
 from jpaged.types import Prompt, SamplingParams
 
 
 def chain(prompt: Prompt, owner: bytes = b"", **fields: Any) -> Chain:
     sampling = SamplingParams(cache_salt=fields.pop("cache_salt", ""))
-    made = beginning_of(wire.generate_request(prompt, sampling, request_id=None, model=None, **fields), owner)
+    made = beginning_of(convert.generate_request(prompt, sampling, request_id=None, model=None, **fields), owner)
     assert made is not None
     return made.chain
 

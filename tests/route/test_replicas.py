@@ -3,8 +3,7 @@
 import pytest
 
 from jpaged._proto.v1 import inference_pb2
-from jpaged.route.prefixes import Beginning, beginning_of
-from jpaged.route.replicas import Replicas
+from jpaged.route.prefix_table import Beginning, Replicas, beginning_of
 
 IDLE = {"a": 0, "b": 0, "c": 0}
 SYSTEM = "You are a helpful assistant of few words. " * 10

@@ -4,8 +4,8 @@ import pytest
 
 from jpaged._proto.v1 import control_pb2
 from jpaged.errors import InvalidArgument, Unavailable
+from jpaged.route.kv_event_index import telling_of
 from jpaged.route.targets import Address, Targets, parse_target
-from jpaged.route.telling import telling_of
 
 
 def info(**options: str) -> control_pb2.GetServerInfoResponse:

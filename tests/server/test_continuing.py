@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jpaged._proto.v1 import inference_pb2
-from jpaged.client.routing.progress import Progress
+from jpaged.client.routing.resumable_stream import Progress
 from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.testing import expected_tokens, scripted
 from tests.server.harness import Harness, collect, error_details, failure_of, request, running

@@ -14,7 +14,7 @@ from jpaged.chat import (
     ToolChoice,
     ToolChoiceMode,
 )
-from jpaged.client import wire as client_wire
+from jpaged.client import convert as client_wire
 from jpaged.errors import InvalidArgument
 from jpaged.load import EngineLoad, Load
 from jpaged.server import servicer as server_wire

@@ -5,7 +5,7 @@
     prefix        the replica that was sent most of the prompt; among several the least busy
     prefix+load   the same among those that are not overloaded: what the router does
 
-The last two use `jpaged.route.directory`, with the prefix hashes that the router computes from token ids, and
+The last two use `jpaged.route.prefix_table`, with the prefix hashes that the router computes from token ids, and
 `prefix+load` skips the replicas that the router skips (`not_ahead`). The rules know only what a router knows: which
 requests it has sent to which replica and has not seen end. They read no state of a replica.
 """
@@ -20,8 +20,7 @@ import numpy as np
 
 from jpaged.capacity.fleet.day import Attempt, prompt_of
 from jpaged.client.routing.endpoints import not_ahead
-from jpaged.route.directory import Directory
-from jpaged.route.prefixes import MAX_KNOWN_PREFIXES, beginning_of_ids
+from jpaged.route.prefix_table import MAX_KNOWN_PREFIXES, Directory, beginning_of_ids
 
 Rule = Literal["random", "least-load", "prefix", "prefix+load"]
 RULES: tuple[Rule, ...] = ("random", "least-load", "prefix", "prefix+load")

@@ -10,8 +10,7 @@ from jpaged._proto.v1 import inference_pb2
 from jpaged.capacity.fleet.day import Attempt, Session, draw_sessions, prompt_of
 from jpaged.capacity.fleet.routing import RULES, Router
 from jpaged.client.routing.endpoints import Endpoint, Endpoints
-from jpaged.route.directory import Directory
-from jpaged.route.prefixes import MAX_KNOWN_PREFIXES, beginning_of
+from jpaged.route.prefix_table import MAX_KNOWN_PREFIXES, Directory, beginning_of
 from tests.capacity.fleet.small import DAY
 
 

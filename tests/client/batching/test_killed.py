@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from jpaged.client.batching.parquet import journal_of
+from jpaged.client.parquet import journal_of
 from jpaged.testing import FakeExecutor
 from tests.client.test_batch import results, simple, write_input
 from tests.processes import ROOT

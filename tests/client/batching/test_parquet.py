@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jpaged.client import batch, parquet
 from jpaged.client.batch import BatchOptions, run_batch
-from jpaged.client.batching import parquet, targets
-from jpaged.client.batching.parquet import ParquetLines, journal_of, pack, unpack
+from jpaged.client.parquet import ParquetLines, journal_of, pack, unpack
 from jpaged.client.results import OutputError
 from jpaged.errors import InvalidArgument, Unavailable
 from jpaged.openai.lines import BadLine, Line
@@ -48,7 +48,7 @@ def packed(path: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def quick_backoff(monkeypatch):
-    monkeypatch.setattr(targets, "_FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(batch, "_FIRST_BACKOFF_S", 0.001)
 
 
 async def test_results_are_those_of_the_same_lines(tmp_path):
@@ -164,7 +164,7 @@ def test_of_a_file_no_more_is_in_memory_than_a_few_row_groups(tmp_path):
 
 @pytest.mark.long
 async def test_a_run_that_ends_in_between_leaves_lines_that_the_next_goes_on_from(tmp_path, monkeypatch):
-    monkeypatch.setattr(targets, "_MAX_TRIES", 2)
+    monkeypatch.setattr(batch, "_MAX_TRIES", 2)
     source, out = (
         write(tmp_path / "in.parquet", [row(i) for i in range(20)], row_group_size=3),
         tmp_path / "out.parquet",
@@ -260,7 +260,7 @@ def test_integer_ids_are_texts(tmp_path):
 BOMB = """
 import resource, sys
 from pathlib import Path
-from jpaged.client.batching.parquet import ParquetLines
+from jpaged.client.parquet import ParquetLines
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 lines = ParquetLines(Path(sys.argv[1]))
 assert sum(1 for _ in lines) == int(sys.argv[2])

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from jpaged.client.batch import BatchOptions, BatchSummary, run_batch
-from jpaged.client.batching import targets
-from jpaged.client.batching.targets import Lines, Targets, targets_in, window_of
+from jpaged.client import batch
+from jpaged.client.batch import BatchOptions, BatchSummary, Lines, Targets, run_batch, targets_in, window_of
 from jpaged.errors import InvalidArgument, JpagedError, QueueFull, Unavailable, Unsupported
 from jpaged.load import Load
 from jpaged.openai.lines import Line
@@ -107,8 +106,8 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def quick_backoff(monkeypatch):
-    monkeypatch.setattr(targets, "_FIRST_BACKOFF_S", 0.001)
-    monkeypatch.setattr(targets, "_MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr(batch, "_FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(batch, "_MAX_BACKOFF_S", 0.01)
 
 
 async def at_once(server: FakeServer, line: Line) -> None:
@@ -168,7 +167,7 @@ def test_lines_that_come_back_are_taken_first_and_none_is_lost():
 
 async def test_a_server_that_is_ten_times_slower_gets_a_tenth_and_holds_up_nothing(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(targets, "_now_s", lambda: clock.now_s)
+    monkeypatch.setattr(batch, "_now_s", lambda: clock.now_s)
     servers = {"fast": FakeServer(clock.run, latency_s=1.0), "slow": FakeServer(clock.run, latency_s=10.0)}
     run = asyncio.create_task(Tally(servers).run(200))
     await clock.pass_while(run)
@@ -180,7 +179,7 @@ async def test_a_server_that_is_ten_times_slower_gets_a_tenth_and_holds_up_nothi
 
 async def test_near_the_end_a_slow_server_takes_nothing_that_the_others_do_sooner(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(targets, "_now_s", lambda: clock.now_s)
+    monkeypatch.setattr(batch, "_now_s", lambda: clock.now_s)
     servers = {"fast": FakeServer(clock.run, latency_s=1.0), "slow": FakeServer(clock.run, latency_s=10.0)}
     run = asyncio.create_task(Tally(servers).run(50))
     await clock.pass_while(run)

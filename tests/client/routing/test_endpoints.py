@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from jpaged._proto.v1 import control_pb2
-from jpaged.client import AsyncClient, Client, wire
+from jpaged.client import AsyncClient, Client, convert
 from jpaged.client.routing.endpoints import SERVING, Endpoint, Endpoints, key_of
 from jpaged.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, Unavailable
 from jpaged.testing import FakeExecutor, VirtualClock
@@ -41,7 +41,7 @@ class Rig:
 
 def key(prompt: Prompt, **fields: Any) -> bytes | None:
     sampling = SamplingParams(cache_salt=fields.pop("cache_salt", ""))
-    return key_of(wire.generate_request(prompt, sampling, request_id=None, model=None, **fields))
+    return key_of(convert.generate_request(prompt, sampling, request_id=None, model=None, **fields))
 
 
 def test_prompts_that_begin_alike_have_one_key():

@@ -9,7 +9,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from jpaged.client.routing.endpoints import SERVING, Endpoint, Endpoints
-from jpaged.client.routing.tries import Resuming, Tries
+from jpaged.client.routing.retry import Resuming, Tries
 from jpaged.errors import DeadlineExceeded
 
 

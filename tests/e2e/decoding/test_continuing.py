@@ -7,7 +7,7 @@ from queue import SimpleQueue
 import pytest
 
 from jpaged import LLM, SamplingParams
-from jpaged.client.routing.progress import Progress
+from jpaged.client.routing.resumable_stream import Progress
 from jpaged.completions import completions_of
 from jpaged.service.input_processor import move_grammars
 from jpaged.structured import StructuredOutputs

@@ -13,7 +13,7 @@ import pytest
 from jpaged.chat import ChatOptions, Tool, chat_options_of, read_message
 from jpaged.client import AsyncClient
 from jpaged.client.batch import BatchOptions, run_batch
-from jpaged.client.chat import chat_message
+from jpaged.client.convert import chat_message
 from jpaged.config import EngineConfig
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, Unsupported

@@ -6,6 +6,8 @@
 
 "Elsewhere" is another available server, without a delay. A call is lost if its server goes away while it runs: the
 status is UNAVAILABLE, a CANCELLED that this client did not request, or one made up by the transport.
+
+Calls carry the W3C trace context of the caller: a server's spans become part of the caller's trace.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from jpaged.client.channel import Attempts, Backoff
 from jpaged.client.failures import is_of_server, translated
@@ -164,3 +167,15 @@ def _is_lost(error: Any) -> bool:
 
 def _backoff() -> Backoff:
     return Backoff(_FIRST_WAIT_S, 2.0, _MAX_WAIT_S)
+
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+def with_trace(metadata: Metadata) -> Metadata:
+    """Return metadata with the current span of OpenTelemetry, if the program has one."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier)
+    return (*metadata, *carrier.items()) if carrier else metadata

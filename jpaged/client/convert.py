@@ -1,6 +1,7 @@
 """Values <-> messages, and the assembly of streams. No I/O; shared by both clients.
 
-A unary call is a `Call`: its method, its request, and a conversion of the response. A client only sends it.
+A unary call is a `Call`: its method, its request, and a conversion of the response. A client only sends it. Chats and
+the calls Score and Embed are converted here, too.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any, Generic, Literal, TypeVar
 
 from google.protobuf.message import Message
 
+from jpaged import json_text
 from jpaged._proto.v1 import control_pb2, inference_pb2
-from jpaged.chat import ChatOptions
-from jpaged.client.chat import chat_message, piece_of
-from jpaged.completions import completions_of
+from jpaged.chat import MESSAGE_TEXTS, ChatOptions, Tool, ToolCallPiece, ToolChoice, ToolChoiceMode, read_message
+from jpaged.completions import Evaluated, completions_of
 from jpaged.errors import InternalError, InvalidArgument, Unsupported
 from jpaged.load import Load, ReplicaLoad
 from jpaged.structured import StructuredOutputs
@@ -24,17 +25,98 @@ from jpaged.types import (
     FinishReason,
     Generated,
     ModelInfo,
+    Pooling,
     PositionLogprobs,
     Prompt,
     RequestOutput,
     RequestTimes,
     SamplingParams,
+    Score,
     SequenceDelta,
     SequenceFinish,
     TokenLogprob,
     Usage,
     require_whole_characters,
 )
+
+_MODES = {
+    ToolChoiceMode.NONE: inference_pb2.TOOL_CHOICE_MODE_NONE,
+    ToolChoiceMode.AUTO: inference_pb2.TOOL_CHOICE_MODE_AUTO,
+    ToolChoiceMode.REQUIRED: inference_pb2.TOOL_CHOICE_MODE_REQUIRED,
+    ToolChoiceMode.NAMED: inference_pb2.TOOL_CHOICE_MODE_NAMED,
+}
+
+
+def chat_message(prompt: Prompt) -> inference_pb2.ChatPrompt:
+    """Convert a conversation and its options to a message.
+
+    Raises:
+        InvalidArgument: it has values that the message cannot hold; names the field, as in
+            `messages[1].tool_calls[0].id`.
+    """
+    options = prompt.chat_options
+    kwargs = options.template_kwargs
+    return inference_pb2.ChatPrompt(
+        messages=[_turn(f"messages[{i}]", message) for i, message in enumerate(prompt.messages or ())],
+        tools=[_tool_message(tool) for tool in options.tools],
+        tool_choice=None if options.tool_choice is None else _choice_message(options.tool_choice),
+        parallel_tool_calls=options.parallel_tool_calls,
+        chat_template_kwargs=json_text.dumps(dict(kwargs), ensure_ascii=False) if kwargs else "",
+        reasoning=_reasoning_message(options),
+        add_generation_prompt=options.add_generation_prompt,
+        continue_final_message=options.continue_final_message,
+        documents=[json_text.dumps(dict(one), ensure_ascii=False) for one in options.documents],
+        chat_template=options.chat_template or "",
+    )
+
+
+def piece_of(delta: inference_pb2.ToolCallDelta) -> ToolCallPiece:
+    """Convert a part of a call to a value."""
+    return ToolCallPiece(
+        delta.index,
+        delta.arguments,
+        delta.id if delta.HasField("id") else None,
+        delta.name if delta.HasField("name") else None,
+    )
+
+
+def _turn(where: str, message: Mapping[str, Any]) -> inference_pb2.ChatMessage:
+    read = read_message(where, message)
+    texts = {name: _whole(f"{where}.{name}", read[name]) for name in MESSAGE_TEXTS if read.get(name) is not None}
+    calls = [_call_message(f"{where}.tool_calls[{j}]", call) for j, call in enumerate(read.get("tool_calls", ()))]
+    return inference_pb2.ChatMessage(**texts, tool_calls=calls)
+
+
+def _call_message(where: str, call: Mapping[str, Any]) -> inference_pb2.ToolCall:
+    call_id = call.get("id")
+    return inference_pb2.ToolCall(id=None if call_id is None else _whole(f"{where}.id", call_id), **call["function"])
+
+
+def _whole(where: str, text: str) -> str:
+    require_whole_characters(where, text)
+    return text
+
+
+def _tool_message(tool: Tool) -> inference_pb2.Tool:
+    parameters = json_text.dumps(dict(tool.parameters), ensure_ascii=False)
+    return inference_pb2.Tool(
+        name=tool.name, description=tool.description, parameters=parameters, strict=tool.is_strict
+    )
+
+
+def _choice_message(choice: ToolChoice) -> inference_pb2.ToolChoice:
+    return inference_pb2.ToolChoice(mode=_MODES[choice.mode], name=choice.name or "")
+
+
+def _reasoning_message(options: ChatOptions) -> inference_pb2.ReasoningOptions:
+    reasoning = options.reasoning
+    return inference_pb2.ReasoningOptions(
+        effort=reasoning.effort,
+        enabled=reasoning.enabled,
+        thinking_token_budget=reasoning.thinking_token_budget,
+        include=reasoning.include,
+    )
+
 
 _T = TypeVar("_T")
 
@@ -458,3 +540,89 @@ def _finish_of(finish: inference_pb2.Finish) -> SequenceFinish:
             return SequenceFinish(reason, finish.matched_stop_token_id)
         case _:
             return SequenceFinish(reason)
+
+
+GivenText = str | Sequence[int]
+"""A text, or its token ids."""
+
+_POOLINGS: Mapping[Pooling, inference_pb2.Pooling] = {
+    "last": inference_pb2.POOLING_LAST,
+    "mean": inference_pb2.POOLING_MEAN,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Options of a call: the common fields of both requests."""
+
+    model: str | None = None
+    adapter: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields by name; raise InvalidArgument for values that the message cannot hold."""
+        require_whole_characters("adapter", self.adapter)
+        require_whole_characters("cache_salt", self.cache_salt)
+        checked_int32("priority", self.priority)
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def score_call(prompt: GivenText, continuations: Sequence[GivenText], asker: Asker) -> Call[Evaluated[Score]]:
+    """Build a Score call: a prompt and continuations -> scores."""
+    _require_several("continuations", continuations)
+    request = inference_pb2.ScoreRequest(
+        **_form_of("prompt", prompt),
+        continuations=[
+            inference_pb2.Continuation(**_form_of(f"continuations[{i}]", one)) for i, one in enumerate(continuations)
+        ],
+        **asker.fields(),
+    )
+    return Call("Score", request, _scores_of)
+
+
+def embed_call(
+    inputs: Sequence[GivenText], asker: Asker, *, pooling: Pooling, normalize: bool
+) -> Call[Evaluated[tuple[float, ...]]]:
+    """Build an Embed call: texts or token ids -> vectors."""
+    _require_several("inputs", inputs)
+    if pooling not in _POOLINGS:
+        raise InvalidArgument("pooling", f"{pooling!r} is neither 'last' nor 'mean'")
+    request = inference_pb2.EmbedRequest(
+        inputs=[inference_pb2.EmbedInput(**_form_of(f"inputs[{i}]", one)) for i, one in enumerate(inputs)],
+        pooling=_POOLINGS[pooling],
+        normalize=normalize,
+        **asker.fields(),
+    )
+    return Call("Embed", request, _vectors_of)
+
+
+def _require_several(field: str, texts: Sequence[GivenText]) -> None:
+    """Reject a single string, whose characters would be taken for texts."""
+    if isinstance(texts, str):
+        raise InvalidArgument(field, f"{texts[:40]!r} is one string: give a list of strings, or of lists of token ids")
+
+
+def _form_of(field: str, given: GivenText) -> dict[str, Any]:
+    """Return a text or token ids as fields of a message."""
+    if isinstance(given, str):
+        require_whole_characters(field, given)
+        return {"text": given}
+    try:
+        token_ids = list(given)
+    except TypeError as error:
+        raise InvalidArgument(field, f"{given!r} is neither a string nor a list of token ids") from error
+    return {"token_ids": inference_pb2.TokenIds(ids=checked_ids(field, token_ids))}
+
+
+def _scores_of(response: inference_pb2.ScoreResponse) -> Evaluated[Score]:
+    scores = [Score(tuple(logprob_of(token) for token in one.tokens), one.is_greedy) for one in response.scores]
+    return Evaluated(scores, _usage_of(response))
+
+
+def _vectors_of(response: inference_pb2.EmbedResponse) -> Evaluated[tuple[float, ...]]:
+    return Evaluated([tuple(one.values) for one in response.embeddings], _usage_of(response))
+
+
+def _usage_of(response: inference_pb2.ScoreResponse | inference_pb2.EmbedResponse) -> Usage:
+    return Usage(response.usage.prompt_tokens, response.usage.completion_tokens, response.usage.cached_tokens)

@@ -4,24 +4,93 @@
     server B                              resume after their tokens ── chunk ── last
     caller              chunk    chunk                                  chunk    last
 
-Output that is delivered only at the end (`whole`, beams, best_of) is buffered until it is complete, so that the request
-can restart at any time.
+The output so far is needed to resume on another server, and to skip repeated output. Output that is delivered only at
+the end (`whole`, beams, best_of) is buffered until it is complete, so that the request can restart at any time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import grpc
 
 from jpaged._proto.v1 import inference_pb2
-from jpaged.client import wire
+from jpaged.client import convert
 from jpaged.client.failures import translated, was_accepted
-from jpaged.client.routing.progress import Progress
-from jpaged.client.routing.traces import with_trace
-from jpaged.client.routing.tries import Tries
+from jpaged.client.routing.retry import Tries, with_trace
 from jpaged.errors import InternalError, JpagedError
+from jpaged.types import Generated
+
+
+class Delta(Protocol):
+    """Addition of a message, or an event, to a sequence."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def logprobs(self) -> Sequence[Any]:
+        """One position for each token, with `chosen`, or none."""
+
+    @property
+    def prompt_logprobs(self) -> Sequence[Any]: ...
+
+
+class _Sequence:
+    """Output of one sequence so far."""
+
+    def __init__(self) -> None:
+        self.token_ids = array("I")
+        self.cumulative_logprob = 0.0
+        self.has_finished = False
+
+    def add(self, delta: Delta, has_finished: bool) -> None:
+        self.token_ids.extend(delta.token_ids)
+        # one by one, in the engine's order, so that the sum is identical to the last bit
+        for position in delta.logprobs:
+            self.cumulative_logprob += position.chosen.logprob
+        self.has_finished = self.has_finished or has_finished
+
+
+class Progress:
+    """The collected deltas of one request, from any number of servers.
+
+    Attributes:
+        num_prompt_logprobs: prompt positions whose log-probabilities have come.
+    """
+
+    def __init__(self) -> None:
+        self.num_prompt_logprobs = 0
+        self._sequences: dict[int, _Sequence] = {}
+
+    def add(self, delta: Delta, has_finished: bool) -> None:
+        """Add a delta.
+
+        Args:
+            has_finished: it is the sequence's last.
+        """
+        self.num_prompt_logprobs += len(delta.prompt_logprobs)
+        if delta.token_ids or has_finished:
+            self._sequences.setdefault(delta.index, _Sequence()).add(delta, has_finished)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens so far, over all sequences."""
+        return sum(len(one.token_ids) for one in self._sequences.values())
+
+    def generated(self) -> tuple[Generated, ...]:
+        """Return the tokens of each sequence that has begun."""
+        return tuple(
+            Generated(index, tuple(one.token_ids), min(0.0, one.cumulative_logprob), one.has_finished)
+            for index, one in sorted(self._sequences.items())
+            if one.token_ids
+        )
+
 
 Message = inference_pb2.GenerateResponse
 
@@ -129,7 +198,7 @@ class Course:
         if self._first is not None:
             self.is_elsewhere = True
             seed = self._first.seed if self._first.HasField("seed") else None
-            request = wire.continued_request(request, generated, seed)
+            request = convert.continued_request(request, generated, seed)
         methods: Mapping[str, Any] = self._tries.enter().methods
         return methods["Generate"](request, timeout=self._tries.remaining_s, metadata=self._metadata)
 
