@@ -22,7 +22,7 @@ from jpaged.engine.kv.eviction.policies import MAKERS
 from jpaged.engine.kv.eviction.worth import BlockCosts
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.hardware import HARDWARE
-from jpaged.testing.virtual_clock import VirtualClock
+from jpaged.testing.fake_steps import VirtualClock
 from jpaged.types import OutputEvent, Request, SamplingParams
 
 MODEL, DEVICE = "llama-3.1-8b", "h100"

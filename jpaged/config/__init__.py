@@ -1,13 +1,10 @@
 """All options, declared once: name, limits, help, default.
 
 engine_config.py   all sections together: load, resolve, explain; and the environment
-groups.py          the sections of an engine
-lossy.py           options that trade accuracy for memory
-serving.py         the sections of a server
 speculative.py     speculative decoding
-roles.py           disaggregated prefill
-timeouts.py        timeouts of requests and steps
 option.py          declaration and validation of an option
+engine_options.py  the sections of an engine, with disaggregated prefill and lossy options
+server_options.py  the sections of a server, and timeouts of requests and steps
 """
 
 from jpaged.config.engine_config import (
@@ -30,7 +27,7 @@ from jpaged.config.engine_config import (
     shows_traces,
     tpu_library,
 )
-from jpaged.config.groups import (
+from jpaged.config.engine_options import (
     Backend,
     Batching,
     CacheOptions,
@@ -38,23 +35,30 @@ from jpaged.config.groups import (
     KVPolicy,
     LinearBackend,
     LoraOptions,
+    LossyOptions,
     ModelOptions,
     ParallelOptions,
     Policy,
     PreemptionMode,
+    Role,
+    RoleOptions,
     SchedulerOptions,
     StartupOptions,
 )
-from jpaged.config.lossy import LossyOptions
 from jpaged.config.option import (
     checked,
     option,
     option_type,
 )
-from jpaged.config.roles import Role, RoleOptions
-from jpaged.config.serving import AccessOptions, HttpOptions, KVEventsOptions, ServerOptions, TelemetryOptions
+from jpaged.config.server_options import (
+    AccessOptions,
+    HttpOptions,
+    KVEventsOptions,
+    ServerOptions,
+    TelemetryOptions,
+    TimeoutOptions,
+)
 from jpaged.config.speculative import SpeculativeOptions
-from jpaged.config.timeouts import TimeoutOptions
 
 __all__ = [
     "ENVIRONMENT",

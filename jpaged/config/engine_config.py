@@ -18,20 +18,26 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from jpaged.config.groups import (
+from jpaged.config.engine_options import (
     CacheOptions,
     LoraOptions,
+    LossyOptions,
     ModelOptions,
     ParallelOptions,
+    RoleOptions,
     SchedulerOptions,
     StartupOptions,
 )
-from jpaged.config.lossy import LossyOptions
 from jpaged.config.option import checked, section_of
-from jpaged.config.roles import RoleOptions
-from jpaged.config.serving import AccessOptions, HttpOptions, KVEventsOptions, ServerOptions, TelemetryOptions
+from jpaged.config.server_options import (
+    AccessOptions,
+    HttpOptions,
+    KVEventsOptions,
+    ServerOptions,
+    TelemetryOptions,
+    TimeoutOptions,
+)
 from jpaged.config.speculative import MODEL_METHODS, NAME, SpeculativeOptions
-from jpaged.config.timeouts import TimeoutOptions
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.launchers import MultiHost, find_multihost
 

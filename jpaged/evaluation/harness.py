@@ -17,11 +17,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jpaged.checkpoints.hub import find_folder
 from jpaged.errors import InvalidArgument, NotFound
-from jpaged.evaluation.backends import OfflineBackend, RemoteBackend
-from jpaged.evaluation.options import EvaluationOptions
-from jpaged.evaluation.pairs import Likelihood, Pair
-from jpaged.evaluation.runner import Runner
-from jpaged.evaluation.texts import Texts
+from jpaged.evaluation.backends import Likelihood, OfflineBackend, Pair, RemoteBackend
+from jpaged.evaluation.runner import EvaluationOptions, Runner, Texts
 from jpaged.llm import LLM
 from jpaged.version import __version__
 

@@ -1,11 +1,19 @@
 """Structured output: constraints on generated text, in vLLM's forms. Independent of the grammar library.
 
 outputs.py  StructuredOutputs: one constraint, and the formatting of JSON
-grammar.py  interface of a compiled grammar for the engine
-thinking.py thinking budgets, as grammars
+grammar.py  interface of a compiled grammar for the engine, and thinking budgets as grammars
 """
 
-from jpaged.structured.grammar import Grammar, GrammarBatch, GrammarMasks, GrammarState, StatesOneByOne
+from jpaged.structured.grammar import (
+    Grammar,
+    GrammarBatch,
+    GrammarMasks,
+    GrammarState,
+    StatesOneByOne,
+    TagTexts,
+    ThinkingBudget,
+    ThinkingGrammar,
+)
 from jpaged.structured.outputs import (
     JSON_WHITESPACE,
     MAX_CHOICES,
@@ -15,7 +23,6 @@ from jpaged.structured.outputs import (
     response_format_of,
     structured_outputs_of,
 )
-from jpaged.structured.thinking import TagTexts, ThinkingBudget, ThinkingGrammar
 
 __all__ = [
     "JSON_WHITESPACE",

@@ -9,10 +9,18 @@ with a sum for each KV group over its window of the context: once the first grou
 slot, a stale block or a shared one changes it. `noise` is 0 for a greedy row, and otherwise a function of (seed,
 sequence index, position). Keys depend on all previous tokens, so a slot stores their digest next to its token. The
 right tokens after another prefix are therefore an error, too, and reading them raises. A slot may be NaN, see `Faults`:
-a row that reads it samples nothing.
+a row that reads it samples nothing. Host blocks hold tokens and digests as bytes.
 
 An adapter is a number that is added to the noise and to the digest of each token. Reading keys that another adapter
 computed is therefore an error, too.
+
+Logits processors check token counts against the rows' own tokens, and change tokens. A token t that a row would sample
+becomes the first of t + shift, t + shift + 1, ... that is allowed, where
+
+    shift = 4 (repetition - 1) * distinct tokens + 4 frequency * generated tokens + 4 presence * distinct generated ones
+
+so that a token that is missed or counted twice changes the output. The likelihood of a token falls with its distance
+from the next token.
 """
 
 from __future__ import annotations
@@ -42,18 +50,157 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
+from jpaged.engine.executor.rows import ANY_TOKEN, MASK_BITS, CountDue, EditInputs
 from jpaged.engine.executor.shapes import CascadeCosts
-from jpaged.engine.executor.steps import TellInputs, ToldOutputs
+from jpaged.engine.executor.steps import Tell, TellInputs, ToldOutputs
 from jpaged.errors import InternalError
-from jpaged.testing.byte_tokenizer import ByteTokenizer
-from jpaged.testing.fake_edits import CountedTokens
-from jpaged.testing.fake_feed import FakeFeed
-from jpaged.testing.fake_host import FakeHostBlocks
-from jpaged.testing.fake_model import NAN, Script, Seen, Window, places_seen, sampled
-from jpaged.testing.fake_rounds import FakeDraft, FakeRounds
-from jpaged.testing.fake_rows import adapter_slot, run_of
-from jpaged.testing.fake_tells import LOGPROB_STEP, tell_of
+from jpaged.testing.fake_model import NAN, ByteTokenizer, Script, Seen, Window, places_seen, sampled
+from jpaged.testing.fake_steps import FakeDraft, FakeFeed, FakeRounds
 from jpaged.types import Adapter
+
+
+@dataclass(slots=True)
+class CountedTokens:
+    """The tokens that are counted in each slot."""
+
+    _tokens: dict[int, list[int]] = field(default_factory=dict)
+    _num_prompt: dict[int, int] = field(default_factory=dict)
+
+    def count(self, due: Sequence[CountDue], num_slots: int) -> None:
+        """Reset these slots, and count their tokens."""
+        for slot, token_ids, num_prompt in due:
+            if not 1 <= slot <= num_slots:
+                raise InternalError(f"tokens are to be counted in slot {slot} of {num_slots}")
+            self._tokens[slot], self._num_prompt[slot] = list(token_ids), num_prompt
+
+    def edited(
+        self,
+        token_id: int,
+        edits: EditInputs,
+        row: int,
+        context: list[int],
+        vocab_size: int,
+        banned_ids: frozenset[int] = frozenset(),
+    ) -> int | None:
+        """Return the token that a row samples, counted if the row has a slot; None if nothing is allowed.
+
+        Args:
+            context: all tokens of the row's sequence.
+            banned_ids: further tokens that the row may not sample.
+
+        Raises:
+            InternalError: the slot counts other tokens than the context.
+        """
+        record = edits.rows_r[row]
+        slot, last = int(record["slots_r"]), int(context[-1])
+        if slot:
+            counted = self._tokens.get(slot)
+            if counted != context:
+                raise InternalError(f"slot {slot} of row {row} counts {counted}, of {context}")
+            token_id += _shift(record, counted, self._num_prompt[slot])
+        unlikely, allowed = set[int](), set(range(vocab_size)) - banned_ids
+        if edits.singles_rx is not None:
+            singles = edits.singles_rx[row]
+            applies = (singles["after"] == ANY_TOKEN) | (singles["after"] == last)
+            unlikely = set(singles["ids"][applies & (singles["values"] < 0)].tolist())
+            allowed -= set(singles["ids"][applies & np.isneginf(singles["values"])].tolist())
+        if edits.mask_rw is not None:
+            mask = edits.mask_rw[row].astype(np.uint32)
+            allowed = {t for t in allowed if mask[t // MASK_BITS] >> np.uint32(t % MASK_BITS) & 1}
+        likely = allowed - unlikely or allowed
+        in_order = (t % vocab_size for t in range(token_id, token_id + vocab_size))
+        chosen = next((t for t in in_order if t in likely), None)
+        if slot:
+            self._tokens[slot].append(chosen or 0)
+        return chosen
+
+
+def _shift(record: np.void, tokens: list[int], num_prompt: int) -> int:
+    generated = tokens[num_prompt:]
+    parts = (
+        (float(record["repetition_r"]) - 1) * len(set(tokens)),
+        float(record["frequency_r"]) * len(generated),
+        float(record["presence_r"]) * len(set(generated)),
+    )
+    return round(4 * sum(parts))
+
+
+class FakeHostBlocks:
+    """Implements `jpaged.engine.executor.HostBlocks`; swap-outs complete at once."""
+
+    def __init__(self, host: NDArray[np.int64], block_size: int, identity: bytes) -> None:
+        self._host = host
+        self._identity = identity
+        self._block_size = block_size
+        self.bytes_per_block = block_size * host.shape[1] * host.itemsize
+
+    def view(self, block_id: int) -> memoryview:
+        """Return the tokens of a block and their digests."""
+        rows = self._host[block_id * self._block_size : (block_id + 1) * self._block_size]
+        if block_id < 1 or len(rows) < self._block_size:
+            raise InternalError(f"there is no host block {block_id}")
+        return rows.reshape(-1).view(np.uint8).data
+
+    def have_landed(self, block_ids: Sequence[int]) -> bool:
+        return True
+
+    def kv_identity(self) -> bytes:
+        """Return a hash shared by all fakes that write the same numbers."""
+        return hashlib.sha256(self._identity).digest()
+
+
+def run_of(inputs: StepInputs, row: int) -> tuple[int, int]:
+    """Return the first row and the end of the run that a row is in; the row alone if there are no runs."""
+    if not inputs.num_runs:
+        return row, row + 1
+    run = int(np.searchsorted(inputs.run_starts_s1[: inputs.num_runs + 1], row, side="right")) - 1
+    first, end = inputs.run_starts_s1[run : run + 2]
+    if not first <= row < end or inputs.kv_begins_s[row] != inputs.kv_begins_s[first]:
+        raise InternalError(f"row {row} shares {inputs.kv_begins_s[row]} tokens with the rows {first} to {end}")
+    begin, shared = inputs.query_starts_s1[row], inputs.kv_begins_s[row]
+    if begin < inputs.query_starts_s1[row + 1] and shared > inputs.positions_t[begin]:
+        raise InternalError(f"row {row} is at {inputs.positions_t[begin]} and shares {shared} tokens")
+    return int(first), int(end)
+
+
+def adapter_slot(inputs: StepInputs, row: int) -> int:
+    """Return the adapter slot of a row, which all its tokens share."""
+    slots = inputs.adapters_t[inputs.query_starts_s1[row] : inputs.query_starts_s1[row + 1]]
+    slot = int(inputs.adapters_t[inputs.sample_tokens_s[row]])
+    if np.any(slots != slot):
+        raise InternalError(f"row {row} of adapter slot {slot} has tokens of {slots.tolist()}")
+    return slot
+
+
+LOGPROB_STEP = -0.125
+"""Sums of it are exact, so that equal sums are equal."""
+
+
+def tell_of(inputs: TellInputs, contexts: Sequence[Sequence[int]], next_ids: Sequence[int], size: int) -> ToldOutputs:
+    """Return log-probabilities or hidden states of the rows in use.
+
+    Args:
+        contexts: all tokens up to that of each hidden state.
+        next_ids: the token that each would sample.
+        size: of the vocabulary.
+    """
+    if inputs.tell == Tell.HIDDEN:
+        hidden = [[context[-1], len(context), sum(context) % 1000] for context in contexts]
+        return ToldOutputs(hidden_re=np.array(hidden, np.float32))
+    next_r1 = np.array(next_ids, np.int64)[:, None]
+    if inputs.tell == Tell.ALL_LOGPROBS:
+        distances_rv = (np.arange(size) - next_r1) % size
+        return ToldOutputs(all_logprobs_rv=((distances_rv + 1) * LOGPROB_STEP).astype(np.float32))
+    distances_rk = (inputs.ids_rk[: len(next_ids)] - next_r1) % size
+    top = np.arange(min(TOP_WIDTH, size))
+    return ToldOutputs(
+        is_sound_r=np.ones(len(next_ids), np.bool_),
+        ranks_r=(distances_rk[:, 0] + 1).astype(np.int32),
+        logprobs_rk=((distances_rk + 1) * LOGPROB_STEP).astype(np.float32),
+        top_ids_rk=((next_r1 + top) % size).astype(np.int32),
+        top_logprobs_rk=np.broadcast_to((top + 1) * LOGPROB_STEP, (len(next_ids), len(top))).astype(np.float32),
+    )
+
 
 _UNWRITTEN = -1
 _DIGEST_FACTOR = 6_364_136_223_846_793_005  # odd, so that no power of it is 0 in 64 bits

@@ -1,11 +1,9 @@
 """Values that cross layers: requests and results. Frozen; no jax, no grpc.
 
-values.py     requests, events, outputs
+values.py     requests, events, outputs, sequences that resume after another server's tokens
 sampling.py   sampling parameters and stop conditions
-continued.py  sequences that resume after tokens generated on another server
 """
 
-from jpaged.types.continued import Continued, Generated, TextState
 from jpaged.types.sampling import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -35,8 +33,10 @@ from jpaged.types.values import (
     MIN_MAX_TOKENIZE_BYTES,
     Adapter,
     CompletionOutput,
+    Continued,
     Embedding,
     FinishReason,
+    Generated,
     LoadedAdapter,
     ModelInfo,
     OutputEvent,
@@ -49,6 +49,7 @@ from jpaged.types.values import (
     Score,
     SequenceDelta,
     SequenceFinish,
+    TextState,
     TokenLogprob,
     Usage,
 )

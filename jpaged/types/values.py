@@ -1,7 +1,6 @@
 """Values that cross layers: requests and results. Frozen, except those created per token; no jax, no grpc.
 
-Each hop of a request has a type: `SamplingParams` and a prompt become a `Request` (validated, tokenized), the engine
-emits `OutputEvent`s, and the offline API folds those into a `RequestOutput`.
+A sequence may resume after tokens generated on another server, for example one that failed.
 """
 
 from __future__ import annotations
@@ -13,9 +12,58 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from jpaged.chat import ChatOptions, ToolCall, ToolCallPiece
-from jpaged.structured import Grammar, ThinkingBudget
-from jpaged.types.continued import Continued, Generated
+from jpaged.structured import Grammar, GrammarState, ThinkingBudget
 from jpaged.types.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Tokens that one sequence of a request has generated, as a caller sends them.
+
+    Attributes:
+        token_ids: at least one.
+        cumulative_logprob: the sum over them; 0 if not requested.
+        has_finished: the sequence has finished; nothing is left to generate.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float = 0.0
+    has_finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TextState:
+    """Detokenizer state of a sequence after its tokens, as `jpaged.engine.output` keeps it.
+
+    Attributes:
+        window: context tokens for the next ones, then tokens that have no text yet.
+        num_read: how many tokens of the window are context.
+        text_read: the text of the context.
+        held: text that may be the beginning of a stop string.
+    """
+
+    window: tuple[int, ...] = ()
+    num_read: int = 0
+    text_read: str = ""
+    held: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """A sequence that resumes, or one that has finished and is only counted.
+
+    Attributes:
+        shown: the text already sent for its tokens.
+        text: detokenizer state, with text not sent yet.
+        grammar: grammar state after its tokens; None without a grammar.
+    """
+
+    generated: Generated
+    shown: str = ""
+    text: TextState = TextState()
+    grammar: GrammarState | None = None
+
 
 MAX_CHAT_MESSAGES = 8192
 MIN_MAX_CHAT_BYTES = 1 << 20

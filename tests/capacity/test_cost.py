@@ -15,7 +15,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.executor import BlockMoves, Move
 from jpaged.errors import InvalidArgument
 from jpaged.hardware import HARDWARE, Hardware
-from jpaged.testing.virtual_clock import VirtualClock
+from jpaged.testing.fake_steps import VirtualClock
 
 CONFIG = replace(
     MODELS["llama-2-7b"].config, num_layers=10, num_heads=2, num_kv_heads=1, head_dim=50, max_position_embeddings=128

@@ -16,7 +16,7 @@ from jpaged.engine.speculation.drafting import Drafting
 from jpaged.service.input_processor import InputProcessor, move_grammars
 from jpaged.structured import StructuredOutputs
 from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
-from jpaged.testing.fake_grammar import FakeMasks
+from jpaged.testing.fake_model import FakeMasks
 from jpaged.types import OutputEvent, Prompt, SamplingParams
 from tests.engine.proposing import Always, Guesses, InTurn
 

@@ -10,7 +10,7 @@ from jpaged.client.routing.resumable_stream import Progress
 from jpaged.completions import completions_of
 from jpaged.errors import InvalidArgument
 from jpaged.testing import ByteTokenizer, FakeExecutor, FedExecutor, SeveralStepsExecutor, seeing
-from jpaged.testing.fake_grammar import FakeGrammar
+from jpaged.testing.fake_model import FakeGrammar
 from jpaged.types import Generated, OutputEvent, RequestOutput, SamplingParams
 from tests.engine.harness import Harness
 

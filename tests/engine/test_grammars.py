@@ -10,7 +10,7 @@ from jpaged.engine.grammars import Grammars
 from jpaged.errors import InvalidArgument
 from jpaged.structured import ThinkingBudget, ThinkingGrammar
 from jpaged.testing import FakeExecutor, FedExecutor, SeveralStepsExecutor
-from jpaged.testing.fake_grammar import FakeGrammar
+from jpaged.testing.fake_model import FakeGrammar
 from tests.engine.harness import Harness
 
 V, EOS = 61, 60

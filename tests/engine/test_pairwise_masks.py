@@ -11,7 +11,7 @@ import pytest
 from jpaged.errors import InvalidArgument
 from jpaged.structured import ThinkingBudget, ThinkingGrammar
 from jpaged.testing import FakeExecutor
-from jpaged.testing.fake_grammar import FakeGrammar
+from jpaged.testing.fake_model import FakeGrammar
 from jpaged.types import Request
 from tests.engine.harness import Harness
 

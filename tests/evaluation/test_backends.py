@@ -9,8 +9,7 @@ import pytest
 
 from jpaged.client import Client
 from jpaged.errors import InvalidArgument, Unavailable
-from jpaged.evaluation.backends import RemoteBackend
-from jpaged.evaluation.pairs import Group
+from jpaged.evaluation.backends import Group, RemoteBackend
 from jpaged.types import SamplingParams
 from tests.server.harness import eventually, running
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jpaged.errors import InvalidArgument
-from jpaged.evaluation.generation import cut, generation_of, seeded
+from jpaged.evaluation.runner import cut, generation_of, seeded
 from jpaged.types import SamplingParams
 from jpaged.types.sampling import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jpaged.errors import InvalidArgument
-from jpaged.evaluation.options import EvaluationOptions
+from jpaged.evaluation.runner import EvaluationOptions
 
 
 def test_what_is_no_option_of_the_harness_is_the_engines() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jpaged.errors import InvalidArgument
-from jpaged.evaluation.pairs import MAX_CONTINUATIONS, MAX_TOLD_TOKENS, Group, by_pair, fitted, grouped
+from jpaged.evaluation.backends import MAX_CONTINUATIONS, MAX_TOLD_TOKENS, Group, by_pair, fitted, grouped
 
 
 def test_pairs_of_a_context_are_one_group_and_contexts_that_begin_alike_are_neighbours() -> None:

@@ -10,13 +10,9 @@ from typing import Any
 import pytest
 
 from jpaged.errors import InvalidArgument
-from jpaged.evaluation.backends import OfflineBackend
-from jpaged.evaluation.options import EvaluationOptions
-from jpaged.evaluation.pairs import Group, Likelihood, Pair, TokenIds
-from jpaged.evaluation.runner import Runner
-from jpaged.evaluation.texts import Texts
-from jpaged.llm import LLM, TokensPrompt
-from jpaged.progress_bar import MakeBar
+from jpaged.evaluation.backends import Group, Likelihood, OfflineBackend, Pair, TokenIds
+from jpaged.evaluation.runner import EvaluationOptions, Runner, Texts
+from jpaged.llm import LLM, MakeBar, TokensPrompt
 from jpaged.types import RequestOutput, SamplingParams
 from tests.e2e.rig import open_llm, random_prompts, write_model
 

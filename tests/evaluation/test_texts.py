@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument
-from jpaged.evaluation.texts import Texts
+from jpaged.evaluation.runner import Texts
 
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}
 NO_SYSTEM = (

@@ -44,7 +44,7 @@ from jpaged.engine.engine import Engine
 from jpaged.engine.executor import I32, Geometry, SamplingInputs, StepInputs, StepOutputs
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InternalError
-from jpaged.testing.virtual_clock import VirtualClock
+from jpaged.testing.fake_steps import VirtualClock
 from jpaged.types import FinishReason, OutputEvent, Request, SamplingParams
 
 MAX_STEPS = 64

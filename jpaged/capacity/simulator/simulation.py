@@ -55,8 +55,7 @@ from jpaged.engine.executor.steps import TellInputs, ToldOutputs
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InternalError
 from jpaged.load import EngineLoad
-from jpaged.testing.single_steps import step_at
-from jpaged.testing.virtual_clock import VirtualClock
+from jpaged.testing.fake_steps import VirtualClock, step_at
 from jpaged.types import Adapter, OutputEvent, Request, SamplingParams
 
 FILLING_SHARE = 0.2

@@ -25,8 +25,7 @@ from jpaged.engine.sequence import Group, Sequence, Status
 from jpaged.engine.stats import StepStats
 from jpaged.errors import InvalidArgument, JpagedError, Unsupported
 from jpaged.load import EngineLoad
-from jpaged.pool import Chain, Happening, Occupant, PoolPicture
-from jpaged.pool.picture import I32
+from jpaged.pool import I32, Chain, Happening, Occupant, PoolPicture
 
 _NOTES_S = 3.0
 """Seconds after a snapshot during which events are recorded for the next one."""

@@ -27,7 +27,7 @@ from jpaged.engine.executor import (
 from jpaged.errors import InternalError
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
-from jpaged.testing.single_steps import step_at
+from jpaged.testing.fake_steps import step_at
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row, Sequence
 

@@ -9,7 +9,7 @@ import pytest
 from jpaged.device.executor import JaxExecutor
 from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, I32, Detail, StepOutputs
 from jpaged.errors import InternalError
-from jpaged.testing.single_steps import step_at
+from jpaged.testing.fake_steps import step_at
 from tests.device.driver import Driver, Row, Sequence
 
 NUM_ROWS, NUM_STEPS = 8, 9

@@ -14,7 +14,7 @@ from jpaged.device.programs.lowering import sized_step
 from jpaged.engine.executor import I32, Bool, Detail, MaskFeed, Verdict
 from jpaged.engine.executor.rows import MASK_BITS, EditInputs, num_mask_words
 from jpaged.errors import InternalError
-from jpaged.testing.single_steps import step_at
+from jpaged.testing.fake_steps import step_at
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row, Sequence
 from tests.device.step.test_decode import NO_IDS, NUM_ROWS, begin, decode

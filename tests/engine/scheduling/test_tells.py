@@ -11,7 +11,7 @@ from jpaged.engine.executor import TOP_WIDTH
 from jpaged.engine.scheduling.rows import ToldBudget
 from jpaged.engine.sequence import Sequence
 from jpaged.testing import FakeExecutor, expected_tokens
-from jpaged.testing.fake_tells import LOGPROB_STEP
+from jpaged.testing.fake_executor import LOGPROB_STEP
 from jpaged.types import PositionLogprobs, Prompt, SamplingParams, TokenLogprob
 from tests.engine.harness import Harness
 

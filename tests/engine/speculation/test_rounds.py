@@ -9,7 +9,7 @@ from jpaged.engine.speculation.adaptation import LEAST_OFF_STEPS, State
 from jpaged.engine.speculation.rounds.rounds import FEW_ROUNDS, PROBE_DISPATCHES, RoundRule
 from jpaged.errors import InternalError
 from jpaged.testing import SeveralStepsExecutor, SpeculatingExecutor, expected_tokens
-from jpaged.testing.fake_rounds import accepted_behind
+from jpaged.testing.fake_steps import accepted_behind
 from tests.engine.harness import Harness
 
 PROMPT = [3, 1, 4]

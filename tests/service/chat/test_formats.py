@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from jpaged.chat import ChatAnswer, Tool, ToolCall, ToolChoice, ToolChoiceMode
-from jpaged.config.groups import ReasoningParser, ToolCallParser
+from jpaged.config.engine_options import ReasoningParser, ToolCallParser
 from jpaged.errors import InvalidArgument
 from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat, parser_for
 from jpaged.service.chat.output_config import structural_tag_for

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.structured import TagTexts, ThinkingBudget, ThinkingGrammar
-from jpaged.testing.fake_grammar import FakeGrammar
+from jpaged.testing.fake_model import FakeGrammar
 
 OPEN, CLOSE = (7,), (8,)
 

@@ -1,4 +1,4 @@
-// Frames -> the pools as they are. jpaged/pool/frames.py says what is in a frame.
+// Frames -> the pools as they are. jpaged/pool.py says what is in a frame.
 
 export const FREE = 0, CACHED = 1, HELD = 2, PINNED = 3, ASIDE = 4, RESERVED = 5;
 export const KINDS = ["free", "cached", "held", "pinned", "disabled", "reserved"];

@@ -1,6 +1,8 @@
-"""Speculative rounds of a fake: tokens of single steps, grouped into rounds as if some had been proposed.
+"""Several steps of a fake in one dispatch, speculative rounds, and a clock that only moves by calls.
 
-The number of accepted proposals of a round is a function of the position, so that rows progress at different rates.
+Each step runs when its masks arrive, or at once without masks. Rounds have the tokens of single steps, grouped as if
+some had been proposed. The number of accepted proposals of a round is a function of the position, so that rows progress
+at different rates.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +19,152 @@ from jpaged.engine.executor import (
     I32,
     MAX_NUM_ROUNDS,
     BlockMoves,
+    Bool,
     Geometry,
     Move,
     SamplingInputs,
     Speculated,
     StepInputs,
     StepOutputs,
+    Verdict,
 )
+from jpaged.engine.executor.rows import EditInputs
 from jpaged.errors import InternalError
+from jpaged.testing.fake_model import Seen
+
+
+def step_at(
+    place: int, step: StepInputs, sampling: SamplingInputs, block_size: int
+) -> tuple[StepInputs, SamplingInputs]:
+    """Return one of the steps of a decode; each except the first takes its inputs from the last tokens.
+
+    Args:
+        place: index of the step, from 0.
+        step: the first. Row i has token i and no other.
+        sampling: of the first.
+        block_size: token slots in a block.
+    """
+    if place == 0:
+        return step, sampling
+    rows = np.arange(step.num_rows)
+    is_used_t = np.arange(len(step.token_ids_t)) < step.num_rows
+    positions_t = step.positions_t + place * is_used_t.astype(np.int32)
+    positions = positions_t[rows]
+    slots_gt, prev_rows_t = np.zeros_like(step.slots_gt), np.zeros_like(step.prev_sampled_rows_t)
+    blocks_gr = step.block_tables_gsm[:, rows, positions // block_size]
+    slots_gt[:, rows] = blocks_gr * block_size + positions % block_size
+    prev_rows_t[rows] = rows
+    kv_lens_s, rows_r = step.kv_lens_s.copy(), sampling.rows_r.copy()
+    kv_lens_s[rows] += place
+    rows_r["positions_r"] += place
+    later = dataclasses.replace(
+        step,
+        is_prev_sampled_t=is_used_t,
+        prev_sampled_rows_t=prev_rows_t,
+        positions_t=positions_t,
+        rope_lens_t=np.maximum(step.rope_lens_t, positions_t + 1),
+        slots_gt=slots_gt,
+        kv_lens_s=kv_lens_s,
+    )
+    return later, dataclasses.replace(sampling, rows_r=rows_r)
+
+
+class RunsSteps(Protocol):
+    """Interface of a fake that runs single steps.
+
+    Attributes:
+        last_tokens: of each row.
+        have_ended: rows that ended in the last multi-step dispatch, which may read slots that were never written.
+    """
+
+    last_tokens: NDArray[np.int64]
+    have_ended: NDArray[np.bool_]
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+    def forward(self, inputs: StepInputs) -> list[Seen]: ...
+
+    def sample(self, hidden: list[Seen], inputs: SamplingInputs) -> StepOutputs: ...
+
+
+class FakeFeed:
+    """A dispatch of several steps, as `Executor.decode` and `decode_fed` describe it."""
+
+    def __init__(
+        self, runs: RunsSteps, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> None:
+        shape, used = (len(sampling.rows_r), num_steps), slice(0, inputs.num_rows)
+        self._runs, self._inputs, self._used = runs, inputs, used
+        self._sampling = dataclasses.replace(sampling, edits=None)
+        self._ending_ids_rx = ending_token_ids_rx[used]
+        self._token_ids_rn, self._is_sound_rn = np.full(shape, -1, np.int32), np.ones(shape, np.bool_)
+        self._kept = runs.last_tokens[inputs.prev_sampled_rows_t[used]]
+        self._ended = inputs.is_prev_sampled_t[used] & self._end(self._kept)
+        self._drawn: tuple[I32, Bool] | None = None
+        self._place, self._num_steps = 0, num_steps
+
+    @property
+    def is_over(self) -> bool:
+        """True if no further step is run."""
+        return self._place >= self._num_steps
+
+    @property
+    def outputs(self) -> StepOutputs:
+        """Outputs of the steps."""
+        if not self.is_over:
+            raise InternalError(f"{self._num_steps} steps are collected, but only {self._place} were given masks")
+        return StepOutputs(self._token_ids_rn, self._is_sound_rn)
+
+    def run(self) -> StepOutputs:
+        """Run all steps without masks."""
+        while not self.is_over:
+            self._step(None, Verdict.GOES_ON)
+        return self.outputs
+
+    def give(self, mask_rw: I32, verdict: Verdict) -> None:
+        if self.is_over:
+            raise InternalError("masks are given to a step after the last")
+        self._step(mask_rw, verdict)
+
+    def wait(self) -> tuple[I32, Bool] | None:
+        drawn, self._drawn = self._drawn, None
+        return drawn
+
+    def close(self) -> None:
+        self._num_steps = self._place
+
+    def _step(self, mask_rw: I32 | None, verdict: Verdict) -> None:
+        if self._ended.all():
+            self._runs.last_tokens[self._used] = self._kept
+            self._runs.have_ended[self._used] = True
+            self.close()
+            return
+        place, used = self._place, self._used
+        step, rows = step_at(place, self._inputs, self._sampling, self._runs.geometry.block_size)
+        hidden = self._runs.forward(step)
+        if verdict == Verdict.VOID:
+            self.close()
+            return
+        if mask_rw is not None:
+            neutral = EditInputs.neutral(len(rows.rows_r))
+            rows = dataclasses.replace(rows, edits=dataclasses.replace(neutral, mask_rw=mask_rw))
+        outputs = self._runs.sample(hidden, rows)
+        self._token_ids_rn[:, place] = outputs.token_ids_rn[:, 0]
+        self._is_sound_rn[used, place] = outputs.is_sound_rn[used, 0] | self._ended
+        self._drawn = outputs.token_ids_rn[:, 0], self._is_sound_rn[:, place]
+        self._kept = np.where(self._ended, self._kept, self._runs.last_tokens[used])
+        self._runs.last_tokens[used] = self._kept
+        self._ended |= self._end(self._kept)
+        self._runs.have_ended[used] = self._ended
+        self._place += 1
+        if verdict == Verdict.LAST:
+            self.close()
+
+    def _end(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        is_ending: NDArray[np.bool_] = (tokens[:, None] == self._ending_ids_rx).any(axis=1)
+        return is_ending
+
 
 RunStep = Callable[[StepInputs, SamplingInputs], StepOutputs]
 """A forward and a sample."""
@@ -174,3 +315,18 @@ class FakeDraft:
 def accepted_behind(position: int, num_proposed: int) -> int:
     """Return how many proposals after a token at a position are accepted."""
     return (position * 7 + position // 3) % (num_proposed + 1)
+
+
+class VirtualClock:
+    """Returns the time in seconds when called; only `advance` moves it."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def __call__(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"time runs forward: {seconds} s is below 0")
+        self._now_s += seconds
