@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jpaged.device.aot.hlo import Instruction, computations_of
+from jpaged.device.aot.deployment import Instruction, computations_of
 
 # They pass arrays on, or work on the one that they are given.
 _PASSING = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "call", "conditional", "opt-barrier"}

@@ -36,13 +36,13 @@ from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.capacity.step_times import find_target
 from jpaged.config import EngineConfig
 from jpaged.device.adapters import matrices_of
-from jpaged.device.aot.hlo import Collective, collectives, computations_of
-from jpaged.device.aot.tpu import compile_only_devices, compiler_environment, find_topology
+from jpaged.device.aot.deployment import Collective, collectives, computations_of
+from jpaged.device.aot.topology import compile_only_devices, compiler_environment, find_topology
 from jpaged.device.mesh import build_mesh, local_bytes, num_context_parts, num_shards
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings
-from jpaged.device.programs.report import ProgramReport
-from jpaged.device.step.forward import Step
+from jpaged.device.programs.memory_plan import ProgramReport
+from jpaged.device.step import Step
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.models.layers import Params
 from jpaged.models.model import Model

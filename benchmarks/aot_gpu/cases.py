@@ -47,7 +47,7 @@ class Case(Protocol):
 
     @property
     def gpu(self) -> str:
-        """The GPU that it is compiled for, one of `jpaged.device.aot.gpu.GPUS`."""
+        """The GPU that it is compiled for, one of `jpaged.device.aot.topology.GPUS`."""
 
     def lower(self, mesh: jax.sharding.Mesh) -> Program:
         """Traces and lowers it for the mesh's device."""

@@ -21,7 +21,7 @@ from benchmarks.aot_gpu.cases import CASES, Case
 from benchmarks.aot_gpu.copies import made_of_weights
 from benchmarks.aot_gpu.program import Program
 from jpaged import json_text
-from jpaged.device.aot.gpu import compile_only_gpus
+from jpaged.device.aot.topology import compile_only_gpus
 from jpaged.device.mesh import build_mesh
 
 _COPIES = {"copy", "copy-start", "dynamic-slice", "transpose", "convert", "concatenate", "pad", "gather", "broadcast"}

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from jpaged.device.aot.hlo import Instruction, computations_of
+from jpaged.device.aot.deployment import Instruction, computations_of
 
 _LEAST = 1 << 20
 """Numbers of a matrix that is worth looking for."""

@@ -15,7 +15,7 @@ from benchmarks.aot_gpu.program import Program
 from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.checkpoints.quantised.rounding import FORMATS
 from jpaged.config import EngineConfig
-from jpaged.device.aot.gpu import compile_only_gpus
+from jpaged.device.aot.topology import compile_only_gpus
 from jpaged.device.mesh import build_mesh
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from jpaged.device.aot.gpu import description
+from jpaged.device.aot.topology import description
 
 _RESERVED_BYTES = 1024
 """The system takes so much of the shared memory for each block of threads."""
@@ -32,7 +32,7 @@ def kernels(output: str, gpu: str = "h200") -> list[dict[str, Any]]:
 
     Args:
         output: what compilers and the assembler printed.
-        gpu: which it is for, one of `jpaged.device.aot.gpu.GPUS`.
+        gpu: which it is for, one of `jpaged.device.aot.topology.GPUS`.
 
     Returns:
         for each one: registers of a thread; threads and shared_bytes of a block; blocks_per_processor, as many as

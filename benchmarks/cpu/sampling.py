@@ -26,9 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import save
-from jpaged.device.step.runner import unpack_rows
-from jpaged.device.step.sampling import sample
-from jpaged.device.step.vocabulary import Vocabulary
+from jpaged.device.model_runner import unpack_rows
+from jpaged.device.sampling import Vocabulary, sample
 from jpaged.engine.executor import Detail, SamplingInputs
 from jpaged.kernels.sampling import RowSampling
 from jpaged.kernels.sampling.cpu.sampling import CpuSampling, kernel

@@ -16,7 +16,7 @@ from benchmarks.tpu_cycles import recorded
 from benchmarks.tpu_cycles.cases import gate, table
 from benchmarks.tpu_cycles.counting import counted, version
 from benchmarks.tpu_cycles.table import decode_table, page_tables, prefill_table
-from jpaged.device.aot.tpu import find_library
+from jpaged.device.aot.topology import find_library
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from benchmarks.tpu_cycles.operands import KernelCall, kernel_calls
 from benchmarks.tpu_cycles.program import Program, read
 from benchmarks.tpu_cycles.regions import regions
 from jpaged import json_text
-from jpaged.device.aot.tpu import compile_only_devices, find_topology
+from jpaged.device.aot.topology import compile_only_devices, find_topology
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
 

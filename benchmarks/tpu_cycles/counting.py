@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tpu_cycles.cases import Case
-from jpaged.device.aot.tpu import compiler_environment
+from jpaged.device.aot.topology import compiler_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "CYCLES "

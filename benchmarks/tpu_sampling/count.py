@@ -20,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.tpu_cycles.program import Program, UnreadableProgram, read
 from benchmarks.tpu_programs import library
-from jpaged.device.aot.tpu import compile_only_devices, compiler_environment, find_topology
-from jpaged.device.step import sampling
-from jpaged.device.step.vocabulary import Vocabulary
+from jpaged.device import sampling
+from jpaged.device.aot.topology import compile_only_devices, compiler_environment, find_topology
+from jpaged.device.sampling import Vocabulary
 from jpaged.engine.executor import BANNED_WIDTH, Detail
 from jpaged.kernels.sampling import RowSampling, Sampled
 from jpaged.kernels.sampling.tpu import kernel

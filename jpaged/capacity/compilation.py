@@ -31,8 +31,13 @@ from jpaged.checkpoints.weights import read_head
 from jpaged.config import EngineConfig, child_environment, tpu_library
 from jpaged.config.speculative import NAME as SPECULATIVE
 from jpaged.device.aot.deployment import Deployment, Models, compile_deployment
-from jpaged.device.aot.gpu import compile_only_gpus
-from jpaged.device.aot.tpu import compile_only_devices, compiler_environment, find_library, find_topology
+from jpaged.device.aot.topology import (
+    compile_only_devices,
+    compile_only_gpus,
+    compiler_environment,
+    find_library,
+    find_topology,
+)
 from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import build_mesh
 from jpaged.device.step_sizes import Attention

@@ -32,8 +32,7 @@ from jpaged.capacity.cost import ASSUMED, HBM_EFFICIENCY, PRODUCTS_EFFICIENCY, R
 from jpaged.capacity.cycles import CountedCycles, CountedTimes, HeadShape, counted_cycles
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.names import num_params, weight_bytes
-from jpaged.device.aot.gpu import GPUS, device_kind
-from jpaged.device.aot.tpu import TOPOLOGIES
+from jpaged.device.aot.topology import GPUS, TOPOLOGIES, device_kind
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.hardware import HARDWARE, Hardware, find_hardware
 from jpaged.models.config import ModelConfig

@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _devices() -> dict[str, Any]:
-    from jpaged.device.here import look
+    from jpaged.device.device_info import look
 
     return asdict(look())
 

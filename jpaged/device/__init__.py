@@ -1,21 +1,23 @@
 """Everything that holds a device array: parameters, the KV pool, compiled programs.
 
-executor.py      the engine's executor: runs steps in the order of their dispatch
-here.py          the devices that JAX finds on this machine
-mesh.py          devices as a mesh, and the mesh axis of each logical axis
-linear.py        choice of the matmul backend for the weights, and packing of weights for it
-adapters.py      LoRA adapter slots next to the weights
-kv_scales.py     scales of 8-bit keys and values
-transfers.py     copies and swaps of whole blocks
-host_pool.py     blocks in host memory
-identity.py      digest of everything that the bytes of a KV block depend on
-host_memory.py   host memory that is available to this process
-calibration.py   device rates, timed at startup
-cascade_costs.py costs of reading a shared prefix once
-step_sizes.py    default step sizes
-step/            the programs of a step
-speculation/     draft models for speculative decoding
-programs/        compilation, caching and memory use of programs
-aot/             compilation for devices that are not attached
-multihost/       one executor across several processes
+executor.py           the engine's executor: runs steps in the order of their dispatch
+mesh.py               devices as a mesh, and the mesh axis of each logical axis
+linear.py             choice of the matmul backend for the weights, and packing of weights for it
+adapters.py           LoRA adapter slots next to the weights
+kv_scales.py          scales of 8-bit keys and values
+transfers.py          moves of whole blocks, and the pool of blocks in host memory
+identity.py           digest of everything that the bytes of a KV block depend on
+step_sizes.py         default step sizes
+step.py               the programs of a step, and of several decode steps
+model_runner.py       inputs of a call in one buffer, the pool between two calls, the calls, and copies to the host
+logits_processors.py  changes of logits before a token is sampled
+sampling.py           logits -> the next token of each row; the vocabulary as columns
+context.py            contexts split over the devices of a mesh
+sharded_matmul.py     matmuls with quantized matrices and experts split over devices
+device_info.py        the devices that JAX finds, and the available host memory
+step_costs.py         device rates, timed at startup, and costs of reading a shared prefix once
+speculation/          draft models for speculative decoding
+programs/             compilation, caching and memory use of programs
+aot/                  compilation for devices that are not attached
+multihost/            one executor across several processes
 """

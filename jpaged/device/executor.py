@@ -10,6 +10,8 @@
     collect      waits for that copy -> StepOutputs; finishes completed swap-outs
 
 No method traces: they call executables that `warm_up` compiled and pass numpy buffers as they are.
+
+`decode_fed` has a mask channel between the host and the running program on its CPU.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,39 +31,34 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jpaged.config import EngineConfig
-from jpaged.device.calibration import measure_rates
-from jpaged.device.host_pool import HostPool, WholeHostBlocks
 from jpaged.device.identity import kv_identity
 from jpaged.device.kv_scales import measure_scales
 from jpaged.device.linear import params_for
-from jpaged.device.mesh import (
-    CONTENTS_SPEC,
-    POOL_SPEC,
-    Placement,
-    check_params,
-    first_device,
-    replicated,
-    serving_mesh,
+from jpaged.device.mesh import CONTENTS_SPEC, POOL_SPEC, Placement, check_params, first_device, replicated, serving_mesh
+from jpaged.device.model_runner import (
+    DecodePacking,
+    KVPool,
+    PackedForward,
+    StepRunner,
+    ToldArrays,
+    unpack_outputs,
+    unpack_told,
 )
 from jpaged.device.programs.compile import least_programs, program_specs, told
-from jpaged.device.programs.compiler_errors import memory_refusals
-from jpaged.device.programs.lowering import sized_step
-from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, ProgramMemory, plan_memory
+from jpaged.device.programs.lowering import ServerPrograms, sized_step
+from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, ProgramMemory, memory_refusals, plan_memory
 from jpaged.device.programs.saved import SavedPrograms, Target
-from jpaged.device.programs.server_programs import ServerPrograms
 from jpaged.device.programs.store import ProgramStore
-from jpaged.device.speculation.draft import DRAFT, draft_params_for, split_params
-from jpaged.device.speculation.drafter import drafter_of
-from jpaged.device.speculation.packing import is_of_rounds, unpack_rounds
-from jpaged.device.step.feeding import ProgramFeed
-from jpaged.device.step.forward import Step, forward_packing
-from jpaged.device.step.runner import DecodePacking, KVPool, PackedForward, StepRunner, unpack_outputs, unpack_told
-from jpaged.device.step.told import ToldArrays
-from jpaged.device.transfers import BlockMover, move_sizes
+from jpaged.device.speculation.dispatch import is_of_rounds, unpack_rounds
+from jpaged.device.speculation.drafter import DRAFT, draft_params_for, drafter_of, split_params
+from jpaged.device.step import Step, forward_packing
+from jpaged.device.step_costs import measure_rates
+from jpaged.device.transfers import BlockMover, HostPool, WholeHostBlocks, move_sizes
 from jpaged.engine.executor import (
     I32,
     MAX_NUM_ROUNDS,
     BlockMoves,
+    Bool,
     BucketTable,
     Detail,
     DeviceRates,
@@ -69,6 +67,7 @@ from jpaged.engine.executor import (
     SamplingInputs,
     StepInputs,
     StepOutputs,
+    Verdict,
 )
 from jpaged.engine.executor.rows import num_mask_words
 from jpaged.engine.executor.steps import TellInputs, ToldOutputs
@@ -79,6 +78,32 @@ from jpaged.models.lora import HostAdapter
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
 from jpaged.types import Adapter
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramFeed:
+    """An `engine.executor.MaskFeed`.
+
+    Attributes:
+        outputs: of the program.
+    """
+
+    feed: Feed
+    outputs: jax.Array
+
+    def give(self, mask_rw: I32, verdict: Verdict) -> None:
+        self.feed.give(mask_rw, verdict)
+
+    def wait(self) -> tuple[I32, Bool] | None:
+        outputs: Any = self.outputs  # jax's annotations lack the method
+        is_over = False
+        while (drawn := self.feed.wait()) is None and not is_over:
+            is_over = outputs.is_ready()  # its last sampled tokens have been received by then
+        return drawn
+
+    def close(self) -> None:
+        self.feed.close()
+
 
 _LOG = logging.getLogger(__name__)
 

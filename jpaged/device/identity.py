@@ -22,7 +22,7 @@ import numpy as np
 from jpaged.device.mesh import first_device
 from jpaged.device.programs.kept import processor_features
 from jpaged.device.programs.saved import digest_of_sources
-from jpaged.device.step.forward import Step
+from jpaged.device.step import Step
 from jpaged.kernels.lora import AdaptedMatrix
 from jpaged.models.layers import Params
 

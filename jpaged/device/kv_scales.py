@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jpaged.device.mesh import SCALES_SPEC
-from jpaged.device.step.forward import Step
+from jpaged.device.step import Step
 from jpaged.kernels.kv_layout import MAX_NUMBER, output_dim
 from jpaged.models.layers import Params
 from jpaged.models.stack import LayerPlace

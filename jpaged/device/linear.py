@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jpaged.config import LinearBackend
 from jpaged.device.mesh import first_device, num_context_parts, num_shards, replicated
-from jpaged.device.step.forward import Step
+from jpaged.device.step import Step
 from jpaged.errors import Unsupported
 from jpaged.kernels import product
 from jpaged.kernels.product import Packer, QuantisedMatrix, can_pack

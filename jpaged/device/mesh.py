@@ -1,7 +1,7 @@
 """Devices as a mesh, and the mesh axis of each logical axis of an array.
 
     data     always 1: each copy of the model (replica) has its own mesh
-    context  parts of every context: the slots of a block (`jpaged.device.step.context`); each part has whole weights
+    context  parts of every context: the slots of a block (`jpaged.device.context`); each part has whole weights
     model    parts of one copy: heads, feed-forward width, vocabulary
 
 Every array of the serving programs has a sharding that is made here. An array that is not split over `model` is whole

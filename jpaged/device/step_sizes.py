@@ -35,9 +35,9 @@ from jax.sharding import Mesh
 
 from jpaged.checkpoints.names import weight_bytes
 from jpaged.config import EngineConfig, iter_options, platform_default
+from jpaged.device.context import check_windows, most_rows
 from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import first_device, num_context_parts, num_shards
-from jpaged.device.step.context import check_windows, most_rows
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.hardware import Hardware, find_hardware
 from jpaged.kernels.kv_layout import KVLayout

@@ -14,9 +14,9 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, AxisType
 
 from benchmarks.aot_gpu.cases import ATTENTION, CASES, TRITON, AttentionCase
-from jpaged.device.aot.gpu import GPUS
+from jpaged.device.aot.topology import GPUS
 from jpaged.device.mesh import MESH_AXES, _by_columns, build_mesh, replicated
-from jpaged.device.step.products import _specs
+from jpaged.device.sharded_matmul import _matrix_specs
 from jpaged.errors import Unsupported
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.product.on_device import PartedMatrix, multiply_on_device
@@ -145,7 +145,7 @@ def test_more_numbers_than_31_bits_count_are_lowered_in_pairs() -> None:
 def test_a_product_over_two_devices_is_lowered_as_the_kernel(name: str, split: str) -> None:
     matrix = abstract_matrix(FORMS[name], (512, 2, 512), -3, np.dtype(jnp.bfloat16))
     axes = ("heads", None, None) if split == "depth" else (None, None, "heads")
-    specs = _specs(component_axes(axes, -3, FORMS[name], matrix.dtype))
+    specs = _matrix_specs(component_axes(axes, -3, FORMS[name], matrix.dtype))
     assert specs is not None
     device, types = AbstractDevice(KINDS["h200"], 132, "gpu"), (AxisType.Auto,) * len(MESH_AXES)
     mesh = AbstractMesh((1, 1, 2), MESH_AXES, types, abstract_device=device)

@@ -16,11 +16,11 @@ from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.config import EngineConfig
 from jpaged.device.mesh import build_mesh
 from jpaged.device.programs.lowering import abstract_serving
-from jpaged.device.speculation.draft import DRAFT, abstract_states, split_params
-from jpaged.device.speculation.following import packed_follow
-from jpaged.device.speculation.packing import SpeculatePacking
-from jpaged.device.speculation.rounds import packed_speculate
-from jpaged.device.step.forward import Step, forward_packing
+from jpaged.device.speculation.dispatch import SpeculatePacking
+from jpaged.device.speculation.drafter import DRAFT, abstract_states, split_params
+from jpaged.device.speculation.eagle import packed_follow
+from jpaged.device.speculation.step import packed_speculate
+from jpaged.device.step import Step, forward_packing
 from jpaged.engine.executor import Geometry
 from jpaged.kernels.sampling import choose_kernel
 from jpaged.models.hf_config import head_from_hf

@@ -26,14 +26,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.config import Backend, EngineConfig
 from jpaged.device.adapters import AdapterRoom, fill_slot
-from jpaged.device.aot.tpu import GENERATIONS
+from jpaged.device.aot.topology import GENERATIONS
 from jpaged.device.mesh import MESH_AXES, build_mesh
+from jpaged.device.model_runner import EDIT_WORDS, NUM_COUNT_WORDS, ROW_WORDS, DecodePacking
 from jpaged.device.programs.lowering import abstract_serving
-from jpaged.device.speculation.packing import SpeculatePacking
-from jpaged.device.speculation.rounds import packed_speculate
-from jpaged.device.step.decode import packed_decode
-from jpaged.device.step.forward import Step, forward_packing
-from jpaged.device.step.runner import EDIT_WORDS, NUM_COUNT_WORDS, ROW_WORDS, DecodePacking
+from jpaged.device.speculation.dispatch import SpeculatePacking
+from jpaged.device.speculation.step import packed_speculate
+from jpaged.device.step import Step, forward_packing, packed_decode
 from jpaged.engine.executor.rows import NUM_SINGLES, num_mask_words
 from jpaged.engine.executor.steps import Tell
 from jpaged.kernels.kv_layout import KVForm

@@ -89,7 +89,7 @@ MAY_IMPORT = {
         "engine.engine",
         "kernels",
     }
-    | {"checkpoints.conversion", "checkpoints.gguf", "checkpoints.hub", "device.multihost", "device.here"},
+    | {"checkpoints.conversion", "checkpoints.gguf", "checkpoints.hub", "device.multihost", "device.device_info"},
     "__main__": {"cli"},
     "__init__": VALUES | {"client", "llm"},
 }

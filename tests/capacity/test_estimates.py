@@ -18,7 +18,7 @@ from jpaged.capacity.estimate import (
     usd_per_million,
 )
 from jpaged.capacity.step_times import HOP_S, HOST_ROW_S, HOST_S, StepTimes, Target, find_target
-from jpaged.device.aot.gpu import GPUS
+from jpaged.device.aot.topology import GPUS
 from jpaged.errors import InvalidArgument
 from jpaged.hardware import Hardware
 

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jpaged.device.calibration import _seconds_of, measure_steps, null_prefill
+from jpaged.device.step_costs import _seconds_of, measure_steps, null_prefill
 from jpaged.engine.executor import BucketTable, Geometry, StepInputs
 from jpaged.testing import FakeExecutor
 
@@ -51,8 +51,8 @@ def test_processes_that_wait_for_each_other_run_a_long_step_as_often(
     monkeypatch: pytest.MonkeyPatch, num_processes: int, num_runs: int
 ) -> None:
     times_s = iter(range(100))  # a second goes by from one look at the clock to the next
-    monkeypatch.setattr("jpaged.device.calibration.time.perf_counter", lambda: next(times_s))
-    monkeypatch.setattr("jpaged.device.calibration.jax.process_count", lambda: num_processes)
+    monkeypatch.setattr("jpaged.device.step_costs.time.perf_counter", lambda: next(times_s))
+    monkeypatch.setattr("jpaged.device.step_costs.jax.process_count", lambda: num_processes)
     ran: list[None] = []
     assert _seconds_of(lambda: ran.append(None)) == 1
     assert len(ran) == num_runs

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jpaged.config import Backend
-from jpaged.device.cascade_costs import cascade_costs
 from jpaged.device.executor import JaxExecutor
+from jpaged.device.step_costs import cascade_costs
 from jpaged.engine.executor import StepInputs, StepOutputs
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVForm, KVLayout

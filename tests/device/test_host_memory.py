@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.device.host_memory import available_host_bytes, physical_host_bytes
+from jpaged.device.device_info import available_host_bytes, physical_host_bytes
 
 MIB = 1 << 20
 

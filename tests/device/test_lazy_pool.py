@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jpaged.device import model_runner
 from jpaged.device.mesh import serving_mesh
-from jpaged.device.step import runner
-from jpaged.device.step.runner import Pool
+from jpaged.device.model_runner import Pool
 
 MIB = 1 << 20
 
@@ -50,5 +50,5 @@ def test_memory_that_was_used_before_is_zero_again(num_bytes: int) -> None:
 
 
 def test_without_the_library_a_pool_is_zero_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "blank_pool", lambda shape, dtype: None)
+    monkeypatch.setattr(model_runner, "blank_pool", lambda shape, dtype: None)
     assert not np.asarray(make(MIB).take()).any()

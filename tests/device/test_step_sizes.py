@@ -13,7 +13,7 @@ from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.capacity.step_times import find_target
 from jpaged.checkpoints.names import num_params
 from jpaged.config import EngineConfig
-from jpaged.device.aot.tpu import TOPOLOGIES, Topology
+from jpaged.device.aot.topology import TOPOLOGIES, Topology
 from jpaged.device.step_sizes import Attention, StepSizes
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.config import ModelConfig

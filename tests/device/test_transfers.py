@@ -15,13 +15,20 @@ import pytest
 
 from benchmarks.made_arrays import made_arrays
 from jpaged.config import EngineConfig
-from jpaged.device import host_pool, identity
-from jpaged.device.calibration import NO_RATE, measure_rates
+from jpaged.device import identity, transfers
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.host_pool import MAX_ON_THE_WAY, HostPool, WholeHostBlocks, num_host_blocks
 from jpaged.device.mesh import build_mesh, replicated
 from jpaged.device.programs.compile import ProgramSpec, told
-from jpaged.device.transfers import content_bytes, lower_move, move_sizes
+from jpaged.device.step_costs import NO_RATE, measure_rates
+from jpaged.device.transfers import (
+    MAX_ON_THE_WAY,
+    HostPool,
+    WholeHostBlocks,
+    content_bytes,
+    lower_move,
+    move_sizes,
+    num_host_blocks,
+)
 from jpaged.engine.executor import BlockMoves, Move
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
@@ -315,7 +322,7 @@ def test_sizes_follow_the_pool_and_the_weight_of_a_block(
 
 def test_swap_space_becomes_blocks_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = KVLayout(1, 10, 16, 2, 32, np.dtype("float32"))
-    monkeypatch.setattr(host_pool, "physical_host_bytes", lambda: 2**30)
+    monkeypatch.setattr(transfers, "physical_host_bytes", lambda: 2**30)
     assert num_host_blocks(0.0, layout) == 0
     assert num_host_blocks(1.0, layout) == 2**30 // layout.bytes_per_block
     assert num_host_blocks(2.5 * layout.bytes_per_block / 2**30, layout) == 2
@@ -334,7 +341,7 @@ def test_host_memory_is_taken_as_it_is_used() -> None:
 
 def test_an_accelerator_writes_to_page_locked_memory_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same transfers through the memory kind that accelerators have; CPUs have it too, and no use for it."""
-    monkeypatch.setattr(host_pool, "_staging_sharding", lambda sharding: sharding.with_memory_kind("pinned_host"))
+    monkeypatch.setattr(transfers, "_staging_sharding", lambda sharding: sharding.with_memory_kind("pinned_host"))
     layout = KVLayout(2, 10, 4, 1, 8, np.dtype("bfloat16"))
     sharding = replicated(build_mesh(jax.devices()[:1]))
     pool = HostPool(layout, 20, sharding)

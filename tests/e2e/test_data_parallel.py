@@ -14,7 +14,7 @@ import pytest
 from jpaged.client import Client
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.programs import memory_plan
-from jpaged.device.programs.server_programs import ServerPrograms
+from jpaged.device.programs.lowering import ServerPrograms
 from jpaged.engine.data_parallel.engine import DataParallelEngine
 from jpaged.errors import InvalidArgument, QueueFull
 from jpaged.llm import LLM

@@ -15,8 +15,8 @@ import jax
 
 from jpaged.cli.main import main
 from jpaged.device.executor import JaxExecutor
+from jpaged.device.model_runner import PackedForward
 from jpaged.device.multihost import handshake
-from jpaged.device.step.runner import PackedForward
 from jpaged.engine.executor import StepInputs, StepOutputs
 
 NUM_GOOD = 30

@@ -28,7 +28,7 @@ from jax.experimental import serialize_executable
 from jpaged.config import compiler_environment_text
 from jpaged.device.programs.compile import ProgramSpec, told
 from jpaged.device.programs.saved import Target
-from jpaged.device.step.forward import Step
+from jpaged.device.step import Step
 from jpaged.engine.executor import Geometry
 from jpaged.models.layers import Params
 

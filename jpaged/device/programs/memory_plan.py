@@ -14,17 +14,25 @@
 All sizes of programs are the compiler's own (`memory_analysis`). They do not depend on the size of the pool once it is
 too large for the on-chip memory of a TPU, so they are taken from programs with a pool of a GiB. Nothing here compiles
 or allocates.
+
+If a program does not fit into a device's memory, the compiler's error is parsed for the sizes:
+
+    Ran out of memory on HBM, the total memory required for HLO temporaries (15.99G) exceeds available HBM (15.75G).
+    Ran out of memory in memory space hbm. Used 32.02G of 31.25G hbm. Exceeded hbm capacity by 788.55M.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import jax
 
-from jpaged.device.host_memory import available_host_bytes
+from jpaged.device.device_info import available_host_bytes
 from jpaged.errors import InternalError, InvalidArgument
 
 _GIB, _MIB = 1 << 30, 1 << 20
@@ -318,3 +326,108 @@ def _in_text(num_bytes: int | None) -> str:
     if num_bytes is None:
         return "unknown"
     return f"{num_bytes / _GIB:.3f} GiB" if abs(num_bytes) >= _GIB else f"{num_bytes / _MIB:.2f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramReport:
+    """A program's memory as the compiler reports it, in bytes of one device.
+
+    Attributes:
+        argument_bytes: of all arguments, padded as the device lays them out.
+        output_bytes: of all results, including arguments updated in place.
+        alias_bytes: of the results that are arguments updated in place.
+        temp_bytes: additional working memory.
+        code_bytes: of the program itself.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    code_bytes: int
+
+    @classmethod
+    def of(cls, executable: jax.stages.Compiled) -> ProgramReport:
+        """Read the compiler's report and cache it, because reading takes some milliseconds.
+
+        All numbers are zero if the backend gives no report.
+        """
+        known = _KNOWN.get(executable)
+        if known is None:
+            known = _KNOWN[executable] = cls._read(executable)
+        return known
+
+    @classmethod
+    def _read(cls, executable: jax.stages.Compiled) -> ProgramReport:
+        memory = executable.memory_analysis()
+        if memory is None:
+            return cls(0, 0, 0, 0, 0)
+        return cls(
+            argument_bytes=memory.argument_size_in_bytes,
+            output_bytes=memory.output_size_in_bytes,
+            alias_bytes=memory.alias_size_in_bytes,
+            temp_bytes=memory.temp_size_in_bytes,
+            code_bytes=memory.generated_code_size_in_bytes,
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """Device memory that must be free for one call, including arguments."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
+
+
+_KNOWN: WeakKeyDictionary[jax.stages.Compiled, ProgramReport] = WeakKeyDictionary()
+
+
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = r"(?P<needs>[\d.]+)(?P<unit>[KMGT]?)i?B?"
+_SIZES = (
+    re.compile(rf"\({_SIZE}\) exceeds available HBM \("),
+    re.compile(rf"Used {_SIZE} of \S+ hbm"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CompilerOutOfMemory:
+    """An out-of-memory error of the compiler.
+
+    Attributes:
+        needs_bytes: of the program; None if the message has no known number.
+        message: its first line.
+    """
+
+    needs_bytes: int | None
+    message: str
+
+    @classmethod
+    def of(cls, error: jax.errors.JaxRuntimeError) -> CompilerOutOfMemory | None:
+        """Parse the error; return None if it is not about memory."""
+        text = str(error)
+        if _OUT_OF_MEMORY not in text:
+            return None
+        message = text.splitlines()[0]
+        for sizes in _SIZES:
+            if found := sizes.search(text):
+                return cls(int(float(found["needs"]) * _UNITS[found["unit"]]), message)
+        return cls(None, message)
+
+    @property
+    def problem(self) -> str:
+        """The problem, and what to change."""
+        return (
+            f"the compiler found too little device memory: {self.message}: lower num_blocks, memory_utilization or "
+            "max_num_batched_tokens, or raise tensor_parallel_size"
+        )
+
+
+@contextmanager
+def memory_refusals() -> Iterator[None]:
+    """Convert a compiler's out-of-memory error inside the context to an InvalidArgument with advice."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        refusal = CompilerOutOfMemory.of(error)
+        if refusal is None:
+            raise
+        raise InvalidArgument("num_blocks", refusal.problem) from error

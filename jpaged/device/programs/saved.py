@@ -29,7 +29,7 @@ from jpaged.device.kv_scales import name_of_kv_dtype
 from jpaged.device.mesh import first_device, num_context_parts, num_shards
 from jpaged.device.programs.compile import ProgramSpec, compiler_options
 from jpaged.device.programs.store import CompiledProgram
-from jpaged.device.step.forward import Draft, Step
+from jpaged.device.step import Draft, Step
 from jpaged.engine.executor import Geometry
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.models.config import ModelConfig

@@ -6,7 +6,7 @@ noise.py    random numbers as a function of seed, sequence and position
 cpu/        the kernel for CPUs: one row after the other, in one or two passes over its logits
 tpu/        the kernel for TPUs: groups of rows, which are read once and stay on the chip
 
-`jpaged.device.step.sampling` is the specification, and the fallback.
+`jpaged.device.sampling` is the specification, and the fallback.
 """
 
 from jpaged.kernels.sampling.choose import choose_kernel

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.device.aot.tpu import TOPOLOGIES, compile_only_devices, compiler_environment, find_topology
+from jpaged.device.aot.topology import TOPOLOGIES, compile_only_devices, compiler_environment, find_topology
 from jpaged.errors import InvalidArgument, Unsupported
 
 

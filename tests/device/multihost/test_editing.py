@@ -11,9 +11,8 @@ import pytest
 
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.multihost.channel import Kind
-from jpaged.device.multihost.executor import MultiHostExecutor, follow
+from jpaged.device.multihost.executor import MultiHostExecutor, decode, follow, sampling_of, sizes_of, words_of
 from jpaged.device.multihost.handshake import Follower, Leader
-from jpaged.device.multihost.messages import decode, sampling_of, sizes_of, words_of
 from jpaged.engine.executor import Detail, SamplingInputs
 from jpaged.engine.executor.rows import ANY_TOKEN, CountDue, EditInputs, no_masks, no_singles
 from jpaged.engine.executor.steps import Tell, TellInputs

@@ -16,13 +16,11 @@ from jax.sharding import NamedSharding
 
 from jpaged.config import EngineConfig
 from jpaged.device.mesh import CONTENTS_SPEC, serving_mesh
-from jpaged.device.multihost import arrivals, handshake
-from jpaged.device.multihost.channel import Channel, Kind, connect, hold_port, listen
-from jpaged.device.multihost.executor import DigestCheck, digest_of
+from jpaged.device.multihost import handshake
+from jpaged.device.multihost.channel import Channel, Kind, connect, hold_port, listen, prove
+from jpaged.device.multihost.executor import HEADS, DigestCheck, decode, digest_of, encode
 from jpaged.device.multihost.handshake import Leader, facts_of, follow, gather, require_same
-from jpaged.device.multihost.messages import HEADS, decode, encode
-from jpaged.device.multihost.secret import prove
-from jpaged.device.multihost.shards import AddressableShards
+from jpaged.device.transfers import AddressableShards
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable
 from jpaged.launchers import MultiHost
 
@@ -256,7 +254,7 @@ def test_the_reason_for_a_refusal_is_named_when_no_other_process_comes():
 
 
 def test_a_process_that_comes_after_one_that_cannot_be_here_is_told_too(monkeypatch):
-    monkeypatch.setattr(arrivals, "_FAREWELL_S", 60.0)
+    monkeypatch.setattr(handshake, "_FAREWELL_S", 60.0)
     facts = {"x": "1"}
     with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
         address: tuple[str, int] = listener.getsockname()

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.device.multihost import arrivals, handshake
-from jpaged.device.multihost.channel import Channel, Kind, connect, listen
+from jpaged.device.multihost import handshake
+from jpaged.device.multihost.channel import Channel, Kind, connect, listen, prove
 from jpaged.device.multihost.handshake import gather
-from jpaged.device.multihost.secret import prove
 from jpaged.errors import InvalidArgument, Unavailable
 from jpaged.launchers import MultiHost
 
@@ -144,7 +143,7 @@ STRANGERS: dict[str, Callable[[socket.socket], None]] = {
 @pytest.mark.parametrize("stranger", STRANGERS)
 @pytest.mark.parametrize("secret", [None, SECRET])
 def test_a_stranger_holds_up_nobody(stranger: str, secret: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "_GREETING_S", 10_000.0)
+    monkeypatch.setattr(handshake, "_GREETING_S", 10_000.0)
     with gathering(secret) as (address, found):
         ends = [socket.create_connection(address) for _ in range(3)]
         for end in ends:
@@ -157,7 +156,7 @@ def test_a_stranger_holds_up_nobody(stranger: str, secret: bytes | None, monkeyp
 
 
 def test_more_strangers_than_are_greeted_push_each_other_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "_MAX_GREETED", 4)
+    monkeypatch.setattr(handshake, "_MAX_GREETED", 4)
     with gathering(SECRET) as (address, found):
         ends = [socket.create_connection(address) for _ in range(20)]
         channel = come(address, SECRET)
@@ -169,7 +168,7 @@ def test_more_strangers_than_are_greeted_push_each_other_out(monkeypatch: pytest
 
 
 def test_one_that_speaks_a_byte_at_a_time_has_the_same_time_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "_GREETING_S", 0.2)
+    monkeypatch.setattr(handshake, "_GREETING_S", 0.2)
     with gathering(None) as (address, _):
         slow = socket.create_connection(address)
         slow.sendall(struct.pack("<IB", 1 << 19, Kind.HELLO))
@@ -183,7 +182,7 @@ def test_one_that_speaks_a_byte_at_a_time_has_the_same_time_as_others(monkeypatc
                 except ConnectionError:
                     is_open = False
         slow.close()
-        monkeypatch.setattr(arrivals, "_GREETING_S", 60.0)
+        monkeypatch.setattr(handshake, "_GREETING_S", 60.0)
         come(address, None).close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from jpaged.device.programs.compiler_errors import CompilerOutOfMemory, memory_refusals
+from jpaged.device.programs.memory_plan import CompilerOutOfMemory, memory_refusals
 from jpaged.errors import InvalidArgument
 
 GIB = 1 << 30

@@ -19,11 +19,11 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import serving_mesh
-from jpaged.device.programs import saved, server_programs
+from jpaged.device.programs import lowering, saved
 from jpaged.device.programs.compile import ProgramSpec, set_up_compile_cache, told
 from jpaged.device.programs.kept import KeptPrograms
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings
-from jpaged.device.step.forward import Step
+from jpaged.device.step import Step
 from jpaged.engine.executor import Geometry
 from jpaged.models.layers import Params
 from tests.device import tiny_model
@@ -77,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 def test_a_second_start_traces_nothing_and_says_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = tiny_model.warm_executor()
-    monkeypatch.setattr(server_programs, "program_lowerings", refuse_to_lower)
+    monkeypatch.setattr(lowering, "program_lowerings", refuse_to_lower)
     executor = start(folder)
     assert origins(executor) == {"cache"}
     assert len(executor._programs.ready) == len(executor._programs.specs)
@@ -216,6 +216,6 @@ def test_what_jax_is_set_to_counts(tmp_path: Path) -> None:
 def test_all_code_that_programs_are_traced_from_counts() -> None:
     root = Path(saved.__file__).parents[2]
     files = {str(path.relative_to(root)) for pattern in saved._SOURCES for path in root.glob(pattern)}
-    traced = {"device/step/forward.py", "models/decoder/modules.py", "kernels/paged_attention/api.py"}
-    assert {*traced, "engine/executor/edits.py", "device/step/sampling.py"} <= files
+    traced = {"device/step.py", "models/decoder/modules.py", "kernels/paged_attention/api.py"}
+    assert {*traced, "engine/executor/rows.py", "device/sampling.py"} <= files
     assert saved.digest_of_sources() != hashlib.sha256().hexdigest()[:16]

@@ -16,10 +16,15 @@ from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import serving_mesh
 from jpaged.device.programs import memory_plan
 from jpaged.device.programs.compile import COUNT, TELLS, ProgramSpec
-from jpaged.device.programs.lowering import sized_step
-from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, PoolRequest, ProgramMemory, plan_memory
-from jpaged.device.programs.report import ProgramReport
-from jpaged.device.programs.server_programs import ServerPrograms
+from jpaged.device.programs.lowering import ServerPrograms, sized_step
+from jpaged.device.programs.memory_plan import (
+    DeviceMemory,
+    MemoryPlan,
+    PoolRequest,
+    ProgramMemory,
+    ProgramReport,
+    plan_memory,
+)
 from jpaged.engine.executor import TOP_WIDTH
 from jpaged.engine.executor.rows import EDIT_FIELDS, NUM_SINGLES, num_mask_words
 from jpaged.engine.executor.steps import TELL_IDS

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.made_arrays import MadeArray, made_arrays, made_arrays_in
-from jpaged.device.aot.hlo import Collective, collectives, collectives_in
-from jpaged.device.programs.report import ProgramReport
+from jpaged.device.aot.deployment import Collective, collectives, collectives_in
+from jpaged.device.programs.memory_plan import ProgramReport
 
 POOL = jax.ShapeDtypeStruct((100, 8), jnp.float32)
 

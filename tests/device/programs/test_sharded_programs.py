@@ -13,13 +13,13 @@ import pytest
 
 from jpaged.checkpoints.weights import random_params
 from jpaged.config import EngineConfig
-from jpaged.device.aot.hlo import collectives
+from jpaged.device import sharded_matmul
+from jpaged.device.aot.deployment import collectives
 from jpaged.device.executor import JaxExecutor
+from jpaged.device.logits_processors import IN_PROMPT
 from jpaged.device.mesh import MODEL_AXIS, build_mesh
 from jpaged.device.programs.compile import COUNT, TELLS, ProgramSpec
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings
-from jpaged.device.step import products
-from jpaged.device.step.edits import IN_PROMPT
 from jpaged.device.transfers import lower_move
 from jpaged.engine.executor import TOP_WIDTH, Detail
 from jpaged.engine.executor.rows import CountDue
@@ -174,12 +174,12 @@ def test_shapes_alone_are_enough_to_lower() -> None:
 
 def test_a_kernel_is_told_the_parts_of_each_dense_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they lie: a device's own heads and columns, and the scales of its groups."""
-    monkeypatch.setattr(products, "kernel_takes", lambda matrix, device: True)
+    monkeypatch.setattr(sharded_matmul, "kernel_takes", lambda matrix, device: True)
     form = MatrixFormat("int4", 32, has_zeros=True)
     published = model_of("llama3_tied")
     config = dataclasses.replace(published.config, quantisation=Quantisation("int4", (("", form),)))
     where = place(Model(config, published.dtype), 2, "loop")
-    marked = products.in_parts(where.abstract_params(), where.model, "loop", where.mesh)
+    marked = sharded_matmul.in_parts(where.abstract_params(), where.model, "loop", where.mesh)
     leaves = jax.tree.leaves(marked["layers"], is_leaf=lambda leaf: isinstance(leaf, PartedMatrix))
     found = [leaf for leaf in leaves if isinstance(leaf, PartedMatrix)]
     assert len(found) == 4 * config.num_layers
@@ -189,4 +189,4 @@ def test_a_kernel_is_told_the_parts_of_each_dense_matrix(monkeypatch: pytest.Mon
     assert {spec[0] for spec in (parted.specs.values for parted in found)} == {None, MODEL_AXIS}
     on_one = place(Model(config, published.dtype), 1, "loop")
     alone = on_one.abstract_params()
-    assert products.in_parts(alone, on_one.model, "loop", on_one.mesh) is alone
+    assert sharded_matmul.in_parts(alone, on_one.model, "loop", on_one.mesh) is alone

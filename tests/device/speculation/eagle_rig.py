@@ -14,7 +14,7 @@ import pytest
 from jpaged.checkpoints.weights import load_params, read_head
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.speculation.by_head import HeadProposer
+from jpaged.device.speculation.eagle import HeadProposer
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode

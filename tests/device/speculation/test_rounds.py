@@ -12,7 +12,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.step.runner import DraftPool, KVPool
+from jpaged.device.model_runner import DraftPool, KVPool
 from jpaged.engine.executor import (
     BANNED_WIDTH,
     BEYOND_TOKENS,

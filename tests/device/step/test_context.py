@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jpaged.device.context import ContextOrder, check_windows, kind_of_part, merged, most_rows, own_slots
 from jpaged.device.mesh import CONTEXT_AXIS, build_mesh, on_shards
-from jpaged.device.step.context import ContextOrder, check_windows, kind_of_part, merged, most_rows, own_slots
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.device.step.edits import (
+from jpaged.device.logits_processors import (
     _OF_A_PASS,
     IN_PROMPT,
     RowEdits,
@@ -20,8 +20,8 @@ from jpaged.device.step.edits import (
     _added_singly,
     edited,
 )
-from jpaged.device.step.runner import unpack_edits
-from jpaged.device.step.vocabulary import Vocabulary
+from jpaged.device.model_runner import unpack_edits
+from jpaged.device.sampling import Vocabulary
 from jpaged.engine.executor.rows import NUM_SINGLES, EditInputs, no_singles, num_mask_words, words_of_singles
 from tests.device.step import edits_oracle as oracle
 from tests.device.step.edits_oracle import Edits

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jpaged.device.mesh import build_mesh, replicated
-from jpaged.device.step.runner import KVPool
+from jpaged.device.model_runner import KVPool
 from jpaged.errors import InternalError
 from jpaged.kernels.kv_layout import KVLayout
 

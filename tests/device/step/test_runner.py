@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jpaged.device.step.runner import Packing
+from jpaged.device.model_runner import Packing
 from jpaged.errors import InternalError
 
 PACKING = Packing.of(

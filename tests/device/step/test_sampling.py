@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.device.step import sampling
-from jpaged.device.step.runner import unpack_rows
-from jpaged.device.step.vocabulary import Vocabulary
+from jpaged.device import sampling
+from jpaged.device.model_runner import unpack_rows
+from jpaged.device.sampling import Vocabulary
 from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, TOP_WIDTH, Detail, SamplingInputs
 from jpaged.kernels.sampling import RowSampling, Sampled, SamplingKernel, noise
 from jpaged.kernels.sampling.cpu.sampling import CpuSampling, kernel

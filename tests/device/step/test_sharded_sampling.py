@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jpaged.device import sampling
 from jpaged.device.mesh import LOGITS_SPEC, MODEL_AXIS, build_mesh, on_shards
-from jpaged.device.step import sampling
-from jpaged.device.step.vocabulary import Vocabulary
+from jpaged.device.sampling import Vocabulary
 from jpaged.engine.executor import Detail
 from jpaged.kernels.sampling import RowSampling, Sampled, noise
 from tests.device.step.sampling_oracle import Params

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.device.step import told
-from jpaged.device.step.told import ToldArrays
+from jpaged.device import model_runner
+from jpaged.device.model_runner import ToldArrays
 
 NUM_BYTES = 4 * 100
 
@@ -15,7 +15,7 @@ NUM_BYTES = 4 * 100
 @pytest.fixture
 def arrays(monkeypatch: pytest.MonkeyPatch) -> ToldArrays:
     """With room for three."""
-    monkeypatch.setattr(told, "MOST_BYTES", 3 * NUM_BYTES)
+    monkeypatch.setattr(model_runner, "MOST_BYTES", 3 * NUM_BYTES)
     return ToldArrays()
 
 

@@ -14,7 +14,7 @@ from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from jpaged.device.mesh import MESH_AXES, build_mesh
-from jpaged.device.step.products import _specs
+from jpaged.device.sharded_matmul import _matrix_specs
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.product import on_device, quantised
 from jpaged.kernels.product.quantised import (
@@ -210,7 +210,7 @@ def test_two_devices_multiply_with_a_part_each(name: str, split: str) -> None:
     x = jnp.asarray(normal((5, depth), 1), jnp.bfloat16)
     names = ("heads", None, None) if split == "depth" else (None, None, "heads")
     axes = component_axes(names, -3, FORMATS[name], whole.dtype)
-    specs = _specs(axes)
+    specs = _matrix_specs(axes)
     assert specs is not None
     mesh = build_mesh(jax.devices()[:2])
     placed = jax.tree.map(lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec)), whole, specs)

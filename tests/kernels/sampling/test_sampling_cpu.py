@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jpaged.config import Backend
-from jpaged.device.step.runner import unpack_rows
+from jpaged.device.model_runner import unpack_rows
 from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, Detail, SamplingInputs
 from jpaged.kernels.cpu import build, library
 from jpaged.kernels.sampling import RowSampling, Sampled, choose_kernel

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.device.step import sampling
-from jpaged.device.step.vocabulary import Vocabulary
+from jpaged.device import sampling
+from jpaged.device.sampling import Vocabulary
 from jpaged.engine.executor import Detail
 from jpaged.kernels.sampling import RowSampling, Sampled, choose_kernel
 from jpaged.kernels.sampling.tpu import kernel

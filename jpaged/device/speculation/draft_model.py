@@ -2,6 +2,13 @@
 
 After a round in which everything was accepted, the pool lacks the keys of the last proposal. So the first step of a
 round runs the last two tokens of each row, and one more step follows the last round if keys are missing.
+
+The draft model also runs over tokens that only the model has run, so that its pool has their keys before it proposes:
+
+    draft[T]   (draft params, draft pool, inputs) -> draft pool      donated, updated in place
+
+This program takes inputs as a forward does, with tokens known to the host. It returns no hidden states: XLA removes
+what only they would need.
 """
 
 from __future__ import annotations
@@ -13,7 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jpaged.device.model_runner import Packing
 from jpaged.device.speculation.dispatch import Dispatch, Reached, Verified
+from jpaged.device.step import Draft
+from jpaged.models.layers import Params
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int, Shaped
@@ -90,3 +100,22 @@ class ModelProposer:
         rows = dispatch.rows_at(positions_rw, is_written_rw, dispatch.draft_tables_1sm)
         hidden_te, pool = dispatch.draft.step.run(dispatch.draft_params, pool, ids_rw.reshape(-1), rows)
         return hidden_te[ids_rw.shape[1] - 1 :: ids_rw.shape[1]], pool
+
+
+_READ = ("positions_t", "rope_lens_t", "query_starts_s1", "kv_lens_s", "num_rows")
+
+
+def packed_keys(
+    draft: Draft,
+    params: Params,
+    pool: Shaped[Array, "P B ..."],
+    words: Int[Array, "W"],
+    *,
+    packing: Packing,
+) -> Shaped[Array, "P B ..."]:
+    """Run the draft's layers on packed inputs; return the pool, with the keys and values of their tokens."""
+    inputs = packing.unpack(words)
+    by_group = {name: inputs[name][draft.group][None] for name in ("slots_gt", "block_tables_gsm")}
+    return draft.step.run(params, pool, inputs["token_ids_t"], {**{name: inputs[name] for name in _READ}, **by_group})[
+        1
+    ]

@@ -1,13 +1,21 @@
-"""Host memory available to this process: free memory, within the container's limits.
+"""The devices that JAX finds on this machine, and the host memory that is available to this process.
 
-A container's limit is that of the control group or of an ancestor group: version 2 (one tree) or version 1 (a tree for
-memory). The usage of a group excludes page-cache pages that the kernel would drop first.
+The query for devices may take seconds, or hang if an accelerator's runtime hangs.
+
+Available host memory is free memory, within the container's limits. A container's limit is that of the control group or
+of an ancestor group: version 2 (one tree) or version 1 (a tree for memory). The usage of a group excludes page-cache
+pages that the kernel would drop first.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
+
+import jax
+
+from jpaged.hardware import find_hardware
 
 _ROOT = Path("/")
 _V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
@@ -66,3 +74,40 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return []
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """The devices of the platform that JAX chose, and the host's memory.
+
+    Attributes:
+        platform: JAX's name for it: cpu, gpu or tpu.
+        hardware: the device's name in `jpaged plan`; None if it is not in the table.
+        available_bytes: host memory available to this process.
+        physical_bytes: physical memory of the host.
+    """
+
+    platform: str
+    device_kind: str
+    num_devices: int
+    hardware: str | None
+    available_bytes: int
+    physical_bytes: int
+
+
+def look() -> Here:
+    """Query JAX for its devices.
+
+    Raises:
+        RuntimeError: no platform could be started; names the platform.
+    """
+    devices = jax.devices()
+    known = find_hardware(devices[0].device_kind)
+    return Here(
+        platform=devices[0].platform,
+        device_kind=devices[0].device_kind,
+        num_devices=len(devices),
+        hardware=None if known is None else known.name,
+        available_bytes=available_host_bytes(),
+        physical_bytes=physical_host_bytes(),
+    )

@@ -1,4 +1,6 @@
-"""Compile-only TPU devices: libtpu compiles for them on any Linux machine.
+"""Compile-only GPU and TPU devices.
+
+GPUs come from descriptions in the format of XLA's compiler. For TPUs, libtpu compiles on any Linux machine:
 
 | generation | JAX's device kind | devices per chip |
 |---|---|---|
@@ -7,7 +9,7 @@
 | v6e | TPU v6 lite | 1 |
 | tpu7x | TPU7x | 2 |
 
-Topologies have libtpu's names: `v6e:2x4`, chips along each axis. Nothing here needs a device; only
+TPU topologies have libtpu's names: `v6e:2x4`, chips along each axis. Nothing here needs a device; only
 `compile_only_devices` needs libtpu.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +27,44 @@ import jax
 from jax.experimental import topologies
 
 from jpaged.errors import InvalidArgument, Unsupported
+
+GPUS = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.txtpb")))
+"""Names of the GPUs with a description."""
+
+
+def description(name: str) -> str:
+    """Return the description of a GPU, one of `GPUS`."""
+    return Path(__file__).with_name(f"{name}.txtpb").read_text(encoding="utf-8")
+
+
+def device_kind(name: str) -> str:
+    """Return JAX's device kind of a description, one of `GPUS`."""
+    (kind,) = re.findall(r'^device_description_str: "(.+)"$', description(name), re.MULTILINE)
+    return str(kind)
+
+
+def compile_only_gpus(num_devices: int, name: str = "h200") -> list[jax.Device]:
+    """Return GPUs of one machine that programs can only be lowered and compiled for.
+
+    Args:
+        num_devices: number of GPUs.
+        name: the kind of GPU, one of `GPUS`.
+
+    Raises:
+        Unsupported: JAX has no CUDA packages in this Python.
+    """
+    try:
+        topology = topologies.get_topology_desc(
+            "", platform="cuda", target_config=description(name), topology=f"1x1x{num_devices}"
+        )
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise Unsupported(
+            f"{name}: this Python cannot compile for CUDA: {reason}: install jax's CUDA packages (`pip install "
+            "'jax[cuda13]'`, or `make EXTRAS=cuda`; no GPU is needed)"
+        ) from error
+    devices: list[jax.Device] = topology.devices
+    return devices
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpaged.device.step.sampling import largest_threshold
-from jpaged.device.step.vocabulary import Vocabulary
+from jpaged.device.sampling import Vocabulary, largest_threshold
 from jpaged.engine.executor.rows import ANY_TOKEN, MASK_BITS
 from jpaged.kernels.sampling.rows import SMALLEST
 
