@@ -35,7 +35,7 @@ from jpaged.engine.executor import SamplingInputs, StepInputs, StepOutputs
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.model import Model
-from jpaged.models.rope.config import RopeConfig
+from jpaged.models.rope_config import RopeConfig
 from jpaged.types import OutputEvent, Request, SamplingParams
 
 NUM_RUNS = 5

@@ -44,9 +44,9 @@ from jpaged.device.programs.lowering import abstract_serving, program_lowerings
 from jpaged.device.programs.memory_plan import ProgramReport
 from jpaged.device.step import Step
 from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.models.config import Quantisation
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
-from jpaged.models.quantisation.rules import Quantisation
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "block_size": 32}

@@ -24,12 +24,12 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update
 from jpaged.kernels.paged_attention.gpu import attention as gpu
-from jpaged.kernels.paged_attention.gpu.tiling import choose_tiling
+from jpaged.kernels.paged_attention.gpu.work import choose_tiling
 from jpaged.kernels.paged_attention.spec import AttentionCall
 from jpaged.kernels.paged_attention.triton.work import Cut, choose_cut
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.model import Model
-from jpaged.models.rope.config import RopeConfig
+from jpaged.models.rope_config import RopeConfig
 
 MoveKind = Literal["copy", "swap_out", "swap_in"]
 

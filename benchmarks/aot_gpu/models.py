@@ -20,12 +20,10 @@ from jpaged.device.mesh import build_mesh
 from jpaged.device.programs.compile import ProgramSpec
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings
 from jpaged.kernels.matrix_format import NUM_BITS, MatrixFormat
-from jpaged.models.config import ModelConfig
+from jpaged.models.config import ModelConfig, Quantisation
 from jpaged.models.hf_config import from_hf
-from jpaged.models.model import Model
-from jpaged.models.quantisation.formats import EXPERT_AXES, leaf_format
-from jpaged.models.quantisation.rules import Quantisation
-from jpaged.models.quantisation.tree import placed_leaves
+from jpaged.models.model import Model, placed_leaves
+from jpaged.models.param_specs import EXPERT_AXES, leaf_format
 
 Numbers = Literal["bfloat16", "int8", "int8-rows", "int4", "fp8", "fp8-blocks", "mxfp4"]
 _FORMATS: dict[Numbers, MatrixFormat] = {

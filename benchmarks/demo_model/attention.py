@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jpaged.models.matmul import accumulate, transposed
+from jpaged.models.layers import accumulate, transposed
 from jpaged.models.stack import LayerPlace
 
 _BLOCK_LEN = 128

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jpaged.models.matmul import accumulate, transposed
+from jpaged.models.layers import accumulate, transposed
 
 # Coefficients of Jordan's quintic iteration.
 _A, _B, _C = 3.4445, -4.7750, 2.0315

@@ -20,7 +20,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.hf_config import to_hf
 from jpaged.models.layer_kinds import stacks_of
 from jpaged.models.layers import Params
-from jpaged.models.leaves import Leaf
+from jpaged.models.param_specs import Leaf
 from jpaged.models.sharding import padded_axis
 
 

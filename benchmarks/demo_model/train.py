@@ -35,7 +35,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
-from jpaged.models.rope.config import RopeConfig
+from jpaged.models.rope_config import RopeConfig
 from jpaged.models.tokens import TokenBatch
 
 Step = Callable[[Params, optax.OptState, Batch], tuple[Params, optax.OptState, jax.Array]]

@@ -28,10 +28,9 @@ from jpaged.checkpoints.tensor_files import (
 from jpaged.checkpoints.tensor_source import unreadable
 from jpaged.demo import DRAFT_FOLDER, FOLDER
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
-from jpaged.models.config import ModelConfig
+from jpaged.models.config import ModelConfig, Quantisation
 from jpaged.models.hf_config import from_hf
-from jpaged.models.quantisation.formats import EXPERT_AXES, leaf_format, module_of
-from jpaged.models.quantisation.rules import Quantisation
+from jpaged.models.param_specs import EXPERT_AXES, leaf_format, module_of
 
 DEMO = "demo"
 """Name of the packaged checkpoint; takes precedence over a folder or a hub model of that name."""

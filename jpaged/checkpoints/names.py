@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from jpaged.kernels.matrix_format import NUM_BITS
 from jpaged.models.config import ModelConfig
 from jpaged.models.family import AnyFamily
-from jpaged.models.leaves import Leaf
-from jpaged.models.quantisation.formats import contracted_axis, leaf_format
+from jpaged.models.param_specs import Leaf, contracted_axis, leaf_format
 from jpaged.models.registry import find_family
 
 _SCALE_BYTES = 4

@@ -31,15 +31,13 @@ from jpaged.checkpoints.tensor_source import TensorSource, check_shape, read_int
 from jpaged.errors import InternalError, InvalidArgument, Unsupported
 from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES
 from jpaged.kernels.product.quantised import QuantisedMatrix
-from jpaged.models.config import ModelConfig
+from jpaged.models.config import ModelConfig, Quantisation
 from jpaged.models.heads import EagleConfig
 from jpaged.models.hf_config import head_from_hf
 from jpaged.models.layer_kinds import stacks_of
 from jpaged.models.layers import Params, normal
-from jpaged.models.leaves import Leaf
 from jpaged.models.model import Model
-from jpaged.models.quantisation.formats import leaf_format, module_of, stored_formats
-from jpaged.models.quantisation.rules import Quantisation
+from jpaged.models.param_specs import Leaf, leaf_format, module_of, stored_formats
 from jpaged.models.registry import find_family
 from jpaged.models.sharding import PaddedAxis, insert, padded_axis
 from jpaged.models.stack import LayerMode

@@ -20,8 +20,7 @@ from jpaged.device.mesh import partition_spec
 from jpaged.kernels.lora import AdaptedMatrix
 from jpaged.models.layers import Params
 from jpaged.models.lora import HostAdapter, adapted_places
-from jpaged.models.model import Model
-from jpaged.models.quantisation.tree import LeafPath
+from jpaged.models.model import LeafPath, Model
 from jpaged.models.stack import LayerMode
 
 Matrices = tuple[Any, tuple[Any, ...]]

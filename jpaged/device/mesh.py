@@ -25,9 +25,8 @@ from jpaged.errors import InvalidArgument
 from jpaged.kernels.product import QuantisedMatrix
 from jpaged.kernels.product.triton.form import lies_by_columns
 from jpaged.models.layers import Params
-from jpaged.models.leaves import LogicalAxes
-from jpaged.models.model import Model
-from jpaged.models.quantisation.tree import can_stack
+from jpaged.models.model import Model, can_stack
+from jpaged.models.param_specs import LogicalAxes
 from jpaged.models.sharding import logical_axes, pad_for_sharding
 from jpaged.models.stack import LayerMode
 

@@ -31,13 +31,11 @@ from jpaged.kernels.mixture_kind import Gate
 from jpaged.kernels.paged_attention.triton.attention import unsupported_device_reason
 from jpaged.kernels.product import QuantisedMatrix
 from jpaged.kernels.product.on_device import PartedMatrix, kernel_takes
-from jpaged.models.experts.leaves import expert_axes
-from jpaged.models.experts.mixture import Mixture
+from jpaged.models.config import Mixture
+from jpaged.models.decoder.leaves import expert_axes
 from jpaged.models.layers import Params
-from jpaged.models.leaves import LogicalAxes
-from jpaged.models.model import Model
-from jpaged.models.quantisation.formats import EXPERT_AXES
-from jpaged.models.quantisation.tree import leaf_axes, placed_leaves
+from jpaged.models.model import Model, leaf_axes, placed_leaves
+from jpaged.models.param_specs import EXPERT_AXES, LogicalAxes
 from jpaged.models.stack import LayerMode
 
 

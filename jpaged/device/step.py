@@ -66,15 +66,14 @@ from jpaged.device.sampling import Vocabulary
 from jpaged.device.sharded_matmul import experts_kernel, in_parts
 from jpaged.engine.executor import MAX_NUM_STEPS, Detail, Geometry, StepInputs, Verdict
 from jpaged.engine.executor.steps import TELL_IDS, Tell
+from jpaged.kernels import qkv_rope as heads
 from jpaged.kernels.attention_kind import AttentionKind
-from jpaged.kernels.heads import tpu as heads
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.cascade import StepRows, cascade_attention_update, prepare_step_rows
-from jpaged.kernels.paged_attention.sinks import add_sinks
-from jpaged.kernels.paged_attention.spec import NewKV
+from jpaged.kernels.paged_attention.spec import NewKV, add_sinks
 from jpaged.kernels.sampling import FedSamplingKernel, RowSampling, Sampled, SamplingKernel
-from jpaged.models.kv_groups import KVGroups
+from jpaged.models.layer_kinds import KVGroups
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode, LayerPlace

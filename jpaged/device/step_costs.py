@@ -39,8 +39,8 @@ from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Move, Samp
 from jpaged.engine.executor.shapes import CascadeCosts
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
-from jpaged.kernels.paged_attention.gpu.tiling import TILE_ROWS
+from jpaged.kernels.paged_attention.api import IMPLEMENTATIONS
+from jpaged.kernels.paged_attention.gpu.work import TILE_ROWS
 from jpaged.kernels.paged_attention.reference import CHUNK_TOKENS, TILE_QUERIES
 from jpaged.kernels.paged_attention.triton.work import group_of, shared_rows
 

@@ -1,15 +1,113 @@
-"""The shape of a model: frozen, hashable values, static under jit."""
+"""The shape of a model, its experts and its quantization: frozen, hashable values, static under jit.
+
+Quantization is rules over the names of modules in a checkpoint.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.attention_kind import AttentionKind
-from jpaged.models.experts.mixture import Mixture
+from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.kernels.mixture_kind import SILU, Gate, Routing
 from jpaged.models.layer_kinds import LayerKind
-from jpaged.models.quantisation.rules import Quantisation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """A router, experts, and optionally an expert that all rows share, in place of a feed-forward.
+
+    Attributes:
+        routing: how rows choose experts.
+        width: of one expert, F.
+        gate: the gate function of gates and ups.
+        has_biases: gates, ups and downs of experts have biases.
+        router_bias: the router's logits have a bias.
+        choice_bias: the choice of experts, but not their weights, has a bias per expert (DeepSeek-V3).
+        shared_width: of the shared expert; 0 is none.
+        shared_is_weighed: the shared expert is multiplied by the sigmoid of a linear layer (Qwen2-MoE).
+        is_parallel: each device has some whole experts; otherwise a part of each. It does not come from config.json.
+    """
+
+    routing: Routing
+    width: int
+    gate: Gate = SILU
+    has_biases: bool = False
+    router_bias: bool = False
+    choice_bias: bool = False
+    shared_width: int = 0
+    shared_is_weighed: bool = False
+    is_parallel: bool = False
+
+    def divides(self, num_parts: int) -> bool:
+        """Return True if the matrices can be split into this many equal parts."""
+        parted = self.routing.num_experts if self.is_parallel else self.width
+        return parted % num_parts == 0 and self.shared_width % num_parts == 0
+
+    def __str__(self) -> str:
+        """Return a description of the split dimensions."""
+        shared = f" and a shared width of {self.shared_width}" if self.shared_width else ""
+        if self.is_parallel:
+            return f"{self.routing.num_experts} experts{shared}"
+        return f"an expert's width of {self.width}{shared}"
+
+
+_PREFIXES = (
+    ("transformer.h.", "h."),
+    ("model.decoder.", "decoder."),
+    ("model.language_model.", "language_model.model."),
+    ("model.layers.", "layers."),
+)
+"""Pairs of equivalent prefixes of module names: those of quantization libraries, and those of other checkpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """Quantization of the matrices of a model; hashable, a part of the model's config.
+
+    Attributes:
+        method: the method's name in the checkpoint, or the requested one if the model is quantized at load time.
+        rules: regular expressions and formats; the first one found in a module's name applies. None is unquantized.
+        has_output: the rules apply to the output matrix too, which is otherwise unquantized.
+        num_parts: parts that the model is split into; groups do not cross their boundaries.
+    """
+
+    method: str
+    rules: tuple[tuple[str, MatrixFormat | None], ...]
+    has_output: bool = False
+    num_parts: int = 1
+
+    def split(self, num_parts: int) -> Quantisation:
+        """Return the quantization of the model in `num_parts` parts."""
+        return dataclasses.replace(self, num_parts=num_parts)
+
+    def format_of(self, module: str) -> MatrixFormat | None:
+        """Return the format of a module's matrix as published, by its name (`model.layers.0.mlp.up_proj`), or None."""
+        place = self.rule_of(module)
+        return None if place is None else self.rules[place][1]
+
+    def rule_of(self, module: str) -> int | None:
+        """Return the index of the rule that applies to a module, under any equivalent name; None if none does."""
+        names = _names_of(module)
+        return next(
+            (place for place, (pattern, _) in enumerate(self.rules) if any(re.search(pattern, name) for name in names)),
+            None,
+        )
+
+
+def _names_of(module: str) -> list[str]:
+    others = [
+        prefix + module.removeprefix(own)
+        for pair in _PREFIXES
+        for own, prefix in (pair, pair[::-1])
+        if module.startswith(own)
+    ]
+    return [module, *others]
+
 
 MAX_LAYERS = 2**12
 MAX_WIDTH = 2**20

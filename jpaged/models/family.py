@@ -11,7 +11,7 @@ import numpy as np
 from jpaged.models.config import ModelConfig
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind
-from jpaged.models.leaves import LM_HEAD, Leaf
+from jpaged.models.param_specs import LM_HEAD, Leaf
 
 if TYPE_CHECKING:
     from flax import nnx

@@ -11,7 +11,7 @@ from dataclasses import replace
 from jpaged.errors import Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import DecoderConfig
-from jpaged.models.decoder.reading import ACTIVATIONS, FULL, SLIDING
+from jpaged.models.decoder.config_fields import ACTIVATIONS, FULL, SLIDING
 from jpaged.models.heads import HEADS, NAMES, EagleConfig
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.registry import ARCHITECTURES, find_family, unsupported

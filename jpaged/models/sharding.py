@@ -22,8 +22,8 @@ import numpy as np
 from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
-from jpaged.models.leaves import Heads, Leaf
-from jpaged.models.quantisation.tree import leaf_axes, placed_leaves
+from jpaged.models.model import leaf_axes, placed_leaves
+from jpaged.models.param_specs import Heads, Leaf
 from jpaged.models.stack import LayerMode
 
 _FLOAT32 = np.dtype(np.float32)

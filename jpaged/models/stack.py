@@ -12,10 +12,8 @@ import jax.numpy as jnp
 
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.experts import StackedExperts
-from jpaged.kernels.product.quantised import QuantisedMatrix
-from jpaged.kernels.product.stacked import StackedMatrix
-from jpaged.models.kv_groups import KVPlace
-from jpaged.models.layer_kinds import LayerKind, Segment, segments_of
+from jpaged.kernels.product.quantised import QuantisedMatrix, StackedMatrix
+from jpaged.models.layer_kinds import KVPlace, LayerKind, Segment, segments_of
 
 LayerMode = Literal["scan", "loop"]
 

@@ -53,7 +53,7 @@ class TokenBatch:
     Attributes:
         ids_t: int32 `[T]`, all below vocab_size.
         positions_t: int32 `[T]`, the token's position in its sequence.
-        rope_lens_t: int32 `[T]`, see `jpaged.models.rope.angles.cos_sin`; learned positions do not depend on it.
+        rope_lens_t: int32 `[T]`, see `jpaged.models.rope.cos_sin`; learned positions do not depend on it.
         num_tokens: int32 scalar, the number of tokens in use, the first ones; None is all. Outputs of the others are
             undefined.
         heads: the kernel that rotates heads; None is XLA, or the kernel of packed weights. Static.

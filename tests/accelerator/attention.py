@@ -14,7 +14,7 @@ import pytest
 
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import Queries, choose
-from jpaged.kernels.paged_attention.shapes import SHAPES
+from jpaged.kernels.paged_attention.measure import SHAPES
 from tests.kernels import attention_oracle as oracle
 from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, make_case, real_shape
 from tests.kernels.test_paged_attention_gpu import SUPPORT as GPU_SUPPORT

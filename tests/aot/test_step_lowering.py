@@ -38,10 +38,10 @@ from jpaged.engine.executor.steps import Tell
 from jpaged.kernels.kv_layout import KVForm
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.sampling import choose_kernel
+from jpaged.models.config import Quantisation
 from jpaged.models.decoder import lossy
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
-from jpaged.models.quantisation.rules import Quantisation
 
 NUM_TOKENS = 16
 TRITON_CALL = "__gpu$xla.gpu.triton"

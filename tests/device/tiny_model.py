@@ -13,7 +13,7 @@ from jpaged.device.executor import JaxExecutor
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
-from jpaged.models.rope.config import RopeConfig
+from jpaged.models.rope_config import RopeConfig
 from jpaged.models.stack import LayerMode
 
 CONFIG = DecoderConfig(

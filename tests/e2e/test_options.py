@@ -20,7 +20,7 @@ from jpaged.engine.executor import SamplingInputs, StepInputs, StepOutputs
 from jpaged.engine.scheduling.lookahead import StepTimes
 from jpaged.engine.sequence import Group
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
-from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
+from jpaged.kernels.paged_attention.api import IMPLEMENTATIONS
 from jpaged.llm import LLM, TokensPrompt
 from jpaged.load import EngineLoad
 from jpaged.types import SamplingParams

@@ -26,7 +26,7 @@ from jpaged.kernels.paged_attention import (
     paged_attention,
     paged_attention_update,
 )
-from jpaged.kernels.paged_attention.shapes import SHAPES
+from jpaged.kernels.paged_attention.measure import SHAPES
 from tests.kernels import attention_oracle as oracle
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3}

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from jpaged.kernels.paged_attention.shapes import SHAPES
+from jpaged.kernels.paged_attention.measure import SHAPES
 from jpaged.kernels.paged_attention.spec import AttentionCall
 from tests.kernels.attention_conformance import (
     RAGGED,

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from jpaged.kernels.paged_attention.backends import implementation
+from jpaged.kernels.paged_attention.api import implementation
 from jpaged.kernels.paged_attention.gpu import attention as gpu
-from jpaged.kernels.paged_attention.gpu.tiling import Tiling, narrow_tiling, wide_tiling
+from jpaged.kernels.paged_attention.gpu.work import Tiling, narrow_tiling, wide_tiling
 from jpaged.kernels.paged_attention.spec import AttentionCall, ContextPart
 from tests.conftest import QUICK_XLA_OPTIONS
 

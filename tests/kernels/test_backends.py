@@ -14,7 +14,7 @@ from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, choose
-from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS, Implementation, implementation
+from jpaged.kernels.paged_attention.api import IMPLEMENTATIONS, Implementation, implementation
 
 LAYOUT = KVLayout(1, 4, 16, 2, 64, jnp.dtype("float32"))
 SPEC = AttentionSpec(LAYOUT, AttentionKind(0.125))
@@ -42,7 +42,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
     made: dict[str, Any] = {**dict.fromkeys(("attend", "update", "platform")), "form": "tpu"}
     made |= {"unsupported_reason": _agrees, "unsupported_device_reason": _agrees, **how}
     table: dict[Any, Implementation] = {"planted": Implementation(**made), **IMPLEMENTATIONS}
-    monkeypatch.setattr("jpaged.kernels.paged_attention.backends.IMPLEMENTATIONS", table)
+    monkeypatch.setattr("jpaged.kernels.paged_attention.api.IMPLEMENTATIONS", table)
 
 
 def test_options_name_every_backend() -> None:

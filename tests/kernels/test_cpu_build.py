@@ -13,7 +13,7 @@ import pytest
 from jpaged.errors import Unsupported
 from jpaged.kernels.cpu import build, library
 from jpaged.kernels.paged_attention import Queries
-from jpaged.kernels.paged_attention.backends import implementation
+from jpaged.kernels.paged_attention.api import implementation
 from jpaged.kernels.paged_attention.cpu import attention as cpu
 from tests.forking import PYTEST, forks
 from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, make_case

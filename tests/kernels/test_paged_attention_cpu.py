@@ -21,7 +21,7 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.cpu import attention as cpu
 from jpaged.kernels.paged_attention.cpu.attention import CpuKernel
-from jpaged.kernels.paged_attention.shapes import SHAPES
+from jpaged.kernels.paged_attention.measure import SHAPES
 from jpaged.kernels.paged_attention.spec import AttentionCall
 from tests.conftest import QUICK_XLA_OPTIONS
 from tests.kernels import attention_oracle as oracle

@@ -19,7 +19,7 @@ from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, p
 from jpaged.kernels.paged_attention.gpu import attention as gpu
 from jpaged.kernels.paged_attention.gpu import work
 from jpaged.kernels.paged_attention.gpu.kernel import ItemField
-from jpaged.kernels.paged_attention.gpu.tiling import (
+from jpaged.kernels.paged_attention.gpu.work import (
     NUM_PROCESSORS,
     SHARED_BYTES,
     choose_tiling,

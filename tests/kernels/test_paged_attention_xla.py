@@ -14,7 +14,7 @@ from jpaged.errors import InternalError, InvalidArgument, Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVForm, KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention, reference
-from jpaged.kernels.paged_attention.shapes import SHAPES
+from jpaged.kernels.paged_attention.measure import SHAPES
 from jpaged.kernels.paged_attention.spec import AttentionCall
 from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, real_shape
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.product import quantised
 from jpaged.kernels.product.quantised import QuantisedMatrix, abstract_matrix, dequantise, multiply, quantise
-from jpaged.models.matmul import dot
+from jpaged.models.layers import dot
 
 DEPTH, OUT = 48, (3, 10)
 FORMATS = {

@@ -14,8 +14,7 @@ from jpaged.config import Backend
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.paged_attention import AttentionSpec, paged_attention
-from jpaged.kernels.paged_attention.cascade import cascade_attention_update
-from jpaged.kernels.paged_attention.streaming import StreamingRows
+from jpaged.kernels.paged_attention.cascade import StreamingRows, cascade_attention_update
 from tests.kernels import attention_oracle as oracle
 from tests.kernels import gpu_interpreter
 from tests.kernels.attention_conformance import RAGGED, TOLERANCE, Shape, make_case, scales_of, take_new

@@ -12,7 +12,7 @@ from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.families.opt.config import OptConfig
 from jpaged.models.hf_config import from_hf, to_hf
-from jpaged.models.rope.config import RopeConfig
+from jpaged.models.rope_config import RopeConfig
 from tests.models.tiny import TinyCase, tiny_case, tiny_cases
 
 SMOLLM2 = {

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpaged.models.kv_groups import group_layers
+from jpaged.models.layer_kinds import group_layers
 
 GEMMA_3_27B = [None if index % 6 == 5 else 1024 for index in range(62)]
 LONG = 32_768

@@ -14,13 +14,13 @@ from numpy.typing import DTypeLike
 from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.models import rope
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.hf_config import from_hf
 from jpaged.models.layer_kinds import LayerKind, stacks_of
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
-from jpaged.models.rope import angles as rope
-from jpaged.models.rope.angles import cos_sin
+from jpaged.models.rope import cos_sin
 from jpaged.models.stack import LayerMode, run_layers
 from jpaged.models.tokens import HeadsKernel, TokenBatch
 from tests.models import dense

@@ -10,9 +10,9 @@ from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.device.mesh import MESH_AXES
-from jpaged.kernels.product.depth import parts_of_depth
-from jpaged.models import matmul
-from jpaged.models.matmul import dot
+from jpaged.kernels.product.on_device import parts_of_depth
+from jpaged.models import layers
+from jpaged.models.layers import dot
 
 # Both orders of a matrix, and a kernel with more axes.
 CASES = {"in first": ((24, 40), 0), "in last": ((40, 24), 1), "kernel": ((24, 4, 3, 8), 0)}
@@ -95,6 +95,6 @@ def test_a_depth_is_divided_on_one_gpu(platform, num_devices, divides):
 def test_the_parts_of_a_depth_add_up(monkeypatch):
     rng = np.random.default_rng(0)
     x, matrix = (rng.standard_normal(shape).astype(np.float32) for shape in ((8, 4544), (4544, 2, 8)))
-    monkeypatch.setattr(matmul, "parts_on_device", lambda x, matrix: 4)
+    monkeypatch.setattr(layers, "parts_on_device", lambda x, matrix: 4)
     got = dot(jnp.asarray(x), jnp.asarray(matrix), 0)
     np.testing.assert_allclose(got, np.tensordot(x, matrix, 1), rtol=0, atol=1e-3)

@@ -9,7 +9,7 @@ import pytest
 
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.mixture_kind import Routing
-from jpaged.models.experts.mixture import Mixture
+from jpaged.models.config import Mixture
 from jpaged.models.hf_config import from_hf, to_hf
 from jpaged.models.sharding import pad_for_sharding, with_parallel_experts
 

@@ -12,7 +12,7 @@ import pytest
 from jpaged.checkpoints.tensor_files import TensorFiles
 from jpaged.checkpoints.weights import load_params, random_params
 from jpaged.errors import InvalidArgument
-from jpaged.models.leaves import Heads
+from jpaged.models.param_specs import Heads
 from jpaged.models.sharding import logical_axes, pad_for_sharding, repeat_groups
 from tests.device.sharded import model_of, place
 from tests.models.tiny import tiny_case, tiny_cases, write_checkpoint

@@ -18,7 +18,7 @@ from jpaged.device.executor import JaxExecutor
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
-from jpaged.models.rope.angles import cos_sin
+from jpaged.models.rope import cos_sin
 from jpaged.types import SamplingParams
 from tests.e2e.rig import generate, only, open_llm
 from tests.models import dense

@@ -9,7 +9,7 @@ from jpaged.checkpoints.names import is_ignored, model_leaves
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.lora import is_of_experts
-from jpaged.models.quantisation.formats import module_of
+from jpaged.models.param_specs import module_of
 
 _MAX_SHOWN = 5
 _OUTER = frozenset({"lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "wpe", "word_embeddings"})

@@ -24,10 +24,9 @@ from jpaged.checkpoints.hub import expand_home
 from jpaged.checkpoints.tensor_files import TensorFiles
 from jpaged.checkpoints.tensor_source import read_weight
 from jpaged.errors import InvalidArgument, Unsupported
-from jpaged.models.leaves import Leaf
 from jpaged.models.lora import AdaptedPlace, HostAdapter, adapted_places
 from jpaged.models.model import Model
-from jpaged.models.quantisation.formats import module_of
+from jpaged.models.param_specs import Leaf, module_of
 from jpaged.models.registry import find_family
 from jpaged.models.sharding import pad_for_sharding, padded_axis
 from jpaged.models.stack import LayerMode

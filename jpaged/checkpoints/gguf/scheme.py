@@ -24,11 +24,9 @@ from jpaged.checkpoints.gguf.tensors import GgufTensors
 from jpaged.checkpoints.names import model_leaves
 from jpaged.checkpoints.quantised.scheme import Part, Parts, Shape, StoredMatrix
 from jpaged.kernels.matrix_format import MatrixFormat
-from jpaged.models.config import ModelConfig
+from jpaged.models.config import ModelConfig, Quantisation
 from jpaged.models.hf_config import from_hf
-from jpaged.models.leaves import Leaf
-from jpaged.models.quantisation.formats import module_of, stored_formats
-from jpaged.models.quantisation.rules import Quantisation
+from jpaged.models.param_specs import Leaf, module_of, stored_formats
 
 _METHOD = "gguf"
 _EVERYTHING = Quantisation(_METHOD, (("", MatrixFormat("int8")),), has_output=True)

@@ -26,8 +26,8 @@ from jpaged.checkpoints.quantised.scheme import (
     words_to_numbers,
 )
 from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.models.config import Quantisation
 from jpaged.models.json_fields import JsonFields
-from jpaged.models.quantisation.rules import Quantisation
 
 _BITS = 4
 _PER_WORD = 32 // _BITS

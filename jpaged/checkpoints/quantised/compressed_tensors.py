@@ -42,8 +42,8 @@ from jpaged.checkpoints.quantised.scheme import (
 )
 from jpaged.errors import Unsupported
 from jpaged.kernels.matrix_format import Activations, MatrixFormat, Values
+from jpaged.models.config import Quantisation
 from jpaged.models.json_fields import JsonFields
-from jpaged.models.quantisation.rules import Quantisation
 
 PACKED, INTEGERS, FLOATING, MXFP4 = "pack-quantized", "int-quantized", "float-quantized", "mxfp4-pack-quantized"
 _NAIVE = "naive-quantized"  # old checkpoints' name of the two formats that are not packed

@@ -19,8 +19,8 @@ from jpaged.checkpoints.quantised.patterns import rules_of, within
 from jpaged.checkpoints.quantised.scheme import FLOATS, Part, Parts, Shape, StoredMatrix
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.matrix_format import Activations, MatrixFormat
+from jpaged.models.config import Quantisation
 from jpaged.models.json_fields import JsonFields
-from jpaged.models.quantisation.rules import Quantisation
 
 _FP8 = ("float8_e4m3fn",)
 # scale_fmt is how other kernels round the scales of activations; jpaged's are exact.

@@ -34,8 +34,8 @@ from jpaged.checkpoints.quantised.scheme import (
 )
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.matrix_format import MatrixFormat, Values
+from jpaged.models.config import Quantisation
 from jpaged.models.json_fields import JsonFields
-from jpaged.models.quantisation.rules import Quantisation
 
 # Quantization procedure and kernels of other programs, which do not affect the numbers.
 _HARMLESS = (

@@ -13,8 +13,7 @@ from jpaged.checkpoints.quantised.scheme import Shape, StoredMatrix
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.product.quantised import QuantisedMatrix, abstract_matrix
-from jpaged.models.leaves import Leaf
-from jpaged.models.quantisation.formats import EXPERT_AXES, contracted_axis
+from jpaged.models.param_specs import EXPERT_AXES, Leaf, contracted_axis
 from jpaged.models.sharding import PaddedAxis
 
 # (name, shape as stored, contracted axis as stored) -> the matrix.

@@ -15,8 +15,8 @@ import numpy as np
 from jpaged.checkpoints.quantised.patterns import within
 from jpaged.checkpoints.quantised.scheme import Part, Parts, Shape, StoredMatrix
 from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.models.config import Quantisation
 from jpaged.models.json_fields import JsonFields
-from jpaged.models.quantisation.rules import Quantisation
 
 _BLOCK = 32
 _BIAS = 127

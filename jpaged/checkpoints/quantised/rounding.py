@@ -23,8 +23,7 @@ from jpaged.checkpoints.tensor_source import TensorSource, read_weight
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.product.quantised import round_to
-from jpaged.models.config import ModelConfig
-from jpaged.models.quantisation.rules import Quantisation
+from jpaged.models.config import ModelConfig, Quantisation
 
 Asked = Literal["int8", "int4", "fp8"]
 ASKED: tuple[Asked, ...] = get_args(Asked)

@@ -12,7 +12,7 @@ import numpy as np
 from jpaged.checkpoints.tensor_source import TensorSource
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.matrix_format import MatrixFormat
-from jpaged.models.quantisation.rules import Quantisation
+from jpaged.models.config import Quantisation
 
 Shape = tuple[int, ...]
 

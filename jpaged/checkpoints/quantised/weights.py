@@ -9,8 +9,7 @@ import numpy as np
 
 from jpaged.checkpoints.quantised.scheme import Scheme, read_matrix
 from jpaged.checkpoints.tensor_source import TensorSource
-from jpaged.models.leaves import Leaf
-from jpaged.models.quantisation.formats import contracted_axis, module_of, stored_formats
+from jpaged.models.param_specs import Leaf, contracted_axis, module_of, stored_formats
 
 
 @dataclass(frozen=True, slots=True)

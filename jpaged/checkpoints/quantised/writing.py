@@ -25,8 +25,7 @@ from jpaged.checkpoints.tensor_source import TensorSource
 from jpaged.errors import Unsupported
 from jpaged.kernels.matrix_format import NUM_BITS, MatrixFormat
 from jpaged.models.config import ModelConfig
-from jpaged.models.leaves import Leaf
-from jpaged.models.quantisation.formats import contracted_axis, leaf_format, module_of
+from jpaged.models.param_specs import Leaf, contracted_axis, leaf_format, module_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,8 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure cell by cell, and print the table at the end."""
-    from jpaged.kernels.paged_attention.measure import survey
-    from jpaged.kernels.paged_attention.shapes import SHAPES
+    from jpaged.kernels.paged_attention.measure import SHAPES, survey
 
     console = Console()
     _check(arguments, tuple(SHAPES))

@@ -58,11 +58,9 @@ from jpaged.engine.executor import BucketTable, Geometry, Progress
 from jpaged.engine.executor.rows import NUM_SINGLES, num_mask_words
 from jpaged.engine.executor.steps import TELL_IDS, Tell
 from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
-from jpaged.models.kv_groups import group_layers
-from jpaged.models.layer_kinds import stacks_of
+from jpaged.models.layer_kinds import group_layers, stacks_of
 from jpaged.models.layers import Params
-from jpaged.models.model import Model
-from jpaged.models.quantisation.tree import MatricesOf, dense_formats
+from jpaged.models.model import MatricesOf, Model, dense_formats
 from jpaged.models.stack import LayerMode
 
 _HALVES_FROM = 256

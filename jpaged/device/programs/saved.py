@@ -33,7 +33,7 @@ from jpaged.device.step import Draft, Step
 from jpaged.engine.executor import Geometry
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.models.config import ModelConfig
-from jpaged.models.quantisation.tree import dense_formats
+from jpaged.models.model import dense_formats
 from jpaged.version import __version__
 
 MANIFEST = "programs.json"

@@ -26,10 +26,10 @@ from jpaged.device.transfers import copies_of
 from jpaged.engine.executor import I32, BlockMoves, Geometry, Move, SamplingInputs, StepInputs
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.paged_attention import Queries
-from jpaged.kernels.paged_attention.backends import IMPLEMENTATIONS
+from jpaged.kernels.paged_attention.api import IMPLEMENTATIONS
 from jpaged.kernels.sampling import choose_kernel
 from jpaged.models.heads import EagleConfig
-from jpaged.models.kv_groups import KVGroups
+from jpaged.models.layer_kinds import KVGroups
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 

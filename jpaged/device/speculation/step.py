@@ -48,7 +48,7 @@ from jpaged.engine.executor import MAX_NUM_ROUNDS, Detail, Geometry
 from jpaged.errors import InternalError
 from jpaged.kernels.sampling import RowSampling
 from jpaged.models.layers import Params
-from jpaged.models.quantisation.tree import dense_formats
+from jpaged.models.model import dense_formats
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int, Shaped

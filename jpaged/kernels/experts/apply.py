@@ -12,13 +12,11 @@ import jax.numpy as jnp
 from jpaged.kernels.experts import ragged, tiles
 from jpaged.kernels.experts.cpu.experts import loaded
 from jpaged.kernels.experts.routing import Routes
-from jpaged.kernels.experts.stacked import flat
-from jpaged.kernels.experts.weights import ExpertWeights
+from jpaged.kernels.experts.weights import ExpertWeights, flat
 from jpaged.kernels.mixture_kind import Gate
-from jpaged.kernels.product import PackedMatrix
+from jpaged.kernels.product import PackedMatrix, tpu
 from jpaged.kernels.product.on_device import takes_tpu_kernel
 from jpaged.kernels.product.quantised import QuantisedMatrix
-from jpaged.kernels.product.tpu import grouped as tpu
 from jpaged.kernels.product.triton.form import unsupported_reason
 from jpaged.kernels.product.triton.grouped import multiply_sorted
 

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jpaged.kernels.experts.routing import Routes
-from jpaged.kernels.experts.sorting import SortedRows
-from jpaged.kernels.experts.stacked import flat, placed
-from jpaged.kernels.experts.weights import ExpertWeights, join
+from jpaged.kernels.experts.routing import Routes, SortedRows
+from jpaged.kernels.experts.weights import ExpertWeights, flat, join, placed
 from jpaged.kernels.mixture_kind import Gate
 
 if TYPE_CHECKING:

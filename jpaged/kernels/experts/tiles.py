@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jpaged.kernels.experts.routing import Routes
-from jpaged.kernels.experts.sorting import SortedRows
-from jpaged.kernels.experts.stacked import flat
-from jpaged.kernels.experts.weights import ExpertWeights, join
+from jpaged.kernels.experts.routing import Routes, SortedRows
+from jpaged.kernels.experts.weights import ExpertWeights, flat, join
 from jpaged.kernels.mixture_kind import Gate
 from jpaged.kernels.product.quantised import QuantisedMatrix, multiply
 

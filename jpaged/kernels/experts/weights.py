@@ -1,4 +1,10 @@
-"""The matrices of a layer's experts, and their gate function."""
+"""The matrices of a layer's experts, and their gate function.
+
+`StackedExperts` has the matrices of all layers' experts in one array, and the index of a layer's.
+
+A grouped matmul takes its matrices as they lie in memory. A slice for one layer would first be copied, with all
+experts. So the whole stack is passed, and the groups of other layers are empty.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +14,46 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jpaged.kernels.experts.stacked import num_experts_of
 from jpaged.kernels.mixture_kind import Gate
 from jpaged.kernels.product import PackedMatrix
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """Experts of one of several layers, in place of the layer's array `[X, K, N]`.
+
+    Attributes:
+        matrices: `[L, X, K, N]`, quantized or not.
+        index: int32 scalar: the layer.
+    """
+
+    matrices: Any
+    index: Any
+
+
+def num_experts_of(matrices: Any) -> int:
+    """Return the number of experts of one layer."""
+    return int(matrices.matrices.shape[1] if isinstance(matrices, StackedExperts) else matrices.shape[0])
+
+
+def flat(matrices: Any) -> tuple[Any, jax.Array | int]:
+    """Return all matrices `[L * X, K, N]`, and the index of the layer's first."""
+    if not isinstance(matrices, StackedExperts):
+        return matrices, 0
+    joined = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), matrices.matrices)
+    return joined, matrices.index * num_experts_of(matrices)
+
+
+def placed(counts_x: jax.Array, first: jax.Array | int, num_matrices: int) -> jax.Array:
+    """Return the counts of a layer's experts at their places among all matrices."""
+    if len(counts_x) == num_matrices:
+        return counts_x
+    none = jnp.zeros((num_matrices,), counts_x.dtype)
+    return jax.lax.dynamic_update_slice(none, counts_x, (first,))
 
 
 @jax.tree_util.register_dataclass

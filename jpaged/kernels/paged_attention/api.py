@@ -1,24 +1,163 @@
-"""Entry points of the operation: check the call, and run the chosen backend."""
+"""Entry points of the operation, and its backends.
+
+An entry point checks the call, and runs the chosen backend. Each backend runs on some devices, with limitations:
+
+    backend        device               made for
+    pallas-tpu     TPUs                 pools of form tpu; the step's keys and values are stored in the kernel
+    pallas-gpu     Hopper GPUs (sm_90)  queries of 16 bits; pools of form gpu
+    pallas-triton  GPUs since Ampere    also calls that pallas-gpu refuses on Hopper; pools of form gpu
+    cpu            CPUs                 every call; built if a C++ compiler is present; also stores the step's keys
+    itself
+    xla            any                  CPUs without a compiler, GPUs before Ampere: correct everywhere, fast nowhere
+
+The reasons for a refusal are known before anything is traced, so that a server reports them at startup.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, get_args
+
+import jax
 
 from jpaged.config import Backend
-from jpaged.kernels.paged_attention.backends import implementation
+from jpaged.errors import Unsupported
+from jpaged.kernels.kv_layout import KVForm, KVLayout
+from jpaged.kernels.paged_attention import reference
+from jpaged.kernels.paged_attention.cpu import attention as cpu
+from jpaged.kernels.paged_attention.gpu import attention as gpu
 from jpaged.kernels.paged_attention.spec import (
     Attended,
     AttentionCall,
     AttentionSpec,
+    ContextPart,
     NewKV,
     Queries,
     RaggedRows,
     Updated,
 )
+from jpaged.kernels.paged_attention.tpu import attention as tpu
+from jpaged.kernels.paged_attention.triton import attention as triton
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, Shaped
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One backend's functions.
+
+    Attributes:
+        attend: implements `paged_attention`.
+        update: implements `paged_attention_update` in one kernel, with keys and values divided by their scales; if
+            None, `KVLayout.write` updates the pool first.
+        platform: that it is made for; None is any.
+        form: of the pool that it reads; None reads any.
+        unsupported_reason: (the pool's layout, queries) -> why it cannot run, or None. It refuses no kind of attention.
+        unsupported_device_reason: device -> why it does not run there, or None.
+        prepare: (rows, slots of the step's tokens or None, spec, queries) -> rows with the preparation for its calls in
+            all layers of a step; None if it needs none.
+        attend_parts: attention over several parts of each context in one launch (`cascade.py`); if None, each part is a
+            separate call.
+    """
+
+    attend: Callable[[AttentionCall], Attended]
+    update: Callable[[AttentionCall, NewKV], Updated] | None
+    platform: str | None
+    form: KVForm | None
+    unsupported_reason: Callable[[KVLayout, Queries], str | None]
+    unsupported_device_reason: Callable[[jax.Device], str | None]
+    prepare: Callable[[RaggedRows, jax.Array | None, AttentionSpec, Queries], RaggedRows] | None = None
+    attend_parts: Callable[[AttentionCall, Sequence[ContextPart]], Attended] | None = None
+
+
+IMPLEMENTATIONS: dict[Backend, Implementation] = {
+    "pallas-tpu": Implementation(
+        tpu.attend, tpu.update, "tpu", "tpu", tpu.unsupported_reason, tpu.unsupported_device_reason, tpu.prepare
+    ),
+    "pallas-gpu": Implementation(
+        gpu.attend,
+        None,
+        "gpu",
+        "gpu",
+        gpu.unsupported_reason,
+        gpu.unsupported_device_reason,
+        attend_parts=gpu.attend_parts,
+    ),
+    "pallas-triton": Implementation(
+        triton.attend,
+        None,
+        "gpu",
+        "gpu",
+        triton.unsupported_reason,
+        triton.unsupported_device_reason,
+        attend_parts=triton.attend_parts,
+    ),
+    "cpu": Implementation(cpu.attend, cpu.update, "cpu", "cpu", cpu.unsupported_reason, cpu.unsupported_device_reason),
+    "xla": Implementation(reference.attend, None, None, None, lambda pool, queries: None, lambda device: None),
+}
+"""In order of preference: `choose` takes the first that refuses neither the device nor the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The chosen backend, and the reasons against others.
+
+    Attributes:
+        backend: its name.
+        layout: the pool's, in the form that the backend reads.
+        passed_over: preferred backends for the platform that were not taken, each with the reason.
+    """
+
+    backend: Backend
+    layout: KVLayout
+    passed_over: tuple[tuple[Backend, str], ...]
+
+
+def choose(name: str, device: jax.Device, layout: KVLayout, queries: Queries) -> Choice:
+    """Return the given backend, or for `auto` the first that supports the call.
+
+    Args:
+        name: `auto` or a backend.
+        device: the device to run on.
+        layout: the pool's; its form is replaced by the one that fits.
+        queries: describes the calls.
+
+    Raises:
+        Unsupported: the given backend does not support the call; has the reason.
+    """
+    if name != "auto" and name not in IMPLEMENTATIONS:
+        raise Unsupported(f"attention_backend: {name!r} is not one of auto, {', '.join(IMPLEMENTATIONS)}")
+    passed_over: list[tuple[Backend, str]] = []
+    for backend, found in IMPLEMENTATIONS.items():
+        is_wanted = found.platform in (None, device.platform) if name == "auto" else name == backend
+        if not is_wanted:
+            continue
+        form: KVForm = found.form or ("cpu" if device.platform == "cpu" else "gpu")
+        fitting = dataclasses.replace(layout, form=form)
+        reason = found.unsupported_device_reason(device) or found.unsupported_reason(fitting, queries)
+        if reason is None:
+            return Choice(backend, fitting, tuple(passed_over))
+        passed_over.append((backend, reason))
+    raise Unsupported("; ".join(f"attention_backend: {backend} cannot run here: {why}" for backend, why in passed_over))
+
+
+def implementation(backend: Backend, spec: AttentionSpec, queries: Queries) -> Implementation:
+    """Return the given backend, after a check that it supports the call.
+
+    Raises:
+        Unsupported: it does not, or there is none with this name.
+    """
+    if backend not in IMPLEMENTATIONS:
+        raise Unsupported(f"attention backend {backend!r} does not exist; available: {', '.join(get_args(Backend))}")
+    found = IMPLEMENTATIONS[backend]
+    if found.form is not None and found.form != spec.layout.form:
+        raise Unsupported(f"attention backend {backend} requires pools of form {found.form}, not {spec.layout.form}")
+    if (reason := found.unsupported_reason(spec.layout, queries)) is not None:
+        raise Unsupported(f"attention backend {backend}: {reason}")
+    return found
 
 
 def prepare_rows(
@@ -52,7 +191,7 @@ def paged_attention(
     row does not see never matter, not even NaN; a block id outside the layer reads as zeros. The keys and values of
     this step are already in the pool.
 
-    The arguments are the fields of `AttentionCall`, and the backend whose kernel runs (`backends.py`); there is no
+    The arguments are the fields of `AttentionCall`, and the backend whose kernel runs; there is no
     fallback.
 
     Raises:

@@ -9,6 +9,8 @@
 A program runs the operation n times in a loop in which each turn reads the output of the previous one. The time of one
 is the slope between two counts, which excludes the start of a program. The variants alternate, and medians are
 compared.
+
+`SHAPES` are the head shapes of real models, for tests and benchmarks.
 """
 
 from __future__ import annotations
@@ -29,10 +31,32 @@ from jpaged.config import Backend
 from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention.api import paged_attention
-from jpaged.kernels.paged_attention.backends import choose
-from jpaged.kernels.paged_attention.shapes import SHAPES, AttentionShape
+from jpaged.kernels.paged_attention.api import choose, paged_attention
 from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """One layer's attention in a published configuration."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
+
+SHAPES: dict[str, AttentionShape] = {
+    "demo": AttentionShape(8, 4, 32),
+    "qwen2.5-0.5b": AttentionShape(14, 2, 64),
+    "smollm2-135m": AttentionShape(9, 3, 64),
+    "tinyllama-1.1b": AttentionShape(32, 4, 64),
+    "llama-2-7b": AttentionShape(32, 32, 128),
+    "llama-3-8b": AttentionShape(32, 8, 128),
+    "mistral-7b-v0.1": AttentionShape(32, 8, 128, sliding_window=4096),
+    "gemma-2-2b": AttentionShape(8, 4, 256, sliding_window=4096, soft_cap=50.0),
+}
+
 
 CHUNK_TOKENS = 2048
 """Maximum queries of a prefill cell: the last tokens of the context."""

@@ -1,16 +1,27 @@
-"""Choice of the matmul with a quantized matrix on the device that a program is lowered for.
+"""Choice of the matmul on the device that a program is lowered for.
 
-On GPUs, if numbers share scales in groups, XLA would dequantize the weights in every step before it multiplies; a
-kernel dequantizes them just before the tensor core. XLA fuses the other cases into its own matmuls: a scale per column
-is applied afterwards, and 8-bit numbers go to the tensor core unchanged if the rows have 8 bits too.
+With a quantized matrix on GPUs, if numbers share scales in groups, XLA would dequantize the weights in every step
+before it multiplies; a kernel dequantizes them just before the tensor core. XLA fuses the other cases into its own
+matmuls: a scale per column is applied afterwards, and 8-bit numbers go to the tensor core unchanged if the rows have 8
+bits too.
 
 On TPUs XLA multiplies group by group, with a copy of a layer's matrix on the chip, or in memory if it is too large for
 that; a kernel reads blocks of it in place, while it multiplies with the previous ones.
+
+Matmuls with depths that XLA for GPUs would pad are summed in parts that need no padding:
+
+    x [T, K], matrix [K, N]     ->     sum over s of  x [T, s, K / s], matrix [s, K / s, N]
+
+If a matmul has fewer tiles than the device has processors, XLA divides its depth into a power of two of parts
+(`splitk_rewriter.cc`). If that does not divide the depth into whole vectors, XLA pads it, and with it the matrix, in
+every step: 45 MB of DeepSeek-V2-Lite's dense layer, whose depth of 10 944 is 171 times 64. A number of parts that is no
+power of two needs no padding, and its parts are small enough not to be divided again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +31,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jpaged.kernels.lowered_device import lowered_device
-from jpaged.kernels.product.quantised import QuantisedMatrix, multiply, rows_on_device
-from jpaged.kernels.product.stacked import StackedMatrix
-from jpaged.kernels.product.tpu import form as tpu_form
-from jpaged.kernels.product.tpu import grouped as tpu
+from jpaged.kernels.lowered_device import has_triton, lowered_device
+from jpaged.kernels.product import tpu
+from jpaged.kernels.product.quantised import QuantisedMatrix, StackedMatrix, multiply, rows_on_device
 from jpaged.kernels.product.triton.form import kind_of, lanes_of, unsupported_reason
 from jpaged.kernels.product.triton.grouped import multiply_one
-from jpaged.kernels.triton_compiler import has_triton
 
 _BEFORE_AMPERE = ("Tesla", "Quadro", "TITAN", "GTX", "RTX 20")
 """Names in JAX of NVIDIA GPUs that have no asynchronous copies."""
@@ -110,7 +118,7 @@ def _rows(x: jax.Array, matrix: QuantisedMatrix) -> tuple[jax.Array, jax.Array |
 def takes_tpu_kernel(matrix: QuantisedMatrix) -> bool:
     """Return True if the program is for one TPU or its part, and the kernel supports the (stacked) matrix."""
     device = lowered_device()
-    return device is not None and device.platform == "tpu" and tpu_form.unsupported_reason(matrix) is None
+    return device is not None and device.platform == "tpu" and tpu.unsupported_reason(matrix) is None
 
 
 def _multiply_on_tpu(x: jax.Array, matrix: QuantisedMatrix | StackedMatrix) -> jax.Array:
@@ -132,3 +140,33 @@ def kernel_takes(matrix: QuantisedMatrix, device: Any) -> bool:
         return False
     needs_it = matrix.num_groups > 1 or lanes_of(kind_of(matrix)) > 1
     return needs_it and has_triton() and unsupported_reason(matrix) is None
+
+
+_VECTOR = 16
+"""A part's depth is a multiple of this."""
+_LEAST, _MOST = 768, 1216
+"""XLA makes no parts below the first, and divides nothing up to the second."""
+_FEW_ROWS = 32
+_TILE = 64, 128
+_TILES = 198
+"""Tiles that XLA aims for on 132 processors."""
+
+
+def parts_of_depth(num_rows: int, depth: int, columns: int) -> int:
+    """Return the number of parts to sum so that XLA for GPUs pads nothing; 1 if it would not pad."""
+    wanted = depth // _LEAST
+    if num_rows > _FEW_ROWS:
+        num_tiles = -(-num_rows // _TILE[0]) * -(-columns // _TILE[1])
+        wanted = min(wanted, -(-_TILES // num_tiles))
+    if depth % (_VECTOR << (max(wanted, 1) - 1).bit_length()) == 0:
+        return 1
+    parts = (n for n in range(-(-depth // _MOST), depth // _VECTOR) if depth % (n * _VECTOR) == 0)
+    return next(parts, 1)
+
+
+def parts_on_device(x_tk: jax.Array, matrix: jax.Array) -> int:
+    """Return the parts for rows and a matrix `[K, *out]` on the device that is lowered for: 1 unless it is one GPU."""
+    device = lowered_device()
+    if device is None or device.platform != "gpu":
+        return 1
+    return parts_of_depth(len(x_tk), len(matrix), math.prod(matrix.shape[1:]))

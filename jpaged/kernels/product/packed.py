@@ -1,8 +1,14 @@
 """A matrix in the order in which the CPU kernel reads it, and the memory of such matrices.
 
-float32    [parts * ceil(N / 32), K, 32]
-bfloat16   [parts * ceil(N / 32), ceil(K / 2), 32, 2]     two of a column side by side, as AVX512_BF16 multiplies
-quantized  see `jpaged.kernels.product.scales`
+float32    [parts * ceil(N / 32), K, 32] bfloat16   [parts * ceil(N / 32), ceil(K / 2), 32, 2]     two of a column side
+by side, as AVX512_BF16 multiplies quantized  codes and scales, as follows
+
+int8      [parts * ceil(N / 32), ceil(K / 4), 32, 4]    four of a column side by side
+fp8       [parts * ceil(N / 32), ceil(K / 4), 32, 4]    k, k + 2, k + 1, k + 3
+4 bits    [parts * ceil(N / 32), ceil(K / 8), 32, 4]    eight: the low halves are four, the high halves the next four
+scales    [parts * ceil(N / 32), groups, 32]            and zeros
+
+A code is a byte or half of one: integers are shifted to begin with 0, floats are their bits.
 """
 
 from __future__ import annotations
@@ -17,14 +23,155 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
-from jpaged.kernels.product import scales
-from jpaged.kernels.product.quantised import QuantisedMatrix
-from jpaged.kernels.product.scales import PackedScales
+from jpaged.errors import Unsupported
+from jpaged.kernels.matrix_format import NUM_BITS, VALUE_DTYPES, Values
+from jpaged.kernels.product.quantised import QuantisedMatrix, num_outer
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
+
+CODES: tuple[Values, ...] = ("int8", "int4", "mxfp4", "fp8")
+"""In the order of `Code` in quantised.h."""
+_KINDS = {dtype: kind for kind, dtype in VALUE_DTYPES.items()}
+_LANE_BITS = 32
+_MXFP4_NUMBERS = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+_FP8_PLACES = (0, 2, 1, 3)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class PackedScales:
+    """The scales of a packed matrix's codes, and the rounding of rows.
+
+    Attributes:
+        scales: as above; bfloat16 if they are powers of two (MXFP4), otherwise float32.
+        zeros: int8 or float32; None is zero.
+        order: int32 `[K]`, if the matrix's depth was sorted by groups: the original index of each k.
+        step: float32 `[1]`: the scale of rounded rows, if the checkpoint has one.
+        kind: of the codes.
+        group: numbers of a column that share a scale.
+        has_int8_rows: rows are rounded to int8, with the step or a scale per row.
+        dtype: of the model.
+    """
+
+    scales: Any
+    zeros: Any
+    order: Any
+    step: Any
+    kind: Values = dataclasses.field(metadata={"static": True})
+    group: int = dataclasses.field(metadata={"static": True})
+    has_int8_rows: bool = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+    @property
+    def code(self) -> int:
+        """The kernel's number of the kind."""
+        return CODES.index(self.kind)
+
+    def decode(self, lanes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
+        """Return the numbers `[T, K]` of lanes `[T, K / .., 4]`, given scales and zeros `[T, groups]`; K is padded."""
+        halves = [lanes & 15, lanes >> 4] if NUM_BITS[self.kind] == 4 else [lanes]
+        codes = jnp.stack(halves, axis=2).reshape(len(lanes), -1)
+        if self.kind == "fp8":
+            codes = lanes[:, :, jnp.array(_FP8_PLACES)].reshape(len(lanes), -1)
+            numbers = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+        elif self.kind == "mxfp4":
+            numbers = jnp.asarray(_MXFP4_NUMBERS)[codes]
+        else:
+            numbers = codes.astype(jnp.float32) - 2.0 ** (NUM_BITS[self.kind] - 1)
+        depth = min(codes.shape[1], scales.shape[1] * self.group)
+        numbers = numbers[:, :depth]
+        if zeros is not None:
+            numbers = numbers - jnp.repeat(zeros.astype(jnp.float32), self.group, axis=1)[:, :depth]
+        return (numbers * jnp.repeat(scales.astype(jnp.float32), self.group, axis=1)[:, :depth]).astype(self.dtype)
+
+
+def num_lanes(matrix: QuantisedMatrix) -> int:
+    """Return the number of lanes of a column."""
+    return -(-matrix.depth // _lane(matrix))
+
+
+def can_pack(matrix: QuantisedMatrix) -> bool:
+    """Return True if the kernel supports a matrix: a single one, whose groups are whole lanes and divide the depth."""
+    if num_outer(matrix.ndim, matrix.axis):
+        return False
+    has_whole_lanes = matrix.depth % matrix.num_groups == 0 and matrix.group_size % _lane(matrix) == 0
+    return matrix.num_groups == 1 or has_whole_lanes
+
+
+def code_of(matrix: QuantisedMatrix) -> int:
+    """Return the kernel's number of the kind of a matrix's codes."""
+    return CODES.index(_kind(matrix))
+
+
+def describe(matrix: QuantisedMatrix, scales: Any, zeros: Any, order: Any, step: Any) -> PackedScales:
+    """Return the description of a matrix with these arrays, which may be shapes."""
+    has_int8_rows = matrix.activations == "int8"
+    return PackedScales(scales, zeros, order, step, _kind(matrix), matrix.group_size, has_int8_rows, matrix.dtype)
+
+
+def scale_dtype(matrix: QuantisedMatrix) -> np.dtype:
+    """Return the type that stores scales without loss."""
+    return np.dtype(ml_dtypes.bfloat16 if _kind(matrix) == "mxfp4" else np.float32)
+
+
+def zeros_dtype(matrix: QuantisedMatrix) -> np.dtype:
+    """Return the type of the zero points; int8 if there are none."""
+    return np.dtype(np.int8 if matrix.zeros is None else matrix.zeros.dtype)
+
+
+def codes_of(matrix: QuantisedMatrix) -> np.ndarray:
+    """Return a byte for each number, in the leaf's shape."""
+    values = np.asarray(matrix.values).view(np.uint8)
+    match _kind(matrix):
+        case "int8":
+            return values ^ np.uint8(128)
+        case "int4":
+            return values & np.uint8(15) ^ np.uint8(8)
+        case "mxfp4":
+            return values & np.uint8(15)
+        case _:
+            return values
+
+
+def order_of(matrix: QuantisedMatrix) -> np.ndarray:
+    """Return the indices of a column's numbers sorted by their groups.
+
+    Raises:
+        Unsupported: listed groups have different sizes.
+    """
+    group_ids = np.asarray(matrix.group_ids)
+    counts = np.bincount(group_ids, minlength=matrix.num_groups)
+    if (counts != matrix.group_size).any():
+        raise Unsupported(
+            f"linear_backend: cpu cannot multiply groups of {counts.min()} to {counts.max()} numbers in one matrix: "
+            "all must have the same size; linear_backend xla supports them"
+        )
+    return np.argsort(group_ids, kind="stable").astype(np.int32)
+
+
+def blocks_of(of_groups: np.ndarray, num_parts: int, columns: int, *, is_embedding: bool) -> np.ndarray:
+    """Return scales or zeros of a leaf, `[groups, *out]` or `[N, groups]`, as blocks `[.., groups, columns]`."""
+    num_groups = of_groups.shape[-1] if is_embedding else of_groups.shape[0]
+    of_columns = of_groups.T if is_embedding else of_groups
+    parts = of_columns.reshape(num_groups, num_parts, -1)
+    padding = -parts.shape[2] % columns
+    padded = np.pad(parts, ((0, 0), (0, 0), (0, padding))).reshape(num_groups, -1, columns)
+    return np.ascontiguousarray(padded.transpose(1, 0, 2))
+
+
+def _kind(matrix: QuantisedMatrix) -> Values:
+    return _KINDS[np.dtype(matrix.values.dtype)]
+
+
+def _lane(matrix: QuantisedMatrix) -> int:
+    """Return the numbers of a lane."""
+    return _LANE_BITS // NUM_BITS[_kind(matrix)]
+
 
 COLUMNS = 32
 """Columns of a block."""
@@ -119,25 +266,25 @@ class Packer:
         return PackedMatrix(blocks, None, tuple(leaf.shape), is_embedding, num_parts)
 
     def _pack_quantised(self, matrix: QuantisedMatrix, num_parts: int) -> PackedMatrix:
-        depth, num_lanes = matrix.depth, scales.num_lanes(matrix)
+        depth, lanes = matrix.depth, num_lanes(matrix)
         num_columns = math.prod(matrix.shape) // depth // num_parts
         num_blocks = num_parts * -(-num_columns // COLUMNS)
-        shapes = ((num_blocks, num_lanes, COLUMNS, 4), (num_blocks, matrix.num_groups, COLUMNS))
+        shapes = ((num_blocks, lanes, COLUMNS, 4), (num_blocks, matrix.num_groups, COLUMNS))
 
         def spread(of_groups: Any) -> np.ndarray:
-            return scales.blocks_of(np.asarray(of_groups), num_parts, COLUMNS, is_embedding=matrix.is_embedding)
+            return blocks_of(np.asarray(of_groups), num_parts, COLUMNS, is_embedding=matrix.is_embedding)
 
         # Rows that are not int8 are not rounded here, whatever their scale.
         step = matrix.input_scale if matrix.activations == "int8" else None
         arrays = (
             self._leaf(matrix.values, shapes[0], np.dtype(np.uint8), lambda: self._codes(matrix, shapes[0], num_parts)),
-            self._leaf(matrix.scales, shapes[1], scales.scale_dtype(matrix), lambda: spread(matrix.scales)),
-            self._leaf(matrix.zeros, shapes[1], scales.zeros_dtype(matrix), lambda: spread(matrix.zeros)),
-            self._leaf(matrix.group_ids, (depth,), np.dtype(np.int32), lambda: scales.order_of(matrix)),
+            self._leaf(matrix.scales, shapes[1], scale_dtype(matrix), lambda: spread(matrix.scales)),
+            self._leaf(matrix.zeros, shapes[1], zeros_dtype(matrix), lambda: spread(matrix.zeros)),
+            self._leaf(matrix.group_ids, (depth,), np.dtype(np.int32), lambda: order_of(matrix)),
             self._leaf(step, (1,), np.dtype(np.float32), lambda: np.asarray(step)[None]),
         )
 
-        described = scales.describe(matrix, *arrays[1:])
+        described = describe(matrix, *arrays[1:])
         return PackedMatrix(arrays[0], described, matrix.shape, matrix.is_embedding, num_parts)
 
     def _leaf(self, leaf: Any, shape: tuple[int, ...], dtype: np.dtype, make: Callable[[], np.ndarray]) -> Any:
@@ -154,16 +301,16 @@ class Packer:
         return jax.device_put(made, self._sharding)
 
     def _codes(self, matrix: QuantisedMatrix, shape: tuple[int, ...], num_parts: int) -> np.ndarray:
-        codes = np.ascontiguousarray(scales.codes_of(matrix))
+        codes = np.ascontiguousarray(codes_of(matrix))
         if matrix.group_ids is not None:
-            codes = np.take(codes, scales.order_of(matrix), axis=matrix.axis)
+            codes = np.take(codes, order_of(matrix), axis=matrix.axis)
         depth = matrix.depth
         num_columns = codes.size // depth // num_parts
         steps = (1, depth) if matrix.is_embedding else (codes.size // depth, 1)
         blocks = self._take(math.prod(shape)).reshape(num_parts, -1)
         for part in range(num_parts):
             begin = codes.ctypes.data + part * num_columns * steps[1]
-            numbers = (ctypes.c_int64(n) for n in (depth, num_columns, *steps, scales.code_of(matrix)))
+            numbers = (ctypes.c_int64(n) for n in (depth, num_columns, *steps, code_of(matrix)))
             self._library.jpaged_pack_codes(ctypes.c_void_p(begin), *numbers, ctypes.c_void_p(blocks[part].ctypes.data))
         return blocks.reshape(shape)
 

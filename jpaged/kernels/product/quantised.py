@@ -15,6 +15,10 @@ bytes for blocks of 128.
 
 Rows are rounded first only if a checkpoint requires that, and to 8-bit floats only on devices that multiply those. XLA
 is the specification here; the packed kernel of CPUs has its own form (`jpaged.kernels.product.packed`).
+
+A `StackedMatrix` is the matrix of one of several layers, in one array with those of the others. A scan would first
+slice a layer's part from the stack, and XLA for TPUs materializes that part: in memory, if it exceeds the free on-chip
+memory. The kernel reads it in place.
 """
 
 from __future__ import annotations
@@ -361,3 +365,34 @@ def _spread(matrix: QuantisedMatrix, of_groups: jax.Array) -> jax.Array:
 def _wide(x: jax.Array, num_axes: int) -> jax.Array:
     """Append axes of size one."""
     return x.reshape(*x.shape, *(1,) * num_axes)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class StackedMatrix:
+    """A matrix of one of several layers, in place of the layer's matrix.
+
+    Attributes:
+        matrices: `[L, K, *out]`.
+        index: int32 scalar: the layer.
+    """
+
+    matrices: QuantisedMatrix
+    index: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one layer's matrix."""
+        return self.matrices.shape[1:]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of the model."""
+        return self.matrices.dtype
+
+    def own(self) -> QuantisedMatrix:
+        """Return the layer's matrix, sliced."""
+        own: QuantisedMatrix = jax.tree.map(
+            lambda array: jax.lax.dynamic_index_in_dim(array, self.index, keepdims=False), self.matrices
+        )
+        return own

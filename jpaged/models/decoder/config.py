@@ -11,7 +11,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.models.config import Activation, ModelConfig
 from jpaged.models.layer_kinds import LayerKind
-from jpaged.models.rope.config import RopeConfig
+from jpaged.models.rope_config import RopeConfig
 
 Residual = Literal["sequential", "parallel", "shared"]
 

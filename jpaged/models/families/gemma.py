@@ -15,7 +15,7 @@ from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.models.config import Activation
 from jpaged.models.decoder import DecoderConfig, Names, decoder_family
-from jpaged.models.decoder.reading import (
+from jpaged.models.decoder.config_fields import (
     FULL,
     SLIDING,
     name_of_activation,
@@ -25,7 +25,7 @@ from jpaged.models.decoder.reading import (
 )
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind
-from jpaged.models.rope.config import RopeConfig
+from jpaged.models.rope_config import RopeConfig
 
 _LENGTHS = {2: 8192, 3: 131072}
 _GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4

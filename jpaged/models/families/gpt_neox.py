@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from jpaged.errors import Unsupported
 from jpaged.models.decoder import DecoderConfig, Names, decoder_family
-from jpaged.models.decoder.reading import divided_heads, name_of_activation, read_activation, read_sizes
+from jpaged.models.decoder.config_fields import divided_heads, name_of_activation, read_activation, read_sizes
 from jpaged.models.json_fields import JsonFields
-from jpaged.models.rope.config import RopeConfig
+from jpaged.models.rope_config import RopeConfig
 
 
 def _read(fields: JsonFields, architecture: str) -> DecoderConfig:

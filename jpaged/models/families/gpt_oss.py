@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.mixture_kind import Gate, Routing
+from jpaged.models.config import Mixture
 from jpaged.models.decoder import DecoderConfig, Names, decoder_family
-from jpaged.models.decoder.reading import FULL, SLIDING, read_heads, read_sizes
-from jpaged.models.experts.leaves import ExpertNames
-from jpaged.models.experts.mixture import Mixture
-from jpaged.models.experts.reading import TRAINING, read_choice
+from jpaged.models.decoder.config_fields import FULL, SLIDING, TRAINING, read_choice, read_heads, read_sizes
+from jpaged.models.decoder.leaves import ExpertNames
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind
-from jpaged.models.rope.config import RopeConfig
+from jpaged.models.rope_config import RopeConfig
 
 _THETA = 150000.0
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}

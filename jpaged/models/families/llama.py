@@ -8,7 +8,7 @@ from typing import Literal
 from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.models.decoder import DecoderConfig, Names, decoder_family
-from jpaged.models.decoder.reading import (
+from jpaged.models.decoder.config_fields import (
     FULL,
     SLIDING,
     name_of_activation,
@@ -20,7 +20,7 @@ from jpaged.models.decoder.reading import (
 from jpaged.models.family import Family
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind
-from jpaged.models.rope.config import RopeConfig
+from jpaged.models.rope_config import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.models.decoder import DecoderConfig, Names, decoder_family
-from jpaged.models.decoder.reading import name_of_activation, read_activation, read_heads, read_sizes, read_window
+from jpaged.models.decoder.config_fields import name_of_activation, read_activation, read_heads, read_sizes, read_window
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind
-from jpaged.models.rope.config import RopeConfig
+from jpaged.models.rope_config import RopeConfig
 
 
 def _read(fields: JsonFields, architecture: str) -> DecoderConfig:

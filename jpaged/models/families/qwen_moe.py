@@ -6,14 +6,24 @@ from dataclasses import dataclass
 
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.mixture_kind import Routing
+from jpaged.models.config import Mixture
 from jpaged.models.decoder import DecoderConfig, Names, decoder_family
-from jpaged.models.decoder.reading import FULL, SLIDING, read_heads, read_sizes, read_window
-from jpaged.models.experts.mixture import Mixture
-from jpaged.models.experts.reading import NUM_EXPERTS, TRAINING, read_choice, read_sparse_layers, read_width
+from jpaged.models.decoder.config_fields import (
+    FULL,
+    NUM_EXPERTS,
+    SLIDING,
+    TRAINING,
+    read_choice,
+    read_heads,
+    read_sizes,
+    read_sparse_layers,
+    read_width,
+    read_window,
+)
 from jpaged.models.family import Family
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind
-from jpaged.models.rope.config import RopeConfig
+from jpaged.models.rope_config import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)

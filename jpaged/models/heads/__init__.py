@@ -1,8 +1,7 @@
 """EAGLE-3 heads (2025): one layer that proposes tokens, from embeddings and the target model's hidden states.
 
-config.py   their shape, and their fields of config.json
+config.py   their shape, fields of config.json, and leaves: axes, and tensors in a checkpoint
 modules.py  the layer, and the modules around it
-leaves.py   the leaves of the parameters: axes, and tensors in a checkpoint
 
     the model's layers 2, L/2, L - 3     f f f ── fc ──> g            of the token at p
     the token at p + 1                   x ── embed ──> e             (norm(e), norm(g)) ── layer ──> h ── lm_head ──>
@@ -14,9 +13,8 @@ Equation and names are those of the EAGLE-3 paper's code (https://arxiv.org/abs/
 """
 
 from jpaged.models.family import Family, Modules
-from jpaged.models.heads.config import ARCHITECTURE, EagleConfig, read
-from jpaged.models.heads.leaves import layer_leaves, outer_leaves
-from jpaged.models.leaves import LM_HEAD
+from jpaged.models.heads.config import ARCHITECTURE, EagleConfig, layer_leaves, outer_leaves, read
+from jpaged.models.param_specs import LM_HEAD
 
 
 def _modules() -> Modules[EagleConfig]:

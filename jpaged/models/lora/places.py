@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jpaged.models.config import ModelConfig
-from jpaged.models.leaves import Leaf, LogicalAxes
-from jpaged.models.quantisation.tree import LeafPath, placed_leaves
+from jpaged.models.model import LeafPath, placed_leaves
+from jpaged.models.param_specs import Leaf, LogicalAxes
 from jpaged.models.stack import LayerMode
 
 _OF_EXPERTS = frozenset({"experts", "router"})

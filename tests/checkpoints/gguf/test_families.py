@@ -14,7 +14,7 @@ from jpaged.checkpoints.hub import find_folder, read_config
 from jpaged.checkpoints.weights import load_params
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.model import Model
-from jpaged.models.rope.angles import attention_factor, inverse_frequencies
+from jpaged.models.rope import attention_factor, inverse_frequencies
 from tests.checkpoints.gguf.files import checkpoint, of_kind, write_gguf, write_plain
 from tests.models import dense
 

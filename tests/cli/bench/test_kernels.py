@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged.cli.main import main
-from jpaged.kernels.paged_attention.measure import CHUNK_TOKENS, Cell, DeviceLimits, limit_of
-from jpaged.kernels.paged_attention.shapes import AttentionShape
+from jpaged.kernels.paged_attention.measure import CHUNK_TOKENS, AttentionShape, Cell, DeviceLimits, limit_of
 
 SMALL = ["bench", "kernels", "--shape", "demo", "--dtype", "float32", "--backend", "xla"]
 

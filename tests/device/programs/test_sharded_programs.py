@@ -26,8 +26,8 @@ from jpaged.engine.executor.rows import CountDue
 from jpaged.engine.executor.steps import TELL_IDS, Tell
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.product.on_device import PartedMatrix
+from jpaged.models.config import Quantisation
 from jpaged.models.model import Model
-from jpaged.models.quantisation.rules import Quantisation
 from jpaged.models.stack import LayerMode
 from tests.device.programs.hlo import pool_sized_operations
 from tests.device.sharded import model_of, place

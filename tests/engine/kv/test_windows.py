@@ -11,7 +11,7 @@ from jpaged.engine.executor.shapes import Reach
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.kv.prefixes import num_usable
 from jpaged.engine.sequence import Group, Status
-from jpaged.models.kv_groups import group_layers
+from jpaged.models.layer_kinds import group_layers
 from jpaged.testing import SeveralStepsExecutor, expected_tokens, seeing
 from jpaged.types import Request, SamplingParams
 from tests.engine.harness import Harness

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jpaged.kernels.heads import tpu as heads
+from jpaged.kernels import qkv_rope as heads
+from jpaged.models import rope
 from jpaged.models.layers import RMSNorm
-from jpaged.models.rope import angles as rope
 
 LANES = 128
 

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jpaged.kernels.product import Norm, PackedMatrix, ProductKernel, kernel
-from jpaged.models.rope import angles as rope
+from jpaged.models import rope
 
 ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 16, 24, 25, 31, 64, 100, 128, 256, 512)
 SHAPES = ((1, 1), (2, 31), (7, 32), (64, 33), (97, 100), (256, 64), (384, 96))

@@ -17,11 +17,16 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.device.mesh import MESH_AXES
 from jpaged.kernels.matrix_format import MatrixFormat
-from jpaged.kernels.product import on_device, quantised
-from jpaged.kernels.product.quantised import QuantisedMatrix, abstract_matrix, dequantise, quantise, rows_on_device
-from jpaged.kernels.product.stacked import StackedMatrix
-from jpaged.kernels.product.tpu import grouped, kernel
-from jpaged.kernels.product.tpu.form import choose_form, unsupported_reason
+from jpaged.kernels.product import on_device, quantised, tpu
+from jpaged.kernels.product.quantised import (
+    QuantisedMatrix,
+    StackedMatrix,
+    abstract_matrix,
+    dequantise,
+    quantise,
+    rows_on_device,
+)
+from jpaged.kernels.product.tpu import choose_form, unsupported_reason
 from tests.conftest import QUICK_XLA_OPTIONS
 
 FORMATS = {
@@ -49,7 +54,7 @@ def _bits(monkeypatch: pytest.MonkeyPatch) -> None:
             codes = jnp.where(numbers == number, jnp.int8(code), codes)
         return codes
 
-    monkeypatch.setattr(kernel, "codes_of", codes_of)
+    monkeypatch.setattr(tpu, "codes_of", codes_of)
 
 
 def normal(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -86,7 +91,7 @@ def test_rows_are_multiplied_with_what_the_matrix_of_a_layer_stands_for(name: st
     assert unsupported_reason(matrices) is None
     x = jnp.asarray(normal((num_rows, DEPTH), 1), jnp.bfloat16)
     want = expected(x, layer_of(matrices, 2))
-    got = interpreted(grouped.multiply_one)(x, matrices, jnp.int32(2))
+    got = interpreted(tpu.multiply_one)(x, matrices, jnp.int32(2))
     # Weights and rows of groups are rounded to bfloat16 where they are made.
     np.testing.assert_allclose(got, want, rtol=0, atol=4e-3 * np.abs(want).max())
 
@@ -107,22 +112,22 @@ def test_in_float32_products_are_those_of_float64(name: str) -> None:
     matrices = matrices_of(name, (2, DEPTH, COLUMNS), jnp.float32)
     x = jnp.asarray(normal((19, DEPTH), 1))
     want = expected(x, layer_of(matrices, 1))
-    got = interpreted(grouped.multiply_one)(x, matrices, jnp.int32(1))
+    got = interpreted(tpu.multiply_one)(x, matrices, jnp.int32(1))
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
 
 
 def test_every_number_of_mxfp4_is_what_its_code_says() -> None:
     bits = np.arange(16, dtype=np.uint8)
     codes = np.where(bits > 7, bits.astype(np.int8) - 16, bits)
-    np.testing.assert_array_equal(np.asarray(kernel.of_mxfp4(jnp.asarray(codes))), bits.view(ml_dtypes.float4_e2m1fn))
-    np.testing.assert_array_equal(np.asarray(kernel.of_mxfp4(jnp.asarray(CODES))), NUMBERS)
+    np.testing.assert_array_equal(np.asarray(tpu.of_mxfp4(jnp.asarray(codes))), bits.view(ml_dtypes.float4_e2m1fn))
+    np.testing.assert_array_equal(np.asarray(tpu.of_mxfp4(jnp.asarray(CODES))), NUMBERS)
 
 
 def test_parts_of_columns_stay_apart() -> None:
     matrices = matrices_of("int4", (2, DEPTH, 2, 128), jnp.float32)
     x = jnp.asarray(normal((19, DEPTH), 1))
     want = expected(x, layer_of(matrices, 1))
-    got = interpreted(grouped.multiply_one)(x, matrices, jnp.int32(1))
+    got = interpreted(tpu.multiply_one)(x, matrices, jnp.int32(1))
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
 
 
@@ -134,7 +139,7 @@ def test_each_row_meets_its_own_matrix_alone(name: str, is_static: bool) -> None
         matrices = dataclasses.replace(matrices, input_scale=jnp.array([0.02, 0.5, 0.03, 0.04], jnp.float32))
     x = jnp.asarray(normal((50, DEPTH), 1), jnp.bfloat16)
     ids = np.minimum(np.repeat(np.arange(5), [*counts, 6]), 3)
-    got = interpreted(grouped.multiply_sorted)(x, jnp.asarray(counts), jnp.asarray(ids), matrices)
+    got = interpreted(tpu.multiply_sorted)(x, jnp.asarray(counts), jnp.asarray(ids), matrices)
     for index, end in enumerate(np.cumsum(counts)):
         rows = slice(end - counts[index], end)
         if not counts[index]:
@@ -178,7 +183,7 @@ def test_it_runs_on_one_tpu(num_devices: int, platform: str, runs: bool, monkeyp
         calls.append(len(x))
         return jnp.zeros((4, 2, 128))
 
-    monkeypatch.setattr(grouped, "multiply_one", called)
+    monkeypatch.setattr(tpu, "multiply_one", called)
     mesh = AbstractMesh(
         (1, 1, num_devices),
         MESH_AXES,

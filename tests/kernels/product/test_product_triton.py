@@ -26,8 +26,7 @@ from jpaged.kernels.product.quantised import (
     rows_on_device,
 )
 from jpaged.kernels.product.triton import form, grouped
-from jpaged.kernels.product.triton.form import choose_form, split_depth, unsupported_reason
-from jpaged.kernels.product.triton.tiles import list_tiles, max_tiles
+from jpaged.kernels.product.triton.form import choose_form, list_tiles, max_tiles, split_depth, unsupported_reason
 from tests.conftest import QUICK_XLA_OPTIONS
 
 FORMATS = {

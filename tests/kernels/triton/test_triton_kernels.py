@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jpaged.errors import Unsupported
-from jpaged.kernels import triton_compiler
+from jpaged.kernels import lowered_device
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention
-from jpaged.kernels.paged_attention.backends import implementation
+from jpaged.kernels.paged_attention.api import implementation
 from jpaged.kernels.paged_attention.spec import ContextPart
 from jpaged.kernels.paged_attention.triton import attention as triton
 from jpaged.kernels.paged_attention.triton.kernel import words_of
@@ -184,11 +184,11 @@ def test_devices_before_ampere_are_refused(device: Any, reason: str | None) -> N
 
 
 def test_a_jax_without_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_compiler, "_TRITON", "jax.experimental.pallas.no_triton")
-    triton_compiler.has_triton.cache_clear()
+    monkeypatch.setattr(lowered_device, "_TRITON", "jax.experimental.pallas.no_triton")
+    lowered_device.has_triton.cache_clear()
     device: Any = Device("gpu", "NVIDIA L4", "8.9")
     reason = triton.unsupported_device_reason(device)
-    triton_compiler.has_triton.cache_clear()
+    lowered_device.has_triton.cache_clear()
     assert reason == f"requires Pallas Triton, which jax {jax.__version__} does not have"
 
 

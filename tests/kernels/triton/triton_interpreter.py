@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jpaged.kernels.paged_attention.backends import implementation
+from jpaged.kernels.paged_attention.api import implementation
 from jpaged.kernels.paged_attention.spec import AttentionCall, ContextPart
 from jpaged.kernels.paged_attention.triton import attention as triton
 from jpaged.kernels.paged_attention.triton.work import Cut, choose_cut

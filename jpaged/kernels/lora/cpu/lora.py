@@ -16,7 +16,7 @@ import numpy as np
 
 from jpaged.errors import InternalError
 from jpaged.kernels.cpu.library import MAX_WIDTH, NAME, register
-from jpaged.kernels.lora.adapted import AdaptedMatrix
+from jpaged.kernels.lora.reference import AdaptedMatrix
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int

@@ -2,6 +2,5 @@
 
 attention.py  the call
 kernel.py     the kernel
-work.py       the list of work items
-tiling.py     sizes of tiles, chunks and parts
+work.py       the list of work items, and sizes of tiles, chunks and parts
 """

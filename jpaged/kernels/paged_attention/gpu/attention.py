@@ -16,15 +16,16 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention.gpu.tiling import (
+from jpaged.kernels.paged_attention.gpu.work import (
     SHARED_BYTES,
     TILE_ROWS,
+    Places,
     Tiling,
     choose_tiling,
     fixed_bytes,
+    plan,
     stage_bytes,
 )
-from jpaged.kernels.paged_attention.gpu.work import Places, plan
 from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, ContextPart, Queries
 
 _QUERY_DTYPES = ("bfloat16", "float16")

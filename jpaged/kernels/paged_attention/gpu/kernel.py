@@ -41,7 +41,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jpaged.kernels.paged_attention.gpu.tiling import TILE_ROWS, Tiling
+from jpaged.kernels.paged_attention.gpu.work import TILE_ROWS, Tiling
 from jpaged.kernels.paged_attention.spec import AttentionSpec
 
 _LOG2_E = math.log2(math.e)

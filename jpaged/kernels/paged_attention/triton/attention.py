@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.lowered_device import has_triton
 from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, ContextPart, Queries
 from jpaged.kernels.paged_attention.triton.work import Cut, choose_cut, group_of, latent_bytes, plan
-from jpaged.kernels.triton_compiler import has_triton
 
 _QUERY_DTYPES = ("float32", "bfloat16", "float16")
 _MAX_HEAD_DIM = 256

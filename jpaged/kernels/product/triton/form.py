@@ -1,10 +1,15 @@
-"""Compile-time form of a matmul: the numbers of a matrix and of rows, and sizes of the work."""
+"""Compile-time form of a matmul: the numbers of a matrix and of rows, and sizes of the work.
+
+Rows are sorted by matrix, in tiles of one matrix each.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +17,9 @@ import numpy as np
 
 from jpaged.kernels.matrix_format import NUM_BITS, VALUE_DTYPES, Activations, Values
 from jpaged.kernels.product.quantised import QuantisedMatrix
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int
 
 _KINDS: dict[np.dtype, Values] = {dtype: kind for kind, dtype in VALUE_DTYPES.items()}
 _MIN_ROWS, _MAX_ROWS, _MAX_DENSE_ROWS = 16, 128, 64
@@ -226,3 +234,37 @@ def _multiplied(
         is_whole = kind == "int4" or (kind == "int8" and matrices.zeros is None)
         return np.dtype(np.int8) if is_whole else _FLOAT16
     return VALUE_DTYPES["fp8"] if kind == "fp8" and has_fp8 else _FLOAT16
+
+
+class TileField(enum.IntEnum):
+    """Columns of a list of tiles; an unused tile has no rows."""
+
+    MATRIX = 0
+    FIRST_ROW = 1
+    NUM_ROWS = 2
+
+
+def max_tiles(num_rows: int, num_matrices: int, tile_rows: int) -> int:
+    """Return the maximum number of tiles for rows: only a matrix's last tile is partly filled."""
+    return max(1, min(num_rows, (num_rows + min(num_rows, num_matrices) * (tile_rows - 1)) // tile_rows))
+
+
+def list_tiles(counts_x: Int[Array, "X"], num_rows: int, tile_rows: int) -> Int[Array, "I 3"]:
+    """Return the tiles of rows sorted by matrix; those of a matrix are adjacent.
+
+    Args:
+        counts_x: int32, rows of each matrix, together at most `num_rows`.
+        num_rows: maximum number of rows.
+        tile_rows: of a tile.
+    """
+    ends_x, tiles_x = jnp.cumsum(counts_x), -(-counts_x // tile_rows)
+    tile_ends_x = jnp.cumsum(tiles_x)
+    numbers_i = jnp.arange(max_tiles(num_rows, len(counts_x), tile_rows), dtype=jnp.int32)
+    # A search would launch a loop of kernels.
+    matrices_i = jnp.sum(tile_ends_x[None, :] <= numbers_i[:, None], axis=1, dtype=jnp.int32)
+    is_used = matrices_i < len(counts_x)
+    matrices_i = jnp.minimum(matrices_i, len(counts_x) - 1)
+    skipped_i = (numbers_i - (tile_ends_x - tiles_x)[matrices_i]) * tile_rows
+    first_i = (ends_x - counts_x)[matrices_i] + skipped_i
+    rows_i = jnp.where(is_used, jnp.minimum(counts_x[matrices_i] - skipped_i, tile_rows), 0)
+    return jnp.stack([matrices_i, first_i, rows_i], axis=1).astype(jnp.int32)

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.kernels.product.quantised import QuantisedMatrix, multiplies_fp8, rows_on_device
-from jpaged.kernels.product.triton.form import ProductForm, choose_form, split_depth
-from jpaged.kernels.product.triton.tiles import list_tiles
+from jpaged.kernels.product.triton.form import ProductForm, choose_form, list_tiles, split_depth
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int

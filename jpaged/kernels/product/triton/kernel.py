@@ -29,8 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jpaged.kernels.product.triton.form import ProductForm
-from jpaged.kernels.product.triton.tiles import TileField
+from jpaged.kernels.product.triton.form import ProductForm, TileField
 
 _FP8 = np.dtype(jnp.float8_e4m3fn)
 _MISSING = {"fp8": 2.0**8, "mxfp4": 2.0**14}

@@ -1,15 +1,13 @@
 """DeepSeek-V2 and V3 (2024): multi-head latent attention, with one latent per token, and experts chosen by groups.
 
-config.py   their fields of config.json
+config.py   their fields of config.json; the leaves of the parameters: axes, and tensors in a checkpoint
 modules.py  attention whose keys and values are latents
-leaves.py   the leaves of the parameters: axes, and tensors in a checkpoint
 """
 
 from jpaged.models.decoder.leaves import outer_leaves
-from jpaged.models.families.deepseek.config import DeepseekConfig, Variant, to_hf
-from jpaged.models.families.deepseek.leaves import NAMES, layer_leaves
+from jpaged.models.families.deepseek.config import NAMES, DeepseekConfig, Variant, layer_leaves, to_hf
 from jpaged.models.family import Family, Modules
-from jpaged.models.leaves import LM_HEAD
+from jpaged.models.param_specs import LM_HEAD
 
 
 def _modules() -> Modules[DeepseekConfig]:

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jpaged.models import rope
 from jpaged.models.decoder.modules import DecoderLayer, Shared
 from jpaged.models.families.deepseek.config import DeepseekConfig
-from jpaged.models.layers import Attend, Linear, Norm, RMSNorm, normal
-from jpaged.models.matmul import accumulate
-from jpaged.models.rope import angles as rope
+from jpaged.models.layers import Attend, Linear, Norm, RMSNorm, accumulate, normal
 from jpaged.models.stack import LayerPlace
 
 _EPS = 1e-6

@@ -1,12 +1,10 @@
 """The OPT family (Zhang et al. 2022): learned positions, layer norms, a plain feed-forward.
 
-config.py   its fields of config.json
+config.py   its fields of config.json; the leaves of the parameters: axes, and tensors in a checkpoint
 modules.py  one layer, and the modules around the layers
-leaves.py   the leaves of the parameters: axes, and tensors in a checkpoint
 """
 
-from jpaged.models.families.opt.config import OptConfig, read, to_hf
-from jpaged.models.families.opt.leaves import layer_leaves, name_prefix, outer_leaves
+from jpaged.models.families.opt.config import OptConfig, layer_leaves, name_prefix, outer_leaves, read, to_hf
 from jpaged.models.family import Family, Modules
 
 
