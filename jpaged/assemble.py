@@ -22,7 +22,7 @@ from jpaged.checkpoints.gguf.file import is_gguf
 from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
 from jpaged.checkpoints.hub import find_folder, fingerprint, read_config
 from jpaged.checkpoints.names import weight_bytes
-from jpaged.checkpoints.quantised.rounding import quantised_here
+from jpaged.checkpoints.quantised.quantizer import quantised_here
 from jpaged.checkpoints.weights import load_params, random_params, read_head
 from jpaged.config import EngineConfig, ModelOptions, compile_cache_dir, platform_default
 from jpaged.config.speculative import NAME as SPECULATIVE

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from benchmarks.aot_gpu.program import Program
 from jpaged.capacity.known_models import KNOWN_MODELS
-from jpaged.checkpoints.quantised.rounding import FORMATS
+from jpaged.checkpoints.quantised.quantizer import FORMATS
 from jpaged.config import EngineConfig
 from jpaged.device.aot.topology import compile_only_gpus
 from jpaged.device.mesh import build_mesh

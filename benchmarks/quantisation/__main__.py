@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.quantisation.measure import held_text, measure
 from benchmarks.record import save
-from jpaged.checkpoints.quantised.rounding import ASKED
+from jpaged.checkpoints.quantised.quantizer import ASKED
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from benchmarks.demo_model.data import Batch, Lesson, batch
 from benchmarks.demo_model.train import TrainSettings, cross_entropy
 from benchmarks.quantisation.theirs import Transformers, is_there
 from jpaged.checkpoints.hub import read_config
-from jpaged.checkpoints.quantised.rounding import quantised_here
+from jpaged.checkpoints.quantised.quantizer import quantised_here
 from jpaged.checkpoints.weights import load_params
 from jpaged.demo import FOLDER
 from jpaged.kernels.product.quantised import QuantisedMatrix, dequantise

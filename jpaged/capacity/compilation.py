@@ -26,7 +26,7 @@ from jpaged import errors, json_text
 from jpaged.capacity.known_models import KNOWN_MODELS, find_known
 from jpaged.capacity.step_times import PlannedModel, StepTimes, Target, find_target
 from jpaged.checkpoints.hub import expand_home, find_local, read_config, read_json
-from jpaged.checkpoints.quantised.rounding import quantised_here
+from jpaged.checkpoints.quantised.quantizer import quantised_here
 from jpaged.checkpoints.weights import read_head
 from jpaged.config import EngineConfig, child_environment, tpu_library
 from jpaged.config.speculative import NAME as SPECULATIVE

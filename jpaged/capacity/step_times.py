@@ -326,7 +326,7 @@ def stored_shape(
     """
     config = read_config(path)
     if quantization != "auto":
-        from jpaged.checkpoints.quantised.rounding import quantised_here  # imports jax
+        from jpaged.checkpoints.quantised.quantizer import quantised_here  # imports jax
 
         config = quantised_here(config, quantization)
     item_bytes = ITEM_BYTES.get(dtype or "") or ITEM_BYTES[config.checkpoint_dtype or "float32"]

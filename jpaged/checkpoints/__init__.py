@@ -1,11 +1,10 @@
 """Checkpoint files: locating, reading, checking, writing and converting; with the packages quantised/ and gguf/.
 
-hub.py                 a model's name -> its folder -> its config
+hub.py                 a model's name -> its folder -> its config and quantization
 names.py               names of the tensors in a model's checkpoint
 weights.py             files -> parameters on devices, one leaf at a time
 finite.py              check for NaN and infinities
-tensor_source.py       interface of the checkpoint readers
-tensor_files.py        reader of safetensors files
+tensor_files.py        interface of the checkpoint readers, and the reader of safetensors files
 safetensors_writer.py  writer of safetensors files
 adapters/              adapters (LoRA)
 orbax.py               reader of Orbax folders

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpaged.checkpoints.tensor_source import TensorSource
+from jpaged.checkpoints.tensor_files import TensorSource
 from jpaged.errors import InvalidArgument
 
 _SLICE = 1 << 18

@@ -21,8 +21,14 @@ import numpy as np
 import tensorstore as ts
 
 from jpaged import json_text
-from jpaged.checkpoints.tensor_files import MAX_INDEX_BYTES, read_bounded, require_bounded
-from jpaged.checkpoints.tensor_source import ALL_DTYPES, check_shape, unsupported_dtype
+from jpaged.checkpoints.tensor_files import (
+    ALL_DTYPES,
+    MAX_INDEX_BYTES,
+    check_shape,
+    read_bounded,
+    require_bounded,
+    unsupported_dtype,
+)
 from jpaged.errors import InvalidArgument
 from jpaged.version import __version__
 

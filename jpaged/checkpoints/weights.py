@@ -22,12 +22,10 @@ from jpaged.checkpoints.gguf.scheme import read_model
 from jpaged.checkpoints.hub import CONFIG_FILE, read_json, read_scheme
 from jpaged.checkpoints.names import is_ignored, model_leaves
 from jpaged.checkpoints.orbax import OrbaxTensors, is_orbax_folder, refuse_other_orbax
-from jpaged.checkpoints.quantised.leaf import Part, ReadMatrix, quantised_leaf
-from jpaged.checkpoints.quantised.rounding import round_matrix
+from jpaged.checkpoints.quantised.leaf import Dequantised, Part, ReadMatrix, quantised_leaf
+from jpaged.checkpoints.quantised.quantizer import round_matrix
 from jpaged.checkpoints.quantised.scheme import UNUSED, Scheme, StoredMatrix, check_parts, read_matrix
-from jpaged.checkpoints.quantised.weights import Dequantised
-from jpaged.checkpoints.tensor_files import TensorFiles
-from jpaged.checkpoints.tensor_source import TensorSource, check_shape, read_integers, read_weight
+from jpaged.checkpoints.tensor_files import TensorFiles, TensorSource, check_shape, read_integers, read_weight
 from jpaged.errors import InternalError, InvalidArgument, Unsupported
 from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES
 from jpaged.kernels.product.quantised import QuantisedMatrix

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.checkpoints.quantised.rounding import ASKED, quantised_here
+from jpaged.checkpoints.quantised.quantizer import ASKED, quantised_here
 from jpaged.checkpoints.weights import load_params
 from jpaged.kernels.product.quantised import QuantisedMatrix, dequantise
 from jpaged.models.hf_config import from_hf

@@ -15,7 +15,7 @@ import numpy as np
 
 from jpaged.checkpoints.gguf.blocks import weights_of
 from jpaged.checkpoints.gguf.file import GgufFile
-from jpaged.checkpoints.gguf.vocabulary import has_vocabulary, read_vocabulary
+from jpaged.checkpoints.gguf.tokenizer import has_vocabulary, read_vocabulary
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.json_fields import JsonFields
 

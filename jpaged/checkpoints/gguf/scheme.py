@@ -19,8 +19,7 @@ import numpy as np
 from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES, joint_form
 from jpaged.checkpoints.gguf.config import hf_config
 from jpaged.checkpoints.gguf.file import GgufFile, open_gguf
-from jpaged.checkpoints.gguf.names import Place, places
-from jpaged.checkpoints.gguf.tensors import GgufTensors
+from jpaged.checkpoints.gguf.tensors import GgufTensors, Place, places
 from jpaged.checkpoints.names import model_leaves
 from jpaged.checkpoints.quantised.scheme import Part, Parts, Shape, StoredMatrix
 from jpaged.kernels.matrix_format import MatrixFormat

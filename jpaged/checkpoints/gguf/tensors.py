@@ -1,8 +1,14 @@
-"""A GGUF file as a source of tensors under the names of Hugging Face."""
+"""A GGUF file as a source of tensors under the names of Hugging Face, and the places of these tensors in it.
+
+Converters to GGUF change some tensors; reading reverts it. Rows of queries and keys of the Llama architecture alternate
+between the halves of a head, norms of Gemma are stored plus 1, experts of a layer are one tensor, GPT-2's matrices are
+transposed, and GPT-NeoX's queries, keys and values are separated.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +16,218 @@ import numpy as np
 
 from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES, FLOATS, READ, weights_of
 from jpaged.checkpoints.gguf.file import GgufFile, GgufTensor
-from jpaged.checkpoints.gguf.names import Place
-from jpaged.checkpoints.tensor_source import check_shape
+from jpaged.checkpoints.tensor_files import check_shape
 from jpaged.errors import InvalidArgument, Unsupported
+
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that are a part of the config."""
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_OUTER = re.compile(r"(\w+)\.(weight|bias)")
+_OTHER_LAYOUTS = {
+    r"blk\.\d+\.attn_qkv\.\w+": "fused queries, keys and values; convert the model without --fuse-qkv",
+    r"blk\.\d+\.ffn_gate_up_exps\.\w+": "fused gate and up matrices; convert the model without --fuse-gate-up-exps",
+    r"blk\.\d+\.ffn_\w+\.\d+\.\w+": "a single expert; convert the model with a newer llama.cpp",
+}
+"""Alternative layouts of an architecture's tensors by name pattern, and their content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Place of a checkpoint's tensor in a file.
+
+    Attributes:
+        tensor: its name in the file.
+        expert: index in a stack of experts.
+        rows: index of each row in the file; None if rows are in order.
+        offset: subtracted from each number.
+        is_transposed: it is stored transposed.
+        is_row: it has a leading axis of 1 in the checkpoint.
+    """
+
+    tensor: str
+    expert: int | None = None
+    rows: np.ndarray | None = None
+    offset: float = 0.0
+    is_transposed: bool = False
+    is_row: bool = False
+
+    def shape(self, tensor: GgufTensor) -> tuple[int, ...]:
+        """Return its shape in a checkpoint."""
+        stored = tensor.shape if self.expert is None else tensor.shape[1:]
+        if self.is_row:
+            return (1, *stored)
+        return stored[::-1] if self.is_transposed else stored
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """Names of an architecture's tensors in checkpoints.
+
+    Attributes:
+        outer: by names in the file, without `.weight` and `.bias`.
+        layers: the same for a layer; `{x}` is an expert's number.
+        layers_prefix: prefix of a layer's number.
+        rows: tensors with reordered rows: `alternating` in each head, or `parted` into queries, keys, values.
+        offset: of norms.
+        transposed: tensors that are stored transposed.
+    """
+
+    outer: Mapping[str, str]
+    layers: Mapping[str, str]
+    layers_prefix: str = "model.layers."
+    rows: Mapping[str, str] | None = None
+    offset: float = 0.0
+    transposed: tuple[str, ...] = ()
+
+
+_OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_FEED_FORWARD = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_LAYER_NAMES = _ATTENTION | _FEED_FORWARD
+_GEMMA = _LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_EXPERTS = {"ffn_gate_inp": "mlp.gate"} | {
+    f"ffn_{part}_exps": f"mlp.experts.{{x}}.{part}_proj" for part in ("gate", "up", "down")
+}
+_SHARED = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"} | {
+    f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")
+}
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{x}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{x}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{x}.w2",
+}
+_PHI3 = {
+    "attn_norm": "input_layernorm",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GPT2 = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+_NEOX = {
+    "attn_norm": "input_layernorm",
+    "attn_qkv": "attention.query_key_value",
+    "attn_output": "attention.dense",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}
+_TURNED = {"attn_q": "alternating", "attn_k": "alternating"}
+
+NAMINGS: Mapping[str, Naming] = {
+    "llama": Naming(_OUTER_NAMES, _LAYER_NAMES | _MIXTRAL, rows=_TURNED),
+    "qwen2": Naming(_OUTER_NAMES, _LAYER_NAMES),
+    "qwen3": Naming(_OUTER_NAMES, _LAYER_NAMES | _HEAD_NORMS),
+    "qwen2moe": Naming(_OUTER_NAMES, _LAYER_NAMES | _EXPERTS | _SHARED),
+    "qwen3moe": Naming(_OUTER_NAMES, _LAYER_NAMES | _HEAD_NORMS | _EXPERTS),
+    "gemma2": Naming(_OUTER_NAMES, _GEMMA, offset=1.0),
+    "gemma3": Naming(_OUTER_NAMES, _GEMMA | _HEAD_NORMS, offset=1.0),
+    "phi3": Naming(_OUTER_NAMES, _PHI3),
+    "starcoder2": Naming(_OUTER_NAMES, _ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+    "gpt2": Naming(
+        {
+            "token_embd": "transformer.wte",
+            "position_embd": "transformer.wpe",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
+        _GPT2,
+        "transformer.h.",
+        transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+    ),
+    "gptneox": Naming(
+        {"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out"},
+        _NEOX,
+        "gpt_neox.layers.",
+        rows={"attn_qkv": "parted"},
+    ),
+}
+"""By the names of architectures in llama.cpp."""
+
+
+def places(file: GgufFile, num_heads: int, num_kv_heads: int) -> dict[str, Place]:
+    """Return the place of each tensor by its checkpoint name; unknown tensors keep their name in the file.
+
+    Raises:
+        Unsupported: a tensor has an unsupported layout.
+    """
+    naming = NAMINGS[file.architecture]
+    orders = _Orders(num_heads, num_kv_heads)
+    found: dict[str, Place] = {}
+    for name, tensor in file.tensors.items():
+        if name not in ROPE_TENSORS:
+            found.update(_named(naming, name, tensor, orders))
+    return found
+
+
+def _named(naming: Naming, name: str, tensor: GgufTensor, orders: _Orders) -> Iterator[tuple[str, Place]]:
+    outer, layer = _OUTER.fullmatch(name), _LAYER.fullmatch(name)
+    if outer is not None and outer[1] in naming.outer:
+        offset = naming.offset if outer[1].endswith("_norm") else 0.0
+        yield f"{naming.outer[outer[1]]}.{outer[2]}", Place(name, offset=offset)
+        return
+    if layer is None or layer[2] not in naming.layers:
+        for pattern, content in _OTHER_LAYOUTS.items():
+            if re.fullmatch(pattern, name):
+                raise Unsupported(f"{tensor.path}: tensor {name} is not supported: it has {content}")
+        yield name, Place(name)
+        return
+    number, stem, end = layer.groups()
+    path = f"{naming.layers_prefix}{number}.{naming.layers[stem]}.{end}"
+    if "{x}" in path:
+        for expert in range(tensor.shape[0]):
+            yield path.format(x=expert), Place(name, expert)
+        return
+    yield (
+        path,
+        Place(
+            name,
+            rows=orders.of((naming.rows or {}).get(stem), stem, tensor.shape[0]),
+            offset=naming.offset if stem.endswith("_norm") else 0.0,
+            is_transposed=stem in naming.transposed and end == "weight",
+            is_row=stem == "ffn_gate_inp_shexp" and len(tensor.shape) == 1,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Orders:
+    """Row orders of a model with these numbers of heads."""
+
+    num_heads: int
+    num_kv_heads: int
+
+    def of(self, kind: str | None, stem: str, num_rows: int) -> np.ndarray | None:
+        if kind is None:
+            return None
+        # Reading the tensor raises an error, with its name, if heads do not divide the number of rows.
+        num_heads = self.num_kv_heads if stem == "attn_k" else self.num_heads
+        shape = (num_heads, -1, 2) if kind == "alternating" else (3, num_heads, -1)
+        if num_rows % (num_heads * (2 if kind == "alternating" else 3)):
+            return None
+        axes = (1, 2) if kind == "alternating" else (0, 1)
+        return np.arange(num_rows).reshape(shape).swapaxes(*axes).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)

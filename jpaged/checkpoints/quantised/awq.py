@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jpaged.checkpoints.quantised.patterns import dynamic_rules, rules_of
 from jpaged.checkpoints.quantised.scheme import (
     TUNING,
     Part,
     Parts,
     Shape,
     StoredMatrix,
+    dynamic_rules,
+    rules_of,
     signed,
     words_to_numbers,
 )

@@ -29,13 +29,13 @@ import numpy as np
 
 from jpaged.checkpoints.quantised.fp8 import block_sizes, one_number, read_fp8
 from jpaged.checkpoints.quantised.mxfp4 import not_a_power, powers_of_two, unpack_e2m1
-from jpaged.checkpoints.quantised.patterns import from_start
 from jpaged.checkpoints.quantised.scheme import (
     FLOATS,
     Part,
     Parts,
     Shape,
     StoredMatrix,
+    from_start,
     not_among,
     signed,
     words_to_numbers,

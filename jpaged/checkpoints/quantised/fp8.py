@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jpaged.checkpoints.quantised.patterns import rules_of, within
-from jpaged.checkpoints.quantised.scheme import FLOATS, Part, Parts, Shape, StoredMatrix
+from jpaged.checkpoints.quantised.scheme import FLOATS, Part, Parts, Shape, StoredMatrix, rules_of, within
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.matrix_format import Activations, MatrixFormat
 from jpaged.models.config import Quantisation

@@ -21,15 +21,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from jpaged.checkpoints.quantised.awq import Awq, format_of_groups
-from jpaged.checkpoints.quantised.patterns import dynamic_rules, rules_of, within
 from jpaged.checkpoints.quantised.scheme import (
     TUNING,
     Part,
     Parts,
     Shape,
     StoredMatrix,
+    dynamic_rules,
     not_among,
+    rules_of,
     signed,
+    within,
     words_to_numbers,
 )
 from jpaged.errors import InvalidArgument, Unsupported

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from jpaged.checkpoints.quantised.patterns import within
-from jpaged.checkpoints.quantised.scheme import Part, Parts, Shape, StoredMatrix
+from jpaged.checkpoints.quantised.scheme import Part, Parts, Shape, StoredMatrix, within
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.models.config import Quantisation
 from jpaged.models.json_fields import JsonFields

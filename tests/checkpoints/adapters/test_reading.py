@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jpaged.checkpoints.adapters import AdapterReader
-from jpaged.checkpoints.adapters.patterns import Patterns
+from jpaged.checkpoints.adapters.config import Patterns
 from jpaged.errors import InvalidArgument, JpagedError, Unsupported
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model

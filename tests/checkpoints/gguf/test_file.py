@@ -19,7 +19,7 @@ from jpaged.checkpoints import hub
 from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
 from jpaged.checkpoints.gguf import file as files
 from jpaged.checkpoints.gguf.file import open_gguf
-from jpaged.checkpoints.gguf.names import places
+from jpaged.checkpoints.gguf.tensors import places
 from jpaged.checkpoints.tensor_files import StableFile
 from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument, JpagedError, NotFound, Unsupported

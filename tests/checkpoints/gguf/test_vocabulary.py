@@ -10,7 +10,7 @@ import pytest
 from jpaged.checkpoints import hub
 from jpaged.checkpoints.gguf.config import hf_config
 from jpaged.checkpoints.gguf.file import open_gguf
-from jpaged.checkpoints.gguf.vocabulary import CONTROL, USER_DEFINED, Vocabulary, read_vocabulary
+from jpaged.checkpoints.gguf.tokenizer import CONTROL, USER_DEFINED, Vocabulary, read_vocabulary
 from tests.checkpoints.gguf.test_tokenizer import demo_metadata, ids, read, sentence_piece
 
 NORMAL = 1

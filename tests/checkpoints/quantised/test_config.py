@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from jpaged.checkpoints.quantised.config import find_scheme
+from jpaged.checkpoints.hub import find_scheme
 from jpaged.errors import InvalidArgument, Unsupported
 from tests.checkpoints.quantised.layouts import LAYOUTS, compressed_config
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.quantisation.measure import held_text, measure
-from jpaged.checkpoints.quantised.rounding import ASKED
+from jpaged.checkpoints.quantised.quantizer import ASKED
 
 
 @pytest.mark.deep

@@ -12,7 +12,7 @@ import pytest
 from jpaged import LLM, SamplingParams
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.names import num_params, weight_bytes
-from jpaged.checkpoints.quantised.rounding import ASKED, FORMATS, quantised_here
+from jpaged.checkpoints.quantised.quantizer import ASKED, FORMATS, quantised_here
 from jpaged.checkpoints.weights import load_params, random_params
 from jpaged.device.mesh import local_bytes
 from jpaged.errors import InvalidArgument

@@ -10,7 +10,7 @@ import pytest
 
 from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
 from jpaged.checkpoints.hub import read_config, read_json
-from jpaged.checkpoints.quantised.rounding import quantised_here
+from jpaged.checkpoints.quantised.quantizer import quantised_here
 from jpaged.checkpoints.weights import load_params
 from jpaged.cli.main import main
 from jpaged.errors import InvalidArgument

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jpaged.checkpoints.adapters import AdapterReader
-from jpaged.checkpoints.quantised.rounding import quantised_here
+from jpaged.checkpoints.quantised.quantizer import quantised_here
 from jpaged.checkpoints.weights import load_params
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
