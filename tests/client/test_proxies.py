@@ -187,4 +187,4 @@ async def test_a_server_names_the_proxy_of_a_prefill_server_that_it_does_not_rea
             await prefills.ask(Request("a", (1, 2), SamplingParams()), 0, b"", 60.0, 60.0)
     finally:
         await prefills.close()
-    assert f"{ELSEWHERE} is not there (through the proxy http://{proxy.address})" in caplog.text
+    assert f"{ELSEWHERE} is unreachable (through the proxy http://{proxy.address})" in caplog.text
