@@ -94,9 +94,9 @@ def test_the_option_copies_a_served_model(tmp_path: Path) -> None:
 def test_the_host_s_memory_is_that_of_all_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is what limits the pools: two copies get about half of the blocks each, and the same number."""
     folder = write_model("llama3_tied", tmp_path)
-    available = [1 << 20, 1 << 20, 1 << 19]  # for the only pool; for the first of two, and what that leaves
+    available = [1 << 21, 1 << 21, 1 << 20]  # for the only pool; for the first of two, and what that leaves
     monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: available.pop(0))
-    # They would take more than there is.
+    # They would take more than there is. The default pool is a quarter of it.
     monkeypatch.setattr(ServerPrograms, "memory", lambda *programs: memory_plan.ProgramMemory())
     with open_llm(folder, swap_space=0.01) as llm:
         one = llm._serving.engine.geometry
