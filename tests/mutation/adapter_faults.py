@@ -17,7 +17,7 @@ ADAPTER_FAULTS = (
     ),
     Fault(
         "replicas are chosen by prefixes of other adapters",
-        "data_parallel/routing.py",
+        "data_parallel/engine.py",
         "request.cache_tenant, request.adapter_digest)",
         'request.cache_tenant, b"")',
         ADAPTERS,
@@ -83,7 +83,7 @@ ADAPTER_FAULTS = (
 FEED_FAULTS = (
     Fault(
         "grammars move over tokens again when those are taken in",
-        "intake.py",
+        "turns.py",
         "None if schedule.decodes.is_fed else going_on",
         "going_on",
         GRAMMARS,

@@ -53,7 +53,7 @@ CHANGE_FAULTS = (
     ),
     Fault(
         "a block that is reissued is not told of",
-        "kv/prefix_cache.py",
+        "kv/prefixes.py",
         '            self._changes.removed("device", key)\n',
         "            pass\n",
         CHANGES,

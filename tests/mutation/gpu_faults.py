@@ -224,7 +224,7 @@ GPU_FAULTS = (
     ),
     Fault(
         "a slot is now one consumer's and then the other's",
-        "tiling.py",
+        "work.py",
         "// _NUM_CONSUMERS * _NUM_CONSUMERS",
         "",
         ("test_what_is_not_refused",),

@@ -41,7 +41,7 @@ PRODUCT_FAULTS = (
     ),
     Fault(
         "a tile reaches into the next matrix",
-        "tiles.py",
+        "form.py",
         "jnp.minimum(counts_x[matrices_i] - skipped_i, tile_rows)",
         "tile_rows + 0 * skipped_i",
         ("tiles",),

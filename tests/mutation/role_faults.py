@@ -18,7 +18,7 @@ ROLE_FAULTS = (
     ),
     Fault(
         "what disk has is believed to be right",
-        "engine/kv/tiers/arriving.py",
+        "engine/kv/tiers/leaving.py",
         "while num_read < len(reads) and reads[num_read].result():",
         "while num_read < len(reads) and (reads[num_read].result() or True):",
         DISK,
