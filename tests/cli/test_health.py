@@ -77,4 +77,4 @@ def test_one_that_never_answers_is_exit_code_1_in_time(capsys):
 
 def test_a_timeout_of_nothing_is_refused(capsys):
     assert main(["health", "--timeout", "0"]) == 2
-    assert "--timeout: 0.0 is not above 0" in capsys.readouterr().err
+    assert "--timeout: 0.0 is not a finite number above 0" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import fcntl
 import gzip
 import json
 import math
@@ -400,6 +401,22 @@ async def test_two_runs_never_share_an_output(tmp_path):
         assert (await first).num_succeeded == 4
         assert (await run_batch(BatchOptions(source, tmp_path / "link", harness.target), ignore)).num_skipped == 4
     assert len(results(target)) == 4
+
+
+def test_a_lock_that_is_removed_while_it_is_taken_is_not_a_lock(tmp_path, monkeypatch):
+    output, flock, removed = Results(tmp_path / "out", ()), fcntl.flock, []
+
+    def remove_the_first(lock: int, operation: int) -> None:
+        if not removed:
+            removed.append(output.lock_path)
+            output.lock_path.unlink()  # as a run does that ends between open and flock
+        flock(lock, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_the_first)
+    with output:
+        assert removed == [output.lock_path]
+        with pytest.raises(OutputError, match="is being written by process"), Results(tmp_path / "out", ()):
+            pass
 
 
 def test_a_lock_that_a_dead_process_left_holds_nobody_up(tmp_path):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 
 from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
 from jpaged.checkpoints.names import is_ignored
@@ -62,6 +63,17 @@ def read(version: int, **settings: object) -> DeepseekConfig:
     config = from_hf({**SIZES, **names, **settings})
     assert isinstance(config, DeepseekConfig)
     return config
+
+
+@pytest.mark.parametrize(("version", "width"), [(2, 1407), (3, 2048)])
+def test_the_default_width_of_an_expert_is_the_one_of_transformers(version: int, width: int) -> None:
+    sizes = {name: value for name, value in SIZES.items() if name != "moe_intermediate_size"}
+    names = {"architectures": [f"DeepseekV{version}ForCausalLM"], "model_type": f"deepseek_v{version}"}
+    config = from_hf({**sizes, **names})
+    assert isinstance(config, DeepseekConfig)
+    assert config.mixture is not None
+    assert config.mixture.width == width
+    assert getattr(transformers, f"DeepseekV{version}Config")().moe_intermediate_size == width
 
 
 def test_all_heads_see_one_latent_that_begins_with_what_values_are_made_of() -> None:

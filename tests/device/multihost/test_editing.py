@@ -137,6 +137,13 @@ def test_what_is_said_of_a_sample_is_all_of_it(executors: list[JaxExecutor]) -> 
         np.testing.assert_array_equal(told.places_r, asked.places_r)
 
 
+def test_each_forward_has_its_own_number(executors: list[JaxExecutor]) -> None:
+    line = Line()
+    done = serve(executors[0], line)
+    numbers = [decode(kind, payload)[0][0] for kind, payload in line.said if kind is Kind.STEP]
+    assert numbers == list(range(1, len(done) + 1))
+
+
 @pytest.mark.parametrize("kind", [Kind.COUNT, Kind.TELL])
 def test_a_process_that_heard_something_else_is_found_out(executors: list[JaxExecutor], kind: Kind) -> None:
     """One token of what is counted, or one that is asked of."""

@@ -277,6 +277,23 @@ def test_cores_have_as_many_items_as_rows_allow(items: list[int], num_cores: int
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("slots", "whole"),
+    [
+        ([8, 9, 10, 11], [0]),  # the run ends with the last token
+        ([3, 4, 5, 6, 7, 8, 9, 10], [1]),
+        ([4, 5, 6, 7, 8, 9, 10, 11], [0, 4]),
+        ([5, 6, 7, 8, 9, 10, 11, 12], [3]),
+        ([4, 5, 6, 20, 21, 22, 23, 24], [3]),
+        ([4, 5, 6, 8, 9, 10, 11], [3]),
+        ([4, 5, 6], []),
+    ],
+)
+def test_blocks_that_are_stored_at_once_begin_with_their_first_slot(slots: list[int], whole: list[int]) -> None:
+    starts = lists._starts_whole_block(jnp.asarray(slots, jnp.int32), 4)
+    assert np.flatnonzero(np.asarray(starts)).tolist() == whole
+
+
 def test_lists_made_ahead_of_all_layers_are_all_that_a_call_reads_of_its_rows() -> None:
     shape, suite = Shape(dtype="bfloat16"), Late()
     case = make_case(RAGGED["mixed"], shape)
@@ -325,7 +342,7 @@ def queries(num_heads: int, num_rows: int = 8, table_width: int = 8, num_tokens:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"block_size": 48}, "block_size 48 is none of 8, 16, 32, 64, 128, 256"),
+        ({"block_size": 48}, "block_size 48 is not one of 8, 16, 32, 64, 128, 256"),
         ({"dtype": jnp.dtype("float16")}, "kv_dtype float16 is none of float32, bfloat16, float8_e4m3fn, int8"),
         ({"head_dim": 512}, "head_dim 512 is above the limit of 256"),
         ({"num_shards": 2}, "the pool has 2 shards"),

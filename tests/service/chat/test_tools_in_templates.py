@@ -316,6 +316,7 @@ def test_reasoning_is_asked_of_a_template_by_the_variable_that_it_has(process):
     for effort in ("", "x" * 65, 3):
         with pytest.raises(InvalidArgument, match=r"^reasoning\.effort: "):
             reasoning_of({"effort": effort})
+    assert [reasoning_of({"effort": "x" * num_chars}).effort for num_chars in (1, 64)] == ["x", "x" * 64]
 
 
 def test_reasoning_reaches_the_template_of_a_folder(folder):
