@@ -396,10 +396,10 @@ class JaxExecutor:
             InternalError: there is no draft model, shapes of no compiled program, or the device failed, after which the
                 pools are lost.
         """
-        if self._drafter is None or not 0 < num_rounds <= MAX_NUM_ROUNDS:
-            raise InternalError(
-                f"{num_rounds} speculative rounds exceed the limit of {MAX_NUM_ROUNDS}, or there is no draft model"
-            )
+        if self._drafter is None:
+            raise InternalError("speculative rounds require a draft model")
+        if not 0 < num_rounds <= MAX_NUM_ROUNDS:
+            raise InternalError(f"{num_rounds} speculative rounds exceed the limit of {MAX_NUM_ROUNDS}")
         with self._calling(f"{num_rounds} rounds of {len(sampling.rows_r)} rows failed"):
             for step in unseen:
                 self._drafter.show(self.pack(step))

@@ -44,5 +44,5 @@ def test_a_released_pool_frees_its_memory() -> None:
     pool.release()
     pool.release()
     assert array.is_deleted()
-    with pytest.raises(InternalError, match="spent"):
+    with pytest.raises(InternalError, match="the KV pool is gone"):
         pool.take()

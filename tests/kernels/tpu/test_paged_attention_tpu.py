@@ -343,7 +343,7 @@ def queries(num_heads: int, num_rows: int = 8, table_width: int = 8, num_tokens:
     ("changes", "reason"),
     [
         ({"block_size": 48}, "block_size 48 is not one of 8, 16, 32, 64, 128, 256"),
-        ({"dtype": jnp.dtype("float16")}, "kv_dtype float16 is none of float32, bfloat16, float8_e4m3fn, int8"),
+        ({"dtype": jnp.dtype("float16")}, "kv_dtype float16 is not one of float32, bfloat16, float8_e4m3fn, int8"),
         ({"head_dim": 512}, "head_dim 512 is above the limit of 256"),
         ({"num_shards": 2}, "the pool has 2 shards"),
         (
@@ -449,7 +449,7 @@ def test_a_measured_entry_is_used_for_its_device_and_shape_alone(tmp_path: Path)
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
-        ({"tile": 24, "fetch_blocks": 8}, "tile 24 is none of 256, 128, 64, 32, 16"),
+        ({"tile": 24, "fetch_blocks": 8}, "tile 24 is not one of 256, 128, 64, 32, 16"),
         ({"tile": 16, "fetch_blocks": 3}, "fetch_blocks 3 are 96 tokens, not a multiple of 128"),
         ({"tile": 128, "fetch_blocks": 512}, r"require [\d.]+ MiB of vector memory; the limit is 52.0 MiB"),
     ],
