@@ -379,7 +379,7 @@ def test_a_head_that_cannot_be_loaded_is_refused_by_name(tmp_path: Path) -> None
         "fewer": "vocabulary has 3000 tokens and the model's has 3072",
         "lacks": "tensor fc.weight .* is missing",
         "pickled": "only safetensors weights are supported",
-        "nothing": "there is no folder",
+        "nothing": "does not exist",
         "demo": "only EAGLE-3 heads with 1 layer",
     }
     for name, problem in problems.items():

@@ -174,7 +174,7 @@ def test_blocks_mean_something_else_than_exact_ones_and_those_of_other_windows(f
 REFUSED = [
     ({"lossy_kv_sinks": 4}, "lossy_kv_sinks: 4 requires lossy_kv_window"),
     ({"lossy_kv_window": 0}, "lossy_kv_window: 0 is below the limit of 1"),
-    ({**LOSSY, "kv_policy": "reserve-max"}, "lossy_kv_window: 11: kv_policy reserve-max keeps room"),
+    ({**LOSSY, "kv_policy": "reserve-max"}, "lossy_kv_window: 11: kv_policy reserve-max reserves memory"),
     ({**LOSSY, "max_model_len": 16}, r"lossy_kv_window: 11 tokens and the first 5 .* max_model_len \(16\)"),
     ({**LOSSY, "lossy_kv_window": 2000}, r"lossy_kv_window: 2000 tokens .* max_model_len \(1024\)"),
     (
