@@ -309,10 +309,10 @@ class JaxExecutor:
         Raises:
             InternalError: there is no such slot, or the device failed, after which the parameters are lost.
         """
-        if not 1 <= slot <= self._geometry.max_loras or not isinstance(adapter, HostAdapter):
-            raise InternalError(
-                f"{adapter} cannot be loaded into adapter slot {slot}: there are {self._geometry.max_loras} slots"
-            )
+        if not isinstance(adapter, HostAdapter):
+            raise InternalError(f"an adapter of type {type(adapter).__name__} cannot be loaded")
+        if not 1 <= slot <= self._geometry.max_loras:
+            raise InternalError(f"adapter slot {slot} does not exist: there are {self._geometry.max_loras} slots")
         with self._calling(f"loading an adapter into slot {slot} failed"):
             self._runner.load_adapter(slot, adapter)
 

@@ -370,7 +370,13 @@ def test_two_consumers_read_a_prompts_keys_half_as_often() -> None:
         ("bfloat16", 16, 72, 8, "head_dim 72 is not a multiple of 16 up to 256"),
         ("bfloat16", 16, 272, 8, "head_dim 272 is not a multiple of 16 up to 256"),
         ("bfloat16", 16, 128, 130, "65 query heads share a key/value head; the limit is 64"),
-        ("bfloat16", 128, 256, 8, r"requires \d+ bytes of shared memory \(twice 131072, and \d+\); the limit is 232448"),
+        (
+            "bfloat16",
+            128,
+            256,
+            8,
+            r"requires \d+ bytes of shared memory \(twice 131072, and \d+\); the limit is 232448",
+        ),
     ],
 )
 def test_what_the_kernel_cannot_do_is_refused_with_numbers(

@@ -392,7 +392,7 @@ def test_a_histograms_bounds_belong_to_their_bucket():
 
 
 def test_a_port_that_is_taken_is_named():
-    with scraped() as engine, pytest.raises(InvalidArgument, match=f"metrics_port: {engine.port} on 127.0.0.1 cannot"):
+    with scraped() as engine, pytest.raises(InvalidArgument, match=f"cannot listen on port {engine.port} of 127"):
         serve_metrics(engine.serving, host="127.0.0.1", port=engine.port)
 
 

@@ -162,7 +162,7 @@ class _Decompressed:
 
     Raises:
         InvalidArgument: the file is damaged.
-        RequestTooLong: its lines are over `max_bytes`; nothing beyond is decompressed.
+        RequestTooLong: its lines exceed `max_bytes`; nothing beyond is decompressed.
     """
 
     def __init__(self, file: IO[bytes], max_bytes: int) -> None:

@@ -155,7 +155,7 @@ def test_there_are_as_many_programs_however_many_adapters(served: Served) -> Non
 
 def test_a_slot_that_is_not_there_is_refused(served: Served) -> None:
     for slot in (0, 3):
-        with pytest.raises(InternalError, match=f"adapter slot {slot}: there are 2 slots"):
+        with pytest.raises(InternalError, match=f"adapter slot {slot} does not exist: there are 2 slots"):
             served.executor.load_adapter(slot, served.adapters[0])
 
 
