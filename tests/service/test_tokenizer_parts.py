@@ -182,7 +182,7 @@ import importlib.util as util, logging, sys
 from pathlib import Path
 find_spec = util.find_spec
 util.find_spec = lambda name, package=None: None if name == "torch" else find_spec(name, package)
-from jpaged.service.tokenizing import tokenizer_parts
+from jpaged.service import tokenizer_parts
 if sys.argv[2] == "loud":
     tokenizer_parts.keep_quiet_about_torch = lambda: None
 print(tokenizer_parts.read_parts(Path(sys.argv[1])).vocab_size)
