@@ -404,7 +404,7 @@ async def test_two_runs_never_share_an_output(tmp_path):
 
 
 def test_a_lock_that_is_removed_while_it_is_taken_is_not_a_lock(tmp_path, monkeypatch):
-    output, flock, removed = Results(tmp_path / "out", ()), fcntl.flock, []
+    output, flock, removed = Results(tmp_path / "out", ()), fcntl.flock, list[Path]()
 
     def remove_the_first(lock: int, operation: int) -> None:
         if not removed:

@@ -180,7 +180,7 @@ const char* plain_contradiction(const Operands& o) {
   return matrix[1] != (is_bf16 ? (x[1] + 1) / 2 : x[1]) ? "rows and matrix differ in depth" : nullptr;
 }
 
-// Return why shapes are inconsistent, or null; calls by cpu.py are always consistent.
+// Return why shapes are inconsistent, or null; calls by multiply.py are always consistent.
 const char* contradiction(const Operands& o, const AnyBuffer& y, const Attributes& a) {
   const auto x = o.x.dimensions(), matrix = o.matrix.dimensions(), out = y.dimensions();
   if (!is_number(o.x.element_type()) || !is_number(y.element_type())) return "rows are not float32 or bfloat16";
