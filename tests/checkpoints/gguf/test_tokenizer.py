@@ -298,7 +298,7 @@ def test_llama3_begins_a_text_unless_the_file_says_otherwise(tmp_path: Path) -> 
     ("more", "error", "message"),
     [
         ({"tokenizer.ggml.model": "bert"}, Unsupported, "tokenizer.ggml.model is 'bert'; supported: gpt2, llama"),
-        ({"tokenizer.ggml.pre": "viking"}, Unsupported, "tokenizer.ggml.pre is 'viking'; read: gpt-2"),
+        ({"tokenizer.ggml.pre": "viking"}, Unsupported, "tokenizer.ggml.pre is 'viking'; supported: gpt-2"),
         ({"tokenizer.ggml.eos_token_id": 5000}, InvalidArgument, "eos_token_id is 5000; there are 3072 tokens"),
         ({"tokenizer.ggml.bos_token_id": 3072}, InvalidArgument, "bos_token_id is 3072; there are 3072 tokens"),
         ({"tokenizer.ggml.merges": None}, InvalidArgument, "tokenizer.ggml.merges is missing; convert the model again"),
