@@ -128,10 +128,10 @@ def flops_share(one: Estimate, times: StepTimes, num_tokens: int) -> float:
 
 
 def table(plans: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown, a plan a row."""
+    """Return a Markdown table with one row per plan."""
     rows = [
-        "| model | topology | devices a copy | rows, tokens, block | weights | pool | programs | blocks "
-        "| sequences of 1024 + 256 | decode step | of it attention | beside 86 % | prefill step | of the peak "
+        "| model | topology | devices per replica | rows, tokens, block | weights | pool | programs | blocks "
+        "| sequences of 1024 + 256 | decode step | attention's share | at 86 % | prefill step | share of peak "
         "| output tokens/s | compiled | compile time |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -190,10 +190,10 @@ def planned(found: Mapping[str, Any]) -> PlannedModel:
 
 
 def published_table(plans: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown, a figure a row, beside what was planned for the same model and slice."""
+    """Return a Markdown table: one row per published figure, with our plan for the same model and slice."""
     rows = [
-        "| model | slice | prompt + output | rows, tokens a step at most | published, requests/s "
-        "| of ours, estimated | ratio | decode step, ms | source |",
+        "| model | slice | prompt + output | rows, tokens per step | published, requests/s "
+        "| jpaged, estimated | ratio | decode step, ms | source |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for figure in PUBLISHED:

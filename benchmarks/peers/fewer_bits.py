@@ -90,12 +90,12 @@ def measure(every: Sequence[Weights], shape: Shape, home: Home, core: int, num_t
 
 
 def table(every: Sequence[Weights], taken: Mapping[str, Sequence[float]], num_tokens: int) -> str:
-    """Returns the table in markdown: tokens a second, beside the engine's 16 bits and llama.cpp's as many bits."""
+    """Return a Markdown table: tokens/s, relative to the same engine at 16 bits and to llama.cpp at the same width."""
     spent = {name: median(turns) for name, turns in taken.items()}
     their_s = {weights.bits: spent[weights.peer.name] for weights in every if not weights.peer.is_ours}
     own_s = {weights.peer.is_ours: spent[weights.peer.name] for weights in every if weights.bits == 16}
     lines = [
-        "| bits | engine | weights | tokens/s (least to most) | x its own 16 bits | x llama.cpp's as many |",
+        "| bits | engine | weights | tokens/s (range) | x jpaged at 16 bits | x llama.cpp at the same width |",
         "|---|---|---|---|---|---|",
     ]
     for weights in every:

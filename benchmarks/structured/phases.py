@@ -18,7 +18,7 @@ _PHASES: dict[str, tuple[tuple[Any, str], ...]] = {
     "decide": ((Scheduler, "schedule"), (loop, "build_step_inputs"), (loop, "build_sampling_inputs")),
     "start programs": tuple((JaxExecutor, verb) for verb in ("forward", "sample", "decode")),
     "collect": ((JaxExecutor, "collect"),),
-    "take in tokens": ((Intake, "_take_step"),),
+    "process tokens": ((Intake, "_take_step"),),
     "make masks": ((Intake, "narrow"),),
 }
 """What is timed of the engine's thread; none of them calls another."""

@@ -48,7 +48,7 @@ class Kills:
         answers, resumed: streams that were held to what they have to be, and those of them that outlived a server.
         hit_tokens: of prompts, that came back from disk.
         found: blocks that a life found when it began, the most of any.
-        dropped: blocks that were not what their hash says.
+        dropped: blocks with a wrong hash.
     """
 
     kills: int
@@ -236,12 +236,12 @@ def table(done: Kills) -> str:
     """What came of it, for the page."""
     columns = {
         "kills": done.kills,
-        "of them within a start's time": done.in_starts,
-        "answers, all as without a disk": done.answers,
-        "of streams that outlived a server": done.resumed,
-        "tokens that came back": done.hit_tokens,
-        "blocks found by a start, the most": done.found,
-        "blocks that were not what their hash says": done.dropped,
+        "during start-up": done.in_starts,
+        "answers (each equal to the one without a disk)": done.answers,
+        "resumed after a kill": done.resumed,
+        "tokens read back": done.hit_tokens,
+        "most blocks found at start-up": done.found,
+        "blocks with a wrong hash": done.dropped,
     }
     return "\n".join(
         (

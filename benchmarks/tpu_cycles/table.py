@@ -17,7 +17,7 @@ Numbers = Mapping[str, Any]
 
 
 def decode_table(numbers: Sequence[Numbers], version: str) -> Table:
-    """A row a case: cycles a MiB of keys and values, beside the memory's."""
+    """One row per case: cycles a MiB of keys and values, beside the memory's."""
     title = f"Decode, libtpu {version}: cycles; share of the bandwidth with 64 rows of 2048 tokens. RPA v3 (8x4x128, "
     title += f"bfloat16, pages of 128, v6e) computes {RPA_V3['compute_per_mib']} a MiB and issues in "
     shown = Table(title=title + f"{RPA_V3['issue_per_block']} a page")
@@ -43,7 +43,7 @@ def decode_table(numbers: Sequence[Numbers], version: str) -> Table:
 
 
 def prefill_table(numbers: Sequence[Numbers], version: str) -> Table:
-    """A row a case: cycles for 256 queries of one head beside 256 keys, and what share of the peak that is."""
+    """One row per case: cycles for 256 queries of one head with 256 keys, and their share of the peak."""
     shown = Table(title=f"Prefill, libtpu {version}: chunks of 2048 tokens")
     columns = {"256x256 a head": "per_256x256_head", "FLOPs/cycle": "flops_per_cycle", "2k prompt": "prompt_cycles"}
     shown.add_column("case", no_wrap=True)
@@ -73,7 +73,7 @@ def page_tables(
     return "\n\n".join(
         (
             _page_table("decode", {"cycles_per_mib": ",.0f", "num_spills": ",.0f", "share": ".0%"}, sources, names),
-            "Prefill, chunks of 2048 tokens: cycles for 256 queries of a head beside 256 keys, and the share of the "
+            "Prefill, chunks of 2048 tokens: cycles for 256 queries of a head with 256 keys, and the share of the "
             "matrix\nunits' peak.",
             _page_table(
                 "prefill", {"per_256x256_head": ",.0f", "num_spills": ",.0f", "peak_share": ".1%"}, sources, names
