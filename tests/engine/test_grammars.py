@@ -1,7 +1,7 @@
 """Rows whose text follows a grammar: the tokens are those of one step at a time, whatever else runs."""
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from jpaged.engine.grammars import Grammars
 from jpaged.errors import InvalidArgument
 from jpaged.structured import ThinkingBudget, ThinkingGrammar
 from jpaged.testing import FakeExecutor, FedExecutor, SeveralStepsExecutor
-from jpaged.testing.fake_model import FakeGrammar
+from jpaged.testing.fake_model import FakeGrammar, FakeGrammarState
 from tests.engine.harness import Harness
 
 V, EOS = 61, 60
@@ -260,6 +260,33 @@ def test_a_grammar_that_takes_too_much_ends_its_request_with_why():
     h.run()
     assert "structured_outputs: the grammar exceeds the limit of a step: as configured" in str(h.last("a").error)
     assert len(h.tokens("b")) == 20
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStartFails(FakeGrammar):
+    """The state of the first sample fails after its first token; each token after the first is forced."""
+
+    starts: list[FakeGrammarState] = field(default_factory=list)
+
+    def start(self) -> FakeGrammarState:
+        fails_after = None if self.starts else 1
+        self.starts.append(FakeGrammarState(replace(self, fails_after=fails_after)))
+        return self.starts[-1]
+
+    def allowed_after(self, token_ids: list[int]) -> list[int]:
+        return FakeGrammar.allowed_after(self, token_ids)[: 1 if token_ids else None]
+
+
+def test_a_sample_with_a_forced_token_ends_with_the_sample_that_fails_their_request():
+    h = harness()
+    grammar = FirstStartFails(V, EOS, 12, is_free=True)
+    h.submit("a", [3, 1], grammar=grammar, max_tokens=13, n=2)
+    h.submit("b", [3], max_tokens=9)
+    h.run()
+    assert "as configured" in str(h.last("a").error)
+    assert [len(h.tokens("a", index)) for index in range(2)] == [1, 1]
+    assert h.engine.load().num_forced_tokens == 0
+    assert len(h.tokens("b")) == 9
 
 
 def test_beams_and_grammars_are_not_asked_for_together():

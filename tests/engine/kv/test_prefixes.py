@@ -5,7 +5,9 @@ import pytest
 from jpaged.engine.executor.shapes import Reach
 from jpaged.engine.kv.blocks import KVHandle, block_key, root_key
 from jpaged.engine.kv.prefixes import PrefixCache
+from jpaged.engine.sequence import Group
 from jpaged.testing import FakeExecutor, expected_tokens
+from jpaged.types import Request, SamplingParams
 from tests.engine.groups import computed, group_of, paged_memory
 from tests.engine.harness import Harness
 
@@ -208,6 +210,16 @@ def test_who_computes_the_next_block_is_waited_for_whoever_runs_before():
     h.submit("second", [*shared, 1, 2, 3], max_tokens=1)
     h.run()
     assert h.last("second").usage.cached_tokens == 24
+
+
+def test_a_block_that_another_request_generates_is_not_waited_for():
+    memory = paged_memory(12)
+    running = computed(memory, group_of(6))  # one block of its prompt is full, and its first sample is 200
+    running.live[0].token_ids.append(201)
+    waiting = Group(Request("w", (*range(6), 200, 201, 9), SamplingParams(max_tokens=1)), 0, 0.0, print, 8)
+    memory.prefixes.register_full_blocks(running.live[0])
+    assert memory.prefixes.match(waiting).num_blocks == 1
+    assert not memory.prefixes.is_being_computed(waiting, [running])
 
 
 @pytest.mark.parametrize("at_once", [False, True])
