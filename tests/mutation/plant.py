@@ -1,12 +1,13 @@
 """Plants faults into the engine, its disk, KV events, servers and kernels, and sees that their quick tests turn red.
 
-python -m tests.mutation.plant [engine | blocks | events | roles | gpu | triton | product]
+python -m tests.mutation.plant [engine | blocks | events | roles | gpu | triton | product] [--table FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from tests.mutation.adapter_faults import ADAPTER_FAULTS, FEED_FAULTS
 from tests.mutation.draft_faults import DRAFT_FAULTS
@@ -22,6 +23,7 @@ from tests.mutation.tier_faults import STORE_FAULTS, TIER_FAULTS
 from tests.mutation.travel_faults import TRAVEL_FAULTS
 from tests.mutation.triton_faults import TRITON_FAULTS
 
+_BEGIN, _END = "<!-- faults: begin -->", "<!-- faults: end -->"
 _ATTENTION = "jpaged/kernels/paged_attention"
 
 BEDS = {
@@ -88,11 +90,25 @@ BEDS = {
 
 
 def main() -> int:
-    """Plants the faults of the bed that the command line names, or of all; 1 if one was missed."""
+    """Plant the faults of one bed, or of all; return 1 if one was missed."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation.plant")
-    parser.add_argument("bed", nargs="?", choices=list(BEDS), help="all where none is named")
-    name = parser.parse_args().bed
-    return max([bed.plant_all(bed.faults) for bed in ([BEDS[name]] if name else BEDS.values())])
+    parser.add_argument("bed", nargs="?", choices=list(BEDS), help="part to plant faults into (default: all)")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="page whose table gets the outcomes")
+    arguments = parser.parse_args()
+    rows, num_missed = [], 0
+    for name, bed in BEDS.items():
+        if arguments.bed in (None, name):
+            try:
+                rows += bed.plant_all(name, bed.faults)
+            except AssertionError as error:
+                print(f"error: {error}", file=sys.stderr)
+                num_missed += 1
+    if arguments.table is not None and not num_missed:
+        head = ["| part | fault | file | first test that fails |", "|---|---|---|---|"]
+        page = arguments.table.read_text()
+        begin, end = page.index(_BEGIN) + len(_BEGIN), page.index(_END)
+        arguments.table.write_text(page[:begin] + "\n".join(["", *head, *rows, ""]) + page[end:])
+    return 1 if num_missed else 0
 
 
 if __name__ == "__main__":
