@@ -16,7 +16,7 @@ from typing import Any
 from jpaged.config import EngineConfig
 from jpaged.engine.deadlines.ends import Deadlines, Foresight, is_over
 from jpaged.engine.executor import Executor, StepInputs
-from jpaged.engine.executor.shapes import KeyLengths
+from jpaged.engine.executor.io import KeyLengths
 from jpaged.engine.garbage import collect_if_due
 from jpaged.engine.grammars import Grammars, MakeMasks, bound_rows
 from jpaged.engine.kv.paged import make_memory

@@ -41,7 +41,7 @@ from jpaged.engine.executor import (
     StepOutputs,
     Verdict,
 )
-from jpaged.engine.executor.steps import ToldOutputs
+from jpaged.engine.executor.io import ToldOutputs
 from jpaged.engine.grammars import BoundRow, Grammars
 from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.output.beam import advance_beams

@@ -26,8 +26,7 @@ from typing import Any
 from jpaged.chat import ChatOptions
 from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH, Geometry
 from jpaged.engine.output.beam import num_candidates
-from jpaged.engine.output.processor import OutputState
-from jpaged.engine.output.text import RememberedTexts
+from jpaged.engine.output.processor import OutputState, RememberedTexts
 from jpaged.engine.scheduling.editing import nothing_left
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer, is_special_token
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported

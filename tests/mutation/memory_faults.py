@@ -207,7 +207,7 @@ MEMORY_FAULTS = (
     ),
     Fault(
         "only the first of several samples is promised blocks",
-        "executor/shapes.py",
+        "executor/io.py",
         "return num_shared + sum(own)",
         "return num_shared + own[0]",
         ROOM,
@@ -256,7 +256,7 @@ MEMORY_FAULTS = (
     ),
     Fault(
         "a window ends a block too early",
-        "executor/shapes.py",
+        "executor/io.py",
         "max(0, num_full - self.num_seen)",
         "max(0, num_full - self.num_seen + 1)",
         WINDOWS,
@@ -326,14 +326,14 @@ MEMORY_FAULTS = (
     ),
     Fault(
         "first tokens are not promised",
-        "executor/shapes.py",
+        "executor/io.py",
         "return self.num_sinks + self.num_seen + (",
         "return self.num_seen + (",
         STREAMING,
     ),
     Fault(
         "a window's blocks are promised for a whole prompt's",
-        "kv/swapping.py",
+        "kv/paged.py",
         "min(most, all_in_all - match.num_blocks + num_free_matched)",
         "all_in_all - match.num_blocks + num_free_matched",
         WINDOWS,

@@ -15,7 +15,7 @@ OUTGROWING = ("kv/test_outgrowing.py",)
 POLICY_FAULTS = (
     Fault(
         "a size between two powers of two is beyond the limit",
-        "executor/shapes.py",
+        "executor/io.py",
         "halves_from <= size < limit * 2 / 3",
         "halves_from <= size",
         ("test_buckets.py",),

@@ -33,7 +33,7 @@ from itertools import islice
 from typing import Protocol
 
 from jpaged.engine.executor import BEYOND_TOKENS, Move
-from jpaged.engine.executor.shapes import Reach
+from jpaged.engine.executor.io import Reach
 from jpaged.engine.kv.blocks import BlockPool, BlockTable, Key, KVHandle, MemoryOps, key_in_group
 from jpaged.engine.kv.changes import Changes
 from jpaged.engine.kv.eviction.free_list import Entry, RankedFreeList

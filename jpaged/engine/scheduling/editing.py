@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import I32
-from jpaged.engine.executor.rows import (
+from jpaged.engine.executor.io import (
     ANY_TOKEN,
     MASK_BITS,
     SINGLE_DTYPE,

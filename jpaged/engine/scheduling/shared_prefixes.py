@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import NULL_BLOCK, Geometry
-from jpaged.engine.executor.shapes import CascadeCosts
+from jpaged.engine.executor.io import CascadeCosts
 from jpaged.engine.scheduling.schedule import Schedule, SharedPrefixGroup
 from jpaged.engine.sequence import Sequence
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jpaged.engine.executor import Geometry
-from jpaged.engine.executor.steps import NO_ID, Tell, TellInputs
+from jpaged.engine.executor.io import NO_ID, Tell, TellInputs
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.sequence import Group, Sequence
 

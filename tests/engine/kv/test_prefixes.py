@@ -2,7 +2,7 @@
 
 import pytest
 
-from jpaged.engine.executor.shapes import Reach
+from jpaged.engine.executor.io import Reach
 from jpaged.engine.kv.blocks import KVHandle, block_key, root_key
 from jpaged.engine.kv.prefixes import PrefixCache
 from jpaged.testing import FakeExecutor, expected_tokens

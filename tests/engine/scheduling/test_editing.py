@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jpaged.engine.executor.rows import MASK_BITS, NUM_SINGLES
+from jpaged.engine.executor.io import MASK_BITS, NUM_SINGLES
 from jpaged.engine.scheduling.editing import CountSlots, mask_of
 from jpaged.engine.sequence import Sequence
 from jpaged.testing import FakeExecutor, SeveralStepsExecutor
