@@ -32,7 +32,7 @@ from jpaged.engine.tokenizer import NoTokenizer, Tokenizer, is_special_token
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.chat.output_config import ChatAnswering, naming_tools
 from jpaged.service.chat.output_parser import ChatAnswers
-from jpaged.service.chat.template import LaysOutTools, for_template, messages_bytes, read_messages, text_bytes
+from jpaged.service.chat.template import LaysOutTools, for_template, messages_bytes, read_messages
 from jpaged.structured import ThinkingBudget, ThinkingGrammar
 from jpaged.types import (
     MAX_CHAT_MESSAGES,
@@ -46,6 +46,7 @@ from jpaged.types import (
     Prompt,
     Request,
     SamplingParams,
+    text_bytes,
 )
 
 FIELD = "generated_token_ids"
@@ -234,12 +235,13 @@ class InputProcessor:
             grammar=None if thinking is None else ThinkingGrammar(thinking),
             thinking=thinking,
         )
-        if not prompt.generated:
+        if prompt.generated:
+            return continue_request(request, prompt.generated, self.tokenizer, self.eos_token_ids)
+        if sampling.bans_tokens:
             forbidden = nothing_left(request, token_ids, self.eos_token_ids, self._geometry.vocab_size)
             if forbidden is not None:
                 raise forbidden
-            return request
-        return continue_request(request, prompt.generated, self.tokenizer, self.eos_token_ids)
+        return request
 
     def _check_fields(self, prompt: Prompt, sampling: SamplingParams) -> None:
         """Reject invalid fields with checks that need no tokenization."""

@@ -278,7 +278,7 @@ def test_after_a_reset_nothing_of_earlier_requests_is_found():
     serve(h, "a", PROMPT)
     for i in range(3):
         serve(h, f"noise{i}", [i] * 20)  # the first prompt is in host memory now
-    kept = h.engine.load().num_blocks_cached + len(h.engine.prefixes._host._blocks)
+    kept = h.engine.load().num_blocks_cached + len(h.engine.prefixes._host.blocks)
     assert kept > 6
     forgotten = h.engine.reset_prefix_cache()
     h.step()
