@@ -35,7 +35,7 @@ from jpaged.http.embeddings import scoring_routes, token_routes
 from jpaged.http.exchange import JSON, REQUEST_ID_HEADER, error_for, response_of
 from jpaged.http.page.dashboard import page_routes
 from jpaged.http.responses import response_routes
-from jpaged.service.records import is_name
+from jpaged.service.calls import is_name
 from jpaged.service.service import Service
 from jpaged.telemetry.metrics import EngineCollector
 from jpaged.version import __version__

@@ -59,9 +59,9 @@ from jpaged.server.kv_transfer import PeerServers, PrefillServicer, PrefixServic
 from jpaged.server.servicer import ControlServicer, InferenceServicer
 from jpaged.service.handoff import PrefillServers
 from jpaged.service.kv_transfer import Travelling
-from jpaged.service.loaded_model import LoadedModel, ServiceState, Stage
+from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.roles import DecodeRole, PrefillRole
-from jpaged.service.service import NotedRequests, Service
+from jpaged.service.service import NotedRequests, Service, ServiceState, Stage
 from jpaged.telemetry.logs import Observers
 from jpaged.telemetry.metrics import serve_metrics
 from jpaged.telemetry.scrapes import ScrapeServer

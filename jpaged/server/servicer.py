@@ -37,10 +37,9 @@ from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.load import EngineLoad
 from jpaged.server.grpc_server import CallContext, answering
-from jpaged.service.loaded_model import ServiceState, Stage
-from jpaged.service.records import NOBODY, TRACE_KEYS, Caller, require_name
+from jpaged.service.calls import NOBODY, TRACE_KEYS, Call, Caller, require_name
 from jpaged.service.score_embed import Asker, GivenContinuation, embed, require_parts, score
-from jpaged.service.service import Call, Service
+from jpaged.service.service import Service, ServiceState, Stage
 from jpaged.structured import structured_outputs_of
 from jpaged.types import (
     MAX_CHAT_MESSAGES,

@@ -40,8 +40,7 @@ from jpaged.errors import InternalError, InvalidArgument, JpagedError, StorageEr
 from jpaged.http.batching.store import Batch, BatchError, Counts, Store
 from jpaged.http.embeddings import LocalServer
 from jpaged.openai.lines import Answers, BadLine, Line, failure_line, parse_line
-from jpaged.service.loaded_model import Stage
-from jpaged.service.service import Service
+from jpaged.service.service import Service, Stage
 
 MAX_ERRORS = 100
 """Maximum reported errors of an input."""

@@ -47,10 +47,10 @@ from jpaged.load import EngineLoad
 from jpaged.server.faces.calls import SAMPLING, completed, naming, size_of, whole_size
 from jpaged.server.grpc_server import CallContext, answering
 from jpaged.server.servicer import caller_of, tenant_of
-from jpaged.service.loaded_model import LoadedModel, ServiceState, Stage
-from jpaged.service.records import Caller, RequestRecord
+from jpaged.service.calls import Call, Caller, RequestRecord
+from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.score_embed import EMBED_SAMPLING, embeddable, embedding_of
-from jpaged.service.service import SMALL, Call, Service
+from jpaged.service.service import SMALL, Service, ServiceState, Stage
 from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.structured import StructuredOutputs
 from jpaged.types import OutputEvent, PositionLogprobs, Prompt, RequestOutput, SamplingParams, TokenLogprob, Usage

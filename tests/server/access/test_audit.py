@@ -15,7 +15,7 @@ from jpaged.access.call_context import Entry, enter
 from jpaged.access.keys import Key, Role
 from jpaged.client import AsyncClient
 from jpaged.errors import JpagedError
-from jpaged.service.service import Call
+from jpaged.service.calls import Call
 from jpaged.types import Prompt, SamplingParams
 from tests.access.test_keys import FILE, OTHER, TOKEN
 from tests.server.harness import collect, eventually, failure_of, request, running

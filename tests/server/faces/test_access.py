@@ -16,7 +16,7 @@ from grpc import aio
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
 
 from jpaged._proto.open_inference import inference_pb2, inference_pb2_grpc
-from jpaged.service.records import RequestRecord
+from jpaged.service.calls import RequestRecord
 from tests.access.test_keys import FILE, HASHED, OTHER, TOKEN
 from tests.server.faces import test_open_inference as open_inference
 from tests.server.faces import test_vllm_engine as vllm_engine
