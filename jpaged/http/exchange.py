@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from jpaged import json_text
-from jpaged.access.call_context import key_id, owner
+from jpaged.access.authenticator import key_id, owner
 from jpaged.errors import (
     Cancelled,
     DeadlineExceeded,

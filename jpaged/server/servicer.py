@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from google.protobuf.message import Message
 
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, prefixes_pb2
-from jpaged.access.call_context import key_id, owner
+from jpaged.access.authenticator import key_id, owner
 from jpaged.chat import (
     MAX_DOCUMENTS,
     MAX_DOCUMENTS_BYTES,

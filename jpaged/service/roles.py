@@ -28,7 +28,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from jpaged.access import call_context as access
+from jpaged.access import authenticator as access
 from jpaged.access.keys import Role
 from jpaged.config import RoleOptions
 from jpaged.engine.kv.blocks import root_key

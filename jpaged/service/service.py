@@ -37,10 +37,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 
-from jpaged.access import call_context as access
-from jpaged.access.authenticator import Gate, Quotas
-from jpaged.access.call_context import Entry, current
+from jpaged.access import authenticator as access
+from jpaged.access.authenticator import Entry, Gate, current
 from jpaged.access.keys import Role
+from jpaged.access.quotas import Quotas, Stay
 from jpaged.completions import Completions
 from jpaged.config import EngineConfig
 from jpaged.errors import (
@@ -272,7 +272,7 @@ class Service:
     ) -> None:
         self.state = state
         self._role = role
-        self._quotas = quotas or Quotas()
+        self._quotas = quotas
         self._records = Records(observers)
         self.is_idle = asyncio.Event()
         self.is_idle.set()
@@ -300,14 +300,15 @@ class Service:
         try:
             with (
                 self._records.kept(call.begins(), call.record) as record,
-                self._quotas.stay(call.tenant, is_part=model is not None) as stay,
+                self._stay(call.tenant, is_part=model is not None) as stay,
             ):
                 model = model or self._model(call.model)
                 generation = self._admit(model, call, record)
                 try:
                     request = await self._prepare(model, generation, call)
                     if request is not None:
-                        stay.reserve(len(request.prompt_token_ids), *_most_generated(request))
+                        if stay is not None:
+                            stay.reserve(len(request.prompt_token_ids), *_most_generated(request))
                         if self._role is None:
                             model.engine.submit(request, generation.stream.put)
                         else:
@@ -316,7 +317,8 @@ class Service:
                     try:
                         yield generation
                     finally:
-                        stay.settle(record.usage.prompt_tokens + record.usage.completion_tokens)
+                        if stay is not None:
+                            stay.settle(record.usage.prompt_tokens + record.usage.completion_tokens)
                         if self._role is not None:
                             self._role.end(model, generation)
                         if not generation.is_over:
@@ -343,7 +345,7 @@ class Service:
         tenant = access.owner("" if record is None else record.tenant)
         with (
             contextlib.nullcontext() if record is None else self._records.kept(record),
-            self._quotas.stay(tenant),
+            self._stay(tenant),
         ):
             model = self._model(name)
             limit = model.engine.max_num_in_flight
@@ -465,6 +467,10 @@ class Service:
         """End every open `generate` with an error, after the output that is ready."""
         for generation in self._open.values():
             generation.end(error=error)
+
+    def _stay(self, tenant: str, *, is_part: bool = False) -> AbstractContextManager[Stay | None]:
+        """Return the context of a request that counts in its tenant's quotas; see `Quotas.stay`."""
+        return contextlib.nullcontext() if self._quotas is None else self._quotas.stay(tenant, is_part=is_part)
 
     def _note_end(self) -> None:
         if self._num_calls + self._num_several == 0:

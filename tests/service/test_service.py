@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from jpaged.access.call_context import Entry, enter
+from jpaged.access.authenticator import Entry, enter
 from jpaged.access.keys import Key, Role
 from jpaged.config import EngineConfig
 from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, PermissionDenied, Unavailable

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from jpaged import json_text
-from jpaged.access.call_context import background, enter
+from jpaged.access.authenticator import background, enter
 from jpaged.config import HttpOptions
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, StorageError, TryLater, Unavailable
 from jpaged.http.batching.store import Batch, BatchError, Counts, Store

@@ -37,7 +37,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from jpaged.access.call_context import current, require_control
+from jpaged.access.authenticator import current, require_control
 from jpaged.errors import InvalidArgument, PermissionDenied, QueueFull, Unavailable
 from jpaged.http.exchange import JSON, body_in
 from jpaged.pool import Frame, FrameWriter, PoolPicture

@@ -40,7 +40,7 @@ from typing import Any, NoReturn
 
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from jpaged.access import call_context as access
+from jpaged.access import authenticator as access
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidArgument, NotFound, PermissionDenied, Unsupported
 from jpaged.load import EngineLoad

@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jpaged._proto.v1 import control_pb2
-from jpaged.access.call_context import Entry, enter
+from jpaged.access.authenticator import Entry, enter
 from jpaged.access.keys import Key, Role
 from jpaged.client import AsyncClient
 from jpaged.errors import JpagedError
