@@ -297,7 +297,8 @@ class PagedMemory:
         tables = (table for sequence in sequences for table in sequence.kv.tables)
         held = () if self.held is None else self.held.tables()
         self._pool.check([*tables, *pinned, *held, self.aside.table])
-        self._host.check(table for sequence in sequences for table in sequence.kv.host_tables)
+        if self.host is not None:
+            self.host.check(table for sequence in sequences for table in sequence.kv.host_tables)
         if self.prefixes is not None:
             self.prefixes.check()
         if self.disk is not None:
