@@ -161,9 +161,8 @@ class Server:
         self._gate = Gate(config.access)
         config.kv_events.check()
         self._observers = Observers(config.telemetry)
-        self._service = Service(
-            self.state, [NotedRequests(self._gate), *self._observers.all], self._gate.quotas, self._role
-        )
+        audits = [] if config.access.audit_log is None else [NotedRequests(self._gate)]
+        self._service = Service(self.state, [*audits, *self._observers.all], self._gate.quotas, self._role)
         self._config = config
         self._load = load
         self._on_progress = on_progress

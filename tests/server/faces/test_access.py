@@ -114,7 +114,9 @@ async def test_the_cache_of_all_is_forgotten_by_those_who_control_alone(locked):
 
 async def test_a_tenant_over_its_limit_is_told_so_on_each_service():
     async with running(tenant_requests_per_minute=1) as harness:
-        harness.server._gate.quotas._clock = lambda: 1000.0  # a slow machine gives nothing back
+        quotas = harness.server._gate.quotas
+        assert quotas is not None
+        quotas._clock = lambda: 1000.0  # a slow machine gives nothing back
         metadata = (("x-jpaged-tenant", "a"),)
         assert await code_of(next(requests_of(harness, metadata))) is grpc.StatusCode.OK
         for call in requests_of(harness, metadata):
