@@ -74,6 +74,8 @@ class HostCost:
 class NullExecutor:
     """Implements `jpaged.engine.executor.Executor` by doing nothing: every row samples token 1."""
 
+    host_blocks = None
+
     def __init__(self, num_rows: int, num_blocks: int) -> None:
         self._geometry = Geometry(
             num_blocks=num_blocks,
