@@ -90,7 +90,7 @@ MEMORY_FAULTS = (
     Fault(
         "a key stays known in host memory when its block is given away",
         "kv/tiers/host.py",
-        "            del self._blocks[key]\n",
+        "            del self.blocks[key]\n",
         "            pass\n",
         LIVES,
     ),
@@ -250,7 +250,7 @@ MEMORY_FAULTS = (
     Fault(
         "a prefix is taken to host memory twice",
         "kv/tiers/host.py",
-        "if key in self._blocks or not self.pool.can_allocate(1):",
+        "if key in self.blocks or not self.pool.can_allocate(1):",
         "if not self.pool.can_allocate(1):",
         LIVES,
     ),
