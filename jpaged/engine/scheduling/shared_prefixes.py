@@ -69,7 +69,7 @@ class PrefixSharing:
         self._found: _Found | None = None
 
     def share(self, schedule: Schedule, geometry: Geometry) -> None:
-        """Order the rows of a schedule, of which there are several, and set its runs, if that saves time."""
+        """Order the rows of a schedule (two or more) and set its runs, if that saves time."""
         costs, sequences = geometry.cascade, schedule.decodes.sequences
         if costs is None or schedule.decodes.num_rounds:  # rounds read row by row
             return
