@@ -164,6 +164,13 @@ POLICY_FAULTS = (
         SCHEDULER,
     ),
     Fault(
+        "a preempted group keeps its count slots",
+        "scheduling/scheduler.py",
+        "            self.rows.editing.give_back(group)\n",
+        "            pass\n",
+        ("scheduling/test_editing.py",),
+    ),
+    Fault(
         "what running groups were promised is given away",
         "scheduling/scheduler.py",
         "sum(self._memory.num_outstanding_blocks(group) for group in growing)",

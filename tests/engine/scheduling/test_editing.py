@@ -115,6 +115,18 @@ def test_every_mix_in_a_short_memory(seed: int, overlap: bool, mode: str) -> Non
     assert len(editing.slots) == 0 and not editing._constants
 
 
+def test_a_preempted_request_frees_its_slot() -> None:
+    h = Harness(executor=FakeExecutor(max_num_seqs=1), policy="priority")
+    params: dict[str, Any] = {"max_tokens": 12, "frequency_penalty": 1.0}
+    want = {"late": submit(h, "late", [5, 6, 7], priority=1, **params)}
+    for _ in range(4):
+        h.step()
+    want["urgent"] = submit(h, "urgent", [7, 6, 5], priority=0, **params)
+    h.run()
+    assert h.engine.load().num_preemptions == 1
+    assert {name: h.tokens(name) for name in want} == want
+
+
 def test_windows_do_not_change_what_is_counted() -> None:
     h = Harness(executor=seeing((None, 8))(num_blocks=40, block_size=2))
     params = {"max_tokens": 20, "frequency_penalty": 1.0}
