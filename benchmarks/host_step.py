@@ -38,7 +38,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.steps import TellInputs, ToldOutputs
+from jpaged.engine.executor.io import TellInputs, ToldOutputs
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.schedule import build_sampling_inputs, build_step_inputs
@@ -73,6 +73,8 @@ class HostCost:
 
 class NullExecutor:
     """Implements `jpaged.engine.executor.Executor` by doing nothing: every row samples token 1."""
+
+    host_blocks = None
 
     def __init__(self, num_rows: int, num_blocks: int) -> None:
         self._geometry = Geometry(

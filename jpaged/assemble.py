@@ -39,7 +39,7 @@ from jpaged.device.step_sizes import Attention
 from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Executor, Geometry, Progress
-from jpaged.engine.executor.shapes import KeyLengths
+from jpaged.engine.executor.io import KeyLengths
 from jpaged.engine.kv.pinned import pin_limit
 from jpaged.engine.kv.tiers.disk import open_disks
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer

@@ -124,6 +124,7 @@ async def _serve(model: LoadedModel, recorder: Recorder) -> dict[str, list[str]]
 def request_paths() -> dict[str, list[str]]:
     """Return the files that `generate` and `chat` enter, in the order in which they are entered first."""
     options = {"model": "demo", "port": 0, "http_port": 0, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    options["swap_space"] = 0  # the check of an idle engine looks at host memory, if there is any
     limits = {"max_model_len": 256, "num_scheduler_steps": 8, "wait_for_all_programs": True}
     model = build(EngineConfig.load({**options, **limits}))
     recorder = Recorder()

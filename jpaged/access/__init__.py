@@ -3,8 +3,8 @@
     port ──Entry──> Gate.open ──key, tenant──> Entry ──> the service reads it: tenant, role, quotas
                           └─────> Gate.close: a line of the audit
 
-authenticator.py  authenticator of all ports: keys, quotas and audit of one server
-call_context.py   context of a call while it is answered; the role that each HTTP route and gRPC method requires
+authenticator.py  authenticator of all ports: context of each call, keys, audit; the role that each method requires
+quotas.py         limits of each tenant; none without options or keys
 keys.py           the file of keys: tokens -> tenants, roles, limits
 tls.py            the server's certificate, and client CAs; files that are reloaded when they change
 """

@@ -1,16 +1,15 @@
-"""Authenticator of every port of one server: keys, quotas, audit.
+"""Authenticator of every port of one server: the context of each call, its permission, and its audit line.
+
+A port creates an `Entry` per call and sets it as the current one of the call's task (a context variable). Code below
+reads `current()`, so that it is never passed along and cannot be forgotten. Work that did not come by a port has none.
+
+One table, enforced by both ports, has the role that every HTTP route and every gRPC method requires. A route or a
+method that is missing there requires the role control, so that new ones are closed until listed. docs/access.md
+describes the roles; tests call all routes and methods with all roles.
 
 `AuditLog` writes a line of JSON per call with caller, time, method, outcome and usage. It never has a prompt or an
-answer.
-
-A thread writes the lines, so that calls never wait for a disk. The file is appended to, and reopened if it was moved,
-so that log rotation needs no signal. Lines that cannot be written are counted and lost.
-
-`Quotas` limit requests and tokens per minute, and concurrent streams, of each tenant.
-
-Requests and tokens are token buckets that hold one minute's worth and refill continuously. A request takes one request
-and, once its size is known, the tokens of the prompt and of all that it may generate; at the end it returns unused
-tokens. A request over quota fails with a retry delay; a request larger than the quota fails permanently.
+answer. A thread writes the lines, so that calls never wait for a disk. The file is appended to, and reopened if it was
+moved, so that log rotation needs no signal. Lines that cannot be written are counted and lost.
 """
 
 from __future__ import annotations
@@ -18,22 +17,321 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from enum import Enum
+from typing import Any, Final
 
 from jpaged import json_text
-from jpaged.access.call_context import Entry
-from jpaged.access.keys import Keys, Limits, read_keys
+from jpaged.access.keys import Key, Keys, Limits, Role, read_keys
+from jpaged.access.quotas import Quotas
 from jpaged.access.tls import BackgroundLook, CertificateFiles, FileWatch, is_pipe
 from jpaged.config import AccessOptions
-from jpaged.errors import InvalidArgument, PermissionDenied, QuotaExceeded, RequestTooLong, sentence_of
+from jpaged.errors import InvalidArgument, PermissionDenied, sentence_of
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Entry:
+    """Context of one call. The port creates it, the gate authenticates it, the service records usage in it.
+
+    Attributes:
+        face: the frontend: "grpc", "oip", "vllm", "http".
+        method: the method: "/jpaged.v1.InferenceService/Generate", "POST /v1/completions".
+        peer: the client's address.
+        takes_control: its port accepts control operations.
+        key: the API key; None if none is required.
+        tenant: tenant of the call.
+        act: control operation with its subject: "PinPrefix system".
+        began_s: arrival time on the system clock.
+        error: error name of the requests; "" on success.
+        is_closed: it has been answered.
+    """
+
+    face: str
+    method: str
+    peer: str
+    takes_control: bool = True
+    key: Key | None = None
+    tenant: str = ""
+    request_id: str = ""
+    model: str = ""
+    adapter: str = ""
+    error: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    act: str = ""
+    is_closed: bool = False
+    began_s: float = field(default_factory=time.time)
+
+    def let_in(self, key: Key | None, tenant: str) -> None:
+        """Set the key and the tenant."""
+        self.key, self.tenant = key, tenant
+
+    def began(self, began_s: float) -> None:
+        """Set an arrival time before the creation of this object."""
+        self.began_s = began_s
+
+    def close(self) -> None:
+        """Mark it as answered: later work does not belong to this call."""
+        self.is_closed = True
+
+    def note_request(self, request_id: str, model: str, adapter: str) -> None:
+        """Record the request; a call of several requests keeps the last one's id."""
+        self.request_id, self.model, self.adapter = request_id, model, adapter
+
+    def note_use(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """Add the usage of a request."""
+        self.prompt_tokens += prompt_tokens
+        self.completion_tokens += completion_tokens
+
+    def note_error(self, name: str) -> None:
+        """Record the error of the call or of a request; only the first counts."""
+        self.error = self.error or name
+
+    def note_act(self, act: str) -> None:
+        """Record a control operation with its subject."""
+        self.act = act
+
+    def require(self, role: Role, what: str, *, on_control_port: bool = False) -> None:
+        """Reject an operation for which the key or the port is not sufficient.
+
+        Args:
+            on_control_port: if there is a control port, only that port accepts it.
+
+        Raises:
+            PermissionDenied: names the role or the port.
+        """
+        if on_control_port and not self.takes_control:
+            raise PermissionDenied(f"{what} is served only on the control port (control_port)")
+        if self.key is not None and self.key.role < role:
+            wanted, has = role.name.lower(), self.key.role.name.lower()
+            raise PermissionDenied(f"{what} needs a key of the role {wanted}; the role of this key is {has}")
+
+
+_ENTRY: ContextVar[Entry | None] = ContextVar("jpaged-entry", default=None)
+
+
+def current() -> Entry | None:
+    """Return the current call; None for work that did not come by a port."""
+    return _ENTRY.get()
+
+
+def enter(entry: Entry) -> None:
+    """Set the current call of this task, and of tasks that it starts."""
+    _ENTRY.set(entry)
+
+
+def background(key: Key | None, tenant: str) -> Entry:
+    """Return a closed call for work that continues with the permissions of a key."""
+    entry = Entry(face="background", method="", peer="", key=key, tenant=tenant, takes_control=False)
+    entry.close()
+    return entry
+
+
+def owner(named: str) -> str:
+    """Return the tenant of the current call: its key's, else the named one."""
+    entry = _ENTRY.get()
+    return named if entry is None or entry.key is None else entry.key.tenant
+
+
+def key_id() -> str:
+    """Return the id of the current call's key; "" if none is required."""
+    entry = _ENTRY.get()
+    return "" if entry is None or entry.key is None else entry.key.id
+
+
+def note_act(act: str) -> None:
+    """Record the control operation of the current call."""
+    entry = _ENTRY.get()
+    if entry is not None:
+        entry.note_act(act)
+
+
+def require(role: Role, what: str) -> None:
+    """Raise PermissionDenied if the current call's key lacks the role."""
+    entry = _ENTRY.get()
+    if entry is not None:
+        entry.require(role, what)
+
+
+def require_control(what: str) -> None:
+    """Raise PermissionDenied if the current call's key or port does not allow control operations."""
+    entry = _ENTRY.get()
+    if entry is not None:
+        entry.require(Role.CONTROL, what, on_control_port=True)
+
+
+class Public(Enum):
+    """Conditions under which a call needs no key although the server has keys."""
+
+    NEVER = "never"
+    ALWAYS = "always"
+    METRICS = "with public_metrics"
+    PAGE = "with public_page"
+
+
+@dataclass(frozen=True, slots=True)
+class Permission:
+    """Permission that a call requires.
+
+    Attributes:
+        role: minimum role of the key.
+        public: condition under which it needs no key.
+        on_control_port: if there is a control port, only that port accepts it.
+    """
+
+    role: Role = Role.OBSERVE
+    public: Public = Public.NEVER
+    on_control_port: bool = False
+
+    def is_public(self, options: AccessOptions) -> bool:
+        """Return True if the call needs no key on a server with these options."""
+        match self.public:
+            case Public.METRICS:
+                return options.public_metrics
+            case Public.PAGE:
+                return options.public_page
+        return self.public is Public.ALWAYS
+
+    def check(self, entry: Entry | None, name: str) -> None:
+        """Raise PermissionDenied unless the key and the port of a call suffice."""
+        if entry is not None:
+            entry.require(self.role, name, on_control_port=self.on_control_port)
+
+
+_HEALTH: Final = Permission(public=Public.ALWAYS)
+_FACTS: Final = Permission(public=Public.METRICS)
+_PAGE: Final = Permission(public=Public.PAGE)
+_OBSERVE: Final = Permission()
+_INFERENCE: Final = Permission(Role.INFERENCE)
+_PEER: Final = Permission(Role.CONTROL)
+CONTROL: Final = Permission(Role.CONTROL, on_control_port=True)
+"""Also the permission of routes and methods that are missing in the table."""
+
+HTTP: Final[dict[tuple[str, str], Permission]] = {
+    ("GET", "/health"): _HEALTH,
+    ("GET", "/livez"): _HEALTH,
+    ("GET", "/readyz"): _HEALTH,
+    ("GET", "/ping"): _HEALTH,
+    ("POST", "/ping"): _HEALTH,
+    ("GET", "/version"): _FACTS,
+    ("GET", "/metrics"): _FACTS,
+    ("GET", "/"): _PAGE,
+    ("GET", "/page/{path}"): _PAGE,
+    ("POST", "/page/limit"): CONTROL,
+    ("GET", "/v1/models"): _OBSERVE,
+    ("GET", "/v1/models/{name:path}"): _OBSERVE,
+    ("POST", "/tokenize"): _OBSERVE,
+    ("POST", "/detokenize"): _OBSERVE,
+    ("POST", "/v1/completions"): _INFERENCE,
+    ("POST", "/v1/chat/completions"): _INFERENCE,
+    ("POST", "/v1/responses"): _INFERENCE,
+    ("POST", "/v1/responses/input_tokens"): _OBSERVE,
+    ("GET", "/v1/responses/{rest:path}"): _INFERENCE,
+    ("POST", "/v1/responses/{rest:path}"): _INFERENCE,
+    ("DELETE", "/v1/responses/{rest:path}"): _INFERENCE,
+    ("POST", "/v1/embeddings"): _INFERENCE,
+    ("POST", "/v1/score"): _INFERENCE,
+    ("POST", "/score"): _INFERENCE,
+    ("GET", "/v1/files"): _INFERENCE,
+    ("POST", "/v1/files"): _INFERENCE,
+    ("DELETE", "/v1/files"): _INFERENCE,
+    ("GET", "/v1/files/{rest:path}"): _INFERENCE,
+    ("POST", "/v1/files/{rest:path}"): _INFERENCE,
+    ("DELETE", "/v1/files/{rest:path}"): _INFERENCE,
+    ("GET", "/v1/files/{file_id}"): _INFERENCE,
+    ("DELETE", "/v1/files/{file_id}"): _INFERENCE,
+    ("GET", "/v1/files/{file_id}/content"): _INFERENCE,
+    ("GET", "/v1/batches"): _INFERENCE,
+    ("POST", "/v1/batches"): _INFERENCE,
+    ("DELETE", "/v1/batches"): _INFERENCE,
+    ("GET", "/v1/batches/{rest:path}"): _INFERENCE,
+    ("POST", "/v1/batches/{rest:path}"): _INFERENCE,
+    ("DELETE", "/v1/batches/{rest:path}"): _INFERENCE,
+    ("GET", "/v1/batches/{batch_id}"): _INFERENCE,
+    ("POST", "/v1/batches/{batch_id}/cancel"): _INFERENCE,
+}
+"""By method and declared route. HEAD requires the same as GET."""
+
+_METHODS: Final[dict[str, dict[str, Permission]]] = {
+    "grpc.health.v1.Health": {"Check": _HEALTH, "Watch": _HEALTH, "List": _HEALTH},
+    "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": _OBSERVE},
+    "jpaged.v1.InferenceService": {
+        "Generate": _INFERENCE,
+        "Score": _INFERENCE,
+        "Embed": _INFERENCE,
+        "Tokenize": _OBSERVE,
+        "Detokenize": _OBSERVE,
+    },
+    "jpaged.v1.ControlService": {
+        "GetServerInfo": _OBSERVE,
+        "GetModelInfo": _OBSERVE,
+        "GetLoad": _OBSERVE,
+        "ListAdapters": _OBSERVE,
+        "Abort": _INFERENCE,
+        "PinPrefix": CONTROL,
+        "UnpinPrefix": CONTROL,
+        "LoadAdapter": CONTROL,
+        "UnloadAdapter": CONTROL,
+    },
+    "jpaged.v1.PrefixService": {"SavePrefix": CONTROL, "LoadPrefix": CONTROL, "FetchPrefix": CONTROL},
+    "jpaged.v1.PrefillService": {"Prefill": _PEER},
+    "inference.GRPCInferenceService": {
+        "ServerLive": _HEALTH,
+        "ServerReady": _HEALTH,
+        "ModelReady": _OBSERVE,
+        "ServerMetadata": _OBSERVE,
+        "ModelMetadata": _OBSERVE,
+        "ModelConfig": _OBSERVE,
+        "RepositoryIndex": _OBSERVE,
+        "ModelInfer": _INFERENCE,
+        "ModelStreamInfer": _INFERENCE,
+        "ModelStatistics": _OBSERVE,
+        "SystemSharedMemoryStatus": _OBSERVE,
+        "SystemSharedMemoryRegister": _OBSERVE,
+        "SystemSharedMemoryUnregister": _OBSERVE,
+        "CudaSharedMemoryStatus": _OBSERVE,
+        "CudaSharedMemoryRegister": _OBSERVE,
+        "CudaSharedMemoryUnregister": _OBSERVE,
+        "RepositoryModelLoad": _OBSERVE,
+        "RepositoryModelUnload": _OBSERVE,
+        "TraceSetting": _OBSERVE,
+        "LogSettings": _OBSERVE,
+    },
+    "vllm.grpc.engine.VllmEngine": {
+        "HealthCheck": _HEALTH,
+        "GetModelInfo": _OBSERVE,
+        "GetServerInfo": _OBSERVE,
+        "GetLoads": _OBSERVE,
+        "GetTokenizer": _OBSERVE,
+        "SubscribeKvEvents": _OBSERVE,
+        "Generate": _INFERENCE,
+        "Embed": _INFERENCE,
+        "Abort": _INFERENCE,
+        "FlushCache": CONTROL,
+        "StartProfile": CONTROL,
+        "StopProfile": CONTROL,
+    },
+}
+GRPC: Final[dict[str, Permission]] = {
+    f"/{service}/{name}": permission for service, methods in _METHODS.items() for name, permission in methods.items()
+}
+"""By the full name of the method."""
+
+
+def permission_of_route(method: str, route: str) -> Permission:
+    """Return the permission of a declared HTTP route; the dashboard's files count as one route."""
+    method = "GET" if method == "HEAD" else method
+    if method == "GET" and route.startswith("/page/"):
+        route = "/page/{path}"
+    return HTTP.get((method, route), CONTROL)
+
 
 _LOG = logging.getLogger(__name__)
 
@@ -142,194 +440,6 @@ class AuditLog:
             _LOG.error("audit_log: cannot write %s, lines are lost: %s", self._path, why)
 
 
-_MINUTE_S = 60.0
-_STREAM_RETRY_S = 1.0
-"""Retry delay if all streams are in use: their end cannot be predicted."""
-_MAX_ACCOUNTS = 4096
-"""Number of remembered tenants at which those with full quotas are dropped."""
-
-
-@dataclass(slots=True, eq=False)
-class Bucket:
-    """Remaining amount of one quota; negative if more was taken than available."""
-
-    level: float = math.inf
-    filled_s: float = 0.0
-
-    def fill(self, per_minute: int, now_s: float) -> float:
-        """Refill it for the elapsed time, up to a minute's worth; return the level."""
-        gained = (now_s - self.filled_s) * per_minute / _MINUTE_S
-        self.level, self.filled_s = min(float(per_minute), self.level + gained), now_s
-        return self.level
-
-    def take(self, amount: float) -> None:
-        """Take an amount, even if less is left; a negative amount is returned."""
-        self.level -= amount
-
-
-@dataclass(slots=True, eq=False)
-class Account:
-    """Quota state of one tenant."""
-
-    requests: Bucket = field(default_factory=Bucket)
-    tokens: Bucket = field(default_factory=Bucket)
-    num_streams: int = 0
-
-    def begin(self) -> None:
-        """Count a stream, and take one request."""
-        self.num_streams += 1
-        self.requests.take(1)
-
-    def end(self) -> None:
-        """Remove a stream."""
-        self.num_streams -= 1
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """State of one quota: limit, remainder, and seconds until it is full again."""
-
-    limit: int
-    remaining: int
-    reset_s: float
-
-
-class Stay:
-    """Quota usage of one request, from admission to its end."""
-
-    def __init__(self, tenant: str, limits: Limits, account: Account, clock: Callable[[], float], part: bool) -> None:
-        self._tenant, self._limits, self._account, self._clock = tenant, limits, account, clock
-        self._is_part = part
-        self._reserved = 0
-
-    def reserve(self, num_prompt_tokens: int, counted: str, num_sequences: int, max_tokens: int) -> None:
-        """Reserve the maximum tokens of the request.
-
-        Args:
-            counted: the parameter that sets the number of sequences: n, best_of or beam_width.
-
-        Raises:
-            InvalidArgument: it exceeds the tenant's limits; names the limit.
-            QuotaExceeded: too few tokens are left.
-        """
-        limits, whose = self._limits, f"tenant {self._tenant!r}"
-        if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
-            problem = f"{num_prompt_tokens} tokens are over max_prompt_tokens of {whose} ({limits.max_prompt_tokens})"
-            raise RequestTooLong("prompt", problem)
-        if limits.max_n is not None and num_sequences > limits.max_n:
-            raise InvalidArgument(f"sampling.{counted}", f"{num_sequences} is over max_n of {whose} ({limits.max_n})")
-        per_minute = limits.tokens_per_minute
-        if per_minute is None:
-            return
-        needed = num_prompt_tokens + num_sequences * max_tokens
-        if not self._is_part:
-            what = f"{num_prompt_tokens} prompt tokens and {num_sequences} x {max_tokens} to generate make {needed}"
-            if needed > per_minute:
-                raise RequestTooLong("sampling.max_tokens", f"{what}, over tokens_per_minute of {whose} ({per_minute})")
-            left = self._account.tokens.fill(per_minute, self._clock())
-            if needed > left:
-                self._account.requests.take(-1)  # a refused request costs nothing
-                raise _exceeded(f"{what} tokens; {whose} has {max(0, int(left))} left", needed - left, per_minute)
-        else:
-            self._account.tokens.fill(per_minute, self._clock())
-        self._account.tokens.take(needed)
-        self._reserved = needed
-
-    def settle(self, num_tokens: int) -> None:
-        """Return reserved tokens that were not used. Only the first call counts."""
-        if self._reserved:
-            self._account.tokens.take(num_tokens - self._reserved)
-            self._reserved = 0
-
-
-class Quotas:
-    """Quotas of all tenants. Bound to one event loop.
-
-    Args:
-        limits_of: returns a tenant's current limits.
-        clock: seconds.
-    """
-
-    def __init__(
-        self, limits_of: Callable[[str], Limits] = lambda tenant: Limits(), clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._limits_of = limits_of
-        self._clock = clock
-        self._accounts: dict[str, Account] = {}
-        self._forget_at = _MAX_ACCOUNTS
-
-    @contextlib.contextmanager
-    def stay(self, tenant: str, *, is_part: bool = False) -> Iterator[Stay]:
-        """Admit a request for the duration of the context.
-
-        Args:
-            is_part: it is part of an admitted call: its tokens are taken even if too few are left.
-
-        Raises:
-            QuotaExceeded: the tenant has no request or stream left, or a token debt.
-        """
-        limits, account = self._limits_of(tenant), self._account(tenant)
-        if not is_part:
-            self._require(tenant, limits, account)
-            account.begin()
-        stay = Stay(tenant, limits, account, self._clock, is_part)
-        try:
-            yield stay
-        finally:
-            stay.settle(0)
-            if not is_part:
-                account.end()
-
-    def left(self, tenant: str) -> dict[str, Left]:
-        """Return the state of a tenant's quotas of "requests" and "tokens" per minute, if limited."""
-        limits, account = self._limits_of(tenant), self._accounts.get(tenant) or Account()
-        buckets = {
-            "requests": (limits.requests_per_minute, account.requests),
-            "tokens": (limits.tokens_per_minute, account.tokens),
-        }
-        found = {}
-        for name, (limit, bucket) in buckets.items():
-            if limit is not None:
-                level = bucket.fill(limit, self._clock())
-                found[name] = Left(limit, max(0, math.floor(level)), (limit - level) * _MINUTE_S / limit)
-        return found
-
-    def _require(self, tenant: str, limits: Limits, account: Account) -> None:
-        now_s, whose = self._clock(), f"tenant {tenant!r}"
-        if limits.max_streams is not None and account.num_streams >= limits.max_streams:
-            what = f"max_streams of {whose} ({limits.max_streams}) is reached"
-            raise QuotaExceeded(what, retry_after_s=_STREAM_RETRY_S)
-        if (per_minute := limits.tokens_per_minute) is not None:
-            left = account.tokens.fill(per_minute, now_s)
-            if left < 1:
-                raise _exceeded(f"tokens_per_minute of {whose} ({per_minute}) is used up", 1 - left, per_minute)
-        if (per_minute := limits.requests_per_minute) is not None:
-            left = account.requests.fill(per_minute, now_s)
-            if left < 1:
-                raise _exceeded(f"requests_per_minute of {whose} ({per_minute}) is used up", 1 - left, per_minute)
-
-    def _account(self, tenant: str) -> Account:
-        account = self._accounts.get(tenant)
-        if account is None:
-            if len(self._accounts) >= self._forget_at:
-                self._forget()
-            account = self._accounts[tenant] = Account()
-        return account
-
-    def _forget(self) -> None:
-        """Drop tenants with full quotas: a new account is equal."""
-        kept = {tenant: one for tenant, one in self._accounts.items() if one.num_streams or not self._is_whole(tenant)}
-        self._accounts = kept
-        self._forget_at = max(_MAX_ACCOUNTS, 2 * len(kept))
-
-    def _is_whole(self, tenant: str) -> bool:
-        return all(left.remaining == left.limit for left in self.left(tenant).values())
-
-
-def _exceeded(what: str, missing: float, per_minute: int) -> QuotaExceeded:
-    return QuotaExceeded(what, retry_after_s=missing * _MINUTE_S / per_minute)
-
-
 RELOAD_INTERVAL_S = 1.0
 """Interval of checks for changed files."""
 _MAX_TENANT_CHARS = 128
@@ -350,15 +460,16 @@ class Gate:
     """Keys and quotas of one server; keys are reloaded when they change. Bound to the server's event loop.
 
     Attributes:
-        quotas: quotas of the tenants.
+        quotas: quotas of the tenants; None if no option and no file of keys can limit one.
         certificates: TLS certificates of the ports; None without TLS.
     """
 
     def __init__(self, options: AccessOptions) -> None:
         self.options = options
-        self.quotas = Quotas(self._limits_of)
         self.certificates: CertificateFiles | None = None
         self._defaults = default_limits(options)
+        has_limits = options.api_keys is not None or self._defaults != Limits()
+        self.quotas = Quotas(self._limits_of) if has_limits else None
         self._keys: Keys | None = None
         self._watch: FileWatch | None = None
         self._audit: AuditLog | None = None

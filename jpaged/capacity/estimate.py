@@ -34,7 +34,7 @@ from dataclasses import astuple, dataclass, replace
 
 from jpaged.capacity.cost import ASSUMED, StepLoad
 from jpaged.capacity.step_times import StepParts, StepTimes
-from jpaged.engine.executor.shapes import Reach
+from jpaged.engine.executor.io import Reach
 
 MAX_LOAD = 0.8
 """Share of the estimated tokens per second that a load may use: above it, waiting times grow without bound."""

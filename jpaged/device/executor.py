@@ -69,8 +69,7 @@ from jpaged.engine.executor import (
     StepOutputs,
     Verdict,
 )
-from jpaged.engine.executor.rows import num_mask_words
-from jpaged.engine.executor.steps import TellInputs, ToldOutputs
+from jpaged.engine.executor.io import TellInputs, ToldOutputs, num_mask_words
 from jpaged.errors import InternalError
 from jpaged.kernels.sampling.cpu.feed import Feed
 from jpaged.models.layers import Params

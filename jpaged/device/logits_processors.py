@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.device.sampling import Vocabulary, largest_threshold
-from jpaged.engine.executor.rows import ANY_TOKEN, MASK_BITS
+from jpaged.engine.executor.io import ANY_TOKEN, MASK_BITS
 from jpaged.kernels.sampling.rows import SMALLEST
 
 if TYPE_CHECKING:

@@ -31,8 +31,18 @@ from jpaged.device.logits_processors import TokenCounts
 from jpaged.device.programs.compile import COUNT, LOAD_ADAPTER, TELLS, ProgramSpec
 from jpaged.device.programs.store import ProgramStore
 from jpaged.engine.executor import BANNED_WIDTH, I32, ROW_FIELDS, SamplingInputs, StepInputs, StepOutputs
-from jpaged.engine.executor.rows import EDIT_FIELDS, CountDue, EditInputs, no_singles, num_mask_words, words_of_singles
-from jpaged.engine.executor.steps import TELL_IDS, Tell, TellInputs, ToldOutputs
+from jpaged.engine.executor.io import (
+    EDIT_FIELDS,
+    TELL_IDS,
+    CountDue,
+    EditInputs,
+    Tell,
+    TellInputs,
+    ToldOutputs,
+    no_singles,
+    num_mask_words,
+    words_of_singles,
+)
 from jpaged.errors import InternalError
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.cpu.attention import blank_pool

@@ -65,7 +65,7 @@ from jpaged.device.model_runner import (
 from jpaged.device.sampling import Vocabulary
 from jpaged.device.sharded_matmul import experts_kernel, in_parts
 from jpaged.engine.executor import MAX_NUM_STEPS, Detail, Geometry, StepInputs, Verdict
-from jpaged.engine.executor.steps import TELL_IDS, Tell
+from jpaged.engine.executor.io import TELL_IDS, Tell
 from jpaged.kernels import qkv_rope as heads
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout

@@ -36,7 +36,7 @@ from jpaged.device.model_runner import StepRunner
 from jpaged.device.programs.store import ProgramStore
 from jpaged.device.transfers import BlockMover
 from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Move, SamplingInputs, StepInputs
-from jpaged.engine.executor.shapes import CascadeCosts
+from jpaged.engine.executor.io import CascadeCosts
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.api import IMPLEMENTATIONS

@@ -12,7 +12,7 @@ from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import Executor, Geometry
-from jpaged.engine.executor.shapes import KeyLengths
+from jpaged.engine.executor.io import KeyLengths
 from jpaged.engine.garbage import collected_between_steps
 from jpaged.engine.grammars import MakeMasks
 from jpaged.engine.kv.pinned import PinnedPrefixes, pin_limit

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jpaged.engine.executor import BEYOND_TOKENS, I32, SamplingInputs
-from jpaged.engine.executor.rows import ANY_TOKEN, MASK_BITS, num_mask_words
+from jpaged.engine.executor.io import ANY_TOKEN, MASK_BITS, num_mask_words
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.lookahead import Lookahead
 from jpaged.engine.scheduling.rows import DecodingRows

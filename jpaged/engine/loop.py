@@ -16,7 +16,7 @@ from typing import Any
 from jpaged.config import EngineConfig
 from jpaged.engine.deadlines.ends import Deadlines, Foresight, is_over
 from jpaged.engine.executor import Executor, StepInputs
-from jpaged.engine.executor.shapes import KeyLengths
+from jpaged.engine.executor.io import KeyLengths
 from jpaged.engine.garbage import collect_if_due
 from jpaged.engine.grammars import Grammars, MakeMasks, bound_rows
 from jpaged.engine.kv.paged import make_memory
@@ -223,8 +223,8 @@ class EngineLoop:
         self._device_wait_s = 0.0
         self._look_at_device()
         self._expire(start_s)
-        if self.memory.host is not None:
-            self.memory.host.advance()
+        if (host := self.memory.host) is not None and host.errands:
+            host.advance()
         if (disk := self.memory.disk) is not None:
             self.scheduler.queues.let_in(disk.advance(start_s, is_alone=not self.scheduler.queues.running))
         self.scheduler.lookahead.has_programs(self._executor.geometry)
@@ -281,7 +281,7 @@ class EngineLoop:
     def awaits_tiers(self) -> bool:
         """True if transfers between memory tiers are pending, which steps have to poll."""
         host, disk = self.memory.host, self.memory.disk
-        return (host is not None and host.has_errands) or (disk is not None and disk.is_busy)
+        return (host is not None and bool(host.errands)) or (disk is not None and disk.is_busy)
 
     def check(self) -> None:
         self.memory.check(self.scheduler.queues.groups())
@@ -310,7 +310,8 @@ class EngineLoop:
     def _start(self, schedule: Schedule) -> Started | Fed | Dispatched | None:
         """Dispatch a step: its block moves, which may occur without rows, and its rows as far as they need no masks."""
         begin_s, geometry, pace = self._clock(), self._executor.geometry, self.scheduler.pace
-        self._sharing.share(schedule, geometry)
+        if geometry.cascade is not None and schedule.num_rows > 1:
+            self._sharing.share(schedule, geometry)
         self.stats.count_schedule(schedule)
         if geometry.max_loras:
             for slot, adapter in self.scheduler.adapters.take_loads().items():
@@ -347,8 +348,9 @@ class EngineLoop:
         self._newest = None  # another program was dispatched after the newest step
         editing = self.scheduler.rows.editing
         sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
-        tells = [(tell, self._executor.tell(hidden, tell.inputs)) for tell in build_tells(schedule, geometry)]
-        return Started(schedule, inputs, hidden, sampling, tells, bound_rows(schedule))
+        asked = build_tells(schedule, geometry) if schedule.has_aux_outputs else ()
+        tells = [(tell, self._executor.tell(hidden, tell.inputs)) for tell in asked]
+        return Started(schedule, inputs, hidden, sampling, tells, bound_rows(schedule) if schedule.has_grammars else [])
 
     def _start_rounds(self, rounds: Rounds, schedule: Schedule, inputs: StepInputs) -> Dispatched:
         """Dispatch draft-model rounds, after the tokens that the draft model has not seen."""
@@ -477,7 +479,6 @@ class EngineLoop:
         self.scheduler.finish(group)
         if self.memory.disk is not None:
             self.memory.disk.leave(group)
-        self.scheduler.rows.editing.forget(group)
         if self._drafting is not None:
             self._drafting.forget(group)
         if group.request.deadline_s is not None:

@@ -298,9 +298,9 @@ class Group:
         self.is_by_name = sampling.is_by_name
         self.may_jump = not (sampling.needs_logprobs or sampling.needs_counts or sampling.allowed_token_ids is not None)
         num_sequences = 1 if sampling.beam_width else sampling.num_samples
-        whose = request.cache_tenant, request.adapter_digest
-        root = root_key(sampling.cache_salt, *whose) if sampling.use_prefix_cache else None
         adapter = request.adapter
+        whose = request.cache_tenant, b"" if adapter is None else adapter.matrices.digest
+        root = root_key(sampling.cache_salt, *whose) if sampling.use_prefix_cache else None
         owner = Owner(sampling.cache_salt, request.cache_tenant, "" if adapter is None else adapter.name)
         continued = {one.generated.index: one for one in request.continued}
         for i in range(num_sequences):
@@ -312,7 +312,8 @@ class Group:
                 self.num_sampled_tokens += len(behind.generated.token_ids)
             self.sequences.append(sequence)
         self.starts_over()
-        self.sequences[0].asked_of(request.told_positions)
+        if request.told_from is not None or request.pooling is not None:
+            self.sequences[0].asked_of(request.told_positions)
 
     @property
     def is_streamed(self) -> bool:

@@ -41,7 +41,7 @@ from jpaged.engine.executor import (
     StepOutputs,
     Verdict,
 )
-from jpaged.engine.executor.steps import ToldOutputs
+from jpaged.engine.executor.io import ToldOutputs
 from jpaged.engine.grammars import BoundRow, Grammars
 from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.output.beam import advance_beams
@@ -311,7 +311,7 @@ class Intake:
             if max(num_steps, sequence.num_in_flight_tokens) > 1:
                 sequence.ended_on_the_way()
             self._end_sequence(group, sequence)
-        if going_on is not None:
+        if going_on is not None and tokens.has_grammars:
             self._follow(self.grammars.follow(tokens, self.output, going_on))
 
     def _follow(self, ended: Iterator[tuple[Group, Sequence, JpagedError | None]]) -> None:

@@ -24,8 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp as App
 from starlette.types import Message, Receive, Scope, Send
 
-from jpaged.access.authenticator import Gate
-from jpaged.access.call_context import Entry, current, enter, permission_of_route
+from jpaged.access.authenticator import Entry, Gate, current, enter, permission_of_route
 from jpaged.config import AccessOptions
 from jpaged.errors import JpagedError, ModelNotFound, NotFound, PermissionDenied, Unsupported
 from jpaged.http.batching.job import Runner
@@ -35,7 +34,7 @@ from jpaged.http.embeddings import scoring_routes, token_routes
 from jpaged.http.exchange import JSON, REQUEST_ID_HEADER, error_for, response_of
 from jpaged.http.page.dashboard import page_routes
 from jpaged.http.responses import response_routes
-from jpaged.service.records import is_name
+from jpaged.service.calls import is_name
 from jpaged.service.service import Service
 from jpaged.telemetry.metrics import EngineCollector
 from jpaged.version import __version__
@@ -83,7 +82,8 @@ class Guarded:
 
     def _left(self, tenant: str) -> Iterator[tuple[bytes, bytes]]:
         """Yield the remaining quotas of a tenant as OpenAI's rate-limit headers."""
-        for name, left in self._gate.quotas.left(tenant).items():
+        quotas = self._gate.quotas
+        for name, left in () if quotas is None else quotas.left(tenant).items():
             yield f"x-ratelimit-limit-{name}".encode(), str(left.limit).encode()
             yield f"x-ratelimit-remaining-{name}".encode(), str(left.remaining).encode()
             yield f"x-ratelimit-reset-{name}".encode(), duration(left.reset_s).encode()

@@ -45,10 +45,10 @@ from jpaged.json_text import PIECE_BYTES
 from jpaged.openai.lines import error_body
 from jpaged.openai.request import Job, chat_job, completion_job, renamed, shown
 from jpaged.openai.response import AnswerSize, Chunks, Heading, ShownToken, answer_of, sent_event
+from jpaged.service.calls import Call, Caller, Generation, RequestRecord
 from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.records import Caller, RequestRecord
 from jpaged.service.score_embed import num_at_once, run_all
-from jpaged.service.service import Call, Generation, Service
+from jpaged.service.service import Service
 from jpaged.types import LoadedAdapter, OutputEvent, PositionLogprobs, RequestOutput
 
 

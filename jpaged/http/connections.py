@@ -24,7 +24,7 @@ from starlette.types import ASGIApp as App
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jpaged import json_text
-from jpaged.access.call_context import Public, permission_of_route
+from jpaged.access.authenticator import Public, permission_of_route
 from jpaged.errors import InvalidArgument, Unavailable
 from jpaged.openai.lines import error_body
 

@@ -29,9 +29,9 @@ from jpaged.openai.embeddings import (
 )
 from jpaged.openai.lines import EMBEDDINGS_URL, SCORE_URL, Answers
 from jpaged.openai.response import AnswerSize
-from jpaged.service.records import NOBODY, Caller
+from jpaged.service.calls import NOBODY, Call, Caller
 from jpaged.service.score_embed import Asker, embed, score
-from jpaged.service.service import Call, Service
+from jpaged.service.service import Service
 from jpaged.types import MAX_DETOKENIZE_IDS, Pooling, Prompt, RequestOutput, SamplingParams, Score, Usage
 
 

@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from jpaged import json_text
-from jpaged.access.call_context import key_id, owner
+from jpaged.access.authenticator import key_id, owner
 from jpaged.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -40,7 +40,7 @@ from jpaged.errors import (
 )
 from jpaged.openai.lines import error_body, status_code_of
 from jpaged.openai.request import check_values, loaded
-from jpaged.service.records import TRACE_KEYS, Caller, require_name
+from jpaged.service.calls import TRACE_KEYS, Caller, require_name
 from jpaged.service.service import Service
 
 REQUEST_ID_HEADER = "x-request-id"

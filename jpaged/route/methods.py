@@ -14,7 +14,7 @@ import grpc
 from grpc import aio
 
 from jpaged._proto.v1 import control_pb2, inference_pb2, prefixes_pb2
-from jpaged.access.call_context import current
+from jpaged.access.authenticator import current
 from jpaged.client.convert import TENANT_KEY
 from jpaged.client.failures import is_of_server, translated
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unauthenticated, Unavailable, Unsupported

@@ -23,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from jpaged.access import call_context as access
+from jpaged.access import authenticator as access
 from jpaged.access.authenticator import Gate
 from jpaged.client.channel import Tls
 from jpaged.client.routing.retry import Resuming

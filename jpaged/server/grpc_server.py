@@ -38,8 +38,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from jpaged._proto.v1 import inference_pb2
-from jpaged.access.authenticator import Gate
-from jpaged.access.call_context import CONTROL, GRPC, Entry, enter
+from jpaged.access.authenticator import CONTROL, GRPC, Entry, Gate, enter
 from jpaged.access.tls import CertificateFiles, Certificates
 from jpaged.config import ServerOptions
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, QueueFull, TryLater, reason_of

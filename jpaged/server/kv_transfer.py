@@ -26,10 +26,11 @@ from jpaged.errors import DeadlineExceeded, InvalidArgument, PermissionDenied
 from jpaged.server.grpc_server import CallContext, answering
 from jpaged.server.servicer import REQUEST_ID_KEY, call_from, prompt_from, tenant_of
 from jpaged.server.servicer import response_of as generate_response_of
+from jpaged.service.calls import AskedPrefill, Generation
 from jpaged.service.kv_protocol import MAX_PIECES, Arrival, Header, Piece
 from jpaged.service.kv_transfer import Prefix, Travelling
 from jpaged.service.roles import PrefillRole
-from jpaged.service.service import AskedPrefill, Generation, Service
+from jpaged.service.service import Service
 
 _Part = TypeVar("_Part", prefixes_pb2.SavePrefixResponse, prefixes_pb2.LoadPrefixRequest)
 

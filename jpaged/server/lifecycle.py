@@ -59,9 +59,9 @@ from jpaged.server.kv_transfer import PeerServers, PrefillServicer, PrefixServic
 from jpaged.server.servicer import ControlServicer, InferenceServicer
 from jpaged.service.handoff import PrefillServers
 from jpaged.service.kv_transfer import Travelling
-from jpaged.service.loaded_model import LoadedModel, ServiceState, Stage
+from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.roles import DecodeRole, PrefillRole
-from jpaged.service.service import NotedRequests, Service
+from jpaged.service.service import NotedRequests, Service, ServiceState, Stage
 from jpaged.telemetry.logs import Observers
 from jpaged.telemetry.metrics import serve_metrics
 from jpaged.telemetry.scrapes import ScrapeServer
@@ -161,9 +161,8 @@ class Server:
         self._gate = Gate(config.access)
         config.kv_events.check()
         self._observers = Observers(config.telemetry)
-        self._service = Service(
-            self.state, [NotedRequests(self._gate), *self._observers.all], self._gate.quotas, self._role
-        )
+        audits = [] if config.access.audit_log is None else [NotedRequests(self._gate)]
+        self._service = Service(self.state, [*audits, *self._observers.all], self._gate.quotas, self._role)
         self._config = config
         self._load = load
         self._on_progress = on_progress

@@ -28,8 +28,8 @@ from jpaged.server.servicer import (
     tenant_from,
     tokenized,
 )
-from jpaged.service.loaded_model import LoadedModel, ServiceState, Stage
-from jpaged.service.service import Service
+from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.service import Service, ServiceState, Stage
 from jpaged.telemetry.metrics import serve_metrics
 from jpaged.telemetry.scrapes import ScrapeServer
 

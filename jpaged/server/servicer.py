@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from google.protobuf.message import Message
 
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, prefixes_pb2
-from jpaged.access.call_context import key_id, owner
+from jpaged.access.authenticator import key_id, owner
 from jpaged.chat import (
     MAX_DOCUMENTS,
     MAX_DOCUMENTS_BYTES,
@@ -37,10 +37,9 @@ from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.load import EngineLoad
 from jpaged.server.grpc_server import CallContext, answering
-from jpaged.service.loaded_model import ServiceState, Stage
-from jpaged.service.records import NOBODY, TRACE_KEYS, Caller, require_name
+from jpaged.service.calls import NOBODY, TRACE_KEYS, Call, Caller, require_name
 from jpaged.service.score_embed import Asker, GivenContinuation, embed, require_parts, score
-from jpaged.service.service import Call, Service
+from jpaged.service.service import Service, ServiceState, Stage
 from jpaged.structured import structured_outputs_of
 from jpaged.types import (
     MAX_CHAT_MESSAGES,

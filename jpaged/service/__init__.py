@@ -1,9 +1,8 @@
 """Protocol-independent core of the server: requests in, output streams out. Does not import grpc.
 
-service.py         the operations: admit, generate, tokenize, abort, pin, load adapters; audit; interface of roles
-streams.py         events -> messages: from the engine thread to the readers, within a byte budget
-loaded_model.py    the served model: engine, input processor, tokenizer, LoRA adapters, properties, lifecycle state
-records.py         record of each call, for observers; names that callers choose
+service.py         the operations: admit, generate, tokenize, abort, pin, load adapters; lifecycle; audit; roles
+calls.py           one call: caller, record for observers, and events from the engine thread to the reader
+loaded_model.py    the served model: engine, input processor, tokenizer, LoRA adapters, properties
 input_processor.py a caller's input -> a request that can run, also after tokens generated on another server
 score_embed.py     calls that score and embed
 tokenizer.py       the tokenizer of a model's folder

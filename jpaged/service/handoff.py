@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from jpaged.engine.output.processor import OutputState
-from jpaged.engine.output.text import RememberedTexts
+from jpaged.engine.output.processor import OutputState, RememberedTexts
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.service.input_processor import move_grammars

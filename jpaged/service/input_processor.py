@@ -26,14 +26,13 @@ from typing import Any
 from jpaged.chat import ChatOptions
 from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH, Geometry
 from jpaged.engine.output.beam import num_candidates
-from jpaged.engine.output.processor import OutputState
-from jpaged.engine.output.text import RememberedTexts
+from jpaged.engine.output.processor import OutputState, RememberedTexts
 from jpaged.engine.scheduling.editing import nothing_left
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer, is_special_token
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.chat.output_config import ChatAnswering, naming_tools
 from jpaged.service.chat.output_parser import ChatAnswers
-from jpaged.service.chat.template import LaysOutTools, for_template, messages_bytes, read_messages, text_bytes
+from jpaged.service.chat.template import LaysOutTools, for_template, messages_bytes, read_messages
 from jpaged.structured import ThinkingBudget, ThinkingGrammar
 from jpaged.types import (
     MAX_CHAT_MESSAGES,
@@ -47,6 +46,7 @@ from jpaged.types import (
     Prompt,
     Request,
     SamplingParams,
+    text_bytes,
 )
 
 FIELD = "generated_token_ids"
@@ -235,12 +235,13 @@ class InputProcessor:
             grammar=None if thinking is None else ThinkingGrammar(thinking),
             thinking=thinking,
         )
-        if not prompt.generated:
+        if prompt.generated:
+            return continue_request(request, prompt.generated, self.tokenizer, self.eos_token_ids)
+        if sampling.bans_tokens:
             forbidden = nothing_left(request, token_ids, self.eos_token_ids, self._geometry.vocab_size)
             if forbidden is not None:
                 raise forbidden
-            return request
-        return continue_request(request, prompt.generated, self.tokenizer, self.eos_token_ids)
+        return request
 
     def _check_fields(self, prompt: Prompt, sampling: SamplingParams) -> None:
         """Reject invalid fields with checks that need no tokenization."""

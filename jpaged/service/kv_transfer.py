@@ -20,6 +20,7 @@ from typing import Protocol, TypeVar
 from jpaged.engine.kv.blocks import Key, root_key
 from jpaged.engine.kv.tiers.leaving import Arriving, Chain, Leaving
 from jpaged.errors import DeadlineExceeded, InternalError, InvalidArgument, QueueFull, Unavailable, Unsupported
+from jpaged.service.calls import require_salt
 from jpaged.service.kv_protocol import (
     MAX_MESSAGE_BYTES,
     Arrival,
@@ -31,7 +32,6 @@ from jpaged.service.kv_protocol import (
     require_alike,
 )
 from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.records import require_salt
 from jpaged.service.service import Service, cache_tenant_of
 from jpaged.types import Prompt
 

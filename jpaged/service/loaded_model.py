@@ -1,11 +1,4 @@
-"""A loaded model as the server sees it: an engine, an input processor, a tokenizer, LoRA adapters, and its lifecycle.
-
-`ServiceState` holds the model, or the reason why no request can run:
-
-STARTING ──loaded──> SERVING ──no step ends──> STALLED          is live      is ready
-  │                  │  └────steps end again────┘               not FAILED   only SERVING
-  │                  ├──drained──> DRAINING
-  └──────────────────┴───failed──> FAILED
+"""A loaded model as the server sees it: an engine, an input processor, a tokenizer and LoRA adapters.
 
 `Adapters` is the registry of LoRA adapters by name:
 
@@ -22,7 +15,6 @@ prefixes of the old adapter match only if both have the same matrices.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import itertools
 import logging
 import threading
@@ -31,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Protocol
 
 from jpaged.config import EngineConfig
@@ -41,11 +32,11 @@ from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.engine.watching.watch import Eyes
-from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable, Unsupported
+from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
 from jpaged.load import EngineLoad, RoleLoad
+from jpaged.service.calls import require_name
 from jpaged.service.grammars.compiler import ServedGrammars
 from jpaged.service.input_processor import InputProcessor
-from jpaged.service.records import require_name
 from jpaged.types import Adapter, LoadedAdapter, ModelInfo, Request, require_whole_characters
 
 
@@ -308,91 +299,3 @@ class LoadedModel:
     grammars: ServedGrammars | None = None
     role_counts: RoleCounts = field(default_factory=RoleCounts)
     checkpoint: str = ""
-
-
-class Stage(enum.Enum):
-    """Stage of a service; SERVING and STALLED accept requests."""
-
-    STARTING = "starting"
-    SERVING = "serving"
-    STALLED = "stalled"
-    DRAINING = "draining"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class Startup:
-    """Progress of the startup: `done` of `total` parts, at least one."""
-
-    what: str
-    done: int
-    total: int
-
-
-class ServiceState:
-    """The loaded model, or why no request can run. The code that loads the model updates it.
-
-    Args:
-        config: the options as given; the model has the resolved ones.
-        model: a model that is already loaded.
-    """
-
-    def __init__(self, config: EngineConfig, model: LoadedModel | None = None) -> None:
-        self.stage = Stage.STARTING if model is None else Stage.SERVING
-        self.startup = Startup("starting", 0, 1)
-        self.start_time = datetime.now(UTC)
-        self.model = model
-        self.failure: Exception | None = None
-        self._config = config
-
-    @property
-    def config(self) -> EngineConfig:
-        """The options, resolved once the model is loaded."""
-        return self._config if self.model is None else self.model.config
-
-    @property
-    def is_live(self) -> bool:
-        """True unless the process has failed; restarting a live process gains nothing."""
-        return self.stage is not Stage.FAILED and self.failure is None
-
-    @property
-    def is_ready(self) -> bool:
-        """True if new requests are accepted and make progress."""
-        return self.stage is Stage.SERVING
-
-    def serving(self) -> LoadedModel:
-        """Return the loaded model, to run requests on.
-
-        Raises:
-            Unavailable: the model is loading, or the service drains or has failed.
-        """
-        model = self.loaded()
-        if self.stage is Stage.DRAINING:
-            raise Unavailable("the server is draining: it takes no new requests")
-        if self.stage is Stage.FAILED:
-            raise Unavailable(f"the engine has died: {self.failure}")
-        return model
-
-    def loaded(self) -> LoadedModel:
-        """Return the loaded model for queries; raise Unavailable while it loads."""
-        if self.model is None:
-            startup = self.startup
-            raise Unavailable(f"the server is starting: {startup.what}, {startup.done} of {startup.total}")
-        return self.model
-
-    def enter(self, stage: Stage) -> None:
-        """Enter a stage."""
-        self.stage = stage
-
-    def note_progress(self, what: str, done: int, total: int) -> None:
-        """Record the progress of the startup. Thread-safe."""
-        self.startup = Startup(what, done, max(total, 1))
-
-    def note_loaded(self, model: LoadedModel) -> None:
-        """Set the loaded model."""
-        self.model = model
-
-    def note_failure(self, error: Exception | None = None) -> None:
-        """Record the given error or the engine's failure, unless one is recorded already."""
-        if self.failure is None:
-            self.failure = error or (None if self.model is None else self.model.engine.failure)

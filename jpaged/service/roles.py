@@ -28,16 +28,17 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from jpaged.access import call_context as access
+from jpaged.access import authenticator as access
 from jpaged.access.keys import Role
 from jpaged.config import RoleOptions
 from jpaged.engine.kv.blocks import root_key
 from jpaged.engine.kv.tiers.leaving import Arriving, Chain, Leaving, Travels
 from jpaged.engine.sequence import Sink
 from jpaged.errors import DeadlineExceeded, InternalError, InvalidArgument, JpagedError, Unsupported
+from jpaged.service.calls import AskedPrefill
 from jpaged.service.handoff import Begun, PrefillAnswer, PrefillServers, begun
 from jpaged.service.kv_protocol import Piece, Receiving, cut
-from jpaged.service.service import AdmittedCall, AskedPrefill, Workers
+from jpaged.service.service import AdmittedCall, Workers
 from jpaged.types import OutputEvent, Request, RequestTimes
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from jpaged.errors import InternalError, InvalidArgument, QueueFull, RequestTooLong
+from jpaged.service.calls import NOBODY, Call, Caller, RequestRecord, require_salt, told_name
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.records import NOBODY, Caller, RequestRecord, require_salt, told_name
-from jpaged.service.service import Call, Service, time_of
+from jpaged.service.service import Service, time_of
 from jpaged.types import Embedding, LoadedAdapter, Pooling, Prompt, RequestOutput, SamplingParams, Score
 
 MAX_PARTS = 1024

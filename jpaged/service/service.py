@@ -9,6 +9,13 @@ disconnects. Work that grows with a request runs on a thread.
 `ServerRole` is the interface of a role other than "both"; `roles.py` implements it. `Workers` are the threads for work
 that grows with a request.
 
+`ServiceState` holds the model, or the reason why no request can run:
+
+STARTING ──loaded──> SERVING ──no step ends──> STALLED          is live      is ready
+  │                  │  └────steps end again────┘               not FAILED   only SERVING
+  │                  ├──drained──> DRAINING
+  └──────────────────┴───failed──> FAILED
+
 `NotedRequests` copies the record of a request to the call's audit entry. A request gets a separate audit line if its
 call was answered before it ended (as in a batch), or if there is no call.
 """
@@ -18,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import enum
 import functools
 import itertools
 import math
@@ -26,13 +34,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 
-from jpaged.access import call_context as access
-from jpaged.access.authenticator import Gate, Quotas
-from jpaged.access.call_context import Entry, current
+from jpaged.access import authenticator as access
+from jpaged.access.authenticator import Entry, Gate, current
 from jpaged.access.keys import Role
+from jpaged.access.quotas import Quotas, Stay
 from jpaged.completions import Completions
+from jpaged.config import EngineConfig
 from jpaged.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -41,50 +51,35 @@ from jpaged.errors import (
     NotFound,
     PermissionDenied,
     QueueFull,
+    Unavailable,
 )
-from jpaged.service.chat.output_parser import ChatAnswers
-from jpaged.service.input_processor import move_grammars
-from jpaged.service.loaded_model import LoadedModel, ServiceState
-from jpaged.service.records import (
-    NOBODY,
-    Caller,
+from jpaged.service.calls import (
+    AskedPrefill,
+    Bridge,
+    Call,
+    Generation,
+    OutputStream,
     Records,
     RequestObserver,
     RequestRecord,
     require_name,
     require_salt,
-    told_name,
 )
-from jpaged.service.streams import Bridge, OutputStream
+from jpaged.service.chat.output_parser import ChatAnswers
+from jpaged.service.input_processor import move_grammars
+from jpaged.service.loaded_model import LoadedModel
 from jpaged.types import (
     FinishReason,
     LoadedAdapter,
-    OutputEvent,
     Prompt,
     Request,
     RequestOutput,
-    SamplingParams,
     SequenceFinish,
 )
 
 
-@dataclass(frozen=True, slots=True)
-class AskedPrefill:
-    """A prefill that another server requests.
-
-    Attributes:
-        cache_tenant: tenant whose cached prefixes the prompt may use and extend.
-        adapter_digest: digest of the adapter that the caller expects under its name.
-        num_known: leading blocks that the caller already has.
-    """
-
-    cache_tenant: str
-    adapter_digest: bytes
-    num_known: int
-
-
 class AdmittedCall(Protocol):
-    """An admitted call as a role sees it: `jpaged.service.service.Generation`."""
+    """An admitted call as a role sees it: `jpaged.service.calls.Generation`."""
 
     @property
     def engine_id(self) -> str:
@@ -167,103 +162,92 @@ _DECODINGS_OF_TOKEN = 5
 """Calls of a tokenizer for the bytes of one token."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A request as a frontend passes it to the service.
+class Stage(enum.Enum):
+    """Stage of a service; SERVING and STALLED accept requests."""
 
-    Attributes:
-        read: decodes prompt and parameters; called on a thread if they are large.
-        size: characters or token ids of the prompt and of resumed tokens; None for a conversation.
-        request_id: id chosen by the caller; None lets the service choose.
-        model: required name of the served model; None for any.
-        tenant: owner of the request; "" for no particular tenant.
-        remaining_s: time until the caller's deadline; None for no limit.
-        is_whole: non-streaming: the caller reads only the complete result.
-        adapter: name of an adapter, or a resolved adapter; "" for the base model.
-        caller: identity of the caller.
-        record: record of the call that this is a part of; None for an independent call.
-        asked: set if another server requests the prefill.
+    STARTING = "starting"
+    SERVING = "serving"
+    STALLED = "stalled"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """Progress of the startup: `done` of `total` parts, at least one."""
+
+    what: str
+    done: int
+    total: int
+
+
+class ServiceState:
+    """The loaded model, or why no request can run. The code that loads the model updates it.
+
+    Args:
+        config: the options as given; the model has the resolved ones.
+        model: a model that is already loaded.
     """
 
-    read: Callable[[], tuple[Prompt, SamplingParams]]
-    size: int | None
-    request_id: str | None = None
-    model: str | None = None
-    tenant: str = ""
-    remaining_s: float | None = None
-    is_whole: bool = False
-    adapter: str | LoadedAdapter = ""
-    caller: Caller = NOBODY
-    record: RequestRecord | None = None
-    asked: AskedPrefill | None = None
+    def __init__(self, config: EngineConfig, model: LoadedModel | None = None) -> None:
+        self.stage = Stage.STARTING if model is None else Stage.SERVING
+        self.startup = Startup("starting", 0, 1)
+        self.start_time = datetime.now(UTC)
+        self.model = model
+        self.failure: Exception | None = None
+        self._config = config
 
-    def begins(self) -> RequestRecord:
-        """Return the record of a call that begins."""
-        operation = "chat" if self.size is None else "text_completion"
-        adapter = self.adapter if isinstance(self.adapter, str) else self.adapter.name
-        return RequestRecord(
-            operation=operation, tenant=self.tenant, caller=self.caller, adapter=adapter and told_name(adapter)
-        )
+    @property
+    def config(self) -> EngineConfig:
+        """The options, resolved once the model is loaded."""
+        return self._config if self.model is None else self.model.config
 
+    @property
+    def is_live(self) -> bool:
+        """True unless the process has failed; restarting a live process gains nothing."""
+        return self.stage is not Stage.FAILED and self.failure is None
 
-@dataclass(slots=True, eq=False)
-class Generation:
-    """One admitted call and its event stream: iterate once with `async for`.
+    @property
+    def is_ready(self) -> bool:
+        """True if new requests are accepted and make progress."""
+        return self.stage is Stage.SERVING
 
-    The engine knows the request by an internal id that is never reused. A caller may reuse its id at once, and the new
-    request must not receive the end of the old one.
+    def serving(self) -> LoadedModel:
+        """Return the loaded model, to run requests on.
 
-    Attributes:
-        request_id: id known to the caller.
-        cache_tenant: tenant that scopes the id and the shared prefixes.
-        prompt_token_ids: empty if the call ended before they were known.
-        seed: sampling seed; None if nothing is sampled, or while prompt_token_ids are unknown.
-        record: record for observers.
-        answers: splits content, reasoning and calls of a chat; None if all text is content.
-        preparing: task that makes the engine's request; None once it is submitted.
-        is_over: the last event was read.
-    """
+        Raises:
+            Unavailable: the model is loading, or the service drains or has failed.
+        """
+        model = self.loaded()
+        if self.stage is Stage.DRAINING:
+            raise Unavailable("the server is draining: it takes no new requests")
+        if self.stage is Stage.FAILED:
+            raise Unavailable(f"the engine has died: {self.failure}")
+        return model
 
-    request_id: str
-    engine_id: str
-    cache_tenant: str
-    stream: OutputStream
-    forget: Callable[[Generation], None]
-    record: RequestRecord
-    prompt_token_ids: tuple[int, ...] = ()
-    seed: int | None = None
-    answers: ChatAnswers | None = None
-    preparing: asyncio.Task[Any] | None = None
-    is_over: bool = False
+    def loaded(self) -> LoadedModel:
+        """Return the loaded model for queries; raise Unavailable while it loads."""
+        if self.model is None:
+            startup = self.startup
+            raise Unavailable(f"the server is starting: {startup.what}, {startup.done} of {startup.total}")
+        return self.model
 
-    def end(self, finish: SequenceFinish | None = None, error: JpagedError | None = None) -> None:
-        """End the stream for its reader after the events so far, and cancel the preparation of the request."""
-        self.stream.end(OutputEvent(self.engine_id, finish=finish, is_last=True, error=error))
-        if self.preparing is not None:
-            self.preparing.cancel()
+    def enter(self, stage: Stage) -> None:
+        """Enter a stage."""
+        self.stage = stage
 
-    def goes_on_by(self, task: asyncio.Task[Any] | None, *, is_done: bool = False) -> None:
-        """Attach the task that prepares the request; None cancels it unless `is_done`."""
-        if task is None and self.preparing is not None and not is_done:
-            self.preparing.cancel()
-        self.preparing = task
+    def note_progress(self, what: str, done: int, total: int) -> None:
+        """Record the progress of the startup. Thread-safe."""
+        self.startup = Startup(what, done, max(total, 1))
 
-    def __aiter__(self) -> AsyncIterator[OutputEvent]:
-        return self
+    def note_loaded(self, model: LoadedModel) -> None:
+        """Set the loaded model."""
+        self.model = model
 
-    async def __anext__(self) -> OutputEvent:
-        if self.is_over:
-            raise StopAsyncIteration
-        try:
-            event = await self.stream.read()
-        except Exception as error:
-            self.record.failed(error)
-            raise
-        self.record.told(event)
-        if event.is_last:
-            self.is_over = True
-            self.forget(self)
-        return event if self.answers is None else self.answers.split(event)
+    def note_failure(self, error: Exception | None = None) -> None:
+        """Record the given error or the engine's failure, unless one is recorded already."""
+        if self.failure is None:
+            self.failure = error or (None if self.model is None else self.model.engine.failure)
 
 
 class Service:
@@ -288,7 +272,7 @@ class Service:
     ) -> None:
         self.state = state
         self._role = role
-        self._quotas = quotas or Quotas()
+        self._quotas = quotas
         self._records = Records(observers)
         self.is_idle = asyncio.Event()
         self.is_idle.set()
@@ -316,14 +300,15 @@ class Service:
         try:
             with (
                 self._records.kept(call.begins(), call.record) as record,
-                self._quotas.stay(call.tenant, is_part=model is not None) as stay,
+                self._stay(call.tenant, is_part=model is not None) as stay,
             ):
                 model = model or self._model(call.model)
                 generation = self._admit(model, call, record)
                 try:
                     request = await self._prepare(model, generation, call)
                     if request is not None:
-                        stay.reserve(len(request.prompt_token_ids), *_most_generated(request))
+                        if stay is not None:
+                            stay.reserve(len(request.prompt_token_ids), *_most_generated(request))
                         if self._role is None:
                             model.engine.submit(request, generation.stream.put)
                         else:
@@ -332,7 +317,8 @@ class Service:
                     try:
                         yield generation
                     finally:
-                        stay.settle(record.usage.prompt_tokens + record.usage.completion_tokens)
+                        if stay is not None:
+                            stay.settle(record.usage.prompt_tokens + record.usage.completion_tokens)
                         if self._role is not None:
                             self._role.end(model, generation)
                         if not generation.is_over:
@@ -359,7 +345,7 @@ class Service:
         tenant = access.owner("" if record is None else record.tenant)
         with (
             contextlib.nullcontext() if record is None else self._records.kept(record),
-            self._quotas.stay(tenant),
+            self._stay(tenant),
         ):
             model = self._model(name)
             limit = model.engine.max_num_in_flight
@@ -482,6 +468,10 @@ class Service:
         for generation in self._open.values():
             generation.end(error=error)
 
+    def _stay(self, tenant: str, *, is_part: bool = False) -> AbstractContextManager[Stay | None]:
+        """Return the context of a request that counts in its tenant's quotas; see `Quotas.stay`."""
+        return contextlib.nullcontext() if self._quotas is None else self._quotas.stay(tenant, is_part=is_part)
+
     def _note_end(self) -> None:
         if self._num_calls + self._num_several == 0:
             self.is_idle.set()
@@ -553,7 +543,7 @@ class Service:
         """Make the engine's request; return None if the stream has been ended in the meantime."""
         remaining_s = time_of(model, call.remaining_s)
         deadline_s = None if remaining_s is None else model.engine.clock() + remaining_s
-        adapter = model.adapters.named(call.adapter)
+        adapter = model.adapters.named(call.adapter) if call.adapter else None
 
         def make() -> tuple[Request, ChatAnswers | None, AbstractContextManager[None]]:
             prompt, sampling = call.read()

@@ -13,7 +13,7 @@ from typing import Any
 from jpaged import json_text
 from jpaged.config import TelemetryOptions
 from jpaged.errors import printable
-from jpaged.service.records import RequestObserver, RequestRecord, parts_of
+from jpaged.service.calls import RequestObserver, RequestRecord, parts_of
 
 _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _REQUESTS = logging.getLogger("jpaged.requests")

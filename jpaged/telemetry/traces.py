@@ -29,7 +29,7 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from jpaged.errors import InvalidArgument
-from jpaged.service.records import RequestRecord, parts_of
+from jpaged.service.calls import RequestRecord, parts_of
 from jpaged.types import SamplingParams, is_loopback
 from jpaged.version import __version__
 

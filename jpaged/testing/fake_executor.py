@@ -50,9 +50,16 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.rows import ANY_TOKEN, MASK_BITS, CountDue, EditInputs
-from jpaged.engine.executor.shapes import CascadeCosts
-from jpaged.engine.executor.steps import Tell, TellInputs, ToldOutputs
+from jpaged.engine.executor.io import (
+    ANY_TOKEN,
+    MASK_BITS,
+    CascadeCosts,
+    CountDue,
+    EditInputs,
+    Tell,
+    TellInputs,
+    ToldOutputs,
+)
 from jpaged.errors import InternalError
 from jpaged.testing.fake_model import NAN, ByteTokenizer, Script, Seen, Window, places_seen, sampled
 from jpaged.testing.fake_steps import FakeDraft, FakeFeed, FakeRounds

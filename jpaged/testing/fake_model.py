@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from jpaged import json_text
 from jpaged.chat import ChatOptions
-from jpaged.engine.executor.rows import num_mask_words
+from jpaged.engine.executor.io import num_mask_words
 from jpaged.errors import RequestTooLong
 from jpaged.structured import GrammarBatch, GrammarState, StatesOneByOne
 

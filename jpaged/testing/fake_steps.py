@@ -28,7 +28,7 @@ from jpaged.engine.executor import (
     StepOutputs,
     Verdict,
 )
-from jpaged.engine.executor.rows import EditInputs
+from jpaged.engine.executor.io import EditInputs
 from jpaged.errors import InternalError
 from jpaged.testing.fake_model import Seen
 

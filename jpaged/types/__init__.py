@@ -25,6 +25,7 @@ from jpaged.types.sampling import (
     is_loopback,
     param,
     require_whole_characters,
+    text_bytes,
 )
 from jpaged.types.values import (
     MAX_CHAT_MESSAGES,
@@ -100,4 +101,5 @@ __all__ = [
     "is_loopback",
     "param",
     "require_whole_characters",
+    "text_bytes",
 ]

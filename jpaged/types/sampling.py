@@ -47,6 +47,19 @@ def require_whole_characters(field: str, text: str) -> None:
         raise InvalidArgument(field, f"is not UTF-8: {text[error.start]!a} at character {error.start}") from error
 
 
+def text_bytes(field: str, text: str) -> int:
+    """Return the size of a text in UTF-8 bytes.
+
+    Raises:
+        InvalidArgument: the text contains an unpaired surrogate.
+    """
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        at = error.start
+        raise InvalidArgument(field, f"{text[at]!r} at {at} is half of a surrogate pair") from error
+
+
 def is_loopback(host: str) -> bool:
     """Return True if a host is this machine: a loopback address, an unspecified address, or localhost."""
     try:
@@ -389,6 +402,11 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """True if a logits processor is needed, i.e. more than temperature, truncation, min_tokens and grammars."""
         return any(getattr(self, name) != unset for name, unset in _NO_EDITS.items() if name != "structured_outputs")
+
+    @property
+    def bans_tokens(self) -> bool:
+        """True if some tokens may be forbidden by fields other than `structured_outputs`."""
+        return bool(self.bad_words) or self.allowed_token_ids is not None or self.min_tokens > 0
 
     @property
     def asks_more_of_samples(self) -> bool:

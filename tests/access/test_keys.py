@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.access.authenticator import Gate
-from jpaged.access.call_context import Entry
+from jpaged.access.authenticator import Entry, Gate
 from jpaged.access.keys import Key, Limits, Role, read_keys
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument, PermissionDenied, Unauthenticated

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpaged.access import authenticator as quotas_module
-from jpaged.access.authenticator import Left, Quotas
+from jpaged.access import quotas as quotas_module
 from jpaged.access.keys import Limits
+from jpaged.access.quotas import Left, Quotas
 from jpaged.errors import InvalidArgument, QuotaExceeded, RequestTooLong
 
 

@@ -33,8 +33,7 @@ from jpaged.device.programs.lowering import abstract_serving
 from jpaged.device.speculation.dispatch import SpeculatePacking
 from jpaged.device.speculation.step import packed_speculate
 from jpaged.device.step import Step, forward_packing, packed_decode
-from jpaged.engine.executor.rows import NUM_SINGLES, num_mask_words
-from jpaged.engine.executor.steps import Tell
+from jpaged.engine.executor.io import NUM_SINGLES, Tell, num_mask_words
 from jpaged.kernels.kv_layout import KVForm
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.sampling import choose_kernel

@@ -28,8 +28,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.shapes import CascadeCosts, KeyLengths
-from jpaged.engine.executor.steps import TellInputs
+from jpaged.engine.executor.io import CascadeCosts, KeyLengths, TellInputs
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.load import EngineLoad
 from jpaged.models.hf_config import from_hf

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
-from jpaged.engine.executor.shapes import KeyLengths
+from jpaged.engine.executor.io import KeyLengths
 from jpaged.engine.kv.tiers.disk import Disk
 from jpaged.engine.speculation.drafting import Drafting
 from jpaged.service.input_processor import InputProcessor, move_grammars

@@ -63,7 +63,9 @@ def test_what_needs_no_key_is_only_looked_at() -> None:
 async def test_quotas_are_told_in_openais_headers_and_one_that_is_used_up_says_when_to_come_back() -> None:
     options: dict[str, Any] = {"http_port": 0, "tenant_requests_per_minute": 1, "tenant_tokens_per_minute": 60}
     async with running(**options) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
-        harness.server._gate.quotas._clock = lambda: 1000.0
+        quotas = harness.server._gate.quotas
+        assert quotas is not None
+        quotas._clock = lambda: 1000.0
         body = {"model": "fake", "input": "hello"}
         answer = await client.post("/v1/embeddings", json=body, headers={"x-jpaged-tenant": "a"})
         assert answer.status_code == 200

@@ -61,7 +61,7 @@ CHANGE_FAULTS = (
     Fault(
         "what host memory forgets at once is not told of",
         "kv/tiers/host.py",
-        "        for key in self._blocks if self._changes.is_on else ():\n"
+        "        for key in self.blocks if self._changes.is_on else ():\n"
         '            self._changes.removed("host", key)\n',
         "",
         CHANGES,

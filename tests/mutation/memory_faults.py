@@ -90,7 +90,7 @@ MEMORY_FAULTS = (
     Fault(
         "a key stays known in host memory when its block is given away",
         "kv/tiers/host.py",
-        "            del self._blocks[key]\n",
+        "            del self.blocks[key]\n",
         "            pass\n",
         LIVES,
     ),
@@ -207,7 +207,7 @@ MEMORY_FAULTS = (
     ),
     Fault(
         "only the first of several samples is promised blocks",
-        "executor/shapes.py",
+        "executor/io.py",
         "return num_shared + sum(own)",
         "return num_shared + own[0]",
         ROOM,
@@ -250,13 +250,13 @@ MEMORY_FAULTS = (
     Fault(
         "a prefix is taken to host memory twice",
         "kv/tiers/host.py",
-        "if key in self._blocks or not self.pool.can_allocate(1):",
+        "if key in self.blocks or not self.pool.can_allocate(1):",
         "if not self.pool.can_allocate(1):",
         LIVES,
     ),
     Fault(
         "a window ends a block too early",
-        "executor/shapes.py",
+        "executor/io.py",
         "max(0, num_full - self.num_seen)",
         "max(0, num_full - self.num_seen + 1)",
         WINDOWS,
@@ -326,14 +326,14 @@ MEMORY_FAULTS = (
     ),
     Fault(
         "first tokens are not promised",
-        "executor/shapes.py",
+        "executor/io.py",
         "return self.num_sinks + self.num_seen + (",
         "return self.num_seen + (",
         STREAMING,
     ),
     Fault(
         "a window's blocks are promised for a whole prompt's",
-        "kv/swapping.py",
+        "kv/paged.py",
         "min(most, all_in_all - match.num_blocks + num_free_matched)",
         "all_in_all - match.num_blocks + num_free_matched",
         WINDOWS,

@@ -15,7 +15,7 @@ OUTGROWING = ("kv/test_outgrowing.py",)
 POLICY_FAULTS = (
     Fault(
         "a size between two powers of two is beyond the limit",
-        "executor/shapes.py",
+        "executor/io.py",
         "halves_from <= size < limit * 2 / 3",
         "halves_from <= size",
         ("test_buckets.py",),
@@ -162,6 +162,13 @@ POLICY_FAULTS = (
         "{block_id for sequence in group.live for block_id in sequence.kv.block_ids()}",
         "[block_id for sequence in group.live for block_id in sequence.kv.block_ids()]",
         SCHEDULER,
+    ),
+    Fault(
+        "a preempted group keeps its count slots",
+        "scheduling/scheduler.py",
+        "            self.rows.editing.give_back(group)\n",
+        "            pass\n",
+        ("scheduling/test_editing.py",),
     ),
     Fault(
         "what running groups were promised is given away",

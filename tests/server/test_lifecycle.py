@@ -15,7 +15,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument, Unavailable
 from jpaged.server.health import HealthServicer
 from jpaged.server.lifecycle import SERVICE_NAMES, Server
-from jpaged.service.loaded_model import Stage
+from jpaged.service.service import Stage
 from jpaged.testing import FakeExecutor, Faults
 from tests.server.harness import (
     CHECKPOINT,

@@ -10,7 +10,7 @@ from jpaged.client import AsyncClient, Client
 from jpaged.config import EngineConfig
 from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
 from jpaged.server.lifecycle import PIN_NAME, Server
-from jpaged.service.loaded_model import Stage
+from jpaged.service.service import Stage
 from jpaged.testing import FakeExecutor
 from jpaged.types import SamplingParams
 from tests.server.harness import error_details, eventually, failure_of, make_serving, running

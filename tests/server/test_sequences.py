@@ -12,7 +12,7 @@ from jpaged.client import AsyncClient
 from jpaged.engine.engine import Engine
 from jpaged.engine.sequence import Sink
 from jpaged.errors import InvalidArgument
-from jpaged.service.streams import MAX_TOKENS_PER_MESSAGE, Bridge, OutputStream
+from jpaged.service.calls import MAX_TOKENS_PER_MESSAGE, Bridge, OutputStream
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
 from jpaged.types import (
     FinishReason,

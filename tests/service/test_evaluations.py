@@ -18,9 +18,8 @@ from jpaged.errors import (
     Unavailable,
     Unsupported,
 )
-from jpaged.service.loaded_model import ServiceState, Stage
 from jpaged.service.score_embed import Asker, embed, score
-from jpaged.service.service import Service
+from jpaged.service.service import Service, ServiceState, Stage
 from jpaged.testing import FakeExecutor, Faults
 from jpaged.types import Embedding, Prompt, Request, Score
 from tests.server.harness import eventually, make_serving

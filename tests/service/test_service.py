@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from jpaged.access.call_context import Entry, enter
+from jpaged.access.authenticator import Entry, enter
 from jpaged.access.keys import Key, Role
 from jpaged.config import EngineConfig
 from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, PermissionDenied, Unavailable
-from jpaged.service.loaded_model import ServiceState, Stage
-from jpaged.service.service import Call, Service, Workers
+from jpaged.service.calls import Call
+from jpaged.service.service import Service, ServiceState, Stage, Workers
 from jpaged.testing import ByteTokenizer, FakeExecutor, Faults, expected_tokens
 from jpaged.types import FinishReason, Prompt, SamplingParams
 from tests.server.harness import eventually, make_serving

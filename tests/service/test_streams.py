@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jpaged.service.streams import MAX_WAIT_S, Bridge, OutputStream
+from jpaged.service.calls import MAX_WAIT_S, Bridge, OutputStream
 from jpaged.types import FinishReason, OutputEvent, PositionLogprobs, RequestTimes, SequenceFinish, TokenLogprob, Usage
 
 STEP_S = 0.01

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from jpaged._proto.v1 import inference_pb2
 from jpaged.client import AsyncClient, Client
 from jpaged.errors import InvalidArgument
-from jpaged.service.records import Caller, Records, RequestRecord, parts_of
+from jpaged.service.calls import Caller, Records, RequestRecord, parts_of
 from jpaged.telemetry.traces import Traces, exporter_to
 from jpaged.testing import FakeExecutor
 from jpaged.types import RequestTimes, SamplingParams

@@ -51,7 +51,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.steps import TellInputs, ToldOutputs
+from jpaged.engine.executor.io import TellInputs, ToldOutputs
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InternalError
 from jpaged.load import EngineLoad

@@ -45,8 +45,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.rows import EDIT_DTYPE, SINGLE_DTYPE, CountDue, EditInputs
-from jpaged.engine.executor.steps import Tell, TellInputs, ToldOutputs
+from jpaged.engine.executor.io import EDIT_DTYPE, SINGLE_DTYPE, CountDue, EditInputs, Tell, TellInputs, ToldOutputs
 from jpaged.errors import InternalError, Unavailable
 from jpaged.types import Adapter
 

@@ -15,7 +15,7 @@ from jax import monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
 from jpaged.engine.executor import MIN_BUCKET, BucketTable, Detail
-from jpaged.engine.executor.steps import Tell
+from jpaged.engine.executor.io import Tell
 from jpaged.hardware import find_hardware
 from jpaged.kernels.matrix_format import MatrixFormat
 
@@ -32,7 +32,7 @@ class ProgramSpec:
 
     `decode` is several steps of R rows, without log-probabilities. `edited` is a sample of R rows with logits
     processors; the level of log-probabilities is an argument. `count` counts up to `size` tokens for it. Auxiliary
-    outputs (see `jpaged.engine.executor.steps`) have programs for `size` positions. `load_adapter` fills one adapter
+    outputs (see `jpaged.engine.executor.io`) have programs for `size` positions. `load_adapter` fills one adapter
     slot. If there is a draft model, `speculate` is rounds of R rows, `draft` runs the draft over the tokens of a
     forward, and `draft_copy` copies blocks in its pool.
     """

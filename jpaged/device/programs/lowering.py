@@ -55,8 +55,7 @@ from jpaged.device.step_costs import cascade_costs
 from jpaged.device.step_sizes import Attention
 from jpaged.device.transfers import MAX_ON_THE_WAY, content_bytes, lower_move, move_sizes, num_host_blocks
 from jpaged.engine.executor import BucketTable, Geometry, Progress
-from jpaged.engine.executor.rows import NUM_SINGLES, num_mask_words
-from jpaged.engine.executor.steps import TELL_IDS, Tell
+from jpaged.engine.executor.io import NUM_SINGLES, TELL_IDS, Tell, num_mask_words
 from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
 from jpaged.models.layer_kinds import group_layers, stacks_of
 from jpaged.models.layers import Params

@@ -15,43 +15,37 @@ array.
     X  token ids that a row may ban
     n  tokens that a row samples in a dispatch: 1, one in each step, or the number of accepted tokens
 
-shapes.py    sizes, and measured rates of the device
-rows.py      sampling parameters of each row
-steps.py     inputs and outputs of a step
-verbs.py     the executor's methods
+io.py       sizes, sampling parameters of each row, inputs and outputs of a step
+verbs.py    the executor's methods
 """
 
-from jpaged.engine.executor.rows import (
+from jpaged.engine.executor.io import (
     BANNED_WIDTH,
     BEYOND_TOKENS,
+    F32,
+    I32,
+    MAX_NUM_ROUNDS,
+    MAX_NUM_STEPS,
+    MIN_BUCKET,
+    NULL_BLOCK,
     ROW_DTYPE,
     ROW_FIELDS,
     TOP_WIDTH,
-    Detail,
-    RowField,
-    SamplingInputs,
-    random_columns,
-    row_lists,
-)
-from jpaged.engine.executor.shapes import (
-    F32,
-    I32,
-    MIN_BUCKET,
+    BlockMoves,
     Bool,
     BucketTable,
+    Detail,
     DeviceRates,
     Geometry,
-)
-from jpaged.engine.executor.steps import (
-    MAX_NUM_ROUNDS,
-    MAX_NUM_STEPS,
-    NULL_BLOCK,
-    BlockMoves,
     Move,
+    RowField,
+    SamplingInputs,
     Speculated,
     StepInputs,
     StepOutputs,
     num_pairs,
+    random_columns,
+    row_lists,
 )
 from jpaged.engine.executor.verbs import (
     Executor,

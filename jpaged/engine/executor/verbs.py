@@ -15,9 +15,18 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from jpaged.engine.executor.rows import SamplingInputs
-from jpaged.engine.executor.shapes import I32, Bool, DeviceRates, Geometry
-from jpaged.engine.executor.steps import BlockMoves, StepInputs, StepOutputs, TellInputs, ToldOutputs
+from jpaged.engine.executor.io import (
+    I32,
+    BlockMoves,
+    Bool,
+    DeviceRates,
+    Geometry,
+    SamplingInputs,
+    StepInputs,
+    StepOutputs,
+    TellInputs,
+    ToldOutputs,
+)
 from jpaged.types import Adapter
 
 

@@ -9,24 +9,83 @@ Composes the two pools with `Prefixes` and `Swapping`, and collects the moves th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import numpy as np
 
 from jpaged.config import CacheOptions
 from jpaged.engine.executor import I32, Executor, Geometry, HostBlocks, Move
+from jpaged.engine.executor.io import Reach
 from jpaged.engine.kv.blocks import BlockPool, Key, MemoryOps
 from jpaged.engine.kv.changes import Changes
 from jpaged.engine.kv.contiguous import ReservedMemory
 from jpaged.engine.kv.eviction.policies import Eviction
 from jpaged.engine.kv.interface import KVMemory, MemoryUse, Shares
-from jpaged.engine.kv.prefixes import Held, Prefixes
-from jpaged.engine.kv.swapping import Aside, Needs, Swapping, Windows
+from jpaged.engine.kv.prefixes import Held, Prefixes, PrefixMatch
+from jpaged.engine.kv.swapping import Aside, Swapping, Tables, Windows
 from jpaged.engine.kv.tiers.disk import Disk, DiskTier
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.kv.tiers.nearing import Nearing
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.pool import MemoryMarks
+
+
+class Needs:
+    """Counter of needed blocks, without side effects: to be admitted, to be swapped in, and for current tokens.
+
+    A sliding window frees blocks as it moves, so its count is limited to the blocks that it holds at once. The count is
+    never too low.
+
+    Args:
+        pool: device blocks.
+        reaches: attention window of each KV group.
+    """
+
+    def __init__(self, pool: BlockPool, reaches: SequenceOf[Reach]) -> None:
+        self._pool = pool
+        self._reaches = reaches
+
+    def to_admit(self, group: Group, match: PrefixMatch | None) -> int:
+        """Return the number of blocks that a waiting group takes from the free list, given its prefix match."""
+        leader, lens = group.live[0], [sequence.num_tokens for sequence in group.live]
+        needed = 0
+        for kv_group, reach in enumerate(self._reaches):
+            most = reach.num_blocks(leader.num_prompt_tokens, lens)
+            if match is None:
+                needed += most
+                continue
+            num_free_matched = sum(map(self._pool.is_free, match.block_ids[kv_group]))
+            all_in_all = Reach(reach.block_size).num_blocks(leader.num_prompt_tokens, lens)
+            needed += min(most, all_in_all - match.num_blocks + num_free_matched)
+        return needed
+
+    def to_go_on(self, group: Group, tables: SequenceOf[Tables], pool: BlockPool) -> int:
+        """Return the number of blocks that a group still needs for the tokens it has.
+
+        Args:
+            tables: block tables of each live sequence, on the device or in host memory.
+            pool: pool that these blocks belong to.
+        """
+        live = group.live
+        if not group.is_forked:
+            lens = [sequence.num_tokens for sequence in live]
+            mosts = [reach.num_blocks(live[0].num_prompt_tokens, lens) for reach in self._reaches]
+            return sum(
+                max(0, most - (table.num_blocks if reach.num_seen is None else pool.num_owned(table)))
+                for most, reach, table in zip(mosts, self._reaches, tables[0], strict=True)
+            )
+        return sum(self._of_one(sequence, of_one, pool) for sequence, of_one in zip(live, tables, strict=True))
+
+    def _of_one(self, sequence: Sequence, tables: Tables, pool: BlockPool) -> int:
+        num_new = max(0, pool.num_blocks_for(sequence.num_tokens) - tables[0].num_blocks)
+        if not num_new:
+            return 0
+        needed = 0
+        for reach, table in zip(self._reaches, tables, strict=True):
+            limit = reach.max_num_held
+            needed += num_new if limit is None else min(num_new, max(0, limit - pool.num_owned(table)))
+        return needed
 
 
 class PagedMemory:
@@ -100,7 +159,7 @@ class PagedMemory:
         if any(reach.num_seen is not None for reach in self._reaches):
             self.windows = Windows(self._pool, self._reaches)
         if geometry.num_host_blocks:
-            self.swapping = Swapping(self._pool, self._host.pool, self._ops, self._needs, self.prefixes)
+            self.swapping = Swapping(self._pool, self._host.pool, self._ops, self._needs.to_go_on, self.prefixes)
 
     def _from_below_s(self, key: Key) -> float | None:
         """Return the seconds to load a block from host memory or disk; None if neither stores it."""
@@ -238,7 +297,8 @@ class PagedMemory:
         tables = (table for sequence in sequences for table in sequence.kv.tables)
         held = () if self.held is None else self.held.tables()
         self._pool.check([*tables, *pinned, *held, self.aside.table])
-        self._host.check(table for sequence in sequences for table in sequence.kv.host_tables)
+        if self.host is not None:
+            self.host.check(table for sequence in sequences for table in sequence.kv.host_tables)
         if self.prefixes is not None:
             self.prefixes.check()
         if self.disk is not None:

@@ -33,7 +33,7 @@ from itertools import islice
 from typing import Protocol
 
 from jpaged.engine.executor import BEYOND_TOKENS, Move
-from jpaged.engine.executor.shapes import Reach
+from jpaged.engine.executor.io import Reach
 from jpaged.engine.kv.blocks import BlockPool, BlockTable, Key, KVHandle, MemoryOps, key_in_group
 from jpaged.engine.kv.changes import Changes
 from jpaged.engine.kv.eviction.free_list import Entry, RankedFreeList
@@ -347,7 +347,7 @@ class Prefixes:
         leader = group.runnable[0]
         match = self.match(group)
         num_blocks = match.num_blocks
-        if self._host.is_used:
+        if self._host.blocks:
             num_blocks = _num_in_both(self, self.findable(group), num_blocks)
         self._take(leader, num_blocks)
         num_tokens = num_blocks * self._block_size
@@ -527,7 +527,7 @@ class Prefixes:
             self._ranked.found([*found.values()])
         away = [key for key in wanted if key not in found]
         seen = {key: self._host.times_seen(key) + 1 for key in away}
-        brought = dict(zip(away, self._host.bring_back(away, self.pool), strict=True))
+        brought = dict(zip(away, self._host.bring_back(away, self.pool), strict=True)) if away else {}
         for kv_group, (reach, table) in enumerate(zip(self.reaches, kv.tables, strict=True)):
             block_ids = []
             for i in reach.seen(num_blocks):

@@ -1,6 +1,5 @@
 """Output of sampled tokens to clients.
 
 processor.py   sampled tokens -> text, stops and events; exactly one event of a request is its last
-text.py        incremental detokenization
 beam.py        beam search on plain lists
 """

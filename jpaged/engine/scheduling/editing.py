@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import I32
-from jpaged.engine.executor.rows import (
+from jpaged.engine.executor.io import (
     ANY_TOKEN,
     MASK_BITS,
     SINGLE_DTYPE,
@@ -145,7 +145,7 @@ def _ends_with(token_ids: SequenceOf[int], end: tuple[int, ...]) -> bool:
 
 
 class EditedRow(NamedTuple):
-    """A row that samples.
+    """A row that samples, and whose logits are changed.
 
     Attributes:
         place: the row in the step.
@@ -174,19 +174,16 @@ class Editing:
     def __post_init__(self) -> None:
         self.slots = CountSlots(self.num_slots)
 
-    def inputs(self, rows: list[EditedRow], num_padded: int, *, has_masks: bool = False) -> EditInputs | None:
-        """Return the logits-processor inputs of a step; None if no row has any.
+    def inputs(self, rows: list[EditedRow], num_padded: int, *, has_masks: bool = False) -> EditInputs:
+        """Return the logits-processor inputs of a step.
 
         Args:
             has_masks: other rows will have masks.
         """
-        edited = [row for row in rows if row.group.changes_logits]
-        if not edited and not has_masks:
-            return None
         records, due = EditInputs.neutral(num_padded).rows_r, list[CountDue]()
         singles_rx: NDArray[np.void] | None = None
         mask_rw = no_masks(num_padded, self.vocab_size) if has_masks else None
-        for place, group, sequence, is_last_known in edited:
+        for place, group, sequence, is_last_known in rows:
             constant = self._constant(group)
             records[place] = constant.record
             if group.request.sampling.needs_counts:
@@ -203,8 +200,14 @@ class Editing:
                     mask_rw[place] = constant.mask_w
         return EditInputs(records, singles_rx, mask_rw, tuple(due))
 
+    def give_back(self, group: Group) -> None:
+        """Free the slots of a request that has lost its rows."""
+        for sequence in group.sequences:
+            self.slots.give_back(sequence)
+
     def forget(self, group: Group) -> None:
-        """Drop the constants of a request that has ended."""
+        """Drop the slots and constants of a request that has ended."""
+        self.give_back(group)
         self._constants.pop(group, None)
 
     def _constant(self, group: Group) -> _Constant:

@@ -1,16 +1,15 @@
-"""Scheduling policies: the order in which waiting groups are admitted and running groups are preempted.
+"""Scheduling policies other than first come, first served, and the table of all.
 
-fcfs       first come, first served
 priority   lower numbers first; a waiting request preempts a running one with a higher number
 fair       the tenant that has been served least goes first
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Collection, Iterable
 
 from jpaged.config import Policy
+from jpaged.engine.scheduling.queues import SchedulingPolicy
 from jpaged.engine.sequence import Group
 
 MAX_OVERTAKES = 256
@@ -18,38 +17,6 @@ PROMPT_TOKEN_WEIGHT = 1
 OUTPUT_TOKEN_WEIGHT = 2
 MAX_TENANTS = 4096
 """Number of highest counters that are always kept; clients choose tenant names, so their number is unbounded."""
-
-
-class SchedulingPolicy:
-    """Order in which waiting groups are admitted and running groups are preempted.
-
-    The default is first come, first served. A policy knows groups and the service they received; it holds no queue.
-    """
-
-    def first_waiting(self, waiting: Collection[Group]) -> Group:
-        """Return the next group to admit; `waiting` is not empty and in order of arrival."""
-        return next(iter(waiting))
-
-    def running_key(self, group: Group) -> tuple[int, ...]:
-        """Return the sort key of a running group: groups are served in this order, and preempted from its end."""
-        return (group.arrival,)
-
-    def yields_to(self, running: Group, waiting: Group) -> bool:
-        """Return True if the running group may be preempted to admit the waiting one."""
-        return False
-
-    def yielding_to(self, waiting: Group, running: Sequence[Group]) -> Iterator[Group]:
-        """Yield the running groups that may be preempted for a waiting one, from the end of their order."""
-        return takewhile(lambda group: self.yields_to(group, waiting), reversed(running))
-
-    def arrived(self, group: Group, waiting: Collection[Group]) -> None:
-        """Record a group that starts to wait; `waiting` are the waiting groups."""
-
-    def served(self, group: Group, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Record the tokens that a group was served."""
-
-    def decoded(self, groups: Iterable[Group]) -> None:
-        """Record one output token for each group, as `served` does; a group may occur several times."""
 
 
 class ByPriority(SchedulingPolicy):

@@ -227,8 +227,7 @@ class DecodingRows:
             self._judge(group)
 
     def leave(self, sequence: Sequence) -> None:
-        """Remove a sequence's row, if it has one, and free its count slot; the last row moves to its place."""
-        self.editing.slots.give_back(sequence)
+        """Remove a sequence's row, if it has one; the last row moves to its place."""
         place = self._places.pop(sequence, None)
         if place is None:
             return

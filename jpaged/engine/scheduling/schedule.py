@@ -113,6 +113,11 @@ class Sampled:
         """Map the rows to their places on the device."""
         self.rows = [new_places[place] for place in self.rows]
 
+    @property
+    def has_grammars(self) -> bool:
+        """True if the text of a row follows a grammar."""
+        return any(sequence.grammar is not None for sequence in self.sequences)
+
     def by_group(self) -> dict[Group, dict[Sequence, int]]:
         """Return the row of each sequence of each group."""
         rows: dict[Group, dict[Sequence, int]] = {}
@@ -170,6 +175,17 @@ class Schedule:
     def num_steps(self) -> int:
         """Decode steps of the dispatch: 1 unless all rows decode."""
         return self.decodes.num_steps
+
+    @property
+    def has_aux_outputs(self) -> bool:
+        """True if a row needs more than its sample: outputs of prompt positions, or more log-probabilities."""
+        return any(row.told or row.group.request.sampling.asks_more_of_samples for row in self.rows)
+
+    @property
+    def has_grammars(self) -> bool:
+        """True if the text of a row follows a grammar."""
+        is_bound = any(row.sequence.grammar is not None for row in self.rows)
+        return is_bound or bool(self.decodes.are_bound_s.any())
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -435,12 +451,15 @@ def build_sampling_inputs(
         positions = [row.start + row.num_tokens for row in random_rows]
         inputs.fill_columns(places, random_columns(params_r, indices, positions))
     inputs.rows_r["is_padding_r"][num_rows:] = 1
-    rows = [EditedRow(i, row.group, row.sequence, row.prev_sampled_row is None) for i, row, _ in sampled]
-    edits = editing.inputs(rows, num_padded, has_masks=bool(decodes.are_bound_s.any()))
     if schedule.order:
         inputs.rows_r[:num_rows] = inputs.rows_r[schedule.order]
-        edits = edits and edits.reordered(schedule.order)
-    return dataclasses.replace(inputs, edits=edits)
+    edited = [(i, row) for i, row, _ in sampled if row.group.changes_logits]
+    has_masks = bool(decodes.are_bound_s.any())
+    if not edited and not has_masks:
+        return inputs
+    rows = [EditedRow(i, row.group, row.sequence, row.prev_sampled_row is None) for i, row in edited]
+    edits = editing.inputs(rows, num_padded, has_masks=has_masks)
+    return dataclasses.replace(inputs, edits=edits.reordered(schedule.order) if schedule.order else edits)
 
 
 def _num_padded_rows(schedule: Schedule, buckets: BucketTable) -> int | None:

@@ -201,6 +201,8 @@ class Scheduler:
             self.adapters.give_back(group)
         for sequence in group.sequences:
             self.rows.leave(sequence)
+        if group.changes_logits:
+            self.rows.editing.forget(group)
         if not was_running:
             _release(group, self._memory)
         self._release_ended()
@@ -209,6 +211,8 @@ class Scheduler:
         """Finish one sequence of a group whose other sequences continue."""
         sequence.move_to(Status.FINISHED)
         self.rows.leave(sequence)
+        if group.changes_logits:
+            self.rows.editing.slots.give_back(sequence)
         if not self._is_static or group.status is not Status.RUNNING:
             self._memory.release(sequence)
 
@@ -394,6 +398,8 @@ class Scheduler:
             self.rows.leave(sequence)
             if not sequence.is_live:  # of a static batch
                 self._memory.release(sequence)
+        if group.changes_logits:
+            self.rows.editing.give_back(group)
         for sequence in group.live:
             settle(sequence, self._memory)  # blocks outside its windows would never find room again
         if swapping is not None and self._preemption.prefers_swap(group) and swapping.can_swap_out(group):

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import NULL_BLOCK, Geometry
-from jpaged.engine.executor.shapes import CascadeCosts
+from jpaged.engine.executor.io import CascadeCosts
 from jpaged.engine.scheduling.schedule import Schedule, SharedPrefixGroup
 from jpaged.engine.sequence import Sequence
 
@@ -69,9 +69,9 @@ class PrefixSharing:
         self._found: _Found | None = None
 
     def share(self, schedule: Schedule, geometry: Geometry) -> None:
-        """Order the rows of a schedule and set its runs, if that saves time."""
+        """Order the rows of a schedule (two or more) and set its runs, if that saves time."""
         costs, sequences = geometry.cascade, schedule.decodes.sequences
-        if costs is None or schedule.num_rows < 2 or schedule.decodes.num_rounds:  # rounds read row by row
+        if costs is None or schedule.decodes.num_rounds:  # rounds read row by row
             return
         width = min(costs.tile_queries, geometry.buckets.num_tokens(schedule.num_tokens))
         found = None if schedule.rows else self._found

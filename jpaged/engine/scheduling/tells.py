@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jpaged.engine.executor import Geometry
-from jpaged.engine.executor.steps import NO_ID, Tell, TellInputs
+from jpaged.engine.executor.io import NO_ID, Tell, TellInputs
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.sequence import Group, Sequence
 
@@ -43,8 +43,6 @@ class StepTell:
 
 def build_tells(schedule: Schedule, geometry: Geometry) -> list[StepTell]:
     """Return every aux call of a step, each with a bounded number of rows."""
-    if not schedule.rows:
-        return []
     asked: dict[Tell, list[tuple[int, list[int], Asked]]] = {}
     first = geometry.buckets.rows[-1]
     for number, (_, row, position) in enumerate(schedule.told_tokens()):

@@ -36,8 +36,7 @@ from numpy.typing import NDArray
 
 from jpaged.engine.executor import Geometry, StepOutputs
 from jpaged.engine.kv.interface import KVMemory
-from jpaged.engine.scheduling.policies import SchedulingPolicy
-from jpaged.engine.scheduling.queues import Queues
+from jpaged.engine.scheduling.queues import Queues, SchedulingPolicy
 from jpaged.engine.scheduling.rows import DecodingRows, settle
 from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
 from jpaged.engine.sequence import Group, Sequence

@@ -34,14 +34,13 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from jpaged import json_text
-from jpaged.access.call_context import background, enter
+from jpaged.access.authenticator import background, enter
 from jpaged.config import HttpOptions
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, StorageError, TryLater, Unavailable
 from jpaged.http.batching.store import Batch, BatchError, Counts, Store
 from jpaged.http.embeddings import LocalServer
 from jpaged.openai.lines import Answers, BadLine, Line, failure_line, parse_line
-from jpaged.service.loaded_model import Stage
-from jpaged.service.service import Service
+from jpaged.service.service import Service, Stage
 
 MAX_ERRORS = 100
 """Maximum reported errors of an input."""

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from jpaged.access.call_context import current
+from jpaged.access.authenticator import current
 from jpaged.errors import (
     Cancelled,
     DeadlineExceeded,

@@ -37,12 +37,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from jpaged.access.call_context import current, require_control
+from jpaged.access.authenticator import current, require_control
 from jpaged.errors import InvalidArgument, PermissionDenied, QueueFull, Unavailable
 from jpaged.http.exchange import JSON, body_in
 from jpaged.pool import Frame, FrameWriter, PoolPicture
-from jpaged.service.loaded_model import Stage
-from jpaged.service.service import Service
+from jpaged.service.service import Service, Stage
 from jpaged.version import __version__
 
 MAX_WATCHERS = 64

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 from jpaged.completions import Completions
 from jpaged.errors import InvalidArgument
-from jpaged.service.service import Call, Service
+from jpaged.service.calls import Call
+from jpaged.service.service import Service
 from jpaged.types import PositionLogprobs, RequestOutput
 
 SAMPLING = "sampling."

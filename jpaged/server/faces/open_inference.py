@@ -46,9 +46,9 @@ from jpaged.server.faces.open_inference_request import (
 )
 from jpaged.server.grpc_server import CallContext, MessagesInHand, answering, error_for, refuse, status_of
 from jpaged.server.servicer import caller_of, tenant_of
-from jpaged.service.loaded_model import LoadedModel, Stage
-from jpaged.service.records import Caller
-from jpaged.service.service import Call, Service
+from jpaged.service.calls import Call, Caller
+from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.service import Service, Stage
 from jpaged.types import OutputEvent, PositionLogprobs, RequestOutput
 from jpaged.version import __version__
 

@@ -40,17 +40,17 @@ from typing import Any, NoReturn
 
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from jpaged.access import call_context as access
+from jpaged.access import authenticator as access
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidArgument, NotFound, PermissionDenied, Unsupported
 from jpaged.load import EngineLoad
 from jpaged.server.faces.calls import SAMPLING, completed, naming, size_of, whole_size
 from jpaged.server.grpc_server import CallContext, answering
 from jpaged.server.servicer import caller_of, tenant_of
-from jpaged.service.loaded_model import LoadedModel, ServiceState, Stage
-from jpaged.service.records import Caller, RequestRecord
+from jpaged.service.calls import Call, Caller, RequestRecord
+from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.score_embed import EMBED_SAMPLING, embeddable, embedding_of
-from jpaged.service.service import SMALL, Call, Service
+from jpaged.service.service import SMALL, Service, ServiceState, Stage
 from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.structured import StructuredOutputs
 from jpaged.types import OutputEvent, PositionLogprobs, Prompt, RequestOutput, SamplingParams, TokenLogprob, Usage

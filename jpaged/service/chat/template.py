@@ -23,6 +23,7 @@ from jpaged.chat import MAX_CALL_ID_CHARS, ChatOptions, ReasoningOptions, Tool, 
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.chat.formats import has_built_in_tools
 from jpaged.service.chat.sandbox import CPU_S, Kind, OutOfTimeError, TemplateProcess
+from jpaged.types import text_bytes
 
 _FIELD = "chat.messages"
 _ROLE_OF = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
@@ -41,19 +42,6 @@ class LaysOutTools(Protocol):
             Unsupported: also if the template ignores tools.
         """
         ...
-
-
-def text_bytes(field: str, text: str) -> int:
-    """Return the size of a text in UTF-8 bytes.
-
-    Raises:
-        InvalidArgument: the text contains an unpaired surrogate.
-    """
-    try:
-        return len(text.encode())
-    except UnicodeEncodeError as error:
-        at = error.start
-        raise InvalidArgument(field, f"{text[at]!r} at {at} is half of a surrogate pair") from error
 
 
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:

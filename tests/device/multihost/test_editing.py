@@ -14,8 +14,7 @@ from jpaged.device.multihost.channel import Kind
 from jpaged.device.multihost.executor import MultiHostExecutor, decode, follow, sampling_of, sizes_of, words_of
 from jpaged.device.multihost.handshake import Follower, Leader
 from jpaged.engine.executor import Detail, SamplingInputs
-from jpaged.engine.executor.rows import ANY_TOKEN, CountDue, EditInputs, no_masks, no_singles
-from jpaged.engine.executor.steps import Tell, TellInputs
+from jpaged.engine.executor.io import ANY_TOKEN, CountDue, EditInputs, Tell, TellInputs, no_masks, no_singles
 from jpaged.errors import InternalError, JpagedError, Unavailable
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row

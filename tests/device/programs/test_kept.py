@@ -217,5 +217,5 @@ def test_all_code_that_programs_are_traced_from_counts() -> None:
     root = Path(saved.__file__).parents[2]
     files = {str(path.relative_to(root)) for pattern in saved._SOURCES for path in root.glob(pattern)}
     traced = {"device/step.py", "models/decoder/modules.py", "kernels/paged_attention/api.py"}
-    assert {*traced, "engine/executor/rows.py", "device/sampling.py"} <= files
+    assert {*traced, "engine/executor/io.py", "device/sampling.py"} <= files
     assert saved.digest_of_sources() != hashlib.sha256().hexdigest()[:16]

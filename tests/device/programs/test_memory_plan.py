@@ -26,8 +26,7 @@ from jpaged.device.programs.memory_plan import (
     plan_memory,
 )
 from jpaged.engine.executor import TOP_WIDTH
-from jpaged.engine.executor.rows import EDIT_FIELDS, NUM_SINGLES, num_mask_words
-from jpaged.engine.executor.steps import TELL_IDS
+from jpaged.engine.executor.io import EDIT_FIELDS, NUM_SINGLES, TELL_IDS, num_mask_words
 from jpaged.errors import InternalError, InvalidArgument
 from tests.device import tiny_model
 

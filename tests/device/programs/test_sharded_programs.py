@@ -22,8 +22,7 @@ from jpaged.device.programs.compile import COUNT, TELLS, ProgramSpec
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings
 from jpaged.device.transfers import lower_move
 from jpaged.engine.executor import TOP_WIDTH, Detail
-from jpaged.engine.executor.rows import CountDue
-from jpaged.engine.executor.steps import TELL_IDS, Tell
+from jpaged.engine.executor.io import TELL_IDS, CountDue, Tell
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.product.on_device import PartedMatrix
 from jpaged.models.config import Quantisation

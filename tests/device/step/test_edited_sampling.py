@@ -11,7 +11,7 @@ import pytest
 from jpaged.config import SchedulerOptions
 from jpaged.device.executor import JaxExecutor
 from jpaged.engine.executor import Detail, SamplingInputs, StepOutputs
-from jpaged.engine.executor.rows import ANY_TOKEN, CountDue, EditInputs, no_masks, no_singles
+from jpaged.engine.executor.io import ANY_TOKEN, CountDue, EditInputs, no_masks, no_singles
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
 

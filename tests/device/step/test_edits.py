@@ -22,7 +22,7 @@ from jpaged.device.logits_processors import (
 )
 from jpaged.device.model_runner import unpack_edits
 from jpaged.device.sampling import Vocabulary
-from jpaged.engine.executor.rows import NUM_SINGLES, EditInputs, no_singles, num_mask_words, words_of_singles
+from jpaged.engine.executor.io import NUM_SINGLES, EditInputs, no_singles, num_mask_words, words_of_singles
 from tests.device.step import edits_oracle as oracle
 from tests.device.step.edits_oracle import Edits
 

@@ -12,7 +12,7 @@ from jpaged.config import Backend
 from jpaged.device.mesh import serving_mesh
 from jpaged.device.programs.lowering import sized_step
 from jpaged.engine.executor import I32, Bool, Detail, MaskFeed, Verdict
-from jpaged.engine.executor.rows import MASK_BITS, EditInputs, num_mask_words
+from jpaged.engine.executor.io import MASK_BITS, EditInputs, num_mask_words
 from jpaged.errors import InternalError
 from jpaged.testing.fake_steps import step_at
 from tests.device import tiny_model

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jpaged.engine.executor.shapes import Reach
+from jpaged.engine.executor.io import Reach
 from jpaged.engine.kv.blocks import KVHandle, block_key, root_key
 from jpaged.engine.kv.prefixes import PrefixCache
 from jpaged.engine.sequence import Group
@@ -290,7 +290,7 @@ def test_after_a_reset_nothing_of_earlier_requests_is_found():
     serve(h, "a", PROMPT)
     for i in range(3):
         serve(h, f"noise{i}", [i] * 20)  # the first prompt is in host memory now
-    kept = h.engine.load().num_blocks_cached + len(h.engine.prefixes._host._blocks)
+    kept = h.engine.load().num_blocks_cached + len(h.engine.prefixes._host.blocks)
     assert kept > 6
     forgotten = h.engine.reset_prefix_cache()
     h.step()

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jpaged.engine.executor.shapes import Reach
+from jpaged.engine.executor.io import Reach
 from jpaged.engine.kv.blocks import key_in_group
 from jpaged.engine.kv.eviction.policies import MAKERS
 from jpaged.engine.kv.paged import PagedMemory

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.engine.executor import Geometry
-from jpaged.engine.executor.shapes import Reach
+from jpaged.engine.executor.io import Reach
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.kv.prefixes import num_usable
 from jpaged.engine.sequence import Group, Status

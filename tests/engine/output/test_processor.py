@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
-from jpaged.engine.output.processor import OutputState, StopStrings
-from jpaged.engine.output.text import IncrementalDetokenizer, RememberedTexts
+from jpaged.engine.output.processor import IncrementalDetokenizer, OutputState, RememberedTexts, StopStrings
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
 from jpaged.types import FinishReason, OutputEvent, Request, SamplingParams
@@ -161,7 +160,7 @@ def test_texts_that_come_again_are_not_asked_for_again(monkeypatch):
         detokenizer.push(token_id)
     assert tokenizer.num_told == num_told
     assert texts.decode([ByteTokenizer.EOS]) != texts.decode([ByteTokenizer.EOS], skip_special_tokens=False)
-    monkeypatch.setattr("jpaged.engine.output.text._MAX_REMEMBERED", 5)
+    monkeypatch.setattr("jpaged.engine.output.processor._MAX_REMEMBERED", 5)
     for token_id in range(100):
         assert texts.decode([token_id]) == TOKENIZER.decode([token_id])
         assert sum(map(len, texts._texts.values())) <= 6

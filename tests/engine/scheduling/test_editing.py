@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jpaged.engine.executor.rows import MASK_BITS, NUM_SINGLES
+from jpaged.engine.executor.io import MASK_BITS, NUM_SINGLES
 from jpaged.engine.scheduling.editing import CountSlots, mask_of
 from jpaged.engine.sequence import Sequence
 from jpaged.testing import FakeExecutor, SeveralStepsExecutor
@@ -113,6 +113,18 @@ def test_every_mix_in_a_short_memory(seed: int, overlap: bool, mode: str) -> Non
             assert got == tokens or finish.reason.value == "abort", name
     editing = h.engine._loop.scheduler.rows.editing
     assert len(editing.slots) == 0 and not editing._constants
+
+
+def test_a_preempted_request_frees_its_slot() -> None:
+    h = Harness(executor=FakeExecutor(max_num_seqs=1), policy="priority")
+    params: dict[str, Any] = {"max_tokens": 12, "frequency_penalty": 1.0}
+    want = {"late": submit(h, "late", [5, 6, 7], priority=1, **params)}
+    for _ in range(4):
+        h.step()
+    want["urgent"] = submit(h, "urgent", [7, 6, 5], priority=0, **params)
+    h.run()
+    assert h.engine.load().num_preemptions == 1
+    assert {name: h.tokens(name) for name in want} == want
 
 
 def test_windows_do_not_change_what_is_counted() -> None:

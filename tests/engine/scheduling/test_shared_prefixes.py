@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.engine.executor.shapes import CascadeCosts
+from jpaged.engine.executor.io import CascadeCosts
 from jpaged.engine.kv.blocks import KVHandle
 from jpaged.engine.scheduling import shared_prefixes
 from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow, SharedPrefixGroup, build_step_inputs

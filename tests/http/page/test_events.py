@@ -14,8 +14,7 @@ from starlette.requests import Request
 
 from jpaged.http.page.dashboard import MAX_WATCHERS, Hub, Limits, is_local
 from jpaged.pool import FrameReader, Kind, unpack
-from jpaged.service.loaded_model import Stage
-from jpaged.service.service import Service
+from jpaged.service.service import Service, Stage
 from jpaged.testing import FakeExecutor
 from tests.server.harness import Harness, eventually, request, running
 

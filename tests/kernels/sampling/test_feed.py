@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jpaged.engine.executor import Detail, Verdict
-from jpaged.engine.executor.rows import MASK_BITS, num_mask_words
+from jpaged.engine.executor.io import MASK_BITS, num_mask_words
 from jpaged.kernels.sampling import RowSampling, Sampled
 from jpaged.kernels.sampling.cpu.feed import Feed
 from jpaged.kernels.sampling.cpu.sampling import CpuSampling

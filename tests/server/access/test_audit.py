@@ -11,11 +11,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jpaged._proto.v1 import control_pb2
-from jpaged.access.call_context import Entry, enter
+from jpaged.access.authenticator import Entry, enter
 from jpaged.access.keys import Key, Role
 from jpaged.client import AsyncClient
 from jpaged.errors import JpagedError
-from jpaged.service.service import Call
+from jpaged.service.calls import Call
 from jpaged.types import Prompt, SamplingParams
 from tests.access.test_keys import FILE, OTHER, TOKEN
 from tests.server.harness import collect, eventually, failure_of, request, running

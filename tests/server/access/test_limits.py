@@ -15,7 +15,9 @@ from tests.server.harness import Harness, collect, error_details, eventually, fa
 
 def stop_clock(harness: Harness) -> None:
     """Let nothing come back by waiting: a slow machine must not change what is left."""
-    harness.server._gate.quotas._clock = lambda: 1000.0
+    quotas = harness.server._gate.quotas
+    assert quotas is not None
+    quotas._clock = lambda: 1000.0
 
 
 A, B = (("x-jpaged-tenant", "a"),), (("x-jpaged-tenant", "b"),)

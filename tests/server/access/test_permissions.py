@@ -14,7 +14,7 @@ from grpc.aio import _server
 from starlette.applications import Starlette
 
 from jpaged._proto.open_inference import inference_pb2 as open_inference_pb2
-from jpaged.access.call_context import GRPC, HTTP, Public, permission_of_route
+from jpaged.access.authenticator import GRPC, HTTP, Public, permission_of_route
 from jpaged.access.keys import Role
 from jpaged.server.faces.open_inference import REFUSED_METHODS
 from tests.server.harness import running

@@ -16,7 +16,7 @@ from grpc import aio
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
 
 from jpaged._proto.open_inference import inference_pb2, inference_pb2_grpc
-from jpaged.service.records import RequestRecord
+from jpaged.service.calls import RequestRecord
 from tests.access.test_keys import FILE, HASHED, OTHER, TOKEN
 from tests.server.faces import test_open_inference as open_inference
 from tests.server.faces import test_vllm_engine as vllm_engine
@@ -114,7 +114,9 @@ async def test_the_cache_of_all_is_forgotten_by_those_who_control_alone(locked):
 
 async def test_a_tenant_over_its_limit_is_told_so_on_each_service():
     async with running(tenant_requests_per_minute=1) as harness:
-        harness.server._gate.quotas._clock = lambda: 1000.0  # a slow machine gives nothing back
+        quotas = harness.server._gate.quotas
+        assert quotas is not None
+        quotas._clock = lambda: 1000.0  # a slow machine gives nothing back
         metadata = (("x-jpaged-tenant", "a"),)
         assert await code_of(next(requests_of(harness, metadata))) is grpc.StatusCode.OK
         for call in requests_of(harness, metadata):

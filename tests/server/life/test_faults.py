@@ -14,7 +14,7 @@ from jpaged._proto.v1 import control_pb2
 from jpaged.engine.engine import Engine
 from jpaged.errors import ProcessLost
 from jpaged.server.health import LIVENESS, READINESS
-from jpaged.service.loaded_model import Stage
+from jpaged.service.service import Stage
 from jpaged.testing import FakeExecutor, Faults
 from tests.server.harness import Harness, collect, eventually, request, running
 from tests.server.test_lifecycle import NOT_SERVING, SERVING, health_of, health_stub

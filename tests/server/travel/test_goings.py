@@ -115,7 +115,7 @@ async def test_whoever_goes_away_in_the_middle_of_bringing_leaves_what_was_whole
         for message in messages:
             await call.write(message)
         memory = second.serving.engine._loop.memory
-        await eventually(lambda: len(memory.host._blocks) == 7)
+        await eventually(lambda: len(memory.host.blocks) == 7)
         call.cancel()
         await is_at_rest(second)
         again = await b.complete(TEXT, GREEDY)

@@ -34,6 +34,10 @@ from jpaged.errors import InternalError
 class HostTier:
     """Cached prefixes evicted from the device pool, in the free blocks of host memory.
 
+    Attributes:
+        blocks: block of each cached key.
+        errands: pending `when_settled` callbacks: while there are any, steps must run even if no group does.
+
     Args:
         blocks: contents of host memory; None if only the device accesses them.
         ranked: free list in eviction order; None for least recently used.
@@ -55,14 +59,14 @@ class HostTier:
         self._ranked = ranked
         self._bytes = blocks
         self._held: dict[BlockTable, None] = {}
-        self._errands: deque[tuple[int, BlockTable, Callable[[], None]]] = deque()
+        self.errands: deque[tuple[int, BlockTable, Callable[[], None]]] = deque()
         self._ops = ops
-        self._blocks: dict[Key, int] = {}
+        self.blocks: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
         self.marks = bytearray(num_blocks + 1)  # 1 if a prefix is cached in the block
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._blocks
+        return key in self.blocks
 
     def keep(self, key: Key, block_id: int, entry: Entry | None = None) -> None:
         """Copy a device block that is about to be overwritten, if there is room.
@@ -70,10 +74,10 @@ class HostTier:
         Args:
             entry: its eviction entry, if blocks are ranked.
         """
-        if key in self._blocks or not self.pool.can_allocate(1):
+        if key in self.blocks or not self.pool.can_allocate(1):
             return
         (home,) = self.pool.allocate(1)
-        self._blocks[key], self._keys[home] = home, key
+        self.blocks[key], self._keys[home] = home, key
         self.marks[home] = 1
         if self._changes.is_on:
             self._changes.stored("host", key)
@@ -84,7 +88,7 @@ class HostTier:
 
     def bring_back(self, keys: Sequence[Key], pool: BlockPool) -> list[int]:
         """Copy cached blocks to new device blocks, which are returned; the pool must have enough free ones."""
-        sources = [self._blocks[key] for key in keys]
+        sources = [self.blocks[key] for key in keys]
         for source in sources:
             self.pool.acquire(source)  # while they are read: allocating may evict others to host memory
         destinations = pool.allocate(len(sources))
@@ -97,12 +101,12 @@ class HostTier:
 
     def times_seen(self, key: Key) -> int:
         """Return the number of requests that computed or hit a cached block; 1 if blocks are not ranked."""
-        return 1 if self._ranked is None else self._ranked.times_seen(self._blocks[key])
+        return 1 if self._ranked is None else self._ranked.times_seen(self.blocks[key])
 
     def forget(self, key: Key) -> None:
         """Remove a key, if it is cached."""
-        if key in self._blocks:
-            home = self._blocks.pop(key)
+        if key in self.blocks:
+            home = self.blocks.pop(key)
             del self._keys[home]
             self.marks[home] = 0
             if self._changes.is_on:
@@ -125,11 +129,11 @@ class HostTier:
             InternalError: one of the keys is not cached.
         """
         keys = list(keys)
-        if missing := [key.hex() for key in keys if key not in self._blocks]:
+        if missing := [key.hex() for key in keys if key not in self.blocks]:
             raise InternalError(f"no host block has the hashes {missing[:3]}")
         for key in keys:
-            self.pool.acquire(self._blocks[key])
-        table = _table_of([self._blocks[key] for key in keys])
+            self.pool.acquire(self.blocks[key])
+        table = _table_of([self.blocks[key] for key in keys])
         self._held[table] = None
         return table
 
@@ -151,9 +155,9 @@ class HostTier:
         """
         if self.pool.is_free(block_id) or block_id in self._keys:
             raise InternalError(f"host block {block_id} is inserted but not reserved")
-        if key in self._blocks:
+        if key in self.blocks:
             return False
-        self._blocks[key], self._keys[block_id] = block_id, key
+        self.blocks[key], self._keys[block_id] = block_id, key
         self.marks[block_id] = 1
         if self._changes.is_on:
             self._changes.stored("host", key)
@@ -178,21 +182,16 @@ class HostTier:
 
     def when_settled(self, table: BlockTable, then: Callable[[], None]) -> None:
         """Call `then` in a step in which no copy to or from the blocks is pending."""
-        self._errands.append((self._ops.num_taken, table, then))
-
-    @property
-    def has_errands(self) -> bool:
-        """Return True if `when_settled` callbacks are pending: steps must run even if no group does."""
-        return bool(self._errands)
+        self.errands.append((self._ops.num_taken, table, then))
 
     def advance(self) -> None:
         """Run the `when_settled` callbacks that are due; called once per step, before it is scheduled."""
-        for _ in range(len(self._errands)):
-            since, table, then = self._errands.popleft()
+        for _ in range(len(self.errands)):
+            since, table, then = self.errands.popleft()
             if self.is_settled(table.block_ids(), since):
                 then()
             else:
-                self._errands.append((since, table, then))
+                self.errands.append((since, table, then))
 
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Check the bookkeeping of host blocks.
@@ -207,25 +206,20 @@ class HostTier:
         if self._ranked is not None:
             self._ranked.check(set(self._keys), self.pool.is_free)
         known = {key: block_id for block_id, key in self._keys.items()}
-        if known != self._blocks or [*self._keys] != [b for b in self._keys if self.marks[b]]:
-            raise InternalError(f"{len(known)} host blocks have keys, but {len(self._blocks)} keys have blocks")
+        if known != self.blocks or [*self._keys] != [b for b in self._keys if self.marks[b]]:
+            raise InternalError(f"{len(known)} host blocks have keys, but {len(self.blocks)} keys have blocks")
 
     # --- contents -------------------------------------------------------------------------------------------------
 
-    @property
-    def is_used(self) -> bool:
-        """Return True if any prefix is cached."""
-        return bool(self._blocks)
-
     def reset(self) -> int:
         """Remove all cached prefixes; return the number of their blocks."""
-        num_kept = len(self._blocks)
-        for key in self._blocks if self._changes.is_on else ():
+        num_kept = len(self.blocks)
+        for key in self.blocks if self._changes.is_on else ():
             self._changes.removed("host", key)
         if self._ranked is not None:
             for home in self._keys:
                 self._ranked.forget(home)
-        self._blocks.clear()
+        self.blocks.clear()
         self._keys.clear()
         self.marks = bytearray(len(self.marks))
         return num_kept
@@ -233,7 +227,7 @@ class HostTier:
     def _evict(self, home: int) -> None:
         key = self._keys.pop(home, None)
         if key is not None:
-            del self._blocks[key]
+            del self.blocks[key]
             self.marks[home] = 0
             if self._changes.is_on:
                 self._changes.removed("host", key)

@@ -31,7 +31,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 
 from jpaged.engine.executor import Geometry, HostBlocks
-from jpaged.engine.executor.shapes import Reach
+from jpaged.engine.executor.io import Reach
 from jpaged.engine.kv.blocks import BlockTable, Key, block_key, key_in_group
 from jpaged.engine.kv.eviction.free_list import Entry
 from jpaged.engine.kv.interface import KVMemory

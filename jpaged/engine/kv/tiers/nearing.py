@@ -37,7 +37,7 @@ class Nearing:
 
         A group whose blocks are evicted as fast as they are copied waits at most one step per part.
         """
-        if not self._host.is_used:
+        if not self._host.blocks:
             return False
         most = max(1, MAX_BYTES // self._bytes_per_block)
         if self._step != self._ops.num_taken:

@@ -49,7 +49,7 @@ def where(h, tokens, salt=""):
     for end in range(4, len(tokens) + 1, 4):
         parent = block_key(parent, tokens[end - 4 : end])
         on_device.append(prefixes._cache.find(parent))
-        in_host.append(prefixes._host._blocks.get(parent))
+        in_host.append(prefixes._host.blocks.get(parent))
     return on_device, in_host
 
 
