@@ -1,6 +1,6 @@
 """The `jpaged` command: one module per subcommand.
 
-main.py            parses the command line, runs one subcommand, reports errors
+main.py            table of commands; parses the command line, runs one subcommand, reports errors
 options.py         flags: derived from the options' definitions; API key and TLS of client commands
 startup.py         startup messages on stderr
 serve.py           serve

@@ -11,7 +11,6 @@ they are first used.
 from __future__ import annotations
 
 import argparse
-import pydoc
 import re
 import shutil
 import sys
@@ -97,19 +96,26 @@ class LateParser(argparse.ArgumentParser):
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     """Return the parsers of a command's subcommands, by name, in order; lazy ones are completed."""
-    found = {
+    found = _subparsers(parser)
+    for command in found.values():
+        _complete(command)
+    return found
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    return {
         name: command
         for action in parser._actions
         if isinstance(action, argparse._SubParsersAction)
         for name, command in action.choices.items()
     }
-    for command in found.values():
-        if isinstance(command, LateParser):
-            command.complete()
-    return found
 
 
-HELP = "show help for commands and options"
+def _complete(parser: argparse.ArgumentParser) -> None:
+    if isinstance(parser, LateParser):
+        parser.complete()
+
+
 DESCRIPTION = """\
 Show help for commands and options, through a pager on a terminal.
 
@@ -133,10 +139,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the help that the words select."""
     parser, words = arguments.command_line, list(arguments.words)
-    while words and (commands := commands_of(parser)):
+    while words and (commands := _subparsers(parser)):
         if words[0] not in commands:
             raise InvalidArgument("WORD", f"{words[0]!r} is not one of {', '.join(commands)}")
         parser = commands[words.pop(0)]
+        _complete(parser)
     if len(words) > 1:
         raise InvalidArgument("WORD", f"{' '.join(words)!r}: only one word may follow a command")
     _show(help_about(parser, words[0]) if words else parser.format_help())
@@ -145,6 +152,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show(text: str) -> None:
     if sys.stdout.isatty() and text.count("\n") >= shutil.get_terminal_size().lines:
+        import pydoc  # imports much
+
         pydoc.pager(text)
     else:
         print(text, end="")

@@ -13,33 +13,42 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from types import ModuleType
+from typing import NamedTuple
 
-from jpaged.cli import batch, completion, convert, demo, doctor, generate, health, plan, route, serve, top
-from jpaged.cli import help as help_command
-from jpaged.cli.bench import command as bench
-from jpaged.cli.help import HelpFormatter, add_help
-from jpaged.config import shows_traces
+from jpaged.cli.help import HelpFormatter, LateParser, add_help
 from jpaged.errors import InvalidArgument, JpagedError, printable, sentence_of
 from jpaged.version import __version__
 
-COMMANDS: dict[str, ModuleType] = {
-    "serve": serve,
-    "route": route,
-    "generate": generate,
-    "batch": batch,
-    "health": health,
-    "bench": bench,
-    "convert": convert,
-    "plan": plan,
-    "top": top,
-    "demo": demo,
-    "doctor": doctor,
-    "completion": completion,
-    "help": help_command,
+
+class Command(NamedTuple):
+    """A command: its help text and its module.
+
+    The module has DESCRIPTION, add_arguments(parser) and run(arguments) -> exit code.
+    """
+
+    help: str
+    module: str
+
+
+COMMANDS: Mapping[str, Command] = {
+    "serve": Command("serve a model over gRPC", "jpaged.cli.serve"),
+    "route": Command("route calls to many servers of one model", "jpaged.cli.route"),
+    "generate": Command("generate from prompts, without a server", "jpaged.cli.generate"),
+    "batch": Command("run an OpenAI batch file against servers", "jpaged.cli.batch"),
+    "health": Command("check whether a server is serving", "jpaged.cli.health"),
+    "bench": Command("measure", "jpaged.cli.bench.command"),
+    "convert": Command("write a model as safetensors or as Orbax", "jpaged.cli.convert"),
+    "plan": Command("estimate fit, speed and cost of a deployment on TPUs or GPUs", "jpaged.cli.plan"),
+    "top": Command("watch the KV pool of a running server", "jpaged.cli.top"),
+    "demo": Command("serve the embedded model and stream from it", "jpaged.cli.demo"),
+    "doctor": Command("check the installation and list missing components", "jpaged.cli.doctor"),
+    "completion": Command("print a shell completion script", "jpaged.cli.completion"),
+    "help": Command("show help for commands and options", "jpaged.cli.help"),
 }
-"""Each module has HELP and DESCRIPTION, add_arguments(parser) and run(arguments) -> exit code."""
+"""Commands by name. Their modules are imported when the command line needs them."""
 
 _EPILOG = """\
 jpaged COMMAND --help lists a command's options; --help=WORD limits them to the group WORD or to
@@ -51,6 +60,26 @@ _BUG, _INTERRUPTED, _NOT_READ = 70, 130, 141
 """Exit codes: EX_SOFTWARE of sysexits.h, and a shell's codes for SIGINT and SIGPIPE."""
 
 
+class CommandImportError(Exception):
+    """A command's module cannot be imported, because a required package is missing or broken; the cause names it."""
+
+
+def load(name: str) -> ModuleType:
+    """Import the module of a command.
+
+    Raises:
+        CommandImportError: a required package is missing or broken.
+    """
+    try:
+        return import_module(COMMANDS[name].module)
+    except Exception as error:
+        from jpaged.cli import packages
+
+        if not packages.is_broken(error):
+            raise
+        raise CommandImportError(name) from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     words = _with_dashes(sys.argv[1:] if argv is None else argv)
@@ -59,6 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # flush here: at exit, an error would be printed with a traceback
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except CommandImportError as error:
+        from jpaged.cli import packages
+
+        return packages.refuse(words, error.__cause__ or error)
     except BaseException as error:  # the last resort at the top level
         name = f"jpaged {words[0]}" if words and words[0] in COMMANDS else "jpaged"
         return _tell(name, error)
@@ -68,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     try:
         arguments = make_parser().parse_args(words)
-        return int(COMMANDS[arguments.command].run(arguments))
+        return int(load(arguments.command).run(arguments))
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # rich ends the program this way if the reader has gone
             return _NOT_READ
@@ -80,6 +113,8 @@ def _tell(name: str, error: BaseException) -> int:
     if isinstance(error, BrokenPipeError) and error.filename is None:
         _silence_stdout()
         return _NOT_READ
+    from jpaged.config import shows_traces
+
     if shows_traces():
         traceback.print_exception(error)
     text, code = sentence_of(error), 1
@@ -104,6 +139,16 @@ def _silence_stdout() -> None:
     os.close(nowhere)
 
 
+class _CommandParser(LateParser):
+    """Parser that takes its arguments from the command's module."""
+
+    def take_arguments(self) -> None:
+        """Import the module and add its arguments."""
+        module = load(self.prog.rpartition(" ")[2])
+        self.description = module.DESCRIPTION
+        module.add_arguments(self)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line; commands about the command line get it as `command_line`."""
     parser = argparse.ArgumentParser(
@@ -115,18 +160,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.set_defaults(command_line=parser)
     parser.add_argument("--version", action="version", version=f"jpaged {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            help=module.HELP,
-            description=module.DESCRIPTION,
-            allow_abbrev=False,
-            add_help=False,
-            formatter_class=HelpFormatter,
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
+    for name, command in COMMANDS.items():
+        add_help(
+            commands.add_parser(
+                name, help=command.help, allow_abbrev=False, add_help=False, formatter_class=HelpFormatter
+            )
         )
-        add_help(command)
-        module.add_arguments(command)
     return parser
 
 

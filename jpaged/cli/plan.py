@@ -16,7 +16,6 @@ from jpaged.errors import InvalidArgument
 if TYPE_CHECKING:
     from jpaged.capacity.estimate import Goals, Lengths
 
-HELP = "estimate fit, speed and cost of a deployment on TPUs or GPUs"
 DESCRIPTION = """\
 Estimate memory fit, capacity, speed and cost of a deployment on devices that this machine need not have.
 

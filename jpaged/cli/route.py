@@ -17,7 +17,6 @@ from jpaged.errors import InvalidArgument
 if TYPE_CHECKING:
     from jpaged.route.router import RouteOptions
 
-HELP = "route calls to many servers of one model"
 DESCRIPTION = """\
 Router: the same gRPC API in front of many servers of one model. A prompt goes to a server that has its prefix cached or
 was sent it before, otherwise to the least loaded server. If a server goes away, its streams resume on another one.

@@ -15,7 +15,6 @@ from jpaged.client.channel import proxy_for
 if TYPE_CHECKING:
     from jpaged.pool import FrameReader
 
-HELP = "watch the KV pool of a running server"
 DESCRIPTION = """\
 Watch the KV pool of a server that runs with --http-port: blocks colored by request, queues and events.
 

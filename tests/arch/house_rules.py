@@ -90,7 +90,7 @@ MAY_IMPORT = {
         "kernels",
     }
     | {"checkpoints.conversion", "checkpoints.gguf", "checkpoints.hub", "device.multihost", "device.device_info"},
-    "__main__": {"cli"},
+    "__main__": {"cli", "version"},
     "__init__": VALUES | {"client", "llm"},
 }
 

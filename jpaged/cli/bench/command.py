@@ -12,7 +12,6 @@ from types import ModuleType
 
 from jpaged.cli.help import HelpFormatter, LateParser, add_help
 
-HELP = "measure"
 DESCRIPTION = """\
 Run a benchmark. Without options, each benchmark runs the embedded model and takes about a minute.
 
