@@ -11,6 +11,7 @@ they are first used.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import shutil
 import sys
@@ -18,7 +19,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InvalidArgument, Unsupported
 
 
 class HelpAction(argparse.Action):
@@ -95,10 +96,15 @@ class LateParser(argparse.ArgumentParser):
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers of a command's subcommands, by name, in order; lazy ones are completed."""
-    found = _subparsers(parser)
-    for command in found.values():
-        _complete(command)
+    """Return the parsers of a command's subcommands, by name, in order; lazy ones are completed.
+
+    Commands of optional parts that are not installed are left out.
+    """
+    found = {}
+    for name, command in _subparsers(parser).items():
+        with contextlib.suppress(Unsupported):
+            _complete(command)
+            found[name] = command
     return found
 
 

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from jpaged.cli.help import HelpFormatter, LateParser, add_help
-from jpaged.errors import InvalidArgument, JpagedError, printable, sentence_of
+from jpaged.errors import InvalidArgument, JpagedError, Unsupported, printable, sentence_of
 from jpaged.version import __version__
 
 
@@ -27,28 +27,37 @@ class Command(NamedTuple):
     """A command: its help text and its module.
 
     The module has DESCRIPTION, add_arguments(parser) and run(arguments) -> exit code.
+
+    Attributes:
+        extra: name of the optional part of jpaged that has the command, and of its extra; None for the core.
     """
 
     help: str
     module: str
+    extra: str | None = None
 
 
 COMMANDS: Mapping[str, Command] = {
     "serve": Command("serve a model over gRPC", "jpaged.cli.serve"),
-    "route": Command("route calls to many servers of one model", "jpaged.cli.route"),
+    "route": Command("route calls to many servers of one model", "jpaged.route.cli", "route"),
     "generate": Command("generate from prompts, without a server", "jpaged.cli.generate"),
     "batch": Command("run an OpenAI batch file against servers", "jpaged.cli.batch"),
     "health": Command("check whether a server is serving", "jpaged.cli.health"),
-    "bench": Command("measure", "jpaged.cli.bench.command"),
+    "bench": Command("measure", "jpaged.bench.cli", "bench"),
     "convert": Command("write a model as safetensors or as Orbax", "jpaged.cli.convert"),
-    "plan": Command("estimate fit, speed and cost of a deployment on TPUs or GPUs", "jpaged.cli.plan"),
-    "top": Command("watch the KV pool of a running server", "jpaged.cli.top"),
+    "plan": Command("estimate fit, speed and cost of a deployment on TPUs or GPUs", "jpaged.plan.cli", "plan"),
+    "top": Command("watch the KV pool of a running server", "jpaged.inspector.cli", "inspector"),
     "demo": Command("serve the embedded model and stream from it", "jpaged.cli.demo"),
     "doctor": Command("check the installation and list missing components", "jpaged.cli.doctor"),
     "completion": Command("print a shell completion script", "jpaged.cli.completion"),
     "help": Command("show help for commands and options", "jpaged.cli.help"),
 }
-"""Commands by name. Their modules are imported when the command line needs them."""
+"""Commands by name. Their modules are imported when the command line needs them.
+
+The core imports the modules of optional parts only through this table.
+"""
+_PACKAGES_OF_EXTRAS = {"httpx2": "bench"}
+"""Packages that only optional parts import, and their extras."""
 
 _EPILOG = """\
 jpaged COMMAND --help lists a command's options; --help=WORD limits them to the group WORD or to
@@ -64,20 +73,39 @@ class CommandImportError(Exception):
     """A command's module cannot be imported, because a required package is missing or broken; the cause names it."""
 
 
-def load(name: str) -> ModuleType:
+def load(name: str, module: str | None = None) -> ModuleType:
     """Import the module of a command.
 
+    Args:
+        module: another module of the command, such as that of a benchmark.
+
     Raises:
+        Unsupported: the command's optional part is not installed, or not with its extra.
         CommandImportError: a required package is missing or broken.
     """
     try:
-        return import_module(COMMANDS[name].module)
+        return import_module(module or COMMANDS[name].module)
     except Exception as error:
         from jpaged.cli import packages
+
+        if (missing := _missing_extra(error)) is not None:
+            raise missing from error
 
         if not packages.is_broken(error):
             raise
         raise CommandImportError(name) from error
+
+
+def _missing_extra(error: BaseException) -> Unsupported | None:
+    """Return the error that names the extra of a missing module; None if the module is not of an extra."""
+    if not isinstance(error, ModuleNotFoundError):
+        return None
+    package, _, rest = (error.name or "").partition(".")
+    extra = _PACKAGES_OF_EXTRAS.get(package)
+    if package == "jpaged":
+        part = rest.partition(".")[0]
+        extra = part if any(command.extra == part for command in COMMANDS.values()) else None
+    return None if extra is None else Unsupported(f"{error.name} is not installed: pip install 'jpaged[{extra}]'")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,6 +145,7 @@ def _tell(name: str, error: BaseException) -> int:
 
     if shows_traces():
         traceback.print_exception(error)
+    error = _missing_extra(error) or error
     text, code = sentence_of(error), 1
     if isinstance(error, InvalidArgument):
         text, code = f"error: {text}", 2

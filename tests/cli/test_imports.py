@@ -9,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx2
 import pytest
 
-from jpaged.cli.main import COMMANDS, load, main
+from jpaged.cli.help import commands_of
+from jpaged.cli.main import COMMANDS, load, main, make_parser
+from tests.server.harness import running
 
 WITHOUT_MODEL = [
     ["--help"],
@@ -104,3 +107,33 @@ def test_every_command_of_the_table_has_its_module() -> None:
         assert module.DESCRIPTION
         assert callable(module.add_arguments)
         assert callable(module.run)
+
+
+class TestOptionalParts:
+    @pytest.fixture(autouse=True)
+    def without_parts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("jpaged.bench.cli", "jpaged.inspector.cli", "jpaged.inspector.dashboard"):
+            monkeypatch.setitem(sys.modules, name, None)
+
+    def test_the_command_of_a_missing_part_names_its_extra(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["bench", "serve"]) == 1
+        assert capsys.readouterr().err.endswith(" is not installed: pip install 'jpaged[bench]'\n")
+
+    def test_the_help_lists_every_command_and_completion_those_that_are_installed(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["--help"]) == 0
+        assert "    bench " in capsys.readouterr().out
+        assert list(commands_of(make_parser())) == [name for name in COMMANDS if name not in ("bench", "top")]
+
+    async def test_a_server_has_every_path_except_those_of_the_dashboard(self) -> None:
+        async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+            assert [(await client.get(path)).status_code for path in ("/health", "/", "/page/frame")] == [200, 404, 404]
+
+
+def test_a_missing_package_of_an_extra_is_named() -> None:
+    program = "import sys; sys.modules['httpx2'] = None\nfrom jpaged.cli.main import main\n"
+    program += "sys.exit(main(['bench', 'serve', '--backend', 'openai', '--target', '127.0.0.1:1']))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    expected = "jpaged bench: httpx2 is not installed: pip install 'jpaged[bench]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
