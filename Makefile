@@ -174,7 +174,7 @@ ray: $(RAY)/.installed ## start the Ray Serve application on this machine, and a
 $(LM_EVAL)/.installed: $(STAMP)
 	@echo "==> installing jpaged, lm-evaluation-harness and PyTorch into $(LM_EVAL)"; rm -rf $(LM_EVAL)
 	@$(BIN)/python -m venv $(LM_EVAL)
-	@$(LM_EVAL)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --editable ".[eval]" \
+	@$(LM_EVAL)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --editable ".[lm-eval]" \
 	    'torch==$(TORCH)' accelerate --constraint $(CONSTRAINTS)
 	@touch $@
 

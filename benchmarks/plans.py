@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import RESULTS, put_on_page, save
-from jpaged.capacity.cost import StepLoad
-from jpaged.capacity.estimate import Estimate, Lengths, Pool, estimate
-from jpaged.capacity.known_models import KNOWN_MODELS
-from jpaged.capacity.step_times import PlannedModel, StepTimes, find_target
+from jpaged.plan.cost import StepLoad
+from jpaged.plan.estimate import Estimate, Lengths, Pool, estimate
+from jpaged.plan.known_models import KNOWN_MODELS
+from jpaged.plan.step_times import PlannedModel, StepTimes, find_target
 
 _ROOT = Path(__file__).resolve().parents[1]
 _GIB = 1 << 30

@@ -32,8 +32,6 @@ from jax.sharding import Mesh
 
 from benchmarks.made_arrays import MadeArray, made_arrays
 from jpaged import json_text
-from jpaged.capacity.known_models import KNOWN_MODELS
-from jpaged.capacity.step_times import find_target
 from jpaged.config import EngineConfig
 from jpaged.device.adapters import matrices_of
 from jpaged.device.aot.deployment import Collective, collectives, computations_of
@@ -47,6 +45,8 @@ from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.models.config import Quantisation
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
+from jpaged.plan.known_models import KNOWN_MODELS
+from jpaged.plan.step_times import find_target
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "block_size": 32}

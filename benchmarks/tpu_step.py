@@ -33,13 +33,13 @@ from rich.table import Table
 
 from benchmarks.record import save
 from benchmarks.tpu_programs import run
-from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.config import EngineConfig
 from jpaged.device.aot.deployment import Instruction, computations_of
 from jpaged.device.aot.topology import compile_only_devices, find_topology
 from jpaged.device.mesh import build_mesh
 from jpaged.device.programs.lowering import abstract_serving, program_lowerings
 from jpaged.models.model import Model
+from jpaged.plan.known_models import KNOWN_MODELS
 
 Kind = Literal["products", "attention", "norms", "glue", "exchange"]
 

@@ -16,36 +16,27 @@ def run() -> int:
     words = sys.argv[1:]
     try:
         _open_streams()
-        from jpaged.cli import packages
-
         if words == ["--version"]:
-            sys.stdout.write(f"jpaged {packages.VERSION}\n")
+            from jpaged.version import __version__
+
+            sys.stdout.write(f"jpaged {__version__}\n")
             return 0
-        if words[:1] == ["doctor"] and (found := packages.unmet()):
-            packages.show(found, as_json="--json" in words)
-            return 1
+        if words[:1] == ["doctor"]:
+            from jpaged.cli import packages
+
+            if found := packages.unmet():
+                packages.show(found, as_json="--json" in words)
+                return 1
         from jpaged.cli.main import main
     except KeyboardInterrupt:
         return 130
-    except (ImportError, RuntimeError) as error:  # RuntimeError: grpc's check of the version of generated code
-        return _refuse(words, error)
     except Exception as error:
-        if not type(error).__module__.startswith("google.protobuf"):
+        from jpaged.cli import packages
+
+        if not packages.is_broken(error):
             raise
-        return _refuse(words, error)
+        return packages.refuse(words, error)
     return main()
-
-
-def _refuse(words: list[str], error: Exception) -> int:
-    """Report a package that cannot be imported; return the exit code."""
-    from jpaged.cli import packages
-
-    if words[:1] == ["doctor"]:
-        packages.show([packages.broken(error)], as_json="--json" in words)
-    else:
-        line = packages.broken(error)
-        sys.stderr.write(f"jpaged: {line.note} (`jpaged doctor` checks what is required)\n")
-    return 1
 
 
 def _open_streams() -> None:

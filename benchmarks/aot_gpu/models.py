@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.aot_gpu.program import Program
-from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.checkpoints.quantised.quantizer import FORMATS
 from jpaged.config import EngineConfig
 from jpaged.device.aot.topology import compile_only_gpus
@@ -24,6 +23,7 @@ from jpaged.models.config import ModelConfig, Quantisation
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model, placed_leaves
 from jpaged.models.param_specs import EXPERT_AXES, leaf_format
+from jpaged.plan.known_models import KNOWN_MODELS
 
 Numbers = Literal["bfloat16", "int8", "int8-rows", "int4", "fp8", "fp8-blocks", "mxfp4"]
 _FORMATS: dict[Numbers, MatrixFormat] = {

@@ -28,11 +28,11 @@ from rich.table import Table
 
 from benchmarks.record import save
 from jpaged import json_text
-from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.checkpoints.safetensors_writer import StoredTensor, write_tensor_files
 from jpaged.llm import LLM, TokensPrompt
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import placed_leaves
+from jpaged.plan.known_models import KNOWN_MODELS
 from jpaged.types import SamplingParams
 
 SHORT, LONG = 4, 36

@@ -2,7 +2,7 @@
 
     trace ──arrivals──> Engine ──steps──> SimulatedExecutor ──> VirtualClock
 
-The device is one H100 with Llama 3.1 8B as `jpaged.capacity` takes it to be; the pool is as small as asked for.
+The device is one H100 with Llama 3.1 8B as `jpaged.plan` takes it to be; the pool is as small as asked for.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from unittest.mock import patch
 
 from benchmarks.eviction.hindsight import Foreknowledge
 from benchmarks.eviction.traces import BLOCK_SIZE, MAX_LEN, Coming
-from jpaged.capacity.simulator.deployment import MODELS, deploy
-from jpaged.capacity.simulator.simulation import SimulatedExecutor
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.kv.eviction.policies import MAKERS
 from jpaged.engine.kv.eviction.worth import BlockCosts
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.hardware import HARDWARE
+from jpaged.plan.simulator.deployment import MODELS, deploy
+from jpaged.plan.simulator.simulation import SimulatedExecutor
 from jpaged.testing.fake_steps import VirtualClock
 from jpaged.types import OutputEvent, Request, SamplingParams
 

@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks.fleet.check import compare
 from benchmarks.fleet.page import page_texts
 from benchmarks.record import RESULTS, put_on_page, save
-from jpaged.capacity.fleet.outcomes import draw
-from jpaged.capacity.fleet.routing import RULES, Rule
 from jpaged.cli.main import main as jpaged
+from jpaged.plan.fleet.outcomes import draw
+from jpaged.plan.fleet.routing import RULES, Rule
 
 NAME = "fleet"
 _BUSY = ("--replicas", "50", "--rate", "450")

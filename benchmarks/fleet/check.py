@@ -30,16 +30,16 @@ from benchmarks.fleet.servers import (
     started,
 )
 from benchmarks.fleet.times import DrawnTimes, MeasuredTimes
-from jpaged.capacity.compilation import find_config
-from jpaged.capacity.fleet.day import Day, Lengths, draw_sessions
-from jpaged.capacity.fleet.fleet import Fleet, FleetOptions
-from jpaged.capacity.fleet.outcomes import Outcome, itl_s, ttft_s
-from jpaged.capacity.fleet.replica import Pool
-from jpaged.capacity.fleet.routing import Rule
-from jpaged.capacity.fleet.topology import PoolKind, Serving
-from jpaged.capacity.simulator.deployment import SimulatedModel, deploy
 from jpaged.client import AsyncClient
 from jpaged.hardware import HARDWARE
+from jpaged.plan.compilation import find_config
+from jpaged.plan.fleet.day import Day, Lengths, draw_sessions
+from jpaged.plan.fleet.fleet import Fleet, FleetOptions
+from jpaged.plan.fleet.outcomes import Outcome, itl_s, ttft_s
+from jpaged.plan.fleet.replica import Pool
+from jpaged.plan.fleet.routing import Rule
+from jpaged.plan.fleet.topology import PoolKind, Serving
+from jpaged.plan.simulator.deployment import SimulatedModel, deploy
 
 WINDOW_S = 0.005
 """The driver of real servers knows at once what has ended, and who is at work slows others down at once; in simulation

@@ -11,10 +11,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jpaged.capacity.fleet.day import Attempt, Day, Session, prompt_of
-from jpaged.capacity.fleet.routing import Router, Rule
 from jpaged.client import AsyncClient
 from jpaged.client.convert import GenerateChunk
+from jpaged.plan.fleet.day import Attempt, Day, Session, prompt_of
+from jpaged.plan.fleet.routing import Router, Rule
 from jpaged.types import SamplingParams
 
 
@@ -53,7 +53,7 @@ class Run:
 
 
 class Driver:
-    """Routes as `jpaged.capacity.fleet` does, knowing at once what has ended."""
+    """Routes as `jpaged.plan.fleet` does, knowing at once what has ended."""
 
     def __init__(self, clients: Sequence[AsyncClient], rule: Rule, day: Day, seed: int) -> None:
         self._clients = clients

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.interpolate import RegularGridInterpolator
 
 from benchmarks.fleet.neighbours import Processors
-from jpaged.capacity.cost import StepLoad
+from jpaged.plan.cost import StepLoad
 
 ROWS, DECODE_CONTEXTS = (1, 2, 4, 8), (40, 240, 900)
 SIZES, PROMPT_CONTEXTS = (8, 32, 64, 128, 256), (0, 240, 480)

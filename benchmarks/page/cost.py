@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
-from jpaged.pool import FrameWriter
+from jpaged.inspector.frames import FrameWriter
 from jpaged.testing import ByteTokenizer, FakeExecutor
 from jpaged.types import Request, SamplingParams
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jpaged.capacity.simulator.trace import TraceRequest
+from jpaged.plan.simulator.trace import TraceRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from benchmarks.paper.rates import at_share, by_seed, saturated
 from benchmarks.paper.runner import Runner
 from benchmarks.paper.spread import Spread
 from benchmarks.paper.table import Table
-from jpaged.capacity.cost import StepLoad
-from jpaged.capacity.simulator.deployment import MODELS, deploy
 from jpaged.hardware import HARDWARE
+from jpaged.plan.cost import StepLoad
+from jpaged.plan.simulator.deployment import MODELS, deploy
 
 _SIZES = (1, 8, 16, 32, 64, 128, 256)
 _PREEMPTION_SIZES = (1, 4, 16, 64, 256)

@@ -11,11 +11,11 @@ from functools import cache
 import numpy as np
 
 from benchmarks.paper.batches import Pool, batch_size, region_tokens
-from jpaged.capacity.simulator.deployment import MODELS, Deployment, deploy
-from jpaged.capacity.simulator.simulation import FILLING_SHARE, Served, Simulation, mean, requests_per_s, simulate
-from jpaged.capacity.simulator.trace import WORKLOADS, TraceRequest, arrivals, draw_lengths, synthesize
 from jpaged.config import EngineConfig
 from jpaged.hardware import HARDWARE
+from jpaged.plan.simulator.deployment import MODELS, Deployment, deploy
+from jpaged.plan.simulator.simulation import FILLING_SHARE, Served, Simulation, mean, requests_per_s, simulate
+from jpaged.plan.simulator.trace import WORKLOADS, TraceRequest, arrivals, draw_lengths, synthesize
 
 SEEDS = (0, 1, 2)
 """The seeds of the traces; the systems of a comparison serve traces of the same seeds."""
@@ -108,7 +108,7 @@ class PoolShares:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Results of a simulation: within the window of `capacity/simulator/simulation.py`, except the counts at its end.
+    """Results of a simulation: within the window of `plan/simulator/simulation.py`, except the counts at its end.
 
     Attributes:
         sustained_per_s: requests a second; what the system sustains, when the point is AT_ONCE.

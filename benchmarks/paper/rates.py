@@ -1,7 +1,7 @@
 """Figure 12: the request rate that each system sustains, and the latency on the way there.
 
 A system is saturated, with every request there from the beginning, and what it sustains is its rate between filling and
-draining (`capacity/simulator/simulation.py`). Arrivals below that rate find no queue that grows, arrivals above it do:
+draining (`plan/simulator/simulation.py`). Arrivals below that rate find no queue that grows, arrivals above it do:
 the latency curves are measured at shares of it, and the last share shows that.
 """
 
@@ -14,8 +14,8 @@ from benchmarks.paper.point import LABELS, LEAST_BATCHES, NUM_BATCHES, SEEDS, Me
 from benchmarks.paper.runner import Runner
 from benchmarks.paper.spread import Spread, empty_cells, ratio
 from benchmarks.paper.table import Table
-from jpaged.capacity.simulator.trace import WORKLOADS
 from jpaged.errors import InternalError
+from jpaged.plan.simulator.trace import WORKLOADS
 
 SHARES = (0.5, 0.75, 0.9, 1.2)
 """Rates of the latency curves, relative to what the system sustains."""
@@ -95,7 +95,7 @@ def sustained(runner: Runner) -> Table:
             "window, the least of the seeds.",
             "step_ms is how long a request that runs waits for a token, by Little's law. flops_percent of the time was "
             "in steps that took as long as their FLOPs, and not as their bytes.",
-            "Rates are of a modelled device (see jpaged/capacity/simulator): ratios compare, absolute rates do so only "
+            "Rates are of a modelled device (see jpaged/plan/simulator): ratios compare, absolute rates do so only "
             "roughly.",
             "A batch has at most 256 sequences: on OPT-175B with Alpaca that limit, and not memory, is what paged "
             "memory and reserve-oracle run into, and each waits for the same.",

@@ -68,7 +68,7 @@ def shared_blocks(runner: Runner) -> Table:
             "Every sample of a request has the request's one length here, as the trace gives one. What samples share "
             "is their prompt: how much that is of all tokens depends on the longest outputs, and on whether long "
             "prompts have long outputs. Here both are lognormal and independent.",
-            "Beams fork and die by alternatives drawn at random (see `jpaged.capacity.simulator.simulation`): how much "
+            "Beams fork and die by alternatives drawn at random (see `jpaged.plan.simulator.simulation`): how much "
             "beams share is a property of the model's text, which a simulation does not have. demo is the demo model's "
             "own text, with Alpaca's lengths (real_f15).",
             "The paper gives ranges for ShareGPT; they stand at the smallest and the largest size.",

@@ -19,7 +19,7 @@ MARGIN = 0.03
 NEW_MARGIN = 0.10
 """What it may be worse by with a version that was not recorded, beside the pinned one's numbers."""
 
-PLANNED = Path(__file__).resolve().parents[2] / "jpaged" / "capacity" / "cycles.json"
+PLANNED = Path(__file__).resolve().parents[2] / "jpaged" / "plan" / "cycles.json"
 _CASE = ("generation", "num_kv_heads", "group", "head_dim", "kv_dtype", "block_size")
 _DECODE = ("chunk_bytes", "compute_per_mib", "issue_per_block", "wait_per_chunk", "per_row")
 _SLACK: Mapping[str, float] = {
@@ -57,7 +57,7 @@ def record(version: str, numbers: Sequence[Numbers], name: str = NAME) -> None:
 
 
 def record_for_plans(numbers: Sequence[Numbers]) -> None:
-    """Writes what `jpaged plan` reads of them: capacity/cycles.json, whose other cases stay."""
+    """Writes what `jpaged plan` reads of them: plan/cycles.json, whose other cases stay."""
     kept = json.loads(PLANNED.read_text()) if PLANNED.exists() else {"decode": [], "chunks": [], "sampling": []}
     for key, kind, names in (("decode", "decode", _DECODE), ("chunks", "prefill", ("per_256x256_head",))):
         ours = [one for one in numbers if one["kind"] == kind]

@@ -21,7 +21,7 @@ from benchmarks.record import save
 from benchmarks.tpu_sampling.count import KINDS, TOPOLOGIES, Loops, compile_here, compiled, cycles
 from jpaged.engine.executor import Detail
 
-RECORDED = Path(__file__).resolve().parents[2] / "jpaged" / "capacity" / "cycles.json"
+RECORDED = Path(__file__).resolve().parents[2] / "jpaged" / "plan" / "cycles.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--generation", choices=TOPOLOGIES, action="append", help="all by default")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument("--record", action="store_true", help="write the cases into jpaged/capacity/cycles.json")
+    parser.add_argument("--record", action="store_true", help="write the cases into jpaged/plan/cycles.json")
     parser.add_argument("--compile", nargs=4, metavar=("GENERATION", "ROWS", "VOCAB", "DETAIL"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.compile:

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from jpaged.bench.metrics import Trace
-from jpaged.capacity.cost import Shape
 from jpaged.hardware import HARDWARE
+from jpaged.plan.cost import Shape
 
 _PROBE_BYTES = 512 << 20
 """More than any cache holds."""

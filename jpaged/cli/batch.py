@@ -14,7 +14,6 @@ from jpaged.cli.options import add_credential_flags, credentials_from
 from jpaged.client.batch import DEFAULT_MAX_CONCURRENCY, BatchOptions, BatchSummary, run_batch
 from jpaged.errors import InvalidArgument, Unavailable
 
-HELP = "run an OpenAI batch file against servers"
 DESCRIPTION = """\
 Run an OpenAI batch file against servers. After a crash, run the same command again to resume.
 

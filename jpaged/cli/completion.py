@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from jpaged.cli.help import commands_of
 
-HELP = "print a shell completion script"
 DESCRIPTION = """\
 Print a script that completes commands, options, their choices and paths in a shell.
 

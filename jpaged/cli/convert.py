@@ -12,7 +12,6 @@ from jpaged.cli.startup import StartupReport
 from jpaged.errors import InvalidArgument
 from jpaged.types import require_whole_characters
 
-HELP = "write a model as safetensors or as Orbax"
 DESCRIPTION = """\
 Write a model, or a GGUF file, as safetensors in Hugging Face layout or as Orbax, tensor by tensor.
 

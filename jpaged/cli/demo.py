@@ -20,7 +20,6 @@ from jpaged.client import Client, Load
 from jpaged.errors import InvalidArgument, JpagedError
 from jpaged.types import MAX_SEED, SamplingParams
 
-HELP = "serve the embedded model and stream from it"
 DESCRIPTION = (
     "Start a server with the embedded model, stream several prompts from it concurrently, and print statistics."
 )

@@ -307,7 +307,6 @@ def machine_findings(config: EngineConfig) -> Iterator[Finding]:
     yield from processes(config)
 
 
-HELP = "check the installation and list missing components"
 DESCRIPTION = """\
 Check the installation: list missing components with the features they disable, and show how a model would be served.
 

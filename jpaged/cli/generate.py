@@ -15,7 +15,6 @@ from jpaged.config import PROCESS_OPTIONS
 from jpaged.errors import InvalidArgument
 from jpaged.types import CompletionOutput, RequestOutput, SamplingParams, require_whole_characters
 
-HELP = "generate from prompts, without a server"
 DESCRIPTION = """\
 Generate from prompts in this process, without a server.
 

@@ -11,7 +11,6 @@ from jpaged.config import ServerOptions
 from jpaged.errors import InvalidArgument, JpagedError
 from jpaged.types import require_whole_characters
 
-HELP = "check whether a server is serving"
 DESCRIPTION = """\
 Check whether a server is serving, for example as a container's health check.
 

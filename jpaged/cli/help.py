@@ -11,7 +11,7 @@ they are first used.
 from __future__ import annotations
 
 import argparse
-import pydoc
+import contextlib
 import re
 import shutil
 import sys
@@ -19,7 +19,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InvalidArgument, Unsupported
 
 
 class HelpAction(argparse.Action):
@@ -96,20 +96,32 @@ class LateParser(argparse.ArgumentParser):
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers of a command's subcommands, by name, in order; lazy ones are completed."""
-    found = {
+    """Return the parsers of a command's subcommands, by name, in order; lazy ones are completed.
+
+    Commands of optional parts that are not installed are left out.
+    """
+    found = {}
+    for name, command in _subparsers(parser).items():
+        with contextlib.suppress(Unsupported):
+            _complete(command)
+            found[name] = command
+    return found
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    return {
         name: command
         for action in parser._actions
         if isinstance(action, argparse._SubParsersAction)
         for name, command in action.choices.items()
     }
-    for command in found.values():
-        if isinstance(command, LateParser):
-            command.complete()
-    return found
 
 
-HELP = "show help for commands and options"
+def _complete(parser: argparse.ArgumentParser) -> None:
+    if isinstance(parser, LateParser):
+        parser.complete()
+
+
 DESCRIPTION = """\
 Show help for commands and options, through a pager on a terminal.
 
@@ -133,10 +145,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the help that the words select."""
     parser, words = arguments.command_line, list(arguments.words)
-    while words and (commands := commands_of(parser)):
+    while words and (commands := _subparsers(parser)):
         if words[0] not in commands:
             raise InvalidArgument("WORD", f"{words[0]!r} is not one of {', '.join(commands)}")
         parser = commands[words.pop(0)]
+        _complete(parser)
     if len(words) > 1:
         raise InvalidArgument("WORD", f"{' '.join(words)!r}: only one word may follow a command")
     _show(help_about(parser, words[0]) if words else parser.format_help())
@@ -145,6 +158,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show(text: str) -> None:
     if sys.stdout.isatty() and text.count("\n") >= shutil.get_terminal_size().lines:
+        import pydoc  # imports much
+
         pydoc.pager(text)
     else:
         print(text, end="")

@@ -13,33 +13,51 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from types import ModuleType
+from typing import NamedTuple
 
-from jpaged.cli import batch, completion, convert, demo, doctor, generate, health, plan, route, serve, top
-from jpaged.cli import help as help_command
-from jpaged.cli.bench import command as bench
-from jpaged.cli.help import HelpFormatter, add_help
-from jpaged.config import shows_traces
-from jpaged.errors import InvalidArgument, JpagedError, printable, sentence_of
+from jpaged.cli.help import HelpFormatter, LateParser, add_help
+from jpaged.errors import InvalidArgument, JpagedError, Unsupported, printable, sentence_of
 from jpaged.version import __version__
 
-COMMANDS: dict[str, ModuleType] = {
-    "serve": serve,
-    "route": route,
-    "generate": generate,
-    "batch": batch,
-    "health": health,
-    "bench": bench,
-    "convert": convert,
-    "plan": plan,
-    "top": top,
-    "demo": demo,
-    "doctor": doctor,
-    "completion": completion,
-    "help": help_command,
+
+class Command(NamedTuple):
+    """A command: its help text and its module.
+
+    The module has DESCRIPTION, add_arguments(parser) and run(arguments) -> exit code.
+
+    Attributes:
+        extra: name of the optional part of jpaged that has the command, and of its extra; None for the core.
+    """
+
+    help: str
+    module: str
+    extra: str | None = None
+
+
+COMMANDS: Mapping[str, Command] = {
+    "serve": Command("serve a model over gRPC", "jpaged.cli.serve"),
+    "route": Command("route calls to many servers of one model", "jpaged.route.cli", "route"),
+    "generate": Command("generate from prompts, without a server", "jpaged.cli.generate"),
+    "batch": Command("run an OpenAI batch file against servers", "jpaged.cli.batch"),
+    "health": Command("check whether a server is serving", "jpaged.cli.health"),
+    "bench": Command("measure", "jpaged.bench.cli", "bench"),
+    "convert": Command("write a model as safetensors or as Orbax", "jpaged.cli.convert"),
+    "plan": Command("estimate fit, speed and cost of a deployment on TPUs or GPUs", "jpaged.plan.cli", "plan"),
+    "top": Command("watch the KV pool of a running server", "jpaged.inspector.cli", "inspector"),
+    "demo": Command("serve the embedded model and stream from it", "jpaged.cli.demo"),
+    "doctor": Command("check the installation and list missing components", "jpaged.cli.doctor"),
+    "completion": Command("print a shell completion script", "jpaged.cli.completion"),
+    "help": Command("show help for commands and options", "jpaged.cli.help"),
 }
-"""Each module has HELP and DESCRIPTION, add_arguments(parser) and run(arguments) -> exit code."""
+"""Commands by name. Their modules are imported when the command line needs them.
+
+The core imports the modules of optional parts only through this table.
+"""
+_PACKAGES_OF_EXTRAS = {"httpx2": "bench"}
+"""Packages that only optional parts import, and their extras."""
 
 _EPILOG = """\
 jpaged COMMAND --help lists a command's options; --help=WORD limits them to the group WORD or to
@@ -51,6 +69,45 @@ _BUG, _INTERRUPTED, _NOT_READ = 70, 130, 141
 """Exit codes: EX_SOFTWARE of sysexits.h, and a shell's codes for SIGINT and SIGPIPE."""
 
 
+class CommandImportError(Exception):
+    """A command's module cannot be imported, because a required package is missing or broken; the cause names it."""
+
+
+def load(name: str, module: str | None = None) -> ModuleType:
+    """Import the module of a command.
+
+    Args:
+        module: another module of the command, such as that of a benchmark.
+
+    Raises:
+        Unsupported: the command's optional part is not installed, or not with its extra.
+        CommandImportError: a required package is missing or broken.
+    """
+    try:
+        return import_module(module or COMMANDS[name].module)
+    except Exception as error:
+        from jpaged.cli import packages
+
+        if (missing := _missing_extra(error)) is not None:
+            raise missing from error
+
+        if not packages.is_broken(error):
+            raise
+        raise CommandImportError(name) from error
+
+
+def _missing_extra(error: BaseException) -> Unsupported | None:
+    """Return the error that names the extra of a missing module; None if the module is not of an extra."""
+    if not isinstance(error, ModuleNotFoundError):
+        return None
+    package, _, rest = (error.name or "").partition(".")
+    extra = _PACKAGES_OF_EXTRAS.get(package)
+    if package == "jpaged":
+        part = rest.partition(".")[0]
+        extra = part if any(command.extra == part for command in COMMANDS.values()) else None
+    return None if extra is None else Unsupported(f"{error.name} is not installed: pip install 'jpaged[{extra}]'")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     words = _with_dashes(sys.argv[1:] if argv is None else argv)
@@ -59,6 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # flush here: at exit, an error would be printed with a traceback
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except CommandImportError as error:
+        from jpaged.cli import packages
+
+        return packages.refuse(words, error.__cause__ or error)
     except BaseException as error:  # the last resort at the top level
         name = f"jpaged {words[0]}" if words and words[0] in COMMANDS else "jpaged"
         return _tell(name, error)
@@ -68,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     try:
         arguments = make_parser().parse_args(words)
-        return int(COMMANDS[arguments.command].run(arguments))
+        return int(load(arguments.command).run(arguments))
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # rich ends the program this way if the reader has gone
             return _NOT_READ
@@ -80,8 +141,11 @@ def _tell(name: str, error: BaseException) -> int:
     if isinstance(error, BrokenPipeError) and error.filename is None:
         _silence_stdout()
         return _NOT_READ
+    from jpaged.config import shows_traces
+
     if shows_traces():
         traceback.print_exception(error)
+    error = _missing_extra(error) or error
     text, code = sentence_of(error), 1
     if isinstance(error, InvalidArgument):
         text, code = f"error: {text}", 2
@@ -104,6 +168,16 @@ def _silence_stdout() -> None:
     os.close(nowhere)
 
 
+class _CommandParser(LateParser):
+    """Parser that takes its arguments from the command's module."""
+
+    def take_arguments(self) -> None:
+        """Import the module and add its arguments."""
+        module = load(self.prog.rpartition(" ")[2])
+        self.description = module.DESCRIPTION
+        module.add_arguments(self)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line; commands about the command line get it as `command_line`."""
     parser = argparse.ArgumentParser(
@@ -115,18 +189,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.set_defaults(command_line=parser)
     parser.add_argument("--version", action="version", version=f"jpaged {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            help=module.HELP,
-            description=module.DESCRIPTION,
-            allow_abbrev=False,
-            add_help=False,
-            formatter_class=HelpFormatter,
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
+    for name, command in COMMANDS.items():
+        add_help(
+            commands.add_parser(
+                name, help=command.help, allow_abbrev=False, add_help=False, formatter_class=HelpFormatter
+            )
         )
-        add_help(command)
-        module.add_arguments(command)
     return parser
 
 

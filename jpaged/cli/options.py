@@ -12,14 +12,16 @@ from collections.abc import Collection
 from dataclasses import Field, fields
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jpaged.client.channel import Tls, require_proxy
 from jpaged.config import SECTIONS, EngineConfig, api_key_from_environment, iter_options, section_help
 from jpaged.config.option import is_json, option_type
 from jpaged.errors import InvalidArgument, sentence_of
 from jpaged.structured import StructuredOutputs, structured_outputs_of
 from jpaged.types import SamplingParams
+
+if TYPE_CHECKING:
+    from jpaged.client import Tls
 
 _UNITS = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20, "g": 1000**3, "G": 1 << 30, "t": 1000**4, "T": 1 << 40}
 _OF_PATHS = {"file": "FILE", "folder": "DIR", "new file": "FILE", "new folder": "DIR"}
@@ -257,6 +259,8 @@ def credentials_from(arguments: argparse.Namespace, *, prefix: str = "") -> Cred
     Raises:
         InvalidArgument: a file cannot be read, or two flags conflict; names the flag.
     """
+    from jpaged.client.channel import Tls, require_proxy  # imports grpc, which the help does not need
+
     tls, given, start = None, vars(arguments), prefix.replace("-", "_")
     files = tuple(given[f"{start}tls_{name}"] for name in ("ca", "cert", "key"))
     if given[f"{start}tls"] or any(files):

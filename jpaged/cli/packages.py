@@ -56,7 +56,8 @@ EXTRAS: Mapping[str, tuple[str, str]] = {
     "ray": ("ray", "deploy/ray: a service and batches over a Ray cluster"),
     "batch": ("pyarrow", "Parquet input and output of `jpaged batch`"),
     "bench": ("matplotlib", "plots of `jpaged bench`"),
-    "eval": ("lm_eval", "`lm_eval --model jpaged`"),
+    "plan": ("pyyaml", "`jpaged bench fleet --autoscale`"),
+    "lm-eval": ("lm_eval", "`lm_eval --model jpaged`"),
 }
 """Extras for users: the package to look for, and its purpose."""
 _MAIN = ("jax", "jaxlib", "grpcio", "protobuf", "numpy", "transformers", "tokenizers")
@@ -113,11 +114,28 @@ def unmet() -> list[Finding]:
     return [one for one in requirements() if one.state == "stop"]
 
 
-def broken(error: Exception) -> Finding:
+def broken(error: BaseException) -> Finding:
     """Return the finding of an installed package that cannot be imported."""
     name = getattr(error, "name", None) or type(error).__module__.partition(".")[0]
     note = f"a required package cannot be imported: {type(error).__name__}: {error}".partition("\n")[0]
     return Finding("packages", "packages" if name == "builtins" else name, "stop", "cannot be imported", note)
+
+
+def is_broken(error: Exception) -> bool:
+    """Return True if an error of an import is caused by a package that is missing, too old or broken."""
+    if isinstance(error, ImportError | RuntimeError):  # RuntimeError: grpc's check of the version of generated code
+        return True
+    return type(error).__module__.startswith("google.protobuf")
+
+
+def refuse(words: Sequence[str], error: BaseException) -> int:
+    """Report a package that cannot be imported for a command line; return the exit code."""
+    line = broken(error)
+    if words[:1] == ["doctor"]:
+        show([line], as_json="--json" in words)
+    else:
+        sys.stderr.write(f"jpaged: {line.note} (`jpaged doctor` checks what is required)\n")
+    return 1
 
 
 def show(found: Sequence[Finding], *, as_json: bool) -> None:

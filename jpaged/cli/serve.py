@@ -21,7 +21,6 @@ from jpaged.telemetry.logs import set_up_logs
 if TYPE_CHECKING:
     from jpaged.service.loaded_model import LoadedModel
 
-HELP = "serve a model over gRPC"
 DESCRIPTION = """\
 Serve a model over gRPC until SIGTERM or Ctrl-C; a second signal cuts the drain short.
 

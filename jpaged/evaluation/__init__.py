@@ -1,4 +1,4 @@
-"""Model class for EleutherAI's lm-evaluation-harness: `lm_eval --model jpaged`.
+"""Model class for EleutherAI's lm-evaluation-harness: `lm_eval --model jpaged`. An optional part.
 
 harness.py     model class of the harness; the only file that imports it
 __main__.py    the harness's command line, with the model registered

@@ -11,7 +11,7 @@ import sys
 from jpaged.config import shows_traces
 from jpaged.errors import InvalidArgument, JpagedError, sentence_of
 
-_INSTALL = "the harness is missing: pip install 'jpaged[eval]'"
+_INSTALL = "the harness is missing: pip install 'jpaged[lm-eval]'"
 
 
 def main() -> int:

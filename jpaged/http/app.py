@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -32,7 +33,6 @@ from jpaged.http.batching.routes import batch_routes
 from jpaged.http.completions import completion_routes
 from jpaged.http.embeddings import scoring_routes, token_routes
 from jpaged.http.exchange import JSON, REQUEST_ID_HEADER, error_for, response_of
-from jpaged.http.page.dashboard import page_routes
 from jpaged.http.responses import response_routes
 from jpaged.service.calls import is_name
 from jpaged.service.service import Service
@@ -190,9 +190,25 @@ def operator_routes(service: Service) -> list[Route]:
     ]
 
 
+_DASHBOARD = "jpaged.inspector.dashboard"
+"""Module of an optional part that the core imports by name: its `page_routes(service)` are the dashboard's."""
+
+
+def inspector_routes(service: Service) -> list[Route]:
+    """Return the routes of the dashboard; none if the inspector is not installed."""
+    try:
+        dashboard = import_module(_DASHBOARD)
+    except ModuleNotFoundError as error:
+        if not f"{_DASHBOARD}.".startswith(f"{error.name}."):
+            raise
+        return []
+    routes: list[Route] = dashboard.page_routes(service)
+    return routes
+
+
 _ROUTES = (
     *(operator_routes, model_routes, completion_routes, response_routes),
-    *(scoring_routes, token_routes, page_routes),
+    *(scoring_routes, token_routes, inspector_routes),
 )
 """Functions that return the routes of a service, except those of batches."""
 

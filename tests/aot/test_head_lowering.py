@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from jax import export
 
-from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.config import EngineConfig
 from jpaged.device.mesh import build_mesh
 from jpaged.device.programs.lowering import abstract_serving
@@ -26,6 +25,7 @@ from jpaged.kernels.sampling import choose_kernel
 from jpaged.models.hf_config import head_from_hf
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
+from jpaged.plan.known_models import KNOWN_MODELS
 from tests.aot.test_step_lowering import NUM_TOKENS, OPTIONS, TARGETS, Target, on
 from tests.models.eagle_heads import HeadSizes
 

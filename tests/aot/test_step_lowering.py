@@ -23,7 +23,6 @@ from jax._src.mesh import AbstractDevice
 from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.config import Backend, EngineConfig
 from jpaged.device.adapters import AdapterRoom, fill_slot
 from jpaged.device.aot.topology import GENERATIONS
@@ -41,6 +40,7 @@ from jpaged.models.config import Quantisation
 from jpaged.models.decoder import lossy
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
+from jpaged.plan.known_models import KNOWN_MODELS
 
 NUM_TOKENS = 16
 TRITON_CALL = "__gpu$xla.gpu.triton"

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from benchmarks.tpu_programs import ProgramResult, compile_cells, library
-from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.models.config import ModelConfig
+from jpaged.plan.known_models import KNOWN_MODELS
 
 MIB = 1 << 20
 

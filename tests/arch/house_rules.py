@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "hardware": set(),
     "json_text": set(),
     "load": set(),
-    "pool": {"json_text"},
+    "pool": set(),
     "errors": set(),
     "blockstore": {"errors"},  # files and bytes
     "structured": {"errors", "json_text"},
@@ -54,45 +54,53 @@ MAY_IMPORT = {
     "access": {"errors", "json_text", "config"},  # knows no protocol, and no request
     "service": VALUES | {"engine", "access"},
     "telemetry": VALUES | {"engine", "service"},
-    "route": VALUES
-    | {"_proto", "access", "client", "kvevents"}
-    | {f"server.{name}" for name in ("grpc_server", "health")}
-    | {"telemetry.scrapes"},
     "http": VALUES | {"engine", "service", "openai", "telemetry", "access"},
     "server": VALUES
     | {"engine", "service", "_proto", "telemetry", "http", "access"}
     | {"client.channel", "client.failures"},  # of another server it is a client
     "testing": VALUES | {"engine"},
     "demo": set(),
-    "bench": VALUES | {"client", "capacity.cost"},
     "kvevents": VALUES,
-    "capacity": VALUES
-    | {"models", "checkpoints", "device", "engine", "testing"}
-    | {"client.routing", "route.prefix_table"},  # a fleet is simulated behind the router's own placement
     "assemble": VALUES
     | {"blockstore", "kvevents", "kernels", "models", "checkpoints", "device", "engine", "service", "testing"},
     "llm": VALUES | {"engine", "service", "assemble", "client", "openai"},
-    "evaluation": VALUES | {"client", "llm", "checkpoints.hub"},
     "cli": VALUES
     | {
         "assemble",
-        "bench",
         "client",
         "openai",
         "service",
         "server",
-        "route",
         "peers",
         "telemetry",
         "llm",
-        "capacity",
-        "engine.engine",
         "kernels",
     }
     | {"checkpoints.conversion", "checkpoints.gguf", "checkpoints.hub", "device.multihost", "device.device_info"},
-    "__main__": {"cli"},
+    "__main__": {"cli", "version"},
     "__init__": VALUES | {"client", "llm"},
 }
+
+# Optional parts: the core imports none of them, and OPTIONAL_HOOKS are its files that name one. A part's command may
+# import more than the part.
+OPTIONAL: dict[str, set[str]] = {
+    "plan": VALUES
+    | {"models", "checkpoints", "device", "engine", "testing"}
+    | {"client.routing", "route.prefix_table"},  # a fleet is simulated behind the router's own placement
+    "plan.cli": VALUES | {"plan", "cli"},
+    "bench": VALUES | {"client", "plan.cost"},
+    "bench.cli": VALUES | {"bench", "plan", "cli", "client", "llm", "kernels", "checkpoints.gguf", "checkpoints.hub"},
+    "route": VALUES
+    | {"_proto", "access", "client", "kvevents"}
+    | {f"server.{name}" for name in ("grpc_server", "health")}
+    | {"telemetry.scrapes"},
+    "route.cli": VALUES | {"route", "cli", "telemetry"},
+    "inspector": VALUES | {"service", "http", "access"},
+    "inspector.cli": VALUES | {"inspector", "cli", "client"},
+    "evaluation": VALUES | {"client", "llm", "checkpoints.hub"},
+}
+OPTIONAL_HOOKS = {"jpaged/cli/main.py", "jpaged/http/app.py"}
+MAY_IMPORT |= OPTIONAL
 
 # Where a library may be imported; what is not listed may be imported anywhere.
 _ARRAYS = {"device", "models", "checkpoints", "kernels"}
@@ -101,7 +109,7 @@ LIBRARY_HOMES: dict[str, set[str]] = {
     **dict.fromkeys(("jax", "jaxlib", "flax", "optax", "orbax"), _ARRAYS),
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_status"), _WIRE),
     "httpx2": {"bench"},
-    "starlette": {"http"},
+    "starlette": {"http", "inspector"},
     "uvicorn": {"http"},
     "opentelemetry": {"telemetry", "client"},
     "smg_grpc_proto": {"server"},
@@ -125,6 +133,7 @@ BARE_OPENINGS = ("Of ", "To ")
 DOCSTRING_READERS = {"__doc__", "getdoc", "getsource", "getsourcelines", "getcomments"}
 NARROWING = re.compile(r"assert (isinstance\(.+\)|[\w.]+ is not None)")
 GENERATED = "jpaged/_proto/"
+_PART = re.compile(rf"jpaged\.({'|'.join(OPTIONAL)})(\.\w+)*\Z")
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -145,8 +154,15 @@ class Source:
 
     @property
     def top(self) -> str:
-        """The key of MAY_IMPORT that the file belongs to."""
+        """The folder or file below jpaged that the file belongs to."""
         return self.module.partition(".")[2].partition(".")[0] or "__init__"
+
+    @property
+    def key(self) -> str:
+        """The key of MAY_IMPORT that the file belongs to; commands of optional parts have their own."""
+        command = f"{self.top}.cli"
+        is_command = f"{self.module}.".startswith(f"jpaged.{command}.") and command in MAY_IMPORT
+        return command if is_command else self.top
 
 
 @functools.cache
@@ -257,10 +273,16 @@ def _imports(source: Source, modules: set[str]) -> Iterator[str]:
     if source.top not in MAY_IMPORT:
         yield f"{source.path}:1: jpaged.{source.top} is not in the table of allowed imports"
         return
-    allowed = {f"jpaged.{name}" for name in MAY_IMPORT[source.top] | {source.top}}
+    allowed = {f"jpaged.{name}" for name in MAY_IMPORT[source.key] | {source.key}}
     for (line, name), module in _own_imports(source, modules).items():
         if not any(module == prefix or module.startswith(f"{prefix}.") for prefix in allowed):
-            yield f"{source.path}:{line}: jpaged.{source.top} may not import {name}"
+            yield f"{source.path}:{line}: jpaged.{source.key} may not import {name}"
+        elif source.key in OPTIONAL and source.key == source.top and module.startswith(f"jpaged.{source.top}.cli"):
+            yield f"{source.path}:{line}: jpaged.{source.top} may not import its command"
+    if source.top not in OPTIONAL and source.path not in OPTIONAL_HOOKS:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and _PART.match(node.value):
+                yield f"{source.path}:{node.lineno}: only {sorted(OPTIONAL_HOOKS)} name an optional part"
     for line, name in _imported_names(source.tree):
         library = name.partition(".")[0]
         if source.top not in LIBRARY_HOMES.get(library, {source.top}):

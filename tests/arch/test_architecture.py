@@ -58,15 +58,28 @@ def test_properties_have_no_deadline_and_one_list_of_examples():
     assert [path.name for path in tests if own.search(path.read_text())] == []
 
 
-def test_everything_but_the_array_side_imports_without_jax():
-    without_jax = {"__init__", "errors", "types", "config", "_proto", "client", "service", "server", "engine", "cli"}
-    without_jax |= {"openai", "http", "telemetry", "kvevents"}
-    modules = [s.module for s in house_rules.sources(ROOT) if s.module and s.top in without_jax]
+def test_the_core_may_import_no_optional_part():
+    tables = {key: names for key, names in house_rules.MAY_IMPORT.items() if key not in house_rules.OPTIONAL}
+    assert "cli" in tables
+    parts = {key for key in house_rules.OPTIONAL if "." not in key}
+    assert [key for key, names in tables.items() if parts & {name.partition(".")[0] for name in names}] == []
+
+
+def test_everything_but_the_array_side_imports_without_jax_and_the_core_without_optional_parts():
+    core = {"__init__", "errors", "types", "config", "_proto", "client", "service", "server", "engine", "cli"}
+    core |= {"openai", "http", "telemetry", "kvevents", "access", "peers"}
+    optional = {"bench", "route", "inspector", "plan.cli"}
+    sources = [s for s in house_rules.sources(ROOT) if s.module and not s.module.endswith("__main__")]
+    modules = [s.module for s in sources if s.top in core]
     assert "jpaged.types" in modules
+    parts = [f"jpaged.{key}" for key in house_rules.OPTIONAL if "." not in key]
     program = (
         "import importlib, sys\n"
         "for name in ('jax', 'jaxlib', 'flax', 'orbax', 'optax', 'torch'): sys.modules[name] = None\n"
-        f"for name in {[m for m in modules if not m.endswith('__main__')]!r}: importlib.import_module(name)\n"
+        f"for name in {parts!r}: sys.modules[name] = None\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"for name in {parts!r}: del sys.modules[name]\n"
+        f"for name in {[s.module for s in sources if s.key in optional]!r}: importlib.import_module(name)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -114,6 +127,8 @@ NINE = "a, b, c, d, e, f, g, h, i"
             "client may not import jpaged.engine.scheduler",
         ),
         ("jpaged/errors.py", "import jpaged.client\n", "errors may not import jpaged.client"),
+        ("jpaged/cli/a.py", "def f():\n    from jpaged.bench import a\n", "cli may not import jpaged.bench.a"),
+        ("jpaged/cli/a.py", "X = 'jpaged.bench.a'\n", "name an optional part"),
         ("jpaged/engine/deep/a.py", "", "jpaged/engine/deep/__init__.py: is missing"),
         ("jpaged/novel/__init__.py", "", "jpaged.novel is not in the table"),
         ("jpaged/cli/__init__.py", "", "jpaged/cli/__init__.py:1: does not say what a.py is"),
@@ -164,6 +179,14 @@ def test_a_planted_violation_is_found(tmp_path, path, text, message):
     found = house_rules.violations(tmp_path)
     assert len(found) == 1
     assert message in found[0]
+
+
+def test_a_part_that_imports_its_command_is_found(tmp_path):
+    plant(tmp_path)
+    (tmp_path / "jpaged/bench").mkdir()
+    for name, text in {"__init__": room("a", "cli"), "a": "import jpaged.bench.cli\n", "cli": ""}.items():
+        (tmp_path / f"jpaged/bench/{name}.py").write_text(text)
+    assert house_rules.violations(tmp_path) == ["jpaged/bench/a.py:1: jpaged.bench may not import its command"]
 
 
 def test_a_folder_that_is_too_full_is_found(tmp_path):

@@ -18,9 +18,9 @@ from benchmarks.fleet.neighbours import Beside, Processors
 from benchmarks.fleet.page import page_texts
 from benchmarks.fleet.times import DECODE_CONTEXTS, NUM_TOKENS, PROMPT_CONTEXTS, ROWS, SIZES, DrawnTimes, MeasuredTimes
 from benchmarks.record import PAGE, RESULTS
-from jpaged.capacity.cost import StepLoad
-from jpaged.capacity.fleet.outcomes import itl_s
-from jpaged.capacity.fleet.topology import START_S
+from jpaged.plan.cost import StepLoad
+from jpaged.plan.fleet.outcomes import itl_s
+from jpaged.plan.fleet.topology import START_S
 
 TIMES = MeasuredTimes(
     np.array([[[0.001 * (1 + rows) + 1e-6 * rows * context] for context in DECODE_CONTEXTS] for rows in ROWS]),

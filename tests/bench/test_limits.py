@@ -16,8 +16,8 @@ from jpaged.bench.limits import (
     probe,
     serving_shares,
 )
-from jpaged.capacity.cost import Shape
 from jpaged.hardware import HARDWARE, find_hardware
+from jpaged.plan.cost import Shape
 from tests.bench.words import trace_of
 
 SHAPE = Shape(num_params=1200, num_layers=2, query_width=16, weight_bytes=2400, kv_bytes_per_token=32, head_params=200)

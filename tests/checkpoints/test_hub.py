@@ -12,11 +12,11 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from jpaged.capacity.compilation import find_config
 from jpaged.checkpoints import hub
 from jpaged.checkpoints.orbax import MANIFEST_FILE, PARAMS_FOLDER
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
+from jpaged.plan.compilation import find_config
 from tests.models.tiny import tiny_case, write_checkpoint
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from jpaged.capacity.simulator import simulation
 from jpaged.cli import health
 from jpaged.cli.main import main
 from jpaged.client.convert import sampling_message
 from jpaged.demo import FOLDER
 from jpaged.errors import InternalError
+from jpaged.plan.simulator import simulation
 from jpaged.types import SamplingParams
 from tests.models.tiny import tiny_case, write_checkpoint
 from tests.processes import ROOT, WAIT_S

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jpaged.cli.bench.command import BENCHMARKS
+from jpaged.bench.cli import BENCHMARKS
 from jpaged.cli.main import COMMANDS
 from jpaged.client import Client
 from jpaged.types import SamplingParams

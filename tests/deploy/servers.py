@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from jpaged.cli.main import make_parser
 from jpaged.cli.options import config_from
-from jpaged.cli.route import options_from
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
+from jpaged.route.cli import options_from
 
 FLUSH_S = 2.0
 """What a server takes after a drain, at most, to flush what clients read."""

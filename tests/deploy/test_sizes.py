@@ -5,10 +5,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.checkpoints.names import num_params
 from jpaged.config import platform_default
 from jpaged.kernels.kv_layout import KVForm, KVLayout
+from jpaged.plan.known_models import KNOWN_MODELS
 
 RUNBOOK = (Path(__file__).resolve().parents[2] / "docs" / "runbook.md").read_text()
 GIB = 1 << 30

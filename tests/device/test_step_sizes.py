@@ -9,8 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jpaged.capacity.known_models import KNOWN_MODELS
-from jpaged.capacity.step_times import find_target
 from jpaged.checkpoints.names import num_params
 from jpaged.config import EngineConfig
 from jpaged.device.aot.topology import TOPOLOGIES, Topology
@@ -19,6 +17,8 @@ from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.model import Model
 from jpaged.models.sharding import largest_split
+from jpaged.plan.known_models import KNOWN_MODELS
+from jpaged.plan.step_times import find_target
 
 OWN = {"tpu": "pallas-tpu", "gpu": "pallas-gpu"}
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from jpaged.capacity.known_models import KNOWN_MODELS
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.families.opt.config import OptConfig
 from jpaged.models.hf_config import from_hf, to_hf
 from jpaged.models.rope_config import RopeConfig
+from jpaged.plan.known_models import KNOWN_MODELS
 from tests.models.tiny import TinyCase, tiny_case, tiny_cases
 
 SMOLLM2 = {

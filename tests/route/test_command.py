@@ -1,6 +1,5 @@
 """`jpaged route` as a process: what it prints, refuses and ends with."""
 
-import argparse
 import re
 import signal
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jpaged.cli.help import commands_of
 from jpaged.cli.main import main, make_parser
 from jpaged.client import Client
 from jpaged.types import SamplingParams
@@ -48,8 +48,7 @@ def test_what_is_a_servers_own_affair_is_no_option_here(capsys, flag):
 
 def flags_of(command: str, begin: str = "--") -> set[str]:
     """The flags of a command that begin like this."""
-    commands: Any = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
-    actions: Any = commands.choices[command]._actions
+    actions = commands_of(make_parser())[command]._actions
     return {flag for action in actions for flag in action.option_strings if flag.startswith(begin)}
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jpaged.capacity.compilation import find_config
 from jpaged.demo import FOLDER
 from jpaged.llm import LLM
+from jpaged.plan.compilation import find_config
 from jpaged.types import SamplingParams
 from tests.checkpoints.gguf.files import checkpoint, of_kind, write_gguf
 from tests.checkpoints.gguf.test_tokenizer import demo_metadata

@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
-from jpaged.capacity.simulator.deployment import MODELS, deploy
-from jpaged.capacity.simulator.simulation import simulate
-from jpaged.capacity.simulator.trace import TraceRequest
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import BucketTable, DeviceRates
 from jpaged.engine.scheduling.lookahead import LEAST_SHARE, LEAST_TOKENS, StepTimes
 from jpaged.engine.scheduling.scheduler import _within
 from jpaged.hardware import HARDWARE
+from jpaged.plan.simulator.deployment import MODELS, deploy
+from jpaged.plan.simulator.simulation import simulate
+from jpaged.plan.simulator.trace import TraceRequest
 from jpaged.testing import expected_tokens
 from tests.engine.groups import group_of
 from tests.engine.timed import TimedExecutor

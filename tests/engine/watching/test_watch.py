@@ -14,7 +14,7 @@ import pytest
 from jpaged.engine.kv.contiguous import ReservedMemory
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.errors import InvalidArgument, Unsupported
-from jpaged.pool import FrameReader, FrameWriter, Kind, unpack
+from jpaged.inspector.frames import FrameReader, FrameWriter, Kind, unpack
 from jpaged.testing import FakeExecutor
 from tests.engine.harness import Harness
 from tests.engine.kv.tiers.disks import PROMPT, Server

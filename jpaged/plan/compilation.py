@@ -1,0 +1,330 @@
+"""The model of a plan, compiled for each target in a child process; jax sees only a CPU there.
+
+The model is a name, a single config.json, or a folder; weights are not needed. A process per target isolates the
+environment and crashes of the compiler: libtpu 0.0.42 has been seen to crash (signal 11, for tpu7x) while two programs
+were compiled concurrently. If a signal ends a child, it is restarted with one program at a time.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from jpaged import errors, json_text
+from jpaged.checkpoints.hub import expand_home, find_local, read_config, read_json
+from jpaged.checkpoints.quantised.quantizer import quantised_here
+from jpaged.checkpoints.weights import read_head
+from jpaged.config import EngineConfig, child_environment, tpu_library
+from jpaged.config.speculative import NAME as SPECULATIVE
+from jpaged.device.aot.deployment import Deployment, Models, compile_deployment
+from jpaged.device.aot.topology import (
+    compile_only_devices,
+    compile_only_gpus,
+    compiler_environment,
+    find_library,
+    find_topology,
+)
+from jpaged.device.kv_scales import kv_dtype
+from jpaged.device.mesh import build_mesh
+from jpaged.device.step_sizes import Attention
+from jpaged.engine.executor import Progress
+from jpaged.errors import InternalError, InvalidArgument, NotFound
+from jpaged.models.config import ModelConfig
+from jpaged.models.decoder import lossy
+from jpaged.models.hf_config import from_hf
+from jpaged.models.model import Model
+from jpaged.models.sharding import largest_split, pad_for_sharding, with_parallel_experts
+from jpaged.plan.known_models import KNOWN_MODELS, find_known
+from jpaged.plan.step_times import PlannedModel, StepTimes, Target, find_target
+
+
+def find_config(name: str) -> tuple[str, ModelConfig]:
+    """Return the model's name and config.
+
+    Args:
+        name: `demo`, a well-known model's name or hub id, a config.json or a folder that has one.
+
+    Raises:
+        NotFound: no model has that name; the message lists the well-known ones.
+        InvalidArgument, Unsupported: its config.json cannot be read or served.
+    """
+    folder = find_local(name)
+    if folder is not None:
+        return name, read_config(folder)
+    path = expand_home(name, "model")
+    if path.is_file():
+        return name, from_hf(read_json(path))
+    known = find_known(name)
+    if known is None:
+        raise NotFound(
+            f"model: {name!r} is not a config.json, a folder or a built-in configuration; built in are "
+            f"{', '.join(KNOWN_MODELS)}, by these names or their hub ids"
+        )
+    return known.name, known.config
+
+
+_SERVED = ("float32", "bfloat16")
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Input of a plan: what to compile.
+
+    Attributes:
+        model: as `find_config` takes it.
+        target: as `find_target` takes it.
+        options: engine options, flat; tensor_parallel_size defaults to the maximum that the model allows.
+        all_programs: compile every program, not only those that the plan needs.
+        save: a folder to write the programs to, or None.
+        num_threads: number of programs compiled concurrently; None for the default of a server.
+    """
+
+    model: str
+    target: str
+    options: Mapping[str, Any]
+    all_programs: bool
+    save: str | None = None
+    num_threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledPlan:
+    """Plan of one target.
+
+    Attributes:
+        num_devices: devices that share one copy of the model.
+        num_context_parts: context-parallel groups among them, each with a part of every context and the whole model.
+        dtype: type of weights and activations.
+        kv_dtype: type of the pool.
+        notes: choices that the user did not make explicitly.
+        versions: versions of the compiling packages.
+    """
+
+    model: str
+    target: Target
+    num_devices: int
+    num_context_parts: int
+    dtype: str
+    kv_dtype: str
+    notes: tuple[str, ...]
+    deployment: Deployment
+    step_times: StepTimes
+    versions: Mapping[str, str]
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of the model on all devices of the target. A copy takes num_devices; a remainder stays idle."""
+        return self.target.num_devices // self.num_devices
+
+
+def answer(question: Question, progress: Progress) -> CompiledPlan:
+    """Compile in this process.
+
+    Raises:
+        JpagedError: the model, an option or the target is invalid, or the compiler fails.
+    """
+    name, config = find_config(question.model)
+    config = quantised_here(config, str(question.options.get("quantization", "auto")))
+    target = find_target(question.target)
+    options = EngineConfig.load(question.options)
+    if options.parallel.enable_expert_parallel:
+        config = with_parallel_experts(config)
+    config = lossy.as_asked(config, options)
+    draft, chosen = _draft_config(options), 1 if options.has_head else question.options.get("tensor_parallel_size")
+    num_parts = options.parallel.context_parallel_size
+    num_sharing, notes = _num_devices([config] if draft is None else [config, draft], target, chosen, num_parts)
+    num_devices = num_sharing * num_parts
+    dtype = options.model.dtype
+    if dtype == "auto":
+        dtype = config.checkpoint_dtype if config.checkpoint_dtype in _SERVED else "bfloat16"
+        if config.checkpoint_dtype not in (None, dtype):
+            notes.append(f"the checkpoint has dtype {config.checkpoint_dtype}: planned with --dtype {dtype}")
+    model = Model(config, np.dtype(dtype))
+    mesh = build_mesh(_devices(target)[:num_devices], num_parts)
+    notes += Attention.on(model, options, mesh).reasons()
+    deployment = compile_deployment(
+        Models(model, None if draft is None else Model(draft, model.dtype)),
+        options,
+        mesh,
+        target.hardware.usable_bytes,
+        all_programs=question.all_programs,
+        progress=progress,
+        save=None if question.save is None else Path(question.save),
+        num_threads=question.num_threads,
+    )
+    if num_slots := deployment.geometry.max_loras:
+        notes.append(
+            f"{num_slots} adapter slots of rank {options.lora.max_lora_rank} take "
+            f"{deployment.adapter_bytes / _GIB:.3f} GiB of the weights: every step reads all of them and multiplies "
+            "every token with all of them"
+        )
+    return CompiledPlan(
+        model=name,
+        target=target,
+        num_devices=num_devices,
+        num_context_parts=num_parts,
+        dtype=dtype,
+        kv_dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype).name,
+        notes=tuple(notes),
+        deployment=deployment,
+        step_times=PlannedModel(
+            config=config,
+            kv_dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype).name,
+            itemsize=model.dtype.itemsize,
+            target=target,
+            num_devices=num_sharing,
+            num_context_parts=num_parts,
+            weight_bytes=deployment.memory.request.weight_bytes,
+            bytes_per_block=deployment.memory.request.bytes_per_block // deployment.block_layers * config.num_layers,
+            block_size=deployment.geometry.block_size // num_parts,
+            number_bytes=deployment.number_bytes or model.dtype.itemsize,
+            adapter_bytes=deployment.adapter_bytes,
+        ).step_times(),
+        versions={name: version(name) for name in ("jax", "jaxlib")},
+    )
+
+
+def _num_devices(
+    configs: Sequence[ModelConfig], target: Target, chosen: int | None, num_context_parts: int
+) -> tuple[int, list[str]]:
+    """Return the number of tensor-parallel devices of a model and its draft, and notes about the choice."""
+    most = target.num_devices // num_context_parts
+    if most < (chosen or 1):
+        raise InvalidArgument(
+            "tensor_parallel_size" if num_context_parts == 1 else "context_parallel_size",
+            f"requires {(chosen or 1) * num_context_parts} devices; {target.name} has {target.num_devices}",
+        )
+    if chosen is not None:
+        for config in configs:
+            pad_for_sharding(config, chosen)
+        return chosen, []
+    largest = next(n for n in range(most, 0, -1) if all(largest_split(one, n) == n for one in configs))
+    if largest == most:
+        return largest, []
+    heads = " and ".join(str(config.num_heads) for config in configs)
+    return largest, [f"{heads} heads cannot be split over {most} devices: tensor_parallel_size is {largest}"]
+
+
+def _devices(target: Target) -> Sequence[Any]:
+    if target.platform == "tpu":
+        return compile_only_devices(find_topology(target.name))
+    return compile_only_gpus(target.num_devices, target.family)
+
+
+def _draft_config(options: EngineConfig) -> ModelConfig | None:
+    """Return the config of the draft model or head, if the options have one."""
+    if options.speculation is None or options.speculation.model is None:
+        return None
+    try:
+        return _config_of_draft(options.speculation.model, is_head=options.has_head)
+    except (InvalidArgument, NotFound) as error:
+        raise InvalidArgument(f"{SPECULATIVE}.model", str(error).removeprefix("model: ")) from error
+
+
+def _config_of_draft(name: str, *, is_head: bool) -> ModelConfig:
+    if not is_head:
+        return find_config(name)[1]
+    folder = find_local(name)
+    if folder is None:
+        raise NotFound(f"model: {name!r} is not a folder with a draft head")
+    return read_head(folder)
+
+
+_GPU_ENVIRONMENT = {"JAX_PLATFORMS": "cpu"}
+
+
+def compile_plan(question: Question, say: Callable[[str], None]) -> CompiledPlan:
+    """Compile in a child and wait for the plan; retry if its compiler crashed.
+
+    Args:
+        question: what to compile.
+        say: called with progress messages, one line each.
+
+    Raises:
+        JpagedError: the child reported an error, or died.
+    """
+    try:
+        return _ask(question, say)
+    except _Crashed as crash:
+        say(f"the compiler crashed (signal {crash.number}): retrying with one program at a time")
+    try:
+        return _ask(dataclasses.replace(question, num_threads=1), say)
+    except _Crashed as crash:
+        raise InternalError(
+            f"{question.target}: the compiler process crashed twice, by signal {crash.number}: {crash.last}"
+        ) from crash
+
+
+class _Crashed(Exception):
+    """A signal ended the child."""
+
+    def __init__(self, number: int, last: str) -> None:
+        super().__init__(number, last)
+        self.number, self.last = number, last
+
+
+def _ask(question: Question, say: Callable[[str], None]) -> CompiledPlan:
+    is_tpu = find_target(question.target).platform == "tpu"
+    variables = compiler_environment(find_library(tpu_library())) if is_tpu else _GPU_ENVIRONMENT
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(
+            [sys.executable, "-m", "jpaged.plan"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            env=child_environment(variables),
+        ) as child,
+    ):
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):  # the child has ended: its exit code gives the reason
+                child.stdin.write(json_text.dumps(asdict(question)))
+                child.stdin.close()
+            found = _read(child.stdout, say)
+        except BaseException:
+            child.kill()
+            raise
+        code = child.wait()
+        if found is None:
+            said.seek(0)
+            last = (said.read().strip().splitlines() or ["no output"])[-1]
+            if code < 0:
+                raise _Crashed(-code, last)
+            raise InternalError(f"{question.target}: the compiler process exited with code {code}: {last}")
+    return found
+
+
+def _read(lines: IO[str], say: Callable[[str], None]) -> CompiledPlan | None:
+    """Return the result from the output of a child; None if there is none."""
+    found: CompiledPlan | None = None
+    for line in lines:
+        kind, _, rest = line.rstrip("\n").partition(" ")
+        if kind == "progress":
+            say(rest)
+        elif kind == "error":
+            name, *arguments = _decoded(rest)
+            raise InvalidArgument(*arguments) if name == "InvalidArgument" else getattr(errors, name)(*arguments)
+        elif kind == "result":
+            found = _decoded(rest)
+    return found
+
+
+def _decoded(text: str) -> Any:
+    """Decode a value that the child process wrote."""
+    return pickle.loads(base64.b64decode(text))

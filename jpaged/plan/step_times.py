@@ -1,0 +1,343 @@
+"""Targets of a plan, and the duration of a step on them: device time, sums over devices, at least the host's time.
+
+    products  = weights over bandwidth, or FLOPs over peak (`jpaged.plan.cost`)
+    attention, sampling = measured cycles (`jpaged.plan.cycles`), on TPUs
+    glue      = a share of products and attention: norms, rotations, layouts
+    sums      = (2 * layers + 1) all-reduces of [tokens, E] in the type that the program sums in, each 2 * (n - 1) / n
+                of the bytes over the links and 2 * (size - 1) hops along every axis
+    merges    = a layer's outputs [tokens, H, D] added up over the devices that share contexts, and their log-sum-exp
+                [tokens, H] gathered, in float32; each of those devices reads its part of the contexts
+    step      = all of these, and at least the host's part
+
+If no cycles are known, as for GPUs, the roofline includes attention, with lower efficiencies, and omits sampling and
+glue. The host prepares a step while the device runs the previous one, so its time counts only if it is longer. Nothing
+was measured on these devices.
+
+| target | devices | names |
+|---|---|---|
+| TPU | all of a slice; jax counts two on a chip of tpu7x | as in libtpu: `v6e:2x4` |
+| GPU | some of one machine | `h200`, `a100:8` |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jpaged.checkpoints.hub import read_config
+from jpaged.checkpoints.names import num_params, weight_bytes
+from jpaged.device.aot.topology import GPUS, TOPOLOGIES, device_kind
+from jpaged.errors import InternalError, InvalidArgument
+from jpaged.hardware import HARDWARE, Hardware, find_hardware
+from jpaged.models.config import ModelConfig
+from jpaged.models.sharding import pad_for_sharding
+from jpaged.plan.cost import ASSUMED, HBM_EFFICIENCY, PRODUCTS_EFFICIENCY, Roofline, Shape, StepLoad
+from jpaged.plan.cycles import CountedCycles, CountedTimes, HeadShape, counted_cycles
+
+_MAX_GPUS = 8
+_FAMILIES = {name.removeprefix("tpu-"): device for name, device in HARDWARE.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Devices of one kind.
+
+    Attributes:
+        name: as the user writes it.
+        family: key of prices: the generation, or the GPU.
+        platform: platform of the compiler, `tpu` or `cuda`.
+        num_devices: as jax counts them.
+        num_chips: as they are billed.
+        hardware: data of each device.
+        shape: devices along each axis; a message passes all devices of an axis.
+    """
+
+    name: str
+    family: str
+    platform: str
+    num_devices: int
+    num_chips: int
+    hardware: Hardware
+    shape: tuple[int, ...]
+
+
+def find_target(name: str) -> Target:
+    """Return the target of a name.
+
+    Raises:
+        InvalidArgument: the name is unknown; the message lists the known ones.
+    """
+    topology = TOPOLOGIES.get(name)
+    if topology is not None:
+        chip = topology.generation
+        return Target(
+            name, chip.name, "tpu", topology.num_devices, topology.num_chips, _FAMILIES[chip.name], topology.shape
+        )
+    family, _, count = name.partition(":")
+    if family in GPUS and (count or "1") in map(str, range(1, _MAX_GPUS + 1)):
+        num_devices = int(count or "1")
+        return Target(name, family, "cuda", num_devices, num_devices, _hardware(family), (num_devices,))
+    raise InvalidArgument(
+        "topology",
+        f"{name!r} is not known; known are {', '.join(GPUS)}, each with an optional suffix :1 to :{_MAX_GPUS}, and "
+        f"{', '.join(TOPOLOGIES)}",
+    )
+
+
+def _hardware(gpu: str) -> Hardware:
+    """Return the hardware of a GPU that can be compiled for."""
+    found = find_hardware(device_kind(gpu))
+    if found is None:
+        raise InternalError(f"{gpu} reports itself as {device_kind(gpu)!r}, which is not in the hardware table")
+    return found
+
+
+LINK_EFFICIENCY = 0.5
+"""Used share of a device's links: small slices have no wrap-around, and a ring does not use all links at once."""
+HOP_S = 1e-6
+_FLOAT32 = 4
+GLUE_SHARE = 0.03
+"""Share of products and attention that norms, rotations and layouts take in addition."""
+HOST_S, HOST_ROW_S = 0.1e-3, 0.01e-3
+"""Upper bound of the host's step time: 0.74 ms for 64 rows; measurements: `benchmarks/results/host_step.json`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """Parts of a step's time, in seconds.
+
+    Attributes:
+        products_s: includes attention if that is not measured.
+        host_s: preparation of the next step, concurrent with the device.
+    """
+
+    products_s: float
+    attention_s: float
+    sampling_s: float
+    glue_s: float
+    sums_s: float
+    host_s: float
+    merges_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the whole step."""
+        on_device_s = self.products_s + self.attention_s + self.sampling_s + self.glue_s + self.sums_s + self.merges_s
+        return max(self.host_s, on_device_s)
+
+    def __str__(self) -> str:
+        named = dataclasses.asdict(self)
+        if self.host_s < self.seconds:
+            del named["host_s"]
+        return ", ".join(f"{name.removesuffix('_s')} {value * 1e3:.2f}" for name, value in named.items() if value)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A copy of a model on some devices of a target, as planned or compiled.
+
+    Attributes:
+        kv_dtype: type of stored keys and values.
+        itemsize: bytes of a weight.
+        num_devices: devices that share the copy.
+        weight_bytes: bytes on one device.
+        block_size: slots of a block on one device.
+        bytes_per_block: all layers, on one device.
+        number_bytes: bytes of each number that is summed over devices.
+        adapter_bytes: the part of weight_bytes for adapter slots.
+        num_context_parts: parts of every context, each on num_devices devices that share the copy.
+    """
+
+    config: ModelConfig
+    kv_dtype: str
+    itemsize: int
+    target: Target
+    num_devices: int
+    weight_bytes: int
+    bytes_per_block: int
+    block_size: int
+    number_bytes: float
+    adapter_bytes: int = 0
+    num_context_parts: int = 1
+
+    def step_times(self, counted: CountedCycles | None = None) -> StepTimes:
+        """Return the step times. An embedding that is only looked up is ignored, because a step reads little of it.
+
+        Args:
+            counted: cycles of kernels; defaults to those of the package.
+        """
+        config, num_devices, hardware = self.config, self.num_devices, self.target.hardware
+        head_params = config.vocab_size * config.hidden_size
+        looked_up = 0 if config.tie_word_embeddings else head_params
+        num_parts = self.num_context_parts
+        seen = (kind.sliding_window for kind in config.attention_kinds)
+        windows = tuple(None if window is None else -(-window // num_parts) for window in seen)
+        shape = Shape(
+            num_params=num_params(config) - looked_up,
+            num_layers=config.num_layers,
+            query_width=config.query_width,
+            weight_bytes=self.weight_bytes * num_devices - looked_up * self.itemsize,
+            kv_bytes_per_token=self.bytes_per_block * num_devices / self.block_size,
+            head_params=head_params,
+            adapter_params=self.adapter_bytes * num_devices / self.itemsize,
+            windows=windows,
+            **expert_shape(config),
+        )
+        local = pad_for_sharding(config, num_devices)
+        heads = HeadShape(
+            num_kv_heads=local.num_kv_heads // num_devices,
+            group=local.num_heads // local.num_kv_heads,
+            head_dim=local.head_dim,
+            kv_dtype=self.kv_dtype,
+            block_size=self.block_size,
+        )
+        # Kernels over latents were not measured.
+        times = (
+            None
+            if config.value_dim is not None
+            else CountedTimes.find(
+                counted or counted_cycles(),
+                hardware,
+                heads,
+                windows,
+                self.bytes_per_block / self.block_size / config.num_layers,
+                math.ceil(local.vocab_size / num_devices),
+                is_split=num_devices > 1,
+            )
+        )
+        roofline = Roofline(shape, hardware, num_devices)
+        outputs = local.num_heads // num_devices * (local.value_dim or local.head_dim)
+        numbers = OutputNumbers(outputs, local.num_heads // num_devices)
+        return StepTimes(roofline, self.target, config.hidden_size, self.number_bytes, times, num_parts, numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputNumbers:
+    """Attention outputs of a token on one device: numbers of all heads, and log-sum-exps."""
+
+    outputs: int = 0
+    heads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Step times of a model split over some devices of a target.
+
+    Attributes:
+        roofline: of the model on these devices.
+        target: the target of the devices.
+        hidden_size: width of the sums over devices.
+        number_bytes: bytes of each number that is summed over devices.
+        counted: times of attention and sampling of one device; None if no cycles are known.
+        num_context_parts: parts of every context.
+        numbers: attention outputs that are merged over these parts.
+    """
+
+    roofline: Roofline
+    target: Target
+    hidden_size: int
+    number_bytes: float
+    counted: CountedTimes | None = None
+    num_context_parts: int = 1
+    numbers: OutputNumbers = OutputNumbers()
+
+    def parts(self, load: StepLoad) -> StepParts:
+        """Return the parts of a step's time."""
+        sums_s, host_s = self._sums_s(load.num_tokens), HOST_S + HOST_ROW_S * load.num_rows
+        merges_s = self._merges_s(load.num_tokens)
+        load = load.in_parts(self.num_context_parts)
+        if self.counted is None:
+            return StepParts(self.roofline.step_s(load), 0.0, 0.0, 0.0, sums_s, host_s, merges_s)
+        products_s, attention_s = self.roofline.products_s(load), self.counted.attention_s(load)
+        glue_s = GLUE_SHARE * (products_s + attention_s)
+        return StepParts(
+            products_s, attention_s, self.counted.sampling_s(load.num_rows), glue_s, sums_s, host_s, merges_s
+        )
+
+    def step_s(self, load: StepLoad) -> float:
+        """Return the seconds of a step."""
+        return self.parts(load).seconds
+
+    def assumptions(self, num_rows: int) -> list[str]:
+        """Return lines that describe the assumptions, for steps of at most num_rows rows."""
+        links = f"{LINK_EFFICIENCY:.0%} of the links between devices"
+        if self.counted is None:
+            return [
+                f"no cycles were counted for {self.target.family}: a roofline at {ASSUMED.bandwidth_efficiency:.0%} "
+                f"of the HBM's bandwidth, {ASSUMED.flops_efficiency:.0%} of the bfloat16 peak and {links}, including "
+                "attention but not sampling"
+            ]
+        return [
+            f"matrix products at {PRODUCTS_EFFICIENCY:.0%} of the bfloat16 peak, weights at {HBM_EFFICIENCY:.0%} of "
+            f"the HBM's bandwidth, {links}, and {GLUE_SHARE:.0%} of products and attention for all else",
+            *self.counted.lines(num_rows),
+        ]
+
+    def _sums_s(self, num_tokens: int) -> float:
+        n = self.roofline.num_devices
+        if n == 1:
+            return 0.0
+        num_bytes = num_tokens * self.hidden_size * self.number_bytes
+        moved_s = 2 * (n - 1) / n * num_bytes / (self.target.hardware.link_bytes_per_s * LINK_EFFICIENCY)
+        # A part of the slice is assumed to be a line.
+        axes = self.target.shape if n == self.target.num_devices else (n,)
+        hops = sum(2 * (size - 1) for size in axes)
+        return (2 * self.roofline.shape.num_layers + 1) * (moved_s + max(hops, 2) * HOP_S)
+
+    def _merges_s(self, num_tokens: int) -> float:
+        n = self.num_context_parts
+        if n == 1:
+            return 0.0
+        summed, gathered = (_FLOAT32 * num_tokens * num for num in (self.numbers.outputs, self.numbers.heads))
+        num_bytes = 2 * (n - 1) / n * summed + (n - 1) * gathered
+        moved_s = num_bytes / (self.target.hardware.link_bytes_per_s * LINK_EFFICIENCY)
+        return self.roofline.shape.num_layers * (moved_s + 3 * (n - 1) * HOP_S)
+
+
+def expert_shape(config: ModelConfig) -> dict[str, Any]:
+    """Return the `Shape` fields of a model's experts: their parameters, and the share that a token uses."""
+    if config.mixture is None:
+        return {}
+    routing, num_sparse = config.mixture.routing, sum(kind.is_sparse for kind in config.layer_kinds)
+    expert_params = 3.0 * config.hidden_size * config.mixture.width * routing.num_experts * num_sparse
+    return {"expert_params": expert_params, "expert_share": routing.top_k / routing.num_experts}
+
+
+ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
+
+
+def stored_shape(
+    path: Path, dtype: str | None = None, kv_dtype: str | None = None, quantization: str = "auto"
+) -> Shape:
+    """Return what a step of a checkpoint reads and computes, from its config.
+
+    Args:
+        path: as `find_folder` returns it.
+        dtype: type of weights that are not quantized, in the server; None for that of the files.
+        kv_dtype: type of the KV cache; None for that of the weights.
+        quantization: method by which weights are rounded at loading.
+
+    Raises:
+        InvalidArgument, Unsupported: as `read_config`.
+    """
+    config = read_config(path)
+    if quantization != "auto":
+        from jpaged.checkpoints.quantised.quantizer import quantised_here  # imports jax
+
+        config = quantised_here(config, quantization)
+    item_bytes = ITEM_BYTES.get(dtype or "") or ITEM_BYTES[config.checkpoint_dtype or "float32"]
+    head_params = config.vocab_size * config.hidden_size
+    looked_up = 0 if config.tie_word_embeddings else head_params
+    return Shape(
+        num_params=num_params(config) - looked_up,
+        num_layers=config.num_layers,
+        query_width=config.query_width,
+        weight_bytes=weight_bytes(config, item_bytes) - looked_up * item_bytes,
+        kv_bytes_per_token=config.num_layers * config.kv_width * ITEM_BYTES.get(kv_dtype or "", item_bytes),
+        head_params=head_params,
+        **expert_shape(config),
+    )
