@@ -41,7 +41,7 @@ from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Executor, Geometry, Progress
 from jpaged.engine.executor.shapes import KeyLengths
 from jpaged.engine.kv.pinned import pin_limit
-from jpaged.engine.kv.tiers.disk import open_disks
+from jpaged.engine.kv.tiers.connector_tier import open_stores
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.kvevents.encoding import Encoder
@@ -155,7 +155,7 @@ def _make_engines(
 ) -> list[Engine]:
     """Return an engine for each executor, with KV event publishers if configured."""
     queues = shares(options.scheduler.max_num_queued_reqs, len(runs))
-    disks = open_disks(options.cache, runs[0].host_blocks, runs[0].geometry, len(runs))
+    stores = open_stores(options.cache, runs[0].host_blocks, runs[0].geometry, len(runs))
     engines = [
         Engine(
             one,
@@ -164,9 +164,9 @@ def _make_engines(
             lengths=KeyLengths(source.config.max_prefix_len, source.config.outgrown_len),
             eos_token_ids=source.eos_token_ids,
             make_masks=grammars.make_masks,
-            disk=disk,
+            stores=store,
         )
-        for one, queue, disk in zip(runs, queues, disks, strict=True)
+        for one, queue, store in zip(runs, queues, stores, strict=True)
     ]
     return _telling(resolved, engines)
 

@@ -210,7 +210,8 @@ def _cells(
     return cells
 
 
-Tier = Literal["device", "host", "disk"]
+Tier = Literal["device", "host", "disk", "external"]
+"""Where a block is stored; "external" is a KV connector of a third party."""
 
 
 class Owner(NamedTuple):

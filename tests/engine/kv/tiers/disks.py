@@ -5,7 +5,7 @@ from typing import Any
 
 from jpaged.blockstore.store import BlockStore
 from jpaged.engine.executor import DeviceRates
-from jpaged.engine.kv.tiers.disk import Disk
+from jpaged.engine.kv.tiers.connector_tier import EngineStore
 from jpaged.testing import FakeExecutor, seeing, with_adapters
 from jpaged.types import SamplingParams
 from tests.engine.harness import CheckedHarness
@@ -73,13 +73,13 @@ class Server:
         self.windows = windows
         self.store = BlockStore(path, IDENTITY, blocks.bytes_per_block, limit)
         self.readers, self.writers = Inline(), Inline()
-        self.h = CheckedHarness(executor=executor, make_disk=self._disk, **options)
+        self.h = CheckedHarness(executor=executor, make_stores=self._stores, **options)
         self.memory: Any = self.h.engine._loop.memory
-        self.disk: Any = self.memory.disk
+        self.disk: Any = self.memory.connectors[0]
         self.queues = self.h.engine._loop.scheduler.queues
 
-    def _disk(self, executor):
-        return Disk(self.store, (self.readers, self.writers))
+    def _stores(self, executor):
+        return (EngineStore(self.store, threads=(self.readers, self.writers)),)
 
     def submit(self, name, prompt, *, weight=0, **sampling):
         sampling = {"max_tokens": 3, "temperature": 0.0, **sampling}
