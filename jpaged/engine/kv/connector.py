@@ -48,8 +48,8 @@ class KVConnectorConfig:
             layout, device kind, jpaged's code. Store blocks under identity and key if other models use the same store.
         value_bytes: size of every value: the contents of a block and their checksum.
         extra_config: `kv_connector_extra_config`.
-        on_removed: callback for a key that the connector removed by itself, such as an evicted one. Any thread may call
-            it; it returns at once. Needed only for KV events and the metric of evicted blocks.
+        on_removed: callback for a key that the connector removed by itself, such as an evicted one, after `lookup` has
+            become False. Any thread may call it; it returns at once. Only KV events and a metric depend on it.
     """
 
     identity: bytes

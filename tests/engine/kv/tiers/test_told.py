@@ -1,7 +1,7 @@
 """What is told of blocks on disk is what is there, and a directory knows of a prefix as long as any tier has it."""
 
 import random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -12,7 +12,7 @@ from jpaged.engine.kv.tiers import connector_tier as tellings
 from jpaged.engine.kv.tiers.connector_tier import ConnectorKVEvents
 from jpaged.kvevents.directory import Directory
 from jpaged.kvevents.encoding import Encoder, decode
-from jpaged.pool import Change, Removed
+from jpaged.pool import Change, Removed, Tier
 from tests.engine.kv.tiers.disks import IDENTITY, PROMPT, Server, second_life
 
 
@@ -20,7 +20,7 @@ class Reader:
     """Who reads along: the sets of what is told, and a directory."""
 
     def __init__(self, prefixes: Any, windows: tuple[int | None, ...] = (None,)) -> None:
-        self.held: dict[str, set[tuple[bytes, int]]] = {"device": set(), "host": set(), "disk": set()}
+        self.held: dict[str, set[tuple[bytes, int]]] = {tier: set() for tier in get_args(Tier)}
         self.directory = Directory()
         self._encoder = Encoder(4, windows)
         prefixes.changes.tell_to(self)
