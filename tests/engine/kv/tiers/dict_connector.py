@@ -64,13 +64,13 @@ class Hanging(DictConnector):
     goes_on: ClassVar[threading.Event] = threading.Event()
 
     def remove(self, key: bytes) -> None:
-        self.goes_on.wait(60)
+        self.goes_on.wait(5)
         super().remove(key)
 
     def reset(self) -> None:
-        self.goes_on.wait(60)
+        self.goes_on.wait(5)
         super().reset()
 
     def close(self) -> None:
-        self.goes_on.wait(60)
+        self.goes_on.wait(5)
         super().close()
