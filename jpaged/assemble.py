@@ -40,8 +40,9 @@ from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Executor, Geometry, Progress
 from jpaged.engine.executor.io import KeyLengths
+from jpaged.engine.kv.connector import import_connector
 from jpaged.engine.kv.pinned import pin_limit
-from jpaged.engine.kv.tiers.disk import open_disks
+from jpaged.engine.kv.tiers.connector_tier import open_stores
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.kvevents.encoding import Encoder
@@ -93,6 +94,8 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
     Raises:
         InvalidArgument, NotFound, Unsupported: the model or an option is invalid; states which and why.
     """
+    if (transfer := options.cache.kv_transfer) is not None:
+        import_connector(transfer)  # errors before weights are read
     source, model, places = _place(options)
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
     adapters = _adapters(options, options.server.served_model_name or source.name, model, places[0], progress)
@@ -155,7 +158,7 @@ def _make_engines(
 ) -> list[Engine]:
     """Return an engine for each executor, with KV event publishers if configured."""
     queues = shares(options.scheduler.max_num_queued_reqs, len(runs))
-    disks = open_disks(options.cache, runs[0].host_blocks, runs[0].geometry, len(runs))
+    stores = open_stores(options.cache, runs[0].host_blocks, runs[0].geometry, len(runs))
     engines = [
         Engine(
             one,
@@ -164,9 +167,9 @@ def _make_engines(
             lengths=KeyLengths(source.config.max_prefix_len, source.config.outgrown_len),
             eos_token_ids=source.eos_token_ids,
             make_masks=grammars.make_masks,
-            disk=disk,
+            stores=store,
         )
-        for one, queue, disk in zip(runs, queues, disks, strict=True)
+        for one, queue, store in zip(runs, queues, stores, strict=True)
     ]
     return _telling(resolved, engines)
 
@@ -239,6 +242,8 @@ def preview(options: EngineConfig) -> Preview:
     Raises:
         InvalidArgument, NotFound, Unsupported: as `build`.
     """
+    if (transfer := options.cache.kv_transfer) is not None:
+        import_connector(transfer)  # errors before weights are read
     source, model, places = _place(options)
     where, num_places = places[0], len(places)
     device = first_device(where.mesh)
@@ -270,6 +275,8 @@ def follow(options: EngineConfig, progress: Progress, follower: Follower) -> Non
         InvalidArgument, NotFound, Unsupported: as `build`.
         InternalError: a step failed.
     """
+    if (transfer := options.cache.kv_transfer) is not None:
+        import_connector(transfer)  # errors before weights are read
     source, model, places = _place(options)
     (executor,) = _make_executors(source, model, options, places, progress, follower)
     follower.agree(_findings(source, executor))

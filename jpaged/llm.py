@@ -386,13 +386,13 @@ class LLM:
     def close(self) -> None:
         """Stop the engine thread and free the device's memory; the LLM cannot be used again, and calls in flight fail.
 
-        With a disk tier, pending blocks are written first.
+        With a KV connector or a disk tier, pending blocks are written first.
         """
         if self._is_closed or os.getpid() != self._process_id:
             return
         self._is_closed = True
         config = self._serving.config
-        if config.cache.kv_disk_space:
+        if config.cache.store_option is not None:
             self._serving.engine.drain(config.server.shutdown_timeout)
         self._stop()
 

@@ -262,6 +262,43 @@ class EngineLoad(LoadTotals):
         Metric("jpaged:disk_read_seconds", "Seconds spent reading from disk, summed over threads.")
     )
     disk_write_s: float = shared(Metric("jpaged:disk_write_seconds", "Seconds spent writing to disk."))
+    external_is_on: int = shared(Metric("jpaged:external_on", "1 if a KV connector is on, 0 if it is off."), "gauge")
+    num_external_hit_tokens: int = counter(
+        Metric("jpaged:external_prefix_hits", "Prompt tokens loaded by a KV connector for a prefix cache lookup.")
+    )
+    num_external_fallbacks: int = counter(
+        Metric(
+            "jpaged:external_fallbacks",
+            "Requests that recomputed blocks because the KV connector did not deliver them, or not in time.",
+        )
+    )
+    num_external_blocks: int = shared(Metric("jpaged:external_blocks", "KV blocks stored by a KV connector."), "gauge")
+    num_external_blocks_read: int = shared(Metric("jpaged:external_blocks_read", "KV blocks loaded by a KV connector."))
+    num_external_blocks_written: int = shared(
+        Metric("jpaged:external_blocks_written", "KV blocks saved by a KV connector.")
+    )
+    external_bytes_read: int = shared(Metric("jpaged:external_read_bytes", "KV block bytes loaded by a KV connector."))
+    external_bytes_written: int = shared(
+        Metric("jpaged:external_written_bytes", "KV block bytes saved by a KV connector.")
+    )
+    external_read_s: float = shared(
+        Metric("jpaged:external_read_seconds", "Seconds spent loading by a KV connector, summed over threads.")
+    )
+    external_write_s: float = shared(
+        Metric("jpaged:external_write_seconds", "Seconds spent saving by a KV connector, summed over threads.")
+    )
+    num_external_blocks_dropped: int = shared(
+        Metric(
+            "jpaged:external_blocks_dropped",
+            "KV blocks of a KV connector dropped because their content did not match their checksum.",
+        )
+    )
+    num_external_blocks_evicted: int = shared(
+        Metric("jpaged:external_blocks_evicted", "KV blocks that a KV connector removed by itself.")
+    )
+    num_external_failures: int = shared(
+        Metric("jpaged:external_failures", "Errors of a KV connector; the first one turns it off.")
+    )
     device_idle_s: float = counter(
         Metric("jpaged:device_idle_seconds", "Seconds the device was idle between steps while requests were running.")
     )

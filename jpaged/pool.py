@@ -116,7 +116,8 @@ class PoolPicture:
     totals: Mapping[str, int]
 
 
-Tier = Literal["device", "host", "disk"]
+Tier = Literal["device", "host", "disk", "external"]
+"""Where a block is stored; "external" is a KV connector of a third party."""
 
 
 class Owner(NamedTuple):

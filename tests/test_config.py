@@ -1,12 +1,14 @@
 """Options have one home: their names, limits and help, and nobody else reads the environment."""
 
 import json
+from typing import Any
 
 import pytest
 
 from jpaged.config import (
     CacheOptions,
     EngineConfig,
+    KVTransferOptions,
     SchedulerOptions,
     compile_cache_dir,
     iter_options,
@@ -109,6 +111,7 @@ def test_resolving_leaves_nothing_open():
     # Nothing of the kind unless asked for.
     lossy = {"lossy_kv_window", "lossy_kv_sinks"}
     others = {"chat_template", "compiled", "lora", "speculative_config", "cluster_secret_file", "kv_disk_dir"}
+    others.add("kv_transfer_config")
     assert left_out - of_server == others | several | lossy
     assert left_out.isdisjoint({"served_model_name", "max_messages_per_second", "max_pinned_blocks"})
 
@@ -233,6 +236,93 @@ def test_a_disk_is_of_one_process():
         EngineConfig.load(DISK).for_multihost(several)
 
 
+CONNECTOR = {"kv_connector": "MyConnector", "kv_connector_module_path": "my.module"}
+
+
+def test_a_connector_is_described_as_in_vllm():
+    given: dict[str, Any] = {
+        **CONNECTOR,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"path": "/kv", "port": 9},
+        "engine_id": "e-1",
+        "kv_buffer_device": "cpu",
+        "kv_buffer_size": 1e9,
+        "kv_rank": None,
+        "kv_parallel_size": 1,
+        "kv_ip": "127.0.0.1",
+        "kv_port": 14579,
+        "kv_load_failure_policy": "recompute",
+        "enable_permute_local_kv": False,
+    }
+    want = KVTransferOptions("MyConnector", "my.module", {"path": "/kv", "port": 9})
+    for config in (given, json.dumps(given)):
+        cache = EngineConfig.load({"kv_transfer_config": config}).cache
+        assert (cache.kv_transfer, cache.store_option) == (want, "kv_transfer_config")
+    assert KVTransferOptions.parse(json.dumps(CONNECTOR)).kv_connector_extra_config == {}
+    assert EngineConfig.load({}).cache.kv_transfer is None
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "problem"),
+    [
+        ({"kv_role": "kv_producer"}, ".kv_role", "'kv_producer' is not supported: must be 'kv_both', because"),
+        ({"kv_role": "kv_consumer"}, ".kv_role", "'kv_consumer' is not supported"),
+        ({"kv_parallel_size": 2}, ".kv_parallel_size", "2 is not supported: must be 1"),
+        ({"kv_buffer_device": "cuda"}, ".kv_buffer_device", "'cuda' is not supported: must be 'cpu'"),
+        ({"kv_load_failure_policy": "fail"}, ".kv_load_failure_policy", "must be 'recompute'"),
+        ({"enable_permute_local_kv": True}, ".enable_permute_local_kv", "True is not supported"),
+        ({"kv_conector": "a"}, ".kv_conector", "is unknown: must be one of kv_connector, kv_connector_module_path"),
+        ({"kv_connector": None}, ".kv_connector", "is missing: it names the class"),
+        ({"kv_connector": ""}, ".kv_connector", "'' is not a name"),
+        ({"kv_connector": 3}, ".kv_connector", "3 is not a name"),
+        ({"kv_connector_module_path": None}, ".kv_connector_module_path", "is missing: it names the module with"),
+        ({"kv_connector_extra_config": [1]}, ".kv_connector_extra_config", r"\[1\] is not a JSON object"),
+        (
+            {"kv_connector": "NixlConnector", "kv_connector_module_path": None},
+            ".kv_connector",
+            "NixlConnector is a connector of vLLM: for separate prefill and decode servers use role",
+        ),
+        (
+            {"kv_connector": "LMCacheConnectorV1", "kv_connector_module_path": None},
+            ".kv_connector",
+            "for local disk use kv_disk_space",
+        ),
+    ],
+)
+def test_a_connector_that_cannot_be_is_refused_by_name(change, field, problem):
+    with pytest.raises(InvalidArgument, match=problem) as error:
+        EngineConfig.load({"kv_transfer_config": {**CONNECTOR, **change}})
+    assert error.value.field == f"kv_transfer_config{field}"
+
+
+@pytest.mark.parametrize("text", ["MyConnector", "[1]", '{"kv_connector": "a", "kv_connector": "b"}'])
+def test_a_connector_is_one_json_object(text):
+    with pytest.raises(InvalidArgument, match=r"is not JSON|is not a JSON object|is given twice") as error:
+        EngineConfig.load({"kv_transfer_config": text})
+    assert error.value.field.startswith("kv_transfer_config")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (DISK, "MyConnector: only one store is supported below host memory, but kv_disk_space is 1 GiB"),
+        ({"swap_space": 0.0}, "MyConnector: blocks pass through host memory, but swap_space is 0"),
+        ({"enable_prefix_caching": False}, "MyConnector: enable_prefix_caching is False"),
+        ({"kv_policy": "reserve-max"}, "MyConnector: kv_policy reserve-max caches no prefixes"),
+    ],
+)
+def test_a_connector_that_prefixes_cannot_come_to_is_refused(options, problem):
+    with pytest.raises(InvalidArgument, match=problem) as error:
+        EngineConfig.load({"kv_transfer_config": CONNECTOR, **options})
+    assert error.value.field == "kv_transfer_config"
+
+
+def test_a_connector_is_of_one_process():
+    several = MultiHost("host:1", 2, 0, "the options")
+    with pytest.raises(InvalidArgument, match="kv_transfer_config: MyConnector: each process has only a part"):
+        EngineConfig.load({"kv_transfer_config": CONNECTOR}).for_multihost(several)
+
+
 def test_a_head_sees_each_token_once():
     """The model runs one step at a time, and no block leaves for the host."""
     for options in ({}, {"num_scheduler_steps": -1, "swap_space": 0.0}, {"num_scheduler_steps": 1, "swap_space": 1.0}):
@@ -246,6 +336,7 @@ def test_a_head_sees_each_token_once():
         ({"num_scheduler_steps": 4}, "num_scheduler_steps is 4, over the limit of 1"),
         ({"swap_space": 2.0}, "swap_space must be 0"),
         ({"kv_disk_space": 2.0, "kv_disk_dir": "/kv"}, "kv_disk_space must be 0"),
+        ({"kv_transfer_config": CONNECTOR}, "kv_transfer_config must be unset"),
         ({"tensor_parallel_size": 2}, "eagle3 runs on one device; tensor_parallel_size is 2"),
         ({"enable_lora": True}, "eagle3 does not support adapters"),
     ],

@@ -229,7 +229,7 @@ class _Segments:
 
 
 class BlockStore:
-    """Blocks of one identity. Any thread may call, concurrently.
+    """Blocks of one identity on disk: implements `jpaged.engine.kv.connector.ConnectorStore`. Any thread may call.
 
     Args:
         path: folder, which is locked until every user has closed the store.
@@ -255,7 +255,7 @@ class BlockStore:
         self._num_users = 1
         self._is_on = True
         self._counts = StoreCounts()
-        self._gone: list[Callable[[bytes], None]] = []
+        self._listeners: list[Callable[[bytes | None], None]] = []
         begin_s = time.monotonic()
         self._segments.open_all()
         self._clock = _find_all(self._segments.opened, self._slots)
@@ -263,7 +263,7 @@ class BlockStore:
             seconds, num_found = time.monotonic() - begin_s, len(self._slots.known)
             logger.info("disk offload: found %d blocks in %s in %.3f s", num_found, self._segments.path, seconds)
 
-    def __contains__(self, key: bytes) -> bool:
+    def lookup(self, key: bytes) -> bool:
         """Return True if the key is known at this moment; takes no lock."""
         return self._is_on and key in self._slots.known
 
@@ -278,12 +278,12 @@ class BlockStore:
         with self._lock:
             return replace(self._counts, num_blocks=len(self._slots.known) * self._is_on)
 
-    def write(self, key: bytes, contents: memoryview, is_wanted: Callable[[], bool] = lambda: True) -> bool:
+    def save(self, key: bytes, contents: memoryview, is_wanted: Callable[[], bool] = lambda: True) -> bool:
         """Store a block; evict the least recently used one if there is no room.
 
         Args:
             contents: `[bytes_per_block]`; must not change during the call.
-            is_wanted: called last; False cancels the write. `forget` finds the block afterwards.
+            is_wanted: called last; False cancels the write. `remove` finds the block afterwards.
 
         Returns:
             whether it was stored; False if it already was, was forgotten in the meantime, or the disk failed.
@@ -301,7 +301,7 @@ class BlockStore:
             self._turn_off(error)
             return False
 
-    def read(self, key: bytes, into: memoryview) -> bool:
+    def load(self, key: bytes, into: memoryview) -> bool:
         """Read a block and verify its hash; an invalid block is dropped. Return True if it is valid.
 
         Args:
@@ -337,8 +337,8 @@ class BlockStore:
                 except OSError as error:
                     self._turn_off(error)
 
-    def forget(self, key: bytes) -> None:
-        """Forget a key, and prevent a pending write of it from being entered."""
+    def remove(self, key: bytes) -> None:
+        """Remove a key, and prevent a pending write of it from being entered."""
         with self._lock:
             self._remove(key)
 
@@ -349,9 +349,9 @@ class BlockStore:
                 return 0
             gone = [*self._slots.known]
             num_known = self._slots.remove_all()
-            for tell in self._gone:
+            for listener in self._listeners:
                 for key in gone:
-                    tell(key)
+                    listener(key)
             try:
                 for segment in self._segments.opened:
                     segment.clear_all()
@@ -359,13 +359,13 @@ class BlockStore:
                 self._turn_off(error)
             return num_known
 
-    def when_gone(self, tell: Callable[[bytes], None]) -> None:
+    def add_removal_listener(self, listener: Callable[[bytes | None], None]) -> None:
         """Register a callback for each key that is removed, on any thread; a disk error only changes `is_on`.
 
-        The callback runs with the store's lock taken, and may only use `in`.
+        The callback runs with the store's lock taken, and may only use `lookup`.
         """
         with self._lock:
-            self._gone.append(tell)
+            self._listeners.append(listener)
 
     def share(self) -> BlockStore:
         """Return this store for one more user, who must close it too."""
@@ -469,8 +469,8 @@ class BlockStore:
     def _remove(self, key: bytes) -> None:
         """Forget a known or coming key, in memory and on disk."""
         slot = self._slots.remove(key)
-        for tell in self._gone if slot is not None else ():
-            tell(key)
+        for listener in self._listeners if slot is not None else ():
+            listener(key)
         try:
             if slot is not None and self._is_on:
                 slot.segment.clear(slot.number)

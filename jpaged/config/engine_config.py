@@ -169,10 +169,9 @@ class EngineConfig:
             raise InvalidArgument(
                 f"{NAME}.method", f"{problem}, so it cannot load prefixes from other servers; role is {self.roles.role}"
             )
-        if self.cache.kv_disk_space:
-            raise InvalidArgument(
-                f"{NAME}.method", f"{problem}, so it cannot load blocks from disk; kv_disk_space must be 0"
-            )
+        if (store := self.cache.store_option) is not None:
+            limit = "must be 0" if store == "kv_disk_space" else "must be unset"
+            raise InvalidArgument(f"{NAME}.method", f"{problem}, so it cannot load blocks; {store} {limit}")
         if given.get("swap_space") not in (None, 0, CacheOptions().swap_space):
             raise InvalidArgument(
                 f"{NAME}.method", f"{problem}, so it cannot load blocks from host memory; swap_space must be 0"
@@ -246,11 +245,9 @@ class EngineConfig:
             raise InvalidArgument("data_parallel_size", f"{self.parallel.data_parallel_size} {single}")
         if self.startup.compiled is not None:
             raise InvalidArgument("compiled", f"{self.startup.compiled} {single}")
-        if self.cache.kv_disk_space:
-            raise InvalidArgument(
-                "kv_disk_space",
-                f"{self.cache.kv_disk_space:g} GiB: each process has only a part of every block; disk offload {single}",
-            )
+        if (store := self.cache.store_option) is not None:
+            problem = f"{self.cache.described_store()}: each process has only a part of every block; it {single}"
+            raise InvalidArgument(store, problem)
         if self.lora.enable_lora:
             raise InvalidArgument("enable_lora", f"True {single}")
         if self.speculation is not None and self.has_draft:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, Literal
@@ -84,6 +85,36 @@ def checked(spec: dataclasses.Field[Any], value: Any) -> Any:
     if meta["high"] is not None and not value <= meta["high"]:
         raise InvalidArgument(spec.name, f"{value} is above the limit of {meta['high']}")
     return value
+
+
+def parse_json_object(name: str, text: str, example: str) -> dict[str, Any]:
+    """Parse the JSON object of an option.
+
+    Raises:
+        InvalidArgument: it is not a JSON object, or has a name twice.
+    """
+
+    def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        members = dict(pairs)
+        if len(members) < len(pairs):
+            twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+            raise InvalidArgument(f"{name}.{shorten(twice)}", "is given twice")
+        return members
+
+    try:
+        values = json.loads(text, object_pairs_hook=once_each)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, InvalidArgument):
+            raise
+        raise InvalidArgument(name, f"{shorten(text)} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise InvalidArgument(name, f"{shorten(text)} is not a JSON object, such as {example}")
+    return values
+
+
+def shorten(text: str) -> str:
+    """Return a text of at most 60 characters, for messages."""
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _as_json(name: str, value: Mapping[str, Any]) -> str:

@@ -10,12 +10,11 @@ limits are jpaged's: a key that is unknown, or that the method does not use, is 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jpaged.config.option import checked, option
+from jpaged.config.option import checked, option, parse_json_object, shorten
 from jpaged.errors import InvalidArgument
 
 NAME = "speculative_config"
@@ -74,15 +73,7 @@ class SpeculativeOptions:
         Raises:
             InvalidArgument: it is not a JSON object, or `of` rejects its contents.
         """
-        try:
-            values = json.loads(text, object_pairs_hook=_once_each)
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, InvalidArgument):
-                raise
-            raise InvalidArgument(NAME, f"{_short(text)} is not JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise InvalidArgument(NAME, f'{_short(text)} is not a JSON object, such as {{"method": "suffix"}}')
-        return cls.of(values)
+        return cls.of(parse_json_object(NAME, text, '{"method": "suffix"}'))
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SpeculativeOptions:
@@ -94,7 +85,7 @@ class SpeculativeOptions:
         specs = {spec.name: spec for spec in fields(cls)}
         for key in values:
             if key not in specs:
-                raise InvalidArgument(f"{NAME}.{_short(str(key))}", f"is unknown: must be one of {', '.join(specs)}")
+                raise InvalidArgument(f"{NAME}.{shorten(str(key))}", f"is unknown: must be one of {', '.join(specs)}")
         given = {key: _checked(specs[key], value) for key, value in values.items() if value is not None}
         if "method" not in given:
             raise InvalidArgument(f"{NAME}.method", f"is missing: must be one of {', '.join(METHODS)}")
@@ -104,19 +95,6 @@ class SpeculativeOptions:
                 problem = f"{given[key]!r} applies only to {' and '.join(methods)}; the method is {method}"
                 raise InvalidArgument(f"{NAME}.{key}", problem)
         return cls(**given | _resolved(method, given))
-
-
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; reject duplicate names."""
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-        raise InvalidArgument(f"{NAME}.{_short(twice)}", "is given twice")
-    return members
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _checked(spec: Any, value: Any) -> Any:

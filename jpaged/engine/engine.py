@@ -16,7 +16,7 @@ from jpaged.engine.executor.io import KeyLengths
 from jpaged.engine.garbage import collected_between_steps
 from jpaged.engine.grammars import MakeMasks
 from jpaged.engine.kv.pinned import PinnedPrefixes, pin_limit
-from jpaged.engine.kv.tiers.disk import Disk, DiskTier
+from jpaged.engine.kv.tiers.connector_tier import EngineStore
 from jpaged.engine.kv.tiers.leaving import Travel, Travels
 from jpaged.engine.loop import Clock, EngineLoop
 from jpaged.engine.sequence import Sink
@@ -127,14 +127,14 @@ class LoopThread:
             except queue.Empty:
                 """No command arrived."""
 
-    def flush(self, disk: DiskTier, until_s: float) -> bool:
-        """Write to disk what memory has and disk lacks. Return False if the time (of `time.monotonic`) has passed."""
+    def flush_connectors(self, until_s: float) -> bool:
+        """Write the cached blocks that connectors lack. Return False if the time (of `time.monotonic`) has passed."""
         if self._thread is not None and not self._thread.is_alive():
             return True
         is_over = threading.Event()
 
         def look() -> None:
-            if disk.flush():
+            if not [connector for connector in self._loop.memory.connectors if not connector.flush()]:
                 is_over.set()
 
         while not is_over.is_set() and (left_s := until_s - time.monotonic()) > 0:
@@ -176,7 +176,7 @@ class Engine:
         lengths: lengths up to which the model's keys stay valid.
         eos_token_ids: every token that ends a sequence of this model.
         make_masks: creates the object that fills grammar masks; None if no request has a grammar.
-        disk: disk tier of the prefix cache, owned by the engine until `stop`; None for no disk tier.
+        stores: stores below host memory for cached prefixes, such as disk; owned by the engine until `stop`.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         clock: Clock = time.monotonic,
         make_masks: MakeMasks | None = None,
-        disk: Disk | None = None,
+        stores: tuple[EngineStore, ...] = (),
     ) -> None:
         self._executor = executor
         self._loop = EngineLoop(
@@ -200,7 +200,7 @@ class Engine:
             eos_token_ids=eos_token_ids,
             clock=clock,
             make_masks=make_masks,
-            disk=disk,
+            stores=stores,
         )
         self._thread = LoopThread(self._loop)
         self._in_flight = self._loop.in_flight
@@ -366,7 +366,7 @@ class Engine:
         self._thread.fail(error, hangs=hangs)
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests; wait for those in flight and for pending writes to disk.
+        """Refuse new requests; wait for those in flight and for pending writes of connectors.
 
         Returns:
             False if either was not done in time.
@@ -375,15 +375,14 @@ class Engine:
         self._in_flight.close()
         if not self._in_flight.wait_idle(timeout_s):
             return False
-        disk = self._loop.memory.disk
-        return disk is None or self._thread.flush(disk, until_s)
+        return not self._loop.memory.connectors or self._thread.flush_connectors(until_s)
 
     def stop(self) -> None:
         """Stop the loop. Requests in flight get Unavailable."""
         self._in_flight.close()
         if self._thread.stop():
-            if self._loop.memory.disk is not None:
-                self._loop.memory.disk.close()
+            for connector in self._loop.memory.connectors:
+                connector.close()
             self._executor.shutdown()
         if self.prefixes is not None:
             self.prefixes.changes.close()

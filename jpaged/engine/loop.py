@@ -20,7 +20,7 @@ from jpaged.engine.executor.io import KeyLengths
 from jpaged.engine.garbage import collect_if_due
 from jpaged.engine.grammars import Grammars, MakeMasks, bound_rows
 from jpaged.engine.kv.paged import make_memory
-from jpaged.engine.kv.tiers.disk import Disk
+from jpaged.engine.kv.tiers.connector_tier import EngineStore
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.schedule import (
     Schedule,
@@ -177,10 +177,10 @@ class EngineLoop:
         eos_token_ids: frozenset[int],
         clock: Clock,
         make_masks: MakeMasks | None = None,
-        disk: Disk | None = None,
+        stores: tuple[EngineStore, ...] = (),
     ) -> None:
         geometry = executor.geometry
-        self.memory = make_memory(executor, config.cache, lengths.max_cached_tokens, disk)
+        self.memory = make_memory(executor, config.cache, lengths.max_cached_tokens, stores)
         self.scheduler = Scheduler(
             self.memory, config.scheduler, geometry, executor.rates, eos_token_ids, lengths.outgrown_len
         )
@@ -213,7 +213,7 @@ class EngineLoop:
         self._foresight = Foresight(self.scheduler, self.memory, geometry, at_once) if sees_ahead else None
         self._num_arrivals = 0
         self.watch = Watch(geometry, self.memory, self.scheduler, clock)
-        if self.memory.disk is not None:
+        if self.memory.connectors:
             self.stats.end_step(self.memory, self.scheduler)
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -225,8 +225,8 @@ class EngineLoop:
         self._expire(start_s)
         if (host := self.memory.host) is not None and host.errands:
             host.advance()
-        if (disk := self.memory.disk) is not None:
-            self.scheduler.queues.let_in(disk.advance(start_s, is_alone=not self.scheduler.queues.running))
+        for connector in self.memory.connectors:
+            self.scheduler.queues.let_in(connector.poll(start_s, is_alone=not self.scheduler.queues.running))
         self.scheduler.lookahead.has_programs(self._executor.geometry)
         was_in_flight = self._dispatched is not None
         schedule = self.scheduler.schedule(*self._proposed())
@@ -280,8 +280,8 @@ class EngineLoop:
     @property
     def awaits_tiers(self) -> bool:
         """True if transfers between memory tiers are pending, which steps have to poll."""
-        host, disk = self.memory.host, self.memory.disk
-        return (host is not None and bool(host.errands)) or (disk is not None and disk.is_busy)
+        host = self.memory.host
+        return (host is not None and bool(host.errands)) or any(one.is_busy for one in self.memory.connectors)
 
     def check(self) -> None:
         self.memory.check(self.scheduler.queues.groups())
@@ -439,7 +439,7 @@ class EngineLoop:
                 return
         self.groups[request.request_id] = group
         self._output.open(group)
-        is_away = self.memory.disk is not None and self.memory.disk.begin(group)
+        is_away = any(connector.start_load(group) for connector in self.memory.connectors)
         (self.scheduler.queues.hold if is_away else self.scheduler.queues.add)(group)
         if request.deadline_s is not None:
             self._deadlines.add(group, request.deadline_s)
@@ -477,8 +477,8 @@ class EngineLoop:
         self.stats.count_end(group)
         self._send_last([group])
         self.scheduler.finish(group)
-        if self.memory.disk is not None:
-            self.memory.disk.leave(group)
+        for connector in self.memory.connectors:
+            connector.on_request_finished(group)
         if self._drafting is not None:
             self._drafting.forget(group)
         if group.request.deadline_s is not None:

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 
 from jpaged.engine.executor import Geometry
 from jpaged.engine.kv.interface import KVMemory
-from jpaged.engine.kv.tiers.disk import DiskCounts
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group
@@ -284,8 +283,8 @@ class StepStats:
         now["num_blocks_swapped_out"] = done.num_swapped_out
         now["num_blocks_swapped_in"] = done.num_swapped_in
         now["num_host_hit_tokens"] = done.num_host_hit_tokens
-        if memory.disk is not None:
-            self._count_disk(memory.disk.counts)
+        for connector in memory.connectors:
+            now.update(connector.load_fields())
         now["num_prefix_query_tokens"] = done.num_prefix_query_tokens
         now["num_prefix_hit_tokens"] = done.num_prefix_hit_tokens
         if memory.prefixes is not None:
@@ -297,18 +296,6 @@ class StepStats:
         if self._drafts is not None:
             now["speculation"] = self._drafts.snapshot()
         self._load = EngineLoad(**now)
-
-    def _count_disk(self, counts: DiskCounts) -> None:
-        store, now = counts.store, self._counts
-        now["disk_is_on"] = int(counts.is_on)
-        now["num_disk_hit_tokens"] = counts.num_tokens
-        now["num_disk_fallbacks"] = counts.num_fallbacks
-        now["num_disk_blocks"] = store.num_blocks
-        now["num_disk_blocks_read"], now["num_disk_blocks_written"] = store.num_read, store.num_written
-        now["disk_bytes_read"], now["disk_bytes_written"] = store.read_bytes, store.written_bytes
-        now["disk_read_s"], now["disk_write_s"] = store.read_s, store.write_s
-        now["num_disk_blocks_dropped"], now["num_disk_blocks_evicted"] = store.num_dropped, store.num_evicted
-        now["num_disk_failures"] = store.num_failures
 
     def snapshot(self, num_compiles_after_warm_up: int, pulse: Pulse | None = None) -> EngineLoad:
         load = replace(self._load, num_compiles_after_warm_up=num_compiles_after_warm_up)

@@ -30,7 +30,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.pool import Change, Owner, Removed, Stored, Tier
 
 Encoding = Literal["map", "array"]
-MEDIA: dict[Tier, str] = {"device": "GPU", "host": "CPU", "disk": "DISK"}
+MEDIA: dict[Tier, str] = {"device": "GPU", "host": "CPU", "disk": "DISK", "external": "EXTERNAL"}
 _TIERS: dict[str, Tier] = {medium: tier for tier, medium in MEDIA.items()}
 _TENANT = "tenant"
 _SINKS = "kv_cache_spec_sink_tokens"

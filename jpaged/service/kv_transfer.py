@@ -109,7 +109,7 @@ class Travelling:
             identity = await self._run(travels.kv_identity)
             arriving, num_known = travels.arrive(chain), num_known_tokens // travels.block_size
             try:
-                num_found = await self._bring_from_disk(model, arriving, num_known)
+                num_found = await self._load_from_connectors(model, arriving, num_known)
                 leaving = await self._left(model, travels.leave(chain, num_known))
             finally:
                 self._threads.submit(arriving.close)
@@ -123,9 +123,9 @@ class Travelling:
             finally:
                 self._threads.submit(leaving.close)
 
-    async def _bring_from_disk(self, model: LoadedModel, arriving: Arriving, num_skipped: int) -> int:
-        """Load blocks that only disk has into host memory, if there is room; return the number of blocks found."""
-        num_found, places = await self._run(lambda: arriving.on_disk(num_skipped))
+    async def _load_from_connectors(self, model: LoadedModel, arriving: Arriving, num_skipped: int) -> int:
+        """Load blocks that only connectors have to host memory, if there is room; return the number of blocks found."""
+        num_found, places = await self._run(lambda: arriving.lookup(num_skipped))
         while places:
             homes = await _told(model, arriving.reserve(min(len(places), arriving.num_blocks_at_once)))
             some, places = places[: len(homes)], places[len(homes) :]

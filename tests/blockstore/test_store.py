@@ -35,14 +35,14 @@ def open_store(path, identity=IDENTITY, limit=LIMIT):
 
 def keep(store, *numbers):
     for number in numbers:
-        assert store.write(key_of(number), memoryview(contents_of(number)))
+        assert store.save(key_of(number), memoryview(contents_of(number)))
         store.check()
 
 
 def read(store, number):
     """Whether a block is found; what is found is what was written."""
     into = bytearray(SIZE)
-    is_found = store.read(key_of(number), memoryview(into))
+    is_found = store.load(key_of(number), memoryview(into))
     assert not is_found or into == contents_of(number)
     store.check()
     return is_found
@@ -59,9 +59,9 @@ def total_bytes(path):
 def test_what_is_written_is_read_here_and_in_the_next_life(tmp_path):
     store = open_store(tmp_path)
     keep(store, 1, 2, 3)
-    assert not store.write(key_of(1), memoryview(contents_of(1)))  # it is there
+    assert not store.save(key_of(1), memoryview(contents_of(1)))  # it is there
     assert [read(store, number) for number in range(5)] == [False, True, True, True, False]
-    assert key_of(2) in store and key_of(4) not in store
+    assert store.lookup(key_of(2)) and not store.lookup(key_of(4))
     store.close()
     store = open_store(tmp_path)
     assert store.counts.num_blocks == 3
@@ -184,13 +184,13 @@ def test_a_block_under_a_stale_key_does_not_pass(tmp_path):
     slot.segment.publish(slot.number, Header(key_of(2), slot.digest, 9))
     store.close()
     store = open_store(tmp_path)
-    assert key_of(2) in store and not read(store, 2)
-    assert store.counts.num_dropped == 1 and key_of(2) not in store
+    assert store.lookup(key_of(2)) and not read(store, 2)
+    assert store.counts.num_dropped == 1 and not store.lookup(key_of(2))
     store.close()
 
 
 def test_what_was_forgotten_is_not_found_by_the_next_life(tmp_path):
-    for forget in (lambda store: store.forget(key_of(1)), lambda store: store.reset()):
+    for forget in (lambda store: store.remove(key_of(1)), lambda store: store.reset()):
         store = open_store(tmp_path)
         keep(store, 1)
         forget(store)
@@ -258,8 +258,8 @@ def test_a_file_that_is_cut_short_under_a_store_turns_it_off_and_ends_nobody(tmp
     os.truncate(files(tmp_path)[0], 5000)
     assert not read(store, 1)
     assert not store.is_on and store.counts.num_failures == 1
-    assert not store.write(key_of(3), memoryview(contents_of(3)))
-    store.forget(key_of(2))
+    assert not store.save(key_of(3), memoryview(contents_of(3)))
+    store.remove(key_of(2))
     assert store.reset() == 0
     assert "is now off" in caplog.text
     store.close()
@@ -269,7 +269,7 @@ def test_a_folder_that_is_removed_under_a_store_turns_it_off(tmp_path, caplog):
     store = open_store(tmp_path)
     keep(store, 1, 2)
     shutil.rmtree(tmp_path)
-    assert not store.write(key_of(3), memoryview(contents_of(3)))
+    assert not store.save(key_of(3), memoryview(contents_of(3)))
     assert not store.is_on and store.counts.num_failures == 1
     assert "was removed" in caplog.text
     store.close()
@@ -283,7 +283,7 @@ from tests.blockstore.test_store import files, keep, key_of, open_store, read
 store = open_store(Path(sys.argv[1]))
 keep(store, 1)
 os.truncate(files(Path(sys.argv[1]))[0], 100)
-store.forget(key_of(1))
+store.remove(key_of(1))
 assert not store.is_on
 """
 
@@ -333,7 +333,7 @@ def test_a_disk_that_is_full_keeps_what_there_is(tmp_path, monkeypatch, caplog):
 def test_a_disk_that_is_full_from_the_beginning_turns_the_store_off(tmp_path, monkeypatch, caplog):
     store = open_store(tmp_path)
     monkeypatch.setattr(os, "posix_fallocate", no_space)
-    assert not store.write(key_of(1), memoryview(contents_of(1)))
+    assert not store.save(key_of(1), memoryview(contents_of(1)))
     assert not store.is_on and "No space left on device" in caplog.text
     assert not files(tmp_path)
     store.close()
@@ -394,7 +394,7 @@ def test_who_is_killed_while_a_slot_is_written_again_leaves_it_empty(tmp_path, m
     keep(store, number)
     store.close()
     store = open_store(tmp_path / "killed")
-    assert [n for n in range(number + 1) if key_of(n) in store] == [*range(2, number)]
+    assert [n for n in range(number + 1) if store.lookup(key_of(n))] == [*range(2, number)]
     assert all(read(store, n) for n in range(2, number)) and not store.counts.num_dropped
     store.close()
 
@@ -403,14 +403,14 @@ def test_who_is_killed_while_a_slot_is_written_again_leaves_it_empty(tmp_path, m
 def test_what_is_forgotten_while_it_is_written_is_never_found(pausing, how):
     store, segment = pausing
     is_wanted = how != "unwanted"
-    thread, results = in_thread(store.write, key_of(1), memoryview(contents_of(1)), lambda: is_wanted)
+    thread, results = in_thread(store.save, key_of(1), memoryview(contents_of(1)), lambda: is_wanted)
     assert segment.is_there.wait(60)
     if is_wanted:
-        store.reset() if how == "reset" else store.forget(key_of(1))
+        store.reset() if how == "reset" else store.remove(key_of(1))
     store.check()
     segment.goes_on.set()
     thread.join()
-    assert results == [False] and key_of(1) not in store
+    assert results == [False] and not store.lookup(key_of(1))
     store.check()
 
 
@@ -422,7 +422,7 @@ def test_a_slot_that_is_read_is_not_given_to_another(pausing):
     segment.is_there.clear()
     thread, results = in_thread(read, store, 1)
     assert segment.is_there.wait(60)
-    store.forget(key_of(1))
+    store.remove(key_of(1))
     held = {slot.number for slot in store._slots.free if slot.segment is segment}
     assert len(held) == segment.form.num_slots - 1
     store.check()
@@ -441,11 +441,11 @@ store = open_store(Path(sys.argv[1]))
 print(store.counts.num_blocks, flush=True)
 number = int(sys.argv[2])
 while True:
-    store.write(key_of(number), memoryview(contents_of(number)))
+    store.save(key_of(number), memoryview(contents_of(number)))
     number += 1
     print(number, flush=True)
     if number % 7 == 0:
-        store.forget(key_of(number - 3))
+        store.remove(key_of(number - 3))
 """
 
 

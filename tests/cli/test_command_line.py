@@ -26,6 +26,7 @@ VALUES |= {"coordinator": "host:1234", "join_timeout": 2.5, "num_scheduler_steps
 VALUES |= {"step_timeout": 99.5, "heartbeat_timeout": 9.5}
 VALUES |= {"http_cors_origins": ("https://example.com",), "tuple[str, ...]": ("localhost:1234",)}
 VALUES |= {"speculative_config": '{"method": "suffix"}'}
+VALUES |= {"kv_transfer_config": '{"kv_connector": "A", "kv_connector_module_path": "b"}'}
 TOGETHER = (
     {"coordinator": "host:1234", "num_processes": "100", "process_id": "0"},
     {"kv_disk_space": "1", "kv_disk_dir": "folder"},

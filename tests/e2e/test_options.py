@@ -35,6 +35,7 @@ NUM_LEAST = 10
 OTHER_SIZES = {"max_model_len": 40, "block_size": 4, "num_blocks": 9, "max_num_seqs": 3, "max_num_batched_tokens": 11}
 APART = {"enable_expert_parallel", "quantization", "max_logprobs", "kv_disk_dir", "lossy_kv_window", "lossy_kv_sinks"}
 APART |= {*field_names(LoraOptions), "tool_call_parser", "reasoning_parser", "speculative_config", "kv_disk_space"}
+APART.add("kv_transfer_config")
 APART |= {"chat_template", "trust_request_chat_template", "whitespace_pattern"}
 PROCESS_VALUES: dict[str, Any] = {"coordinator": "host:1234", "num_processes": 2, "process_id": 1, "join_timeout": 9.0}
 PROCESS_VALUES["cluster_secret_file"] = "secret"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor.io import KeyLengths
-from jpaged.engine.kv.tiers.disk import Disk
+from jpaged.engine.kv.tiers.connector_tier import EngineStore
 from jpaged.engine.speculation.drafting import Drafting
 from jpaged.service.input_processor import InputProcessor, move_grammars
 from jpaged.structured import StructuredOutputs
@@ -51,7 +51,7 @@ class Harness:
     num_scheduler_steps: int = 1
     refuse_late: bool = True
     queue_timeout: float | None = None
-    make_disk: Callable[[FakeExecutor], Disk | None] | None = None
+    make_stores: Callable[[FakeExecutor], tuple[EngineStore, ...]] | None = None
     num_speculative_tokens: int = 0  # of somebody who knows what comes, mostly
     nums_rounds: tuple[int, ...] = (16,)  # of each dispatch in turn, where the executor has a draft model
     max_num_steps: int = 20_000
@@ -82,7 +82,7 @@ class Harness:
             self.tokenizer,
             config,
             lengths=KeyLengths(self.max_cached_tokens, self.outgrown_len),
-            disk=None if self.make_disk is None else self.make_disk(self.executor),
+            stores=() if self.make_stores is None else self.make_stores(self.executor),
             eos_token_ids=self.eos_token_ids,
             clock=self.clock,
             make_masks=lambda: FakeMasks(self.executor.geometry.vocab_size),

@@ -84,8 +84,8 @@ EVICTION_FAULTS = (
     Fault(
         "nobody asks what disk keeps",
         "kv/paged.py",
-        "        return None if self.disk is None else self.disk.block_s(key)\n",
-        "        return None\n",
+        "(s for connector in self.connectors if (s := connector.block_s(key)) is not None)",
+        "iter(())",
         DISK,
     ),
     Fault(

@@ -12,7 +12,7 @@ ROLE_FAULTS = (
     Fault(
         "what disk alone has stays",
         "service/kv_transfer.py",
-        "num_found = await self._bring_from_disk(model, arriving, num_known)",
+        "num_found = await self._load_from_connectors(model, arriving, num_known)",
         "num_found = 0",
         DISK,
     ),

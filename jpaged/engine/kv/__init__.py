@@ -5,7 +5,8 @@ paged.py         paged memory: blocks on demand, shared, copied on write
 blocks.py        free blocks, reference counts, block tables, and pending copies
 eviction/        eviction order of free blocks: one policy per file
 prefixes.py      prefix cache over the device pool and host memory
-tiers/           offload of cached prefixes: host memory, disk, other servers
+connector.py     KV connectors: protocol for third parties, and the guard around them
+tiers/           offload of cached prefixes: host memory, connectors, other servers
 changes.py       KV cache events: blocks stored and removed
 outgrowing.py    LongRoPE: sequences whose keys are recomputed past a length
 swapping.py      preemption by swapping groups to host memory

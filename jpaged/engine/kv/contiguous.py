@@ -24,7 +24,7 @@ from jpaged.engine.executor import I32, Geometry, Move
 from jpaged.engine.kv.blocks import MemoryOps
 from jpaged.engine.kv.interface import MemoryUse, Shares
 from jpaged.engine.kv.prefixes import Held
-from jpaged.engine.kv.tiers.disk import DiskTier
+from jpaged.engine.kv.tiers.connector_tier import ConnectorTier
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.kv.tiers.nearing import Nearing
 from jpaged.engine.sequence import Group, Sequence
@@ -113,7 +113,7 @@ class ReservedMemory:
         self.host: HostTier | None = None
         self.held: Held | None = None
         self.nearing: Nearing | None = None
-        self.disk: DiskTier | None = None
+        self.connectors: tuple[ConnectorTier, ...] = ()
         self.swapping = None
         self.windows = None
         self.aside = None

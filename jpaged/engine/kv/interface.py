@@ -10,7 +10,7 @@ from jpaged.engine.executor import I32
 from jpaged.engine.kv.blocks import MemoryCounts, MemoryOps
 from jpaged.engine.kv.prefixes import Held, Prefixes
 from jpaged.engine.kv.swapping import Aside, Swapping, Windows
-from jpaged.engine.kv.tiers.disk import DiskTier
+from jpaged.engine.kv.tiers.connector_tier import ConnectorTier
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.kv.tiers.nearing import Nearing
 from jpaged.engine.sequence import Group, Sequence
@@ -41,7 +41,7 @@ class KVMemory(Protocol):
         host: prefixes in host memory; None if there are none.
         held: cached blocks pinned for external readers; None without a prefix cache.
         nearing: prefetcher from host memory to the device; None without host memory or a prefix cache.
-        disk: prefixes on disk; None if there are none.
+        connectors: tiers below host memory; empty if there are none.
     """
 
     num_blocks: int
@@ -49,7 +49,7 @@ class KVMemory(Protocol):
     host: HostTier | None
     held: Held | None
     nearing: Nearing | None
-    disk: DiskTier | None
+    connectors: tuple[ConnectorTier, ...]
 
     @property
     def limit(self) -> int:

@@ -24,7 +24,7 @@ from jpaged.engine.kv.eviction.policies import Eviction
 from jpaged.engine.kv.interface import KVMemory, MemoryUse, Shares
 from jpaged.engine.kv.prefixes import Held, Prefixes, PrefixMatch
 from jpaged.engine.kv.swapping import Aside, Swapping, Tables, Windows
-from jpaged.engine.kv.tiers.disk import Disk, DiskTier
+from jpaged.engine.kv.tiers.connector_tier import ConnectorTier, EngineStore
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.engine.kv.tiers.nearing import Nearing
 from jpaged.engine.sequence import Group, Sequence
@@ -95,14 +95,14 @@ class PagedMemory:
         caches_prefixes: enable the prefix cache (`prefixes`), for positions below max_cached_tokens.
         host_blocks: contents of host memory; None if only the device accesses them.
         eviction: eviction policy of prefixes; None for least recently used.
-        make_disk: creates a disk tier below host memory; None without one.
+        make_connectors: creates the tiers below host memory; None for no tiers.
     """
 
     prefixes: Prefixes | None
     host: HostTier | None
     held: Held | None
     nearing: Nearing | None
-    disk: DiskTier | None
+    connectors: tuple[ConnectorTier, ...]
     swapping: Swapping | None
     windows: Windows | None
     aside: Aside
@@ -115,7 +115,7 @@ class PagedMemory:
         max_cached_tokens: int | None = None,
         host_blocks: HostBlocks | None = None,
         eviction: Eviction | None = None,
-        make_disk: Callable[[HostTier], DiskTier] | None = None,
+        make_connectors: Callable[[HostTier], tuple[ConnectorTier, ...]] | None = None,
     ) -> None:
         self.num_blocks = geometry.num_blocks
         self.block_size = geometry.block_size
@@ -125,15 +125,13 @@ class PagedMemory:
         self.counts = self._ops.counts
         num_host_blocks = geometry.num_host_blocks
         self._eviction = eviction
-        in_host = (
-            None if eviction is None or not caches_prefixes else eviction.free_list(num_host_blocks, self._from_disk_s)
-        )
+        in_host = None if eviction is None or not caches_prefixes else eviction.free_list(num_host_blocks, self._load_s)
         changes = Changes()
         self._host = HostTier(
             num_host_blocks, self.block_size, self._ops, blocks=host_blocks, ranked=in_host, changes=changes
         )
         self.host = self._host if num_host_blocks else None
-        self.disk = None if make_disk is None or not caches_prefixes else make_disk(self._host)
+        self.connectors = () if make_connectors is None or not caches_prefixes else make_connectors(self._host)
         self.prefixes = self.held = self.nearing = self.swapping = self.windows = None
         if caches_prefixes:
             self.prefixes = Prefixes(
@@ -144,13 +142,13 @@ class PagedMemory:
                 max_tokens=max_cached_tokens,
                 ranked=None if eviction is None else eviction.free_list(self.num_blocks, self._from_below_s),
                 changes=changes,
-                below=self.disk,
+                connectors=self.connectors,
             )
             self.held = Held(self.prefixes)
             if num_host_blocks:
                 self.nearing = Nearing(self.prefixes, self._host, self._ops, geometry.bytes_per_block)
-            if self.disk is not None:
-                self.disk.serve(self.prefixes, self._ops)
+            for connector in self.connectors:
+                connector.connect(self.prefixes, self._ops)
             self._pool = self.prefixes.pool
         else:
             self._pool = BlockPool(num_blocks=self.num_blocks, block_size=self.block_size)
@@ -162,13 +160,14 @@ class PagedMemory:
             self.swapping = Swapping(self._pool, self._host.pool, self._ops, self._needs.to_go_on, self.prefixes)
 
     def _from_below_s(self, key: Key) -> float | None:
-        """Return the seconds to load a block from host memory or disk; None if neither stores it."""
+        """Return the seconds to load a block from host memory or a connector; None if neither stores it."""
         if self._eviction is not None and key in self._host:
             return self._eviction.costs.fetch_s
-        return self._from_disk_s(key)
+        return self._load_s(key)
 
-    def _from_disk_s(self, key: Key) -> float | None:
-        return None if self.disk is None else self.disk.block_s(key)
+    def _load_s(self, key: Key) -> float | None:
+        """Return the seconds to load a block from a connector; None if none stores it."""
+        return next((s for connector in self.connectors if (s := connector.block_s(key)) is not None), None)
 
     @property
     def limit(self) -> int:
@@ -301,23 +300,26 @@ class PagedMemory:
             self.host.check(table for sequence in sequences for table in sequence.kv.host_tables)
         if self.prefixes is not None:
             self.prefixes.check()
-        if self.disk is not None:
-            self.disk.check()
+        for connector in self.connectors:
+            connector.check()
 
 
 def make_memory(
-    executor: Executor[Any, Any], options: CacheOptions, max_cached_tokens: int | None, disk: Disk | None
+    executor: Executor[Any, Any], options: CacheOptions, max_cached_tokens: int | None, stores: tuple[EngineStore, ...]
 ) -> KVMemory:
     """Create the KV memory that the options select, for an executor's blocks."""
     geometry, rates, blocks = executor.geometry, executor.rates, executor.host_blocks
     if options.kv_policy != "paged":
         return ReservedMemory(geometry, options.kv_policy)
-    make_disk = None if disk is None or blocks is None else disk.tier(blocks, geometry, rates)
+
+    def make_connectors(host: HostTier) -> tuple[ConnectorTier, ...]:
+        return tuple(ConnectorTier(store, blocks, host, geometry, rates) for store in stores if blocks is not None)
+
     return PagedMemory(
         geometry,
         caches_prefixes=options.enable_prefix_caching,
         max_cached_tokens=max_cached_tokens,
         host_blocks=blocks,
         eviction=Eviction.of(options.eviction_policy, rates, geometry.block_size, geometry.bytes_per_block),
-        make_disk=make_disk,
+        make_connectors=make_connectors,
     )

@@ -8,7 +8,7 @@ removed when its block is reissued. Two tenants, or two salts of one tenant, hav
 
     device pool   cached prefixes in the free list, and pinned ones
     host pool     cached prefixes evicted from the device pool (second tier)
-    below         copies of both in a third tier, if there is one
+    connectors    copies of both in stores outside the engine's memory, such as disk
 
 Index from block hash to block, and lookup of the longest usable prefix.
 
@@ -255,18 +255,18 @@ def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
     return min(len(left), len(right))
 
 
-class Below(Protocol):
+class LowerTier(Protocol):
     """Tier below host memory, which is notified of changes to cached prefixes."""
 
-    def note(self, key: Key) -> None:
+    def on_block_stored(self, key: Key) -> None:
         """Queue the block of a key to be stored: it was just computed, or is leaving the device."""
         ...
 
-    def used(self, keys: Sequence[Key]) -> None:
+    def on_blocks_hit(self, keys: Sequence[Key]) -> None:
         """Record that these keys were hit, even though none was loaded from this tier."""
         ...
 
-    def forget(self, key: Key) -> None:
+    def remove(self, key: Key) -> None:
         """Remove a key, so that it is neither found in this tier nor loaded from it."""
         ...
 
@@ -290,7 +290,7 @@ class Prefixes:
         num_blocks: number of device blocks.
         reaches: attention window of each KV group.
         host: tier that stores evicted blocks.
-        below: third tier; None without one.
+        connectors: tiers below host memory.
         max_tokens: positions from here on are never cached, and neither is any longer prompt: with position
             embeddings that depend on the prompt's length, equal tokens have unequal keys there. None for no limit.
         ranked: free list in eviction order; None for least recently used.
@@ -307,7 +307,7 @@ class Prefixes:
         max_tokens: int | None,
         ranked: RankedFreeList | None = None,
         changes: Changes | None = None,
-        below: Below | None = None,
+        connectors: Sequence[LowerTier] = (),
     ) -> None:
         self.max_tokens = BEYOND_TOKENS if max_tokens is None else max_tokens
         self.num_cached = 0
@@ -322,7 +322,7 @@ class Prefixes:
         )
         self._ranked = ranked
         self._host = host
-        self._below = below
+        self._connectors = connectors
         self._ops = ops
         self.changes = Changes() if changes is None else changes
         self.cache = self._cache = PrefixCache(reaches, num_blocks, ranked, self.changes)
@@ -407,8 +407,8 @@ class Prefixes:
             for kv_group, table in enumerate(kv.tables):
                 if table.holds(i):
                     self._cache.insert_of(sequence, i, table.block_id(i), keys[i], kv_group)
-                    if self._below is not None:
-                        self._below.note(key_in_group(keys[i], kv_group))
+                    for connector in self._connectors:
+                        connector.on_block_stored(key_in_group(keys[i], kv_group))
         kv.registered(num_full)
 
     def forget(self, sequence: TokenSequence) -> None:
@@ -420,8 +420,8 @@ class Prefixes:
         keys = _keys(self._block_size, sequence, len(sequence.token_ids) // self._block_size)
         for key in (key_in_group(key, kv_group) for key in keys for kv_group in range(len(self.reaches))):
             self._host.forget(key)
-            if self._below is not None:
-                self._below.forget(key)
+            for connector in self._connectors:
+                connector.remove(key)
             block_id = self._cache.find(key)
             if block_id is not None and block_id not in pinned:
                 self._cache.forget(block_id)
@@ -441,7 +441,7 @@ class Prefixes:
         for block_id in free:
             self._cache.forget(block_id)
         self.num_cached -= len(free)
-        return len(free) + self._host.reset() + (0 if self._below is None else self._below.reset())
+        return len(free) + self._host.reset() + sum(connector.reset() for connector in self._connectors)
 
     def has_prefix(self, key: Key) -> bool:
         """Return True if a block with this key is on the device or in host memory. Any thread may ask.
@@ -512,8 +512,8 @@ class Prefixes:
         if key is not None:
             self.num_cached -= 1
             self._host.keep(key, block_id, None if self._ranked is None else self._ranked.evicted(block_id))
-            if self._below is not None:
-                self._below.note(key)
+            for connector in self._connectors:
+                connector.on_block_stored(key)
             self._cache.evict(block_id)
 
     def _take(self, leader: TokenSequence, num_blocks: int) -> None:
@@ -537,8 +537,8 @@ class Prefixes:
                 block_ids.append(found[key] if key in found else brought[key])
             table.fill(block_ids, reach.first_block(num_blocks), reach.num_sinks)
         self._ops.counts.brought_back(self._block_size * len(brought) // len(self.reaches))
-        if self._below is not None:
-            self._below.used(wanted)
+        for connector in self._connectors:
+            connector.on_blocks_hit(wanted)
 
 
 def _num_cacheable(prefixes: Prefixes, sequence: TokenSequence) -> int:

@@ -26,7 +26,7 @@ def engines_of(llm: LLM) -> list[Any]:
 def be_patient(llm: LLM) -> None:
     """Has it wait for the disk however busy the machine is."""
     for engine in engines_of(llm):
-        fetching = engine._loop.memory.disk._fetching
+        fetching = engine._loop.memory.connectors[0]._reader
         fetching._rates = dataclasses.replace(fetching._rates, forward_s=((1, 1000.0),))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from jpaged.blockstore.store import BlockStore
 from jpaged.engine.engine import Engine
-from jpaged.engine.kv.tiers.disk import Disk
+from jpaged.engine.kv.tiers.connector_tier import EngineStore
 from jpaged.testing import FakeExecutor
 from tests.engine.kv.tiers.disks import Slow
 from tests.server import harness as harness_module
@@ -28,7 +28,7 @@ def with_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[FakeExecu
         if executor not in kept:
             return Engine(executor, *words, **rest)
         store = BlockStore(tmp_path, blocks.kv_identity(), blocks.bytes_per_block, 1 << 20)
-        return Engine(executor, *words, disk=Disk(store), **rest)
+        return Engine(executor, *words, stores=(EngineStore(store),), **rest)
 
     monkeypatch.setattr(harness_module, "Engine", make)
     return kept
@@ -36,7 +36,7 @@ def with_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[FakeExecu
 
 def disk_of(harness: Harness) -> Any:
     engine: Any = harness.serving.engine
-    return engine._loop.memory.disk
+    return engine._loop.memory.connectors[0]
 
 
 async def test_what_its_disk_has_is_read_there_and_the_rest_alone_is_asked_for(with_disk: list[FakeExecutor]) -> None:

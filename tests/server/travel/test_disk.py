@@ -7,7 +7,7 @@ import pytest
 from jpaged.blockstore.store import BlockStore
 from jpaged.client import AsyncClient
 from jpaged.engine.engine import Engine
-from jpaged.engine.kv.tiers.disk import Disk
+from jpaged.engine.kv.tiers.connector_tier import EngineStore
 from jpaged.testing import seeing
 from tests.engine.kv.tiers.disks import Slow
 from tests.server import harness as harness_module
@@ -29,14 +29,14 @@ def with_disk(tmp_path, monkeypatch):
         else:
             store = BlockStore(tmp_path, blocks.kv_identity(), blocks.bytes_per_block, 1 << 20)
             stores.append(store)
-        return Engine(executor, *words, disk=Disk(store), **rest)
+        return Engine(executor, *words, stores=(EngineStore(store),), **rest)
 
     monkeypatch.setattr(harness_module, "Engine", make)
     return tmp_path
 
 
 def disk_of(harness):
-    return harness.serving.engine._loop.memory.disk
+    return harness.serving.engine._loop.memory.connectors[0]
 
 
 async def lived(num_blocks, of=None):
@@ -76,14 +76,14 @@ async def test_where_there_is_no_room_for_what_disk_has_it_is_said(with_disk):
 async def test_a_block_that_is_not_what_was_written_does_not_leave(with_disk, monkeypatch):
     await lived(NUM_FULL // 4)
     damaged = []
-    read = BlockStore.read
+    read = BlockStore.load
 
     def torn(store, key, into):
         is_sound = read(store, key, into)
         damaged.append(key)
         return is_sound and len(damaged) != 6
 
-    monkeypatch.setattr(BlockStore, "read", torn)
+    monkeypatch.setattr(BlockStore, "load", torn)
     async with running(executor=executor(**OPTIONS)) as first, AsyncClient(first.target) as a:
         header = messages_of(await saved_by(a))[0].header
         assert header.num_blocks == len(header.token_ids) // 4 < NUM_FULL // 4
@@ -93,13 +93,13 @@ async def test_a_block_that_is_not_what_was_written_does_not_leave(with_disk, mo
 async def test_a_server_that_ends_while_disk_is_read_ends(with_disk, monkeypatch):
     await lived(NUM_FULL // 4)
     begun = asyncio.Event()
-    loop, read = asyncio.get_running_loop(), BlockStore.read
+    loop, read = asyncio.get_running_loop(), BlockStore.load
 
     def noted(store, key, into):
         loop.call_soon_threadsafe(begun.set)
         return read(store, key, into)
 
-    monkeypatch.setattr(BlockStore, "read", noted)
+    monkeypatch.setattr(BlockStore, "load", noted)
     async with running(executor=executor(**OPTIONS)) as first, AsyncClient(first.target) as a:
         saving = asyncio.create_task(saved_by(a))
         await begun.wait()

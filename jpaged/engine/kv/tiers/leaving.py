@@ -15,7 +15,7 @@ Import of a prefix from another server: written to host memory, and hit by the n
     reserve(n)              host blocks without pending copies, exclusive to the import; fewer if there is no room
     write(block_id, ...)    their bytes, on the receiver's thread
     enter(places, ids)      insert complete, verified blocks into the cache
-    read(places, ids)       write and enter blocks from disk, before a prefix that memory has in part is exported
+    read(places, ids)       write and enter blocks from a connector, before a prefix that memory has in part is exported
 
 Blocks that were entered or already in host memory are pinned until `close`, so no part of a prefix evicts another. The
 prefix's device blocks move to the end of the eviction order, and are evicted to host memory.
@@ -36,7 +36,7 @@ from jpaged.engine.kv.blocks import BlockTable, Key, block_key, key_in_group
 from jpaged.engine.kv.eviction.free_list import Entry
 from jpaged.engine.kv.interface import KVMemory
 from jpaged.engine.kv.prefixes import Held, Prefixes, num_usable
-from jpaged.engine.kv.tiers.disk import DiskTier
+from jpaged.engine.kv.tiers.connector_tier import ConnectorTier
 from jpaged.engine.kv.tiers.host import HostTier
 from jpaged.errors import Cancelled, InternalError, JpagedError, Unavailable, Unsupported
 
@@ -98,7 +98,7 @@ class Tiers:
     Attributes:
         limit: returns the number of device blocks that requests and pins may use.
         ask: posts a callable to the engine thread, to run between two steps.
-        disk: tier whose blocks are loaded to host memory before an export; None without one.
+        connectors: tiers whose blocks are loaded to host memory before an export.
     """
 
     prefixes: Prefixes
@@ -108,7 +108,7 @@ class Tiers:
     reaches: tuple[Reach, ...]
     limit: Callable[[], int]
     ask: Callable[[Callable[[], None]], None]
-    disk: DiskTier | None = None
+    connectors: tuple[ConnectorTier, ...] = ()
 
     @property
     def num_blocks_at_once(self) -> int:
@@ -126,20 +126,28 @@ class Tiers:
         return num_usable(chain.keys, self.reaches, self.prefixes.has_prefix)
 
     def num_findable(self, chain: Chain) -> int:
-        """Return the same, with disk blocks included if loading is faster than computing. Any thread may ask."""
-        num_blocks, away = self.on_disk(chain, 0)
-        if self.disk is None or not away or self.disk.is_worth(away[0].index, away[-1].index + 1, len(away)):
+        """Return the same, with blocks of connectors if loading is faster than computing. Any thread may ask."""
+        num_blocks, away = self.lookup(chain, 0)
+        if not away:
             return num_blocks
-        return self.num_known(chain)
+        connector = self.connector_with(chain.key(away[0]))
+        is_worth = connector is not None and connector.is_worth(away[0].index, away[-1].index + 1, len(away))
+        return num_blocks if is_worth else self.num_known(chain)
 
-    def on_disk(self, chain: Chain, num_skipped: int) -> tuple[int, tuple[Place, ...]]:
-        """Return the length of the longest prefix here or on disk, and its disk-only blocks. Any thread may ask."""
-        disk, has_prefix = self.disk, self.prefixes.has_prefix
-        if disk is None:
+    def lookup(self, chain: Chain, num_skipped: int) -> tuple[int, tuple[Place, ...]]:
+        """Return the length of the longest prefix, and its blocks that only connectors have. Any thread may ask."""
+        has_prefix = self.prefixes.has_prefix
+        if not self.connectors:
             return self.num_known(chain), ()
-        num_blocks = num_usable(chain.keys, self.reaches, lambda key: has_prefix(key) or key in disk)
+        num_blocks = num_usable(
+            chain.keys, self.reaches, lambda key: has_prefix(key) or self.connector_with(key) is not None
+        )
         away = [place for place in self.places(chain, num_blocks, num_skipped) if not self.has(chain, place)]
-        return num_blocks, tuple(place for place in away if chain.key(place) in disk)
+        return num_blocks, tuple(place for place in away if self.connector_with(chain.key(place)) is not None)
+
+    def connector_with(self, key: Key) -> ConnectorTier | None:
+        """Return the first connector that stores a key; None if none does. Any thread may ask."""
+        return next((connector for connector in self.connectors if connector.lookup(key)), None)
 
     def has(self, chain: Chain, place: Place) -> bool:
         """Return True if a block is on the device or in host memory. Any thread may ask."""
@@ -345,9 +353,9 @@ class Arriving:
         places = self._tiers.places(self.chain, len(self.chain.keys), num_skipped)
         return tuple(place for place in places if not self.is_known(place))
 
-    def on_disk(self, num_skipped: int) -> tuple[int, tuple[Place, ...]]:
-        """Return the length of the longest prefix here or on disk, and its disk-only blocks from num_skipped on."""
-        return self._tiers.on_disk(self.chain, num_skipped)
+    def lookup(self, num_skipped: int) -> tuple[int, tuple[Place, ...]]:
+        """Return the length of the longest prefix, and its connector-only blocks from num_skipped on."""
+        return self._tiers.lookup(self.chain, num_skipped)
 
     def is_known(self, place: Place) -> bool:
         """Return True if the block is already here, so that receiving it is unnecessary."""
@@ -380,25 +388,26 @@ class Arriving:
         return future
 
     def read(self, places: Sequence[Place], block_ids: Sequence[int]) -> int:
-        """Load blocks from disk and insert them, up to the first invalid one; return their number. Blocks the thread.
+        """Load blocks from connectors and insert them, up to the first invalid one; return their number. May block.
 
         Raises:
             Cancelled: the import was closed.
             Unavailable: the engine has ended.
         """
-        disk = self._tiers.disk
         found = [bytearray(self.bytes_per_block) for _ in places]
+        reads: list[Future[bool]] = []
+        for place, one in zip(places, found, strict=True):
+            connector = self._tiers.connector_with(self.chain.key(place))
+            if connector is None:
+                break
+            reads.append(connector.load_block(self.chain.key(place), memoryview(one)))
         num_read = 0
-        if disk is not None:
-            reads = [
-                disk.read(self.chain.key(place), memoryview(one)) for place, one in zip(places, found, strict=True)
-            ]
-            try:
-                while num_read < len(reads) and reads[num_read].result():
-                    self.write(block_ids[num_read], 0, found[num_read])
-                    num_read += 1
-            except CancelledError:
-                raise Unavailable("the server is shutting down") from None
+        try:
+            while num_read < len(reads) and reads[num_read].result():
+                self.write(block_ids[num_read], 0, found[num_read])
+                num_read += 1
+        except CancelledError:
+            raise Unavailable("the server is shutting down") from None
         self.enter(places[:num_read], block_ids[:num_read])
         return num_read
 
@@ -511,7 +520,7 @@ class Travel:
                 geometry.reaches,
                 lambda: memory.limit,
                 ask,
-                memory.disk,
+                memory.connectors,
             )
 
     @property
@@ -589,7 +598,7 @@ class Travels:
         return max(one.tiers.num_known(chain) for one in self.each)
 
     def num_findable(self, chain: Chain) -> int:
-        """Return the same, with disk blocks included if loading is faster than computing. Any thread may ask."""
+        """Return the same, with blocks of connectors if loading is faster than computing. Any thread may ask."""
         return max(one.tiers.num_findable(chain) for one in self.each)
 
     def leave(self, chain: Chain, num_skipped: int = 0, *, is_hurried: bool = False) -> Future[Leaving]:

@@ -4,8 +4,10 @@ from concurrent.futures import Executor, Future
 from typing import Any
 
 from jpaged.blockstore.store import BlockStore
+from jpaged.config import KVTransferOptions
 from jpaged.engine.executor import DeviceRates
-from jpaged.engine.kv.tiers.disk import Disk
+from jpaged.engine.kv.connector import ConnectorGuard
+from jpaged.engine.kv.tiers.connector_tier import EngineStore
 from jpaged.testing import FakeExecutor, seeing, with_adapters
 from jpaged.types import SamplingParams
 from tests.engine.harness import CheckedHarness
@@ -62,24 +64,29 @@ class Slow(FakeExecutor):
 
 
 class Server:
-    """One life of a server: an engine, and the disk that it found."""
+    """One life of a server: an engine, and the disk or the connector that it found."""
 
-    def __init__(self, path, *, windows=(None,), max_loras=0, kind=Slow, limit=LIMIT, **options):
+    def __init__(self, path, *, windows=(None,), max_loras=0, kind=Slow, limit=LIMIT, connector=None, **options):
         executor = with_adapters(max_loras, seeing(windows, kind))(
             **{"num_blocks": 64, "num_host_blocks": 16, "vocab_size": VOCAB_SIZE, **options.pop("sizes", {})}
         )
         blocks = executor.host_blocks
         assert blocks is not None
         self.windows = windows
-        self.store = BlockStore(path, IDENTITY, blocks.bytes_per_block, limit)
+        self.tier: Any = "disk" if connector is None else "external"
+        self.store: Any
+        if connector is None:
+            self.store = BlockStore(path, IDENTITY, blocks.bytes_per_block, limit)
+        else:
+            self.store = ConnectorGuard(connector, KVTransferOptions("Tested", "tests", {"name": str(path)}), blocks)
         self.readers, self.writers = Inline(), Inline()
-        self.h = CheckedHarness(executor=executor, make_disk=self._disk, **options)
+        self.h = CheckedHarness(executor=executor, make_stores=self._stores, **options)
         self.memory: Any = self.h.engine._loop.memory
-        self.disk: Any = self.memory.disk
+        self.disk: Any = self.memory.connectors[0]
         self.queues = self.h.engine._loop.scheduler.queues
 
-    def _disk(self, executor):
-        return Disk(self.store, (self.readers, self.writers))
+    def _stores(self, executor):
+        return (EngineStore(self.store, self.tier, threads=(self.readers, self.writers)),)
 
     def submit(self, name, prompt, *, weight=0, **sampling):
         sampling = {"max_tokens": 3, "temperature": 0.0, **sampling}

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
+from jpaged.blockstore.store import BlockStore
 from jpaged.config import CacheOptions
 from jpaged.engine.executor import DeviceRates
-from jpaged.engine.kv.tiers import disk
-from jpaged.engine.kv.tiers.disk import open_disks
+from jpaged.engine.kv.tiers import connector_tier
+from jpaged.engine.kv.tiers.connector_tier import open_stores
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.testing import FakeAdapter, FakeExecutor, seeing
 from jpaged.types import FinishReason, LoadedAdapter
@@ -186,10 +187,10 @@ def test_what_disk_gave_up_is_written_again_when_it_leaves_the_device(tmp_path):
     server.ask("a", PROMPT)
     keys = [*server.store._slots.known]
     for key in keys:
-        server.store.forget(key)
+        server.store.remove(key)
     for i in range(4):
         server.ask(f"{i}", [40 + i, *range(20)])
-    assert all(key in server.store for key in keys[:7])
+    assert all(server.store.lookup(key) for key in keys[:7])
     server.kill()
 
 
@@ -254,11 +255,11 @@ def test_what_is_forgotten_is_not_written_whatever_is_on_its_way(tmp_path, when)
     server.step(12)
     assert server.h.ended("a")
     for key in [*server.memory.prefixes.cache._blocks]:
-        server.disk.forget(key)
+        server.disk.remove(key)
     if when == "due":
         del server.disk._allowed_bytes
     elif when == "landing":
-        assert server.disk._spilling._under_way and not server.store.counts.num_written
+        assert server.disk._writer._under_way and not server.store.counts.num_written
         del server.memory.host.is_settled
     server.writers.release()
     server.run()
@@ -296,8 +297,8 @@ def test_a_block_is_lent_when_no_move_reads_it_any_more(tmp_path):
 def test_beside_others_a_step_moves_little(tmp_path, monkeypatch):
     """Blocks that go to disk, and blocks that come back."""
     size = 64
-    monkeypatch.setattr(disk, "_OUT_BYTES", size)
-    monkeypatch.setattr(disk, "_IN_BYTES", size)
+    monkeypatch.setattr(connector_tier, "_OUT_BYTES", size)
+    monkeypatch.setattr(connector_tier, "_IN_BYTES", size)
     sizes = {"num_blocks": 128, "num_host_blocks": 64}
     second = second_life(tmp_path, sizes=sizes)
     assert second.store.bytes_per_block == size
@@ -306,9 +307,9 @@ def test_beside_others_a_step_moves_little(tmp_path, monkeypatch):
     second.submit("a", PROMPT, max_tokens=1)
     counted = []
     while not second.h.ended("busy"):
-        before = second.load().num_disk_hit_tokens, len(second.disk._spilling._under_way)
+        before = second.load().num_disk_hit_tokens, len(second.disk._writer._under_way)
         second.step()
-        counted.append((second.load().num_disk_hit_tokens - before[0], len(second.disk._spilling._under_way)))
+        counted.append((second.load().num_disk_hit_tokens - before[0], len(second.disk._writer._under_way)))
     assert [tokens for tokens, _ in counted if tokens] == [4] * 6
     assert max(num_out for _, num_out in counted) <= 2  # one begins as one ends
     second.kill()
@@ -318,10 +319,10 @@ def test_blocks_of_what_computes_otherwise_are_not_found(tmp_path):
     options = CacheOptions(kv_disk_space=1e-3, kv_disk_dir=str(tmp_path))
     for windows, num_found in (((None,), 0), ((None, 5), 0), ((None,), 1)):
         executor = seeing(windows)(num_blocks=64, num_host_blocks=16, vocab_size=61)
-        (opened,) = open_disks(options, executor.host_blocks, executor.geometry, 1)
-        assert opened is not None
+        ((opened,),) = open_stores(options, executor.host_blocks, executor.geometry, 1)
+        assert isinstance(opened.store, BlockStore)
         assert opened.store.counts.num_blocks == num_found
-        opened.store.write(bytes(32), memoryview(bytes(opened.store.bytes_per_block)))
+        opened.store.save(bytes(32), memoryview(bytes(opened.store.bytes_per_block)))
         opened.store.close()
 
 
@@ -330,10 +331,10 @@ def test_a_request_that_goes_away_leaves_no_block_behind(tmp_path):
     second.readers.hold()
     second.submit("a", PROMPT)
     second.step(2)
-    num_reads = len(second.disk._fetching.under_way)
+    num_reads = len(second.disk._reader.under_way)
     second.h.engine.abort("a")
     second.step(2)
-    assert len(second.disk._fetching.under_way) == second.disk._stagings[1].num_out == num_reads > 0
+    assert len(second.disk._reader.under_way) == second.disk._stagings[1].num_out == num_reads > 0
     assert second.h.last("a").finish.reason is FinishReason.ABORT
     assert not second.queues.fetched_for
     second.readers.release()
@@ -393,7 +394,7 @@ def test_a_prefix_can_be_pinned_from_disk(tmp_path):
 
 
 def test_host_memory_has_to_have_room_for_others_to_pass(tmp_path):
-    with pytest.raises(InvalidArgument, match="swap_space: host memory has 7 blocks of 64 bytes; kv_disk_space"):
+    with pytest.raises(InvalidArgument, match="swap_space: host memory has 7 blocks of 64 bytes; a store"):
         Server(tmp_path, sizes={"num_host_blocks": 7})
 
 
@@ -477,17 +478,17 @@ def test_who_waits_for_a_key_that_is_forgotten_is_found_without_looking_at_all_o
     for prompt in prompts:
         second.submit(f"{prompt[0]}", prompt)
     second.step()
-    fetches = [*second.disk._fetching._fetches.values()]
+    fetches = [*second.disk._reader._fetches.values()]
     assert len(fetches) == 3
     places = [fetch.places for fetch in fetches]
     for fetch in fetches:
         fetch.places = Unseen(fetch.places)
-    second.disk.forget(places[1][2].key)
+    second.disk.remove(places[1][2].key)
     assert [fetch.is_over for fetch in fetches] == [False, True, False]
     for fetch, before in zip(fetches, places, strict=True):
         fetch.places = before
     second.readers.release()
     for prompt in prompts:
         second.finish(f"{prompt[0]}")
-    assert not second.disk._fetching._wanting
+    assert not second.disk._reader._wanting
     second.kill()

@@ -9,7 +9,7 @@ import pytest
 
 from jpaged.blockstore.store import BlockStore
 from jpaged.engine.executor import DeviceRates
-from jpaged.engine.kv.tiers.disk import Disk
+from jpaged.engine.kv.tiers.connector_tier import EngineStore
 from jpaged.testing import SeveralStepsExecutor
 from tests.engine.kv.tiers.disks import IDENTITY, Inline
 from tests.engine.lives import STREAMING, WINDOWS, Life
@@ -54,26 +54,25 @@ def live(seed, path, windows=(None,), **options):
     counts = None
     for _ in range(2):
         workers = Slack(seed), Slack(-seed)
-        make_disk = functools.partial(_disk, seed, path, workers)
-        life = Life(seed, windows, kind=Slow, make_disk=make_disk, **{"enable_prefix_caching": True, **options})
+        make_stores = functools.partial(_stores, seed, path, workers)
+        life = Life(seed, windows, kind=Slow, make_stores=make_stores, **{"enable_prefix_caching": True, **options})
         for owner, texts in known.items():
             life.texts[owner] += [(None, some) for _, some in texts]
         engine: Any = life.h.engine
         engine.step = functools.partial(_step_and_work, life.h, workers, life.h.engine.step)
         life.run()
         known = life.texts
-        disk = life.h.engine._loop.memory.disk
-        counts = None if disk is None else disk.counts
+        counts = next((connector.counts for connector in life.h.engine._loop.memory.connectors), None)
         life.h.engine.stop()
     return counts
 
 
-def _disk(seed, path, workers, executor):
+def _stores(seed, path, workers, executor):
     blocks = executor.host_blocks
     if executor.geometry.num_host_blocks < 8:
-        return None
+        return ()
     limit = 8192 + random.Random(seed).choice([20, 60, 1000]) * blocks.bytes_per_block
-    return Disk(BlockStore(path, IDENTITY, blocks.bytes_per_block, limit), workers)
+    return (EngineStore(BlockStore(path, IDENTITY, blocks.bytes_per_block, limit), threads=workers),)
 
 
 def _step_and_work(harness, workers, step):

@@ -1,6 +1,6 @@
 """A disk that is slow, or does not answer: nobody waits for it longer than it is worth, and nothing ends with it."""
 
-from jpaged.engine.kv.tiers import disk
+from jpaged.engine.kv.tiers import connector_tier
 from tests.engine.kv.tiers.disks import PROMPT, Server, second_life
 
 
@@ -21,7 +21,7 @@ def test_where_reads_hang_nobody_waits_longer_than_computing_takes(tmp_path):
         second.step(40)
         assert second.h.ended(name)
     assert second.load().num_disk_fallbacks == 2
-    assert second.disk._fetching._bytes_per_s == 200e6 / 4  # so that before long nobody waits at all
+    assert second.disk._reader._bytes_per_s == 200e6 / 4  # so that before long nobody waits at all
     second.readers.release()
     second.kill()
 
@@ -34,7 +34,7 @@ def test_a_disk_that_was_slow_is_tried_again(tmp_path):
     first.kill()
     second = Server(tmp_path, sizes={"num_blocks": 256})
     worth = 1 * second.store.bytes_per_block / 4.0  # a block of four tokens, at a second each
-    second.disk._fetching._bytes_per_s = worth / 2
+    second.disk._reader._bytes_per_s = worth / 2
     found = [second.ask(f"{i}", text, max_tokens=1) for i, text in enumerate(texts)]
     assert not any(found[:10]) and found[-1] == 4
     second.kill()
@@ -53,7 +53,7 @@ def test_uses_that_are_to_be_noted_do_not_pile_up_where_a_write_hangs(tmp_path):
 
 
 def test_a_read_that_hangs_does_not_hold_up_the_end(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(disk, "_END_S", 0.0)
+    monkeypatch.setattr(connector_tier, "_END_S", 0.0)
     server = second_life(tmp_path)
     server.readers.hold()
     server.submit("a", PROMPT)
@@ -66,13 +66,13 @@ def test_a_read_that_hangs_does_not_hold_up_the_end(tmp_path, monkeypatch, caplo
 
 
 def test_a_read_for_another_server_that_hangs_does_not_hold_up_the_end(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(disk, "_END_S", 0.0)
+    monkeypatch.setattr(connector_tier, "_END_S", 0.0)
     server = second_life(tmp_path)
     key = next(iter(server.store._slots.known))
     server.readers.hold()
-    reading = server.disk.read(key, memoryview(bytearray(server.store.bytes_per_block)))
+    reading = server.disk.load_block(key, memoryview(bytearray(server.store.bytes_per_block)))
     server.stop()
-    assert "abandoned 1 disk calls that did not return" in caplog.text
+    assert "abandoned 1 calls that did not return" in caplog.text
     server.readers.release()
     assert reading.result() and server.store.is_on  # its file was not closed
     server.kill()

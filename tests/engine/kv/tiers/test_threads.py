@@ -5,11 +5,11 @@ from concurrent.futures import wait
 
 import pytest
 
-from jpaged.engine.kv.tiers.threads import DiskThreads
+from jpaged.engine.kv.connector import DaemonThreadPool
 
 
 def test_what_is_asked_for_is_done_and_errors_are_who_asks():
-    threads = DiskThreads(2, "test")
+    threads = DaemonThreadPool(2, "test")
     futures = [threads.submit(divmod, number, 3) for number in range(20)]
     assert [future.result(60) for future in futures] == [divmod(number, 3) for number in range(20)]
     with pytest.raises(ZeroDivisionError):
@@ -22,7 +22,7 @@ def test_what_is_asked_for_is_done_and_errors_are_who_asks():
 
 
 def test_the_end_cancels_what_has_not_begun_and_waits_for_nothing_that_hangs():
-    threads, goes_on, has_begun = DiskThreads(1, "test"), threading.Event(), threading.Event()
+    threads, goes_on, has_begun = DaemonThreadPool(1, "test"), threading.Event(), threading.Event()
 
     def hang():
         has_begun.set()

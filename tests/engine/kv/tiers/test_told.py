@@ -1,18 +1,18 @@
 """What is told of blocks on disk is what is there, and a directory knows of a prefix as long as any tier has it."""
 
 import random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from jpaged.blockstore.store import BlockStore
 from jpaged.engine.kv.blocks import block_key, root_key
 from jpaged.engine.kv.changes import Changes
-from jpaged.engine.kv.tiers import disk as tellings
-from jpaged.engine.kv.tiers.disk import ToldOfDisk
+from jpaged.engine.kv.tiers import connector_tier as tellings
+from jpaged.engine.kv.tiers.connector_tier import ConnectorKVEvents
 from jpaged.kvevents.directory import Directory
 from jpaged.kvevents.encoding import Encoder, decode
-from jpaged.pool import Change, Removed
+from jpaged.pool import Change, Removed, Tier
 from tests.engine.kv.tiers.disks import IDENTITY, PROMPT, Server, second_life
 
 
@@ -20,7 +20,7 @@ class Reader:
     """Who reads along: the sets of what is told, and a directory."""
 
     def __init__(self, prefixes: Any, windows: tuple[int | None, ...] = (None,)) -> None:
-        self.held: dict[str, set[tuple[bytes, int]]] = {"device": set(), "host": set(), "disk": set()}
+        self.held: dict[str, set[tuple[bytes, int]]] = {tier: set() for tier in get_args(Tier)}
         self.directory = Directory()
         self._encoder = Encoder(4, windows)
         prefixes.changes.tell_to(self)
@@ -57,7 +57,7 @@ def test_a_prefix_is_held_until_disk_has_given_it_up_too(tmp_path):
         server.ask(f"{i}", [40 + i, *range(20)])
     assert not {key for tier in ("device", "host") for key, _ in reader.held[tier]} & {*keys_of(PROMPT)}
     assert reader.num_held(PROMPT) == 28
-    server.store.forget(keys_of(PROMPT)[5])
+    server.store.remove(keys_of(PROMPT)[5])
     server.step(1)
     assert reader.num_held(PROMPT) == 20
     server.h.engine.reset_prefix_cache()
@@ -100,17 +100,17 @@ def test_what_goes_while_it_is_told_is_not_told_for_good(tmp_path):
     store = BlockStore(tmp_path, IDENTITY, 64, 1 << 20)
     key, changes = bytes(32), Changes()
     found: list[Change] = []
-    told = ToldOfDisk(store, changes, lambda key: True)
+    told = ConnectorKVEvents(store, "disk", changes, lambda key: True)
     changes.tell_to(Keeping(found))
-    store.write(key, memoryview(bytes(64)))
+    store.save(key, memoryview(bytes(64)))
     told.may_hold(key)
-    store.forget(key)
-    store.write(key, memoryview(bytes(64)))
+    store.remove(key)
+    store.save(key, memoryview(bytes(64)))
     told.may_hold(key)
     told.advance()
     changes.tell()
     assert [type(change).__name__ for change in found] == ["Stored"]  # it is there again
-    store.forget(key)
+    store.remove(key)
     assert told.is_busy
     told.advance()
     told.may_hold(key)
@@ -125,12 +125,12 @@ def test_what_goes_between_two_looks_is_not_told(tmp_path):
     found: list[Change] = []
 
     def forgotten(key):  # another thread, at the worst moment
-        store.forget(key)
+        store.remove(key)
         return True
 
-    told = ToldOfDisk(store, changes, forgotten)
+    told = ConnectorKVEvents(store, "disk", changes, forgotten)
     changes.tell_to(Keeping(found))
-    store.write(key, memoryview(bytes(64)))
+    store.save(key, memoryview(bytes(64)))
     told.may_hold(key)
     told.advance()
     changes.tell()
@@ -163,7 +163,7 @@ def test_lives_with_a_small_disk_tell_what_is_there(tmp_path, seed):
     for i in range(50):
         server.ask(f"{i}", [*choose.choice(texts), 9], max_tokens=1)
         if choose.random() < 0.1:
-            server.store.forget(choose.choice(keys_of(choose.choice(texts))))
+            server.store.remove(choose.choice(keys_of(choose.choice(texts))))
         server.step(1)
         assert {key for key, _ in reader.held["disk"]} <= server.store._slots.known.keys()
         somewhere = {key for held in reader.held.values() for key, _ in held}

@@ -1,40 +1,41 @@
-"""Cached prefixes on local disk: the third tier, below host memory.
+"""Cached prefixes in a store outside the engine's memory: the tier below host memory, over any `ConnectorStore`.
 
-    prefix cache ── known, evicted ──> Spilling ──> BlockStore     in the background, limited in bytes per second
-    waiting group <── cached blocks ── Fetching <── BlockStore     many concurrent reads; other groups keep running
+    prefix cache ── stored, evicted ──> BlockWriter ──> store     in the background, limited in bytes per second
+    waiting group <── cached blocks ── BlockReader <── store      many concurrent loads; other groups keep running
 
 Keys are those of the prefix cache, so isolation by tenant, salt and adapter holds here too. The replicas of one server
 share one store: each writes what it computes, and can load what the others wrote.
 
-Missing prefix blocks of a waiting group, and their insertion into the prefix cache.
+**Missing blocks** of a waiting group, and their insertion into the prefix cache (`BlockLoader`):
 
-prompt   [0][1][2][3][4][5]      0 and 1 are on the device, 2 in host memory, 3 and 4 below: 3 and 4 are missing
+    prompt   [0][1][2][3][4][5]      0 and 1 are on the device, 2 in host memory, 3 and 4 in the store: these two are
+                                     missing
 
-Asynchronous loads of prefixes from disk, while their groups wait and others run.
+**Loads** while their groups wait and others run (`BlockReader`):
 
-    places    [0][1][2][3][4][5][6][7]      missing blocks of the prompt that disk has
-    reads      in  in  done .. .. ..        many concurrent reads, into staging blocks
+    places    [0][1][2][3][4][5][6][7]      missing blocks of the prompt that the store has
+    reads      in  in  done .. .. ..        many concurrent loads, into staging blocks
     device    [a ][b ]                      cached and free, as after a request that computed them
 
 Valid blocks are copied to the device in order, limited per step so that running groups are not delayed. A group resumes
-when all its blocks are loaded, when a read fails, or when it has waited as long as computing would have taken. It then
+when all its blocks are loaded, when a load fails, or when it has waited as long as computing would have taken. It then
 hits the loaded blocks and computes the rest. A group whose first missing block is being loaded for another group waits
 for that group first.
 
-Background writes of prefixes to disk.
+**Writes** in the background (`BlockWriter`):
 
-    due ──> staging block, or the cached block in host memory ──> written by a thread ──> in the store's index
+    due ──> staging block, or the cached block in host memory ──> saved by a thread ──> in the store
 
-A key is due when its block enters the prefix cache, and again when it leaves the device. So disk follows memory with a
-small delay, and a killed process loses little. The tier limits how many bytes a step starts to write.
+A key is due when its block enters the prefix cache, and again when it leaves the device. So the store follows memory
+with a small delay, and a killed process loses little. The tier limits how many bytes a step starts to write.
 
-KV cache events of the disk tier.
+**KV cache events** (`ConnectorKVEvents`), for example of the tier "disk":
 
-    in memory, and on disk                       Stored("disk")     when it is written, and when it is loaded to memory
-    evicted, removed, forgotten; disk failed     Removed("disk")    in the next steps, up to _MAX_REMOVED in each
+    in memory, and in the store                  Stored("disk")     when it is saved, and when it is loaded to memory
+    evicted, removed; the store failed           Removed("disk")    in the next steps, up to _MAX_REMOVED in each
 
-Subscribers identify a block by the tokens in its device event. Blocks on disk from an earlier run or another replica
-are therefore published only when they are loaded to memory here.
+Subscribers identify a block by the tokens in its device event. Blocks that an earlier run or another replica stored are
+therefore published only when they are loaded to memory here.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ from concurrent.futures import Executor, Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from jpaged.blockstore.store import BlockStore, StoreCounts
+from jpaged.blockstore.store import StoreCounts
 from jpaged.config import CacheOptions
 from jpaged.engine.executor import DeviceRates, Geometry, HostBlocks, Move
 from jpaged.engine.kv.blocks import BlockTable, Key, MemoryOps, key_in_group
 from jpaged.engine.kv.changes import Changes
+from jpaged.engine.kv.connector import ConnectorStore, DaemonThreadPool, StoreTier, open_store
 from jpaged.engine.kv.prefixes import PrefixCache, Prefixes, num_usable
 from jpaged.engine.kv.tiers.host import HostTier, Staging
-from jpaged.engine.kv.tiers.threads import DiskThreads
 from jpaged.engine.sequence import Group
 from jpaged.errors import InternalError, InvalidArgument, Unavailable
+from jpaged.pool import Tier
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -71,7 +72,7 @@ class Place:
     key: Key
 
 
-class Bringing:
+class BlockLoader:
     """Loader of device blocks for waiting prompts. Loaded blocks are cached and free, without a reference."""
 
     def __init__(self, prefixes: Prefixes, ops: MemoryOps) -> None:
@@ -129,9 +130,9 @@ class Bringing:
 
 _FIRST_BYTES_PER_S = 200e6
 _LATENCY_S = 0.002
-"""Assumed rate and latency of a disk before there are measurements."""
+"""Assumed rate and latency of a store before there are measurements."""
 _BELIEF = 1.02
-"""Factor on the estimated disk rate for each group that does not wait, so that a slow disk is tried again."""
+"""Factor on the estimated rate for each group that does not wait, so that a slow store is tried again."""
 _LEAST_WAIT_S = 0.05
 """Minimum wait: shorter ones are within the wake-up time of threads."""
 _NUM_AT_ONCE = 16
@@ -173,7 +174,7 @@ class _Fetch:
         return self.is_done and self.num_in == len(self.reads)
 
 
-class Fetching:
+class BlockReader:
     """Loader of the blocks that waiting groups need. Only the engine thread calls it, except `is_worth`.
 
     Args:
@@ -184,7 +185,7 @@ class Fetching:
 
     def __init__(
         self,
-        store: BlockStore,
+        store: ConnectorStore,
         blocks: HostBlocks,
         staging: Staging,
         rates: DeviceRates,
@@ -217,17 +218,17 @@ class Fetching:
         return [read for fetch in self._all() for read in fetch.reads[fetch.num_in :]]
 
     def block_s(self, key: Key) -> float | None:
-        """Return the seconds to read a block at the measured rate; None if disk does not store it."""
-        return self._blocks.bytes_per_block / self._bytes_per_s if key in self._store else None
+        """Return the seconds to read a block at the measured rate; None if the store lacks it."""
+        return self._blocks.bytes_per_block / self._bytes_per_s if self._store.lookup(key) else None
 
     def is_worth(self, begin: int, end: int, num_blocks: int) -> bool:
         """Return True if reading num_blocks is faster than computing blocks `begin` to `end`. Any thread may ask."""
         read_s = _LATENCY_S + num_blocks * self._blocks.bytes_per_block / self._bytes_per_s
         return self._compute_s(begin, end) > read_s
 
-    def begin(self, group: Group, bringing: Bringing) -> bool:
-        """Start to load a group's prompt; return False if disk has nothing that is faster than computing."""
-        places = bringing.missing(group, self._store.__contains__)
+    def start_load(self, group: Group, loader: BlockLoader) -> bool:
+        """Start to load a group's prompt; return False if the store has nothing that is faster than computing."""
+        places = loader.missing(group, self._store.lookup)
         if not places:
             return False
         begin, end = places[0].index, places[-1].index + 1
@@ -240,7 +241,7 @@ class Fetching:
         self._want(fetch)
         return True
 
-    def leave(self, group: Group) -> None:
+    def cancel(self, group: Group) -> None:
         """Stop loading for a group that has ended."""
         fetch = self._fetches.pop(group, None)
         if fetch is not None:
@@ -253,7 +254,7 @@ class Fetching:
         for fetch in self._fetches.values() if key is None else self._wanting.get(key, ()):
             fetch.is_over = True
 
-    def advance(self, now_s: float, max_bytes: int, bringing: Bringing) -> list[Group]:
+    def advance(self, now_s: float, max_bytes: int, loader: BlockLoader) -> list[Group]:
         """Insert loaded blocks, up to max_bytes, and start further reads; return the groups that resume now."""
         going_on = []
         for fetch in self._leftover:
@@ -264,11 +265,11 @@ class Fetching:
                 if not fetch.behind.has_gone_on:
                     continue
                 self._want_no_more(fetch)
-                fetch.behind, fetch.places = None, bringing.missing(fetch.group, self._store.__contains__)
+                fetch.behind, fetch.places = None, loader.missing(fetch.group, self._store.lookup)
                 self._want(fetch)
             if fetch.began_s is None:
                 fetch.began_s, fetch.until_s = now_s, now_s + fetch.longest_s
-            max_bytes -= self._bring_in(fetch, max_bytes, bringing)
+            max_bytes -= self._bring_in(fetch, max_bytes, loader)
             self._read_on(fetch)
             if now_s > fetch.until_s:
                 fetch.is_over = True
@@ -298,7 +299,7 @@ class Fetching:
             seen = fetch.num_in * self._blocks.bytes_per_block / (now_s - fetch.began_s)
             self._bytes_per_s = (self._bytes_per_s + seen) / 2
 
-    def _bring_in(self, fetch: _Fetch, max_bytes: int, bringing: Bringing) -> int:
+    def _bring_in(self, fetch: _Fetch, max_bytes: int, loader: BlockLoader) -> int:
         """Insert loaded blocks in order; return the number of bytes moved."""
         num_bytes = 0
         while not fetch.is_over and num_bytes < max_bytes and fetch.num_in < len(fetch.reads):
@@ -306,7 +307,7 @@ class Fetching:
             if not read.done():
                 break
             place, home = fetch.places[fetch.num_in], fetch.homes[fetch.num_in]
-            if read.result() and bringing.bring_in(fetch.group, place, home):
+            if read.result() and loader.bring_in(fetch.group, place, home):
                 num_bytes += self._blocks.bytes_per_block
                 self._came(place.key)
                 self._count(0 if place.kv_group else self._block_size, False)
@@ -323,7 +324,7 @@ class Fetching:
                 return
             key = fetch.places[len(fetch.reads)].key
             fetch.homes.append(home)
-            fetch.reads.append(self._threads.submit(self._store.read, key, self._blocks.view(home)))
+            fetch.reads.append(self._threads.submit(self._store.load, key, self._blocks.view(home)))
 
     def _clear(self, fetch: _Fetch) -> None:
         """Return the staging blocks of finished reads that no group waits for."""
@@ -357,7 +358,7 @@ class Fetching:
 
 
 _MAX_LOOKS = 256
-"""Maximum number of keys examined per step: most may be on disk, or evicted."""
+"""Maximum number of keys examined per step: most may be in the store, or evicted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -378,7 +379,7 @@ class _Spill:
     written: Future[bool] | None = None
 
 
-class Spilling:
+class BlockWriter:
     """Writer of due blocks. Only the engine thread calls it.
 
     Args:
@@ -389,7 +390,7 @@ class Spilling:
 
     def __init__(
         self,
-        store: BlockStore,
+        store: ConnectorStore,
         blocks: HostBlocks,
         host: HostTier,
         staging: Staging,
@@ -420,15 +421,15 @@ class Spilling:
         return [spill.written for spill in self._writing if spill.written is not None]
 
     def note(self, key: Key) -> None:
-        """Mark a key as due, unless it is on disk or being written."""
-        if key in self._due or key in self._under_way or key in self._store:
+        """Mark a key as due, unless it is in the store or being written."""
+        if key in self._due or key in self._under_way or self._store.lookup(key):
             return
         self._due[key] = None
         if len(self._due) > self._max_due:
             self._due.popitem(last=False)
 
     def forget(self, key: Key) -> None:
-        """Prevent a key from being written to disk, even if its write has started."""
+        """Prevent a key from being written, even if its write has started."""
         self._due.pop(key, None)
         if key in self._under_way:
             self._under_way[key].is_wanted = False
@@ -472,8 +473,8 @@ class Spilling:
         return len(self._under_way) >= self._staging.num_blocks
 
     def _begin(self, key: Key, cache: PrefixCache) -> bool:
-        """Begin to write a key; return False if it is on disk by now or evicted, or no staging block is free."""
-        if key in self._store:
+        """Begin to write a key; return False if it is in the store by now or evicted, or no staging block is free."""
+        if self._store.lookup(key):
             return False
         since, block_id = self._host.num_dispatched, cache.find(key)
         if key in self._host:
@@ -503,7 +504,7 @@ class Spilling:
         """Write a block; runs on the writer thread."""
         if not spill.is_wanted:
             return False
-        return self._store.write(spill.key, self._blocks.view(spill.home), lambda: spill.is_wanted)
+        return self._store.save(spill.key, self._blocks.view(spill.home), lambda: spill.is_wanted)
 
     def check(self) -> None:
         """Check the bookkeeping of writes.
@@ -523,54 +524,67 @@ _MAX_REMOVED = 1024
 """Maximum number of removals published per step."""
 
 
-class ToldOfDisk:
-    """Publisher of what a store holds. The engine thread calls it; the store reports removals from any thread.
+class ConnectorKVEvents:
+    """Publisher of the keys in a store. The engine thread calls it; the store reports removals from any thread.
 
     Args:
+        tier: name of the store in the events.
         is_in_memory: returns True if the device or host memory has a key.
     """
 
-    def __init__(self, store: BlockStore, changes: Changes, is_in_memory: Callable[[Key], bool]) -> None:
+    def __init__(
+        self, store: ConnectorStore, tier: Tier, changes: Changes, is_in_memory: Callable[[Key], bool]
+    ) -> None:
         self._store = store
+        self._tier = tier
         self._changes = changes
         self._is_in_memory = is_in_memory
-        self._told: set[Key] = set()
+        self._published: set[Key] = set()
         self._lock = threading.Lock()
         self._gone: set[Key] = set()
+        self._is_reset = False
         self._going: deque[Key] = deque()
-        store.when_gone(self._note_gone)
+        store.add_removal_listener(self._note_gone)
 
     @property
     def is_busy(self) -> bool:
         """Return True if removals are not yet published."""
-        return bool(self._gone or self._going)
+        return bool(self._gone or self._going or self._is_reset)
 
     def may_hold(self, key: Key) -> None:
-        """Publish that disk stores a key, if both disk and memory do."""
-        if not self._changes.is_on or key in self._told or key not in self._store or not self._is_in_memory(key):
+        """Publish that the store has a key, if memory has it too."""
+        if (
+            not self._changes.is_on
+            or key in self._published
+            or not self._store.lookup(key)
+            or not self._is_in_memory(key)
+        ):
             return
-        self._told.add(key)
-        if key in self._store:  # removals from here on are recorded
-            self._changes.stored("disk", key)
+        self._published.add(key)
+        if self._store.lookup(key):  # removals from here on are recorded
+            self._changes.stored(self._tier, key)
         else:
-            self._told.remove(key)
+            self._published.remove(key)
 
     def advance(self) -> None:
-        """Publish what disk no longer stores, up to the limit per step."""
+        """Publish what the store no longer has, up to the limit per step."""
         if self._gone:
             with self._lock:
                 gone, self._gone = self._gone, set()
             self._going += gone
-        if self._told and not (self._going or self._store.is_on):
-            self._going += self._told
+        is_reset, self._is_reset = self._is_reset, False
+        if self._published and (is_reset or not (self._going or self._store.is_on)):
+            self._going += self._published
         for _ in range(min(_MAX_REMOVED, len(self._going))):
             key = self._going.popleft()
-            if key in self._told and key not in self._store:
-                self._told.remove(key)
-                self._changes.removed("disk", key)
+            if key in self._published and not self._store.lookup(key):
+                self._published.remove(key)
+                self._changes.removed(self._tier, key)
 
-    def _note_gone(self, key: Key) -> None:
-        if key in self._told:
+    def _note_gone(self, key: Key | None) -> None:
+        if key is None:
+            self._is_reset = True
+        elif key in self._published:
             with self._lock:
                 self._gone.add(key)
 
@@ -579,19 +593,19 @@ logger = logging.getLogger(__name__)
 
 _NUM_READERS, _NUM_WRITERS = 8, 1
 _STAGING_BYTES, _STAGING_SHARE = 64 << 20, 4
-"""Host memory for disk transfers: maximum bytes, and divisor of the number of host blocks."""
+"""Host memory for transfers: maximum bytes, and divisor of the number of host blocks."""
 _OUT_BYTES_PER_S, _OUT_BYTES_ALONE_PER_S = 64 << 20, 1 << 30
 """Bytes per second of writes to start while groups run, and while none runs."""
 _OUT_BYTES, _IN_BYTES = 2 << 20, 4 << 20
 """Bytes per step that are written and loaded while groups run: milliseconds of copying."""
 _BYTES_ALONE = 64 << 20
 _END_S = 5.0
-"""Timeout at close for a disk that does not respond."""
+"""Timeout at close for a store that does not respond."""
 
 
 @dataclass(frozen=True, slots=True)
-class DiskCounts:
-    """Counters of a disk tier since the start.
+class ConnectorCounts:
+    """Counters of a tier since the start.
 
     Attributes:
         num_tokens: prompt tokens loaded.
@@ -606,24 +620,22 @@ class DiskCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Disk:
-    """Block store of one engine.
+class EngineStore:
+    """One engine's share of a store.
 
     Attributes:
         store: owned by the engine until it stops; other engines may share it.
-        threads: executors for reads and for writes; None creates them.
+        tier: name of the store in KV events and in the fields of `jpaged.load.EngineLoad`.
+        threads: executors for loads and for writes; None creates them.
     """
 
-    store: BlockStore
+    store: ConnectorStore
+    tier: StoreTier = "disk"
     threads: tuple[Executor, Executor] | None = None
-
-    def tier(self, blocks: HostBlocks, geometry: Geometry, rates: DeviceRates) -> Callable[[HostTier], DiskTier]:
-        """Return a function that creates the disk tier once the engine has host memory."""
-        return lambda host: DiskTier(self, blocks, host, geometry, rates)
 
 
 def num_staged(bytes_per_block: int, num_host_blocks: int) -> int:
-    """Return the number of host blocks reserved for disk transfers.
+    """Return the number of host blocks reserved for transfers.
 
     Raises:
         InvalidArgument: there are too few.
@@ -632,79 +644,81 @@ def num_staged(bytes_per_block: int, num_host_blocks: int) -> int:
     if num_blocks < 2:
         raise InvalidArgument(
             "swap_space",
-            f"host memory has {num_host_blocks} blocks of {bytes_per_block} bytes; kv_disk_space uses one of "
+            f"host memory has {num_host_blocks} blocks of {bytes_per_block} bytes; a store below it uses one of "
             f"{_STAGING_SHARE} of them as staging buffers and requires at least {2 * _STAGING_SHARE}",
         )
     return num_blocks
 
 
-def open_disks(
+def open_stores(
     options: CacheOptions, blocks: HostBlocks | None, geometry: Geometry, num_engines: int
-) -> list[Disk | None]:
-    """Open one persistent store for all engines and return each engine's share; None for each if disk is off.
+) -> list[tuple[EngineStore, ...]]:
+    """Open the store that the options select and return each engine's share; empty ones if there is none.
 
     Reads all weights, to compute the identity of the blocks.
 
     Raises:
-        InvalidArgument: the folder cannot be used, or there is too little room on disk or in host memory.
+        InvalidArgument: the store cannot be used, or there is too little room on disk or in host memory.
     """
-    if not options.kv_disk_space or options.kv_disk_dir is None or blocks is None:
-        return [None] * num_engines
+    if options.store_option is None or blocks is None:
+        return [()] * num_engines
     num_staged(blocks.bytes_per_block, geometry.num_host_blocks)
-    max_bytes = int(options.kv_disk_space * 2**30)
-    store = BlockStore(Path(options.kv_disk_dir), blocks.kv_identity(), blocks.bytes_per_block, max_bytes)
-    return [Disk(store), *(Disk(store.share()) for _ in range(num_engines - 1))]
+    tier, store = open_store(options, blocks)
+    return [(EngineStore(store, tier),), *((EngineStore(store.share(), tier),) for _ in range(num_engines - 1))]
 
 
-class DiskTier:
-    """Disk tier of one engine. Only the engine thread calls it, unless a method states otherwise.
+class ConnectorTier:
+    """Tier of one engine over a store. Only the engine thread calls it, unless a method states otherwise.
 
-    Implements `jpaged.engine.kv.prefixes.Below`.
+    Implements `jpaged.engine.kv.prefixes.LowerTier`.
 
     Attributes:
-        is_worth: see `Fetching.is_worth`.
+        is_worth: see `BlockReader.is_worth`.
 
     Args:
-        disk: its store is owned by this tier until `close`.
+        share: the engine's share of a store, which this tier owns until `close`.
         blocks: contents of host memory.
 
     Raises:
-        InvalidArgument: host memory has too few blocks for disk transfers.
+        InvalidArgument: host memory has too few blocks for transfers.
     """
 
-    def __init__(self, disk: Disk, blocks: HostBlocks, host: HostTier, geometry: Geometry, rates: DeviceRates) -> None:
-        self._store = store = disk.store
+    def __init__(
+        self, share: EngineStore, blocks: HostBlocks, host: HostTier, geometry: Geometry, rates: DeviceRates
+    ) -> None:
+        self._store = store = share.store
+        self._tier = share.tier
         self._bytes_per_block = blocks.bytes_per_block
-        self._readers, self._writers = disk.threads or (
-            DiskThreads(_NUM_READERS, "jpaged-disk-read"),
-            DiskThreads(_NUM_WRITERS, "jpaged-disk-write"),
+        self._load_threads, self._save_threads = share.threads or (
+            DaemonThreadPool(_NUM_READERS, f"jpaged-{share.tier}-load"),
+            DaemonThreadPool(_NUM_WRITERS, f"jpaged-{share.tier}-save"),
         )
-        self._told: ToldOfDisk | None = None
+        self._events: ConnectorKVEvents | None = None
 
         def may_hold(key: Key) -> None:
-            if self._told is not None:
-                self._told.may_hold(key)
+            if self._events is not None:
+                self._events.may_hold(key)
 
         self._may_hold = may_hold
         num_blocks = num_staged(blocks.bytes_per_block, geometry.num_host_blocks)
         num_out = max(1, num_blocks // 4)
         self._stagings = Staging(host, num_out), Staging(host, num_blocks - num_out)
         self._max_due = max_due = geometry.num_blocks + geometry.num_host_blocks
-        self._spilling = Spilling(store, blocks, host, self._stagings[0], max_due, self._writers, may_hold)
-        self._fetching = Fetching(
+        self._writer = BlockWriter(store, blocks, host, self._stagings[0], max_due, self._save_threads, may_hold)
+        self._reader = BlockReader(
             store,
             blocks,
             self._stagings[1],
             rates,
             geometry.block_size,
-            self._readers,
+            self._load_threads,
             self._count,
             may_hold,
         )
-        self.is_worth = self._fetching.is_worth
-        self._counts = DiskCounts(store.counts)
+        self.is_worth = self._reader.is_worth
+        self._counts = ConnectorCounts(store.counts)
         self._cache: PrefixCache | None = None
-        self._bringing: Bringing | None = None
+        self._loader: BlockLoader | None = None
         self._used: dict[Key, None] = {}
         self._noting: Future[None] | None = None
         self._lock = threading.Lock()
@@ -713,46 +727,46 @@ class DiskTier:
         self._last_s = 0.0
         self._is_flushing = False
 
-    def serve(self, prefixes: Prefixes, ops: MemoryOps) -> None:
+    def connect(self, prefixes: Prefixes, ops: MemoryOps) -> None:
         """Connect the prefix cache whose blocks this tier stores and loads, with the queue of device moves."""
-        self._cache, self._bringing = prefixes.cache, Bringing(prefixes, ops)
-        self._told = ToldOfDisk(self._store, prefixes.changes, prefixes.has_prefix)
+        self._cache, self._loader = prefixes.cache, BlockLoader(prefixes, ops)
+        self._events = ConnectorKVEvents(self._store, self._tier, prefixes.changes, prefixes.has_prefix)
 
     # --- changes of prefixes --------------------------------------------------------------------------------------
 
-    def note(self, key: Key) -> None:
+    def on_block_stored(self, key: Key) -> None:
         if self._store.is_on:
             self._may_hold(key)
-            self._spilling.note(key)
+            self._writer.note(key)
 
-    def used(self, keys: Sequence[Key]) -> None:
+    def on_blocks_hit(self, keys: Sequence[Key]) -> None:
         for key in keys if self._store.is_on else ():
             self._used.pop(key, None)
             self._used[key] = None
         while len(self._used) > self._max_due:
             del self._used[next(iter(self._used))]
 
-    def forget(self, key: Key) -> None:
-        self._spilling.forget(key)
-        self._fetching.forget(key)
-        self._store.forget(key)
+    def remove(self, key: Key) -> None:
+        self._writer.forget(key)
+        self._reader.forget(key)
+        self._store.remove(key)
 
     def reset(self) -> int:
-        self._spilling.forget_all()
-        self._fetching.forget(None)
+        self._writer.forget_all()
+        self._reader.forget(None)
         return self._store.reset()
 
     def block_s(self, key: Key) -> float | None:
-        """Return the seconds to load a block from disk; None if it is not there."""
-        return self._fetching.block_s(key)
+        """Return the seconds to load a block; None if it is not there."""
+        return self._reader.block_s(key)
 
     # --- exports to other servers ---------------------------------------------------------------------------------
 
-    def __contains__(self, key: Key) -> bool:
+    def lookup(self, key: Key) -> bool:
         """Return True if the index of the store has the key. Any thread may ask."""
-        return key in self._store
+        return self._store.lookup(key)
 
-    def read(self, key: Key, into: memoryview) -> Future[bool]:
+    def load_block(self, key: Key, into: memoryview) -> Future[bool]:
         """Read a block on a reader thread; the result is True if it was there and valid. Any thread may call.
 
         Raises:
@@ -760,7 +774,7 @@ class DiskTier:
         """
         with self._lock:
             try:
-                reading: Future[bool] = self._readers.submit(self._store.read, key, into)
+                reading: Future[bool] = self._load_threads.submit(self._store.load, key, into)
             except RuntimeError:  # the executor is shut down
                 raise Unavailable("the server is shutting down") from None
             self._lent = [one for one in self._lent if not one.done()]
@@ -769,70 +783,90 @@ class DiskTier:
 
     # --- waiting groups -------------------------------------------------------------------------------------------
 
-    def begin(self, group: Group) -> bool:
-        """Start to load a waiting group's prompt; return False if it need not wait, else `advance` returns it later."""
-        return self._bringing is not None and self._store.is_on and self._fetching.begin(group, self._bringing)
+    def start_load(self, group: Group) -> bool:
+        """Start to load a waiting group's prompt; return False if it need not wait, else `poll` returns it later."""
+        return self._loader is not None and self._store.is_on and self._reader.start_load(group, self._loader)
 
-    def leave(self, group: Group) -> None:
+    def on_request_finished(self, group: Group) -> None:
         """Handle the end of a group, whether or not it was waiting for a load."""
-        self._fetching.leave(group)
+        self._reader.cancel(group)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def advance(self, now_s: float, *, is_alone: bool) -> list[Group]:
+    def poll(self, now_s: float, *, is_alone: bool) -> list[Group]:
         """Advance reads and writes before the step is scheduled; return the groups that need not wait any more.
 
         Args:
             is_alone: no group runs that the copies would delay.
         """
-        if self._cache is None or self._bringing is None or self._told is None:
+        if self._cache is None or self._loader is None or self._events is None:
             return []
-        self._told.advance()
+        self._events.advance()
         max_bytes = self._allowed_bytes(now_s, is_alone)
         if not self._store.is_on:
-            self._spilling.forget_all()
+            self._writer.forget_all()
         self._note_used()
-        num_begun = self._spilling.advance(max_bytes // self._bytes_per_block, self._cache)
+        num_begun = self._writer.advance(max_bytes // self._bytes_per_block, self._cache)
         self._allowance_bytes -= num_begun * self._bytes_per_block
-        return self._fetching.advance(now_s, _BYTES_ALONE if is_alone else _IN_BYTES, self._bringing)
+        return self._reader.advance(now_s, _BYTES_ALONE if is_alone else _IN_BYTES, self._loader)
 
     def flush(self) -> bool:
-        """Write all cached blocks that disk lacks as fast as possible from now on; return True if none is left."""
+        """Write all cached blocks that the store lacks as fast as possible from now on; return True if none is left."""
         self._is_flushing = True
-        return not self._spilling.is_busy
+        return not self._writer.is_busy
 
     @property
     def is_busy(self) -> bool:
         """Return True if reads, writes or removals are pending: steps must run even if no group does."""
-        is_behind = self._told is not None and self._told.is_busy
-        return self._spilling.is_busy or self._fetching.is_busy or is_behind
+        is_behind = self._events is not None and self._events.is_busy
+        return self._writer.is_busy or self._reader.is_busy or is_behind
 
     @property
-    def counts(self) -> DiskCounts:
+    def counts(self) -> ConnectorCounts:
         """Return a snapshot of the counters."""
         return replace(self._counts, store=self._store.counts, is_on=self._store.is_on)
+
+    def load_fields(self) -> dict[str, float]:
+        """Return the counters as fields of `jpaged.load.EngineLoad`."""
+        counts, tier = self.counts, self._tier
+        store = counts.store
+        return {
+            f"{tier}_is_on": int(counts.is_on),
+            f"num_{tier}_hit_tokens": counts.num_tokens,
+            f"num_{tier}_fallbacks": counts.num_fallbacks,
+            f"num_{tier}_blocks": store.num_blocks,
+            f"num_{tier}_blocks_read": store.num_read,
+            f"num_{tier}_blocks_written": store.num_written,
+            f"{tier}_bytes_read": store.read_bytes,
+            f"{tier}_bytes_written": store.written_bytes,
+            f"{tier}_read_s": store.read_s,
+            f"{tier}_write_s": store.write_s,
+            f"num_{tier}_blocks_dropped": store.num_dropped,
+            f"num_{tier}_blocks_evicted": store.num_evicted,
+            f"num_{tier}_failures": store.num_failures,
+        }
 
     def check(self) -> None:
         """Check the bookkeeping of blocks in transfer.
 
         Raises:
-            InternalError: a block is lost between memory and disk, or free during its transfer.
+            InternalError: a block is lost between memory and the store, or free during its transfer.
         """
-        self._spilling.check()
-        self._fetching.check()
+        self._writer.check()
+        self._reader.check()
         self._store.check()
 
     def close(self) -> None:
         """Wait for started calls and close the store; if calls time out, leave the store open to them."""
         with self._lock:
-            for threads in (self._readers, self._writers):
+            for threads in (self._load_threads, self._save_threads):
                 threads.shutdown(wait=False, cancel_futures=True)
-        asked: list[Future[Any]] = [*self._spilling.under_way, *self._fetching.under_way, *self._lent]
+        asked: list[Future[Any]] = [*self._writer.under_way, *self._reader.under_way, *self._lent]
         if self._noting is not None:
             asked.append(self._noting)
         left = wait_for(asked, _END_S).not_done
         if left:
-            logger.error("disk offload: abandoned %d disk calls that did not return", len(left))
+            logger.error("KV connector (%s): abandoned %d calls that did not return", self._tier, len(left))
             return
         self._store.close()
 
@@ -845,7 +879,7 @@ class DiskTier:
             self._noting = None
         if self._used and self._noting is None:
             used, self._used = self._used, {}
-            self._noting = self._writers.submit(self._store.touch, list(used))
+            self._noting = self._save_threads.submit(self._store.touch, list(used))
 
     def _allowed_bytes(self, now_s: float, is_alone: bool) -> int:
         """Return the number of bytes that may start to be written in this step."""
