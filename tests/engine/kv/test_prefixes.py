@@ -217,9 +217,11 @@ def test_a_block_that_another_request_generates_is_not_waited_for():
     running = computed(memory, group_of(6))  # one block of its prompt is full, and its first sample is 200
     running.live[0].token_ids.append(201)
     waiting = Group(Request("w", (*range(6), 200, 201, 9), SamplingParams(max_tokens=1)), 0, 0.0, print, 8)
-    memory.prefixes.register_full_blocks(running.live[0])
-    assert memory.prefixes.match(waiting).num_blocks == 1
-    assert not memory.prefixes.is_being_computed(waiting, [running])
+    prefixes = memory.prefixes
+    assert prefixes is not None
+    prefixes.register_full_blocks(running.live[0])
+    assert prefixes.match(waiting).num_blocks == 1
+    assert not prefixes.is_being_computed(waiting, [running])
 
 
 @pytest.mark.parametrize("at_once", [False, True])
