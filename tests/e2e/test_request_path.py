@@ -27,7 +27,7 @@ FEATURES = (
     "engine/scheduling/tells.py",
     "engine/speculation",
     "engine/watching",
-    "pool",
+    "pool.py",
     "service/chat",
     "service/grammars",
     "service/handoff.py",
