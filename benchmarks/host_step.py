@@ -42,7 +42,7 @@ from jpaged.engine.executor.io import TellInputs, ToldOutputs
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduling.schedule import build_sampling_inputs, build_step_inputs
-from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.scheduling.scheduler import Scheduler, SchedulingPolicy
 from jpaged.engine.sequence import Group
 from jpaged.engine.stats import StepStats
 from jpaged.engine.tokenizer import NoTokenizer
@@ -142,7 +142,7 @@ class Loop:
         geometry = executor.geometry
         self._memory = PagedMemory(geometry)
         options = SchedulerOptions(preemption_mode="recompute")
-        self._scheduler = Scheduler(self._memory, options, geometry, executor.rates)
+        self._scheduler = Scheduler(self._memory, SchedulingPolicy(), options, geometry, executor.rates)
         self._output = OutputProcessor(NoTokenizer(VOCAB_SIZE), frozenset())
         self._stats = StepStats(geometry, time.monotonic)
         for request in _requests(geometry.max_num_seqs):

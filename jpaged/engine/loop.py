@@ -22,6 +22,7 @@ from jpaged.engine.grammars import Grammars, MakeMasks, bound_rows
 from jpaged.engine.kv.paged import make_memory
 from jpaged.engine.kv.tiers.connector_tier import EngineStore
 from jpaged.engine.output.processor import OutputProcessor
+from jpaged.engine.scheduling.policies import POLICIES
 from jpaged.engine.scheduling.schedule import (
     Schedule,
     build_ending_ids,
@@ -181,8 +182,9 @@ class EngineLoop:
     ) -> None:
         geometry = executor.geometry
         self.memory = make_memory(executor, config.cache, lengths.max_cached_tokens, stores)
+        policy = POLICIES[config.scheduler.policy]()
         self.scheduler = Scheduler(
-            self.memory, config.scheduler, geometry, executor.rates, eos_token_ids, lengths.outgrown_len
+            self.memory, policy, config.scheduler, geometry, executor.rates, eos_token_ids, lengths.outgrown_len
         )
         options = config.speculation
         self.stats = StepStats(geometry, clock, 0 if options is None else options.num_speculative_tokens)

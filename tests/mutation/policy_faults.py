@@ -144,7 +144,7 @@ POLICY_FAULTS = (
     ),
     Fault(
         "a preempted group keeps its rows",
-        "scheduling/queues.py",
+        "scheduling/scheduler.py",
         "        self.running.remove(group)\n        self.num_rows -= group.num_rows\n",
         "        self.running.remove(group)\n",
         LIVES,
@@ -193,14 +193,14 @@ POLICY_FAULTS = (
     ),
     Fault(
         "a swapped group comes before an earlier one that is computed again",
-        "scheduling/queues.py",
+        "scheduling/scheduler.py",
         "return waiting if is_earlier or self._policy",
         "return waiting if self._policy",
         SCHEDULER,
     ),
     Fault(
         "a swapped group comes before an urgent one",
-        "scheduling/queues.py",
+        "scheduling/scheduler.py",
         "return waiting if is_earlier or self._policy.yields_to(swapped, waiting) else swapped",
         "return waiting if is_earlier else swapped",
         SCHEDULER,

@@ -1,7 +1,6 @@
 """The scheduler: which rows run in the next step, on how many tokens, and which groups are preempted.
 
-scheduler.py       the decision of one step
-queues.py          queues of groups: waiting, running, swapped out; first come, first served
+scheduler.py       the decision of one step; queues of groups; first come, first served
 policies.py        other scheduling policies: priority, fairness over tenants
 rows.py            persistent decode batch: arrays of the decoding rows, updated incrementally
 editing.py         rows with logits processors, and the device slots of their token counts

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from jpaged.config import Policy
-from jpaged.engine.scheduling.queues import SchedulingPolicy
+from jpaged.engine.scheduling.scheduler import SchedulingPolicy
 from jpaged.engine.sequence import Group
 
 MAX_OVERTAKES = 256

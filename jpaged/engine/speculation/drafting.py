@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from jpaged.config import SpeculativeOptions
 from jpaged.engine.executor import DeviceRates, Geometry
-from jpaged.engine.scheduling.queues import Queues
 from jpaged.engine.scheduling.schedule import Schedule
+from jpaged.engine.scheduling.scheduler import Queues
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.engine.speculation.adaptation import Adaptation, StepCosts
 from jpaged.engine.speculation.drafts import Proposals, decoding_rows, takes_drafts

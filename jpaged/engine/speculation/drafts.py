@@ -26,17 +26,16 @@ weighting: distribution and tokens are those of plain decoding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as AbcSequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import Geometry, StepOutputs
 from jpaged.engine.kv.interface import KVMemory
-from jpaged.engine.scheduling.queues import Queues, SchedulingPolicy
 from jpaged.engine.scheduling.rows import DecodingRows, settle
 from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
 from jpaged.engine.sequence import Group, Sequence
@@ -124,6 +123,30 @@ def takes_drafts(group: Group) -> bool:
     return not (sampling.beam_width or sampling.needs_counts or sampling.asks_more_of_samples)
 
 
+class ServiceRecorder(Protocol):
+    """Recorder of the service that groups receive: a scheduling policy."""
+
+    def served(self, group: Group, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Record the tokens that a group was served."""
+
+    def decoded(self, groups: Iterable[Group]) -> None:
+        """Record one output token for each group."""
+
+
+class GroupQueues(Protocol):
+    """The scheduler's queues, as drafts need them.
+
+    Attributes:
+        running: running groups.
+    """
+
+    running: list[Group]
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of groups that wait for rows or blocks."""
+
+
 @dataclass(frozen=True, slots=True)
 class DraftRows:
     """Adds drafts to the steps of one scheduler, and releases the blocks of rejected ones."""
@@ -131,7 +154,7 @@ class DraftRows:
     memory: KVMemory
     rows: DecodingRows
     geometry: Geometry
-    policy: SchedulingPolicy
+    policy: ServiceRecorder
 
     def add(self, schedule: Schedule, proposals: Proposals) -> None:
         """Add drafts of decode rows to a step, as far as rows, tokens and blocks allow."""
@@ -257,9 +280,9 @@ class RoundRows:
     memory: KVMemory
     rows: DecodingRows
     geometry: Geometry
-    policy: SchedulingPolicy
+    policy: ServiceRecorder
 
-    def may_run(self, queues: Queues, *, has_room: bool) -> bool:
+    def may_run(self, queues: GroupQueues, *, has_room: bool) -> bool:
         """Return True if every running group decodes, and no waiting group could be admitted.
 
         Args:

@@ -9,7 +9,7 @@ from jpaged.config import SchedulerOptions
 from jpaged.engine.executor import BEYOND_TOKENS, Detail, SamplingInputs
 from jpaged.engine.kv.paged import PagedMemory
 from jpaged.engine.scheduling.schedule import build_sampling_inputs, build_step_inputs
-from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.scheduling.scheduler import Scheduler, SchedulingPolicy
 from jpaged.engine.sequence import Group
 from jpaged.testing import FakeExecutor
 from jpaged.types import Request, SamplingParams
@@ -28,6 +28,7 @@ def both(prompts, *, max_num_batched_tokens=16, sampling=None, eos=frozenset(), 
     geometry = executor.geometry
     scheduler = Scheduler(
         PagedMemory(geometry),
+        SchedulingPolicy(),
         SchedulerOptions(max_num_batched_tokens=max_num_batched_tokens, preemption_mode="recompute"),
         geometry,
         executor.rates,
