@@ -86,10 +86,9 @@ def load(name: str, module: str | None = None) -> ModuleType:
     try:
         return import_module(module or COMMANDS[name].module)
     except Exception as error:
-        from jpaged.cli import packages
-
         if (missing := _missing_extra(error)) is not None:
             raise missing from error
+        from jpaged.cli import packages
 
         if not packages.is_broken(error):
             raise
