@@ -487,6 +487,13 @@ TIER_FAULTS = (
         CONNECTOR,
     ),
     Fault(
+        "a call of a connector that hangs is never noticed",
+        "kv/connector.py",
+        "time.monotonic() - oldest[1] > _CALL_TIMEOUT_S:",
+        "False:",
+        CONNECTOR,
+    ),
+    Fault(
         "a reset of a connector is not published",
         "kv/tiers/connector_tier.py",
         "            self._is_reset = True\n        elif",

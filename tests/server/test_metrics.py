@@ -77,6 +77,7 @@ NAMES = {
     "jpaged:stalls_total",
     "jpaged:host_step_seconds",
 }
+NAMES |= {name.replace("disk", "external") for name in NAMES if "disk" in name}
 
 
 class Scraped:

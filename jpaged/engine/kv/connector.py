@@ -17,9 +17,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -35,6 +36,8 @@ StoreTier = Literal["disk", "external"]
 """Name of a store in KV events and metrics: jpaged's disk, or a third party's connector."""
 CHECKSUM_BYTES = 32
 """Bytes that a value has in addition to a block's contents: their hash, which the engine writes and verifies."""
+_CALL_TIMEOUT_S = 60.0
+"""Duration after which a call counts as hung."""
 _CLOSE_S = 5.0
 """Timeout for pending removals and `KVConnector.close` at the end."""
 
@@ -78,8 +81,9 @@ class KVConnector(Protocol):
     group waits for loads only while they are faster than computing, and never longer than computing would take. If a
     call hangs, its thread and its block in host memory stay occupied, and requests compute.
 
-    **Errors.** An exception of any method disables the connector until the next start: it is logged with its traceback
-    and counted (`jpaged:external_failures_total`), and requests continue. A value that is gone is not an error.
+    **Errors.** An exception of any method, or a call that takes over 60 seconds, disables the connector until the next
+    start: it is logged with its traceback and counted (`jpaged:external_failures_total`), and requests continue. A
+    value that is gone is not an error.
     """
 
     @property
@@ -247,6 +251,7 @@ class ConnectorGuard:
         self._counts = StoreCounts()
         self._listeners: list[Callable[[bytes | None], None]] = []
         self._removals: dict[bytes | None, int] = {}  # pending ones of each key; None is a reset
+        self._calls: dict[object, tuple[str, float]] = {}  # running ones, the oldest first: name and begin
         config = KVConnectorConfig(
             self._identity,
             self._bytes_per_block + CHECKSUM_BYTES,
@@ -276,7 +281,10 @@ class ConnectorGuard:
             except Exception as error:
                 self._disable("num_blocks", error)
         with self._lock:
-            return replace(self._counts, num_blocks=num_blocks)
+            oldest = next(iter(self._calls.values()), None)
+            if self._is_on and oldest is not None and time.monotonic() - oldest[1] > _CALL_TIMEOUT_S:
+                self._disable(oldest[0], TimeoutError(f"no result after {_CALL_TIMEOUT_S:g} s"))
+            return replace(self._counts, num_blocks=num_blocks * self._is_on)
 
     def lookup(self, key: bytes) -> bool:
         if not self._is_on or key in self._removals or None in self._removals:
@@ -292,7 +300,8 @@ class ConnectorGuard:
             return False
         value, begin_s = bytearray(self._bytes_per_block + CHECKSUM_BYTES), time.monotonic()
         try:
-            is_found = bool(self._connector.load(key, memoryview(value)))
+            with self._timed("load"):
+                is_found = bool(self._connector.load(key, memoryview(value)))
         except Exception as error:
             self._disable("load", error)
             return False
@@ -315,11 +324,12 @@ class ConnectorGuard:
         value[: self._bytes_per_block] = contents
         value[self._bytes_per_block :] = self._checksum(key, contents)
         try:
-            if not self._connector.save(key, memoryview(value).toreadonly()):
-                return False
-            if not is_wanted():
-                self._connector.remove(key)
-                return False
+            with self._timed("save"):
+                if not self._connector.save(key, memoryview(value).toreadonly()):
+                    return False
+                if not is_wanted():
+                    self._connector.remove(key)
+                    return False
         except Exception as error:
             self._disable("save", error)
             return False
@@ -405,9 +415,22 @@ class ConnectorGuard:
         if not self._is_on:
             return
         try:
-            call()
+            with self._timed(name):
+                call()
         except Exception as error:
             self._disable(name, error)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Mark a call as running, so that `counts` notices if it hangs."""
+        call = object()
+        with self._lock:
+            self._calls[call] = (name, time.monotonic())
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._calls[call]
 
     def _on_removed(self, key: bytes) -> None:
         self._count(num_evicted=1)

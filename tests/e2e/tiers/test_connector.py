@@ -86,7 +86,7 @@ def test_requests_continue_without_the_connector(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(connector_tier, "_END_S", 0.1)
     folder = write_model("llama_mha", tmp_path / "model")
     prompts = random_prompts([50])
-    config = {"kv_connector": "DictConnector", "kv_connector_module_path": DictConnector.__module__}
+    config: dict[str, Any] = {"kv_connector": "DictConnector", "kv_connector_module_path": DictConnector.__module__}
     config |= {"kv_connector_extra_config": {"name": kind}}
     with open_llm(folder, kv_transfer_config=config, **SIZES) as llm:
         first = generate(llm, prompts, GREEDY)

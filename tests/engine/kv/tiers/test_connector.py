@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -204,6 +205,22 @@ def test_what_is_removed_is_not_found_from_then_on():
     assert not guard._connector.values and gone == [KEY, None]
     assert save(guard) and guard.lookup(KEY)
     guard.close()
+
+
+def test_a_call_that_hangs_turns_the_connector_off(monkeypatch, caplog):
+    guard = guard_of(Hanging)
+    save(guard)
+    guard.remove(KEY)
+    assert guard.counts.num_blocks == 1 and guard.is_on
+    while not guard._calls:
+        time.sleep(0.001)
+    monkeypatch.setattr(connector_module, "_CALL_TIMEOUT_S", 0.0)
+    assert guard.counts.num_blocks == 0 and not guard.is_on
+    assert guard.counts.num_failures == 1
+    assert "KV connector DictConnector is now off: remove failed" in caplog.text
+    Hanging.goes_on.set()
+    guard.close()
+    assert not guard._calls
 
 
 def test_what_is_removed_while_it_is_saved_is_not_stored():
