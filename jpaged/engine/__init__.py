@@ -1,12 +1,12 @@
 """Engine policy: scheduling, KV cache management and output processing. Plain Python and numpy; never imports jax.
 
-engine.py      thread-safe front end of the engine, and the thread that runs its loop
+engine.py      thread-safe front end of the engine, and the thread that runs its loop; garbage collection
 loop.py        the step loop: schedule, dispatch, collect, publish; admission of requests, deadlines
 turns.py       several decode steps with grammar masks between them
 adapters.py    LoRA slots of the device: which adapter is in which slot
 executor/      interface of a device: the shapes of a step, and the executor's methods
 sequence.py    one request: a group and its sequences
-garbage.py     Python's garbage collector, kept out of the steps
+step_timing.py timer of the steps, and callbacks of the features that observe them
 tokenizer.py   tokenizer interface
 grammars.py    structured output: grammar masks and forced tokens
 stats.py       counters and histograms of the engine

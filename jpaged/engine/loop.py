@@ -17,7 +17,6 @@ from jpaged.config import EngineConfig
 from jpaged.engine.deadlines.ends import Deadlines, Foresight, is_over
 from jpaged.engine.executor import Executor, StepInputs
 from jpaged.engine.executor.shapes import KeyLengths
-from jpaged.engine.garbage import collect_if_due
 from jpaged.engine.grammars import Grammars, MakeMasks, bound_rows
 from jpaged.engine.kv.paged import make_memory
 from jpaged.engine.kv.tiers.disk import Disk
@@ -36,7 +35,8 @@ from jpaged.engine.sequence import Group, Sink
 from jpaged.engine.speculation.drafting import Drafting
 from jpaged.engine.speculation.drafts import Proposals
 from jpaged.engine.speculation.rounds.rounds import Rounds
-from jpaged.engine.stats import DEADLINE, DeviceIdle, Pulse, StepStats
+from jpaged.engine.stats import DEADLINE, StepStats
+from jpaged.engine.step_timing import Pulse, StepObservers, StepTimer
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.engine.turns import Dispatched, Fed, Intake, Soundness, Started, Turns
 from jpaged.engine.watching.watch import Watch
@@ -163,6 +163,7 @@ class EngineLoop:
 
     Attributes:
         groups: unfinished groups by request id.
+        observers: callbacks of the features that are on.
         watch: takes pool snapshots and records events between them.
         pulse: stall detector: time without progress while requests are pending.
     """
@@ -197,9 +198,7 @@ class EngineLoop:
         self._deadlines, self._waits = Deadlines(), Deadlines()
         self._queue_timeout_s = config.timeouts.queue_timeout
         self._dispatched: Dispatched | None = None
-        self._device_wait_s = self._last_end_s = 0.0
-        self._newest: Any = None  # the last step in the device's queue; None once it was seen done
-        self._idle = DeviceIdle()
+        self._timer = StepTimer(executor, clock, self.pulse)
         self._sharing = PrefixSharing()
         grammars = Grammars(make_masks, geometry.vocab_size, self.scheduler.rows, self.scheduler.lookahead)
         soundness = Soundness(self.memory, self._output, self.stats, eos_token_ids, geometry.vocab_size)
@@ -212,45 +211,79 @@ class EngineLoop:
         sees_ahead = config.timeouts.refuse_late
         self._foresight = Foresight(self.scheduler, self.memory, geometry, at_once) if sees_ahead else None
         self._num_arrivals = 0
-        self.watch = Watch(geometry, self.memory, self.scheduler, clock)
+        self.observers = StepObservers()
+        self._add_observers(config.scheduler.num_scheduler_steps)
+        self.watch = Watch(geometry, self.memory, self.scheduler, clock, self.observers)
         if self.memory.disk is not None:
             self.stats.end_step(self.memory, self.scheduler)
+
+    def _add_observers(self, num_scheduler_steps: int) -> None:
+        """Add the callbacks of the features that are on; within a list, the order is that of the calls."""
+        observers, executor, scheduler = self.observers, self._executor, self.scheduler
+        if (host := self.memory.host) is not None:
+            observers.on_begin.append(lambda now_s: host.advance())
+        if (disk := self.memory.disk) is not None:
+            queues = scheduler.queues
+            observers.on_begin.append(lambda now_s: queues.let_in(disk.advance(now_s, is_alone=not queues.running)))
+            observers.on_request_finished.append(disk.leave)
+        if executor.geometry.max_loras:
+            observers.on_scheduled.append(self._load_adapters)
+        if (pace := scheduler.pace) is not None:
+            observers.on_begin.append(lambda now_s: pace.steps.set_buckets(executor.geometry.buckets))
+            observers.on_results.append(pace.steps.on_results)
+        if num_scheduler_steps != 1:
+            observers.on_begin.append(lambda now_s: scheduler.lookahead.has_programs(executor.geometry))
+            observers.on_results.append(scheduler.lookahead.on_results)
+        if self._foresight is not None:
+            observers.on_results.append(self._foresight.least_times.on_results)
+        if self._drafting is not None:
+            observers.on_results.append(self._drafting.on_results)
+            observers.on_request_finished.append(self._drafting.forget)
+        if self._rounds is not None:
+            observers.on_scheduled.append(self._rounds.on_scheduled)
+            observers.on_dispatched.append(self._rounds.on_dispatched)
+            observers.on_results.append(self._rounds.on_results)
+        observers.on_request_finished.append(scheduler.rows.editing.forget)
+        if self._queue_timeout_s is not None:
+            observers.on_request_finished.append(self._waits.discard)
+        if self.memory.prefixes is not None:
+            changes = self.memory.prefixes.changes
+            changes.call_with_sink(lambda: observers.on_end.append(changes.tell))
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        start_s = self._clock()
-        self._device_wait_s = 0.0
-        self._look_at_device()
+        start_s = self._timer.begin_step()
         self._expire(start_s)
-        if self.memory.host is not None:
-            self.memory.host.advance()
-        if (disk := self.memory.disk) is not None:
-            self.scheduler.queues.let_in(disk.advance(start_s, is_alone=not self.scheduler.queues.running))
-        self.scheduler.lookahead.has_programs(self._executor.geometry)
+        for on_begin in self.observers.on_begin:
+            on_begin(start_s)
         was_in_flight = self._dispatched is not None
         schedule = self.scheduler.schedule(*self._proposed())
-        if self.watch.is_on:
-            self.watch.note(schedule)
+        self.stats.count_schedule(schedule)
+        for on_scheduled in tuple(self.observers.on_scheduled):  # one may remove itself
+            on_scheduled(schedule)
         started = self._start(schedule)
         may_go_on = True
         if isinstance(started, Started):
             if started.bound:
                 self._collect_earlier()
                 self._intake.narrow(started.schedule, started.bound, started.sampling)
-            self._newest = self._executor.sample(started.hidden, started.sampling)
+            newest = self._executor.sample(started.hidden, started.sampling)
             if schedule.decodes.is_in_turn:
-                self._newest = self._turns.go_on(started, self._newest)
-            started = Dispatched(started.schedule, start_s, self._newest, started.tells)
+                newest = self._turns.go_on(started, newest)
+            self._timer.set_newest(newest)
+            started = Dispatched(started.schedule, started.inputs, started.begin_s, newest, started.tells)
         elif isinstance(started, Fed):
             with started.closed_where_it_fails():
                 steps = self._turns.begin(started)
                 self._collect_earlier()
                 started, may_go_on = self._turns.feed(steps)
         if schedule.decodes.are_masked:
-            self._device_wait_s += self._turns.take_waited_s()
-        self.stats.count_steps(schedule)
-        collect_if_due()
+            self._timer.add_wait(self._turns.take_waited_s())
+        if started is not None:
+            self.stats.count_steps(schedule)
+            for on_dispatched in self.observers.on_dispatched:
+                on_dispatched(schedule, started.inputs)
         earlier, self._dispatched = self._dispatched, started
         if earlier is not None:
             self._collect(earlier)
@@ -258,23 +291,23 @@ class EngineLoop:
             self._collect_earlier()
         has_run = schedule.num_rows > 0 or was_in_flight
         if has_run:
-            now_s = self._clock()
-            self.pulse.beat(now_s)
-            self.stats.count_host(now_s - start_s - self._device_wait_s)
+            self.stats.count_times(*self._timer.end_step())
         self.stats.end_step(self.memory, self.scheduler)
-        if self.memory.prefixes is not None and self.memory.prefixes.changes.is_on:
-            self.memory.prefixes.changes.tell()
+        for on_end in self.observers.on_end:
+            on_end()
         has_work = self.scheduler.queues.has_work
-        if not has_work:  # no request waits for the device
-            self._newest = None
-            self._idle.end(start_s)
+        if not has_work:
+            self._timer.rest()
         return has_run or has_work or self.awaits_tiers
 
     @property
     def spare_s(self) -> float:
         """Seconds until the next step must be decided while the device runs several; 0 or less is now."""
         if self.scheduler.queues.has_work:
-            return self.scheduler.lookahead.spare_s(self._clock())
+            pending, lookahead = self._dispatched, self.scheduler.lookahead
+            if pending is None:
+                return 0.0
+            return lookahead.spare_s(pending.schedule, self._timer.start_s(pending.begin_s), self._clock())
         return _TIERS_S if self.awaits_tiers else 0.0
 
     @property
@@ -309,97 +342,64 @@ class EngineLoop:
 
     def _start(self, schedule: Schedule) -> Started | Fed | Dispatched | None:
         """Dispatch a step: its block moves, which may occur without rows, and its rows as far as they need no masks."""
-        begin_s, geometry, pace = self._clock(), self._executor.geometry, self.scheduler.pace
+        begin_s, geometry = self._clock(), self._executor.geometry
         self._sharing.share(schedule, geometry)
-        self.stats.count_schedule(schedule)
-        if geometry.max_loras:
-            for slot, adapter in self.scheduler.adapters.take_loads().items():
-                self._executor.load_adapter(slot, adapter.matrices)
         for moves in schedule.ops.batches():
             self._executor.move_blocks(moves)
-            if self._rounds is not None:
-                self._rounds.move(moves)
         if not schedule.num_rows:
             return None
         inputs = build_step_inputs(schedule, geometry)
-        is_decode = not (schedule.rows or schedule.decodes.num_rounds)
-        num_decodes = schedule.num_rows if is_decode else 0
-        self.scheduler.lookahead.began(num_decodes, schedule.num_steps, begin_s, is_masked=schedule.decodes.are_masked)
-        if pace is not None and not schedule.decodes.num_rounds:
-            pace.steps.began(inputs, geometry.buckets, begin_s, schedule.num_steps)
         if self._rounds is not None and schedule.decodes.num_rounds:
-            return self._start_rounds(self._rounds, schedule, inputs)
-        if self._rounds is not None:
-            self._rounds.begin_plain(inputs, schedule.num_steps)
+            return self._start_rounds(self._rounds, schedule, inputs, begin_s)
         if schedule.num_steps > 1 and not schedule.decodes.is_in_turn:
             sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, self.scheduler.rows.editing)
             ending_ids_rx = build_ending_ids(schedule, len(sampling.rows_r))
             arguments = inputs, sampling, ending_ids_rx, schedule.num_steps
-            self._end_idle()
+            self._timer.end_idle()
             if schedule.decodes.is_fed:
-                self._newest, feed = self._executor.decode_fed(*arguments)
+                handle, feed = self._executor.decode_fed(*arguments)
+                self._timer.set_newest(handle)
                 bound = bound_rows(schedule)
-                return Fed(schedule, begin_s, self._newest, feed, sampling, ending_ids_rx, bound)
-            self._newest = self._executor.decode(*arguments)
-            return Dispatched(schedule, begin_s, self._newest)
-        self._end_idle()
+                return Fed(schedule, inputs, begin_s, handle, feed, sampling, ending_ids_rx, bound)
+            handle = self._executor.decode(*arguments)
+            self._timer.set_newest(handle)
+            return Dispatched(schedule, inputs, begin_s, handle)
+        self._timer.end_idle()
         hidden = self._executor.forward(inputs)
-        self._newest = None  # another program was dispatched after the newest step
+        self._timer.set_newest(None)  # another program was dispatched after the newest step
         editing = self.scheduler.rows.editing
         sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
         tells = [(tell, self._executor.tell(hidden, tell.inputs)) for tell in build_tells(schedule, geometry)]
-        return Started(schedule, inputs, hidden, sampling, tells, bound_rows(schedule))
+        return Started(schedule, inputs, begin_s, hidden, sampling, tells, bound_rows(schedule))
 
-    def _start_rounds(self, rounds: Rounds, schedule: Schedule, inputs: StepInputs) -> Dispatched:
+    def _start_rounds(self, rounds: Rounds, schedule: Schedule, inputs: StepInputs, begin_s: float) -> Dispatched:
         """Dispatch draft-model rounds, after the tokens that the draft model has not seen."""
         geometry, editing = self._executor.geometry, self.scheduler.rows.editing
-        self._end_idle()
+        self._timer.end_idle()
         sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
-        num_padded, begin_s = len(sampling.rows_r), self._clock()
+        num_padded = len(sampling.rows_r)
         ending_ids_rx, num_left_r = build_ending_ids(schedule, num_padded), build_num_left(schedule, num_padded)
         unseen = [*rounds.begin(schedule, inputs, num_left_r)]
-        self._newest = self._executor.speculate(
-            inputs, sampling, ending_ids_rx, num_left_r, schedule.decodes.num_rounds, unseen
-        )
-        return Dispatched(schedule, begin_s, self._newest)
+        num_rounds = schedule.decodes.num_rounds
+        handle = self._executor.speculate(inputs, sampling, ending_ids_rx, num_left_r, num_rounds, unseen)
+        self._timer.set_newest(handle)
+        return Dispatched(schedule, inputs, begin_s, handle)
 
-    def _end_idle(self) -> None:
-        """Record that the device gets new work."""
-        self._look_at_device()
-        self.stats.count_idle(self._idle.end(self._clock()))
-
-    def _look_at_device(self) -> None:
-        """Check whether the newest step has run: from then on the device is idle."""
-        if self._newest is not None and self._executor.is_done(self._newest):
-            self._newest = None
-            self._idle.seen_done(self._clock())
+    def _load_adapters(self, _: Schedule) -> None:
+        """Start to load the adapters of a step into their slots."""
+        for slot, adapter in self.scheduler.adapters.take_loads().items():
+            self._executor.load_adapter(slot, adapter.matrices)
 
     def _collect(self, dispatched: Dispatched) -> None:
-        schedule, begin_s, handle, tells, results = dispatched
-        waiting_since_s = self._clock()
-        self.pulse.begin_wait(waiting_since_s)
+        schedule, inputs, begin_s, handle, tells, results = dispatched
+        self._timer.begin_wait()
         told = [(tell, collect()) for tell, collect in tells]
         outputs = self._executor.collect(handle) if results is None else results()
-        self.pulse.end_wait()
-        now = self._clock()
-        self._device_wait_s += now - waiting_since_s
-        if handle is self._newest:
-            self._newest = None
-            self._idle.seen_done(now)
-        if self.scheduler.pace is not None and not schedule.decodes.num_rounds:
-            self.scheduler.pace.steps.ended(now)
-        self.scheduler.lookahead.ended(now)
-        if not schedule.decodes.num_rounds:
-            self.scheduler.least_times.observe(
-                schedule.num_tokens, schedule.num_steps, now - max(begin_s, self._last_end_s)
-            )
+        timing = self._timer.end_wait(schedule, inputs, begin_s, handle)
         self._output.told.take(told)
-        num_accepted = self._intake.take(schedule, outputs, now)
-        if self._drafting is not None:
-            self._drafting.observe(schedule, num_accepted, now - max(begin_s, self._last_end_s))
-        if self._rounds is not None:
-            self._rounds.observe(schedule, outputs.speculated, now - max(begin_s, self._last_end_s))
-        self._last_end_s = now
+        self._intake.take(schedule, outputs, timing.end_s)
+        for on_results in self.observers.on_results:
+            on_results(schedule, outputs, timing)
 
     def _expire(self, now_s: float) -> None:
         """End requests whose deadline has passed, and those that waited too long for their first step."""
@@ -475,15 +475,10 @@ class EngineLoop:
         self.stats.count_end(group)
         self._send_last([group])
         self.scheduler.finish(group)
-        if self.memory.disk is not None:
-            self.memory.disk.leave(group)
-        self.scheduler.rows.editing.forget(group)
-        if self._drafting is not None:
-            self._drafting.forget(group)
+        for on_request_finished in self.observers.on_request_finished:
+            on_request_finished(group)
         if group.request.deadline_s is not None:
             self._deadlines.discard(group)
-        if self._queue_timeout_s is not None:
-            self._waits.discard(group)
         del self.groups[group.request.request_id]
         self.in_flight.note_idle()
 

@@ -64,6 +64,7 @@ class Dispatched(NamedTuple):
     """
 
     schedule: Schedule
+    inputs: StepInputs
     begin_s: float
     handle: Any
     tells: Iterable[tuple[StepTell, Callable[[], ToldOutputs]]] = ()
@@ -79,6 +80,7 @@ class Started(NamedTuple):
 
     schedule: Schedule
     inputs: StepInputs
+    begin_s: float
     hidden: Any
     sampling: SamplingInputs
     tells: Iterable[tuple[StepTell, Callable[[], ToldOutputs]]]
@@ -89,6 +91,7 @@ class Fed(NamedTuple):
     """A dispatch of several steps that wait for masks."""
 
     schedule: Schedule
+    inputs: StepInputs
     begin_s: float
     handle: Any
     feed: MaskFeed
@@ -213,29 +216,29 @@ class Intake:
     stats: StepStats
     release: Callable[[Group], None]
 
-    def take(self, schedule: Schedule, outputs: StepOutputs, now_s: float) -> list[int]:
-        """Process all tokens that a dispatch sampled. Return the number of accepted tokens of each draft."""
+    def take(self, schedule: Schedule, outputs: StepOutputs, now_s: float) -> None:
+        """Process all tokens that a dispatch sampled."""
         if outputs.speculated is not None:
             self._take_rounds(schedule, outputs, outputs.speculated, now_s)
-            return []
+            return
         if schedule.decodes.is_in_turn:
             self._take_step(schedule, outputs, now_s, schedule.num_steps - 1)
-            return []
+            return
         if schedule.num_steps > 1:  # a fed dispatch has already advanced its grammars
             for step in range(schedule.num_steps):
                 self._take_step(schedule, outputs.at(step), now_s, step)
-            return []
+            return
         if not schedule.drafts:
             self._take_step(schedule, outputs, now_s)
-            return []
+            return
         accepted = Accepted.of(schedule, outputs)
         self._take_step(schedule, outputs, now_s, going_on=accepted.beyond(0))
         for depth in range(1, accepted.depth + 1):
             self._take_behind(accepted.at(depth), outputs, now_s, accepted.beyond(depth))
         for draft, count in zip(schedule.drafts, accepted.num_accepted, strict=True):
+            draft.set_num_accepted(count)
             self.scheduler.drafts.ran(draft.group, draft.sequence, count)
         self.stats.count_drafts([len(draft.token_ids) for draft in schedule.drafts], accepted.num_accepted)
-        return accepted.num_accepted
 
     def take_first(self, schedule: Schedule, step: int, outputs: StepOutputs, now_s: float) -> None:
         """Process one of several alternating steps, before the last of them."""
@@ -419,7 +422,9 @@ class Turns:
         if self._unread is not None:  # only now, because a program that waits for masks may block others
             self.executor.collect(self._unread)
         self._unread = fed.handle
-        return Dispatched(fed.schedule, fed.begin_s, fed.handle, results=self._results_of(steps)), not steps.are_over
+        return Dispatched(
+            fed.schedule, fed.inputs, fed.begin_s, fed.handle, results=self._results_of(steps)
+        ), not steps.are_over
 
     def _results_of(self, steps: FedSteps) -> Callable[[], StepOutputs]:
         def results() -> StepOutputs:

@@ -12,7 +12,6 @@ from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor.shapes import KeyLengths
 from jpaged.engine.kv.tiers.disk import Disk
-from jpaged.engine.speculation.drafting import Drafting
 from jpaged.service.input_processor import InputProcessor, move_grammars
 from jpaged.structured import StructuredOutputs
 from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
@@ -93,8 +92,9 @@ class Harness:
             self.rule = InTurn(*self.nums_rounds)
             self.engine._loop._rounds._rule = self.rule
         elif self.num_speculative_tokens:
-            drafting = Drafting(self.guesses, self.adaptation, self.num_speculative_tokens)
-            self.engine._loop._drafting = drafting
+            drafting = self.engine._loop._drafting
+            assert drafting is not None
+            drafting._proposer, drafting._adaptation = self.guesses, self.adaptation
         self.input_processor = InputProcessor(
             self.tokenizer, self.executor.geometry, eos_token_ids=self.eos_token_ids, max_logprobs=-1
         )

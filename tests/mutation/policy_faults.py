@@ -24,7 +24,6 @@ POLICY_FAULTS = (
         "a copy is made after the write",
         "loop.py",
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
-        "            if self._rounds is not None:\n                self._rounds.move(moves)\n"
         "        if not schedule.num_rows:\n            return None\n"
         "        inputs = build_step_inputs(schedule, geometry)\n",
         "        if schedule.rows:\n"
@@ -38,7 +37,6 @@ POLICY_FAULTS = (
         "moves wait for a step that has rows",
         "loop.py",
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
-        "            if self._rounds is not None:\n                self._rounds.move(moves)\n"
         "        if not schedule.num_rows:\n            return None\n",
         "        if not schedule.num_rows:\n            return None\n"
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n",

@@ -79,6 +79,7 @@ class Draft:
     Attributes:
         place: index of the sequence's row, in the order of addition.
         rows: indices of the draft rows.
+        num_accepted: number of accepted draft tokens, once the step's results are processed.
     """
 
     group: Group
@@ -86,6 +87,11 @@ class Draft:
     place: int
     token_ids: list[int]
     rows: range
+    num_accepted: int = 0
+
+    def set_num_accepted(self, num_accepted: int) -> None:
+        """Set the number of accepted draft tokens."""
+        self.num_accepted = num_accepted
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from jpaged.config import SpeculativeOptions
-from jpaged.engine.executor import DeviceRates, Geometry
+from jpaged.engine.executor import DeviceRates, Geometry, StepOutputs
 from jpaged.engine.scheduling.queues import Queues
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.sequence import Group, Sequence
@@ -13,6 +13,7 @@ from jpaged.engine.speculation.adaptation import Adaptation, StepCosts
 from jpaged.engine.speculation.drafts import Proposals, decoding_rows, takes_drafts
 from jpaged.engine.speculation.methods import make_proposer
 from jpaged.engine.speculation.proposer import Proposer
+from jpaged.engine.step_timing import StepTiming
 
 _ROW_S = 1e-5
 """Proposer time per row, by benchmarks/results/speculation.json: 7 to 12 us without a result, 35 with one."""
@@ -70,19 +71,15 @@ class Drafting:
             return None
         return Proposals(found, self._choose)
 
-    def observe(self, schedule: Schedule, num_accepted: list[int], seconds: float) -> None:
-        """Record the results of a dispatch, and its duration.
-
-        Args:
-            num_accepted: number of accepted tokens of each draft.
-        """
-        decodes = schedule.decodes
+    def on_results(self, schedule: Schedule, outputs: StepOutputs, timing: StepTiming) -> None:
+        """Record the accepted tokens of a dispatch, and its duration."""
+        decodes, seconds = schedule.decodes, timing.seconds
         if not schedule.drafts:
             if self._num_quiet > 1 and decodes.sequences and not schedule.rows:
                 self._adaptation.took_plain(len(decodes), 0, seconds / decodes.num_steps)
             return
         num_run = {draft.sequence: len(draft.token_ids) for draft in schedule.drafts}
-        found = {draft.sequence: count for draft, count in zip(schedule.drafts, num_accepted, strict=True)}
+        found = {draft.sequence: draft.num_accepted for draft in schedule.drafts}
         decoding = [one.sequence for one in decoding_rows(schedule)]
         self._adaptation.observe(
             [self._key(sequence) for sequence in decoding],
