@@ -96,6 +96,10 @@ class NullExecutor:
         return DeviceRates(1.0, 1.0, ((1, 1.0),))
 
     @property
+    def host_blocks(self) -> None:
+        return None
+
+    @property
     def num_compiles_after_warm_up(self) -> int:
         return 0
 

@@ -23,7 +23,7 @@ from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.engine.watching.watch import Eye, Eyes
+from jpaged.engine.watch import Eye, Eyes
 from jpaged.errors import InternalError, Unavailable
 from jpaged.load import EngineLoad
 from jpaged.types import FinishReason, LoadedAdapter, Request

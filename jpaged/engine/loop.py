@@ -14,32 +14,26 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from jpaged.config import EngineConfig
-from jpaged.engine.deadlines.ends import Deadlines, Foresight, is_over
-from jpaged.engine.executor import Executor, StepInputs
+from jpaged.engine.deadlines import Deadlines, Foresight, is_over
+from jpaged.engine.executor import Executor
 from jpaged.engine.executor.shapes import KeyLengths
-from jpaged.engine.grammars import Grammars, MakeMasks, bound_rows
+from jpaged.engine.grammars import Grammars, MakeMasks
 from jpaged.engine.kv.paged import make_memory
 from jpaged.engine.kv.tiers.disk import Disk
 from jpaged.engine.output.processor import OutputProcessor
-from jpaged.engine.scheduling.schedule import (
-    Schedule,
-    build_ending_ids,
-    build_num_left,
-    build_sampling_inputs,
-    build_step_inputs,
-)
+from jpaged.engine.results import Intake, Soundness
+from jpaged.engine.runners import InFlightBatch, RunnerContext, make_runners
+from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.shared_prefixes import PrefixSharing
-from jpaged.engine.scheduling.tells import build_tells
 from jpaged.engine.sequence import Group, Sink
 from jpaged.engine.speculation.drafting import Drafting
 from jpaged.engine.speculation.drafts import Proposals
-from jpaged.engine.speculation.rounds.rounds import Rounds
+from jpaged.engine.speculation.rounds import Rounds
 from jpaged.engine.stats import DEADLINE, StepStats
 from jpaged.engine.step_timing import Pulse, StepObservers, StepTimer
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.engine.turns import Dispatched, Fed, Intake, Soundness, Started, Turns
-from jpaged.engine.watching.watch import Watch
+from jpaged.engine.watch import Watch
 from jpaged.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -192,21 +186,23 @@ class EngineLoop:
         self.groups: dict[str, Group] = {}
         self._clock = clock
         self._executor = executor
-        self._eos_token_ids = eos_token_ids
         self._overlap = config.scheduler.overlap
         self._output = OutputProcessor(tokenizer, eos_token_ids)
         self._deadlines, self._waits = Deadlines(), Deadlines()
         self._queue_timeout_s = config.timeouts.queue_timeout
-        self._dispatched: Dispatched | None = None
+        self._batch: InFlightBatch | None = None
         self._timer = StepTimer(executor, clock, self.pulse)
         self._sharing = PrefixSharing()
         grammars = Grammars(make_masks, geometry.vocab_size, self.scheduler.rows, self.scheduler.lookahead)
         soundness = Soundness(self.memory, self._output, self.stats, eos_token_ids, geometry.vocab_size)
         self._intake = Intake(self.scheduler, self._output, soundness, grammars, self.stats, self._release)
-        self._turns = Turns(executor, self._intake, self.scheduler, clock)
-        self._rounds = None if options is None or not geometry.num_speculative_tokens else Rounds.of(options, geometry)
-        is_on_host = options is not None and self._rounds is None
-        self._drafting = Drafting.of(options, executor.rates, geometry) if options and is_on_host else None
+        rounds = Rounds.of(options, geometry) if options and geometry.num_speculative_tokens else None
+        drafting = Drafting.of(options, executor.rates, geometry) if options and rounds is None else None
+        self._drafter: Drafting | Rounds | None = drafting or rounds
+        context = RunnerContext(
+            executor, self.scheduler, self._intake, self._timer, clock, eos_token_ids, self._process_in_flight
+        )
+        self._runners = make_runners(context, rounds)
         at_once = 1 + (0 if options is None else options.num_speculative_tokens)
         sees_ahead = config.timeouts.refuse_late
         self._foresight = Foresight(self.scheduler, self.memory, geometry, at_once) if sees_ahead else None
@@ -236,13 +232,8 @@ class EngineLoop:
             observers.on_results.append(scheduler.lookahead.on_results)
         if self._foresight is not None:
             observers.on_results.append(self._foresight.least_times.on_results)
-        if self._drafting is not None:
-            observers.on_results.append(self._drafting.on_results)
-            observers.on_request_finished.append(self._drafting.forget)
-        if self._rounds is not None:
-            observers.on_scheduled.append(self._rounds.on_scheduled)
-            observers.on_dispatched.append(self._rounds.on_dispatched)
-            observers.on_results.append(self._rounds.on_results)
+        if self._drafter is not None:
+            self._drafter.observe(observers)
         observers.on_request_finished.append(scheduler.rows.editing.forget)
         if self._queue_timeout_s is not None:
             observers.on_request_finished.append(self._waits.discard)
@@ -257,39 +248,22 @@ class EngineLoop:
         self._expire(start_s)
         for on_begin in self.observers.on_begin:
             on_begin(start_s)
-        was_in_flight = self._dispatched is not None
-        schedule = self.scheduler.schedule(*self._proposed())
+        was_in_flight = self._batch is not None
+        schedule = self.scheduler.schedule(*self._propose())
         self.stats.count_schedule(schedule)
         for on_scheduled in tuple(self.observers.on_scheduled):  # one may remove itself
             on_scheduled(schedule)
-        started = self._start(schedule)
-        may_go_on = True
-        if isinstance(started, Started):
-            if started.bound:
-                self._collect_earlier()
-                self._intake.narrow(started.schedule, started.bound, started.sampling)
-            newest = self._executor.sample(started.hidden, started.sampling)
-            if schedule.decodes.is_in_turn:
-                newest = self._turns.go_on(started, newest)
-            self._timer.set_newest(newest)
-            started = Dispatched(started.schedule, started.inputs, started.begin_s, newest, started.tells)
-        elif isinstance(started, Fed):
-            with started.closed_where_it_fails():
-                steps = self._turns.begin(started)
-                self._collect_earlier()
-                started, may_go_on = self._turns.feed(steps)
-        if schedule.decodes.are_masked:
-            self._timer.add_wait(self._turns.take_waited_s())
-        if started is not None:
+        batch = self._start(schedule)
+        if batch is not None:
             self.stats.count_steps(schedule)
             for on_dispatched in self.observers.on_dispatched:
-                on_dispatched(schedule, started.inputs)
-        earlier, self._dispatched = self._dispatched, started
-        if earlier is not None:
-            self._collect(earlier)
-        if schedule.drafts or schedule.decodes.num_rounds or not (may_go_on and self._overlap):
-            self._collect_earlier()
-        has_run = schedule.num_rows > 0 or was_in_flight
+                on_dispatched(schedule, batch.inputs)
+        previous, self._batch = self._batch, batch
+        if previous is not None:
+            self._process(previous)
+        if batch is not None and (batch.must_wait or not self._overlap):
+            self._process_in_flight()
+        has_run = batch is not None or was_in_flight
         if has_run:
             self.stats.count_times(*self._timer.end_step())
         self.stats.end_step(self.memory, self.scheduler)
@@ -304,10 +278,10 @@ class EngineLoop:
     def spare_s(self) -> float:
         """Seconds until the next step must be decided while the device runs several; 0 or less is now."""
         if self.scheduler.queues.has_work:
-            pending, lookahead = self._dispatched, self.scheduler.lookahead
-            if pending is None:
+            batch, lookahead = self._batch, self.scheduler.lookahead
+            if batch is None:
                 return 0.0
-            return lookahead.spare_s(pending.schedule, self._timer.start_s(pending.begin_s), self._clock())
+            return lookahead.spare_s(batch.schedule, self._timer.start_s(batch.begin_s), self._clock())
         return _TIERS_S if self.awaits_tiers else 0.0
 
     @property
@@ -322,84 +296,44 @@ class EngineLoop:
         if self._executor.geometry.max_loras:
             self.scheduler.adapters.check(self.scheduler.queues.running)
 
-    def _proposed(self) -> tuple[Proposals | None, int]:
-        """Return the draft tokens for the next step, and the number of draft-model rounds that replace it.
+    def _propose(self) -> tuple[Proposals | None, int]:
+        """Return the draft tokens for the next step, and the number of draft-model rounds that replace it."""
+        drafter, geometry = self._drafter, self._executor.geometry
+        limit = 0 if drafter is None else drafter.limit(self.scheduler, geometry)
+        if drafter is None or not limit:
+            return None, 0
+        self._process_in_flight()  # a drafter needs all tokens
+        return drafter.propose(self.scheduler, limit)
 
-        None and 0 mean that there are none.
-        """
-        drafting, rounds, queues = self._drafting, self._rounds, self.scheduler.queues
-        limit = 0 if drafting is None else drafting.limit(queues)
-        num_rounds = 0 if rounds is None else rounds.wanted(self.scheduler, self._executor.geometry)
-        if limit or num_rounds:
-            self._collect_earlier()  # both need all tokens
-        return drafting.propose(queues.running, limit) if drafting and limit else None, num_rounds
-
-    def _collect_earlier(self) -> None:
-        """Wait for the dispatch in flight, if any, and process it."""
-        if self._dispatched is not None:
-            earlier, self._dispatched = self._dispatched, None
-            self._collect(earlier)
-
-    def _start(self, schedule: Schedule) -> Started | Fed | Dispatched | None:
-        """Dispatch a step: its block moves, which may occur without rows, and its rows as far as they need no masks."""
-        begin_s, geometry = self._clock(), self._executor.geometry
-        self._sharing.share(schedule, geometry)
+    def _start(self, schedule: Schedule) -> InFlightBatch | None:
+        """Dispatch a step: its block moves, which may occur without rows, and its rows."""
+        begin_s = self._clock()
+        self._sharing.share(schedule, self._executor.geometry)
         for moves in schedule.ops.batches():
             self._executor.move_blocks(moves)
         if not schedule.num_rows:
             return None
-        inputs = build_step_inputs(schedule, geometry)
-        if self._rounds is not None and schedule.decodes.num_rounds:
-            return self._start_rounds(self._rounds, schedule, inputs, begin_s)
-        if schedule.num_steps > 1 and not schedule.decodes.is_in_turn:
-            sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, self.scheduler.rows.editing)
-            ending_ids_rx = build_ending_ids(schedule, len(sampling.rows_r))
-            arguments = inputs, sampling, ending_ids_rx, schedule.num_steps
-            self._timer.end_idle()
-            if schedule.decodes.is_fed:
-                handle, feed = self._executor.decode_fed(*arguments)
-                self._timer.set_newest(handle)
-                bound = bound_rows(schedule)
-                return Fed(schedule, inputs, begin_s, handle, feed, sampling, ending_ids_rx, bound)
-            handle = self._executor.decode(*arguments)
-            self._timer.set_newest(handle)
-            return Dispatched(schedule, inputs, begin_s, handle)
-        self._timer.end_idle()
-        hidden = self._executor.forward(inputs)
-        self._timer.set_newest(None)  # another program was dispatched after the newest step
-        editing = self.scheduler.rows.editing
-        sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
-        tells = [(tell, self._executor.tell(hidden, tell.inputs)) for tell in build_tells(schedule, geometry)]
-        return Started(schedule, inputs, begin_s, hidden, sampling, tells, bound_rows(schedule))
+        return self._runners[schedule.decodes.kind].start(schedule, begin_s)
 
-    def _start_rounds(self, rounds: Rounds, schedule: Schedule, inputs: StepInputs, begin_s: float) -> Dispatched:
-        """Dispatch draft-model rounds, after the tokens that the draft model has not seen."""
-        geometry, editing = self._executor.geometry, self.scheduler.rows.editing
-        self._timer.end_idle()
-        sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
-        num_padded = len(sampling.rows_r)
-        ending_ids_rx, num_left_r = build_ending_ids(schedule, num_padded), build_num_left(schedule, num_padded)
-        unseen = [*rounds.begin(schedule, inputs, num_left_r)]
-        num_rounds = schedule.decodes.num_rounds
-        handle = self._executor.speculate(inputs, sampling, ending_ids_rx, num_left_r, num_rounds, unseen)
-        self._timer.set_newest(handle)
-        return Dispatched(schedule, inputs, begin_s, handle)
+    def _process_in_flight(self) -> None:
+        """Wait for the batch in flight, if any, and process its results."""
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            self._process(batch)
+
+    def _process(self, batch: InFlightBatch) -> None:
+        """Wait for a batch, process its results, and pass them to the observers."""
+        self._timer.begin_wait()
+        outputs = batch.wait()
+        timing = self._timer.end_wait(batch.schedule, batch.inputs, batch.begin_s, batch.handle)
+        batch.process(batch.schedule, outputs, timing.end_s)
+        for on_results in self.observers.on_results:
+            on_results(batch.schedule, outputs, timing)
 
     def _load_adapters(self, _: Schedule) -> None:
         """Start to load the adapters of a step into their slots."""
         for slot, adapter in self.scheduler.adapters.take_loads().items():
             self._executor.load_adapter(slot, adapter.matrices)
-
-    def _collect(self, dispatched: Dispatched) -> None:
-        schedule, inputs, begin_s, handle, tells, results = dispatched
-        self._timer.begin_wait()
-        told = [(tell, collect()) for tell, collect in tells]
-        outputs = self._executor.collect(handle) if results is None else results()
-        timing = self._timer.end_wait(schedule, inputs, begin_s, handle)
-        self._output.told.take(told)
-        self._intake.take(schedule, outputs, timing.end_s)
-        for on_results in self.observers.on_results:
-            on_results(schedule, outputs, timing)
 
     def _expire(self, now_s: float) -> None:
         """End requests whose deadline has passed, and those that waited too long for their first step."""

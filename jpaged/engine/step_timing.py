@@ -69,7 +69,7 @@ class StepObservers:
 
 
 class Pulse:
-    """Detects stalls: time since the last progress while requests are pending.
+    """Stall detector: time since the last progress while requests are pending.
 
     Written by the engine thread, readable from any thread.
 

@@ -27,7 +27,7 @@ from jpaged.engine.executor import (
 )
 from jpaged.engine.kv.blocks import MemoryOps
 from jpaged.engine.scheduling.editing import EditedRow, Editing
-from jpaged.engine.scheduling.rows import Decodes
+from jpaged.engine.scheduling.rows import Decodes, StepKind
 from jpaged.engine.sequence import Group, Sequence, Status
 from jpaged.structured import GrammarState
 
@@ -176,6 +176,16 @@ class Schedule:
     def num_steps(self) -> int:
         """Decode steps of the dispatch: 1 unless all rows decode."""
         return self.decodes.num_steps
+
+    @property
+    def has_grammars(self) -> bool:
+        """True if some row belongs to a sequence with a grammar."""
+        return bool(self.decodes.are_bound_s.any()) or any(row.sequence.grammar is not None for row in self.rows)
+
+    @property
+    def has_aux_outputs(self) -> bool:
+        """True if some row has aux outputs."""
+        return any(row.told or row.group.request.sampling.asks_more_of_samples for row in self.rows)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -453,7 +463,7 @@ def _num_padded_rows(schedule: Schedule, buckets: BucketTable) -> int | None:
     """Return the padded rows of a multi-step or draft-model program; None for a dispatch of single steps."""
     if schedule.decodes.num_rounds:
         return buckets.num_speculate_rows(schedule.num_rows)
-    is_one_program = schedule.num_steps > 1 and not schedule.decodes.is_in_turn
+    is_one_program = schedule.decodes.kind in (StepKind.MULTI_STEP, StepKind.MASKED_MULTI_STEP)
     return buckets.num_decode_rows(schedule.num_rows) if is_one_program else None
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from jpaged.engine.executor import MAX_NUM_STEPS, DeviceRates
 from jpaged.engine.scheduling.lookahead import NO_NEWCOMERS, Lookahead
-from jpaged.engine.scheduling.rows import Decodes
+from jpaged.engine.scheduling.rows import Decodes, StepKind
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.step_timing import StepTiming
 from jpaged.testing import Faults, SeveralStepsExecutor, expected_tokens
@@ -307,9 +307,9 @@ def test_rows_with_grammars_go_as_if_none_ended_and_singly_where_they_have_littl
     assert one.num_steps(3, 99, may_end=False) == MAX_NUM_STEPS
 
 
-def dispatch(num_steps, *, is_fed=False):
+def dispatch(num_steps, kind=StepKind.MULTI_STEP):
     """Three rows that decode."""
-    return Schedule(Decodes([None] * 3, num_steps=num_steps, is_fed=is_fed))  # type: ignore[list-item]
+    return Schedule(Decodes([None] * 3, num_steps=num_steps, kind=kind))  # type: ignore[list-item]
 
 
 def end(one, schedule, seconds):
@@ -320,7 +320,7 @@ def end(one, schedule, seconds):
 def test_a_dispatch_that_was_cut_short_says_how_long_its_steps_took():
     one = lookahead(0, 0.001)
     for _ in range(6):
-        masked = dispatch(16, is_fed=True)
+        masked = dispatch(16, StepKind.MASKED_MULTI_STEP)
         assert one.spare_s(masked, 0.0, 0.001) == 0
         masked.decodes.cut_short(15)
         end(one, masked, 0.15)

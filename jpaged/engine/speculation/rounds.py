@@ -38,7 +38,7 @@ from jpaged.engine.executor import I32, MAX_NUM_ROUNDS, BlockMoves, Detail, Geom
 from jpaged.engine.scheduling.schedule import Schedule, build_step_inputs
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.speculation.adaptation import COMEBACK, LEAST_OFF_STEPS, MARGIN, MOST_OFF_STEPS, State
-from jpaged.engine.step_timing import StepTiming
+from jpaged.engine.step_timing import StepObservers, StepTiming
 
 PROBE_DISPATCHES = 3
 """Dispatches after which a probe is judged."""
@@ -238,7 +238,13 @@ class Rounds:
         rule, follows = RoundRule(options.disable_by_batch_size), options.method == "eagle3"
         return cls(rule, geometry, geometry.num_speculative_tokens, follows=follows)
 
-    def wanted(self, scheduler: Scheduler, geometry: Geometry) -> int:
+    def observe(self, observers: StepObservers) -> None:
+        """Add the callbacks of this controller."""
+        observers.on_scheduled.append(self.on_scheduled)
+        observers.on_dispatched.append(self.on_dispatched)
+        observers.on_results.append(self.on_results)
+
+    def limit(self, scheduler: Scheduler, geometry: Geometry) -> int:
         """Return the number of rounds of the next dispatch, possibly 0.
 
         Args:
@@ -251,6 +257,10 @@ class Rounds:
             return 0
         longest_s = scheduler.lookahead.longest_s(may_end=scheduler.rows.ahead.may_end, has_room=has_room)
         return self._rule.num_rounds(num_rows, size, longest_s)
+
+    def propose(self, scheduler: Scheduler, limit: int) -> tuple[None, int]:
+        """Return no draft tokens of the host, and the number of rounds."""
+        return None, limit
 
     def on_scheduled(self, schedule: Schedule) -> None:
         """Record the block moves of a step."""
