@@ -10,15 +10,15 @@ from typing import Any
 from unittest import mock
 
 from jpaged.device.executor import JaxExecutor
-from jpaged.engine import loop
+from jpaged.engine import runners
+from jpaged.engine.results import Intake
 from jpaged.engine.scheduling.scheduler import Scheduler
-from jpaged.engine.turns import Intake
 
 _PHASES: dict[str, tuple[tuple[Any, str], ...]] = {
-    "decide": ((Scheduler, "schedule"), (loop, "build_step_inputs"), (loop, "build_sampling_inputs")),
+    "decide": ((Scheduler, "schedule"), (runners, "build_step_inputs"), (runners, "build_sampling_inputs")),
     "start programs": tuple((JaxExecutor, verb) for verb in ("forward", "sample", "decode")),
     "collect": ((JaxExecutor, "collect"),),
-    "process tokens": ((Intake, "_take_step"),),
+    "process tokens": ((Intake, "take_step"),),
     "make masks": ((Intake, "narrow"),),
 }
 """What is timed of the engine's thread; none of them calls another."""

@@ -1,17 +1,19 @@
 """Engine policy: scheduling, KV cache management and output processing. Plain Python and numpy; never imports jax.
 
-engine.py      thread-safe front end of the engine, and the thread that runs its loop
+engine.py      thread-safe front end of the engine, and the thread that runs its loop; garbage collection
 loop.py        the step loop: schedule, dispatch, collect, publish; admission of requests, deadlines
-turns.py       several decode steps with grammar masks between them
+runners.py     starts of a batch, one runner for each kind of schedule
+results.py     results of a batch: tokens to sequences, ends of requests
 adapters.py    LoRA slots of the device: which adapter is in which slot
 executor/      interface of a device: the shapes of a step, and the executor's methods
 sequence.py    one request: a group and its sequences
-garbage.py     Python's garbage collector, kept out of the steps
+step_timing.py timer of the steps, and callbacks of the features that observe them
 tokenizer.py   tokenizer interface
 grammars.py    structured output: grammar masks and forced tokens
 stats.py       counters and histograms of the engine
+watch.py       snapshots of the KV pool for the dashboard
+deadlines.py   deadlines of requests, and lower bounds of their time
 scheduling/    the scheduler: which rows run in the next step
-watching/      snapshots of the KV pool for the dashboard
 kv/            KV cache: blocks, prefix cache, offload tiers
 output/        sampled tokens -> text, stops, events
 data_parallel/ several engine replicas with the interface of one

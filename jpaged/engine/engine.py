@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import queue
 import threading
@@ -11,18 +12,18 @@ from concurrent.futures import Future
 from typing import Any
 
 from jpaged.config import EngineConfig
-from jpaged.engine.executor import Executor, Geometry
+from jpaged.engine.executor import Executor, Geometry, StepInputs
 from jpaged.engine.executor.io import KeyLengths
-from jpaged.engine.garbage import collected_between_steps
 from jpaged.engine.grammars import MakeMasks
 from jpaged.engine.kv.pinned import PinnedPrefixes, pin_limit
 from jpaged.engine.kv.tiers.connector_tier import EngineStore
 from jpaged.engine.kv.tiers.leaving import Travel, Travels
 from jpaged.engine.loop import Clock, EngineLoop
+from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.engine.watching.watch import Eye, Eyes
+from jpaged.engine.watch import Eye, Eyes
 from jpaged.errors import InternalError, Unavailable
 from jpaged.load import EngineLoad
 from jpaged.types import FinishReason, LoadedAdapter, Request
@@ -34,6 +35,51 @@ _JOIN_S, _ABANDONED_JOIN_S = 0.2, 1.0
 _LOOK_S = 0.005
 THREAD_NAME = "jpaged-engine"
 _ANY_LENGTH = KeyLengths()
+_MAX_NEW = 50_000
+"""Container objects created since the last collection: a few MB, and a few ms to collect if all of them are alive."""
+_MAX_LOOKS = 50
+"""Collections of young objects between two full collections."""
+
+
+class CollectorPause:
+    """Context manager that disables Python's garbage collector for the whole process while any thread is inside it.
+
+        automatic   after every 700 new objects, at any point, and now and then a full collection of the process: 0.2 s
+        here        disabled while a loop runs; the loop collects young objects once there are enough of them, right
+                    after a dispatch, and everything after each _MAX_LOOKS of those; objects that a server has loaded
+                    at its start (`cli/serve.py`) are frozen
+
+    Collecting by the number of new objects, and not by time, bounds the size of garbage.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._was_enabled = True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._num_inside:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._num_inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if not self._num_inside and self._was_enabled:
+                gc.enable()
+
+
+collected_between_steps = CollectorPause()
+"""For loops that call `collect_if_due` after every dispatch."""
+
+
+def collect_if_due(schedule: Schedule, inputs: StepInputs) -> None:
+    """Collect garbage if there are enough new objects; an observer of dispatches."""
+    num_new, _, num_looks = gc.get_count()
+    if num_new > _MAX_NEW:
+        gc.collect(2 if num_looks >= _MAX_LOOKS else 1)
 
 
 class LoopThread:
@@ -81,6 +127,7 @@ class LoopThread:
         return True
 
     def _run(self) -> None:
+        self._loop.observers.on_dispatched.append(collect_if_due)
         try:
             while not self._stopping.is_set():
                 with collected_between_steps:

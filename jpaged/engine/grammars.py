@@ -9,7 +9,7 @@
     sample n + 1  ─────────────> device
 
 A step with such a row waits for the previous step between its forward and its sample, and for nothing else. Several
-steps of such rows are one dispatch: `turns.py`.
+steps of such rows are one dispatch: `runners.py`.
 """
 
 from __future__ import annotations

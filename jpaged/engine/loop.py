@@ -11,36 +11,31 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from jpaged.config import EngineConfig
-from jpaged.engine.deadlines.ends import Deadlines, Foresight, is_over
-from jpaged.engine.executor import Executor, StepInputs
+from jpaged.engine.deadlines import Deadlines, Foresight, is_over
+from jpaged.engine.executor import Executor
 from jpaged.engine.executor.io import KeyLengths
-from jpaged.engine.garbage import collect_if_due
-from jpaged.engine.grammars import Grammars, MakeMasks, bound_rows
+from jpaged.engine.grammars import Grammars, MakeMasks
 from jpaged.engine.kv.paged import make_memory
-from jpaged.engine.kv.tiers.connector_tier import EngineStore
+from jpaged.engine.kv.tiers.connector_tier import ConnectorTier, EngineStore
 from jpaged.engine.output.processor import OutputProcessor
+from jpaged.engine.results import Intake, Soundness
+from jpaged.engine.runners import InFlightBatch, RunnerContext, make_runners
 from jpaged.engine.scheduling.policies import POLICIES
-from jpaged.engine.scheduling.schedule import (
-    Schedule,
-    build_ending_ids,
-    build_num_left,
-    build_sampling_inputs,
-    build_step_inputs,
-)
+from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.shared_prefixes import PrefixSharing
-from jpaged.engine.scheduling.tells import build_tells
 from jpaged.engine.sequence import Group, Sink
 from jpaged.engine.speculation.drafting import Drafting
 from jpaged.engine.speculation.drafts import Proposals
-from jpaged.engine.speculation.rounds.rounds import Rounds
-from jpaged.engine.stats import DEADLINE, DeviceIdle, Pulse, StepStats
+from jpaged.engine.speculation.rounds import Rounds
+from jpaged.engine.stats import DEADLINE, StepStats
+from jpaged.engine.step_timing import Pulse, StepObservers, StepTimer
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.engine.turns import Dispatched, Fed, Intake, Soundness, Started, Turns
-from jpaged.engine.watching.watch import Watch
+from jpaged.engine.watch import Watch
 from jpaged.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -164,6 +159,7 @@ class EngineLoop:
 
     Attributes:
         groups: unfinished groups by request id.
+        observers: callbacks of the features that are on.
         watch: takes pool snapshots and records events between them.
         pulse: stall detector: time without progress while requests are pending.
     """
@@ -193,90 +189,105 @@ class EngineLoop:
         self.groups: dict[str, Group] = {}
         self._clock = clock
         self._executor = executor
-        self._eos_token_ids = eos_token_ids
         self._overlap = config.scheduler.overlap
         self._output = OutputProcessor(tokenizer, eos_token_ids)
         self._deadlines, self._waits = Deadlines(), Deadlines()
         self._queue_timeout_s = config.timeouts.queue_timeout
-        self._dispatched: Dispatched | None = None
-        self._device_wait_s = self._last_end_s = 0.0
-        self._newest: Any = None  # the last step in the device's queue; None once it was seen done
-        self._idle = DeviceIdle()
+        self._batch: InFlightBatch | None = None
+        self._timer = StepTimer(executor, clock, self.pulse)
         self._sharing = PrefixSharing()
         grammars = Grammars(make_masks, geometry.vocab_size, self.scheduler.rows, self.scheduler.lookahead)
         soundness = Soundness(self.memory, self._output, self.stats, eos_token_ids, geometry.vocab_size)
         self._intake = Intake(self.scheduler, self._output, soundness, grammars, self.stats, self._release)
-        self._turns = Turns(executor, self._intake, self.scheduler, clock)
-        self._rounds = None if options is None or not geometry.num_speculative_tokens else Rounds.of(options, geometry)
-        is_on_host = options is not None and self._rounds is None
-        self._drafting = Drafting.of(options, executor.rates, geometry) if options and is_on_host else None
+        rounds = Rounds.of(options, geometry) if options and geometry.num_speculative_tokens else None
+        drafting = Drafting.of(options, executor.rates, geometry) if options and rounds is None else None
+        self._drafter: Drafting | Rounds | None = drafting or rounds
+        context = RunnerContext(
+            executor, self.scheduler, self._intake, self._timer, clock, eos_token_ids, self._process_in_flight
+        )
+        self._runners = make_runners(context, rounds)
         at_once = 1 + (0 if options is None else options.num_speculative_tokens)
         sees_ahead = config.timeouts.refuse_late
         self._foresight = Foresight(self.scheduler, self.memory, geometry, at_once) if sees_ahead else None
         self._num_arrivals = 0
-        self.watch = Watch(geometry, self.memory, self.scheduler, clock)
+        self.observers = StepObservers()
+        self._add_observers(config.scheduler.num_scheduler_steps)
+        self.watch = Watch(geometry, self.memory, self.scheduler, clock, self.observers)
         if self.memory.connectors:
             self.stats.end_step(self.memory, self.scheduler)
+
+    def _add_observers(self, num_scheduler_steps: int) -> None:
+        """Add the callbacks of the features that are on; within a list, the order is that of the calls."""
+        observers, executor, scheduler = self.observers, self._executor, self.scheduler
+        if (host := self.memory.host) is not None:
+            observers.on_begin.append(lambda now_s: host.advance() if host.errands else None)
+        for connector in self.memory.connectors:
+            observers.on_begin.append(partial(self._poll, connector))
+            observers.on_request_finished.append(connector.on_request_finished)
+        if executor.geometry.max_loras:
+            observers.on_scheduled.append(self._load_adapters)
+        if (pace := scheduler.pace) is not None:
+            observers.on_begin.append(lambda now_s: pace.steps.set_buckets(executor.geometry.buckets))
+            observers.on_results.append(pace.steps.on_results)
+        if num_scheduler_steps != 1:
+            observers.on_begin.append(lambda now_s: scheduler.lookahead.has_programs(executor.geometry))
+            observers.on_results.append(scheduler.lookahead.on_results)
+        if self._foresight is not None:
+            observers.on_results.append(self._foresight.least_times.on_results)
+        if self._drafter is not None:
+            self._drafter.observe(observers)
+        if self._queue_timeout_s is not None:
+            observers.on_request_finished.append(self._waits.discard)
+        if self.memory.prefixes is not None:
+            changes = self.memory.prefixes.changes
+            changes.call_with_sink(lambda: observers.on_end.append(changes.tell))
+
+    def _poll(self, connector: ConnectorTier, now_s: float) -> None:
+        """Advance the transfers of a connector, and queue the groups whose load has ended."""
+        queues = self.scheduler.queues
+        queues.let_in(connector.poll(now_s, is_alone=not queues.running))
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        start_s = self._clock()
-        self._device_wait_s = 0.0
-        self._look_at_device()
+        start_s = self._timer.begin_step()
         self._expire(start_s)
-        if (host := self.memory.host) is not None and host.errands:
-            host.advance()
-        for connector in self.memory.connectors:
-            self.scheduler.queues.let_in(connector.poll(start_s, is_alone=not self.scheduler.queues.running))
-        self.scheduler.lookahead.has_programs(self._executor.geometry)
-        was_in_flight = self._dispatched is not None
-        schedule = self.scheduler.schedule(*self._proposed())
-        if self.watch.is_on:
-            self.watch.note(schedule)
-        started = self._start(schedule)
-        may_go_on = True
-        if isinstance(started, Started):
-            if started.bound:
-                self._collect_earlier()
-                self._intake.narrow(started.schedule, started.bound, started.sampling)
-            self._newest = self._executor.sample(started.hidden, started.sampling)
-            if schedule.decodes.is_in_turn:
-                self._newest = self._turns.go_on(started, self._newest)
-            started = Dispatched(started.schedule, start_s, self._newest, started.tells)
-        elif isinstance(started, Fed):
-            with started.closed_where_it_fails():
-                steps = self._turns.begin(started)
-                self._collect_earlier()
-                started, may_go_on = self._turns.feed(steps)
-        if schedule.decodes.are_masked:
-            self._device_wait_s += self._turns.take_waited_s()
-        self.stats.count_steps(schedule)
-        collect_if_due()
-        earlier, self._dispatched = self._dispatched, started
-        if earlier is not None:
-            self._collect(earlier)
-        if schedule.drafts or schedule.decodes.num_rounds or not (may_go_on and self._overlap):
-            self._collect_earlier()
-        has_run = schedule.num_rows > 0 or was_in_flight
+        for on_begin in self.observers.on_begin:
+            on_begin(start_s)
+        was_in_flight = self._batch is not None
+        schedule = self.scheduler.schedule(*self._propose())
+        self.stats.count_schedule(schedule)
+        for on_scheduled in tuple(self.observers.on_scheduled):  # one may remove itself
+            on_scheduled(schedule)
+        batch = self._start(schedule)
+        if batch is not None:
+            self.stats.count_steps(schedule)
+            for on_dispatched in self.observers.on_dispatched:
+                on_dispatched(schedule, batch.inputs)
+        previous, self._batch = self._batch, batch
+        if previous is not None:
+            self._process(previous)
+        if batch is not None and (batch.must_wait or not self._overlap):
+            self._process_in_flight()
+        has_run = batch is not None or was_in_flight
         if has_run:
-            now_s = self._clock()
-            self.pulse.beat(now_s)
-            self.stats.count_host(now_s - start_s - self._device_wait_s)
+            self.stats.count_times(*self._timer.end_step())
         self.stats.end_step(self.memory, self.scheduler)
-        if self.memory.prefixes is not None and self.memory.prefixes.changes.is_on:
-            self.memory.prefixes.changes.tell()
+        for on_end in self.observers.on_end:
+            on_end()
         has_work = self.scheduler.queues.has_work
-        if not has_work:  # no request waits for the device
-            self._newest = None
-            self._idle.end(start_s)
+        if not has_work:
+            self._timer.rest()
         return has_run or has_work or self.awaits_tiers
 
     @property
     def spare_s(self) -> float:
         """Seconds until the next step must be decided while the device runs several; 0 or less is now."""
         if self.scheduler.queues.has_work:
-            return self.scheduler.lookahead.spare_s(self._clock())
+            batch, lookahead = self._batch, self.scheduler.lookahead
+            if batch is None:
+                return 0.0
+            return lookahead.spare_s(batch.schedule, self._timer.start_s(batch.begin_s), self._clock())
         return _TIERS_S if self.awaits_tiers else 0.0
 
     @property
@@ -291,119 +302,45 @@ class EngineLoop:
         if self._executor.geometry.max_loras:
             self.scheduler.adapters.check(self.scheduler.queues.running)
 
-    def _proposed(self) -> tuple[Proposals | None, int]:
-        """Return the draft tokens for the next step, and the number of draft-model rounds that replace it.
+    def _propose(self) -> tuple[Proposals | None, int]:
+        """Return the draft tokens for the next step, and the number of draft-model rounds that replace it."""
+        drafter, geometry = self._drafter, self._executor.geometry
+        limit = 0 if drafter is None else drafter.limit(self.scheduler, geometry)
+        if drafter is None or not limit:
+            return None, 0
+        self._process_in_flight()  # a drafter needs all tokens
+        return drafter.propose(self.scheduler, limit)
 
-        None and 0 mean that there are none.
-        """
-        drafting, rounds, queues = self._drafting, self._rounds, self.scheduler.queues
-        limit = 0 if drafting is None else drafting.limit(queues)
-        num_rounds = 0 if rounds is None else rounds.wanted(self.scheduler, self._executor.geometry)
-        if limit or num_rounds:
-            self._collect_earlier()  # both need all tokens
-        return drafting.propose(queues.running, limit) if drafting and limit else None, num_rounds
-
-    def _collect_earlier(self) -> None:
-        """Wait for the dispatch in flight, if any, and process it."""
-        if self._dispatched is not None:
-            earlier, self._dispatched = self._dispatched, None
-            self._collect(earlier)
-
-    def _start(self, schedule: Schedule) -> Started | Fed | Dispatched | None:
-        """Dispatch a step: its block moves, which may occur without rows, and its rows as far as they need no masks."""
-        begin_s, geometry, pace = self._clock(), self._executor.geometry, self.scheduler.pace
+    def _start(self, schedule: Schedule) -> InFlightBatch | None:
+        """Dispatch a step: its block moves, which may occur without rows, and its rows."""
+        begin_s, geometry = self._clock(), self._executor.geometry
         if geometry.cascade is not None and schedule.num_rows > 1:
             self._sharing.share(schedule, geometry)
-        self.stats.count_schedule(schedule)
-        if geometry.max_loras:
-            for slot, adapter in self.scheduler.adapters.take_loads().items():
-                self._executor.load_adapter(slot, adapter.matrices)
         for moves in schedule.ops.batches():
             self._executor.move_blocks(moves)
-            if self._rounds is not None:
-                self._rounds.move(moves)
         if not schedule.num_rows:
             return None
-        inputs = build_step_inputs(schedule, geometry)
-        is_decode = not (schedule.rows or schedule.decodes.num_rounds)
-        num_decodes = schedule.num_rows if is_decode else 0
-        self.scheduler.lookahead.began(num_decodes, schedule.num_steps, begin_s, is_masked=schedule.decodes.are_masked)
-        if pace is not None and not schedule.decodes.num_rounds:
-            pace.steps.began(inputs, geometry.buckets, begin_s, schedule.num_steps)
-        if self._rounds is not None and schedule.decodes.num_rounds:
-            return self._start_rounds(self._rounds, schedule, inputs)
-        if self._rounds is not None:
-            self._rounds.begin_plain(inputs, schedule.num_steps)
-        if schedule.num_steps > 1 and not schedule.decodes.is_in_turn:
-            sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, self.scheduler.rows.editing)
-            ending_ids_rx = build_ending_ids(schedule, len(sampling.rows_r))
-            arguments = inputs, sampling, ending_ids_rx, schedule.num_steps
-            self._end_idle()
-            if schedule.decodes.is_fed:
-                self._newest, feed = self._executor.decode_fed(*arguments)
-                bound = bound_rows(schedule)
-                return Fed(schedule, begin_s, self._newest, feed, sampling, ending_ids_rx, bound)
-            self._newest = self._executor.decode(*arguments)
-            return Dispatched(schedule, begin_s, self._newest)
-        self._end_idle()
-        hidden = self._executor.forward(inputs)
-        self._newest = None  # another program was dispatched after the newest step
-        editing = self.scheduler.rows.editing
-        sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
-        asked = build_tells(schedule, geometry) if schedule.has_aux_outputs else ()
-        tells = [(tell, self._executor.tell(hidden, tell.inputs)) for tell in asked]
-        return Started(schedule, inputs, hidden, sampling, tells, bound_rows(schedule) if schedule.has_grammars else [])
+        return self._runners[schedule.decodes.kind].start(schedule, begin_s)
 
-    def _start_rounds(self, rounds: Rounds, schedule: Schedule, inputs: StepInputs) -> Dispatched:
-        """Dispatch draft-model rounds, after the tokens that the draft model has not seen."""
-        geometry, editing = self._executor.geometry, self.scheduler.rows.editing
-        self._end_idle()
-        sampling = build_sampling_inputs(schedule, geometry, self._eos_token_ids, editing)
-        num_padded, begin_s = len(sampling.rows_r), self._clock()
-        ending_ids_rx, num_left_r = build_ending_ids(schedule, num_padded), build_num_left(schedule, num_padded)
-        unseen = [*rounds.begin(schedule, inputs, num_left_r)]
-        self._newest = self._executor.speculate(
-            inputs, sampling, ending_ids_rx, num_left_r, schedule.decodes.num_rounds, unseen
-        )
-        return Dispatched(schedule, begin_s, self._newest)
+    def _process_in_flight(self) -> None:
+        """Wait for the batch in flight, if any, and process its results."""
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            self._process(batch)
 
-    def _end_idle(self) -> None:
-        """Record that the device gets new work."""
-        self._look_at_device()
-        self.stats.count_idle(self._idle.end(self._clock()))
+    def _process(self, batch: InFlightBatch) -> None:
+        """Wait for a batch, process its results, and pass them to the observers."""
+        self._timer.begin_wait()
+        outputs = batch.wait()
+        timing = self._timer.end_wait(batch.schedule, batch.inputs, batch.begin_s, batch.handle)
+        batch.process(batch.schedule, outputs, timing.end_s)
+        for on_results in self.observers.on_results:
+            on_results(batch.schedule, outputs, timing)
 
-    def _look_at_device(self) -> None:
-        """Check whether the newest step has run: from then on the device is idle."""
-        if self._newest is not None and self._executor.is_done(self._newest):
-            self._newest = None
-            self._idle.seen_done(self._clock())
-
-    def _collect(self, dispatched: Dispatched) -> None:
-        schedule, begin_s, handle, tells, results = dispatched
-        waiting_since_s = self._clock()
-        self.pulse.begin_wait(waiting_since_s)
-        told = [(tell, collect()) for tell, collect in tells]
-        outputs = self._executor.collect(handle) if results is None else results()
-        self.pulse.end_wait()
-        now = self._clock()
-        self._device_wait_s += now - waiting_since_s
-        if handle is self._newest:
-            self._newest = None
-            self._idle.seen_done(now)
-        if self.scheduler.pace is not None and not schedule.decodes.num_rounds:
-            self.scheduler.pace.steps.ended(now)
-        self.scheduler.lookahead.ended(now)
-        if not schedule.decodes.num_rounds:
-            self.scheduler.least_times.observe(
-                schedule.num_tokens, schedule.num_steps, now - max(begin_s, self._last_end_s)
-            )
-        self._output.told.take(told)
-        num_accepted = self._intake.take(schedule, outputs, now)
-        if self._drafting is not None:
-            self._drafting.observe(schedule, num_accepted, now - max(begin_s, self._last_end_s))
-        if self._rounds is not None:
-            self._rounds.observe(schedule, outputs.speculated, now - max(begin_s, self._last_end_s))
-        self._last_end_s = now
+    def _load_adapters(self, _: Schedule) -> None:
+        """Start to load the adapters of a step into their slots."""
+        for slot, adapter in self.scheduler.adapters.take_loads().items():
+            self._executor.load_adapter(slot, adapter.matrices)
 
     def _expire(self, now_s: float) -> None:
         """End requests whose deadline has passed, and those that waited too long for their first step."""
@@ -479,14 +416,10 @@ class EngineLoop:
         self.stats.count_end(group)
         self._send_last([group])
         self.scheduler.finish(group)
-        for connector in self.memory.connectors:
-            connector.on_request_finished(group)
-        if self._drafting is not None:
-            self._drafting.forget(group)
+        for on_request_finished in self.observers.on_request_finished:
+            on_request_finished(group)
         if group.request.deadline_s is not None:
             self._deadlines.discard(group)
-        if self._queue_timeout_s is not None:
-            self._waits.discard(group)
         del self.groups[group.request.request_id]
         self.in_flight.note_idle()
 

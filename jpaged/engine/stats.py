@@ -14,6 +14,7 @@ from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group
 from jpaged.engine.speculation.stats import SpeculationStats
+from jpaged.engine.step_timing import Pulse
 from jpaged.load import DISTRIBUTIONS, EngineLoad
 from jpaged.types import FinishReason
 
@@ -55,89 +56,6 @@ class Histogram:
             total += count
             cumulative.append(total)
         return HistogramSnapshot(self._bounds, tuple(cumulative), self._sum)
-
-
-class DeviceIdle:
-    """Idle time of the device: starts when the host, which polls between its own work, sees the device done.
-
-    dispatch n     device is done     seen done     dispatch n + 1
-                                          └──── idle ────┘
-    """
-
-    def __init__(self) -> None:
-        self._since_s: float | None = None
-
-    def seen_done(self, now_s: float) -> None:
-        """Record that everything dispatched has run; only the first call after a dispatch counts."""
-        if self._since_s is None:
-            self._since_s = now_s
-
-    def end(self, now_s: float) -> float:
-        """End the idle time: the next step is dispatched, or none is expected. Return its seconds."""
-        since_s, self._since_s = self._since_s, None
-        return 0.0 if since_s is None else now_s - since_s
-
-
-class Pulse:
-    """Detects stalls: time since the last progress while requests are pending.
-
-    Written by the engine thread, readable from any thread.
-
-        requests   ├── in flight ───────────────────────────┤
-        steps      │ end   end   end              (hangs)      now
-                                 └───── seconds_without ──────┘
-
-    Args:
-        stall_s: seconds without progress that count as a stall.
-    """
-
-    def __init__(self, clock: Callable[[], float], stall_s: float) -> None:
-        self._clock = clock
-        self._stall_s = stall_s
-        self._num_stalls = 0
-        self._since_s: float | None = None  # None while there is no work
-        self._awaited_s: float | None = None  # start of the wait for a step of the device
-
-    def begin(self) -> None:
-        """Record that requests are pending from now on."""
-        self._since_s = self._clock()
-
-    def beat(self, now_s: float) -> None:
-        """Record progress."""
-        since_s = self._since_s
-        if since_s is not None:
-            self._num_stalls += now_s - since_s >= self._stall_s
-            self._since_s = now_s
-
-    def rest(self) -> None:
-        """Record that no request is pending any more."""
-        self.beat(self._clock())
-        self._since_s = None
-
-    def begin_wait(self, now_s: float) -> None:
-        """Record that the host waits for a step: that counts as work, even if its requests were dropped."""
-        self._awaited_s = now_s
-
-    def end_wait(self) -> None:
-        """Record the end of that wait."""
-        self._awaited_s = None
-
-    @property
-    def seconds_without(self) -> float:
-        """Seconds since the last progress; 0 while no request is pending."""
-        since_s, awaited_s = self._since_s, self._awaited_s
-        since_s = awaited_s if since_s is None else since_s
-        return 0.0 if since_s is None else max(0.0, self._clock() - since_s)
-
-    @property
-    def is_stalled(self) -> bool:
-        """True if requests are pending without progress for at least the stall time."""
-        return self.seconds_without >= self._stall_s
-
-    @property
-    def num_stalls(self) -> int:
-        """Number of stalls, including a current one."""
-        return self._num_stalls + self.is_stalled
 
 
 _RECENT_ENDS = 64
@@ -185,8 +103,8 @@ class StepStats:
                 group.absences.end(self._clock())
 
     def count_steps(self, schedule: Schedule) -> None:
-        """Count the steps of a schedule, all of which are dispatched."""
-        self._counts["num_steps"] += schedule.num_steps if schedule.num_rows else 0
+        """Count the steps of a schedule with rows, all of which are dispatched."""
+        self._counts["num_steps"] += schedule.num_steps
         if schedule.runs:
             self._counts["num_cascade_steps"] += schedule.num_steps
             self._counts["num_cascade_tokens"] += schedule.num_tokens_shared * schedule.num_steps
@@ -251,14 +169,11 @@ class StepStats:
         """Count a request with non-finite logits, in addition to `count_end`."""
         self._counts["num_nonfinite_requests"] += 1
 
-    def count_host(self, seconds: float) -> None:
-        """Record the time of a step without the wait for the device."""
-        self._counts["host_s"] += seconds
-        self._histograms["host_step"].observe(seconds)
-
-    def count_idle(self, seconds: float) -> None:
-        """Record the time that the device was idle while requests were pending."""
-        self._counts["device_idle_s"] += seconds
+    def count_times(self, host_s: float, idle_s: float) -> None:
+        """Record the time of a step without the wait for the device, and how long the device was idle before it."""
+        self._counts["host_s"] += host_s
+        self._histograms["host_step"].observe(host_s)
+        self._counts["device_idle_s"] += idle_s
 
     def end_step(self, memory: KVMemory, scheduler: Scheduler) -> None:
         """Read the gauges and make the step visible to `snapshot`."""

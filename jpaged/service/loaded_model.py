@@ -31,7 +31,7 @@ from jpaged.engine.kv.tiers.leaving import Travels
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.engine.watching.watch import Eyes
+from jpaged.engine.watch import Eyes
 from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
 from jpaged.load import EngineLoad, RoleLoad
 from jpaged.service.calls import require_name

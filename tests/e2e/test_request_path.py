@@ -12,7 +12,7 @@ MAX_FILES = {"generate": 25, "chat": 36}
 FEATURES = (
     "access/quotas.py",
     "engine/adapters.py",
-    "engine/deadlines",
+    "engine/deadlines.py",
     "engine/grammars.py",
     "engine/kv/changes.py",
     "engine/kv/eviction",
@@ -26,7 +26,7 @@ FEATURES = (
     "engine/scheduling/shared_prefixes.py",
     "engine/scheduling/tells.py",
     "engine/speculation",
-    "engine/watching",
+    "engine/watch.py",
     "pool.py",
     "service/chat",
     "service/grammars",

@@ -12,7 +12,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor.io import KeyLengths
 from jpaged.engine.kv.tiers.connector_tier import EngineStore
-from jpaged.engine.speculation.drafting import Drafting
+from jpaged.engine.speculation.rounds import Rounds
 from jpaged.service.input_processor import InputProcessor, move_grammars
 from jpaged.structured import StructuredOutputs
 from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
@@ -89,12 +89,12 @@ class Harness:
         )
         self.guesses = Guesses(self.outputs, self.executor.geometry.vocab_size)
         self.adaptation = Always(self.num_speculative_tokens)
-        if self.engine._loop._rounds is not None:
+        drafter = self.engine._loop._drafter
+        if isinstance(drafter, Rounds):
             self.rule = InTurn(*self.nums_rounds)
-            self.engine._loop._rounds._rule = self.rule
-        elif self.num_speculative_tokens:
-            drafting = Drafting(self.guesses, self.adaptation, self.num_speculative_tokens)
-            self.engine._loop._drafting = drafting
+            drafter._rule = self.rule
+        elif drafter is not None:
+            drafter._proposer, drafter._adaptation = self.guesses, self.adaptation
         self.input_processor = InputProcessor(
             self.tokenizer, self.executor.geometry, eos_token_ids=self.eos_token_ids, max_logprobs=-1
         )

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 
 from jpaged.engine.speculation.adaptation import Adaptation, State, StepCosts
-from jpaged.engine.speculation.rounds.rounds import RoundRule
+from jpaged.engine.speculation.rounds import RoundRule
 
 
 class Guesses:

@@ -74,14 +74,14 @@ DRAFT_FAULTS = (
     ),
     Fault(
         "a draft model is taken to have seen what comes from the host",
-        "speculation/rounds/rounds.py",
+        "speculation/rounds.py",
         "        elif moves.move is Move.SWAP_IN:\n            self._are_seen[moves.destinations] = False\n",
         "",
         ("speculation/test_seen_blocks.py",),
     ),
     Fault(
         "a draft model is taken to have seen what several plain steps ran",
-        "speculation/rounds/rounds.py",
+        "speculation/rounds.py",
         "            self._are_seen[ids_m[begin:end]] = False\n",
         "            pass\n",
         ROUNDS,
@@ -95,7 +95,7 @@ DRAFT_FAULTS = (
     ),
     Fault(
         "rows stay where rounds began",
-        "turns.py",
+        "results.py",
         "            self.scheduler.drafts.ran(decodes.groups[row], decodes.sequences[row], count - 1)\n",
         "            pass\n",
         ROUNDS,

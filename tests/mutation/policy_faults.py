@@ -24,21 +24,17 @@ POLICY_FAULTS = (
         "a copy is made after the write",
         "loop.py",
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
-        "            if self._rounds is not None:\n                self._rounds.move(moves)\n"
         "        if not schedule.num_rows:\n            return None\n"
-        "        inputs = build_step_inputs(schedule, geometry)\n",
-        "        if schedule.rows:\n"
-        "            inputs = build_step_inputs(schedule, geometry)\n"
-        "            self._executor.forward(inputs)\n"
+        "        return self._runners[schedule.decodes.kind].start(schedule, begin_s)\n",
+        "        started = schedule.num_rows and self._runners[schedule.decodes.kind].start(schedule, begin_s)\n"
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
-        "        if not schedule.num_rows:\n            return None\n",
+        "        return started or None\n",
         ("kv/test_sharing.py",),
     ),
     Fault(
         "moves wait for a step that has rows",
         "loop.py",
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n"
-        "            if self._rounds is not None:\n                self._rounds.move(moves)\n"
         "        if not schedule.num_rows:\n            return None\n",
         "        if not schedule.num_rows:\n            return None\n"
         "        for moves in schedule.ops.batches():\n            self._executor.move_blocks(moves)\n",
@@ -313,7 +309,7 @@ POLICY_FAULTS = (
     ),
     Fault(
         "what a dispatch that ended early did not compute is cached",
-        "turns.py",
+        "results.py",
         "                sequence.ended_on_the_way()\n",
         "                pass\n",
         LOOKAHEAD,
@@ -327,9 +323,9 @@ POLICY_FAULTS = (
     ),
     Fault(
         "the steps of a dispatch are all counted as its first",
-        "turns.py",
-        "self._take_step(schedule, outputs.at(step), now_s, step)",
-        "self._take_step(schedule, outputs.at(step), now_s)",
+        "results.py",
+        "self.take_step(schedule, outputs.at(step), now_s, step)",
+        "self.take_step(schedule, outputs.at(step), now_s)",
         LOOKAHEAD,
     ),
     Fault(

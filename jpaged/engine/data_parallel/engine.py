@@ -38,7 +38,7 @@ from jpaged.engine.kv.prefixes import Prefixes
 from jpaged.engine.kv.tiers.leaving import Travels
 from jpaged.engine.sequence import Sink
 from jpaged.engine.stats import HistogramSnapshot
-from jpaged.engine.watching.watch import Eyes
+from jpaged.engine.watch import Eyes
 from jpaged.errors import AlreadyExists, InternalError, QueueFull, Unavailable
 from jpaged.load import EngineLoad, total_load
 from jpaged.types import LoadedAdapter, OutputEvent, Request

@@ -8,6 +8,7 @@ Events are collected until they are published at the end of a step. Without a si
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from jpaged.engine.kv.blocks import Key
@@ -39,10 +40,18 @@ class Changes:
         self.num_told = self.num_dropped = 0
         self._changes: list[Change] = []
         self._sink: ChangeSink | None = None
+        self._on_sink: Callable[[], None] | None = None
+
+    def call_with_sink(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when a sink is set."""
+        self._on_sink = callback
 
     def tell_to(self, sink: ChangeSink) -> None:
         """Record all events from now on for this sink; call it before the engine starts."""
         self._sink, self.is_on = sink, True
+        if self._on_sink is not None:
+            self._on_sink()
+            self._on_sink = None
 
     def tell(self) -> None:
         """Publish the events since the last call."""

@@ -28,8 +28,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jpaged.engine.executor import I32, BucketTable, DeviceRates, Geometry, StepInputs, num_pairs
+from jpaged.engine.executor import I32, BucketTable, DeviceRates, Geometry, StepOutputs, num_pairs
+from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.sequence import Group
+from jpaged.engine.step_timing import StepTiming
 
 NO_NEWCOMERS = -1
 """Number of steps: chosen by time if rows may end early, the maximum if none may."""
@@ -49,13 +51,6 @@ _SPARE_SHARE = 0.65
 """Share of a dispatch during which the next one is not decided yet; the rest is for preparing it."""
 
 
-class _UnderWay(NamedTuple):
-    num_rows: int
-    num_steps: int
-    begin_s: float
-    is_masked: bool
-
-
 class Lookahead:
     """Chooses the number of steps, from the times measured at start-up and the recent durations of dispatches.
 
@@ -71,8 +66,6 @@ class Lookahead:
         self.has_programs(geometry)
         self._forward_s = rates.forward_s
         self._seen_s: dict[int, deque[float]] = {}
-        self._under_way: deque[_UnderWay] = deque()
-        self._last_end_s = 0.0
         self._forced_share = 0.0
         self._jumping_share = _JUMPING_SHARE_OF_FED if geometry.has_fed_steps else _JUMPING_SHARE
 
@@ -117,43 +110,33 @@ class Lookahead:
         """Return the maximum seconds of a dispatch whose number of steps is chosen by time."""
         return self._longest_s if has_room or may_end else self._longest_without_room_s
 
-    def began(self, num_rows: int, num_steps: int, begin_s: float, *, is_masked: bool = False) -> None:
-        """Record a dispatch that the host started to prepare at begin_s; num_rows is 0 unless all rows decode.
-
-        Args:
-            is_masked: masks are made between its steps, and the next step is decided with the last one.
-        """
-        self._under_way.append(_UnderWay(num_rows, num_steps, begin_s, is_masked))
-
-    def cut_short(self, num_steps: int) -> None:
-        """Reduce the newest pending dispatch to num_steps steps."""
-        self._under_way[-1] = self._under_way[-1]._replace(num_steps=num_steps)
-
     def saw_choices(self, num_rows: int, num_forced: int) -> None:
         """Record the number of rows with grammars in a step, and how many of them had one allowed token."""
         self._forced_share += _NEWEST_SHARE * (num_forced / num_rows - self._forced_share)
 
-    def ended(self, now_s: float) -> None:
-        """Record the end of the oldest pending dispatch."""
-        num_rows, num_steps, begin_s, _ = self._under_way.popleft()
-        seconds, self._last_end_s = now_s - max(begin_s, self._last_end_s), now_s
-        size = self._buckets.num_decode_rows(num_rows) if num_rows else None
+    def on_results(self, schedule: Schedule, outputs: StepOutputs, timing: StepTiming) -> None:
+        """Record the duration of a dispatch in which all rows decode."""
+        if schedule.rows or schedule.decodes.num_rounds:
+            return
+        size = self._buckets.num_decode_rows(len(schedule.decodes))
         if size is not None:
-            self._seen_s.setdefault(size, deque(maxlen=_NUM_KEPT)).append(seconds / num_steps)
+            self._seen_s.setdefault(size, deque(maxlen=_NUM_KEPT)).append(timing.seconds / timing.num_steps)
 
-    def spare_s(self, now_s: float) -> float:
+    def spare_s(self, schedule: Schedule, start_s: float, now_s: float) -> float:
         """Return the seconds until the host must decide the step after the dispatch in flight; 0 or less is now.
 
-        A request that arrives in this time runs right after that dispatch.
+        A request that arrives in this time runs right after that dispatch. With masks between the steps, the next step
+        is decided with the last one.
+
+        Args:
+            start_s: when the device could start the dispatch.
         """
-        if len(self._under_way) != 1:
-            return 0.0
-        num_rows, num_steps, begin_s, is_masked = self._under_way[0]
-        size = self._buckets.num_decode_rows(num_rows) if num_steps > 1 and not is_masked else None
+        num_steps, decodes = schedule.num_steps, schedule.decodes
+        size = self._buckets.num_decode_rows(len(decodes)) if num_steps > 1 and not decodes.are_masked else None
         seen_s = self._seen_s.get(size) if size is not None else None
         if not seen_s:
             return 0.0
-        return max(begin_s, self._last_end_s) + _SPARE_SHARE * num_steps * median(seen_s) - now_s
+        return start_s + _SPARE_SHARE * num_steps * median(seen_s) - now_s
 
     def _timed_s(self, size: int) -> float:
         """Return the step time measured at start-up; below the least size in proportion."""
@@ -177,17 +160,13 @@ class RanStep(NamedTuple):
     Attributes:
         num_padded: its tokens, padded to a bucket.
         query_starts, kv_lens: see `StepInputs`; of the rows in use.
-        begin_s: when the host started to prepare it.
-        seconds: time from the later of `begin_s` and the end of the previous step to its end, per step.
-        num_steps: steps of the dispatch.
+        seconds: its duration; if it is one of several steps of a dispatch, its share.
     """
 
     num_padded: int
     query_starts: I32
     kv_lens: I32
-    begin_s: float
-    seconds: float = 0.0
-    num_steps: int = 1
+    seconds: float
 
     @property
     def num_pairs(self) -> int:
@@ -207,26 +186,20 @@ class RecentSteps:
 
     def __init__(self, buckets: BucketTable) -> None:
         self.buckets = buckets
-        self._under_way: deque[RanStep] = deque()
         self._ran: deque[RanStep] = deque(maxlen=_MAX_RECENT_STEPS)
-        self._last_end_s = 0.0
 
-    def began(self, inputs: StepInputs, buckets: BucketTable, begin_s: float, num_steps: int = 1) -> None:
-        """Record a dispatch of `num_steps` steps that the host started to prepare at begin_s."""
+    def set_buckets(self, buckets: BucketTable) -> None:
+        """Set the current sizes."""
         self.buckets = buckets
+
+    def on_results(self, schedule: Schedule, outputs: StepOutputs, timing: StepTiming) -> None:
+        """Record a dispatch, unless a draft model ran in it."""
+        if schedule.decodes.num_rounds:
+            return
+        inputs = timing.inputs
         query_starts = inputs.query_starts_s1[: inputs.num_rows + 1].copy()
         kv_lens = inputs.kv_lens_s[: inputs.num_rows].copy()
-        self._under_way.append(RanStep(len(inputs.token_ids_t), query_starts, kv_lens, begin_s, num_steps=num_steps))
-
-    def cut_short(self, num_steps: int) -> None:
-        """Reduce the newest pending dispatch to num_steps steps."""
-        self._under_way[-1] = self._under_way[-1]._replace(num_steps=num_steps)
-
-    def ended(self, now_s: float) -> None:
-        """Record the end of the oldest pending dispatch."""
-        step = self._under_way.popleft()
-        self._ran.append(step._replace(seconds=(now_s - max(step.begin_s, self._last_end_s)) / step.num_steps))
-        self._last_end_s = now_s
+        self._ran.append(RanStep(timing.num_padded, query_starts, kv_lens, timing.seconds / timing.num_steps))
 
     def take(self) -> list[RanStep]:
         """Return and clear the recorded steps, in order."""
@@ -333,8 +306,13 @@ class LeastTimes:
         self._size = self._num_dispatches = self._num_steps = 0
         self._seconds = self._token_s = self._step_s = 0.0
 
+    def on_results(self, schedule: Schedule, outputs: StepOutputs, timing: StepTiming) -> None:
+        """Record a dispatch, unless a draft model ran in it."""
+        if not schedule.decodes.num_rounds:
+            self.observe(timing.num_tokens, timing.num_steps, timing.seconds)
+
     def observe(self, num_tokens: int, num_steps: int, seconds: float) -> None:
-        """Record a dispatch; `seconds` starts at the end of the previous one if they overlapped."""
+        """Record the size and the seconds of a dispatch; see `StepTiming`."""
         size = max(_LEAST_SIZE, 1 << (num_tokens - 1).bit_length())
         if size != self._size:
             self._size, self._num_dispatches, self._num_steps, self._seconds = size, 0, 0, 0.0

@@ -16,6 +16,7 @@ Limit of the prompt tokens with aux outputs (log-probabilities or hidden states)
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -62,6 +63,21 @@ class ToldBudget:
         return num_tokens
 
 
+class StepKind(enum.Enum):
+    """Kind of a dispatch, by the programs that it needs."""
+
+    SINGLE_STEP = enum.auto()
+    """A forward and a sample."""
+    MULTI_STEP = enum.auto()
+    """Decode steps of one program."""
+    MASKED_MULTI_STEP = enum.auto()
+    """Decode steps of one program that waits for masks."""
+    ALTERNATING = enum.auto()
+    """Decode steps of two programs each, with masks between them."""
+    DRAFT_MODEL = enum.auto()
+    """Rounds of a draft model and its verification."""
+
+
 def _none() -> I32:
     return np.zeros(0, np.int32)
 
@@ -85,8 +101,7 @@ class Decodes:
         num_steps: decode steps of the dispatch; if above 1, there are no other rows.
         num_rounds: draft-model rounds in place of steps; if above 0, there are no other rows.
         num_left_s: tokens that each row has blocks for and may sample in those rounds; empty without rounds.
-        is_in_turn: the steps are dispatched one by one, with masks between them.
-        is_fed: masks are sent while the steps are in flight.
+        kind: several steps or rounds are a kind of dispatch; any other one is a single step.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -107,13 +122,12 @@ class Decodes:
     num_steps: int = 1
     num_rounds: int = 0
     num_left_s: I32 = field(default_factory=_none)
-    is_in_turn: bool = False
-    is_fed: bool = False
+    kind: StepKind = StepKind.SINGLE_STEP
 
     @property
     def are_masked(self) -> bool:
         """True if masks are made between several steps; the number of steps is then known only at the end."""
-        return self.is_in_turn or self.is_fed
+        return self.kind in (StepKind.MASKED_MULTI_STEP, StepKind.ALTERNATING)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -295,7 +309,9 @@ class DecodingRows:
         """
         num_rows, sequences = len(self._sequences), list(self._sequences)
         # Each row was in the previous step and in no later one, so the tokens of all rows are in flight, or of none.
-        are_masked = num_steps > 1 and bool(self._are_bound_s[:num_rows].any())
+        kind = StepKind.DRAFT_MODEL if rounds else StepKind.MULTI_STEP if num_steps > 1 else StepKind.SINGLE_STEP
+        if kind is StepKind.MULTI_STEP and self._are_bound_s[:num_rows].any():
+            kind = StepKind.MASKED_MULTI_STEP if self._has_fed_steps else StepKind.ALTERNATING
         is_in_flight = num_rows > 0 and sequences[0].num_in_flight_tokens > 0
         decodes = Decodes(
             sequences,
@@ -315,8 +331,7 @@ class DecodingRows:
             num_steps=num_steps,
             num_rounds=rounds[0] if rounds else 0,
             num_left_s=np.array(rounds[1] if rounds else [], np.int32),
-            is_in_turn=are_masked and not self._has_fed_steps,
-            is_fed=are_masked and self._has_fed_steps,
+            kind=kind,
         )
         self._starts_s[:num_rows] += num_steps
         self._num_left_s[:num_rows] -= num_steps

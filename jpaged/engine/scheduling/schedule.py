@@ -27,7 +27,7 @@ from jpaged.engine.executor import (
 )
 from jpaged.engine.kv.blocks import MemoryOps
 from jpaged.engine.scheduling.editing import EditedRow, Editing
-from jpaged.engine.scheduling.rows import Decodes
+from jpaged.engine.scheduling.rows import Decodes, StepKind
 from jpaged.engine.sequence import Group, Sequence, Status
 from jpaged.structured import GrammarState
 
@@ -79,6 +79,7 @@ class Draft:
     Attributes:
         place: index of the sequence's row, in the order of addition.
         rows: indices of the draft rows.
+        num_accepted: number of accepted draft tokens, once the step's results are processed.
     """
 
     group: Group
@@ -86,6 +87,11 @@ class Draft:
     place: int
     token_ids: list[int]
     rows: range
+    num_accepted: int = 0
+
+    def set_num_accepted(self, num_accepted: int) -> None:
+        """Set the number of accepted draft tokens."""
+        self.num_accepted = num_accepted
 
 
 @dataclass(slots=True)
@@ -184,8 +190,7 @@ class Schedule:
     @property
     def has_grammars(self) -> bool:
         """True if the text of a row follows a grammar."""
-        is_bound = any(row.sequence.grammar is not None for row in self.rows)
-        return is_bound or bool(self.decodes.are_bound_s.any())
+        return bool(self.decodes.are_bound_s.any()) or any(row.sequence.grammar is not None for row in self.rows)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -466,7 +471,7 @@ def _num_padded_rows(schedule: Schedule, buckets: BucketTable) -> int | None:
     """Return the padded rows of a multi-step or draft-model program; None for a dispatch of single steps."""
     if schedule.decodes.num_rounds:
         return buckets.num_speculate_rows(schedule.num_rows)
-    is_one_program = schedule.num_steps > 1 and not schedule.decodes.is_in_turn
+    is_one_program = schedule.decodes.kind in (StepKind.MULTI_STEP, StepKind.MASKED_MULTI_STEP)
     return buckets.num_decode_rows(schedule.num_rows) if is_one_program else None
 
 

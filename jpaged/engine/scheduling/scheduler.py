@@ -40,7 +40,7 @@ from jpaged.engine.adapters import AdapterSlots
 from jpaged.engine.executor import DeviceRates, Geometry
 from jpaged.engine.kv.interface import KVMemory, Shares
 from jpaged.engine.kv.outgrowing import Outgrowing
-from jpaged.engine.scheduling.lookahead import LeastTimes, Lookahead, Pace
+from jpaged.engine.scheduling.lookahead import Lookahead, Pace
 from jpaged.engine.scheduling.rows import DecodingRows, settle
 from jpaged.engine.scheduling.schedule import Schedule, ScheduledRow
 from jpaged.engine.sequence import Group, Sequence, Status, has_unknown_tokens
@@ -265,7 +265,6 @@ class Scheduler:
     Attributes:
         max_num_seqs: maximum rows of a step.
         pace: limits prefill tokens for the latency of streams, and observes each step; None without a bound.
-        least_times: minimum step times; observes each dispatch.
         is_in_order: groups are admitted in the order of arrival.
         rows: the persistent decode batch.
         lookahead: chooses the number of steps of a dispatch, and observes each dispatch.
@@ -299,7 +298,6 @@ class Scheduler:
         bound_s = options.max_inter_token_latency
         self.pace = Pace(bound_s, rates, geometry.buckets) if bound_s else None
         self.is_in_order = options.policy == "fcfs"
-        self.least_times = LeastTimes(geometry.max_num_batched_tokens)
         self.queues = Queues(self._policy)
         self.lookahead = Lookahead(options.num_scheduler_steps, bound_s, rates, geometry)
         outgrowing = None if outgrown_len is None else Outgrowing(memory, outgrown_len)
@@ -351,9 +349,6 @@ class Scheduler:
         self._policy.decoded(schedule.decodes.groups * (num_steps - 1))
         if num_steps < schedule.num_steps:
             self.rows.go_back(schedule.num_steps - num_steps)
-            self.lookahead.cut_short(num_steps)
-            if self.pace is not None:
-                self.pace.steps.cut_short(num_steps)
             schedule.decodes.cut_short(num_steps)
 
     def finish(self, group: Group) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from jpaged.config import SpeculativeOptions
-from jpaged.engine.executor import DeviceRates, Geometry
+from jpaged.engine.executor import DeviceRates, Geometry, StepOutputs
 from jpaged.engine.scheduling.schedule import Schedule
-from jpaged.engine.scheduling.scheduler import Queues
+from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group, Sequence
 from jpaged.engine.speculation.adaptation import Adaptation, StepCosts
 from jpaged.engine.speculation.drafts import Proposals, decoding_rows, takes_drafts
 from jpaged.engine.speculation.methods import make_proposer
 from jpaged.engine.speculation.proposer import Proposer
+from jpaged.engine.step_timing import StepObservers, StepTiming
 
 _ROW_S = 1e-5
 """Proposer time per row, by benchmarks/results/speculation.json: 7 to 12 us without a result, 35 with one."""
@@ -43,21 +42,27 @@ class Drafting:
         adaptation = Adaptation(most, costs, options.disable_by_batch_size)
         return cls(make_proposer(options), adaptation, most)
 
-    def limit(self, queues: Queues) -> int:
+    def observe(self, observers: StepObservers) -> None:
+        """Add the callbacks of this controller."""
+        observers.on_results.append(self.on_results)
+        observers.on_request_finished.append(self.forget)
+
+    def limit(self, scheduler: Scheduler, geometry: Geometry) -> int:
         """Return the number of draft tokens for each row of the next step; with 0 it need not wait for results."""
-        rows = [group for group in queues.running if group.is_forked]
+        running = scheduler.queues.running
+        rows = [group for group in running if group.is_forked]
         num_rows = sum(len(group.sequences) for group in rows)
-        num_prefilling = sum(max(0, group.sequences[0].num_uncomputed_tokens - 1) for group in queues.running)
+        num_prefilling = sum(max(0, group.sequences[0].num_uncomputed_tokens - 1) for group in running)
         limit = self._adaptation.limit(num_rows, num_prefilling)
         self._num_quiet = 0 if limit else self._num_quiet + 1
         return limit
 
-    def propose(self, groups: Collection[Group], limit: int) -> Proposals | None:
-        """Return draft tokens for sequences of running groups, or None.
+    def propose(self, scheduler: Scheduler, limit: int) -> tuple[Proposals | None, int]:
+        """Return draft tokens for sequences of running groups, or None; and 0 rounds of a draft model.
 
         No token of these groups may be in flight.
         """
-        found = {}
+        groups, found = scheduler.queues.running, {}
         for group in groups:
             if not group.is_forked or not takes_drafts(group):
                 continue
@@ -67,22 +72,18 @@ class Drafting:
         if not found:
             decoding = [sequence for group in groups if group.is_forked for sequence in group.live]
             self._choose(decoding, [0] * len(decoding), 0)
-            return None
-        return Proposals(found, self._choose)
+            return None, 0
+        return Proposals(found, self._choose), 0
 
-    def observe(self, schedule: Schedule, num_accepted: list[int], seconds: float) -> None:
-        """Record the results of a dispatch, and its duration.
-
-        Args:
-            num_accepted: number of accepted tokens of each draft.
-        """
-        decodes = schedule.decodes
+    def on_results(self, schedule: Schedule, outputs: StepOutputs, timing: StepTiming) -> None:
+        """Record the accepted tokens of a dispatch, and its duration."""
+        decodes, seconds = schedule.decodes, timing.seconds
         if not schedule.drafts:
             if self._num_quiet > 1 and decodes.sequences and not schedule.rows:
                 self._adaptation.took_plain(len(decodes), 0, seconds / decodes.num_steps)
             return
         num_run = {draft.sequence: len(draft.token_ids) for draft in schedule.drafts}
-        found = {draft.sequence: count for draft, count in zip(schedule.drafts, num_accepted, strict=True)}
+        found = {draft.sequence: draft.num_accepted for draft in schedule.drafts}
         decoding = [one.sequence for one in decoding_rows(schedule)]
         self._adaptation.observe(
             [self._key(sequence) for sequence in decoding],

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 from jpaged.checkpoints.hub import find_folder
+from jpaged.engine.speculation.drafting import Drafting
+from jpaged.engine.speculation.rounds import Rounds
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.llm import LLM, TokensPrompt
 from jpaged.structured import StructuredOutputs
@@ -105,8 +107,8 @@ def speculating(method: str, way: str) -> Iterator[tuple[LLM, Always]]:
     options = METHODS[method]
     with open_llm("demo", **SIZES | WAYS[way], max_logprobs=-1, speculative_config=options) as llm:
         always = Always(options["num_speculative_tokens"])
-        drafting = engine_of(llm)._loop._drafting
-        assert drafting is not None
+        drafting = engine_of(llm)._loop._drafter
+        assert isinstance(drafting, Drafting)
         drafting._adaptation = always
         yield llm, always
 
@@ -188,8 +190,8 @@ def check_draft(draft: str, way: str, seeds: range, folder: Path) -> None:
     with open_llm("demo", **SIZES, max_logprobs=-1) as llm:
         want = [generate(llm, part) for part in parts]
     with open_llm("demo", **SIZES | WAYS[way], max_logprobs=-1, speculative_config=draft_config(draft, folder)) as llm:
-        rounds = engine_of(llm)._loop._rounds
-        assert rounds is not None
+        rounds = engine_of(llm)._loop._drafter
+        assert isinstance(rounds, Rounds)
         rounds._rule = rule = InTurn(*NUMS_ROUNDS)
         for part, expected in zip(parts, want, strict=True):
             assert_same(generate(llm, part), expected)
@@ -238,8 +240,8 @@ def test_a_draft_model_that_the_first_proposals_come_from_has_seen_what_plain_st
     request = TokensPrompt(prompt_token_ids=[3, 70, 9]), SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
     shares = []
     with open_llm("demo", **SIZES, speculative_config=config) as llm:
-        rounds = engine_of(llm)._loop._rounds
-        assert rounds is not None
+        rounds = engine_of(llm)._loop._drafter
+        assert isinstance(rounds, Rounds)
         for nums_rounds in ((4,), (0, 1)):
             rounds._rule = InTurn(*nums_rounds)
             before = llm.load().speculation
@@ -314,8 +316,8 @@ def check_head(head: str, way: str, seeds: range, folder: Path) -> None:
         want = [generate(llm, part) for part in parts]
     config = head_config(head, want, folder)
     with open_llm("demo", **SIZES | WAYS[way], max_logprobs=-1, speculative_config=config) as llm:
-        rounds = engine_of(llm)._loop._rounds
-        assert rounds is not None
+        rounds = engine_of(llm)._loop._drafter
+        assert isinstance(rounds, Rounds)
         rounds._rule = rule = InTurn(*NUMS_ROUNDS)
         for part, expected in zip(parts, want, strict=True):
             assert_same(generate(llm, part), expected)
@@ -353,8 +355,8 @@ def test_a_head_is_right_as_often_behind_plain_steps_and_in_every_copy(tmp_path:
                 break
         assert num_accepted > 0
     with open_llm("demo", **SIZES, speculative_config=config) as llm:
-        rounds = engine_of(llm)._loop._rounds
-        assert rounds is not None
+        rounds = engine_of(llm)._loop._drafter
+        assert isinstance(rounds, Rounds)
         for nums_rounds in ((4,), (0, 1)):
             rounds._rule = InTurn(*nums_rounds)
             before = llm.load().speculation

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jpaged.engine.deadlines.ends import is_over
+from jpaged.engine.deadlines import is_over
 from jpaged.errors import DeadlineExceeded, QueueFull
 from jpaged.testing import FakeExecutor
 from jpaged.types import Request, SamplingParams

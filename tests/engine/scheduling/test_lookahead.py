@@ -8,6 +8,9 @@ import pytest
 
 from jpaged.engine.executor import MAX_NUM_STEPS, DeviceRates
 from jpaged.engine.scheduling.lookahead import NO_NEWCOMERS, Lookahead
+from jpaged.engine.scheduling.rows import Decodes, StepKind
+from jpaged.engine.scheduling.schedule import Schedule
+from jpaged.engine.step_timing import StepTiming
 from jpaged.testing import Faults, SeveralStepsExecutor, expected_tokens
 from jpaged.types import FinishReason
 from tests.engine.harness import Harness
@@ -304,13 +307,23 @@ def test_rows_with_grammars_go_as_if_none_ended_and_singly_where_they_have_littl
     assert one.num_steps(3, 99, may_end=False) == MAX_NUM_STEPS
 
 
+def dispatch(num_steps, kind=StepKind.MULTI_STEP):
+    """Three rows that decode."""
+    return Schedule(Decodes([None] * 3, num_steps=num_steps, kind=kind))  # type: ignore[list-item]
+
+
+def end(one, schedule, seconds):
+    timing = StepTiming(None, 3, schedule.num_steps, 0.0, seconds, seconds)  # type: ignore[arg-type]
+    one.on_results(schedule, None, timing)
+
+
 def test_a_dispatch_that_was_cut_short_says_how_long_its_steps_took():
     one = lookahead(0, 0.001)
-    for begin_s in range(6):
-        one.began(3, 16, float(begin_s), is_masked=True)
-        assert one.spare_s(begin_s + 0.001) == 0
-        one.cut_short(15)
-        one.ended(begin_s + 0.15)
+    for _ in range(6):
+        masked = dispatch(16, StepKind.MASKED_MULTI_STEP)
+        assert one.spare_s(masked, 0.0, 0.001) == 0
+        masked.decodes.cut_short(15)
+        end(one, masked, 0.15)
     assert one.num_steps(3, 99) == 2
 
 
@@ -335,28 +348,19 @@ def test_a_dispatch_has_no_more_steps_than_any_row_may_make():
 
 def test_dispatches_that_ran_say_better_how_long_a_step_takes():
     one = lookahead(0, 0.001)
-    for begin_s in range(6):
-        one.began(3, 16, float(begin_s))
-        one.ended(begin_s + 0.15)
+    for _ in range(6):
+        end(one, dispatch(16), 0.15)
     assert one.num_steps(3, 99) == 2
 
 
 def test_what_follows_a_dispatch_of_several_steps_is_decided_when_it_nears_its_end():
-    """It is known by then how long one takes; with two on the way, or a single step, there is nothing to wait for."""
+    """It is known by then how long one takes; after a single step there is nothing to wait for."""
     one = lookahead(8, 0.001)
-    one.began(3, 8, 0.0)
-    assert one.spare_s(0.0) == 0
-    one.ended(0.016)
-    assert one.spare_s(0.016) == 0
-    one.began(3, 8, 0.01)
-    assert one.spare_s(0.018) == pytest.approx(0.016 + 0.65 * 0.016 - 0.018)
-    assert one.spare_s(0.031) < 0
-    one.began(3, 8, 0.02)
-    assert one.spare_s(0.021) == 0
-    one.ended(0.032)
-    one.ended(0.048)
-    one.began(3, 1, 0.05)
-    assert one.spare_s(0.05) == 0
+    assert one.spare_s(dispatch(8), 0.0, 0.0) == 0
+    end(one, dispatch(8), 0.016)
+    assert one.spare_s(dispatch(8), 0.016, 0.018) == pytest.approx(0.016 + 0.65 * 0.016 - 0.018)
+    assert one.spare_s(dispatch(8), 0.016, 0.031) < 0
+    assert one.spare_s(dispatch(1), 0.016, 0.018) == 0
 
 
 def test_an_engine_waits_no_longer_for_arrivals_than_it_has_to_spare():

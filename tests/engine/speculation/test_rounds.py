@@ -6,7 +6,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.engine.speculation.adaptation import LEAST_OFF_STEPS, State
-from jpaged.engine.speculation.rounds.rounds import FEW_ROUNDS, PROBE_DISPATCHES, RoundRule
+from jpaged.engine.speculation.rounds import FEW_ROUNDS, PROBE_DISPATCHES, RoundRule
 from jpaged.errors import InternalError
 from jpaged.testing import SeveralStepsExecutor, SpeculatingExecutor, expected_tokens
 from jpaged.testing.fake_steps import accepted_behind

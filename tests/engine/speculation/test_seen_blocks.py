@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged.engine.executor import BlockMoves, Move
-from jpaged.engine.speculation.rounds.rounds import SeenBlocks
+from jpaged.engine.speculation.rounds import SeenBlocks
 from jpaged.testing import FakeExecutor
 
 SIZE = 4

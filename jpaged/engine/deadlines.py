@@ -21,6 +21,7 @@ from itertools import islice
 from jpaged.engine.executor import Geometry
 from jpaged.engine.kv.blocks import Key
 from jpaged.engine.kv.interface import KVMemory
+from jpaged.engine.scheduling.lookahead import LeastTimes
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group
 from jpaged.errors import DeadlineExceeded
@@ -96,6 +97,9 @@ _SHARE = 0.5
 class Foresight:
     """Refuses arriving requests that cannot meet their deadline.
 
+    Attributes:
+        least_times: minimum step times, an observer of the dispatches.
+
     Args:
         num_tokens_at_once: maximum tokens of a sequence in one step, including draft tokens.
     """
@@ -105,12 +109,13 @@ class Foresight:
         self._memory = memory
         self._block_size = geometry.block_size
         self._num_tokens_at_once = num_tokens_at_once
+        self.least_times = LeastTimes(geometry.max_num_batched_tokens)
 
     def why_late(self, group: Group, deadline_s: float, now_s: float) -> DeadlineExceeded | None:
         """Return the error of a new group that cannot finish in time; None if it may, or nothing was measured."""
         if group.request.continued:  # another server may have done almost all of it
             return None
-        times, left_s = self._scheduler.least_times, deadline_s - now_s
+        times, left_s = self.least_times, deadline_s - now_s
         num_steps = _least_steps(group.request, self._num_tokens_at_once)
         ahead = self._ahead(deadline_s)
         most_tokens = sum(_num_left(one) for one in ahead) + len(group.request.prompt_token_ids)

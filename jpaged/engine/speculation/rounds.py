@@ -1,8 +1,8 @@
 """Rounds of a draft model on the device, instead of several decode steps.
 
-number of rounds ──> the scheduler allocates blocks ──> begin ──> speculate[R], n rounds ──> observe(results)
+number of rounds ──> the scheduler allocates blocks ──> begin ──> speculate[R], n rounds ──> on_results
      │ 0
-     └──────────────> begin_plain: steps without the draft model; it computes their tokens before its next proposals
+     └──────────────> on_dispatched: steps without the draft model; it computes their tokens before its next proposals
 
 Number of rounds of a draft model per dispatch, if any, from measured times.
 
@@ -34,10 +34,11 @@ from statistics import median
 import numpy as np
 
 from jpaged.config import SpeculativeOptions
-from jpaged.engine.executor import I32, MAX_NUM_ROUNDS, BlockMoves, Detail, Geometry, Move, Speculated, StepInputs
+from jpaged.engine.executor import I32, MAX_NUM_ROUNDS, BlockMoves, Detail, Geometry, Move, StepInputs, StepOutputs
 from jpaged.engine.scheduling.schedule import Schedule, build_step_inputs
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.speculation.adaptation import COMEBACK, LEAST_OFF_STEPS, MARGIN, MOST_OFF_STEPS, State
+from jpaged.engine.step_timing import StepObservers, StepTiming
 
 PROBE_DISPATCHES = 3
 """Dispatches after which a probe is judged."""
@@ -237,7 +238,13 @@ class Rounds:
         rule, follows = RoundRule(options.disable_by_batch_size), options.method == "eagle3"
         return cls(rule, geometry, geometry.num_speculative_tokens, follows=follows)
 
-    def wanted(self, scheduler: Scheduler, geometry: Geometry) -> int:
+    def observe(self, observers: StepObservers) -> None:
+        """Add the callbacks of this controller."""
+        observers.on_scheduled.append(self.on_scheduled)
+        observers.on_dispatched.append(self.on_dispatched)
+        observers.on_results.append(self.on_results)
+
+    def limit(self, scheduler: Scheduler, geometry: Geometry) -> int:
         """Return the number of rounds of the next dispatch, possibly 0.
 
         Args:
@@ -251,13 +258,19 @@ class Rounds:
         longest_s = scheduler.lookahead.longest_s(may_end=scheduler.rows.ahead.may_end, has_room=has_room)
         return self._rule.num_rounds(num_rows, size, longest_s)
 
-    def move(self, moves: BlockMoves) -> None:
-        """Record that blocks are moved."""
-        self._seen.move(moves)
+    def propose(self, scheduler: Scheduler, limit: int) -> tuple[None, int]:
+        """Return no draft tokens of the host, and the number of rounds."""
+        return None, limit
 
-    def begin_plain(self, inputs: StepInputs, num_steps: int) -> None:
-        """Record that the model runs a step or several without the draft model."""
-        self._seen.write(inputs, num_steps)
+    def on_scheduled(self, schedule: Schedule) -> None:
+        """Record the block moves of a step."""
+        for moves in schedule.ops.batches():
+            self._seen.move(moves)
+
+    def on_dispatched(self, schedule: Schedule, inputs: StepInputs) -> None:
+        """Record the keys that the model writes without the draft model."""
+        if not schedule.decodes.num_rounds:
+            self._seen.write(inputs, schedule.num_steps)
 
     def begin(self, schedule: Schedule, inputs: StepInputs, num_left_r: I32) -> Iterator[StepInputs]:
         """Yield the prefill steps that the draft model must run before rounds, to complete its KV."""
@@ -280,13 +293,9 @@ class Rounds:
             step.close()
             yield build_step_inputs(step, self._geometry)
 
-    def observe(self, schedule: Schedule, speculated: Speculated | None, seconds: float) -> None:
-        """Record the results of a dispatch, and its duration.
-
-        Args:
-            speculated: result of a dispatch with rounds; None for a plain one.
-        """
-        decodes = schedule.decodes
+    def on_results(self, schedule: Schedule, outputs: StepOutputs, timing: StepTiming) -> None:
+        """Record the accepted tokens of a dispatch, and its duration."""
+        decodes, speculated, seconds = schedule.decodes, outputs.speculated, timing.seconds
         size = self._geometry.buckets.num_speculate_rows(len(decodes)) if decodes and not schedule.rows else None
         if size is None:
             return

@@ -23,6 +23,7 @@ from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group, Sequence, Status
 from jpaged.engine.stats import StepStats
+from jpaged.engine.step_timing import StepObservers
 from jpaged.errors import InvalidArgument, JpagedError, Unsupported
 from jpaged.load import EngineLoad
 from jpaged.pool import I32, Chain, Happening, Occupant, PoolPicture
@@ -52,11 +53,22 @@ class Watch:
     """Snapshotter of one engine's pool.
 
     Attributes:
-        is_on: events are recorded; the loop reads it once a step.
+        is_on: events are recorded.
+
+    Args:
+        observers: of the loop; the snapshotter is one of them while it is on.
     """
 
-    def __init__(self, geometry: Geometry, memory: KVMemory, scheduler: Scheduler, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        memory: KVMemory,
+        scheduler: Scheduler,
+        clock: Callable[[], float],
+        observers: StepObservers,
+    ) -> None:
         self.is_on = False
+        self._observers = observers
         self._geometry = geometry
         self._memory = memory
         self._scheduler = scheduler
@@ -119,12 +131,14 @@ class Watch:
 
     def _begin(self) -> None:
         self.is_on = True
+        self._observers.on_scheduled.append(self.note)
         queues = self._scheduler.queues
         self._holding = {group: _holders(group) for group in [*queues.running, *queues.swapped] if group.num_rows > 1}
 
     def _end(self) -> None:
         """Stop recording: no snapshot was requested for some seconds."""
         self.is_on = False
+        self._observers.on_scheduled.remove(self.note)
         self._notes.clear()
         self._known.clear()
         self._holding.clear()

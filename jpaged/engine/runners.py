@@ -1,0 +1,406 @@
+"""Runners of dispatches: one for each kind of schedule. Each starts a batch, whose results are processed later.
+
+kind                 programs                     masks of grammars
+single step          f s                          between f and s, from the tokens of the previous batch
+several steps        one                          none
+masked steps         one, with a mask channel     m0 ── m1 ── m2      masks alone
+alternating steps    f s | f s | f s              m0 ─ process, start, m1 ─ ...
+draft-model rounds   one                          none
+
+f is the model's forward pass, s the sampling of its tokens. A fed dispatch is one of masked steps. It is processed like
+any dispatch of several steps: when all its tokens have arrived and the next dispatch is in flight. Until then the
+grammars are ahead of the tokens of their sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from jpaged.engine.executor import I32, Bool, Executor, MaskFeed, SamplingInputs, StepInputs, StepOutputs, Verdict
+from jpaged.engine.executor.io import ToldOutputs
+from jpaged.engine.grammars import BoundRow, bound_rows
+from jpaged.engine.results import Intake
+from jpaged.engine.scheduling.rows import StepKind
+from jpaged.engine.scheduling.schedule import (
+    Schedule,
+    build_ending_ids,
+    build_num_left,
+    build_sampling_inputs,
+    build_step_inputs,
+)
+from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.scheduling.tells import StepTell, build_tells
+from jpaged.engine.speculation.rounds import Rounds
+from jpaged.engine.step_timing import StepTimer
+from jpaged.errors import InternalError
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightBatch:
+    """A dispatch whose results have not been processed.
+
+    Attributes:
+        inputs: inputs of the first step.
+        begin_s: when the host started to prepare it.
+        handle: the executor's handle of the last program.
+        wait: waits for the results and returns them; called once.
+        process: processes the results, which arrived at this time.
+        must_wait: the next step cannot be scheduled before the results are processed.
+    """
+
+    schedule: Schedule
+    inputs: StepInputs
+    begin_s: float
+    handle: Any
+    wait: Callable[[], StepOutputs]
+    process: Callable[[Schedule, StepOutputs, float], None]
+    must_wait: bool = False
+
+
+class BatchRunner(Protocol):
+    """Starter of the batches of one kind of schedule."""
+
+    def start(self, schedule: Schedule, begin_s: float) -> InFlightBatch:
+        """Dispatch the rows of a schedule; its block moves are dispatched.
+
+        Args:
+            begin_s: when the host started to prepare the batch.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerContext:
+    """Parts of the engine that the runners share.
+
+    Attributes:
+        intake: processes sampled tokens.
+        finish_in_flight: waits for the batch in flight, if any, and processes it.
+    """
+
+    executor: Executor[Any, Any]
+    scheduler: Scheduler
+    intake: Intake
+    timer: StepTimer
+    clock: Callable[[], float]
+    eos_token_ids: frozenset[int]
+    finish_in_flight: Callable[[], None]
+
+    def build_sampling(self, schedule: Schedule) -> SamplingInputs:
+        """Return the sampling parameters of the rows of a schedule."""
+        editing = self.scheduler.rows.editing
+        return build_sampling_inputs(schedule, self.executor.geometry, self.eos_token_ids, editing)
+
+    def start_forward(self, inputs: StepInputs) -> Any:
+        """Dispatch the forward pass of a step. Return its output, for the sample."""
+        self.timer.end_idle()
+        hidden = self.executor.forward(inputs)
+        self.timer.set_newest(None)  # the newest program cannot be polled
+        return hidden
+
+    def apply_masks(self, schedule: Schedule, sampling: SamplingInputs) -> list[BoundRow]:
+        """Process the batch in flight and apply the masks that depend on its tokens. Return the rows with grammars."""
+        bound = bound_rows(schedule)
+        if bound:
+            self.finish_in_flight()
+            self.intake.narrow(schedule, bound, sampling)
+        return bound
+
+    def start_sample(self, hidden: Any, sampling: SamplingInputs) -> Any:
+        """Dispatch the sample of a step. Return its handle."""
+        handle = self.executor.sample(hidden, sampling)
+        self.timer.set_newest(handle)
+        return handle
+
+
+@dataclass(frozen=True, slots=True)
+class SingleStepRunner:
+    """Runner of single steps: a forward and a sample, with masks and aux outputs if rows need them."""
+
+    context: RunnerContext
+
+    def start(self, schedule: Schedule, begin_s: float) -> InFlightBatch:
+        context, geometry = self.context, self.context.executor.geometry
+        inputs = build_step_inputs(schedule, geometry)
+        hidden = context.start_forward(inputs)
+        sampling = context.build_sampling(schedule)
+        tells = build_tells(schedule, geometry) if schedule.has_aux_outputs else ()
+        pending = [(tell, context.executor.tell(hidden, tell.inputs)) for tell in tells]
+        if schedule.has_grammars:
+            context.apply_masks(schedule, sampling)
+        handle = context.start_sample(hidden, sampling)
+        wait = partial(context.executor.collect, handle)
+        process = context.intake.take_drafts if schedule.drafts else context.intake.take_step
+        if pending:
+            wait = partial(self._wait, pending, wait)
+        return InFlightBatch(schedule, inputs, begin_s, handle, wait, process, must_wait=bool(schedule.drafts))
+
+    def _wait(
+        self, pending: list[tuple[StepTell, Callable[[], ToldOutputs]]], wait: Callable[[], StepOutputs]
+    ) -> StepOutputs:
+        """Wait for the aux outputs as well, and pass them to the output processor."""
+        told = [(tell, collect()) for tell, collect in pending]
+        outputs = wait()
+        self.context.intake.output.told.take(told)
+        return outputs
+
+
+@dataclass(frozen=True, slots=True)
+class MultiStepRunner:
+    """Runner of several decode steps as one program."""
+
+    context: RunnerContext
+
+    def start(self, schedule: Schedule, begin_s: float) -> InFlightBatch:
+        context, executor = self.context, self.context.executor
+        inputs = build_step_inputs(schedule, executor.geometry)
+        sampling = context.build_sampling(schedule)
+        ending_ids_rx = build_ending_ids(schedule, len(sampling.rows_r))
+        context.timer.end_idle()
+        handle = executor.decode(inputs, sampling, ending_ids_rx, schedule.num_steps)
+        context.timer.set_newest(handle)
+        wait = partial(executor.collect, handle)
+        return InFlightBatch(schedule, inputs, begin_s, handle, wait, context.intake.take_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class AlternatingRunner:
+    """Runner of several decode steps with masks between them, two programs each.
+
+    forward 1 ──> device      sample 0 is in flight
+    collect 0 <── tokens, which are processed
+    sample 1  ──> device      with masks after those tokens
+
+    It stops early if a row has ended, so that a waiting request can be admitted.
+    """
+
+    context: RunnerContext
+
+    def start(self, schedule: Schedule, begin_s: float) -> InFlightBatch:
+        context, executor, intake = self.context, self.context.executor, self.context.intake
+        first = inputs = build_step_inputs(schedule, executor.geometry)
+        hidden = context.start_forward(first)
+        sampling = context.build_sampling(schedule)
+        bound = context.apply_masks(schedule, sampling)
+        handle = context.start_sample(hidden, sampling)
+        step = 0
+        for step, inputs in enumerate(first.further(schedule.num_steps, executor.geometry.block_size), start=1):
+            sampling = sampling.of_next_step()
+            hidden = context.start_forward(inputs)
+            waiting_since_s = context.clock()
+            outputs = executor.collect(handle)
+            now_s = context.clock()
+            context.timer.add_wait(now_s - waiting_since_s)
+            intake.take_step(schedule, outputs, now_s, step - 1)
+            intake.narrow(schedule, bound, sampling)
+            handle = context.start_sample(hidden, sampling)
+            if len(context.scheduler.rows) < schedule.num_rows:
+                break
+        context.scheduler.has_made(schedule, step + 1)
+        return InFlightBatch(schedule, first, begin_s, handle, partial(executor.collect, handle), self._process_last)
+
+    def _process_last(self, schedule: Schedule, outputs: StepOutputs, now_s: float) -> None:
+        self.context.intake.take_step(schedule, outputs, now_s, schedule.num_steps - 1)
+
+
+class MaskedMultiStepRunner:
+    """Runner of several decode steps as one program, which waits for masks before each sample.
+
+    It stops early if a row has ended, so that a waiting request can be admitted.
+    """
+
+    def __init__(self, context: RunnerContext) -> None:
+        self._context = context
+        self._before: FedSteps | None = None
+        self._unread: Any = None  # the last fed dispatch, whose tokens are known
+
+    def start(self, schedule: Schedule, begin_s: float) -> InFlightBatch:
+        context, executor = self._context, self._context.executor
+        inputs = build_step_inputs(schedule, executor.geometry)
+        sampling = context.build_sampling(schedule)
+        ending_ids_rx = build_ending_ids(schedule, len(sampling.rows_r))
+        context.timer.end_idle()
+        handle, feed = executor.decode_fed(inputs, sampling, ending_ids_rx, schedule.num_steps)
+        context.timer.set_newest(handle)
+        try:
+            steps = FedSteps(schedule, feed, sampling, ending_ids_rx, context.intake, context.clock)
+            self._give_first(steps)
+            context.finish_in_flight()
+            context.scheduler.has_made(schedule, steps.serve())
+            context.timer.add_wait(steps.waited_s)
+            if self._unread is not None:  # only now, because a program that waits for masks may block others
+                executor.collect(self._unread)
+            self._unread = handle
+        except BaseException:
+            feed.close()  # otherwise the program would wait forever
+            raise
+        wait, process = partial(self._wait, steps, handle), context.intake.take_steps
+        # A row that is known to have ended must not be scheduled again.
+        return InFlightBatch(schedule, inputs, begin_s, handle, wait, process, must_wait=steps.are_over)
+
+    def _give_first(self, steps: FedSteps) -> None:
+        """Send the first masks if all rows of the previous dispatch continue.
+
+        Then the device need not wait until the previous dispatch is processed.
+        """
+        before, waiting_since_s = self._before, self._context.clock()
+        if before is not None and not before.are_over and before.finish() and before.all_go_on:
+            self._context.timer.add_wait(self._context.clock() - waiting_since_s)
+            steps.give_first()
+        self._before = steps
+
+    def _wait(self, steps: FedSteps, handle: Any) -> StepOutputs:
+        if self._before is steps:
+            self._before = None
+        if steps.finish():
+            return steps.outputs
+        self._unread = None
+        return self._context.executor.collect(handle)  # which raises the error
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModelRunner:
+    """Runner of draft-model rounds, after the tokens that the draft model has not seen."""
+
+    context: RunnerContext
+    rounds: Rounds
+
+    def start(self, schedule: Schedule, begin_s: float) -> InFlightBatch:
+        context, executor = self.context, self.context.executor
+        inputs = build_step_inputs(schedule, executor.geometry)
+        sampling = context.build_sampling(schedule)
+        num_padded, num_rounds = len(sampling.rows_r), schedule.decodes.num_rounds
+        ending_ids_rx, num_left_r = build_ending_ids(schedule, num_padded), build_num_left(schedule, num_padded)
+        unseen = [*self.rounds.begin(schedule, inputs, num_left_r)]
+        context.timer.end_idle()
+        handle = executor.speculate(inputs, sampling, ending_ids_rx, num_left_r, num_rounds, unseen)
+        context.timer.set_newest(handle)
+        wait = partial(executor.collect, handle)
+        return InFlightBatch(schedule, inputs, begin_s, handle, wait, context.intake.take_rounds, must_wait=True)
+
+
+def make_runners(context: RunnerContext, rounds: Rounds | None) -> dict[StepKind, BatchRunner]:
+    """Return the runner of each kind of schedule.
+
+    Args:
+        rounds: controller of draft-model rounds; None without a draft model.
+    """
+    runners: dict[StepKind, BatchRunner] = {
+        StepKind.SINGLE_STEP: SingleStepRunner(context),
+        StepKind.MULTI_STEP: MultiStepRunner(context),
+        StepKind.MASKED_MULTI_STEP: MaskedMultiStepRunner(context),
+        StepKind.ALTERNATING: AlternatingRunner(context),
+    }
+    if rounds is not None:
+        runners[StepKind.DRAFT_MODEL] = DraftModelRunner(context, rounds)
+    return runners
+
+
+class FedSteps:
+    """Steps of one dispatch in flight that wait for masks.
+
+    Attributes:
+        are_over: no further step is executed, and the tokens of all executed steps have arrived.
+        all_go_on: no row is known to have ended, and no grammar has failed.
+        waited_s: seconds of waiting for their tokens.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        feed: MaskFeed,
+        sampling: SamplingInputs,
+        ending_ids_rx: I32,
+        intake: Intake,
+        clock: Callable[[], float],
+    ) -> None:
+        self.are_over, self.all_go_on, self.waited_s = False, True, 0.0
+        self._schedule, self._feed, self._sampling, self._ending_ids_rx = schedule, feed, sampling, ending_ids_rx
+        self._has_first = False
+        self._intake, self._grammars, self._clock = intake, intake.grammars, clock
+        self._bound = bound_rows(schedule)
+        self._batch = self._grammars.batch(self._bound)
+        self._has_ended_r = np.zeros(schedule.num_rows, np.bool_)
+        self._columns = list[tuple[I32, Bool]]()
+
+    @property
+    def outputs(self) -> StepOutputs:
+        """The sampled tokens of all steps."""
+        token_ids, is_sound = zip(*self._columns, strict=True)
+        return StepOutputs(np.stack(token_ids, axis=1), np.stack(is_sound, axis=1))
+
+    @property
+    def _mask_rw(self) -> I32:
+        edits = self._sampling.edits
+        if edits is None or edits.mask_rw is None:
+            raise InternalError("the steps wait for masks, but there are none")
+        return edits.mask_rw
+
+    def give_first(self) -> None:
+        """Send the first step its masks before the previous dispatch is processed, if every mask is valid."""
+        if self._fill(self._mask_rw):
+            self._feed.give(self._mask_rw, Verdict.GOES_ON)
+            self._has_first = True
+
+    def serve(self) -> int:
+        """Send masks until no further step is executed. Return the number of executed steps.
+
+        If every step of the schedule is executed, the tokens of the last one may not have arrived yet.
+        """
+        schedule, feed, mask_rw = self._schedule, self._feed, self._mask_rw
+        are_live = all(one.is_live for one in schedule.sequences)
+        verdict = Verdict.GOES_ON
+        if not self._has_first:
+            self._intake.narrow(schedule, self._bound, self._sampling)
+            verdict = Verdict.GOES_ON if are_live else Verdict.LAST
+            feed.give(mask_rw, verdict)
+        for num_made in range(1, schedule.num_steps + 1):
+            if num_made > 1:
+                feed.give(mask_rw, verdict)
+            if num_made == schedule.num_steps and verdict == Verdict.GOES_ON:
+                return num_made
+            may_go_on = self._take()
+            if verdict == Verdict.LAST or not may_go_on or not self._fill(mask_rw):
+                self.are_over = True  # the error of a grammar is raised at the next step
+                feed.close()
+                return num_made
+            verdict = Verdict.GOES_ON if are_live and self.all_go_on else Verdict.LAST
+        raise InternalError("the dispatch has no steps")
+
+    def finish(self) -> bool:
+        """Wait for the last step. Return False if its tokens do not arrive."""
+        if not self.are_over:
+            self._take()
+            self.are_over = True
+            self._feed.close()
+        return len(self._columns) == self._schedule.num_steps
+
+    def _take(self) -> bool:
+        """Wait for the tokens of the current step and advance the grammars. Return False if no row can continue."""
+        waiting_since_s = self._clock()
+        drawn = self._feed.wait()
+        self.waited_s += self._clock() - waiting_since_s
+        if drawn is None:
+            return False
+        self._columns.append(drawn)
+        used = slice(0, len(self._has_ended_r))
+        token_ids_r, is_sound_r = drawn[0][used], drawn[1][used]
+        self._has_ended_r |= (token_ids_r[:, None] == self._ending_ids_rx[used]).any(axis=1) | ~is_sound_r
+        may_go_on = self._go_on(token_ids_r)
+        self.all_go_on = may_go_on and not self._has_ended_r.any()
+        return may_go_on and not self._has_ended_r.all()
+
+    def _go_on(self, token_ids_r: I32) -> bool:
+        """Advance the grammars of rows that have not ended."""
+        bound = [row for row in self._bound if row.sequence.is_live and not self._has_ended_r[row.place]]
+        if len(bound) < len(self._bound):
+            self._bound, self._batch = bound, self._grammars.batch(bound)
+        return not bound or self._grammars.went_on(bound, self._batch, token_ids_r)
+
+    def _fill(self, mask_rw: I32) -> bool:
+        return not self._bound or self._grammars.fill(self._bound, self._batch, mask_rw)

@@ -1,0 +1,102 @@
+"""The features that observe steps: only those that are on, in a fixed order, with one timing for each dispatch."""
+
+import pytest
+
+from jpaged.engine.executor import StepInputs
+from jpaged.engine.scheduling.schedule import Schedule
+from jpaged.engine.step_timing import Pulse, StepTimer
+from jpaged.testing import FakeExecutor
+from jpaged.types import Request, SamplingParams
+from tests.engine.harness import Harness
+
+
+def owners(callbacks):
+    return [type(callback.__self__).__name__ for callback in callbacks]
+
+
+def test_what_is_off_observes_nothing():
+    h = Harness(executor=FakeExecutor(), num_scheduler_steps=1, refuse_late=False)
+    observers = h.engine._loop.observers
+    assert owners(observers.on_request_finished) == ["Editing"]
+    assert not any((observers.on_begin, observers.on_scheduled, observers.on_dispatched, observers.on_results))
+    assert not observers.on_end
+
+
+def test_features_observe_results_in_a_fixed_order():
+    h = Harness(
+        executor=FakeExecutor(),
+        max_inter_token_latency=0.02,
+        num_scheduler_steps=0,
+        num_speculative_tokens=2,
+        queue_timeout=9,
+    )
+    observers = h.engine._loop.observers
+    assert owners(observers.on_results) == ["RecentSteps", "Lookahead", "LeastTimes", "Drafting"]
+    assert owners(observers.on_request_finished) == ["Drafting", "Editing", "Deadlines"]
+
+
+def test_an_inspector_observes_only_while_it_is_on():
+    h = Harness()
+    loop = h.engine._loop
+    loop.watch.picture(loop.stats.snapshot(0))
+    assert owners(loop.observers.on_scheduled) == ["Watch"]
+    loop.watch._until_s = -1.0
+    h.submit("a", [1, 2, 3], max_tokens=2)
+    h.run()
+    assert loop.observers.on_scheduled == []
+
+
+def test_a_request_is_counted_and_its_id_is_free_when_its_last_event_comes():
+    h, seen = Harness(), list[object]()
+
+    def sink(event):
+        if event.is_last:
+            seen.append((h.engine.num_ended_by_reason()["length"], "a" in h.engine.in_flight))
+
+    h.engine._loop.observers.on_request_finished.append(lambda group: seen.append(group.request.request_id))
+    h.engine.submit(Request("a", (1, 2, 3), SamplingParams(temperature=0.0, max_tokens=3)), sink)
+    h.run()
+    assert seen == [(1, False), "a"]
+
+
+def test_results_are_observed_when_their_tokens_were_processed():
+    h, seen = Harness(num_scheduler_steps=1), []
+    h.engine._loop.observers.on_results.append(lambda *_: seen.append(len(h.tokens("a"))))
+    h.submit("a", [1, 2, 3], max_tokens=3)
+    h.run()
+    assert seen == [1, 2, 3]
+
+
+def test_a_dispatch_takes_time_from_the_end_of_the_one_before():
+    now_s = 0.0
+
+    def clock():
+        return now_s
+
+    timer, schedule = StepTimer(FakeExecutor(), clock, Pulse(clock, 9.0)), Schedule()
+    inputs: StepInputs = None  # type: ignore[assignment]
+    found = []
+    for begin_s, wait_s, end_s in [(1.0, 2.0, 4.0), (3.0, 5.0, 6.0), (7.0, 8.0, 9.5)]:
+        now_s = wait_s
+        timer.begin_wait()
+        now_s = end_s
+        found.append(timer.end_wait(schedule, inputs, begin_s, None).seconds)
+    assert found == [3.0, 2.0, 2.5]
+
+
+def test_the_host_time_of_a_step_excludes_its_waits_and_idle_time_ends_with_a_dispatch():
+    now_s = 1.0
+
+    def clock():
+        return now_s
+
+    timer = StepTimer(FakeExecutor(), clock, Pulse(clock, 9.0))
+    timer.begin_step()
+    now_s = 2.0
+    timer.begin_wait()
+    now_s = 5.0
+    timer.end_wait(Schedule(), None, 1.0, None)  # type: ignore[arg-type]
+    now_s = 7.0
+    timer.end_idle()
+    now_s = 8.0
+    assert timer.end_step() == pytest.approx((4.0, 2.0))
