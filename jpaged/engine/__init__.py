@@ -7,7 +7,7 @@ results.py     results of a batch: tokens to sequences, ends of requests
 adapters.py    LoRA slots of the device: which adapter is in which slot
 executor/      interface of a device: the shapes of a step, and the executor's methods
 sequence.py    one request: a group and its sequences
-step_timing.py timer of the steps, and callbacks of the features that observe them
+observers.py   callbacks of the features that observe steps
 tokenizer.py   tokenizer interface
 grammars.py    structured output: grammar masks and forced tokens
 stats.py       counters and histograms of the engine

@@ -21,6 +21,7 @@ from jpaged.engine.executor.io import KeyLengths
 from jpaged.engine.grammars import Grammars, MakeMasks
 from jpaged.engine.kv.paged import make_memory
 from jpaged.engine.kv.tiers.connector_tier import ConnectorTier, EngineStore
+from jpaged.engine.observers import StepObservers
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.results import Intake, Soundness
 from jpaged.engine.runners import InFlightBatch, RunnerContext, make_runners
@@ -32,8 +33,7 @@ from jpaged.engine.sequence import Group, Sink
 from jpaged.engine.speculation.drafting import Drafting
 from jpaged.engine.speculation.drafts import Proposals
 from jpaged.engine.speculation.rounds import Rounds
-from jpaged.engine.stats import DEADLINE, StepStats
-from jpaged.engine.step_timing import Pulse, StepObservers, StepTimer
+from jpaged.engine.stats import DEADLINE, Pulse, StepStats, StepTimer
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.engine.watch import Watch
 from jpaged.errors import (

@@ -36,7 +36,7 @@ from jpaged.engine.scheduling.schedule import (
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.tells import StepTell, build_tells
 from jpaged.engine.speculation.rounds import Rounds
-from jpaged.engine.step_timing import StepTimer
+from jpaged.engine.stats import StepTimer
 from jpaged.errors import InternalError
 
 

@@ -1,4 +1,7 @@
-"""Counters of the engine: written by its thread once a step, read by other threads as one snapshot."""
+"""Counters and times of the engine: written by its thread once per step, read by other threads as one snapshot.
+
+`StepTimer` measures each dispatch once. Features that depend on the times get them with the results.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,15 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from jpaged.engine.executor import Geometry
+from jpaged.engine.executor import Executor, Geometry, StepInputs
 from jpaged.engine.kv.interface import KVMemory
+from jpaged.engine.observers import StepTiming
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group
 from jpaged.engine.speculation.stats import SpeculationStats
-from jpaged.engine.step_timing import Pulse
 from jpaged.load import DISTRIBUTIONS, EngineLoad
 from jpaged.types import FinishReason
 
@@ -236,3 +240,153 @@ def _adapter_names(groups: Iterable[Group]) -> tuple[str, ...]:
     """Return the names of the groups' adapters, sorted and without duplicates."""
     loaded = (group.request.adapter for group in groups)
     return tuple(sorted({adapter.name for adapter in loaded if adapter is not None}))
+
+
+class Pulse:
+    """Stall detector: time since the last progress while requests are pending.
+
+    Written by the engine thread, readable from any thread.
+
+        requests   ├── in flight ───────────────────────────┤
+        steps      │ end   end   end              (hangs)      now
+                                 └───── seconds_without ──────┘
+
+    Args:
+        stall_s: seconds without progress that count as a stall.
+    """
+
+    def __init__(self, clock: Callable[[], float], stall_s: float) -> None:
+        self._clock = clock
+        self._stall_s = stall_s
+        self._num_stalls = 0
+        self._since_s: float | None = None  # None while there is no work
+        self._awaited_s: float | None = None  # start of the wait for a step of the device
+
+    def begin(self) -> None:
+        """Record that requests are pending from now on."""
+        self._since_s = self._clock()
+
+    def beat(self, now_s: float) -> None:
+        """Record progress."""
+        since_s = self._since_s
+        if since_s is not None:
+            self._num_stalls += now_s - since_s >= self._stall_s
+            self._since_s = now_s
+
+    def rest(self) -> None:
+        """Record that no request is pending any more."""
+        self.beat(self._clock())
+        self._since_s = None
+
+    def begin_wait(self, now_s: float) -> None:
+        """Record that the host waits for a step: that counts as work, even if its requests were dropped."""
+        self._awaited_s = now_s
+
+    def end_wait(self) -> None:
+        """Record the end of that wait."""
+        self._awaited_s = None
+
+    @property
+    def seconds_without(self) -> float:
+        """Seconds since the last progress; 0 while no request is pending."""
+        since_s, awaited_s = self._since_s, self._awaited_s
+        since_s = awaited_s if since_s is None else since_s
+        return 0.0 if since_s is None else max(0.0, self._clock() - since_s)
+
+    @property
+    def is_stalled(self) -> bool:
+        """True if requests are pending without progress for at least the stall time."""
+        return self.seconds_without >= self._stall_s
+
+    @property
+    def num_stalls(self) -> int:
+        """Number of stalls, including a current one."""
+        return self._num_stalls + self.is_stalled
+
+
+class StepTimer:
+    """Timer of one loop's steps. Called by the engine thread alone.
+
+    The device is idle from the time at which the host, which polls between its own work, sees it done:
+
+        dispatch n     device is done     seen done     dispatch n + 1
+                                              └──── idle ────┘
+
+    Args:
+        pulse: gets the waits for the device, and the steps with progress.
+    """
+
+    def __init__(self, executor: Executor[Any, Any], clock: Callable[[], float], pulse: Pulse) -> None:
+        self._executor = executor
+        self._clock = clock
+        self._pulse = pulse
+        self._begin_s = 0.0  # of the current step
+        self._wait_s = self._idle_s = 0.0  # of the current step
+        self._waiting_since_s = 0.0
+        self._last_end_s = 0.0  # of a dispatch
+        self._idle_since_s: float | None = None
+        self._newest: Any = None  # the last dispatch in the device's queue; None once it was seen done
+
+    def begin_step(self) -> float:
+        """Begin a step; return the time."""
+        self._begin_s = now_s = self._clock()
+        self._wait_s = self._idle_s = 0.0
+        self._look_at_device(now_s)
+        return now_s
+
+    def end_idle(self) -> None:
+        """End the idle time of the device: call it right before a dispatch."""
+        now_s = self._clock()
+        self._look_at_device(now_s)
+        if self._idle_since_s is not None:
+            self._idle_s += now_s - self._idle_since_s
+            self._idle_since_s = None
+
+    def set_newest(self, handle: Any) -> None:
+        """Set the last dispatch in the device's queue; None if it cannot be polled."""
+        self._newest = handle
+
+    def start_s(self, begin_s: float) -> float:
+        """Return when the device could start a dispatch: when it was prepared, and the previous one had ended."""
+        return max(begin_s, self._last_end_s)
+
+    def add_wait(self, seconds: float) -> None:
+        """Count seconds in which the host waited for the device between `begin_step` and `end_step`."""
+        self._wait_s += seconds
+
+    def begin_wait(self) -> None:
+        """Begin to wait for the results of a dispatch."""
+        self._waiting_since_s = self._clock()
+        self._pulse.begin_wait(self._waiting_since_s)
+
+    def end_wait(self, schedule: Schedule, inputs: StepInputs, begin_s: float, handle: Any) -> StepTiming:
+        """Return the timing of the dispatch whose results have arrived."""
+        self._pulse.end_wait()
+        end_s = self._clock()
+        self._wait_s += end_s - self._waiting_since_s
+        if handle is self._newest:
+            self._newest = None
+            self._note_done(end_s)
+        seconds, self._last_end_s = end_s - self.start_s(begin_s), end_s
+        num_tokens, num_padded = schedule.num_tokens, len(inputs.token_ids_t)
+        return StepTiming(inputs, num_tokens, num_padded, schedule.num_steps, begin_s, end_s, seconds)
+
+    def end_step(self) -> tuple[float, float]:
+        """End a step with progress. Return its host time without waits, and the idle time that it ended."""
+        now_s = self._clock()
+        self._pulse.beat(now_s)
+        return now_s - self._begin_s - self._wait_s, self._idle_s
+
+    def rest(self) -> None:
+        """Record that no request waits for the device, which then is not idle."""
+        self._newest = self._idle_since_s = None
+
+    def _look_at_device(self, now_s: float) -> None:
+        """Check whether the newest dispatch has run: from then on the device is idle."""
+        if self._newest is not None and self._executor.is_done(self._newest):
+            self._newest = None
+            self._note_done(now_s)
+
+    def _note_done(self, now_s: float) -> None:
+        if self._idle_since_s is None:
+            self._idle_since_s = now_s

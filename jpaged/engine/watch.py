@@ -19,11 +19,11 @@ from itertools import islice
 from jpaged.engine.executor import Geometry, Move
 from jpaged.engine.kv.blocks import BlockTable
 from jpaged.engine.kv.interface import KVMemory
+from jpaged.engine.observers import StepObservers
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group, Sequence, Status
 from jpaged.engine.stats import StepStats
-from jpaged.engine.step_timing import StepObservers
 from jpaged.errors import InvalidArgument, JpagedError, Unsupported
 from jpaged.load import EngineLoad
 from jpaged.pool import I32, Chain, Happening, Occupant, PoolPicture

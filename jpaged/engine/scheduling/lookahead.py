@@ -29,9 +29,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jpaged.engine.executor import I32, BucketTable, DeviceRates, Geometry, StepOutputs, num_pairs
+from jpaged.engine.observers import StepTiming
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.sequence import Group
-from jpaged.engine.step_timing import StepTiming
 
 NO_NEWCOMERS = -1
 """Number of steps: chosen by time if rows may end early, the maximum if none may."""

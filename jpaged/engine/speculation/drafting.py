@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jpaged.config import SpeculativeOptions
 from jpaged.engine.executor import DeviceRates, Geometry, StepOutputs
+from jpaged.engine.observers import StepObservers, StepTiming
 from jpaged.engine.scheduling.schedule import Schedule
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.sequence import Group, Sequence
@@ -11,7 +12,6 @@ from jpaged.engine.speculation.adaptation import Adaptation, StepCosts
 from jpaged.engine.speculation.drafts import Proposals, decoding_rows, takes_drafts
 from jpaged.engine.speculation.methods import make_proposer
 from jpaged.engine.speculation.proposer import Proposer
-from jpaged.engine.step_timing import StepObservers, StepTiming
 
 _ROW_S = 1e-5
 """Proposer time per row, by benchmarks/results/speculation.json: 7 to 12 us without a result, 35 with one."""

@@ -35,10 +35,10 @@ import numpy as np
 
 from jpaged.config import SpeculativeOptions
 from jpaged.engine.executor import I32, MAX_NUM_ROUNDS, BlockMoves, Detail, Geometry, Move, StepInputs, StepOutputs
+from jpaged.engine.observers import StepObservers, StepTiming
 from jpaged.engine.scheduling.schedule import Schedule, build_step_inputs
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.speculation.adaptation import COMEBACK, LEAST_OFF_STEPS, MARGIN, MOST_OFF_STEPS, State
-from jpaged.engine.step_timing import StepObservers, StepTiming
 
 PROBE_DISPATCHES = 3
 """Dispatches after which a probe is judged."""

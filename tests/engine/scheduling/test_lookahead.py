@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from jpaged.engine.executor import MAX_NUM_STEPS, DeviceRates
+from jpaged.engine.observers import StepTiming
 from jpaged.engine.scheduling.lookahead import NO_NEWCOMERS, Lookahead
 from jpaged.engine.scheduling.rows import Decodes, StepKind
 from jpaged.engine.scheduling.schedule import Schedule
-from jpaged.engine.step_timing import StepTiming
 from jpaged.testing import Faults, SeveralStepsExecutor, expected_tokens
 from jpaged.types import FinishReason
 from tests.engine.harness import Harness
@@ -313,7 +313,7 @@ def dispatch(num_steps, kind=StepKind.MULTI_STEP):
 
 
 def end(one, schedule, seconds):
-    timing = StepTiming(None, 3, schedule.num_steps, 0.0, seconds, seconds)  # type: ignore[arg-type]
+    timing = StepTiming(None, 3, 4, schedule.num_steps, 0.0, seconds, seconds)  # type: ignore[arg-type]
     one.on_results(schedule, None, timing)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from jpaged.engine.executor import StepInputs
 from jpaged.engine.scheduling.schedule import Schedule
-from jpaged.engine.step_timing import Pulse, StepTimer
+from jpaged.engine.stats import Pulse, StepTimer
 from jpaged.testing import FakeExecutor
 from jpaged.types import Request, SamplingParams
 from tests.engine.harness import Harness
@@ -17,9 +17,8 @@ def owners(callbacks):
 def test_what_is_off_observes_nothing():
     h = Harness(executor=FakeExecutor(), num_scheduler_steps=1, refuse_late=False)
     observers = h.engine._loop.observers
-    assert owners(observers.on_request_finished) == ["Editing"]
     assert not any((observers.on_begin, observers.on_scheduled, observers.on_dispatched, observers.on_results))
-    assert not observers.on_end
+    assert not (observers.on_end or observers.on_request_finished)
 
 
 def test_features_observe_results_in_a_fixed_order():
@@ -32,7 +31,7 @@ def test_features_observe_results_in_a_fixed_order():
     )
     observers = h.engine._loop.observers
     assert owners(observers.on_results) == ["RecentSteps", "Lookahead", "LeastTimes", "Drafting"]
-    assert owners(observers.on_request_finished) == ["Drafting", "Editing", "Deadlines"]
+    assert owners(observers.on_request_finished) == ["Drafting", "Deadlines"]
 
 
 def test_an_inspector_observes_only_while_it_is_on():
