@@ -2,8 +2,7 @@
 
 import pytest
 
-from jpaged.engine.executor import StepInputs
-from jpaged.engine.scheduling.schedule import Schedule
+from jpaged.engine.scheduling.schedule import Schedule, build_step_inputs
 from jpaged.engine.stats import Pulse, StepTimer
 from jpaged.testing import FakeExecutor
 from jpaged.types import Request, SamplingParams
@@ -73,7 +72,7 @@ def test_a_dispatch_takes_time_from_the_end_of_the_one_before():
         return now_s
 
     timer, schedule = StepTimer(FakeExecutor(), clock, Pulse(clock, 9.0)), Schedule()
-    inputs: StepInputs = None  # type: ignore[assignment]
+    inputs = build_step_inputs(schedule, FakeExecutor().geometry)
     found = []
     for begin_s, wait_s, end_s in [(1.0, 2.0, 4.0), (3.0, 5.0, 6.0), (7.0, 8.0, 9.5)]:
         now_s = wait_s
@@ -94,7 +93,7 @@ def test_the_host_time_of_a_step_excludes_its_waits_and_idle_time_ends_with_a_di
     now_s = 2.0
     timer.begin_wait()
     now_s = 5.0
-    timer.end_wait(Schedule(), None, 1.0, None)  # type: ignore[arg-type]
+    timer.end_wait(Schedule(), build_step_inputs(Schedule(), FakeExecutor().geometry), 1.0, None)
     now_s = 7.0
     timer.end_idle()
     now_s = 8.0
