@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import executable_cache
 from tests.choosing import is_in_part, part_of, thin
 
 # XLA's code generator does little of its optimising: the suite spends its time in compiles, and those of
@@ -33,6 +34,9 @@ settings.register_profile(
     "jpaged", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("jpaged")
+
+# Programs that XLA compiled for CPUs, kept from run to run. An empty value keeps none.
+_PROGRAMS = os.environ.get("JPAGED_TESTS_PROGRAMS", str(Path(__file__).parents[1] / ".pytest_cache" / "programs"))
 
 _CACHE = pytest.StashKey[str]()
 
@@ -77,6 +81,8 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.freeze()
         gc.set_threshold(_MANY_OBJECTS)
+        if _PROGRAMS and "jax" in sys.modules:
+            executable_cache.install(Path(_PROGRAMS))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -91,9 +97,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Take away the cache of this run."""
+    """Take away the cache of this run, and what has become too much of the programs."""
     if _CACHE in config.stash:
         shutil.rmtree(config.stash[_CACHE], ignore_errors=True)
+    if _PROGRAMS and not hasattr(config, "workerinput"):
+        executable_cache.prune(Path(_PROGRAMS))
 
 
 @pytest.fixture(scope="module")
