@@ -87,7 +87,7 @@ class ExecutableCache:
 def install(folder: Path) -> None:
     """Make jax compile through a cache in a folder; no-op for a folder that cannot be written."""
     from jax._src import compiler
-    from jax._src.lib import xla_client
+    from jaxlib import xla_client
 
     try:
         cache = ExecutableCache(folder, compiler.backend_compile_and_load)
@@ -117,14 +117,14 @@ def prune(folder: Path, max_bytes: int = MAX_BYTES) -> None:
 
 def _describe_machine() -> bytes:
     """Return what a program is compiled for: another processor may lack its instructions."""
-    import jaxlib
+    import jaxlib.version
 
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     described = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    return "\n".join((jaxlib.__version__, *described)).encode()
+    return "\n".join((jaxlib.version.__version__, *described)).encode()
 
 
 def _read(path: Path) -> bytes | None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src import compiler
-from jax._src.lib import xla_client
+from jaxlib import xla_client
 
 from tests import executable_cache
 
