@@ -174,6 +174,7 @@ def test_after_close_calls_fail_at_once_and_the_thread_is_gone(open_llm: Open) -
     assert THREAD_NAME not in [thread.name for thread in threading.enumerate()]
 
 
+@pytest.mark.thinned(2)
 def test_the_thread_ends_with_an_object_that_is_collected(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     open_llm().close()  # so that `build` is replaced
     executor = FakeExecutor()

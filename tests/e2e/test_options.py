@@ -151,6 +151,7 @@ def test_dtype_is_that_of_weights_and_pool(base: LLM, folder: Path) -> None:
 
 @flips("kv_cache_dtype")
 @pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.thinned(2)
 def test_kv_cache_dtype_is_that_of_the_pool_alone(base: LLM, folder: Path, name: str) -> None:
     prompt = random_prompts([20])
     exact = chosen_logprobs(generate(base, prompt, GREEDY)[0])[0]
@@ -203,6 +204,7 @@ def test_tensor_parallel_size_is_how_many_devices_share_the_model(base: LLM, fol
 
 
 @flips("data_parallel_size")
+@pytest.mark.long
 def test_data_parallel_size_is_how_many_copies_of_the_model_serve(base: LLM, folder: Path) -> None:
     prompts = random_prompts([20, 12])
     with open_llm(folder, data_parallel_size=2, **BASE) as llm:
@@ -336,6 +338,7 @@ def test_a_pool_below_max_model_len_serves_what_fits(other: LLM, base: LLM) -> N
 
 @flips("kv_cache_memory_bytes")
 @pytest.mark.parametrize("size", [{"num_blocks": 1}, {"kv_cache_memory_bytes": 2 * 16384 + 7}])
+@pytest.mark.thinned(2)
 def test_a_pool_of_one_block_is_enough(folder: Path, size: dict[str, int]) -> None:
     with open_llm(folder, max_model_len=64, **size) as llm:
         completions = generate(llm, random_prompts([4, 4, 3]), GREEDY)
@@ -362,6 +365,7 @@ def test_max_num_batched_tokens_is_how_much_prompt_a_step_takes(base: LLM, other
 
 
 @flips("memory_utilization")
+@pytest.mark.long
 def test_memory_utilization_is_the_share_that_weights_programs_and_pool_must_fit(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -434,6 +438,7 @@ def test_the_baselines_keep_room_for_a_whole_sequence_and_a_batch_to_its_end(
 
 @flips("preemption_mode", "swap_space")
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.thinned(2)
 def test_preemption_goes_the_way_it_is_told(folder: Path, mode: str) -> None:
     options = {**BASE, "max_model_len": 32, "block_size": 4, "num_blocks": 9}
     swap_space = 0.001 if mode == "swap" else 0.0
@@ -482,6 +487,7 @@ def test_num_scheduler_steps_go_in_one_dispatch(folder: Path, monkeypatch: pytes
 
 
 @flips("max_inter_token_latency")
+@pytest.mark.long
 def test_max_inter_token_latency_bounds_steps_of_streams(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTimes, "seconds", lambda times, num_padded, num_pairs: float(num_padded))
     options = {**BASE, "max_num_batched_tokens": 64, "wait_for_all_programs": True, "enable_prefix_caching": False}

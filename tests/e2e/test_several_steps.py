@@ -79,6 +79,7 @@ def test_the_tokens_are_the_same(
 
 
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+@pytest.mark.thinned(2)
 def test_preemption_changes_nothing(
     folder: Path, single: list[Any], preemption_mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

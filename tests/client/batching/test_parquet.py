@@ -269,6 +269,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 
 
 @pytest.mark.parametrize("is_struct", [False, True])
+@pytest.mark.thinned(2)
 def test_a_small_file_that_stands_for_a_huge_one_is_read_in_little_memory(tmp_path, is_struct):
     num_rows, text = 60, "x" * 8_000_000
     body = {"prompt": text} if is_struct else json.dumps({"prompt": text})

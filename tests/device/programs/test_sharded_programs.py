@@ -40,6 +40,7 @@ def opcodes(executable: jax.stages.Compiled) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("name", "layer_mode"), [("llama3_tied", "loop"), ("opt", "scan")])
+@pytest.mark.thinned(2)
 def test_a_step_sums_twice_a_layer_and_moves_nothing_else(name: str, layer_mode: LayerMode) -> None:
     """One sum for the embedding, and for attention and feed-forward of each layer; a scan has its layer once."""
     where = place(model_of(name), 4, layer_mode)
@@ -61,6 +62,7 @@ def test_a_step_sums_twice_a_layer_and_moves_nothing_else(name: str, layer_mode:
 
 
 @pytest.mark.parametrize(("num_contexts", "num_parts"), [(4, 1), (2, 2)])
+@pytest.mark.thinned(2)
 def test_contexts_in_parts_cost_two_exchanges_a_layer(num_contexts: int, num_parts: int) -> None:
     """Log-sum-exp of each head from every device, and one sum of outputs in float32; weights and pool stay in place."""
     mesh = build_mesh(jax.devices()[: num_contexts * num_parts], num_contexts)

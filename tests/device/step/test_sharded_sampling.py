@@ -79,6 +79,7 @@ def test_ties_between_devices_go_to_the_lowest_token(num_parts: int) -> None:
 
 
 @pytest.mark.parametrize("num_bits", [2, 4])
+@pytest.mark.thinned(2)
 def test_passes_that_settle_more_bits_find_the_same_thresholds(num_bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerators settle several at once; here one at a time is the rule."""
     logits, how = random_logits(len(ROWS), 11), row_sampling(ROWS)
@@ -112,8 +113,8 @@ def test_every_number_of_devices_sees_which_rows_are_not_sound(detail: Detail) -
         assert (np.asarray(got.token_ids_r) < V).all()
 
 
-@pytest.mark.thinned(3)
 @pytest.mark.parametrize("vocab_size", [1, 2, 7, 64])
+@pytest.mark.thinned(5)
 def test_noise_of_some_tokens_is_that_of_all(vocab_size: int) -> None:
     how = row_sampling(ROWS)
     key = how.seeds_r2, how.sequence_indices_r, how.positions_r

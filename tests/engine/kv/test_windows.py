@@ -235,6 +235,7 @@ def test_a_pin_keeps_the_end_of_a_window():
 # --- in the engine --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_five_windows_to_one_global_layer_hold_a_quarter_of_full_attention():
     groups = group_layers(GEMMA_3_27B, LONG)
     executor = seeing(groups.windows)(

@@ -140,7 +140,7 @@ def test_a_policy_chooses_as_its_slow_model(name, num_places, acts):
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("num_places", [6, 24, 130])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(5)
 def test_a_long_life_has_many_choices_all_as_the_slow_model(name, num_places):
     draw, tier = random.Random(num_places), Tier(name, num_places)
     for _ in range(1500):
