@@ -194,6 +194,32 @@ def timed(plain_s: float = 1.0, disable_by_batch_size: int | None = None) -> Rou
     return rule
 
 
+class PlainSteps(RoundRule):
+    """A rule without rounds, which keeps the sizes of the plain steps that it is given."""
+
+    def __init__(self):
+        super().__init__(disable_by_batch_size=0)
+        self.sizes = []
+
+    def took_plain(self, size, seconds):
+        self.sizes.append(size)
+
+
+def test_a_step_with_a_prompt_is_not_timed_as_a_plain_step():
+    h, kinds = harness(), []
+    h.engine._loop._drafter._rule = rule = PlainSteps()
+    h.engine._loop.observers.on_results.append(
+        lambda schedule, *_: kinds.append((len(schedule.decodes), schedule.rows))
+    )
+    h.submit("a", PROMPT, max_tokens=40)
+    for _ in range(3):
+        h.step()
+    h.submit("b", [5] * 20, max_tokens=1)
+    h.run()
+    assert any(num_decodes and rows for num_decodes, rows in kinds)
+    assert len(rule.sizes) == sum(num_decodes > 0 and not rows for num_decodes, rows in kinds) > 0
+
+
 def test_plain_steps_are_timed_before_there_are_rounds():
     rule = RoundRule()
     assert rule.num_rounds(1, SIZE, 20.0) == 0
