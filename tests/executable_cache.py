@@ -41,7 +41,7 @@ class ExecutableCache:
         self._compile = compile_module
         self._machine = _describe_machine()
         self._path_by_id: dict[int, Path] = {}
-        """Of executables; `forget` is called when an id may have a new owner. They cannot be referenced weakly."""
+        """Files of executables by id: those have no weak references, so `forget` is called for every new one."""
 
     def compile(self, backend: Any, module: Any, devices: Any, options: Any, callbacks: Sequence[Any]) -> Any:
         """Return the executable of a module: from the folder, or compiled and stored there."""
