@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import executable_cache
 from tests.choosing import is_in_part, part_of, thin
 
 # XLA's code generator does little of its optimising: the suite spends its time in compiles, and those of
@@ -34,9 +33,6 @@ settings.register_profile(
     "jpaged", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("jpaged")
-
-# Programs that XLA compiled for CPUs, kept from run to run. An empty value keeps none.
-_PROGRAMS = os.environ.get("JPAGED_TESTS_PROGRAMS", str(Path(__file__).parents[1] / ".pytest_cache" / "programs"))
 
 _CACHE = pytest.StashKey[str]()
 
@@ -81,8 +77,6 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.freeze()
         gc.set_threshold(_MANY_OBJECTS)
-        if _PROGRAMS and "jax" in sys.modules:
-            executable_cache.install(Path(_PROGRAMS))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -97,11 +91,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Take away the cache of this run, and what has become too much of the programs."""
+    """Take away the cache of this run."""
     if _CACHE in config.stash:
         shutil.rmtree(config.stash[_CACHE], ignore_errors=True)
-    if _PROGRAMS and not hasattr(config, "workerinput"):
-        executable_cache.prune(Path(_PROGRAMS))
 
 
 @pytest.fixture(scope="module")
@@ -122,16 +114,11 @@ def _no_compile_cache_of_another_file() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_garbage_of_many_files() -> None:
-    """Keep what earlier files left out of later collections; forget their programs before there are too many.
-
-    Without the former a worker spends 6 % of its time in collections, which look through all that it has made so far.
-    """
+def _no_programs_of_many_files() -> None:
+    """A worker forgets what it has compiled before it has too much."""
     if (jax := sys.modules.get("jax")) is not None and _MAPS.exists() and _num_maps() > _MANY_MAPS:
         jax.clear_caches()
-        gc.unfreeze()  # programs are in cycles with what made them
-    gc.collect()
-    gc.freeze()
+        gc.collect()  # programs are in cycles with what made them
 
 
 def _num_maps() -> int:

@@ -46,7 +46,7 @@ _plain = jax.jit(paged_attention, static_argnames=("spec", "backend"))
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", None), ("bfloat16", None), ("float32", "int8")])
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(7)
 def test_it_is_attention(name: str, dtype: str, kv_dtype: str | None) -> None:
     shape = Shape(dtype=dtype, kv_dtype=kv_dtype)
     case, cascade = shared_case(name, shape)
@@ -102,7 +102,7 @@ WINDOWS = (3, 37, 1000, *(pytest.param(window, marks=pytest.mark.deep) for windo
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(7)
 def test_a_sliding_window_is_each_querys_own(name: str, window: int) -> None:
     shape = Shape(sliding_window=window)
     case, cascade = shared_case(name, shape)

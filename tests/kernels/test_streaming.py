@@ -52,7 +52,7 @@ def check(o_thd: Any, lse_th: Any, case: oracle.Case, shape: Shape) -> None:
 @pytest.mark.parametrize("backend", ["xla", "cpu"])
 @pytest.mark.parametrize("first", FIRST)
 @pytest.mark.parametrize("name", ["decodes", "chunk_continues", "mixed", "empty_rows", "longest_table"])
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(11)
 def test_it_is_attention_under_the_mask(name: str, first: str, backend: Backend) -> None:
     shape = Shape(sliding_window=37)
     case, spec = streaming_case(name, shape, FIRST[first])

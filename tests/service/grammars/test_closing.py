@@ -42,10 +42,10 @@ def assert_schemas_are_met(compiler, seeds):
 
 
 def test_random_schemas_are_met_with_hardly_enough_tokens(compiler):
-    assert_schemas_are_met(compiler, range(45, 57))
+    assert_schemas_are_met(compiler, range(45, 49))
 
 
-@pytest.mark.parametrize("seed", [508, 610])
+@pytest.mark.parametrize("seed", [508, pytest.param(610, marks=pytest.mark.long)])
 def test_lists_whose_items_hold_texts_are_met(compiler, seed):
     assert_schemas_are_met(compiler, [seed])
 
