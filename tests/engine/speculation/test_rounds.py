@@ -6,7 +6,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.engine.speculation.adaptation import LEAST_OFF_STEPS, State
-from jpaged.engine.speculation.rounds import FEW_ROUNDS, PROBE_DISPATCHES, RoundRule
+from jpaged.engine.speculation.rounds import FEW_ROUNDS, PROBE_DISPATCHES, RoundRule, Rounds
 from jpaged.errors import InternalError
 from jpaged.testing import SeveralStepsExecutor, SpeculatingExecutor, expected_tokens
 from jpaged.testing.fake_steps import accepted_behind
@@ -207,7 +207,9 @@ class PlainSteps(RoundRule):
 
 def test_a_step_with_a_prompt_is_not_timed_as_a_plain_step():
     h, kinds = harness(), []
-    h.engine._loop._drafter._rule = rule = PlainSteps()
+    drafter, rule = h.engine._loop._drafter, PlainSteps()
+    assert isinstance(drafter, Rounds)
+    drafter._rule = rule
     h.engine._loop.observers.on_results.append(
         lambda schedule, *_: kinds.append((len(schedule.decodes), schedule.rows))
     )
