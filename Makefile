@@ -113,7 +113,7 @@ COMPAT := \
     tests/server/test_wire.py tests/server/test_generate.py tests/engine/test_engine.py \
     tests/e2e/test_llm.py tests/parity/test_goldens.py::test_chats_and_texts_continue_as_with_transformers \
     tests/device/step/test_sampling.py::test_tokens_are_the_oracles \
-    tests/device/programs/test_saved.py::test_saved_programs_run_as_those_that_were_compiled \
+    tests/device/compilation/test_saved.py::test_saved_programs_run_as_those_that_were_compiled \
     tests/kernels/test_paged_attention_cpu.py::TestCpu::test_ragged_rows \
     tests/kernels/test_paged_attention_xla.py::TestXla::test_ragged_rows \
     tests/kernels/tpu/test_paged_attention_tpu.py::test_rows_of_all_kinds_whose_keys_are_stored \

@@ -1,6 +1,6 @@
 """What the host spends on a step: deciding it, packing it, telling its tokens. No device: the executor does nothing.
 
-    schedule   who runs, and which blocks they get (Scheduler and PagedMemory)
+    schedule   who runs, and which blocks they get (Scheduler and PagedKVCacheManager)
     pack       the schedule as padded arrays (build_step_inputs, build_sampling_inputs)
     publish    tokens to stop rules and events, and the step's counts
     step       all of it, as Engine.step does it
@@ -38,12 +38,12 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.io import TellInputs, ToldOutputs
-from jpaged.engine.kv.paged import PagedMemory
+from jpaged.engine.executor.io import AuxInputs, AuxOutputs
+from jpaged.engine.kv_cache.paged import PagedKVCacheManager
 from jpaged.engine.output.processor import OutputProcessor
-from jpaged.engine.scheduling.schedule import build_sampling_inputs, build_step_inputs
-from jpaged.engine.scheduling.scheduler import Scheduler, SchedulingPolicy
-from jpaged.engine.sequence import Group
+from jpaged.engine.scheduler.output import build_sampling_inputs, build_step_inputs
+from jpaged.engine.scheduler.scheduler import Scheduler, SchedulingPolicy
+from jpaged.engine.sequence import SequenceGroup
 from jpaged.engine.stats import StepStats
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.types import Adapter, OutputEvent, Request, SamplingParams
@@ -121,8 +121,8 @@ class NullExecutor:
     ) -> StepOutputs:
         return self._outputs
 
-    def tell(self, hidden: None, inputs: TellInputs) -> Callable[[], ToldOutputs]:
-        return ToldOutputs
+    def compute_aux(self, hidden: None, inputs: AuxInputs) -> Callable[[], AuxOutputs]:
+        return AuxOutputs
 
     def is_done(self, handle: StepOutputs) -> bool:
         return True
@@ -140,13 +140,13 @@ class Loop:
     def __init__(self, executor: NullExecutor) -> None:
         self._executor = executor
         geometry = executor.geometry
-        self._memory = PagedMemory(geometry)
+        self._memory = PagedKVCacheManager(geometry)
         options = SchedulerOptions(preemption_mode="recompute")
         self._scheduler = Scheduler(self._memory, SchedulingPolicy(), options, geometry, executor.rates)
         self._output = OutputProcessor(NoTokenizer(VOCAB_SIZE), frozenset())
         self._stats = StepStats(geometry, time.monotonic)
         for request in _requests(geometry.max_num_seqs):
-            group = Group(request, len(request.request_id), 0.0, _ignore, geometry.max_blocks_per_seq)
+            group = SequenceGroup(request, len(request.request_id), 0.0, _ignore, geometry.max_blocks_per_seq)
             self._output.open(group)
             self._scheduler.queues.add(group)
 
@@ -192,7 +192,7 @@ def _time_engine(executor: NullExecutor, *, is_whole: bool) -> float:
     geometry = executor.geometry
     engine = Engine(executor, NoTokenizer(VOCAB_SIZE), EngineConfig())
     for request in _requests(geometry.max_num_seqs):
-        engine.submit(replace(request, is_whole=is_whole), _ignore)
+        engine.submit(replace(request, is_non_streaming=is_whole), _ignore)
 
     def step() -> float:
         begin = time.thread_time()

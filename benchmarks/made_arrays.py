@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jpaged.device.aot.deployment import Instruction, computations_of
+from jpaged.device.aot.deployment import Instruction, parse_computations
 
 # They pass arrays on, or work on the one that they are given.
 _PASSING = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "call", "conditional", "opt-barrier"}
@@ -54,7 +54,7 @@ def made_arrays(executable: jax.stages.Compiled, sizes: Collection[int]) -> list
 
 def made_arrays_in(text: str, sizes: Collection[int]) -> Iterator[MadeArray]:
     """`made_arrays` of a program's text: of what `Compiled.as_text` gives."""
-    computations = computations_of(text)
+    computations = parse_computations(text)
     fused = {_fused_in(found) for body in computations.values() for found in body if found.opcode == "fusion"}
     for name, body in computations.items():
         for instruction in body if name not in fused else ():

@@ -25,13 +25,13 @@ import numpy as np
 
 from benchmarks.record import RESULTS, put_on_page, save
 from jpaged.plan.cost import StepLoad
-from jpaged.plan.estimate import Estimate, Lengths, Pool, estimate
+from jpaged.plan.estimate import ConcurrencyLimits, Estimate, SequenceLengths, estimate
 from jpaged.plan.known_models import KNOWN_MODELS
-from jpaged.plan.step_times import PlannedModel, StepTimes, find_target
+from jpaged.plan.step_times import PlannedModel, PlannedStepTimes, find_target
 
 _ROOT = Path(__file__).resolve().parents[1]
 _GIB = 1 << 30
-_LENGTHS = Lengths(1024, 256)
+_LENGTHS = SequenceLengths(1024, 256)
 _OPTIONS = ("--max-model-len", "8192", "--input-len", "1024", "--output-len", "256")
 GOOD_SHARE = 0.86
 """The share of the bandwidth that ragged paged attention of tpu-inference is published to decode at."""
@@ -60,7 +60,7 @@ class Published:
 
     model: str
     topology: str
-    lengths: Lengths
+    lengths: SequenceLengths
     num_rows: int
     num_tokens: int | None
     requests_per_s: float
@@ -68,10 +68,12 @@ class Published:
 
 
 PUBLISHED = (
-    Published("llama-3.1-8b", "v6e:1x1", Lengths(1199, 123), 128, None, 11.5, "vLLM; its page was not noted"),
-    Published("llama-3.1-8b", "v6e:1x1", Lengths(1800, 128), 512, 512, 8.37, "vllm-project/vllm, pull request 16458"),
-    Published("llama-3.1-70b", "v6e:2x4", Lengths(999, 1000), 64, 512, 2.49, f"{_RECIPES}, 64 clients"),
-    Published("llama-3.1-70b", "v6e:2x4", Lengths(999, 1000), 128, 512, 3.54, f"{_RECIPES}, 128 clients"),
+    Published("llama-3.1-8b", "v6e:1x1", SequenceLengths(1199, 123), 128, None, 11.5, "vLLM; its page was not noted"),
+    Published(
+        "llama-3.1-8b", "v6e:1x1", SequenceLengths(1800, 128), 512, 512, 8.37, "vllm-project/vllm, pull request 16458"
+    ),
+    Published("llama-3.1-70b", "v6e:2x4", SequenceLengths(999, 1000), 64, 512, 2.49, f"{_RECIPES}, 64 clients"),
+    Published("llama-3.1-70b", "v6e:2x4", SequenceLengths(999, 1000), 128, 512, 3.54, f"{_RECIPES}, 128 clients"),
 )
 
 
@@ -96,7 +98,7 @@ def estimated(found: Mapping[str, Any]) -> dict[str, Any]:
         return dict(found)
     times, sizes = (
         planned(found).step_times(),
-        Pool(*(found[name.name] for name in dataclasses.fields(Pool) if name.name in found)),
+        ConcurrencyLimits(*(found[name.name] for name in dataclasses.fields(ConcurrencyLimits) if name.name in found)),
     )
     one = estimate(_LENGTHS, sizes, times)
     parts = {name: dataclasses.asdict(getattr(one, name)) for name in ("decode", "prefill")}
@@ -112,7 +114,7 @@ def estimated(found: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, **again}
 
 
-def beside_good_attention(one: Estimate, times: StepTimes) -> float:
+def beside_good_attention(one: Estimate, times: PlannedStepTimes) -> float:
     """How much longer a decode step takes than one whose attention reads at 86 % of the bandwidth."""
     roofline = times.roofline
     context = one.lengths.input_len + one.lengths.output_len / 2
@@ -121,7 +123,7 @@ def beside_good_attention(one: Estimate, times: StepTimes) -> float:
     return one.decode.seconds / dataclasses.replace(one.decode, attention_s=good_s).seconds
 
 
-def flops_share(one: Estimate, times: StepTimes, num_tokens: int) -> float:
+def flops_share(one: Estimate, times: PlannedStepTimes, num_tokens: int) -> float:
     """The share of the peak that a prefill step's products and attention are, its masked half left out."""
     roofline, load = times.roofline, StepLoad.prompts(num_tokens, one.lengths.input_len)
     return roofline.flops_s(load) * roofline.assumptions.flops_efficiency / one.prefill.seconds
@@ -201,7 +203,7 @@ def published_table(plans: Sequence[Mapping[str, Any]]) -> str:
             one for one in plans if one["fits"] and (one["model"], one["topology"]) == (figure.model, figure.topology)
         )
         num_tokens = figure.num_tokens or found["max_num_batched_tokens"]
-        sizes = Pool(found["num_blocks"], found["block_size"], figure.num_rows, num_tokens)
+        sizes = ConcurrencyLimits(found["num_blocks"], found["block_size"], figure.num_rows, num_tokens)
         one = estimate(figure.lengths, sizes, planned(found).step_times())
         ours = one.tokens_per_s / figure.lengths.output_len
         cells = [

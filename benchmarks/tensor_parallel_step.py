@@ -27,9 +27,9 @@ from benchmarks.host_step import NUM_STEPS
 from benchmarks.record import machine, save
 from jpaged.checkpoints.weights import random_params
 from jpaged.config import EngineConfig
+from jpaged.device.compilation.compile import set_up_compile_cache
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.mesh import Placement, serving_mesh
-from jpaged.device.programs.compile import set_up_compile_cache
+from jpaged.device.mesh import MeshPlacement, serving_mesh
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import SamplingInputs, StepInputs, StepOutputs
 from jpaged.engine.tokenizer import NoTokenizer
@@ -72,7 +72,7 @@ class Stopwatch:
     def __init__(self, executor: JaxExecutor) -> None:
         self._executor = executor
         self.geometry, self.rates = executor.geometry, executor.rates
-        self.load_adapter, self.decode, self.tell = executor.load_adapter, executor.decode, executor.tell
+        self.load_adapter, self.decode, self.compute_aux = executor.load_adapter, executor.decode, executor.compute_aux
         self.move_blocks, self.shutdown, self.warm_up = executor.move_blocks, executor.shutdown, executor.warm_up
         self.dispatch_s: list[float] = []
         self.collect_s: list[float] = []
@@ -116,7 +116,7 @@ def make_executor(num_devices: int, num_rows: int, cache: Path) -> JaxExecutor:
         }
     )
     model = Model(CONFIG, jax.numpy.dtype("float32"))
-    where = Placement.of(model, serving_mesh(num_devices))
+    where = MeshPlacement.of(model, serving_mesh(num_devices))
     params = random_params(where.model, where.layer_mode, seed=0, shardings=where.shardings)
     set_up_compile_cache(cache)
     executor = JaxExecutor.create(model, params, options, mesh=where.mesh)

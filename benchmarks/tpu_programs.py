@@ -33,16 +33,16 @@ from jax.sharding import Mesh
 from benchmarks.made_arrays import MadeArray, made_arrays
 from jpaged import json_text
 from jpaged.config import EngineConfig
-from jpaged.device.adapters import matrices_of
-from jpaged.device.aot.deployment import Collective, collectives, computations_of
+from jpaged.device.aot.deployment import Collective, collectives, parse_computations
 from jpaged.device.aot.topology import compile_only_devices, compiler_environment, find_topology
+from jpaged.device.compilation.compile import ProgramSpec
+from jpaged.device.compilation.lowering import abstract_serving, program_lowerings
+from jpaged.device.compilation.memory_plan import ProgramReport
+from jpaged.device.lora import get_matrices
 from jpaged.device.mesh import build_mesh, local_bytes, num_context_parts, num_shards
-from jpaged.device.programs.compile import ProgramSpec
-from jpaged.device.programs.lowering import abstract_serving, program_lowerings
-from jpaged.device.programs.memory_plan import ProgramReport
 from jpaged.device.step import Step
 from jpaged.kernels.matrix_format import MatrixFormat
-from jpaged.models.config import Quantisation
+from jpaged.models.config import Quantization
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.plan.known_models import KNOWN_MODELS
@@ -62,7 +62,7 @@ FORMATS: Mapping[str, tuple[tuple[str, MatrixFormat], ...]] = {
     "mxfp4": (("", MatrixFormat("mxfp4", 32)),),
     "mxfp4-experts": (("experts", MatrixFormat("mxfp4", 32)),),
 }
-"""Which matrices of layers are quantised, and how; where rows are named, those of products are rounded, too."""
+"""Which matrices of layers are quantized, and how; where rows are named, those of products are rounded, too."""
 _CELL = re.compile(
     r"(?P<model>[\w.-]+)(?:\+(?!lora@)(?P<format>[\w-]+))?(?P<lora>\+lora)?@"
     r"(?P<topology>[\w:]+)(?:\*(?P<contexts>\d+))?(?:/(?P<backend>[\w-]+))?#(?P<programs>.+)"
@@ -179,7 +179,7 @@ def compile_cell(cell: str) -> list[ProgramResult]:
         raise ValueError(f"{cell!r} is not spelled model[+format][+lora]@topology[*contexts][/backend]#program,...")
     config = KNOWN_MODELS[match["model"]].config
     if (form := match["format"]) is not None:
-        config = dataclasses.replace(config, quantisation=Quantisation(form, FORMATS[form]))
+        config = dataclasses.replace(config, quantization=Quantization(form, FORMATS[form]))
     own = {"attention_backend": match["backend"] or "auto", "enable_lora": match["lora"] is not None}
     mesh = build_mesh(compile_only_devices(find_topology(match["topology"])), int(match["contexts"] or 1))
     step, params, lowerings = _serving(Model(config, jnp.dtype("bfloat16")), match["topology"], mesh, own)
@@ -231,7 +231,7 @@ def _compile(
         backend=step.backend,
         num_blocks=layout.num_blocks,
         weight_bytes=local_bytes(params),
-        adapter_bytes=local_bytes({"slots": list(matrices_of(params).values())}),
+        adapter_bytes=local_bytes({"slots": list(get_matrices(params).values())}),
         pool_bytes=layout.num_bytes,
         made=made,
         adapter_bytes_read=adapter_bytes_read,
@@ -252,7 +252,7 @@ def _sizes(step: Step, params: Params, spec: ProgramSpec) -> set[int]:
     The adapters of all slots are such weights, however small. A program that moves blocks has none.
     """
     layout, config = step.layout.local, step.model.config
-    pool, of_adapters = math.prod(layout.shape), _elements(matrices_of(params), is_stacked=True)
+    pool, of_adapters = math.prod(layout.shape), _elements(get_matrices(params), is_stacked=True)
     sizes = {pool, pool // layout.num_layers}
     if spec.kind == "load_adapter":
         return of_adapters
@@ -282,7 +282,7 @@ def _elements(tree: Any, *, is_stacked: bool) -> set[int]:
 
 def _products(text: str) -> Iterator[str]:
     """The types of each matrix product of a program: of its operands and of its result."""
-    for body in computations_of(text).values():
+    for body in parse_computations(text).values():
         types = {found.name: found.type.partition("[")[0] for found in body}
         for found in body:
             if found.opcode in ("dot", "convolution"):
@@ -293,7 +293,7 @@ def _products(text: str) -> Iterator[str]:
 def _adapter_bytes_read(text: str, params: Params) -> int:
     """Bytes of the slices that a step takes of adapters' stacks, a layer at a time: a slice of one is a read of it."""
     num_read = 0
-    shapes = {leaf.sharding.shard_shape(leaf.shape): leaf.dtype for leaf in jax.tree.leaves(matrices_of(params))}
+    shapes = {leaf.sharding.shard_shape(leaf.shape): leaf.dtype for leaf in jax.tree.leaves(get_matrices(params))}
     for shape, dtype in shapes.items():
         layer = ",".join(map(str, (1, *shape[1:])))
         sliced = re.findall(rf" = \w+\[{layer}\]\S* dynamic-slice\(", text)

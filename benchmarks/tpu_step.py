@@ -34,10 +34,10 @@ from rich.table import Table
 from benchmarks.record import save
 from benchmarks.tpu_programs import run
 from jpaged.config import EngineConfig
-from jpaged.device.aot.deployment import Instruction, computations_of
+from jpaged.device.aot.deployment import Instruction, parse_computations
 from jpaged.device.aot.topology import compile_only_devices, find_topology
+from jpaged.device.compilation.lowering import abstract_serving, program_lowerings
 from jpaged.device.mesh import build_mesh
-from jpaged.device.programs.lowering import abstract_serving, program_lowerings
 from jpaged.models.model import Model
 from jpaged.plan.known_models import KNOWN_MODELS
 
@@ -118,7 +118,7 @@ def layer_operations(text: str) -> list[Operation]:
     Raises:
         ValueError: the program has no loop.
     """
-    computations = computations_of(text)
+    computations = parse_computations(text)
     loops = [found for body in computations.values() for found in body if found.opcode == "while"]
     if not loops:
         raise ValueError("the program has no loop over layers")

@@ -10,9 +10,10 @@ import enum
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from jpaged import json_text
 from jpaged.errors import InvalidArgument
@@ -137,7 +138,7 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-def tools_of(value: Any, *, path: str = "tools") -> tuple[Tool, ...]:
+def parse_tools(value: Any, *, path: str = "tools") -> tuple[Tool, ...]:
     """Parse the `tools` of a request, each as JSON or a `Tool`; None gives none.
 
     Raises:
@@ -149,7 +150,7 @@ def tools_of(value: Any, *, path: str = "tools") -> tuple[Tool, ...]:
         raise InvalidArgument(path, "must be a list of tools")
     if len(value) > MAX_TOOLS:
         raise InvalidArgument(path, f"{len(value)} tools; at most {MAX_TOOLS}")
-    tools = tuple(_tool_of(f"{path}[{i}]", one) for i, one in enumerate(value))
+    tools = tuple(_get_tool(f"{path}[{i}]", one) for i, one in enumerate(value))
     check_unique(tools, path)
     return tools
 
@@ -164,7 +165,7 @@ def check_unique(tools: Sequence[Tool], path: str) -> None:
             )
 
 
-def _tool_of(path: str, value: Any) -> Tool:
+def _get_tool(path: str, value: Any) -> Tool:
     if isinstance(value, Tool):
         return value
     function = _fields(path, value, {"type", "function"}).get("function")
@@ -211,7 +212,7 @@ class ToolChoice:
     name: str | None = None
 
 
-def tool_choice_of(value: Any, tools: Sequence[Tool], *, path: str = "tool_choice") -> ToolChoice:
+def parse_tool_choice(value: Any, tools: Sequence[Tool], *, path: str = "tool_choice") -> ToolChoice:
     """Parse the `tool_choice` of a request; None is "auto" with tools, and "none" without.
 
     Raises:
@@ -530,7 +531,7 @@ class ChatOptions:
         return json_bytes("tools", whole, max_bytes=2 * MAX_TOOLS * MAX_TOOL_BYTES + MAX_DOCUMENTS_BYTES + (1 << 20))
 
 
-class ChatWords(TypedDict, total=False):
+class ChatKwargs(TypedDict, total=False):
     """Options of a chat as keywords, in OpenAI's format; None selects the default of each.
 
     Attributes:
@@ -558,18 +559,18 @@ class ChatWords(TypedDict, total=False):
     chat_template: str | None
 
 
-def chat_options_of(**words: Unpack[ChatWords]) -> ChatOptions:
+def build_chat_options(**words: Unpack[ChatKwargs]) -> ChatOptions:
     """Build ChatOptions from keywords.
 
     Raises:
-        InvalidArgument: names the field, as in `tools[2].function.name`; or a keyword is not in `ChatWords`.
+        InvalidArgument: names the field, as in `tools[2].function.name`; or a keyword is not in `ChatKwargs`.
     """
-    for name in words.keys() - ChatWords.__annotations__.keys():
-        raise InvalidArgument(name, f"is not known; {', '.join(ChatWords.__annotations__)} are")
-    tools, choice = tools_of(words.get("tools")), words.get("tool_choice")
+    for name in words.keys() - ChatKwargs.__annotations__.keys():
+        raise InvalidArgument(name, f"is not known; {', '.join(ChatKwargs.__annotations__)} are")
+    tools, choice = parse_tools(words.get("tools")), words.get("tool_choice")
     kwargs, is_parallel = words.get("chat_template_kwargs"), words.get("parallel_tool_calls")
     if choice is not None and not isinstance(choice, ToolChoice):
-        choice = tool_choice_of(choice, tools)
+        choice = parse_tool_choice(choice, tools)
     continues, opens = words.get("continue_final_message") or False, words.get("add_generation_prompt")
     documents = words.get("documents")
     return ChatOptions(
@@ -577,7 +578,7 @@ def chat_options_of(**words: Unpack[ChatWords]) -> ChatOptions:
         template_kwargs={} if kwargs is None else kwargs,
         tool_choice=choice,
         parallel_tool_calls=True if is_parallel is None else is_parallel,
-        reasoning=reasoning_of(words.get("reasoning")),
+        reasoning=parse_reasoning(words.get("reasoning")),
         add_generation_prompt=continues is not True if opens is None else opens,
         continue_final_message=continues,
         documents=tuple(documents) if isinstance(documents, list) else documents or (),
@@ -585,7 +586,7 @@ def chat_options_of(**words: Unpack[ChatWords]) -> ChatOptions:
     )
 
 
-def reasoning_of(value: Any) -> ReasoningOptions:
+def parse_reasoning(value: Any) -> ReasoningOptions:
     """Parse `ReasoningOptions` from an object; None gives the defaults.
 
     Raises:
@@ -673,3 +674,17 @@ class ChatAnswer:
         return cls(
             "".join(content), "".join(reasoning), tuple(ToolCall(i, name, "".join(parts)) for i, name, parts in calls)
         )
+
+
+_FORMER_NAMES = {
+    "ChatWords": "ChatKwargs",
+}
+"""Public names of the previous release. They go with the next one."""
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _FORMER_NAMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn(f"{__name__}.{name} is now {_FORMER_NAMES[name]}", DeprecationWarning, stacklevel=2)
+        return globals()[_FORMER_NAMES[name]]

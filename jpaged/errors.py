@@ -51,7 +51,7 @@ class JpagedError(Exception):
             cls.exit_code = exit_code
 
 
-def reason_of(error: JpagedError) -> str:
+def get_reason(error: JpagedError) -> str:
     """Return the machine-readable name of an error: RequestTooLong -> REQUEST_TOO_LONG."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).upper()
 
@@ -69,7 +69,7 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def sentence_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return a one-line description of an error: the message, the system's message with the file, or a bug notice."""
     if isinstance(error, JpagedError):
         return str(error)

@@ -27,17 +27,17 @@ from concurrent.futures import CancelledError
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypedDict, Unpack
 
-from jpaged.assemble import build
-from jpaged.chat import ChatWords, chat_options_of
-from jpaged.completions import completions_of, without_errors
+from jpaged.build import build
+from jpaged.chat import ChatKwargs, build_chat_options
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names
 from jpaged.engine.engine import THREAD_NAME as ENGINE_THREAD
 from jpaged.engine.executor import Progress
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable
-from jpaged.load import EngineLoad
-from jpaged.service.chat.output_parser import ChatAnswers
+from jpaged.output_assembler import new_completions, without_errors
+from jpaged.server_load import EngineLoad
+from jpaged.service.chat.output_parser import ChatOutputParser
 from jpaged.service.loaded_model import EngineClient, LoadedModel
-from jpaged.service.score_embed import EMBED_SAMPLING, SCORE_SAMPLING, continued, embedding_of, errors_named, score_of
+from jpaged.service.score_embed import EMBED_SAMPLING, SCORE_SAMPLING, continued, errors_named, get_embedding, get_score
 from jpaged.types import Embedding, OutputEvent, Pooling, Prompt, Request, RequestOutput, SamplingParams, Score, Usage
 
 MakeBar = Callable[..., Any]
@@ -106,7 +106,7 @@ class _Asked(NamedTuple):
     """A request, and for chats the parser of the answers."""
 
     request: Request
-    answers: ChatAnswers | None
+    answers: ChatOutputParser | None
 
 
 class _Call:
@@ -259,7 +259,7 @@ class LLM:
             NotFound: there is no such adapter; nothing was generated.
         """
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        return self._run(self._requests([_prompt_of(one) for one in many], sampling_params, adapter), use_tqdm)
+        return self._run(self._requests([_get_prompt(one) for one in many], sampling_params, adapter), use_tqdm)
 
     def chat(
         self,
@@ -268,7 +268,7 @@ class LLM:
         *,
         use_tqdm: bool | MakeBar = True,
         adapter: GivenAdapter = None,
-        **words: Unpack[ChatWords],
+        **words: Unpack[ChatKwargs],
     ) -> list[RequestOutput]:
         """Generate the assistant's next turn of every conversation, using the model's chat template.
 
@@ -283,7 +283,7 @@ class LLM:
         many: list[Any] = list(conversations)
         if many and isinstance(many[0], Mapping):
             many = [many]
-        options = chat_options_of(**words)
+        options = build_chat_options(**words)
         prompts = [Prompt(messages=one, chat_options=options) for one in many]
         return self._run(self._requests(prompts, sampling_params, adapter), use_tqdm)
 
@@ -318,12 +318,12 @@ class LLM:
             raise InvalidArgument("continuations", f"{len(of_each)} are given for {len(many)} prompts")
         requests: list[_Asked] = []
         for prompt, each in zip(many, of_each, strict=True):
-            given = continued(self._serving.input_processor, _prompt_of(prompt), list(each))
+            given = continued(self._serving.input_processor, _get_prompt(prompt), list(each))
             for i in range(len(given)):
                 with errors_named(f"continuations[{i}]"):
                     requests.append(self._request(SCORE_SAMPLING, given.prompt(i), adapter))
         outputs = iter(without_errors(self._run(requests, use_tqdm)))
-        return [[score_of(next(outputs)) for _ in each] for each in of_each]
+        return [[get_score(next(outputs)) for _ in each] for each in of_each]
 
     def embed(
         self,
@@ -351,10 +351,10 @@ class LLM:
         requests: list[_Asked] = []
         for i, one in enumerate(many):
             with errors_named(f"prompts[{i}]"):
-                pooled = dataclasses.replace(_prompt_of(one), pooling=pooling)
+                pooled = dataclasses.replace(_get_prompt(one), pooling=pooling)
                 requests.append(self._request(EMBED_SAMPLING, pooled, adapter))
         outputs = without_errors(self._run(requests, use_tqdm))
-        return [embedding_of(output, normalize=normalize) for output in outputs]
+        return [get_embedding(output, normalize=normalize) for output in outputs]
 
     def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter under a name; requires `enable_lora`. Errors are those of `Adapters.load`."""
@@ -367,7 +367,7 @@ class LLM:
         self._serving.adapters.unload(name)
 
     def load(self) -> EngineLoad:
-        """Return a snapshot of the engine's counters and of the pool's state; see `jpaged.load.EngineLoad`.
+        """Return a snapshot of the engine's counters and of the pool's state; see `jpaged.server_load.EngineLoad`.
 
         The difference of two snapshots covers the work between them.
         """
@@ -431,7 +431,7 @@ class LLM:
     def _run(self, asked: list[_Asked], use_tqdm: bool | MakeBar) -> list[RequestOutput]:
         requests = [one.request for one in asked]
         answers = {one.request.request_id: one.answers for one in asked}
-        completions = {request.request_id: completions_of(request.sampling) for request in requests}
+        completions = {request.request_id: new_completions(request.sampling) for request in requests}
         failures: dict[str, Exception] = {}
         call, num_left = _Call(requests), len(requests)
         bar = ProgressBar(use_tqdm, len(requests))
@@ -494,7 +494,7 @@ def _nothing() -> None:
     """Do nothing, on the engine thread."""
 
 
-def _prompt_of(prompt: GivenPrompt) -> Prompt:
+def _get_prompt(prompt: GivenPrompt) -> Prompt:
     if isinstance(prompt, str):
         return Prompt(text=prompt)
     fields: dict[str, Any] = dict(prompt)

@@ -22,11 +22,11 @@ from grpc import aio
 from jpaged._proto.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc
 from jpaged.client import convert
 from jpaged.client.channel import Tls, open_channel, proxy_name, require_target
-from jpaged.client.failures import translated
+from jpaged.client.errors import translated
 from jpaged.config import RoleOptions
-from jpaged.errors import InternalError, InvalidArgument, JpagedError, TryLater, Unavailable, sentence_of
+from jpaged.errors import InternalError, InvalidArgument, JpagedError, TryLater, Unavailable, describe_error
 from jpaged.service.handoff import FirstToken, prompt_alone
-from jpaged.service.kv_protocol import MAX_PIECES, Piece
+from jpaged.service.kv_protocol import MAX_PIECES, BlockPiece
 from jpaged.types import Request
 
 _LOG = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _MAX_KEY_BYTES = 4096
 
 
 @dataclass(slots=True, eq=False)
-class _Server:
+class _PrefillServer:
     """One prefill server.
 
     Attributes:
@@ -88,15 +88,15 @@ class _Server:
         self.absent_until_s = 0.0
 
 
-class Answer:
+class PrefillCall:
     """Implementation of `jpaged.service.handoff.PrefillAnswer` over one call."""
 
-    def __init__(self, server: _Server, call: Any) -> None:
+    def __init__(self, server: _PrefillServer, call: Any) -> None:
         self.target = server.target
         self._proxy = server.proxy
         self.tokens: Sequence[FirstToken] = ()
         self.num_cached_tokens = 0
-        self._server: _Server | None = server
+        self._server: _PrefillServer | None = server
         self._call = call
         server.enter()
 
@@ -112,7 +112,7 @@ class Answer:
                 message = await self._call.read()
                 if message is aio.EOF or not message.HasField("told"):
                     raise InternalError(f"{self.target} returned {len(tokens)} of {num_sequences} first tokens")
-                chunk = convert.chunk_of(message.told)
+                chunk = convert.parse_chunk(message.told)
                 if len(chunk.token_ids) != 1 or len(chunk.logprobs) > 1:
                     raise InternalError(f"{self.target} returned {len(chunk.token_ids)} first tokens for a sequence")
                 logprobs = chunk.logprobs[0] if chunk.logprobs else None
@@ -120,14 +120,14 @@ class Answer:
                 self.num_cached_tokens = chunk.usage.cached_tokens
         self.tokens = tokens
 
-    async def pieces(self) -> AsyncIterator[Sequence[Piece]]:
+    async def pieces(self) -> AsyncIterator[Sequence[BlockPiece]]:
         """Yield the blocks of the prompt in pieces, some at a time."""
         with _translating(self._proxy):
             while (message := await self._call.read()) is not aio.EOF:
                 if len(message.pieces.pieces) > MAX_PIECES:
                     raise InternalError(f"{self.target} sent a message of more than {MAX_PIECES} pieces")
                 yield [
-                    Piece(one.index, one.kv_group, one.offset, one.contents, one.key, one.hash)
+                    BlockPiece(one.index, one.kv_group, one.offset, one.contents, one.key, one.hash)
                     for one in message.pieces.pieces
                 ]
 
@@ -149,25 +149,25 @@ class Prefills:
     def __init__(self, options: RoleOptions) -> None:
         for target in options.prefill_target:
             require_target("prefill_target", target)
-        tls, self._key = _tls_of(options), _key_of(options)
+        tls, self._key = _get_tls(options), _get_key(options)
         self._servers = []
         self._patience_s = options.prefill_timeout
         for target in options.prefill_target:
             channel = open_channel(aio, target, tls)
             stub = prefill_pb2_grpc.PrefillServiceStub(channel)
-            self._servers.append(_Server(target, channel, stub, proxy_name(target, None)))
+            self._servers.append(_PrefillServer(target, channel, stub, proxy_name(target, None)))
 
     async def ask(
         self, request: Request, num_known: int, kv_identity: bytes, wait_s: float, timeout_s: float
-    ) -> Answer:
+    ) -> PrefillCall:
         """Send a prompt to a prefill server; see `PrefillServers.ask`."""
-        message = _message_of(request, num_known, kv_identity)
+        message = _build_message(request, num_known, kv_identity)
         # A key determines the tenant, and may act for all; without keys, the policy `fair` needs the prompt's tenant.
-        metadata = convert.metadata_of("" if self._key else request.tenant, self._key)
+        metadata = convert.get_metadata("" if self._key else request.tenant, self._key)
         failure: JpagedError = Unavailable(f"no prefill server is available: {', '.join(self._names)}")
         until_s = asyncio.get_running_loop().time() + wait_s
         for server in self._in_order():
-            answer = Answer(server, server.stub.Prefill(message, timeout=timeout_s, metadata=metadata))
+            answer = PrefillCall(server, server.stub.Prefill(message, timeout=timeout_s, metadata=metadata))
             began_s = asyncio.get_running_loop().time()
             try:
                 async with asyncio.timeout_at(until_s):
@@ -200,13 +200,13 @@ class Prefills:
     def _names(self) -> list[str]:
         return [server.target for server in self._servers]
 
-    def _in_order(self) -> list[_Server]:
+    def _in_order(self) -> list[_PrefillServer]:
         """Return the available servers: connected ones first, then by open calls, then by number of calls so far."""
         there = [server for server in self._servers if server.is_there]
         return sorted(there, key=lambda server: (not server.is_connected, server.num_open, server.num_asked))
 
 
-def _message_of(request: Request, num_known: int, kv_identity: bytes) -> prefill_pb2.PrefillRequest:
+def _build_message(request: Request, num_known: int, kv_identity: bytes) -> prefill_pb2.PrefillRequest:
     adapter = request.adapter
     return prefill_pb2.PrefillRequest(
         request=inference_pb2.GenerateRequest(
@@ -236,7 +236,7 @@ def _translating(proxy: str) -> Any:
         raise Unavailable("the connection was closed") from error
 
 
-def _tls_of(options: RoleOptions) -> Tls | None:
+def _get_tls(options: RoleOptions) -> Tls | None:
     files = options.prefill_tls_ca, options.prefill_tls_cert, options.prefill_tls_key
     if not options.prefill_tls and not any(files):
         return None
@@ -248,18 +248,18 @@ def _tls_of(options: RoleOptions) -> Tls | None:
     return tls
 
 
-def _key_of(options: RoleOptions) -> str:
+def _get_key(options: RoleOptions) -> str:
     path = options.prefill_api_key_file
     if path is None:
         return ""
     try:
         key = Path(path).read_bytes()[: _MAX_KEY_BYTES + 1].decode().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument("prefill_api_key_file", f"{path} cannot be read: {sentence_of(error)}") from None
+        raise InvalidArgument("prefill_api_key_file", f"{path} cannot be read: {describe_error(error)}") from None
     if not 0 < len(key) <= _MAX_KEY_BYTES:
         raise InvalidArgument("prefill_api_key_file", f"{path} has {len(key)} characters, not 1 to {_MAX_KEY_BYTES}")
     try:
-        convert.metadata_of("", key)
+        convert.get_metadata("", key)
     except InvalidArgument as error:
         raise InvalidArgument("prefill_api_key_file", f"{path} {error.problem}") from error
     return key

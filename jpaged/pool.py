@@ -18,7 +18,7 @@ U8 = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryMarks:
+class BlockFlags:
     """Block flags that are not in the sequences' tables.
 
     Attributes:
@@ -36,7 +36,7 @@ class MemoryMarks:
     reserved: I32
 
 
-class Chain(NamedTuple):
+class SequenceSnapshot(NamedTuple):
     """A sequence: its block tables, one per KV group, with 0 for freed blocks.
 
     Attributes:
@@ -50,7 +50,7 @@ class Chain(NamedTuple):
     host_tables: tuple[I32, ...]
 
 
-class Occupant(NamedTuple):
+class RequestSnapshot(NamedTuple):
     """A request that waits, runs or is swapped out. A named tuple, because hundreds are created at once.
 
     Attributes:
@@ -64,11 +64,11 @@ class Occupant(NamedTuple):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_preemptions: int
-    chains: tuple[Chain, ...]
+    chains: tuple[SequenceSnapshot, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class PoolEvent:
     """An event of a request or of blocks.
 
     Attributes:
@@ -91,7 +91,7 @@ class Happening:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolPicture:
+class PoolSnapshot:
     """Snapshot of one pool.
 
     Attributes:
@@ -100,7 +100,7 @@ class PoolPicture:
         occupants: the requests that hold blocks, and the first of those that wait.
         num_waiting: all waiting requests that are not swapped out.
         happenings: events since the previous snapshot, the latest ones if there are many.
-        totals: counters since the engine's start, named as in `jpaged.load.EngineLoad`.
+        totals: counters since the engine's start, named as in `jpaged.server_load.EngineLoad`.
     """
 
     time_s: float
@@ -109,10 +109,10 @@ class PoolPicture:
     block_size: int
     num_kv_groups: int
     limit: int
-    marks: MemoryMarks
-    occupants: tuple[Occupant, ...]
+    marks: BlockFlags
+    occupants: tuple[RequestSnapshot, ...]
     num_waiting: int
-    happenings: tuple[Happening, ...]
+    happenings: tuple[PoolEvent, ...]
     totals: Mapping[str, int]
 
 
@@ -120,7 +120,7 @@ Tier = Literal["device", "host", "disk", "external"]
 """Where a block is stored; "external" is a KV connector of a third party."""
 
 
-class Owner(NamedTuple):
+class PrefixOwner(NamedTuple):
     """Owner of a prefix: the inputs of the root block hash, as given by the client."""
 
     salt: str = ""
@@ -142,7 +142,7 @@ class Stored(NamedTuple):
     kv_group: int
     parent: bytes | None = None
     token_ids: tuple[int, ...] = ()
-    owner: Owner | None = None
+    owner: PrefixOwner | None = None
 
 
 class Removed(NamedTuple):

@@ -99,7 +99,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture(scope="module")
 def quick_programs() -> Iterator[None]:
     """Serving programs that XLA hardly optimises, for tests that compare programs which are all made alike."""
-    from jpaged.device.programs import compile as compile_module
+    from jpaged.device.compilation import compile as compile_module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(compile_module._COMPILER_OPTIONS, "cpu", QUICK_XLA_OPTIONS)
@@ -109,7 +109,7 @@ def quick_programs() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _no_compile_cache_of_another_file() -> None:
     """Every file begins without a compile cache: it is one for the process, and a worker's files come in any order."""
-    if (compile_module := sys.modules.get("jpaged.device.programs.compile")) is not None:
+    if (compile_module := sys.modules.get("jpaged.device.compilation.compile")) is not None:
         compile_module.set_up_compile_cache(None)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jpaged.client import Client
-from jpaged.load import Load
+from jpaged.server_load import Load
 
 ROOT = Path(__file__).resolve().parents[1]
 WAIT_S = 300.0

@@ -20,7 +20,7 @@ from grpc import aio
 
 import jpaged
 from jpaged._proto.v1 import inference_pb2, inference_pb2_grpc
-from jpaged.assemble import build
+from jpaged.build import build
 from jpaged.config import EngineConfig
 from jpaged.server.lifecycle import Server
 from jpaged.service.loaded_model import LoadedModel

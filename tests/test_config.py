@@ -16,8 +16,8 @@ from jpaged.config import (
     server_field_names,
 )
 from jpaged.config.option import option_type
+from jpaged.distributed_env import MultiHost
 from jpaged.errors import InvalidArgument
-from jpaged.launchers import MultiHost
 
 
 def test_what_nobody_sets_has_its_default():

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from jpaged.config import EngineConfig
+from jpaged.distributed_env import MultiHost, find_multihost, split_address
 from jpaged.errors import InvalidArgument
-from jpaged.launchers import MultiHost, find_multihost, split_address
 from jpaged.llm import LLM
 
 LWS = {"LWS_LEADER_ADDRESS": "m-0.m.default", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "3"}

@@ -15,9 +15,9 @@ import numpy as np
 from benchmarks.aot_gpu.models import MODEL_CASES
 from benchmarks.aot_gpu.program import Program
 from jpaged.config import Backend, EngineConfig
+from jpaged.device.compilation.compile import ProgramSpec
+from jpaged.device.compilation.lowering import abstract_serving, program_lowerings
 from jpaged.device.mesh import replicated
-from jpaged.device.programs.compile import ProgramSpec
-from jpaged.device.programs.lowering import abstract_serving, program_lowerings
 from jpaged.device.transfers import lower_move, move_sizes
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout

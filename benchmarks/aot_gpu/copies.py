@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from jpaged.device.aot.deployment import Instruction, computations_of
+from jpaged.device.aot.deployment import Instruction, parse_computations
 
 _LEAST = 1 << 20
 """Numbers of a matrix that is worth looking for."""
@@ -23,7 +23,7 @@ def made_of_weights(text: str, pool_shape: tuple[int, ...]) -> list[str]:
 
     What a fusion has inside lies in registers, and is no array. Of experts one matrix counts.
     """
-    computations = computations_of(text)
+    computations = parse_computations(text)
     fused = {name for body in computations.values() for one in body if _is_fused(one) for name in one.all_called}
     multiplies = {name for name, body in computations.items() if any(_PRODUCT.search(one.line) for one in body)}
     entry = re.search(r"(?m)^ENTRY %?([\w.\-]+)", text)

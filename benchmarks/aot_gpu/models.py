@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.aot_gpu.program import Program
-from jpaged.checkpoints.quantised.quantizer import FORMATS
+from jpaged.checkpoints.quantized.quantizer import FORMATS
 from jpaged.config import EngineConfig
 from jpaged.device.aot.topology import compile_only_gpus
+from jpaged.device.compilation.compile import ProgramSpec
+from jpaged.device.compilation.lowering import abstract_serving, program_lowerings
 from jpaged.device.mesh import build_mesh
-from jpaged.device.programs.compile import ProgramSpec
-from jpaged.device.programs.lowering import abstract_serving, program_lowerings
 from jpaged.kernels.matrix_format import NUM_BITS, MatrixFormat
-from jpaged.models.config import ModelConfig, Quantisation
+from jpaged.models.config import ModelConfig, Quantization
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model, placed_leaves
 from jpaged.models.param_specs import EXPERT_AXES, leaf_format
@@ -71,7 +71,7 @@ class ModelCase:
             fields |= {"sliding_window_pattern": 2}
         if self.numbers != "bfloat16":
             rule = (_MODULES.get(self.numbers, ""), _FORMATS[self.numbers])
-            return dataclasses.replace(from_hf(fields), quantisation=Quantisation(self.numbers, (rule,)))
+            return dataclasses.replace(from_hf(fields), quantization=Quantization(self.numbers, (rule,)))
         return from_hf(fields)
 
     def calls(self) -> dict[str, int]:
@@ -80,7 +80,7 @@ class ModelCase:
         calls = Counter(paged_attention=config.num_layers)
         calls["grouped_product"] = 3 * sum(kind.is_sparse for kind in config.layer_kinds)
         for path, (leaf, *_) in placed_leaves(config, "loop"):
-            form = leaf_format(config.quantisation, leaf)
+            form = leaf_format(config.quantization, leaf)
             if form is None or path[0] != "layers" or not EXPERT_AXES.isdisjoint(leaf.axes):
                 continue
             if form.group_size is not None or NUM_BITS[form.values] == 4:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from jpaged.kernels import product
+from jpaged.kernels import matmul
 from jpaged.kernels.experts import ExpertWeights, apply_experts, route
 from jpaged.kernels.mixture_kind import SILU, Routing
 
@@ -53,9 +53,9 @@ def measure(run: Callable[[jax.Array], jax.Array]) -> tuple[float, float]:
 
 def main() -> None:
     """Prints both."""
-    num_experts, packer = ROUTING.num_experts, product.loaded().packer(SingleDeviceSharding(jax.devices()[0]))
+    num_experts, packer = ROUTING.num_experts, matmul.loaded().packer(SingleDeviceSharding(jax.devices()[0]))
 
-    def pack(width: int, num_columns: int) -> product.PackedMatrix:
+    def pack(width: int, num_columns: int) -> matmul.PackedMatrix:
         return packer.pack(
             jax.random.normal(jax.random.key(0), (width, num_experts, num_columns)), num_parts=num_experts
         )
@@ -70,8 +70,8 @@ def main() -> None:
         return apply_experts(x_te, route(x_te @ router, ROUTING, jnp.int32(1)), weights, SILU)
 
     @jax.jit
-    def dense(x_te: jax.Array, gate_up: product.PackedMatrix, down: product.PackedMatrix) -> jax.Array:
-        kernel = product.loaded()
+    def dense(x_te: jax.Array, gate_up: matmul.PackedMatrix, down: matmul.PackedMatrix) -> jax.Array:
+        kernel = matmul.loaded()
         return kernel.multiply(kernel.multiply(x_te, gate_up, jnp.int32(1)), down, jnp.int32(1))
 
     size = 3 * num_experts * WIDTH * INNER * 4 / 2**20

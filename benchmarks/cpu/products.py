@@ -1,4 +1,4 @@
-"""Products with quantised matrices on CPUs beside the same with bfloat16: the C++ kernel, on one core.
+"""Products with quantized matrices on CPUs beside the same with bfloat16: the C++ kernel, on one core.
 
 As many copies of a matrix as exceed the caches are multiplied one after the other in one program, as the layers of a
 model are. The formats take turns, A B C A B C, and the median of the turns counts, in processor's time: what a row of
@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import save
-from jpaged.kernels.product import PackedMatrix, ProductKernel, kernel
-from jpaged.kernels.product.quantised import MatrixFormat, quantise
+from jpaged.kernels.matmul import PackedMatrix, ProductKernel, kernel
+from jpaged.kernels.matmul.quantized import MatrixFormat, quantize
 
 NUM_TURNS = 9
 LEAST_TURN_S = 0.02
@@ -94,7 +94,7 @@ def measure(shape: str, rows: list[int], formats: list[str], run: ProductKernel)
     names = [BF16, *formats]
     matrices = {}
     for name in names:
-        leaf = jnp.asarray(weights) if name == BF16 else quantise(weights, FORMATS[name])
+        leaf = jnp.asarray(weights) if name == BF16 else quantize(weights, FORMATS[name])
         matrices[name] = [packer.pack(leaf) for _ in range(num_copies)]
     points = []
     for num_rows in rows:
@@ -111,7 +111,7 @@ def measure(shape: str, rows: list[int], formats: list[str], run: ProductKernel)
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.cpu.products", description="Quantised products on one core."
+        prog="python -m benchmarks.cpu.products", description="Quantized products on one core."
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 128])
     parser.add_argument("--shapes", nargs="+", default=["2048x2560", "2048x11264", "5632x2048"], help="KxN")

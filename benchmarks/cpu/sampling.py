@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.record import save
 from jpaged.device.model_runner import unpack_rows
-from jpaged.device.sampling import Vocabulary, sample
+from jpaged.device.sampling import SamplingVocabulary, sample
 from jpaged.engine.executor import Detail, SamplingInputs
 from jpaged.kernels.sampling import RowSampling
 from jpaged.kernels.sampling.cpu.sampling import CpuSampling, kernel
@@ -72,7 +72,7 @@ class Point:
 @functools.partial(jax.jit, static_argnames=("detail", "kernel"))
 def run(logits_rv: jax.Array, words: jax.Array, detail: Detail, kernel: CpuSampling | None) -> list[Any]:
     how = RowSampling(**unpack_rows(words))
-    return jax.tree.leaves(sample(logits_rv, how, Vocabulary(logits_rv.shape[1]), detail, kernel))
+    return jax.tree.leaves(sample(logits_rv, how, SamplingVocabulary(logits_rv.shape[1]), detail, kernel))
 
 
 def seconds(call: Callable[[], object]) -> float:

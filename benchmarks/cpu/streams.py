@@ -1,6 +1,6 @@
 """Tokens a second of one stream on one core, with weights of bfloat16 and of fewer bits, in turns.
 
-The model has random weights, in a checkpoint that is quantised while it is loaded, once for each kind; all of them stay
+The model has random weights, in a checkpoint that is quantized while it is loaded, once for each kind; all of them stay
 in memory. A turn decodes a few and many tokens with each, A B C A B C; the difference is what decoding takes, and the
 median of the turns counts, in processor's time: on one core nothing else passes. The output matrix is of bfloat16 in
 all of them, so that a large vocabulary has its part in every token.

@@ -18,7 +18,7 @@ from jpaged.checkpoints.names import model_leaves
 from jpaged.checkpoints.tensor_files import SINGLE_FILE
 from jpaged.models.config import ModelConfig
 from jpaged.models.hf_config import to_hf
-from jpaged.models.layer_kinds import stacks_of
+from jpaged.models.layer_kinds import get_stacks
 from jpaged.models.layers import Params
 from jpaged.models.param_specs import Leaf
 from jpaged.models.sharding import padded_axis
@@ -37,7 +37,7 @@ def save_params(params: Params, config: ModelConfig, folder: Path, *, num_parts:
     tensors: dict[str, np.ndarray] = {}
     for leaf in leaves.outer:
         tensors |= _tensors(leaf, _find(params, leaf), num_parts)
-    stacks = {} if isinstance(layers, list) else stacks_of(config.layer_kinds)
+    stacks = {} if isinstance(layers, list) else get_stacks(config.layer_kinds)
     places = {index: (name, place) for name, stacked in stacks.items() for place, index in enumerate(stacked)}
     for index, layer in enumerate(leaves.layers):
         for leaf in layer:

@@ -5,7 +5,7 @@
 
 One process for each tree; they take turns, A B B A, and the medians of the turns count, in processor's time, which a
 busy machine changes little. The ratio is the median of those of each turn. `1 step` decodes a step at a time, as
-batches with an edited row do; `several` as many in a dispatch as a server takes by itself.
+batches with an edited row do; `open_batch_call` as many in a dispatch as a server takes by itself.
 """
 
 from __future__ import annotations

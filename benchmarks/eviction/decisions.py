@@ -12,10 +12,10 @@ import random
 import time
 from dataclasses import dataclass
 
-from jpaged.engine.kv.blocks import BlockPool, BlockTable
-from jpaged.engine.kv.eviction.free_list import Entry, RankedFreeList
-from jpaged.engine.kv.eviction.policies import Eviction
-from jpaged.engine.kv.eviction.worth import BlockCosts
+from jpaged.engine.kv_cache.blocks import BlockPool, BlockTable
+from jpaged.engine.kv_cache.eviction.cost_aware import BlockCosts
+from jpaged.engine.kv_cache.eviction.free_list import CachedBlock, RankedFreeList
+from jpaged.engine.kv_cache.eviction.policies import Eviction
 
 _CHAIN = 8
 _NUM_ROUNDS = 3
@@ -73,7 +73,7 @@ class _Turns:
             table.extend([block_id])
             self._keys[block_id], self._blocks[keys[place]] = keys[place], block_id
             if self._ranked is not None:
-                self._ranked.enter(block_id, Entry(keys[place], keys[place - 1] if place else None, place, b""))
+                self._ranked.enter(block_id, CachedBlock(keys[place], keys[place - 1] if place else None, place, b""))
         self._pool.release(table)
         return _CHAIN - len(known)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.eviction.traces import BLOCK_SIZE
-from jpaged.assemble import build
+from jpaged.build import build
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Executor
-from jpaged.engine.kv.eviction.worth import BlockCosts
+from jpaged.engine.kv_cache.eviction.cost_aware import BlockCosts
 
 
 def measured_costs(model: str) -> BlockCosts:

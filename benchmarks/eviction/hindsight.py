@@ -27,16 +27,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.eviction.traces import BLOCK_SIZE, Coming
-from jpaged.engine.kv.blocks import block_key, root_key
-from jpaged.engine.kv.eviction.free_list import Entry, EvictionPolicy, Key
+from jpaged.engine.kv_cache.blocks import block_key, root_block_hash
+from jpaged.engine.kv_cache.eviction.free_list import BlockHash, CachedBlock, EvictionPolicy
 
 _NEVER = 1 << 60
 
 
-def chain(request: Coming) -> list[Key]:
+def chain(request: Coming) -> list[BlockHash]:
     """The keys of all blocks that a request fills, its answer's too."""
     token_ids = request.prompt_token_ids + (0,) * (request.output_tokens - 1)
-    keys, parent = [], root_key("", request.tenant)
+    keys, parent = [], root_block_hash("", request.tenant)
     for end in range(BLOCK_SIZE, len(token_ids) + 1, BLOCK_SIZE):
         parent = block_key(parent, token_ids[end - BLOCK_SIZE : end])
         keys.append(parent)
@@ -52,12 +52,12 @@ class Foreknowledge:
 
     def __init__(self, trace: Sequence[Coming], num_admitted: Callable[[], int]) -> None:
         self._num_admitted = num_admitted
-        self._uses: dict[Key, list[int]] = defaultdict(list)  # the next is the last
+        self._uses: dict[BlockHash, list[int]] = defaultdict(list)  # the next is the last
         for index in range(len(trace) - 1, -1, -1):
             for key in chain(trace[index])[: trace[index].num_matchable_blocks]:
                 self._uses[key].append(index)
 
-    def next_use(self, key: Key) -> int:
+    def next_use(self, key: BlockHash) -> int:
         uses, now = self._uses[key], self._num_admitted()
         while uses and uses[-1] < now:
             uses.pop()
@@ -68,29 +68,29 @@ class Foreknowledge:
 
 
 class _Furthest:
-    """Implements `jpaged.engine.kv.eviction.free_list.EvictionPolicy`."""
+    """Implements `jpaged.engine.kv_cache.eviction.free_list.EvictionPolicy`."""
 
     def __init__(self, knowledge: Foreknowledge) -> None:
         self._knowledge = knowledge
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, CachedBlock] = {}
         self._free: dict[int, tuple[int, int]] = {}
         self._heap: list[tuple[tuple[int, int], int]] = []
 
-    def enter(self, place: int, entry: Entry) -> None:
+    def on_insert(self, place: int, entry: CachedBlock) -> None:
         self._entries[place] = entry
 
-    def found(self, places: Sequence[int]) -> None:
+    def on_hit(self, places: Sequence[int]) -> None:
         """What is found was known to be."""
 
     def times_seen(self, place: int) -> int:
         return self._entries[place].times_seen
 
-    def freed(self, place: int) -> None:
+    def on_free(self, place: int) -> None:
         entry = self._entries[place]
         self._free[place] = rank = -self._knowledge.next_use(entry.key), -entry.index
         heapq.heappush(self._heap, (rank, place))
 
-    def taken(self, place: int) -> None:
+    def on_acquire(self, place: int) -> None:
         del self._free[place]
 
     def victim(self) -> int:
@@ -101,12 +101,12 @@ class _Furthest:
             del self._free[place]
             if -rank[0] == self._knowledge.next_use(self._entries[place].key):
                 return place
-            self.freed(place)  # its time came while nobody could use it
+            self.on_free(place)  # its time came while nobody could use it
 
-    def left(self, place: int, *, is_evicted: bool) -> Entry:
+    def on_remove(self, place: int, *, is_evicted: bool) -> CachedBlock:
         return self._entries.pop(place)
 
-    def choices(self) -> set[int]:
+    def candidates(self) -> set[int]:
         return set(self._free)
 
 
@@ -159,7 +159,7 @@ def bound(trace: Sequence[Coming], num_blocks: int, value: Callable[[int], float
 
 
 def _segments(trace: Sequence[Coming], value: Callable[[int], float]) -> Iterator[_Segment]:
-    last_use: dict[Key, int] = {}
+    last_use: dict[BlockHash, int] = {}
     for now, request in enumerate(trace):
         keys = chain(request)
         segment: _Segment | None = None

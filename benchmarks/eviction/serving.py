@@ -16,8 +16,8 @@ from benchmarks.eviction.hindsight import Foreknowledge
 from benchmarks.eviction.traces import BLOCK_SIZE, MAX_LEN, Coming
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
-from jpaged.engine.kv.eviction.policies import MAKERS
-from jpaged.engine.kv.eviction.worth import BlockCosts
+from jpaged.engine.kv_cache.eviction.cost_aware import BlockCosts
+from jpaged.engine.kv_cache.eviction.policies import EVICTION_POLICIES
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.hardware import HARDWARE
 from jpaged.plan.simulator.deployment import MODELS, deploy
@@ -80,7 +80,7 @@ class _Run:
         self._num_submitted = 0
         self._first_token_s: dict[int, float] = {}
         self._cached_tokens: dict[int, int] = {}
-        with patch.dict(MAKERS, {HINDSIGHT: lambda *of_memory: Foreknowledge(trace, num_admitted).policy()}):
+        with patch.dict(EVICTION_POLICIES, {HINDSIGHT: lambda *of_memory: Foreknowledge(trace, num_admitted).policy()}):
             self._engine = Engine(
                 executor,
                 NoTokenizer(MODELS[MODEL].config.vocab_size),

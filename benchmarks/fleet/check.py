@@ -33,10 +33,10 @@ from benchmarks.fleet.times import DrawnTimes, MeasuredTimes
 from jpaged.client import AsyncClient
 from jpaged.hardware import HARDWARE
 from jpaged.plan.compilation import find_config
-from jpaged.plan.fleet.day import Day, Lengths, draw_sessions
-from jpaged.plan.fleet.fleet import Fleet, FleetOptions
+from jpaged.plan.fleet.day import Day, TurnLengths, draw_sessions
+from jpaged.plan.fleet.fleet import FleetOptions, SimulatedFleet
 from jpaged.plan.fleet.outcomes import Outcome, itl_s, ttft_s
-from jpaged.plan.fleet.replica import Pool
+from jpaged.plan.fleet.replica import ReplicaPool
 from jpaged.plan.fleet.routing import Rule
 from jpaged.plan.fleet.topology import PoolKind, Serving
 from jpaged.plan.simulator.deployment import SimulatedModel, deploy
@@ -55,9 +55,9 @@ def day_of(seconds: float, rate_per_s: float) -> Day:
         max_model_len=MAX_MODEL_LEN,
         swing=0.3,
         num_tenants=12,
-        system=Lengths(160.0, 0.4),
-        said=Lengths(48.0, 0.7),
-        answered=Lengths(48.0, 0.5),
+        system=TurnLengths(160.0, 0.4),
+        said=TurnLengths(48.0, 0.7),
+        answered=TurnLengths(48.0, 0.5),
         mean_turns=2.5,
         mean_thinking_s=1.5,
         min_thinking_s=0.3,
@@ -122,7 +122,7 @@ def simulated(num_replicas: int, num_cpus: int, day: Day, rule: Rule, seed: int,
     options = FleetOptions(rule, seed=seed, window_s=WINDOW_S, replays=False)
     processors = Processors(num_replicas, num_cpus, WINDOW_S)
     pools = [
-        Pool(
+        ReplicaPool(
             dataclasses.replace(
                 deployment, drawn=functools.partial(DrawnTimes, times, 1000 * seed + place, processors, place)
             ),
@@ -130,7 +130,9 @@ def simulated(num_replicas: int, num_cpus: int, day: Day, rule: Rule, seed: int,
         )
         for place in range(num_replicas)
     ]
-    return Fleet(pools, [kind] * num_replicas, range(num_replicas), day, draw_sessions(day, seed), options).run()
+    return SimulatedFleet(
+        pools, [kind] * num_replicas, range(num_replicas), day, draw_sessions(day, seed), options
+    ).run()
 
 
 def _numbers_of_run(run: Run) -> dict[str, float]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from jpaged.client import AsyncClient
 from jpaged.client.convert import GenerateChunk
-from jpaged.plan.fleet.day import Attempt, Day, Session, prompt_of
-from jpaged.plan.fleet.routing import Router, Rule
+from jpaged.plan.fleet.day import Attempt, Day, Session, get_prompt
+from jpaged.plan.fleet.routing import FleetRouter, Rule
 from jpaged.types import SamplingParams
 
 
@@ -58,7 +58,7 @@ class Driver:
     def __init__(self, clients: Sequence[AsyncClient], rule: Rule, day: Day, seed: int) -> None:
         self._clients = clients
         self._day = day
-        self._router = Router(rule, len(clients), seed)
+        self._router = FleetRouter(rule, len(clients), seed)
         for place in range(len(clients)):
             self._router.begin(place)
         self._router.use(range(len(clients)))
@@ -96,7 +96,7 @@ class Driver:
             sampling = SamplingParams(
                 max_tokens=session.answered[turn], ignore_eos=True, temperature=0.0, cache_salt=self._salt
             )
-            stream = self._clients[place].generate(prompt_token_ids=prompt_of(attempt), sampling=sampling)
+            stream = self._clients[place].generate(prompt_token_ids=get_prompt(attempt), sampling=sampling)
             chunks = [chunk async for chunk in stream]
         finally:
             self._router.ended(place)

@@ -13,8 +13,8 @@ import numpy as np
 from benchmarks.paper.batches import Pool, batch_size, region_tokens
 from jpaged.config import EngineConfig
 from jpaged.hardware import HARDWARE
-from jpaged.plan.simulator.deployment import MODELS, Deployment, deploy
-from jpaged.plan.simulator.simulation import FILLING_SHARE, Served, Simulation, mean, requests_per_s, simulate
+from jpaged.plan.simulator.deployment import MODELS, SimulatedDeployment, deploy
+from jpaged.plan.simulator.simulation import FILLING_SHARE, SimulatedTimes, Simulation, mean, requests_per_s, simulate
 from jpaged.plan.simulator.trace import WORKLOADS, TraceRequest, arrivals, draw_lengths, synthesize
 
 SEEDS = (0, 1, 2)
@@ -171,13 +171,13 @@ def sustained_requests_per_s(result: Simulation) -> float:
     return requests_per_s(result.steps, result.window, len(result.served))
 
 
-def steady_latency_s(served: Sequence[Served]) -> float:
+def steady_latency_s(served: Sequence[SimulatedTimes]) -> float:
     """Mean normalized latency of the requests that arrived neither among the first nor among the last."""
     first, end = int(FILLING_SHARE * len(served)), math.ceil((1 - _DRAINING_SHARE) * len(served))
     return float(np.mean([one.normalized_latency_s for one in served[first:end]]))
 
 
-def in_batch(result: Simulation, tokens: Callable[[Served], int]) -> float:
+def in_batch(result: Simulation, tokens: Callable[[SimulatedTimes], int]) -> float:
     """Some number of tokens of every request in a batch, added up: its mean over the window."""
     begins_s = [step.begin_s for step in result.steps]
     window, total = result.window, 0.0
@@ -189,7 +189,7 @@ def in_batch(result: Simulation, tokens: Callable[[Served], int]) -> float:
     return total / window.seconds
 
 
-def _pool_shares(result: Simulation, deployment: Deployment, kv_policy: str) -> PoolShares:
+def _pool_shares(result: Simulation, deployment: SimulatedDeployment, kv_policy: str) -> PoolShares:
     num_slots = deployment.num_blocks * deployment.block_size
     tokens = mean(result.steady_steps, lambda step: step.seen.kv_tokens)
     if kv_policy == "paged":
@@ -207,7 +207,7 @@ def _options(point: Point) -> EngineConfig:
 
 
 @cache
-def _deployment(point: Point) -> Deployment:
+def _deployment(point: Point) -> SimulatedDeployment:
     model = MODELS[point.model]
     hardware = HARDWARE[model.paper_hardware]
     deployment = deploy(model, hardware, num_kv_slots=point.num_kv_slots, block_size=point.block_size)

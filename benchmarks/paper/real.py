@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.paper.table import Table
 from benchmarks.record import machine
-from jpaged.assemble import build
+from jpaged.build import build
 from jpaged.config import EngineConfig
 from jpaged.errors import InternalError
 from jpaged.service.input_processor import InputProcessor

@@ -2,7 +2,7 @@
 
     python -m benchmarks.peers.fewer_bits [--turns 5]
 
-jpaged reads the checkpoint as it is, quantises it while loading (int8: a scale a column; int4: one for 128 numbers),
+jpaged reads the checkpoint as it is, quantizes it while loading (int8: a scale a column; int4: one for 128 numbers),
 and reads llama.cpp's files. llama.cpp reads its own files alone, which its llama-quantize makes of the checkpoint:
 Q8_0 has a float16 scale for each 32 numbers; so has Q4_0, whose embedding is Q6_K. The engines take turns, A B C A B
 C. What counts is the median of processor time: each has a core and nothing else to do on it. The table comes into
@@ -52,7 +52,7 @@ def every_weights() -> list[Weights]:
     """Returns what is measured, the engines beside each other, the model's own type first."""
     ours, theirs = PEERS[OURS], PEERS[THEIRS]
 
-    def quantised(bits: int, kind: str) -> Weights:
+    def quantized(bits: int, kind: str) -> Weights:
         return Weights(bits, kind, replace(ours, name=f"{OURS}-{kind}", options={**ours.options, "quantization": kind}))
 
     def of_file(bits: int, peer: Peer, kind: str) -> Weights:
@@ -61,8 +61,8 @@ def every_weights() -> list[Weights]:
     return [
         Weights(16, "bfloat16", ours),
         Weights(16, "bfloat16", theirs),
-        *(quantised(8, "int8"), of_file(8, ours, "Q8_0"), of_file(8, theirs, "Q8_0")),
-        *(quantised(4, "int4"), of_file(4, ours, "Q4_0"), of_file(4, theirs, "Q4_0")),
+        *(quantized(8, "int8"), of_file(8, ours, "Q8_0"), of_file(8, theirs, "Q8_0")),
+        *(quantized(4, "int4"), of_file(4, ours, "Q4_0"), of_file(4, theirs, "Q4_0")),
     ]
 
 

@@ -18,10 +18,10 @@ from benchmarks.demo_model.data import Batch, Lesson, batch
 from benchmarks.demo_model.train import TrainSettings, cross_entropy
 from benchmarks.quantisation.theirs import Transformers, is_there
 from jpaged.checkpoints.hub import read_config
-from jpaged.checkpoints.quantised.quantizer import quantised_here
+from jpaged.checkpoints.quantized.quantizer import quantized_here
 from jpaged.checkpoints.weights import load_params
 from jpaged.demo import FOLDER
-from jpaged.kernels.product.quantised import QuantisedMatrix, dequantise
+from jpaged.kernels.matmul.quantized import QuantizedMatrix, dequantize
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.tokens import TokenBatch
@@ -33,14 +33,14 @@ class Quality:
 
     Attributes:
         perplexity: of the model as it is served.
-        dequantised_perplexity: of the same with its weights in the model's own type.
+        dequantized_perplexity: of the same with its weights in the model's own type.
         logit_error: the root mean square of the difference of their logits, as a share of that of the logits.
-        their_perplexity: of transformers with the dequantised weights; None without torch.
+        their_perplexity: of transformers with the dequantized weights; None without torch.
         their_logit_error: of the model as it is served, against the logits of transformers.
     """
 
     perplexity: float
-    dequantised_perplexity: float
+    dequantized_perplexity: float
     logit_error: float
     their_perplexity: float | None = None
     their_logit_error: float | None = None
@@ -74,19 +74,19 @@ class _Sums:
 def measure(asked: str, dtype: np.dtype, batches: Sequence[Batch]) -> Quality:
     """The packaged model, rounded as `--quantization` says: auto is not at all."""
     plain = read_config(FOLDER)
-    model = Model(quantised_here(plain, asked), dtype)
+    model = Model(quantized_here(plain, asked), dtype)
     params = load_params(model, FOLDER, "loop")
     reference, weights = Model(plain, dtype), _weights(params)
     theirs = Transformers(weights, plain) if is_there() else None
-    served, dequantised, others = _Sums(), _Sums(), _Sums()
+    served, dequantized, others = _Sums(), _Sums(), _Sums()
     for rows in batches:
         got, want = (_logits(m, p, rows) for m, p in ((model, params), (reference, weights)))
         served.add(rows, got, got)
-        dequantised.add(rows, got, want)
+        dequantized.add(rows, got, want)
         if theirs is not None:
             others.add(rows, got, jnp.asarray(theirs.logits(rows)))
     count = sum(float((rows.weights > 0).sum()) for rows in batches)
-    quality = Quality(math.exp(served.losses / count), math.exp(dequantised.losses / count), dequantised.error)
+    quality = Quality(math.exp(served.losses / count), math.exp(dequantized.losses / count), dequantized.error)
     if theirs is None:
         return quality
     return dataclasses.replace(
@@ -95,12 +95,12 @@ def measure(asked: str, dtype: np.dtype, batches: Sequence[Batch]) -> Quality:
 
 
 def _weights(params: Params) -> Params:
-    """The parameters with weights in place of quantised matrices."""
+    """The parameters with weights in place of quantized matrices."""
 
     def of(leaf: object) -> object:
-        return dequantise(leaf) if isinstance(leaf, QuantisedMatrix) else leaf
+        return dequantize(leaf) if isinstance(leaf, QuantizedMatrix) else leaf
 
-    weights: Params = jax.tree.map(of, params, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
+    weights: Params = jax.tree.map(of, params, is_leaf=lambda leaf: isinstance(leaf, QuantizedMatrix))
     return weights
 
 

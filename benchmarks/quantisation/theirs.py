@@ -20,8 +20,8 @@ class Transformers:
     """A model of transformers in float32. Needs torch: `make torch`.
 
     Args:
-        weights: no matrix of them is quantised.
-        config: as published, without quantisation.
+        weights: no matrix of them is quantized.
+        config: as published, without quantization.
     """
 
     def __init__(self, weights: Params, config: ModelConfig) -> None:

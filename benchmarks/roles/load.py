@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jpaged.bench.load_generator import Arrivals
+from jpaged.bench.load_generator import ArrivalProcess
 from jpaged.client import AsyncClient
 from jpaged.types import SamplingParams
 
@@ -66,7 +66,7 @@ async def drive(targets: Sequence[str], shape: Shape, rate: float, count: int, s
     No two loads share prompts, or the prefix cache would answer for the model.
     """
     rng = np.random.default_rng([seed, round(rate * 1e6), count, shape.prompt_len, shape.output_len])
-    arrivals = Arrivals(rate).times_s(count, rng)
+    arrivals = ArrivalProcess(rate).times_s(count, rng)
     prompts = rng.integers(_FIRST_ID, _FIRST_ID + _NUM_IDS, (count, shape.prompt_len)).tolist()
     sampling = SamplingParams(max_tokens=shape.output_len, temperature=0.0, ignore_eos=True)
     clients = [AsyncClient(target, resuming=None) for target in targets]

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import machine, save
-from jpaged.assemble import build
+from jpaged.build import build
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Executor

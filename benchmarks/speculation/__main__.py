@@ -21,8 +21,8 @@ from benchmarks.record import save
 from benchmarks.speculation.replay import Replayed, replay
 from benchmarks.speculation.streams import Stream, code_edits, stories
 from jpaged.config import SpeculativeOptions
-from jpaged.engine.speculation.methods import make_proposer
-from jpaged.engine.speculation.proposer import Proposer
+from jpaged.engine.speculative.methods import make_proposer
+from jpaged.engine.speculative.proposer import Proposer
 
 _METHODS: dict[str, dict[str, object]] = {
     "ngram 2-4": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4},

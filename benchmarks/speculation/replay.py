@@ -10,8 +10,8 @@ from itertools import count
 import numpy as np
 
 from benchmarks.speculation.streams import Stream
-from jpaged.engine.speculation.drafts import verify
-from jpaged.engine.speculation.proposer import Proposer
+from jpaged.engine.speculative.drafts import verify
+from jpaged.engine.speculative.proposer import Proposer
 
 _KEYS = count()
 _NEVER_ENDS: frozenset[int] = frozenset()

@@ -21,9 +21,9 @@ _EDITS = {
     "executor.py": {"num_tokens": "token_count"},
     "sequence.py": {"sequence": "chain", "Sequence": "Chain"},
     "stats.py": {"snapshot": "picture"},
-    "loop.py": {"handle": "ticket"},
-    "kv/blocks.py": {"block_ids": "ids_of_blocks"},
-    "kv/paged.py": {"table": "list_of_blocks"},
+    "core.py": {"handle": "ticket"},
+    "kv_cache/blocks.py": {"block_ids": "ids_of_blocks"},
+    "kv_cache/paged.py": {"table": "list_of_blocks"},
 }
 """Files of the engine, and names that an edit of each changes."""
 

@@ -1,7 +1,7 @@
 """When jumps pay: the share of rows without a choice from which single steps with jumps beat several steps without.
 
     schemas   with more and more that is forced
-    share     at which the engine goes over to single steps, see `engine/scheduling/lookahead.py`; at 2 it never does
+    share     at which the engine goes over to single steps, see `engine/scheduler/multi_step.py`; at 2 it never does
 
 Rounds run all shares one after another, with seeds of their own; times are medians over rounds.
 
@@ -20,7 +20,7 @@ from unittest import mock
 from benchmarks.record import save
 from benchmarks.structured.libraries import versions
 from benchmarks.structured.throughput import CASES, NUM_ROWS, Run, params_of, prompts_of, run
-from jpaged.engine.scheduling import lookahead
+from jpaged.engine.scheduler import multi_step
 from jpaged.llm import LLM
 
 _SHARES = (0.125, 0.25, 0.5, 2.0)
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _jumping_from(share: float) -> LLM:
-    with mock.patch.object(lookahead, "_JUMPING_SHARE_OF_FED", share):
+    with mock.patch.object(multi_step, "_JUMPING_SHARE_OF_FED", share):
         return LLM("demo", max_num_seqs=NUM_ROWS)
 
 

@@ -11,15 +11,15 @@ from unittest import mock
 
 from jpaged.device.executor import JaxExecutor
 from jpaged.engine import runners
-from jpaged.engine.results import Intake
-from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.results import ResultProcessor
+from jpaged.engine.scheduler.scheduler import Scheduler
 
 _PHASES: dict[str, tuple[tuple[Any, str], ...]] = {
     "decide": ((Scheduler, "schedule"), (runners, "build_step_inputs"), (runners, "build_sampling_inputs")),
     "start programs": tuple((JaxExecutor, verb) for verb in ("forward", "sample", "decode")),
     "collect": ((JaxExecutor, "collect"),),
-    "process tokens": ((Intake, "take_step"),),
-    "make masks": ((Intake, "narrow"),),
+    "process tokens": ((ResultProcessor, "take_step"),),
+    "make masks": ((ResultProcessor, "narrow"),),
 }
 """What is timed of the engine's thread; none of them calls another."""
 REST, OTHERS = "rest of the thread", "device and masks"

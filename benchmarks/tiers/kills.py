@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.record import put_on_page, save
 from benchmarks.soak.servers import Child
-from jpaged.client import AsyncClient, Resuming
+from jpaged.client import AsyncClient, ResumePolicy
 from jpaged.errors import Unavailable
 from jpaged.types import SamplingParams
 
@@ -33,7 +33,7 @@ _SIZES = (
     *("--max-messages-per-second", "100000"),
 )
 _DISK = ("--swap-space", "0.01", "--kv-disk-space", "0.004", "--kv-disk-dir")
-_RESUMING = Resuming(within_s=600.0, max_times=1000)
+_RESUMING = ResumePolicy(within_s=600.0, max_times=1000)
 """Streams go on however often their server is killed in a row."""
 _IN_START = 0.5
 _PAUSE_S, _AFTER_LOOK_S, _LONGEST_S = 0.01, 0.05, 300.0

@@ -22,11 +22,11 @@ from benchmarks.tpu_cycles.program import Program, UnreadableProgram, read
 from benchmarks.tpu_programs import library
 from jpaged.device import sampling
 from jpaged.device.aot.topology import compile_only_devices, compiler_environment, find_topology
-from jpaged.device.sampling import Vocabulary
+from jpaged.device.sampling import SamplingVocabulary
 from jpaged.engine.executor import BANNED_WIDTH, Detail
-from jpaged.kernels.sampling import RowSampling, Sampled
+from jpaged.kernels.sampling import RowSampling, SampledTokens
 from jpaged.kernels.sampling.tpu import kernel
-from jpaged.kernels.sampling.tpu.sampling import TpuSampling, plan_of
+from jpaged.kernels.sampling.tpu.sampling import TpuSampling, choose_plan
 
 TOPOLOGIES = {"v5e": "v5e:1x1", "v6e": "v6e:1x1", "v5p": "v5p:1x1x1", "tpu7x": "tpu7x:1x1x1"}
 KINDS = {
@@ -129,8 +129,8 @@ def compile_here(generation: str, num_rows: int, vocab_size: int, detail: Detail
         banned_token_ids_rx=array((num_rows, BANNED_WIDTH)),
     )
 
-    def sample(logits_rv: jax.Array, how: RowSampling) -> Sampled:
-        return sampling.sample(logits_rv, how, Vocabulary(vocab_size), detail, TpuSampling())
+    def sample(logits_rv: jax.Array, how: RowSampling) -> SampledTokens:
+        return sampling.sample(logits_rv, how, SamplingVocabulary(vocab_size), detail, TpuSampling())
 
     whole = PartitionSpec()
     sharded = jax.shard_map(sample, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
@@ -179,7 +179,7 @@ def num_passes(vocab_size: int, top_k: int | None, top_p: float | None, seed: in
 def cycles(loops: Loops, kind: str, num_rows: int, vocab_size: int) -> int:
     """Cycles of all groups."""
     is_sampled, top_k, top_p = KINDS[kind]
-    plan = plan_of(vocab_size, has_logprobs=False)
+    plan = choose_plan(vocab_size, has_logprobs=False)
     if isinstance(plan, str):
         raise ValueError(plan)
     counted, shared = num_passes(vocab_size, top_k, top_p)

@@ -148,10 +148,10 @@ class JpagedReplica:
     """One engine. Method names are those of the RPCs: that is how Ray's proxy finds them."""
 
     def __init__(self, settings: Settings) -> None:
-        from jpaged import assemble  # imports jax, which the process that deploys does not need
+        from jpaged import build as build_module  # imports jax, which the process that deploys does not need
 
         config = settings.config()
-        serving = assemble.build(config)
+        serving = build_module.build(config)
         self._replica = Replica(serving)
         if config.server.pin_prefix is not None:
             text = Path(config.server.pin_prefix).read_text(encoding="utf-8")

@@ -36,12 +36,12 @@ from ray import cloudpickle
 from jpaged.chat import ChatOptions
 from jpaged.client import convert
 from jpaged.client.channel import Backoff
-from jpaged.client.convert import Asker, embed_call, score_call
-from jpaged.client.failures import error_of
-from jpaged.completions import Evaluated
+from jpaged.client.convert import CallOptions, embed_call, score_call
+from jpaged.client.errors import build_error
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names
-from jpaged.errors import InternalError, InvalidArgument, JpagedError, QueueFull, sentence_of
+from jpaged.errors import InternalError, InvalidArgument, JpagedError, QueueFull, describe_error
 from jpaged.openai.lines import Answers, BadLine, Line, failure_line
+from jpaged.output_assembler import Evaluated
 from jpaged.server.replica import Refused, Replica
 from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 
@@ -62,9 +62,9 @@ class Local:
     """An engine of this process, with the methods of a client that lines need: a `Server`."""
 
     def __init__(self, engine: Mapping[str, Any]) -> None:
-        from jpaged import assemble  # imports jax, which the process that starts the run does not need
+        from jpaged import build as build_module  # imports jax, which the process that starts the run does not need
 
-        model = assemble.build(EngineConfig.load(dict(engine)))
+        model = build_module.build(EngineConfig.load(dict(engine)))
         self.model: ModelInfo = model.model
         self.num_rows = model.engine.geometry.max_num_seqs
         self._replica = Replica(model)
@@ -84,14 +84,14 @@ class Local:
         adapter: str = "",
     ) -> RequestOutput:
         """See `AsyncClient.complete`; it waits while the queue is full."""
-        what = convert.prompt_of(prompt, prompt_token_ids, messages, chat_options)
+        what = convert.get_prompt(prompt, prompt_token_ids, messages, chat_options)
 
         async def run() -> RequestOutput:
             request = convert.generate_request(what, sampling, request_id=None, model=None, whole=True, adapter=adapter)
             assembler = convert.Assembler(what, sampling)
             async with aclosing(self._replica.generate(request)) as answers:
                 async for answer in answers:
-                    assembler.add(convert.chunk_of(answer))
+                    assembler.add(convert.parse_chunk(answer))
             return assembler.output()
 
         return await _in_time(run)
@@ -106,7 +106,7 @@ class Local:
         priority: int = 0,
     ) -> Evaluated[Score]:
         """See `AsyncClient.score`; it waits while the queue is full."""
-        call = score_call(prompt, continuations, Asker(None, adapter, cache_salt, priority))
+        call = score_call(prompt, continuations, CallOptions(None, adapter, cache_salt, priority))
         return call.read(await _in_time(lambda: self._replica.score(call.request)))
 
     async def embed(
@@ -120,7 +120,7 @@ class Local:
         priority: int = 0,
     ) -> Evaluated[tuple[float, ...]]:
         """See `AsyncClient.embed`; it waits while the queue is full."""
-        asker = Asker(None, adapter, cache_salt, priority)
+        asker = CallOptions(None, adapter, cache_salt, priority)
         call = embed_call(inputs, asker, pooling=pooling, normalize=normalize)
         return call.read(await _in_time(lambda: self._replica.embed(call.request)))
 
@@ -133,7 +133,7 @@ class Local:
     ) -> tuple[int, ...]:
         """See `AsyncClient.tokenize`."""
         call = convert.tokenize_call(
-            convert.prompt_of(text, None, messages, chat_options), add_special_tokens=None, model=None
+            convert.get_prompt(text, None, messages, chat_options), add_special_tokens=None, model=None
         )
         with _translated():
             return call.read(await self._replica.tokenize(call.request))
@@ -167,7 +167,7 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except Refused as refusal:
-        raise error_of(refusal.code, refusal.details, refusal.trailing_metadata) from refusal
+        raise build_error(refusal.code, refusal.details, refusal.trailing_metadata) from refusal
 
 
 class Worker:
@@ -366,7 +366,7 @@ def main() -> int:
                 raise InvalidArgument(f"--{option}", f"{getattr(arguments, name)} is below the limit of 1")
         return run(arguments)
     except JpagedError as error:
-        print(f"batch.py: {sentence_of(error)}", file=sys.stderr)
+        print(f"batch.py: {describe_error(error)}", file=sys.stderr)
         return 2
 
 

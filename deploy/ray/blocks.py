@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from jpaged.client.parquet import COLUMNS, SUFFIX, row_line, rows_of
+from jpaged.client.parquet import COLUMNS, SUFFIX, get_rows, row_line
 from jpaged.client.results import PASSING, failure_in
 from jpaged.errors import InvalidArgument, JpagedError
 from jpaged.openai.lines import BadLine, Line, parse_line
@@ -135,7 +135,7 @@ def _texts(path: str) -> Iterator[_Entry]:
 
 def _rows(path: str) -> Iterator[_Entry]:
     begin, previous = 0, 0
-    for number, (group, row) in enumerate(rows_of(Path(path)), start=1):
+    for number, (group, row) in enumerate(get_rows(Path(path)), start=1):
         begin = begin if group == previous else 0
         content = repr(row).encode(errors="surrogatepass")
         yield _Entry(number, begin, begin + 1, group, content, row_line(number, row).custom_id)

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from jpaged import LLM, SamplingParams
 from jpaged.client.results import failure_in
-from jpaged.openai.lines import seed_of
+from jpaged.openai.lines import compute_seed
 
 ENGINE = {"model": "demo", "max_num_seqs": 4, "num_blocks": 256, "max_num_batched_tokens": 64}
 NUM_PROMPTS = 60
@@ -99,7 +99,7 @@ def generate_alone() -> dict[str, list[Any]]:
         SamplingParams(
             max_tokens=line["body"]["max_tokens"],
             temperature=line["body"]["temperature"],
-            seed=seed_of(line["custom_id"]),
+            seed=compute_seed(line["custom_id"]),
             ignore_eos=True,
         )
         for line in lines

@@ -15,15 +15,15 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from jpaged.route.methods import owner_of
-from jpaged.route.prefix_table import Beginning, Replicas, beginning_of
+from jpaged.route.methods import get_owner
+from jpaged.route.prefix_table import PromptPrefix, ReplicaPlacement, parse_prompt_prefix
 
 MAX_KEPT_KEYS = 8192
 """Calls that wait for a replica, and of which the beginnings are kept; of one more they are made again."""
 
 
 class PrefixRouter(RequestRouter):
-    """Ray's interface over `Replicas`."""
+    """Ray's interface over `ReplicaPlacement`."""
 
     def initialize_state(self, max_known_prefixes: int) -> None:
         """Ray calls it once, with `request_router_kwargs`.
@@ -31,8 +31,8 @@ class PrefixRouter(RequestRouter):
         Args:
             max_known_prefixes: hashes of beginnings that are kept, about 200 bytes each.
         """
-        self._known = Replicas(max_known_prefixes)
-        self._keys = OrderedDict[str, Beginning | None]()
+        self._known = ReplicaPlacement(max_known_prefixes)
+        self._keys = OrderedDict[str, PromptPrefix | None]()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Ray tells which there are."""
@@ -62,7 +62,7 @@ class PrefixRouter(RequestRouter):
         """It has ended; Ray says so of calls, too, that a replica had no room for."""
         self._known.ended(internal_request_id, replica_id.unique_id)
 
-    def _key(self, pending_request: PendingRequest) -> Beginning | None:
+    def _key(self, pending_request: PendingRequest) -> PromptPrefix | None:
         """A request's beginnings; a call waits here for as long as replicas are full, and is asked about again."""
         name = pending_request.metadata.internal_request_id
         if name not in self._keys:
@@ -72,13 +72,13 @@ class PrefixRouter(RequestRouter):
         return self._keys[name]
 
 
-def key_of(pending_request: PendingRequest) -> Beginning | None:
+def key_of(pending_request: PendingRequest) -> PromptPrefix | None:
     """The beginnings of the prompt of a call that came over gRPC; None where it has none."""
     metadata = pending_request.metadata
     if not metadata.is_grpc_request or not isinstance(pending_request.args[0], bytes):
         return None
     sent: Any = pickle.loads(pending_request.args[0])  # of the proxy's own making, in this process
     context = metadata.grpc_context
-    owner = b"" if context is None else owner_of(tuple(context.invocation_metadata()))
-    found = beginning_of(getattr(sent, "user_request_proto", None), owner)
-    return None if found is None else Beginning(found.chain)  # its tokens are for who hears what servers hold
+    owner = b"" if context is None else get_owner(tuple(context.invocation_metadata()))
+    found = parse_prompt_prefix(getattr(sent, "user_request_proto", None), owner)
+    return None if found is None else PromptPrefix(found.chain)  # its tokens are for who hears what servers hold

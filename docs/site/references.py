@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import Field
 from typing import Any
 
-from jpaged.cli.help import commands_of, help_about
+from jpaged.cli.help import get_commands, help_about
 from jpaged.cli.main import make_parser
-from jpaged.cli.options import default_and_limits, flag_of
+from jpaged.cli.options import default_and_limits, to_flag
 from jpaged.config import ENVIRONMENT, SECTIONS, iter_options, section_help
-from jpaged.load import PER_POSITION, SpeculationLoad, metrics_of
+from jpaged.server_load import PER_POSITION, SpeculationLoad, get_metrics
 from protos.generate import PROTOS
 from protos.lint import compile_protos
 from protos.reference import page_of, reference
@@ -54,7 +54,7 @@ def options() -> Iterator[str]:
         yield _table("option", "default, limits", "meaning")
         for _, mine, spec in iter_options():
             if mine == section:
-                yield f"| `{flag_of(spec.name)}` | {_cell(default_and_limits(spec))} | {_cell(_help(spec))} |"
+                yield f"| `{to_flag(spec.name)}` | {_cell(default_and_limits(spec))} | {_cell(_help(spec))} |"
         yield _END
     yield f"## Environment\n\n{_table('variable', 'meaning')}"
     for name, text in ENVIRONMENT.items():
@@ -88,9 +88,9 @@ def commands() -> Iterator[str]:
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = _COLUMNS
     try:
-        for name, parser in commands_of(make_parser()).items():
+        for name, parser in get_commands(make_parser()).items():
             yield from _command(f"jpaged {name}", parser)
-            for inner, nested in commands_of(parser).items():
+            for inner, nested in get_commands(parser).items():
                 yield from _command(f"jpaged {name} {inner}", nested)
     finally:
         os.environ.pop("COLUMNS")
@@ -115,7 +115,7 @@ def metrics(scraped: str) -> Iterator[str]:
     yield _table("metric", "kind", "meaning")
     kinds, helps = _headers(scraped, "# TYPE "), _headers(scraped, "# HELP ")
     told = {name: (kinds[name], text) for name, text in helps.items() if not name.endswith("_created")}
-    told |= {f"{one.name}_total": ("counter", one.help) for _, one in metrics_of("counter", SpeculationLoad)}
+    told |= {f"{one.name}_total": ("counter", one.help) for _, one in get_metrics("counter", SpeculationLoad)}
     told[f"{PER_POSITION.name}_total"] = ("counter", PER_POSITION.help)
     for name, (kind, text) in sorted(told.items()):
         yield f"| `{name}` | {kind} | {_cell(text)} |"

@@ -1,7 +1,8 @@
 """Authenticator of every port of one server: the context of each call, its permission, and its audit line.
 
-A port creates an `Entry` per call and sets it as the current one of the call's task (a context variable). Code below
-reads `current()`, so that it is never passed along and cannot be forgotten. Work that did not come by a port has none.
+A port creates an `CallContext` per call and sets it as the current one of the call's task (a context variable). Code
+below reads `current()`, so that it is never passed along and cannot be forgotten. Work that did not come by a port has
+none.
 
 One table, enforced by both ports, has the role that every HTTP route and every gRPC method requires. A route or a
 method that is missing there requires the role control, so that new ones are closed until listed. docs/access.md
@@ -29,15 +30,15 @@ from enum import Enum
 from typing import Any, Final
 
 from jpaged import json_text
-from jpaged.access.keys import Key, Keys, Limits, Role, read_keys
+from jpaged.access.keys import ApiKey, ApiKeys, Role, TenantLimits, read_keys
 from jpaged.access.quotas import Quotas
 from jpaged.access.tls import BackgroundLook, CertificateFiles, FileWatch, is_pipe
 from jpaged.config import AccessOptions
-from jpaged.errors import InvalidArgument, PermissionDenied, sentence_of
+from jpaged.errors import InvalidArgument, PermissionDenied, describe_error
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Entry:
+class CallContext:
     """Context of one call. The port creates it, the gate authenticates it, the service records usage in it.
 
     Attributes:
@@ -57,7 +58,7 @@ class Entry:
     method: str
     peer: str
     takes_control: bool = True
-    key: Key | None = None
+    key: ApiKey | None = None
     tenant: str = ""
     request_id: str = ""
     model: str = ""
@@ -69,7 +70,7 @@ class Entry:
     is_closed: bool = False
     began_s: float = field(default_factory=time.time)
 
-    def let_in(self, key: Key | None, tenant: str) -> None:
+    def authenticated(self, key: ApiKey | None, tenant: str) -> None:
         """Set the key and the tenant."""
         self.key, self.tenant = key, tenant
 
@@ -94,7 +95,7 @@ class Entry:
         """Record the error of the call or of a request; only the first counts."""
         self.error = self.error or name
 
-    def note_act(self, act: str) -> None:
+    def record_operation(self, act: str) -> None:
         """Record a control operation with its subject."""
         self.act = act
 
@@ -114,22 +115,22 @@ class Entry:
             raise PermissionDenied(f"{what} needs a key of the role {wanted}; the role of this key is {has}")
 
 
-_ENTRY: ContextVar[Entry | None] = ContextVar("jpaged-entry", default=None)
+_ENTRY: ContextVar[CallContext | None] = ContextVar("jpaged-entry", default=None)
 
 
-def current() -> Entry | None:
+def current() -> CallContext | None:
     """Return the current call; None for work that did not come by a port."""
     return _ENTRY.get()
 
 
-def enter(entry: Entry) -> None:
+def enter(entry: CallContext) -> None:
     """Set the current call of this task, and of tasks that it starts."""
     _ENTRY.set(entry)
 
 
-def background(key: Key | None, tenant: str) -> Entry:
+def background(key: ApiKey | None, tenant: str) -> CallContext:
     """Return a closed call for work that continues with the permissions of a key."""
-    entry = Entry(face="background", method="", peer="", key=key, tenant=tenant, takes_control=False)
+    entry = CallContext(face="background", method="", peer="", key=key, tenant=tenant, takes_control=False)
     entry.close()
     return entry
 
@@ -150,7 +151,7 @@ def note_act(act: str) -> None:
     """Record the control operation of the current call."""
     entry = _ENTRY.get()
     if entry is not None:
-        entry.note_act(act)
+        entry.record_operation(act)
 
 
 def require(role: Role, what: str) -> None:
@@ -199,7 +200,7 @@ class Permission:
                 return options.public_page
         return self.public is Public.ALWAYS
 
-    def check(self, entry: Entry | None, name: str) -> None:
+    def check(self, entry: CallContext | None, name: str) -> None:
         """Raise PermissionDenied unless the key and the port of a call suffice."""
         if entry is not None:
             entry.require(self.role, name, on_control_port=self.on_control_port)
@@ -362,7 +363,7 @@ class AuditLog:
         try:
             self._file = self._opened()
         except OSError as error:
-            raise InvalidArgument("audit_log", f"cannot be written: {sentence_of(error)}") from error
+            raise InvalidArgument("audit_log", f"cannot be written: {describe_error(error)}") from error
         self._waiting: queue.Queue[Line | None] = queue.Queue(_MAX_WAITING)
         self._writer = threading.Thread(target=self._write_all, name="jpaged-audit", daemon=True)
         self._writer.start()
@@ -404,7 +405,7 @@ class AuditLog:
             self._follow()
             self._append(b"\n" + content if self._is_cut else content)
         except OSError as error:
-            self._lose(len(lines), sentence_of(error))
+            self._lose(len(lines), describe_error(error))
             return
         self.num_written += len(lines)
         if self._is_failing:
@@ -445,9 +446,9 @@ RELOAD_INTERVAL_S = 1.0
 _MAX_TENANT_CHARS = 128
 
 
-def default_limits(options: AccessOptions) -> Limits:
+def default_limits(options: AccessOptions) -> TenantLimits:
     """Return the limits of tenants that the file of keys does not name."""
-    return Limits(
+    return TenantLimits(
         requests_per_minute=options.tenant_requests_per_minute,
         tokens_per_minute=options.tenant_tokens_per_minute,
         max_streams=options.tenant_max_streams,
@@ -456,7 +457,7 @@ def default_limits(options: AccessOptions) -> Limits:
     )
 
 
-class Gate:
+class Authenticator:
     """Keys and quotas of one server; keys are reloaded when they change. Bound to the server's event loop.
 
     Attributes:
@@ -468,9 +469,9 @@ class Gate:
         self.options = options
         self.certificates: CertificateFiles | None = None
         self._defaults = default_limits(options)
-        has_limits = options.api_keys is not None or self._defaults != Limits()
-        self.quotas = Quotas(self._limits_of) if has_limits else None
-        self._keys: Keys | None = None
+        has_limits = options.api_keys is not None or self._defaults != TenantLimits()
+        self.quotas = Quotas(self._get_limits) if has_limits else None
+        self._keys: ApiKeys | None = None
         self._watch: FileWatch | None = None
         self._audit: AuditLog | None = None
         self._is_due = asyncio.Event()
@@ -490,10 +491,10 @@ class Gate:
             self._watch = FileWatch([self.options.api_keys])
             self._keys = read_keys(self.options.api_keys)
 
-    def _limits_of(self, tenant: str) -> Limits:
-        return self._defaults if self._keys is None else self._keys.limits_of(tenant).over(self._defaults)
+    def _get_limits(self, tenant: str) -> TenantLimits:
+        return self._defaults if self._keys is None else self._keys.get_limits(tenant).over(self._defaults)
 
-    def open(self, entry: Entry, authorization: Sequence[str], tenants: Sequence[str]) -> None:
+    def open(self, entry: CallContext, authorization: Sequence[str], tenants: Sequence[str]) -> None:
         """Authenticate a call by its headers `authorization` and `x-jpaged-tenant`.
 
         Raises:
@@ -502,15 +503,15 @@ class Gate:
         """
         if self._keys is None:
             # The frontend validates the tenant's name, with errors in its protocol's terms.
-            entry.let_in(None, tenants[0][:_MAX_TENANT_CHARS] if len(tenants) == 1 else "")
+            entry.authenticated(None, tenants[0][:_MAX_TENANT_CHARS] if len(tenants) == 1 else "")
             return
-        key = self._keys.key_of(list(authorization))
-        entry.let_in(key, key.tenant)
+        key = self._keys.get_key(list(authorization))
+        entry.authenticated(key, key.tenant)
         for named in tenants:
             if named != key.tenant:
                 raise PermissionDenied(f"x-jpaged-tenant: {named[:_MAX_TENANT_CHARS]!r} is not the tenant of this key")
 
-    def close(self, entry: Entry, status: str | int) -> None:
+    def close(self, entry: CallContext, status: str | int) -> None:
         """Write the audit line of a call that has ended, whether it was accepted or not.
 
         Args:
@@ -518,14 +519,14 @@ class Gate:
         """
         entry.close()
         if self._audit is not None:
-            self._audit.write(_line_of(entry, status))
+            self._audit.write(_build_line(entry, status))
 
     def end(self, timeout_s: float) -> None:
         """Flush the audit log within the timeout; no call may be closed afterwards."""
         if self._audit is not None:
             self._audit.close(timeout_s)
 
-    def look_again(self) -> None:
+    def reload_files(self) -> None:
         """Reload changed files; an invalid file changes nothing, and is logged."""
         self._look_at_certificates()
         self._look_at_keys()
@@ -569,7 +570,7 @@ class Gate:
             await asyncio.gather(*(look.run(RELOAD_INTERVAL_S) for look in looks))
 
 
-def _line_of(entry: Entry, status: str | int) -> dict[str, Any]:
+def _build_line(entry: CallContext, status: str | int) -> dict[str, Any]:
     return {
         "time": datetime.fromtimestamp(entry.began_s, UTC).isoformat(timespec="milliseconds"),
         "face": entry.face,

@@ -52,7 +52,7 @@ _MAX_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TenantLimits:
     """Limits of a tenant; None is no limit.
 
     Attributes:
@@ -69,17 +69,17 @@ class Limits:
     max_n: int | None = None
     max_prompt_tokens: int | None = None
 
-    def over(self, defaults: Limits) -> Limits:
+    def over(self, defaults: TenantLimits) -> TenantLimits:
         """Return these limits, with missing ones taken from `defaults`."""
         merged = {}
         for spec in fields(self):
             mine = getattr(self, spec.name)
             merged[spec.name] = getattr(defaults, spec.name) if mine is None else mine
-        return Limits(**merged)
+        return TenantLimits(**merged)
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ApiKey:
     """One key, without its token.
 
     Attributes:
@@ -92,7 +92,7 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class ApiKeys:
     """Contents of a file of keys.
 
     Attributes:
@@ -101,11 +101,11 @@ class Keys:
         tenants: limits of tenants by name.
     """
 
-    digests: tuple[tuple[bytes, Key], ...] = ()
-    defaults: Limits = Limits()
-    tenants: Mapping[str, Limits] = field(default_factory=dict)
+    digests: tuple[tuple[bytes, ApiKey], ...] = ()
+    defaults: TenantLimits = TenantLimits()
+    tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
 
-    def find(self, token: str) -> Key | None:
+    def find(self, token: str) -> ApiKey | None:
         """Return the key of a token, in constant time."""
         digest, found = hashlib.sha256(token.encode(errors="replace")).digest(), None
         for known, key in self.digests:
@@ -113,7 +113,7 @@ class Keys:
                 found = key
         return found
 
-    def key_of(self, authorization: list[str]) -> Key:
+    def get_key(self, authorization: list[str]) -> ApiKey:
         """Return the key of a call by its `authorization` headers.
 
         Raises:
@@ -130,13 +130,13 @@ class Keys:
             raise Unauthenticated("authorization: the key is not one of this server's")
         return key
 
-    def limits_of(self, tenant: str) -> Limits:
+    def get_limits(self, tenant: str) -> TenantLimits:
         """Return the file's limits for a tenant."""
         own = self.tenants.get(tenant)
         return self.defaults if own is None else own.over(self.defaults)
 
 
-def read_keys(path: str) -> Keys:
+def read_keys(path: str) -> ApiKeys:
     """Read a file of keys.
 
     Raises:
@@ -149,17 +149,17 @@ def read_keys(path: str) -> Keys:
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError
         raise InvalidArgument("api_keys", f"{path} is not TOML: {error}") from None
     try:
-        return _keys_of(table)
+        return _get_keys(table)
     except InvalidArgument as error:
         raise InvalidArgument("api_keys", f"{path}: {error}") from None
 
 
-def _keys_of(table: Mapping[str, Any]) -> Keys:
+def _get_keys(table: Mapping[str, Any]) -> ApiKeys:
     _require_names("file", table, {"limits", "tenants", "keys"})
     tenants, listed = _table("tenants", table.get("tenants", {})), table.get("keys", [])
     if not isinstance(listed, list) or not listed:
         raise InvalidArgument("keys", "is missing or empty: add [[keys]] with id, tenant and token")
-    digests = [_key_of(f"keys[{i}]", one) for i, one in enumerate(listed)]
+    digests = [_get_key(f"keys[{i}]", one) for i, one in enumerate(listed)]
     columns: dict[str, list[Any]] = {"id": [key.id for _, key in digests], "token": [digest for digest, _ in digests]}
     for what, values in columns.items():
         seen = set[str | bytes]()
@@ -169,24 +169,24 @@ def _keys_of(table: Mapping[str, Any]) -> Keys:
             seen.add(value)
     for name in tenants:
         _require_tenant("tenants", name)
-    return Keys(
+    return ApiKeys(
         tuple(digests),
         limits_of_table("limits", table.get("limits", {})),
         {name: limits_of_table(f"tenants.{name}", one) for name, one in tenants.items()},
     )
 
 
-def limits_of_table(where: str, value: Any) -> Limits:
+def limits_of_table(where: str, value: Any) -> TenantLimits:
     """Return the limits of a table; raise InvalidArgument for an unknown name or a value below 1."""
     table = _table(where, value)
-    _require_names(where, table, {spec.name for spec in fields(Limits)})
+    _require_names(where, table, {spec.name for spec in fields(TenantLimits)})
     for name, limit in table.items():
         if type(limit) is not int or not 1 <= limit <= _MAX_LIMIT:
             raise InvalidArgument(f"{where}.{name}", f"{limit!r} is not an integer of 1 or more")
-    return Limits(**table)
+    return TenantLimits(**table)
 
 
-def _key_of(where: str, value: Any) -> tuple[bytes, Key]:
+def _get_key(where: str, value: Any) -> tuple[bytes, ApiKey]:
     table = _table(where, value)
     _require_names(where, table, {"id", "tenant", "token", "role"})
     for name in ("id", "tenant", "token"):
@@ -198,10 +198,10 @@ def _key_of(where: str, value: Any) -> tuple[bytes, Key]:
     role = table.get("role", "inference")
     if role not in _ROLES:
         raise InvalidArgument(f"{where}.role", f"{role!r} is not one of {', '.join(_ROLES)}")
-    return _digest_of(f"{where}.token", table["token"]), Key(table["id"], table["tenant"], _ROLES[role])
+    return _get_digest(f"{where}.token", table["token"]), ApiKey(table["id"], table["tenant"], _ROLES[role])
 
 
-def _digest_of(where: str, token: str) -> bytes:
+def _get_digest(where: str, token: str) -> bytes:
     digest = _DIGEST.fullmatch(token)
     if digest is not None:
         return bytes.fromhex(digest[1])

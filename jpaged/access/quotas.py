@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from jpaged.access.keys import Limits
+from jpaged.access.keys import TenantLimits
 from jpaged.errors import InvalidArgument, QuotaExceeded, RequestTooLong
 
 _MINUTE_S = 60.0
@@ -60,7 +60,7 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class QuotaStatus:
     """State of one quota: limit, remainder, and seconds until it is full again."""
 
     limit: int
@@ -68,10 +68,12 @@ class Left:
     reset_s: float
 
 
-class Stay:
+class QuotaLease:
     """Quota usage of one request, from admission to its end."""
 
-    def __init__(self, tenant: str, limits: Limits, account: Account, clock: Callable[[], float], part: bool) -> None:
+    def __init__(
+        self, tenant: str, limits: TenantLimits, account: Account, clock: Callable[[], float], part: bool
+    ) -> None:
         self._tenant, self._limits, self._account, self._clock = tenant, limits, account, clock
         self._is_part = part
         self._reserved = 0
@@ -120,12 +122,14 @@ class Quotas:
     """Quotas of all tenants. Bound to one event loop.
 
     Args:
-        limits_of: returns a tenant's current limits.
+        get_limits: returns a tenant's current limits.
         clock: seconds.
     """
 
     def __init__(
-        self, limits_of: Callable[[str], Limits] = lambda tenant: Limits(), clock: Callable[[], float] = time.monotonic
+        self,
+        limits_of: Callable[[str], TenantLimits] = lambda tenant: TenantLimits(),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits_of = limits_of
         self._clock = clock
@@ -133,7 +137,7 @@ class Quotas:
         self._forget_at = _MAX_ACCOUNTS
 
     @contextlib.contextmanager
-    def stay(self, tenant: str, *, is_part: bool = False) -> Iterator[Stay]:
+    def acquire(self, tenant: str, *, is_part: bool = False) -> Iterator[QuotaLease]:
         """Admit a request for the duration of the context.
 
         Args:
@@ -146,7 +150,7 @@ class Quotas:
         if not is_part:
             self._require(tenant, limits, account)
             account.begin()
-        stay = Stay(tenant, limits, account, self._clock, is_part)
+        stay = QuotaLease(tenant, limits, account, self._clock, is_part)
         try:
             yield stay
         finally:
@@ -154,7 +158,7 @@ class Quotas:
             if not is_part:
                 account.end()
 
-    def left(self, tenant: str) -> dict[str, Left]:
+    def left(self, tenant: str) -> dict[str, QuotaStatus]:
         """Return the state of a tenant's quotas of "requests" and "tokens" per minute, if limited."""
         limits, account = self._limits_of(tenant), self._accounts.get(tenant) or Account()
         buckets = {
@@ -165,10 +169,10 @@ class Quotas:
         for name, (limit, bucket) in buckets.items():
             if limit is not None:
                 level = bucket.fill(limit, self._clock())
-                found[name] = Left(limit, max(0, math.floor(level)), (limit - level) * _MINUTE_S / limit)
+                found[name] = QuotaStatus(limit, max(0, math.floor(level)), (limit - level) * _MINUTE_S / limit)
         return found
 
-    def _require(self, tenant: str, limits: Limits, account: Account) -> None:
+    def _require(self, tenant: str, limits: TenantLimits, account: Account) -> None:
         now_s, whose = self._clock(), f"tenant {tenant!r}"
         if limits.max_streams is not None and account.num_streams >= limits.max_streams:
             what = f"max_streams of {whose} ({limits.max_streams}) is reached"

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jpaged.config import AccessOptions
-from jpaged.errors import InvalidArgument, sentence_of
+from jpaged.errors import InvalidArgument, describe_error
 
 _LOG = logging.getLogger(__name__)
 _SLOW_S = 10.0
@@ -213,4 +213,4 @@ def _read(name: str, path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise InvalidArgument(name, f"cannot be read: {sentence_of(error)}") from None
+        raise InvalidArgument(name, f"cannot be read: {describe_error(error)}") from None

@@ -147,9 +147,9 @@ class OpenAIBackend:
             data = line.removeprefix("data:").strip()
             if data in (line, "[DONE]"):  # an empty line, a comment, another field of the event
                 continue
-            event = _event_of(data)
+            event = _build_event(data)
             choices = event.get("choices")
-            if choices and (text := self._text_of(choices[0])) is not None:
+            if choices and (text := self._read_text(choices[0])) is not None:
                 trace.receive(text)
                 num_messages += 1
             if usage := event.get("usage"):
@@ -160,7 +160,7 @@ class OpenAIBackend:
         if num_tokens is None:
             trace.count(None, num_messages)
 
-    def _text_of(self, choice: Any) -> str | None:
+    def _read_text(self, choice: Any) -> str | None:
         """Return the text of a message; None if it has no token: only a role, or only the finish reason."""
         if not self._is_chat:
             text = choice.get("text")
@@ -177,7 +177,7 @@ class OpenAIBackend:
         await self._client.aclose()
 
 
-def _event_of(data: str) -> dict[str, Any]:
+def _build_event(data: str) -> dict[str, Any]:
     try:
         event = json.loads(data)
     except ValueError as error:

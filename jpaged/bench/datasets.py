@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jpaged.client import Client
 
 
-class Vocabulary(Protocol):
+class DatasetVocabulary(Protocol):
     """Vocabulary interface for data sets."""
 
     size: int
@@ -203,7 +203,7 @@ class DatasetOptions:
     def _input_bounds(self) -> tuple[int, int]:
         return _bounds(self.random_input_len, self.random_range_ratio)
 
-    def make(self, vocabulary: Vocabulary) -> list[Sample]:
+    def make(self, vocabulary: DatasetVocabulary) -> list[Sample]:
         """Return `num_prompts` samples of this data set.
 
         Raises:
@@ -218,7 +218,7 @@ class DatasetOptions:
             return self._enough(self._sharegpt(vocabulary, rng), rng)
         return self._enough(self._custom(rng), rng)
 
-    def _random(self, vocabulary: Vocabulary, rng: np.random.Generator) -> Iterator[Sample]:
+    def _random(self, vocabulary: DatasetVocabulary, rng: np.random.Generator) -> Iterator[Sample]:
         ids = _ordinary_ids(vocabulary)
         low, high = self._input_bounds()
         output_low, output_high = _bounds(self.random_output_len, self.random_range_ratio)
@@ -229,7 +229,7 @@ class DatasetOptions:
             prompt = prefix + _random_ids(ids, input_len, rng)
             yield Sample(prompt, len(prompt), output_len)
 
-    def _prefix_repetition(self, vocabulary: Vocabulary, rng: np.random.Generator) -> list[Sample]:
+    def _prefix_repetition(self, vocabulary: DatasetVocabulary, rng: np.random.Generator) -> list[Sample]:
         ids, count = _ordinary_ids(vocabulary), self.prefix_repetition_num_prefixes
         prefixes = [_random_ids(ids, self.prefix_repetition_prefix_len, rng) for _ in range(count)]
         samples = []
@@ -242,12 +242,12 @@ class DatasetOptions:
             rng.shuffle(samples)
         return samples
 
-    def _as_asked(self, samples: list[Sample], vocabulary: Vocabulary) -> list[Sample]:
+    def _as_asked(self, samples: list[Sample], vocabulary: DatasetVocabulary) -> list[Sample]:
         if self.prompt_format == "ids":
             return samples
         return [_as_text(sample, vocabulary) for sample in samples]
 
-    def _sharegpt(self, vocabulary: Vocabulary, rng: np.random.Generator) -> list[Sample]:
+    def _sharegpt(self, vocabulary: DatasetVocabulary, rng: np.random.Generator) -> list[Sample]:
         path = self._path()
         try:
             entries = json.loads(path.read_bytes())
@@ -302,7 +302,7 @@ def _bounds(length: int, ratio: float) -> tuple[int, int]:
     return math.floor(length * (1 - ratio)), math.ceil(length * (1 + ratio))
 
 
-def _ordinary_ids(vocabulary: Vocabulary) -> np.ndarray:
+def _ordinary_ids(vocabulary: DatasetVocabulary) -> np.ndarray:
     return np.setdiff1d(np.arange(vocabulary.size), np.array(sorted(vocabulary.special_ids), np.int64))
 
 
@@ -310,7 +310,7 @@ def _random_ids(ids: np.ndarray, count: int, rng: np.random.Generator) -> tuple[
     return tuple(ids[rng.integers(0, ids.size, count)].tolist())
 
 
-def _as_text(sample: Sample, vocabulary: Vocabulary) -> Sample:
+def _as_text(sample: Sample, vocabulary: DatasetVocabulary) -> Sample:
     """Convert a prompt of ids to text. A text that encodes to more tokens than the prompt is cut until it fits."""
     token_ids: Sequence[int] = [token_id for token_id in sample.prompt if isinstance(token_id, int)]
     text = ""

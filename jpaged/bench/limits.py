@@ -21,7 +21,7 @@ import numpy as np
 
 from jpaged.bench.metrics import Trace
 from jpaged.hardware import HARDWARE
-from jpaged.plan.cost import Shape
+from jpaged.plan.cost import ModelShape
 
 _PROBE_BYTES = 512 << 20
 """More than any cache holds."""
@@ -30,7 +30,7 @@ _NUM_PROBES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class HardwareLimits:
     """Peak rates of all devices of one server together.
 
     Attributes:
@@ -52,9 +52,9 @@ class ServedModel:
         shape: sizes of the weights and of the attention reads.
     """
 
-    shape: Shape
+    shape: ModelShape
 
-    def work(self, lens: Iterable[tuple[int, int]], num_steps: int, num_rows: float = math.inf) -> Work:
+    def work(self, lens: Iterable[tuple[int, int]], num_steps: int, num_rows: float = math.inf) -> StepWork:
         """Return the minimum work of requests.
 
         Args:
@@ -68,23 +68,23 @@ class ServedModel:
             flops += 2 * shape.token_params * num_run + 2 * shape.head_params * output_len
             flops += 4 * shape.num_layers * shape.query_width * num_run * (num_run + 1) / 2
             kv_tokens += (num_run * (num_run + 1) - prompt_len * (prompt_len + 1)) / 2
-        return Work(num_steps * shape.read_bytes(num_rows) + kv_tokens * shape.kv_bytes_per_token, flops)
+        return StepWork(num_steps * shape.read_bytes(num_rows) + kv_tokens * shape.kv_bytes_per_token, flops)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepWork:
     """Bytes to read and operations to compute."""
 
     num_bytes: float
     flops: float
 
-    def seconds(self, limits: Limits) -> float:
+    def seconds(self, limits: HardwareLimits) -> float:
         """Return the minimum time for the work."""
         return max(self.num_bytes / limits.bytes_per_s, self.flops / limits.flops_per_s)
 
 
 def offline_shares(
-    model: ServedModel, limits: Limits, lens: Sequence[tuple[int, int]], max_num_seqs: int, elapsed_s: float
+    model: ServedModel, limits: HardwareLimits, lens: Sequence[tuple[int, int]], max_num_seqs: int, elapsed_s: float
 ) -> dict[str, float]:
     """Return the shares that a run of `lens` in `elapsed_s` reached, with at most `max_num_seqs` rows per step."""
     output_lens = [output_len for _, output_len in lens]
@@ -99,7 +99,7 @@ def offline_shares(
 
 
 def serving_shares(
-    model: ServedModel, limits: Limits, traces: Sequence[Trace], duration_s: float
+    model: ServedModel, limits: HardwareLimits, traces: Sequence[Trace], duration_s: float
 ) -> dict[str, float | None]:
     """Return the shares of a served run: MFU over all of it, MBU of the mean decode step.
 
@@ -119,7 +119,7 @@ def serving_shares(
     contexts = [s * (t.prompt_len + t.output_len / 2) for t, s in zip(decoding, decode_s, strict=True)]
     kv_tokens = sum(contexts) / busy_s
     shape = model.shape
-    step = Work(
+    step = StepWork(
         shape.read_bytes(rows) + kv_tokens * shape.kv_bytes_per_token,
         2 * rows * (shape.token_params + shape.head_params) + 4 * shape.num_layers * shape.query_width * kv_tokens,
     )
@@ -139,21 +139,23 @@ def _covered_s(traces: Sequence[Trace]) -> float:
     return covered
 
 
-def of_accelerator(name: str, num_devices: int) -> Limits:
+def of_accelerator(name: str, num_devices: int) -> HardwareLimits:
     """Return the limits of an accelerator in the table."""
     device = HARDWARE[name]
     count = f"{num_devices} x " if num_devices > 1 else ""
-    return Limits(num_devices * device.hbm_bytes_per_s, num_devices * device.flops, f"data sheet of {count}{name}")
+    return HardwareLimits(
+        num_devices * device.hbm_bytes_per_s, num_devices * device.flops, f"data sheet of {count}{name}"
+    )
 
 
-def probe() -> Limits:
+def probe() -> HardwareLimits:
     """Measure this machine with numpy: a matrix times a vector, and a product of matrices, in float32."""
     matrix = np.ones((_PROBE_BYTES // 4 // 8192, 8192), np.float32)
     vector = np.ones(8192, np.float32)
     square = np.ones((_PROBE_WIDTH, _PROBE_WIDTH), np.float32)
     read_s = _best_s(lambda: matrix @ vector)
     product_s = _best_s(lambda: square @ square)
-    return Limits(matrix.nbytes / read_s, 2 * _PROBE_WIDTH**3 / product_s, "measured: numpy, float32")
+    return HardwareLimits(matrix.nbytes / read_s, 2 * _PROBE_WIDTH**3 / product_s, "measured: numpy, float32")
 
 
 def _best_s(run: Callable[[], object]) -> float:
@@ -167,6 +169,6 @@ def _best_s(run: Callable[[], object]) -> float:
     return min(times)
 
 
-def as_record(limits: Limits | None, reason: str) -> dict[str, Any]:
+def as_record(limits: HardwareLimits | None, reason: str) -> dict[str, Any]:
     """Return the record of the limits in a result; with a reason if there are none."""
     return {"source": reason} if limits is None else asdict(limits)

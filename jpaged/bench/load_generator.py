@@ -31,7 +31,7 @@ BACKENDS = ("jpaged", "openai", "openai-chat")
 """jpaged over gRPC, and OpenAI's API: completions and chat completions."""
 
 
-class Backend(Protocol):
+class BenchmarkBackend(Protocol):
     """Server interface for the load generator."""
 
     async def send(self, sample: Sample, trace: Trace) -> None:
@@ -54,7 +54,7 @@ class Driven:
 
 
 async def drive(
-    backend: Backend,
+    backend: BenchmarkBackend,
     samples: Sequence[Sample],
     times_s: np.ndarray,
     *,
@@ -94,7 +94,7 @@ async def drive(
     return Driven(tuple(task.result() for task in tasks), time.perf_counter() - start_s)
 
 
-async def warm_up(backend: Backend, sample: Sample, count: int, max_concurrency: int | None) -> None:
+async def warm_up(backend: BenchmarkBackend, sample: Sample, count: int, max_concurrency: int | None) -> None:
     """Send one sample `count` times, outside the measurement.
 
     Raises:
@@ -142,7 +142,7 @@ class Ramp:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrivals:
+class ArrivalProcess:
     """Arrival process of requests.
 
     Attributes:

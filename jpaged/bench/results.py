@@ -22,7 +22,7 @@ from typing import Any
 
 from jpaged import json_text
 from jpaged.bench.datasets import DatasetOptions
-from jpaged.bench.load_generator import Arrivals
+from jpaged.bench.load_generator import ArrivalProcess
 from jpaged.bench.metrics import LATENCIES
 from jpaged.errors import InvalidArgument
 from jpaged.version import __version__
@@ -101,7 +101,7 @@ def rate_word(rate: float) -> float | str:
     return "inf" if math.isinf(rate) else rate
 
 
-def speed_word(arrivals: Arrivals) -> str:
+def speed_word(arrivals: ArrivalProcess) -> str:
     """Return the arrival process as a part of a file name."""
     if (ramp := arrivals.ramp) is None:
         return f"{arrivals.rate}qps"
@@ -169,7 +169,7 @@ class Ratio:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """All metrics of two files.
 
     Attributes:
@@ -197,7 +197,7 @@ def read_result(path: Path) -> dict[str, Any]:
     return result
 
 
-def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
+def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> RunComparison:
     """Compare two results."""
     runs_a, runs_b = _runs(a), _runs(b)
     differences = _differences(a, b)
@@ -218,10 +218,10 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
             left, right = runs_a[rate].get(name), runs_b[rate].get(name)
             if left != right and None not in (left, right):
                 differences.append(f"{name}{_at(rate)}: {left} and {right}")
-    return Comparison(tuple(ratios), tuple(differences))
+    return RunComparison(tuple(ratios), tuple(differences))
 
 
-def runs_of(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def get_runs(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the runs of a result that have a request rate."""
     return [run for rate, run in _runs(result).items() if rate]
 

@@ -40,7 +40,7 @@ class Damaged(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class SlotHeader:
     """Content of a slot.
 
     Attributes:
@@ -155,15 +155,15 @@ class Segment:
             os.close(descriptor)
             raise
 
-    def headers(self) -> Iterator[tuple[int, Header | None]]:
+    def headers(self) -> Iterator[tuple[int, SlotHeader | None]]:
         """Yield every slot and its header; None if the slot is empty."""
         table = bytearray(self.form.slots_begin)
         self._fill(memoryview(table), 0)
         for slot in range(self.form.num_slots):
             begin = _header_begin(slot)
-            yield slot, _header_of(bytes(table[begin : begin + _HEADER_BYTES]))
+            yield slot, _get_header(bytes(table[begin : begin + _HEADER_BYTES]))
 
-    def publish(self, slot: int, header: Header) -> None:
+    def publish(self, slot: int, header: SlotHeader) -> None:
         """Write the header of a slot whose contents are written."""
         named = _NAMED.pack(len(header.key), header.key, header.digest)
         packed = _USED.pack(header.used) + named + _CRC.pack(zlib.crc32(named))
@@ -227,13 +227,13 @@ def _header_begin(slot: int) -> int:
     return _PAGE_BYTES + slot * _HEADER_BYTES
 
 
-def _header_of(packed: bytes) -> Header | None:
+def _get_header(packed: bytes) -> SlotHeader | None:
     named_end = _USED.size + _NAMED.size
     named, crc = packed[_USED.size : named_end], packed[named_end : named_end + _CRC.size]
     length, key, digest = _NAMED.unpack(named)
     if not 0 < length <= MAX_KEY_BYTES or _CRC.unpack(crc)[0] != zlib.crc32(named):
         return None
-    return Header(key[:length], digest, min(_USED.unpack_from(packed)[0], _MAX_USED))
+    return SlotHeader(key[:length], digest, min(_USED.unpack_from(packed)[0], _MAX_USED))
 
 
 def _whole_pages(num_bytes: int) -> int:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jpaged.blockstore.folder import StoreFolder, block_files, discard, file_name
-from jpaged.blockstore.segment import Damaged, Form, Header, Segment
+from jpaged.blockstore.segment import Damaged, Form, Segment, SlotHeader
 from jpaged.errors import InternalError, InvalidArgument
 
 
@@ -178,7 +178,7 @@ class StoreCounts:
 
 
 @dataclass(slots=True)
-class _Segments:
+class _SegmentFiles:
     """Files of an identity: existing ones, and new ones while there is room."""
 
     folder: StoreFolder
@@ -229,7 +229,7 @@ class _Segments:
 
 
 class BlockStore:
-    """Blocks of one identity on disk: implements `jpaged.engine.kv.connector.ConnectorStore`. Any thread may call.
+    """Blocks of one identity on disk, as a `jpaged.engine.kv_cache.connector.ConnectorStore`. Any thread may call.
 
     Args:
         path: folder, which is locked until every user has closed the store.
@@ -245,7 +245,7 @@ class BlockStore:
         self.bytes_per_block = bytes_per_block
         self._folder = StoreFolder(path, max_bytes)
         try:
-            self._segments = _Segments(self._folder, self._folder.of_identity(identity), form)
+            self._segments = _SegmentFiles(self._folder, self._folder.of_identity(identity), form)
         except InvalidArgument:
             self._folder.close()
             raise
@@ -437,7 +437,7 @@ class BlockStore:
         if not self._is_on or not self._slots.came(key, slot, digest if is_wanted else None):
             return False
         self._clock += 1
-        slot.segment.publish(slot.number, Header(key, digest, self._clock))
+        slot.segment.publish(slot.number, SlotHeader(key, digest, self._clock))
         counts = self._counts
         self._counts = replace(
             counts,
@@ -490,7 +490,7 @@ def _find_all(segments: Iterable[Segment], slots: Slots) -> int:
 
     If two slots have one key, the newer one stays.
     """
-    found: list[tuple[Header, Slot]] = []
+    found: list[tuple[SlotHeader, Slot]] = []
     for segment in segments:
         for number, header in segment.headers():
             if header is None:

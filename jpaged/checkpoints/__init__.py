@@ -1,4 +1,4 @@
-"""Checkpoint files: locating, reading, checking, writing and converting; with the packages quantised/ and gguf/.
+"""Checkpoint files: locating, reading, checking, writing and converting; with the packages quantized/ and gguf/.
 
 hub.py                 a model's name -> its folder -> its config and quantization
 names.py               names of the tensors in a model's checkpoint

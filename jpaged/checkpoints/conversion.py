@@ -1,7 +1,7 @@
 """Conversion of checkpoints between formats, one tensor at a time.
 
 Every tensor keeps its name and shape. It keeps its type unless the options request another one, or quantization
-(`jpaged.checkpoints.quantised.quantizer`). A tensor whose type is fixed by the model keeps that. Host memory holds one
+(`jpaged.checkpoints.quantized.quantizer`). A tensor whose type is fixed by the model keeps that. Host memory holds one
 tensor as it was read, and its copy in the written type if that differs. The destination appears under its name when it
 is complete. Blocks of a GGUF file are written as dequantized weights.
 """
@@ -31,7 +31,7 @@ from jpaged.checkpoints.hub import CONFIG_FILE, read_config, read_json, read_sch
 from jpaged.checkpoints.names import model_leaves
 from jpaged.checkpoints.orbax import MANIFEST_FILE, is_orbax_folder, write_manifest
 from jpaged.checkpoints.orbax_writer import write_orbax
-from jpaged.checkpoints.quantised.quantizer import ASKED, Rounded
+from jpaged.checkpoints.quantized.quantizer import ASKED, Rounded
 from jpaged.checkpoints.safetensors_writer import StoredTensor, write_tensor_files
 from jpaged.checkpoints.tensor_files import DTYPES, INDEX_FILE, SINGLE_FILE, TensorSource
 from jpaged.checkpoints.weights import Progress, check_tensors, no_progress, open_tensors
@@ -109,12 +109,12 @@ def convert_folder(
     config = read_config(source)
     with _open(source) as tensors:
         if is_gguf(source):
-            config = dataclasses.replace(config, quantisation=None)
+            config = dataclasses.replace(config, quantization=None)
         check_tensors(tensors, config, None if is_gguf(source) else read_scheme(source))
         with _new_folder(destination, options.force) as folder:
             _copy_companions(source, folder)
             if options.dtype is not None:
-                if config.quantisation is not None:
+                if config.quantization is not None:
                     raise InvalidArgument(
                         "dtype", f"{options.dtype} cannot be applied to quantized weights: remove the option"
                     )

@@ -13,12 +13,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from jpaged.checkpoints.gguf.file import SUFFIX, find_gguf, is_gguf, parts_of
+from jpaged.checkpoints.gguf.file import SUFFIX, find_gguf, get_parts, is_gguf
 from jpaged.checkpoints.gguf.scheme import read_model
 from jpaged.checkpoints.names import model_leaves
 from jpaged.checkpoints.orbax import PARAMS_FOLDER, is_orbax_folder, refuse_other_orbax
-from jpaged.checkpoints.quantised import awq, compressed_tensors, fp8, gptq, mxfp4
-from jpaged.checkpoints.quantised.scheme import Scheme
+from jpaged.checkpoints.quantized import awq, compressed_tensors, fp8, gptq, mxfp4
+from jpaged.checkpoints.quantized.scheme import Scheme
 from jpaged.checkpoints.tensor_files import (
     INDEX_FILE,
     ORIGINAL_CONFIG,
@@ -31,10 +31,10 @@ from jpaged.checkpoints.tensor_files import (
 )
 from jpaged.demo import DRAFT_FOLDER, FOLDER
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
-from jpaged.models.config import ModelConfig, Quantisation
+from jpaged.models.config import ModelConfig, Quantization
 from jpaged.models.hf_config import from_hf
 from jpaged.models.json_fields import JsonFields
-from jpaged.models.param_specs import EXPERT_AXES, leaf_format, module_of
+from jpaged.models.param_specs import EXPERT_AXES, get_module, leaf_format
 
 QUANTISATION_KEYS = ("quantization_config", "compression_config")
 """Keys of the quantization config; the second one in old checkpoints of compressed-tensors."""
@@ -212,7 +212,7 @@ def read_config(folder: Path) -> ModelConfig:
     result = from_hf(plain, read_json(generation) if generation.is_file() else None)
     if scheme is None:
         return result
-    return replace(result, quantisation=_without_mixed_orders(folder, result, scheme))
+    return replace(result, quantization=_without_mixed_orders(folder, result, scheme))
 
 
 def read_scheme(folder: Path) -> Scheme | None:
@@ -233,30 +233,30 @@ def _find_scheme(folder: Path, config: Mapping[str, object]) -> Scheme | None:
     return scheme
 
 
-def _without_mixed_orders(folder: Path, config: ModelConfig, scheme: Scheme) -> Quantisation:
+def _without_mixed_orders(folder: Path, config: ModelConfig, scheme: Scheme) -> Quantization:
     """Return the rules for memory: matrices that share inputs but order their groups differently stay unquantized.
 
     Query, key and value are one matrix here, whose rows have one order of groups.
     """
-    quantisation = scheme.quantisation
-    if not any(form is not None and form.has_group_ids for _, form in quantisation.rules):
-        return quantisation
+    quantization = scheme.quantization
+    if not any(form is not None and form.has_group_ids for _, form in quantization.rules):
+        return quantization
     if is_orbax_folder(folder) or not any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
-        return quantisation
+        return quantization
     mixed: dict[str, None] = {}
     with ExitStack() as opened:
         files = TensorFiles(folder, opened)
         for leaves in model_leaves(config, files.names).layers:
             for leaf in leaves:
-                form = leaf_format(quantisation, leaf)
+                form = leaf_format(quantization, leaf)
                 if form is None or not form.has_group_ids or leaf.axes[0] in EXPERT_AXES or len(leaf.tensors) < 2:
                     continue
-                parts = [scheme.parts(module_of(name), shape, form) for name, shape in leaf.tensors]
+                parts = [scheme.parts(get_module(name), shape, form) for name, shape in leaf.tensors]
                 names = [(each.get("g_idx") or each["ids"]).name for each in parts]
                 orders = {files.read(name, files.shape(name)).tobytes() for name in names if name in files.names}
                 if len(orders) > 1:
-                    mixed |= dict.fromkeys(".".join(module_of(name).split(".")[-2:]) for name, _ in leaf.tensors)
-    return replace(quantisation, rules=(*((rf"\.{re.escape(end)}$", None) for end in mixed), *quantisation.rules))
+                    mixed |= dict.fromkeys(".".join(get_module(name).split(".")[-2:]) for name, _ in leaf.tensors)
+    return replace(quantization, rules=(*((rf"\.{re.escape(end)}$", None) for end in mixed), *quantization.rules))
 
 
 def fingerprint(folder: Path) -> str:
@@ -266,7 +266,7 @@ def fingerprint(folder: Path) -> str:
     further.
     """
     if is_gguf(folder):
-        digest, files = hashlib.sha256(repr(read_model(folder).config).encode()), parts_of(folder)
+        digest, files = hashlib.sha256(repr(read_model(folder).config).encode()), get_parts(folder)
     else:
         digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
         of_orbax = (path for path in (folder / PARAMS_FOLDER).rglob("*") if path.is_file())

@@ -68,7 +68,7 @@ def weight_bytes(config: ModelConfig, itemsize: int) -> float:
 
 
 def _leaf_bytes(config: ModelConfig, leaf: Leaf, itemsize: int) -> float:
-    size, form = math.prod(leaf.shape), leaf_format(config.quantisation, leaf)
+    size, form = math.prod(leaf.shape), leaf_format(config.quantization, leaf)
     if form is None:
         return size * itemsize
     depth = leaf.shape[contracted_axis(leaf)]
@@ -85,12 +85,12 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
     family = find_family(config.architecture)
     if any(part in name for part in (".rotary_emb.inv_freq", *family.ignored)):
         return True
-    if family.ignores_later_layers and _layer_of(name, family) >= config.num_layers:
+    if family.ignores_later_layers and _get_layer(name, family) >= config.num_layers:
         return True
     return name == family.lm_head and config.tie_word_embeddings
 
 
-def _layer_of(name: str, family: AnyFamily) -> int:
+def _get_layer(name: str, family: AnyFamily) -> int:
     """Return the number of a tensor's layer; -1 if it belongs to none."""
     for prefix in (family.name_prefix(()) + family.layers_prefix, family.layers_prefix):
         number = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""

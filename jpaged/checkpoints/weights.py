@@ -22,20 +22,20 @@ from jpaged.checkpoints.gguf.scheme import read_model
 from jpaged.checkpoints.hub import CONFIG_FILE, read_json, read_scheme
 from jpaged.checkpoints.names import is_ignored, model_leaves
 from jpaged.checkpoints.orbax import OrbaxTensors, is_orbax_folder, refuse_other_orbax
-from jpaged.checkpoints.quantised.leaf import Dequantised, Part, ReadMatrix, quantised_leaf
-from jpaged.checkpoints.quantised.quantizer import round_matrix
-from jpaged.checkpoints.quantised.scheme import UNUSED, Scheme, StoredMatrix, check_parts, read_matrix
+from jpaged.checkpoints.quantized.leaf import Dequantized, LeafPart, ReadMatrix, quantized_leaf
+from jpaged.checkpoints.quantized.quantizer import round_matrix
+from jpaged.checkpoints.quantized.scheme import UNUSED, Scheme, StoredMatrix, check_parts, read_matrix
 from jpaged.checkpoints.tensor_files import TensorFiles, TensorSource, check_shape, read_integers, read_weight
 from jpaged.errors import InternalError, InvalidArgument, Unsupported
+from jpaged.kernels.matmul.quantized import QuantizedMatrix
 from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES
-from jpaged.kernels.product.quantised import QuantisedMatrix
-from jpaged.models.config import ModelConfig, Quantisation
-from jpaged.models.heads import EagleConfig
+from jpaged.models.config import ModelConfig, Quantization
+from jpaged.models.eagle import EagleConfig
 from jpaged.models.hf_config import head_from_hf
-from jpaged.models.layer_kinds import stacks_of
+from jpaged.models.layer_kinds import get_stacks
 from jpaged.models.layers import Params, normal
 from jpaged.models.model import Model
-from jpaged.models.param_specs import Leaf, leaf_format, module_of, stored_formats
+from jpaged.models.param_specs import Leaf, get_module, leaf_format, stored_formats
 from jpaged.models.registry import find_family
 from jpaged.models.sharding import PaddedAxis, insert, padded_axis
 from jpaged.models.stack import LayerMode
@@ -134,7 +134,7 @@ def load_params(
             with its file.
         Unsupported: the weights are in an unsupported format or type.
     """
-    config, quantisation = model.config, model.config.quantisation
+    config, quantization = model.config, model.config.quantization
     checks: list[tuple[Callable[[], bool], Sequence[Leaf], TensorSource]] = []
     params: Params = {"layers": {} if layer_mode == "scan" else [{} for _ in range(config.num_layers)]}
     with open_tensors(folder) as files:
@@ -145,16 +145,16 @@ def load_params(
             is_stacked = layer_mode == "scan" and path[0] == "layers"
             split = padded_axis(leaves[0], num_parts)
             placed = None if shardings is None else _find(shardings, path)
-            form = leaf_format(None if quantisation is None else quantisation.split(num_parts), leaves[0])
+            form = leaf_format(None if quantization is None else quantization.split(num_parts), leaves[0])
             if form is None:
-                weights = files if scheme is None else Dequantised(files, scheme, tuple(leaves))
-                source = _Source(weights, leaves, is_stacked, leaves[0].dtype or model.dtype, split)
+                weights = files if scheme is None else Dequantized(files, scheme, tuple(leaves))
+                source = _LeafSource(weights, leaves, is_stacked, leaves[0].dtype or model.dtype, split)
                 array = put(source.shape, source.read, placed)
                 insert(params, path, array)
                 checks.append((check_finite(array), leaves, weights))
             else:
-                read = _read_matrix(files, scheme, quantisation, model.dtype)
-                parts = quantised_leaf(read, leaves, form, is_stacked=is_stacked, split=split, dtype=model.dtype)
+                read = _read_matrix(files, scheme, quantization, model.dtype)
+                parts = quantized_leaf(read, leaves, form, is_stacked=is_stacked, split=split, dtype=model.dtype)
                 insert(params, path, _put_parts(parts, placed))
             progress(done, len(groups), ".".join(map(str, path)))
         _check_tie(files, config)
@@ -165,26 +165,26 @@ def load_params(
 
 
 def _read_matrix(
-    files: TensorSource, scheme: Scheme | None, quantisation: Quantisation | None, dtype: np.dtype
+    files: TensorSource, scheme: Scheme | None, quantization: Quantization | None, dtype: np.dtype
 ) -> ReadMatrix:
     """Return a function that reads quantized matrices as published, or quantizes weights."""
 
     def read(name: str, shape: tuple[int, ...], axis: int) -> StoredMatrix:
         if scheme is None:
-            form = None if quantisation is None else quantisation.format_of(module_of(name))
+            form = None if quantization is None else quantization.get_format(get_module(name))
             assert form is not None
             return round_matrix(files, name, shape, axis, form, dtype)
-        return read_matrix(scheme, files, module_of(name), shape if axis == 1 else shape[::-1])
+        return read_matrix(scheme, files, get_module(name), shape if axis == 1 else shape[::-1])
 
     return read
 
 
-def _put_parts(parts: QuantisedMatrix, shardings: QuantisedMatrix | None) -> QuantisedMatrix:
+def _put_parts(parts: QuantizedMatrix, shardings: QuantizedMatrix | None) -> QuantizedMatrix:
     """Put the arrays of a quantized leaf on their devices."""
-    leaves, tree = jax.tree.flatten(parts, is_leaf=lambda leaf: isinstance(leaf, Part))
+    leaves, tree = jax.tree.flatten(parts, is_leaf=lambda leaf: isinstance(leaf, LeafPart))
     placed = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
     arrays = [put(part.shape, part.read, sharding) for part, sharding in zip(leaves, placed, strict=True)]
-    matrix: QuantisedMatrix = jax.tree.unflatten(tree, arrays)
+    matrix: QuantizedMatrix = jax.tree.unflatten(tree, arrays)
     return matrix
 
 
@@ -242,12 +242,12 @@ def check_tensors(tensors: TensorSource, config: ModelConfig, scheme: Scheme | N
     groups = _leaf_groups(config, tensors, "loop")
     _check_names(tensors, groups, config, scheme)
     for leaf in (leaf for _, leaves in groups for leaf in leaves):
-        forms = stored_formats(None if scheme is None else scheme.quantisation, leaf)
+        forms = stored_formats(None if scheme is None else scheme.quantization, leaf)
         for (name, shape), form in zip(leaf.tensors, forms, strict=True):
             if form is None or scheme is None:
                 check_shape(tensors, name, shape)
             else:
-                check_parts(tensors, scheme.parts(module_of(name), shape, form), shape)
+                check_parts(tensors, scheme.parts(get_module(name), shape, form), shape)
     _check_tie(tensors, config)
 
 
@@ -256,7 +256,7 @@ def _leaf_groups(config: ModelConfig, tensors: TensorSource, layer_mode: LayerMo
     leaves = model_leaves(config, tensors.names)
     groups: list[LeafGroup] = [(leaf.path, [leaf]) for leaf in leaves.outer]
     if layer_mode == "scan":
-        for name, stacked in stacks_of(config.layer_kinds).items():
+        for name, stacked in get_stacks(config.layer_kinds).items():
             for leaf_of_each in zip(*(leaves.layers[index] for index in stacked), strict=True):
                 groups.append((("layers", name, *leaf_of_each[0].path), leaf_of_each))
         return groups
@@ -271,12 +271,12 @@ def _check_names(files: TensorSource, groups: Sequence[LeafGroup], config: Model
         for name in files.names.difference(wanted)
         if not is_ignored(name, config) and not (scheme is not None and _is_unused(files, name))
     )
-    if scheme is not None and not scheme.quantisation.has_output:
-        _refuse_output(files, left_over, module_of(find_family(config.architecture).lm_head), scheme)
+    if scheme is not None and not scheme.quantization.has_output:
+        _refuse_output(files, left_over, get_module(find_family(config.architecture).lm_head), scheme)
     if not left_over:
         return
     # Superfluous tensors of matrices that are read could change the output; in GGUF only tensors name the parts.
-    matrices = {module_of(name) for leaf in leaves for name, _ in leaf.tensors} if scheme is not None else set()
+    matrices = {get_module(name) for leaf in leaves for name, _ in leaf.tensors} if scheme is not None else set()
     refused = [name for name in left_over if name.rpartition(".")[0] in matrices or is_gguf(files.where(name))]
     shown = ", ".join(f"{name} ({files.where(name)})" for name in (refused or left_over)[:_MAX_SHOWN])
     text = f"{len(refused or left_over)} tensors are not part of {config.architecture} with this config: {shown}"
@@ -289,18 +289,18 @@ def _refuse_output(files: TensorSource, left_over: Sequence[str], head: str, sch
     name = next((name for name in left_over if name.startswith(f"{head}.") and not name.endswith(".bias")), None)
     if name is not None:
         raise Unsupported(
-            f"{files.where(name)}: tensor {name}: {head} is quantized, but quant_method {scheme.quantisation.method} "
+            f"{files.where(name)}: tensor {name}: {head} is quantized, but quant_method {scheme.quantization.method} "
             f"does not quantize it unless its config requires that; quantize the model again without {head}"
         )
 
 
 def _stored_names(leaf: Leaf, scheme: Scheme | None) -> Iterator[str]:
-    forms = stored_formats(None if scheme is None else scheme.quantisation, leaf)
+    forms = stored_formats(None if scheme is None else scheme.quantization, leaf)
     for (name, shape), form in zip(leaf.tensors, forms, strict=True):
         if form is None or scheme is None:
             yield name
         else:
-            yield from (part.name for part in scheme.parts(module_of(name), shape, form).values())
+            yield from (part.name for part in scheme.parts(get_module(name), shape, form).values())
 
 
 def _is_unused(files: TensorSource, name: str) -> bool:
@@ -329,7 +329,7 @@ def _refuse_not_finite(files: TensorSource, leaves: Sequence[Leaf], dtype: np.dt
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _LeafSource:
     """A leaf of the padded tree in the files: a single one, or that of all layers stacked."""
 
     files: TensorSource

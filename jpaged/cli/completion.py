@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from jpaged.cli.help import commands_of
+from jpaged.cli.help import get_commands
 
 DESCRIPTION = """\
 Print a script that completes commands, options, their choices and paths in a shell.
@@ -42,5 +42,5 @@ def run(arguments: argparse.Namespace) -> int:
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     """Yield every argument of a command and its subcommands."""
     yield from parser._actions
-    for command in commands_of(parser).values():
+    for command in get_commands(parser).values():
         yield from _actions(command)

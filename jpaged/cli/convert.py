@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from jpaged.cli.options import flag_of
+from jpaged.cli.options import to_flag
 from jpaged.cli.startup import StartupReport
 from jpaged.errors import InvalidArgument
 from jpaged.types import require_whole_characters
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         if error.field not in ("dtype", "max_shard_size", "quantization"):
             raise
         name = "quantize" if error.field == "quantization" else error.field
-        raise InvalidArgument(flag_of(name), error.problem) from error
+        raise InvalidArgument(to_flag(name), error.problem) from error
     report.line(f"written to {arguments.destination}")
     return 0
 

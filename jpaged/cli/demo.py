@@ -122,7 +122,7 @@ def _wait(client: Client, server: ServerProcess, console: Console) -> None:
 
 def _stream(client: Client, stories: Sequence[_Story], seed: int, console: Console) -> None:
     threads = [
-        threading.Thread(target=_tell, args=(client, story, number, seed + number), daemon=True)
+        threading.Thread(target=_write_story, args=(client, story, number, seed + number), daemon=True)
         for number, story in enumerate(stories)
     ]
     for thread in threads:
@@ -142,7 +142,7 @@ def _stream(client: Client, stories: Sequence[_Story], seed: int, console: Conso
         live.update(_columns(stories, console))
 
 
-def _tell(client: Client, story: _Story, number: int, seed: int) -> None:
+def _write_story(client: Client, story: _Story, number: int, seed: int) -> None:
     is_chat, prompt, max_tokens = _PROMPTS[number]
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.7, seed=seed)
     start_s = time.monotonic()

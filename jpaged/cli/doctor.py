@@ -28,7 +28,7 @@ from rich.text import Text
 from jpaged import json_text
 from jpaged.cli import packages
 from jpaged.cli.doctor_child import STAGES
-from jpaged.cli.options import add_config_flags, config_from, config_values, flag_of
+from jpaged.cli.options import add_config_flags, config_from, config_values, to_flag
 from jpaged.cli.packages import Finding, in_bytes
 from jpaged.config import EngineConfig, child_environment, compile_cache_dir, explain_environment, iter_options
 from jpaged.errors import InvalidArgument
@@ -49,7 +49,7 @@ _INSTRUCTIONS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DoctorReport:
     """Results of the child.
 
     Attributes:
@@ -61,7 +61,7 @@ class Answer:
     end: str | None
 
 
-def run_checks(options: Mapping[str, Any], timeout_s: float, command: Sequence[str] = _COMMAND) -> Answer:
+def run_checks(options: Mapping[str, Any], timeout_s: float, command: Sequence[str] = _COMMAND) -> DoctorReport:
     """Run the child and collect its output until it ends or times out."""
     environment = child_environment({"HF_HUB_OFFLINE": "1", "TF_CPP_MIN_LOG_LEVEL": "2"})
     with subprocess.Popen(
@@ -88,10 +88,10 @@ def run_checks(options: Mapping[str, Any], timeout_s: float, command: Sequence[s
     if end is None and not is_whole:
         last = problems.strip().splitlines()[-1:] or ["no output"]
         end = f"the process exited with code {child.returncode}: {last[0]}"
-    return Answer(found, None if is_whole else end)
+    return DoctorReport(found, None if is_whole else end)
 
 
-def device_findings(answer: Answer) -> Iterator[Finding]:
+def device_findings(answer: DoctorReport) -> Iterator[Finding]:
     """Yield the findings of the child's results."""
     tell = {"devices": _devices, "kernels": _kernels, "model": _model}
     for stage in STAGES:
@@ -175,7 +175,7 @@ def cache(folder: Path | None) -> Iterator[Finding]:
         note = f"{there} is not writable: every start compiles everything again"
         yield Finding("machine", name, "warn", str(folder), note, remedy)
         return
-    sizes = [_size_of(path) for path in islice(folder.rglob("*"), _MAX_COUNTED)] if folder.is_dir() else []
+    sizes = [_get_size(path) for path in islice(folder.rglob("*"), _MAX_COUNTED)] if folder.is_dir() else []
     free = shutil.disk_usage(there).free
     more = " at least" if len(sizes) == _MAX_COUNTED else ""
     value = f"{folder}: {in_bytes(sum(sizes))}{more} in use, {in_bytes(free)} free"
@@ -185,7 +185,7 @@ def cache(folder: Path | None) -> Iterator[Finding]:
         yield Finding("machine", name, "ok", value)
 
 
-def _size_of(path: Path) -> int:
+def _get_size(path: Path) -> int:
     try:
         return path.stat().st_size if path.is_file() else 0
     except OSError:  # another process has removed it
@@ -235,7 +235,7 @@ def ports(config: EngineConfig) -> Iterator[Finding]:
         if number == 0:
             yield Finding("machine", name, "ok", "any free port")
         elif problem := _why_not_free(host, number):
-            yield Finding("machine", name, "stop", f"{host}:{number}", problem, f"{flag_of(name)} 0 picks a free one")
+            yield Finding("machine", name, "stop", f"{host}:{number}", problem, f"{to_flag(name)} 0 picks a free one")
         else:
             yield Finding("machine", name, "ok", f"{host}:{number} is free")
 
@@ -260,7 +260,7 @@ def files(config: EngineConfig) -> Iterator[Finding]:
             continue
         path = Path(value)
         if problem := _why_not_usable(path, kind):
-            yield Finding("machine", name, "stop", str(path), problem, f"give another {flag_of(name)}")
+            yield Finding("machine", name, "stop", str(path), problem, f"give another {to_flag(name)}")
         else:
             yield Finding("machine", name, "ok", str(path))
 

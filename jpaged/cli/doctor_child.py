@@ -15,7 +15,7 @@ from typing import Any
 
 from jpaged import json_text
 from jpaged.config import EngineConfig
-from jpaged.errors import JpagedError, sentence_of
+from jpaged.errors import JpagedError, describe_error
 
 STAGES = ("devices", "kernels", "model")
 """The checks in order; each line is {stage: {...}} or {stage: {"error": text}}."""
@@ -34,7 +34,7 @@ def main() -> int:
             found = find[stage]()
         except (JpagedError, OSError, RuntimeError) as error:
             is_known = isinstance(error, JpagedError | OSError)
-            text = sentence_of(error) if is_known else str(error).partition("\n")[0]
+            text = describe_error(error) if is_known else str(error).partition("\n")[0]
             print(json_text.dumps({stage: {"error": text, "kind": type(error).__name__}}), flush=True)
             return 1
         print(json_text.dumps({stage: found}), flush=True)
@@ -49,8 +49,8 @@ def _devices() -> dict[str, Any]:
 
 def _kernels() -> dict[str, Any]:
     from jpaged.kernels.cpu.build import LIBRARY
+    from jpaged.kernels.matmul.multiply import kernel as product
     from jpaged.kernels.paged_attention.cpu.attention import kernel as attention
-    from jpaged.kernels.product.multiply import kernel as product
 
     of_attention, of_products = attention(), product()
     if isinstance(of_attention, str) or isinstance(of_products, str):
@@ -60,9 +60,9 @@ def _kernels() -> dict[str, Any]:
 
 
 def _model(options: dict[str, Any]) -> dict[str, Any]:
-    from jpaged import assemble
+    from jpaged import build as build_module
 
-    return asdict(assemble.preview(EngineConfig.load(options)))
+    return asdict(build_module.preview(EngineConfig.load(options)))
 
 
 if __name__ == "__main__":

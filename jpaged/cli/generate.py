@@ -10,9 +10,9 @@ from typing import Any
 from jpaged import json_text
 from jpaged.cli.options import add_config_flags, add_sampling_flags, config_from, config_values, sampling_from
 from jpaged.cli.startup import StartupReport
-from jpaged.completions import without_errors
 from jpaged.config import PROCESS_OPTIONS
 from jpaged.errors import InvalidArgument
+from jpaged.output_assembler import without_errors
 from jpaged.types import CompletionOutput, RequestOutput, SamplingParams, require_whole_characters
 
 DESCRIPTION = """\

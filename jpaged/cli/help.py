@@ -95,7 +95,7 @@ class LateParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
 
-def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+def get_commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     """Return the parsers of a command's subcommands, by name, in order; lazy ones are completed.
 
     Commands of optional parts that are not installed are left out.

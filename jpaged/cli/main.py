@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from jpaged.cli.help import HelpFormatter, LateParser, add_help
-from jpaged.errors import InvalidArgument, JpagedError, Unsupported, printable, sentence_of
+from jpaged.errors import InvalidArgument, JpagedError, Unsupported, describe_error, printable
 from jpaged.version import __version__
 
 
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return packages.refuse(words, error.__cause__ or error)
     except BaseException as error:  # the last resort at the top level
         name = f"jpaged {words[0]}" if words and words[0] in COMMANDS else "jpaged"
-        return _tell(name, error)
+        return _print_error(name, error)
     return code
 
 
@@ -135,7 +135,7 @@ def _run(words: Sequence[str]) -> int:
         return end.code if isinstance(end.code, int) else 2  # argparse has printed the usage, or the error
 
 
-def _tell(name: str, error: BaseException) -> int:
+def _print_error(name: str, error: BaseException) -> int:
     """Print the error that ended a command in one sentence; return the exit code."""
     if isinstance(error, BrokenPipeError) and error.filename is None:
         _silence_stdout()
@@ -145,7 +145,7 @@ def _tell(name: str, error: BaseException) -> int:
     if shows_traces():
         traceback.print_exception(error)
     error = _missing_extra(error) or error
-    text, code = sentence_of(error), 1
+    text, code = describe_error(error), 1
     if isinstance(error, InvalidArgument):
         text, code = f"error: {text}", 2
     elif not isinstance(error, JpagedError | OSError | MemoryError):

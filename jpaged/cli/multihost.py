@@ -10,11 +10,11 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from jpaged.cli.options import flag_of
+from jpaged.cli.options import to_flag
 from jpaged.cli.startup import PROBES, Progress, StartupReport
 from jpaged.config import EngineConfig, shows_traces
-from jpaged.errors import InvalidArgument, JpagedError, sentence_of
-from jpaged.launchers import MultiHost
+from jpaged.distributed_env import MultiHost
+from jpaged.errors import InvalidArgument, JpagedError, describe_error
 from jpaged.server.health import Health, ProbeServer
 from jpaged.server.lifecycle import Server
 from jpaged.service.loaded_model import LoadedModel
@@ -37,14 +37,14 @@ class Leading:
 
     def build(self, progress: Progress) -> LoadedModel:
         """Load the model together with the other processes; on the loading thread."""
-        from jpaged import assemble
+        from jpaged import build as build_module
         from jpaged.device.multihost.handshake import lead
 
         self._leader = lead(self._config, self._multihost, lambda line: progress(line, 1, 1), self)
         try:
-            return assemble.build(self._config, progress, self._leader)
+            return build_module.build(self._config, progress, self._leader)
         except JpagedError as error:
-            self._leader.tell(error)
+            self._leader.broadcast(error)
             raise
 
     def fail(self, error: JpagedError) -> None:
@@ -66,7 +66,7 @@ class Leading:
             code = 1
         failure = self._server.state.failure
         if self._leader is not None and failure is not None:
-            self._leader.tell(failure)  # also failures that it has not seen, such as a hanging step
+            self._leader.broadcast(failure)  # also failures that it has not seen, such as a hanging step
         if self._leader is not None and code == 0 and not await asyncio.to_thread(self._leader.end):
             report.line("some processes did not exit in time")
             code = 1
@@ -91,13 +91,13 @@ def follow(config: EngineConfig, multihost: MultiHost) -> int:
             ends.put((0, "stopped before process 0 was available"))
 
     def work() -> None:
-        from jpaged import assemble
+        from jpaged import build as build_module
         from jpaged.device.multihost import handshake
 
         try:
             follower = handshake.follow(config, multihost, report.line, lambda code, why: ends.put((code, why)))
             following.append(follower)
-            assemble.follow(config, report.progress, follower)
+            build_module.follow(config, report.progress, follower)
             ends.put((0, "stopped"))
         except Exception as error:  # top level of a follower: process 0 must be notified of any failure
             if not isinstance(error, JpagedError) and shows_traces():
@@ -107,7 +107,7 @@ def follow(config: EngineConfig, multihost: MultiHost) -> int:
                 following[0].report(error)
                 code = following[0].exit_code
             ends.put(
-                (code, f"process {multihost.process_id} of {multihost.num_processes} failed: {sentence_of(error)}")
+                (code, f"process {multihost.process_id} of {multihost.num_processes} failed: {describe_error(error)}")
             )
 
     if probes is not None:
@@ -135,4 +135,4 @@ def _open_probes(config: EngineConfig, following: list[Follower]) -> ProbeServer
     try:
         return ProbeServer(health, config.server.host, config.server.probe_port)
     except InvalidArgument as error:
-        raise InvalidArgument(flag_of(error.field), error.problem) from error
+        raise InvalidArgument(to_flag(error.field), error.problem) from error

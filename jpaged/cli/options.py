@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from jpaged.config import SECTIONS, EngineConfig, api_key_from_environment, iter_options, section_help
 from jpaged.config.option import is_json, option_type
-from jpaged.errors import InvalidArgument, sentence_of
-from jpaged.structured import StructuredOutputs, structured_outputs_of
+from jpaged.errors import InvalidArgument, describe_error
+from jpaged.structured import StructuredOutputs, get_structured_outputs
 from jpaged.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _OF_PATHS = {"file": "FILE", "folder": "DIR", "new file": "FILE", "new folder": 
 _EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 
 
-def flag_of(name: str) -> str:
+def to_flag(name: str) -> str:
     """Convert max_model_len to --max-model-len."""
     return f"--{name.replace('_', '-')}"
 
@@ -50,11 +50,11 @@ def add_config_flags(
             parser.add_argument("model", nargs="?", metavar="MODEL", default=None, help=_escaped(text))
         if section not in groups:
             groups[section] = parser.add_argument_group(section, section_help(section))
-        keywords: dict[str, Any] = {"dest": f"config_{name}", "default": None, "help": _help_of(spec)}
+        keywords: dict[str, Any] = {"dest": f"config_{name}", "default": None, "help": _get_help(spec)}
         if option_type(spec) is bool:
             keywords["action"] = argparse.BooleanOptionalAction
         elif spec.metadata["unit"] == "bytes":
-            keywords.update(type=_bytes_of, metavar="BYTES")
+            keywords.update(type=_parse_bytes, metavar="BYTES")
         else:
             keywords["type"] = option_type(spec)
             keywords["metavar"] = _metavar(spec)
@@ -62,7 +62,7 @@ def add_config_flags(
             keywords.update(action="append", type=str)
         if spec.metadata["choices"]:
             keywords.update(choices=spec.metadata["choices"], metavar=None)
-        groups[section].add_argument(flag_of(name), **keywords)
+        groups[section].add_argument(to_flag(name), **keywords)
 
 
 def _metavar(spec: Field[Any]) -> str:
@@ -93,7 +93,7 @@ def config_from(arguments: argparse.Namespace) -> EngineConfig:
     try:
         return EngineConfig.load(config_values(arguments))
     except InvalidArgument as error:
-        name = "MODEL" if error.field == "model" else flag_of(error.field)
+        name = "MODEL" if error.field == "model" else to_flag(error.field)
         raise InvalidArgument(name, error.problem) from error
 
 
@@ -118,7 +118,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
             keywords.update(action="append", type=int if is_ids else str, metavar="ID" if is_ids else "TEXT")
         else:
             keywords.update(type=float if isinstance(spec.default, float) else int, metavar="N")
-        group.add_argument(flag_of(spec.name), **keywords)
+        group.add_argument(to_flag(spec.name), **keywords)
 
 
 def _structured_outputs(word: str) -> StructuredOutputs | None:
@@ -129,7 +129,7 @@ def _structured_outputs(word: str) -> StructuredOutputs | None:
     if not isinstance(given, dict):
         raise argparse.ArgumentTypeError(f"{word!r} is not a JSON object")
     try:
-        return structured_outputs_of(given)
+        return get_structured_outputs(given)
     except InvalidArgument as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -145,10 +145,10 @@ def sampling_from(arguments: argparse.Namespace) -> SamplingParams:
     try:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
     except InvalidArgument as error:
-        raise InvalidArgument(flag_of(error.field.removeprefix("sampling.")), error.problem) from error
+        raise InvalidArgument(to_flag(error.field.removeprefix("sampling.")), error.problem) from error
 
 
-def _help_of(spec: Field[Any]) -> str:
+def _get_help(spec: Field[Any]) -> str:
     notes = default_and_limits(spec)
     return _escaped(f"{spec.metadata['help']} ({notes})" if notes else spec.metadata["help"])
 
@@ -193,7 +193,7 @@ def _early_stopping(word: str) -> bool | str:
     return _EARLY_STOPPING[word]
 
 
-def _bytes_of(word: str) -> int:
+def _parse_bytes(word: str) -> int:
     """Parse a number of bytes as vLLM does: 4096, 512M (1024), 512m (1000), 1.5G; fractions of a byte are dropped."""
     factor = _UNITS.get(word[-1:], 1)
     number = word[:-1] if factor > 1 else word
@@ -278,7 +278,7 @@ def credentials_from(arguments: argparse.Namespace, *, prefix: str = "") -> Cred
     try:
         key = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        problem = sentence_of(error) if isinstance(error, OSError) else f"{path} is not ASCII"
+        problem = describe_error(error) if isinstance(error, OSError) else f"{path} is not ASCII"
         raise InvalidArgument(flag, f"cannot be read: {problem}") from None
     if not key:
         raise InvalidArgument(flag, f"{path} is empty")

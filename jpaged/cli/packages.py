@@ -96,7 +96,7 @@ def requirements() -> Iterator[Finding]:
         note = f"the sources are {__version__}, but the requirements checked here are those of {installed}"
         yield Finding("packages", "jpaged", "warn", f"installed as {installed}", note, "pip install .")
     needed = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
-    found = {one.name: version_of(one.name) for one in needed}
+    found = {one.name: get_version(one.name) for one in needed}
     wrong = {one.name for one in needed if not one.specifier.contains(found[one.name] or "0", prereleases=True)}
     wrong |= {name for name, version in found.items() if version is None}
     for one in needed:
@@ -155,7 +155,7 @@ def show(found: Sequence[Finding], *, as_json: bool) -> None:
 def extras() -> Iterator[Finding]:
     """Yield the installed optional packages, and the purpose of missing ones."""
     for extra, (package, purpose) in EXTRAS.items():
-        version = version_of(package)
+        version = get_version(package)
         if version is None:
             yield Finding(
                 "optional", package, "off", "not installed", f"for {purpose}", f"pip install 'jpaged[{extra}]'"
@@ -168,12 +168,12 @@ def undriven(dev: Path = _DEV) -> Iterator[Finding]:
     """Yield accelerators of this machine without an installed driver package."""
     for name, (pattern, packages, extra) in _DEVICE_FILES.items():
         files = sorted(dev.glob(pattern))
-        if files and not any(version_of(package) for package in packages):
+        if files and not any(get_version(package) for package in packages):
             note = f"{files[0]} exists, but no installed package supports it: it would not be used"
             yield Finding("devices", name, "warn", f"{len(files)} found", note, f"pip install 'jpaged[{extra}]'")
 
 
-def version_of(package: str) -> str | None:
+def get_version(package: str) -> str | None:
     """Return the version of an installed package; None if it is missing."""
     try:
         return metadata.version(package)

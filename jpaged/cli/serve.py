@@ -10,11 +10,11 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from jpaged.cli.options import add_config_flags, config_from, flag_of
+from jpaged.cli.options import add_config_flags, config_from, to_flag
 from jpaged.cli.startup import PROBES, Progress, StartupReport
 from jpaged.config import EngineConfig
+from jpaged.distributed_env import MultiHost
 from jpaged.errors import EngineHung, InvalidArgument
-from jpaged.launchers import MultiHost
 from jpaged.telemetry.logs import set_up_logs
 
 # importing the server takes two thirds of the command line's import time, and other commands do not need it
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         config.cluster_secret()  # report an invalid secret before anything is loaded
     except InvalidArgument as error:
         # the field is an environment variable or an option
-        name = error.field if error.field.isupper() else flag_of(error.field)
+        name = error.field if error.field.isupper() else to_flag(error.field)
         raise InvalidArgument(name, error.problem) from error
     return asyncio.run(_serve(config, multihost)) if multihost.is_leader else follow(config, multihost)
 
@@ -72,9 +72,9 @@ async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
     host = config.server.host
 
     def load(progress: Progress) -> LoadedModel:
-        from jpaged import assemble  # imports jax: seconds, in which the port is already open
+        from jpaged import build as build_module  # imports jax: seconds, in which the port is already open
 
-        return assemble.build(config, progress) if leading is None else leading.build(progress)
+        return build_module.build(config, progress) if leading is None else leading.build(progress)
 
     def on_serving(port: int, loaded: LoadedModel) -> None:
         for name, value, source in loaded.config.explain():
@@ -109,7 +109,7 @@ async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
         server.stop_on_signals()  # first: gRPC would print a traceback for Ctrl-C while it opens a port
         port = await server.start()
     except InvalidArgument as error:
-        raise InvalidArgument(flag_of(error.field), error.problem) from error
+        raise InvalidArgument(to_flag(error.field), error.problem) from error
     if server.probe_port is not None:
         report.line(f"{PROBES}{host}:{server.probe_port}")
     report.line(f"{LISTENING}{host}:{port}, loading {config.model.model}")

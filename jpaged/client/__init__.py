@@ -2,7 +2,7 @@
 
 convert.py    values <-> messages, and the assembly of streams: no I/O, shared by both clients
 prefixes.py   transfer of prefixes as bytes
-failures.py   gRPC errors -> the classes of jpaged.errors
+errors.py   gRPC errors -> the classes of jpaged.errors
 channel.py    connections: keepalive, retries, proxies, TLS, a single health check
 base.py       shared base of both clients
 sync.py       Client
@@ -13,13 +13,16 @@ results.py    output file of a batch: locked, whole lines, resumable
 parquet.py    Parquet as input and output of a batch
 """
 
+import warnings
+from typing import TYPE_CHECKING, Any
+
 from jpaged.client.aio import AsyncClient, AsyncGenerateStream
 from jpaged.client.channel import Tls
 from jpaged.client.convert import AdapterInfo, GenerateChunk, ServerInfo
 from jpaged.client.prefixes import PrefixArrival
-from jpaged.client.routing.retry import Resuming
+from jpaged.client.routing.retry import ResumePolicy
 from jpaged.client.sync import Client, GenerateStream
-from jpaged.load import Load, ReplicaLoad
+from jpaged.server_load import Load, ReplicaLoad
 from jpaged.types import ModelInfo
 
 __all__ = [
@@ -33,7 +36,21 @@ __all__ = [
     "ModelInfo",
     "PrefixArrival",
     "ReplicaLoad",
-    "Resuming",
+    "ResumePolicy",
     "ServerInfo",
     "Tls",
 ]
+
+
+_FORMER_NAMES = {
+    "Resuming": "ResumePolicy",
+}
+"""Public names of the previous release. They go with the next one."""
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _FORMER_NAMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn(f"{__name__}.{name} is now {_FORMER_NAMES[name]}", DeprecationWarning, stacklevel=2)
+        return globals()[_FORMER_NAMES[name]]

@@ -8,14 +8,14 @@ from typing import Any, Self, TypeVar, Unpack
 
 from grpc import aio
 
-from jpaged.chat import ChatOptions, ChatWords, chat_options_of
+from jpaged.chat import ChatKwargs, ChatOptions, build_chat_options
 from jpaged.client import convert
 from jpaged.client.base import BaseClient, BaseStream
-from jpaged.client.convert import AdapterInfo, Assembler, Call, GenerateChunk, ServerInfo
+from jpaged.client.convert import AdapterInfo, Assembler, GenerateChunk, ServerInfo, UnaryCall
 from jpaged.client.prefixes import AsyncPrefixCalls
 from jpaged.client.routing.servers import AsyncServers, refuse_closed
-from jpaged.completions import Evaluated
-from jpaged.load import Load
+from jpaged.output_assembler import Evaluated
+from jpaged.server_load import Load
 from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 
 _T = TypeVar("_T")
@@ -83,7 +83,7 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         adapter: str = "",
     ) -> RequestOutput:
         """See `Client.complete`."""
-        what = convert.prompt_of(prompt, prompt_token_ids, messages, chat_options)
+        what = convert.get_prompt(prompt, prompt_token_ids, messages, chat_options)
         assembler = Assembler(what, sampling)
         async with self._begin(what, sampling, request_id, timeout_s, whole=True, adapter=adapter) as stream:
             async for chunk in stream:
@@ -98,14 +98,14 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         request_id: str | None = None,
         timeout_s: float | None = None,
         adapter: str = "",
-        **words: Unpack[ChatWords],
+        **words: Unpack[ChatKwargs],
     ) -> RequestOutput:
         """See `Client.chat`."""
         return await self.complete(
             None,
             sampling,
             messages=messages,
-            chat_options=chat_options_of(**words),
+            chat_options=build_chat_options(**words),
             request_id=request_id,
             timeout_s=timeout_s,
             adapter=adapter,
@@ -121,7 +121,7 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         priority: int = 0,
     ) -> Evaluated[Score]:
         """See `Client.score`."""
-        asker = convert.Asker(self._model, adapter, cache_salt, priority)
+        asker = convert.CallOptions(self._model, adapter, cache_salt, priority)
         call = convert.score_call(prompt, continuations, asker)
         return await self._run(call)
 
@@ -136,7 +136,7 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         priority: int = 0,
     ) -> Evaluated[tuple[float, ...]]:
         """See `Client.embed`."""
-        asker = convert.Asker(self._model, adapter, cache_salt, priority)
+        asker = convert.CallOptions(self._model, adapter, cache_salt, priority)
         call = convert.embed_call(inputs, asker, pooling=pooling, normalize=normalize)
         return await self._run(call)
 
@@ -149,7 +149,7 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         add_special_tokens: bool | None = None,
     ) -> tuple[int, ...]:
         """See `Client.tokenize`."""
-        prompt = convert.prompt_of(text, None, messages, chat_options)
+        prompt = convert.get_prompt(text, None, messages, chat_options)
         return await self._run(convert.tokenize_call(prompt, add_special_tokens=add_special_tokens, model=self._model))
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -190,7 +190,7 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         adapter: str = "",
     ) -> int:
         """See `Client.pin_prefix`."""
-        prefix = convert.prompt_of(text, prompt_token_ids)
+        prefix = convert.get_prompt(text, prompt_token_ids)
         return await self._run(convert.pin_prefix_call(name, prefix, cache_salt, adapter))
 
     async def unpin_prefix(self, name: str) -> None:
@@ -224,5 +224,5 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    async def _run(self, call: Call[_T]) -> _T:
+    async def _run(self, call: UnaryCall[_T]) -> _T:
         return await self._servers.run(call)

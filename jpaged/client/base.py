@@ -9,17 +9,17 @@ from typing import Any, Generic, TypeVar, Unpack
 import grpc
 
 from jpaged._proto.v1 import inference_pb2
-from jpaged.chat import ChatOptions, ChatWords, chat_options_of
+from jpaged.chat import ChatKwargs, ChatOptions, build_chat_options
 from jpaged.client import convert
 from jpaged.client.channel import Tls, require_target
 from jpaged.client.convert import GenerateChunk
-from jpaged.client.routing.endpoints import key_of
-from jpaged.client.routing.resumable_stream import Course
-from jpaged.client.routing.retry import Resuming, Tries
+from jpaged.client.routing.endpoints import get_key
+from jpaged.client.routing.resumable_stream import ResumableStream
+from jpaged.client.routing.retry import ResumePolicy, RetryState
 from jpaged.errors import Cancelled, InternalError, InvalidArgument
 from jpaged.types import Prompt, SamplingParams
 
-DEFAULT_RESUMING = Resuming()
+DEFAULT_RESUMING = ResumePolicy()
 """By default, streams look for another server for a minute."""
 _StreamT = TypeVar("_StreamT", bound="BaseStream")
 _T = TypeVar("_T")
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 class BaseStream:
     """Iterator over the chunks of one request, on any number of servers. Closing or dropping it cancels the request."""
 
-    def __init__(self, begin: Callable[[], Course], require_open: Callable[[], None], request_id: str) -> None:
+    def __init__(self, begin: Callable[[], ResumableStream], require_open: Callable[[], None], request_id: str) -> None:
         self.request_id = request_id
         self._is_closed = True  # until the call has begun, which can fail
         self._require_open = require_open
@@ -54,7 +54,7 @@ class BaseStream:
 
     def _take(self, message: inference_pb2.GenerateResponse) -> None:
         try:
-            self._ready.extend([convert.chunk_of(one) for one in self._course.take(message)])
+            self._ready.extend([convert.parse_chunk(one) for one in self._course.take(message)])
         except InternalError:
             self._is_closed = True
             raise
@@ -122,14 +122,14 @@ class BaseClient(Generic[_StreamT]):
         api_key: str = "",
         tls: Tls | None = None,
         proxy: str | None = None,
-        resuming: Resuming | None = DEFAULT_RESUMING,
+        resuming: ResumePolicy | None = DEFAULT_RESUMING,
     ) -> None:
         targets = (target,) if isinstance(target, str) else tuple(target)
         if not targets or len(set(targets)) < len(targets):
             raise InvalidArgument("target", f"{list(targets)} must name at least one server, and none twice")
         for name in targets:
             require_target("target", name)
-        self._metadata = convert.metadata_of(tenant, api_key)
+        self._metadata = convert.get_metadata(tenant, api_key)
         self._is_closed = False
         self._servers = self._reach(targets, self._metadata, timeout_s, self._require_open, tls, proxy)
         self.prefixes = self._prefix_calls(self._servers, self._metadata, self._require_open)
@@ -161,7 +161,7 @@ class BaseClient(Generic[_StreamT]):
             timeout_s: timeout of the request; the client's by default.
             adapter: name of an adapter loaded on the server.
         """
-        what = convert.prompt_of(prompt, prompt_token_ids, messages, chat_options)
+        what = convert.get_prompt(prompt, prompt_token_ids, messages, chat_options)
         return self._begin(what, sampling, request_id, timeout_s, adapter=adapter)
 
     def stream_chat(
@@ -172,7 +172,7 @@ class BaseClient(Generic[_StreamT]):
         request_id: str | None = None,
         timeout_s: float | None = None,
         adapter: str = "",
-        **words: Unpack[ChatWords],
+        **words: Unpack[ChatKwargs],
     ) -> _StreamT:
         """Start the assistant's next turn and return its stream at once.
 
@@ -183,7 +183,7 @@ class BaseClient(Generic[_StreamT]):
             messages: the conversation, in OpenAI's format.
             words: chat options: tools, tool choice and reasoning.
         """
-        what = convert.prompt_of(None, None, messages, chat_options_of(**words))
+        what = convert.get_prompt(None, None, messages, build_chat_options(**words))
         return self._begin(what, sampling, request_id, timeout_s, adapter=adapter)
 
     def _begin(
@@ -201,8 +201,10 @@ class BaseClient(Generic[_StreamT]):
         )
         self._require_open()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        tries = Tries(self._servers.endpoints, key_of(request), timeout_s, self._resuming)
-        return self._stream(lambda: Course(request, tries, self._metadata), self._require_open, request.request_id)
+        tries = RetryState(self._servers.endpoints, get_key(request), timeout_s, self._resuming)
+        return self._stream(
+            lambda: ResumableStream(request, tries, self._metadata), self._require_open, request.request_id
+        )
 
     def _require_open(self) -> None:
         if self._is_closed:

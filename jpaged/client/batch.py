@@ -48,8 +48,8 @@ from jpaged.errors import (
     Unavailable,
     Unsupported,
 )
-from jpaged.load import Load
 from jpaged.openai.lines import Answers, BadLine, Line, failure_line, parse_file
+from jpaged.server_load import Load
 from jpaged.types import ModelInfo
 
 LOST = (Unavailable, Cancelled)
@@ -87,7 +87,7 @@ def targets_in(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def window_of(load: Load, num_open: int, max_concurrency: int) -> int:
+def compute_window(load: Load, num_open: int, max_concurrency: int) -> int:
     """Return the maximum number of calls in flight to a server, at least 1.
 
     Args:
@@ -99,7 +99,7 @@ def window_of(load: Load, num_open: int, max_concurrency: int) -> int:
     return max(1, min(max_concurrency, _ROWS_FACTOR * load.max_num_seqs - num_others))
 
 
-class Server(Protocol):
+class BatchServer(Protocol):
     """Information that a server reports."""
 
     async def model_info(self) -> ModelInfo: ...
@@ -107,7 +107,7 @@ class Server(Protocol):
     async def load(self) -> Load: ...
 
 
-_S = TypeVar("_S", bound=Server)
+_S = TypeVar("_S", bound=BatchServer)
 
 
 class Lines:
@@ -160,7 +160,7 @@ class Lines:
         self._num_open -= 1
 
 
-class Target(Generic[_S]):
+class BatchTarget(Generic[_S]):
     """One server: availability, window of calls and latency.
 
     Args:
@@ -206,7 +206,7 @@ class Target(Generic[_S]):
     def note_load(self, load: Load) -> None:
         """Set the window by its load."""
         self._num_rows = max(1, min(self._max_concurrency, load.max_num_seqs))
-        self._window = window_of(load, self.num_open, self._max_concurrency)
+        self._window = compute_window(load, self.num_open, self._max_concurrency)
 
     def note_answer(self, took_s: float | None) -> None:
         """Record an answer; `took_s` is None if it should not count for the latency."""
@@ -230,7 +230,7 @@ class Target(Generic[_S]):
         self._paused_until_s = now_s + self._absences.next_s()
 
 
-class Targets(Generic[_S]):
+class BatchTargets(Generic[_S]):
     """All servers of a run.
 
     Args:
@@ -240,7 +240,7 @@ class Targets(Generic[_S]):
     """
 
     def __init__(self, servers: Mapping[str, _S], max_concurrency: int, on_retry: Callable[[], None]) -> None:
-        self._targets = [Target(name, server, max_concurrency) for name, server in servers.items()]
+        self._targets = [BatchTarget(name, server, max_concurrency) for name, server in servers.items()]
         self._on_retry = on_retry
         self._failure: Exception | None = None
         self._changed = _Signal()
@@ -285,10 +285,10 @@ class Targets(Generic[_S]):
         try:
             async with asyncio.TaskGroup() as group:
 
-                async def call(target: Target[_S], line: Line) -> None:
+                async def call(target: BatchTarget[_S], line: Line) -> None:
                     await self._call(target, line, lines, answer, fail)
 
-                def begin(target: Target[_S], line: Line) -> None:
+                def begin(target: BatchTarget[_S], line: Line) -> None:
                     target.num_open += 1
                     group.create_task(call(target, line))
 
@@ -301,7 +301,9 @@ class Targets(Generic[_S]):
         except BaseExceptionGroup as errors:  # the first has cancelled all others
             raise errors.exceptions[0] from None
 
-    async def _pull(self, target: Target[_S], lines: Lines, begin: Callable[[Target[_S], Line], None]) -> None:
+    async def _pull(
+        self, target: BatchTarget[_S], lines: Lines, begin: Callable[[BatchTarget[_S], Line], None]
+    ) -> None:
         while True:
             if not target.is_there:
                 self._require_one_left()
@@ -315,7 +317,7 @@ class Targets(Generic[_S]):
                 self._changed.fire()
             await self._changed.wait(target.pause_left_s(_now_s()) or None)
 
-    def _may_take(self, target: Target[_S], num_waiting: int) -> bool:
+    def _may_take(self, target: BatchTarget[_S], num_waiting: int) -> bool:
         """Return True if a server has capacity, and would answer before the others finish all waiting lines."""
         now_s = _now_s()
         if not (target.is_open(now_s) and target.num_open < target.window):
@@ -329,7 +331,7 @@ class Targets(Generic[_S]):
 
     async def _call(
         self,
-        target: Target[_S],
+        target: BatchTarget[_S],
         line: Line,
         lines: Lines,
         answer: Callable[[_S, Line], Awaitable[bool]],
@@ -361,7 +363,7 @@ class Targets(Generic[_S]):
         lines.give_back(line)
         self._on_retry()
 
-    async def _meet(self, target: Target[_S]) -> None:
+    async def _meet(self, target: BatchTarget[_S]) -> None:
         """Query a server's model and load."""
         try:
             async with asyncio.timeout(_MEET_TIMEOUT_S):
@@ -376,14 +378,14 @@ class Targets(Generic[_S]):
         if all(target.num_absences >= _MAX_TRIES for target in self._targets):
             raise Unavailable(str(self._failure) or f"no response within {_MEET_TIMEOUT_S:.0f} s") from self._failure
 
-    async def _watch(self, target: Target[_S]) -> None:
+    async def _watch(self, target: BatchTarget[_S]) -> None:
         while True:
             await asyncio.sleep(_LOAD_INTERVAL_S)
             if target.is_there:
                 await self._measure(target)
                 self._changed.fire()
 
-    async def _measure(self, target: Target[_S]) -> None:
+    async def _measure(self, target: BatchTarget[_S]) -> None:
         """Query a server's load; if it reports none (as a proxy), the window stays at its limit."""
         with contextlib.suppress(*ELSEWHERE, DeadlineExceeded, PermissionDenied, Unsupported, TimeoutError):
             async with asyncio.timeout(_MEET_TIMEOUT_S):
@@ -511,7 +513,7 @@ class BatchSummary:
         return self.completion_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
 
-class Source(Protocol):
+class LineSource(Protocol):
     """The lines of an input; can be iterated several times."""
 
     @property
@@ -602,9 +604,9 @@ def _unpack_gzip(output: Path, journal: Path) -> None:
         raise InvalidArgument("--output", f"{output} cannot be decompressed: {error}: move the file away") from error
 
 
-def _source(path: Path) -> Source:
+def _source(path: Path) -> LineSource:
     if path.suffix == PARQUET_SUFFIX or path.is_dir():
-        lines: Source = _parquet(path).ParquetLines(path)
+        lines: LineSource = _parquet(path).ParquetLines(path)
         return lines
     return FileLines(path)
 
@@ -619,7 +621,7 @@ def _parquet(path: Path) -> ModuleType:
 
 
 async def _run(
-    options: BatchOptions, source: Source, output: Results, on_progress: Callable[[BatchSummary], None]
+    options: BatchOptions, source: LineSource, output: Results, on_progress: Callable[[BatchSummary], None]
 ) -> BatchSummary:
     finished = output.finished
 
@@ -642,7 +644,7 @@ async def _run(
             )
             for name in options.targets
         }
-        batch = _Batch(clients, options.max_concurrency, output, before, on_progress)
+        batch = _BatchRun(clients, options.max_concurrency, output, before, on_progress)
         on_progress(batch.summary)
         if has_requests:
             await batch.meet()
@@ -655,7 +657,7 @@ async def _run(
     return batch.summary
 
 
-class _Batch:
+class _BatchRun:
     """One run: the results of lines, and the summary."""
 
     def __init__(
@@ -667,7 +669,7 @@ class _Batch:
         on_progress: Callable[[BatchSummary], None],
     ) -> None:
         self.summary = summary
-        self._targets = Targets(clients, max_concurrency, partial(self._count, num_retries=1))
+        self._targets = BatchTargets(clients, max_concurrency, partial(self._count, num_retries=1))
         self._output = output
         self._on_progress = on_progress
         self._start_s = time.monotonic()

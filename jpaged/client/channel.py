@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jpaged.client.failures import translated
+from jpaged.client.errors import translated
 from jpaged.config import proxy_from_environment
-from jpaged.errors import InvalidArgument, sentence_of
+from jpaged.errors import InvalidArgument, describe_error
 from jpaged.types import is_loopback, require_whole_characters
 
 MAX_ATTEMPTS = 4
@@ -273,7 +273,7 @@ def _read(name: str, path: str | None) -> bytes | None:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise InvalidArgument(f"tls.{name}", f"cannot be read: {sentence_of(error)}") from None
+        raise InvalidArgument(f"tls.{name}", f"cannot be read: {describe_error(error)}") from None
 
 
 def check_health(

@@ -1,7 +1,7 @@
 """Values <-> messages, and the assembly of streams. No I/O; shared by both clients.
 
-A unary call is a `Call`: its method, its request, and a conversion of the response. A client only sends it. Chats and
-the calls Score and Embed are converted here, too.
+A unary call is a `UnaryCall`: its method, its request, and a conversion of the response. A client only sends it. Chats
+and the calls Score and Embed are converted here, too.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from google.protobuf.message import Message
 from jpaged import json_text
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.chat import MESSAGE_TEXTS, ChatOptions, Tool, ToolCallPiece, ToolChoice, ToolChoiceMode, read_message
-from jpaged.completions import Evaluated, completions_of
 from jpaged.errors import InternalError, InvalidArgument, Unsupported
-from jpaged.load import Load, ReplicaLoad
+from jpaged.output_assembler import Evaluated, new_completions
+from jpaged.server_load import Load, ReplicaLoad
 from jpaged.structured import StructuredOutputs
 from jpaged.types import (
     FinishReason,
-    Generated,
     ModelInfo,
     Pooling,
     PositionLogprobs,
+    PriorOutput,
     Prompt,
     RequestOutput,
     RequestTimes,
@@ -70,7 +70,7 @@ def chat_message(prompt: Prompt) -> inference_pb2.ChatPrompt:
     )
 
 
-def piece_of(delta: inference_pb2.ToolCallDelta) -> ToolCallPiece:
+def parse_piece(delta: inference_pb2.ToolCallDelta) -> ToolCallPiece:
     """Convert a part of a call to a value."""
     return ToolCallPiece(
         delta.index,
@@ -193,7 +193,7 @@ class AdapterInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[_T]):
+class UnaryCall(Generic[_T]):
     """One unary call: method, request, and conversion of the response.
 
     Attributes:
@@ -206,7 +206,7 @@ class Call(Generic[_T]):
     scope: Literal["one", "each", "knowing"] = "one"
 
 
-def prompt_of(
+def get_prompt(
     prompt: str | None,
     prompt_token_ids: Sequence[int] | None = None,
     messages: Sequence[Mapping[str, Any]] | None = None,
@@ -259,7 +259,7 @@ def generate_request(
 
 
 def continued_request(
-    request: inference_pb2.GenerateRequest, generated: Sequence[Generated], seed: int | None
+    request: inference_pb2.GenerateRequest, generated: Sequence[PriorOutput], seed: int | None
 ) -> inference_pb2.GenerateRequest:
     """Build the request that resumes after the given tokens, with the seed of the first message."""
     message = inference_pb2.GenerateRequest()
@@ -270,7 +270,7 @@ def continued_request(
     return message
 
 
-def _add_generated(message: inference_pb2.GenerateRequest, generated: Sequence[Generated]) -> None:
+def _add_generated(message: inference_pb2.GenerateRequest, generated: Sequence[PriorOutput]) -> None:
     for one in generated:
         message.generated_token_ids.add(
             index=one.index,
@@ -307,7 +307,7 @@ def _structured_message(outputs: StructuredOutputs) -> inference_pb2.StructuredO
     return inference_pb2.StructuredOutputs(**{one.name: getattr(outputs, one.name) for one in fields(outputs)})
 
 
-def chunk_of(message: inference_pb2.GenerateResponse) -> GenerateChunk:
+def parse_chunk(message: inference_pb2.GenerateResponse) -> GenerateChunk:
     """Convert one message of a stream to a value."""
     has_finish = message.HasField("finish")
     return GenerateChunk(
@@ -315,17 +315,17 @@ def chunk_of(message: inference_pb2.GenerateResponse) -> GenerateChunk:
         index=message.index,
         text=message.text,
         token_ids=tuple(message.token_ids),
-        logprobs=tuple(_position_of(position) for position in message.logprobs),
-        prompt_logprobs=tuple(_position_of(position) for position in message.prompt_logprobs),
+        logprobs=tuple(_parse_position(position) for position in message.logprobs),
+        prompt_logprobs=tuple(_parse_position(position) for position in message.prompt_logprobs),
         usage=Usage(message.usage.prompt_tokens, message.usage.completion_tokens, message.usage.cached_tokens),
-        finish=_finish_of(message.finish) if has_finish else None,
+        finish=_parse_finish(message.finish) if has_finish else None,
         cumulative_logprob=message.finish.cumulative_logprob if message.finish.HasField("cumulative_logprob") else None,
         prompt_token_ids=tuple(message.prompt_token_ids),
         seed=message.seed if message.HasField("seed") else None,
         is_last=message.is_last,
-        times=_times_of(message.times) if message.HasField("times") else None,
+        times=_parse_times(message.times) if message.HasField("times") else None,
         reasoning_content=message.reasoning_content,
-        tool_calls=tuple([piece_of(delta) for delta in message.tool_calls]),
+        tool_calls=tuple([parse_piece(delta) for delta in message.tool_calls]),
     )
 
 
@@ -333,7 +333,7 @@ class Assembler:
     """Assembles the chunks of one stream into a RequestOutput."""
 
     def __init__(self, prompt: Prompt, sampling: SamplingParams | None) -> None:
-        self._completions = completions_of(sampling or SamplingParams())
+        self._completions = new_completions(sampling or SamplingParams())
         self._prompt = prompt
         self._prompt_token_ids = tuple(prompt.token_ids or ())
         self._request_id = ""
@@ -349,25 +349,25 @@ class Assembler:
         return self._completions.output(self._request_id, self._prompt.text, self._prompt_token_ids)
 
 
-def tokenize_call(prompt: Prompt, *, add_special_tokens: bool | None, model: str | None) -> Call[tuple[int, ...]]:
+def tokenize_call(prompt: Prompt, *, add_special_tokens: bool | None, model: str | None) -> UnaryCall[tuple[int, ...]]:
     """Build a Tokenize call: text or messages -> ids."""
     request = inference_pb2.TokenizeRequest(text=prompt.text, add_special_tokens=add_special_tokens, model=model)
     if prompt.messages is not None:
         request.chat.CopyFrom(chat_message(prompt))
-    return Call("Tokenize", request, lambda response: tuple(response.token_ids))
+    return UnaryCall("Tokenize", request, lambda response: tuple(response.token_ids))
 
 
-def detokenize_call(token_ids: Sequence[int], *, skip_special_tokens: bool, model: str | None) -> Call[str]:
+def detokenize_call(token_ids: Sequence[int], *, skip_special_tokens: bool, model: str | None) -> UnaryCall[str]:
     """Build a Detokenize call: ids -> text."""
     request = inference_pb2.DetokenizeRequest(
         token_ids=checked_ids("token_ids", token_ids), skip_special_tokens=skip_special_tokens, model=model
     )
-    return Call("Detokenize", request, lambda response: response.text)
+    return UnaryCall("Detokenize", request, lambda response: response.text)
 
 
 def token_bytes_call(
     token_ids: Sequence[int], *, skip_special_tokens: bool, model: str | None
-) -> Call[tuple[bytes, ...]]:
+) -> UnaryCall[tuple[bytes, ...]]:
     """Ids -> the bytes of each."""
     request = inference_pb2.DetokenizeRequest(
         token_ids=checked_ids("token_ids", token_ids),
@@ -381,60 +381,60 @@ def token_bytes_call(
             raise Unsupported("the server does not return token bytes: it is older than this client")
         return tuple(response.token_bytes)
 
-    return Call("Detokenize", request, read)
+    return UnaryCall("Detokenize", request, read)
 
 
-def server_info_call() -> Call[ServerInfo]:
+def server_info_call() -> UnaryCall[ServerInfo]:
     """Build a GetServerInfo call."""
-    return Call("GetServerInfo", control_pb2.GetServerInfoRequest(), _server_info_of)
+    return UnaryCall("GetServerInfo", control_pb2.GetServerInfoRequest(), _parse_server_info)
 
 
-def model_info_call() -> Call[ModelInfo]:
+def model_info_call() -> UnaryCall[ModelInfo]:
     """Build a GetModelInfo call."""
-    return Call("GetModelInfo", control_pb2.GetModelInfoRequest(), _model_info_of)
+    return UnaryCall("GetModelInfo", control_pb2.GetModelInfoRequest(), _parse_model_info)
 
 
-def load_call() -> Call[Load]:
+def load_call() -> UnaryCall[Load]:
     """Build a GetLoad call."""
-    return Call("GetLoad", control_pb2.GetLoadRequest(), _load_of)
+    return UnaryCall("GetLoad", control_pb2.GetLoadRequest(), _parse_load)
 
 
-def abort_call(request_id: str) -> Call[None]:
+def abort_call(request_id: str) -> UnaryCall[None]:
     """Build an Abort call."""
-    return Call("Abort", control_pb2.AbortRequest(request_id=request_id), lambda response: None, "knowing")
+    return UnaryCall("Abort", control_pb2.AbortRequest(request_id=request_id), lambda response: None, "knowing")
 
 
-def pin_prefix_call(name: str, prefix: Prompt, cache_salt: str, adapter: str) -> Call[int]:
+def pin_prefix_call(name: str, prefix: Prompt, cache_salt: str, adapter: str) -> UnaryCall[int]:
     """Build a PinPrefix call; it returns the number of pinned tokens."""
     request = control_pb2.PinPrefixRequest(name=name, text=prefix.text, cache_salt=cache_salt, adapter=adapter)
     if prefix.token_ids is not None:
         request.token_ids.CopyFrom(inference_pb2.TokenIds(ids=checked_ids("prefix.token_ids", prefix.token_ids)))
-    return Call("PinPrefix", request, lambda response: response.num_pinned_tokens, "each")
+    return UnaryCall("PinPrefix", request, lambda response: response.num_pinned_tokens, "each")
 
 
-def unpin_prefix_call(name: str) -> Call[None]:
+def unpin_prefix_call(name: str) -> UnaryCall[None]:
     """Build an UnpinPrefix call."""
-    return Call("UnpinPrefix", control_pb2.UnpinPrefixRequest(name=name), lambda response: None, "each")
+    return UnaryCall("UnpinPrefix", control_pb2.UnpinPrefixRequest(name=name), lambda response: None, "each")
 
 
-def load_adapter_call(name: str, path: str) -> Call[int]:
+def load_adapter_call(name: str, path: str) -> UnaryCall[int]:
     """Build a LoadAdapter call; it returns the bytes of the matrices."""
     require_whole_characters("path", path)
     request = control_pb2.LoadAdapterRequest(name=name, path=path)
-    return Call("LoadAdapter", request, lambda response: response.num_bytes, "each")
+    return UnaryCall("LoadAdapter", request, lambda response: response.num_bytes, "each")
 
 
-def unload_adapter_call(name: str) -> Call[None]:
+def unload_adapter_call(name: str) -> UnaryCall[None]:
     """Build an UnloadAdapter call."""
-    return Call("UnloadAdapter", control_pb2.UnloadAdapterRequest(name=name), lambda response: None, "each")
+    return UnaryCall("UnloadAdapter", control_pb2.UnloadAdapterRequest(name=name), lambda response: None, "each")
 
 
-def list_adapters_call() -> Call[tuple[AdapterInfo, ...]]:
+def list_adapters_call() -> UnaryCall[tuple[AdapterInfo, ...]]:
     """Build a ListAdapters call."""
-    return Call("ListAdapters", control_pb2.ListAdaptersRequest(), _adapters_of)
+    return UnaryCall("ListAdapters", control_pb2.ListAdaptersRequest(), _parse_adapters)
 
 
-def metadata_of(tenant: str, api_key: str = "") -> tuple[tuple[str, str], ...]:
+def get_metadata(tenant: str, api_key: str = "") -> tuple[tuple[str, str], ...]:
     """Return the metadata of calls by a tenant with a key.
 
     Raises:
@@ -452,7 +452,7 @@ def metadata_of(tenant: str, api_key: str = "") -> tuple[tuple[str, str], ...]:
     return ((TENANT_KEY, tenant), *key)
 
 
-def _server_info_of(message: control_pb2.GetServerInfoResponse) -> ServerInfo:
+def _parse_server_info(message: control_pb2.GetServerInfoResponse) -> ServerInfo:
     startup, backend = message.startup, message.backend
     is_loaded = message.HasField("backend")
     return ServerInfo(
@@ -472,19 +472,19 @@ def _server_info_of(message: control_pb2.GetServerInfoResponse) -> ServerInfo:
     )
 
 
-def _model_info_of(message: control_pb2.GetModelInfoResponse) -> ModelInfo:
-    return ModelInfo(**{**_fields_of(message), "eos_token_ids": tuple(message.eos_token_ids)})
+def _parse_model_info(message: control_pb2.GetModelInfoResponse) -> ModelInfo:
+    return ModelInfo(**{**_parse_fields(message), "eos_token_ids": tuple(message.eos_token_ids)})
 
 
-def _adapters_of(message: control_pb2.ListAdaptersResponse) -> tuple[AdapterInfo, ...]:
-    return tuple(AdapterInfo(**_fields_of(adapter)) for adapter in message.adapters)
+def _parse_adapters(message: control_pb2.ListAdaptersResponse) -> tuple[AdapterInfo, ...]:
+    return tuple(AdapterInfo(**_parse_fields(adapter)) for adapter in message.adapters)
 
 
-def _load_of(message: control_pb2.GetLoadResponse) -> Load:
-    return Load(**_fields_of(message), replicas=tuple(ReplicaLoad(**_fields_of(one)) for one in message.replicas))
+def _parse_load(message: control_pb2.GetLoadResponse) -> Load:
+    return Load(**_parse_fields(message), replicas=tuple(ReplicaLoad(**_parse_fields(one)) for one in message.replicas))
 
 
-def _fields_of(message: Message) -> dict[str, Any]:
+def _parse_fields(message: Message) -> dict[str, Any]:
     """Return the fields of a message by name, except submessages."""
     return {
         field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields if field.message_type is None
@@ -511,25 +511,25 @@ def checked_int32(field: str, value: int) -> int:
     return value
 
 
-def _position_of(position: inference_pb2.PositionLogprobs) -> PositionLogprobs:
+def _parse_position(position: inference_pb2.PositionLogprobs) -> PositionLogprobs:
     return PositionLogprobs(
-        logprob_of(position.chosen),
-        tuple(logprob_of(token) for token in position.top),
-        tuple(logprob_of(token) for token in position.asked),
+        parse_logprob(position.chosen),
+        tuple(parse_logprob(token) for token in position.top),
+        tuple(parse_logprob(token) for token in position.asked),
     )
 
 
-def logprob_of(token: inference_pb2.TokenLogprob) -> TokenLogprob:
+def parse_logprob(token: inference_pb2.TokenLogprob) -> TokenLogprob:
     """Convert a message to a value."""
     return TokenLogprob(token.token_id, token.logprob, token.rank if token.HasField("rank") else None)
 
 
-def _times_of(times: inference_pb2.RequestTimes) -> RequestTimes:
+def _parse_times(times: inference_pb2.RequestTimes) -> RequestTimes:
     told = {one.name: getattr(times, one.name) for one, _ in times.ListFields()}
     return RequestTimes(**told | {"arrival_s": times.arrival_s, "preempted_s": tuple(times.preempted_s)})
 
 
-def _finish_of(finish: inference_pb2.Finish) -> SequenceFinish:
+def _parse_finish(finish: inference_pb2.Finish) -> SequenceFinish:
     reason = _FINISH_REASONS.get(finish.reason)
     if reason is None:
         raise InternalError(f"the server sent the finish reason {finish.reason}, which this client does not support")
@@ -552,7 +552,7 @@ _POOLINGS: Mapping[Pooling, inference_pb2.Pooling] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class CallOptions:
     """Options of a call: the common fields of both requests."""
 
     model: str | None = None
@@ -568,33 +568,35 @@ class Asker:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def score_call(prompt: GivenText, continuations: Sequence[GivenText], asker: Asker) -> Call[Evaluated[Score]]:
+def score_call(
+    prompt: GivenText, continuations: Sequence[GivenText], asker: CallOptions
+) -> UnaryCall[Evaluated[Score]]:
     """Build a Score call: a prompt and continuations -> scores."""
     _require_several("continuations", continuations)
     request = inference_pb2.ScoreRequest(
-        **_form_of("prompt", prompt),
+        **_build_form("prompt", prompt),
         continuations=[
-            inference_pb2.Continuation(**_form_of(f"continuations[{i}]", one)) for i, one in enumerate(continuations)
+            inference_pb2.Continuation(**_build_form(f"continuations[{i}]", one)) for i, one in enumerate(continuations)
         ],
         **asker.fields(),
     )
-    return Call("Score", request, _scores_of)
+    return UnaryCall("Score", request, _parse_scores)
 
 
 def embed_call(
-    inputs: Sequence[GivenText], asker: Asker, *, pooling: Pooling, normalize: bool
-) -> Call[Evaluated[tuple[float, ...]]]:
+    inputs: Sequence[GivenText], asker: CallOptions, *, pooling: Pooling, normalize: bool
+) -> UnaryCall[Evaluated[tuple[float, ...]]]:
     """Build an Embed call: texts or token ids -> vectors."""
     _require_several("inputs", inputs)
     if pooling not in _POOLINGS:
         raise InvalidArgument("pooling", f"{pooling!r} is neither 'last' nor 'mean'")
     request = inference_pb2.EmbedRequest(
-        inputs=[inference_pb2.EmbedInput(**_form_of(f"inputs[{i}]", one)) for i, one in enumerate(inputs)],
+        inputs=[inference_pb2.EmbedInput(**_build_form(f"inputs[{i}]", one)) for i, one in enumerate(inputs)],
         pooling=_POOLINGS[pooling],
         normalize=normalize,
         **asker.fields(),
     )
-    return Call("Embed", request, _vectors_of)
+    return UnaryCall("Embed", request, _parse_vectors)
 
 
 def _require_several(field: str, texts: Sequence[GivenText]) -> None:
@@ -603,7 +605,7 @@ def _require_several(field: str, texts: Sequence[GivenText]) -> None:
         raise InvalidArgument(field, f"{texts[:40]!r} is one string: give a list of strings, or of lists of token ids")
 
 
-def _form_of(field: str, given: GivenText) -> dict[str, Any]:
+def _build_form(field: str, given: GivenText) -> dict[str, Any]:
     """Return a text or token ids as fields of a message."""
     if isinstance(given, str):
         require_whole_characters(field, given)
@@ -615,14 +617,14 @@ def _form_of(field: str, given: GivenText) -> dict[str, Any]:
     return {"token_ids": inference_pb2.TokenIds(ids=checked_ids(field, token_ids))}
 
 
-def _scores_of(response: inference_pb2.ScoreResponse) -> Evaluated[Score]:
-    scores = [Score(tuple(logprob_of(token) for token in one.tokens), one.is_greedy) for one in response.scores]
-    return Evaluated(scores, _usage_of(response))
+def _parse_scores(response: inference_pb2.ScoreResponse) -> Evaluated[Score]:
+    scores = [Score(tuple(parse_logprob(token) for token in one.tokens), one.is_greedy) for one in response.scores]
+    return Evaluated(scores, _build_usage(response))
 
 
-def _vectors_of(response: inference_pb2.EmbedResponse) -> Evaluated[tuple[float, ...]]:
-    return Evaluated([tuple(one.values) for one in response.embeddings], _usage_of(response))
+def _parse_vectors(response: inference_pb2.EmbedResponse) -> Evaluated[tuple[float, ...]]:
+    return Evaluated([tuple(one.values) for one in response.embeddings], _build_usage(response))
 
 
-def _usage_of(response: inference_pb2.ScoreResponse | inference_pb2.EmbedResponse) -> Usage:
+def _build_usage(response: inference_pb2.ScoreResponse | inference_pb2.EmbedResponse) -> Usage:
     return Usage(response.usage.prompt_tokens, response.usage.completion_tokens, response.usage.cached_tokens)

@@ -5,8 +5,9 @@
     out   columns id, custom_id, response {status_code, request_id, body} and error {code, message}; body is JSON text
 
 A Parquet file cannot be appended to, because its index is at the end. So results are collected as lines in a journal
-(`journal_of`), which is converted to the output when every line has its result; an existing output is first converted
-back to a journal. After a crash the old or the new output exists, and the journal until the new output is complete.
+(`get_journal_path`), which is converted to the output when every line has its result; an existing output is first
+converted back to a journal. After a crash the old or the new output exists, and the journal until the new output is
+complete.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import pyarrow.parquet as pq
 from jpaged import json_text
 from jpaged.client.results import OutputError, replace_file
 from jpaged.errors import InvalidArgument
-from jpaged.openai.lines import BadLine, Line, line_of
+from jpaged.openai.lines import BadLine, Line, parse_request_line
 from jpaged.openai.request import loaded
 
 SUFFIX = ".parquet"
@@ -65,13 +66,13 @@ class ParquetLines:
             with _reading(file), _opened(file) as opened:
                 _check_columns(file, opened.schema_arrow.names)
                 for batch in opened.iter_batches(_BATCH_ROWS, columns=["custom_id"]):
-                    self._number((_id_of(one.as_py()) for one in batch.column(0)), numbers)
+                    self._number((_get_id(one.as_py()) for one in batch.column(0)), numbers)
         if self.num_lines and not numbers:
             raise InvalidArgument("--input", f"{path}: no row has a custom_id")
         self.ids = numbers.keys()
 
     def __iter__(self) -> Iterator[Line | BadLine]:
-        rows = (row for file in self._paths for _, row in rows_of(file))
+        rows = (row for file in self._paths for _, row in get_rows(file))
         return (row_line(number, row) for number, row in enumerate(rows, start=1))
 
     def _number(self, custom_ids: Iterable[Any], numbers: dict[str, int]) -> None:
@@ -93,7 +94,7 @@ def files_in(path: Path) -> list[Path]:
     return files
 
 
-def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def get_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the rows of an input, each with the row group's number; only a few rows are in memory at a time.
 
     Raises:
@@ -116,14 +117,14 @@ def _opened(path: Path) -> pq.ParquetFile:
     return pq.ParquetFile(path, metadata=metadata, read_dictionary=texts)
 
 
-def _id_of(value: Any) -> Any:
+def _get_id(value: Any) -> Any:
     """Return a custom_id, with an integer converted to a string."""
     return str(value) if type(value) is int else value
 
 
 def row_line(number: int, row: Mapping[str, Any]) -> Line | BadLine:
     """Convert a row to the line of that number."""
-    body, custom_id = row["body"], _id_of(row["custom_id"])
+    body, custom_id = row["body"], _get_id(row["custom_id"])
     try:
         if isinstance(body, str) and len(body) > MAX_BODY_BYTES:
             problem = f"{len(body)} characters are over the limit of {MAX_BODY_BYTES}"
@@ -131,10 +132,10 @@ def row_line(number: int, row: Mapping[str, Any]) -> Line | BadLine:
         body = loaded(f"line {number}: body", body) if isinstance(body, str) else _json(f"line {number}: body", body)
     except InvalidArgument as error:
         return BadLine(number, custom_id or None, error)
-    return line_of(number, {**row, "custom_id": custom_id, "body": body})
+    return parse_request_line(number, {**row, "custom_id": custom_id, "body": body})
 
 
-def journal_of(output: Path) -> Path:
+def get_journal_path(output: Path) -> Path:
     """Return the path where results are collected before conversion to Parquet."""
     return output.with_name(output.name + ".jsonl")
 

@@ -15,9 +15,9 @@ from grpc import aio
 
 from jpaged._proto.v1 import inference_pb2, prefixes_pb2
 from jpaged.client import convert
-from jpaged.client.convert import Call
-from jpaged.client.failures import translated
-from jpaged.client.routing.endpoints import key_of
+from jpaged.client.convert import UnaryCall
+from jpaged.client.errors import translated
+from jpaged.client.routing.endpoints import get_key
 from jpaged.client.routing.servers import AsyncServers, Servers
 from jpaged.errors import InvalidArgument
 from jpaged.types import Prompt
@@ -76,10 +76,10 @@ class PrefixCalls:
             cache_salt: of the requests that share the prefix; the same holds for `adapter`.
             num_known_tokens: leading tokens whose blocks are left out.
         """
-        prompt = convert.prompt_of(text, prompt_token_ids)
+        prompt = convert.get_prompt(text, prompt_token_ids)
         request = _save_request(prompt, cache_salt, adapter, num_known_tokens)
         self._require_open()
-        endpoint = self._servers.endpoints.enter(key_of(request))
+        endpoint = self._servers.endpoints.enter(get_key(request))
         call = endpoint.methods["SavePrefix"](request, metadata=self._metadata)
         try:
             yield MAGIC
@@ -99,10 +99,10 @@ class PrefixCalls:
         """
         self._require_open()
         endpoint = self._servers.endpoints.enter(None)
-        messages = _Keeping(_messages_of(saved))
+        messages = _SavedPrefix(_build_messages(saved))
         try:
             answer = endpoint.methods["LoadPrefix"](messages, metadata=self._metadata)
-            return _arrival_of(answer.arrival)
+            return _get_arrival(answer.arrival)
         except grpc.RpcError as error:
             if messages.failure is not None:  # it ended the call
                 raise messages.failure from error
@@ -120,7 +120,7 @@ class PrefixCalls:
         adapter: str = "",
     ) -> PrefixArrival:
         """Make a server fetch a prefix from another one, by the name in its option --prefix-peers."""
-        prompt = convert.prompt_of(text, prompt_token_ids)
+        prompt = convert.get_prompt(text, prompt_token_ids)
         return self._servers.run(_fetch_call(source, prompt, cache_salt, adapter))
 
 
@@ -144,10 +144,10 @@ class AsyncPrefixCalls:
         num_known_tokens: int = 0,
     ) -> AsyncIterator[bytes]:
         """See `PrefixCalls.save`."""
-        prompt = convert.prompt_of(text, prompt_token_ids)
+        prompt = convert.get_prompt(text, prompt_token_ids)
         request = _save_request(prompt, cache_salt, adapter, num_known_tokens)
         self._require_open()
-        endpoint = self._servers.endpoints.enter(key_of(request))
+        endpoint = self._servers.endpoints.enter(get_key(request))
         call = endpoint.methods["SavePrefix"](request, metadata=self._metadata)
         try:
             yield MAGIC
@@ -163,7 +163,7 @@ class AsyncPrefixCalls:
         """See `PrefixCalls.load`."""
         self._require_open()
         endpoint = self._servers.endpoints.enter(None)
-        reader = _Reader()
+        reader = _ChunkDecoder()
         failures = list[Exception]()
 
         async def requests() -> AsyncIterator[prefixes_pb2.LoadPrefixRequest]:
@@ -178,7 +178,7 @@ class AsyncPrefixCalls:
 
         call = endpoint.methods["LoadPrefix"](requests(), metadata=self._metadata)
         try:
-            return _arrival_of((await call).arrival)
+            return _get_arrival((await call).arrival)
         except BaseException as error:
             if failures:  # it ended the call
                 raise failures[0] from error
@@ -198,11 +198,11 @@ class AsyncPrefixCalls:
         adapter: str = "",
     ) -> PrefixArrival:
         """See `PrefixCalls.fetch`."""
-        prompt = convert.prompt_of(text, prompt_token_ids)
+        prompt = convert.get_prompt(text, prompt_token_ids)
         return await self._servers.run(_fetch_call(source, prompt, cache_salt, adapter))
 
 
-class _Reader:
+class _ChunkDecoder:
     """Decoder: chunks of a saved prefix -> messages."""
 
     def __init__(self) -> None:
@@ -240,14 +240,14 @@ class _Reader:
             raise InvalidArgument("saved", "is truncated")
 
 
-def _messages_of(saved: Iterable[bytes]) -> Iterator[prefixes_pb2.LoadPrefixRequest]:
-    reader = _Reader()
+def _build_messages(saved: Iterable[bytes]) -> Iterator[prefixes_pb2.LoadPrefixRequest]:
+    reader = _ChunkDecoder()
     for chunk in saved:
         yield from reader.add(chunk)
     reader.finish()
 
 
-class _Keeping:
+class _SavedPrefix:
     """Iterator that keeps its error: gRPC reports only that there was one."""
 
     def __init__(self, messages: Iterator[prefixes_pb2.LoadPrefixRequest]) -> None:
@@ -293,27 +293,27 @@ def _save_request(
 ) -> prefixes_pb2.SavePrefixRequest:
     return prefixes_pb2.SavePrefixRequest(
         text=prompt.text,
-        token_ids=_ids_of(prompt),
+        token_ids=_build_ids(prompt),
         cache_salt=cache_salt,
         adapter=adapter,
         num_known_tokens=num_known_tokens,
     )
 
 
-def _fetch_call(source: str, prompt: Prompt, cache_salt: str, adapter: str) -> Call[PrefixArrival]:
+def _fetch_call(source: str, prompt: Prompt, cache_salt: str, adapter: str) -> UnaryCall[PrefixArrival]:
     request = prefixes_pb2.FetchPrefixRequest(
-        source=source, text=prompt.text, token_ids=_ids_of(prompt), cache_salt=cache_salt, adapter=adapter
+        source=source, text=prompt.text, token_ids=_build_ids(prompt), cache_salt=cache_salt, adapter=adapter
     )
-    return Call("FetchPrefix", request, lambda answer: _arrival_of(answer.arrival))
+    return UnaryCall("FetchPrefix", request, lambda answer: _get_arrival(answer.arrival))
 
 
-def _ids_of(prompt: Prompt) -> inference_pb2.TokenIds | None:
+def _build_ids(prompt: Prompt) -> inference_pb2.TokenIds | None:
     if prompt.token_ids is None:
         return None
     return inference_pb2.TokenIds(ids=convert.checked_ids("prompt.token_ids", prompt.token_ids))
 
 
-def _arrival_of(message: Any) -> PrefixArrival:
+def _get_arrival(message: Any) -> PrefixArrival:
     return PrefixArrival(
         message.num_tokens,
         message.num_found_tokens,

@@ -8,14 +8,14 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from jpaged.chat import ChatOptions, ChatWords, chat_options_of
+from jpaged.chat import ChatKwargs, ChatOptions, build_chat_options
 from jpaged.client import convert
 from jpaged.client.base import BaseClient, BaseStream
-from jpaged.client.convert import AdapterInfo, Assembler, Call, GenerateChunk, ServerInfo
+from jpaged.client.convert import AdapterInfo, Assembler, GenerateChunk, ServerInfo, UnaryCall
 from jpaged.client.prefixes import PrefixCalls
 from jpaged.client.routing.servers import Servers
-from jpaged.completions import Evaluated
-from jpaged.load import Load
+from jpaged.output_assembler import Evaluated
+from jpaged.server_load import Load
 from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 
 _T = TypeVar("_T")
@@ -76,7 +76,7 @@ class Client(BaseClient[GenerateStream]):
         adapter: str = "",
     ) -> RequestOutput:
         """Run a request to its end and return the complete output; arguments as in `generate`."""
-        what = convert.prompt_of(prompt, prompt_token_ids, messages, chat_options)
+        what = convert.get_prompt(prompt, prompt_token_ids, messages, chat_options)
         assembler = Assembler(what, sampling)
         with self._begin(what, sampling, request_id, timeout_s, whole=True, adapter=adapter) as stream:
             for chunk in stream:
@@ -91,7 +91,7 @@ class Client(BaseClient[GenerateStream]):
         request_id: str | None = None,
         timeout_s: float | None = None,
         adapter: str = "",
-        **words: Unpack[ChatWords],
+        **words: Unpack[ChatKwargs],
     ) -> RequestOutput:
         """Run the assistant's next turn to its end and return the complete output; see `stream_chat`.
 
@@ -101,7 +101,7 @@ class Client(BaseClient[GenerateStream]):
             None,
             sampling,
             messages=messages,
-            chat_options=chat_options_of(**words),
+            chat_options=build_chat_options(**words),
             request_id=request_id,
             timeout_s=timeout_s,
             adapter=adapter,
@@ -126,7 +126,7 @@ class Client(BaseClient[GenerateStream]):
             cache_salt: as in `SamplingParams`.
             priority: as in `SamplingParams`.
         """
-        asker = convert.Asker(self._model, adapter, cache_salt, priority)
+        asker = convert.CallOptions(self._model, adapter, cache_salt, priority)
         call = convert.score_call(prompt, continuations, asker)
         return self._run(call)
 
@@ -146,7 +146,7 @@ class Client(BaseClient[GenerateStream]):
             normalize: scale each vector to length 1.
             adapter: as in `score`, with cache_salt and priority.
         """
-        asker = convert.Asker(self._model, adapter, cache_salt, priority)
+        asker = convert.CallOptions(self._model, adapter, cache_salt, priority)
         call = convert.embed_call(inputs, asker, pooling=pooling, normalize=normalize)
         return self._run(call)
 
@@ -159,7 +159,7 @@ class Client(BaseClient[GenerateStream]):
         add_special_tokens: bool | None = None,
     ) -> tuple[int, ...]:
         """Return the token ids of a text or a conversation."""
-        prompt = convert.prompt_of(text, None, messages, chat_options)
+        prompt = convert.get_prompt(text, None, messages, chat_options)
         return self._run(convert.tokenize_call(prompt, add_special_tokens=add_special_tokens, model=self._model))
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -217,7 +217,7 @@ class Client(BaseClient[GenerateStream]):
             InvalidArgument: there is nothing to pin, or no room.
             Unsupported: the server has no prefix cache.
         """
-        prefix = convert.prompt_of(text, prompt_token_ids)
+        prefix = convert.get_prompt(text, prompt_token_ids)
         return self._run(convert.pin_prefix_call(name, prefix, cache_salt, adapter))
 
     def unpin_prefix(self, name: str) -> None:
@@ -270,5 +270,5 @@ class Client(BaseClient[GenerateStream]):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _run(self, call: Call[_T]) -> _T:
+    def _run(self, call: UnaryCall[_T]) -> _T:
         return self._servers.run(call)

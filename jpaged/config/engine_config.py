@@ -28,7 +28,7 @@ from jpaged.config.engine_options import (
     SchedulerOptions,
     StartupOptions,
 )
-from jpaged.config.option import checked, section_of
+from jpaged.config.option import checked, declare_section
 from jpaged.config.server_options import (
     AccessOptions,
     HttpOptions,
@@ -38,8 +38,8 @@ from jpaged.config.server_options import (
     TimeoutOptions,
 )
 from jpaged.config.speculative import MODEL_METHODS, NAME, SpeculativeOptions
+from jpaged.distributed_env import MultiHost, find_multihost
 from jpaged.errors import InternalError, InvalidArgument
-from jpaged.launchers import MultiHost, find_multihost
 
 _OF_COMPILERS = ("XLA_", "TF_XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
 _WITH_HEAD: Mapping[str, Any] = {"num_scheduler_steps": 1, "swap_space": 0.0}
@@ -69,22 +69,22 @@ PROCESS_OPTIONS = (
 class EngineConfig:
     """Every option, by section. Frozen; `replace` returns a changed copy."""
 
-    model: ModelOptions = section_of(ModelOptions, "Model, data types and parsers.")
-    cache: CacheOptions = section_of(CacheOptions, "KV cache: block pool, prefix cache, host and disk offload.")
-    lossy: LossyOptions = section_of(
+    model: ModelOptions = declare_section(ModelOptions, "Model, data types and parsers.")
+    cache: CacheOptions = declare_section(CacheOptions, "KV cache: block pool, prefix cache, host and disk offload.")
+    lossy: LossyOptions = declare_section(
         LossyOptions, "Lossy KV cache: less memory, but outputs differ from the exact model's."
     )
-    scheduler: SchedulerOptions = section_of(SchedulerOptions, "Scheduling, batching and preemption.")
-    parallel: ParallelOptions = section_of(ParallelOptions, "Parallelism over devices and processes.")
-    lora: LoraOptions = section_of(LoraOptions, "LoRA adapters.")
-    startup: StartupOptions = section_of(StartupOptions, "Compilation before the first request.")
-    server: ServerOptions = section_of(ServerOptions, "gRPC server: addresses, limits, services and shutdown.")
-    http: HttpOptions = section_of(HttpOptions, "OpenAI-compatible HTTP API.")
-    access: AccessOptions = section_of(AccessOptions, "Authentication, tenant quotas, TLS and audit.")
-    telemetry: TelemetryOptions = section_of(TelemetryOptions, "Traces and logs.")
-    kv_events: KVEventsOptions = section_of(KVEventsOptions, "KV cache events for routers.")
-    timeouts: TimeoutOptions = section_of(TimeoutOptions, "Request deadlines and engine watchdogs.")
-    roles: RoleOptions = section_of(RoleOptions, "Disaggregated prefill and decode.")
+    scheduler: SchedulerOptions = declare_section(SchedulerOptions, "Scheduling, batching and preemption.")
+    parallel: ParallelOptions = declare_section(ParallelOptions, "Parallelism over devices and processes.")
+    lora: LoraOptions = declare_section(LoraOptions, "LoRA adapters.")
+    startup: StartupOptions = declare_section(StartupOptions, "Compilation before the first request.")
+    server: ServerOptions = declare_section(ServerOptions, "gRPC server: addresses, limits, services and shutdown.")
+    http: HttpOptions = declare_section(HttpOptions, "OpenAI-compatible HTTP API.")
+    access: AccessOptions = declare_section(AccessOptions, "Authentication, tenant quotas, TLS and audit.")
+    telemetry: TelemetryOptions = declare_section(TelemetryOptions, "Traces and logs.")
+    kv_events: KVEventsOptions = declare_section(KVEventsOptions, "KV cache events for routers.")
+    timeouts: TimeoutOptions = declare_section(TimeoutOptions, "Request deadlines and engine watchdogs.")
+    roles: RoleOptions = declare_section(RoleOptions, "Disaggregated prefill and decode.")
 
     @classmethod
     def load(cls, options: Mapping[str, Any]) -> EngineConfig:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from jpaged.config.option import JsonText, option, parse_json_object, shorten
+from jpaged.distributed_env import split_address
 from jpaged.errors import InvalidArgument
-from jpaged.launchers import split_address
 from jpaged.structured import JSON_WHITESPACE
 
 Policy = Literal["fcfs", "priority", "fair"]
@@ -279,7 +279,7 @@ class KVTransferOptions:
     that would need another engine.
 
     Attributes:
-        kv_connector: name of a class that implements `jpaged.engine.kv.connector.KVConnector`.
+        kv_connector: name of a class that implements `jpaged.engine.kv_cache.connector.KVConnector`.
         kv_connector_module_path: name of its module.
         kv_connector_extra_config: options that only the connector reads.
     """

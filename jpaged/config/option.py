@@ -38,7 +38,7 @@ def option(
     return field(default=default, metadata={"help": help, "path": path, **limits})
 
 
-def section_of(kind: type, help: str) -> Any:
+def declare_section(kind: type, help: str) -> Any:
     """Declare a section of the configuration, with a sentence about its options."""
     return field(default_factory=kind, metadata={"help": help})
 

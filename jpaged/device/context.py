@@ -93,7 +93,7 @@ class ContextOrder:
         """Return the fields of `StepInputs`, with per-token fields in this order."""
         return {**inputs, **{name: inputs[name][..., self.tokens_t] for name in _OF_TOKENS if name in inputs}}
 
-    def rows_of(self, rows: RaggedRows, part: Int[Array, ""], num_parts: int) -> RaggedRows:
+    def get_rows(self, rows: RaggedRows, part: Int[Array, ""], num_parts: int) -> RaggedRows:
         """Return the new rows over the keys that one device holds.
 
         Args:

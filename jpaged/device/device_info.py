@@ -77,7 +77,7 @@ def _lines(path: Path) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class DeviceInfo:
     """The devices of the platform that JAX chose, and the host's memory.
 
     Attributes:
@@ -95,7 +95,7 @@ class Here:
     physical_bytes: int
 
 
-def look() -> Here:
+def look() -> DeviceInfo:
     """Query JAX for its devices.
 
     Raises:
@@ -103,7 +103,7 @@ def look() -> Here:
     """
     devices = jax.devices()
     known = find_hardware(devices[0].device_kind)
-    return Here(
+    return DeviceInfo(
         platform=devices[0].platform,
         device_kind=devices[0].device_kind,
         num_devices=len(devices),

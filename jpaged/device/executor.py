@@ -11,7 +11,7 @@
 
 No method traces: they call executables that `warm_up` compiled and pass numpy buffers as they are.
 
-`decode_fed` has a mask channel between the host and the running program on its CPU.
+`decode_with_masks` has a mask channel between the host and the running program on its CPU.
 """
 
 from __future__ import annotations
@@ -31,26 +31,34 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jpaged.config import EngineConfig
-from jpaged.device.identity import kv_identity
+from jpaged.device.compilation.aot_bundle import AOTBundle, CompileTarget
+from jpaged.device.compilation.compile import least_programs, program_specs, told
+from jpaged.device.compilation.lowering import ServerPrograms, sized_step
+from jpaged.device.compilation.memory_plan import DeviceMemory, MemoryPlan, ProgramMemory, memory_refusals, plan_memory
+from jpaged.device.compilation.program_registry import ProgramStore
+from jpaged.device.kv_fingerprint import kv_fingerprint
 from jpaged.device.kv_scales import measure_scales
 from jpaged.device.linear import params_for
-from jpaged.device.mesh import CONTENTS_SPEC, POOL_SPEC, Placement, check_params, first_device, replicated, serving_mesh
+from jpaged.device.mesh import (
+    CONTENTS_SPEC,
+    POOL_SPEC,
+    MeshPlacement,
+    check_params,
+    first_device,
+    replicated,
+    serving_mesh,
+)
 from jpaged.device.model_runner import (
     DecodePacking,
     KVPool,
+    ModelRunner,
     PackedForward,
-    StepRunner,
-    ToldArrays,
+    PendingHostCopies,
+    unpack_aux,
     unpack_outputs,
-    unpack_told,
 )
-from jpaged.device.programs.compile import least_programs, program_specs, told
-from jpaged.device.programs.lowering import ServerPrograms, sized_step
-from jpaged.device.programs.memory_plan import DeviceMemory, MemoryPlan, ProgramMemory, memory_refusals, plan_memory
-from jpaged.device.programs.saved import SavedPrograms, Target
-from jpaged.device.programs.store import ProgramStore
-from jpaged.device.speculation.dispatch import is_of_rounds, unpack_rounds
-from jpaged.device.speculation.drafter import DRAFT, draft_params_for, drafter_of, split_params
+from jpaged.device.speculative.dispatch import is_of_rounds, unpack_rounds
+from jpaged.device.speculative.drafter import DRAFT, build_drafter, draft_params_for, split_params
 from jpaged.device.step import Step, forward_packing
 from jpaged.device.step_costs import measure_rates
 from jpaged.device.transfers import BlockMover, HostPool, WholeHostBlocks, move_sizes
@@ -65,11 +73,11 @@ from jpaged.engine.executor import (
     Geometry,
     Progress,
     SamplingInputs,
+    StepDirective,
     StepInputs,
     StepOutputs,
-    Verdict,
 )
-from jpaged.engine.executor.io import TellInputs, ToldOutputs, num_mask_words
+from jpaged.engine.executor.io import AuxInputs, AuxOutputs, num_mask_words
 from jpaged.errors import InternalError
 from jpaged.kernels.sampling.cpu.feed import Feed
 from jpaged.models.layers import Params
@@ -90,7 +98,7 @@ class ProgramFeed:
     feed: Feed
     outputs: jax.Array
 
-    def give(self, mask_rw: I32, verdict: Verdict) -> None:
+    def give(self, mask_rw: I32, verdict: StepDirective) -> None:
         self.feed.give(mask_rw, verdict)
 
     def wait(self) -> tuple[I32, Bool] | None:
@@ -150,12 +158,12 @@ class JaxExecutor:
         shardings = jax.tree.map(lambda struct: struct.sharding, abstract)
         zeros = functools.partial(jax.tree.map, lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
         counts = jax.jit(zeros, out_shardings=shardings)()
-        self._runner = StepRunner(
+        self._runner = ModelRunner(
             params, last_tokens, (packings, several), self._pool, self._programs, counts, geometry.vocab_size
         )
-        self._told = ToldArrays()
-        self._drafter = drafter_of(step, geometry, draft_params, self._runner, self._programs)
-        identity = functools.partial(kv_identity, step, params)
+        self._pending_copies = PendingHostCopies()
+        self._drafter = build_drafter(step, geometry, draft_params, self._runner, self._programs)
+        identity = functools.partial(kv_fingerprint, step, params)
         self.host_blocks = WholeHostBlocks(self._host, identity) if self._host.is_whole else None
         self._is_shut_down = False
 
@@ -191,7 +199,7 @@ class JaxExecutor:
                 model that does not match the model.
         """
         folder = options.startup.compiled
-        saved = None if folder is None else SavedPrograms.open(Path(folder))
+        saved = None if folder is None else AOTBundle.open(Path(folder))
         keep = keep if jax.process_count() == 1 else None
         if saved is not None and options.cache.num_blocks is None:
             cache = dataclasses.replace(options.cache, num_blocks=saved.target.num_blocks)
@@ -204,9 +212,9 @@ class JaxExecutor:
             return sized_step(model, options, layer_mode, num_blocks, mesh, draft and draft[0])
 
         if saved is not None:
-            saved.check(Target.of(*assemble(options.cache.num_blocks or saved.target.num_blocks)))
+            saved.check(CompileTarget.of(*assemble(options.cache.num_blocks or saved.target.num_blocks)))
         smallest = assemble(1)
-        where = Placement.of(model, mesh, layer_mode)
+        where = MeshPlacement.of(model, mesh, layer_mode)
         check_params(params, where.abstract_params())
         params = where.put(params)  # a new tree: the next line takes it apart
         params = params_for(smallest[0], params)
@@ -360,7 +368,7 @@ class JaxExecutor:
         with self._calling(f"{num_steps} steps of {len(sampling.rows_r)} rows failed"):
             return self._runner.decode(inputs, sampling, ending_token_ids_rx, num_steps)
 
-    def decode_fed(
+    def decode_with_masks(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
     ) -> tuple[jax.Array, ProgramFeed]:
         """Start several decode steps that wait for grammar masks, and the copy of their tokens to the host.
@@ -404,18 +412,18 @@ class JaxExecutor:
                 self._drafter.show(self.pack(step))
             return self._drafter.speculate(inputs, sampling, ending_token_ids_rx, num_left_r, num_rounds)
 
-    def tell(self, hidden: jax.Array, inputs: TellInputs) -> Callable[[], ToldOutputs]:
+    def compute_aux(self, hidden: jax.Array, inputs: AuxInputs) -> Callable[[], AuxOutputs]:
         """Start computing log-probabilities or hidden states from a forward's result, and their copy to the host.
 
         Raises:
             InternalError: the device failed; the returned function may raise it, too.
         """
         with self._calling(f"computing aux outputs of {inputs.num_rows} hidden states failed"):
-            wait = self._told.add(self._runner.tell(hidden, inputs))
+            wait = self._pending_copies.add(self._runner.tell(hidden, inputs))
 
-        def collect() -> ToldOutputs:
+        def collect() -> AuxOutputs:
             with self._calling("the device failed to compute aux outputs"):
-                return unpack_told(wait(), inputs, self._geometry.vocab_size)
+                return unpack_aux(wait(), inputs, self._geometry.vocab_size)
 
         return collect
 
@@ -446,7 +454,7 @@ class JaxExecutor:
         self._runner.release()
         if self._drafter is not None:
             self._drafter.release()
-        self._told.release()
+        self._pending_copies.release()
         self._programs.release()
 
     @contextmanager

@@ -14,8 +14,8 @@ from jpaged.config import LinearBackend
 from jpaged.device.mesh import first_device, num_context_parts, num_shards, replicated
 from jpaged.device.step import Step
 from jpaged.errors import Unsupported
-from jpaged.kernels import product
-from jpaged.kernels.product import Packer, QuantisedMatrix, can_pack
+from jpaged.kernels import matmul as matmul_module
+from jpaged.kernels.matmul import Packer, QuantizedMatrix, can_pack
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
 from jpaged.models.stack import LayerMode
@@ -43,7 +43,7 @@ def choose_linear_backend(chosen: str, mesh: Mesh, layer_mode: LayerMode) -> Lin
 def params_for(step: Step, params: Params) -> Params:
     """Return the parameters, or their shapes, as a step's programs take them; see `pack_params` and `AdapterRoom`."""
     if step.linear_backend == "cpu":
-        params = pack_params(params, step.model.config, product.loaded().packer(replicated(step.mesh)))
+        params = pack_params(params, step.model.config, matmul_module.loaded().packer(replicated(step.mesh)))
     if first_device(step.mesh).platform == "cpu":
         params = whole_bytes(params)
     return params if step.slots is None else step.slots.add_to(params, step.model, step.layer_mode, step.mesh)
@@ -57,7 +57,7 @@ def whole_bytes(params: Params) -> Params:
     """
 
     def widen(leaf: Any) -> Any:
-        if not isinstance(leaf, product.QuantisedMatrix) or leaf.values.dtype not in _WIDE:
+        if not isinstance(leaf, matmul_module.QuantizedMatrix) or leaf.values.dtype not in _WIDE:
             return leaf
         values, dtype = leaf.values, _WIDE[leaf.values.dtype]
         if isinstance(values, jax.ShapeDtypeStruct):
@@ -66,7 +66,7 @@ def whole_bytes(params: Params) -> Params:
             wide = values.astype(dtype)
         return dataclasses.replace(leaf, values=wide)
 
-    widened: Params = jax.tree.map(widen, params, is_leaf=lambda leaf: isinstance(leaf, product.QuantisedMatrix))
+    widened: Params = jax.tree.map(widen, params, is_leaf=lambda leaf: isinstance(leaf, matmul_module.QuantizedMatrix))
     return widened
 
 
@@ -80,7 +80,7 @@ def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
     output = ("embed" if config.tie_word_embeddings else "lm_head", "embedding")
 
     def pack(path: tuple[str, ...], leaf: Any) -> Any:
-        if isinstance(leaf, QuantisedMatrix) and (_EXPERTS in path or not can_pack(leaf)):
+        if isinstance(leaf, QuantizedMatrix) and (_EXPERTS in path or not can_pack(leaf)):
             return leaf
         if path == output:
             return packer.pack(leaf, is_embedding=True)
@@ -124,5 +124,5 @@ def _unsupported_reason(mesh: Mesh, layer_mode: LayerMode) -> str | None:
         return f"contexts are split over {num_context_parts(mesh)} devices (context_parallel_size)"
     if layer_mode == "scan":
         return "weights of scanned layers are stacked"
-    found = product.kernel()
+    found = matmul_module.kernel()
     return found if isinstance(found, str) else None

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpaged.device.sampling import Vocabulary, largest_threshold
+from jpaged.device.sampling import SamplingVocabulary, largest_threshold
 from jpaged.engine.executor.io import ANY_TOKEN, MASK_BITS
 from jpaged.kernels.sampling.rows import SMALLEST
 
@@ -52,7 +52,7 @@ class TokenCounts:
         """Return the counts of rows."""
         return self.counts_pv[slots_r]
 
-    def counted(self, slots_r: Int[Array, "R"], ids_r: Int[Array, "R"], vocabulary: Vocabulary) -> TokenCounts:
+    def counted(self, slots_r: Int[Array, "R"], ids_r: Int[Array, "R"], vocabulary: SamplingVocabulary) -> TokenCounts:
         """Return the counts with one more token for each row; rows have distinct slots, except slot 0."""
         columns_r = vocabulary.columns(ids_r, self.counts_pv.shape[1])
         is_full_r = self.counts_pv.at[slots_r, columns_r].get(mode="fill", fill_value=0) & 0x7FFF == 0x7FFF
@@ -68,7 +68,7 @@ class TokenCounts:
         num_prompt: Int[Array, ""],
         num_tokens: Int[Array, ""],
         is_first: Bool[Array, ""],
-        vocabulary: Vocabulary,
+        vocabulary: SamplingVocabulary,
     ) -> TokenCounts:
         """Return the counts with a part of a sequence added to a slot; the first part resets the slot.
 
@@ -113,7 +113,7 @@ def edited(
     edits: RowEdits,
     counts: TokenCounts,
     temperature_r: Float[Array, "R"],
-    vocabulary: Vocabulary,
+    vocabulary: SamplingVocabulary,
 ) -> Float[Array, "R V"]:
     """Return the logits to sample from; minus infinity for tokens that cannot be sampled."""
     x_rv = jnp.where(_is_allowed(edits.mask_rw, logits_rv.shape[1], vocabulary), logits_rv, -jnp.inf)
@@ -136,7 +136,7 @@ def edited(
     )
 
 
-def _is_allowed(mask_rw: Int[Array, "R W"], num_columns: int, vocabulary: Vocabulary) -> Bool[Array, "R V"]:
+def _is_allowed(mask_rw: Int[Array, "R W"], num_columns: int, vocabulary: SamplingVocabulary) -> Bool[Array, "R V"]:
     """Return True for the columns that a row's mask allows.
 
     It expands words in place: a gather per column would be slow.
@@ -149,7 +149,7 @@ def _is_allowed(mask_rw: Int[Array, "R W"], num_columns: int, vocabulary: Vocabu
 
 
 def _with_single_tokens(
-    x_rv: jax.Array, edits: RowEdits, last_tokens_r: jax.Array, vocabulary: Vocabulary
+    x_rv: jax.Array, edits: RowEdits, last_tokens_r: jax.Array, vocabulary: SamplingVocabulary
 ) -> Float[Array, "R V"]:
     ids_rx, after_rx, bits_rx = (edits.singles_rx3[..., i] for i in range(3))
     applies_rx = (after_rx == ANY_TOKEN) | (after_rx == last_tokens_r[:, None])
@@ -194,7 +194,7 @@ def _penalised(x_rv: jax.Array, edits: RowEdits, counts_rv: Int16[Array, "R V"])
     return x_rv - jnp.where(generated_rv > 0, edits.presence_r[:, None], 0)
 
 
-def _near_the_largest(x_rv: jax.Array, num_sigma_r: jax.Array, vocabulary: Vocabulary) -> Float[Array, "R V"]:
+def _near_the_largest(x_rv: jax.Array, num_sigma_r: jax.Array, vocabulary: SamplingVocabulary) -> Float[Array, "R V"]:
     """Keep the tokens whose logits are within `num_sigma_r` standard deviations of the largest.
 
     https://arxiv.org/abs/2411.07641
@@ -208,7 +208,7 @@ def _near_the_largest(x_rv: jax.Array, num_sigma_r: jax.Array, vocabulary: Vocab
 
 
 def _typical(
-    x_rv: jax.Array, share_r: jax.Array, temperature_r: jax.Array, vocabulary: Vocabulary
+    x_rv: jax.Array, share_r: jax.Array, temperature_r: jax.Array, vocabulary: SamplingVocabulary
 ) -> Float[Array, "R V"]:
     """Keep the tokens whose information is nearest to the entropy and whose probabilities add up to `share_r`.
 

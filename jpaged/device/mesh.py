@@ -22,8 +22,8 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.errors import InvalidArgument
-from jpaged.kernels.product import QuantisedMatrix
-from jpaged.kernels.product.triton.form import lies_by_columns
+from jpaged.kernels.matmul import QuantizedMatrix
+from jpaged.kernels.matmul.triton.form import lies_by_columns
 from jpaged.models.layers import Params
 from jpaged.models.model import Model, can_stack
 from jpaged.models.param_specs import LogicalAxes
@@ -180,8 +180,8 @@ def param_shardings(model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:
         lambda names: NamedSharding(mesh, partition_spec(*names)), axes, is_leaf=lambda leaf: isinstance(leaf, tuple)
     )
     platform = first_device(mesh).platform
-    if platform == "gpu" and model.config.quantisation is not None:
-        turned: Params = jax.tree.map(_by_columns, model.abstract_params(layer_mode), shardings, is_leaf=_is_quantised)
+    if platform == "gpu" and model.config.quantization is not None:
+        turned: Params = jax.tree.map(_by_columns, model.abstract_params(layer_mode), shardings, is_leaf=_is_quantized)
         return turned
     if platform != "tpu":
         return shardings
@@ -206,20 +206,20 @@ def _order(axes: LogicalAxes, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*range(own), *range(own + 1, last), *ends)
 
 
-def _is_quantised(leaf: Any) -> bool:
-    return isinstance(leaf, QuantisedMatrix)
+def _is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, QuantizedMatrix)
 
 
 def _by_columns(leaf: Any, shardings: Any) -> Any:
     """Return the shardings of a leaf; column-major numbers get a format."""
-    if not _is_quantised(leaf) or not lies_by_columns(_part(leaf, shardings)):
+    if not _is_quantized(leaf) or not lies_by_columns(_part(leaf, shardings)):
         return shardings
     place = leaf.ndim + leaf.axis
     order = (*(axis for axis in range(leaf.ndim) if axis != place), place)
     return dataclasses.replace(shardings, values=Format(Layout(order), shardings.values))
 
 
-def _part(leaf: QuantisedMatrix, shardings: QuantisedMatrix) -> QuantisedMatrix:
+def _part(leaf: QuantizedMatrix, shardings: QuantizedMatrix) -> QuantizedMatrix:
     """Return a matrix with the shape of one device's part of the numbers."""
     shape = shardings.values.shard_shape(leaf.shape)
     return dataclasses.replace(leaf, values=jax.ShapeDtypeStruct(shape, leaf.values.dtype))
@@ -242,7 +242,7 @@ def _is_matrix(path: tuple[jax.tree_util.KeyEntry, ...]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class MeshPlacement:
     """A model's placement on a mesh.
 
     Attributes:
@@ -258,7 +258,7 @@ class Placement:
     shardings: Params
 
     @classmethod
-    def of(cls, model: Model, mesh: Mesh, layer_mode: LayerMode | None = None) -> Placement:
+    def of(cls, model: Model, mesh: Mesh, layer_mode: LayerMode | None = None) -> MeshPlacement:
         """Return the placement of a model as published; by default the layer mode suits the devices.
 
         Raises:

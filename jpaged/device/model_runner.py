@@ -3,7 +3,7 @@
     forward   inputs, last tokens  ->  hidden states        the pool is updated in place
     sample    hidden states, rows  ->  outputs              the last tokens are replaced, the copy to the host begins
     decode    inputs, last tokens  ->  outputs              all of that, several times
-    speculate inputs, last tokens  ->  outputs              with proposals of a draft (`device/speculation`)
+    speculate inputs, last tokens  ->  outputs              with proposals of a draft (`device/speculative`)
 
 Nothing here traces or waits: the calls pass numpy buffers to executables.
 
@@ -26,19 +26,19 @@ import numpy as np
 from jax.sharding import Sharding
 from numpy.typing import NDArray
 
-from jpaged.device.adapters import arguments_of, matrices_of, with_matrices
+from jpaged.device.compilation.compile import COUNT, LOAD_ADAPTER, TELLS, ProgramSpec
+from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.device.logits_processors import TokenCounts
-from jpaged.device.programs.compile import COUNT, LOAD_ADAPTER, TELLS, ProgramSpec
-from jpaged.device.programs.store import ProgramStore
+from jpaged.device.lora import get_arguments, get_matrices, with_matrices
 from jpaged.engine.executor import BANNED_WIDTH, I32, ROW_FIELDS, SamplingInputs, StepInputs, StepOutputs
 from jpaged.engine.executor.io import (
     EDIT_FIELDS,
     TELL_IDS,
-    CountDue,
-    EditInputs,
-    Tell,
-    TellInputs,
-    ToldOutputs,
+    AuxInputs,
+    AuxKind,
+    AuxOutputs,
+    LogitsProcessorInputs,
+    TokenCountReset,
     no_singles,
     num_mask_words,
     words_of_singles,
@@ -58,7 +58,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.A
     return jnp.zeros(shape, dtype) if blank is None else blank
 
 
-class Pool:
+class DonatedArray:
     """Holds one array while no step has it.
 
     Every step donates the array and returns it updated. Between `take` and `put` the array is unavailable; taking it
@@ -102,8 +102,8 @@ class Pool:
             self._array = None
 
 
-class KVPool(Pool):
-    """Keys and values. `jpaged.device.programs.memory_plan` decides the number of blocks."""
+class KVPool(DonatedArray):
+    """Keys and values. `jpaged.device.compilation.memory_plan` decides the number of blocks."""
 
     def __init__(self, layout: KVLayout, sharding: Sharding) -> None:
         super().__init__(layout.shape, layout.storage_dtype, sharding)
@@ -196,7 +196,7 @@ EDIT_WORDS = _EDITS.size
 
 
 def unpack_edits(words: jax.Array) -> dict[str, jax.Array]:
-    """Return the fields of `EditInputs.words` by name, on the device; rows are the first axis."""
+    """Return the fields of `LogitsProcessorInputs.words` by name, on the device; rows are the first axis."""
     return _EDITS.unpack(words.reshape(-1, EDIT_WORDS))
 
 
@@ -255,7 +255,7 @@ def unpack_outputs(outputs_rc: NDArray[np.int32]) -> StepOutputs:
     has_logprobs, num_top = num_columns > NUM_TOKEN_COLUMNS, (num_columns - NUM_LOGPROB_COLUMNS) // 2
     return StepOutputs(
         token_ids_rn=outputs_rc[:, :1],
-        is_sound_rn=outputs_rc[:, 1:2] != 0,
+        is_finite_rn=outputs_rc[:, 1:2] != 0,
         logprobs_rn=logprobs_rc[:, 2:3] if has_logprobs else None,
         ranks_rn=outputs_rc[:, 3:4] if has_logprobs else None,
         top_ids_rnk=outputs_rc[:, None, 4 : 4 + num_top] if num_top > 0 else None,
@@ -263,17 +263,17 @@ def unpack_outputs(outputs_rc: NDArray[np.int32]) -> StepOutputs:
     )
 
 
-def unpack_told(outputs: NDArray[np.generic], inputs: TellInputs, vocab_size: int) -> ToldOutputs:
+def unpack_aux(outputs: NDArray[np.generic], inputs: AuxInputs, vocab_size: int) -> AuxOutputs:
     """Parse log-probabilities or hidden states on the host, without padding of rows or vocabulary."""
     used = outputs[: inputs.num_rows]
-    if inputs.tell == Tell.ALL_LOGPROBS:
-        return ToldOutputs(all_logprobs_rv=used[:, :vocab_size].astype(np.float32))
-    if inputs.tell == Tell.HIDDEN:
-        return ToldOutputs(hidden_re=used.astype(np.float32))
+    if inputs.kind == AuxKind.ALL_LOGPROBS:
+        return AuxOutputs(all_logprobs_rv=used[:, :vocab_size].astype(np.float32))
+    if inputs.kind == AuxKind.HIDDEN:
+        return AuxOutputs(hidden_re=used.astype(np.float32))
     columns = used.astype(np.int32)
     floats, end = columns.view(np.float32), 2 + TELL_IDS
     num_top = (columns.shape[1] - end) // 2
-    return ToldOutputs(
+    return AuxOutputs(
         is_sound_r=columns[:, 0] != 0,
         ranks_r=columns[:, 1],
         logprobs_rk=floats[:, 2:end],
@@ -295,7 +295,7 @@ class DraftPool(Protocol):
         """Free the memory. Idempotent."""
 
 
-class StepRunner:
+class ModelRunner:
     """Owns the parameters and the last sampled tokens. Takes the pool for each forward."""
 
     def __init__(
@@ -362,13 +362,13 @@ class StepRunner:
         outputs_rc.copy_to_host_async()
         return outputs_rc
 
-    def _sample_edited(self, hidden_se: jax.Array, inputs: SamplingInputs, edits: EditInputs) -> jax.Array:
+    def _sample_edited(self, hidden_se: jax.Array, inputs: SamplingInputs, edits: LogitsProcessorInputs) -> jax.Array:
         for due in edits.due:
             self._count(due)
         num_rows = len(inputs.rows_r)
         size = next((size for size in self._programs.sizes("edited") if size >= num_rows), num_rows)
         inputs, edits = inputs.padded(size), edits.padded(size)
-        no_singles_rx3, no_mask_rw = self._none_of(size)
+        no_singles_rx3, no_mask_rw = self._make_empty(size)
         self._counts, self._last_tokens, outputs_rc = self._find(ProgramSpec("edited", size))(
             self._head_params,
             self._counts,
@@ -380,12 +380,12 @@ class StepRunner:
         )
         return outputs_rc
 
-    def tell(self, hidden_he: jax.Array, inputs: TellInputs) -> jax.Array:
+    def tell(self, hidden_he: jax.Array, inputs: AuxInputs) -> jax.Array:
         """Start computing log-probabilities or hidden states; return the outputs as one array."""
-        outputs: jax.Array = self._find(TELLS[inputs.tell])(self._head_params, hidden_he, inputs.words)
+        outputs: jax.Array = self._find(TELLS[inputs.kind])(self._head_params, hidden_he, inputs.words)
         return outputs
 
-    def _count(self, due: CountDue) -> None:
+    def _count(self, due: TokenCountReset) -> None:
         program, token_ids = self._find(COUNT), due.token_ids
         for begin in range(0, max(1, len(token_ids)), COUNT.size):
             part = token_ids[begin : begin + COUNT.size]
@@ -395,7 +395,7 @@ class StepRunner:
             words[NUM_COUNT_WORDS : NUM_COUNT_WORDS + len(part)] = part
             self._counts = program(self._counts, words)
 
-    def _none_of(self, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    def _make_empty(self, num_rows: int) -> tuple[jax.Array, jax.Array]:
         if num_rows not in self._nothing:
             masks = np.full((num_rows, self._num_mask_words), -1, np.int32)
             self._nothing[num_rows] = self._put(words_of_singles(no_singles(num_rows))), self._put(masks)
@@ -437,8 +437,8 @@ class StepRunner:
     def load_adapter(self, slot: int, adapter: HostAdapter) -> None:
         """Start writing an adapter into its slot; the matrices of all slots are lost if that raises."""
         program = self._find(LOAD_ADAPTER)
-        matrices = matrices_of(self._params)
-        filled = program(list(matrices.values()), np.int32(slot - 1), arguments_of(adapter, self._params))
+        matrices = get_matrices(self._params)
+        filled = program(list(matrices.values()), np.int32(slot - 1), get_arguments(adapter, self._params))
         self._params = with_matrices(self._params, dict(zip(matrices, filled, strict=True)))
 
     def release(self) -> None:
@@ -459,7 +459,7 @@ MOST_BYTES = 64 << 20
 
 
 @dataclass(slots=True, eq=False)
-class _Told:
+class _PendingCopy:
     array: jax.Array | None
     value: NDArray[np.generic] | None = None
 
@@ -477,11 +477,11 @@ class _Told:
         return self.value
 
 
-class ToldArrays:
+class PendingHostCopies:
     """Holds device arrays until the host has them. Those that no caller waits for are dropped as others are added."""
 
     def __init__(self) -> None:
-        self._on_the_way: deque[_Told] = deque()
+        self._on_the_way: deque[_PendingCopy] = deque()
 
     @property
     def num_bytes(self) -> int:
@@ -496,7 +496,7 @@ class ToldArrays:
         Raises:
             JaxRuntimeError: the device failed in a copy that was waited for.
         """
-        told = _Told(array)
+        told = _PendingCopy(array)
         copies: Any = array  # jax's annotations lack the method
         copies.copy_to_host_async()
         self._on_the_way.append(told)

@@ -14,9 +14,9 @@
   sum.
 - Ties for the largest go to the lowest token id.
 
-All reductions over a row use `Vocabulary`, so the same code runs if the columns are split over devices. Truncation is
-exact there too, and gathers nothing: a pass of a search takes fifteen numbers per row from each device, 2 KB for 32
-rows; the logits of 32 rows over a vocabulary of 128k would be 16 MB.
+All reductions over a row use `SamplingVocabulary`, so the same code runs if the columns are split over devices.
+Truncation is exact there too, and gathers nothing: a pass of a search takes fifteen numbers per row from each device, 2
+KB for 32 rows; the logits of 32 rows over a vocabulary of 128k would be 16 MB.
 
 On CPUs and TPUs a kernel does all of this if one device has all columns (`jpaged.kernels.sampling`). The code here is
 its specification, and runs elsewhere.
@@ -24,7 +24,7 @@ its specification, and runs elsewhere.
 No step sorts the vocabulary: on CPUs a sort of 64 x 4096 takes 140 ms, and 32 passes of a bisection 6. Stages that no
 row of the batch needs are skipped.
 
-A `Vocabulary` is the columns of an array, whole or split over devices, with reductions over all of them:
+A `SamplingVocabulary` is the columns of an array, whole or split over devices, with reductions over all of them:
 
     device 0           device 1           device 2
     | 0 1 2 3 4 5 |    | 6 7 ...   11 |   | 12 13 14 - - - |      padding comes last and holds minus infinity
@@ -47,7 +47,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jpaged.engine.executor import TOP_WIDTH, Detail
-from jpaged.kernels.sampling import RowSampling, Sampled, SamplingKernel, noise
+from jpaged.kernels.sampling import RowSampling, SampledTokens, SamplingKernel, noise
 from jpaged.kernels.sampling.rows import SMALLEST
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class SamplingVocabulary:
     """The tokens of the columns. Static under jit.
 
     Attributes:
@@ -158,10 +158,10 @@ _ROWS = Layout((0, 1))  # XLA for TPUs would let a matmul produce columns, and c
 def sample(
     logits_rv: Float[Array, "R V"],
     how: RowSampling,
-    vocabulary: Vocabulary,
+    vocabulary: SamplingVocabulary,
     detail: Detail,
     kernel: SamplingKernel | None = None,
-) -> Sampled:
+) -> SampledTokens:
     """Sample one token per row.
 
     Args:
@@ -192,7 +192,7 @@ def sample(
         allowed_rv,
     )
     chosen_r1 = vocabulary.pick(allowed_rv, token_ids_r)
-    sampled = Sampled(token_ids_r, (is_below_r1 & jnp.isfinite(chosen_r1))[:, 0])
+    sampled = SampledTokens(token_ids_r, (is_below_r1 & jnp.isfinite(chosen_r1))[:, 0])
     if largest_r1 is None:
         return sampled
     ranks_r = 1 + _count(vocabulary, allowed_rv > chosen_r1, taken_rx > chosen_r1)
@@ -204,7 +204,9 @@ def sample(
     return dataclasses.replace(sampled, top_ids_rk=top_ids_rk, top_logprobs_rk=top_rk - log_total_r1)
 
 
-def tell(logits_rv: Float[Array, "R V"], sampled: Sampled, vocabulary: Vocabulary, detail: Int[Array, ""]) -> Sampled:
+def compute_aux(
+    logits_rv: Float[Array, "R V"], sampled: SampledTokens, vocabulary: SamplingVocabulary, detail: Int[Array, ""]
+) -> SampledTokens:
     """Return the model's own log-probabilities of tokens that were sampled after logits processors.
 
     Args:
@@ -233,11 +235,14 @@ def tell(logits_rv: Float[Array, "R V"], sampled: Sampled, vocabulary: Vocabular
     log_total_r1, logprobs_r1, ranks_r = lax.cond(detail >= Detail.LOGPROBS, of_tokens, of_none)
     top_logprobs_rk, top_ids_rk = lax.cond(detail >= Detail.TOP_LOGPROBS, of_top, of_no_top)
     is_sound_r = sampled.is_sound_r & vocabulary.all_below_infinity(logits_rv)[:, 0]
-    return Sampled(sampled.token_ids_r, is_sound_r, logprobs_r1[:, 0], ranks_r, top_ids_rk, top_logprobs_rk)
+    return SampledTokens(sampled.token_ids_r, is_sound_r, logprobs_r1[:, 0], ranks_r, top_ids_rk, top_logprobs_rk)
 
 
-def told_columns(
-    logits_rv: Float[Array, "R V"], ids_rk: Int[Array, "R K"], log_total_r1: Float[Array, "R 1"], vocabulary: Vocabulary
+def aux_columns(
+    logits_rv: Float[Array, "R V"],
+    ids_rk: Int[Array, "R K"],
+    log_total_r1: Float[Array, "R 1"],
+    vocabulary: SamplingVocabulary,
 ) -> Int[Array, "R C"]:
     """Return columns with log-probabilities of given tokens.
 
@@ -256,7 +261,7 @@ def told_columns(
     return jnp.concatenate([*columns, top_ids_rk, bits(top_rk - log_total_r1)], axis=1)
 
 
-def first_largest(x_rv: Float[Array, "R V"], vocabulary: Vocabulary) -> Int[Array, "R"]:
+def first_largest(x_rv: Float[Array, "R V"], vocabulary: SamplingVocabulary) -> Int[Array, "R"]:
     """Return the token of each row's largest value, the first of equals. 2 to 3 times as fast as argmax on CPUs."""
     ids_rv = jnp.broadcast_to(vocabulary.ids(x_rv.shape[1]), x_rv.shape)
     first_r = vocabulary.min(jnp.where(x_rv == vocabulary.max(x_rv), ids_rv, vocabulary.size))
@@ -266,16 +271,16 @@ def first_largest(x_rv: Float[Array, "R V"], vocabulary: Vocabulary) -> Int[Arra
 
 def _if_any(
     is_needed: jax.Array,
-    change: Callable[[jax.Array, RowSampling, Vocabulary], jax.Array],
+    change: Callable[[jax.Array, RowSampling, SamplingVocabulary], jax.Array],
     x: jax.Array,
     how: RowSampling,
-    vocabulary: Vocabulary,
+    vocabulary: SamplingVocabulary,
 ) -> jax.Array:
     return lax.cond(jnp.any(is_needed), lambda x: change(x, how, vocabulary), lambda x: x, x)
 
 
 def without_banned(
-    logits_rv: jax.Array, ids_rx: Int[Array, "R X"], vocabulary: Vocabulary
+    logits_rv: jax.Array, ids_rx: Int[Array, "R X"], vocabulary: SamplingVocabulary
 ) -> tuple[Float[Array, "R V"], Float[Array, "R X"]]:
     """Return the logits with minus infinity for banned tokens, and the original logits of those that this device has.
 
@@ -298,26 +303,28 @@ def without_banned(
     return lax.fori_loop(0, num_columns, take, (logits_rv, jnp.full(ids_rx.shape, -jnp.inf, logits_rv.dtype)))
 
 
-def _sample(logits_rv: jax.Array, how: RowSampling, vocabulary: Vocabulary) -> jax.Array:
+def _sample(logits_rv: jax.Array, how: RowSampling, vocabulary: SamplingVocabulary) -> jax.Array:
     is_greedy_r1 = how.temperature_r[:, None] == 0
     scaled_rv = logits_rv / jnp.where(is_greedy_r1, 1, jnp.maximum(how.temperature_r[:, None], SMALLEST))
     key = how.seeds_r2, how.sequence_indices_r, how.positions_r
     if vocabulary.axis is None:
         waits_rv = noise.exponentials(*key, vocabulary.size)
     else:
-        waits_rv = noise.exponentials_of(*key, vocabulary.ids(logits_rv.shape[1]), vocabulary.size)
+        waits_rv = noise.get_exponentials(*key, vocabulary.ids(logits_rv.shape[1]), vocabulary.size)
     is_kept_rv = scaled_rv >= truncation_floor(scaled_rv, how, vocabulary)
     noisy_rv = jnp.where(is_kept_rv, scaled_rv - jnp.log(waits_rv), -jnp.inf)
     return first_largest(jnp.where(is_greedy_r1, logits_rv, noisy_rv), vocabulary)
 
 
-def truncation_floor(scaled_rv: Float[Array, "R V"], how: RowSampling, vocabulary: Vocabulary) -> Float[Array, "R 1"]:
+def truncation_floor(
+    scaled_rv: Float[Array, "R V"], how: RowSampling, vocabulary: SamplingVocabulary
+) -> Float[Array, "R 1"]:
     """Return the smallest logit (after temperature) that min_p, top_k and top_p keep in each row."""
 
-    def at_least_top_k(floor_r1: jax.Array, how: RowSampling, vocabulary: Vocabulary) -> jax.Array:
+    def at_least_top_k(floor_r1: jax.Array, how: RowSampling, vocabulary: SamplingVocabulary) -> jax.Array:
         return jnp.maximum(floor_r1, _top_k_floor(scaled_rv, how.top_k_r, vocabulary))
 
-    def at_least_top_p(floor_r1: jax.Array, how: RowSampling, vocabulary: Vocabulary) -> jax.Array:
+    def at_least_top_p(floor_r1: jax.Array, how: RowSampling, vocabulary: SamplingVocabulary) -> jax.Array:
         return jnp.maximum(floor_r1, _top_p_floor(scaled_rv, floor_r1, how.top_p_r, vocabulary))
 
     floor_r1 = vocabulary.max(scaled_rv) + jnp.log(how.min_p_r)[:, None]
@@ -325,7 +332,7 @@ def truncation_floor(scaled_rv: Float[Array, "R V"], how: RowSampling, vocabular
     return _if_any(how.top_p_r < 1, at_least_top_p, floor_r1, how, vocabulary)
 
 
-def _top_k_floor(x_rv: jax.Array, top_k_r: jax.Array, vocabulary: Vocabulary) -> jax.Array:
+def _top_k_floor(x_rv: jax.Array, top_k_r: jax.Array, vocabulary: SamplingVocabulary) -> jax.Array:
     """Return the k-th largest value of each row."""
 
     def is_enough(floors: list[jax.Array]) -> jax.Array:
@@ -334,7 +341,7 @@ def _top_k_floor(x_rv: jax.Array, top_k_r: jax.Array, vocabulary: Vocabulary) ->
     return largest_threshold(len(x_rv), is_enough)
 
 
-def _top_p_floor(x_rv: jax.Array, floor_r1: jax.Array, top_p_r: jax.Array, vocabulary: Vocabulary) -> jax.Array:
+def _top_p_floor(x_rv: jax.Array, floor_r1: jax.Array, top_p_r: jax.Array, vocabulary: SamplingVocabulary) -> jax.Array:
     """Return the largest threshold whose tokens have a share of top_p of those not below the floor.
 
     It is minus infinity for a top_p of 1.
@@ -348,7 +355,7 @@ def _top_p_floor(x_rv: jax.Array, floor_r1: jax.Array, top_p_r: jax.Array, vocab
     return jnp.where(top_p_r[:, None] < 1, largest_threshold(len(x_rv), is_enough), -jnp.inf)
 
 
-def _count(vocabulary: Vocabulary, *is_so: jax.Array) -> jax.Array:
+def _count(vocabulary: SamplingVocabulary, *is_so: jax.Array) -> jax.Array:
     """Count True values in each row. Sums float32, which is 3 times as fast on CPUs and exact up to 2^24."""
     return vocabulary.sum(*(jnp.where(is_so_rv, 1.0, 0.0) for is_so_rv in is_so)).astype(jnp.int32)
 

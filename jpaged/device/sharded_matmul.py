@@ -27,10 +27,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.device.mesh import MODEL_AXIS, first_device, on_shards, partition_spec
 from jpaged.kernels.experts import ExpertsBackend, ExpertsKernel, ExpertWeights, Routes, StackedExperts, sum_experts
-from jpaged.kernels.mixture_kind import Gate
+from jpaged.kernels.matmul import QuantizedMatrix
+from jpaged.kernels.matmul.on_device import PartedMatrix, kernel_takes
+from jpaged.kernels.mixture_kind import GateFunction
 from jpaged.kernels.paged_attention.triton.attention import unsupported_device_reason
-from jpaged.kernels.product import QuantisedMatrix
-from jpaged.kernels.product.on_device import PartedMatrix, kernel_takes
 from jpaged.models.config import Mixture
 from jpaged.models.decoder.leaves import expert_axes
 from jpaged.models.layers import Params
@@ -45,43 +45,43 @@ def in_parts(params: Params, model: Model, layer_mode: LayerMode, mesh: Mesh) ->
     XLA partitions the other matmuls; experts are partitioned layer by layer, too.
     """
     config = model.config
-    if mesh.size == 1 or layer_mode != "loop" or config.quantisation is None:
+    if mesh.size == 1 or layer_mode != "loop" or config.quantization is None:
         return params
     specs = {
-        path: _matrix_specs(leaf_axes(config.quantisation, leaf, model.dtype, is_stacked=False))
+        path: _matrix_specs(leaf_axes(config.quantization, leaf, model.dtype, is_stacked=False))
         for path, (leaf, *_) in placed_leaves(config, layer_mode)
         if path[0] == "layers" and EXPERT_AXES.isdisjoint(leaf.axes)
     }
 
     def mark(path: tuple[Any, ...], leaf: Any) -> Any:
         spec = specs.get(tuple(key for key in map(_key, path) if key != "base"))  # `AdaptedMatrix` adds the key "base"
-        if not isinstance(leaf, QuantisedMatrix) or spec is None:
+        if not isinstance(leaf, QuantizedMatrix) or spec is None:
             return leaf
         return PartedMatrix(leaf, spec, mesh) if kernel_takes(_part(leaf, spec, mesh), first_device(mesh)) else leaf
 
     marked: Params = jax.tree_util.tree_map_with_path(
-        mark, params, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix)
+        mark, params, is_leaf=lambda leaf: isinstance(leaf, QuantizedMatrix)
     )
     return marked
 
 
-def _matrix_specs(axes: Any) -> QuantisedMatrix | None:
+def _matrix_specs(axes: Any) -> QuantizedMatrix | None:
     """Return the partition specs of a matrix's arrays, from the names of their axes; None if it is not quantized."""
-    if not isinstance(axes, QuantisedMatrix):
+    if not isinstance(axes, QuantizedMatrix):
         return None
-    specs: QuantisedMatrix = jax.tree.map(
+    specs: QuantizedMatrix = jax.tree.map(
         lambda names: partition_spec(*names), axes, is_leaf=lambda leaf: isinstance(leaf, tuple)
     )
     return specs
 
 
-def _part(matrix: QuantisedMatrix, specs: QuantisedMatrix, mesh: Mesh) -> QuantisedMatrix:
+def _part(matrix: QuantizedMatrix, specs: QuantizedMatrix, mesh: Mesh) -> QuantizedMatrix:
     """Return the shapes of one device's part."""
 
     def part(array: jax.Array, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(array.shape), array.dtype)
 
-    parts: QuantisedMatrix = jax.tree.map(part, matrix, specs)
+    parts: QuantizedMatrix = jax.tree.map(part, matrix, specs)
     return parts
 
 
@@ -110,7 +110,7 @@ def experts_kernel(mixture: Mixture | None, mesh: Mesh) -> ExpertsKernel | None:
     if mesh.size == 1:
         return compute
 
-    def run(x_te: jax.Array, routes: Routes, weights: ExpertWeights, gate: Gate) -> jax.Array:
+    def run(x_te: jax.Array, routes: Routes, weights: ExpertWeights, gate: GateFunction) -> jax.Array:
         def part(x_te: jax.Array, routes: Routes, weights: ExpertWeights) -> jax.Array:
             if mixture.is_parallel:
                 num_own = weights.num_experts
@@ -139,7 +139,7 @@ def _matrix_spec(matrix: Any, axes: LogicalAxes) -> Any:
     if isinstance(matrix, StackedExperts):
         of_one = _matrix_spec(jax.eval_shape(lambda: jax.tree.map(lambda a: a[0], matrix.matrices)), axes)
         return StackedExperts(_behind(of_one), PartitionSpec())
-    if not isinstance(matrix, QuantisedMatrix):
+    if not isinstance(matrix, QuantizedMatrix):
         return partition_spec(*axes)
     experts, contracted, columns = axes
     of_groups = partition_spec(experts, contracted if matrix.num_groups > 1 else None, columns)

@@ -37,9 +37,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.config import Backend, LinearBackend
 from jpaged.device import sampling
-from jpaged.device.adapters import AdapterRoom
 from jpaged.device.context import ContextOrder, kind_of_part, merged, own_slots
 from jpaged.device.logits_processors import RowEdits, TokenCounts, edited
+from jpaged.device.lora import AdapterRoom
 from jpaged.device.mesh import (
     CONTEXT_AXIS,
     HEADS_SPEC,
@@ -62,17 +62,17 @@ from jpaged.device.model_runner import (
     unpack_edits,
     unpack_rows,
 )
-from jpaged.device.sampling import Vocabulary
+from jpaged.device.sampling import SamplingVocabulary
 from jpaged.device.sharded_matmul import experts_kernel, in_parts
-from jpaged.engine.executor import MAX_NUM_STEPS, Detail, Geometry, StepInputs, Verdict
-from jpaged.engine.executor.io import TELL_IDS, Tell
+from jpaged.engine.executor import MAX_NUM_STEPS, Detail, Geometry, StepDirective, StepInputs
+from jpaged.engine.executor.io import TELL_IDS, AuxKind
 from jpaged.kernels import qkv_rope as heads
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.cascade import StepRows, cascade_attention_update, prepare_step_rows
 from jpaged.kernels.paged_attention.spec import NewKV, add_sinks
-from jpaged.kernels.sampling import FedSamplingKernel, RowSampling, Sampled, SamplingKernel
+from jpaged.kernels.sampling import FedSamplingKernel, RowSampling, SampledTokens, SamplingKernel
 from jpaged.models.layer_kinds import KVGroups
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
@@ -92,7 +92,7 @@ def forward_packing(num_tokens: int, geometry: Geometry) -> Packing:
     Fields of runs with a shared prefix, and of adapters, are included only if the geometry has them.
     """
     t, s, m, g = num_tokens, geometry.max_num_seqs, geometry.max_blocks_per_seq, len(geometry.windows)
-    shapes = {"q": (geometry.num_told,), "t": (t,), "gt": (g, t), "s": (s,), "s1": (s + 1,), "gsm": (g, s, m)}
+    shapes = {"q": (geometry.num_aux,), "t": (t,), "gt": (g, t), "s": (s,), "s1": (s + 1,), "gsm": (g, s, m)}
     left_out = {"num_tokens", *(_RUNS if geometry.cascade is None else ()), *(() if geometry.max_loras else _ADAPTERS)}
     names = [field.name for field in dataclasses.fields(StepInputs) if field.name not in left_out]
     return Packing.of(
@@ -110,7 +110,7 @@ class Step:
         kv_groups: layers that share block tables; the layout has the number of layers of one group.
         layer_mode: how the layers run, and so how the parameters are stacked.
         num_places: rows of the last tokens, and of the hidden states to sample from: those of the largest sample.
-        num_told: hidden states after those, for log-probabilities or embeddings.
+        num_aux: hidden states after those, for log-probabilities or embeddings.
         vocab_size: tokens that can be sampled; the model's own number may include padding.
         mesh: the devices that each run their part.
         backend: the attention backend.
@@ -130,9 +130,9 @@ class Step:
     backend: Backend
     linear_backend: LinearBackend
     sampler: SamplingKernel | None
-    num_told: int
+    num_aux: int
     slots: AdapterRoom | None = None
-    draft: Draft | None = None
+    draft: DraftStep | None = None
 
     def packed_forward(
         self,
@@ -263,11 +263,11 @@ class Step:
         counts, sampled = self.sample_edited(params, counts, hidden_se[:num_rows], how, edits, detail)
         return counts, *self._told(sampled)
 
-    def sample(self, params: Params, hidden_re: Float[Array, "R E"], how: RowSampling, detail: Detail) -> Sampled:
+    def sample(self, params: Params, hidden_re: Float[Array, "R E"], how: RowSampling, detail: Detail) -> SampledTokens:
         """Sample a token for each row, from the hidden state at the row's last token."""
         vocabulary = self._vocabulary
 
-        def sample(logits_rv: jax.Array, how: RowSampling) -> Sampled:
+        def sample(logits_rv: jax.Array, how: RowSampling) -> SampledTokens:
             return sampling.sample(logits_rv, how, vocabulary, detail, self.sampler)
 
         logits_rv, whole = self._logits(params, hidden_re, how.num_in_use), PartitionSpec()
@@ -280,7 +280,7 @@ class Step:
         how: RowSampling,
         feed: Int[Array, ""],
         place: Int[Array, ""],
-    ) -> tuple[Sampled, Int[Array, ""]]:
+    ) -> tuple[SampledTokens, Int[Array, ""]]:
         """Sample tokens as `sample`, with masks that the host may supply while the program runs.
 
         Args:
@@ -288,10 +288,10 @@ class Step:
             place: of the step in its dispatch.
 
         Returns:
-            the samples, and the step's `Verdict`.
+            the samples, and the step's `StepDirective`.
         """
         if not isinstance(self.sampler, FedSamplingKernel):
-            return self.sample(params, hidden_re, how, Detail.TOKENS), jnp.int32(Verdict.GOES_ON)
+            return self.sample(params, hidden_re, how, Detail.TOKENS), jnp.int32(StepDirective.GOES_ON)
         return self.sampler.sample_fed(self._logits(params, hidden_re, how.num_in_use), how, feed, place)
 
     def sample_edited(
@@ -302,19 +302,19 @@ class Step:
         how: RowSampling,
         edits: RowEdits,
         detail: Int[Array, ""],
-    ) -> tuple[TokenCounts, Sampled]:
+    ) -> tuple[TokenCounts, SampledTokens]:
         """Sample as `sample`, after logits processors; also return the counts with the sampled tokens."""
         vocabulary = self._vocabulary
 
         def sample(
             logits_rv: jax.Array, counts: TokenCounts, how: RowSampling, edits: RowEdits, detail: jax.Array
-        ) -> tuple[TokenCounts, Sampled]:
+        ) -> tuple[TokenCounts, SampledTokens]:
             logits_rv = vocabulary.without_padding(logits_rv)
             # Tokens that cannot be sampled must not affect the statistics of the rest.
             allowed_rv, _ = sampling.without_banned(logits_rv, how.banned_token_ids_rx, vocabulary)
             x_rv = edited(allowed_rv, edits, counts, how.temperature_r, vocabulary)
             found = sampling.sample(x_rv, how, vocabulary, Detail.TOKENS, self.sampler)
-            told = sampling.tell(logits_rv, found, vocabulary, detail)
+            told = sampling.compute_aux(logits_rv, found, vocabulary, detail)
             return counts.counted(edits.slots_r, told.token_ids_r, vocabulary), told
 
         logits_rv, whole = self._logits(params, hidden_re, how.num_in_use), PartitionSpec()
@@ -337,30 +337,32 @@ class Step:
         of_counts = _of_counts(LOGITS_SPEC, whole)
         return on_shards(count, self.mesh, (of_counts, whole), of_counts)(counts, words)
 
-    def tell(self, params: Params, hidden_he: Float[Array, "H E"], words: Int[Array, "W"], *, tell: Tell) -> jax.Array:
+    def tell(
+        self, params: Params, hidden_he: Float[Array, "H E"], words: Int[Array, "W"], *, tell: AuxKind
+    ) -> jax.Array:
         """Return log-probabilities or final hidden states for some hidden states of a forward.
 
         Args:
-            words: as of `TellInputs`.
+            words: as of `AuxInputs`.
 
         Returns:
-            for `Tell.LOGPROBS` columns that `unpack_told` parses; otherwise log-probabilities or hidden states,
+            for `AuxKind.LOGPROBS` columns that `unpack_aux` parses; otherwise log-probabilities or hidden states,
             float32.
         """
         vocabulary, rows = self._vocabulary, words.reshape(-1, 1 + TELL_IDS)
         hidden_re, ids_rk = hidden_he[rows[:, 0]], rows[:, 1:]
-        if tell == Tell.HIDDEN:
+        if tell == AuxKind.HIDDEN:
             return self.model.normed(params, hidden_re).astype(jnp.float32)
 
         def find(logits_rv: jax.Array, ids_rk: jax.Array) -> jax.Array:
             logits_rv = vocabulary.without_padding(logits_rv)
             log_total_r1 = vocabulary.log_sum_exp(vocabulary.max(logits_rv), logits_rv)
-            if tell == Tell.ALL_LOGPROBS:
+            if tell == AuxKind.ALL_LOGPROBS:
                 return logits_rv - log_total_r1
-            return sampling.told_columns(logits_rv, ids_rk, log_total_r1, vocabulary)
+            return sampling.aux_columns(logits_rv, ids_rk, log_total_r1, vocabulary)
 
         logits_rv, whole = self._logits(params, hidden_re, jnp.int32(len(hidden_re))), PartitionSpec()
-        results = LOGITS_SPEC if tell == Tell.ALL_LOGPROBS else whole
+        results = LOGITS_SPEC if tell == AuxKind.ALL_LOGPROBS else whole
         return on_shards(find, self.mesh, (LOGITS_SPEC, whole), results)(logits_rv, ids_rk)
 
     def abstract_counts(self, num_slots: int) -> TokenCounts:
@@ -374,10 +376,10 @@ class Step:
         return jax.lax.with_sharding_constraint(logits_rv, NamedSharding(self.mesh, LOGITS_SPEC))
 
     @property
-    def _vocabulary(self) -> Vocabulary:
-        return Vocabulary(self.vocab_size, MODEL_AXIS if num_shards(self.mesh) > 1 else None)
+    def _vocabulary(self) -> SamplingVocabulary:
+        return SamplingVocabulary(self.vocab_size, MODEL_AXIS if num_shards(self.mesh) > 1 else None)
 
-    def _told(self, sampled: Sampled) -> tuple[Int[Array, "S"], Int[Array, "R C"]]:
+    def _told(self, sampled: SampledTokens) -> tuple[Int[Array, "S"], Int[Array, "R C"]]:
         """Return the last tokens, and all outputs as columns, which `unpack_outputs` parses."""
         last_tokens_s = jnp.pad(sampled.token_ids_r, (0, self.num_places - len(sampled.token_ids_r)))
         columns = [sampled.token_ids_r[:, None], sampled.is_sound_r[:, None].astype(jnp.int32)]
@@ -424,7 +426,7 @@ class Step:
         def of_part(order: Any, rows: Any, slots: Any, runs: Any) -> StepRows:
             part = jax.lax.axis_index(CONTEXT_AXIS)
             runs = None if runs is None else (order.run_starts(runs[0]), runs[1])
-            own = order.rows_of(rows, part, num_parts)
+            own = order.get_rows(rows, part, num_parts)
             prepared = self._prepared(kind, own, own_slots(slots, part, num_parts), runs)
             found: StepRows = jax.tree.map(lambda leaf: leaf[None], prepared)
             return found
@@ -486,7 +488,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class DraftStep:
     """A draft model or head next to a model, over its own pool, which uses the model's block tables.
 
     Attributes:
@@ -589,18 +591,18 @@ def packed_decode(
 
     def goes_on(state: _State) -> jax.Array:
         place, _, _, has_ended_r, _, verdict = state
-        return (place < inputs.num_steps) & ~jnp.all(has_ended_r) & (verdict == Verdict.GOES_ON)
+        return (place < inputs.num_steps) & ~jnp.all(has_ended_r) & (verdict == StepDirective.GOES_ON)
 
     def run(state: _State) -> _State:
         place, pool, ids_r, has_ended_r, outputs_nrc, _ = state
         hidden_re, pool = step.run(params, pool, ids_r, inputs.step_at(place))
         how = dataclasses.replace(inputs.how, positions_r=inputs.how.positions_r + place)
         sampled, verdict = step.sample_fed(params, hidden_re, how, inputs.feed, place)
-        ids_r = jnp.where(has_ended_r | (verdict == Verdict.VOID), ids_r, sampled.token_ids_r)
+        ids_r = jnp.where(has_ended_r | (verdict == StepDirective.VOID), ids_r, sampled.token_ids_r)
         columns_rc = jnp.stack([ids_r, (sampled.is_sound_r | has_ended_r).astype(jnp.int32)], axis=1)
         outputs_nrc = lax.dynamic_update_index_in_dim(outputs_nrc, columns_rc, place, 0)
         return place + 1, pool, ids_r, has_ended_r | inputs.ends(ids_r), outputs_nrc, verdict
 
-    state: _State = jnp.int32(0), pool, ids_r, has_ended_r, outputs_nrc, jnp.int32(Verdict.GOES_ON)
+    state: _State = jnp.int32(0), pool, ids_r, has_ended_r, outputs_nrc, jnp.int32(StepDirective.GOES_ON)
     _, pool, ids_r, _, outputs_nrc, _ = lax.while_loop(goes_on, run, state)
     return pool, jnp.pad(ids_r, (0, step.num_places - packing.num_rows)), outputs_nrc

@@ -32,8 +32,8 @@ import jax
 import numpy as np
 
 from jpaged.config import Backend
-from jpaged.device.model_runner import StepRunner
-from jpaged.device.programs.store import ProgramStore
+from jpaged.device.compilation.program_registry import ProgramStore
+from jpaged.device.model_runner import ModelRunner
 from jpaged.device.transfers import BlockMover
 from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Move, SamplingInputs, StepInputs
 from jpaged.engine.executor.io import CascadeCosts
@@ -42,7 +42,7 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.api import IMPLEMENTATIONS
 from jpaged.kernels.paged_attention.gpu.work import TILE_ROWS
 from jpaged.kernels.paged_attention.reference import CHUNK_TOKENS, TILE_QUERIES
-from jpaged.kernels.paged_attention.triton.work import group_of, shared_rows
+from jpaged.kernels.paged_attention.triton.work import get_group, shared_rows
 
 _NUM_RUNS = 3
 _ENOUGH_S = 0.03
@@ -53,12 +53,12 @@ NO_RATE = 1.0
 """The swap rate in bytes per second without host memory: recomputing is then always faster than swapping."""
 
 
-def measure_rates(runner: StepRunner, mover: BlockMover, programs: ProgramStore, geometry: Geometry) -> DeviceRates:
+def measure_rates(runner: ModelRunner, mover: BlockMover, programs: ProgramStore, geometry: Geometry) -> DeviceRates:
     """Time steps of the sizes compiled so far, and swaps of blocks that are not in use yet."""
 
     def step_s(inputs: StepInputs) -> float:
         sampling = SamplingInputs.neutral(geometry.buckets.num_rows(inputs.num_rows))
-        return _seconds_of(lambda: np.asarray(runner.sample(runner.forward(runner.pack(inputs)), sampling)))
+        return _measure_seconds(lambda: np.asarray(runner.sample(runner.forward(runner.pack(inputs)), sampling)))
 
     forward_s, pair_s = measure_steps(geometry, step_s)
     swap_out = swap_in = NO_RATE
@@ -72,7 +72,7 @@ def measure_rates(runner: StepRunner, mover: BlockMover, programs: ProgramStore,
                 mover.run(BlockMoves(move, ids, ids), programs)
                 mover.wait()
 
-            return count * geometry.bytes_per_block / _seconds_of(swap)
+            return count * geometry.bytes_per_block / _measure_seconds(swap)
 
         swap_out, swap_in = rate_of(Move.SWAP_OUT), rate_of(Move.SWAP_IN)  # swaps existing contents
     return DeviceRates(swap_out, swap_in, forward_s, pair_s)
@@ -100,7 +100,7 @@ def measure_steps(
     return tuple((size, timed[size] - pair_s * inputs.num_pairs) for size, inputs in steps.items()), pair_s
 
 
-def _seconds_of(act: Callable[[], object]) -> float:
+def _measure_seconds(act: Callable[[], object]) -> float:
     """Return the fastest of up to `_NUM_RUNS` runs; a run that takes `_ENOUGH_S` is the last one.
 
     The first run also touches memory for the first time.
@@ -143,7 +143,7 @@ def null_prefill(geometry: Geometry, num_padded: int, start: int = 0) -> StepInp
         block_tables_gsm=np.zeros((len(geometry.windows), max_rows, geometry.max_blocks_per_seq), np.int32),
         kv_begins_s=np.zeros(max_rows, np.int32),
         run_starts_s1=np.full(max_rows + 1, num_rows, np.int32),
-        told_tokens_q=np.zeros(geometry.num_told, np.int32),
+        aux_tokens_q=np.zeros(geometry.num_aux, np.int32),
         sample_tokens_s=np.maximum(starts_s1[1:] - 1, 0),
         num_rows=num_rows,
         num_tokens=num_tokens,
@@ -198,7 +198,7 @@ def _full_costs(backend: Backend, layout: KVLayout, num_heads: int) -> CascadeCo
     block_size, group = layout.block_size, num_heads // layout.num_kv_heads
     if layout.form == "gpu":
         is_triton = backend == "pallas-triton"
-        group = group_of(layout, num_heads) if is_triton else group
+        group = get_group(layout, num_heads) if is_triton else group
         tile_rows = shared_rows(layout, np.dtype(np.float16)) if is_triton else TILE_ROWS
         return CascadeCosts(
             granule_tokens=block_size,

@@ -75,7 +75,7 @@ class StepSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class DeviceAttention:
     """The attention of one device, for the choice of a backend and of sizes.
 
     Attributes:
@@ -93,7 +93,7 @@ class Attention:
     num_context_parts: int = 1
 
     @classmethod
-    def on(cls, model: Model, options: EngineConfig, mesh: Mesh) -> Attention:
+    def on(cls, model: Model, options: EngineConfig, mesh: Mesh) -> DeviceAttention:
         """Return the attention of each device of a mesh."""
         return cls(model, options, first_device(mesh), num_shards(mesh), num_context_parts(mesh))
 
@@ -238,7 +238,7 @@ class Attention:
         found = next((words for words, other in ways if other._runs(other.sizes())), None)
         return "" if found is None else f"; {found} would enable it"
 
-    def _others(self) -> Iterator[tuple[str, Attention]]:
+    def _others(self) -> Iterator[tuple[str, DeviceAttention]]:
         """Yield this attention with one option changed, and its flag.
 
         Of limits it tries the highest that works, of block sizes the larger ones first.
@@ -254,7 +254,7 @@ class Attention:
         yield "--kv-cache-dtype auto", self._with(kv_cache_dtype="auto")
         yield _BFLOAT16, self._in_bfloat16()
 
-    def _without(self) -> Iterator[tuple[str, Attention]]:
+    def _without(self) -> Iterator[tuple[str, DeviceAttention]]:
         """Yield this attention with some chosen options unset, the fewest first, each also in bfloat16."""
         defaults = {name: (section, spec.default) for name, section, spec in iter_options() if name in _READ}
         chosen = [n for n, (section, value) in defaults.items() if getattr(getattr(self.options, section), n) != value]
@@ -265,7 +265,7 @@ class Attention:
                 yield words, other
                 yield f"{words}, with {_BFLOAT16},", other._in_bfloat16()
 
-    def _in_bfloat16(self) -> Attention:
+    def _in_bfloat16(self) -> DeviceAttention:
         return dataclasses.replace(self, model=Model(self.model.config, jnp.dtype("bfloat16")))
 
     def _highest(self, name: str, value: int) -> int:
@@ -278,7 +278,7 @@ class Attention:
             runs, fails = (middle, fails) if other._runs(other.sizes()) else (runs, middle)
         return runs
 
-    def _with(self, **changes: Any) -> Attention:
+    def _with(self, **changes: Any) -> DeviceAttention:
         return dataclasses.replace(self, options=self.options.replace(**changes))
 
 

@@ -39,11 +39,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from jpaged.device.compilation.compile import ProgramSpec
+from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.device.device_info import physical_host_bytes
 from jpaged.device.mesh import CONTENTS_SPEC, POOL_SPEC, on_shards, replicated
 from jpaged.device.model_runner import KVPool
-from jpaged.device.programs.compile import ProgramSpec
-from jpaged.device.programs.store import ProgramStore
 from jpaged.engine.executor import NULL_BLOCK, BlockMoves, Move
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
@@ -192,7 +192,7 @@ class WholeHostBlocks:
     """Implements `engine.executor.HostBlocks` over a pool of which this process holds all parts of each block.
 
     Args:
-        identity: computes the KV identity (`jpaged.device.identity`); called once, at the first use.
+        identity: computes the KV identity (`jpaged.device.kv_fingerprint`); called once, at the first use.
     """
 
     def __init__(self, pool: HostPool, identity: Callable[[], bytes]) -> None:
@@ -299,7 +299,7 @@ class BlockMover:
         self._check(moves)
         sizes = programs.sizes(moves.move.value)
         if moves.move is Move.COPY:
-            for size, ids_2c in copies_of(moves, sizes):
+            for size, ids_2c in iter_copies(moves, sizes):
                 self._pool.put(programs.find(ProgramSpec("copy", size))(self._pool.take(), ids_2c))
             return
         for begin in range(0, len(moves.sources), sizes[-1]):
@@ -332,7 +332,7 @@ class BlockMover:
             raise InternalError(f"a copy reads a block that it writes: {moves}")
 
 
-def copies_of(moves: BlockMoves, sizes: Sequence[int]) -> Iterator[tuple[int, NDArray[np.int32]]]:
+def iter_copies(moves: BlockMoves, sizes: Sequence[int]) -> Iterator[tuple[int, NDArray[np.int32]]]:
     """Yield the calls that copy blocks: the size of each program, and the ids of sources and destinations [2, C]."""
     for begin in range(0, len(moves.sources), sizes[-1]):
         part = slice(begin, begin + sizes[-1])

@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from itertools import islice
 
 from jpaged.engine.executor import Geometry
-from jpaged.engine.kv.blocks import Key
-from jpaged.engine.kv.interface import KVMemory
-from jpaged.engine.scheduling.lookahead import LeastTimes
-from jpaged.engine.scheduling.scheduler import Scheduler
-from jpaged.engine.sequence import Group
+from jpaged.engine.kv_cache.blocks import BlockHash
+from jpaged.engine.kv_cache.interface import KVCacheManager
+from jpaged.engine.scheduler.multi_step import StepTimeFloor
+from jpaged.engine.scheduler.scheduler import Scheduler
+from jpaged.engine.sequence import SequenceGroup
 from jpaged.errors import DeadlineExceeded
 from jpaged.types import Request
 
@@ -49,15 +49,15 @@ class Deadlines:
     def __init__(self) -> None:
         self.next_s = math.inf
         self._heap: list[tuple[float, int]] = []
-        self._open: dict[int, tuple[float, Group]] = {}
+        self._open: dict[int, tuple[float, SequenceGroup]] = {}
 
-    def add(self, group: Group, deadline_s: float) -> None:
+    def add(self, group: SequenceGroup, deadline_s: float) -> None:
         """Watch a group until it is discarded."""
         self._open[group.arrival] = deadline_s, group
         heapq.heappush(self._heap, (deadline_s, group.arrival))
         self.next_s = self._heap[0][0]
 
-    def discard(self, group: Group) -> None:
+    def discard(self, group: SequenceGroup) -> None:
         """Stop watching a group; no-op if it is not watched."""
         self._open.pop(group.arrival, None)
         if len(self._heap) > 2 * len(self._open):
@@ -65,7 +65,7 @@ class Deadlines:
             heapq.heapify(self._heap)
             self.next_s = self._heap[0][0] if self._heap else math.inf
 
-    def passed(self, now_s: float) -> Iterator[Group]:
+    def expired(self, now_s: float) -> Iterator[SequenceGroup]:
         """Yield groups whose deadline has passed; discard each before advancing the iterator."""
         while self._heap and self._heap[0][0] <= now_s:
             _, arrival = heapq.heappop(self._heap)
@@ -94,7 +94,7 @@ _SHARE = 0.5
 """Share of the lower bound that counts: contexts may be shorter, and the machine less busy, than measured."""
 
 
-class Foresight:
+class DeadlineEstimator:
     """Refuses arriving requests that cannot meet their deadline.
 
     Attributes:
@@ -104,14 +104,16 @@ class Foresight:
         num_tokens_at_once: maximum tokens of a sequence in one step, including draft tokens.
     """
 
-    def __init__(self, scheduler: Scheduler, memory: KVMemory, geometry: Geometry, num_tokens_at_once: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, memory: KVCacheManager, geometry: Geometry, num_tokens_at_once: int
+    ) -> None:
         self._scheduler = scheduler
         self._memory = memory
         self._block_size = geometry.block_size
         self._num_tokens_at_once = num_tokens_at_once
-        self.least_times = LeastTimes(geometry.max_num_batched_tokens)
+        self.least_times = StepTimeFloor(geometry.max_num_batched_tokens)
 
-    def why_late(self, group: Group, deadline_s: float, now_s: float) -> DeadlineExceeded | None:
+    def check(self, group: SequenceGroup, deadline_s: float, now_s: float) -> DeadlineExceeded | None:
         """Return the error of a new group that cannot finish in time; None if it may, or nothing was measured."""
         if group.request.continued:  # another server may have done almost all of it
             return None
@@ -128,7 +130,7 @@ class Foresight:
         what = f"{num_tokens} prompt tokens and then {num_steps} steps take at least {least_s:.3f} s"
         return DeadlineExceeded(f"the request was not started: {what}, but {left_s:.3f} s are left (refuse_late)")
 
-    def _ahead(self, deadline_s: float) -> list[Group]:
+    def _ahead(self, deadline_s: float) -> list[SequenceGroup]:
         """Return the groups whose prompts are computed before that of a new arrival in any case."""
         queues = self._scheduler.queues
         found = [group for group in queues.running if _num_left(group) > 0]
@@ -140,13 +142,13 @@ class Foresight:
 class _LeastTokens:
     """Counts the tokens of several prompts that must be computed: each block once, and cached blocks not at all."""
 
-    def __init__(self, memory: KVMemory, block_size: int) -> None:
+    def __init__(self, memory: KVCacheManager, block_size: int) -> None:
         self._prefixes = memory.prefixes
         self._block_size = block_size
-        self._counted: set[Key] = set()
+        self._counted: set[BlockHash] = set()
         self._num_left = _MAX_BLOCKS
 
-    def of(self, groups: list[Group], running: list[Group]) -> int:
+    def of(self, groups: list[SequenceGroup], running: list[SequenceGroup]) -> int:
         """Return the sum over the groups, in order, until the limit of compared blocks is reached."""
         total = 0
         if self._prefixes is not None:
@@ -160,7 +162,7 @@ class _LeastTokens:
             total += _num_left(group) if group in running else self._new_tokens(group)
         return total
 
-    def _new_tokens(self, group: Group) -> int:
+    def _new_tokens(self, group: SequenceGroup) -> int:
         """Return the tokens of a waiting prompt in uncached blocks; one block may be cached in part."""
         if self._prefixes is None or group.live[0].kv.root is None:
             return len(group.request.prompt_token_ids)
@@ -168,27 +170,27 @@ class _LeastTokens:
         self._counted.update(new)
         return max(1, (len(new) - 1) * self._block_size)
 
-    def _keys(self, group: Group) -> list[Key]:
+    def _keys(self, group: SequenceGroup) -> list[BlockHash]:
         leader = group.live[0]
         num_blocks = min(leader.num_prompt_tokens // self._block_size, max(0, self._num_left))
         self._num_left -= num_blocks
         return leader.kv.keys(leader.token_ids, num_blocks, self._block_size)
 
 
-def _num_left(group: Group) -> int:
+def _num_left(group: SequenceGroup) -> int:
     """Return the number of prompt tokens that have not been dispatched."""
     leader = group.live[0]
     return max(0, leader.num_prompt_tokens - leader.num_computed_tokens)
 
 
-def _may_leave(group: Group, deadline_s: float) -> bool:
+def _may_leave(group: SequenceGroup, deadline_s: float) -> bool:
     """Return True if a prompt may not be computed before that of a new arrival.
 
     It has an earlier deadline, its tokens per step are limited by aux outputs, or it was started on another server.
     """
     request = group.request
     is_earlier = request.deadline_s is not None and request.deadline_s < deadline_s
-    return is_earlier or len(request.told_positions) > 0 or len(request.continued) > 0
+    return is_earlier or len(request.prompt_logprob_positions) > 0 or len(request.continued) > 0
 
 
 def _least_steps(request: Request, num_tokens_at_once: int) -> int:

@@ -12,20 +12,20 @@ from concurrent.futures import Future
 from typing import Any
 
 from jpaged.config import EngineConfig
+from jpaged.engine.core import Clock, EngineCore
 from jpaged.engine.executor import Executor, Geometry, StepInputs
-from jpaged.engine.executor.io import KeyLengths
-from jpaged.engine.grammars import MakeMasks
-from jpaged.engine.kv.pinned import PinnedPrefixes, pin_limit
-from jpaged.engine.kv.tiers.connector_tier import EngineStore
-from jpaged.engine.kv.tiers.leaving import Travel, Travels
-from jpaged.engine.loop import Clock, EngineLoop
-from jpaged.engine.scheduling.schedule import Schedule
-from jpaged.engine.sequence import Sink
+from jpaged.engine.executor.io import RopeLengthLimits
+from jpaged.engine.inspector import PoolInspector, ReplicaInspector
+from jpaged.engine.kv_cache.offload.connector_tier import EngineStore
+from jpaged.engine.kv_cache.offload.transfer import KVTransfer, ReplicaTransfer
+from jpaged.engine.kv_cache.pinned import PinnedPrefixes, pin_limit
+from jpaged.engine.scheduler.output import SchedulerOutput
+from jpaged.engine.sequence import OutputCallback
 from jpaged.engine.stats import HistogramSnapshot
+from jpaged.engine.structured_output import MakeMasks
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.engine.watch import Eye, Eyes
 from jpaged.errors import InternalError, Unavailable
-from jpaged.load import EngineLoad
+from jpaged.server_load import EngineLoad
 from jpaged.types import FinishReason, LoadedAdapter, Request
 
 logger = logging.getLogger(__name__)
@@ -34,14 +34,14 @@ _JOIN_S, _ABANDONED_JOIN_S = 0.2, 1.0
 """Timeouts of the join of a loop that may hang in its executor."""
 _LOOK_S = 0.005
 THREAD_NAME = "jpaged-engine"
-_ANY_LENGTH = KeyLengths()
+_ANY_LENGTH = RopeLengthLimits()
 _MAX_NEW = 50_000
 """Container objects created since the last collection: a few MB, and a few ms to collect if all of them are alive."""
 _MAX_LOOKS = 50
 """Collections of young objects between two full collections."""
 
 
-class CollectorPause:
+class GCPause:
     """Context manager that disables Python's garbage collector for the whole process while any thread is inside it.
 
         automatic   after every 700 new objects, at any point, and now and then a full collection of the process: 0.2 s
@@ -71,21 +71,21 @@ class CollectorPause:
                 gc.enable()
 
 
-collected_between_steps = CollectorPause()
+collected_between_steps = GCPause()
 """For loops that call `collect_if_due` after every dispatch."""
 
 
-def collect_if_due(schedule: Schedule, inputs: StepInputs) -> None:
+def collect_if_due(schedule: SchedulerOutput, inputs: StepInputs) -> None:
     """Collect garbage if there are enough new objects; an observer of dispatches."""
     num_new, _, num_looks = gc.get_count()
     if num_new > _MAX_NEW:
         gc.collect(2 if num_looks >= _MAX_LOOKS else 1)
 
 
-class LoopThread:
+class EngineThread:
     """Runs a loop until it is stopped or fails; without `start` the caller of `step` is its thread."""
 
-    def __init__(self, loop: EngineLoop) -> None:
+    def __init__(self, loop: EngineCore) -> None:
         self._loop = loop
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -95,7 +95,7 @@ class LoopThread:
         self.has_ended = False
         """Commands that are added from now on never run; set before the last read of the inbox."""
 
-    def ask(self, command: Callable[[], None]) -> None:
+    def call_soon(self, command: Callable[[], None]) -> None:
         """Post a command to the loop's thread, to run before its next step. Thread-safe."""
         self._inbox.put(command)
 
@@ -112,11 +112,11 @@ class LoopThread:
     def fail(self, error: Exception, *, hangs: bool) -> None:
         """End the loop as an internal fault would; with `hangs`, `stop` does not wait for it."""
         self._is_abandoned = self._is_abandoned or hangs
-        self.ask(lambda: self._give_up(error))
+        self.call_soon(lambda: self._give_up(error))
 
     def stop(self) -> bool:
         """Stop the loop and fail its requests. Return False if it hangs; its resources are not released then."""
-        self.ask(self._stopping.set)
+        self.call_soon(self._stopping.set)
         if self._thread is not None:
             while self._thread.is_alive() and not self._is_abandoned:  # another thread may call `fail`
                 self._thread.join(_JOIN_S)
@@ -167,7 +167,7 @@ class LoopThread:
 
     def _await_arrivals(self) -> None:
         """Wait for commands while the device runs several steps, until the next step must be decided."""
-        seconds = self._loop.spare_s
+        seconds = self._loop.idle_budget_s
         if seconds > 0:
             try:
                 self._inbox.get(timeout=seconds)()
@@ -185,7 +185,7 @@ class LoopThread:
                 is_over.set()
 
         while not is_over.is_set() and (left_s := until_s - time.monotonic()) > 0:
-            self.ask(look)
+            self.call_soon(look)
             if self._thread is None:
                 self.step()
             is_over.wait(min(left_s, _LOOK_S))
@@ -214,8 +214,8 @@ class Engine:
         prefixes: operations on the prefix cache; None without a prefix cache.
         eyes: inspection of the pool.
         travels: transfers of prefixes from and to other servers.
-        keep_place: reserves a place for a request whose prompt is computed elsewhere, until it is submitted or dropped.
-            Returns the transfers that receive the prompt's blocks, and raises the errors of `submit`.
+        reserve_slot: reserves a place for a request whose prompt is computed elsewhere, until it is submitted or
+            dropped. Returns the transfers that receive the prompt's blocks, and raises the errors of `submit`.
 
     Args:
         config: scheduler, cache, timeouts, speculation and `server.max_pinned_blocks` are read; missing sizes default
@@ -232,14 +232,14 @@ class Engine:
         tokenizer: Tokenizer,
         config: EngineConfig,
         *,
-        lengths: KeyLengths = _ANY_LENGTH,
+        lengths: RopeLengthLimits = _ANY_LENGTH,
         eos_token_ids: frozenset[int] = frozenset(),
         clock: Clock = time.monotonic,
         make_masks: MakeMasks | None = None,
         stores: tuple[EngineStore, ...] = (),
     ) -> None:
         self._executor = executor
-        self._loop = EngineLoop(
+        self._loop = EngineCore(
             executor,
             tokenizer,
             config,
@@ -249,7 +249,7 @@ class Engine:
             make_masks=make_masks,
             stores=stores,
         )
-        self._thread = LoopThread(self._loop)
+        self._thread = EngineThread(self._loop)
         self._in_flight = self._loop.in_flight
         self.in_flight: Container[str] = self._in_flight
         self.clock = clock
@@ -261,19 +261,23 @@ class Engine:
             geometry,
             pin_limit(config.server.max_pinned_blocks, geometry),
             submit=self.submit,
-            ask=self._thread.ask,
+            ask=self._thread.call_soon,
             groups=self._loop.groups,
             limit=lambda: self._loop.memory.limit,
         )
         loop = self._loop
-        self.travels = Travels([Travel(loop.memory, geometry, executor.host_blocks, self._thread.ask)])
+        self.travels = KVTransfer(
+            [ReplicaTransfer(loop.memory, geometry, executor.host_blocks, self._thread.call_soon)]
+        )
 
-        def keep_place(request: Request) -> Travels:
-            self._in_flight.expect(request.request_id, loop.stats.seconds_per_request)
+        def keep_place(request: Request) -> KVTransfer:
+            self._in_flight.reserve(request.request_id, loop.stats.seconds_per_request)
             return self.travels
 
-        self.keep_place: Callable[[Request], Travels] = keep_place
-        self.eyes = Eyes([Eye(loop.watch, loop.memory, loop.stats, loop.groups, geometry, self._thread.ask)])
+        self.reserve_slot: Callable[[Request], KVTransfer] = keep_place
+        self.eyes = PoolInspector(
+            [ReplicaInspector(loop.watch, loop.memory, loop.stats, loop.groups, geometry, self._thread.call_soon)]
+        )
 
     @property
     def geometry(self) -> Geometry:
@@ -292,7 +296,7 @@ class Engine:
         """
         return len(self._in_flight) >= self.max_num_in_flight
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit(self, request: Request, sink: OutputCallback) -> None:
         """Accept a request, which then ends in exactly one event with `is_last`, on the engine thread.
 
         Raises:
@@ -303,22 +307,22 @@ class Engine:
 
         def ask() -> None:
             arrival_s = self.clock()
-            self._thread.ask(lambda: self._loop.arrive(request, sink, arrival_s))
+            self._thread.call_soon(lambda: self._loop.add_request(request, sink, arrival_s))
 
-        self._in_flight.enter(request.request_id, ask, self._loop.stats.seconds_per_request)
+        self._in_flight.admit(request.request_id, ask, self._loop.stats.seconds_per_request)
 
     def abort(self, request_id: str) -> bool:
         """Finish a request with reason ABORT. Return False if no request has that id."""
         is_known = request_id in self._in_flight
         if is_known:
-            self._thread.ask(lambda: self._loop.end_early(request_id, FinishReason.ABORT))
+            self._thread.call_soon(lambda: self._loop.abort_request(request_id, FinishReason.ABORT))
         return is_known
 
     def drop(self, request_id: str) -> None:
         """Drop a request whose client is gone: no further event, its blocks are free by the next step."""
         dropped_s = self.clock()
-        self._in_flight.give_up(request_id)
-        self._thread.ask(lambda: self._loop.forget(request_id, dropped_s))
+        self._in_flight.cancel_reservation(request_id)
+        self._thread.call_soon(lambda: self._loop.drop_request(request_id, dropped_s))
 
     def pin_prefix(
         self,
@@ -354,7 +358,7 @@ class Engine:
         """
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
-        self._thread.ask(lambda: future.set_result(0 if self.prefixes is None else self.prefixes.reset()))
+        self._thread.call_soon(lambda: future.set_result(0 if self.prefixes is None else self.prefixes.reset()))
         return future
 
     def call_soon(self, command: Callable[[], None]) -> Future[None]:
@@ -375,7 +379,7 @@ class Engine:
                 raise
             future.set_result(None)
 
-        self._thread.ask(run)
+        self._thread.call_soon(run)
         if self._thread.has_ended:
             future.cancel()
         return future
@@ -389,7 +393,7 @@ class Engine:
         return (self.load(),)
 
     def histogram(self, name: str) -> HistogramSnapshot:
-        """Return a distribution so far, by one of the names in `jpaged.load.DISTRIBUTIONS`."""
+        """Return a distribution so far, by one of the names in `jpaged.server_load.DISTRIBUTIONS`."""
         return self._loop.stats.histogram(name)
 
     def num_ended_by_reason(self) -> dict[str, int]:

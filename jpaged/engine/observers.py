@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jpaged.engine.executor import StepInputs, StepOutputs
-from jpaged.engine.scheduling.schedule import Schedule
-from jpaged.engine.sequence import Group
+from jpaged.engine.scheduler.output import SchedulerOutput
+from jpaged.engine.sequence import SequenceGroup
 
 
 class StepTiming(NamedTuple):
@@ -51,8 +51,8 @@ class StepObservers:
     """
 
     on_begin: list[Callable[[float], None]] = field(default_factory=list)
-    on_scheduled: list[Callable[[Schedule], None]] = field(default_factory=list)
-    on_dispatched: list[Callable[[Schedule, StepInputs], None]] = field(default_factory=list)
-    on_results: list[Callable[[Schedule, StepOutputs, StepTiming], None]] = field(default_factory=list)
+    on_scheduled: list[Callable[[SchedulerOutput], None]] = field(default_factory=list)
+    on_dispatched: list[Callable[[SchedulerOutput, StepInputs], None]] = field(default_factory=list)
+    on_results: list[Callable[[SchedulerOutput, StepOutputs, StepTiming], None]] = field(default_factory=list)
     on_end: list[Callable[[], None]] = field(default_factory=list)
-    on_request_finished: list[Callable[[Group], None]] = field(default_factory=list)
+    on_request_finished: list[Callable[[SequenceGroup], None]] = field(default_factory=list)

@@ -16,23 +16,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from jpaged.engine.executor import SamplingInputs, StepOutputs
-from jpaged.engine.grammars import BoundRow, Grammars
-from jpaged.engine.kv.interface import KVMemory
+from jpaged.engine.kv_cache.interface import KVCacheManager
 from jpaged.engine.output.beam import advance_beams
 from jpaged.engine.output.processor import OutputProcessor
-from jpaged.engine.scheduling.editing import nothing_left
-from jpaged.engine.scheduling.rows import StepKind
-from jpaged.engine.scheduling.schedule import Sampled, Schedule, ScheduledRow
-from jpaged.engine.scheduling.scheduler import Scheduler
-from jpaged.engine.sequence import Group, Sequence
-from jpaged.engine.speculation.drafts import Accepted
+from jpaged.engine.scheduler.decode_batch import StepKind
+from jpaged.engine.scheduler.logits_processors import nothing_left
+from jpaged.engine.scheduler.output import SampledRows, ScheduledRow, SchedulerOutput
+from jpaged.engine.scheduler.scheduler import Scheduler
+from jpaged.engine.sequence import Sequence, SequenceGroup
+from jpaged.engine.speculative.drafts import Accepted
 from jpaged.engine.stats import StepStats
+from jpaged.engine.structured_output import ConstrainedRow, StructuredOutputManager
 from jpaged.errors import InternalError, JpagedError
 
 logger = logging.getLogger(__name__)
 
 
-class Soundness:
+class NonFiniteLogitsGuard:
     """Checks the rows of each step. Creates last events and drops cached prefixes; the caller releases the groups.
 
         row   finite        its token is processed as usual, independent of the other rows
@@ -57,7 +57,7 @@ class Soundness:
 
     def __init__(
         self,
-        memory: KVMemory,
+        memory: KVCacheManager,
         output: OutputProcessor,
         stats: StepStats,
         eos_token_ids: frozenset[int],
@@ -67,9 +67,9 @@ class Soundness:
         self._memory = memory
         self._output = output
         self._stats = stats
-        self._has_told = False
+        self._has_prompt_logprobs = False
 
-    def fail_unsound(self, schedule: Schedule, outputs: StepOutputs, step: int = 0) -> list[Group]:
+    def fail_unsound(self, schedule: SchedulerOutput, outputs: StepOutputs, step: int = 0) -> list[SequenceGroup]:
         """Fail the requests whose rows are not finite. Return their groups, which still hold their blocks.
 
         Rows of draft tokens fail no request: `fail_rows` checks those whose tokens are accepted.
@@ -78,8 +78,8 @@ class Soundness:
             outputs: of one step of the dispatch.
             step: index of that step.
         """
-        failed: dict[Group, None] = {}
-        for row in np.flatnonzero(~outputs.is_sound_rn[: schedule.num_rows, 0]).tolist():
+        failed: dict[SequenceGroup, None] = {}
+        for row in np.flatnonzero(~outputs.is_finite_rn[: schedule.num_rows, 0]).tolist():
             scheduled = schedule.row_at(row, step)
             if not scheduled.sequence.is_live:
                 self._forget(scheduled.sequence)
@@ -88,11 +88,11 @@ class Soundness:
                 self._fail(scheduled)
         return list(failed)
 
-    def fail_rows(self, rows: Mapping[int, ScheduledRow], outputs: StepOutputs) -> list[Group]:
+    def fail_rows(self, rows: Mapping[int, ScheduledRow], outputs: StepOutputs) -> list[SequenceGroup]:
         """Like `fail_unsound` for the given rows, keyed by their index on the device."""
-        failed: dict[Group, None] = {}
+        failed: dict[SequenceGroup, None] = {}
         for place, row in rows.items():
-            if not outputs.is_sound_rn[place, 0] and row.group not in failed:
+            if not outputs.is_finite_rn[place, 0] and row.group not in failed:
                 failed[row.group] = None
                 self._fail(row)
         return list(failed)
@@ -108,8 +108,8 @@ class Soundness:
             f"the model's logits are not finite: no token {row.output_index + 1} can be sampled for sequence "
             f"{row.sequence.index}, after {row.start + row.num_tokens} tokens of context"
         )
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_prompt_logprobs:
+            self._has_prompt_logprobs = True
             logger.error("request %r: %s; later ones are counted but not logged", group.request.request_id, error)
         for sequence in group.sequences:
             self._forget(sequence)
@@ -122,7 +122,7 @@ class Soundness:
 
 
 @dataclass(slots=True)
-class Intake:
+class ResultProcessor:
     """Processes sampled tokens for one engine.
 
     Args:
@@ -131,32 +131,34 @@ class Intake:
 
     scheduler: Scheduler
     output: OutputProcessor
-    soundness: Soundness
-    grammars: Grammars
+    soundness: NonFiniteLogitsGuard
+    grammars: StructuredOutputManager
     stats: StepStats
-    release: Callable[[Group], None]
+    release: Callable[[SequenceGroup], None]
 
-    def take_steps(self, schedule: Schedule, outputs: StepOutputs, now_s: float) -> None:
+    def take_steps(self, schedule: SchedulerOutput, outputs: StepOutputs, now_s: float) -> None:
         """Process the tokens of several steps; those of a fed dispatch have already advanced their grammars."""
         for step in range(schedule.num_steps):
             self.take_step(schedule, outputs.at(step), now_s, step)
 
-    def take_drafts(self, schedule: Schedule, outputs: StepOutputs, now_s: float) -> None:
+    def take_drafts(self, schedule: SchedulerOutput, outputs: StepOutputs, now_s: float) -> None:
         """Process the tokens of a step with draft tokens, of which a prefix is accepted."""
         accepted = Accepted.of(schedule, outputs)
-        self.take_step(schedule, outputs, now_s, going_on=accepted.beyond(0))
+        self.take_step(schedule, outputs, now_s, going_on=accepted.longer_than(0))
         for depth in range(1, accepted.depth + 1):
-            self._take_behind(accepted.at(depth), outputs, now_s, accepted.beyond(depth))
+            self._take_behind(accepted.at(depth), outputs, now_s, accepted.longer_than(depth))
         for draft, count in zip(schedule.drafts, accepted.num_accepted, strict=True):
             draft.set_num_accepted(count)
             self.scheduler.drafts.ran(draft.group, draft.sequence, count)
         self.stats.count_drafts([len(draft.token_ids) for draft in schedule.drafts], accepted.num_accepted)
 
-    def narrow(self, schedule: Schedule, rows: list[BoundRow], sampling: SamplingInputs) -> None:
+    def apply_grammar_masks(
+        self, schedule: SchedulerOutput, rows: list[ConstrainedRow], sampling: SamplingInputs
+    ) -> None:
         """Apply grammar masks to rows of a step in flight. End sequences and requests that end there."""
-        self._follow(self.grammars.narrow(schedule, rows, sampling, self.output))
+        self._follow(self.grammars.fill_bitmasks(schedule, rows, sampling, self.output))
 
-    def take_rounds(self, schedule: Schedule, outputs: StepOutputs, now_s: float) -> None:
+    def take_rounds(self, schedule: SchedulerOutput, outputs: StepOutputs, now_s: float) -> None:
         """Process the tokens of draft-model rounds: each row has at least one, and up to `num_tokens_r`."""
         rounds = outputs.speculated
         if rounds is None:
@@ -184,7 +186,7 @@ class Intake:
 
     def take_step(
         self,
-        schedule: Schedule,
+        schedule: SchedulerOutput,
         outputs: StepOutputs,
         now_s: float,
         step: int = 0,
@@ -213,25 +215,25 @@ class Intake:
         """Process the tokens sampled after accepted draft tokens, keyed by device row."""
         for group in self.soundness.fail_rows(rows, outputs):
             self.release(group)
-        tokens = Sampled()
+        tokens = SampledRows()
         for place, row in rows.items():
             if row.sequence.is_live:
-                row.sequence.went_on()
+                row.sequence.accept_draft_token()
                 tokens.add(place, row)
         self.stats.count_tokens(tokens.groups, now_s)
         self._publish(tokens, outputs, 1, going_on)
 
     def _publish(
-        self, tokens: Sampled, outputs: StepOutputs, num_steps: int, going_on: Collection[Sequence] | None
+        self, tokens: SampledRows, outputs: StepOutputs, num_steps: int, going_on: Collection[Sequence] | None
     ) -> None:
         for group, sequence in self.output.publish(tokens, outputs):
             if max(num_steps, sequence.num_in_flight_tokens) > 1:
-                sequence.ended_on_the_way()
+                sequence.truncate_after_stop()
             self._end_sequence(group, sequence)
         if going_on is not None and tokens.has_grammars:
-            self._follow(self.grammars.follow(tokens, self.output, going_on))
+            self._follow(self.grammars.accept_tokens(tokens, self.output, going_on))
 
-    def _follow(self, ended: Iterator[tuple[Group, Sequence, JpagedError | None]]) -> None:
+    def _follow(self, ended: Iterator[tuple[SequenceGroup, Sequence, JpagedError | None]]) -> None:
         for group, sequence, error in ended:
             if error is None:
                 self._end_sequence(group, sequence)
@@ -239,19 +241,19 @@ class Intake:
                 self._give_up(group, error)
         self.stats.count_forced(self.grammars.take_num_forced())
 
-    def _give_up(self, group: Group, error: JpagedError) -> None:
+    def _give_up(self, group: SequenceGroup, error: JpagedError) -> None:
         """Fail a running request with its own error."""
         self.output.fail(group, error)
         self.release(group)
 
-    def _end_sequence(self, group: Group, sequence: Sequence) -> None:
+    def _end_sequence(self, group: SequenceGroup, sequence: Sequence) -> None:
         if len(group.live) > 1:
             self.scheduler.finish_sequence(group, sequence)
         else:
             self.output.finish(group)
             self.release(group)
 
-    def _advance_beams(self, group: Group, rows: dict[Sequence, int], outputs: StepOutputs) -> None:
+    def _advance_beams(self, group: SequenceGroup, rows: dict[Sequence, int], outputs: StepOutputs) -> None:
         search = self.output.search(group)
         advance_beams(group, rows, outputs, search, self.scheduler)
         if search.is_done:

@@ -21,22 +21,31 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jpaged.engine.executor import I32, Bool, Executor, MaskFeed, SamplingInputs, StepInputs, StepOutputs, Verdict
-from jpaged.engine.executor.io import ToldOutputs
-from jpaged.engine.grammars import BoundRow, bound_rows
-from jpaged.engine.results import Intake
-from jpaged.engine.scheduling.rows import StepKind
-from jpaged.engine.scheduling.schedule import (
-    Schedule,
+from jpaged.engine.executor import (
+    I32,
+    Bool,
+    Executor,
+    MaskChannel,
+    SamplingInputs,
+    StepDirective,
+    StepInputs,
+    StepOutputs,
+)
+from jpaged.engine.executor.io import AuxOutputs
+from jpaged.engine.results import ResultProcessor
+from jpaged.engine.scheduler.aux_inputs import StepAux, build_aux_inputs
+from jpaged.engine.scheduler.decode_batch import StepKind
+from jpaged.engine.scheduler.output import (
+    SchedulerOutput,
     build_ending_ids,
     build_num_left,
     build_sampling_inputs,
     build_step_inputs,
 )
-from jpaged.engine.scheduling.scheduler import Scheduler
-from jpaged.engine.scheduling.tells import StepTell, build_tells
-from jpaged.engine.speculation.rounds import Rounds
+from jpaged.engine.scheduler.scheduler import Scheduler
+from jpaged.engine.speculative.draft_model import DraftModelSpeculation
 from jpaged.engine.stats import StepTimer
+from jpaged.engine.structured_output import ConstrainedRow, bound_rows
 from jpaged.errors import InternalError
 
 
@@ -53,19 +62,19 @@ class InFlightBatch:
         must_wait: the next step cannot be scheduled before the results are processed.
     """
 
-    schedule: Schedule
+    schedule: SchedulerOutput
     inputs: StepInputs
     begin_s: float
     handle: Any
     wait: Callable[[], StepOutputs]
-    process: Callable[[Schedule, StepOutputs, float], None]
+    process: Callable[[SchedulerOutput, StepOutputs, float], None]
     must_wait: bool = False
 
 
 class BatchRunner(Protocol):
     """Starter of the batches of one kind of schedule."""
 
-    def start(self, schedule: Schedule, begin_s: float) -> InFlightBatch:
+    def start(self, schedule: SchedulerOutput, begin_s: float) -> InFlightBatch:
         """Dispatch the rows of a schedule; its block moves are dispatched.
 
         Args:
@@ -85,13 +94,13 @@ class RunnerContext:
 
     executor: Executor[Any, Any]
     scheduler: Scheduler
-    intake: Intake
+    intake: ResultProcessor
     timer: StepTimer
     clock: Callable[[], float]
     eos_token_ids: frozenset[int]
     finish_in_flight: Callable[[], None]
 
-    def build_sampling(self, schedule: Schedule) -> SamplingInputs:
+    def build_sampling(self, schedule: SchedulerOutput) -> SamplingInputs:
         """Return the sampling parameters of the rows of a schedule."""
         editing = self.scheduler.rows.editing
         return build_sampling_inputs(schedule, self.executor.geometry, self.eos_token_ids, editing)
@@ -103,12 +112,12 @@ class RunnerContext:
         self.timer.set_newest(None)  # the newest program cannot be polled
         return hidden
 
-    def apply_masks(self, schedule: Schedule, sampling: SamplingInputs) -> list[BoundRow]:
+    def apply_masks(self, schedule: SchedulerOutput, sampling: SamplingInputs) -> list[ConstrainedRow]:
         """Process the batch in flight and apply the masks that depend on its tokens. Return the rows with grammars."""
         bound = bound_rows(schedule)
         if bound:
             self.finish_in_flight()
-            self.intake.narrow(schedule, bound, sampling)
+            self.intake.apply_grammar_masks(schedule, bound, sampling)
         return bound
 
     def start_sample(self, hidden: Any, sampling: SamplingInputs) -> Any:
@@ -124,13 +133,13 @@ class SingleStepRunner:
 
     context: RunnerContext
 
-    def start(self, schedule: Schedule, begin_s: float) -> InFlightBatch:
+    def start(self, schedule: SchedulerOutput, begin_s: float) -> InFlightBatch:
         context, geometry = self.context, self.context.executor.geometry
         inputs = build_step_inputs(schedule, geometry)
         hidden = context.start_forward(inputs)
         sampling = context.build_sampling(schedule)
-        tells = build_tells(schedule, geometry) if schedule.has_aux_outputs else ()
-        pending = [(tell, context.executor.tell(hidden, tell.inputs)) for tell in tells]
+        tells = build_aux_inputs(schedule, geometry) if schedule.has_aux_outputs else ()
+        pending = [(tell, context.executor.compute_aux(hidden, tell.inputs)) for tell in tells]
         if schedule.has_grammars:
             context.apply_masks(schedule, sampling)
         handle = context.start_sample(hidden, sampling)
@@ -141,12 +150,12 @@ class SingleStepRunner:
         return InFlightBatch(schedule, inputs, begin_s, handle, wait, process, must_wait=bool(schedule.drafts))
 
     def _wait(
-        self, pending: list[tuple[StepTell, Callable[[], ToldOutputs]]], wait: Callable[[], StepOutputs]
+        self, pending: list[tuple[StepAux, Callable[[], AuxOutputs]]], wait: Callable[[], StepOutputs]
     ) -> StepOutputs:
         """Wait for the aux outputs as well, and pass them to the output processor."""
         told = [(tell, collect()) for tell, collect in pending]
         outputs = wait()
-        self.context.intake.output.told.take(told)
+        self.context.intake.output.prompt_logprobs.take(told)
         return outputs
 
 
@@ -156,7 +165,7 @@ class MultiStepRunner:
 
     context: RunnerContext
 
-    def start(self, schedule: Schedule, begin_s: float) -> InFlightBatch:
+    def start(self, schedule: SchedulerOutput, begin_s: float) -> InFlightBatch:
         context, executor = self.context, self.context.executor
         inputs = build_step_inputs(schedule, executor.geometry)
         sampling = context.build_sampling(schedule)
@@ -181,7 +190,7 @@ class AlternatingRunner:
 
     context: RunnerContext
 
-    def start(self, schedule: Schedule, begin_s: float) -> InFlightBatch:
+    def start(self, schedule: SchedulerOutput, begin_s: float) -> InFlightBatch:
         context, executor, intake = self.context, self.context.executor, self.context.intake
         first = inputs = build_step_inputs(schedule, executor.geometry)
         hidden = context.start_forward(first)
@@ -197,14 +206,14 @@ class AlternatingRunner:
             now_s = context.clock()
             context.timer.add_wait(now_s - waiting_since_s)
             intake.take_step(schedule, outputs, now_s, step - 1)
-            intake.narrow(schedule, bound, sampling)
+            intake.apply_grammar_masks(schedule, bound, sampling)
             handle = context.start_sample(hidden, sampling)
             if len(context.scheduler.rows) < schedule.num_rows:
                 break
-        context.scheduler.has_made(schedule, step + 1)
+        context.scheduler.truncate_steps(schedule, step + 1)
         return InFlightBatch(schedule, first, begin_s, handle, partial(executor.collect, handle), self._process_last)
 
-    def _process_last(self, schedule: Schedule, outputs: StepOutputs, now_s: float) -> None:
+    def _process_last(self, schedule: SchedulerOutput, outputs: StepOutputs, now_s: float) -> None:
         self.context.intake.take_step(schedule, outputs, now_s, schedule.num_steps - 1)
 
 
@@ -216,22 +225,22 @@ class MaskedMultiStepRunner:
 
     def __init__(self, context: RunnerContext) -> None:
         self._context = context
-        self._before: FedSteps | None = None
+        self._before: MaskedDispatch | None = None
         self._unread: Any = None  # the last fed dispatch, whose tokens are known
 
-    def start(self, schedule: Schedule, begin_s: float) -> InFlightBatch:
+    def start(self, schedule: SchedulerOutput, begin_s: float) -> InFlightBatch:
         context, executor = self._context, self._context.executor
         inputs = build_step_inputs(schedule, executor.geometry)
         sampling = context.build_sampling(schedule)
         ending_ids_rx = build_ending_ids(schedule, len(sampling.rows_r))
         context.timer.end_idle()
-        handle, feed = executor.decode_fed(inputs, sampling, ending_ids_rx, schedule.num_steps)
+        handle, feed = executor.decode_with_masks(inputs, sampling, ending_ids_rx, schedule.num_steps)
         context.timer.set_newest(handle)
         try:
-            steps = FedSteps(schedule, feed, sampling, ending_ids_rx, context.intake, context.clock)
+            steps = MaskedDispatch(schedule, feed, sampling, ending_ids_rx, context.intake, context.clock)
             self._give_first(steps)
             context.finish_in_flight()
-            context.scheduler.has_made(schedule, steps.serve())
+            context.scheduler.truncate_steps(schedule, steps.serve())
             context.timer.add_wait(steps.waited_s)
             if self._unread is not None:  # only now, because a program that waits for masks may block others
                 executor.collect(self._unread)
@@ -243,7 +252,7 @@ class MaskedMultiStepRunner:
         # A row that is known to have ended must not be scheduled again.
         return InFlightBatch(schedule, inputs, begin_s, handle, wait, process, must_wait=steps.are_over)
 
-    def _give_first(self, steps: FedSteps) -> None:
+    def _give_first(self, steps: MaskedDispatch) -> None:
         """Send the first masks if all rows of the previous dispatch continue.
 
         Then the device need not wait until the previous dispatch is processed.
@@ -254,7 +263,7 @@ class MaskedMultiStepRunner:
             steps.give_first()
         self._before = steps
 
-    def _wait(self, steps: FedSteps, handle: Any) -> StepOutputs:
+    def _wait(self, steps: MaskedDispatch, handle: Any) -> StepOutputs:
         if self._before is steps:
             self._before = None
         if steps.finish():
@@ -268,9 +277,9 @@ class DraftModelRunner:
     """Runner of draft-model rounds, after the tokens that the draft model has not seen."""
 
     context: RunnerContext
-    rounds: Rounds
+    rounds: DraftModelSpeculation
 
-    def start(self, schedule: Schedule, begin_s: float) -> InFlightBatch:
+    def start(self, schedule: SchedulerOutput, begin_s: float) -> InFlightBatch:
         context, executor = self.context, self.context.executor
         inputs = build_step_inputs(schedule, executor.geometry)
         sampling = context.build_sampling(schedule)
@@ -284,7 +293,7 @@ class DraftModelRunner:
         return InFlightBatch(schedule, inputs, begin_s, handle, wait, context.intake.take_rounds, must_wait=True)
 
 
-def make_runners(context: RunnerContext, rounds: Rounds | None) -> dict[StepKind, BatchRunner]:
+def make_runners(context: RunnerContext, rounds: DraftModelSpeculation | None) -> dict[StepKind, BatchRunner]:
     """Return the runner of each kind of schedule.
 
     Args:
@@ -301,7 +310,7 @@ def make_runners(context: RunnerContext, rounds: Rounds | None) -> dict[StepKind
     return runners
 
 
-class FedSteps:
+class MaskedDispatch:
     """Steps of one dispatch in flight that wait for masks.
 
     Attributes:
@@ -312,11 +321,11 @@ class FedSteps:
 
     def __init__(
         self,
-        schedule: Schedule,
-        feed: MaskFeed,
+        schedule: SchedulerOutput,
+        feed: MaskChannel,
         sampling: SamplingInputs,
         ending_ids_rx: I32,
-        intake: Intake,
+        intake: ResultProcessor,
         clock: Callable[[], float],
     ) -> None:
         self.are_over, self.all_go_on, self.waited_s = False, True, 0.0
@@ -344,7 +353,7 @@ class FedSteps:
     def give_first(self) -> None:
         """Send the first step its masks before the previous dispatch is processed, if every mask is valid."""
         if self._fill(self._mask_rw):
-            self._feed.give(self._mask_rw, Verdict.GOES_ON)
+            self._feed.give(self._mask_rw, StepDirective.GOES_ON)
             self._has_first = True
 
     def serve(self) -> int:
@@ -354,22 +363,22 @@ class FedSteps:
         """
         schedule, feed, mask_rw = self._schedule, self._feed, self._mask_rw
         are_live = all(one.is_live for one in schedule.sequences)
-        verdict = Verdict.GOES_ON
+        verdict = StepDirective.GOES_ON
         if not self._has_first:
-            self._intake.narrow(schedule, self._bound, self._sampling)
-            verdict = Verdict.GOES_ON if are_live else Verdict.LAST
+            self._intake.apply_grammar_masks(schedule, self._bound, self._sampling)
+            verdict = StepDirective.GOES_ON if are_live else StepDirective.LAST
             feed.give(mask_rw, verdict)
         for num_made in range(1, schedule.num_steps + 1):
             if num_made > 1:
                 feed.give(mask_rw, verdict)
-            if num_made == schedule.num_steps and verdict == Verdict.GOES_ON:
+            if num_made == schedule.num_steps and verdict == StepDirective.GOES_ON:
                 return num_made
             may_go_on = self._take()
-            if verdict == Verdict.LAST or not may_go_on or not self._fill(mask_rw):
+            if verdict == StepDirective.LAST or not may_go_on or not self._fill(mask_rw):
                 self.are_over = True  # the error of a grammar is raised at the next step
                 feed.close()
                 return num_made
-            verdict = Verdict.GOES_ON if are_live and self.all_go_on else Verdict.LAST
+            verdict = StepDirective.GOES_ON if are_live and self.all_go_on else StepDirective.LAST
         raise InternalError("the dispatch has no steps")
 
     def finish(self) -> bool:

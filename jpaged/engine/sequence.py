@@ -1,4 +1,4 @@
-"""State of a request: a `Group` of sequences, and the tokens and progress of each `Sequence`.
+"""State of a request: a `SequenceGroup` of sequences, and the tokens and progress of each `Sequence`.
 
     WAITING ──admit──> RUNNING ──finish──> FINISHED
        ^                │   ^ │
@@ -27,13 +27,13 @@ from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 
 from jpaged.engine.executor import Geometry
-from jpaged.engine.kv.blocks import KVHandle, root_key
+from jpaged.engine.kv_cache.blocks import SequenceBlocks, root_block_hash
 from jpaged.errors import InternalError
-from jpaged.pool import Owner
+from jpaged.pool import PrefixOwner
 from jpaged.structured import GrammarState
-from jpaged.types import Continued, Generated, OutputEvent, Request, RequestTimes
+from jpaged.types import OutputEvent, PriorOutput, Request, RequestTimes, ResumedSequence
 
-Sink = Callable[[OutputEvent], None]
+OutputCallback = Callable[[OutputEvent], None]
 """Callback for a request's events; called on the engine thread."""
 
 
@@ -63,7 +63,8 @@ class Sequence:
         num_computed_tokens: tokens whose keys and values are in the pool once every dispatched step has run.
         num_in_flight_tokens: tokens sampled by dispatched steps and not yet collected.
         in_flight_row: the sequence's row in the last step that sampled a token for it; used while that is in flight.
-        told_from, told_end: prompt positions whose aux outputs (log-probabilities or hidden states) are still to be
+        prompt_logprobs_start, told_end: prompt positions whose aux outputs (log-probabilities or hidden states) are
+        still to be
             dispatched.
         grammar: its state in the request's grammar; None without one.
         rope_len: length that selects the RoPE scaling of the first tokens (LongRoPE); the prompt length at first.
@@ -72,7 +73,7 @@ class Sequence:
 
     index: int
     token_ids: list[int]
-    kv: KVHandle
+    kv: SequenceBlocks
     num_prompt_tokens: int = field(init=False)
     rope_len: int = field(init=False)
     status: Status = Status.WAITING
@@ -80,8 +81,8 @@ class Sequence:
     num_in_flight_tokens: int = 0
     in_flight_row: int = 0
     cumulative_logprob: float = 0.0
-    told_from: int = 0
-    told_end: int = 0
+    prompt_logprobs_start: int = 0
+    prompt_logprobs_end: int = 0
     grammar: GrammarState | None = None
     num_given_tokens: int = field(init=False)
 
@@ -107,11 +108,11 @@ class Sequence:
     def is_live(self) -> bool:
         return self.status is not Status.FINISHED
 
-    def resume_at(self, num_tokens: int) -> None:
+    def set_num_computed_tokens(self, num_tokens: int) -> None:
         """Set the number of computed tokens: the pool holds the keys and values of these and of no others."""
         self.num_computed_tokens = num_tokens
 
-    def outgrew(self, length: int) -> None:
+    def switch_to_long_rope(self, length: int) -> None:
         """Mark all keys as stale: the sequence has passed the length up to which they were computed (LongRoPE)."""
         self.rope_len, self.num_computed_tokens = length + 1, 0
 
@@ -122,16 +123,16 @@ class Sequence:
             self.num_in_flight_tokens += 1
             self.in_flight_row = row
 
-    def asked_of(self, positions: range) -> None:
+    def request_prompt_logprobs(self, positions: range) -> None:
         """Request aux outputs for positions of the prompt, each once."""
-        self.told_from, self.told_end = positions.start, positions.stop
+        self.prompt_logprobs_start, self.prompt_logprobs_end = positions.start, positions.stop
 
-    def tell(self, begin: int, end: int) -> range:
+    def take_logprob_positions(self, begin: int, end: int) -> range:
         """Return and consume the positions with requested aux outputs among those that a step computes."""
-        first, last = max(begin, self.told_from), min(end, self.told_end)
+        first, last = max(begin, self.prompt_logprobs_start), min(end, self.prompt_logprobs_end)
         if first >= last:
             return range(0)
-        self.told_from = last
+        self.prompt_logprobs_start = last
         return range(first, last)
 
     def moved_to_row(self, row: int) -> None:
@@ -144,16 +145,16 @@ class Sequence:
         self.token_ids.append(token_id)
         self.cumulative_logprob += logprob
 
-    def jump(self, token_ids: list[int]) -> None:
+    def append_forced(self, token_ids: list[int]) -> None:
         """Append tokens forced by the grammar, without sampling; a token in flight is the first of them."""
         self.num_in_flight_tokens = 0
         self.token_ids += token_ids
 
-    def ended_on_the_way(self) -> None:
+    def truncate_after_stop(self) -> None:
         """Rewind the computed tokens of a sequence that ended while later steps were in flight."""
         self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
 
-    def went_on(self) -> None:
+    def accept_draft_token(self) -> None:
         """Accept the draft token after the last token: its keys are computed and the next token is sampled."""
         self.num_computed_tokens += 1
         self.num_in_flight_tokens += 1
@@ -162,7 +163,7 @@ class Sequence:
         """Drop the oldest token in flight: a beam continues with tokens chosen by the beam search."""
         self.num_in_flight_tokens -= 1
 
-    def become(self, index: int, token_id: int, cumulative_logprob: float) -> None:
+    def replace_as_beam(self, index: int, token_id: int, cumulative_logprob: float) -> None:
         """Continue as the beam of that index, with the token chosen for it."""
         self.index = index
         self.token_ids.append(token_id)
@@ -184,7 +185,7 @@ class Sequence:
 
     def branch(self, index: int) -> Sequence:
         """Return a new sequence with the same tokens and state, without blocks."""
-        twin = Sequence(index, list(self.token_ids), self.kv.twin(), self.status)
+        twin = Sequence(index, list(self.token_ids), self.kv.new_like(), self.status)
         twin.num_prompt_tokens, twin.rope_len = self.num_prompt_tokens, self.rope_len
         twin.cumulative_logprob = self.cumulative_logprob
         return twin
@@ -195,7 +196,7 @@ class Sequence:
         self.status = status
 
 
-def go_on_behind(sequence: Sequence, generated: Generated) -> None:
+def resume_after_generated(sequence: Sequence, generated: PriorOutput) -> None:
     """Seed a new sequence with tokens generated on another server; it is not run if it has finished there."""
     sequence.token_ids += generated.token_ids
     sequence.num_given_tokens = len(sequence.token_ids)
@@ -204,7 +205,7 @@ def go_on_behind(sequence: Sequence, generated: Generated) -> None:
         sequence.status = Status.FINISHED
 
 
-def dispatched_each(sequences: list[Sequence], num_steps: int) -> None:
+def advance_all(sequences: list[Sequence], num_steps: int) -> None:
     """Advance sequences by `num_steps` decode steps, in rows of their order."""
     for row, sequence in enumerate(sequences):
         sequence.num_computed_tokens += num_steps
@@ -212,8 +213,8 @@ def dispatched_each(sequences: list[Sequence], num_steps: int) -> None:
         sequence.in_flight_row = row
 
 
-def not_dispatched_each(sequences: list[Sequence], num_steps: int) -> None:
-    """Undo the last `num_steps` steps of `dispatched_each`, which are not executed."""
+def rewind_all(sequences: list[Sequence], num_steps: int) -> None:
+    """Undo the last `num_steps` steps of `advance_all`, which are not executed."""
     for sequence in sequences:
         sequence.num_computed_tokens -= num_steps
         sequence.num_in_flight_tokens -= num_steps
@@ -231,10 +232,10 @@ MAX_ABSENCES_TOLD = 32
 
 
 @dataclass(slots=True, eq=False)
-class Absences:
+class PreemptionIntervals:
     """Times at which a request was preempted and resumed, alternating; the first MAX_ABSENCES_TOLD pairs are kept."""
 
-    told_s: list[float] = field(default_factory=list)
+    reported_s: list[float] = field(default_factory=list)
     began_s: float | None = None
 
     def begin(self, now_s: float) -> None:
@@ -243,19 +244,19 @@ class Absences:
 
     def end(self, now_s: float) -> None:
         """Record that the request runs again, if it was preempted."""
-        if self.began_s is not None and len(self.told_s) < 2 * MAX_ABSENCES_TOLD:
-            self.told_s += self.began_s, now_s
+        if self.began_s is not None and len(self.reported_s) < 2 * MAX_ABSENCES_TOLD:
+            self.reported_s += self.began_s, now_s
         self.began_s = None
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Group:
+class SequenceGroup:
     """The sequences of one request: scheduled, preempted and finished together.
 
     Attributes:
         arrival: position in the order of arrival.
-        changes_logits: its logits are changed before sampling; cached, because every step reads it.
-        is_by_name: its rows are not eligible for the persistent decode batch; cached as well.
+        has_logits_processors: its logits are changed before sampling; cached, because every step reads it.
+        needs_row_scheduling: its rows are not eligible for the persistent decode batch; cached as well.
         may_jump: tokens forced by a grammar may be appended without sampling: they need no log-probabilities or counts.
         is_forked: every sequence has its own block table; before, only the leader's prompt runs.
         num_overtaken: later arrivals that were admitted before this one.
@@ -271,13 +272,13 @@ class Group:
     request: Request
     arrival: int
     arrival_s: float
-    sink: Sink
+    sink: OutputCallback
     max_blocks: InitVar[int]
     num_kv_groups: InitVar[int] = 1
     sequences: list[Sequence] = field(init=False, default_factory=list)
     is_forked: bool = field(init=False)
-    changes_logits: bool = field(init=False)
-    is_by_name: bool = field(init=False)
+    has_logits_processors: bool = field(init=False)
+    needs_row_scheduling: bool = field(init=False)
     may_jump: bool = field(init=False)
     status: Status = Status.WAITING
     first_scheduled_s: float | None = None
@@ -289,37 +290,37 @@ class Group:
     num_sampled_tokens: int = 0
     num_preemptions: int = 0
     num_overtaken: int = 0
-    absences: Absences = field(default_factory=Absences)
+    absences: PreemptionIntervals = field(default_factory=PreemptionIntervals)
     adapter_slot: int = 0
 
     def __post_init__(self, max_blocks: int, num_kv_groups: int) -> None:
         request, sampling = self.request, self.request.sampling
-        self.changes_logits = sampling.changes_logits or request.grammar is not None
-        self.is_by_name = sampling.is_by_name
+        self.has_logits_processors = sampling.has_logits_processors or request.grammar is not None
+        self.needs_row_scheduling = sampling.needs_row_scheduling
         self.may_jump = not (sampling.needs_logprobs or sampling.needs_counts or sampling.allowed_token_ids is not None)
         num_sequences = 1 if sampling.beam_width else sampling.num_samples
         adapter = request.adapter
         whose = request.cache_tenant, b"" if adapter is None else adapter.matrices.digest
-        root = root_key(sampling.cache_salt, *whose) if sampling.use_prefix_cache else None
-        owner = Owner(sampling.cache_salt, request.cache_tenant, "" if adapter is None else adapter.name)
+        root = root_block_hash(sampling.cache_salt, *whose) if sampling.use_prefix_cache else None
+        owner = PrefixOwner(sampling.cache_salt, request.cache_tenant, "" if adapter is None else adapter.name)
         continued = {one.generated.index: one for one in request.continued}
         for i in range(num_sequences):
-            kv, behind = KVHandle(max_blocks, root, num_kv_groups, owner), continued.get(i)
+            kv, behind = SequenceBlocks(max_blocks, root, num_kv_groups, owner), continued.get(i)
             grammar = _begin(request) if behind is None else _behind(behind)
             sequence = Sequence(i, list(request.prompt_token_ids), kv, grammar=grammar)
             if behind is not None:
-                go_on_behind(sequence, behind.generated)
+                resume_after_generated(sequence, behind.generated)
                 self.num_sampled_tokens += len(behind.generated.token_ids)
             self.sequences.append(sequence)
-        self.starts_over()
-        if request.told_from is not None or request.pooling is not None:
-            self.sequences[0].asked_of(request.told_positions)
+        self.reset_for_recompute()
+        if request.prompt_logprobs_start is not None or request.pooling is not None:
+            self.sequences[0].request_prompt_logprobs(request.prompt_logprob_positions)
 
     @property
     def is_streamed(self) -> bool:
         """True if tokens are sent as they are sampled; False if all are returned at the end, or chosen then."""
         sampling = self.request.sampling
-        return not (self.request.is_whole or sampling.beam_width or sampling.num_samples > sampling.n)
+        return not (self.request.is_non_streaming or sampling.beam_width or sampling.num_samples > sampling.n)
 
     @property
     def num_rows(self) -> int:
@@ -357,13 +358,13 @@ class Group:
             self.num_cached_tokens = min(num_cached_tokens, len(self.request.prompt_token_ids))
         return is_first
 
-    def overtaken(self) -> None:
+    def count_overtaken(self) -> None:
         self.num_overtaken += 1
 
     def preempted(self) -> None:
         self.num_preemptions += 1
 
-    def uses_slot(self, slot: int) -> None:
+    def set_lora_slot(self, slot: int) -> None:
         """Set the adapter's device slot; 0 is none."""
         self.adapter_slot = slot
 
@@ -371,7 +372,7 @@ class Group:
         """Record that every sequence has its own block table."""
         self.is_forked = True
 
-    def starts_over(self) -> None:
+    def reset_for_recompute(self) -> None:
         """Record that the pool holds nothing of the group: its leader runs the prompt again before the others."""
         self.is_forked = len(self.live) == 1
 
@@ -379,7 +380,7 @@ class Group:
         """Replace the sequences by the surviving beams."""
         self.sequences = beams
         if self.status is Status.WAITING:  # it was preempted and runs its prompt first
-            self.starts_over()
+            self.reset_for_recompute()
 
     def scheduled(self, now_s: float) -> None:
         self.first_scheduled_s = now_s
@@ -399,7 +400,11 @@ class Group:
     def times(self) -> RequestTimes:
         """Timestamps of the request so far."""
         return RequestTimes(
-            self.arrival_s, self.first_scheduled_s, self.first_token_s, self.last_token_s, tuple(self.absences.told_s)
+            self.arrival_s,
+            self.first_scheduled_s,
+            self.first_token_s,
+            self.last_token_s,
+            tuple(self.absences.reported_s),
         )
 
     def ended(self, reason: str) -> None:
@@ -423,11 +428,11 @@ def _begin(request: Request) -> GrammarState | None:
     return state
 
 
-def _behind(continued: Continued) -> GrammarState | None:
+def _behind(continued: ResumedSequence) -> GrammarState | None:
     return None if continued.grammar is None else continued.grammar.copy()
 
 
-def has_unknown_tokens(group: Group) -> bool:
+def has_unknown_tokens(group: SequenceGroup) -> bool:
     """Return True if the host lacks tokens that it needs to run a group.
 
     It may lack one token per sequence, or none if tokens are counted for penalties.

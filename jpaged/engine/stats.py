@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jpaged.engine.executor import Executor, Geometry, StepInputs
-from jpaged.engine.kv.interface import KVMemory
+from jpaged.engine.kv_cache.interface import KVCacheManager
 from jpaged.engine.observers import StepTiming
-from jpaged.engine.scheduling.schedule import Schedule
-from jpaged.engine.scheduling.scheduler import Scheduler
-from jpaged.engine.sequence import Group
-from jpaged.engine.speculation.stats import SpeculationStats
-from jpaged.load import DISTRIBUTIONS, EngineLoad
+from jpaged.engine.scheduler.output import SchedulerOutput
+from jpaged.engine.scheduler.scheduler import Scheduler
+from jpaged.engine.sequence import SequenceGroup
+from jpaged.engine.speculative.stats import SpeculationStats
+from jpaged.server_load import DISTRIBUTIONS, EngineLoad
 from jpaged.types import FinishReason
 
 
@@ -92,7 +92,7 @@ class StepStats:
         of_engine = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT  # tool calls: set later
         self._num_ended = dict.fromkeys([*(reason.value for reason in of_engine), DEADLINE, ERROR], 0)
 
-    def count_schedule(self, schedule: Schedule) -> None:
+    def count_schedule(self, schedule: SchedulerOutput) -> None:
         self._counts["num_preemptions"] += len(schedule.preempted)
         for group in schedule.preempted:
             group.absences.begin(self._clock())
@@ -106,14 +106,14 @@ class StepStats:
             else:
                 group.absences.end(self._clock())
 
-    def count_steps(self, schedule: Schedule) -> None:
+    def count_steps(self, schedule: SchedulerOutput) -> None:
         """Count the steps of a schedule with rows, all of which are dispatched."""
         self._counts["num_steps"] += schedule.num_steps
         if schedule.runs:
             self._counts["num_cascade_steps"] += schedule.num_steps
             self._counts["num_cascade_tokens"] += schedule.num_tokens_shared * schedule.num_steps
 
-    def count_tokens(self, groups: Sequence[Group], now_s: float, num_steps: int = 1) -> None:
+    def count_tokens(self, groups: Sequence[SequenceGroup], now_s: float, num_steps: int = 1) -> None:
         """Count one token for each of these groups, in one of `num_steps` steps that end now.
 
         A group of several sequences occurs once for each. Tokens of one dispatch count as if evenly spaced in time.
@@ -141,7 +141,7 @@ class StepStats:
         if self._drafts is not None:
             self._drafts.count(num_proposals, num_accepted)
 
-    def count_end(self, group: Group) -> None:
+    def count_end(self, group: SequenceGroup) -> None:
         """Count a request by its end reason."""
         now_s = self._clock()
         self._counts["num_requests_ended"] += 1
@@ -151,7 +151,7 @@ class StepStats:
             self._histograms["end_to_end"].observe(now_s - group.arrival_s)
             self._observe_request(group)
 
-    def _observe_request(self, group: Group) -> None:
+    def _observe_request(self, group: SequenceGroup) -> None:
         """Record the distributions of a finished request."""
         sampling, observed = group.request.sampling, self._histograms
         num_tokens = group.num_sampled_tokens
@@ -179,7 +179,7 @@ class StepStats:
         self._histograms["host_step"].observe(host_s)
         self._counts["device_idle_s"] += idle_s
 
-    def end_step(self, memory: KVMemory, scheduler: Scheduler) -> None:
+    def end_step(self, memory: KVCacheManager, scheduler: Scheduler) -> None:
         """Read the gauges and make the step visible to `snapshot`."""
         for gap_s, count in self._token_gaps_s.items():
             self._histograms["inter_token"].observe(gap_s, count)
@@ -208,7 +208,7 @@ class StepStats:
         now["num_prefix_hit_tokens"] = done.num_prefix_hit_tokens
         if memory.prefixes is not None:
             changes = memory.prefixes.changes
-            now["num_kv_events"], now["num_kv_events_dropped"] = changes.num_told, changes.num_dropped
+            now["num_kv_events"], now["num_kv_events_dropped"] = changes.num_published, changes.num_dropped
         if self._has_adapters:
             now["running_adapters"] = _adapter_names(queues.running)
             now["waiting_adapters"] = _adapter_names((*queues.waiting, *queues.swapped))
@@ -216,7 +216,7 @@ class StepStats:
             now["speculation"] = self._drafts.snapshot()
         self._load = EngineLoad(**now)
 
-    def snapshot(self, num_compiles_after_warm_up: int, pulse: Pulse | None = None) -> EngineLoad:
+    def snapshot(self, num_compiles_after_warm_up: int, pulse: StallDetector | None = None) -> EngineLoad:
         load = replace(self._load, num_compiles_after_warm_up=num_compiles_after_warm_up)
         if pulse is None:
             return load
@@ -236,13 +236,13 @@ class StepStats:
         return dict(self._num_ended)
 
 
-def _adapter_names(groups: Iterable[Group]) -> tuple[str, ...]:
+def _adapter_names(groups: Iterable[SequenceGroup]) -> tuple[str, ...]:
     """Return the names of the groups' adapters, sorted and without duplicates."""
     loaded = (group.request.adapter for group in groups)
     return tuple(sorted({adapter.name for adapter in loaded if adapter is not None}))
 
 
-class Pulse:
+class StallDetector:
     """Stall detector: time since the last progress while requests are pending.
 
     Written by the engine thread, readable from any thread.
@@ -266,7 +266,7 @@ class Pulse:
         """Record that requests are pending from now on."""
         self._since_s = self._clock()
 
-    def beat(self, now_s: float) -> None:
+    def record_progress(self, now_s: float) -> None:
         """Record progress."""
         since_s = self._since_s
         if since_s is not None:
@@ -275,7 +275,7 @@ class Pulse:
 
     def rest(self) -> None:
         """Record that no request is pending any more."""
-        self.beat(self._clock())
+        self.record_progress(self._clock())
         self._since_s = None
 
     def begin_wait(self, now_s: float) -> None:
@@ -316,7 +316,7 @@ class StepTimer:
         pulse: gets the waits for the device, and the steps with progress.
     """
 
-    def __init__(self, executor: Executor[Any, Any], clock: Callable[[], float], pulse: Pulse) -> None:
+    def __init__(self, executor: Executor[Any, Any], clock: Callable[[], float], pulse: StallDetector) -> None:
         self._executor = executor
         self._clock = clock
         self._pulse = pulse
@@ -359,7 +359,7 @@ class StepTimer:
         self._waiting_since_s = self._clock()
         self._pulse.begin_wait(self._waiting_since_s)
 
-    def end_wait(self, schedule: Schedule, inputs: StepInputs, begin_s: float, handle: Any) -> StepTiming:
+    def end_wait(self, schedule: SchedulerOutput, inputs: StepInputs, begin_s: float, handle: Any) -> StepTiming:
         """Return the timing of the dispatch whose results have arrived."""
         self._pulse.end_wait()
         end_s = self._clock()
@@ -374,7 +374,7 @@ class StepTimer:
     def end_step(self) -> tuple[float, float]:
         """End a step with progress. Return its host time without waits, and the idle time that it ended."""
         now_s = self._clock()
-        self._pulse.beat(now_s)
+        self._pulse.record_progress(now_s)
         return now_s - self._begin_s - self._wait_s, self._idle_s
 
     def rest(self) -> None:

@@ -9,7 +9,7 @@ import importlib
 import sys
 
 from jpaged.config import shows_traces
-from jpaged.errors import InvalidArgument, JpagedError, sentence_of
+from jpaged.errors import InvalidArgument, JpagedError, describe_error
 
 _INSTALL = "the harness is missing: pip install 'jpaged[lm-eval]'"
 
@@ -30,7 +30,7 @@ def main() -> int:
         if shows_traces():
             raise
         is_input = isinstance(error, InvalidArgument)
-        sys.stderr.write(f"jpaged.evaluation: {'error: ' if is_input else ''}{sentence_of(error)}\n")
+        sys.stderr.write(f"jpaged.evaluation: {'error: ' if is_input else ''}{describe_error(error)}\n")
         return 2 if is_input else 1
     return 0
 

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from jpaged.client import AsyncClient, Client
-from jpaged.client.batch import window_of
-from jpaged.completions import without_errors
+from jpaged.client.batch import compute_window
 from jpaged.config import api_key_from_environment
 from jpaged.errors import InvalidArgument, JpagedError, PermissionDenied, TryLater, Unsupported
 from jpaged.llm import LLM, MakeBar, ProgressBar, TokensPrompt
+from jpaged.output_assembler import without_errors
 from jpaged.types import ModelInfo, RequestOutput, SamplingParams, Usage
 
 TokenIds = tuple[int, ...]
@@ -39,7 +39,7 @@ MAX_CONTINUATIONS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ContinuationGroup:
     """Distinct continuations of one context: each of one token, or each of several."""
 
     context: TokenIds
@@ -68,7 +68,7 @@ def fitted(pair: Pair, max_length: int) -> tuple[TokenIds, TokenIds]:
     return context[-(max_length + 1 - len(continuation)) :], continuation
 
 
-def grouped(pairs: Iterable[tuple[TokenIds, TokenIds]]) -> list[Group]:
+def grouped(pairs: Iterable[tuple[TokenIds, TokenIds]]) -> list[ContinuationGroup]:
     """Group pairs by context; sorted, so that contexts with a common beginning are adjacent.
 
     Pairs without a continuation are omitted.
@@ -77,14 +77,14 @@ def grouped(pairs: Iterable[tuple[TokenIds, TokenIds]]) -> list[Group]:
     for context, continuation in pairs:
         if continuation:
             by_context.setdefault((context, len(continuation) == 1), {})[continuation] = None
-    groups: list[Group] = []
+    groups: list[ContinuationGroup] = []
     for (context, is_of_tokens), continuations in sorted(by_context.items(), key=lambda item: item[0]):
         width = MAX_TOLD_TOKENS if is_of_tokens else MAX_CONTINUATIONS
-        groups += [Group(context, part) for part in _parts(tuple(continuations), width)]
+        groups += [ContinuationGroup(context, part) for part in _parts(tuple(continuations), width)]
     return groups
 
 
-def by_pair(groups: Sequence[Group], likelihoods: Sequence[Sequence[Likelihood]]) -> dict[Pair, Likelihood]:
+def by_pair(groups: Sequence[ContinuationGroup], likelihoods: Sequence[Sequence[Likelihood]]) -> dict[Pair, Likelihood]:
     """Return the likelihood of each pair of the groups."""
     return {
         (group.context, continuation): likelihood
@@ -104,7 +104,7 @@ _Ask = TypeVar("_Ask")
 _Answer = TypeVar("_Answer")
 
 
-class Backend(Protocol):
+class EvaluationBackend(Protocol):
     """Engine interface for the runner.
 
     Attributes:
@@ -118,7 +118,7 @@ class Backend(Protocol):
     ) -> list[RequestOutput]:
         """Generate a continuation of each prompt, in order."""
 
-    def score(self, groups: Sequence[Group], use_tqdm: bool | MakeBar) -> list[list[Likelihood]]:
+    def score(self, groups: Sequence[ContinuationGroup], use_tqdm: bool | MakeBar) -> list[list[Likelihood]]:
         """Return the likelihood of each continuation of each group, in order."""
 
     def close(self) -> None: ...
@@ -142,12 +142,12 @@ class OfflineBackend:
     def complete(
         self, prompts: Sequence[TokenIds], sampling: Sequence[SamplingParams], use_tqdm: bool | MakeBar
     ) -> list[RequestOutput]:
-        """See `Backend`."""
+        """See `EvaluationBackend`."""
         outputs = self._llm.generate(_tokens(prompts), list(sampling), use_tqdm=use_tqdm, adapter=self._adapter)
         return without_errors(outputs)
 
-    def score(self, groups: Sequence[Group], use_tqdm: bool | MakeBar) -> list[list[Likelihood]]:
-        """See `Backend`."""
+    def score(self, groups: Sequence[ContinuationGroup], use_tqdm: bool | MakeBar) -> list[list[Likelihood]]:
+        """See `EvaluationBackend`."""
         contexts = _tokens([group.context for group in groups])
         continuations = [list(group.continuations) for group in groups]
         scores = self._llm.score(contexts, continuations, use_tqdm=use_tqdm, adapter=self._adapter)
@@ -182,7 +182,7 @@ class RemoteBackend:
         with Client(target, timeout_s=timeout_s, api_key=self._api_key) as client:
             self.model: ModelInfo = client.model_info()
             with contextlib.suppress(PermissionDenied, Unsupported):
-                self._num_at_once = window_of(client.load(), 0, max_concurrency)
+                self._num_at_once = compute_window(client.load(), 0, max_concurrency)
         self.max_model_len = self.model.max_model_len
 
     def require_tokenizer(self, encode: Callable[[str], Sequence[int]]) -> None:
@@ -201,7 +201,7 @@ class RemoteBackend:
     def complete(
         self, prompts: Sequence[TokenIds], sampling: Sequence[SamplingParams], use_tqdm: bool | MakeBar
     ) -> list[RequestOutput]:
-        """See `Backend`."""
+        """See `EvaluationBackend`."""
 
         async def one(client: AsyncClient, ask: tuple[TokenIds, SamplingParams]) -> tuple[RequestOutput, Usage]:
             output = await client.complete(prompt_token_ids=ask[0], sampling=ask[1], adapter=self._adapter)
@@ -209,10 +209,10 @@ class RemoteBackend:
 
         return _run(self._each(one, list(zip(prompts, sampling, strict=True)), use_tqdm))
 
-    def score(self, groups: Sequence[Group], use_tqdm: bool | MakeBar) -> list[list[Likelihood]]:
-        """See `Backend`."""
+    def score(self, groups: Sequence[ContinuationGroup], use_tqdm: bool | MakeBar) -> list[list[Likelihood]]:
+        """See `EvaluationBackend`."""
 
-        async def one(client: AsyncClient, group: Group) -> tuple[list[Likelihood], Usage]:
+        async def one(client: AsyncClient, group: ContinuationGroup) -> tuple[list[Likelihood], Usage]:
             scores = await client.score(group.context, group.continuations, adapter=self._adapter)
             num_tokens = len(group.context) + sum(map(len, group.continuations))
             return [(score.logprob, score.is_greedy) for score in scores], Usage(prompt_tokens=num_tokens)

@@ -18,7 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from jpaged.checkpoints.hub import find_folder
 from jpaged.errors import InvalidArgument, NotFound
 from jpaged.evaluation.backends import Likelihood, OfflineBackend, Pair, RemoteBackend
-from jpaged.evaluation.runner import EvaluationOptions, Runner, Texts
+from jpaged.evaluation.runner import EvaluationOptions, EvaluationRunner, Texts
 from jpaged.llm import LLM
 from jpaged.version import __version__
 
@@ -50,7 +50,7 @@ class JpagedLM(TemplateLM):
         self._texts = _texts(options, self._model_name)
         if isinstance(self._backend, RemoteBackend):
             self._backend.require_tokenizer(lambda text: self._texts.encode(text, add_special_tokens=False))
-        self._runner = Runner(self._backend, self._texts, options)
+        self._runner = EvaluationRunner(self._backend, self._texts, options)
         self.tokenizer = self._texts.inner
 
     @property

@@ -26,7 +26,16 @@ from typing import Any
 from jinja2 import TemplateError
 
 from jpaged.errors import InternalError, InvalidArgument
-from jpaged.evaluation.backends import Backend, Group, Likelihood, Pair, TokenIds, by_pair, fitted, grouped
+from jpaged.evaluation.backends import (
+    ContinuationGroup,
+    EvaluationBackend,
+    Likelihood,
+    Pair,
+    TokenIds,
+    by_pair,
+    fitted,
+    grouped,
+)
 from jpaged.llm import MakeBar
 from jpaged.types import RequestOutput, SamplingParams
 from jpaged.types.sampling import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
@@ -51,16 +60,16 @@ _TAKEN = frozenset(one.name for one in dataclasses.fields(SamplingParams)) - _SE
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class GenerationParams:
     """Sampling parameters of one text, and the texts that end it, which may exceed what the engine supports."""
 
     sampling: SamplingParams
     until: tuple[str, ...]
 
 
-def generation_of(
+def parse_generation_params(
     asked: Mapping[str, Any], *, max_tokens: int, eos_token_id: int | None, is_thinking: bool = False
-) -> Generation:
+) -> GenerationParams:
     """Parse the generation_kwargs of a task.
 
     Without `do_sample` a temperature above 0 samples. `do_sample: false` is greedy regardless of the temperature. The
@@ -94,7 +103,7 @@ def generation_of(
         del fields["beam_width"]
     if eos_token_id is not None and not fields.get("ignore_eos"):
         fields["stop_token_ids"] = sorted({*fields.get("stop_token_ids", ()), eos_token_id})
-    return Generation(SamplingParams(**fields), until)
+    return GenerationParams(SamplingParams(**fields), until)
 
 
 def seeded(sampling: SamplingParams, seed: int, place: int) -> SamplingParams:
@@ -307,7 +316,7 @@ class Texts:
         """Return the text of tokens, without special ones."""
         return str(self.inner.decode(list(token_ids), skip_special_tokens=True))
 
-    def id_of(self, token: str) -> int | None:
+    def get_id(self, token: str) -> int | None:
         """Return the id of a text that is one added token of the vocabulary, or None."""
         token_id: int | None = self.inner.get_added_vocab().get(token)
         return token_id
@@ -353,7 +362,7 @@ _UNREAD_TOKENS = 2
 """A score needs one slot after the text, for a token that is dropped, and the last token of the text is not read."""
 
 
-class Runner:
+class EvaluationRunner:
     """Runner of the harness's requests on a backend.
 
     Attributes:
@@ -363,7 +372,7 @@ class Runner:
         InvalidArgument: the model has no room for the requested `max_length`.
     """
 
-    def __init__(self, backend: Backend, texts: Texts, options: EvaluationOptions) -> None:
+    def __init__(self, backend: EvaluationBackend, texts: Texts, options: EvaluationOptions) -> None:
         room = backend.max_model_len - _UNREAD_TOKENS
         if not 1 <= (options.max_length or room) <= room:
             raise InvalidArgument(
@@ -374,7 +383,9 @@ class Runner:
         self._backend, self._texts, self._options = backend, texts, options
         self._num_generated = 0
         end = options.think_end_token
-        self._think_end = self._texts.id_of(end) if isinstance(end, str) and self._texts.id_of(end) is not None else end
+        self._think_end = (
+            self._texts.get_id(end) if isinstance(end, str) and self._texts.get_id(end) is not None else end
+        )
 
     def loglikelihoods(self, pairs: Sequence[Pair], *, use_tqdm: bool | MakeBar = False) -> list[Likelihood]:
         """Return the likelihood of the second half of each pair after the first; an empty one is certain.
@@ -410,7 +421,7 @@ class Runner:
         outputs = self._backend.complete(prompts, sampling, use_tqdm)
         return [self._answer(output, one.until) for output, one in zip(outputs, generations, strict=True)]
 
-    def _next_tokens(self, groups: Sequence[Group], use_tqdm: bool | MakeBar) -> list[list[Likelihood]]:
+    def _next_tokens(self, groups: Sequence[ContinuationGroup], use_tqdm: bool | MakeBar) -> list[list[Likelihood]]:
         sampling = [
             SamplingParams(
                 max_tokens=1,
@@ -422,17 +433,17 @@ class Runner:
             for group in groups
         ]
         outputs = self._backend.complete([group.context for group in groups], sampling, use_tqdm)
-        return [_told(output) for output in outputs]
+        return [_get_likelihoods(output) for output in outputs]
 
-    def _generation(self, asked: Mapping[str, Any]) -> Generation:
-        return generation_of(
+    def _generation(self, asked: Mapping[str, Any]) -> GenerationParams:
+        return parse_generation_params(
             asked,
             max_tokens=self._options.max_gen_toks,
             eos_token_id=self._texts.eos_token_id,
             is_thinking=self._think_end is not None,
         )
 
-    def _prompt(self, context: str, generation: Generation) -> TokenIds:
+    def _prompt(self, context: str, generation: GenerationParams) -> TokenIds:
         num_left = self._max_total - generation.sampling.max_tokens
         if num_left < 1:
             what = (
@@ -452,7 +463,7 @@ class Runner:
         return cut(text if end is None else text.lstrip(), until)
 
 
-def _told(output: RequestOutput) -> list[Likelihood]:
+def _get_likelihoods(output: RequestOutput) -> list[Likelihood]:
     """Return the likelihoods of the requested tokens after a prompt."""
     (sequence,) = output.outputs
     if not sequence.logprobs:

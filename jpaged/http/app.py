@@ -25,14 +25,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp as App
 from starlette.types import Message, Receive, Scope, Send
 
-from jpaged.access.authenticator import Entry, Gate, current, enter, permission_of_route
+from jpaged.access.authenticator import Authenticator, CallContext, current, enter, permission_of_route
 from jpaged.config import AccessOptions
 from jpaged.errors import JpagedError, ModelNotFound, NotFound, PermissionDenied, Unsupported
-from jpaged.http.batching.job import Runner
-from jpaged.http.batching.routes import batch_routes
+from jpaged.http.batches.job import BatchJobRunner
+from jpaged.http.batches.routes import batch_routes
 from jpaged.http.completions import completion_routes
 from jpaged.http.embeddings import scoring_routes, token_routes
-from jpaged.http.exchange import JSON, REQUEST_ID_HEADER, error_for, response_of
+from jpaged.http.exchange import JSON, REQUEST_ID_HEADER, build_response, error_for
 from jpaged.http.responses import response_routes
 from jpaged.service.calls import is_name
 from jpaged.service.service import Service
@@ -43,7 +43,7 @@ from jpaged.version import __version__
 class Guarded:
     """Middleware that authenticates requests; their tasks have the call in their context."""
 
-    def __init__(self, app: App, gate: Gate) -> None:
+    def __init__(self, app: App, gate: Authenticator) -> None:
         self._app = app
         self._gate = gate
 
@@ -52,7 +52,7 @@ class Guarded:
             await self._app(scope, receive, send)
             return
         client = scope.get("client")
-        entry = Entry(
+        entry = CallContext(
             face="http",
             method=f"{scope['method']} {scope['path'][:200]}",
             peer="" if client is None else f"{client[0]}:{client[1]}",
@@ -72,7 +72,7 @@ class Guarded:
             try:
                 self._gate.open(entry, _values(scope, b"authorization"), _values(scope, b"x-jpaged-tenant"))
             except JpagedError as error:
-                await response_of(error)(scope, receive, told)
+                await build_response(error)(scope, receive, told)
                 return
             enter(entry)
             is_in = True
@@ -113,7 +113,7 @@ def with_permission(route: Route) -> Route:
         try:
             permission_of_route(method, route.path).check(current(), f"{method} {route.path}")
         except PermissionDenied as error:
-            await response_of(error)(scope, receive, send)
+            await build_response(error)(scope, receive, send)
             return
         await inner(scope, receive, send)
 
@@ -177,7 +177,7 @@ def operator_routes(service: Service) -> list[Route]:
     async def metrics(request: Request) -> Response:
         registry = CollectorRegistry()
         registry.register(EngineCollector(state.loaded()))
-        text = await service.work(lambda: generate_latest(registry), 1 << 20)
+        text = await service.run_blocking(lambda: generate_latest(registry), 1 << 20)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return [
@@ -213,7 +213,7 @@ _ROUTES = (
 """Functions that return the routes of a service, except those of batches."""
 
 
-def make_app(service: Service, gate: Gate, batches: Runner | None = None) -> App:
+def make_app(service: Service, gate: Authenticator, batches: BatchJobRunner | None = None) -> App:
     """Return the ASGI application for a service, with authentication by the gate."""
     app = Starlette(
         routes=[
@@ -235,7 +235,7 @@ def make_app(service: Service, gate: Gate, batches: Runner | None = None) -> App
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    return response_of(error_for(error))
+    return build_response(error_for(error))
 
 
 async def _refuse_path(request: Request, error: Exception) -> Response:
@@ -245,7 +245,7 @@ async def _refuse_path(request: Request, error: Exception) -> Response:
     told: JpagedError = (
         NotFound(f"path: there is no {path}") if status == 404 else Unsupported(f"path: {path}: {error}")
     )
-    response = response_of(told)
+    response = build_response(told)
     response.status_code = status
     if isinstance(error, HTTPException):
         response.headers.update(error.headers or {})
@@ -282,4 +282,4 @@ class _Named:
             await self._app(scope, receive, named)
         except Exception as error:  # starlette raises it again after responding
             if not has_begun:
-                await response_of(error_for(error))(scope, receive, named)
+                await build_response(error_for(error))(scope, receive, named)

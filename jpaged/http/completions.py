@@ -1,7 +1,7 @@
 """/v1/completions and /v1/chat/completions, as a whole or streamed.
 
-`Asked` is one HTTP request after its body is parsed. It has one request of the service per prompt: their events as they
-come, or their outputs. `EventStream` sends events as an ASGI response:
+`CompletionJob` is one HTTP request after its body is parsed. It has one request of the service per prompt: their events
+as they come, or their outputs. `EventStream` sends events as an ASGI response:
 
     before the first event   an error is a status, as everywhere
     nothing for a while      `: keep-alive`, a comment, after the headers, so that proxies keep the connection open
@@ -26,26 +26,26 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from jpaged.completions import completions_of
 from jpaged.engine.tokenizer import Tokenizer, is_special_token
 from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument, ModelNotFound
+from jpaged.http.exchange import build_answer as json_answer_of
 from jpaged.http.exchange import (
-    answer_headers_of,
-    caller_of,
     error_for,
+    get_answer_headers,
+    get_caller,
+    get_remaining_s,
+    get_request_id,
+    get_tenant,
     read_body,
-    remaining_s_of,
-    request_id_of,
-    tenant_of,
     while_connected,
     while_there,
 )
-from jpaged.http.exchange import answer_of as json_answer_of
 from jpaged.json_text import PIECE_BYTES
 from jpaged.openai.lines import error_body
 from jpaged.openai.request import Job, chat_job, completion_job, renamed, shown
-from jpaged.openai.response import AnswerSize, Chunks, Heading, ShownToken, answer_of, sent_event
-from jpaged.service.calls import Call, Caller, Generation, RequestRecord
+from jpaged.openai.response import AnswerSize, ChunkBuilder, ResponseMetadata, ShownToken, build_answer, sent_event
+from jpaged.output_assembler import new_completions
+from jpaged.service.calls import Call, Caller, RequestHandle, RequestRecord
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.score_embed import num_at_once, run_all
 from jpaged.service.service import Service
@@ -53,7 +53,7 @@ from jpaged.types import LoadedAdapter, OutputEvent, PositionLogprobs, RequestOu
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CompletionJob:
     """A job with the context of the HTTP request.
 
     Attributes:
@@ -76,9 +76,9 @@ class Asked:
     size: AnswerSize
     began_s: float = field(default_factory=time.monotonic)
 
-    def heading(self) -> Heading:
+    def heading(self) -> ResponseMetadata:
         """Return the common fields of the responses."""
-        return Heading(self.request_id, self.job.model or self.model.model.name)
+        return ResponseMetadata(self.request_id, self.job.model or self.model.model.name)
 
     def left_s(self) -> float | None:
         """Return the remaining time of the caller's timeout."""
@@ -132,9 +132,9 @@ class Asked:
             raise told from error
 
 
-async def asked_of(
+async def parse_job(
     service: Service, request: Request, read: Callable[[Mapping[str, Any]], Job], *, is_kept: bool = False
-) -> Asked:
+) -> CompletionJob:
     """Parse a request.
 
     Args:
@@ -145,7 +145,7 @@ async def asked_of(
     """
     began_s = time.monotonic()
     model = service.state.serving()
-    request_id, tenant, remaining_s = request_id_of(request), tenant_of(request), remaining_s_of(request)
+    request_id, tenant, remaining_s = get_request_id(request), get_tenant(request), get_remaining_s(request)
     job = await read_body(service, request, read)
     try:
         size = AnswerSize(
@@ -162,7 +162,7 @@ async def asked_of(
     if size.max_filled is not None:
         prompts = tuple(replace(one, max_filled=size.max_filled) if one.fills_length else one for one in job.prompts)
         job = replace(job, prompts=prompts)
-    return Asked(
+    return CompletionJob(
         size=size,
         job=job,
         model=model,
@@ -170,8 +170,8 @@ async def asked_of(
         request_id=request_id,
         tenant=tenant,
         remaining_s=remaining_s,
-        caller=replace(caller_of(request), user=job.user or ""),
-        headers=answer_headers_of(request),
+        caller=replace(get_caller(request), user=job.user or ""),
+        headers=get_answer_headers(request),
         began_s=began_s,
     )
 
@@ -187,13 +187,13 @@ def _adapter(model: LoadedModel, job: Job) -> LoadedAdapter | None:
     return model.adapters.named(job.model or "")
 
 
-Told = tuple[int, Generation, OutputEvent]
+JobEvent = tuple[int, RequestHandle, OutputEvent]
 """Index of the prompt, its request, and the event."""
 _MAX_WAITING = 64
 """Maximum queued events of several prompts; further ones are merged in their streams."""
 
 
-async def outputs_of(service: Service, asked: Asked) -> list[RequestOutput]:
+async def run_job(service: Service, asked: CompletionJob) -> list[RequestOutput]:
     """Run a job to its end; return the output of each prompt.
 
     Raises:
@@ -203,7 +203,7 @@ async def outputs_of(service: Service, asked: Asked) -> list[RequestOutput]:
     if len(asked.job.prompts) == 1:
         return [await _output(service, asked, 0)]
     record = asked.record()
-    async with service.several(None, record) as model:
+    async with service.open_batch_call(None, record) as model:
         asked.headers.update(record.headers)
         return await run_all(
             lambda number: _output(service, asked, number, model, record),
@@ -214,12 +214,12 @@ async def outputs_of(service: Service, asked: Asked) -> list[RequestOutput]:
 
 async def _output(
     service: Service,
-    asked: Asked,
+    asked: CompletionJob,
     number: int,
     model: LoadedModel | None = None,
     record: RequestRecord | None = None,
 ) -> RequestOutput:
-    completions = completions_of(asked.job.sampling)
+    completions = new_completions(asked.job.sampling)
     with asked.naming(number):
         async with service.generate(asked.call(number, record), model) as generation:
             asked.add_prompt(number, len(generation.prompt_token_ids))
@@ -229,8 +229,8 @@ async def _output(
             return completions.output(generation.request_id, None, generation.prompt_token_ids)
 
 
-async def events_of(service: Service, asked: Asked) -> AsyncGenerator[Told, None]:
-    """Run a job and yield its events; closing it aborts running requests. Raises as `outputs_of`."""
+async def iter_events(service: Service, asked: CompletionJob) -> AsyncGenerator[JobEvent, None]:
+    """Run a job and yield its events; closing it aborts running requests. Raises as `run_job`."""
     asked.add_known_prompts()
     if len(asked.job.prompts) > 1:
         async with aclosing(_events_of_several(service, asked)) as told:
@@ -245,8 +245,8 @@ async def events_of(service: Service, asked: Asked) -> AsyncGenerator[Told, None
                 yield 0, generation, event
 
 
-async def _events_of_several(service: Service, asked: Asked) -> AsyncGenerator[Told, None]:
-    waiting: asyncio.Queue[Told | Exception | None] = asyncio.Queue(_MAX_WAITING)
+async def _events_of_several(service: Service, asked: CompletionJob) -> AsyncGenerator[JobEvent, None]:
+    waiting: asyncio.Queue[JobEvent | Exception | None] = asyncio.Queue(_MAX_WAITING)
     record = asked.record()
 
     async def tell(number: int, model: LoadedModel) -> None:
@@ -264,7 +264,7 @@ async def _events_of_several(service: Service, asked: Asked) -> AsyncGenerator[T
         else:
             await waiting.put(None)
 
-    async with service.several(None, record) as model:
+    async with service.open_batch_call(None, record) as model:
         asked.headers.update(record.headers)
         telling = asyncio.create_task(tell_all(model))
         try:
@@ -277,7 +277,9 @@ async def _events_of_several(service: Service, asked: Asked) -> AsyncGenerator[T
             await asyncio.wait((telling,))
 
 
-async def prompt_text_of(service: Service, asked: Asked, number: int, prompt_token_ids: tuple[int, ...]) -> str:
+async def get_prompt_text(
+    service: Service, asked: CompletionJob, number: int, prompt_token_ids: tuple[int, ...]
+) -> str:
     """Return the text of a prompt, as given or from the tokens after truncation."""
     text, sampling = asked.job.prompts[number].text, asked.job.sampling
     if text is not None and sampling.truncate_prompt_tokens is None:
@@ -400,7 +402,7 @@ def completion_routes(service: Service) -> list[Route]:
 
     def answering(read: Callable[[Mapping[str, Any]], Job]) -> Callable[[Request], Awaitable[Any]]:
         async def answer(request: Request) -> Response | EventStream:
-            asked = await asked_of(service, request, read)
+            asked = await parse_job(service, request, read)
             if asked.job.streaming is not None:
                 keep_alive_s = service.state.config.http.http_keep_alive
                 return EventStream(_chunks(service, asked, texts), keep_alive_s, asked.left_s())
@@ -414,31 +416,31 @@ def completion_routes(service: Service) -> list[Route]:
     ]
 
 
-async def _whole(service: Service, asked: Asked, texts: TokenTexts) -> Response:
-    outputs, heading = await outputs_of(service, asked), asked.heading()
+async def _whole(service: Service, asked: CompletionJob, texts: TokenTexts) -> Response:
+    outputs, heading = await run_job(service, asked), asked.heading()
     prompt_texts = []
     if asked.job.has_echo:
         for number, output in enumerate(outputs):
-            prompt_texts.append(await prompt_text_of(service, asked, number, output.prompt_token_ids))
+            prompt_texts.append(await get_prompt_text(service, asked, number, output.prompt_token_ids))
 
     def body() -> dict[str, Any]:
-        return answer_of(heading, asked.job, outputs, lambda token_id: texts.of(asked.model, token_id), prompt_texts)
+        return build_answer(heading, asked.job, outputs, lambda token_id: texts.of(asked.model, token_id), prompt_texts)
 
     return await json_answer_of(service, body, sum(map(_size_of_output, outputs)), outputs)
 
 
-async def _chunks(service: Service, asked: Asked, texts: TokenTexts) -> AsyncGenerator[bytes, None]:
-    chunks = Chunks(asked.heading(), asked.job, lambda token_id: texts.of(asked.model, token_id))
+async def _chunks(service: Service, asked: CompletionJob, texts: TokenTexts) -> AsyncGenerator[bytes, None]:
+    chunks = ChunkBuilder(asked.heading(), asked.job, lambda token_id: texts.of(asked.model, token_id))
     prompt_texts: dict[int, str] = {}
-    async with aclosing(events_of(service, asked)) as told:
+    async with aclosing(iter_events(service, asked)) as told:
         async for number, generation, event in told:
             token_ids = generation.prompt_token_ids
             if asked.job.has_echo and number not in prompt_texts:
-                prompt_texts[number] = await prompt_text_of(service, asked, number, token_ids)
+                prompt_texts[number] = await get_prompt_text(service, asked, number, token_ids)
             prompt_text = prompt_texts.get(number, "")
             if event.logprobs or event.prompt_logprobs:
                 size = len(event.text) + _size((*event.logprobs, *event.prompt_logprobs))
-                chunk = await service.work(
+                chunk = await service.run_blocking(
                     lambda: chunks.of(number, event, token_ids, prompt_text),  # noqa: B023 - called before the next
                     size,
                 )

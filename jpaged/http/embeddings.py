@@ -16,28 +16,36 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jpaged.chat import ChatOptions
-from jpaged.completions import Evaluated, completions_of
 from jpaged.errors import InvalidArgument
-from jpaged.http.exchange import CHARS_OF_NUMBER, answer_of, body_in, caller_of, remaining_s_of, tenant_of, while_there
+from jpaged.http.exchange import (
+    CHARS_OF_NUMBER,
+    body_in,
+    build_answer,
+    get_caller,
+    get_remaining_s,
+    get_tenant,
+    while_there,
+)
 from jpaged.openai.embeddings import (
     ScoringJob,
-    detokenize_job_of,
     embed_job,
+    parse_detokenize_job,
+    parse_tokenize_job,
     score_job,
-    tokenize_job_of,
     tokenized_body,
 )
 from jpaged.openai.lines import EMBEDDINGS_URL, SCORE_URL, Answers
 from jpaged.openai.response import AnswerSize
+from jpaged.output_assembler import Evaluated, new_completions
 from jpaged.service.calls import NOBODY, Call, Caller
-from jpaged.service.score_embed import Asker, embed, score
+from jpaged.service.score_embed import CallerOptions, embed, score
 from jpaged.service.service import Service
 from jpaged.types import MAX_DETOKENIZE_IDS, Pooling, Prompt, RequestOutput, SamplingParams, Score, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalServer:
-    """Implementation of `jpaged.openai.lines.Server` for one caller.
+    """Implementation of `jpaged.openai.lines.LineServer` for one caller.
 
     Attributes:
         tenant: tenant of the requests.
@@ -68,7 +76,7 @@ class LocalServer:
         sampling = sampling or SamplingParams()
         sampling = replace(sampling, priority=self._priority(sampling.priority))
         given = Prompt(prompt, prompt_token_ids, messages, chat_options=chat_options or ChatOptions())
-        completions = completions_of(sampling)
+        completions = new_completions(sampling)
         size = AnswerSize(
             sampling,
             vocab_size=self.service.state.loaded().model.vocab_size,
@@ -143,8 +151,8 @@ class LocalServer:
         """Return the bytes that each token adds to a text."""
         return await self.service.token_bytes(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def _asker(self, adapter: str, cache_salt: str, priority: int) -> Asker:
-        return Asker(
+    def _asker(self, adapter: str, cache_salt: str, priority: int) -> CallerOptions:
+        return CallerOptions(
             tenant=self.tenant,
             remaining_s=self._remaining_s(),
             adapter=adapter,
@@ -182,19 +190,19 @@ def scoring_routes(service: Service) -> list[Route]:
         async def answer(request: Request) -> Response:
             body, num_bytes = await body_in(service, request)
             read = embed_job if url == EMBEDDINGS_URL else score_job
-            job: ScoringJob = await service.work(lambda: read(body), num_bytes)
+            job: ScoringJob = await service.run_blocking(lambda: read(body), num_bytes)
             model = service.state.serving().model
-            remaining_s = remaining_s_of(request)
+            remaining_s = get_remaining_s(request)
             server = LocalServer(
                 service=service,
-                tenant=tenant_of(request),
-                caller=replace(caller_of(request), user=str(body.get("user") or "")),
+                tenant=get_tenant(request),
+                caller=replace(get_caller(request), user=str(body.get("user") or "")),
                 until_s=None if remaining_s is None else time.monotonic() + remaining_s,
             )
             max_bytes = int(service.state.config.http.max_response_size * 2**20)
-            answers = Answers(model, service.work, service.state.loaded().adapters.names, max_bytes=max_bytes)
+            answers = Answers(model, service.run_blocking, service.state.loaded().adapters.names, max_bytes=max_bytes)
             found = await while_there(request, answers.evaluate(server, job), remaining_s)
-            return await answer_of(service, found.body, CHARS_OF_NUMBER * found.size)
+            return await build_answer(service, found.body, CHARS_OF_NUMBER * found.size)
 
         return answer
 
@@ -210,7 +218,7 @@ def token_routes(service: Service) -> list[Route]:
 
     async def tokenize(request: Request) -> Response:
         body, num_bytes = await body_in(service, request)
-        job = await service.work(lambda: tokenize_job_of(body), num_bytes)
+        job = await service.run_blocking(lambda: parse_tokenize_job(body), num_bytes)
         size = None if job.prompt.messages is not None else job.prompt.size
         token_ids = await service.tokenize(
             lambda: job.prompt, size, add_special_tokens=job.add_special_tokens, model=job.model
@@ -222,11 +230,11 @@ def token_routes(service: Service) -> list[Route]:
                 problem = f"would return {len(token_ids)} tokens; at most {MAX_DETOKENIZE_IDS}"
                 raise InvalidArgument("return_token_strs", problem)
             decode = model.tokenizer.decode
-            texts = await service.work(
+            texts = await service.run_blocking(
                 lambda: [decode([one], skip_special_tokens=False) for one in token_ids], 8 * len(token_ids)
             )
         max_model_len = model.model.max_model_len
-        return await answer_of(
+        return await build_answer(
             service,
             lambda: tokenized_body(token_ids, texts, max_model_len=max_model_len),
             CHARS_OF_NUMBER * len(token_ids),
@@ -234,9 +242,9 @@ def token_routes(service: Service) -> list[Route]:
 
     async def detokenize(request: Request) -> Response:
         body, num_bytes = await body_in(service, request)
-        job = await service.work(lambda: detokenize_job_of(body), num_bytes)
+        job = await service.run_blocking(lambda: parse_detokenize_job(body), num_bytes)
         text = await service.detokenize(job.token_ids, skip_special_tokens=job.skip_special_tokens, model=job.model)
-        return await answer_of(service, lambda: {"prompt": text}, len(text))
+        return await build_answer(service, lambda: {"prompt": text}, len(text))
 
     return [
         Route("/tokenize", tokenize, methods=["POST"]),

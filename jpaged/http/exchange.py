@@ -38,7 +38,7 @@ from jpaged.errors import (
     Unauthenticated,
     Unavailable,
 )
-from jpaged.openai.lines import error_body, status_code_of
+from jpaged.openai.lines import error_body, get_status_code
 from jpaged.openai.request import check_values, loaded
 from jpaged.service.calls import TRACE_KEYS, Caller, require_name
 from jpaged.service.service import Service
@@ -52,7 +52,7 @@ TIMEOUT_HEADER = "x-request-timeout"
 MAX_TIMEOUT_S = 86400.0
 
 
-def tenant_of(request: Request) -> str:
+def get_tenant(request: Request) -> str:
     """Return the tenant of a request: its key's, else the one in the header; "" if none."""
     named = _header(request, TENANT_HEADER)
     if named is None:
@@ -61,12 +61,12 @@ def tenant_of(request: Request) -> str:
     return owner(named)
 
 
-def owner_of(service: Service, request: Request) -> str:
+def get_owner(service: Service, request: Request) -> str:
     """Return the tenant that scopes a request's names; "" (shared) if tenants are not isolated."""
-    return tenant_of(request) if service.state.config.server.isolate_tenants else ""
+    return get_tenant(request) if service.state.config.server.isolate_tenants else ""
 
 
-def request_id_of(request: Request) -> str:
+def get_request_id(request: Request) -> str:
     """Return the id of a request, the caller's or a generated one; raise InvalidArgument for an invalid one."""
     given = _header(request, REQUEST_ID_HEADER)
     if given is not None:
@@ -75,7 +75,7 @@ def request_id_of(request: Request) -> str:
     return request_id
 
 
-def remaining_s_of(request: Request) -> float | None:
+def get_remaining_s(request: Request) -> float | None:
     """Return the timeout of a request in seconds; None for no limit."""
     given = _header(request, TIMEOUT_HEADER)
     if given is None:
@@ -89,7 +89,7 @@ def remaining_s_of(request: Request) -> float | None:
     return seconds
 
 
-def answer_headers_of(request: Request) -> dict[str, str]:
+def get_answer_headers(request: Request) -> dict[str, str]:
     """Return the additional headers of the response; code may add to them before the response begins."""
     headers: dict[str, str] = request.scope["state"]["answer_headers"]
     return headers
@@ -102,7 +102,7 @@ def _header(request: Request, name: str) -> str | None:
     return given[0] if given else None
 
 
-def caller_of(request: Request) -> Caller:
+def get_caller(request: Request) -> Caller:
     """Return the caller of a request."""
     client = request.client
     peer = "" if client is None else f"{client.host}:{client.port}"
@@ -110,7 +110,7 @@ def caller_of(request: Request) -> Caller:
     return Caller("http", peer, key_id(), trace)
 
 
-async def content_of(request: Request, max_bytes: int) -> bytes:
+async def read_content(request: Request, max_bytes: int) -> bytes:
     """Return the bytes of a body; raise RequestTooLong for more than `max_bytes` without reading all."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
@@ -141,30 +141,32 @@ async def body_in(service: Service, request: Request) -> tuple[dict[str, Any], i
         RequestTooLong: it exceeds max_request_size.
         InvalidArgument: it is not a JSON object, or has values that a message cannot hold.
     """
-    content = await _content_of(service, request)
-    return await service.work(lambda: _fields_of(content), len(content)), len(content)
+    content = await _read_content(service, request)
+    return await service.run_blocking(lambda: _build_fields(content), len(content)), len(content)
 
 
 async def read_body(service: Service, request: Request, read: Callable[[Mapping[str, Any]], _T]) -> _T:
     """Return the result of `read` for a request's JSON object; raise as `body_in`, and as `read`."""
-    content = await _content_of(service, request)
-    return await service.work(lambda: read(_fields_of(content)), len(content))
+    content = await _read_content(service, request)
+    return await service.run_blocking(lambda: read(_build_fields(content)), len(content))
 
 
-async def _content_of(service: Service, request: Request) -> bytes:
+async def _read_content(service: Service, request: Request) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise InvalidArgument("content-type", f"{kind[:80]!r} is not application/json")
-    return await content_of(request, int(service.state.config.server.max_request_size * 2**20))
+    return await read_content(request, int(service.state.config.server.max_request_size * 2**20))
 
 
-def _fields_of(content: bytes) -> dict[str, Any]:
+def _build_fields(content: bytes) -> dict[str, Any]:
     fields = loaded("body", content)
     check_values("body", fields)
     return fields
 
 
-async def answer_of(service: Service, body: Callable[[], Any], size: int, parts: list[Any] | None = None) -> Response:
+async def build_answer(
+    service: Service, body: Callable[[], Any], size: int, parts: list[Any] | None = None
+) -> Response:
     """Return the response with a body of about `size` characters, streamed in pieces if it is long.
 
     Args:
@@ -177,7 +179,7 @@ async def answer_of(service: Service, body: Callable[[], Any], size: int, parts:
         pieces = json_text.pieces(body())
         return next(pieces, b""), next(pieces, b"")
 
-    first, second = await service.work(begin, size)
+    first, second = await service.run_blocking(begin, size)
     if not second:
         return Response(first, media_type="application/json")
     return _Pieces(service, itertools.chain((first, second), pieces), [] if parts is None else parts)
@@ -202,11 +204,11 @@ class _Pieces(Response):
         with contextlib.suppress(Cancelled):  # the client disconnected during the response
             await while_connected(receive, self._send(send))
         self._pieces = iter(())
-        await self._service.work(self._free, json_text.PIECE_BYTES)
+        await self._service.run_blocking(self._free, json_text.PIECE_BYTES)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        while piece := await self._service.work(lambda: next(self._pieces, b""), json_text.PIECE_BYTES):
+        while piece := await self._service.run_blocking(lambda: next(self._pieces, b""), json_text.PIECE_BYTES):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -274,7 +276,7 @@ def error_for(error: Exception) -> JpagedError:
     return InternalError(f"{type(error).__name__}: {error}")
 
 
-def response_of(error: JpagedError) -> Response:
+def build_response(error: JpagedError) -> Response:
     """Return the response of an error; for transient errors with the retry delay."""
     headers = {}
     if isinstance(error, TryLater):
@@ -286,4 +288,4 @@ def response_of(error: JpagedError) -> Response:
         headers["X-Should-Retry"] = "false"
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
-    return JSON(error_body(error), status_code=status_code_of(error), headers=headers)
+    return JSON(error_body(error), status_code=get_status_code(error), headers=headers)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import uvicorn
 
-from jpaged.access.authenticator import Gate
+from jpaged.access.authenticator import Authenticator
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.http.app import make_app
-from jpaged.http.batching.job import Runner
+from jpaged.http.batches.job import BatchJobRunner
 from jpaged.http.connections import PortConfig, num_connections
 from jpaged.service.service import Service
 
@@ -36,9 +36,9 @@ class HttpPort:
         InvalidArgument: the port cannot be bound, or the folder of batches is unusable.
     """
 
-    def __init__(self, service: Service, gate: Gate, options: EngineConfig) -> None:
+    def __init__(self, service: Service, gate: Authenticator, options: EngineConfig) -> None:
         server = options.server
-        self._batches = _batches_of(service)
+        self._batches = _get_batches(service)
         try:
             self._socket = _bound(server.host, options.http.http_port or 0)
         except InvalidArgument:
@@ -55,7 +55,7 @@ class HttpPort:
             tls=None if files is None else lambda config, default: files.context(),
         )
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # errors caused by peers are not logged
-        self._server = _Server(config)
+        self._server = _UvicornServer(config)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -79,7 +79,7 @@ class HttpPort:
         self._socket.close()
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """uvicorn without signal handlers, which ends at once on request."""
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -113,9 +113,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _batches_of(service: Service) -> Runner | None:
+def _get_batches(service: Service) -> BatchJobRunner | None:
     options = service.state.config.http
-    return None if options.batch_dir is None else Runner(service, options, Path(options.batch_dir))
+    return None if options.batch_dir is None else BatchJobRunner(service, options, Path(options.batch_dir))
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -40,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the pool; return 0 when quit or after one output. Raises if the server is not available or ends."""
-    from jpaged.inspector.top_screen import Rate, frames, line, summary, url_of
+    from jpaged.inspector.top_screen import Rate, frames, get_url, line, summary
 
     shown = credentials_from(arguments)
-    url = url_of(arguments.url, is_tls=shown.tls is not None)
+    url = get_url(arguments.url, is_tls=shown.tls is not None)
     proxy = "" if shown.proxy is None else proxy_for(url, shown.proxy)
     following = frames(url, shown.api_key, None if shown.tls is None else shown.tls.context(), proxy)
     if sys.stdout.isatty() and not (arguments.once or arguments.json):

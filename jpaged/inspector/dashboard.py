@@ -9,7 +9,8 @@ POST /page/limit    {"blocks": 64} limits the pools; null removes the limit
 
 All except the last are read-only.
 
-`Hub` has one snapshot of the pools for all viewers: encoded once, and read by each at the viewer's pace.
+`SnapshotBroadcaster` has one snapshot of the pools for all viewers: encoded once, and read by each at the viewer's
+pace.
 
     engine ──pictures──> FrameWriter ──frame 17──> [ newest ] <── watcher that has 16: the change
             (its thread)  (a thread)                         <── watcher that has 12: the whole
@@ -17,7 +18,7 @@ All except the last are read-only.
 A viewer requests the next frame when it has sent the last; a slow one skips frames, and nothing is buffered for it.
 Without viewers nothing runs.
 
-`Limits` limits the pools at run time, so that sharing and preemption become visible.
+`PoolLimitSetter` limits the pools at run time, so that sharing and preemption become visible.
 
 A limit affects all clients of the server. It requires a key of the role control, or a loopback address on a server
 without keys. It is logged and exported as a metric, and it expires when its page stops renewing it.
@@ -41,7 +42,7 @@ from jpaged.access.authenticator import current, require_control
 from jpaged.errors import InvalidArgument, PermissionDenied, QueueFull, Unavailable
 from jpaged.http.exchange import JSON, body_in
 from jpaged.inspector.frames import Frame, FrameWriter
-from jpaged.pool import PoolPicture
+from jpaged.pool import PoolSnapshot
 from jpaged.service.service import Service, Stage
 from jpaged.version import __version__
 
@@ -52,7 +53,7 @@ _QUIET_S = 1.0
 _RETRY_S = 5.0
 
 
-class Hub:
+class SnapshotBroadcaster:
     """Takes snapshots while there are viewers. Bound to the event loop of the first viewer."""
 
     def __init__(self, service: Service) -> None:
@@ -122,7 +123,7 @@ class Hub:
                 await asyncio.sleep(_FRAME_INTERVAL_S)
         finally:
             self.is_over = self._ends()
-            self._tell()
+            self._broadcast()
 
     async def _look_once(self) -> None:
         engine, now_s = self._service.state.loaded().engine, asyncio.get_running_loop().time()
@@ -135,12 +136,12 @@ class Hub:
         self._loads, self._looked_s = loads, now_s
         async with self._writing:
             self._newest = await asyncio.to_thread(self._writer.change, pictures)
-        self._tell()
+        self._broadcast()
 
-    async def _pictures(self) -> list[PoolPicture] | None:
+    async def _pictures(self) -> list[PoolSnapshot] | None:
         """Return the next snapshots; None if the server ends."""
         asked = [asyncio.wrap_future(one) for one in self._service.state.loaded().engine.eyes.pictures()]
-        waiting: set[asyncio.Future[PoolPicture]] = set(asked)
+        waiting: set[asyncio.Future[PoolSnapshot]] = set(asked)
         while waiting:
             _, waiting = await asyncio.wait(waiting, timeout=_QUIET_S)
             if waiting and self._ends():
@@ -152,7 +153,7 @@ class Hub:
         is_drained = state.stage is Stage.DRAINING and self._service.is_idle.is_set()
         return is_drained or state.stage is Stage.FAILED or state.failure is not None
 
-    def _tell(self) -> None:
+    def _broadcast(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -160,7 +161,7 @@ class Hub:
 class Watcher:
     """One viewer."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: SnapshotBroadcaster) -> None:
         self._hub = hub
         self._seen: int | None = None
 
@@ -190,7 +191,7 @@ _PATIENCE_S = 5.0
 _LIMIT_INTERVAL_S = 0.05
 
 
-class Limits:
+class PoolLimitSetter:
     """Sets the limit; of two concurrent calls the later one wins."""
 
     def __init__(self, service: Service) -> None:
@@ -212,7 +213,7 @@ class Limits:
         model = self._service.state.serving()
         if model.config.server.disable_control:
             raise PermissionDenied("the pool's limit is fixed on this server (disable_control)")
-        blocks = _blocks_of(body)
+        blocks = _get_blocks(body)
         self._num_asked += 1
         mine, loop = self._num_asked, asyncio.get_running_loop()
         until_s = loop.time() + _PATIENCE_S
@@ -272,7 +273,7 @@ def is_local(request: Request) -> bool:
     return (mapped or address).is_loopback
 
 
-def _blocks_of(body: dict[str, Any]) -> int | None:
+def _get_blocks(body: dict[str, Any]) -> int | None:
     unknown = sorted(body.keys() - {"blocks"})
     if unknown:
         raise InvalidArgument(f"body.{unknown[0]}", "unknown field; the field is blocks")
@@ -300,7 +301,7 @@ _STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 def page_routes(service: Service) -> list[Route]:
     """Return the routes of the dashboard."""
-    hub, limits = Hub(service), Limits(service)
+    hub, limits = SnapshotBroadcaster(service), PoolLimitSetter(service)
 
     async def about(request: Request) -> Response:
         model = service.state.loaded()
@@ -345,17 +346,17 @@ def page_routes(service: Service) -> list[Route]:
 class _Events(StreamingResponse):
     """Frames as server-sent events, while the client is connected."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: SnapshotBroadcaster) -> None:
         super().__init__((), media_type="text/event-stream", headers=_STREAM_HEADERS)
         self._hub = hub
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         with self._hub.watching() as watcher:
-            self.body_iterator = _told(watcher)
+            self.body_iterator = _iter_frames(watcher)
             await super().__call__(scope, receive, send)
 
 
-async def _told(watcher: Watcher) -> AsyncIterator[bytes]:
+async def _iter_frames(watcher: Watcher) -> AsyncIterator[bytes]:
     yield b"retry: 1000\n\n"
     while not watcher.is_over:
         frame = await watcher.next()

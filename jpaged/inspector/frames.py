@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged import json_text
-from jpaged.pool import I32, U8, Happening, Occupant, PoolPicture
+from jpaged.pool import I32, U8, PoolEvent, PoolSnapshot, RequestSnapshot
 
 U32 = NDArray[np.uint32]
 
@@ -40,7 +40,7 @@ MOST_COUNTED = 255
 OWNER_MASK = (1 << (32 - _OWNER_SHIFT)) - 1
 
 
-class Kind(enum.IntEnum):
+class BlockState(enum.IntEnum):
     """State of a block."""
 
     FREE = 0
@@ -51,21 +51,21 @@ class Kind(enum.IntEnum):
     RESERVED = 5
 
 
-def cells_of(picture: PoolPicture) -> U32:
+def pack_cells(picture: PoolSnapshot) -> U32:
     """Return the packed states of the device blocks."""
     tables = [[table for chain in one.chains for table in chain.tables] for one in picture.occupants]
     marks = picture.marks
     cells = _cells(picture.num_blocks, marks.cached, picture.occupants, tables, pinned=marks.pinned)
-    free = (cells & 7) <= Kind.CACHED
+    free = (cells & 7) <= BlockState.CACHED
     reserved = np.zeros(len(cells), bool)
     reserved[marks.reserved] = True
-    cells[reserved & free] = Kind.RESERVED
-    cells[marks.aside] = Kind.ASIDE
+    cells[reserved & free] = BlockState.RESERVED
+    cells[marks.aside] = BlockState.ASIDE
     cells[0] = 0
     return cells
 
 
-def host_cells_of(picture: PoolPicture) -> U32:
+def pack_host_cells(picture: PoolSnapshot) -> U32:
     """Return the packed states of the host memory blocks."""
     tables = [[table for chain in one.chains for table in chain.host_tables] for one in picture.occupants]
     return _cells(picture.num_host_blocks, picture.marks.host_cached, picture.occupants, tables)
@@ -80,7 +80,7 @@ def unpack(cells: U32) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[
 def _cells(
     num_blocks: int,
     cached: U8,
-    occupants: Iterable[Occupant],
+    occupants: Iterable[RequestSnapshot],
     tables: list[list[I32]],
     pinned: I32 | None = None,
 ) -> U32:
@@ -97,8 +97,8 @@ def _cells(
     of_sequences = np.bincount(held, minlength=num_blocks + 1).astype(np.uint32)
     of_pins = np.bincount(pins, minlength=num_blocks + 1).astype(np.uint32)
     kinds = cached.astype(np.uint32)
-    kinds[of_pins > 0] = Kind.PINNED
-    kinds[of_sequences > 0] = Kind.HELD
+    kinds[of_pins > 0] = BlockState.PINNED
+    kinds[of_sequences > 0] = BlockState.HELD
     counts = np.minimum(of_sequences + of_pins, MOST_COUNTED)
     cells = kinds | counts << _COUNT_SHIFT | owners << _OWNER_SHIFT
     cells[0] = 0
@@ -125,11 +125,11 @@ class Frame:
 class _Known:
     """The last state sent of one pool."""
 
-    picture: PoolPicture
+    picture: PoolSnapshot
     cells: U32
     host_cells: U32
     tables: dict[_TableKey, I32]
-    recent: list[Happening] = field(default_factory=list)
+    recent: list[PoolEvent] = field(default_factory=list)
 
 
 class FrameWriter:
@@ -139,7 +139,7 @@ class FrameWriter:
         self.number = 0
         self._known: list[_Known] = []
 
-    def change(self, pictures: Sequence[PoolPicture]) -> Frame:
+    def change(self, pictures: Sequence[PoolSnapshot]) -> Frame:
         """Encode the next snapshots, of all pools, as a frame of changes from the previous ones."""
         before: Sequence[_Known | None] = self._known or [None] * len(pictures)
         after = [_known(picture, old) for picture, old in zip(pictures, before, strict=True)]
@@ -153,12 +153,12 @@ class FrameWriter:
         return _frame(self.number, None, [_pool(known, None) for known in self._known])
 
 
-def _known(picture: PoolPicture, old: _Known | None) -> _Known:
+def _known(picture: PoolSnapshot, old: _Known | None) -> _Known:
     recent = [*([] if old is None else old.recent), *picture.happenings][-_MAX_TOLD:]
-    return _Known(picture, cells_of(picture), host_cells_of(picture), _tables(picture.occupants), recent)
+    return _Known(picture, pack_cells(picture), pack_host_cells(picture), _tables(picture.occupants), recent)
 
 
-def _tables(occupants: Sequence[Occupant]) -> dict[_TableKey, I32]:
+def _tables(occupants: Sequence[RequestSnapshot]) -> dict[_TableKey, I32]:
     return {
         (one.number, chain.sequence, kv_group, is_host): table
         for one in occupants
@@ -195,7 +195,7 @@ def _pool(new: _Known, old: _Known | None) -> dict[str, Any]:
     }
 
 
-def _request(one: Occupant) -> dict[str, Any]:
+def _request(one: RequestSnapshot) -> dict[str, Any]:
     return {
         "number": one.number,
         "id": one.request_id,
@@ -207,7 +207,7 @@ def _request(one: Occupant) -> dict[str, Any]:
     }
 
 
-def _happening(one: Happening) -> list[Any]:
+def _happening(one: PoolEvent) -> list[Any]:
     return [one.number, one.kind, one.request, one.count, list(one.blocks), one.why]
 
 
@@ -251,11 +251,11 @@ class PoolView:
     """A viewer's state of one pool.
 
     Attributes:
-        told: the other fields of the last frame, as decoded.
+        last: the other fields of the last frame, as decoded.
         tables: by number of the request, index of the sequence, KV group, and True for host memory.
     """
 
-    told: dict[str, Any]
+    last: dict[str, Any]
     cells: U32
     host_cells: U32
     tables: dict[_TableKey, list[int]] = field(default_factory=dict)
@@ -291,7 +291,7 @@ class FrameReader:
             raise ValueError(f"frame {frame['number']} changes frame {frame['base']}, the last was {self.number}")
         self.number = frame["number"]
         for view, pool in zip(self.pools, frame["pools"], strict=True):
-            view.told = pool
+            view.last = pool
             _apply(view.cells, pool["cells"])
             _apply(view.host_cells, pool["host_cells"])
             for number, index, kv_group, is_host, start, block_ids in pool["tables"]:

@@ -36,8 +36,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from jpaged.errors import InvalidArgument, Unavailable, sentence_of
-from jpaged.inspector.frames import FrameReader, Kind, PoolView, unpack
+from jpaged.errors import InvalidArgument, Unavailable, describe_error
+from jpaged.inspector.frames import BlockState, FrameReader, PoolView, unpack
 
 _WINDOW_S = 1.5
 _NUM_KEPT = 240
@@ -56,8 +56,8 @@ class Rate:
 
     def take(self, reader: FrameReader) -> None:
         """Add the counts of a frame."""
-        now_s = max(pool.told["time_s"] for pool in reader.pools)
-        num_tokens = sum(pool.told["totals"]["num_generation_tokens"] for pool in reader.pools)
+        now_s = max(pool.last["time_s"] for pool in reader.pools)
+        num_tokens = sum(pool.last["totals"]["num_generation_tokens"] for pool in reader.pools)
         if self._points and now_s <= self._points[-1][0]:
             return
         if self._points:
@@ -78,23 +78,23 @@ class Rate:
 
 def census(pool: PoolView) -> dict[str, int]:
     """Return the number of blocks of each kind."""
-    counts = np.bincount(unpack(pool.cells)[0][1:], minlength=len(Kind))
-    return {kind.name.lower(): int(counts[kind]) for kind in Kind}
+    counts = np.bincount(unpack(pool.cells)[0][1:], minlength=len(BlockState))
+    return {kind.name.lower(): int(counts[kind]) for kind in BlockState}
 
 
 def summary(reader: FrameReader, rate: Rate) -> dict[str, Any]:
     """Return everything except single blocks and events."""
     pools = [
         {
-            "num_blocks": pool.told["num_blocks"],
-            "block_size": pool.told["block_size"],
-            "limit": pool.told["limit"],
+            "num_blocks": pool.last["num_blocks"],
+            "block_size": pool.last["block_size"],
+            "limit": pool.last["limit"],
             "blocks": census(pool),
-            "num_host_blocks": pool.told["num_host_blocks"],
-            "host_blocks_held": int(np.count_nonzero(unpack(pool.host_cells)[0] == Kind.HELD)),
-            "num_waiting": pool.told["num_waiting"],
-            "requests": pool.told["requests"],
-            "totals": pool.told["totals"],
+            "num_host_blocks": pool.last["num_host_blocks"],
+            "host_blocks_held": int(np.count_nonzero(unpack(pool.host_cells)[0] == BlockState.HELD)),
+            "num_waiting": pool.last["num_waiting"],
+            "requests": pool.last["requests"],
+            "totals": pool.last["totals"],
         }
         for pool in reader.pools
     ]
@@ -106,10 +106,10 @@ def line(reader: FrameReader, rate: Rate) -> str:
     counts = [census(pool) for pool in reader.pools]
     held = sum(count["held"] + count["pinned"] for count in counts)
     cached = sum(count["cached"] for count in counts)
-    limit = sum(pool.told["limit"] for pool in reader.pools)
-    states = [one["status"] for pool in reader.pools for one in pool.told["requests"]]
-    waiting = sum(pool.told["num_waiting"] for pool in reader.pools)
-    totals = [pool.told["totals"] for pool in reader.pools]
+    limit = sum(pool.last["limit"] for pool in reader.pools)
+    states = [one["status"] for pool in reader.pools for one in pool.last["requests"]]
+    waiting = sum(pool.last["num_waiting"] for pool in reader.pools)
+    totals = [pool.last["totals"] for pool in reader.pools]
     preemptions = sum(total["num_preemptions"] for total in totals)
     copies = sum(total["num_copies_on_write"] for total in totals)
     queues = f"{states.count('running')} running, {states.count('swapped')} swapped, {waiting} waiting"
@@ -122,11 +122,11 @@ def line(reader: FrameReader, rate: Rate) -> str:
 _MAX_NAMES = 1000
 _BARS = " ▁▂▃▄▅▆▇█"
 _QUIET = {
-    Kind.FREE: "#1e2533",
-    Kind.CACHED: "#43537a",
-    Kind.PINNED: "#d6a842",
-    Kind.ASIDE: "#15181f",
-    Kind.RESERVED: "#4a4036",
+    BlockState.FREE: "#1e2533",
+    BlockState.CACHED: "#43537a",
+    BlockState.PINNED: "#d6a842",
+    BlockState.ASIDE: "#15181f",
+    BlockState.RESERVED: "#4a4036",
 }
 _NAMES = {
     "admission": ("admitted", "green"),
@@ -158,7 +158,7 @@ class Screen:
         self._url = url
         self._reader: FrameReader | None = None
         self._log: deque[Text] = deque(maxlen=60)
-        self._told: dict[int, int] = {}
+        self._shown: dict[int, int] = {}
         self._names: dict[tuple[int, int], str] = {}
 
     def take(self, reader: FrameReader) -> None:
@@ -166,10 +166,10 @@ class Screen:
         self._reader = reader
         self.rate.take(reader)
         for place, pool in enumerate(reader.pools):
-            last = self._told.get(place, 0)
-            for number, kind, request, count, blocks, why in pool.told["happenings"]:
+            last = self._shown.get(place, 0)
+            for number, kind, request, count, blocks, why in pool.last["happenings"]:
                 if number > last:
-                    self._told[place] = number
+                    self._shown[place] = number
                     if kind == "admission":
                         self._names[place, request] = _name(why)
                     who = "" if request is None else f"#{request} {self._names.get((place, request), '')}"
@@ -201,13 +201,13 @@ class Screen:
         return layout
 
     def _head(self, pool: PoolView) -> list[Text]:
-        counts, totals = census(pool), pool.told["totals"]
+        counts, totals = census(pool), pool.last["totals"]
         history = list(self.rate.history)[-40:]
         most = max([10.0, *history])
         spark = "".join(_BARS[min(8, math.ceil(8 * max(0.0, rate) / most))] for rate in history)
         first = Text.assemble(
             (f"{self.rate.now:6.0f}", "bold"), " tokens/s  ", (spark, "cyan"), "  ",
-            (f"{counts['held'] + counts['pinned']}", "bold"), " of ", (f"{pool.told['limit']}", "bold"),
+            (f"{counts['held'] + counts['pinned']}", "bold"), " of ", (f"{pool.last['limit']}", "bold"),
             f" blocks in use, {counts['cached']} cached, {counts['free']} free",
         )  # fmt: skip
         second = Text(
@@ -228,7 +228,7 @@ class Cells:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.max_width, options.height or console.height
         kinds = unpack(self._cells)[0]
-        used = np.flatnonzero(kinds != Kind.ASIDE)
+        used = np.flatnonzero(kinds != BlockState.ASIDE)
         shown = self._cells[: int(used[-1]) + 1] if len(used) else self._cells
         if not len(shown) or width < 1 or height < 1:
             return
@@ -257,8 +257,8 @@ def summarised(cells: NDArray[np.uint32], each: int) -> NDArray[np.uint32]:
 @lru_cache(maxsize=1 << 14)
 def _colour(cell: int) -> str:
     kind, count, owner = cell & 7, (cell >> 3) & 255, cell >> 11
-    if kind != Kind.HELD:
-        return _QUIET[Kind(kind)]
+    if kind != BlockState.HELD:
+        return _QUIET[BlockState(kind)]
     strength = min(1.0, math.log2(max(1, count)) / 3)
     hue = (owner * 137.508 + 205) % 360 / 360
     red, green, blue = colorsys.hls_to_rgb(hue, 0.42 + 0.36 * strength, 0.58 + 0.32 * strength)
@@ -271,8 +271,8 @@ def _style(upper: str, lower: str | None) -> Style:
 
 
 def _queues(pool: PoolView) -> str:
-    states = [one["status"] for one in pool.told["requests"]]
-    return f"{states.count('running')} running, {states.count('swapped')} swapped, {pool.told['num_waiting']} waiting"
+    states = [one["status"] for one in pool.last["requests"]]
+    return f"{states.count('running')} running, {states.count('swapped')} swapped, {pool.last['num_waiting']} waiting"
 
 
 def _requests(pool: PoolView) -> Table:
@@ -281,7 +281,7 @@ def _requests(pool: PoolView) -> Table:
     for _ in range(3):
         table.add_column(justify="right", no_wrap=True)
     order = {"running": 0, "finished": 0, "swapped": 1, "waiting": 2}
-    for one in sorted(pool.told["requests"], key=lambda one: (order[one["status"]], one["number"])):
+    for one in sorted(pool.last["requests"], key=lambda one: (order[one["status"]], one["number"])):
         number = one["number"]
         tokens = sum(count - one["prompt"] for _, count in one["sequences"])
         blocks = {
@@ -292,7 +292,7 @@ def _requests(pool: PoolView) -> Table:
             if block_id
         }
         style = (
-            _colour(int(Kind.HELD) | 2 << 3 | (number & 0x1FFFFF) << 11)
+            _colour(int(BlockState.HELD) | 2 << 3 | (number & 0x1FFFFF) << 11)
             if one["status"] != "waiting"
             else "bright_black"
         )
@@ -323,21 +323,21 @@ def _happening(kind: str, who: str, count: int, blocks: list[int], why: str) -> 
 
 
 @contextlib.contextmanager
-def pressed() -> Iterator[Keys]:
+def pressed() -> Iterator[PressedKeys]:
     """Read single keys while the context is open; none if standard input is not a terminal."""
     if not sys.stdin.isatty():
-        yield Keys(None)
+        yield PressedKeys(None)
         return
     number = sys.stdin.fileno()
     before = termios.tcgetattr(number)
     try:
         tty.setcbreak(number)
-        yield Keys(number)
+        yield PressedKeys(number)
     finally:
         termios.tcsetattr(number, termios.TCSADRAIN, before)
 
 
-class Keys:
+class PressedKeys:
     """Pressed keys."""
 
     def __init__(self, number: int | None) -> None:
@@ -358,7 +358,7 @@ _TIMEOUT_S = 10.0
 """A server sends at least one keep-alive per second."""
 
 
-def url_of(given: str, *, is_tls: bool = False) -> str:
+def get_url(given: str, *, is_tls: bool = False) -> str:
     """Return the address of a server: as given, or HOST:PORT with http:// or https:// prepended.
 
     Raises:
@@ -404,16 +404,16 @@ def frames(
                 elif line.startswith(b":") and reader.pools:
                     yield reader
     except urllib.error.HTTPError as error:
-        raise Unavailable(f"{url} returned {error.code}: {_message_of(error)}") from error
+        raise Unavailable(f"{url} returned {error.code}: {_get_message(error)}") from error
     except (OSError, HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         through = f" (through the proxy {proxy.rpartition('@')[2]})" if proxy else ""
-        problem = sentence_of(reason) if isinstance(reason, OSError) else reason
+        problem = describe_error(reason) if isinstance(reason, OSError) else reason
         raise Unavailable(f"{url}{through}: {problem}") from error
     raise Unavailable(f"{url}: the server closed the stream")
 
 
-def _message_of(error: urllib.error.HTTPError) -> str:
+def _get_message(error: urllib.error.HTTPError) -> str:
     try:
         told = json.loads(error.read(65536))["error"]["message"]
     except (ValueError, KeyError, TypeError, OSError):

@@ -55,7 +55,7 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class GateFunction:
     """Function that combines a gate and an up into one number. Hashable, static under jit.
 
     Attributes:
@@ -68,4 +68,4 @@ class Gate:
     limit: float = float("inf")
 
 
-SILU = Gate()
+SILU = GateFunction()

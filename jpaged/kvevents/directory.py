@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.kvevents.encoding import Cleared, Event, RemovedBlocks, StoredBlocks
-from jpaged.pool import Owner, Tier
+from jpaged.pool import PrefixOwner, Tier
 
 Key = bytes
 Tokens = Sequence[int] | NDArray[np.integer]
@@ -35,7 +35,7 @@ _FIRST_PART = 8
 """Blocks of a prompt that are looked up first; the number doubles each time."""
 _MAX_KEYS = 4096
 """Maximum number of keys computed per lookup, some milliseconds; divided among the servers' block sizes."""
-NOBODY = Owner()
+NOBODY = PrefixOwner()
 """No salt, no tenant and no adapter."""
 
 
@@ -98,7 +98,7 @@ class Directory:
         self._servers.pop(server, None)
 
     def num_tokens_held(
-        self, token_ids: Tokens, owner: Owner = NOBODY, servers: Iterable[str] | None = None
+        self, token_ids: Tokens, owner: PrefixOwner = NOBODY, servers: Iterable[str] | None = None
     ) -> Mapping[str, int]:
         """Return the number of leading tokens of a prompt that each server caches, without servers that cache none.
 
@@ -132,12 +132,12 @@ class Directory:
         if held.block_size is None:
             held.block_size, held.window = event.block_size, event.window
             held.num_sink_tokens = event.num_sink_tokens
-        parent = root_of(event.owner) if event.parent is None else held.keys.get(event.parent)
+        parent = get_root(event.owner) if event.parent is None else held.keys.get(event.parent)
         if parent is None or event.block_size != held.block_size:
             return
         for place, one in enumerate(event.hashes):
             tokens = event.token_ids[place * event.block_size : (place + 1) * event.block_size]
-            parent = key_of(parent, tokens)
+            parent = get_key(parent, tokens)
             if one not in held.keys and len(held.keys) >= self._max_blocks:
                 return
             _forget_key(held, one)
@@ -163,7 +163,7 @@ def _forget_key(held: _Held, one: int) -> None:
         del held.hashes[key]
 
 
-def root_of(owner: Owner) -> Key:
+def get_root(owner: PrefixOwner) -> Key:
     """Return the parent key of a prompt's first block."""
     found = hashlib.blake2b(digest_size=_KEY_BYTES)
     for name in owner:
@@ -172,7 +172,7 @@ def root_of(owner: Owner) -> Key:
     return found.digest()
 
 
-def key_of(parent: Key, token_ids: Tokens) -> Key:
+def get_key(parent: Key, token_ids: Tokens) -> Key:
     """Return the key of a block that follows `parent`."""
     return _key_of_bytes(parent, np.asarray(token_ids, np.int64).tobytes())
 
@@ -184,12 +184,12 @@ def _key_of_bytes(parent: Key, tokens: bytes) -> Key:
 class _Chain:
     """Keys of a prompt's blocks, computed on demand up to a limit; `tokens` has 8 bytes per token."""
 
-    def __init__(self, block_size: int, tokens: bytes, owner: Owner, max_blocks: int) -> None:
+    def __init__(self, block_size: int, tokens: bytes, owner: PrefixOwner, max_blocks: int) -> None:
         self._block_bytes = block_size * _TOKEN_BYTES
         self._tokens = tokens
         self.num_blocks = min(len(tokens) // self._block_bytes, max_blocks)
         self._keys: list[Key] = []
-        self._last = root_of(owner)
+        self._last = get_root(owner)
 
     def part(self, begin: int, end: int) -> list[Key]:
         """Return the keys of the blocks `begin` to `end`."""

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import msgpack
 
 from jpaged.errors import InvalidArgument
-from jpaged.pool import Change, Owner, Removed, Stored, Tier
+from jpaged.pool import Change, PrefixOwner, Removed, Stored, Tier
 
 Encoding = Literal["map", "array"]
 MEDIA: dict[Tier, str] = {"device": "GPU", "host": "CPU", "disk": "DISK", "external": "EXTERNAL"}
@@ -57,7 +57,7 @@ MAX_MESSAGE_BYTES = 256 << 20
 _MAX_TOKEN = (1 << 32) - 1
 
 
-def hash_of(key: bytes) -> int:
+def to_hash(key: bytes) -> int:
     """Return the hash of a block in messages: 64 bits of the key."""
     return int.from_bytes(key[:8], "big")
 
@@ -99,7 +99,7 @@ class Encoder:
         last: Change | None = None
         for change in changes:
             if event is not None and last is not None and _goes_on(last, change):
-                event["block_hashes"].append(hash_of(change.key))
+                event["block_hashes"].append(to_hash(change.key))
                 if isinstance(change, Stored):
                     event["token_ids"] += change.token_ids
                     event["extra_keys"].append(_extra_keys(change))
@@ -112,7 +112,7 @@ class Encoder:
             yield event
 
     def _begun(self, change: Change) -> dict[str, Any]:
-        event: dict[str, Any] = {"block_hashes": [hash_of(change.key)], "medium": MEDIA[change.tier]}
+        event: dict[str, Any] = {"block_hashes": [to_hash(change.key)], "medium": MEDIA[change.tier]}
         if len(self.windows) > 1:
             event["group_idx"] = change.kv_group
         if isinstance(change, Removed):
@@ -121,7 +121,7 @@ class Encoder:
         return {
             "type": "BlockStored",
             **event,
-            "parent_block_hash": None if change.parent is None else hash_of(change.parent),
+            "parent_block_hash": None if change.parent is None else to_hash(change.parent),
             "token_ids": list(change.token_ids),
             "block_size": self.block_size,
             "lora_id": None,
@@ -184,7 +184,7 @@ class StoredBlocks:
     parent: int | None
     token_ids: tuple[int, ...]
     block_size: int
-    owner: Owner
+    owner: PrefixOwner
     kv_group: int
     window: int | None = None
     num_sink_tokens: int = 0
@@ -261,7 +261,7 @@ def _read(event: dict[str, Any]) -> Event | None:
     return StoredBlocks(tier, hashes, parent, token_ids, block_size, _owner(event), kv_group, window, num_sink_tokens)
 
 
-def _owner(event: dict[str, Any]) -> Owner:
+def _owner(event: dict[str, Any]) -> PrefixOwner:
     """Return the owner from the first block's extra keys: adapter name, then salt, then tenant."""
     adapter = str(event.get("lora_name") or "")
     keys = list((event.get("extra_keys") or [None])[0] or ())
@@ -269,7 +269,7 @@ def _owner(event: dict[str, Any]) -> Owner:
         del keys[0]
     salt = next((one for one in keys if isinstance(one, str)), "")
     pairs = [one for one in keys if isinstance(one, list | tuple) and len(one) == 2]
-    return Owner(salt, next((str(name) for kind, name in pairs if kind == _TENANT), ""), adapter)
+    return PrefixOwner(salt, next((str(name) for kind, name in pairs if kind == _TENANT), ""), adapter)
 
 
 def _is_token(found: Any) -> bool:

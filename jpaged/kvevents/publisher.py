@@ -49,7 +49,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(slots=True)
-class _Answer:
+class _Replay:
     """Replay that is in progress.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Answer:
 
 
 class Publisher:
-    """Publisher of one replica. Implements `jpaged.engine.kv.changes.ChangeSink`.
+    """Publisher of one replica. Implements `jpaged.engine.kv_cache.events.KVEventSink`.
 
     Attributes:
         endpoint, replay_endpoint: bound addresses, with the actual ports.
@@ -83,7 +83,7 @@ class Publisher:
         self._waiting: deque[tuple[int, float, Sequence[Change]]] = deque()
         self._kept = OrderedDict[int, bytes]()
         self._kept_bytes = 0
-        self._answers: list[_Answer] = []
+        self._answers: list[_Replay] = []
         self._next = 0
         self._is_closed = False
         self._context = zmq.Context()
@@ -158,7 +158,7 @@ class Publisher:
                 if self._woken in ready:
                     while self._woken.poll(0):
                         self._woken.recv()
-                    self._tell()
+                    self._send_waiting()
                 if is_closed:
                     return
                 if self._replay in ready:
@@ -171,7 +171,7 @@ class Publisher:
             self._replay.close(linger=_LINGER_MS)
             self._woken.close(linger=0)
 
-    def _tell(self) -> None:
+    def _send_waiting(self) -> None:
         while self._waiting:
             number, time_s, changes = self._waiting[0]
             message = self._encoder.encode(changes, time_s)
@@ -192,7 +192,7 @@ class Publisher:
             return
         first = int.from_bytes(frames[2], "big")
         numbers = deque(number for number in self._kept if number >= first)
-        self._answers.append(_Answer(frames[0], numbers, time.monotonic()))
+        self._answers.append(_Replay(frames[0], numbers, time.monotonic()))
 
     def _go_on(self) -> int | None:
         """Continue each replay; return the milliseconds until the next call, or None if there is no replay.
@@ -217,7 +217,7 @@ class Publisher:
         self._answers = left
         return None if not left else 0 if has_sent else _AGAIN_MS
 
-    def _send_more(self, answer: _Answer, now_s: float) -> bool:
+    def _send_more(self, answer: _Replay, now_s: float) -> bool:
         """Send as much of a replay as fits; return True if it is complete or the subscriber is gone."""
         try:
             for _ in range(_ANSWER_MESSAGES):

@@ -13,7 +13,7 @@ from typing import Literal
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.matrix_format import MatrixFormat
-from jpaged.kernels.mixture_kind import SILU, Gate, Routing
+from jpaged.kernels.mixture_kind import SILU, GateFunction, Routing
 from jpaged.models.layer_kinds import LayerKind
 
 
@@ -35,7 +35,7 @@ class Mixture:
 
     routing: Routing
     width: int
-    gate: Gate = SILU
+    gate: GateFunction = SILU
     has_biases: bool = False
     router_bias: bool = False
     choice_bias: bool = False
@@ -66,7 +66,7 @@ _PREFIXES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Quantisation:
+class Quantization:
     """Quantization of the matrices of a model; hashable, a part of the model's config.
 
     Attributes:
@@ -81,25 +81,25 @@ class Quantisation:
     has_output: bool = False
     num_parts: int = 1
 
-    def split(self, num_parts: int) -> Quantisation:
+    def split(self, num_parts: int) -> Quantization:
         """Return the quantization of the model in `num_parts` parts."""
         return dataclasses.replace(self, num_parts=num_parts)
 
-    def format_of(self, module: str) -> MatrixFormat | None:
+    def get_format(self, module: str) -> MatrixFormat | None:
         """Return the format of a module's matrix as published, by its name (`model.layers.0.mlp.up_proj`), or None."""
-        place = self.rule_of(module)
+        place = self.get_rule(module)
         return None if place is None else self.rules[place][1]
 
-    def rule_of(self, module: str) -> int | None:
+    def get_rule(self, module: str) -> int | None:
         """Return the index of the rule that applies to a module, under any equivalent name; None if none does."""
-        names = _names_of(module)
+        names = _get_names(module)
         return next(
             (place for place, (pattern, _) in enumerate(self.rules) if any(re.search(pattern, name) for name in names)),
             None,
         )
 
 
-def _names_of(module: str) -> list[str]:
+def _get_names(module: str) -> list[str]:
     others = [
         prefix + module.removeprefix(own)
         for pair in _PREFIXES
@@ -139,7 +139,7 @@ class ModelConfig:
             inherit as defaults, are removed.
         bos_token_id: token that begins a prompt; None if the checkpoint has none within the vocabulary.
         checkpoint_dtype: dtype of the weights in the checkpoint's config: float32, bfloat16 or float16.
-        quantisation: which matrices are quantized, and how; None has none.
+        quantization: which matrices are quantized, and how; None has none.
         mixture: the experts of sparse layers; None if there are none.
     """
 
@@ -156,7 +156,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     checkpoint_dtype: str | None = None
-    quantisation: Quantisation | None = None
+    quantization: Quantization | None = None
     mixture: Mixture | None = None
 
     def __post_init__(self) -> None:

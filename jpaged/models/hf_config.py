@@ -12,7 +12,7 @@ from jpaged.errors import Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.decoder.config_fields import ACTIVATIONS, FULL, SLIDING
-from jpaged.models.heads import HEADS, NAMES, EagleConfig
+from jpaged.models.eagle import HEADS, NAMES, EagleConfig
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.registry import ARCHITECTURES, find_family, unsupported
 

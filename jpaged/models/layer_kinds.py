@@ -47,7 +47,7 @@ class LayerKind:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class LayerSegment:
     """A stretch of layers in which a period of kinds repeats.
 
     Attributes:
@@ -77,7 +77,7 @@ class Segment:
 
 
 @functools.lru_cache(maxsize=64)
-def segments_of(kinds: tuple[LayerKind, ...]) -> tuple[Segment, ...]:
+def build_segments(kinds: tuple[LayerKind, ...]) -> tuple[LayerSegment, ...]:
     """Return the segments of a stack, with the fewest stacks possible: one layer is compiled for each stack."""
     num_layers, most = len(kinds), min(_MAX_PERIOD, len(kinds))
     # runs[p][i]: number of consecutive layers from i on that equal the layer p later.
@@ -93,20 +93,20 @@ def segments_of(kinds: tuple[LayerKind, ...]) -> tuple[Segment, ...]:
             stacks, segments, _, _ = best[i + period * repeats]
             choices.append((stacks + period, segments + 1, period, repeats))
         best[i] = min(choices)
-    found: list[Segment] = []
+    found: list[LayerSegment] = []
     first = first_stack = 0
     while first < num_layers:
         _, _, period, repeats = best[first]
-        found.append(Segment(first, kinds[first : first + period], repeats, first_stack))
+        found.append(LayerSegment(first, kinds[first : first + period], repeats, first_stack))
         first, first_stack = first + period * repeats, first_stack + period
     return tuple(found)
 
 
-def stacks_of(kinds: tuple[LayerKind, ...]) -> dict[str, range]:
+def get_stacks(kinds: tuple[LayerKind, ...]) -> dict[str, range]:
     """Return the layers of each stack, by its name."""
     return {
         segment.stack_at(place): segment.layers_at(place)
-        for segment in segments_of(kinds)
+        for segment in build_segments(kinds)
         for place in range(len(segment.kinds))
     }
 

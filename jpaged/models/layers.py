@@ -18,21 +18,22 @@ from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jpaged.errors import InternalError
-from jpaged.kernels import lora, product
-from jpaged.kernels.product.on_device import PartedMatrix, multiply_on_device, parts_on_device
-from jpaged.kernels.product.quantised import QuantisedMatrix, StackedMatrix
+from jpaged.kernels import lora
+from jpaged.kernels import matmul as matmul_module
+from jpaged.kernels.matmul.on_device import PartedMatrix, multiply_on_device, parts_on_device
+from jpaged.kernels.matmul.quantized import QuantizedMatrix, StackedMatrix
 from jpaged.models import rope
 from jpaged.models.config import Activation, ModelConfig
 from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import HeadsKernel, Rows, TokenBatch
 
 
-def dot(x_te: jax.Array, matrix: jax.Array | QuantisedMatrix | StackedMatrix | PartedMatrix, axis: int) -> jax.Array:
+def dot(x_te: jax.Array, matrix: jax.Array | QuantizedMatrix | StackedMatrix | PartedMatrix, axis: int) -> jax.Array:
     """Contract x's last axis with one axis of a matrix, the first or the last; returns float32.
 
     A quantized matrix has its own axis, and no gradient.
     """
-    if isinstance(matrix, QuantisedMatrix | StackedMatrix | PartedMatrix):
+    if isinstance(matrix, QuantizedMatrix | StackedMatrix | PartedMatrix):
         return multiply_on_device(x_te, matrix)
     return _dot(x_te, matrix, axis)
 
@@ -142,9 +143,9 @@ class RMSNorm(nnx.Module):
         return self.scale[...].astype(jnp.float32) + self.offset
 
     @property
-    def for_kernel(self) -> product.Norm | None:
+    def for_kernel(self) -> matmul_module.Norm | None:
         """Equivalent norm of a matmul kernel; None with an offset: kernels take scales of the rows' own type."""
-        return None if self.offset else product.Norm("rms", self.eps, self.scale[...])
+        return None if self.offset else matmul_module.Norm("rms", self.eps, self.scale[...])
 
     @staticmethod
     def measure(x: jax.Array) -> jax.Array:
@@ -185,7 +186,7 @@ class MeasuredNorm:
         return self.norm(x_te, self.squares_t)
 
     @property
-    def for_kernel(self) -> product.Norm | None:
+    def for_kernel(self) -> matmul_module.Norm | None:
         """Equivalent norm of a matmul kernel, which measures by itself."""
         return self.norm.for_kernel
 
@@ -211,10 +212,10 @@ class LayerNorm(nnx.Module):
         return x32.astype(x.dtype)
 
     @property
-    def for_kernel(self) -> product.Norm:
+    def for_kernel(self) -> matmul_module.Norm:
         """Equivalent norm of a matmul kernel."""
         scale, bias = (None if param is None else param[...] for param in (self.scale, self.bias))
-        return product.Norm("layer", self.eps, scale, bias)
+        return matmul_module.Norm("layer", self.eps, scale, bias)
 
 
 Norm = RMSNorm | MeasuredNorm | LayerNorm
@@ -230,7 +231,7 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
     return jax.nn.gelu(x32, approximate=activation == "gelu_tanh").astype(x.dtype)
 
 
-def _fused(norm: Norm | None, x: jax.Array) -> tuple[product.Norm | None, jax.Array]:
+def _fused(norm: Norm | None, x: jax.Array) -> tuple[matmul_module.Norm | None, jax.Array]:
     """Return a matmul kernel's norm, and the rows; normalizes them here if the kernel cannot."""
     before = None if norm is None else norm.for_kernel
     return before, x if norm is None or before is not None else norm(x)
@@ -239,7 +240,7 @@ def _fused(norm: Norm | None, x: jax.Array) -> tuple[product.Norm | None, jax.Ar
 class Linear(nnx.Module):
     """`norm(x)[T, in] @ kernel[in, *out] + bias[*out]`, accumulated in float32, returned in x's type.
 
-    The kernel may be packed (`jpaged.kernels.product`): the operations around the matmul are then fused into it. It may
+    The kernel may be packed (`jpaged.kernels.matmul`): the operations around the matmul are then fused into it. It may
     have adapters (`jpaged.kernels.lora`), which add to the sums before anything else.
     """
 
@@ -251,7 +252,7 @@ class Linear(nnx.Module):
     def is_packed(self) -> bool:
         """True if a matmul kernel with packed weights multiplies, on one CPU device."""
         kernel = self.kernel.get_value()
-        return isinstance(kernel.base if isinstance(kernel, lora.AdaptedMatrix) else kernel, product.PackedMatrix)
+        return isinstance(kernel.base if isinstance(kernel, lora.AdaptedMatrix) else kernel, matmul_module.PackedMatrix)
 
     def __call__(
         self,
@@ -272,7 +273,7 @@ class Linear(nnx.Module):
             if norm_after is None:
                 return y
             after, y = _fused(norm_after, y)
-            return y if after is None else product.loaded().normalise(y, after, rows.num_in_use)
+            return y if after is None else matmul_module.loaded().normalise(y, after, rows.num_in_use)
         x_te = x_te if norm is None else norm(x_te)
         if not isinstance(kernel, lora.AdaptedMatrix):
             y = dot(x_te, kernel, 0)
@@ -292,20 +293,22 @@ class Linear(nnx.Module):
 
     def _multiply(
         self,
-        kernel: product.PackedMatrix | lora.AdaptedMatrix,
+        kernel: matmul_module.PackedMatrix | lora.AdaptedMatrix,
         x_te: jax.Array,
         rows: Rows,
         norm: Norm | None,
         residual: jax.Array | None,
     ) -> jax.Array:
         bias = None if self.bias is None else self.bias[...]
-        run, num_rows = product.loaded(), rows.num_in_use
+        run, num_rows = matmul_module.loaded(), rows.num_in_use
         before, x_te = _fused(norm, x_te)
         packed, delta = kernel.base if isinstance(kernel, lora.AdaptedMatrix) else kernel, None
         if isinstance(kernel, lora.AdaptedMatrix) and rows.adapters_t is not None:
             # Both matmuls read the normalized rows.
             x_te, before = x_te if before is None else run.normalise(x_te, before, num_rows), None
-            delta = product.Delta(lora.loaded().adapt(x_te, rows.adapters_t, num_rows, kernel), rows.adapters_t)
+            delta = matmul_module.RowDelta(
+                lora.loaded().adapt(x_te, rows.adapters_t, num_rows, kernel), rows.adapters_t
+            )
         y = run.multiply(x_te, packed, num_rows, norm=before, bias=bias, residual=residual, delta=delta)
         return y.reshape(len(y), *packed.shape[1:]) if packed.num_parts == 1 else y
 
@@ -327,7 +330,7 @@ class GatedLinear(Linear):
 
     def _multiply(
         self,
-        kernel: product.PackedMatrix | lora.AdaptedMatrix,
+        kernel: matmul_module.PackedMatrix | lora.AdaptedMatrix,
         x_te: jax.Array,
         rows: Rows,
         norm: Norm | None,
@@ -385,10 +388,12 @@ class QKVLinear(Linear):
         if is_fused and self.is_packed:
             qkv = self._grouped(self(x_te, rows, norm=norm))
             if head_norms is None:
-                return product.loaded().rotate(qkv, angles, rows.num_in_use)
+                return matmul_module.loaded().rotate(qkv, angles, rows.num_in_use)
             q_scale, k_scale = (head_norm.scale[...] for head_norm in head_norms)
             eps = head_norms[0].eps
-            return product.loaded().rotate(qkv, angles, rows.num_in_use, q_scale=q_scale, k_scale=k_scale, eps=eps)
+            return matmul_module.loaded().rotate(
+                qkv, angles, rows.num_in_use, q_scale=q_scale, k_scale=k_scale, eps=eps
+            )
         q_thd, k_tkd, v_tkd = self.project(x_te, rows, norm)
         if head_norms is not None:
             q_thd, k_tkd = head_norms[0](q_thd), head_norms[1](k_tkd)
@@ -403,7 +408,7 @@ class QKVLinear(Linear):
 EndsKeys = tuple[jax.Array, jax.Array]
 
 
-class Embedding(nnx.Module):
+class TokenEmbedding(nnx.Module):
     """A matrix with a row for each id: an embedding of ids, and an output matrix for hidden states."""
 
     def __init__(self, size: int, width: int, dtype: np.dtype, key: jax.Array) -> None:
@@ -420,9 +425,9 @@ class Embedding(nnx.Module):
     def logits(self, hidden_re: jax.Array, num_rows: jax.Array, norm: Norm | None) -> jax.Array:
         """Map `[R, width]`, of which the first rows are in use, to float32 `[R, size]`; applies a norm first."""
         embedding = self.embedding.get_value()
-        if isinstance(embedding, product.PackedMatrix):
+        if isinstance(embedding, matmul_module.PackedMatrix):
             before, hidden_re = _fused(norm, hidden_re)
-            kernel = product.loaded()
+            kernel = matmul_module.loaded()
             return kernel.multiply(hidden_re, embedding, num_rows, norm=before, dtype=np.dtype(np.float32))
         return dot(hidden_re if norm is None else norm(hidden_re), embedding, 1)
 
@@ -434,9 +439,9 @@ class Ends(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, width: int, dtype: np.dtype, keys: EndsKeys) -> None:
-        self.embed = Embedding(config.vocab_size, width, dtype, keys[0])
+        self.embed = TokenEmbedding(config.vocab_size, width, dtype, keys[0])
         is_tied = config.tie_word_embeddings
-        self.lm_head = None if is_tied else Embedding(config.vocab_size, width, dtype, keys[1])
+        self.lm_head = None if is_tied else TokenEmbedding(config.vocab_size, width, dtype, keys[1])
 
     @abc.abstractmethod
     def begin(self, tokens: TokenBatch) -> tuple[Any, Any]:

@@ -16,10 +16,10 @@ import numpy as np
 from flax import nnx
 
 from jpaged.errors import InvalidArgument
+from jpaged.kernels.matmul.quantized import abstract_matrix, component_axes
 from jpaged.kernels.matrix_format import MatrixFormat
-from jpaged.kernels.product.quantised import abstract_matrix, component_axes
-from jpaged.models.config import ModelConfig, Quantisation
-from jpaged.models.layer_kinds import KVPlace, LayerKind, stacks_of
+from jpaged.models.config import ModelConfig, Quantization
+from jpaged.models.layer_kinds import KVPlace, LayerKind, get_stacks
 from jpaged.models.layers import Attend, Ends, Params
 from jpaged.models.param_specs import EXPERT_AXES, Leaf, LogicalAxes, contracted_axis, is_uniform, leaf_format
 from jpaged.models.registry import find_family
@@ -40,7 +40,7 @@ def placed_leaves(config: ModelConfig, layer_mode: LayerMode) -> Iterator[tuple[
         for index, kind in enumerate(config.layer_kinds)
     ]
     if layer_mode == "scan":
-        for name, stacked in stacks_of(config.layer_kinds).items():
+        for name, stacked in get_stacks(config.layer_kinds).items():
             for of_each in zip(*(layers[index] for index in stacked), strict=True):
                 yield ("layers", name, *of_each[0].path), of_each
     else:
@@ -53,10 +53,10 @@ def placed_leaves(config: ModelConfig, layer_mode: LayerMode) -> Iterator[tuple[
 
 def dense_formats(config: ModelConfig, part: MatricesOf = "all") -> frozenset[MatrixFormat]:
     """Return the formats of the quantized matrices that all rows are multiplied with, in the layers or after them."""
-    if config.quantisation is None:
+    if config.quantization is None:
         return frozenset()
     found = (
-        leaf_format(config.quantisation, leaf)
+        leaf_format(config.quantization, leaf)
         for path, leaves in placed_leaves(config, "loop")
         for leaf in leaves
         if EXPERT_AXES.isdisjoint(leaf.axes) and part in ("all", "layers" if path[0] == "layers" else "head")
@@ -66,21 +66,21 @@ def dense_formats(config: ModelConfig, part: MatricesOf = "all") -> frozenset[Ma
 
 def can_stack(config: ModelConfig) -> bool:
     """Return True if layers that would be stacked have the same formats."""
-    quantisation = config.quantisation
-    return quantisation is None or all(is_uniform(quantisation, leaves) for _, leaves in placed_leaves(config, "scan"))
+    quantization = config.quantization
+    return quantization is None or all(is_uniform(quantization, leaves) for _, leaves in placed_leaves(config, "scan"))
 
 
-def leaf_axes(quantisation: Quantisation | None, leaf: Leaf, dtype: np.dtype, *, is_stacked: bool) -> Any:
+def leaf_axes(quantization: Quantization | None, leaf: Leaf, dtype: np.dtype, *, is_stacked: bool) -> Any:
     """Return the axis names of a leaf, or those of all arrays of a quantized one; an axis of layers comes first."""
     axes: LogicalAxes = ("layers", *leaf.axes) if is_stacked else leaf.axes
-    form = leaf_format(quantisation, leaf)
+    form = leaf_format(quantization, leaf)
     return axes if form is None else component_axes(axes, contracted_axis(leaf), form, dtype)
 
 
-def put_quantised(shapes: Any, config: ModelConfig, layer_mode: LayerMode, dtype: np.dtype) -> None:
+def put_quantized(shapes: Any, config: ModelConfig, layer_mode: LayerMode, dtype: np.dtype) -> None:
     """Replace the shapes of matrices that are quantized by their quantized forms in a tree of shapes, in place."""
     for path, (leaf, *_) in placed_leaves(config, layer_mode):
-        form = leaf_format(config.quantisation, leaf)
+        form = leaf_format(config.quantization, leaf)
         if form is not None:
             inside = shapes
             for key in path[:-1]:
@@ -115,8 +115,8 @@ class Model:
         """Return shapes and types of the parameter tree, with its quantized matrices."""
         key = jax.eval_shape(jax.random.key, 0)  # a real key would need a program to be compiled
         params: Params = jax.eval_shape(functools.partial(self.init_params, layer_mode=layer_mode), key)
-        if self.config.quantisation is not None:
-            put_quantised(params, self.config, layer_mode, self.dtype)
+        if self.config.quantization is not None:
+            put_quantized(params, self.config, layer_mode, self.dtype)
         return params
 
     def init_params(self, key: jax.Array, layer_mode: LayerMode) -> Params:
@@ -133,7 +133,7 @@ class Model:
 
         keys, kinds = jax.random.split(layers_key, config.num_layers), config.layer_kinds
         layers: Any = [init_layer(keys[i], kind=kind) for i, kind in enumerate(kinds)] if layer_mode == "loop" else {}
-        for name, stacked in stacks_of(kinds).items() if layer_mode == "scan" else ():
+        for name, stacked in get_stacks(kinds).items() if layer_mode == "scan" else ():
             layers[name] = jax.vmap(functools.partial(init_layer, kind=kinds[stacked[0]]))(keys[np.array(stacked)])
         return {**_arrays(modules.ends(config, dtype, (begin_key, end_key))), "layers": layers}
 

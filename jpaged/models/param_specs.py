@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jpaged.kernels.matrix_format import MatrixFormat
-from jpaged.models.config import ModelConfig, Quantisation
+from jpaged.models.config import ModelConfig, Quantization
 
 LM_HEAD = "lm_head.weight"
 
@@ -44,7 +44,7 @@ class Leaf:
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     pack: Callable[[Sequence[np.ndarray], np.ndarray], None]
     tensor_axes: tuple[int | None, ...]
-    heads: Heads | None = None
+    heads: GroupedHeads | None = None
     dtype: np.dtype | None = None
 
 
@@ -169,7 +169,7 @@ def qkv_kernel(
         is_grouped: one linear layer has each key/value head's queries, key and value together.
         order: of the dimensions of queries and keys, if it is not as published.
     """
-    width, heads = config.hidden_size, Heads.of(config)
+    width, heads = config.hidden_size, GroupedHeads.of(config)
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
         for columns, part in heads.parts(tensors, linears, is_grouped, order):
@@ -191,7 +191,7 @@ def qkv_bias(
     config: ModelConfig, linears: Linears, *, is_grouped: bool = False, order: np.ndarray | None = None
 ) -> Leaf:
     """Return the bias from query `[H*D]`, key and value `[K*D]` -> `[K * (G + 2) * D]`; see `qkv_kernel`."""
-    heads = Heads.of(config)
+    heads = GroupedHeads.of(config)
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
         for columns, part in heads.parts(tensors, linears, is_grouped, order):
@@ -203,7 +203,7 @@ def qkv_bias(
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class GroupedHeads:
     """The heads of grouped-query attention in the columns of a leaf, each with its queries, key and value.
 
     Attributes:
@@ -217,7 +217,7 @@ class Heads:
     head_dim: int
 
     @classmethod
-    def of(cls, config: ModelConfig) -> Heads:
+    def of(cls, config: ModelConfig) -> GroupedHeads:
         """Return the heads of a model."""
         return cls(config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
 
@@ -231,9 +231,9 @@ class Heads:
         """Columns of all heads."""
         return self.num_kv_heads * self.group_size
 
-    def repeated(self, repeats: int) -> Heads:
+    def repeated(self, repeats: int) -> GroupedHeads:
         """Return the heads with each key/value head repeated, with its share of the queries."""
-        return Heads(self.num_kv_heads * repeats, self.group // repeats, self.head_dim)
+        return GroupedHeads(self.num_kv_heads * repeats, self.group // repeats, self.head_dim)
 
     @property
     def outputs(self) -> tuple[int, int, int]:
@@ -280,7 +280,7 @@ EXPERT_AXES = frozenset({"experts", "expert_parts"})
 """Axes of experts."""
 
 
-def module_of(name: str) -> str:
+def get_module(name: str) -> str:
     """Return the name of the module that a tensor belongs to."""
     return name.removesuffix(".weight")
 
@@ -292,7 +292,7 @@ def contracted_axis(leaf: Leaf) -> int:
     return (1 if leaf.axes[0] in EXPERT_AXES else 0) - len(leaf.shape)
 
 
-def stored_formats(quantisation: Quantisation | None, leaf: Leaf) -> list[MatrixFormat | None]:
+def stored_formats(quantization: Quantization | None, leaf: Leaf) -> list[MatrixFormat | None]:
     """Return the format of each tensor of a leaf in the checkpoint; None is unquantized.
 
     Routers, norms, biases and the embedding of tokens are never quantized.
@@ -301,24 +301,24 @@ def stored_formats(quantisation: Quantisation | None, leaf: Leaf) -> list[Matrix
     is_left = not _CHOOSING.isdisjoint(leaf.path) or (
         leaf.path[-1] in _NEVER and not (is_output and leaf.path[-1] == "embedding")
     )
-    if quantisation is None or is_left or (is_output and not quantisation.has_output):
+    if quantization is None or is_left or (is_output and not quantization.has_output):
         return [None] * len(leaf.tensors)
-    return [quantisation.format_of(module_of(name)) if len(shape) > 1 else None for name, shape in leaf.tensors]
+    return [quantization.get_format(get_module(name)) if len(shape) > 1 else None for name, shape in leaf.tensors]
 
 
-def leaf_format(quantisation: Quantisation | None, leaf: Leaf) -> MatrixFormat | None:
+def leaf_format(quantization: Quantization | None, leaf: Leaf) -> MatrixFormat | None:
     """Return the format in which a leaf is stored and multiplied; None is unquantized.
 
     A matrix of matmuls is quantized if all its tensors are, in the same format; otherwise its tensors are dequantized.
     """
-    first, *others = stored_formats(quantisation, leaf)
+    first, *others = stored_formats(quantization, leaf)
     is_product = leaf.path[-1] == "kernel" or leaf.path[0] == "lm_head"
-    if quantisation is None or first is None or not is_product or any(form != first for form in others):
+    if quantization is None or first is None or not is_product or any(form != first for form in others):
         return None
     axis = contracted_axis(leaf)
-    return first.split(leaf.shape[axis], quantisation.num_parts if leaf.axes[axis] in _SPLIT else 1)
+    return first.split(leaf.shape[axis], quantization.num_parts if leaf.axes[axis] in _SPLIT else 1)
 
 
-def is_uniform(quantisation: Quantisation | None, leaves: Sequence[Leaf]) -> bool:
+def is_uniform(quantization: Quantization | None, leaves: Sequence[Leaf]) -> bool:
     """Return True if the same leaf of several layers has one format, so that it can be stacked."""
-    return quantisation is None or len({leaf_format(quantisation, leaf) for leaf in leaves}) == 1
+    return quantization is None or len({leaf_format(quantization, leaf) for leaf in leaves}) == 1

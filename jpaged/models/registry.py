@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping
 
 from jpaged.errors import Unsupported
+from jpaged.models.eagle import HEADS
 from jpaged.models.families import (
     deepseek,
     falcon,
@@ -21,7 +22,6 @@ from jpaged.models.families import (
     starcoder2,
 )
 from jpaged.models.family import AnyFamily
-from jpaged.models.heads import HEADS
 
 _FAMILIES = (
     *(llama, mixtral, qwen_moe, gpt_oss, deepseek, gemma, phi3),

@@ -67,7 +67,7 @@ def cos_sin(
     Returns:
         cos and sin, float32 `[T, D/2]`; pairs that are not rotated have 1 and 0.
     """
-    angles_td = positions_t.astype(jnp.float32)[:, None] * _frequencies_of(rope, head_dim, rope_lens_t)
+    angles_td = positions_t.astype(jnp.float32)[:, None] * _get_frequencies(rope, head_dim, rope_lens_t)
     if rope.kind == "dynamic":
         angles_td = angles_td * _dynamic_stretch(rope, head_dim, rope_lens_t)
     is_rotated_d = np.arange(head_dim // 2) < rope.num_rotated(head_dim) // 2
@@ -75,7 +75,7 @@ def cos_sin(
     return jnp.cos(angles_td) * scale_d, jnp.sin(angles_td) * scale_d
 
 
-def _frequencies_of(rope: RopeConfig, head_dim: int, rope_lens_t: jax.Array) -> jax.Array:
+def _get_frequencies(rope: RopeConfig, head_dim: int, rope_lens_t: jax.Array) -> jax.Array:
     short_d = inverse_frequencies(rope, head_dim)
     if rope.kind != "longrope":
         return jnp.asarray(short_d)

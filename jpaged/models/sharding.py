@@ -23,7 +23,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
 from jpaged.models.model import leaf_axes, placed_leaves
-from jpaged.models.param_specs import Heads, Leaf
+from jpaged.models.param_specs import GroupedHeads, Leaf
 from jpaged.models.stack import LayerMode
 
 _FLOAT32 = np.dtype(np.float32)
@@ -40,7 +40,7 @@ def logical_axes(config: ModelConfig, layer_mode: LayerMode, dtype: np.dtype = _
     axes: Params = {"layers": {} if layer_mode == "scan" else [{} for _ in range(config.num_layers)]}
     for path, (leaf, *_) in placed_leaves(config, layer_mode):
         is_stacked = layer_mode == "scan" and path[0] == "layers"
-        insert(axes, path, leaf_axes(config.quantisation, leaf, dtype, is_stacked=is_stacked))
+        insert(axes, path, leaf_axes(config.quantization, leaf, dtype, is_stacked=is_stacked))
     return axes
 
 
@@ -67,7 +67,7 @@ class PaddedAxis:
     name: str
     size: int
     wide_size: int
-    heads: Heads | None = None
+    heads: GroupedHeads | None = None
     repeats: int = 1
 
     def padded_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ def padded_axis(leaf: Leaf, num_parts: int) -> PaddedAxis | None:
     return None
 
 
-def repeat_groups(qkv: np.ndarray, heads: Heads, repeats: int) -> np.ndarray:
+def repeat_groups(qkv: np.ndarray, heads: GroupedHeads, repeats: int) -> np.ndarray:
     """Return columns of key/value heads with each head repeated, each copy with its share of the queries, G / repeats.
 
     Args:
@@ -144,7 +144,7 @@ def pad_for_sharding(config: ModelConfig, num_parts: int) -> ModelConfig:
         config,
         num_kv_heads=max(config.num_kv_heads, num_parts),
         vocab_size=_rounded_up(config.vocab_size, num_parts),
-        quantisation=None if config.quantisation is None else config.quantisation.split(num_parts),
+        quantization=None if config.quantization is None else config.quantization.split(num_parts),
     )
 
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.experts import StackedExperts
-from jpaged.kernels.product.quantised import QuantisedMatrix, StackedMatrix
-from jpaged.models.layer_kinds import KVPlace, LayerKind, Segment, segments_of
+from jpaged.kernels.matmul.quantized import QuantizedMatrix, StackedMatrix
+from jpaged.models.layer_kinds import KVPlace, LayerKind, LayerSegment, build_segments
 
 LayerMode = Literal["scan", "loop"]
 
@@ -75,7 +75,7 @@ def run_layers(
     """
     seen: dict[int, Any] = {}
     if mode == "scan":
-        for segment in segments_of(kinds):
+        for segment in build_segments(kinds):
             inside = [number for number in watched if segment.first <= number < segment.end]
             x, carry, found = _scan(layer, layer_params, x, carry, segment, kv_places, inside)
             seen |= dict(zip(inside, found, strict=True))
@@ -94,7 +94,7 @@ def _scan(
     layer_params: Any,
     x: Any,
     carry: Any,
-    segment: Segment,
+    segment: LayerSegment,
     kv_places: Sequence[KVPlace],
     watched: Sequence[int],
 ) -> tuple[Any, Any, list[Any]]:
@@ -134,12 +134,12 @@ def _is_of_experts(path: tuple[Any, ...]) -> bool:
 
 
 def _is_leaf(tree: Any) -> bool:
-    return tree is None or isinstance(tree, QuantisedMatrix)
+    return tree is None or isinstance(tree, QuantizedMatrix)
 
 
 def _stays_whole(path: tuple[Any, ...], leaf: Any) -> bool:
     """Return True if a layer reads its slice of a stack in place: see `StackedExperts` and `StackedMatrix`."""
-    return _is_of_experts(path) or (isinstance(leaf, QuantisedMatrix) and leaf.num_groups > 1)
+    return _is_of_experts(path) or (isinstance(leaf, QuantizedMatrix) and leaf.num_groups > 1)
 
 
 def _without_whole(stack: Any) -> Any:

@@ -304,7 +304,7 @@ class DetokenizeJob:
     model: str | None = None
 
 
-def tokenize_job_of(given: Mapping[str, Any]) -> TokenizeJob:
+def parse_tokenize_job(given: Mapping[str, Any]) -> TokenizeJob:
     """Parse a body of /tokenize.
 
     Raises:
@@ -333,8 +333,8 @@ def tokenized_body(token_ids: Sequence[int], texts: Sequence[str] | None, *, max
     return {"count": len(token_ids), "max_model_len": max_model_len, "tokens": list(token_ids), "token_strs": told}
 
 
-def detokenize_job_of(given: Mapping[str, Any]) -> DetokenizeJob:
-    """Parse a body of /detokenize; raise as `tokenize_job_of` does."""
+def parse_detokenize_job(given: Mapping[str, Any]) -> DetokenizeJob:
+    """Parse a body of /detokenize; raise as `parse_tokenize_job` does."""
     body = own_fields("/detokenize", given, {"model", "tokens", "skip_special_tokens"})
     token_ids = body.get("tokens")
     if not isinstance(token_ids, list) or not all(type(one) is int for one in token_ids):

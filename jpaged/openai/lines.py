@@ -29,7 +29,6 @@ from typing import Any, Protocol, TypeVar
 
 from jpaged import json_text
 from jpaged.chat import ChatOptions
-from jpaged.completions import Evaluated
 from jpaged.errors import (
     InvalidArgument,
     JpagedError,
@@ -37,7 +36,7 @@ from jpaged.errors import (
     RequestTooLong,
     StorageError,
     Unsupported,
-    reason_of,
+    get_reason,
 )
 from jpaged.openai.embeddings import (
     EmbedJob,
@@ -50,7 +49,15 @@ from jpaged.openai.embeddings import (
     similarities_body,
 )
 from jpaged.openai.request import Job, chat_job, check_values, completion_job, loaded, renamed, shown
-from jpaged.openai.response import MAX_CHARACTER_TOKENS, AnswerSize, Heading, ShownToken, TokenText, answer_of
+from jpaged.openai.response import (
+    MAX_CHARACTER_TOKENS,
+    AnswerSize,
+    ResponseMetadata,
+    ShownToken,
+    TokenText,
+    build_answer,
+)
+from jpaged.output_assembler import Evaluated
 from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 
 COMPLETIONS_URL = "/v1/completions"
@@ -80,7 +87,7 @@ _BODIES = frozenset({"body", "body.file"})
 _LINE_FIELDS = {"custom_id", "method", "url", "body"}
 
 
-def status_code_of(error: JpagedError) -> int:
+def get_status_code(error: JpagedError) -> int:
     """Return the HTTP status of an error."""
     if isinstance(error, StorageError):
         return 507
@@ -89,7 +96,7 @@ def status_code_of(error: JpagedError) -> int:
 
 def error_body(error: JpagedError) -> dict[str, Any]:
     """Return an error in OpenAI's format."""
-    param, message, code = None, str(error), reason_of(error)
+    param, message, code = None, str(error), get_reason(error)
     if isinstance(error, InvalidArgument):
         param = _name_in_body(error.field)
         message = f"{param}: {error.problem}"
@@ -173,10 +180,10 @@ def parse_line(number: int, text: str) -> Line | BadLine:
         value = loaded(f"line {number}", text)
     except InvalidArgument as error:
         return BadLine(number, None, error)
-    return line_of(number, value)
+    return parse_request_line(number, value)
 
 
-def line_of(number: int, value: Mapping[str, Any]) -> Line | BadLine:
+def parse_request_line(number: int, value: Mapping[str, Any]) -> Line | BadLine:
     """Return the line of a parsed object."""
     given = value.get("custom_id")
     try:
@@ -213,7 +220,7 @@ def of_body() -> Iterator[None]:
         raise type(error)(f"body.{error.field}", error.problem) from error
 
 
-def job_of(line: Line) -> Job:
+def parse_job(line: Line) -> Job:
     """Parse the body of a line of completions or chats.
 
     Raises:
@@ -236,15 +243,15 @@ def job_of(line: Line) -> Job:
     return job
 
 
-def scoring_job_of(line: Line) -> ScoringJob:
-    """Parse the body of a line of embeddings or scores; raise as `job_of`."""
+def parse_scoring_job(line: Line) -> ScoringJob:
+    """Parse the body of a line of embeddings or scores; raise as `parse_job`."""
     with of_body():
         return embed_job(line.body) if line.url == EMBEDDINGS_URL else score_job(line.body)
 
 
 def success_line(line: Line, output: RequestOutput, *, model: str, token_text: TokenText) -> str:
     """Return the output line of a finished request; `token_text` must cover the tokens of the log-probabilities."""
-    body = answer_of(Heading(output.request_id, model), job_of(line), [output], token_text)
+    body = build_answer(ResponseMetadata(output.request_id, model), parse_job(line), [output], token_text)
     return response_line(line.custom_id, output.request_id, body)
 
 
@@ -259,7 +266,7 @@ def failure_line(custom_id: str | None, error: JpagedError) -> str:
     if isinstance(error, InvalidArgument):
         error = type(error)(error.field.removeprefix("body."), error.problem)
     number = uuid.uuid4().hex
-    response = {"status_code": status_code_of(error), "request_id": number, "body": error_body(error)}
+    response = {"status_code": get_status_code(error), "request_id": number, "body": error_body(error)}
     return _dumped({"id": f"batch_req_{number}", "custom_id": custom_id, "response": response, "error": None})
 
 
@@ -283,7 +290,7 @@ MAX_PARTS_OF_CALL = 256
 """Inputs or continuations of one call: 8 MiB of vectors where they have 8192 numbers."""
 
 
-class Server(Protocol):
+class LineServer(Protocol):
     """Server that runs lines, with the methods of `AsyncClient`."""
 
     async def complete(
@@ -333,7 +340,7 @@ class Server(Protocol):
         ...
 
 
-class Work(Protocol):
+class WorkRunner(Protocol):
     """Runs work on `size` characters, ids or numbers; may use a thread if `size` is large."""
 
     async def __call__(self, work: Callable[[], _T], size: int) -> _T: ...
@@ -380,7 +387,7 @@ class Answers:
     def __init__(
         self,
         model: ModelInfo,
-        work: Work = at_once,
+        work: WorkRunner = at_once,
         adapters: Callable[[], Collection[str]] = frozenset,
         *,
         max_bytes: int | None = None,
@@ -391,19 +398,21 @@ class Answers:
         self._work = work
         self._token_texts: dict[int, ShownToken] = {}
 
-    async def answer(self, server: Server, line: Line) -> Answered:
+    async def answer(self, server: LineServer, line: Line) -> Answered:
         """Run a line; raise the JpagedError that it failed with, InvalidArgument if the line is invalid."""
         if line.url in (EMBEDDINGS_URL, SCORE_URL):
             return await self._scored(server, line)
-        job = await self._work(partial(job_of, line), size_of(line.body))
+        job = await self._work(partial(parse_job, line), estimate_size(line.body))
         job = replace(job, adapter=self._adapter(job.model, job.adapter))
         output = await self._complete(server, line.custom_id, job)
         await self._name_tokens(server, output)
         name, texts = job.model or self._model.name, self._token_texts.__getitem__
-        text = await self._work(lambda: success_line(line, output, model=name, token_text=texts), _num_told(output))
+        text = await self._work(
+            lambda: success_line(line, output, model=name, token_text=texts), _estimate_chars(output)
+        )
         return Answered(text, output.usage.prompt_tokens, output.usage.completion_tokens)
 
-    async def _complete(self, server: Server, custom_id: str, job: Job) -> RequestOutput:
+    async def _complete(self, server: LineServer, custom_id: str, job: Job) -> RequestOutput:
         (prompt,), sampling = job.prompts, _seeded(job.sampling, custom_id)
         options = None if prompt.messages is None else prompt.chat_options
         if prompt.fills_length:
@@ -428,9 +437,9 @@ class Answers:
         except InvalidArgument as error:
             raise renamed(error, job.names) from error
 
-    async def _name_tokens(self, server: Server, output: RequestOutput) -> None:
+    async def _name_tokens(self, server: LineServer, output: RequestOutput) -> None:
         """Fetch the texts of the tokens in the output's log-probabilities."""
-        named = await self._work(partial(_tokens_named, output), _num_told(output))
+        named = await self._work(partial(_tokens_named, output), _estimate_chars(output))
         token_ids = sorted(named - self._token_texts.keys())
         for begin in range(0, len(token_ids), _TOKENS_AT_ONCE):
             some = token_ids[begin : begin + _TOKENS_AT_ONCE]
@@ -440,7 +449,7 @@ class Answers:
                 shown_tokens = [await self._shown_text(server, token_id) for token_id in some]
             self._token_texts.update(zip(some, shown_tokens, strict=True))
 
-    async def _shown_tokens(self, server: Server, token_ids: Sequence[int]) -> list[ShownToken]:
+    async def _shown_tokens(self, server: LineServer, token_ids: Sequence[int]) -> list[ShownToken]:
         """Return tokens as log-probabilities show them."""
         every = await server.token_bytes(token_ids, skip_special_tokens=False)
         plain = await server.token_bytes(token_ids, skip_special_tokens=True)
@@ -449,14 +458,14 @@ class Answers:
             for data, kept in zip(every, plain, strict=True)
         ]
 
-    async def _shown_text(self, server: Server, token_id: int) -> ShownToken:
+    async def _shown_text(self, server: LineServer, token_id: int) -> ShownToken:
         """Return a token of an older server, which returns no bytes of parts of characters."""
         alone = await server.detokenize([token_id], skip_special_tokens=False)
         is_special = bool(alone) and not await server.detokenize([token_id], skip_special_tokens=True)
         return ShownToken(None if "\ufffd" in alone else alone.encode(), alone, is_special=is_special)
 
-    async def _scored(self, server: Server, line: Line) -> Answered:
-        job = await self._work(partial(scoring_job_of, line), size_of(line.body))
+    async def _scored(self, server: LineServer, line: Line) -> Answered:
+        job = await self._work(partial(parse_scoring_job, line), estimate_size(line.body))
         found = await self.evaluate(server, job)
 
         def written() -> str:
@@ -466,7 +475,7 @@ class Answers:
         text = await self._work(written, found.size)
         return Answered(text, found.prompt_tokens)
 
-    async def evaluate(self, server: Server, job: ScoringJob) -> Evaluation:
+    async def evaluate(self, server: LineServer, job: ScoringJob) -> Evaluation:
         """Run a body of scores or embeddings; raise as `answer` does."""
         try:
             return await self._evaluate(server, job)
@@ -474,7 +483,7 @@ class Answers:
             field = "input" if isinstance(job, EmbedJob) else "prompt" if isinstance(job, ScoreJob) else "text_1"
             raise RequestTooLong(field, error.problem) from error
 
-    async def _evaluate(self, server: Server, job: ScoringJob) -> Evaluation:
+    async def _evaluate(self, server: LineServer, job: ScoringJob) -> Evaluation:
         how, model = job.how, job.how.model or self._model.name
         adapter = self._adapter(how.model, how.adapter) or ""
         asked: dict[str, Any] = {"adapter": adapter, "cache_salt": how.cache_salt, "priority": how.priority}
@@ -523,14 +532,14 @@ class Answers:
         return name
 
 
-def size_of(body: Mapping[str, Any]) -> int:
+def estimate_size(body: Mapping[str, Any]) -> int:
     """Return the approximate size of a body: fields, and the lengths of their values."""
     if len(body) >= _MANY_FIELDS:
         return _CHARS_OF_FIELD * len(body)
     return sum(_CHARS_OF_FIELD + len(value) if isinstance(value, str | list | dict) else 1 for value in body.values())
 
 
-def seed_of(custom_id: str) -> int:
+def compute_seed(custom_id: str) -> int:
     """Return the seed of a line without one: the same on every run."""
     return int.from_bytes(hashlib.sha256(custom_id.encode(errors="surrogatepass")).digest()[:8])
 
@@ -555,7 +564,7 @@ async def _by_calls(
     return found, num_tokens
 
 
-def _num_told(output: RequestOutput) -> int:
+def _estimate_chars(output: RequestOutput) -> int:
     """Return the approximate number of characters of an output."""
     lists = [output.prompt_logprobs or (), *(one.logprobs or () for one in output.outputs)]
     first = [positions[-1] for positions in lists if positions]
@@ -574,4 +583,4 @@ def _tokens_named(output: RequestOutput) -> set[int]:
 def _seeded(sampling: SamplingParams, custom_id: str) -> SamplingParams:
     if sampling.seed is not None or sampling.is_greedy:
         return sampling
-    return replace(sampling, seed=seed_of(custom_id))
+    return replace(sampling, seed=compute_seed(custom_id))

@@ -21,16 +21,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from jpaged.chat import ChatOptions, chat_options_of, read_message, reasoning_of
+from jpaged.chat import ChatOptions, build_chat_options, parse_reasoning, read_message
 from jpaged.errors import InvalidArgument, RequestTooLong
-from jpaged.structured import StructuredOutputs, response_format_of, structured_outputs_of
+from jpaged.structured import StructuredOutputs, get_response_format, get_structured_outputs
 from jpaged.types import CompletionOutput, Prompt, SamplingParams
 
 _PLAIN = (
     *("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "chat_template", "documents"),
     *("add_generation_prompt", "continue_final_message"),
 )
-"""Fields that `chat_options_of` has under the same name."""
+"""Fields that `build_chat_options` has under the same name."""
 CHAT_FIELDS = frozenset(
     {
         *("messages", *_PLAIN),
@@ -60,7 +60,7 @@ def chat_options_in(body: Mapping[str, Any]) -> ChatOptions:
         InvalidArgument: names the field, as in `tools[2].function.name`.
     """
     given: Any = {name: body.get(name) for name in _PLAIN}
-    return chat_options_of(**given, reasoning=reasoning_of(_reasoning_in(body)))
+    return build_chat_options(**given, reasoning=parse_reasoning(_reasoning_in(body)))
 
 
 def _reasoning_in(body: Mapping[str, Any]) -> Any:
@@ -76,7 +76,7 @@ def _reasoning_in(body: Mapping[str, Any]) -> Any:
     return {**(value or {}), **others}
 
 
-def message_of(output: CompletionOutput) -> dict[str, Any]:
+def build_message(output: CompletionOutput) -> dict[str, Any]:
     """Return an answer as a message: without content if it only calls tools."""
     message: dict[str, Any] = {"role": "assistant", "content": output.text}
     if output.reasoning_content:
@@ -607,8 +607,8 @@ def _sampling(body: Mapping[str, Any], logprobs: int | None, names: Mapping[str,
 
 def _constraint(response_format: Any, given: Any) -> StructuredOutputs | None:
     """Return the constraint of a response format, with the options of `structured_outputs`."""
-    wanted = response_format_of(response_format, "response_format")
-    options = structured_outputs_of(given) if isinstance(given, Mapping) else given
+    wanted = get_response_format(response_format, "response_format")
+    options = get_structured_outputs(given) if isinstance(given, Mapping) else given
     if wanted is None or options is None:
         return options if wanted is None else wanted
     if options.has_constraint:

@@ -25,7 +25,7 @@ from jpaged import json_text
 from jpaged.chat import ToolCallPiece
 from jpaged.errors import InvalidArgument
 from jpaged.json_text import Items
-from jpaged.openai.request import Job, Streaming, message_of
+from jpaged.openai.request import Job, Streaming, build_message
 from jpaged.types import (
     CompletionOutput,
     FinishReason,
@@ -99,7 +99,7 @@ class TextOffsets:
 
 
 @dataclass(frozen=True, slots=True)
-class Heading:
+class ResponseMetadata:
     """Common fields of an answer and the answer's chunks.
 
     Attributes:
@@ -188,8 +188,8 @@ def _width(asked: int | None, vocab_size: int) -> int:
     return 0 if asked is None else 1 + (vocab_size if asked < 0 else asked)
 
 
-def answer_of(
-    heading: Heading,
+def build_answer(
+    heading: ResponseMetadata,
     job: Job,
     outputs: Sequence[RequestOutput],
     token_text: TokenText,
@@ -205,20 +205,20 @@ def answer_of(
 
     def choices() -> Iterator[dict[str, Any]]:
         for number, output in enumerate(outputs):
-            shown = _told_alone(output) if job.is_only_told else output
+            shown = _without_dropped_token(output) if job.is_only_told else output
             prompt_text = prompt_texts[number] if job.has_echo else ""
             for one in shown.outputs:
                 index = number * job.sampling.n + one.index
                 yield _choice(job, shown, one, token_text, prompt_text) | {"index": index}
 
     usages = [replace(one.usage, completion_tokens=0) if job.is_only_told else one.usage for one in outputs]
-    body = {**heading.as_json(is_chat=job.is_chat), "choices": Items(choices), "usage": usage_of(usages)}
+    body = {**heading.as_json(is_chat=job.is_chat), "choices": Items(choices), "usage": build_usage(usages)}
     if job.is_chat:
         body |= _of_prompt(job, outputs[0], token_text)
     return body
 
 
-def usage_of(usages: Iterable[Usage]) -> dict[str, Any]:
+def build_usage(usages: Iterable[Usage]) -> dict[str, Any]:
     """Return the total usage of several requests."""
     prompt, completion, cached = 0, 0, 0
     for usage in usages:
@@ -233,7 +233,7 @@ def usage_of(usages: Iterable[Usage]) -> dict[str, Any]:
     }
 
 
-def _told_alone(output: RequestOutput) -> RequestOutput:
+def _without_dropped_token(output: RequestOutput) -> RequestOutput:
     """Return the output without its dropped token."""
     outputs = tuple(
         replace(
@@ -259,7 +259,7 @@ def _choice(
         told = echoed(output.prompt_token_ids, output.prompt_logprobs or ()) if job.has_echo else ()
         offsets = TextOffsets.of_answer(job, output.prompt_token_ids, token_text)
         logprobs = completion_logprobs((*told, *one.logprobs), token_text, offsets)
-    content: dict[str, Any] = {"message": message_of(one)} if job.is_chat else {"text": prompt_text + one.text}
+    content: dict[str, Any] = {"message": build_message(one)} if job.is_chat else {"text": prompt_text + one.text}
     choice = {
         "index": one.index,
         **content,
@@ -368,20 +368,20 @@ def sent_event(value: object) -> bytes:
     return b"".join((b"data: ", *json_text.pieces(value), b"\n\n"))
 
 
-class Chunks:
+class ChunkBuilder:
     """Builds the chunks of one job. Must not be shared between threads.
 
     Args:
         token_text: returns the text of every token in the log-probabilities.
     """
 
-    def __init__(self, heading: Heading, job: Job, token_text: TokenText) -> None:
+    def __init__(self, heading: ResponseMetadata, job: Job, token_text: TokenText) -> None:
         self._job = job
         self._token_text = token_text
         self._how = job.streaming or Streaming()
         self._heading = heading.as_json(is_chat=job.is_chat, is_chunk=True)
         self._usages = [Usage() for _ in job.prompts]
-        self._told: list[list[PositionLogprobs]] = [[] for _ in job.prompts]
+        self._sent_positions: list[list[PositionLogprobs]] = [[] for _ in job.prompts]
         self._begun: set[int] = set()
         self._offsets: dict[int, TextOffsets] = {}
         self._plain: dict[int, tuple[bytes, bytes]] = {}
@@ -405,7 +405,7 @@ class Chunks:
         if is_text and self._is_plain and index in self._begun:
             before, after = self._plain.get(index) or self._made_plain(index)
             return before + json_text.quoted(event.text) + after
-        self._told[number] += event.prompt_logprobs
+        self._sent_positions[number] += event.prompt_logprobs
         if not (event.token_ids or event.text or event.finish or event.reasoning_content or event.tool_calls):
             return b""
         if self._has_logprobs and index not in self._begun and not self._job.is_chat:
@@ -415,7 +415,7 @@ class Chunks:
             begin = self._begin(number, index, prompt_token_ids, prompt_text)
             self._begun.add(index)
             if self._begun.issuperset(range(first := number * self._job.sampling.n, first + self._job.sampling.n)):
-                self._told[number] = []  # no other choice of this prompt repeats them
+                self._sent_positions[number] = []  # no other choice of this prompt repeats them
         return begin + self._added(number, index, event)
 
     def end(self) -> bytes:
@@ -425,7 +425,7 @@ class Chunks:
         return sent_event({**self._heading, "choices": [], "usage": self._usage(self._usages)}) + DONE
 
     def _usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
-        usage = usage_of(usages)
+        usage = build_usage(usages)
         if self._job.is_only_told:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
@@ -435,7 +435,7 @@ class Chunks:
         job = self._job
         told: list[PositionLogprobs | None] | None = None
         if job.sampling.prompt_logprobs is not None:
-            told = [None, *self._told[number]]
+            told = [None, *self._sent_positions[number]]
         fields = prompt_fields(job, prompt_token_ids, told, self._token_text)
         if job.is_chat:
             choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}

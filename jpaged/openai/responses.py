@@ -31,10 +31,10 @@ from typing import Any
 
 from jpaged import json_text
 from jpaged.chat import ToolCall, ToolCallPiece, without_surrogates
-from jpaged.errors import InvalidArgument, JpagedError, reason_of
+from jpaged.errors import InvalidArgument, JpagedError, get_reason
 from jpaged.json_text import Items
 from jpaged.openai.request import OF_CHATS, Job, chat_job, own_fields, without_nulls
-from jpaged.openai.response import Heading, TokenText, chat_logprobs
+from jpaged.openai.response import ResponseMetadata, TokenText, chat_logprobs
 from jpaged.types import CompletionOutput, FinishReason, OutputEvent, PositionLogprobs, RequestOutput, Usage
 
 _MAX_SHOWN = 80
@@ -45,7 +45,7 @@ _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "ref
 _PART_FIELDS = frozenset({"type", "text", "refusal", "annotations", "logprobs", "parsed"})
 
 
-def messages_of(given: Any, instructions: str | None) -> list[dict[str, Any]]:
+def build_messages(given: Any, instructions: str | None) -> list[dict[str, Any]]:
     """Convert an input to the messages of a chat.
 
     Raises:
@@ -209,7 +209,7 @@ _TOOL_FIELDS = ("name", "description", "parameters", "strict")
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class ResponsesRequest:
     """A parsed body, as a chat and as the answer repeats it.
 
     Attributes:
@@ -220,7 +220,7 @@ class Asking:
     echoed: Mapping[str, Any]
 
 
-def asking_of(given: Mapping[str, Any]) -> Asking:
+def parse_responses_request(given: Mapping[str, Any]) -> ResponsesRequest:
     """Parse a body of /v1/responses.
 
     Raises:
@@ -234,7 +234,7 @@ def asking_of(given: Mapping[str, Any]) -> Asking:
     text_format = _text_format(_object(body, "text"))
     chat = {name: value for name, value in body.items() if name not in _OWN}
     chat |= {
-        "messages": messages_of(body.get("input"), instructions),
+        "messages": build_messages(body.get("input"), instructions),
         "max_completion_tokens": body.get("max_output_tokens"),
         "stream": body.get("stream"),
         "stream_options": _stream_options(body),
@@ -265,7 +265,7 @@ def asking_of(given: Mapping[str, Any]) -> Asking:
         "user": job.user,
         "metadata": metadata,
     }
-    return Asking(replace(job, names={**job.names, **told}), echoed)
+    return ResponsesRequest(replace(job, names={**job.names, **told}), echoed)
 
 
 def _stream_options(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -415,19 +415,19 @@ def call_item(request_id: str, number: int, call: ToolCall, status: str) -> dict
     }
 
 
-def logprobs_of(positions: Sequence[PositionLogprobs], token_text: TokenText) -> Items:
+def build_logprobs(positions: Sequence[PositionLogprobs], token_text: TokenText) -> Items:
     """Return the log-probabilities of a text's tokens."""
     found: Items = chat_logprobs(positions, token_text)["content"]
     return found
 
 
-def status_of(finish_reason: str) -> str:
+def get_status(finish_reason: str) -> str:
     """Return the status of a response by the sequence's finish reason."""
     is_cut = finish_reason in (FinishReason.LENGTH.value, FinishReason.ABORT.value)
     return "incomplete" if is_cut else "completed"
 
 
-def items_of(request_id: str, output: CompletionOutput, token_text: TokenText) -> list[dict[str, Any]]:
+def build_items(request_id: str, output: CompletionOutput, token_text: TokenText) -> list[dict[str, Any]]:
     """Return the items of an answer: reasoning, content, calls; the last one is incomplete if it is truncated."""
     parts: list[tuple[str, Any]] = []
     if output.reasoning_content:
@@ -437,19 +437,19 @@ def items_of(request_id: str, output: CompletionOutput, token_text: TokenText) -
     parts += [("call", call) for call in output.tool_calls]
     items = []
     for number, (kind, value) in enumerate(parts):
-        status = status_of(output.finish_reason) if number == len(parts) - 1 else "completed"
+        status = get_status(output.finish_reason) if number == len(parts) - 1 else "completed"
         if kind == "reasoning":
             items.append(reasoning_item(request_id, number, value, status))
         elif kind == "message":
             items.append(
-                message_item(request_id, number, value, logprobs_of(output.logprobs or (), token_text), status)
+                message_item(request_id, number, value, build_logprobs(output.logprobs or (), token_text), status)
             )
         else:
             items.append(call_item(request_id, number, value, status))
     return items
 
 
-def usage_of(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
+def build_usage(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
     """Return the usage of a response."""
     return {
         "input_tokens": usage.prompt_tokens,
@@ -461,7 +461,7 @@ def usage_of(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
 
 
 def response_body(
-    heading: Heading,
+    heading: ResponseMetadata,
     echoed: Mapping[str, Any],
     items: Sequence[Mapping[str, Any]],
     *,
@@ -470,7 +470,7 @@ def response_body(
     error: JpagedError | None = None,
 ) -> dict[str, Any]:
     """Return a response body; without a finish reason and an error it is in progress."""
-    status = "in_progress" if finish_reason is None else status_of(finish_reason)
+    status = "in_progress" if finish_reason is None else get_status(finish_reason)
     is_cut = finish_reason == FinishReason.LENGTH.value
     return {
         "id": f"resp_{heading.request_id}",
@@ -478,7 +478,7 @@ def response_body(
         "created_at": heading.created,
         "status": "failed" if error is not None else status,
         "background": False,
-        "error": None if error is None else {"code": reason_of(error), "message": str(error)},
+        "error": None if error is None else {"code": get_reason(error), "message": str(error)},
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "model": heading.model,
         "output": list(items),
@@ -490,8 +490,8 @@ def response_body(
     }
 
 
-def response_of(
-    heading: Heading,
+def build_response(
+    heading: ResponseMetadata,
     echoed: Mapping[str, Any],
     output: RequestOutput,
     token_text: TokenText,
@@ -499,8 +499,8 @@ def response_of(
 ) -> dict[str, Any]:
     """Return the response of a finished request."""
     (one,) = output.outputs
-    items = items_of(heading.request_id, one, token_text)
-    usage = usage_of(output.usage, num_reasoning_tokens)
+    items = build_items(heading.request_id, one, token_text)
+    usage = build_usage(output.usage, num_reasoning_tokens)
     return response_body(heading, echoed, items, finish_reason=one.finish_reason, usage=usage)
 
 
@@ -514,7 +514,7 @@ class ResponseEvents:
         reasoning: the reasoning so far.
     """
 
-    def __init__(self, heading: Heading, echoed: Mapping[str, Any], token_text: TokenText) -> None:
+    def __init__(self, heading: ResponseMetadata, echoed: Mapping[str, Any], token_text: TokenText) -> None:
         self.reasoning = ""
         self._heading = heading
         self._echoed = echoed
@@ -526,7 +526,7 @@ class ResponseEvents:
         self._call = ToolCall("", "", "")
         self._text = ""
         self._logprobs: list[object] = []
-        self._untold: list[object] = []
+        self._unsent: list[object] = []
         self._usage = Usage()
         self._finish_reason = ""
 
@@ -537,11 +537,11 @@ class ResponseEvents:
 
     def of(self, event: OutputEvent) -> bytes:
         """Return the events for an event of the request."""
-        return b"".join(self._of(event))
+        return b"".join(self._iter_events(event))
 
     def end(self, num_reasoning_tokens: int) -> bytes:
         """Return the last events."""
-        usage = usage_of(self._usage, num_reasoning_tokens)
+        usage = build_usage(self._usage, num_reasoning_tokens)
         body = response_body(self._heading, self._echoed, self._items, finish_reason=self._finish_reason, usage=usage)
         return self._event(f"response.{body['status']}", response=body)
 
@@ -551,16 +551,16 @@ class ResponseEvents:
         body = response_body(self._heading, self._echoed, self._items, error=error)
         return b"".join([*parts, self._event("response.failed", response=body)])
 
-    def _of(self, event: OutputEvent) -> Iterator[bytes]:
+    def _iter_events(self, event: OutputEvent) -> Iterator[bytes]:
         self._usage = event.usage
-        self._untold += logprobs_of(event.logprobs, self._token_text)
+        self._unsent += build_logprobs(event.logprobs, self._token_text)
         if event.reasoning_content:
             self.reasoning += event.reasoning_content
             yield from self._open(_REASONING)
             yield self._delta("response.reasoning_text.delta", event.reasoning_content, content_index=0)
         if event.text:
             yield from self._open(_MESSAGE)
-            told, self._untold = self._untold, []
+            told, self._unsent = self._unsent, []
             self._logprobs += told
             yield self._delta("response.output_text.delta", event.text, content_index=0, logprobs=told)
         for piece in event.tool_calls:
@@ -569,7 +569,7 @@ class ResponseEvents:
             self._finish_reason = event.finish.reason.value
             if not self._kind:
                 yield from self._open(_MESSAGE)
-            yield from self._close(status_of(self._finish_reason))
+            yield from self._close(get_status(self._finish_reason))
 
     def _of_call(self, piece: ToolCallPiece) -> Iterator[bytes]:
         if self._kind != _CALL or piece.index != self._call_index:
@@ -599,8 +599,8 @@ class ResponseEvents:
         elif self._kind == _REASONING:
             yield self._of_item("response.reasoning_text.done", content_index=0, text=text)
         else:
-            self._logprobs += self._untold
-            self._untold = []
+            self._logprobs += self._unsent
+            self._unsent = []
             yield self._of_item("response.output_text.done", content_index=0, text=text, logprobs=self._logprobs)
         if self._kind != _CALL:
             yield self._of_item("response.content_part.done", content_index=0, part=self._part(text))

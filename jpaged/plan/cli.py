@@ -8,13 +8,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from jpaged import json_text
-from jpaged.cli.options import add_config_flags, config_from, config_values, flag_of
+from jpaged.cli.options import add_config_flags, config_from, config_values, to_flag
 from jpaged.cli.startup import StartupReport
 from jpaged.config import iter_options
 from jpaged.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from jpaged.plan.estimate import Goals, Lengths
+    from jpaged.plan.estimate import PlanGoals, SequenceLengths
 
 DESCRIPTION = """\
 Estimate memory fit, capacity, speed and cost of a deployment on devices that this machine need not have.
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         compile_plan,
         find_config,
     )
-    from jpaged.plan.report import Workload, as_json, assess, cheapest, comparison, lines
+    from jpaged.plan.report import PlanWorkload, as_json, assess, cheapest, comparison, lines
     from jpaged.plan.step_times import find_target
 
     options = config_values(arguments)
@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
         for name in names:
             find_target(name)
         lengths = _lengths(arguments, options.get("max_model_len") or model_config.max_model_len)
-        workload = Workload(lengths, _load(arguments, lengths), prices, goals)
+        workload = PlanWorkload(lengths, _load(arguments, lengths), prices, goals)
         for name in names:
             question = Question(model, name, options, arguments.all_programs, arguments.save)
             found.append(assess(compile_plan(question, report.line), workload))
@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print("\n".join(lines(found[-1])), end="\n\n", flush=True)
     except InvalidArgument as error:
         known = {*_OPTIONS, "topology", "save"} - {"model"}
-        raise InvalidArgument(flag_of(error.field) if error.field in known else error.field, error.problem) from error
+        raise InvalidArgument(to_flag(error.field) if error.field in known else error.field, error.problem) from error
     if arguments.json:
         best = cheapest(found)
         best_name = None if best is None else best.plan.target.name
@@ -140,8 +140,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if any(one.plan.deployment.fits for one in found) else 1
 
 
-def _lengths(arguments: argparse.Namespace, max_model_len: int) -> tuple[Lengths, ...]:
-    from jpaged.plan.estimate import Lengths
+def _lengths(arguments: argparse.Namespace, max_model_len: int) -> tuple[SequenceLengths, ...]:
+    from jpaged.plan.estimate import SequenceLengths
 
     room = max_model_len - max(arguments.input_len) if arguments.input_len else max_model_len // 4
     outputs = arguments.output_len or [min(_OUTPUT_LEN, max(1, room))]
@@ -156,7 +156,7 @@ def _lengths(arguments: argparse.Namespace, max_model_len: int) -> tuple[Lengths
         )
     count = max(len(inputs), len(outputs))
     inputs, outputs = (values * count if len(values) == 1 else values for values in (inputs, outputs))
-    lengths = tuple(Lengths(i, o) for i, o in zip(inputs, outputs, strict=True))
+    lengths = tuple(SequenceLengths(i, o) for i, o in zip(inputs, outputs, strict=True))
     for pair in lengths:
         if pair.input_len + pair.output_len > max_model_len:
             raise InvalidArgument(
@@ -167,7 +167,7 @@ def _lengths(arguments: argparse.Namespace, max_model_len: int) -> tuple[Lengths
     return lengths
 
 
-def _load(arguments: argparse.Namespace, lengths: tuple[Lengths, ...]) -> float | None:
+def _load(arguments: argparse.Namespace, lengths: tuple[SequenceLengths, ...]) -> float | None:
     for flag, value in (
         ("--request-rate", arguments.request_rate),
         ("--tokens-per-second", arguments.tokens_per_second),
@@ -179,9 +179,9 @@ def _load(arguments: argparse.Namespace, lengths: tuple[Lengths, ...]) -> float 
     return arguments.tokens_per_second
 
 
-def _goals(arguments: argparse.Namespace) -> Goals | None:
+def _goals(arguments: argparse.Namespace) -> PlanGoals | None:
     """Return the goals of the comparison of roles; None without --roles."""
-    from jpaged.plan.estimate import Goals
+    from jpaged.plan.estimate import PlanGoals
 
     values = []
     for flag, default, _ in _GOALS:
@@ -192,7 +192,7 @@ def _goals(arguments: argparse.Namespace) -> Goals | None:
             raise InvalidArgument(flag, f"{value:g} is not a finite number above 0")
         values.append(default if value is None else value)
     ttft_ms, itl_ms, gbits_per_s = values
-    return Goals(ttft_ms / 1e3, itl_ms / 1e3, gbits_per_s * 1e9 / 8) if arguments.roles else None
+    return PlanGoals(ttft_ms / 1e3, itl_ms / 1e3, gbits_per_s * 1e9 / 8) if arguments.roles else None
 
 
 def prices_from(text: str | None) -> dict[str, float]:

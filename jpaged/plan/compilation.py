@@ -24,11 +24,11 @@ import numpy as np
 
 from jpaged import errors, json_text
 from jpaged.checkpoints.hub import expand_home, find_local, read_config, read_json
-from jpaged.checkpoints.quantised.quantizer import quantised_here
+from jpaged.checkpoints.quantized.quantizer import quantized_here
 from jpaged.checkpoints.weights import read_head
 from jpaged.config import EngineConfig, child_environment, tpu_library
 from jpaged.config.speculative import NAME as SPECULATIVE
-from jpaged.device.aot.deployment import Deployment, Models, compile_deployment
+from jpaged.device.aot.deployment import Models, PlannedDeployment, compile_deployment
 from jpaged.device.aot.topology import (
     compile_only_devices,
     compile_only_gpus,
@@ -38,16 +38,16 @@ from jpaged.device.aot.topology import (
 )
 from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import build_mesh
-from jpaged.device.step_sizes import Attention
+from jpaged.device.step_sizes import DeviceAttention
 from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError, InvalidArgument, NotFound
 from jpaged.models.config import ModelConfig
-from jpaged.models.decoder import lossy
+from jpaged.models.decoder import streaming_llm
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
 from jpaged.models.sharding import largest_split, pad_for_sharding, with_parallel_experts
 from jpaged.plan.known_models import KNOWN_MODELS, find_known
-from jpaged.plan.step_times import PlannedModel, StepTimes, Target, find_target
+from jpaged.plan.step_times import PlannedModel, PlannedStepTimes, PlanTarget, find_target
 
 
 def find_config(name: str) -> tuple[str, ModelConfig]:
@@ -114,14 +114,14 @@ class CompiledPlan:
     """
 
     model: str
-    target: Target
+    target: PlanTarget
     num_devices: int
     num_context_parts: int
     dtype: str
     kv_dtype: str
     notes: tuple[str, ...]
-    deployment: Deployment
-    step_times: StepTimes
+    deployment: PlannedDeployment
+    step_times: PlannedStepTimes
     versions: Mapping[str, str]
 
     @property
@@ -137,12 +137,12 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         JpagedError: the model, an option or the target is invalid, or the compiler fails.
     """
     name, config = find_config(question.model)
-    config = quantised_here(config, str(question.options.get("quantization", "auto")))
+    config = quantized_here(config, str(question.options.get("quantization", "auto")))
     target = find_target(question.target)
     options = EngineConfig.load(question.options)
     if options.parallel.enable_expert_parallel:
         config = with_parallel_experts(config)
-    config = lossy.as_asked(config, options)
+    config = streaming_llm.as_asked(config, options)
     draft, chosen = _draft_config(options), 1 if options.has_head else question.options.get("tensor_parallel_size")
     num_parts = options.parallel.context_parallel_size
     num_sharing, notes = _num_devices([config] if draft is None else [config, draft], target, chosen, num_parts)
@@ -154,7 +154,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
             notes.append(f"the checkpoint has dtype {config.checkpoint_dtype}: planned with --dtype {dtype}")
     model = Model(config, np.dtype(dtype))
     mesh = build_mesh(_devices(target)[:num_devices], num_parts)
-    notes += Attention.on(model, options, mesh).reasons()
+    notes += DeviceAttention.on(model, options, mesh).reasons()
     deployment = compile_deployment(
         Models(model, None if draft is None else Model(draft, model.dtype)),
         options,
@@ -198,7 +198,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
 
 
 def _num_devices(
-    configs: Sequence[ModelConfig], target: Target, chosen: int | None, num_context_parts: int
+    configs: Sequence[ModelConfig], target: PlanTarget, chosen: int | None, num_context_parts: int
 ) -> tuple[int, list[str]]:
     """Return the number of tensor-parallel devices of a model and its draft, and notes about the choice."""
     most = target.num_devices // num_context_parts
@@ -218,7 +218,7 @@ def _num_devices(
     return largest, [f"{heads} heads cannot be split over {most} devices: tensor_parallel_size is {largest}"]
 
 
-def _devices(target: Target) -> Sequence[Any]:
+def _devices(target: PlanTarget) -> Sequence[Any]:
     if target.platform == "tpu":
         return compile_only_devices(find_topology(target.name))
     return compile_only_gpus(target.num_devices, target.family)

@@ -134,7 +134,7 @@ class StepLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """Size of a model's step, on all its devices together: what it reads and computes.
 
     Attributes:
@@ -181,7 +181,7 @@ class Roofline:
         gather_efficiency: share of the bandwidth for reading keys and values; 1 if they are in long runs.
     """
 
-    shape: Shape
+    shape: ModelShape
     hardware: Hardware
     num_devices: int
     assumptions: Assumptions = ASSUMED

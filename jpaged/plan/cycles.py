@@ -144,11 +144,11 @@ class CountedCycles:
             _entries(SamplingCycles, found["sampling"]),
         )
 
-    def decode_of(self, generation: str, heads: HeadShape) -> DecodeCycles | None:
+    def get_decode(self, generation: str, heads: HeadShape) -> DecodeCycles | None:
         """Return the nearest decode case of a generation, or None."""
         return _nearest(self.decode, generation, heads)
 
-    def chunks_of(self, generation: str, heads: HeadShape) -> ChunkCycles | None:
+    def get_chunks(self, generation: str, heads: HeadShape) -> ChunkCycles | None:
         """Return the nearest prefill case of a generation, or None."""
         return _nearest(self.chunks, generation, heads)
 
@@ -228,7 +228,7 @@ class CountedTimes:
         `is_split` means that the vocabulary is split over several devices.
         """
         generation = hardware.name.removeprefix("tpu-")
-        decode, chunks = counted.decode_of(generation, heads), counted.chunks_of(generation, heads)
+        decode, chunks = counted.get_decode(generation, heads), counted.get_chunks(generation, heads)
         if decode is None or chunks is None or hardware.clock_hz is None:
             return None
         what = SAMPLED_IN_PARTS if is_split else SAMPLED
@@ -242,12 +242,12 @@ class CountedTimes:
 
     def sampling_s(self, num_rows: int) -> float:
         """Return the seconds of the sampler."""
-        case = self._sampling_of(num_rows)
+        case = self._get_sampling(num_rows)
         if case is None or num_rows == 0:
             return 0.0
         return case.cycles * (num_rows * self.vocab) / (case.rows * case.vocab) / self.clock_hz
 
-    def _sampling_of(self, num_rows: int) -> SamplingCycles | None:
+    def _get_sampling(self, num_rows: int) -> SamplingCycles | None:
         def distance(case: SamplingCycles) -> float:
             return abs(math.log2(case.vocab / self.vocab)) + abs(math.log2(case.rows / max(1, num_rows)))
 
@@ -275,7 +275,7 @@ class CountedTimes:
 
     def lines(self, num_rows: int) -> list[str]:
         """Return lines that describe the measurements and their cases."""
-        decode, chunks, sampling = self.decode, self.chunks, self._sampling_of(num_rows)
+        decode, chunks, sampling = self.decode, self.chunks, self._get_sampling(num_rows)
         found = [
             f"cycles at {self.clock_hz / 1e9:g} GHz, counted in the compiled kernels, without stalls; attention takes "
             f"at least the time to read its bytes at {HBM_EFFICIENCY:.0%} of "

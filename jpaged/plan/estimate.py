@@ -32,16 +32,16 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
-from jpaged.engine.executor.io import Reach
+from jpaged.engine.executor.io import WindowSpec
 from jpaged.plan.cost import ASSUMED, StepLoad
-from jpaged.plan.step_times import StepParts, StepTimes
+from jpaged.plan.step_times import PlannedStepTimes, StepParts
 
 MAX_LOAD = 0.8
 """Share of the estimated tokens per second that a load may use: above it, waiting times grow without bound."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class SequenceLengths:
     """Prompt and output tokens of a sequence."""
 
     input_len: int
@@ -60,7 +60,7 @@ class Estimate:
         tokens_per_s: output tokens, with the prefill in between; 0 if not a single sequence fits.
     """
 
-    lengths: Lengths
+    lengths: SequenceLengths
     num_fitting: int
     num_running: int
     decode: StepParts
@@ -69,7 +69,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class ConcurrencyLimits:
     """Limits of concurrency: blocks and their size, rows and tokens of a step, and the windows of the KV groups."""
 
     num_blocks: int
@@ -82,11 +82,11 @@ class Pool:
     def num_fitting(self, num_tokens: int) -> int:
         """Return the number of sequences of num_tokens tokens that the blocks suffice for."""
         sizes = self.block_size, self.max_num_batched_tokens, self.num_sink_tokens
-        reaches = [Reach.of(window, *sizes) for window in self.windows]
+        reaches = [WindowSpec.of(window, *sizes) for window in self.windows]
         return self.num_blocks // sum(reach.num_kept(num_tokens) for reach in reaches)
 
 
-def estimate(lengths: Lengths, pool: Pool, times: StepTimes) -> Estimate:
+def estimate(lengths: SequenceLengths, pool: ConcurrencyLimits, times: PlannedStepTimes) -> Estimate:
     """Estimate the numbers of one copy of the model."""
     input_len, output_len = lengths.input_len, lengths.output_len
     num_fitting = pool.num_fitting(input_len + output_len)
@@ -98,16 +98,16 @@ def estimate(lengths: Lengths, pool: Pool, times: StepTimes) -> Estimate:
     return Estimate(lengths, num_fitting, num_running, decode, prefill, num_running * output_len / batch_s)
 
 
-def mean_lengths(lengths: Sequence[Lengths]) -> Lengths:
+def mean_lengths(lengths: Sequence[SequenceLengths]) -> SequenceLengths:
     """Return the mean lengths of an even mix, each rounded up."""
     count = len(lengths)
-    return Lengths(
+    return SequenceLengths(
         math.ceil(sum(pair.input_len for pair in lengths) / count),
         math.ceil(sum(pair.output_len for pair in lengths) / count),
     )
 
 
-def price_of(prices: Mapping[str, float], name: str, family: str) -> float | None:
+def get_price(prices: Mapping[str, float], name: str, family: str) -> float | None:
     """Return USD per chip-hour: the target's price, its family's, or the one for all; None if there is none."""
     return prices.get(name, prices.get(family, prices.get("")))
 
@@ -118,7 +118,7 @@ def usd_per_million(price: float, num_chips: int, tokens_per_s: float) -> float 
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class PlannedService:
     """Deployment of a load on slices of one kind.
 
     Attributes:
@@ -131,13 +131,13 @@ class Service:
     usd_per_hour: float | None
 
 
-def serve(load: float, slice_tokens_per_s: float, chips_per_slice: int, price: float | None) -> Service | None:
+def serve(load: float, slice_tokens_per_s: float, chips_per_slice: int, price: float | None) -> PlannedService | None:
     """Return the slices for a load in output tokens per second; None if a slice serves nothing."""
     if slice_tokens_per_s <= 0:
         return None
     num_slices = max(1, math.ceil(load / (slice_tokens_per_s * MAX_LOAD)))
     num_chips = num_slices * chips_per_slice
-    return Service(num_slices, num_chips, None if price is None else price * num_chips)
+    return PlannedService(num_slices, num_chips, None if price is None else price * num_chips)
 
 
 MIN_GAIN = 1.05
@@ -149,7 +149,7 @@ _MAX_COPIES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Goals:
+class PlanGoals:
     """Latency goals, and network speed.
 
     Attributes:
@@ -188,7 +188,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RoleComparison:
     """Both ways on the same copies.
 
     Attributes:
@@ -196,7 +196,7 @@ class Comparison:
         transfer_bytes: bytes per prompt.
     """
 
-    lengths: Lengths
+    lengths: SequenceLengths
     num_copies: int
     mixed: Way
     apart: Way
@@ -208,7 +208,9 @@ class Comparison:
         return self.apart.requests_per_s > MIN_GAIN * self.mixed.requests_per_s
 
 
-def compare(lengths: Lengths, pool: Pool, times: StepTimes, num_copies: int, goals: Goals) -> Comparison | None:
+def compare(
+    lengths: SequenceLengths, pool: ConcurrencyLimits, times: PlannedStepTimes, num_copies: int, goals: PlanGoals
+) -> RoleComparison | None:
     """Compare both ways for sequences of these lengths; None if none fits, or the output has one token."""
     most = min(pool.num_fitting(lengths.input_len + lengths.output_len), pool.max_num_seqs)
     if most < 1 or lengths.output_len < 2:
@@ -224,7 +226,7 @@ def compare(lengths: Lengths, pool: Pool, times: StepTimes, num_copies: int, goa
         return _most_rows(lambda rows: model.apart(rows, chunk, num_prefill, num_copies - num_prefill), most, goals)
 
     num_bytes = model.transfer_bytes(pool.block_size)
-    return Comparison(
+    return RoleComparison(
         lengths,
         num_copies,
         _best(mixed(chunk) for chunk in chunks),
@@ -237,9 +239,9 @@ def compare(lengths: Lengths, pool: Pool, times: StepTimes, num_copies: int, goa
 class _Model:
     """The equations of the module, for a given number of rows."""
 
-    lengths: Lengths
-    times: StepTimes
-    goals: Goals
+    lengths: SequenceLengths
+    times: PlannedStepTimes
+    goals: PlanGoals
 
     def mixed(self, rows: int, chunk: int, num_copies: int) -> Way | None:
         """Return the result if every copy does both; None if prompts arrive faster than they are computed."""
@@ -305,7 +307,7 @@ def _queue_s(use: float, service_s: float) -> float | None:
     return None if use >= 1 else use * service_s / (2 * (1 - use))
 
 
-def _most_rows(way: Callable[[int], Way | None], most: int, goals: Goals) -> Way:
+def _most_rows(way: Callable[[int], Way | None], most: int, goals: PlanGoals) -> Way:
     """Return the way with the most rows that meets the goals; if none does, that of one row with a rate of 0."""
 
     def keeps(found: Way | None) -> bool:
@@ -333,7 +335,7 @@ def _chunks(max_num_batched_tokens: int) -> list[int]:
     return sorted({max_num_batched_tokens, *(power for power in powers if power <= max_num_batched_tokens)})
 
 
-def lines(found: Comparison, goals: Goals) -> list[str]:
+def lines(found: RoleComparison, goals: PlanGoals) -> list[str]:
     """Return a comparison as text, with the recommendation."""
     mixed, apart, lengths = found.mixed, found.apart, found.lengths
     text = [

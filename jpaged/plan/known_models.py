@@ -51,7 +51,7 @@ class KnownModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class FamilyShape:
     """Sizes that differ within a family: L, E, F, H, K."""
 
     num_layers: int
@@ -61,7 +61,7 @@ class Shape:
     num_kv_heads: int
 
 
-def decoder(name: str, repository: str, shape: Shape, **settings: object) -> KnownModel:
+def decoder(name: str, repository: str, shape: FamilyShape, **settings: object) -> KnownModel:
     """Return a model whose config.json has the usual names for its sizes."""
     fields = {
         "num_hidden_layers": shape.num_layers,
@@ -74,7 +74,7 @@ def decoder(name: str, repository: str, shape: Shape, **settings: object) -> Kno
     return KnownModel(name, repository, fields | settings)
 
 
-def _gemma2(size: str, shape: Shape, head_dim: int, scalar: int) -> KnownModel:
+def _gemma2(size: str, shape: FamilyShape, head_dim: int, scalar: int) -> KnownModel:
     return decoder(
         f"gemma-2-{size}",
         f"google/gemma-2-{size}",
@@ -98,7 +98,7 @@ def _gemma2(size: str, shape: Shape, head_dim: int, scalar: int) -> KnownModel:
     )
 
 
-def _gemma3(size: str, shape: Shape, head_dim: int, scalar: int) -> KnownModel:
+def _gemma3(size: str, shape: FamilyShape, head_dim: int, scalar: int) -> KnownModel:
     is_small = size == "1b"
     scaling = None if is_small else {"rope_type": "linear", "factor": 8.0}
     return decoder(
@@ -125,7 +125,7 @@ def _gemma3(size: str, shape: Shape, head_dim: int, scalar: int) -> KnownModel:
     )
 
 
-def _phi(name: str, repository: str, shape: Shape, **settings: object) -> KnownModel:
+def _phi(name: str, repository: str, shape: FamilyShape, **settings: object) -> KnownModel:
     common = {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
     return decoder(name, repository, shape, architectures=["Phi3ForCausalLM"], model_type="phi3", **(common | settings))
 
@@ -147,7 +147,7 @@ def _gpt2(name: str, num_layers: int, num_heads: int, width: int) -> KnownModel:
     return KnownModel(name, f"openai-community/{name}", fields)
 
 
-def _neox(name: str, repository: str, shape: Shape, vocab_size: int, activation: str = "gelu") -> KnownModel:
+def _neox(name: str, repository: str, shape: FamilyShape, vocab_size: int, activation: str = "gelu") -> KnownModel:
     known = decoder(
         name,
         repository,
@@ -192,7 +192,7 @@ def _falcon(size: str, num_layers: int, width: int, num_heads: int, num_kv_heads
     return KnownModel(f"falcon-{size}", f"tiiuae/falcon-{size}", fields)
 
 
-def _starcoder2(size: str, shape: Shape, rope_theta: float) -> KnownModel:
+def _starcoder2(size: str, shape: FamilyShape, rope_theta: float) -> KnownModel:
     return decoder(
         f"starcoder2-{size}",
         f"bigcode/starcoder2-{size}",
@@ -219,36 +219,36 @@ _PHI4_ENDS = {"vocab_size": 100352, "bos_token_id": 100257, "eos_token_id": 1002
 _PHI4 = {**_PHI4_ENDS, "max_position_embeddings": 16384, "sliding_window": None}
 
 DECODERS_MODELS = (
-    _gemma2("2b", Shape(26, 2304, 9216, 8, 4), 256, 256),
-    _gemma2("9b", Shape(42, 3584, 14336, 16, 8), 256, 256),
-    _gemma2("27b", Shape(46, 4608, 36864, 32, 16), 128, 144),
-    _gemma3("1b", Shape(26, 1152, 6912, 4, 1), 256, 256),
-    _gemma3("4b", Shape(34, 2560, 10240, 8, 4), 256, 256),
-    _gemma3("12b", Shape(48, 3840, 15360, 16, 8), 256, 256),
-    _gemma3("27b", Shape(62, 5376, 21504, 32, 16), 128, 168),
-    _phi("phi-3-mini-4k", "microsoft/Phi-3-mini-4k-instruct", Shape(32, 3072, 8192, 32, 32), **_PHI3),
-    _phi("phi-3-medium-4k", "microsoft/Phi-3-medium-4k-instruct", Shape(40, 5120, 17920, 40, 10), **_PHI3),
-    _phi("phi-4", "microsoft/phi-4", Shape(40, 5120, 17920, 40, 10), **_PHI4),
+    _gemma2("2b", FamilyShape(26, 2304, 9216, 8, 4), 256, 256),
+    _gemma2("9b", FamilyShape(42, 3584, 14336, 16, 8), 256, 256),
+    _gemma2("27b", FamilyShape(46, 4608, 36864, 32, 16), 128, 144),
+    _gemma3("1b", FamilyShape(26, 1152, 6912, 4, 1), 256, 256),
+    _gemma3("4b", FamilyShape(34, 2560, 10240, 8, 4), 256, 256),
+    _gemma3("12b", FamilyShape(48, 3840, 15360, 16, 8), 256, 256),
+    _gemma3("27b", FamilyShape(62, 5376, 21504, 32, 16), 128, 168),
+    _phi("phi-3-mini-4k", "microsoft/Phi-3-mini-4k-instruct", FamilyShape(32, 3072, 8192, 32, 32), **_PHI3),
+    _phi("phi-3-medium-4k", "microsoft/Phi-3-medium-4k-instruct", FamilyShape(40, 5120, 17920, 40, 10), **_PHI3),
+    _phi("phi-4", "microsoft/phi-4", FamilyShape(40, 5120, 17920, 40, 10), **_PHI4),
     _gpt2("gpt2", 12, 12, 768),
     _gpt2("gpt2-medium", 24, 16, 1024),
     _gpt2("gpt2-large", 36, 20, 1280),
     _gpt2("gpt2-xl", 48, 25, 1600),
-    _neox("gpt-neox-20b", "EleutherAI/gpt-neox-20b", Shape(44, 6144, 24576, 64, 64), 50432, "gelu_fast"),
-    _neox("pythia-1b", "EleutherAI/pythia-1b", Shape(16, 2048, 8192, 8, 8), 50304),
-    _neox("pythia-2.8b", "EleutherAI/pythia-2.8b", Shape(32, 2560, 10240, 32, 32), 50304),
-    _neox("pythia-6.9b", "EleutherAI/pythia-6.9b", Shape(32, 4096, 16384, 32, 32), 50432),
-    _neox("pythia-12b", "EleutherAI/pythia-12b", Shape(36, 5120, 20480, 40, 40), 50688),
+    _neox("gpt-neox-20b", "EleutherAI/gpt-neox-20b", FamilyShape(44, 6144, 24576, 64, 64), 50432, "gelu_fast"),
+    _neox("pythia-1b", "EleutherAI/pythia-1b", FamilyShape(16, 2048, 8192, 8, 8), 50304),
+    _neox("pythia-2.8b", "EleutherAI/pythia-2.8b", FamilyShape(32, 2560, 10240, 32, 32), 50304),
+    _neox("pythia-6.9b", "EleutherAI/pythia-6.9b", FamilyShape(32, 4096, 16384, 32, 32), 50432),
+    _neox("pythia-12b", "EleutherAI/pythia-12b", FamilyShape(36, 5120, 20480, 40, 40), 50688),
     _falcon("7b", 32, 4544, 71, 1),
     _falcon("40b", 60, 8192, 128, 8),
     _falcon("180b", 80, 14848, 232, 8),
-    _starcoder2("3b", Shape(30, 3072, 12288, 24, 2), 999999.4420358813),
-    _starcoder2("7b", Shape(32, 4608, 18432, 36, 4), 1000000.0),
-    _starcoder2("15b", Shape(40, 6144, 24576, 48, 4), 100000.0),
+    _starcoder2("3b", FamilyShape(30, 3072, 12288, 24, 2), 999999.4420358813),
+    _starcoder2("7b", FamilyShape(32, 4608, 18432, 36, 4), 1000000.0),
+    _starcoder2("15b", FamilyShape(40, 6144, 24576, 48, 4), 100000.0),
 )
 """Published models."""
 
 
-def _deepseek(name: str, repository: str, shape: Shape, **settings: object) -> KnownModel:
+def _deepseek(name: str, repository: str, shape: FamilyShape, **settings: object) -> KnownModel:
     """Return a DeepSeek with latents of 512 + 64 numbers; YaRN extends positions from 4096 by a factor of 40."""
     version = settings.pop("version")
     weight = settings.pop("mscale")
@@ -281,7 +281,7 @@ def _deepseek(name: str, repository: str, shape: Shape, **settings: object) -> K
     )
 
 
-def _deepseek2(name: str, repository: str, shape: Shape, **settings: object) -> KnownModel:
+def _deepseek2(name: str, repository: str, shape: FamilyShape, **settings: object) -> KnownModel:
     return _deepseek(
         name,
         repository,
@@ -304,7 +304,7 @@ DEEPSEEK_MODELS = (
     _deepseek2(
         "deepseek-v2-lite",
         "DeepSeek-V2-Lite",
-        Shape(27, 2048, 10944, 16, 16),
+        FamilyShape(27, 2048, 10944, 16, 16),
         q_lora_rank=None,
         moe_intermediate_size=1408,
         n_routed_experts=64,
@@ -313,7 +313,7 @@ DEEPSEEK_MODELS = (
     _deepseek2(
         "deepseek-v2",
         "DeepSeek-V2",
-        Shape(60, 5120, 12288, 128, 128),
+        FamilyShape(60, 5120, 12288, 128, 128),
         q_lora_rank=1536,
         moe_intermediate_size=1536,
         n_routed_experts=160,
@@ -323,7 +323,7 @@ DEEPSEEK_MODELS = (
     _deepseek(
         "deepseek-v3",
         "DeepSeek-V3",
-        Shape(61, 7168, 18432, 128, 128),
+        FamilyShape(61, 7168, 18432, 128, 128),
         version=3,
         mscale=1.0,
         vocab_size=129280,
@@ -345,7 +345,7 @@ DEEPSEEK_MODELS = (
 )
 
 
-def _llama2(size: str, shape: Shape) -> KnownModel:
+def _llama2(size: str, shape: FamilyShape) -> KnownModel:
     return decoder(
         f"llama-2-{size}",
         f"meta-llama/Llama-2-{size}-hf",
@@ -362,7 +362,7 @@ def _llama2(size: str, shape: Shape) -> KnownModel:
     )
 
 
-def _llama3(name: str, repository: str, shape: Shape, rope_factor: float | None = None) -> KnownModel:
+def _llama3(name: str, repository: str, shape: FamilyShape, rope_factor: float | None = None) -> KnownModel:
     """Return a Llama 3 of 8192 tokens, or with a rope factor a 3.1 or 3.2; the 3.2 tie their embeddings."""
     scaling = {
         "rope_type": "llama3",
@@ -389,7 +389,7 @@ def _llama3(name: str, repository: str, shape: Shape, rope_factor: float | None 
     )
 
 
-def _qwen25(size: str, shape: Shape, vocab_size: int, max_len: int, rms_norm_eps: float) -> KnownModel:
+def _qwen25(size: str, shape: FamilyShape, vocab_size: int, max_len: int, rms_norm_eps: float) -> KnownModel:
     return decoder(
         f"qwen2.5-{size}",
         f"Qwen/Qwen2.5-{size.upper()}",
@@ -408,7 +408,7 @@ def _qwen25(size: str, shape: Shape, vocab_size: int, max_len: int, rms_norm_eps
     )
 
 
-def _qwen3(size: str, shape: Shape) -> KnownModel:
+def _qwen3(size: str, shape: FamilyShape) -> KnownModel:
     return decoder(
         f"qwen3-{size}",
         f"Qwen/Qwen3-{size.upper()}",
@@ -451,20 +451,20 @@ def _opt(size: str, num_layers: int, num_heads: int, hidden_size: int) -> KnownM
 
 
 DENSE_MODELS = (
-    _llama2("7b", Shape(32, 4096, 11008, 32, 32)),
-    _llama2("13b", Shape(40, 5120, 13824, 40, 40)),
-    _llama2("70b", Shape(80, 8192, 28672, 64, 8)),
-    _llama3("llama-3-8b", "Meta-Llama-3-8B", Shape(32, 4096, 14336, 32, 8)),
-    _llama3("llama-3-70b", "Meta-Llama-3-70B", Shape(80, 8192, 28672, 64, 8)),
-    _llama3("llama-3.1-8b", "Llama-3.1-8B", Shape(32, 4096, 14336, 32, 8), 8.0),
-    _llama3("llama-3.1-70b", "Llama-3.1-70B", Shape(80, 8192, 28672, 64, 8), 8.0),
-    _llama3("llama-3.1-405b", "Llama-3.1-405B", Shape(126, 16384, 53248, 128, 8), 8.0),
-    _llama3("llama-3.2-1b", "Llama-3.2-1B", Shape(16, 2048, 8192, 32, 8), 32.0),
-    _llama3("llama-3.2-3b", "Llama-3.2-3B", Shape(28, 3072, 8192, 24, 8), 32.0),
+    _llama2("7b", FamilyShape(32, 4096, 11008, 32, 32)),
+    _llama2("13b", FamilyShape(40, 5120, 13824, 40, 40)),
+    _llama2("70b", FamilyShape(80, 8192, 28672, 64, 8)),
+    _llama3("llama-3-8b", "Meta-Llama-3-8B", FamilyShape(32, 4096, 14336, 32, 8)),
+    _llama3("llama-3-70b", "Meta-Llama-3-70B", FamilyShape(80, 8192, 28672, 64, 8)),
+    _llama3("llama-3.1-8b", "Llama-3.1-8B", FamilyShape(32, 4096, 14336, 32, 8), 8.0),
+    _llama3("llama-3.1-70b", "Llama-3.1-70B", FamilyShape(80, 8192, 28672, 64, 8), 8.0),
+    _llama3("llama-3.1-405b", "Llama-3.1-405B", FamilyShape(126, 16384, 53248, 128, 8), 8.0),
+    _llama3("llama-3.2-1b", "Llama-3.2-1B", FamilyShape(16, 2048, 8192, 32, 8), 32.0),
+    _llama3("llama-3.2-3b", "Llama-3.2-3B", FamilyShape(28, 3072, 8192, 24, 8), 32.0),
     decoder(
         "mistral-7b-v0.3",
         "mistralai/Mistral-7B-v0.3",
-        Shape(32, 4096, 14336, 32, 8),
+        FamilyShape(32, 4096, 14336, 32, 8),
         architectures=["MistralForCausalLM"],
         model_type="mistral",
         vocab_size=32768,
@@ -477,19 +477,19 @@ DENSE_MODELS = (
         eos_token_id=2,
         torch_dtype="bfloat16",
     ),
-    _qwen25("0.5b", Shape(24, 896, 4864, 14, 2), 151936, 32768, 1e-6),
-    _qwen25("1.5b", Shape(28, 1536, 8960, 12, 2), 151936, 131072, 1e-6),
-    _qwen25("3b", Shape(36, 2048, 11008, 16, 2), 151936, 32768, 1e-6),
-    _qwen25("7b", Shape(28, 3584, 18944, 28, 4), 152064, 131072, 1e-6),
-    _qwen25("14b", Shape(48, 5120, 13824, 40, 8), 152064, 131072, 1e-5),
-    _qwen25("32b", Shape(64, 5120, 27648, 40, 8), 152064, 131072, 1e-5),
-    _qwen25("72b", Shape(80, 8192, 29568, 64, 8), 152064, 131072, 1e-5),
-    _qwen3("0.6b", Shape(28, 1024, 3072, 16, 8)),
-    _qwen3("1.7b", Shape(28, 2048, 6144, 16, 8)),
-    _qwen3("4b", Shape(36, 2560, 9728, 32, 8)),
-    _qwen3("8b", Shape(36, 4096, 12288, 32, 8)),
-    _qwen3("14b", Shape(40, 5120, 17408, 40, 8)),
-    _qwen3("32b", Shape(64, 5120, 25600, 64, 8)),
+    _qwen25("0.5b", FamilyShape(24, 896, 4864, 14, 2), 151936, 32768, 1e-6),
+    _qwen25("1.5b", FamilyShape(28, 1536, 8960, 12, 2), 151936, 131072, 1e-6),
+    _qwen25("3b", FamilyShape(36, 2048, 11008, 16, 2), 151936, 32768, 1e-6),
+    _qwen25("7b", FamilyShape(28, 3584, 18944, 28, 4), 152064, 131072, 1e-6),
+    _qwen25("14b", FamilyShape(48, 5120, 13824, 40, 8), 152064, 131072, 1e-5),
+    _qwen25("32b", FamilyShape(64, 5120, 27648, 40, 8), 152064, 131072, 1e-5),
+    _qwen25("72b", FamilyShape(80, 8192, 29568, 64, 8), 152064, 131072, 1e-5),
+    _qwen3("0.6b", FamilyShape(28, 1024, 3072, 16, 8)),
+    _qwen3("1.7b", FamilyShape(28, 2048, 6144, 16, 8)),
+    _qwen3("4b", FamilyShape(36, 2560, 9728, 32, 8)),
+    _qwen3("8b", FamilyShape(36, 4096, 12288, 32, 8)),
+    _qwen3("14b", FamilyShape(40, 5120, 17408, 40, 8)),
+    _qwen3("32b", FamilyShape(64, 5120, 25600, 64, 8)),
     _opt("125m", 12, 12, 768),
     _opt("1.3b", 24, 32, 2048),
     _opt("13b", 40, 40, 5120),
@@ -499,7 +499,7 @@ DENSE_MODELS = (
 """Published models."""
 
 
-def _mixtral(size: str, shape: Shape, vocab_size: int, max_len: int) -> KnownModel:
+def _mixtral(size: str, shape: FamilyShape, vocab_size: int, max_len: int) -> KnownModel:
     return decoder(
         f"mixtral-{size}",
         f"mistralai/Mixtral-{size.upper().replace('X', 'x')}-v0.1",
@@ -520,7 +520,9 @@ def _mixtral(size: str, shape: Shape, vocab_size: int, max_len: int) -> KnownMod
     )
 
 
-def _qwen2(name: str, repository: str, shape: Shape, widths: tuple[int, int], choice: tuple[int, int]) -> KnownModel:
+def _qwen2(
+    name: str, repository: str, shape: FamilyShape, widths: tuple[int, int], choice: tuple[int, int]
+) -> KnownModel:
     """Return a Qwen2-MoE.
 
     `widths` are those of an expert and of the shared expert; `choice` is the number of experts, and of those per token.
@@ -550,7 +552,7 @@ def _qwen2(name: str, repository: str, shape: Shape, widths: tuple[int, int], ch
     )
 
 
-def _qwen3_moe(size: str, repository: str, shape: Shape, width: int) -> KnownModel:
+def _qwen3_moe(size: str, repository: str, shape: FamilyShape, width: int) -> KnownModel:
     return decoder(
         f"qwen3-{size}",
         f"Qwen/{repository}",
@@ -581,7 +583,7 @@ def _gpt_oss(size: str, num_layers: int, num_experts: int) -> KnownModel:
     return decoder(
         f"gpt-oss-{size}",
         f"openai/gpt-oss-{size}",
-        Shape(num_layers, 2880, 2880, 64, 8),
+        FamilyShape(num_layers, 2880, 2880, 64, 8),
         architectures=["GptOssForCausalLM"],
         model_type="gpt_oss",
         vocab_size=201088,
@@ -609,12 +611,12 @@ def _gpt_oss(size: str, num_layers: int, num_experts: int) -> KnownModel:
 
 
 EXPERTS_MODELS = (
-    _mixtral("8x7b", Shape(32, 4096, 14336, 32, 8), 32000, 32768),
-    _mixtral("8x22b", Shape(56, 6144, 16384, 48, 8), 32000, 65536),
-    _qwen2("qwen1.5-moe-a2.7b", "Qwen1.5-MoE-A2.7B", Shape(24, 2048, 5632, 16, 16), (1408, 5632), (60, 4)),
-    _qwen2("qwen2-57b-a14b", "Qwen2-57B-A14B", Shape(28, 3584, 18944, 28, 4), (2560, 20480), (64, 8)),
-    _qwen3_moe("30b-a3b", "Qwen3-30B-A3B", Shape(48, 2048, 6144, 32, 4), 768),
-    _qwen3_moe("235b-a22b", "Qwen3-235B-A22B", Shape(94, 4096, 12288, 64, 4), 1536),
+    _mixtral("8x7b", FamilyShape(32, 4096, 14336, 32, 8), 32000, 32768),
+    _mixtral("8x22b", FamilyShape(56, 6144, 16384, 48, 8), 32000, 65536),
+    _qwen2("qwen1.5-moe-a2.7b", "Qwen1.5-MoE-A2.7B", FamilyShape(24, 2048, 5632, 16, 16), (1408, 5632), (60, 4)),
+    _qwen2("qwen2-57b-a14b", "Qwen2-57B-A14B", FamilyShape(28, 3584, 18944, 28, 4), (2560, 20480), (64, 8)),
+    _qwen3_moe("30b-a3b", "Qwen3-30B-A3B", FamilyShape(48, 2048, 6144, 32, 4), 768),
+    _qwen3_moe("235b-a22b", "Qwen3-235B-A22B", FamilyShape(94, 4096, 12288, 64, 4), 1536),
     _gpt_oss("20b", 24, 32),
     _gpt_oss("120b", 36, 128),
 )

@@ -11,16 +11,16 @@ from typing import Any
 from jpaged.plan.compilation import CompiledPlan
 from jpaged.plan.estimate import (
     MAX_LOAD,
-    Comparison,
+    ConcurrencyLimits,
     Estimate,
-    Goals,
-    Lengths,
-    Pool,
-    Service,
+    PlanGoals,
+    PlannedService,
+    RoleComparison,
+    SequenceLengths,
     compare,
     estimate,
+    get_price,
     mean_lengths,
-    price_of,
     serve,
     usd_per_million,
 )
@@ -30,7 +30,7 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class PlanWorkload:
     """Workload for which every target is assessed.
 
     Attributes:
@@ -40,10 +40,10 @@ class Workload:
         goals: latency goals for the comparison of roles; None for no comparison.
     """
 
-    lengths: tuple[Lengths, ...]
+    lengths: tuple[SequenceLengths, ...]
     tokens_per_s: float | None
     prices: Mapping[str, float]
-    goals: Goals | None = None
+    goals: PlanGoals | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +66,18 @@ class Assessment:
     price: float | None
     slice_tokens_per_s: float
     usd_per_million: float | None
-    service: Service | None
-    roles: Comparison | None = None
-    goals: Goals | None = None
+    service: PlannedService | None
+    roles: RoleComparison | None = None
+    goals: PlanGoals | None = None
 
 
-def assess(plan: CompiledPlan, workload: Workload) -> Assessment:
+def assess(plan: CompiledPlan, workload: PlanWorkload) -> Assessment:
     """Assess a plan for a workload."""
-    price = price_of(workload.prices, plan.target.name, plan.target.family)
+    price = get_price(workload.prices, plan.target.name, plan.target.family)
     if not plan.deployment.fits:
         return Assessment(plan, (), price, 0.0, None, None)
     deployment = plan.deployment
-    pool = Pool(
+    pool = ConcurrencyLimits(
         deployment.memory.num_blocks,
         deployment.geometry.block_size,
         deployment.geometry.max_num_seqs,
@@ -158,13 +158,13 @@ def lines(found: Assessment) -> list[str]:
     return text
 
 
-def _role_lines(roles: Comparison | None, goals: Goals) -> list[str]:
+def _role_lines(roles: RoleComparison | None, goals: PlanGoals) -> list[str]:
     if roles is None:
         return ["  roles: not compared, because no sequence fits or outputs have one token"]
     return [f"  {line}" for line in role_lines(roles, goals)]
 
 
-def comparison(assessments: Sequence[Assessment], workload: Workload) -> list[str]:
+def comparison(assessments: Sequence[Assessment], workload: PlanWorkload) -> list[str]:
     """Return a table of one line per target, and the cheapest; empty for a single target."""
     if len(assessments) < 2:
         return []
@@ -246,7 +246,7 @@ def as_json(found: Assessment) -> dict[str, Any]:
     }
 
 
-def _roles_json(roles: Comparison) -> dict[str, Any]:
+def _roles_json(roles: RoleComparison) -> dict[str, Any]:
     values = {**dataclasses.asdict(roles), "choose": "apart" if roles.chooses_apart else "both"}
     for way in ("mixed", "apart"):  # JSON has no infinity
         values[way] = {name: None if value == math.inf else value for name, value in values[way].items()}
@@ -284,7 +284,7 @@ def _estimate_lines(found: Assessment) -> list[str]:
     return text
 
 
-def _service(service: Service, plan: CompiledPlan) -> str:
+def _service(service: PlannedService, plan: CompiledPlan) -> str:
     cost = "" if service.usd_per_hour is None else f", {service.usd_per_hour:.2f} USD per hour"
     copies = _counted(service.num_slices * plan.num_copies, "copy", "copies")
     return f"{service.num_slices} x {plan.target.name} ({_counted(service.num_chips, 'chip', 'chips')}, {copies}{cost})"

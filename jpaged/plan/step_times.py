@@ -35,7 +35,7 @@ from jpaged.errors import InternalError, InvalidArgument
 from jpaged.hardware import HARDWARE, Hardware, find_hardware
 from jpaged.models.config import ModelConfig
 from jpaged.models.sharding import pad_for_sharding
-from jpaged.plan.cost import ASSUMED, HBM_EFFICIENCY, PRODUCTS_EFFICIENCY, Roofline, Shape, StepLoad
+from jpaged.plan.cost import ASSUMED, HBM_EFFICIENCY, PRODUCTS_EFFICIENCY, ModelShape, Roofline, StepLoad
 from jpaged.plan.cycles import CountedCycles, CountedTimes, HeadShape, counted_cycles
 
 _MAX_GPUS = 8
@@ -43,7 +43,7 @@ _FAMILIES = {name.removeprefix("tpu-"): device for name, device in HARDWARE.item
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class PlanTarget:
     """Devices of one kind.
 
     Attributes:
@@ -65,7 +65,7 @@ class Target:
     shape: tuple[int, ...]
 
 
-def find_target(name: str) -> Target:
+def find_target(name: str) -> PlanTarget:
     """Return the target of a name.
 
     Raises:
@@ -74,13 +74,13 @@ def find_target(name: str) -> Target:
     topology = TOPOLOGIES.get(name)
     if topology is not None:
         chip = topology.generation
-        return Target(
+        return PlanTarget(
             name, chip.name, "tpu", topology.num_devices, topology.num_chips, _FAMILIES[chip.name], topology.shape
         )
     family, _, count = name.partition(":")
     if family in GPUS and (count or "1") in map(str, range(1, _MAX_GPUS + 1)):
         num_devices = int(count or "1")
-        return Target(name, family, "cuda", num_devices, num_devices, _hardware(family), (num_devices,))
+        return PlanTarget(name, family, "cuda", num_devices, num_devices, _hardware(family), (num_devices,))
     raise InvalidArgument(
         "topology",
         f"{name!r} is not known; known are {', '.join(GPUS)}, each with an optional suffix :1 to :{_MAX_GPUS}, and "
@@ -155,7 +155,7 @@ class PlannedModel:
     config: ModelConfig
     kv_dtype: str
     itemsize: int
-    target: Target
+    target: PlanTarget
     num_devices: int
     weight_bytes: int
     bytes_per_block: int
@@ -164,7 +164,7 @@ class PlannedModel:
     adapter_bytes: int = 0
     num_context_parts: int = 1
 
-    def step_times(self, counted: CountedCycles | None = None) -> StepTimes:
+    def step_times(self, counted: CountedCycles | None = None) -> PlannedStepTimes:
         """Return the step times. An embedding that is only looked up is ignored, because a step reads little of it.
 
         Args:
@@ -176,7 +176,7 @@ class PlannedModel:
         num_parts = self.num_context_parts
         seen = (kind.sliding_window for kind in config.attention_kinds)
         windows = tuple(None if window is None else -(-window // num_parts) for window in seen)
-        shape = Shape(
+        shape = ModelShape(
             num_params=num_params(config) - looked_up,
             num_layers=config.num_layers,
             query_width=config.query_width,
@@ -212,7 +212,7 @@ class PlannedModel:
         roofline = Roofline(shape, hardware, num_devices)
         outputs = local.num_heads // num_devices * (local.value_dim or local.head_dim)
         numbers = OutputNumbers(outputs, local.num_heads // num_devices)
-        return StepTimes(roofline, self.target, config.hidden_size, self.number_bytes, times, num_parts, numbers)
+        return PlannedStepTimes(roofline, self.target, config.hidden_size, self.number_bytes, times, num_parts, numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class OutputNumbers:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class PlannedStepTimes:
     """Step times of a model split over some devices of a target.
 
     Attributes:
@@ -238,7 +238,7 @@ class StepTimes:
     """
 
     roofline: Roofline
-    target: Target
+    target: PlanTarget
     hidden_size: int
     number_bytes: float
     counted: CountedTimes | None = None
@@ -299,7 +299,7 @@ class StepTimes:
 
 
 def expert_shape(config: ModelConfig) -> dict[str, Any]:
-    """Return the `Shape` fields of a model's experts: their parameters, and the share that a token uses."""
+    """Return the `ModelShape` fields of a model's experts: their parameters, and the share that a token uses."""
     if config.mixture is None:
         return {}
     routing, num_sparse = config.mixture.routing, sum(kind.is_sparse for kind in config.layer_kinds)
@@ -312,7 +312,7 @@ ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int
 
 def stored_shape(
     path: Path, dtype: str | None = None, kv_dtype: str | None = None, quantization: str = "auto"
-) -> Shape:
+) -> ModelShape:
     """Return what a step of a checkpoint reads and computes, from its config.
 
     Args:
@@ -326,13 +326,13 @@ def stored_shape(
     """
     config = read_config(path)
     if quantization != "auto":
-        from jpaged.checkpoints.quantised.quantizer import quantised_here  # imports jax
+        from jpaged.checkpoints.quantized.quantizer import quantized_here  # imports jax
 
-        config = quantised_here(config, quantization)
+        config = quantized_here(config, quantization)
     item_bytes = ITEM_BYTES.get(dtype or "") or ITEM_BYTES[config.checkpoint_dtype or "float32"]
     head_params = config.vocab_size * config.hidden_size
     looked_up = 0 if config.tie_word_embeddings else head_params
-    return Shape(
+    return ModelShape(
         num_params=num_params(config) - looked_up,
         num_layers=config.num_layers,
         query_width=config.query_width,

@@ -23,7 +23,7 @@ from grpc import aio
 
 from jpaged._proto.v1 import control_pb2
 from jpaged.client.channel import Backoff
-from jpaged.client.failures import error_of
+from jpaged.client.errors import build_error
 from jpaged.client.routing.endpoints import Endpoint
 from jpaged.errors import (
     AlreadyExists,
@@ -35,9 +35,9 @@ from jpaged.errors import (
     Unauthenticated,
     Unavailable,
 )
-from jpaged.route.fleet import ROUTER_OPTION, Fleet, Member
-from jpaged.route.methods import Metadata, caused, owner_of
-from jpaged.route.relay import CountedTries, Relay
+from jpaged.route.fleet import ROUTER_OPTION, Backend, BackendPool
+from jpaged.route.methods import Metadata, caused, get_owner
+from jpaged.route.relay import CountedTries, Proxy
 from jpaged.version import __version__
 
 _LOG = logging.getLogger(__name__)
@@ -55,11 +55,11 @@ _MAX_UNDONE = 4096
 _LOST = (Unavailable, DeadlineExceeded)
 """Errors after which a server may still have done the call."""
 _MAY_NOT = (Unauthenticated, PermissionDenied)
-Key = tuple[str, bytes, str]
+ControlKey = tuple[str, bytes, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Act:
+class ControlOperation:
     """One control call to a server."""
 
     method: str
@@ -68,25 +68,25 @@ class Act:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class DesiredState:
     """A control call in effect.
 
     Attributes:
         at: names of servers that did it; one of them may be away, or have restarted.
     """
 
-    act: Act
+    act: ControlOperation
     at: set[str]
 
 
-class Acts:
+class ReplicatedControl:
     """Replicates control calls to all servers of a fleet, one at a time."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: BackendPool) -> None:
         self._fleet = fleet
         self._lock = asyncio.Lock()
-        self._standing: dict[Key, Standing] = {}
-        self._undone: dict[str, dict[Key, Act]] = {}
+        self._standing: dict[ControlKey, DesiredState] = {}
+        self._undone: dict[str, dict[ControlKey, ControlOperation]] = {}
         self._running = set[asyncio.Future[bytes]]()
 
     async def run(self, method: str, request: Any, metadata: Metadata) -> bytes:
@@ -95,13 +95,13 @@ class Acts:
         Raises:
             JpagedError: not all servers did it; the first error.
         """
-        act = Act(method, request.SerializeToString(), metadata)
+        act = ControlOperation(method, request.SerializeToString(), metadata)
         task = asyncio.ensure_future(self._do(act) if method in UNDOING else self._undo(act))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return await asyncio.shield(task)
 
-    async def bring(self, member: Member) -> None:
+    async def reconcile(self, member: Backend) -> None:
         """Bring a new or returning server to the state of the fleet.
 
         Raises:
@@ -119,7 +119,7 @@ class Acts:
                 else:
                     del self._standing[key]
 
-    async def _repeat(self, member: Member, act: Act, is_done: type[JpagedError]) -> bool:
+    async def _repeat(self, member: Backend, act: ControlOperation, is_done: type[JpagedError]) -> bool:
         """Repeat a call on one server; return False if the caller is no longer authorized."""
         _, error = (await _each([member], act))[0]
         if isinstance(error, _MAY_NOT):
@@ -129,7 +129,7 @@ class Acts:
             raise Unavailable(f"{act.method} fails on this server, but succeeded on the others: {error}") from error
         return True
 
-    async def _do(self, act: Act) -> bytes:
+    async def _do(self, act: ControlOperation) -> bytes:
         key = _key(act)
         async with self._lock:
             members = self._members()
@@ -146,12 +146,12 @@ class Acts:
                 unsure = [one for one, error in failed if isinstance(error, _LOST) and not is_known]
                 await self._take_back(done, unsure, key, act)
                 raise _of_one(failed, len(members), "the other servers have undone it" if done else "")
-            self._standing[key] = Standing(act, {one.name for one in members})
+            self._standing[key] = DesiredState(act, {one.name for one in members})
             for undone in self._undone.values():
                 undone.pop(key, None)
             return answers[0][0]
 
-    async def _undo(self, act: Act) -> bytes:
+    async def _undo(self, act: ControlOperation) -> bytes:
         key = _key(act)
         async with self._lock:
             members = self._members()
@@ -164,7 +164,7 @@ class Acts:
                 raise _of_one(hard or failed, len(members), "")
             return next(content for content, error in answers if error is None)
 
-    def _forget(self, key: Key, act: Act, undone_at: Set[str]) -> None:
+    def _forget(self, key: ControlKey, act: ControlOperation, undone_at: Set[str]) -> None:
         """Drop a call in effect; servers that did it and have not undone it will undo it when they return."""
         self._undone = {name: acts for name, acts in self._undone.items() if name in self._fleet.members}
         standing = self._standing.pop(key, None)
@@ -174,10 +174,12 @@ class Acts:
             if has_it and name not in undone_at:
                 self._undone[name] = missed | {key: act}
 
-    async def _take_back(self, done: Sequence[Member], unsure: Sequence[Member], key: Key, act: Act) -> None:
+    async def _take_back(
+        self, done: Sequence[Backend], unsure: Sequence[Backend], key: ControlKey, act: ControlOperation
+    ) -> None:
         """Undo a call on the servers that did it; those that may have done it will undo it when they return."""
         request = _REQUESTS[UNDOING[act.method]](name=key[2])
-        undo = Act(UNDOING[act.method], request.SerializeToString(), act.metadata)
+        undo = ControlOperation(UNDOING[act.method], request.SerializeToString(), act.metadata)
         left = list(unsure)
         for member, (_, error) in zip(done, await _each(done, undo), strict=True):
             if error is not None and not isinstance(error, NotFound):
@@ -186,23 +188,23 @@ class Acts:
         for member in left:
             self._undone.setdefault(member.name, {})[key] = undo
 
-    def _members(self) -> list[Member]:
+    def _members(self) -> list[Backend]:
         members = self._fleet.admitted()
         if not members:
             raise Unavailable(f"no server accepts calls: {self._fleet.problems()}")
         return members
 
 
-def _key(act: Act) -> Key:
+def _key(act: ControlOperation) -> ControlKey:
     request = _REQUESTS[act.method].FromString(act.content)
     kind = DOING.get(act.method, act.method)
-    return kind, owner_of(act.metadata) if kind == _OF_TENANTS else b"", request.name
+    return kind, get_owner(act.metadata) if kind == _OF_TENANTS else b"", request.name
 
 
-async def _each(members: Sequence[Member], act: Act) -> list[tuple[bytes, JpagedError | None]]:
+async def _each(members: Sequence[Backend], act: ControlOperation) -> list[tuple[bytes, JpagedError | None]]:
     """Call several servers concurrently; return the response or error of each."""
 
-    async def ask(member: Member) -> tuple[bytes, JpagedError | None]:
+    async def ask(member: Backend) -> tuple[bytes, JpagedError | None]:
         try:
             method = member.endpoint.methods[act.method]
             return await method(act.content, timeout=ACT_TIMEOUT_S, metadata=act.metadata), None
@@ -212,7 +214,7 @@ async def _each(members: Sequence[Member], act: Act) -> list[tuple[bytes, Jpaged
     return list(await asyncio.gather(*(ask(one) for one in members)))
 
 
-def _of_one(failed: Sequence[tuple[Member, JpagedError]], num_members: int, more: str) -> JpagedError:
+def _of_one(failed: Sequence[tuple[Backend, JpagedError]], num_members: int, more: str) -> JpagedError:
     """Return the first failure for the caller, with its server and the number of failed servers."""
     member, error = failed[0]
     cause = error.__cause__
@@ -221,7 +223,7 @@ def _of_one(failed: Sequence[tuple[Member, JpagedError]], num_members: int, more
     where = f"at {member.name}, one of {len(failed)} of {num_members} servers that failed"
     text = f"{cause.details()} ({where}{'; ' if more else ''}{more})"
     code: grpc.StatusCode = cause.code()
-    return error_of(code, text, tuple(cause.trailing_metadata() or ()))
+    return build_error(code, text, tuple(cause.trailing_metadata() or ()))
 
 
 _MEAN_OVER = {"slot_use": "num_steps"}
@@ -232,7 +234,7 @@ _ABORT_PAUSE_S, _MAX_ABORT_PAUSE_S = 0.05, 1.0
 Options = Sequence[tuple[str, str, str]]
 
 
-class Fleetwide:
+class AggregateCalls:
     """Answers calls about all servers.
 
     Args:
@@ -240,7 +242,7 @@ class Fleetwide:
         is_draining: returns True during a drain.
     """
 
-    def __init__(self, fleet: Fleet, relay: Relay, options: Options, is_draining: Callable[[], bool]) -> None:
+    def __init__(self, fleet: BackendPool, relay: Proxy, options: Options, is_draining: Callable[[], bool]) -> None:
         self._fleet = fleet
         self._relay = relay
         self._options = options
@@ -271,8 +273,8 @@ class Fleetwide:
             told.options.add(name=name, value=value, source=source)
         for member in list(self._fleet.members.values()):
             told.options.add(name=f"target {member.name}", value=member.problem or "accepts calls", source="its health")
-            if member.telling is not None and self._fleet.held is not None:
-                is_heard, where = self._fleet.held.is_heard(member.name), member.telling.sockets[0][0]
+            if member.kv_event_endpoints is not None and self._fleet.held is not None:
+                is_heard, where = self._fleet.held.is_heard(member.name), member.kv_event_endpoints.sockets[0][0]
                 value = f"{self._fleet.held.num_blocks(member.name)} blocks" if is_heard else "not connected"
                 told.options.add(name=f"kv-events {member.name}", value=value, source=where)
         return told.SerializeToString()
@@ -304,7 +306,7 @@ class Fleetwide:
         Raises:
             JpagedError: no server runs it, or the error of the server that does.
         """
-        key, content = (owner_of(metadata), request.request_id), request.SerializeToString()
+        key, content = (get_owner(metadata), request.request_id), request.SerializeToString()
         pauses = Backoff(_ABORT_PAUSE_S, 2.0, _MAX_ABORT_PAUSE_S)  # each attempt calls all servers
         until_s = time.monotonic() + min(_ABORT_WITHIN_S, _ABORT_WITHIN_S if remaining_s is None else remaining_s)
         while True:

@@ -10,7 +10,7 @@ import math
 import sys
 from typing import TYPE_CHECKING
 
-from jpaged.cli.options import add_config_flags, add_credential_flags, config_from, credentials_from, flag_of
+from jpaged.cli.options import add_config_flags, add_credential_flags, config_from, credentials_from, to_flag
 from jpaged.config import EngineConfig, iter_options
 from jpaged.errors import InvalidArgument
 
@@ -137,7 +137,7 @@ def options_from(arguments: argparse.Namespace, config: EngineConfig) -> RouteOp
         resume_within_s=within_s,
         max_known_prefixes=num_prefixes,
         max_calls=arguments.max_calls,
-        told=told,
+        shown_options=told,
     )
 
 
@@ -156,7 +156,7 @@ async def _route(options: RouteOptions, config: EngineConfig) -> int:
         router = Router(options, config.server, config.access)
         port = await router.start()
     except InvalidArgument as error:
-        raise InvalidArgument(flag_of(error.field), error.problem) from error
+        raise InvalidArgument(to_flag(error.field), error.problem) from error
     router.stop_on_signals()
     host = config.server.host
     if router.metrics_port is not None:

@@ -29,14 +29,14 @@ from grpc_health.v1 import health_pb2
 from jpaged._proto.v1 import control_pb2
 from jpaged.access.tls import FileWatch
 from jpaged.client.channel import Backoff, Tls, open_channel, proxy_name
-from jpaged.client.convert import metadata_of
-from jpaged.client.failures import error_details, translated
+from jpaged.client.convert import get_metadata
+from jpaged.client.errors import error_details, translated
 from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, Endpoints, Question
-from jpaged.errors import InvalidArgument, JpagedError, Unavailable, sentence_of
-from jpaged.route.kv_event_index import HeldPrefixes, Telling, telling_of
+from jpaged.errors import InvalidArgument, JpagedError, Unavailable, describe_error
+from jpaged.route.kv_event_index import KVEventEndpoints, KVEventIndex, resolve_kv_event_endpoints
 from jpaged.route.methods import VIA_KEY, channel_methods
-from jpaged.route.prefix_table import Directory
-from jpaged.route.targets import Address, Targets
+from jpaged.route.prefix_table import PrefixTable
+from jpaged.route.targets import Address, BackendTargets
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,10 +47,10 @@ _LOOKS_A_LIST = 4
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
 _SMALL_WINDOWS = (("grpc.http2.bdp_probe", 0),)
 """Keeps the receive window of a stream at 64 KiB if it is not read; otherwise it grows to MiBs under load."""
-Bring = Callable[["Member"], Awaitable[None]]
+Bring = Callable[["Backend"], Awaitable[None]]
 
 
-class Counts:
+class RouterCounts:
     """Counters of a router. Written on its event loop, read on the thread of a scrape.
 
     Attributes:
@@ -87,8 +87,8 @@ ROUTER_OPTION = "router-id"
 _UPSTREAM_S, _MAX_UPSTREAM = 30.0, 1024
 
 
-class Member:
-    """One named server. Written only by `Fleet`.
+class Backend:
+    """One named server. Written only by `BackendPool`.
 
     Attributes:
         endpoint: its connection and load.
@@ -98,7 +98,7 @@ class Member:
         problem: why it is not admitted, as text.
         is_other: it serves, but is not admitted because its model differs from the fleet's.
         files_number: generation of the connection's certificate files, counted from the start.
-        telling: source of the KV events; None if it has none, or is not listened to.
+        kv_event_endpoints: source of the KV events; None if it has none, or is not listened to.
     """
 
     def __init__(self, address: Address, endpoint: Endpoint, files_number: int = 0) -> None:
@@ -107,7 +107,7 @@ class Member:
         self.info = control_pb2.GetServerInfoResponse()
         self.is_admitted = self.is_other = False
         self.problem = "it has not responded yet"
-        self.telling: Telling | None = None
+        self.kv_event_endpoints: KVEventEndpoints | None = None
         self.following: asyncio.Task[None] | None = None
 
     @property
@@ -121,7 +121,7 @@ class Member:
         return int(self.info.start_time.ToNanoseconds())
 
 
-class Fleet:
+class BackendPool:
     """All servers of a router. Bound to its event loop: `run` until cancelled, then `close`.
 
     Args:
@@ -138,18 +138,18 @@ class Fleet:
 
     def __init__(
         self,
-        targets: Targets,
-        directory: Directory,
-        counts: Counts,
+        targets: BackendTargets,
+        directory: PrefixTable,
+        counts: RouterCounts,
         tls: Tls | None,
         api_key: str,
-        held: HeldPrefixes | None = None,
+        held: KVEventIndex | None = None,
     ) -> None:
         self.directory, self.counts, self.held = directory, counts, held
         self.endpoints = Endpoints(
             (), lambda one, question: self._start(self._hear(one, question)), placement=directory, is_watched=True
         )
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, Backend] = {}
         self.model, self.checkpoint = b"", ""
         self.model_number = 0
         self._bring: Bring = _bring_nothing
@@ -158,10 +158,10 @@ class Fleet:
         files = () if tls is None else (tls.ca, tls.cert, tls.key)
         self._files, self._files_number = FileWatch([path for path in files if path is not None]), 0
         self.router_id = uuid.uuid4().hex
-        self._metadata = (*metadata_of("", api_key), (VIA_KEY, self.router_id))
+        self._metadata = (*get_metadata("", api_key), (VIA_KEY, self.router_id))
         self._upstream: dict[str, float] = {}
         self._tasks = set[asyncio.Task[None]]()
-        self._leaving: list[Member] = []
+        self._leaving: list[Backend] = []
         self._news = asyncio.Event()
 
     def set_bring(self, bring: Bring) -> None:
@@ -177,7 +177,7 @@ class Fleet:
             if len(self._upstream) > _MAX_UPSTREAM:
                 del self._upstream[next(iter(self._upstream))]
 
-    def admitted(self) -> list[Member]:
+    def admitted(self) -> list[Backend]:
         """Return the admitted servers."""
         return [one for one in self.members.values() if one.is_admitted]
 
@@ -249,11 +249,11 @@ class Fleet:
                     _LOG.error("%s: cannot connect: %s", target, error)
                     continue
                 endpoint = Endpoint(target, channel, channel_methods(channel), proxy_name(target, None))
-                member = Member(address, endpoint, self._files_number)
+                member = Backend(address, endpoint, self._files_number)
                 member.following = asyncio.get_running_loop().create_task(self._follow(member))
                 self.members[target] = member
 
-    def _drop(self, member: Member, problem: str) -> None:
+    def _drop(self, member: Backend, problem: str) -> None:
         """Give a server no new calls, and drop it when its last call has ended."""
         _LOG.warning("%s: %s; %d open calls continue there", member.name, problem, member.endpoint.num_open)
         self._dismiss(member, problem)
@@ -271,7 +271,7 @@ class Fleet:
             if member.name not in self.members:
                 self.counts.forget(member.name)
 
-    async def _follow(self, member: Member) -> None:
+    async def _follow(self, member: Backend) -> None:
         """Watch one server's health as long as it is named."""
         pauses = _pauses()
         while True:
@@ -287,7 +287,7 @@ class Fleet:
             except aio.AioRpcError as error:
                 self._dismiss(member, f"{error.code().name}: {error_details(error, member.endpoint.proxy)}")
             except JpagedError as error:
-                self._dismiss(member, sentence_of(error))
+                self._dismiss(member, describe_error(error))
             except Exception as error:  # one server's error (it may not be jpaged) must not affect the others
                 _LOG.exception("%s: cannot parse its response", member.name)
                 self._dismiss(member, f"its response cannot be parsed: {type(error).__name__}: {error}")
@@ -295,7 +295,7 @@ class Fleet:
                 watch.cancel()
             await asyncio.sleep(pauses.next_s())
 
-    async def _admit(self, member: Member) -> None:
+    async def _admit(self, member: Backend) -> None:
         """Admit a server.
 
         Raises:
@@ -330,24 +330,24 @@ class Fleet:
             _LOG.info("%s accepts calls", member.name)
         self._note_admitted(member)
 
-    def _note_identity(self, member: Member, model: Any, info: Any) -> None:
+    def _note_identity(self, member: Backend, model: Any, info: Any) -> None:
         before = member.life
         member.model, member.info = model.SerializeToString(deterministic=True), info
         if member.life != before:
             self.directory.begin(member.name)
         try:
-            telling = telling_of(member.address, info)
+            telling = resolve_kv_event_endpoints(member.address, info)
         except Unavailable as error:
             _LOG.warning(
                 "%s: its cached prefixes are unknown, because its KV events cannot be reached: %s", member.name, error
             )
             telling = None
-        if member.life != before or telling != member.telling:
+        if member.life != before or telling != member.kv_event_endpoints:
             self._listen(member, telling)
 
-    def _listen(self, member: Member, telling: Telling | None) -> None:
+    def _listen(self, member: Backend, telling: KVEventEndpoints | None) -> None:
         """Subscribe to a server's KV events from now on, and drop its earlier ones."""
-        member.telling = telling
+        member.kv_event_endpoints = telling
         if self.held is None:
             return
         former = self.held.forget(member.name)
@@ -359,19 +359,19 @@ class Fleet:
         if former:
             self._start(asyncio.to_thread(self.held.close, former))
 
-    def _note_admitted(self, member: Member) -> None:
+    def _note_admitted(self, member: Backend) -> None:
         member.is_admitted, member.problem = True, ""
         self.endpoints.add(member.endpoint)
         self.endpoints.note_answer(member.endpoint)
         news, self._news = self._news, asyncio.Event()
         news.set()
 
-    def _is_outvoted_by(self, member: Member) -> bool:
+    def _is_outvoted_by(self, member: Backend) -> bool:
         """Return True if more servers have this server's model than the fleet's."""
         like = [one for one in self.members.values() if one is member or (one.is_other and _are_alike(one, member))]
         return len(like) > len(self.admitted())
 
-    def _change_model(self, member: Member) -> None:
+    def _change_model(self, member: Backend) -> None:
         self.model, self.checkpoint = member.model, member.info.checkpoint
         self.model_number += 1
         for other in self.members.values():
@@ -379,7 +379,7 @@ class Fleet:
                 self._dismiss(other, "it serves another model than the fleet")
                 other.is_other = True
 
-    def _dismiss(self, member: Member, problem: str) -> None:
+    def _dismiss(self, member: Backend, problem: str) -> None:
         """Give a server no new calls; its open calls continue."""
         if member.is_admitted or member.problem != problem:
             _LOG.warning("%s accepts no calls: %s", member.name, problem)
@@ -400,7 +400,7 @@ class Fleet:
                 failure = Unavailable(f"{endpoint.name} sent an invalid response to GetLoad")
         except aio.AioRpcError as error:
             failure = translated(error, endpoint.proxy)
-        self.endpoints.told(endpoint, question, answer, failure)
+        self.endpoints.handle_answer(endpoint, question, answer, failure)
 
     def _start(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -412,22 +412,22 @@ def _pauses() -> Backoff:
     return Backoff(_FIRST_PAUSE_S, 2.0, _MAX_PAUSE_S)
 
 
-async def _bring_nothing(member: Member) -> None:
+async def _bring_nothing(member: Backend) -> None:
     """Do nothing: the fleet has no control state."""
 
 
-def _are_alike(one: Member, other: Member) -> bool:
+def _are_alike(one: Backend, other: Backend) -> bool:
     """Return True if two servers have the same model and checkpoint."""
     return one.model == other.model and one.info.checkpoint == other.info.checkpoint
 
 
-def _is_alike(fleet: Fleet, member: Member) -> bool:
+def _is_alike(fleet: BackendPool, member: Backend) -> bool:
     """Return True if a server has the fleet's model, as far as known."""
     told = member.info.checkpoint
     return member.model == fleet.model and (not told or not fleet.checkpoint or told == fleet.checkpoint)
 
 
-def _differences(fleet: Fleet, member: Member) -> str:
+def _differences(fleet: BackendPool, member: Backend) -> str:
     """Return the fields in which a server's model differs from the fleet's."""
     ours, theirs = (control_pb2.GetModelInfoResponse.FromString(content) for content in (fleet.model, member.model))
     fields: Mapping[str, Any] = ours.DESCRIPTOR.fields_by_name

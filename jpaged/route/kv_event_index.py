@@ -35,8 +35,8 @@ from jpaged.kvevents.directory import Directory
 from jpaged.kvevents.encoding import Event, RemovedBlocks, StoredBlocks
 from jpaged.kvevents.publisher import with_rank
 from jpaged.kvevents.subscriber import Subscriber
-from jpaged.pool import Owner
-from jpaged.route.prefix_table import Beginning
+from jpaged.pool import PrefixOwner
+from jpaged.route.prefix_table import PromptPrefix
 from jpaged.route.targets import NOWHERE, Address
 
 _TCP = re.compile(r"tcp://(\[[^\[\]]*\]|[^:\[\]]+):([0-9]+)")
@@ -47,7 +47,7 @@ MAX_REPLICAS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
+class KVEventEndpoints:
     """KV-event sources of a server.
 
     Attributes:
@@ -61,7 +61,7 @@ class Telling:
     checks_keys: bool
 
 
-def telling_of(address: Address, info: Any) -> Telling | None:
+def resolve_kv_event_endpoints(address: Address, info: Any) -> KVEventEndpoints | None:
     """Return the KV-event sources of a server; None if it has none, or `NOWHERE` is set.
 
     Args:
@@ -73,7 +73,7 @@ def telling_of(address: Address, info: Any) -> Telling | None:
     said: Mapping[str, str] = {option.name: option.value for option in info.options}
     events, replay = address.events, address.replay
     if events is None and "kv-events-endpoint" in said:
-        host = _host_of(address.target)
+        host = _get_host(address.target)
         events = _reached(said["kv-events-endpoint"], host)
         replay = _reached(said["kv-events-replay-endpoint"], host) if "kv-events-replay-endpoint" in said else None
     elif events is not None:
@@ -84,7 +84,7 @@ def telling_of(address: Address, info: Any) -> Telling | None:
         (with_rank(events, rank), None if replay is None else with_rank(replay, rank))
         for rank in range(_num_replicas(said.get("data-parallel-size", "1")))
     )
-    return Telling(sockets, said.get("isolate-tenants") == "True", "api-keys" in said)
+    return KVEventEndpoints(sockets, said.get("isolate-tenants") == "True", "api-keys" in said)
 
 
 def _num_replicas(said: str) -> int:
@@ -95,10 +95,10 @@ def _num_replicas(said: str) -> int:
 
 def _at(endpoint: str, address: Address) -> str:
     """Return the endpoint of a target with its host in place of *."""
-    return endpoint.replace("://*", f"://{_host_of(address.target) or _HERE}") if "://*" in endpoint else endpoint
+    return endpoint.replace("://*", f"://{_get_host(address.target) or _HERE}") if "://*" in endpoint else endpoint
 
 
-def _host_of(target: str) -> str | None:
+def _get_host(target: str) -> str | None:
     """Return the host of a target; None if it is a Unix socket of this machine."""
     if target.startswith(("unix:", "unix-abstract:")):
         return None
@@ -141,10 +141,10 @@ _PIECE_BLOCKS = 256
 
 
 class _Listening:
-    """Subscription to one server. Written only by `HeldPrefixes`."""
+    """Subscription to one server. Written only by `KVEventIndex`."""
 
-    def __init__(self, telling: Telling, keys: tuple[str, ...]) -> None:
-        self.telling = telling
+    def __init__(self, telling: KVEventEndpoints, keys: tuple[str, ...]) -> None:
+        self.endpoints = telling
         self.keys = keys
         self.readers: tuple[Subscriber, ...] = ()
 
@@ -153,7 +153,7 @@ class _Listening:
         return all(reader.is_heard for reader in self.readers)
 
 
-class HeldPrefixes:
+class KVEventIndex:
     """Index of cached prefixes by server. Methods except `take` belong to the router's event loop; `close` blocks.
 
     Args:
@@ -168,7 +168,7 @@ class HeldPrefixes:
         self._num_begun = 0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
-    def listen(self, name: str, telling: Telling) -> None:
+    def listen(self, name: str, telling: KVEventEndpoints) -> None:
         """Subscribe to a server that has no subscription.
 
         Raises:
@@ -227,7 +227,7 @@ class HeldPrefixes:
         with self._lock:
             return sum(self._directory.num_blocks(key) for key in one.keys)
 
-    def num_tokens(self, prompt: Beginning) -> Mapping[str, int]:
+    def num_tokens(self, prompt: PromptPrefix) -> Mapping[str, int]:
         """Return the cached leading tokens of a prompt on each connected server, 0 included; empty for texts.
 
         A server that checks keys is left out if the router does not know the call's tenant.
@@ -237,12 +237,12 @@ class HeldPrefixes:
         asked: dict[bool, dict[str, str]] = {}
         found: dict[str, int] = {}
         for name, one in list(self._listening.items()):
-            telling = one.telling
+            telling = one.endpoints
             if one.is_heard and not (telling.isolates_tenants and telling.checks_keys and prompt.has_unread_key):
                 asked.setdefault(telling.isolates_tenants, {}).update(dict.fromkeys(one.keys, name))
                 found[name] = 0
         for isolates_tenants, name_of in asked.items():
-            owner = Owner(prompt.salt, prompt.tenant if isolates_tenants else "", prompt.adapter)
+            owner = PrefixOwner(prompt.salt, prompt.tenant if isolates_tenants else "", prompt.adapter)
             with self._lock:
                 held = self._directory.num_tokens_held(prompt.token_ids, owner, name_of)
             for key, num_tokens in held.items():

@@ -16,9 +16,9 @@ from grpc import aio
 from jpaged._proto.v1 import control_pb2, inference_pb2, prefixes_pb2
 from jpaged.access.authenticator import current
 from jpaged.client.convert import TENANT_KEY
-from jpaged.client.failures import is_of_server, translated
+from jpaged.client.errors import is_of_server, translated
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unauthenticated, Unavailable, Unsupported
-from jpaged.server.grpc_server import refuse
+from jpaged.server.grpc_server import abort
 
 Way = Literal["stream", "prompt", "one", "all", "knowing", "fleet"]
 """How a method is answered:
@@ -105,7 +105,7 @@ def register(server: aio.Server, handler_of: Callable[[str], Handler]) -> None:
 
 def _refusing(name: str) -> grpc.RpcMethodHandler:
     async def answer(requests: object, context: Any) -> NoReturn:
-        await refuse(context, Unsupported(f"{name}: {_ASK_A_SERVER}"))
+        await abort(context, Unsupported(f"{name}: {_ASK_A_SERVER}"))
 
     return grpc.stream_unary_rpc_method_handler(answer)
 
@@ -130,7 +130,7 @@ def require_no_loop(context: Any, router_id: str) -> None:
     Raises:
         Unavailable: names the loop.
     """
-    via = via_of(context)
+    via = get_via(context)
     if router_id in via:
         raise Unavailable(
             "the call leads back to this router: a target is the router itself, or a router in front of it"
@@ -139,13 +139,13 @@ def require_no_loop(context: Any, router_id: str) -> None:
         raise Unavailable(f"the call has passed through {len(via)} routers, over the limit of {_MAX_HOPS}")
 
 
-def via_of(context: Any) -> list[str]:
+def get_via(context: Any) -> list[str]:
     """Return the ids of the routers that a call has passed."""
     found = [value for key, value in context.invocation_metadata() or () if key == VIA_KEY]
     return [one for value in found if isinstance(value, str) for one in value.split(",")]
 
 
-def passed_on(context: Any, router_id: str) -> Metadata:
+def forwarded_metadata(context: Any, router_id: str) -> Metadata:
     """Return the metadata to forward to a server: everything except that of the connection.
 
     If the router checks keys, it forwards the key's tenant, so that servers without keys isolate tenants too. Values
@@ -169,17 +169,17 @@ def passed_on(context: Any, router_id: str) -> Metadata:
     if entry is not None and entry.key is not None:
         kept = [pair for pair in kept if pair[0] != TENANT_KEY]
         kept.append((TENANT_KEY, entry.key.tenant))
-    kept.append((VIA_KEY, ",".join((*via_of(context), router_id))))
+    kept.append((VIA_KEY, ",".join((*get_via(context), router_id))))
     return tuple(kept)
 
 
-def owner_of(metadata: Metadata) -> bytes:
+def get_owner(metadata: Metadata) -> bytes:
     """Return bytes that identify the owner of a call, from its metadata."""
     told = [(key, value if isinstance(value, bytes) else value.encode()) for key, value in metadata if key in _OWNERS]
     return b"\0".join(key.encode() + b"=" + value for key, value in sorted(told))
 
 
-def tenant_of(metadata: Metadata) -> str:
+def get_tenant(metadata: Metadata) -> str:
     """Return the tenant named by a call; "" if none."""
     found = next((value for key, value in metadata if key == TENANT_KEY), "")
     return found if isinstance(found, str) else found.decode(errors="replace")
@@ -194,7 +194,7 @@ def has_unread_key(metadata: Metadata) -> bool:
 _OWNERS = frozenset({TENANT_KEY, _AUTHORIZATION})
 
 
-def told_by_servers(metadata: Any) -> Metadata:
+def get_response_metadata(metadata: Any) -> Metadata:
     """Return the metadata of a server's response to forward to the caller."""
     return tuple((key, value) for key, value in metadata or () if _goes_on(key) or key == "grpc-retry-pushback-ms")
 
@@ -206,7 +206,7 @@ def caused(error: aio.AioRpcError, proxy: str) -> JpagedError:
     return failure
 
 
-async def refuse_as_told(context: Any, error: Exception) -> NoReturn:
+async def abort_with_error(context: Any, error: Exception) -> NoReturn:
     """End a call with the server's status including details if there is one, otherwise with the error's status."""
     cause = error.__cause__
     if isinstance(cause, aio.AioRpcError):
@@ -215,10 +215,8 @@ async def refuse_as_told(context: Any, error: Exception) -> NoReturn:
             await context.abort(cause.code(), cause.details() or "", trailers)
         if cause.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             _LOG.debug("a call was lost: %s", cause.details())
-            await refuse(context, Unavailable("the server of this call is gone, and no other server has resumed it"))
-    await refuse(
-        context, error if isinstance(error, JpagedError) else InternalError(f"{type(error).__name__}: {error}")
-    )
+            await abort(context, Unavailable("the server of this call is gone, and no other server has resumed it"))
+    await abort(context, error if isinstance(error, JpagedError) else InternalError(f"{type(error).__name__}: {error}"))
 
 
 def _goes_on(key: str) -> bool:

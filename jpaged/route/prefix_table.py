@@ -18,7 +18,7 @@ The beginnings of a prompt are a chain of hashes of the request's bytes; nothing
 The chain is cut at fixed positions, close together at first. The common hashes of two prompts cover their common
 leading bytes. They have none in common if tenant, adapter, salt or tools differ, because they then share no blocks.
 
-`Replicas` places prompts on servers that another program knows and calls, such as Ray Serve's replicas:
+`ReplicaPlacement` places prompts on servers that another program knows and calls, such as Ray Serve's replicas:
 
 order ──> the program sends it to the first that accepts it ──> sent ──> ended
           or asks again, if none does
@@ -37,7 +37,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from jpaged._proto.v1 import inference_pb2
-from jpaged.client.routing.endpoints import S, not_ahead, rank
+from jpaged.client.routing.endpoints import S, rank, within_load_margin
 
 Chain = tuple[bytes, ...]
 
@@ -51,7 +51,7 @@ _TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Beginning:
+class PromptPrefix:
     """The part of a request that decides the placement: the beginning of the prompt, and the owner.
 
     Attributes:
@@ -75,12 +75,14 @@ class Beginning:
         return min(len(ids), CUTS[num_hashes - 1] // _TOKEN_BYTES) if num_hashes else 0
 
 
-def beginning_of(request: Any, owner: bytes, tenant: str = "", *, has_unread_key: bool = False) -> Beginning | None:
+def parse_prompt_prefix(
+    request: Any, owner: bytes, tenant: str = "", *, has_unread_key: bool = False
+) -> PromptPrefix | None:
     """Return the beginning of a request's prompt; None if it has none.
 
     Args:
         owner: identifies the owner of the request.
-        tenant, has_unread_key: see `Beginning`.
+        tenant, has_unread_key: see `PromptPrefix`.
     """
     if isinstance(request, inference_pb2.GenerateRequest):
         salt = request.sampling.cache_salt
@@ -101,13 +103,13 @@ def beginning_of(request: Any, owner: bytes, tenant: str = "", *, has_unread_key
     else:
         return None
     chain = _chain(_root(owner, request.adapter, salt, kind, tools), content)
-    return Beginning(chain, ids, salt, request.adapter, tenant, has_unread_key)
+    return PromptPrefix(chain, ids, salt, request.adapter, tenant, has_unread_key)
 
 
-def beginning_of_ids(token_ids: Sequence[int], owner: bytes) -> Beginning:
-    """Return the beginning of a prompt of token ids, like `beginning_of` for a request with nothing else."""
+def beginning_of_ids(token_ids: Sequence[int], owner: bytes) -> PromptPrefix:
+    """Return the beginning of a prompt of token ids, like `parse_prompt_prefix` for a request with nothing else."""
     ids = array("I", token_ids[: CUTS[-1] // _TOKEN_BYTES])
-    return Beginning(_chain(_root(owner, "", "", "token_ids", b""), _little_endian(ids)), ids)
+    return PromptPrefix(_chain(_root(owner, "", "", "token_ids", b""), _little_endian(ids)), ids)
 
 
 def _root(owner: bytes, adapter: str, salt: str, kind: str, tools: bytes) -> bytes:
@@ -148,14 +150,14 @@ def _chain(root: bytes, content: bytes) -> Chain:
     return tuple(made)
 
 
-class Told(Protocol):
+class ReportedPrefixes(Protocol):
     """Index of the prefixes that servers report by KV events."""
 
-    def num_tokens(self, prompt: Beginning) -> Mapping[str, int]:
+    def num_tokens(self, prompt: PromptPrefix) -> Mapping[str, int]:
         """Return the number of cached leading tokens per server, only for servers that report them."""
 
 
-class Directory:
+class PrefixTable:
     """Placement of a router's calls by prompt beginning.
 
     Args:
@@ -168,9 +170,9 @@ class Directory:
         num_passed_over: prompts whose best server was skipped because of too much load.
     """
 
-    def __init__(self, max_entries: int, told: Told | None = None) -> None:
+    def __init__(self, max_entries: int, told: ReportedPrefixes | None = None) -> None:
         self._max_entries = max_entries
-        self._told = told
+        self._reported = told
         self._lives_of = OrderedDict[bytes, frozenset[int]]()
         self._life_of: dict[str, int] = {}
         self._name_of: dict[int, str] = {}
@@ -194,22 +196,22 @@ class Directory:
         if life is not None:
             del self._name_of[life], self._open[life]
 
-    def life_of(self, name: str) -> int | None:
+    def get_life(self, name: str) -> int | None:
         """Return the current life of a server; None if unknown."""
         return self._life_of.get(name)
 
-    def place(self, key: Beginning, usable: Sequence[S]) -> S:
+    def place(self, key: PromptPrefix, usable: Sequence[S]) -> S:
         """Choose a server and record that the prompt is sent there. See `Placement`."""
         chosen = self.choose(key, usable)
         self.note(key, chosen.name)
         return chosen
 
-    def choose(self, key: Beginning, usable: Sequence[S]) -> S:
+    def choose(self, key: PromptPrefix, usable: Sequence[S]) -> S:
         """Return the server with the longest cached beginning; among equals, the least loaded.
 
         Ties are broken by rendezvous hashing, so that several routers without entries agree.
         """
-        told = {} if self._told is None else self._told.num_tokens(key)
+        told = {} if self._reported is None else self._reported.num_tokens(key)
         length, holders = self._longest(key, {one.name for one in usable}, told)
         anywhere = length if len(usable) == len(self._life_of) else self._longest(key, self._life_of.keys(), told)[0]
         self.num_placed += 1
@@ -219,12 +221,12 @@ class Directory:
         least = min(one.num_busy for one in among)
         return max((one for one in among if one.num_busy == least), key=lambda one: rank(key.chain[0], one.name))
 
-    def note(self, key: Beginning, name: str) -> None:
+    def note(self, key: PromptPrefix, name: str) -> None:
         """Record that a server was sent this prompt. The longest beginning is entered first, and so evicted first."""
         life = self._life_of.get(name)
         if life is None:
             return
-        if self._told is not None and key.token_ids is not None:
+        if self._reported is not None and key.token_ids is not None:
             self._open[life].update(key.chain)
         alone, entries = frozenset((life,)), self._lives_of
         for digest in reversed(key.chain):
@@ -237,7 +239,7 @@ class Directory:
         while len(entries) > self._max_entries:
             entries.popitem(last=False)
 
-    def ended(self, key: Beginning, life: int) -> None:
+    def ended(self, key: PromptPrefix, life: int) -> None:
         """Record the end of a placed call, in the life of the server that began it."""
         calls = self._open.get(life)
         if calls is not None and key.token_ids is not None:
@@ -246,7 +248,7 @@ class Directory:
                 if calls[digest] <= 0:
                     del calls[digest]
 
-    def _longest(self, key: Beginning, names: Set[str], told: Mapping[str, int]) -> tuple[int, Set[str]]:
+    def _longest(self, key: PromptPrefix, names: Set[str], told: Mapping[str, int]) -> tuple[int, Set[str]]:
         """Return the length of the longest cached beginning, in hashes or tokens, and the servers that have it."""
         depth, holders = self._longest_sent(key.chain, names - told.keys())
         lengths = dict.fromkeys(holders, depth if key.token_ids is None else key.num_tokens(depth))
@@ -272,12 +274,12 @@ class Directory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Replica:
+class _PlacedReplica:
     name: str
     num_busy: int
 
 
-class Replicas:
+class ReplicaPlacement:
     """Placement state of one caller of several servers.
 
     Args:
@@ -285,7 +287,7 @@ class Replicas:
     """
 
     def __init__(self, max_known_prefixes: int) -> None:
-        self._directory = Directory(max_known_prefixes)
+        self._directory = PrefixTable(max_known_prefixes)
         self._names: frozenset[str] = frozenset()
         self._num_open = Counter[str]()
         self._open = set[tuple[str, str]]()
@@ -301,21 +303,21 @@ class Replicas:
             self._directory.begin(name)
         self._names = there
 
-    def order(self, key: Beginning, told_busy: Mapping[str, int]) -> list[str]:
+    def order(self, key: PromptPrefix, told_busy: Mapping[str, int]) -> list[str]:
         """Return the servers in order of preference: the longest cached beginning first, then by load.
 
         Args:
             key: key of the prompt's beginnings.
             told_busy: servers that may take it, with their reported number of calls from all callers.
         """
-        usable = [_Replica(name, self._num_busy(name, told)) for name, told in told_busy.items()]
+        usable = [_PlacedReplica(name, self._num_busy(name, told)) for name, told in told_busy.items()]
         if not usable:
             return []
-        first = self._directory.choose(key, not_ahead(usable))
+        first = self._directory.choose(key, within_load_margin(usable))
         others = sorted((one for one in usable if one is not first), key=lambda one: (one.num_busy, one.name))
         return [first.name, *(one.name for one in others)]
 
-    def sent(self, call: str, key: Beginning | None, name: str) -> None:
+    def sent(self, call: str, key: PromptPrefix | None, name: str) -> None:
         """Record that a server accepted a call; the key is None if it has no prompt."""
         if name in self._names and (call, name) not in self._open:
             self._open.add((call, name))

@@ -24,19 +24,28 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from jpaged.access import authenticator as access
-from jpaged.access.authenticator import Gate
+from jpaged.access.authenticator import Authenticator
 from jpaged.client.channel import Tls
-from jpaged.client.routing.retry import Resuming
+from jpaged.client.routing.retry import ResumePolicy
 from jpaged.config import AccessOptions, ServerOptions
-from jpaged.errors import InvalidArgument, QueueFull, Unavailable, reason_of
-from jpaged.route.aggregate import Acts, Fleetwide, Options
-from jpaged.route.fleet import Counts, Fleet
-from jpaged.route.kv_event_index import HeldPrefixes
-from jpaged.route.methods import SERVICES, WAYS, Handler, passed_on, refuse_as_told, register, require_no_loop, via_of
-from jpaged.route.prefix_table import MAX_KNOWN_PREFIXES, Directory
-from jpaged.route.relay import Relay
-from jpaged.route.targets import Targets
-from jpaged.server.grpc_server import Door, bind, error_for, make_server
+from jpaged.errors import InvalidArgument, QueueFull, Unavailable, get_reason
+from jpaged.route.aggregate import AggregateCalls, Options, ReplicatedControl
+from jpaged.route.fleet import BackendPool, RouterCounts
+from jpaged.route.kv_event_index import KVEventIndex
+from jpaged.route.methods import (
+    SERVICES,
+    WAYS,
+    Handler,
+    abort_with_error,
+    forwarded_metadata,
+    get_via,
+    register,
+    require_no_loop,
+)
+from jpaged.route.prefix_table import MAX_KNOWN_PREFIXES, PrefixTable
+from jpaged.route.relay import Proxy
+from jpaged.route.targets import BackendTargets
+from jpaged.server.grpc_server import AuthInterceptor, bind, error_for, make_server
 from jpaged.server.health import LIVENESS, READINESS, Health, HealthServicer, ProbeServer
 from jpaged.telemetry.scrapes import ScrapeServer
 
@@ -52,7 +61,7 @@ _BY_TARGET = {
 class RouteCollector(Collector):
     """Collector of a fleet's state and counters."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: BackendPool) -> None:
         self._fleet = fleet
 
     def collect(self) -> Iterator[Metric]:
@@ -113,7 +122,7 @@ class RouteCollector(Collector):
         yield from (up, calls, busy, heard, blocks)
 
 
-def serve_counts(fleet: Fleet, host: str, port: int) -> ScrapeServer:
+def serve_counts(fleet: BackendPool, host: str, port: int) -> ScrapeServer:
     """Serve scrapes on a separate port, in threads, until the server is stopped; 0 is a free port.
 
     Raises:
@@ -146,7 +155,7 @@ class RouteOptions:
         resume_within_s: time that a stream looks for another server; 0 ends it with its server.
         max_known_prefixes: maximum number of hashes of beginnings; 0 places prompts by load only.
         max_calls: maximum open calls; more are refused with QueueFull.
-        told: all options for GetServerInfo: name, value, source.
+        shown_options: all options for GetServerInfo: name, value, source.
     """
 
     targets: tuple[str, ...]
@@ -156,7 +165,7 @@ class RouteOptions:
     resume_within_s: float = 60.0
     max_known_prefixes: int = MAX_KNOWN_PREFIXES
     max_calls: int = 8192
-    told: Options = ()
+    shown_options: Options = ()
 
 
 class Router:
@@ -170,19 +179,19 @@ class Router:
 
     def __init__(self, options: RouteOptions, server: ServerOptions, access_options: AccessOptions) -> None:
         self.port = 0
-        self.counts = Counts()
+        self.counts = RouterCounts()
         self._options, self._server_options = options, server
-        self._gate = Gate(access_options)
-        held = HeldPrefixes() if options.max_known_prefixes else None
-        self._directory = Directory(options.max_known_prefixes, held)
-        self._targets = targets = Targets(options.targets, options.targets_file)
-        self.fleet = Fleet(targets, self._directory, self.counts, options.tls, options.api_key, held)
-        resuming = Resuming(options.resume_within_s) if options.resume_within_s else None
-        self._relay = Relay(self.fleet, resuming)
-        self._acts = Acts(self.fleet)
-        self.fleet.set_bring(self._acts.bring)
+        self._gate = Authenticator(access_options)
+        held = KVEventIndex() if options.max_known_prefixes else None
+        self._directory = PrefixTable(options.max_known_prefixes, held)
+        self._targets = targets = BackendTargets(options.targets, options.targets_file)
+        self.fleet = BackendPool(targets, self._directory, self.counts, options.tls, options.api_key, held)
+        resuming = ResumePolicy(options.resume_within_s) if options.resume_within_s else None
+        self._relay = Proxy(self.fleet, resuming)
+        self._acts = ReplicatedControl(self.fleet)
+        self.fleet.set_bring(self._acts.reconcile)
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
-        self._fleetwide = Fleetwide(self.fleet, self._relay, options.told, self._stop.is_set)
+        self._fleetwide = AggregateCalls(self.fleet, self._relay, options.shown_options, self._stop.is_set)
         self._calls = set[asyncio.Task[Any]]()
         self._metrics: ScrapeServer | None = None
         self._probes: ProbeServer | None = None
@@ -206,14 +215,14 @@ class Router:
         options = self._server_options
         self._gate.read()
         max_bytes = int(options.max_request_size * 2**20)
-        self._grpc = make_server(options, max_bytes, Door(self._gate, takes_control=True))
+        self._grpc = make_server(options, max_bytes, AuthInterceptor(self._gate, takes_control=True))
         register(self._grpc, self._handler)
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         if options.enable_reflection:
             names = (*_SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._grpc)
-        await self._tell_health(is_ready=False)
+        await self._set_health(is_ready=False)
         self.port = bind(self._grpc, "port", options.host, options.port, self._gate.certificates)
         if options.metrics_port is not None:
             self._metrics = serve_counts(self.fleet, options.host, options.metrics_port)
@@ -247,9 +256,9 @@ class Router:
                     task.result()  # re-raise its error: tasks are not cancelled before the end
             if (now_ready := self._health_now().is_ready) != is_ready:
                 is_ready = now_ready
-                await self._tell_health(is_ready)
+                await self._set_health(is_ready)
             await _wait(self._stop, _WATCH_INTERVAL_S)
-        await self._tell_health(is_ready=False)
+        await self._set_health(is_ready=False)
         await self._drain()
         await self._close()
         return 0
@@ -257,7 +266,7 @@ class Router:
     def _health_now(self) -> Health:
         return Health(True, not self._stop.is_set() and self.fleet.endpoints.has_any())
 
-    async def _tell_health(self, is_ready: bool) -> None:
+    async def _set_health(self, is_ready: bool) -> None:
         kinds = health_pb2.HealthCheckResponse
         for name in ("", READINESS, *_SERVICE_NAMES):
             await self._health.set(name, kinds.SERVING if is_ready else kinds.NOT_SERVING)
@@ -272,7 +281,7 @@ class Router:
             self._calls.add(task)
             self.counts.note_open(1)
             try:
-                self.fleet.note_upstream(via_of(context))
+                self.fleet.note_upstream(get_via(context))
                 require_no_loop(context, self.fleet.router_id)
                 if len(self._calls) > self._options.max_calls:
                     raise QueueFull(f"{self._options.max_calls} calls are open (max_calls)", retry_after_s=_RETRY_S)
@@ -285,10 +294,10 @@ class Router:
                 if not self._hurry.is_set():
                     raise
                 gone = Unavailable("the router shut down before the call ended")
-                await refuse_as_told(context, gone)
+                await abort_with_error(context, gone)
             except Exception as error:
                 code = _noted(error)
-                await refuse_as_told(context, error)
+                await abort_with_error(context, error)
             finally:
                 self._calls.discard(task)
                 self.counts.note_open(-1)
@@ -305,14 +314,14 @@ class Router:
             case "prompt" | "one":
                 return await self._relay.one(method, request, context)
             case "all":
-                return await self._acts.run(method, request, passed_on(context, self.fleet.router_id))
+                return await self._acts.run(method, request, forwarded_metadata(context, self.fleet.router_id))
             case "knowing":
-                metadata = passed_on(context, self.fleet.router_id)
+                metadata = forwarded_metadata(context, self.fleet.router_id)
                 return await self._fleetwide.abort(request, metadata, context.time_remaining())
         if method == "GetServerInfo":
             return await self._fleetwide.server_info()
         ask = self._fleetwide.load if method == "GetLoad" else self._fleetwide.adapters
-        return await ask(passed_on(context, self.fleet.router_id))
+        return await ask(forwarded_metadata(context, self.fleet.router_id))
 
     async def _drain(self) -> None:
         """Wait until all calls have ended, up to the timeout or a second stop; cancel the remaining ones."""
@@ -348,7 +357,7 @@ def _noted(failure: Exception) -> str:
     """Note a call's error in the audit; return the status that its caller gets."""
     error, entry = error_for(failure), access.current()
     if entry is not None:
-        entry.note_error(reason_of(error))
+        entry.note_error(get_reason(error))
     cause = error.__cause__
     if isinstance(cause, aio.AioRpcError) and cause.code() is not grpc.StatusCode.CANCELLED:
         return str(cause.code().name)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from jpaged.access.tls import BackgroundLook, FileWatch
 from jpaged.client.channel import require_target
-from jpaged.errors import InvalidArgument, sentence_of
+from jpaged.errors import InvalidArgument, describe_error
 
 _LOG = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def read_targets(path: str) -> tuple[str, ...]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument("targets_file", f"{path} cannot be read: {sentence_of(error)}") from None
+        raise InvalidArgument("targets_file", f"{path} cannot be read: {describe_error(error)}") from None
     found = tuple(word for line in lines if (word := line.partition("#")[0].strip()))
     try:
         require_targets("targets_file", found)
@@ -114,7 +114,7 @@ def require_targets(field: str, targets: Sequence[str]) -> None:
         raise InvalidArgument(field, f"names {', '.join(sorted(twice)[:4])} twice")
 
 
-class Targets:
+class BackendTargets:
     """The current list of servers.
 
     Args:

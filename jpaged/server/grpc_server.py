@@ -10,9 +10,9 @@
 
 This holds for every service on the port, including third-party ones (health, reflection).
 
-`Door` is the interceptor of a port: it authorizes calls by the table of permissions, including calls of unknown
-methods. `answering` turns errors into gRPC status codes with google.rpc details; the classes in errors.py define the
-codes. `bind` opens the address: a host and a port of this machine, with TLS if there are certificates.
+`AuthInterceptor` is the interceptor of a port: it authorizes calls by the table of permissions, including calls of
+unknown methods. `status_on_error` turns errors into gRPC status codes with google.rpc details; the classes in errors.py
+define the codes. `bind` opens the address: a host and a port of this machine, with TLS if there are certificates.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from jpaged._proto.v1 import inference_pb2
-from jpaged.access.authenticator import CONTROL, GRPC, Entry, Gate, enter
+from jpaged.access.authenticator import CONTROL, GRPC, Authenticator, CallContext, enter
 from jpaged.access.tls import CertificateFiles, Certificates
 from jpaged.config import ServerOptions
-from jpaged.errors import InternalError, InvalidArgument, JpagedError, QueueFull, TryLater, reason_of
+from jpaged.errors import InternalError, InvalidArgument, JpagedError, QueueFull, TryLater, get_reason
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ twice.
 Trailers = tuple[tuple[str, str | bytes], ...]
 
 
-class CallContext(Protocol):
+class ServicerContext(Protocol):
     """The part of gRPC's call context that servicers use."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
@@ -79,7 +79,7 @@ class CallContext(Protocol):
         """End the call with a status, by raising."""
 
 
-def status_of(error: JpagedError) -> status_pb2.Status:
+def get_status(error: JpagedError) -> status_pb2.Status:
     """Return the status of an error: code, message and details.
 
     Every status carries ErrorInfo, whose reason is the error's class name in capitals (QUEUE_FULL); InvalidArgument
@@ -89,7 +89,7 @@ def status_of(error: JpagedError) -> status_pb2.Status:
         error = type(error)(name, error.problem)
     code = grpc.StatusCode[error.grpc_status].value[0]
     status = status_pb2.Status(code=code, message=_shortened(str(error)))
-    _attach(status, error_details_pb2.ErrorInfo(reason=reason_of(error), domain=ERROR_DOMAIN))
+    _attach(status, error_details_pb2.ErrorInfo(reason=get_reason(error), domain=ERROR_DOMAIN))
     if isinstance(error, InvalidArgument):
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=error.field, description=_shortened(error.problem)
@@ -102,9 +102,9 @@ def status_of(error: JpagedError) -> status_pb2.Status:
     return status
 
 
-def trailers_of(error: JpagedError) -> Trailers:
+def get_trailers(error: JpagedError) -> Trailers:
     """Return the trailing metadata of an error's status."""
-    details = _DETAILS_KEY, status_of(error).SerializeToString()
+    details = _DETAILS_KEY, get_status(error).SerializeToString()
     if isinstance(error, TryLater):
         return details, (_PUSHBACK_KEY, str(math.ceil(error.retry_after_s * 1000)))
     return (details,)
@@ -126,20 +126,20 @@ def name_on_wire(field: str) -> str:
     return f"{first}.{rest}".removesuffix(".").replace(".function.", ".")
 
 
-async def refuse(context: CallContext, error: JpagedError) -> NoReturn:
+async def abort(context: ServicerContext, error: JpagedError) -> NoReturn:
     """End the call with the status of `error`."""
-    await context.abort(grpc.StatusCode[error.grpc_status], status_of(error).message, trailers_of(error))
+    await context.abort(grpc.StatusCode[error.grpc_status], get_status(error).message, get_trailers(error))
 
 
 @asynccontextmanager
-async def answering(context: CallContext) -> AsyncIterator[None]:
+async def status_on_error(context: ServicerContext) -> AsyncIterator[None]:
     """Convert an exception of the body to the call's status. A cancelled call gets none."""
     try:
         yield
     except (aio.InternalError, aio.AbortError):  # the peer has disconnected, or has its status already
         raise
     except Exception as error:
-        await refuse(context, error_for(error))
+        await abort(context, error_for(error))
 
 
 def _attach(status: status_pb2.Status, detail: Message) -> None:
@@ -164,14 +164,14 @@ _FACES = {"/inference.": "oip", "/vllm.": "vllm"}
 """Prefixes of third-party services, and their names in the audit."""
 
 
-class Door:
+class AuthInterceptor:
     """Interceptor of one port.
 
     Args:
         takes_control: the port accepts control operations.
     """
 
-    def __init__(self, gate: Gate, *, takes_control: bool) -> None:
+    def __init__(self, gate: Authenticator, *, takes_control: bool) -> None:
         self._gate = gate
         self._takes_control = takes_control
         self._public = {method for method, one in GRPC.items() if one.is_public(gate.options)}
@@ -197,12 +197,12 @@ class Door:
                     entry.require(permission.role, name, on_control_port=permission.on_control_port)
                 except JpagedError as error:
                     if permission.on_control_port and entry.tenant:
-                        entry.note_act(name)
-                    await refuse(context, error)
+                        entry.record_operation(name)
+                    await abort(context, error)
                 enter(entry)
                 return await inner(requests, context)
             except BaseException as error:
-                status = _status_of(error, context)
+                status = _get_status(error, context)
                 raise
             finally:
                 self._gate.close(entry, status)
@@ -220,21 +220,21 @@ class Door:
                 try:
                     self._gate.open(entry, *_headers(context))
                 except JpagedError as error:
-                    await refuse(context, error)
+                    await abort(context, error)
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")  # gRPC's standard message
             except BaseException as error:
-                status = _status_of(error, context)
+                status = _get_status(error, context)
                 raise
             finally:
                 self._gate.close(entry, status)
 
         return grpc.stream_stream_rpc_method_handler(answer)
 
-    def _entry(self, face: str, method: str, context: Any) -> Entry:
-        return Entry(face=face, method=method, peer=context.peer(), takes_control=self._takes_control)
+    def _entry(self, face: str, method: str, context: Any) -> CallContext:
+        return CallContext(face=face, method=method, peer=context.peer(), takes_control=self._takes_control)
 
 
-def _status_of(error: BaseException, context: Any) -> str:
+def _get_status(error: BaseException, context: Any) -> str:
     """Return the status of a call whose handler raised: the aborted status, or gRPC's default."""
     if isinstance(error, asyncio.CancelledError):
         return "CANCELLED"
@@ -301,7 +301,7 @@ _SMALL_BYTES = 4096
 _RETRY_S = 1.0
 
 
-def make_server(options: ServerOptions, max_message_bytes: int, door: Door) -> aio.Server:
+def make_server(options: ServerOptions, max_message_bytes: int, door: AuthInterceptor) -> aio.Server:
     """Create a server without services and port, with the limits of these options; `door` authorizes calls."""
     logging.getLogger(_CORE_NAME).addFilter(_is_ours)
     core, _core.AioServer = _core.AioServer, _Core
@@ -347,7 +347,7 @@ def _max_connections(asked: int) -> int:
 class _Decoding(aio.ServerInterceptor):
     """Interceptor that authorizes calls and decodes their requests: gRPC passes bytes."""
 
-    def __init__(self, max_message_bytes: int, door: Door) -> None:
+    def __init__(self, max_message_bytes: int, door: AuthInterceptor) -> None:
         self._door = door
         self._freed = FreedMemory()
         self._in_hand = MessagesInHand(max_message_bytes)
@@ -392,16 +392,16 @@ def _reading(handler: Any, freed: FreedMemory, in_hand: MessagesInHand) -> grpc.
         try:
             return handler.request_deserializer(content)
         except DecodeError as error:
-            await refuse(context, InvalidArgument("request", f"{len(content)} bytes are not a valid message: {error}"))
+            await abort(context, InvalidArgument("request", f"{len(content)} bytes are not a valid message: {error}"))
 
     async def answer(_: object, context: Any) -> Any:
         content = request = None
         try:
             if (content := await context.read()) is aio.EOF:
-                await refuse(context, InvalidArgument("request", "is missing: the call ended without a message"))
+                await abort(context, InvalidArgument("request", "is missing: the call ended without a message"))
             with in_hand.counted(len(content)) as too_much:
                 if too_much is not None:
-                    await refuse(context, too_much)
+                    await abort(context, too_much)
                 request, content = await decoded(context, content), None
                 return await (handler.unary_stream or handler.unary_unary)(request, context)
         except aio.InternalError as error:
@@ -508,7 +508,7 @@ def bind(server: aio.Server, field: str, host: str, port: int, certificates: Cer
         if certificates is None:
             bound = server.add_insecure_port(address)
         else:
-            bound = server.add_secure_port(address, credentials_of(certificates))
+            bound = server.add_secure_port(address, get_credentials(certificates))
     except (RuntimeError, UnicodeError) as error:
         raise InvalidArgument(field, f"{address} cannot be bound: {error}") from error
     if bound == 0:
@@ -516,7 +516,7 @@ def bind(server: aio.Server, field: str, host: str, port: int, certificates: Cer
     return bound
 
 
-def credentials_of(files: CertificateFiles) -> grpc.ServerCredentials:
+def get_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
     """Return a port's TLS credentials; each handshake checks if the certificate files have changed."""
     told = files.now
 

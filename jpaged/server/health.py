@@ -67,7 +67,7 @@ class HealthServicer(health.aio.HealthServicer):
             await asyncio.wait(self._watches, timeout=timeout_s)
 
     async def _watch(self, service: str, context: Any) -> None:
-        watch = asyncio.create_task(self._tell(service, context))
+        watch = asyncio.create_task(self._write_changes(service, context))
         end = asyncio.create_task(self._has_ended.wait())
         try:
             await asyncio.wait((watch, end), return_when=asyncio.FIRST_COMPLETED)
@@ -79,7 +79,7 @@ class HealthServicer(health.aio.HealthServicer):
             await watch  # re-raise its error
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the server has shut down")
 
-    async def _tell(self, service: str, context: Any) -> None:
+    async def _write_changes(self, service: str, context: Any) -> None:
         """Write the status of a service at each change; intermediate states may be skipped."""
         told = None
         while True:

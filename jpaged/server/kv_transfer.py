@@ -20,29 +20,29 @@ from grpc import aio
 from jpaged._proto.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc, prefixes_pb2, prefixes_pb2_grpc
 from jpaged.access.tls import FileWatch
 from jpaged.client.channel import Tls, open_channel, require_target
-from jpaged.client.failures import translated
+from jpaged.client.errors import translated
 from jpaged.config import AccessOptions
 from jpaged.errors import DeadlineExceeded, InvalidArgument, PermissionDenied
-from jpaged.server.grpc_server import CallContext, answering
-from jpaged.server.servicer import REQUEST_ID_KEY, call_from, prompt_from, tenant_of
-from jpaged.server.servicer import response_of as generate_response_of
-from jpaged.service.calls import AskedPrefill, Generation
-from jpaged.service.kv_protocol import MAX_PIECES, Arrival, Header, Piece
-from jpaged.service.kv_transfer import Prefix, Travelling
+from jpaged.server.grpc_server import ServicerContext, status_on_error
+from jpaged.server.servicer import REQUEST_ID_KEY, call_from, get_tenant, prompt_from
+from jpaged.server.servicer import build_response as generate_response_of
+from jpaged.service.calls import RemotePrefillRequest, RequestHandle
+from jpaged.service.kv_protocol import MAX_PIECES, BlockPiece, ImportResult, TransferHeader
+from jpaged.service.kv_transfer import Prefix, PrefixTransferService
 from jpaged.service.roles import PrefillRole
 from jpaged.service.service import Service
 
 _Part = TypeVar("_Part", prefixes_pb2.SavePrefixResponse, prefixes_pb2.LoadPrefixRequest)
 
 
-def response_of(part: Header | Sequence[Piece]) -> prefixes_pb2.SavePrefixResponse:
+def build_response(part: TransferHeader | Sequence[BlockPiece]) -> prefixes_pb2.SavePrefixResponse:
     """Convert a part to a message."""
-    if isinstance(part, Header):
-        return prefixes_pb2.SavePrefixResponse(header=_header_of(part))
-    return prefixes_pb2.SavePrefixResponse(pieces=pieces_of(part))
+    if isinstance(part, TransferHeader):
+        return prefixes_pb2.SavePrefixResponse(header=_build_header(part))
+    return prefixes_pb2.SavePrefixResponse(pieces=build_pieces(part))
 
 
-def pieces_of(part: Sequence[Piece]) -> prefixes_pb2.PrefixPieces:
+def build_pieces(part: Sequence[BlockPiece]) -> prefixes_pb2.PrefixPieces:
     """Convert pieces to a message."""
     pieces = [
         prefixes_pb2.PrefixPiece(
@@ -58,7 +58,7 @@ def pieces_of(part: Sequence[Piece]) -> prefixes_pb2.PrefixPieces:
     return prefixes_pb2.PrefixPieces(pieces=pieces)
 
 
-def part_from(message: _Part) -> Header | Sequence[Piece]:
+def part_from(message: _Part) -> TransferHeader | Sequence[BlockPiece]:
     """Convert a message to a part.
 
     Raises:
@@ -73,7 +73,7 @@ def part_from(message: _Part) -> Header | Sequence[Piece]:
             raise InvalidArgument("part", "is missing: give header or pieces")
 
 
-def arrival_of(arrival: Arrival) -> prefixes_pb2.PrefixArrival:
+def build_arrival(arrival: ImportResult) -> prefixes_pb2.PrefixArrival:
     """Convert the result of an import to a message."""
     return prefixes_pb2.PrefixArrival(
         num_tokens=arrival.num_tokens,
@@ -84,16 +84,16 @@ def arrival_of(arrival: Arrival) -> prefixes_pb2.PrefixArrival:
     )
 
 
-def _pieces_from(message: prefixes_pb2.PrefixPieces) -> list[Piece]:
+def _pieces_from(message: prefixes_pb2.PrefixPieces) -> list[BlockPiece]:
     if not 1 <= len(message.pieces) <= MAX_PIECES:
         raise InvalidArgument("pieces", f"a message has {len(message.pieces)}: must be from 1 to {MAX_PIECES}")
     return [
-        Piece(piece.index, piece.kv_group, piece.offset, piece.contents, piece.key, piece.hash)
+        BlockPiece(piece.index, piece.kv_group, piece.offset, piece.contents, piece.key, piece.hash)
         for piece in message.pieces
     ]
 
 
-def _header_of(header: Header) -> prefixes_pb2.PrefixHeader:
+def _build_header(header: TransferHeader) -> prefixes_pb2.PrefixHeader:
     return prefixes_pb2.PrefixHeader(
         kv_identity=header.kv_identity,
         facts=[prefixes_pb2.KvFact(name=name, value=value) for name, value in header.facts],
@@ -109,8 +109,8 @@ def _header_of(header: Header) -> prefixes_pb2.PrefixHeader:
     )
 
 
-def _header_from(message: prefixes_pb2.PrefixHeader) -> Header:
-    return Header(
+def _header_from(message: prefixes_pb2.PrefixHeader) -> TransferHeader:
+    return TransferHeader(
         kv_identity=message.kv_identity,
         facts=tuple((fact.name, fact.value) for fact in message.facts),
         block_size=message.block_size,
@@ -135,14 +135,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._service = service
         self._role = role
 
-    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: CallContext) -> None:
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: ServicerContext) -> None:
         """Send the first tokens, then the blocks; release the blocks however the call ends."""
-        async with answering(context):
+        async with status_on_error(context):
             self._role.check_identity(request.kv_identity)
             metadata = context.invocation_metadata() or ()
             call = dataclasses.replace(
                 call_from(request.request, metadata, context.time_remaining(), context.peer()),
-                asked=AskedPrefill(request.cache_tenant, request.adapter_digest, request.num_known_blocks),
+                asked=RemotePrefillRequest(request.cache_tenant, request.adapter_digest, request.num_known_blocks),
             )
             async with self._service.generate(call) as generation:
                 await context.send_initial_metadata(((REQUEST_ID_KEY, generation.request_id),))
@@ -151,18 +151,18 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     await context.write(prefill_pb2.PrefillResponse(told=told))
                 await self._send(generation, context)
 
-    async def _send(self, generation: Generation, context: CallContext) -> None:
+    async def _send(self, generation: RequestHandle, context: ServicerContext) -> None:
         model = self._service.state.loaded()
         try:
             async with asyncio.timeout(model.config.roles.prefill_hold):
                 async for pieces in self._role.pieces(model, generation):
-                    await context.write(prefill_pb2.PrefillResponse(pieces=pieces_of(pieces)))
+                    await context.write(prefill_pb2.PrefillResponse(pieces=build_pieces(pieces)))
         except TimeoutError:  # the caller computes the blocks that were not sent
             model.role_counts.add(num_holds_expired=1)
 
 
 @dataclass(slots=True)
-class _Connection:
+class _PeerConnection:
     """A connection to one peer.
 
     Attributes:
@@ -192,11 +192,11 @@ class PeerServers:
             self._tls = Tls(options.prefix_peer_ca, options.tls_cert, options.tls_key)
         files = () if self._tls is None else (self._tls.ca, self._tls.cert, self._tls.key)
         self._files = FileWatch([path for path in files if path is not None])
-        self._connections: dict[str, _Connection] = {}
+        self._connections: dict[str, _PeerConnection] = {}
 
     async def save(
         self, source: str, prefix: Prefix, num_known_tokens: int
-    ) -> AsyncGenerator[Header | Sequence[Piece]]:
+    ) -> AsyncGenerator[TransferHeader | Sequence[BlockPiece]]:
         """Yield the parts that a peer saves; closing the iterator ends the call."""
         request = prefixes_pb2.SavePrefixRequest(
             token_ids=inference_pb2.TokenIds(ids=prefix.prompt.token_ids or ()),
@@ -219,7 +219,7 @@ class PeerServers:
             if connection.is_replaced and not connection.num_calls:
                 await connection.channel.close()
 
-    async def _connection(self, source: str) -> _Connection:
+    async def _connection(self, source: str) -> _PeerConnection:
         if source not in self._options.prefix_peers:
             raise PermissionDenied(f"source: {source[:128]!r} is not one of this server's prefix_peers")
         if self._files.has_changed():
@@ -229,7 +229,7 @@ class PeerServers:
                 if not connection.num_calls:
                     await connection.channel.close()
         if source not in self._connections:
-            self._connections[source] = _Connection(open_channel(aio, source, self._tls))
+            self._connections[source] = _PeerConnection(open_channel(aio, source, self._tls))
         return self._connections[source]
 
     async def close(self) -> None:
@@ -247,36 +247,36 @@ _HANDED_ON = ("authorization", "x-jpaged-tenant")
 class PrefixServicer(prefixes_pb2_grpc.PrefixServiceServicer):
     """jpaged.v1.PrefixService."""
 
-    def __init__(self, travelling: Travelling) -> None:
+    def __init__(self, travelling: PrefixTransferService) -> None:
         self._travelling = travelling
 
-    async def SavePrefix(self, request: prefixes_pb2.SavePrefixRequest, context: CallContext) -> None:
+    async def SavePrefix(self, request: prefixes_pb2.SavePrefixRequest, context: ServicerContext) -> None:
         """Stream a prefix; its blocks are released however the call ends."""
-        async with answering(context):
+        async with status_on_error(context):
             prefix = _prefix_from(request, context)
             async with aclosing(self._travelling.save(prefix, request.num_known_tokens)) as parts:
                 async for part in parts:
-                    await _write(context, response_of(part))
+                    await _write(context, build_response(part))
 
     async def LoadPrefix(
-        self, requests: AsyncIterator[prefixes_pb2.LoadPrefixRequest], context: CallContext
+        self, requests: AsyncIterator[prefixes_pb2.LoadPrefixRequest], context: ServicerContext
     ) -> prefixes_pb2.LoadPrefixResponse:
         """Import a prefix, message by message."""
-        async with answering(context), aclosing(_parts(requests)) as parts:
-            arrival = await self._travelling.load(parts, tenant_of(context))
-            return prefixes_pb2.LoadPrefixResponse(arrival=arrival_of(arrival))
+        async with status_on_error(context), aclosing(_parts(requests)) as parts:
+            arrival = await self._travelling.load(parts, get_tenant(context))
+            return prefixes_pb2.LoadPrefixResponse(arrival=build_arrival(arrival))
 
     async def FetchPrefix(
-        self, request: prefixes_pb2.FetchPrefixRequest, context: CallContext
+        self, request: prefixes_pb2.FetchPrefixRequest, context: ServicerContext
     ) -> prefixes_pb2.FetchPrefixResponse:
         """Import a prefix that another server saves, using the caller's credentials."""
-        async with answering(context):
+        async with status_on_error(context):
             arrival = await self._travelling.fetch(request.source, _prefix_from(request, context))
-            return prefixes_pb2.FetchPrefixResponse(arrival=arrival_of(arrival))
+            return prefixes_pb2.FetchPrefixResponse(arrival=build_arrival(arrival))
 
 
 def _prefix_from(
-    request: prefixes_pb2.SavePrefixRequest | prefixes_pb2.FetchPrefixRequest, context: CallContext
+    request: prefixes_pb2.SavePrefixRequest | prefixes_pb2.FetchPrefixRequest, context: ServicerContext
 ) -> Prefix:
     headers = tuple(
         (name, value)
@@ -286,18 +286,20 @@ def _prefix_from(
     return Prefix(
         prompt=prompt_from(request),
         cache_salt=request.cache_salt,
-        tenant=tenant_of(context),
+        tenant=get_tenant(context),
         adapter=request.adapter,
         headers=headers,
     )
 
 
-async def _parts(requests: AsyncIterator[prefixes_pb2.LoadPrefixRequest]) -> AsyncGenerator[Header | Sequence[Piece]]:
+async def _parts(
+    requests: AsyncIterator[prefixes_pb2.LoadPrefixRequest],
+) -> AsyncGenerator[TransferHeader | Sequence[BlockPiece]]:
     async for request in requests:
         yield part_from(request)
 
 
-async def _write(context: CallContext, message: Message) -> None:
+async def _write(context: ServicerContext, message: Message) -> None:
     try:
         await asyncio.wait_for(context.write(message), _STALL_S)
     except TimeoutError:

@@ -11,7 +11,7 @@ For "", "readiness" and each service, grpc.health.v1 answers SERVING only in tha
 "liveness" it answers NOT_SERVING only in FAILED. Requests outside of SERVING and STALLED get UNAVAILABLE; the port is
 open in all states. docs/health.md has the recommended probes.
 
-`ProgressWatch` is the watchdog of the engine: stalled after --stall-timeout, hung after --step-timeout.
+`Watchdog` is the watchdog of the engine: stalled after --stall-timeout, hung after --step-timeout.
 
     seconds without a step    0 ...... stall_timeout ...... step_timeout
                               serving  stalled: not ready   hung: the server ends, with all threads' stacks
@@ -46,22 +46,22 @@ from jpaged._proto.v1 import (
     prefixes_pb2,
     prefixes_pb2_grpc,
 )
-from jpaged.access.authenticator import Gate
+from jpaged.access.authenticator import Authenticator
 from jpaged.config import EngineConfig, TimeoutOptions, shows_traces
 from jpaged.engine.executor import Progress
-from jpaged.errors import EngineHung, InternalError, InvalidArgument, JpagedError, Unavailable, sentence_of
+from jpaged.errors import EngineHung, InternalError, InvalidArgument, JpagedError, Unavailable, describe_error
 from jpaged.http.port import HttpPort
-from jpaged.server.faces.faces import Faces, descriptors
-from jpaged.server.grpc_server import Door, bind, make_server
+from jpaged.server.compat.faces import Faces, descriptors
+from jpaged.server.grpc_server import AuthInterceptor, bind, make_server
 from jpaged.server.health import LIVENESS, READINESS, Health, HealthServicer, ProbeServer
 from jpaged.server.kv_transfer import SERVICE_NAME as PREFILL_NAME
 from jpaged.server.kv_transfer import PeerServers, PrefillServicer, PrefixServicer
 from jpaged.server.servicer import ControlServicer, InferenceServicer
 from jpaged.service.handoff import PrefillServers
-from jpaged.service.kv_transfer import Travelling
+from jpaged.service.kv_transfer import PrefixTransferService
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.roles import DecodeRole, PrefillRole
-from jpaged.service.service import NotedRequests, Service, ServiceState, Stage
+from jpaged.service.service import AuditObserver, Service, ServiceState, Stage
 from jpaged.telemetry.logs import Observers
 from jpaged.telemetry.metrics import serve_metrics
 from jpaged.telemetry.scrapes import ScrapeServer
@@ -79,7 +79,7 @@ class EngineState(enum.Enum):
     HANGS = "hangs"
 
 
-class ProgressWatch:
+class Watchdog:
     """Judges the engine's progress in repeated looks."""
 
     def __init__(self, options: TimeoutOptions, clock: Callable[[], float] = time.monotonic) -> None:
@@ -157,18 +157,18 @@ class Server:
     ) -> None:
         self.state = ServiceState(config)
         self._prefills = prefills
-        self._role = _role_of(config, prefills)
-        self._gate = Gate(config.access)
+        self._role = _get_role(config, prefills)
+        self._gate = Authenticator(config.access)
         config.kv_events.check()
         self._observers = Observers(config.telemetry)
-        audits = [] if config.access.audit_log is None else [NotedRequests(self._gate)]
+        audits = [] if config.access.audit_log is None else [AuditObserver(self._gate)]
         self._service = Service(self.state, [*audits, *self._observers.all], self._gate.quotas, self._role)
         self._config = config
         self._load = load
         self._on_progress = on_progress
         self._on_serving = on_serving
         self._on_hang = on_hang
-        self._telling = asyncio.Lock()
+        self._publishing = asyncio.Lock()
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
         self.leaves_threads = False
         self._port = 0
@@ -200,15 +200,17 @@ class Server:
         Raises:
             InvalidArgument: the host or a port cannot be bound, or a file named by the options cannot be read.
         """
-        self._prefix = _text_of(self._config.server.pin_prefix)
+        self._prefix = _read_text(self._config.server.pin_prefix)
         max_bytes = int(self._config.server.max_request_size * 2**20)
         self._gate.read()
         with_control = self._config.access.control_port is None
-        self._grpc = make_server(self._config.server, max_bytes, Door(self._gate, takes_control=with_control))
+        self._grpc = make_server(
+            self._config.server, max_bytes, AuthInterceptor(self._gate, takes_control=with_control)
+        )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self._service), self._grpc)
         control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self._service), self._grpc)
         self._peers = PeerServers(self._config.access)
-        self._travelling = Travelling(self._service, self._peers)
+        self._travelling = PrefixTransferService(self._service, self._peers)
         prefixes = PrefixServicer(self._travelling)
         prefixes_pb2_grpc.add_PrefixServiceServicer_to_server(prefixes, self._grpc)
         if isinstance(self._role, PrefillRole):
@@ -242,7 +244,7 @@ class Server:
         options = self._config.access
         if options.control_port is None:
             return
-        server = make_server(self._config.server, max_bytes, Door(self._gate, takes_control=True))
+        server = make_server(self._config.server, max_bytes, AuthInterceptor(self._gate, takes_control=True))
         control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self._service), server)
         prefixes_pb2_grpc.add_PrefixServiceServicer_to_server(prefixes, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -293,7 +295,7 @@ class Server:
 
     async def _look_at_engine(self) -> None:
         """Track stalls, and end the server when a step hangs."""
-        watch = ProgressWatch(self._config.timeouts)
+        watch = Watchdog(self._config.timeouts)
         while self.state.failure is None:
             await asyncio.sleep(_WATCH_INTERVAL_S)
             if self.state.model is None:
@@ -314,7 +316,7 @@ class Server:
     async def _enter(self, stage: Stage) -> None:
         self.state.enter(stage)
         kinds = health_pb2.HealthCheckResponse
-        async with self._telling:  # serialized: the last caller sets the current status
+        async with self._publishing:  # serialized: the last caller sets the current status
             for name in ("", READINESS, LIVENESS, *SERVICE_NAMES, *self._faces.names):
                 is_well = self.state.is_live if name == LIVENESS else self.state.is_ready
                 await self._health.set(name, kinds.SERVING if is_well else kinds.NOT_SERVING)
@@ -375,7 +377,7 @@ class Server:
             # Log the trace of unforeseen errors during loading; the engine has logged its own errors.
             is_told = self.state.model is not None or isinstance(failure, JpagedError)
             trace = None if is_told or not shows_traces() else failure
-            _LOG.error("the server is shutting down: %s", sentence_of(failure), exc_info=trace)
+            _LOG.error("the server is shutting down: %s", describe_error(failure), exc_info=trace)
             died = InternalError(f"the engine has died: {failure}")
             self._service.end_open_calls(failure if isinstance(failure, Unavailable) else died)
         await self._close()
@@ -428,7 +430,7 @@ class Server:
             await asyncio.to_thread(self._probes.stop)
 
 
-def _role_of(config: EngineConfig, prefills: PrefillServers | None) -> DecodeRole | PrefillRole | None:
+def _get_role(config: EngineConfig, prefills: PrefillServers | None) -> DecodeRole | PrefillRole | None:
     config.roles.check(config.cache)
     if config.roles.role == "prefill":
         return PrefillRole()
@@ -439,7 +441,7 @@ def _role_of(config: EngineConfig, prefills: PrefillServers | None) -> DecodeRol
     return DecodeRole(config.roles, prefills)
 
 
-def _text_of(path: str | None) -> str | None:
+def _read_text(path: str | None) -> str | None:
     if path is None:
         return None
     try:

@@ -16,13 +16,13 @@ import grpc
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.errors import Unavailable, Unsupported
-from jpaged.server.grpc_server import Trailers, error_for, status_of, trailers_of
+from jpaged.server.grpc_server import Trailers, error_for, get_status, get_trailers
 from jpaged.server.servicer import (
-    asker_of,
+    build_load,
     call_from,
     detokenized,
     embedded,
-    load_of,
+    parse_caller_options,
     responses,
     scored,
     tenant_from,
@@ -85,12 +85,12 @@ class Replica:
     async def score(self, request: inference_pb2.ScoreRequest, metadata: Metadata = ()) -> inference_pb2.ScoreResponse:
         """Answer InferenceService.Score; raise Refused on errors."""
         with self._answering():
-            return await scored(self._service, asker_of(request, tenant_from(metadata), None), request)
+            return await scored(self._service, parse_caller_options(request, tenant_from(metadata), None), request)
 
     async def embed(self, request: inference_pb2.EmbedRequest, metadata: Metadata = ()) -> inference_pb2.EmbedResponse:
         """Answer InferenceService.Embed; raise Refused on errors."""
         with self._answering():
-            return await embedded(self._service, asker_of(request, tenant_from(metadata), None), request)
+            return await embedded(self._service, parse_caller_options(request, tenant_from(metadata), None), request)
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
         """Answer InferenceService.Tokenize; raise Refused on errors."""
@@ -105,7 +105,7 @@ class Replica:
     def load(self) -> control_pb2.GetLoadResponse:
         """Return the load of the engine."""
         engine = self._model.engine
-        return load_of(engine.load(), engine.replica_loads())
+        return build_load(engine.load(), engine.replica_loads())
 
     def serve_metrics(self, host: str, port: int) -> int:
         """Serve Prometheus metrics until `stop`; return the port. Port 0 picks a free one."""
@@ -138,7 +138,7 @@ class Replica:
             yield
         except Exception as error:
             told = error_for(error)
-            raise Refused(grpc.StatusCode[told.grpc_status], status_of(told).message, trailers_of(told)) from error
+            raise Refused(grpc.StatusCode[told.grpc_status], get_status(told).message, get_trailers(told)) from error
 
     def _note_failure(self) -> None:
         self._state.note_failure()

@@ -35,20 +35,20 @@ from jpaged.chat import (
 )
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
-from jpaged.load import EngineLoad
-from jpaged.server.grpc_server import CallContext, answering
+from jpaged.server.grpc_server import ServicerContext, status_on_error
+from jpaged.server_load import EngineLoad
 from jpaged.service.calls import NOBODY, TRACE_KEYS, Call, Caller, require_name
-from jpaged.service.score_embed import Asker, GivenContinuation, embed, require_parts, score
+from jpaged.service.score_embed import CallerOptions, GivenContinuation, embed, require_parts, score
 from jpaged.service.service import Service, ServiceState, Stage
-from jpaged.structured import structured_outputs_of
+from jpaged.structured import get_structured_outputs
 from jpaged.types import (
     MAX_CHAT_MESSAGES,
     FinishReason,
-    Generated,
     ModelInfo,
     OutputEvent,
     Pooling,
     PositionLogprobs,
+    PriorOutput,
     Prompt,
     SamplingParams,
     Score,
@@ -148,7 +148,7 @@ def _choice_from(choice: inference_pb2.ToolChoice) -> ToolChoice | None:
     return ToolChoice(_MODES[choice.mode], choice.name or None)
 
 
-def delta_of(piece: ToolCallPiece) -> inference_pb2.ToolCallDelta:
+def build_delta(piece: ToolCallPiece) -> inference_pb2.ToolCallDelta:
     """Convert a part of a call to a message."""
     return inference_pb2.ToolCallDelta(index=piece.index, id=piece.id, name=piece.name, arguments=piece.arguments)
 
@@ -160,14 +160,14 @@ _POOLINGS: dict[int, Pooling] = {
 }
 
 
-def asker_of(
+def parse_caller_options(
     message: inference_pb2.ScoreRequest | inference_pb2.EmbedRequest,
     tenant: str,
     remaining_s: float | None,
     caller: Caller = NOBODY,
-) -> Asker:
+) -> CallerOptions:
     """Return the caller and options of a call."""
-    return Asker(
+    return CallerOptions(
         model=message.model if message.HasField("model") else None,
         tenant=tenant,
         remaining_s=remaining_s,
@@ -178,7 +178,9 @@ def asker_of(
     )
 
 
-async def scored(service: Service, asker: Asker, message: inference_pb2.ScoreRequest) -> inference_pb2.ScoreResponse:
+async def scored(
+    service: Service, asker: CallerOptions, message: inference_pb2.ScoreRequest
+) -> inference_pb2.ScoreResponse:
     """Answer Score."""
     num = len(message.continuations)
     require_parts("continuations", num)
@@ -195,10 +197,12 @@ async def scored(service: Service, asker: Asker, message: inference_pb2.ScoreReq
             scores=[_score_message(one) for one in scores], usage=_usage(one.usage for one in scores)
         )
 
-    return await service.work(response, sum(len(one.tokens) for one in scores))
+    return await service.run_blocking(response, sum(len(one.tokens) for one in scores))
 
 
-async def embedded(service: Service, asker: Asker, message: inference_pb2.EmbedRequest) -> inference_pb2.EmbedResponse:
+async def embedded(
+    service: Service, asker: CallerOptions, message: inference_pb2.EmbedRequest
+) -> inference_pb2.EmbedResponse:
     """Answer Embed."""
     require_parts("inputs", len(message.inputs))
     if message.pooling not in _POOLINGS:
@@ -216,7 +220,7 @@ async def embedded(service: Service, asker: Asker, message: inference_pb2.EmbedR
             usage=_usage(one.usage for one in found),
         )
 
-    return await service.work(response, sum(len(one.values) for one in found))
+    return await service.run_blocking(response, sum(len(one.values) for one in found))
 
 
 def _size(message: inference_pb2.ScoreRequest | inference_pb2.Continuation | inference_pb2.EmbedInput) -> int:
@@ -307,7 +311,7 @@ def tenant_from(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     return owner(name)
 
 
-def tenant_of(context: CallContext) -> str:
+def get_tenant(context: ServicerContext) -> str:
     """Return the tenant of a call; see `tenant_from`."""
     return tenant_from(context.invocation_metadata() or ())
 
@@ -318,7 +322,7 @@ def caller_from(metadata: Iterable[tuple[str, str | bytes]], peer: str = "") -> 
     return Caller("grpc", peer, key_id(), trace)
 
 
-def caller_of(context: CallContext) -> Caller:
+def get_caller(context: ServicerContext) -> Caller:
     """Return the caller; see `caller_from`."""
     return caller_from(context.invocation_metadata() or (), context.peer())
 
@@ -377,10 +381,10 @@ def prompt_from(message: Any) -> Prompt:
             raise InvalidArgument(field, f"is missing: set {forms}")
 
 
-def generated_from(message: inference_pb2.GenerateRequest) -> tuple[Generated, ...]:
+def generated_from(message: inference_pb2.GenerateRequest) -> tuple[PriorOutput, ...]:
     """Return the tokens to resume after; not checked yet."""
     return tuple(
-        Generated(one.index, tuple(one.ids), one.cumulative_logprob, one.finished)
+        PriorOutput(one.index, tuple(one.ids), one.cumulative_logprob, one.finished)
         for one in message.generated_token_ids
     )
 
@@ -394,11 +398,11 @@ def sampling_from(message: inference_pb2.SamplingParams) -> SamplingParams:
         values["allowed_token_ids"] = message.allowed_token_ids.ids
     if "structured_outputs" in values:
         given = {field.name: value for field, value in message.structured_outputs.ListFields()}
-        values["structured_outputs"] = structured_outputs_of(given)
+        values["structured_outputs"] = get_structured_outputs(given)
     return SamplingParams(**values)
 
 
-def response_of(
+def build_response(
     event: OutputEvent, request_id: str, prompt_token_ids: tuple[int, ...] = (), seed: int | None = None
 ) -> inference_pb2.GenerateResponse:
     """Convert one event, or several merged, to a message; the first has the seed, and may have the prompt's ids."""
@@ -407,32 +411,32 @@ def response_of(
         index=event.index,
         text=event.text,
         token_ids=event.token_ids,
-        logprobs=[_position_of(position) for position in event.logprobs],
-        prompt_logprobs=[_position_of(position) for position in event.prompt_logprobs],
-        usage=_usage_of(event.usage),
-        finish=None if event.finish is None else _finish_of(event.finish, event.cumulative_logprob),
+        logprobs=[_build_position(position) for position in event.logprobs],
+        prompt_logprobs=[_build_position(position) for position in event.prompt_logprobs],
+        usage=_build_usage(event.usage),
+        finish=None if event.finish is None else _build_finish(event.finish, event.cumulative_logprob),
         prompt_token_ids=prompt_token_ids,
         is_last=event.is_last,
-        times=None if event.times is None else _message_of(inference_pb2.RequestTimes, event.times),
+        times=None if event.times is None else _build_message(inference_pb2.RequestTimes, event.times),
         reasoning_content=event.reasoning_content,
-        tool_calls=[delta_of(piece) for piece in event.tool_calls],
+        tool_calls=[build_delta(piece) for piece in event.tool_calls],
         seed=seed,
     )
 
 
-def model_info_of(model: ModelInfo) -> control_pb2.GetModelInfoResponse:
+def build_model_info(model: ModelInfo) -> control_pb2.GetModelInfoResponse:
     """Convert the model's properties to a message."""
-    return _message_of(control_pb2.GetModelInfoResponse, model)
+    return _build_message(control_pb2.GetModelInfoResponse, model)
 
 
-def load_of(load: EngineLoad, replica_loads: Iterable[EngineLoad]) -> control_pb2.GetLoadResponse:
+def build_load(load: EngineLoad, replica_loads: Iterable[EngineLoad]) -> control_pb2.GetLoadResponse:
     """Convert the total load and each replica's load to a message."""
-    message = _message_of(control_pb2.GetLoadResponse, load)
-    message.replicas.extend(_message_of(control_pb2.ReplicaLoad, replica) for replica in replica_loads)
+    message = _build_message(control_pb2.GetLoadResponse, load)
+    message.replicas.extend(_build_message(control_pb2.ReplicaLoad, replica) for replica in replica_loads)
     return message
 
 
-def server_info_of(state: ServiceState) -> control_pb2.GetServerInfoResponse:
+def build_server_info(state: ServiceState) -> control_pb2.GetServerInfoResponse:
     """Return the server's properties and state."""
     startup, model = state.startup, state.model
     return control_pb2.GetServerInfoResponse(
@@ -443,14 +447,14 @@ def server_info_of(state: ServiceState) -> control_pb2.GetServerInfoResponse:
         startup=control_pb2.StartupProgress(what=startup.what, done=startup.done, total=startup.total)
         if state.stage is Stage.STARTING
         else None,
-        backend=None if model is None else _message_of(control_pb2.Backend, model.backend),
-        options=options_of(state.config),
+        backend=None if model is None else _build_message(control_pb2.Backend, model.backend),
+        options=list_options(state.config),
         role=state.config.roles.role,
         checkpoint="" if model is None else model.checkpoint,
     )
 
 
-def options_of(config: EngineConfig) -> list[control_pb2.Option]:
+def list_options(config: EngineConfig) -> list[control_pb2.Option]:
     """Return every option that has a value."""
     return [
         control_pb2.Option(name=name.replace("_", "-"), value=value, source=source)
@@ -465,25 +469,25 @@ def _early_stopping_from(value: int) -> bool | Literal["never"]:
     return _EARLY_STOPPING[value]
 
 
-def _message_of(kind: type[_M], value: object) -> _M:
+def _build_message(kind: type[_M], value: object) -> _M:
     """Build a message by copying attributes of equal names, except submessages."""
     names = [field.name for field in kind.DESCRIPTOR.fields if field.message_type is None]
     return kind(**{name: getattr(value, name) for name in names})
 
 
-def _position_of(position: PositionLogprobs) -> inference_pb2.PositionLogprobs:
+def _build_position(position: PositionLogprobs) -> inference_pb2.PositionLogprobs:
     return inference_pb2.PositionLogprobs(
-        chosen=_logprob_of(position.chosen),
-        top=[_logprob_of(token) for token in position.top],
-        asked=[_logprob_of(token) for token in position.asked],
+        chosen=_build_logprob(position.chosen),
+        top=[_build_logprob(token) for token in position.top],
+        asked=[_build_logprob(token) for token in position.asked],
     )
 
 
-def _logprob_of(token: TokenLogprob) -> inference_pb2.TokenLogprob:
+def _build_logprob(token: TokenLogprob) -> inference_pb2.TokenLogprob:
     return inference_pb2.TokenLogprob(token_id=token.token_id, logprob=token.logprob, rank=token.rank)
 
 
-def _usage_of(usage: Usage) -> inference_pb2.Usage:
+def _build_usage(usage: Usage) -> inference_pb2.Usage:
     return inference_pb2.Usage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
@@ -491,7 +495,7 @@ def _usage_of(usage: Usage) -> inference_pb2.Usage:
     )
 
 
-def _finish_of(finish: SequenceFinish, cumulative_logprob: float | None) -> inference_pb2.Finish:
+def _build_finish(finish: SequenceFinish, cumulative_logprob: float | None) -> inference_pb2.Finish:
     matched = finish.matched_stop
     return inference_pb2.Finish(
         reason=_FINISH_REASONS[finish.reason],
@@ -502,7 +506,7 @@ def _finish_of(finish: SequenceFinish, cumulative_logprob: float | None) -> infe
 
 
 async def responses(
-    service: Service, message: inference_pb2.GenerateRequest, call: Call, context: CallContext | None = None
+    service: Service, message: inference_pb2.GenerateRequest, call: Call, context: ServicerContext | None = None
 ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
     """Stream one request; closing the iterator aborts it. The initial metadata has its id and trace headers."""
     async with service.generate(call) as generation:
@@ -511,7 +515,7 @@ async def responses(
             await context.send_initial_metadata(tuple(ahead.items()))
         first_ids, seed = generation.prompt_token_ids if message.return_prompt_token_ids else (), generation.seed
         async for event in generation:
-            yield response_of(event, generation.request_id, first_ids, seed)
+            yield build_response(event, generation.request_id, first_ids, seed)
             first_ids, seed = (), None
 
 
@@ -543,7 +547,7 @@ async def detokenized(service: Service, message: inference_pb2.DetokenizeRequest
         return inference_pb2.DetokenizeResponse(text=text)
     token_bytes = await service.token_bytes(message.token_ids, **how)
     build = partial(inference_pb2.DetokenizeResponse, text=text, token_bytes=token_bytes)
-    return await service.work(build, len(token_bytes))
+    return await service.run_blocking(build, len(token_bytes))
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -552,39 +556,39 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def Generate(self, request: inference_pb2.GenerateRequest, context: CallContext) -> None:
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: ServicerContext) -> None:
         """Stream one request; its blocks are free within a step, however the call ends."""
-        async with answering(context):
+        async with status_on_error(context):
             metadata = context.invocation_metadata() or ()
             call = call_from(request, metadata, context.time_remaining(), context.peer())
             async with aclosing(responses(self._service, request, call, context)) as messages:
                 async for message in messages:
                     await context.write(message)
 
-    async def Score(self, request: inference_pb2.ScoreRequest, context: CallContext) -> inference_pb2.ScoreResponse:
+    async def Score(self, request: inference_pb2.ScoreRequest, context: ServicerContext) -> inference_pb2.ScoreResponse:
         """Score each continuation as a request; a client disconnect aborts all of them."""
-        async with answering(context):
-            asker = asker_of(request, tenant_of(context), context.time_remaining(), caller_of(context))
+        async with status_on_error(context):
+            asker = parse_caller_options(request, get_tenant(context), context.time_remaining(), get_caller(context))
             return await scored(self._service, asker, request)
 
-    async def Embed(self, request: inference_pb2.EmbedRequest, context: CallContext) -> inference_pb2.EmbedResponse:
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: ServicerContext) -> inference_pb2.EmbedResponse:
         """Embed each input as a request; a client disconnect aborts all of them."""
-        async with answering(context):
-            asker = asker_of(request, tenant_of(context), context.time_remaining(), caller_of(context))
+        async with status_on_error(context):
+            asker = parse_caller_options(request, get_tenant(context), context.time_remaining(), get_caller(context))
             return await embedded(self._service, asker, request)
 
     async def Tokenize(
-        self, request: inference_pb2.TokenizeRequest, context: CallContext
+        self, request: inference_pb2.TokenizeRequest, context: ServicerContext
     ) -> inference_pb2.TokenizeResponse:
         """Tokenize with the checks of Generate, except the length: texts may be longer than a prompt."""
-        async with answering(context):
+        async with status_on_error(context):
             return await tokenized(self._service, request)
 
     async def Detokenize(
-        self, request: inference_pb2.DetokenizeRequest, context: CallContext
+        self, request: inference_pb2.DetokenizeRequest, context: ServicerContext
     ) -> inference_pb2.DetokenizeResponse:
         """Detokenize; accepts more ids than a sequence has."""
-        async with answering(context):
+        async with status_on_error(context):
             return await detokenized(self._service, request)
 
 
@@ -595,72 +599,74 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self._service = service
 
     async def GetServerInfo(
-        self, request: control_pb2.GetServerInfoRequest, context: CallContext
+        self, request: control_pb2.GetServerInfoRequest, context: ServicerContext
     ) -> control_pb2.GetServerInfoResponse:
         """Return the server's properties and state; works in every state."""
-        async with answering(context):
-            return server_info_of(self._service.state)
+        async with status_on_error(context):
+            return build_server_info(self._service.state)
 
     async def GetModelInfo(
-        self, request: control_pb2.GetModelInfoRequest, context: CallContext
+        self, request: control_pb2.GetModelInfoRequest, context: ServicerContext
     ) -> control_pb2.GetModelInfoResponse:
         """Return the model's properties, fixed at startup."""
-        async with answering(context):
-            return model_info_of(self._service.state.loaded().model)
+        async with status_on_error(context):
+            return build_model_info(self._service.state.loaded().model)
 
-    async def GetLoad(self, request: control_pb2.GetLoadRequest, context: CallContext) -> control_pb2.GetLoadResponse:
+    async def GetLoad(
+        self, request: control_pb2.GetLoadRequest, context: ServicerContext
+    ) -> control_pb2.GetLoadResponse:
         """Return a snapshot of the load."""
-        async with answering(context):
+        async with status_on_error(context):
             engine = self._service.state.loaded().engine
-            return load_of(engine.load(), engine.replica_loads())
+            return build_load(engine.load(), engine.replica_loads())
 
-    async def Abort(self, request: control_pb2.AbortRequest, context: CallContext) -> control_pb2.AbortResponse:
+    async def Abort(self, request: control_pb2.AbortRequest, context: ServicerContext) -> control_pb2.AbortResponse:
         """Abort a request; its stream, not this call, returns the tokens generated."""
-        async with answering(context):
-            self._service.abort(request.request_id, tenant_of(context))
+        async with status_on_error(context):
+            self._service.abort(request.request_id, get_tenant(context))
             return control_pb2.AbortResponse()
 
     async def PinPrefix(
-        self, request: control_pb2.PinPrefixRequest, context: CallContext
+        self, request: control_pb2.PinPrefixRequest, context: ServicerContext
     ) -> control_pb2.PinPrefixResponse:
         """Pin a prefix, even if the client disconnects."""
-        async with answering(context):
-            prefix, tenant = prompt_from(request), tenant_of(context)
+        async with status_on_error(context):
+            prefix, tenant = prompt_from(request), get_tenant(context)
             num_tokens = await self._service.pin_prefix(
                 request.name, prefix, request.cache_salt, tenant, request.adapter
             )
             return control_pb2.PinPrefixResponse(num_pinned_tokens=num_tokens)
 
     async def UnpinPrefix(
-        self, request: control_pb2.UnpinPrefixRequest, context: CallContext
+        self, request: control_pb2.UnpinPrefixRequest, context: ServicerContext
     ) -> control_pb2.UnpinPrefixResponse:
         """Unpin a prefix; requests that share it continue."""
-        async with answering(context):
-            self._service.unpin_prefix(request.name, tenant_of(context))
+        async with status_on_error(context):
+            self._service.unpin_prefix(request.name, get_tenant(context))
             return control_pb2.UnpinPrefixResponse()
 
     async def LoadAdapter(
-        self, request: control_pb2.LoadAdapterRequest, context: CallContext
+        self, request: control_pb2.LoadAdapterRequest, context: ServicerContext
     ) -> control_pb2.LoadAdapterResponse:
         """Load an adapter, even if the client disconnects."""
-        async with answering(context):
+        async with status_on_error(context):
             adapter = await self._service.load_adapter(request.name, request.path)
             return control_pb2.LoadAdapterResponse(num_bytes=adapter.num_bytes)
 
     async def UnloadAdapter(
-        self, request: control_pb2.UnloadAdapterRequest, context: CallContext
+        self, request: control_pb2.UnloadAdapterRequest, context: ServicerContext
     ) -> control_pb2.UnloadAdapterResponse:
         """Unload an adapter; requests that use it continue."""
-        async with answering(context):
+        async with status_on_error(context):
             self._service.unload_adapter(request.name)
             return control_pb2.UnloadAdapterResponse()
 
     async def ListAdapters(
-        self, request: control_pb2.ListAdaptersRequest, context: CallContext
+        self, request: control_pb2.ListAdaptersRequest, context: ServicerContext
     ) -> control_pb2.ListAdaptersResponse:
         """Return the adapters that requests can use."""
-        async with answering(context):
+        async with status_on_error(context):
             loaded = self._service.state.loaded().adapters.loaded()
             return control_pb2.ListAdaptersResponse(
-                adapters=[_message_of(control_pb2.Adapter, adapter) for adapter in loaded]
+                adapters=[_build_message(control_pb2.Adapter, adapter) for adapter in loaded]
             )

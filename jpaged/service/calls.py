@@ -6,7 +6,8 @@
 A record never holds a prompt or generated text. Names that callers choose for requests, tenants, prefixes and adapters
 are checked here too.
 
-`Bridge` delivers events from the engine thread to the readers on one event loop, in rate-limited merged messages.
+`OutputDispatcher` delivers events from the engine thread to the readers on one event loop, in rate-limited merged
+messages.
 
     engine thread                     event loop
     put(event) -> pending - wake -> deliver -> stream.buffer - release -> read -> one message
@@ -41,8 +42,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from jpaged.errors import InvalidArgument, JpagedError, reason_of
-from jpaged.service.chat.output_parser import ChatAnswers
+from jpaged.errors import InvalidArgument, JpagedError, get_reason
+from jpaged.service.chat.output_parser import ChatOutputParser
 from jpaged.types import (
     MAX_CACHE_SALT_CHARS,
     LoadedAdapter,
@@ -129,7 +130,7 @@ class RequestRecord:
         """Record the sampling parameters and the length of the prompt."""
         self.sampling, self.usage = sampling, Usage(num_prompt_tokens, 0, 0)
 
-    def told(self, event: OutputEvent) -> None:
+    def on_event(self, event: OutputEvent) -> None:
         """Record an event's usage, finish reason and times."""
         self.usage = event.usage
         if event.finish is not None:
@@ -155,7 +156,7 @@ class RequestRecord:
         if self.status != "OK":
             return
         if isinstance(error, JpagedError):
-            self.status, self.reason = error.grpc_status, reason_of(error)
+            self.status, self.reason = error.grpc_status, get_reason(error)
         elif isinstance(error, Exception):
             self.status, self.reason = "INTERNAL", type(error).__name__
         else:
@@ -166,7 +167,7 @@ class RequestRecord:
         self.ended_s = time.time()
 
 
-def parts_of(times: RequestTimes) -> list[tuple[str, float, float]]:
+def get_parts(times: RequestTimes) -> list[tuple[str, float, float]]:
     """Return the phases of a request that have both ends: name, begin and end on the engine's clock."""
     begun = ("queue", times.arrival_s), ("prefill", times.first_scheduled_s), ("decode", times.first_token_s)
     ended = times.first_scheduled_s, times.first_token_s, times.last_token_s
@@ -196,7 +197,7 @@ class Records:
         self._observers = tuple(observers)
 
     @contextlib.contextmanager
-    def kept(self, record: RequestRecord, whole: RequestRecord | None = None) -> Iterator[RequestRecord]:
+    def observing(self, record: RequestRecord, whole: RequestRecord | None = None) -> Iterator[RequestRecord]:
         """Keep the record of a call for the duration of the context; an exception of the body becomes its error.
 
         Args:
@@ -240,7 +241,7 @@ def require_name(field: str, name: str) -> None:
         raise InvalidArgument(field, f"{name!r} is not 1 to 128 printable ASCII characters")
 
 
-def told_name(name: str) -> str:
+def loggable_name(name: str) -> str:
     """Return a name for logs and the audit before it is looked up; "" if it is invalid."""
     return name if is_name(name) else ""
 
@@ -269,7 +270,7 @@ class OutputStream:
         is_ended: the last event has arrived, read or not.
     """
 
-    def __init__(self, bridge: Bridge, *, is_whole: bool = False) -> None:
+    def __init__(self, bridge: OutputDispatcher, *, is_whole: bool = False) -> None:
         self._bridge = bridge
         self._buffer: dict[int, deque[OutputEvent]] = {}
         self._usage = Usage()
@@ -355,7 +356,7 @@ class OutputStream:
         return events
 
 
-class Bridge:
+class OutputDispatcher:
     """Delivers events from the engine thread to the streams of one event loop; see the module.
 
     Args:
@@ -404,13 +405,13 @@ class Bridge:
                 self._waiting[stream] = None
         self._postpone(num_told, now_s)
         if self._waiting and is_due:
-            self._speak(now_s)
+            self._flush(now_s)
         if self._timer is None and (self._waiting or self._next_round_s >= now_s + _LONG_PAUSE_S):
             self._timer = self._loop.call_at(self._next_round_s, self._end_pause)
         with self._lock:
             self._is_pause = self._timer is not None
 
-    def _speak(self, now_s: float) -> None:
+    def _flush(self, now_s: float) -> None:
         """Release the buffers of all waiting streams, and cancel the current pause."""
         waiting, self._waiting = self._waiting, {}
         self._postpone(sum([stream.release() for stream in waiting]), now_s)
@@ -451,7 +452,7 @@ def _merged(events: Sequence[OutputEvent], usage: Usage) -> OutputEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedPrefill:
+class RemotePrefillRequest:
     """A prefill that another server requests.
 
     Attributes:
@@ -493,19 +494,19 @@ class Call:
     adapter: str | LoadedAdapter = ""
     caller: Caller = NOBODY
     record: RequestRecord | None = None
-    asked: AskedPrefill | None = None
+    asked: RemotePrefillRequest | None = None
 
     def begins(self) -> RequestRecord:
         """Return the record of a call that begins."""
         operation = "chat" if self.size is None else "text_completion"
         adapter = self.adapter if isinstance(self.adapter, str) else self.adapter.name
         return RequestRecord(
-            operation=operation, tenant=self.tenant, caller=self.caller, adapter=adapter and told_name(adapter)
+            operation=operation, tenant=self.tenant, caller=self.caller, adapter=adapter and loggable_name(adapter)
         )
 
 
 @dataclass(slots=True, eq=False)
-class Generation:
+class RequestHandle:
     """One admitted call and its event stream: iterate once with `async for`.
 
     The engine knows the request by an internal id that is never reused. A caller may reuse its id at once, and the new
@@ -526,11 +527,11 @@ class Generation:
     engine_id: str
     cache_tenant: str
     stream: OutputStream
-    forget: Callable[[Generation], None]
+    forget: Callable[[RequestHandle], None]
     record: RequestRecord
     prompt_token_ids: tuple[int, ...] = ()
     seed: int | None = None
-    answers: ChatAnswers | None = None
+    answers: ChatOutputParser | None = None
     preparing: asyncio.Task[Any] | None = None
     is_over: bool = False
 
@@ -540,7 +541,7 @@ class Generation:
         if self.preparing is not None:
             self.preparing.cancel()
 
-    def goes_on_by(self, task: asyncio.Task[Any] | None, *, is_done: bool = False) -> None:
+    def set_task(self, task: asyncio.Task[Any] | None, *, is_done: bool = False) -> None:
         """Attach the task that prepares the request; None cancels it unless `is_done`."""
         if task is None and self.preparing is not None and not is_done:
             self.preparing.cancel()
@@ -557,7 +558,7 @@ class Generation:
         except Exception as error:
             self.record.failed(error)
             raise
-        self.record.told(event)
+        self.record.on_event(event)
         if event.is_last:
             self.is_over = True
             self.forget(self)

@@ -15,8 +15,8 @@ from jpaged.engine.output.processor import OutputState, RememberedTexts
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.service.input_processor import move_grammars
-from jpaged.service.kv_protocol import Piece
-from jpaged.types import Continued, Generated, OutputEvent, PositionLogprobs, Request, SamplingParams, Usage
+from jpaged.service.kv_protocol import BlockPiece
+from jpaged.types import OutputEvent, PositionLogprobs, PriorOutput, Request, ResumedSequence, SamplingParams, Usage
 
 _MAX_LOGPROB = 1e-3
 """Tolerance: sums of rounded log-probabilities may slightly exceed 0."""
@@ -69,7 +69,7 @@ def begun(
         size = len(request.prompt_token_ids)
         raise InternalError(f"the prefill server returned {num_cached_tokens} cached tokens for a prompt of {size}")
     texts = None if isinstance(tokenizer, NoTokenizer) else RememberedTexts(tokenizer)
-    events, continued = list[OutputEvent](), list[Continued]()
+    events, continued = list[OutputEvent](), list[ResumedSequence]()
     for number, one in enumerate(tokens, start=1):
         state = OutputState(texts, request.prompt_token_ids, request.sampling, eos_token_ids)
         text, finish = state.push(one.token_id)
@@ -86,8 +86,8 @@ def begun(
                 Usage(len(request.prompt_token_ids), number, num_cached_tokens),
             )
         )
-        generated = Generated(one.index, (one.token_id,), told_sum, finish is not None)
-        continued.append(Continued(generated) if finish else Continued(generated, text, state.text))
+        generated = PriorOutput(one.index, (one.token_id,), told_sum, finish is not None)
+        continued.append(ResumedSequence(generated) if finish else ResumedSequence(generated, text, state.text))
     if all(one.generated.has_finished for one in continued):
         return Begun((*events[:-1], dataclasses.replace(events[-1], is_last=True)), None)
     try:
@@ -142,7 +142,7 @@ class PrefillAnswer(Protocol):
     tokens: Sequence[FirstToken]
     num_cached_tokens: int
 
-    def pieces(self) -> AsyncIterator[Sequence[Piece]]:
+    def pieces(self) -> AsyncIterator[Sequence[BlockPiece]]:
         """Yield its blocks in pieces; raise JpagedError if they end early."""
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class PrefillServers(Protocol):
 
         Args:
             num_known: leading blocks of the prompt that are not to be sent.
-            kv_identity: KV fingerprint of this server's blocks.
+            kv_fingerprint: KV fingerprint of this server's blocks.
             wait_s: timeout of the first tokens.
             timeout_s: timeout of the whole call, including the blocks.
 

@@ -5,9 +5,9 @@ Later stages do not validate a request again.
 A request may resume after tokens generated on another server. The tokens are checked, and all state is rebuilt from
 them, so that nothing else has to be sent:
 
-    given tokens ──> text, stops ──> `Continued.text`    text held back at the seam
-                └─> grammar     ──> `Continued.grammar`
-                └─> ChatAnswers     parses the emitted text without emitting it again
+    given tokens ──> text, stops ──> `ResumedSequence.text`    text held back at the seam
+                └─> grammar     ──> `ResumedSequence.grammar`
+                └─> ChatOutputParser     parses the emitted text without emitting it again
 
 The cost grows with the number of tokens, so the work runs on a thread.
 """
@@ -27,12 +27,12 @@ from jpaged.chat import ChatOptions
 from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH, Geometry
 from jpaged.engine.output.beam import num_candidates
 from jpaged.engine.output.processor import OutputState, RememberedTexts
-from jpaged.engine.scheduling.editing import nothing_left
+from jpaged.engine.scheduler.logits_processors import nothing_left
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer, is_special_token
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
-from jpaged.service.chat.output_config import ChatAnswering, naming_tools
-from jpaged.service.chat.output_parser import ChatAnswers
-from jpaged.service.chat.template import LaysOutTools, for_template, messages_bytes, read_messages
+from jpaged.service.chat.output_config import ChatOutputConfig, naming_tools
+from jpaged.service.chat.output_parser import ChatOutputParser
+from jpaged.service.chat.template import ToolAwareTokenizer, for_template, messages_bytes, read_messages
 from jpaged.structured import ThinkingBudget, ThinkingGrammar
 from jpaged.types import (
     MAX_CHAT_MESSAGES,
@@ -40,11 +40,11 @@ from jpaged.types import (
     MAX_STOP_TOKEN_IDS,
     MIN_MAX_CHAT_BYTES,
     MIN_MAX_TOKENIZE_BYTES,
-    Continued,
-    Generated,
     LoadedAdapter,
+    PriorOutput,
     Prompt,
     Request,
+    ResumedSequence,
     SamplingParams,
     text_bytes,
 )
@@ -52,7 +52,7 @@ from jpaged.types import (
 FIELD = "generated_token_ids"
 
 
-def check_generated(generated: Sequence[Generated], sampling: SamplingParams) -> None:
+def check_generated(generated: Sequence[PriorOutput], sampling: SamplingParams) -> None:
     """Reject, before reading the tokens, generated sequences that a request of these parameters cannot resume from.
 
     Raises:
@@ -77,7 +77,7 @@ def check_generated(generated: Sequence[Generated], sampling: SamplingParams) ->
         raise InvalidArgument(FIELD, f"all {sampling.n} sequences have finished: nothing is left to generate")
 
 
-def _check_one(field: str, one: Generated, sampling: SamplingParams) -> None:
+def _check_one(field: str, one: PriorOutput, sampling: SamplingParams) -> None:
     if not 0 <= one.index < sampling.n:
         raise InvalidArgument(f"{field}.index", f"{one.index} is not from 0 to {sampling.n - 1}")
     if not math.isfinite(one.cumulative_logprob) or one.cumulative_logprob > 0:
@@ -92,7 +92,7 @@ def _check_one(field: str, one: Generated, sampling: SamplingParams) -> None:
 
 
 def continue_request(
-    request: Request, generated: Sequence[Generated], tokenizer: Tokenizer, eos_token_ids: frozenset[int]
+    request: Request, generated: Sequence[PriorOutput], tokenizer: Tokenizer, eos_token_ids: frozenset[int]
 ) -> Request:
     """Return the request with its sequences resumed after their tokens; grammars are moved by `move_grammars`.
 
@@ -103,7 +103,7 @@ def continue_request(
     continued = []
     for place, one in enumerate(generated):
         if one.has_finished:
-            continued.append(Continued(one))
+            continued.append(ResumedSequence(one))
             continue
         state, shown = OutputState(texts, request.prompt_token_ids, request.sampling, eos_token_ids), list[str]()
         for number, token_id in enumerate(one.token_ids, start=1):
@@ -112,8 +112,8 @@ def continue_request(
                 problem = f"token {number}, {token_id}, ends the sequence ({finish.reason.value}): set `finished`"
                 raise InvalidArgument(f"{FIELD}[{place}].ids", problem)
             shown.append(text)
-        continued.append(Continued(one, "".join(shown), state.text))
-    return dataclasses.replace(request, continued=tuple(continued), told_from=None)
+        continued.append(ResumedSequence(one, "".join(shown), state.text))
+    return dataclasses.replace(request, continued=tuple(continued), prompt_logprobs_start=None)
 
 
 def move_grammars(request: Request) -> Request:
@@ -163,7 +163,7 @@ class InputProcessor:
         eos_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
         max_logprobs: int = 20,
-        answering: ChatAnswering | None = None,
+        answering: ChatOutputConfig | None = None,
     ) -> None:
         if len(eos_token_ids) > _MAX_EOS_TOKEN_IDS:
             raise InternalError(
@@ -174,7 +174,7 @@ class InputProcessor:
         self._geometry = geometry
         self._seed = seed
         self._max_logprobs = max_logprobs
-        self._answering = answering or ChatAnswering(tokenizer)
+        self._answering = answering or ChatOutputConfig(tokenizer)
         self._counter = itertools.count()
 
     def make_request(
@@ -227,10 +227,12 @@ class InputProcessor:
             deadline_s=deadline_s,
             tenant=tenant,
             cache_tenant=cache_tenant,
-            is_whole=is_whole,
+            is_non_streaming=is_whole,
             adapter=adapter,
             bad_word_ids=bad_word_ids,
-            told_from=1 if prompt.told_from is None and sampling.prompt_logprobs is not None else prompt.told_from,
+            prompt_logprobs_start=1
+            if prompt.prompt_logprobs_start is None and sampling.prompt_logprobs is not None
+            else prompt.prompt_logprobs_start,
             pooling=prompt.pooling,
             grammar=None if thinking is None else ThinkingGrammar(thinking),
             thinking=thinking,
@@ -256,7 +258,7 @@ class InputProcessor:
         if prompt.messages is not None:
             self._answering.check(prompt.chat_options, sampling)
 
-    def answers(self, prompt: Prompt, sampling: SamplingParams, request: Request) -> ChatAnswers | None:
+    def answers(self, prompt: Prompt, sampling: SamplingParams, request: Request) -> ChatOutputParser | None:
         """Return the parser of the answers to a request made from these arguments; None if all text is content."""
         if prompt.messages is None:
             return None
@@ -369,10 +371,10 @@ class InputProcessor:
         if num_bytes > limit:
             raise RequestTooLong("chat.messages", f"{num_bytes} bytes, over the limit of {limit}: {self._limits()}")
         plain = for_template(messages, max_bytes=limit)
-        has_layout = isinstance(self.tokenizer, LaysOutTools)
+        has_layout = isinstance(self.tokenizer, ToolAwareTokenizer)
         if options.is_laid_out and self.tokenizer.has_chat_template and not has_layout:
             raise Unsupported("tools: this model's tokenizer formats only messages")
-        if options.is_laid_out and isinstance(self.tokenizer, LaysOutTools):
+        if options.is_laid_out and isinstance(self.tokenizer, ToolAwareTokenizer):
             return self._known("chat.messages", self.tokenizer.chat_ids(plain, options, max_bytes=max_bytes))
         return self._known("chat.messages", self.tokenizer.apply_chat_template(plain, max_bytes=max_bytes))
 

@@ -5,7 +5,7 @@
 
 Block keys in messages are those of the tokens after a root without a tenant; each server adds the tenant itself.
 
-`facts_of` lists everything that the bytes of a block depend on; the list is sent with an export and checked on import.
+`get_facts` lists everything that the bytes of a block depend on; the list is sent with an export and checked on import.
 `Receiving` writes pieces to blocks of host memory. It verifies that each key belongs to its tokens and that the
 contents are intact.
 """
@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jpaged.engine.kv.blocks import Key
-from jpaged.engine.kv.tiers.leaving import Arriving, Chain, Leaving, Place
+from jpaged.engine.kv_cache.blocks import BlockHash
+from jpaged.engine.kv_cache.offload.transfer import BlockHashChain, BlockPosition, PrefixExport, PrefixImport
 from jpaged.errors import Incompatible, InvalidArgument
 from jpaged.service.loaded_model import LoadedModel
 
@@ -33,7 +33,7 @@ MAX_PIECES = MAX_PIECES_BYTES // _PIECE_BYTES + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class TransferHeader:
     """Header of a transfer; see PrefixHeader in prefixes.proto."""
 
     kv_identity: bytes
@@ -50,7 +50,7 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BlockPiece:
     """A part of a block, or all of it; see PrefixPiece in prefixes.proto."""
 
     index: int
@@ -62,7 +62,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class ImportResult:
     """Result of an import; see PrefixArrival in prefixes.proto."""
 
     num_tokens: int
@@ -72,13 +72,13 @@ class Arrival:
     is_short_of_room: bool = False
 
 
-def hash_begin(key: Key, kv_group: int) -> hashlib._Hash:
+def hash_begin(key: BlockHash, kv_group: int) -> hashlib._Hash:
     """Return the hash state of a block before any contents are added."""
     return hashlib.sha256(key + kv_group.to_bytes(4, "little"))
 
 
-def cut(leaving: Leaving, part: int, keys: Sequence[Key]) -> list[list[Piece]]:
-    """Return the messages of a part that is in host memory. Call on a thread, see `Leaving.read`."""
+def cut(leaving: PrefixExport, part: int, keys: Sequence[BlockHash]) -> list[list[BlockPiece]]:
+    """Return the messages of a part that is in host memory. Call on a thread, see `PrefixExport.read`."""
     cutter = Cutter(keys)
     leaving.read(part, cutter.add)
     return list(cutter.messages())
@@ -91,12 +91,12 @@ class Cutter:
         keys: keys of the blocks, as sent in messages.
     """
 
-    def __init__(self, keys: Sequence[Key]) -> None:
+    def __init__(self, keys: Sequence[BlockHash]) -> None:
         self._keys = keys
-        self._messages: list[list[Piece]] = [[]]
+        self._messages: list[list[BlockPiece]] = [[]]
         self._room = MAX_PIECES_BYTES
 
-    def add(self, place: Place, contents: memoryview) -> None:
+    def add(self, place: BlockPosition, contents: memoryview) -> None:
         """Copy a block into messages."""
         key, start = self._keys[place.index], 0
         hashed = hash_begin(key, place.kv_group)
@@ -108,16 +108,16 @@ class Cutter:
             end = min(len(contents), start + self._room - _PIECE_BYTES)
             last = hashed.digest() if end == len(contents) else b""
             first, part = b"" if start else key, contents[start:end].tobytes()
-            self._messages[-1].append(Piece(place.index, place.kv_group, start, part, first, last))
+            self._messages[-1].append(BlockPiece(place.index, place.kv_group, start, part, first, last))
             self._room -= _PIECE_BYTES + end - start
             start = end
 
-    def messages(self) -> Iterator[list[Piece]]:
+    def messages(self) -> Iterator[list[BlockPiece]]:
         """Return all messages."""
         return (message for message in self._messages if message)
 
 
-def facts_of(model: LoadedModel) -> tuple[tuple[str, str], ...]:
+def get_facts(model: LoadedModel) -> tuple[tuple[str, str], ...]:
     """Return readable (name, value) pairs of everything that the bytes of a block depend on."""
     backend, travels = model.backend, model.engine.travels
     facts = {
@@ -141,21 +141,21 @@ def facts_of(model: LoadedModel) -> tuple[tuple[str, str], ...]:
     return tuple((name, str(value)) for name, value in facts.items())
 
 
-def header_of(
+def get_header(
     model: LoadedModel,
     cache_salt: str,
     adapter_name: str,
-    chain: Chain,
-    leaving: Leaving,
+    chain: BlockHashChain,
+    leaving: PrefixExport,
     num_found: int,
     identity: bytes,
-) -> Header:
+) -> TransferHeader:
     """Return the header of an exported prefix, of which `num_found` blocks were found."""
     travels, adapter = model.engine.travels, model.adapters.named(adapter_name)
     size = travels.block_size
-    return Header(
+    return TransferHeader(
         kv_identity=identity,
-        facts=facts_of(model),
+        facts=get_facts(model),
         block_size=size,
         bytes_per_block=travels.bytes_per_block,
         num_kv_groups=travels.num_kv_groups,
@@ -168,10 +168,10 @@ def header_of(
     )
 
 
-def require_alike(model: LoadedModel, header: Header, chain: Chain, identity: bytes) -> None:
+def check_compatible(model: LoadedModel, header: TransferHeader, chain: BlockHashChain, identity: bytes) -> None:
     """Reject a prefix whose blocks are incompatible with this server's, or a header that contradicts itself."""
     if header.kv_identity != identity:
-        here, there = dict(facts_of(model)), dict(header.facts)
+        here, there = dict(get_facts(model)), dict(header.facts)
         differing = [name for name in here if there.get(name, here[name]) != here[name]]
         told = [f"{name} is {there[name][:128]!r} there and {here[name]!r} here" for name in differing]
         why = "; ".join(told) or "the weights, the scales of the KV cache, or the kernels that computed it"
@@ -192,10 +192,10 @@ def require_alike(model: LoadedModel, header: Header, chain: Chain, identity: by
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
+class _ReceivedBlock:
     """The block being received. `home` is None if this server already has the block."""
 
-    place: Place
+    place: BlockPosition
     home: int | None
     hashed: hashlib._Hash
     num_bytes: int = 0
@@ -214,22 +214,22 @@ class Receiving:
         keys: keys of the blocks, as sent in messages.
     """
 
-    def __init__(self, arriving: Arriving, num_expected: int, keys: Sequence[Key]) -> None:
+    def __init__(self, arriving: PrefixImport, num_expected: int, keys: Sequence[BlockHash]) -> None:
         self.num_blocks = self.num_known = 0
         self.is_full = False
         self._arriving = arriving
         self._num_expected = num_expected
         self._keys = keys
         self._homes: deque[int] = deque()
-        self._seen: set[Place] = set()
-        self._block: _Block | None = None
+        self._seen: set[BlockPosition] = set()
+        self._block: _ReceivedBlock | None = None
 
-    def num_missing(self, pieces: Iterable[Piece]) -> int:
+    def num_missing(self, pieces: Iterable[BlockPiece]) -> int:
         """Return the number of host blocks to reserve before these pieces can be written."""
         num_begun = 0
         for piece in pieces:
             if not piece.offset and piece.index < len(self._keys) and piece.kv_group < self._arriving.num_kv_groups:
-                num_begun += not self._arriving.is_known(Place(piece.index, piece.kv_group))
+                num_begun += not self._arriving.is_known(BlockPosition(piece.index, piece.kv_group))
         return max(0, min(num_begun, self._num_expected - len(self._seen)) - len(self._homes))
 
     @property
@@ -241,13 +241,13 @@ class Receiving:
         """Add reserved host blocks."""
         self._homes.extend(homes)
 
-    def take(self, pieces: Iterable[Piece]) -> None:
+    def take(self, pieces: Iterable[BlockPiece]) -> None:
         """Write pieces, and insert the completed blocks into the prefix cache.
 
         Raises:
             InvalidArgument: a piece is out of order or belongs to no block; a key or a hash is wrong.
         """
-        places: list[Place] = []
+        places: list[BlockPosition] = []
         homes: list[int] = []
         try:
             for piece in pieces:
@@ -275,7 +275,7 @@ class Receiving:
         if not self.is_full and (self._block is not None or self.num_blocks < self._num_expected):
             raise InvalidArgument("pieces", f"end after {self.num_blocks} of {self._num_expected} blocks")
 
-    def _begin(self, piece: Piece) -> _Block | None:
+    def _begin(self, piece: BlockPiece) -> _ReceivedBlock | None:
         """Return the block that begins with this piece; None if there is no room."""
         where = _name(piece)
         if piece.index >= len(self._keys):
@@ -284,19 +284,19 @@ class Receiving:
             raise InvalidArgument(f"{where}.kv_group", f"{piece.kv_group} is not below {self._arriving.num_kv_groups}")
         if piece.key != self._keys[piece.index]:
             raise InvalidArgument(f"{where}.key", f"{piece.key.hex()[:16]}... is not the key of the block's tokens")
-        place = Place(piece.index, piece.kv_group)
+        place = BlockPosition(piece.index, piece.kv_group)
         if place in self._seen:
             raise InvalidArgument(where, "is sent twice")
         if len(self._seen) == self._num_expected:
             raise InvalidArgument(where, f"is one more than the {self._num_expected} blocks that were announced")
         self._seen.add(place)
         if self._arriving.is_known(place):
-            return _Block(place, None, hash_begin(piece.key, place.kv_group))
+            return _ReceivedBlock(place, None, hash_begin(piece.key, place.kv_group))
         if not self._homes:
             return None
-        return _Block(place, self._homes.popleft(), hash_begin(piece.key, place.kv_group))
+        return _ReceivedBlock(place, self._homes.popleft(), hash_begin(piece.key, place.kv_group))
 
-    def _add(self, block: _Block, piece: Piece) -> None:
+    def _add(self, block: _ReceivedBlock, piece: BlockPiece) -> None:
         where, place = _name(piece), block.place
         if (piece.index, piece.kv_group, piece.offset) != (place.index, place.kv_group, block.num_bytes):
             wanted = f"blocks[{place.index}] of group {place.kv_group} from byte {block.num_bytes}"
@@ -312,12 +312,12 @@ class Receiving:
             self._arriving.write(block.home, block.num_bytes, piece.contents)
         block.num_bytes = end
 
-    def _finish(self, block: _Block, piece: Piece) -> None:
+    def _finish(self, block: _ReceivedBlock, piece: BlockPiece) -> None:
         if block.hashed.digest() != piece.hash:
             raise InvalidArgument(f"{_name(piece)}.hash", "does not match the contents, which changed in transit")
         self.num_blocks += 1
         self.num_known += block.home is None
 
 
-def _name(piece: Piece) -> str:
+def _name(piece: BlockPiece) -> str:
     return f"blocks[{piece.index}]"

@@ -12,31 +12,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from jpaged.engine.kv.blocks import Key, root_key
-from jpaged.engine.kv.tiers.leaving import Arriving, Chain, Leaving
+from jpaged.engine.kv_cache.blocks import BlockHash, root_block_hash
+from jpaged.engine.kv_cache.offload.transfer import BlockHashChain, PrefixExport, PrefixImport
 from jpaged.errors import DeadlineExceeded, InternalError, InvalidArgument, QueueFull, Unavailable, Unsupported
 from jpaged.service.calls import require_salt
 from jpaged.service.kv_protocol import (
     MAX_MESSAGE_BYTES,
-    Arrival,
-    Header,
-    Piece,
+    BlockPiece,
+    ImportResult,
     Receiving,
+    TransferHeader,
+    check_compatible,
     cut,
-    header_of,
-    require_alike,
+    get_header,
 )
 from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.service import Service, cache_tenant_of
+from jpaged.service.service import Service, get_cache_tenant
 from jpaged.types import Prompt
 
 _T = TypeVar("_T")
-Parts = AsyncIterator[Header | Sequence[Piece]]
+Parts = AsyncIterator[TransferHeader | Sequence[BlockPiece]]
 
 MAX_TRAVELLING = 8
 """Maximum number of concurrent transfers; each holds host memory."""
@@ -69,7 +70,9 @@ class Prefix:
 class Peers(Protocol):
     """Other servers."""
 
-    def save(self, source: str, prefix: Prefix, num_known_tokens: int) -> AsyncGenerator[Header | Sequence[Piece]]:
+    def save(
+        self, source: str, prefix: Prefix, num_known_tokens: int
+    ) -> AsyncGenerator[TransferHeader | Sequence[BlockPiece]]:
         """Yield the header and pieces of a prefix that another server saves. Its prompt must be token ids.
 
         Raises:
@@ -79,7 +82,7 @@ class Peers(Protocol):
         ...
 
 
-class Travelling:
+class PrefixTransferService:
     """Operations of prefix transfer. Bound to the service's event loop.
 
     Args:
@@ -92,7 +95,9 @@ class Travelling:
         self._num_open = 0
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "jpaged-prefixes")
 
-    async def save(self, prefix: Prefix, num_known_tokens: int = 0) -> AsyncGenerator[Header | Sequence[Piece]]:
+    async def save(
+        self, prefix: Prefix, num_known_tokens: int = 0
+    ) -> AsyncGenerator[TransferHeader | Sequence[BlockPiece]]:
         """Yield the cached part of a prefix. Its blocks stay referenced until the iterator is closed.
 
         Args:
@@ -115,26 +120,26 @@ class Travelling:
                 self._threads.submit(arriving.close)
             num_found = max(num_found, leaving.num_found)
             try:
-                yield header_of(model, prefix.cache_salt, prefix.adapter, chain, leaving, num_found, identity)
+                yield get_header(model, prefix.cache_salt, prefix.adapter, chain, leaving, num_found, identity)
                 for part in range(leaving.num_parts):
-                    await _told(model, leaving.when_there(part))
+                    await _wait_for_engine(model, leaving.when_there(part))
                     for pieces in await self._run(functools.partial(cut, leaving, part, keys)):
                         yield pieces
             finally:
                 self._threads.submit(leaving.close)
 
-    async def _load_from_connectors(self, model: LoadedModel, arriving: Arriving, num_skipped: int) -> int:
+    async def _load_from_connectors(self, model: LoadedModel, arriving: PrefixImport, num_skipped: int) -> int:
         """Load blocks that only connectors have to host memory, if there is room; return the number of blocks found."""
         num_found, places = await self._run(lambda: arriving.lookup(num_skipped))
         while places:
-            homes = await _told(model, arriving.reserve(min(len(places), arriving.num_blocks_at_once)))
+            homes = await _wait_for_engine(model, arriving.reserve(min(len(places), arriving.num_blocks_at_once)))
             some, places = places[: len(homes)], places[len(homes) :]
             if not homes or await self._run(functools.partial(arriving.read, some, homes)) < len(some):
                 break
-        await _told(model, arriving.num_known())  # find the replica that has most of the prefix next
+        await _wait_for_engine(model, arriving.num_known())  # find the replica that has most of the prefix next
         return num_found
 
-    async def load(self, parts: Parts, tenant: str = "") -> Arrival:
+    async def load(self, parts: Parts, tenant: str = "") -> ImportResult:
         """Import a prefix for a tenant.
 
         Raises:
@@ -150,21 +155,21 @@ class Travelling:
             why = f"max_request_size is {max_size:g} MiB; prefix messages have up to {MAX_MESSAGE_BYTES / 2**20:g}"
             raise Unsupported(f"prefixes cannot be loaded: {why}")
         with self._counted():
-            return await self._take(model, await _header_of(parts), parts, tenant)
+            return await self._take(model, await _get_header(parts), parts, tenant)
 
-    async def fetch(self, source: str, prefix: Prefix) -> Arrival:
+    async def fetch(self, source: str, prefix: Prefix) -> ImportResult:
         """Fetch a prefix from another server, which saves it, and import it; raise what both may raise."""
         model = self._service.controlled("FetchPrefix", source, self._service.state.serving())
         return await self.pull(model, source, prefix)
 
-    async def pull(self, model: LoadedModel, source: str, prefix: Prefix) -> Arrival:
+    async def pull(self, model: LoadedModel, source: str, prefix: Prefix) -> ImportResult:
         """Fetch a prefix for a call that is already authorized; no role is checked here."""
         with self._counted():
             chain, _ = await self._chains(model, prefix)
             travels = model.engine.travels
             size, num_known = travels.block_size, await self._run(lambda: travels.num_findable(chain))
             if num_known == len(chain.keys):
-                return Arrival(num_known * size, num_known * size, 0, num_known * travels.num_kv_groups)
+                return ImportResult(num_known * size, num_known * size, 0, num_known * travels.num_kv_groups)
             asked = Prefix(
                 prompt=Prompt(token_ids=chain.token_ids),
                 cache_salt=prefix.cache_salt,
@@ -173,13 +178,13 @@ class Travelling:
                 headers=prefix.headers,
             )
             async with contextlib.aclosing(self._peers.save(source, asked, num_known * size)) as parts:
-                header = await _header_of(parts)
+                header = await _get_header(parts)
                 wanted = chain.token_ids[: len(header.token_ids)], prefix.cache_salt, prefix.adapter
                 if (header.token_ids, header.cache_salt, header.adapter) != wanted:
                     raise InternalError(f"{source} returned a different prefix than requested")
                 return await self._take(model, header, parts, prefix.tenant)
 
-    async def _take(self, model: LoadedModel, header: Header, parts: Parts, tenant: str) -> Arrival:
+    async def _take(self, model: LoadedModel, header: TransferHeader, parts: Parts, tenant: str) -> ImportResult:
         prefix = Prefix(
             prompt=Prompt(token_ids=header.token_ids),
             cache_salt=header.cache_salt,
@@ -188,21 +193,21 @@ class Travelling:
         )
         chain, keys = await self._chains(model, prefix)
         identity = await self._run(model.engine.travels.kv_identity)
-        require_alike(model, header, chain, identity)
+        check_compatible(model, header, chain, identity)
         arriving = model.engine.travels.arrive(chain)
         receiving, pace = Receiving(arriving, header.num_blocks, keys), _Pace()
         try:
             while not receiving.is_full and (pieces := await pace.next(parts)) is not None:
-                if isinstance(pieces, Header):
+                if isinstance(pieces, TransferHeader):
                     raise InvalidArgument("header", "may only be in the first message")
                 await self._make_room(model, arriving, receiving, pieces)
                 await self._run(functools.partial(receiving.take, pieces))
             receiving.finish()
         finally:
             closed = self._threads.submit(arriving.close)
-        num_blocks = await _told(model, await asyncio.shield(asyncio.wrap_future(closed)))
+        num_blocks = await _wait_for_engine(model, await asyncio.shield(asyncio.wrap_future(closed)))
         num_blocks = max(num_blocks, await self._run(lambda: model.engine.travels.num_findable(chain)))
-        return Arrival(
+        return ImportResult(
             num_tokens=num_blocks * header.block_size,
             num_found_tokens=header.num_found_tokens,
             num_loaded_blocks=receiving.num_blocks - receiving.num_known,
@@ -211,35 +216,37 @@ class Travelling:
         )
 
     async def _make_room(
-        self, model: LoadedModel, arriving: Arriving, receiving: Receiving, pieces: Sequence[Piece]
+        self, model: LoadedModel, arriving: PrefixImport, receiving: Receiving, pieces: Sequence[BlockPiece]
     ) -> None:
         """Reserve host blocks for the blocks that begin in these pieces, and some more for later ones."""
         while (num_missing := receiving.num_missing(pieces)) > 0:
             num_blocks = max(num_missing, min(arriving.num_blocks_at_once, receiving.num_to_come))
-            homes = await _told(model, arriving.reserve(num_blocks))
+            homes = await _wait_for_engine(model, arriving.reserve(num_blocks))
             receiving.give(homes)
             if not homes:
                 return
 
-    async def _chains(self, model: LoadedModel, prefix: Prefix) -> tuple[Chain, Sequence[Key]]:
+    async def _chains(self, model: LoadedModel, prefix: Prefix) -> tuple[BlockHashChain, Sequence[BlockHash]]:
         """Return the blocks of a prefix by this server's keys, and their keys as sent in messages."""
         require_salt(prefix.cache_salt)
         adapter = model.adapters.named(prefix.adapter)
         digest = b"" if adapter is None else adapter.matrices.digest
-        tenant, travels = cache_tenant_of(model, prefix.tenant), model.engine.travels
+        tenant, travels = get_cache_tenant(model, prefix.tenant), model.engine.travels
 
-        def make() -> tuple[Chain, Sequence[Key]]:
+        def make() -> tuple[BlockHashChain, Sequence[BlockHash]]:
             token_ids = model.input_processor.prefix(prefix.prompt)
-            chain = travels.chain(root_key(prefix.cache_salt, tenant, digest), token_ids)
-            bare = Chain.of(root_key(prefix.cache_salt, "", digest), chain.token_ids, travels.block_size)
+            chain = travels.chain(root_block_hash(prefix.cache_salt, tenant, digest), token_ids)
+            bare = BlockHashChain.of(
+                root_block_hash(prefix.cache_salt, "", digest), chain.token_ids, travels.block_size
+            )
             return chain, bare.keys
 
-        return await self._service.work(make, prefix.prompt.size or 0)
+        return await self._service.run_blocking(make, prefix.prompt.size or 0)
 
-    async def _left(self, model: LoadedModel, future: Future[Leaving]) -> Leaving:
+    async def _left(self, model: LoadedModel, future: Future[PrefixExport]) -> PrefixExport:
         """Wait for the held blocks; if the caller is cancelled, release them when they arrive."""
         try:
-            return await _told(model, future)
+            return await _wait_for_engine(model, future)
         except BaseException:
             future.add_done_callback(lambda done: None if done.exception() else done.result().close())
             raise
@@ -259,7 +266,7 @@ class Travelling:
             self._num_open -= 1
 
 
-async def _told(model: LoadedModel, future: Future[_T]) -> _T:
+async def _wait_for_engine(model: LoadedModel, future: Future[_T]) -> _T:
     """Wait for the engine's result; raise Unavailable if the engine has failed or stalls."""
     clock = asyncio.get_running_loop().time
     until_s, told = clock() + _STALL_S, asyncio.wrap_future(future)
@@ -280,7 +287,7 @@ class _Pace:
     def __init__(self) -> None:
         self._left_s = _STALL_S
 
-    async def next(self, parts: Parts) -> Header | Sequence[Piece] | None:
+    async def next(self, parts: Parts) -> TransferHeader | Sequence[BlockPiece] | None:
         """Wait for the next part; return None at the end."""
         clock = asyncio.get_running_loop().time
         began_s = clock()
@@ -289,14 +296,30 @@ class _Pace:
         except TimeoutError:
             least = f"less than {_LEAST_BYTES_PER_S >> 10} KiB per second"
             raise DeadlineExceeded(f"no part of the prefix arrived for {_STALL_S:g} s, or {least}") from None
-        num_bytes = 0 if part is None or isinstance(part, Header) else sum(len(piece.contents) for piece in part)
+        num_bytes = (
+            0 if part is None or isinstance(part, TransferHeader) else sum(len(piece.contents) for piece in part)
+        )
         left_s = self._left_s - (clock() - began_s) + num_bytes / _LEAST_BYTES_PER_S
         self._left_s = min(_STALL_S, left_s)
         return part
 
 
-async def _header_of(parts: Parts) -> Header:
+async def _get_header(parts: Parts) -> TransferHeader:
     header = await _Pace().next(parts)
-    if not isinstance(header, Header):
+    if not isinstance(header, TransferHeader):
         raise InvalidArgument("header", "is missing from the first message")
     return header
+
+
+_FORMER_NAMES = {
+    "Travelling": "PrefixTransferService",
+}
+"""Public names of the previous release. They go with the next one."""
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _FORMER_NAMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn(f"{__name__}.{name} is now {_FORMER_NAMES[name]}", DeprecationWarning, stacklevel=2)
+        return globals()[_FORMER_NAMES[name]]

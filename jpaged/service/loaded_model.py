@@ -27,16 +27,16 @@ from typing import Protocol
 
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import Geometry
-from jpaged.engine.kv.tiers.leaving import Travels
-from jpaged.engine.sequence import Sink
+from jpaged.engine.inspector import PoolInspector
+from jpaged.engine.kv_cache.offload.transfer import KVTransfer
+from jpaged.engine.sequence import OutputCallback
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.engine.watch import Eyes
 from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
-from jpaged.load import EngineLoad, RoleLoad
+from jpaged.server_load import EngineLoad, RoleLoad
 from jpaged.service.calls import require_name
-from jpaged.service.grammars.compiler import ServedGrammars
 from jpaged.service.input_processor import InputProcessor
+from jpaged.service.structured_output.compiler import ServedGrammars
 from jpaged.types import Adapter, LoadedAdapter, ModelInfo, Request, require_whole_characters
 
 
@@ -200,15 +200,15 @@ class EngineClient(Protocol):
         max_num_in_flight: maximum number of accepted requests.
         eyes: inspector of the KV pools.
         travels: transfer of prefixes to and from other servers.
-        keep_place: reserves a slot for a request whose prompt another server computes; returns the transfer object that
-            receives its blocks.
+        reserve_slot: reserves a slot for a request whose prompt another server computes; returns the transfer object
+            that receives its blocks.
     """
 
     clock: Callable[[], float]
     max_num_in_flight: int
-    eyes: Eyes
-    travels: Travels
-    keep_place: Callable[[Request], Travels]
+    eyes: PoolInspector
+    travels: KVTransfer
+    reserve_slot: Callable[[Request], KVTransfer]
 
     @property
     def geometry(self) -> Geometry:
@@ -222,7 +222,7 @@ class EngineClient(Protocol):
     def is_full(self) -> bool:
         """True if `submit` would raise because the queue is full."""
 
-    def submit(self, request: Request, sink: Sink) -> None: ...
+    def submit(self, request: Request, sink: OutputCallback) -> None: ...
 
     def abort(self, request_id: str) -> bool: ...
 

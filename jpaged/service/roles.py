@@ -13,7 +13,7 @@ The prefill role: computes prompts for other servers; keeps the blocks and sends
 
 a part is ready ──> bytes copied on a thread ──> sent        the next parts are staged while these are sent
 
-`Departure` exports a prompt's blocks after the request's last event:
+`PrefillKVExport` exports a prompt's blocks after the request's last event:
 
 chain, on a thread ──┐
 last event ──────────┴──> requested from the engine before it schedules another step ──> held, staged
@@ -31,14 +31,14 @@ from typing import TYPE_CHECKING
 from jpaged.access import authenticator as access
 from jpaged.access.keys import Role
 from jpaged.config import RoleOptions
-from jpaged.engine.kv.blocks import root_key
-from jpaged.engine.kv.tiers.leaving import Arriving, Chain, Leaving, Travels
-from jpaged.engine.sequence import Sink
+from jpaged.engine.kv_cache.blocks import root_block_hash
+from jpaged.engine.kv_cache.offload.transfer import BlockHashChain, KVTransfer, PrefixExport, PrefixImport
+from jpaged.engine.sequence import OutputCallback
 from jpaged.errors import DeadlineExceeded, InternalError, InvalidArgument, JpagedError, Unsupported
-from jpaged.service.calls import AskedPrefill
+from jpaged.service.calls import RemotePrefillRequest
 from jpaged.service.handoff import Begun, PrefillAnswer, PrefillServers, begun
-from jpaged.service.kv_protocol import Piece, Receiving, cut
-from jpaged.service.service import AdmittedCall, Workers
+from jpaged.service.kv_protocol import BlockPiece, Receiving, cut
+from jpaged.service.service import AdmittedCall, BlockingPools
 from jpaged.types import OutputEvent, Request, RequestTimes
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def why_here(request: Request, min_tokens: int) -> str | None:
         return "uncached"
     if sampling.beam_width or sampling.num_samples > sampling.n:
         return "ranked"
-    if request.told_from is not None or request.pooling is not None:
+    if request.prompt_logprobs_start is not None or request.pooling is not None:
         return "told_of"
     if request.continued:
         return "continued"
@@ -71,7 +71,7 @@ def why_here(request: Request, min_tokens: int) -> str | None:
     return None
 
 
-async def identity_of(model: LoadedModel) -> bytes:
+async def compute_identity(model: LoadedModel) -> bytes:
     """Return the KV fingerprint of this server. Reads every weight: about a second per gigabyte.
 
     Raises:
@@ -83,7 +83,7 @@ async def identity_of(model: LoadedModel) -> bytes:
         raise Unsupported(f"role: {model.config.roles.role} transfers blocks of the prefix cache: {error}") from error
 
 
-class Departure:
+class PrefillKVExport:
     """Export of the blocks of one prompt. All of them are cached when a one-token request emits its last event.
 
     Args:
@@ -92,12 +92,12 @@ class Departure:
         put: callback for the request's events.
     """
 
-    def __init__(self, travels: Travels, chain: Future[Chain], num_known: int, put: Sink) -> None:
+    def __init__(self, travels: KVTransfer, chain: Future[BlockHashChain], num_known: int, put: OutputCallback) -> None:
         self._travels = travels
         self._chain = chain
         self._num_known = num_known
         self._put = put
-        self._asked: Future[Future[Leaving] | None] = Future()
+        self._asked: Future[Future[PrefixExport] | None] = Future()
         self._asked.set_running_or_notify_cancel()
 
     def pass_on(self, event: OutputEvent) -> None:
@@ -109,26 +109,26 @@ class Departure:
                 self._asked.set_result(None)
         self._put(event)
 
-    async def leaving(self) -> Leaving | None:
+    async def leaving(self) -> PrefixExport | None:
         """Wait for the held blocks; return None if the prompt was not computed."""
         asked = await asyncio.wrap_future(self._asked)
         if asked is None:
             return None
-        leaving: Leaving = await asyncio.wrap_future(asked)
+        leaving: PrefixExport = await asyncio.wrap_future(asked)
         return leaving
 
     def close(self) -> None:
         """Release the held blocks, or cancel the pending hold. Call on a thread: it waits for readers."""
         self._asked.add_done_callback(_close_asked)
 
-    def _leave(self, chain: Future[Chain]) -> None:
+    def _leave(self, chain: Future[BlockHashChain]) -> None:
         try:
             self._asked.set_result(self._travels.leave(chain.result(), self._num_known, is_hurried=True))
         except JpagedError as error:
             self._asked.set_exception(error)
 
 
-def _close_asked(asked: Future[Future[Leaving] | None]) -> None:
+def _close_asked(asked: Future[Future[PrefixExport] | None]) -> None:
     leaving = None if asked.exception() is not None else asked.result()
     if leaving is not None:
         leaving.add_done_callback(lambda done: None if done.exception() is not None else done.result().close())
@@ -143,12 +143,12 @@ class PrefillRole:
 
     def __init__(self) -> None:
         self._identity = b""
-        self._departures: dict[str, Departure] = {}
-        self._workers = Workers()
+        self._departures: dict[str, PrefillKVExport] = {}
+        self._workers = BlockingPools()
 
     async def prepare(self, model: LoadedModel) -> None:
         """Compute the KV fingerprint of this server."""
-        self._identity = await identity_of(model)
+        self._identity = await compute_identity(model)
 
     def check_identity(self, kv_identity: bytes) -> None:
         """Reject servers with incompatible blocks, and callers that may not act for all tenants."""
@@ -158,7 +158,9 @@ class PrefillRole:
             problem = f"{other}... is not {mine}...: model, weights, dtype, layout or block size differ"
             raise InvalidArgument("kv_identity", problem)
 
-    def begin(self, model: LoadedModel, request: Request, generation: AdmittedCall, asked: AskedPrefill | None) -> None:
+    def begin(
+        self, model: LoadedModel, request: Request, generation: AdmittedCall, asked: RemotePrefillRequest | None
+    ) -> None:
         """Submit a request; one from another server holds its blocks from its first token on."""
         max_tokens, put = request.sampling.max_tokens, generation.stream.put
         if max_tokens > 1:
@@ -172,14 +174,14 @@ class PrefillRole:
         if request.adapter_digest != asked.adapter_digest:
             raise InvalidArgument("adapter_digest", "the adapter of this name has different contents on this server")
         travels, sampling = model.engine.travels, request.sampling
-        root = root_key(sampling.cache_salt, request.cache_tenant, request.adapter_digest)
+        root = root_block_hash(sampling.cache_salt, request.cache_tenant, request.adapter_digest)
         chain = self._workers.start(lambda: travels.chain(root, request.prompt_token_ids))
-        departure = Departure(travels, chain, asked.num_known, put)
+        departure = PrefillKVExport(travels, chain, asked.num_known, put)
         model.engine.submit(request, departure.pass_on)
         self._departures[generation.engine_id] = departure
         model.role_counts.add(num_prefills_for_others=1)
 
-    def hurry(self, model: LoadedModel, generation: AdmittedCall) -> bool:
+    def submit_now(self, model: LoadedModel, generation: AdmittedCall) -> bool:
         """Return False: every request is submitted to the engine at once."""
         return False
 
@@ -189,7 +191,7 @@ class PrefillRole:
         if departure is not None:
             self._workers.start(departure.close)
 
-    async def pieces(self, model: LoadedModel, generation: AdmittedCall) -> AsyncIterator[Sequence[Piece]]:
+    async def pieces(self, model: LoadedModel, generation: AdmittedCall) -> AsyncIterator[Sequence[BlockPiece]]:
         """Yield the blocks of a request that has emitted its first tokens, some at a time, as far as available."""
         leaving = await self._departures[generation.engine_id].leaving()
         for part in range(0 if leaving is None else leaving.num_parts):
@@ -198,7 +200,7 @@ class PrefillRole:
             for pieces in await self._workers.run(functools.partial(cut, leaving, part, leaving.chain.keys), _BIG):
                 yield pieces
                 model.role_counts.add(num_bytes_sent=sum(len(piece.contents) for piece in pieces))
-            model.role_counts.add(num_blocks_sent=len(leaving.places_of(part)))
+            model.role_counts.add(num_blocks_sent=len(leaving.get_places(part)))
 
 
 class DecodeRole:
@@ -212,18 +214,20 @@ class DecodeRole:
         self._options = options
         self._servers = servers
         self._identity = b""
-        self._workers = Workers()
-        self._arrivings: dict[str, Arriving] = {}
+        self._workers = BlockingPools()
+        self._arrivings: dict[str, PrefixImport] = {}
         # By engine id, for requests with a reserved slot that the engine has not received: the rest of the request
         # (None if
         # nothing is left) and its callback.
-        self._left: dict[str, tuple[Request | None, Sink]] = {}
+        self._left: dict[str, tuple[Request | None, OutputCallback]] = {}
 
     async def prepare(self, model: LoadedModel) -> None:
         """Compute the KV fingerprint of this server."""
-        self._identity = await identity_of(model)
+        self._identity = await compute_identity(model)
 
-    def begin(self, model: LoadedModel, request: Request, generation: AdmittedCall, asked: AskedPrefill | None) -> None:
+    def begin(
+        self, model: LoadedModel, request: Request, generation: AdmittedCall, asked: RemotePrefillRequest | None
+    ) -> None:
         """Submit a request to the engine, or start its remote prefill in a new task."""
         if asked is not None:
             raise InternalError("a decode server received a remote prefill request")
@@ -232,21 +236,21 @@ class DecodeRole:
             model.role_counts.here(reason)
             model.engine.submit(request, generation.stream.put)
             return
-        travels = model.engine.keep_place(request)
+        travels = model.engine.reserve_slot(request)
         self._left[generation.engine_id] = request, generation.stream.put
-        generation.goes_on_by(asyncio.create_task(self._run(model, travels, request, generation)))
+        generation.set_task(asyncio.create_task(self._run(model, travels, request, generation)))
 
     def end(self, model: LoadedModel, generation: AdmittedCall) -> None:
         """Stop the request's task and transfer; the service then makes the engine drop it if it has not ended."""
-        generation.goes_on_by(None)
+        generation.set_task(None)
         self._let_go(generation)
         self._left.pop(generation.engine_id, None)
 
-    def hurry(self, model: LoadedModel, generation: AdmittedCall) -> bool:
+    def submit_now(self, model: LoadedModel, generation: AdmittedCall) -> bool:
         """Submit the rest of a request to the engine now, without waiting for its transfer."""
         if generation.engine_id not in self._left:
             return False
-        generation.goes_on_by(None)
+        generation.set_task(None)
         self._hand_over(model, generation.engine_id)
         return True
 
@@ -263,7 +267,7 @@ class DecodeRole:
         if arriving is not None:
             arriving.close()
 
-    async def _run(self, model: LoadedModel, travels: Travels, request: Request, generation: AdmittedCall) -> None:
+    async def _run(self, model: LoadedModel, travels: KVTransfer, request: Request, generation: AdmittedCall) -> None:
         try:
             await self._begin_elsewhere(model, travels, request, generation)
             self._hand_over(model, generation.engine_id)
@@ -273,14 +277,14 @@ class DecodeRole:
             generation.end(error=InternalError(f"{type(error).__name__}: {error}"))
             raise
         finally:
-            generation.goes_on_by(None, is_done=True)
+            generation.set_task(None, is_done=True)
 
     async def _begin_elsewhere(
-        self, model: LoadedModel, travels: Travels, request: Request, generation: AdmittedCall
+        self, model: LoadedModel, travels: KVTransfer, request: Request, generation: AdmittedCall
     ) -> None:
         """Run the remote prefill of a request as far as it succeeds; `_left` holds the rest of the request."""
         counts, size = model.role_counts, len(request.prompt_token_ids)
-        coming = await self._workers.run(lambda: _Coming.of(travels, request), size)
+        coming = await self._workers.run(lambda: _PendingTransfer.of(travels, request), size)
         if size - coming.num_known * travels.block_size < self._options.prefill_min_tokens:
             counts.here("cached")
             return
@@ -296,13 +300,13 @@ class DecodeRole:
             return
         try:
             try:
-                behind = await self._tell(model, request, answer, generation, began_s)
+                behind = await self._publish_token(model, request, answer, generation, began_s)
             except InternalError as error:
                 counts.failed("prefill", error)
                 self._let_go(generation)
                 return
             first_s = clock()
-            rest = _Rest(arriving, began_s, first_s, answer.num_cached_tokens, generation.stream.put)
+            rest = _RemainingPrompt(arriving, began_s, first_s, answer.num_cached_tokens, generation.stream.put)
             self._left[generation.engine_id] = behind.request, rest.pass_on
             counts.add(prefill_wait_s=first_s - began_s)
             if behind.request is not None:
@@ -323,7 +327,7 @@ class DecodeRole:
         whole_s = wait_s + options.transfer_timeout
         return await self._servers.ask(request, num_known, self._identity, wait_s, whole_s)
 
-    async def _tell(
+    async def _publish_token(
         self, model: LoadedModel, request: Request, answer: PrefillAnswer, generation: AdmittedCall, began_s: float
     ) -> Begun:
         """Emit the first tokens. If they cannot be the request's, raise InternalError before emitting any."""
@@ -343,7 +347,7 @@ class DecodeRole:
         return behind
 
     async def _fetch(
-        self, model: LoadedModel, coming: _Coming, homes: Sequence[int], answer: PrefillAnswer, wait_s: float
+        self, model: LoadedModel, coming: _PendingTransfer, homes: Sequence[int], answer: PrefillAnswer, wait_s: float
     ) -> None:
         """Transfer the blocks that the peer has. Count why blocks are missing; the engine computes them."""
         counts = model.role_counts
@@ -369,7 +373,7 @@ class DecodeRole:
             counts.failed("transfer", error)
 
 
-async def _whole(coming: _Coming, homes: Future[list[int]]) -> list[int]:
+async def _whole(coming: _PendingTransfer, homes: Future[list[int]]) -> list[int]:
     """Wait for host blocks, and reserve the remainder if the early reservation got only some."""
     early: list[int] = await asyncio.wrap_future(homes)
     if len(early) == coming.num_missing:
@@ -379,7 +383,7 @@ async def _whole(coming: _Coming, homes: Future[list[int]]) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Coming:
+class _PendingTransfer:
     """The blocks of a prompt that are to be transferred.
 
     Attributes:
@@ -387,31 +391,31 @@ class _Coming:
         num_missing: missing blocks after those, of all KV groups.
     """
 
-    arriving: Arriving
+    arriving: PrefixImport
     num_known: int
     num_missing: int
 
     @classmethod
-    def of(cls, travels: Travels, request: Request) -> _Coming:
+    def of(cls, travels: KVTransfer, request: Request) -> _PendingTransfer:
         """Look up the blocks of a prompt. Run on a thread if it is long: a block takes 3 us."""
-        root = root_key(request.sampling.cache_salt, request.cache_tenant, request.adapter_digest)
+        root = root_block_hash(request.sampling.cache_salt, request.cache_tenant, request.adapter_digest)
         chain = travels.chain(root, request.prompt_token_ids)
         arriving, num_known = travels.arrive(chain), travels.num_findable(chain)
         return cls(arriving, num_known, len(arriving.missing(num_known)))
 
 
 @dataclasses.dataclass(slots=True)
-class _Rest:
+class _RemainingPrompt:
     """Rewrites the events after the first tokens as if the engine had run the whole request.
 
     The first event implies that the engine has the blocks that it needs of the transfer, so the transfer is closed.
     """
 
-    arriving: Arriving
+    arriving: PrefixImport
     began_s: float
     first_s: float
     num_cached_tokens: int
-    put: Sink
+    put: OutputCallback
     has_begun: bool = False
 
     def pass_on(self, event: OutputEvent) -> None:

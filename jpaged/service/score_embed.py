@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from jpaged.errors import InternalError, InvalidArgument, QueueFull, RequestTooLong
-from jpaged.service.calls import NOBODY, Call, Caller, RequestRecord, require_salt, told_name
+from jpaged.service.calls import NOBODY, Call, Caller, RequestRecord, loggable_name, require_salt
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.service import Service, time_of
+from jpaged.service.service import Service, get_timeout
 from jpaged.types import Embedding, LoadedAdapter, Pooling, Prompt, RequestOutput, SamplingParams, Score
 
 MAX_PARTS = 1024
@@ -70,7 +70,7 @@ def errors_named(field: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Continued:
+class PromptContinuations:
     """A prompt and its continuations as token ids. Shared tokens are stored once.
 
     Attributes:
@@ -92,10 +92,12 @@ class Continued:
     def prompt(self, i: int) -> Prompt:
         """Return the prompt with a continuation, with log-probabilities requested for the continuation."""
         num_shared, tail = self.tails[i]
-        return Prompt(token_ids=[*self.prompt_ids[:num_shared], *tail], told_from=len(self.prompt_ids))
+        return Prompt(token_ids=[*self.prompt_ids[:num_shared], *tail], prompt_logprobs_start=len(self.prompt_ids))
 
 
-def continued(processor: InputProcessor, prompt: Prompt, continuations: Sequence[GivenContinuation]) -> Continued:
+def continued(
+    processor: InputProcessor, prompt: Prompt, continuations: Sequence[GivenContinuation]
+) -> PromptContinuations:
     """Return the prompt with each continuation.
 
     If the prompt is a text, a text continuation is tokenized together with it as one text. The tokens of both are split
@@ -115,7 +117,7 @@ def continued(processor: InputProcessor, prompt: Prompt, continuations: Sequence
     for i, continuation in enumerate(continuations):
         with errors_named(f"continuations[{i}]"):
             tails.append(_tail(processor, prompt, prompt_ids, continuation))
-    return Continued(prompt_ids, tuple(tails))
+    return PromptContinuations(prompt_ids, tuple(tails))
 
 
 def embeddable(processor: InputProcessor, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
@@ -158,15 +160,15 @@ def _tail(
     return num_shared, whole[num_shared:]
 
 
-def score_of(output: RequestOutput) -> Score:
-    """Return the score of a finished request made by `Continued.prompt`."""
+def get_score(output: RequestOutput) -> Score:
+    """Return the score of a finished request made by `PromptContinuations.prompt`."""
     if output.prompt_logprobs is None:
         raise InternalError(f"request {output.request_id!r} has no prompt log-probabilities")
     told = [position.chosen for position in output.prompt_logprobs if position is not None]
     return Score(tuple(told), all(one.rank == 1 for one in told), output.usage)
 
 
-def embedding_of(output: RequestOutput, *, normalize: bool = False) -> Embedding:
+def get_embedding(output: RequestOutput, *, normalize: bool = False) -> Embedding:
     """Return the embedding of a finished request with pooling; scaled to length 1 if `normalize`."""
     if output.embedding is None:
         raise InternalError(f"request {output.request_id!r} has no hidden states")
@@ -181,7 +183,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asker:
+class CallerOptions:
     """Caller and options of a score or embed call, as in `service.Call`.
 
     Attributes:
@@ -203,12 +205,12 @@ class Asker:
             operation=operation,
             tenant=self.tenant,
             caller=self.caller,
-            adapter=self.adapter and told_name(self.adapter),
+            adapter=self.adapter and loggable_name(self.adapter),
         )
 
 
 async def score(
-    service: Service, asker: Asker, read: Callable[[], tuple[Prompt, Sequence[GivenContinuation]]], size: int
+    service: Service, asker: CallerOptions, read: Callable[[], tuple[Prompt, Sequence[GivenContinuation]]], size: int
 ) -> list[Score]:
     """Score each continuation of a prompt by its log-likelihood.
 
@@ -222,20 +224,20 @@ async def score(
     require_score_size(size)
     require_salt(asker.cache_salt)
     record = asker.begins("score")
-    async with service.several(asker.model, record) as model:
+    async with service.open_batch_call(asker.model, record) as model:
         parts = _Parts(service, model, asker, record)
-        given = await service.work(lambda: continued(model.input_processor, *read()), size)
+        given = await service.run_blocking(lambda: continued(model.input_processor, *read()), size)
 
         async def one(i: int) -> Score:
             with errors_named(f"continuations[{i}]"):
-                return score_of(await parts.complete(lambda: given.prompt(i), given.size(i), SCORE_SAMPLING))
+                return get_score(await parts.complete(lambda: given.prompt(i), given.size(i), SCORE_SAMPLING))
 
         return await run_all(one, len(given), parts.num_at_once)
 
 
 async def embed(
     service: Service,
-    asker: Asker,
+    asker: CallerOptions,
     read: Callable[[], Sequence[Prompt]],
     size: int,
     pooling: Pooling,
@@ -245,7 +247,7 @@ async def embed(
     """Embed each prompt that `read` decodes; `size` is their characters and token ids. Raises as `score` does."""
     require_salt(asker.cache_salt)
     record = asker.begins("embeddings")
-    async with service.several(asker.model, record) as model:
+    async with service.open_batch_call(asker.model, record) as model:
         parts = _Parts(service, model, asker, record)
 
         def prepare() -> list[tuple[int, ...]]:
@@ -253,13 +255,13 @@ async def embed(
             require_parts("inputs", len(prompts))
             return embeddable(model.input_processor, prompts)
 
-        inputs = await service.work(prepare, size)
+        inputs = await service.run_blocking(prepare, size)
 
         async def one(i: int) -> Embedding:
             prompt = Prompt(token_ids=inputs[i], pooling=pooling)
             with errors_named(f"inputs[{i}]"):
                 output = await parts.complete(lambda: prompt, len(inputs[i]), EMBED_SAMPLING)
-            return embedding_of(output, normalize=normalize)
+            return get_embedding(output, normalize=normalize)
 
         return await run_all(one, len(inputs), parts.num_at_once)
 
@@ -267,7 +269,7 @@ async def embed(
 class _Parts:
     """The requests of one call."""
 
-    def __init__(self, service: Service, model: LoadedModel, asker: Asker, record: RequestRecord) -> None:
+    def __init__(self, service: Service, model: LoadedModel, asker: CallerOptions, record: RequestRecord) -> None:
         self._service, self._model, self._asker, self._record = service, model, asker, record
         self._adapter: str | LoadedAdapter = model.adapters.named(asker.adapter) or ""
         self._began_s = time.monotonic()
@@ -277,7 +279,7 @@ class _Parts:
         """Run one request to its end; raise what `Service.complete` raises."""
         asker = self._asker
         sampling = dataclasses.replace(sampling, cache_salt=asker.cache_salt, priority=asker.priority)
-        remaining_s = time_of(self._model, asker.remaining_s)
+        remaining_s = get_timeout(self._model, asker.remaining_s)
         if remaining_s is not None:
             remaining_s -= time.monotonic() - self._began_s
         call = Call(

@@ -6,8 +6,8 @@
 Admission is decided here (tenants, request ids, limits of open calls), and so is the fate of a request whose reader
 disconnects. Work that grows with a request runs on a thread.
 
-`ServerRole` is the interface of a role other than "both"; `roles.py` implements it. `Workers` are the threads for work
-that grows with a request.
+`ServerRole` is the interface of a role other than "both"; `roles.py` implements it. `BlockingPools` are the threads for
+work that grows with a request.
 
 `ServiceState` holds the model, or the reason why no request can run:
 
@@ -16,7 +16,7 @@ STARTING ──loaded──> SERVING ──no step ends──> STALLED          
   │                  ├──drained──> DRAINING
   └──────────────────┴───failed──> FAILED
 
-`NotedRequests` copies the record of a request to the call's audit entry. A request gets a separate audit line if its
+`AuditObserver` copies the record of a request to the call's audit entry. A request gets a separate audit line if its
 call was answered before it ended (as in a batch), or if there is no call.
 """
 
@@ -38,10 +38,9 @@ from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 
 from jpaged.access import authenticator as access
-from jpaged.access.authenticator import Entry, Gate, current
+from jpaged.access.authenticator import Authenticator, CallContext, current
 from jpaged.access.keys import Role
-from jpaged.access.quotas import Quotas, Stay
-from jpaged.completions import Completions
+from jpaged.access.quotas import QuotaLease, Quotas
 from jpaged.config import EngineConfig
 from jpaged.errors import (
     AlreadyExists,
@@ -53,19 +52,20 @@ from jpaged.errors import (
     QueueFull,
     Unavailable,
 )
+from jpaged.output_assembler import Completions
 from jpaged.service.calls import (
-    AskedPrefill,
-    Bridge,
     Call,
-    Generation,
+    OutputDispatcher,
     OutputStream,
     Records,
+    RemotePrefillRequest,
+    RequestHandle,
     RequestObserver,
     RequestRecord,
     require_name,
     require_salt,
 )
-from jpaged.service.chat.output_parser import ChatAnswers
+from jpaged.service.chat.output_parser import ChatOutputParser
 from jpaged.service.input_processor import move_grammars
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.types import (
@@ -79,7 +79,7 @@ from jpaged.types import (
 
 
 class AdmittedCall(Protocol):
-    """An admitted call as a role sees it: `jpaged.service.calls.Generation`."""
+    """An admitted call as a role sees it: `jpaged.service.calls.RequestHandle`."""
 
     @property
     def engine_id(self) -> str:
@@ -92,7 +92,7 @@ class AdmittedCall(Protocol):
     def end(self, finish: SequenceFinish | None = None, error: JpagedError | None = None) -> None:
         """End the stream for its reader."""
 
-    def goes_on_by(self, task: asyncio.Task[Any] | None, *, is_done: bool = False) -> None:
+    def set_task(self, task: asyncio.Task[Any] | None, *, is_done: bool = False) -> None:
         """Attach the task that prepares the engine's request; None cancels it."""
 
 
@@ -102,10 +102,12 @@ class ServerRole(Protocol):
     async def prepare(self, model: LoadedModel) -> None:
         """Prepare before the first request; raise Unsupported if the model cannot be served in this role."""
 
-    def begin(self, model: LoadedModel, request: Request, generation: AdmittedCall, asked: AskedPrefill | None) -> None:
+    def begin(
+        self, model: LoadedModel, request: Request, generation: AdmittedCall, asked: RemotePrefillRequest | None
+    ) -> None:
         """Submit an admitted request; raise as `Engine.submit` does, and InvalidArgument for what the role refuses."""
 
-    def hurry(self, model: LoadedModel, generation: AdmittedCall) -> bool:
+    def submit_now(self, model: LoadedModel, generation: AdmittedCall) -> bool:
         """Submit the rest of a request to the engine now; return False if nothing is left to submit."""
 
     def end(self, model: LoadedModel, generation: AdmittedCall) -> None:
@@ -119,7 +121,7 @@ SMALL = 2000
 _NUM_THREADS = 4
 
 
-class Workers:
+class BlockingPools:
     """Thread pools for work that grows with a request, so that the event loop and its streams never wait for it.
 
     Texts and token ids have one pool; conversations have another, because a chat template may be slow.
@@ -260,7 +262,7 @@ class Service:
 
     Attributes:
         state: the loaded model, or why there is none.
-        is_idle: set while no `generate` and no `several` is open; a host may wait on it but must not set it.
+        is_idle: set while no `generate` and no `open_batch_call` is open; a host may wait on it but must not set it.
     """
 
     def __init__(
@@ -276,19 +278,19 @@ class Service:
         self._records = Records(observers)
         self.is_idle = asyncio.Event()
         self.is_idle.set()
-        self._bridge: Bridge | None = None
-        self._workers = Workers()
+        self._bridge: OutputDispatcher | None = None
+        self._workers = BlockingPools()
         self._counter = itertools.count()
-        self._open: dict[tuple[str, str], Generation] = {}
+        self._open: dict[tuple[str, str], RequestHandle] = {}
         self._num_calls = 0
         self._num_several = 0
 
     @contextlib.asynccontextmanager
-    async def generate(self, call: Call, model: LoadedModel | None = None) -> AsyncIterator[Generation]:
+    async def generate(self, call: Call, model: LoadedModel | None = None) -> AsyncIterator[RequestHandle]:
         """Run a request while the context is open. Its blocks are free within a step of the exit, for any reason.
 
         Args:
-            model: the model yielded by `several`, if this request belongs to that call.
+            model: the model yielded by `open_batch_call`, if this request belongs to that call.
 
         Raises:
             JpagedError: the request is refused; or, during iteration, it has failed.
@@ -299,7 +301,7 @@ class Service:
         self.is_idle.clear()
         try:
             with (
-                self._records.kept(call.begins(), call.record) as record,
+                self._records.observing(call.begins(), call.record) as record,
                 self._stay(call.tenant, is_part=model is not None) as stay,
             ):
                 model = model or self._model(call.model)
@@ -330,7 +332,9 @@ class Service:
             self._note_end()
 
     @contextlib.asynccontextmanager
-    async def several(self, name: str | None, record: RequestRecord | None = None) -> AsyncIterator[LoadedModel]:
+    async def open_batch_call(
+        self, name: str | None, record: RequestRecord | None = None
+    ) -> AsyncIterator[LoadedModel]:
         """Admit a call that makes several requests, and yield the model for them. A drain waits for the whole call.
 
         Args:
@@ -344,7 +348,7 @@ class Service:
         access.require(Role.INFERENCE, "a request")
         tenant = access.owner("" if record is None else record.tenant)
         with (
-            contextlib.nullcontext() if record is None else self._records.kept(record),
+            contextlib.nullcontext() if record is None else self._records.observing(record),
             self._stay(tenant),
         ):
             model = self._model(name)
@@ -370,7 +374,7 @@ class Service:
                 completions.add(event)
             return completions.output(generation.request_id, None, generation.prompt_token_ids)
 
-    async def work(self, work: Callable[[], _T], size: int) -> _T:
+    async def run_blocking(self, work: Callable[[], _T], size: int) -> _T:
         """Run work on `size` characters, ids or numbers; on a thread if `size` is large."""
         return await self._workers.run(work, size)
 
@@ -411,10 +415,12 @@ class Service:
         model = self.controlled("Abort", request_id, self.state.loaded())
         if not request_id:
             raise InvalidArgument("request_id", "is empty")
-        generation = self._open.get((cache_tenant_of(model, tenant), request_id))
+        generation = self._open.get((get_cache_tenant(model, tenant), request_id))
         is_known = generation is not None
         if generation is not None:
-            is_made = generation.preparing is None or (self._role is not None and self._role.hurry(model, generation))
+            is_made = generation.preparing is None or (
+                self._role is not None and self._role.submit_now(model, generation)
+            )
             if is_made:
                 is_known = model.engine.abort(generation.engine_id)
             else:
@@ -431,7 +437,7 @@ class Service:
         require_salt(cache_salt)
         loaded = model.adapters.named(adapter)
         # the current call is a context variable, which the thread does not see
-        cache_tenant = cache_tenant_of(model, tenant)
+        cache_tenant = get_cache_tenant(model, tenant)
 
         def pin() -> Future[int]:
             token_ids = model.input_processor.prefix(prefix)
@@ -447,7 +453,7 @@ class Service:
         """
         model = self.controlled("UnpinPrefix", name, self.state.serving())
         require_name("name", name)
-        if not model.engine.unpin_prefix(name, cache_tenant_of(model, tenant)):
+        if not model.engine.unpin_prefix(name, get_cache_tenant(model, tenant)):
             raise NotFound(f"name: no prefix {name!r} is pinned")
 
     async def load_adapter(self, name: str, path: str) -> LoadedAdapter:
@@ -468,9 +474,9 @@ class Service:
         for generation in self._open.values():
             generation.end(error=error)
 
-    def _stay(self, tenant: str, *, is_part: bool = False) -> AbstractContextManager[Stay | None]:
-        """Return the context of a request that counts in its tenant's quotas; see `Quotas.stay`."""
-        return contextlib.nullcontext() if self._quotas is None else self._quotas.stay(tenant, is_part=is_part)
+    def _stay(self, tenant: str, *, is_part: bool = False) -> AbstractContextManager[QuotaLease | None]:
+        """Return the context of a request that counts in its tenant's quotas; see `Quotas.acquire`."""
+        return contextlib.nullcontext() if self._quotas is None else self._quotas.acquire(tenant, is_part=is_part)
 
     def _note_end(self) -> None:
         if self._num_calls + self._num_several == 0:
@@ -496,10 +502,10 @@ class Service:
             raise PermissionDenied(f"{method} is turned off on this server (disable_control)")
         return model
 
-    def _admit(self, model: LoadedModel, call: Call, record: RequestRecord) -> Generation:
+    def _admit(self, model: LoadedModel, call: Call, record: RequestRecord) -> RequestHandle:
         if call.request_id is not None:
             require_name("request_id", call.request_id)
-        cache_tenant = cache_tenant_of(model, call.tenant) if call.asked is None else call.asked.cache_tenant
+        cache_tenant = get_cache_tenant(model, call.tenant) if call.asked is None else call.asked.cache_tenant
         request_id = call.request_id or uuid.uuid4().hex
         other = self._open.get((cache_tenant, request_id))
         if other is not None and not other.stream.is_ended:  # an ended request may still have an unread stream
@@ -507,8 +513,8 @@ class Service:
         self._require_readers(model)
         if self._bridge is None:
             rate = model.config.server.max_messages_per_second or math.inf
-            self._bridge = Bridge(asyncio.get_running_loop(), rate)
-        generation = Generation(
+            self._bridge = OutputDispatcher(asyncio.get_running_loop(), rate)
+        generation = RequestHandle(
             request_id=request_id,
             engine_id=f"{next(self._counter)}/{request_id}",
             cache_tenant=cache_tenant,
@@ -533,19 +539,19 @@ class Service:
                 retry_after_s=_RETRY_S,
             )
 
-    def _forget(self, generation: Generation) -> None:
+    def _forget(self, generation: RequestHandle) -> None:
         """Free a request id, unless a newer request already uses it."""
         key = generation.cache_tenant, generation.request_id
         if self._open.get(key) is generation:
             del self._open[key]
 
-    async def _prepare(self, model: LoadedModel, generation: Generation, call: Call) -> Request | None:
+    async def _prepare(self, model: LoadedModel, generation: RequestHandle, call: Call) -> Request | None:
         """Make the engine's request; return None if the stream has been ended in the meantime."""
-        remaining_s = time_of(model, call.remaining_s)
+        remaining_s = get_timeout(model, call.remaining_s)
         deadline_s = None if remaining_s is None else model.engine.clock() + remaining_s
         adapter = model.adapters.named(call.adapter) if call.adapter else None
 
-        def make() -> tuple[Request, ChatAnswers | None, AbstractContextManager[None]]:
+        def make() -> tuple[Request, ChatOutputParser | None, AbstractContextManager[None]]:
             prompt, sampling = call.read()
             request = model.input_processor.make_request(
                 request_id=generation.engine_id,
@@ -560,7 +566,7 @@ class Service:
             naming = model.input_processor.naming_errors(prompt, sampling, request)
             return request, model.input_processor.answers(prompt, sampling, request), naming
 
-        async def prepare() -> tuple[Request, ChatAnswers | None]:
+        async def prepare() -> tuple[Request, ChatOutputParser | None]:
             request, answers, naming = await self._workers.run(make, call.size)
             if model.grammars is not None and request.sampling.structured_outputs is not None:
                 with naming:
@@ -591,23 +597,23 @@ def _most_generated(request: Request) -> tuple[str, int, int]:
     return name, sampling.beam_width or sampling.num_samples, sampling.max_tokens
 
 
-def cache_tenant_of(model: LoadedModel, tenant: str) -> str:
+def get_cache_tenant(model: LoadedModel, tenant: str) -> str:
     """Return the tenant that scopes ids, names and prefixes; "" (shared) if tenants are not isolated."""
     tenant = access.owner(tenant)
     return tenant if model.config.server.isolate_tenants else ""
 
 
-def time_of(model: LoadedModel, asked_s: float | None) -> float | None:
+def get_timeout(model: LoadedModel, asked_s: float | None) -> float | None:
     """Return the timeout of a request, from the caller's deadline and the configured limits; None for no limit."""
     limits = model.config.timeouts
     wanted = limits.default_deadline if asked_s is None else asked_s
     return min((seconds for seconds in (wanted, limits.max_deadline) if seconds is not None), default=None)
 
 
-class NotedRequests:
+class AuditObserver:
     """Observer of the service that notes each request in the current call's audit entry."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Authenticator) -> None:
         self._gate = gate
 
     def begin(self, record: RequestRecord) -> None:
@@ -619,7 +625,7 @@ class NotedRequests:
         is_apart = entry is None or entry.is_closed
         if entry is None or entry.is_closed:
             key = None if entry is None else entry.key
-            entry = Entry(face="background", method=record.operation, peer="", key=key, tenant=record.tenant)
+            entry = CallContext(face="background", method=record.operation, peer="", key=key, tenant=record.tenant)
         entry.note_request(record.request_id, record.model, record.adapter)
         entry.note_use(record.usage.prompt_tokens, record.usage.completion_tokens)
         entry.note_error(record.reason)

@@ -389,7 +389,7 @@ class HuggingFaceTokenizer:
         Raises:
             Unsupported: also if the template is broken, or does not use the tools or documents of the request.
         """
-        chat = self._chat_of(options)
+        chat = self._get_chat(options)
         documents: Any = [dict(one) for one in options.documents]
         plain: Any = [dict(message) for message in messages]
         tools: Any = [tool.as_json() for tool in options.shown_tools]
@@ -408,7 +408,7 @@ class HuggingFaceTokenizer:
         text = chat.render(plain, max_bytes=max_bytes, tools=tools, kwargs=kwargs, documents=documents, options=options)
         return _encode(self._literal.tokenizer, _MESSAGES, self._literal.unmarked(text), add_special_tokens=False)
 
-    def _chat_of(self, options: ChatOptions) -> ChatTemplate:
+    def _get_chat(self, options: ChatOptions) -> ChatTemplate:
         """Return the template of a chat: the request's, or the model's for chats with or without tools."""
         source = options.chat_template
         if source is None:

@@ -132,7 +132,7 @@ def _other_files(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _adds_nothing(config: Mapping[str, Any], fast: Any, named: Mapping[str, Any]) -> bool:
     """Return True if tokenizer.json already adds every token of the config, and the rest has no effect."""
-    added = {token_id: _flags_of(token) for token_id, token in fast.get_added_tokens_decoder().items()}
+    added = {token_id: _build_flags(token) for token_id, token in fast.get_added_tokens_decoder().items()}
     plain = {flags["content"] for flags in added.values() if flags["special"] and not flags["normalized"]}
     lists = [config[key] for key in _LISTS_OF_TOKENS if key in config]
     if len(lists) > 1 or any(not isinstance(one, list) for one in lists):
@@ -152,7 +152,7 @@ def _adds_nothing(config: Mapping[str, Any], fast: Any, named: Mapping[str, Any]
     return True
 
 
-def _flags_of(token: Any) -> dict[str, Any]:
+def _build_flags(token: Any) -> dict[str, Any]:
     return {name: getattr(token, name) for name in _FLAGS}
 
 

@@ -27,7 +27,7 @@ llama.cpp has the same bound. Without one, models write whitespace until `max_to
 """
 
 
-class Kind(enum.Enum):
+class ConstraintKind(enum.Enum):
     """Kind of a constraint: the field's name."""
 
     JSON = "json"
@@ -38,7 +38,7 @@ class Kind(enum.Enum):
     STRUCTURAL_TAG = "structural_tag"
 
 
-_OF_JSON = (Kind.JSON, Kind.JSON_OBJECT, Kind.STRUCTURAL_TAG)
+_OF_JSON = (ConstraintKind.JSON, ConstraintKind.JSON_OBJECT, ConstraintKind.STRUCTURAL_TAG)
 _OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties", "always_complete")
 
 
@@ -79,8 +79,12 @@ class StructuredOutputs:
 
     def __post_init__(self) -> None:
         self._check_flags()
-        kinds = [kind for kind in Kind if getattr(self, kind.value) not in (None, False) or self._is_schema_false(kind)]
-        names = ", ".join(kind.value for kind in Kind)
+        kinds = [
+            kind
+            for kind in ConstraintKind
+            if getattr(self, kind.value) not in (None, False) or self._is_schema_false(kind)
+        ]
+        names = ", ".join(kind.value for kind in ConstraintKind)
         if len(kinds) > 1 or not (kinds or self._has_options):
             found = " and ".join(kind.value for kind in kinds) or "none"
             raise InvalidArgument(FIELD, f"has {found}: must have exactly one of {names}")
@@ -98,7 +102,7 @@ class StructuredOutputs:
     @property
     def has_constraint(self) -> bool:
         """False if there are only options."""
-        return any(getattr(self, kind.value) not in (None, False) for kind in Kind)
+        return any(getattr(self, kind.value) not in (None, False) for kind in ConstraintKind)
 
     def with_options(self, options: StructuredOutputs | None) -> StructuredOutputs:
         """Return this constraint with the options of another value.
@@ -119,16 +123,16 @@ class StructuredOutputs:
         return self.whitespace_pattern is not None or any(getattr(self, name) for name in _OPTIONS[1:])
 
     @property
-    def kind(self) -> Kind:
-        return next(kind for kind in Kind if getattr(self, kind.value) not in (None, False))
+    def kind(self) -> ConstraintKind:
+        return next(kind for kind in ConstraintKind if getattr(self, kind.value) not in (None, False))
 
     @property
     def field(self) -> str:
         """Name of the constraint in errors."""
         return f"{FIELD}.{self.kind.value}"
 
-    def _is_schema_false(self, kind: Kind) -> bool:
-        return kind is Kind.JSON and self.json is False
+    def _is_schema_false(self, kind: ConstraintKind) -> bool:
+        return kind is ConstraintKind.JSON and self.json is False
 
     def _check_flags(self) -> None:
         for one in fields(self):
@@ -155,7 +159,7 @@ class StructuredOutputs:
         if (total := sum(len(text.encode()) for text in choice)) > MAX_GRAMMAR_BYTES:
             raise InvalidArgument(name, f"{total} bytes in all, over the limit of {MAX_GRAMMAR_BYTES}")
 
-    def _check_whitespace(self, kind: Kind | None) -> None:
+    def _check_whitespace(self, kind: ConstraintKind | None) -> None:
         for name in ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
             if getattr(self, name) and kind is not None and kind not in _OF_JSON:
                 raise InvalidArgument(f"{FIELD}.{name}", f"applies only to JSON, not to {kind.value}")
@@ -170,7 +174,7 @@ class StructuredOutputs:
             )
 
 
-def structured_outputs_of(given: Mapping[str, Any]) -> StructuredOutputs | None:
+def get_structured_outputs(given: Mapping[str, Any]) -> StructuredOutputs | None:
     """Return the constraint of a JSON object, by field names; None if no field is set.
 
     Fields that are null, and flags that are false, count as unset: clients send all fields with their defaults.
@@ -186,7 +190,7 @@ def structured_outputs_of(given: Mapping[str, Any]) -> StructuredOutputs | None:
     return StructuredOutputs(**given) if is_set else None
 
 
-def response_format_of(given: object, field: str) -> StructuredOutputs | None:
+def get_response_format(given: object, field: str) -> StructuredOutputs | None:
     """Return the constraint of OpenAI's `response_format`; None for text.
 
     Args:

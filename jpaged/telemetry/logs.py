@@ -13,7 +13,7 @@ from typing import Any
 from jpaged import json_text
 from jpaged.config import TelemetryOptions
 from jpaged.errors import printable
-from jpaged.service.calls import RequestObserver, RequestRecord, parts_of
+from jpaged.service.calls import RequestObserver, RequestRecord, get_parts
 
 _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _REQUESTS = logging.getLogger("jpaged.requests")
@@ -32,7 +32,7 @@ class JsonFormatter(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage() + _note_of(record),
+            "message": record.getMessage() + _get_note(record),
         }
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
@@ -47,7 +47,7 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Return the line without the trace of an error."""
-        return printable(super().formatMessage(record)) + _note_of(record)
+        return printable(super().formatMessage(record)) + _get_note(record)
 
     def formatException(self, ei: Any) -> str:
         """Return the trace of an error, whose message may have control characters."""
@@ -100,7 +100,7 @@ class _Budget:
         return note or (" [more lines like this are dropped for a while]" if self._num_left < cost else "")
 
 
-def _note_of(record: logging.LogRecord) -> str:
+def _get_note(record: logging.LogRecord) -> str:
     return record.__dict__.get(_NOTE) or ""
 
 
@@ -123,7 +123,7 @@ class RequestLog:
     def end(self, record: RequestRecord) -> None:
         """Log the request's line, if the logger's level allows it."""
         if _REQUESTS.isEnabledFor(logging.INFO):
-            fields = fields_of(record)
+            fields = build_fields(record)
             text = " ".join(f"{name}={_in_a_line(value)}" for name, value in fields.items())
             _REQUESTS.info("request %s", text, extra={_FIELDS: fields | {"message": "request"}})
 
@@ -134,7 +134,7 @@ def _in_a_line(value: Any) -> Any:
     return value if is_plain else json_text.dumps(value)
 
 
-def fields_of(record: RequestRecord) -> dict[str, Any]:
+def build_fields(record: RequestRecord) -> dict[str, Any]:
     """Return the known fields of a request's log line."""
     usage, times = record.usage, record.times
     found: dict[str, Any] = {
@@ -157,7 +157,7 @@ def fields_of(record: RequestRecord) -> dict[str, Any]:
         "duration_s": round(record.ended_s - record.began_s, 6),
     }
     if times is not None:
-        parts = [part for part in parts_of(times) if part[0] != "preempted"]
+        parts = [part for part in get_parts(times) if part[0] != "preempted"]
         found |= {f"{name}_s": round(end_s - begin_s, 6) for name, begin_s, end_s in parts}
         found["preemptions"] = len(times.preempted_s) // 2
     return {name: value for name, value in found.items() if value != ""}

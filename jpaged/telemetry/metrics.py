@@ -1,4 +1,4 @@
-"""Metrics of a loaded model in Prometheus format, read at scrape time; `jpaged.load` declares them.
+"""Metrics of a loaded model in Prometheus format, read at scrape time; `jpaged.server_load` declares them.
 
 Nothing here runs on the engine's path: a scrape reads one snapshot.
 """
@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.errors import InvalidArgument
-from jpaged.load import (
+from jpaged.server_load import (
     DISTRIBUTIONS,
     PER_POSITION,
     PREFILL_FAILURES,
@@ -23,7 +23,7 @@ from jpaged.load import (
     EngineLoad,
     RoleLoad,
     SpeculationLoad,
-    metrics_of,
+    get_metrics,
 )
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.telemetry.scrapes import ScrapeServer
@@ -39,11 +39,11 @@ class EngineCollector(Collector):
         engine, name = self._serving.engine, self._serving.model.name
         load, replica_loads = engine.load(), engine.replica_loads()
         for kind, family in (("gauge", GaugeMetricFamily), ("counter", CounterMetricFamily)):
-            for field, metric in metrics_of(kind):
+            for field, metric in get_metrics(kind):
                 total = family(metric.name, metric.help, labels=("model_name",))
                 total.add_metric((name,), getattr(load, field))
                 yield total
-        for field, metric in metrics_of("replica"):
+        for field, metric in get_metrics("replica"):
             gauge = GaugeMetricFamily(metric.name, metric.help, labels=("model_name", "replica"))
             for index, one in enumerate(replica_loads):
                 gauge.add_metric((name, str(index)), getattr(one, field))
@@ -75,7 +75,7 @@ class EngineCollector(Collector):
 
     def _roles(self) -> Iterator[Metric]:
         counts, name = self._serving.role_counts, self._serving.model.name
-        for field, metric in metrics_of("counter", RoleLoad):
+        for field, metric in get_metrics("counter", RoleLoad):
             counter = CounterMetricFamily(metric.name, metric.help, labels=("model_name",))
             counter.add_metric((name,), getattr(counts.load(), field))
             yield counter
@@ -87,7 +87,7 @@ class EngineCollector(Collector):
 
     def _speculation(self, load: SpeculationLoad) -> Iterator[Metric]:
         name = self._serving.model.name
-        for field, metric in metrics_of("counter", SpeculationLoad):
+        for field, metric in get_metrics("counter", SpeculationLoad):
             counter = CounterMetricFamily(metric.name, metric.help, labels=("model_name",))
             counter.add_metric((name,), getattr(load, field))
             yield counter

@@ -29,7 +29,7 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from jpaged.errors import InvalidArgument
-from jpaged.service.calls import RequestRecord, parts_of
+from jpaged.service.calls import RequestRecord, get_parts
 from jpaged.types import SamplingParams, is_loopback
 from jpaged.version import __version__
 
@@ -74,10 +74,10 @@ class Traces:
         span = self._open.pop(record)
         if span.is_recording():
             span.update_name(f"{record.operation} {record.model}".rstrip())
-            span.set_attributes(_attributes_of(record))
+            span.set_attributes(_get_attributes(record))
             if record.status != "OK":
                 span.set_status(StatusCode.ERROR, record.status)
-            self._tell_parts(span, record)
+            self._add_phases(span, record)
         span.end(_ns(record.ended_s))
 
     def stop(self) -> None:
@@ -90,11 +90,11 @@ class Traces:
             _LOG.warning("the trace collector did not answer within %g s: the last spans are lost", _FLUSH_TIMEOUT_S)
             self._processor.span_exporter.shutdown()  # ends its retries, and the pending call
 
-    def _tell_parts(self, span: Span, record: RequestRecord) -> None:
+    def _add_phases(self, span: Span, record: RequestRecord) -> None:
         if record.times is None:
             return
         inside, offset_s = set_span_in_context(span, Context()), record.clock_offset_s
-        for name, begin_s, end_s in parts_of(record.times):
+        for name, begin_s, end_s in get_parts(record.times):
             part = self._tracer.start_span(name, inside, start_time=_ns(begin_s + offset_s))
             part.end(_ns(end_s + offset_s))
 
@@ -122,7 +122,7 @@ def exporter_to(endpoint: str) -> SpanProcessor:
     return BatchSpanProcessor(exporter)
 
 
-def _attributes_of(record: RequestRecord) -> Mapping[str, Attribute]:
+def _get_attributes(record: RequestRecord) -> Mapping[str, Attribute]:
     usage, times = record.usage, record.times
     found: dict[str, Attribute | None] = {
         gen_ai.GEN_AI_OPERATION_NAME: record.operation,

@@ -53,15 +53,15 @@ from jpaged.engine.executor import (
 from jpaged.engine.executor.io import (
     ANY_TOKEN,
     MASK_BITS,
+    AuxInputs,
+    AuxKind,
+    AuxOutputs,
     CascadeCosts,
-    CountDue,
-    EditInputs,
-    Tell,
-    TellInputs,
-    ToldOutputs,
+    LogitsProcessorInputs,
+    TokenCountReset,
 )
 from jpaged.errors import InternalError
-from jpaged.testing.fake_model import NAN, ByteTokenizer, Script, Seen, Window, places_seen, sampled
+from jpaged.testing.fake_model import NAN, ByteTokenizer, Script, SeenTokens, Window, places_seen, sampled
 from jpaged.testing.fake_steps import FakeDraft, FakeFeed, FakeRounds
 from jpaged.types import Adapter
 
@@ -73,7 +73,7 @@ class CountedTokens:
     _tokens: dict[int, list[int]] = field(default_factory=dict)
     _num_prompt: dict[int, int] = field(default_factory=dict)
 
-    def count(self, due: Sequence[CountDue], num_slots: int) -> None:
+    def count(self, due: Sequence[TokenCountReset], num_slots: int) -> None:
         """Reset these slots, and count their tokens."""
         for slot, token_ids, num_prompt in due:
             if not 1 <= slot <= num_slots:
@@ -83,7 +83,7 @@ class CountedTokens:
     def edited(
         self,
         token_id: int,
-        edits: EditInputs,
+        edits: LogitsProcessorInputs,
         row: int,
         context: list[int],
         vocab_size: int,
@@ -156,7 +156,7 @@ class FakeHostBlocks:
         return hashlib.sha256(self._identity).digest()
 
 
-def run_of(inputs: StepInputs, row: int) -> tuple[int, int]:
+def get_run(inputs: StepInputs, row: int) -> tuple[int, int]:
     """Return the first row and the end of the run that a row is in; the row alone if there are no runs."""
     if not inputs.num_runs:
         return row, row + 1
@@ -183,7 +183,7 @@ LOGPROB_STEP = -0.125
 """Sums of it are exact, so that equal sums are equal."""
 
 
-def tell_of(inputs: TellInputs, contexts: Sequence[Sequence[int]], next_ids: Sequence[int], size: int) -> ToldOutputs:
+def compute_aux(inputs: AuxInputs, contexts: Sequence[Sequence[int]], next_ids: Sequence[int], size: int) -> AuxOutputs:
     """Return log-probabilities or hidden states of the rows in use.
 
     Args:
@@ -191,16 +191,16 @@ def tell_of(inputs: TellInputs, contexts: Sequence[Sequence[int]], next_ids: Seq
         next_ids: the token that each would sample.
         size: of the vocabulary.
     """
-    if inputs.tell == Tell.HIDDEN:
+    if inputs.kind == AuxKind.HIDDEN:
         hidden = [[context[-1], len(context), sum(context) % 1000] for context in contexts]
-        return ToldOutputs(hidden_re=np.array(hidden, np.float32))
+        return AuxOutputs(hidden_re=np.array(hidden, np.float32))
     next_r1 = np.array(next_ids, np.int64)[:, None]
-    if inputs.tell == Tell.ALL_LOGPROBS:
+    if inputs.kind == AuxKind.ALL_LOGPROBS:
         distances_rv = (np.arange(size) - next_r1) % size
-        return ToldOutputs(all_logprobs_rv=((distances_rv + 1) * LOGPROB_STEP).astype(np.float32))
+        return AuxOutputs(all_logprobs_rv=((distances_rv + 1) * LOGPROB_STEP).astype(np.float32))
     distances_rk = (inputs.ids_rk[: len(next_ids)] - next_r1) % size
     top = np.arange(min(TOP_WIDTH, size))
-    return ToldOutputs(
+    return AuxOutputs(
         is_sound_r=np.ones(len(next_ids), np.bool_),
         ranks_r=(distances_rk[:, 0] + 1).astype(np.int32),
         logprobs_rk=((distances_rk + 1) * LOGPROB_STEP).astype(np.float32),
@@ -294,7 +294,7 @@ class FakeExecutor:
     num_sink_tokens = 0
     max_loras = 0
     num_compiles_after_warm_up = 0
-    sampled: Callable[[Seen, np.void, int], int] = staticmethod(sampled)
+    sampled: Callable[[SeenTokens, np.void, int], int] = staticmethod(sampled)
 
     def __init__(
         self,
@@ -340,7 +340,7 @@ class FakeExecutor:
         self._weights: NDArray[np.int64] = np.zeros(self.max_loras + 1, np.int64)  # of the adapter in each slot
         self._counted = CountedTokens()
         self.draft = FakeDraft(self._geometry, _UNWRITTEN)
-        self._told: list[Seen] = []  # for the last step's positions with auxiliary outputs
+        self._aux: list[SeenTokens] = []  # for the last step's positions with auxiliary outputs
         self._is_shut_down = False
 
     @property
@@ -377,7 +377,7 @@ class FakeExecutor:
             raise InternalError(f"{adapter} is not a fake adapter")
         self._weights[slot] = adapter.weight
 
-    def forward(self, inputs: StepInputs) -> list[Seen]:
+    def forward(self, inputs: StepInputs) -> list[SeenTokens]:
         """Run the forward at once; return what each row may look at when it samples."""
         if self._is_shut_down:
             raise InternalError("the executor was shut down")
@@ -390,12 +390,12 @@ class FakeExecutor:
         self._pool[inputs.slots_gt[:, used], 0] = (tokens_t + is_nan_t * NAN)[used]
         for row in range(inputs.num_rows):
             self._write_digests(inputs, row)
-        self._told = [self._seen_at(inputs, int(place)) for place in inputs.told_tokens_q]
+        self._aux = [self._seen_at(inputs, int(place)) for place in inputs.aux_tokens_q]
         last_t = inputs.query_starts_s1[1 : inputs.num_rows + 1] - 1
         has_ended = inputs.is_prev_sampled_t[last_t] & self.have_ended[inputs.prev_sampled_rows_t[last_t]]
         return [self._seen(inputs, row, is_checked=not has_ended[row]) for row in range(inputs.num_rows)]
 
-    def sample(self, hidden: list[Seen], inputs: SamplingInputs) -> StepOutputs:
+    def sample(self, hidden: list[SeenTokens], inputs: SamplingInputs) -> StepOutputs:
         """Sample at once; the handle is the result."""
         token_ids_r = np.zeros(len(inputs.rows_r), np.int32)
         is_sound_r = np.ones(len(token_ids_r), np.bool_)
@@ -414,14 +414,16 @@ class FakeExecutor:
         self.have_ended[:] = False
         return _outputs(token_ids_r[:, None], is_sound_r[:, None], inputs.detail, self._geometry.vocab_size)
 
-    def tell(self, hidden: list[Seen], inputs: TellInputs) -> Callable[[], ToldOutputs]:
+    def compute_aux(self, hidden: list[SeenTokens], inputs: AuxInputs) -> Callable[[], AuxOutputs]:
         """Compute log-probabilities or hidden states at once."""
         num_rows, vocab_size = self._geometry.buckets.rows[-1], self._geometry.vocab_size
         seen = [
-            hidden[place] if place < num_rows else self._told[place - num_rows]
+            hidden[place] if place < num_rows else self._aux[place - num_rows]
             for place in inputs.places_r[: inputs.num_rows].tolist()
         ]
-        told = tell_of(inputs, [one.context for one in seen], [one.next_token(vocab_size) for one in seen], vocab_size)
+        told = compute_aux(
+            inputs, [one.context for one in seen], [one.next_token(vocab_size) for one in seen], vocab_size
+        )
         return lambda: told
 
     def decode(
@@ -430,7 +432,7 @@ class FakeExecutor:
         """Run one step after the other at once, until every row has ended."""
         return FakeFeed(self, inputs, sampling, ending_token_ids_rx, num_steps).run()
 
-    def decode_fed(
+    def decode_with_masks(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
     ) -> tuple[FakeFeed, FakeFeed]:
         """Run each step when its masks arrive; the mask channel is also the handle."""
@@ -493,14 +495,14 @@ class FakeExecutor:
         start, before = inputs.positions_t[begin], np.int64(0)
         weight = self._weights.item(adapter_slot(inputs, row))
         for group in range(len(self._geometry.windows)):
-            slots = self._slots_of(inputs, row, group, max(0, start - 1))
+            slots = self._get_slots(inputs, row, group, max(0, start - 1))
             if start:
                 # A window of one token does not include the previous one; the first group, with full attention, does.
                 before = self._pool[slots[0], 1] if not group or self._geometry.windows[0] else before
                 slots = slots[1:]
             self._pool[slots, 1] = _digests(self._pool[slots, 0], self._factors[start:], weight) + before
 
-    def _slots_of(
+    def _get_slots(
         self, inputs: StepInputs, row: int, group: int, begin: int, places: NDArray[np.int64] | None = None
     ) -> NDArray[np.int64]:
         """Return the slots of a row's tokens from a position on, or at places.
@@ -509,7 +511,7 @@ class FakeExecutor:
         """
         positions = np.arange(begin, inputs.kv_lens_s[row]) if places is None else places
         block_size, window, shared = self._geometry.block_size, self._geometry.windows[group], inputs.kv_begins_s[row]
-        first, end = run_of(inputs, row)
+        first, end = get_run(inputs, row)
         # the beginning of the last row's window
         far = max(0, inputs.kv_lens_s[first:end].max() - window) if window else 0
         is_shared = (positions >= -(-far // block_size) * block_size) & (positions < shared)
@@ -517,28 +519,28 @@ class FakeExecutor:
         slots: NDArray[np.int64] = blocks * block_size + positions % block_size
         return slots
 
-    def _seen(self, inputs: StepInputs, row: int, *, is_checked: bool) -> Seen:
+    def _seen(self, inputs: StepInputs, row: int, *, is_checked: bool) -> SeenTokens:
         """Return what a row's last token sees, read back from the slots that attention would read."""
         end = int(inputs.kv_lens_s[row])
-        seen = Seen([], [], self._weights.item(adapter_slot(inputs, row)))
+        seen = SeenTokens([], [], self._weights.item(adapter_slot(inputs, row)))
         if is_checked and inputs.positions_t[inputs.sample_tokens_s[row]] != end - 1:
             raise InternalError(f"row {row} of {end} tokens samples from token {inputs.sample_tokens_s[row]}")
         for group, window in enumerate(self._geometry.windows):
             if is_checked:
                 self._check_reads(inputs, row, group)
             seen.places.append(places_seen(end, (window, self.num_sink_tokens) if window else None))
-            seen.tokens.append(self._pool[self._slots_of(inputs, row, group, 0, seen.places[-1]), 0])
+            seen.tokens.append(self._pool[self._get_slots(inputs, row, group, 0, seen.places[-1]), 0])
         return seen
 
-    def _seen_at(self, inputs: StepInputs, place: int) -> Seen:
+    def _seen_at(self, inputs: StepInputs, place: int) -> SeenTokens:
         """Return what the token at a place of the packed axis sees."""
         row = int(np.searchsorted(inputs.query_starts_s1[1 : inputs.num_rows + 1], place, side="right"))
         position = int(inputs.positions_t[place])
         windows = [(window, self.num_sink_tokens) if window else None for window in self._geometry.windows]
         if row >= inputs.num_rows:
-            return Seen.of([0], windows, 0)
-        whole = self._pool[self._slots_of(inputs, row, 0, 0), 0][: position + 1] % NAN
-        return Seen.of(whole.tolist(), windows, self._weights.item(adapter_slot(inputs, row)))
+            return SeenTokens.of([0], windows, 0)
+        whole = self._pool[self._get_slots(inputs, row, 0, 0), 0][: position + 1] % NAN
+        return SeenTokens.of(whole.tolist(), windows, self._weights.item(adapter_slot(inputs, row)))
 
     def _check_reads(self, inputs: StepInputs, row: int, group: int) -> None:
         """Raise if any of a row's tokens sees a slot that was never written, or keys of another prefix."""
@@ -547,7 +549,7 @@ class FakeExecutor:
         start = int(inputs.kv_lens_s[row] - max(1, num_queries))
         window = windows[group]
         begin = max(0, start + 1 - window) if window else 0
-        slots = self._slots_of(inputs, row, group, begin)
+        slots = self._get_slots(inputs, row, group, begin)
         tokens, digests = self._pool[slots, 0], self._pool[slots, 1]
         blocks = slots // self._geometry.block_size
         if np.any(blocks == NULL_BLOCK) or np.any(tokens == _UNWRITTEN):
@@ -555,14 +557,14 @@ class FakeExecutor:
         weight = self._weights.item(adapter_slot(inputs, row))
         expected = _digests(tokens, self._factors[begin:], weight)
         if windows[0] is None and group:  # the first group has all previous tokens
-            whole = self._slots_of(inputs, row, 0, 0)
+            whole = self._get_slots(inputs, row, 0, 0)
             expected = _digests(self._pool[whole, 0], self._factors, weight)[begin:]
         elif begin:  # at least each digest follows the previous one
             expected = expected - expected[0] + digests[0]
         if np.any(is_wrong := digests != expected):
             place = begin + int(np.argmax(is_wrong))
             raise InternalError(f"row {row} reads keys of another prefix at {place}: {tokens.tolist()}")
-        first = self._slots_of(inputs, row, group, 0, np.arange(min(self.num_sink_tokens, begin) if window else 0))
+        first = self._get_slots(inputs, row, group, 0, np.arange(min(self.num_sink_tokens, begin) if window else 0))
         if np.any(self._pool[first, 1] != _digests(self._pool[first, 0], self._factors, weight)):
             raise InternalError(f"row {row} reads first tokens of another prefix: blocks {first.tolist()}")
 
@@ -629,7 +631,7 @@ def _outputs(
     top_logprobs = (offsets + 1) * logprobs_rn[..., None]
     return StepOutputs(
         token_ids_rn=token_ids_rn,
-        is_sound_rn=is_sound_rn,
+        is_finite_rn=is_sound_rn,
         logprobs_rn=logprobs_rn,
         ranks_rn=np.ones(token_ids_rn.shape, np.int32),
         top_ids_rnk=top_ids.astype(np.int32) if detail == Detail.TOP_LOGPROBS else None,

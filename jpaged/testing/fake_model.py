@@ -33,7 +33,7 @@ Window = int | tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenTokens:
     """The tokens that a row's last token sees in each KV group, with their positions, and the adapter's weight."""
 
     places: list[NDArray[np.int64]]
@@ -41,7 +41,7 @@ class Seen:
     weight: int
 
     @classmethod
-    def of(cls, context: list[int], windows: Sequence[Window], weight: int) -> Seen:
+    def of(cls, context: list[int], windows: Sequence[Window], weight: int) -> SeenTokens:
         """Return everything that the last token of a context sees."""
         places = [places_seen(len(context), window) for window in windows]
         return cls(places, [np.array(context, np.int64)[of_group] for of_group in places], weight)
@@ -67,7 +67,7 @@ def places_seen(end: int, window: Window) -> NDArray[np.int64]:
     return np.concatenate([np.arange(min(num_sinks, begin)), np.arange(begin, end)])
 
 
-def sampled(seen: Seen, row: np.void, vocab_size: int) -> int:
+def sampled(seen: SeenTokens, row: np.void, vocab_size: int) -> int:
     """Return the token that a row samples."""
     token_id = seen.next_token(vocab_size)
     if row["temperature_r"] > 0:
@@ -94,7 +94,7 @@ class Script:
     marker: Sequence[int]
     end: int
 
-    def __call__(self, seen: Seen, row: np.void, vocab_size: int) -> int:
+    def __call__(self, seen: SeenTokens, row: np.void, vocab_size: int) -> int:
         context, size = seen.context, len(self.marker)
         marker = list(self.marker)
         starts = (at + size for at in range(len(context) - size, -1, -1) if context[at : at + size] == marker)
@@ -127,7 +127,7 @@ def expected_tokens(
     """
     context = list(prompt_token_ids)
     while len(context) - len(prompt_token_ids) < num_tokens:
-        token_id = Seen.of(context, windows, weight).next_token(vocab_size)
+        token_id = SeenTokens.of(context, windows, weight).next_token(vocab_size)
         if seed is not None:
             token_id += _noise(seed, sequence_index, len(context))
         context.append(token_id % vocab_size)

@@ -24,13 +24,13 @@ from jpaged.engine.executor import (
     Move,
     SamplingInputs,
     Speculated,
+    StepDirective,
     StepInputs,
     StepOutputs,
-    Verdict,
 )
-from jpaged.engine.executor.io import EditInputs
+from jpaged.engine.executor.io import LogitsProcessorInputs
 from jpaged.errors import InternalError
-from jpaged.testing.fake_model import Seen
+from jpaged.testing.fake_model import SeenTokens
 
 
 def step_at(
@@ -83,13 +83,13 @@ class RunsSteps(Protocol):
     @property
     def geometry(self) -> Geometry: ...
 
-    def forward(self, inputs: StepInputs) -> list[Seen]: ...
+    def forward(self, inputs: StepInputs) -> list[SeenTokens]: ...
 
-    def sample(self, hidden: list[Seen], inputs: SamplingInputs) -> StepOutputs: ...
+    def sample(self, hidden: list[SeenTokens], inputs: SamplingInputs) -> StepOutputs: ...
 
 
 class FakeFeed:
-    """A dispatch of several steps, as `Executor.decode` and `decode_fed` describe it."""
+    """A dispatch of several steps, as `Executor.decode` and `decode_with_masks` describe it."""
 
     def __init__(
         self, runs: RunsSteps, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
@@ -119,10 +119,10 @@ class FakeFeed:
     def run(self) -> StepOutputs:
         """Run all steps without masks."""
         while not self.is_over:
-            self._step(None, Verdict.GOES_ON)
+            self._step(None, StepDirective.GOES_ON)
         return self.outputs
 
-    def give(self, mask_rw: I32, verdict: Verdict) -> None:
+    def give(self, mask_rw: I32, verdict: StepDirective) -> None:
         if self.is_over:
             raise InternalError("masks are given to a step after the last")
         self._step(mask_rw, verdict)
@@ -134,7 +134,7 @@ class FakeFeed:
     def close(self) -> None:
         self._num_steps = self._place
 
-    def _step(self, mask_rw: I32 | None, verdict: Verdict) -> None:
+    def _step(self, mask_rw: I32 | None, verdict: StepDirective) -> None:
         if self._ended.all():
             self._runs.last_tokens[self._used] = self._kept
             self._runs.have_ended[self._used] = True
@@ -143,22 +143,22 @@ class FakeFeed:
         place, used = self._place, self._used
         step, rows = step_at(place, self._inputs, self._sampling, self._runs.geometry.block_size)
         hidden = self._runs.forward(step)
-        if verdict == Verdict.VOID:
+        if verdict == StepDirective.VOID:
             self.close()
             return
         if mask_rw is not None:
-            neutral = EditInputs.neutral(len(rows.rows_r))
+            neutral = LogitsProcessorInputs.neutral(len(rows.rows_r))
             rows = dataclasses.replace(rows, edits=dataclasses.replace(neutral, mask_rw=mask_rw))
         outputs = self._runs.sample(hidden, rows)
         self._token_ids_rn[:, place] = outputs.token_ids_rn[:, 0]
-        self._is_sound_rn[used, place] = outputs.is_sound_rn[used, 0] | self._ended
+        self._is_sound_rn[used, place] = outputs.is_finite_rn[used, 0] | self._ended
         self._drawn = outputs.token_ids_rn[:, 0], self._is_sound_rn[:, place]
         self._kept = np.where(self._ended, self._kept, self._runs.last_tokens[used])
         self._runs.last_tokens[used] = self._kept
         self._ended |= self._end(self._kept)
         self._runs.have_ended[used] = self._ended
         self._place += 1
-        if verdict == Verdict.LAST:
+        if verdict == StepDirective.LAST:
             self.close()
 
     def _end(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -256,7 +256,7 @@ class FakeRounds:
         rows_r = self.sampling.rows_r[[row]]
         rows_r["positions_r"] += place
         outputs = run_step(step, SamplingInputs(rows_r))
-        return outputs.token(0), bool(outputs.is_sound_rn[0, 0])
+        return outputs.token(0), bool(outputs.is_finite_rn[0, 0])
 
 
 class FakeDraft:

@@ -4,6 +4,9 @@ values.py     requests, events, outputs, sequences that resume after another ser
 sampling.py   sampling parameters and stop conditions
 """
 
+import warnings
+from typing import TYPE_CHECKING, Any
+
 from jpaged.types.sampling import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -19,8 +22,8 @@ from jpaged.types.sampling import (
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
     MAX_TOP_N_SIGMA,
-    MAX_TOP_TOLD,
     SamplingParams,
     is_loopback,
     param,
@@ -34,19 +37,19 @@ from jpaged.types.values import (
     MIN_MAX_TOKENIZE_BYTES,
     Adapter,
     CompletionOutput,
-    Continued,
     Embedding,
     FinishReason,
-    Generated,
     LoadedAdapter,
     ModelInfo,
     OutputEvent,
     Pooling,
     PositionLogprobs,
+    PriorOutput,
     Prompt,
     Request,
     RequestOutput,
     RequestTimes,
+    ResumedSequence,
     Score,
     SequenceDelta,
     SequenceFinish,
@@ -72,25 +75,25 @@ __all__ = [
     "MAX_STOP_STRINGS",
     "MAX_STOP_STRING_CHARS",
     "MAX_STOP_TOKEN_IDS",
+    "MAX_TOP_LOGPROBS",
     "MAX_TOP_N_SIGMA",
-    "MAX_TOP_TOLD",
     "MIN_MAX_CHAT_BYTES",
     "MIN_MAX_TOKENIZE_BYTES",
     "Adapter",
     "CompletionOutput",
-    "Continued",
     "Embedding",
     "FinishReason",
-    "Generated",
     "LoadedAdapter",
     "ModelInfo",
     "OutputEvent",
     "Pooling",
     "PositionLogprobs",
+    "PriorOutput",
     "Prompt",
     "Request",
     "RequestOutput",
     "RequestTimes",
+    "ResumedSequence",
     "SamplingParams",
     "Score",
     "SequenceDelta",
@@ -103,3 +106,19 @@ __all__ = [
     "require_whole_characters",
     "text_bytes",
 ]
+
+
+_FORMER_NAMES = {
+    "Continued": "ResumedSequence",
+    "Generated": "PriorOutput",
+    "MAX_TOP_TOLD": "MAX_TOP_LOGPROBS",
+}
+"""Public names of the previous release. They go with the next one."""
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _FORMER_NAMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn(f"{__name__}.{name} is now {_FORMER_NAMES[name]}", DeprecationWarning, stacklevel=2)
+        return globals()[_FORMER_NAMES[name]]

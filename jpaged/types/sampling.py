@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
 from jpaged.errors import InvalidArgument
-from jpaged.structured import Kind, StructuredOutputs, structured_outputs_of
+from jpaged.structured import ConstraintKind, StructuredOutputs, get_structured_outputs
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -21,7 +21,7 @@ MAX_NUM_SAMPLES = 256
 MAX_BEAM_WIDTH = 16
 """The device reports the 32 most likely tokens of a row, and a beam search needs twice its width."""
 MAX_CACHE_SALT_CHARS = 256
-MAX_TOP_TOLD = 32
+MAX_TOP_LOGPROBS = 32
 """Maximum top log-probabilities that a sample returns."""
 MAX_LOGIT_BIASES = 300
 MAX_LOGIT_BIAS = 100.0
@@ -311,9 +311,9 @@ class SamplingParams:
     def _check_tokens(self) -> None:
         given = self.structured_outputs
         if isinstance(given, Mapping):
-            object.__setattr__(self, "structured_outputs", structured_outputs_of(given))
+            object.__setattr__(self, "structured_outputs", get_structured_outputs(given))
         elif given is not None:
-            limit = "an object that has one of " + ", ".join(kind.value for kind in Kind)
+            limit = "an object that has one of " + ", ".join(kind.value for kind in ConstraintKind)
             _require(isinstance(given, StructuredOutputs), "structured_outputs", given, limit)
         for token_id, bias in (self.logit_bias or {}).items():
             is_ok = _is_int(token_id) and token_id >= 0
@@ -385,9 +385,9 @@ class SamplingParams:
             value = getattr(self, name)
             _require(value == unset, name, value, f"{unset} with beam_width, which samples nothing")
         _require(not self.stop, "stop", self.stop, "empty with beam_width; use stop_token_ids")
-        is_told = not self.asks_more_of_samples
+        is_told = not self.needs_extra_logprobs
         name = "logprob_token_ids" if self.logprob_token_ids else "logprobs"
-        _require(is_told, name, getattr(self, name), f"left out or at most {MAX_TOP_TOLD} with beam_width")
+        _require(is_told, name, getattr(self, name), f"left out or at most {MAX_TOP_LOGPROBS} with beam_width")
 
     def _check_sharing(self) -> None:
         is_ok = _is_int(self.priority) and -(2**31) <= self.priority < 2**31
@@ -399,7 +399,7 @@ class SamplingParams:
         _require(is_bool, "use_prefix_cache", self.use_prefix_cache, "true or false")
 
     @property
-    def changes_logits(self) -> bool:
+    def has_logits_processors(self) -> bool:
         """True if a logits processor is needed, i.e. more than temperature, truncation, min_tokens and grammars."""
         return any(getattr(self, name) != unset for name, unset in _NO_EDITS.items() if name != "structured_outputs")
 
@@ -409,19 +409,19 @@ class SamplingParams:
         return bool(self.bad_words) or self.allowed_token_ids is not None or self.min_tokens > 0
 
     @property
-    def asks_more_of_samples(self) -> bool:
+    def needs_extra_logprobs(self) -> bool:
         """True if its tokens need log-probabilities beyond those that a sample returns."""
-        return bool(self.logprob_token_ids) or self.asks_all_of(self.logprobs)
+        return bool(self.logprob_token_ids) or self.wants_full_vocab(self.logprobs)
 
     @staticmethod
-    def asks_all_of(num_top: int | None) -> bool:
+    def wants_full_vocab(num_top: int | None) -> bool:
         """Return True if `num_top` log-probabilities require those of the full vocabulary."""
-        return num_top is not None and (num_top < 0 or num_top > MAX_TOP_TOLD)
+        return num_top is not None and (num_top < 0 or num_top > MAX_TOP_LOGPROBS)
 
     @property
-    def is_by_name(self) -> bool:
+    def needs_row_scheduling(self) -> bool:
         """True if its rows are scheduled individually in each step, outside of the persistent decode batch."""
-        return self.changes_logits or self.asks_more_of_samples or bool(self.beam_width)
+        return self.has_logits_processors or self.needs_extra_logprobs or bool(self.beam_width)
 
     @property
     def needs_counts(self) -> bool:

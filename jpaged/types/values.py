@@ -17,7 +17,7 @@ from jpaged.types.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
+class PriorOutput:
     """Tokens that one sequence of a request has generated, as a caller sends them.
 
     Attributes:
@@ -50,7 +50,7 @@ class TextState:
 
 
 @dataclass(frozen=True, slots=True)
-class Continued:
+class ResumedSequence:
     """A sequence that resumes, or one that has finished and is only counted.
 
     Attributes:
@@ -59,7 +59,7 @@ class Continued:
         grammar: grammar state after its tokens; None without a grammar.
     """
 
-    generated: Generated
+    generated: PriorOutput
     shown: str = ""
     text: TextState = TextState()
     grammar: GrammarState | None = None
@@ -128,7 +128,8 @@ class Prompt:
     """A prompt as a caller sends it: exactly one of text, token_ids and messages is set.
 
     Attributes:
-        told_from: first token whose log-probability is returned; None leaves it to `SamplingParams.prompt_logprobs`.
+        prompt_logprobs_start: first token whose log-probability is returned; None leaves it to
+            `SamplingParams.prompt_logprobs`.
         pooling: return its hidden states, pooled this way.
         chat_options: options of messages: tools, tool choice, and variables of the chat template.
         generated: tokens that sequences of the request have generated on another server.
@@ -143,10 +144,10 @@ class Prompt:
     token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     """In the format of `jpaged.service.chat.template`."""
-    told_from: int | None = None
+    prompt_logprobs_start: int | None = None
     pooling: Pooling | None = None
     chat_options: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
-    generated: Sequence[Generated] = ()
+    generated: Sequence[PriorOutput] = ()
     fills_length: bool = False
     max_filled: int | None = None
     is_only_told: bool = False
@@ -199,10 +200,10 @@ class Request:
         deadline_s: on the engine's clock; None for none.
         tenant: owner of the request, for the policy `fair`.
         cache_tenant: tenant whose cached prefixes it uses and extends; "" for the shared ones.
-        is_whole: non-streaming: each sequence is emitted as a whole when the request ends.
+        is_non_streaming: non-streaming: each sequence is emitted as a whole when the request ends.
         adapter: the LoRA adapter; None for the base model.
         bad_word_ids: tokens of sampling.bad_words, in every form of each.
-        told_from: first prompt token whose log-probability is returned; None for none.
+        prompt_logprobs_start: first prompt token whose log-probability is returned; None for none.
         pooling: return the prompt's hidden states, pooled this way.
         grammar: constraint of the text, from sampling.structured_outputs, and a thinking budget.
         thinking: the thinking budget; None for unlimited.
@@ -216,22 +217,26 @@ class Request:
     deadline_s: float | None = None
     tenant: str = ""
     cache_tenant: str = ""
-    is_whole: bool = False
+    is_non_streaming: bool = False
     adapter: LoadedAdapter | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    told_from: int | None = None
+    prompt_logprobs_start: int | None = None
     pooling: Pooling | None = None
     grammar: Grammar | None = None
     thinking: ThinkingBudget | None = None
-    continued: tuple[Continued, ...] = ()
+    continued: tuple[ResumedSequence, ...] = ()
 
     @property
-    def told_positions(self) -> range:
+    def prompt_logprob_positions(self) -> range:
         """Prompt positions whose hidden states are needed."""
         num_tokens = len(self.prompt_token_ids)
         if self.pooling is not None:
             return range(num_tokens - 1 if self.pooling == "last" else 0, num_tokens)
-        return range(0) if self.told_from is None else range(max(1, self.told_from) - 1, num_tokens - 1)
+        return (
+            range(0)
+            if self.prompt_logprobs_start is None
+            else range(max(1, self.prompt_logprobs_start) - 1, num_tokens - 1)
+        )
 
     @property
     def adapter_number(self) -> int:

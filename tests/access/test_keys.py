@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.access.authenticator import Entry, Gate
-from jpaged.access.keys import Key, Limits, Role, read_keys
+from jpaged.access.authenticator import Authenticator, CallContext
+from jpaged.access.keys import ApiKey, Role, TenantLimits, read_keys
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument, PermissionDenied, Unauthenticated
 
@@ -52,9 +52,9 @@ def path(tmp_path: Path) -> Path:
 
 def test_tokens_and_their_digests_find_keys(path: Path) -> None:
     keys = read_keys(str(path))
-    assert keys.find(TOKEN) == Key("acme-1", "acme", Role.INFERENCE)
-    assert keys.find(OTHER) == Key("acme-2", "acme", Role.CONTROL)
-    assert keys.find(HASHED) == Key("bolt-1", "bolt", Role.OBSERVE)
+    assert keys.find(TOKEN) == ApiKey("acme-1", "acme", Role.INFERENCE)
+    assert keys.find(OTHER) == ApiKey("acme-2", "acme", Role.CONTROL)
+    assert keys.find(HASHED) == ApiKey("bolt-1", "bolt", Role.OBSERVE)
     assert keys.find(TOKEN[:-1]) is keys.find("") is keys.find(hashlib.sha256(HASHED.encode()).hexdigest()) is None
     assert TOKEN not in repr(keys)
 
@@ -75,8 +75,8 @@ def test_a_token_is_compared_with_every_key_whichever_it_is(path: Path, monkeypa
 
 def test_a_tenants_limits_are_its_own_and_else_those_of_all(path: Path) -> None:
     keys = read_keys(str(path))
-    assert keys.limits_of("acme") == Limits(requests_per_minute=60, max_streams=2, max_n=4)
-    assert keys.limits_of("bolt") == Limits(requests_per_minute=600, max_n=4)
+    assert keys.get_limits("acme") == TenantLimits(requests_per_minute=60, max_streams=2, max_n=4)
+    assert keys.get_limits("bolt") == TenantLimits(requests_per_minute=600, max_n=4)
 
 
 KEY = '[[keys]]\nid = "a"\ntenant = "a"\ntoken = "0123456789abcdef"\n'
@@ -127,17 +127,17 @@ def test_a_file_that_is_wrong_is_refused_and_no_token_told(tmp_path: Path, text:
 )
 def test_a_header_without_a_known_key_is_refused(path: Path, headers: list[str], problem: str) -> None:
     with pytest.raises(Unauthenticated, match=f"authorization: .*{problem}"):
-        read_keys(str(path)).key_of(headers)
+        read_keys(str(path)).get_key(headers)
 
 
-def gate_of(path: Path) -> Gate:
-    gate = Gate(EngineConfig.load({"api_keys": str(path)}).access)
+def gate_of(path: Path) -> Authenticator:
+    gate = Authenticator(EngineConfig.load({"api_keys": str(path)}).access)
     gate.read()
     return gate
 
 
-def entered(gate: Gate, token: str, *tenants: str) -> Entry:
-    entry = Entry(face="grpc", method="/x/Y", peer="")
+def entered(gate: Authenticator, token: str, *tenants: str) -> CallContext:
+    entry = CallContext(face="grpc", method="/x/Y", peer="")
     gate.open(entry, [f"bearer {token}"], tenants)
     return entry
 
@@ -172,18 +172,18 @@ def test_a_file_that_changes_is_read_again_and_a_bad_one_changes_nothing(
     replaced = path.with_suffix(".new")
     replaced.write_text(FILE.replace(TOKEN, "a-token-that-is-new"))
     os.replace(replaced, path)
-    gate.look_again()
+    gate.reload_files()
     assert entered(gate, "a-token-that-is-new").tenant == "acme"
     with pytest.raises(Unauthenticated):
         entered(gate, TOKEN)
     path.write_text("[[keys]]\nid = 3")
-    gate.look_again()
+    gate.reload_files()
     assert "the API keys were not reloaded: api_keys: " in caplog.text
     path.unlink()
-    gate.look_again()
+    gate.reload_files()
     assert entered(gate, "a-token-that-is-new").tenant == "acme"
     path.write_text(FILE)
-    gate.look_again()
+    gate.reload_files()
     assert entered(gate, TOKEN).tenant == "acme"
 
 
@@ -196,7 +196,7 @@ def test_a_link_that_points_elsewhere_has_changed(path: Path, tmp_path: Path) ->
     gate = gate_of(link / "keys.toml")
     link.unlink()
     link.symlink_to(tmp_path / "other")
-    gate.look_again()
+    gate.reload_files()
     assert entered(gate, "a-token-of-acme-9999").tenant == "acme"
 
 
@@ -204,7 +204,7 @@ async def test_a_file_that_blocks_stops_no_reload_of_others_and_not_the_end(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jpaged.access.authenticator.RELOAD_INTERVAL_S", 0.01)
-    gate = Gate(EngineConfig.load({"api_keys": str(path)}).access)
+    gate = Authenticator(EngineConfig.load({"api_keys": str(path)}).access)
     gate.read()
     is_blocked, blocks = threading.Event(), threading.Event()
     looks = asyncio.Event()
@@ -230,23 +230,23 @@ async def test_a_file_that_blocks_stops_no_reload_of_others_and_not_the_end(
 
 
 def test_a_pipe_in_the_place_of_the_file_is_not_read(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    gate = Gate(EngineConfig.load({"api_keys": str(path)}).access)
+    gate = Authenticator(EngineConfig.load({"api_keys": str(path)}).access)
     gate.read()
     path.unlink()
     os.mkfifo(path)
-    gate.look_again()
+    gate.reload_files()
     assert "is a pipe" in caplog.text
-    gate.open(entry := Entry(face="grpc", method="", peer=""), [f"Bearer {TOKEN}"], [])
+    gate.open(entry := CallContext(face="grpc", method="", peer=""), [f"Bearer {TOKEN}"], [])
     assert entry.tenant == "acme"
 
 
 async def test_a_reload_reads_a_file_that_looks_the_same(path: Path) -> None:
-    gate = Gate(EngineConfig.load({"api_keys": str(path)}).access)
+    gate = Authenticator(EngineConfig.load({"api_keys": str(path)}).access)
     gate.read()
     before = gate._keys
-    gate.look_again()
+    gate.reload_files()
     assert gate._keys is before
     gate.reload()
-    gate.look_again()
+    gate.reload_files()
     assert gate._keys is not before
     assert gate._keys == before

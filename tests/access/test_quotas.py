@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.access import quotas as quotas_module
-from jpaged.access.keys import Limits
-from jpaged.access.quotas import Left, Quotas
+from jpaged.access.keys import TenantLimits
+from jpaged.access.quotas import Quotas, QuotaStatus
 from jpaged.errors import InvalidArgument, QuotaExceeded, RequestTooLong
 
 
@@ -28,13 +28,13 @@ class Clock:
 
 def limited(**limits: int) -> tuple[Quotas, Clock]:
     clock = Clock()
-    return Quotas(lambda tenant: Limits(**limits), clock), clock
+    return Quotas(lambda tenant: TenantLimits(**limits), clock), clock
 
 
 def use(
     quotas: Quotas, prompt: int = 1, n: int = 1, max_tokens: int = 1, used: int | None = None, **more: bool
 ) -> None:
-    with quotas.stay("acme", **more) as stay:
+    with quotas.acquire("acme", **more) as stay:
         stay.reserve(prompt, "n", n, max_tokens)
         stay.settle(prompt + n * max_tokens if used is None else used)
 
@@ -65,14 +65,14 @@ def test_a_minutes_requests_may_come_at_once_and_the_next_when_there_is_one() ->
 
 def test_tokens_are_taken_at_the_start_and_what_is_not_used_comes_back() -> None:
     quotas, clock = limited(tokens_per_minute=600)
-    with quotas.stay("acme") as stay:
+    with quotas.acquire("acme") as stay:
         stay.reserve(100, "n", 4, 100)
-        assert quotas.left("acme")["tokens"] == Left(600, 100, 50.0)
+        assert quotas.left("acme")["tokens"] == QuotaStatus(600, 100, 50.0)
         error = refused(lambda: use(quotas, 101, 1, 100))
         assert "101 prompt tokens and 1 x 100 to generate make 201 tokens; tenant 'acme' has 100 left" in str(error)
         assert error.retry_after_s == pytest.approx(10.1)
         stay.settle(150)
-    assert quotas.left("acme")["tokens"] == Left(600, 450, 15.0)
+    assert quotas.left("acme")["tokens"] == QuotaStatus(600, 450, 15.0)
     clock.pass_s(15)
     assert quotas.left("acme")["tokens"].remaining == 600
 
@@ -81,7 +81,7 @@ def test_a_request_that_fails_gives_all_its_tokens_back() -> None:
     quotas, _ = limited(tokens_per_minute=600)
 
     def fail() -> None:
-        with quotas.stay("acme") as stay:
+        with quotas.acquire("acme") as stay:
             stay.reserve(100, "n", 1, 100)
             raise ZeroDivisionError
 
@@ -111,8 +111,8 @@ def test_what_never_fits_is_told_so_and_by_which_limit() -> None:
 
 def test_streams_are_counted_while_they_are_open() -> None:
     quotas, _ = limited(max_streams=2)
-    with quotas.stay("acme"):
-        with quotas.stay("acme"):
+    with quotas.acquire("acme"):
+        with quotas.acquire("acme"):
             assert "max_streams of tenant 'acme' (2) is reached" in str(refused(lambda: use(quotas)))
         use(quotas)
     use(quotas)
@@ -121,10 +121,10 @@ def test_streams_are_counted_while_they_are_open() -> None:
 def test_parts_of_a_call_are_one_stream_and_may_leave_a_debt() -> None:
     """A call that has begun is not cut off in the middle; the next one waits until the debt is worked off."""
     quotas, clock = limited(tokens_per_minute=60, max_streams=1, requests_per_minute=2)
-    with quotas.stay("acme"):
+    with quotas.acquire("acme"):
         for _ in range(3):
             use(quotas, 40, is_part=True, max_tokens=0)
-    assert quotas.left("acme")["tokens"] == Left(60, 0, 120.0)
+    assert quotas.left("acme")["tokens"] == QuotaStatus(60, 0, 120.0)
     assert quotas.left("acme")["requests"].remaining == 1
     error = refused(lambda: use(quotas))
     assert error.retry_after_s == pytest.approx(61)
@@ -133,19 +133,19 @@ def test_parts_of_a_call_are_one_stream_and_may_leave_a_debt() -> None:
 
 
 def test_tenants_have_accounts_of_their_own_and_limits_may_change() -> None:
-    clock, limits = Clock(), {"a": Limits(requests_per_minute=1), "b": Limits(requests_per_minute=1)}
+    clock, limits = Clock(), {"a": TenantLimits(requests_per_minute=1), "b": TenantLimits(requests_per_minute=1)}
     quotas = Quotas(limits.__getitem__, clock)
     for tenant in ("a", "b"):
-        with quotas.stay(tenant):
+        with quotas.acquire(tenant):
             pass
-    limits["a"] = Limits(requests_per_minute=60)
-    refused(lambda: quotas.stay("b").__enter__())
-    refused(lambda: quotas.stay("a").__enter__())
+    limits["a"] = TenantLimits(requests_per_minute=60)
+    refused(lambda: quotas.acquire("b").__enter__())
+    refused(lambda: quotas.acquire("a").__enter__())
     clock.pass_s(2)
-    with quotas.stay("a"):
+    with quotas.acquire("a"):
         pass
-    limits["b"] = Limits()
-    with quotas.stay("b"):
+    limits["b"] = TenantLimits()
+    with quotas.acquire("b"):
         pass
     assert quotas.left("b") == {}
 
@@ -153,10 +153,10 @@ def test_tenants_have_accounts_of_their_own_and_limits_may_change() -> None:
 def test_tenants_that_have_all_they_may_have_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas_module, "_MAX_ACCOUNTS", 10)
     clock = Clock()
-    quotas = Quotas(lambda tenant: Limits(requests_per_minute=60), clock)
-    with quotas.stay("open"):
+    quotas = Quotas(lambda tenant: TenantLimits(requests_per_minute=60), clock)
+    with quotas.acquire("open"):
         for i in range(200):
-            with quotas.stay(f"t{i}"):
+            with quotas.acquire(f"t{i}"):
                 pass
             clock.pass_s(1)
         assert len(quotas._accounts) <= 11

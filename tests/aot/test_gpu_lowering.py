@@ -18,10 +18,10 @@ from jpaged.device.aot.topology import GPUS
 from jpaged.device.mesh import MESH_AXES, _by_columns, build_mesh, replicated
 from jpaged.device.sharded_matmul import _matrix_specs
 from jpaged.errors import Unsupported
+from jpaged.kernels.matmul.on_device import PartedMatrix, multiply_on_device
+from jpaged.kernels.matmul.quantized import abstract_matrix, component_axes
+from jpaged.kernels.matmul.triton.grouped import multiply_sorted
 from jpaged.kernels.matrix_format import MatrixFormat
-from jpaged.kernels.product.on_device import PartedMatrix, multiply_on_device
-from jpaged.kernels.product.quantised import abstract_matrix, component_axes
-from jpaged.kernels.product.triton.grouped import multiply_sorted
 
 KINDS = {
     "a100": "NVIDIA A100-SXM4-80GB",

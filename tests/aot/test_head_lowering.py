@@ -13,12 +13,12 @@ import pytest
 from jax import export
 
 from jpaged.config import EngineConfig
+from jpaged.device.compilation.lowering import abstract_serving
 from jpaged.device.mesh import build_mesh
-from jpaged.device.programs.lowering import abstract_serving
-from jpaged.device.speculation.dispatch import SpeculatePacking
-from jpaged.device.speculation.drafter import DRAFT, abstract_states, split_params
-from jpaged.device.speculation.eagle import packed_follow
-from jpaged.device.speculation.step import packed_speculate
+from jpaged.device.speculative.dispatch import SpeculatePacking
+from jpaged.device.speculative.drafter import DRAFT, abstract_states, split_params
+from jpaged.device.speculative.eagle import packed_follow
+from jpaged.device.speculative.step import packed_speculate
 from jpaged.device.step import Step, forward_packing
 from jpaged.engine.executor import Geometry
 from jpaged.kernels.sampling import choose_kernel

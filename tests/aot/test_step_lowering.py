@@ -24,20 +24,20 @@ from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jpaged.config import Backend, EngineConfig
-from jpaged.device.adapters import AdapterRoom, fill_slot
 from jpaged.device.aot.topology import GENERATIONS
+from jpaged.device.compilation.lowering import abstract_serving
+from jpaged.device.lora import AdapterRoom, fill_slot
 from jpaged.device.mesh import MESH_AXES, build_mesh
 from jpaged.device.model_runner import EDIT_WORDS, NUM_COUNT_WORDS, ROW_WORDS, DecodePacking
-from jpaged.device.programs.lowering import abstract_serving
-from jpaged.device.speculation.dispatch import SpeculatePacking
-from jpaged.device.speculation.step import packed_speculate
+from jpaged.device.speculative.dispatch import SpeculatePacking
+from jpaged.device.speculative.step import packed_speculate
 from jpaged.device.step import Step, forward_packing, packed_decode
-from jpaged.engine.executor.io import NUM_SINGLES, Tell, num_mask_words
+from jpaged.engine.executor.io import NUM_SINGLES, AuxKind, num_mask_words
 from jpaged.kernels.kv_layout import KVForm
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.sampling import choose_kernel
-from jpaged.models.config import Quantisation
-from jpaged.models.decoder import lossy
+from jpaged.models.config import Quantization
+from jpaged.models.decoder import streaming_llm
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.plan.known_models import KNOWN_MODELS
@@ -96,7 +96,7 @@ LOSSY = {**OPTIONS, "lossy_kv_window": 256}
 
 def model_of(options: EngineConfig) -> Model:
     """Llama-3-8B, exact or lossy."""
-    return Model(lossy.as_asked(KNOWN_MODELS["llama-3-8b"].config, options), jnp.dtype("bfloat16"))
+    return Model(streaming_llm.as_asked(KNOWN_MODELS["llama-3-8b"].config, options), jnp.dtype("bfloat16"))
 
 
 @pytest.mark.parametrize("options", [OPTIONS, LOSSY], ids=["exact", "lossy"])
@@ -253,7 +253,7 @@ def test_what_edits_and_tells_lowers_and_counts_in_place(name: str, program: str
     step = dataclasses.replace(step, sampler=choose_kernel(target.backend, 1, model.config.vocab_size))
     counts = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), step.abstract_counts(8))
     params = {key: tree for key, tree in step.model.abstract_params("scan").items() if key != "layers"}
-    hidden = jax.ShapeDtypeStruct((step.num_places + step.num_told, 4096), model.dtype)
+    hidden = jax.ShapeDtypeStruct((step.num_places + step.num_aux, 4096), model.dtype)
     words = {name: jax.ShapeDtypeStruct((size,), np.int32) for name, size in NUM_WORDS.items()}
     singles = jax.ShapeDtypeStruct((8, NUM_SINGLES, 3), np.int32)
     mask = jax.ShapeDtypeStruct((8, num_mask_words(model.config.vocab_size)), np.int32)
@@ -263,7 +263,7 @@ def test_what_edits_and_tells_lowers_and_counts_in_place(name: str, program: str
             (params, counts, hidden, words["rows"], words["edits"], singles, mask),
         ),
         "count": (jax.jit(step.count, donate_argnums=0), (counts, words["count"])),
-        "tell": (jax.jit(functools.partial(step.tell, tell=Tell.LOGPROBS)), (params, hidden, words["tell"])),
+        "tell": (jax.jit(functools.partial(step.tell, tell=AuxKind.LOGPROBS)), (params, hidden, words["tell"])),
     }
     jitted, arguments = calls[program]
     with on(target):
@@ -285,7 +285,7 @@ NUM_ADAPTED = 4 + 7
 def test_a_step_with_adapters_lowers_and_multiplies_with_all_of_them_at_once(form: str | None) -> None:
     target, config = TARGETS["h200"], KNOWN_MODELS["llama-3-8b"].config
     if form is not None:
-        config = dataclasses.replace(config, quantisation=Quantisation(form, (("", MatrixFormat("int4", 128)),)))
+        config = dataclasses.replace(config, quantization=Quantization(form, (("", MatrixFormat("int4", 128)),)))
     model = Model(config, jnp.dtype("bfloat16"))
     mesh, options = build_mesh(jax.devices()[:1]), EngineConfig.load({**OPTIONS, "enable_lora": True})
     step, geometry, _ = abstract_serving(model, options, mesh)

@@ -232,7 +232,7 @@ def test_no_architecture_is_left_out() -> None:
     ),
     ids=["integers", "integers-newer", "fp8"],
 )
-def test_quantised_matrices_are_multiplied_as_they_lie(cells: tuple[str, ...], products: tuple[str, ...]) -> None:
+def test_quantized_matrices_are_multiplied_as_they_lie(cells: tuple[str, ...], products: tuple[str, ...]) -> None:
     results = compile_cells(*(f"llama-3-8b+{cell}#forward[64]" for cell in cells))
     assert len(results) == len(cells)
     for result in results:

@@ -16,12 +16,12 @@ VALUES = {
     *(
         "errors",
         "types",
-        "launchers",
+        "distributed_env",
         "config",
         "version",
         "json_text",
-        "load",
-        "completions",
+        "server_load",
+        "output_assembler",
         "structured",
         "chat",
         "pool",
@@ -32,19 +32,19 @@ MAY_IMPORT = {
     "version": set(),
     "hardware": set(),
     "json_text": set(),
-    "load": set(),
+    "server_load": set(),
     "pool": set(),
     "errors": set(),
     "blockstore": {"errors"},  # files and bytes
     "structured": {"errors", "json_text"},
     "chat": {"errors", "json_text"},
     "types": {"errors", "structured", "chat"},
-    "completions": {"errors", "types", "chat"},
-    "launchers": {"errors"},
-    "config": {"errors", "types", "launchers", "json_text", "structured"},
+    "output_assembler": {"errors", "types", "chat"},
+    "distributed_env": {"errors"},
+    "config": {"errors", "types", "distributed_env", "json_text", "structured"},
     "kernels": VALUES,
     "models": VALUES | {"kernels"},
-    "checkpoints": VALUES | {"models", "demo", "kernels.matrix_format", "kernels.product"},
+    "checkpoints": VALUES | {"models", "demo", "kernels.matrix_format", "kernels.matmul"},
     "device": VALUES | {"kernels", "models", "engine.executor", "engine.cascade_costs", "checkpoints.names"},
     "engine": VALUES | {"blockstore"},
     "_proto": set(),
@@ -57,16 +57,16 @@ MAY_IMPORT = {
     "http": VALUES | {"engine", "service", "openai", "telemetry", "access"},
     "server": VALUES
     | {"engine", "service", "_proto", "telemetry", "http", "access"}
-    | {"client.channel", "client.failures"},  # of another server it is a client
+    | {"client.channel", "client.errors"},  # of another server it is a client
     "testing": VALUES | {"engine"},
     "demo": set(),
     "kvevents": VALUES,
-    "assemble": VALUES
+    "build": VALUES
     | {"blockstore", "kvevents", "kernels", "models", "checkpoints", "device", "engine", "service", "testing"},
-    "llm": VALUES | {"engine", "service", "assemble", "client", "openai"},
+    "llm": VALUES | {"engine", "service", "build", "client", "openai"},
     "cli": VALUES
     | {
-        "assemble",
+        "build",
         "client",
         "openai",
         "service",

@@ -8,7 +8,21 @@ from collections import Counter
 from pathlib import Path
 
 _GENERATED = "_proto"
-_NOUNS = frozenset({"routing", "sampling", "testing", "scoring", "pricing", "timing", "string", "tokenizing"})
+_NOUNS = frozenset(
+    {
+        "routing",
+        "sampling",
+        "testing",
+        "scoring",
+        "pricing",
+        "timing",
+        "string",
+        "tokenizing",
+        "encoding",
+        "sharding",
+        "lowering",
+    }
+)
 """Words in -ing that the field uses as nouns."""
 
 

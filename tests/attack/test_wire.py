@@ -12,7 +12,7 @@ import pytest
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.client import Client
-from jpaged.load import LoadTotals
+from jpaged.server_load import LoadTotals
 from jpaged.types import SamplingParams
 from tests.attack.attacker import CUT_SHORT, METHODS, Attacker, Verdict
 from tests.attack.messages import Names

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from jpaged.bench.load_generator import Arrivals, Ramp
+from jpaged.bench.load_generator import ArrivalProcess, Ramp
 from jpaged.errors import InvalidArgument
 
 COUNT = 20_000
 
 
 def times(seed: int = 0, count: int = COUNT, **options) -> np.ndarray:
-    return Arrivals(**options).times_s(count, np.random.default_rng(seed))
+    return ArrivalProcess(**options).times_s(count, np.random.default_rng(seed))
 
 
 def test_without_a_rate_all_are_sent_at_once():
@@ -52,9 +52,9 @@ def test_a_ramp_goes_from_one_rate_to_another():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Arrivals(rate=0.0), "--request-rate: 0.0 is not above the limit of 0"),
-        (lambda: Arrivals(rate=float("nan")), "--request-rate: nan is not above"),
-        (lambda: Arrivals(burstiness=-1.0), "--burstiness: -1.0 is not above the limit of 0"),
+        (lambda: ArrivalProcess(rate=0.0), "--request-rate: 0.0 is not above the limit of 0"),
+        (lambda: ArrivalProcess(rate=float("nan")), "--request-rate: nan is not above"),
+        (lambda: ArrivalProcess(burstiness=-1.0), "--burstiness: -1.0 is not above the limit of 0"),
         (lambda: Ramp("linear", 0, 5), "--ramp-up-start-rps: 0 is not above the limit of 0 and finite"),
         (lambda: Ramp("linear", 1, float("inf")), "--ramp-up-end-rps: inf is not above"),
     ],

@@ -13,8 +13,8 @@ from benchmarks.eviction.hindsight import bound, chain
 from benchmarks.eviction.rows import decision_table, gains, seconds_table, table
 from benchmarks.eviction.serving import HINDSIGHT, chain_s, costs_of_device, serve
 from benchmarks.eviction.traces import BLOCK_SIZE, TRACES, Coming, make_trace
-from jpaged.engine.kv.eviction.policies import MAKERS
-from jpaged.engine.kv.eviction.worth import BlockCosts
+from jpaged.engine.kv_cache.eviction.cost_aware import BlockCosts
+from jpaged.engine.kv_cache.eviction.policies import EVICTION_POLICIES
 
 COSTS = BlockCosts(first_s=1.0, further_s=0.25, fetch_s=0.1)
 
@@ -94,19 +94,19 @@ def test_what_a_policy_saves_is_within_the_bound_and_all_of_it_where_all_fits(po
     assert served.num_hit_tokens == served.num_hit_blocks * BLOCK_SIZE
     assert served.prefill_s == pytest.approx(sum(chain_s(costs, request.num_matchable_blocks) for request in trace))
     assert bound(trace, 1 << 20, lambda index: 1.0) >= served.num_hit_blocks
-    assert HINDSIGHT not in MAKERS  # no server has it
+    assert HINDSIGHT not in EVICTION_POLICIES  # no server has it
 
 
 @pytest.mark.long
 def test_who_knows_what_comes_saves_more_than_who_does_not():
     trace = make_trace("mixed", 150.0, 0)
-    saved = {policy: serve(trace, policy, 2000).saved_s for policy in ("lru", *MAKERS, HINDSIGHT)}
+    saved = {policy: serve(trace, policy, 2000).saved_s for policy in ("lru", *EVICTION_POLICIES, HINDSIGHT)}
     assert max(saved, key=saved.__getitem__) == HINDSIGHT
     assert saved["worth"] > saved["lru"]
 
 
 def test_decisions_are_timed_of_every_policy():
-    for policy in ("lru", *MAKERS):
+    for policy in ("lru", *EVICTION_POLICIES):
         timed = decisions.measure(policy, 200, 400)
         assert 0 < timed.choice_us <= timed.longest_us and timed.turn_us > 0
 

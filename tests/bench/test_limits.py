@@ -9,7 +9,7 @@ import pytest
 
 from jpaged.bench import limits
 from jpaged.bench.limits import (
-    Limits,
+    HardwareLimits,
     ServedModel,
     of_accelerator,
     offline_shares,
@@ -17,12 +17,14 @@ from jpaged.bench.limits import (
     serving_shares,
 )
 from jpaged.hardware import HARDWARE, find_hardware
-from jpaged.plan.cost import Shape
+from jpaged.plan.cost import ModelShape
 from tests.bench.words import trace_of
 
-SHAPE = Shape(num_params=1200, num_layers=2, query_width=16, weight_bytes=2400, kv_bytes_per_token=32, head_params=200)
+SHAPE = ModelShape(
+    num_params=1200, num_layers=2, query_width=16, weight_bytes=2400, kv_bytes_per_token=32, head_params=200
+)
 MODEL = ServedModel(SHAPE)
-BY_BYTES, BY_FLOPS = Limits(1e6, 1e30, "test"), Limits(1e30, 1e6, "test")
+BY_BYTES, BY_FLOPS = HardwareLimits(1e6, 1e30, "test"), HardwareLimits(1e30, 1e6, "test")
 
 
 def by_hand(prompt_len: int, output_len: int) -> tuple[int, int]:
@@ -94,7 +96,7 @@ def test_accelerators_are_those_of_the_table():
         None,
     ]
     assert all(find_hardware(kind) is device for device in HARDWARE.values() for kind in device.kinds)
-    assert of_accelerator("h200", 2) == Limits(2 * 4800e9, 2 * 989e12, "data sheet of 2 x h200")
+    assert of_accelerator("h200", 2) == HardwareLimits(2 * 4800e9, 2 * 989e12, "data sheet of 2 x h200")
 
 
 def test_the_probe_finds_what_this_machine_does(monkeypatch):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jpaged.bench.datasets import DatasetOptions
-from jpaged.bench.load_generator import Arrivals, Ramp
+from jpaged.bench.load_generator import ArrivalProcess, Ramp
 from jpaged.bench.results import parse_metadata, rate_word, result_path, speed_word, workload
 from jpaged.errors import InvalidArgument
 
@@ -18,9 +18,9 @@ def test_a_file_is_named_after_its_run():
 
 
 def test_a_speed_has_a_word():
-    assert speed_word(Arrivals()) == "infqps"
-    assert speed_word(Arrivals(2.5)) == "2.5qps"
-    assert speed_word(Arrivals(ramp=Ramp("linear", 1, 8))) == "ramp-up-linear-1qps-8qps"
+    assert speed_word(ArrivalProcess()) == "infqps"
+    assert speed_word(ArrivalProcess(2.5)) == "2.5qps"
+    assert speed_word(ArrivalProcess(ramp=Ramp("linear", 1, 8))) == "ramp-up-linear-1qps-8qps"
     assert (rate_word(float("inf")), rate_word(2.5)) == ("inf", 2.5)
 
 

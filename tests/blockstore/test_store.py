@@ -12,7 +12,7 @@ import pytest
 
 from jpaged.blockstore import store as stores
 from jpaged.blockstore.folder import StoreFolder
-from jpaged.blockstore.segment import Header, Segment
+from jpaged.blockstore.segment import Segment, SlotHeader
 from jpaged.blockstore.store import BlockStore
 from jpaged.errors import InvalidArgument
 
@@ -181,7 +181,7 @@ def test_a_block_under_a_stale_key_does_not_pass(tmp_path):
     store = open_store(tmp_path)
     keep(store, 1)
     slot = store._slots.known[key_of(1)]
-    slot.segment.publish(slot.number, Header(key_of(2), slot.digest, 9))
+    slot.segment.publish(slot.number, SlotHeader(key_of(2), slot.digest, 9))
     store.close()
     store = open_store(tmp_path)
     assert store.lookup(key_of(2)) and not read(store, 2)

@@ -20,7 +20,7 @@ from jpaged.checkpoints import weights
 from jpaged.checkpoints.finite import check_finite, finite_flags, finite_on_host
 from jpaged.checkpoints.hub import find_folder, read_config
 from jpaged.checkpoints.weights import Read, load_params
-from jpaged.device.mesh import Placement, build_mesh
+from jpaged.device.mesh import MeshPlacement, build_mesh
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
@@ -284,7 +284,7 @@ def test_a_tensor_that_is_not_finite_is_refused_by_name(
     """Also what the model's type has no room for."""
     case = tiny_case("llama_mha")
     model, folder = model_of(case, dtype), rewrite(case, tmp_path, spoil(name, place, value))
-    placement = Placement.of(model, build_mesh(jax.devices()[:num_parts]), layer_mode)
+    placement = MeshPlacement.of(model, build_mesh(jax.devices()[:num_parts]), layer_mode)
     with pytest.raises(InvalidArgument) as refusal:
         load_params(model, folder, layer_mode, num_parts=num_parts, shardings=placement.shardings)
     assert str(refusal.value).startswith(f"{folder / 'model.safetensors'}: tensor {name} has 1 of ")

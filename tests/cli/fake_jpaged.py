@@ -7,7 +7,7 @@ at its fifth step.
 import errno
 import sys
 
-from jpaged import assemble
+from jpaged import build as build_module
 from jpaged.cli.main import main
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import Progress
@@ -34,5 +34,5 @@ def build(options: EngineConfig, progress: Progress) -> LoadedModel:
 
 
 if __name__ == "__main__":
-    vars(assemble)["build"] = build
+    vars(build_module)["build"] = build
     sys.exit(main())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jpaged.cli.main import COMMANDS, _with_dashes, main, make_parser
-from jpaged.cli.options import config_from, flag_of, sampling_from
+from jpaged.cli.options import config_from, sampling_from, to_flag
 from jpaged.cli.startup import StartupReport
 from jpaged.config import SECTIONS, EngineConfig, iter_options
 from jpaged.structured import StructuredOutputs
@@ -38,7 +38,7 @@ TOGETHER = (
 @pytest.mark.parametrize(("name", "spec"), OPTIONS, ids=[name for name, _ in OPTIONS])
 @pytest.mark.parametrize("spelling", ["dashes", "underscores", "equals"])
 def test_every_option_has_a_flag(name, spec, spelling):
-    flag = flag_of(name) if spelling != "underscores" else f"--{name}"
+    flag = to_flag(name) if spelling != "underscores" else f"--{name}"
     kind = str(spec.type).removesuffix(" | None")
     if kind == "bool":
         words, value = [flag.replace("--", "--no-", 1) if spec.default else flag], not spec.default
@@ -47,7 +47,7 @@ def test_every_option_has_a_flag(name, spec, spelling):
         word = value[0] if isinstance(value, tuple) else str(value)
         words = [f"{flag}={word}"] if spelling == "equals" else [flag, word]
     for others in (others for others in TOGETHER if name in others):
-        words += [word for other in others.keys() - {name} for word in (flag_of(other), others[other])]
+        words += [word for other in others.keys() - {name} for word in (to_flag(other), others[other])]
     arguments = make_parser().parse_args(_with_dashes(["serve", *words]))
     config = config_from(arguments)
     sections = [getattr(config, section) for section in SECTIONS]
@@ -134,7 +134,7 @@ def test_every_sampling_field_is_tried_here():
 @pytest.mark.parametrize("name", SAMPLING)
 def test_every_sampling_field_has_a_flag(name):
     words, value = SAMPLING[name]
-    flag = flag_of(name) if words != ["no"] else flag_of(f"no_{name}")
+    flag = to_flag(name) if words != ["no"] else to_flag(f"no_{name}")
     given = [flag, *(words if words != ["no"] else [])]
     if name in ("length_penalty", "early_stopping"):
         given += ["--beam-width", "2"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from jpaged.cli.help import commands_of
+from jpaged.cli.help import get_commands
 from jpaged.cli.main import COMMANDS, load, main, make_parser
 from tests.server.harness import running
 
@@ -124,7 +124,7 @@ class TestOptionalParts:
     ) -> None:
         assert main(["--help"]) == 0
         assert "    bench " in capsys.readouterr().out
-        assert list(commands_of(make_parser())) == [name for name in COMMANDS if name not in ("bench", "top")]
+        assert list(get_commands(make_parser())) == [name for name in COMMANDS if name not in ("bench", "top")]
 
     async def test_a_server_has_every_path_except_those_of_the_dashboard(self) -> None:
         async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:

@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jpaged._proto.v1 import inference_pb2, inference_pb2_grpc
 from jpaged.client import AsyncClient, Client
 from jpaged.client.channel import MAX_ATTEMPTS
-from jpaged.client.failures import error_of
-from jpaged.client.routing.retry import Tries
+from jpaged.client.errors import build_error
+from jpaged.client.routing.retry import RetryState
 from jpaged.errors import (
     AlreadyExists,
     Cancelled,
@@ -308,14 +308,14 @@ async def test_closing_a_client_ends_what_waits_with_cancelled():
 
 @pytest.mark.parametrize("call", [lambda client: client.generate("hi"), Client.load])
 def test_a_client_that_another_thread_closes_as_a_call_begins_says_so(monkeypatch, call):
-    client, enter = Client("127.0.0.1:1"), Tries.enter
+    client, enter = Client("127.0.0.1:1"), RetryState.enter
 
-    def close_first(tries: Tries) -> Any:
+    def close_first(tries: RetryState) -> Any:
         endpoint = enter(tries)
         client.close()
         return endpoint
 
-    monkeypatch.setattr(Tries, "enter", close_first)
+    monkeypatch.setattr(RetryState, "enter", close_first)
     with pytest.raises(Cancelled, match="the client was closed"):
         call(client)
 
@@ -393,14 +393,14 @@ async def test_many_streams_share_a_client():
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS, None])
 def test_a_code_that_is_not_ours_keeps_its_name(code):
-    error = error_of(code, "from a proxy", None)
+    error = build_error(code, "from a proxy", None)
     assert type(error) is JpagedError
     assert str(error) == f"{'UNKNOWN' if code is None else code.name}: from a proxy"
 
 
 def test_details_of_others_do_no_harm():
     trailers: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", b"\xff\xff"), ("other", "x")]
-    assert str(error_of(grpc.StatusCode.INVALID_ARGUMENT, "wrong", trailers)) == "request: wrong"
+    assert str(build_error(grpc.StatusCode.INVALID_ARGUMENT, "wrong", trailers)) == "request: wrong"
 
 
 def test_only_a_full_queue_is_a_full_queue():
@@ -408,8 +408,8 @@ def test_only_a_full_queue_is_a_full_queue():
     status = status_pb2.Status(code=8)
     status.details.add().Pack(info)
     trailers: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", status.SerializeToString())]
-    full = error_of(grpc.StatusCode.RESOURCE_EXHAUSTED, "later", trailers)
+    full = build_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "later", trailers)
     assert isinstance(full, QueueFull)
     assert full.retry_after_s > 0
-    larger = error_of(grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", ())
+    larger = build_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", ())
     assert (type(larger), larger.grpc_status) == (LimitExceeded, "RESOURCE_EXHAUSTED")

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jpaged.cli.main import main
 from jpaged.client import Client
 from jpaged.client.channel import check_health, is_local, open_channel, proxy_for, proxy_name
-from jpaged.client.failures import translated
+from jpaged.client.errors import translated
 from jpaged.config import EngineConfig
 from jpaged.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from jpaged.peers import Prefills

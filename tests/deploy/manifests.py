@@ -23,8 +23,8 @@ from jsonschema.protocols import Validator
 from jsonschema.validators import validator_for
 
 from jpaged.config import EngineConfig
+from jpaged.distributed_env import MultiHost
 from jpaged.errors import InvalidArgument
-from jpaged.launchers import MultiHost
 from tests.deploy import dockerfile
 from tests.deploy.servers import Server, num_devices, parse, route_targets, serve_config
 

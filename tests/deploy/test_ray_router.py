@@ -172,13 +172,13 @@ def test_all_else_is_rays_to_choose_among_all(module, pending):
 def test_a_call_that_waits_is_hashed_once_and_so_many_are_kept(module, monkeypatch):
     rig = Rig(module, "ab")
     made: list[str] = []
-    key_of = module.key_of
+    key_of = module.get_key
 
     def counted(pending: Pending) -> Any:
         made.append(pending.call)
         return key_of(pending)
 
-    monkeypatch.setattr(module, "key_of", counted)
+    monkeypatch.setattr(module, "get_key", counted)
     monkeypatch.setattr(module, "MAX_KEPT_KEYS", 2)
     waiting = [Pending(inference_pb2.GenerateRequest(text=f"{i}{SYSTEM}"), str(i)) for i in range(3)]
     for _ in range(3):
@@ -204,5 +204,5 @@ def test_it_imports_nothing_that_lies_beside_it():
 
 def test_calls_that_wait_are_kept_without_their_prompts(module):
     ids = inference_pb2.TokenIds(ids=range(1000))
-    key = module.key_of(Pending(inference_pb2.GenerateRequest(token_ids=ids), "1"))
+    key = module.get_key(Pending(inference_pb2.GenerateRequest(token_ids=ids), "1"))
     assert (len(key.chain) > 1, key.token_ids) == (True, None)

@@ -99,7 +99,7 @@ class Driver:
             block_tables_gsm=tables,
             kv_begins_s=np.zeros(s, np.int32),
             run_starts_s1=np.full(s + 1, len(rows), np.int32),
-            told_tokens_q=np.zeros(self.geometry.num_told, np.int32),
+            aux_tokens_q=np.zeros(self.geometry.num_aux, np.int32),
             sample_tokens_s=np.maximum(starts[1:] - 1, 0),
             num_rows=len(rows),
             num_tokens=num_tokens,

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jpaged.device.step_costs import _seconds_of, measure_steps, null_prefill
+from jpaged.device.step_costs import _measure_seconds, measure_steps, null_prefill
 from jpaged.engine.executor import BucketTable, Geometry, StepInputs
 from jpaged.testing import FakeExecutor
 
@@ -54,7 +54,7 @@ def test_processes_that_wait_for_each_other_run_a_long_step_as_often(
     monkeypatch.setattr("jpaged.device.step_costs.time.perf_counter", lambda: next(times_s))
     monkeypatch.setattr("jpaged.device.step_costs.jax.process_count", lambda: num_processes)
     ran: list[None] = []
-    assert _seconds_of(lambda: ran.append(None)) == 1
+    assert _measure_seconds(lambda: ran.append(None)) == 1
     assert len(ran) == num_runs
 
 

@@ -174,13 +174,13 @@ def test_a_row_whose_keys_are_nan_is_not_sound_and_the_others_are_as_ever(
     sequences = [driver.sequence(prompt(4, i), temperature=i * 0.5, seed=7) for i in range(3)]
     rows = [Row(sequence, 4) for sequence in sequences]
     undisturbed = driver.run(rows, detail=detail)
-    assert undisturbed.is_sound_rn[:3].all()
+    assert undisturbed.is_finite_rn[:3].all()
     for sequence in sequences:
         sequence.num_computed = 3
     pool = executor._pool.take()
     executor._pool.put(pool.at[sequences[1].blocks[0]].set(np.nan))
     disturbed = driver.run([Row(sequence, 1) for sequence in sequences], detail=detail)
-    assert disturbed.is_sound_rn[:3, 0].tolist() == [True, False, True]
+    assert disturbed.is_finite_rn[:3, 0].tolist() == [True, False, True]
     assert disturbed.token_ids_rn[[0, 2], 0].tolist() == undisturbed.token_ids_rn[[0, 2], 0].tolist()
     for sequence in sequences:
         driver.release(sequence)

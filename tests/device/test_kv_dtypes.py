@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig
+from jpaged.device.compilation.lowering import sized_step
 from jpaged.device.kv_scales import MARGIN, kv_dtype, measure_scales, name_of_kv_dtype
 from jpaged.device.mesh import build_mesh
-from jpaged.device.programs.lowering import sized_step
 from jpaged.kernels.kv_layout import MAX_NUMBER
 from jpaged.models.stack import LayerMode
 from tests.device import tiny_model

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jpaged.device import model_runner
 from jpaged.device.mesh import serving_mesh
-from jpaged.device.model_runner import Pool
+from jpaged.device.model_runner import DonatedArray
 
 MIB = 1 << 20
 
@@ -23,8 +23,8 @@ def resident_bytes() -> int:
     return int(fields["VmRSS"].split()[0]) * 1024
 
 
-def make(num_bytes: int) -> Pool:
-    return Pool((num_bytes,), np.dtype(np.int8), NamedSharding(serving_mesh(1), PartitionSpec()))
+def make(num_bytes: int) -> DonatedArray:
+    return DonatedArray((num_bytes,), np.dtype(np.int8), NamedSharding(serving_mesh(1), PartitionSpec()))
 
 
 def test_a_pool_takes_memory_when_it_is_used_and_is_zero() -> None:

@@ -16,19 +16,19 @@ import pytest
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.weights import load_params
 from jpaged.config import EngineConfig
+from jpaged.device.compilation.lowering import abstract_serving
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.linear import choose_linear_backend, pack_params
 from jpaged.device.mesh import build_mesh, replicated, serving_mesh
-from jpaged.device.programs.lowering import abstract_serving
 from jpaged.engine.executor import Detail
 from jpaged.errors import Unsupported
-from jpaged.kernels import product
+from jpaged.kernels import matmul
 from jpaged.kernels.cpu import build, library
 from jpaged.models.hf_config import from_hf
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
-from tests.checkpoints.quantised.layouts import LAYOUTS, write_quantised
-from tests.checkpoints.quantised.test_layouts import case_of
+from tests.checkpoints.quantized.layouts import LAYOUTS, write_quantized
+from tests.checkpoints.quantized.test_layouts import case_of
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row, Sequence
 from tests.models.tiny import tiny_case, write_checkpoint
@@ -37,13 +37,13 @@ NUM_BESIDE = (0, 1, 2, 4, 7, 8, 12, 15, 20, 32, 47, 63)
 NUM_BESIDE_LONG = (100, 127, 200, 256, 300, 511)
 
 
-def packer() -> product.Packer:
-    return product.loaded().packer(replicated(serving_mesh(1)))
+def packer() -> matmul.Packer:
+    return matmul.loaded().packer(replicated(serving_mesh(1)))
 
 
 @pytest.fixture
 def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    caches = (product.kernel, library.library)
+    caches = (matmul.kernel, library.library)
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "libjpaged_cpu.so")
     for cache in caches:
         cache.cache_clear()
@@ -89,7 +89,7 @@ def test_a_leaf_is_let_go_of_when_it_is_packed() -> None:
     kernels = [weakref.ref(layer["mlp"]["down"]["kernel"]) for layer in params["layers"]]
     packed = pack_params(params, config, packer())
     assert [kernel() for kernel in kernels] == [None] * config.num_layers
-    assert all(isinstance(layer["mlp"]["down"]["kernel"], product.PackedMatrix) for layer in packed["layers"])
+    assert all(isinstance(layer["mlp"]["down"]["kernel"], matmul.PackedMatrix) for layer in packed["layers"])
 
 
 @pytest.mark.long
@@ -193,7 +193,7 @@ def test_neither_batch_nor_chunk_shows_in_a_bit_of_the_logits(case: str, dtype: 
 def test_nor_in_one_of_a_model_of_fewer_bits(layout: str, dtype: str, tmp_path: Path) -> None:
     written = next(each for each in LAYOUTS if each.name == layout)
     tiny = case_of(written)
-    write_quantised(tiny, written, tmp_path)
+    write_quantized(tiny, written, tmp_path)
     model = Model(read_config(tmp_path), np.dtype(jnp.dtype(dtype)))
     check_bits_of(model, load_params(model, tmp_path, "loop"), tiny.prompt()[:16], 16, (1, 4, 11))
 

@@ -12,7 +12,7 @@ import pytest
 from jpaged.checkpoints.names import num_params
 from jpaged.config import EngineConfig
 from jpaged.device.aot.topology import TOPOLOGIES, Topology
-from jpaged.device.step_sizes import Attention, StepSizes
+from jpaged.device.step_sizes import DeviceAttention, StepSizes
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.model import Model
@@ -32,9 +32,11 @@ class Device:
 
 def attention(
     name: str = "llama-3.1-8b", platform: str = "tpu", num_parts: int = 1, dtype: str = "bfloat16", **options: Any
-) -> Attention:
+) -> DeviceAttention:
     device: Any = Device(platform)
-    return Attention(Model(KNOWN_MODELS[name].config, jnp.dtype(dtype)), EngineConfig.load(options), device, num_parts)
+    return DeviceAttention(
+        Model(KNOWN_MODELS[name].config, jnp.dtype(dtype)), EngineConfig.load(options), device, num_parts
+    )
 
 
 def sizes(*arguments: Any, **options: Any) -> tuple[int, int, int]:

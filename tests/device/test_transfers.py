@@ -15,10 +15,10 @@ import pytest
 
 from benchmarks.made_arrays import made_arrays
 from jpaged.config import EngineConfig
-from jpaged.device import identity, transfers
+from jpaged.device import kv_fingerprint, transfers
+from jpaged.device.compilation.compile import ProgramSpec, told
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import build_mesh, replicated
-from jpaged.device.programs.compile import ProgramSpec, told
 from jpaged.device.step_costs import NO_RATE, measure_rates
 from jpaged.device.transfers import (
     MAX_ON_THE_WAY,
@@ -34,8 +34,8 @@ from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.models.layers import Params
 from tests.device import tiny_model
+from tests.device.compilation.hlo import pool_sized_operations
 from tests.device.driver import Driver, Row
-from tests.device.programs.hlo import pool_sized_operations
 
 MoveKind = Literal["copy", "swap_out", "swap_in"]
 NUM_LAYERS, NUM_BLOCKS, NUM_HOST_BLOCKS = 3, 150, 100
@@ -449,6 +449,6 @@ def test_an_identity_is_of_all_that_the_bytes_of_a_block_depend_on(monkeypatch: 
     ]
     for what in ("processor_features", "digest_of_sources"):
         with monkeypatch.context() as patch:
-            patch.setattr(identity, what, lambda: "another")
+            patch.setattr(kv_fingerprint, what, lambda: "another")
             others.append(_identity())
     assert len({same, *others}) == 7

@@ -8,9 +8,9 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
 from docs.site import links, references
 from jpaged.cli.main import COMMANDS
-from jpaged.cli.options import flag_of
+from jpaged.cli.options import to_flag
 from jpaged.config import ENVIRONMENT, iter_options
-from jpaged.load import DISTRIBUTIONS, metrics_of
+from jpaged.server_load import DISTRIBUTIONS, get_metrics
 from protos.generate import PROTOS
 from protos.lint import compile_protos
 from protos.reference import page_of, reference
@@ -25,7 +25,7 @@ def descriptors() -> FileDescriptorSet:
 def test_every_option_and_variable_is_on_its_page():
     page = "\n".join(references.options())
     rows = set(re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE))
-    assert rows == {flag_of(name) for name, _, _ in iter_options()} | ENVIRONMENT.keys()
+    assert rows == {to_flag(name) for name, _, _ in iter_options()} | ENVIRONMENT.keys()
     assert "| `--port` | default: 50051, from 0, to 65535 | port to listen on; 0 picks a free one |" in page
 
 
@@ -41,8 +41,8 @@ def test_every_command_is_on_its_page():
 async def test_every_metric_is_on_its_page():
     page = "\n".join(references.metrics(await scrape()))
     rows = dict(re.findall(r"^\| `([^`]+)` \| (\w+) \|", page, re.MULTILINE))
-    assert {metric.name for _, metric in metrics_of("gauge")} <= rows.keys()
-    assert {f"{metric.name}_total" for _, metric in metrics_of("counter")} <= rows.keys()
+    assert {metric.name for _, metric in get_metrics("gauge")} <= rows.keys()
+    assert {f"{metric.name}_total" for _, metric in get_metrics("counter")} <= rows.keys()
     assert {one.metric.name for one in DISTRIBUTIONS.values()} <= rows.keys()
     assert rows["vllm:num_requests_running"] == "gauge"
     assert rows["vllm:spec_decode_num_drafts_total"] == "counter"

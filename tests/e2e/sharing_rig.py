@@ -14,25 +14,25 @@ import numpy as np
 from jpaged.checkpoints.weights import load_params
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.mesh import Placement, serving_meshes
-from jpaged.engine.data_parallel.engine import DataParallelEngine
+from jpaged.device.mesh import MeshPlacement, serving_meshes
+from jpaged.engine.data_parallel import DataParallelEngine
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import (
     I32,
     BlockMoves,
     DeviceRates,
     Geometry,
-    MaskFeed,
+    MaskChannel,
     Progress,
     SamplingInputs,
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.io import CascadeCosts, KeyLengths, TellInputs
+from jpaged.engine.executor.io import AuxInputs, CascadeCosts, RopeLengthLimits
 from jpaged.engine.tokenizer import NoTokenizer
-from jpaged.load import EngineLoad
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
+from jpaged.server_load import EngineLoad
 from jpaged.service.input_processor import InputProcessor
 from jpaged.types import Adapter, OutputEvent, Prompt, SamplingParams
 from tests.models.tiny import TinyCase, tiny_case, write_checkpoint
@@ -72,7 +72,7 @@ def cold_executors(case: TinyCase, folder: Path, **options: Any) -> list[JaxExec
     config = EngineConfig.load({**defaults, "swap_space": 0.005, "wait_for_all_programs": True, **options})
     parallel = config.parallel
     meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size)
-    where, *_ = places = [Placement.of(model, mesh, "loop") for mesh in meshes]
+    where, *_ = places = [MeshPlacement.of(model, mesh, "loop") for mesh in meshes]
     folder = write_checkpoint(case, folder)
     params = load_params(model, folder, "loop", num_parts=where.num_parts, shardings=where.shardings)
     return [JaxExecutor.create(model, place.put(params), config, mesh=place.mesh) for place in places]
@@ -110,16 +110,16 @@ class Share:
     def sample(self, hidden: Any, inputs: SamplingInputs) -> Any:
         return self._executor.sample(hidden, inputs)
 
-    def tell(self, hidden: Any, inputs: TellInputs) -> Any:
-        return self._executor.tell(hidden, inputs)
+    def compute_aux(self, hidden: Any, inputs: AuxInputs) -> Any:
+        return self._executor.compute_aux(hidden, inputs)
 
     def decode(self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int) -> Any:
         return self._executor.decode(inputs, sampling, ending_token_ids_rx, num_steps)
 
-    def decode_fed(
+    def decode_with_masks(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
-    ) -> tuple[Any, MaskFeed]:
-        return self._executor.decode_fed(inputs, sampling, ending_token_ids_rx, num_steps)
+    ) -> tuple[Any, MaskChannel]:
+        return self._executor.decode_with_masks(inputs, sampling, ending_token_ids_rx, num_steps)
 
     def speculate(
         self,
@@ -192,7 +192,7 @@ class Rig:
                 Share(one, num_blocks, num_host_blocks, cascade),
                 tokenizer,
                 EngineConfig().replace(**settings),
-                lengths=KeyLengths(max_cached_tokens, outgrown_len),
+                lengths=RopeLengthLimits(max_cached_tokens, outgrown_len),
                 eos_token_ids=eos_token_ids,
             )
             for one in executors

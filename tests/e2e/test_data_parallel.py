@@ -12,10 +12,10 @@ import jax
 import pytest
 
 from jpaged.client import Client
+from jpaged.device.compilation import memory_plan
+from jpaged.device.compilation.lowering import ServerPrograms
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.programs import memory_plan
-from jpaged.device.programs.lowering import ServerPrograms
-from jpaged.engine.data_parallel.engine import DataParallelEngine
+from jpaged.engine.data_parallel import DataParallelEngine
 from jpaged.errors import InvalidArgument, QueueFull
 from jpaged.llm import LLM
 from jpaged.types import Prompt, SamplingParams

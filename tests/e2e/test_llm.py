@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import pytest
 
 from jpaged import LLM, SamplingParams
-from jpaged.engine.kv.paged import PagedMemory
-from jpaged.engine.scheduling.policies import ByPriority
+from jpaged.engine.kv_cache.paged import PagedKVCacheManager
+from jpaged.engine.scheduler.policies import ByPriority
 from jpaged.errors import InvalidArgument
 from jpaged.llm import TokensPrompt
 from jpaged.types import CompletionOutput
@@ -78,7 +78,7 @@ def test_beams_come_best_first(llm: LLM) -> None:
 def test_options_reach_the_engine(llm: LLM) -> None:
     scheduler, memory = engine_of(llm)._loop.scheduler, engine_of(llm)._loop.memory
     assert (type(scheduler._policy), scheduler._preemption.mode, scheduler._is_static) == (ByPriority, "swap", False)
-    assert isinstance(memory, PagedMemory)
+    assert isinstance(memory, PagedKVCacheManager)
     assert memory.prefixes is not None
     assert llm._serving.engine.geometry.num_host_blocks == int(0.001 * 2**30) // (3 * 8 * 2 * 2 * 32 * 4)
 

@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 import pytest
 
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, LoraOptions, field_names, iter_options, server_field_names
+from jpaged.device.compilation import memory_plan
+from jpaged.device.compilation.aot_bundle import CompileTarget, save_programs
+from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.programs import memory_plan
-from jpaged.device.programs.saved import Target, save_programs
-from jpaged.device.programs.store import ProgramStore
 from jpaged.engine.executor import SamplingInputs, StepInputs, StepOutputs
-from jpaged.engine.scheduling.lookahead import StepTimes
-from jpaged.engine.sequence import Group
+from jpaged.engine.scheduler.multi_step import StepTimeEstimator
+from jpaged.engine.sequence import SequenceGroup
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.kernels.paged_attention.api import IMPLEMENTATIONS
 from jpaged.llm import LLM, TokensPrompt
-from jpaged.load import EngineLoad
+from jpaged.server_load import EngineLoad
 from jpaged.types import SamplingParams
 from tests.e2e.rig import chosen_logprobs, engine_of, generate, open_llm, random_prompts, write_model
 from tests.server.option_values import SERVER_VALUES
@@ -304,7 +304,9 @@ def test_compiled_is_where_programs_come_from(
         with open_llm(folder, **BASE) as llm:
             executor = device_executor_of(llm)
             save_programs(
-                tmp_path / "programs", Target.of(executor._served.step, executor.geometry), executor._programs.ready
+                tmp_path / "programs",
+                CompileTarget.of(executor._served.step, executor.geometry),
+                executor._programs.ready,
             )
     with open_llm(folder, compiled=str(tmp_path / "programs"), **BASE) as llm:
         assert {program.origin for program in device_executor_of(llm)._programs.ready.values()} == {"saved"}
@@ -390,7 +392,7 @@ def test_priority_serves_lower_numbers_first_and_no_cache_finds_nothing(
         intake, ended = engine_of(llm)._loop._intake, []
         release = intake.release
 
-        def watched(group: Group) -> None:
+        def watched(group: SequenceGroup) -> None:
             ended.append(group.request.sampling.priority)
             release(group)
 
@@ -489,11 +491,11 @@ def test_num_scheduler_steps_go_in_one_dispatch(folder: Path, monkeypatch: pytes
 @flips("max_inter_token_latency")
 @pytest.mark.long
 def test_max_inter_token_latency_bounds_steps_of_streams(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepTimes, "seconds", lambda times, num_padded, num_pairs: float(num_padded))
+    monkeypatch.setattr(StepTimeEstimator, "seconds", lambda times, num_padded, num_pairs: float(num_padded))
     options = {**BASE, "max_num_batched_tokens": 64, "wait_for_all_programs": True, "enable_prefix_caching": False}
     tokens, largest = {}, {}
     for bound_s, is_streamed in ((0.0, True), (32.0, False), (32.0, True)):
-        monkeypatch.setattr(Group, "is_streamed", is_streamed)  # what an LLM generates is told whole
+        monkeypatch.setattr(SequenceGroup, "is_streamed", is_streamed)  # what an LLM generates is told whole
         with open_llm(folder, max_inter_token_latency=bound_s, **options) as llm:
             sizes: list[int] = []
             executor = engine_of(llm)._executor

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from jpaged.device.executor import JaxExecutor
-from jpaged.load import EngineLoad
+from jpaged.server_load import EngineLoad
 from jpaged.types import SamplingParams
 from tests.e2e.sharing_rig import BLOCK_SIZE, VOCAB_SIZE, Answer, Rig, make_executor
 from tests.models.tiny import tiny_case

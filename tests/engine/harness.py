@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
-from jpaged.engine.executor.io import KeyLengths
-from jpaged.engine.kv.tiers.connector_tier import EngineStore
-from jpaged.engine.speculation.rounds import Rounds
+from jpaged.engine.executor.io import RopeLengthLimits
+from jpaged.engine.kv_cache.offload.connector_tier import EngineStore
+from jpaged.engine.speculative.draft_model import DraftModelSpeculation
 from jpaged.service.input_processor import InputProcessor, move_grammars
 from jpaged.structured import StructuredOutputs
 from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
@@ -81,7 +81,7 @@ class Harness:
             self.executor,
             self.tokenizer,
             config,
-            lengths=KeyLengths(self.max_cached_tokens, self.outgrown_len),
+            lengths=RopeLengthLimits(self.max_cached_tokens, self.outgrown_len),
             stores=() if self.make_stores is None else self.make_stores(self.executor),
             eos_token_ids=self.eos_token_ids,
             clock=self.clock,
@@ -90,7 +90,7 @@ class Harness:
         self.guesses = Guesses(self.outputs, self.executor.geometry.vocab_size)
         self.adaptation = Always(self.num_speculative_tokens)
         drafter = self.engine._loop._drafter
-        if isinstance(drafter, Rounds):
+        if isinstance(drafter, DraftModelSpeculation):
             self.rule = InTurn(*self.nums_rounds)
             drafter._rule = self.rule
         elif drafter is not None:

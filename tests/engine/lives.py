@@ -17,7 +17,7 @@ from jpaged.testing import FakeAdapter, SeveralStepsExecutor, seeing, with_adapt
 from jpaged.types import FinishReason, LoadedAdapter
 from tests.engine.groups import num_swapped_blocks
 from tests.engine.harness import CheckedHarness
-from tests.engine.kv.oracle import expected_outputs
+from tests.engine.kv_cache.oracle import expected_outputs
 
 VOCAB_SIZE = 61
 MAX_LEN = 32

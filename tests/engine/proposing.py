@@ -5,8 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 
-from jpaged.engine.speculation.adaptation import Adaptation, State, StepCosts
-from jpaged.engine.speculation.rounds import RoundRule
+from jpaged.engine.speculative.controller import AdaptationState, AdaptiveSpeculation, StepCosts
+from jpaged.engine.speculative.draft_model import SpecRoundPolicy
 
 
 class Guesses:
@@ -49,7 +49,7 @@ class Guesses:
         del self._generated[sequence_key]
 
 
-class Always(Adaptation):
+class Always(AdaptiveSpeculation):
     """Runs all that is proposed, up to so many tokens of each row.
 
     Attributes:
@@ -78,12 +78,12 @@ class Always(Adaptation):
         seconds: float,
         num_other_tokens: int = 0,
     ) -> None:
-        assert self.state is State.ON and num_other_tokens >= 0
+        assert self.state is AdaptationState.ON and num_other_tokens >= 0
         assert all(0 <= got <= run for run, got in zip(num_proposals, num_accepted, strict=True))
         self.num_accepted += sum(num_accepted)
 
 
-class InTurn(RoundRule):
+class InTurn(SpecRoundPolicy):
     """Rounds as a list says, again and again; 0 is plain steps.
 
     Attributes:

@@ -6,14 +6,14 @@ import weakref
 
 import pytest
 
-from jpaged.engine.adapters import AdapterSlots
+from jpaged.engine.lora import LoRASlots
 from jpaged.errors import InternalError
 from jpaged.testing import FakeAdapter, FakeExecutor, SeveralStepsExecutor, expected_tokens, with_adapters
 from jpaged.types import FinishReason, LoadedAdapter
 from tests.engine.data_parallel.fleet import PREFIX, Fleet
 from tests.engine.groups import group_of
 from tests.engine.harness import Harness
-from tests.engine.kv.oracle import expected_outputs
+from tests.engine.kv_cache.oracle import expected_outputs
 
 WEIGHTS = {"a": 3, "b": 70, "c": 5}
 A, B, C = (LoadedAdapter(name, "", i, FakeAdapter(weight)) for i, (name, weight) in enumerate(WEIGHTS.items(), 1))
@@ -227,7 +227,7 @@ def test_without_slots_no_token_has_one():
 
 
 def test_slots_that_are_miscounted_are_seen():
-    slots, group = AdapterSlots(2), group_of(4)
+    slots, group = LoRASlots(2), group_of(4)
     group.request = dataclasses.replace(group.request, adapter=A)
     slots.take(group, A)
     slots.check([group])

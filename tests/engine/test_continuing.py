@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from jpaged.client.routing.resumable_stream import Progress
-from jpaged.completions import completions_of
 from jpaged.errors import InvalidArgument
+from jpaged.output_assembler import new_completions
 from jpaged.testing import ByteTokenizer, FakeExecutor, FedExecutor, SeveralStepsExecutor, seeing
 from jpaged.testing.fake_model import FakeGrammar
-from jpaged.types import Generated, OutputEvent, RequestOutput, SamplingParams
+from jpaged.types import OutputEvent, PriorOutput, RequestOutput, SamplingParams
 from tests.engine.harness import Harness
 
 V, EOS = 257, ByteTokenizer.EOS
@@ -96,7 +96,7 @@ def run(way: str, requests: dict[str, tuple[list[int], dict[str, Any]]]) -> Harn
 def folded(events: list[OutputEvent], fields: dict[str, Any]) -> RequestOutput:
     """What a caller has of it in the end; what the cache had is not the request's."""
     sampling = SamplingParams(**{name: value for name, value in fields.items() if name in SamplingParams.__slots__})
-    completions = completions_of(sampling)
+    completions = new_completions(sampling)
     for event in events:
         completions.add(event)
     output = completions.output("", None, ())
@@ -145,7 +145,7 @@ def refused(**fields: Any) -> str:
 
 
 def test_what_nobody_can_have_generated_is_refused_by_its_field():
-    one = Generated(0, (5, 6))
+    one = PriorOutput(0, (5, 6))
     assert refused(generated=(one,), beam_width=2).startswith(
         "generated_token_ids: must be left out with sampling.beam"
     )
@@ -153,24 +153,24 @@ def test_what_nobody_can_have_generated_is_refused_by_its_field():
     assert refused(generated=(one,), temperature=1.0).startswith("sampling.seed: must be set")
     assert "2 sequences are over sampling.n (1)" in refused(generated=(one, one))
     assert "generated_token_ids[1].index: 0 is given twice" in refused(generated=(one, one), n=2)
-    assert "generated_token_ids[0].index: 1 is not from 0 to 0" in refused(generated=(Generated(1, (5,)),))
-    assert "generated_token_ids[0].ids: 0 tokens are not from 1 to 7" in refused(generated=(Generated(0, ()),))
-    assert "8 tokens are not from 1 to 7: max_tokens is 8" in refused(generated=(Generated(0, (5,) * 8),))
-    ended = Generated(0, (5,) * 9, has_finished=True)
+    assert "generated_token_ids[0].index: 1 is not from 0 to 0" in refused(generated=(PriorOutput(1, (5,)),))
+    assert "generated_token_ids[0].ids: 0 tokens are not from 1 to 7" in refused(generated=(PriorOutput(0, ()),))
+    assert "8 tokens are not from 1 to 7: max_tokens is 8" in refused(generated=(PriorOutput(0, (5,) * 8),))
+    ended = PriorOutput(0, (5,) * 9, has_finished=True)
     assert "9 tokens are not from 1 to 8" in refused(generated=(ended,), n=2)
-    assert "all 1 sequences have finished" in refused(generated=(Generated(0, (5,), has_finished=True),))
-    assert "generated_token_ids[0].ids: 257 is not a token id" in refused(generated=(Generated(0, (5, 257)),))
+    assert "all 1 sequences have finished" in refused(generated=(PriorOutput(0, (5,), has_finished=True),))
+    assert "generated_token_ids[0].ids: 257 is not a token id" in refused(generated=(PriorOutput(0, (5, 257)),))
     for wrong in (float("nan"), float("-inf"), 0.5):
-        assert "[0].cumulative_logprob" in refused(generated=(Generated(0, (5,), wrong),))
+        assert "[0].cumulative_logprob" in refused(generated=(PriorOutput(0, (5,), wrong),))
 
 
 def test_tokens_behind_an_end_are_refused():
-    assert "ids: token 2, 256, ends the sequence (stop)" in refused(generated=(Generated(0, (5, EOS, 6)),))
-    stopped = refused(generated=(Generated(0, tuple(b"so it is")[:7]),), stop=("it",))
+    assert "ids: token 2, 256, ends the sequence (stop)" in refused(generated=(PriorOutput(0, (5, EOS, 6)),))
+    stopped = refused(generated=(PriorOutput(0, tuple(b"so it is")[:7]),), stop=("it",))
     assert "ids: token 5, 116, ends the sequence (stop)" in stopped
     grammar = FakeGrammar(V, EOS, 9, salt=3)
     wrong = next(token for token in range(V) if token not in grammar.allowed_after([]) and token != EOS)
-    assert "token 1" in refused(generated=(Generated(0, (wrong,)),), grammar=grammar)
+    assert "token 1" in refused(generated=(PriorOutput(0, (wrong,)),), grammar=grammar)
 
 
 def test_what_the_prefix_cache_holds_of_generated_tokens_is_not_of_the_prompt():
@@ -179,7 +179,7 @@ def test_what_the_prefix_cache_holds_of_generated_tokens_is_not_of_the_prompt():
     h.submit("before", prompt, **fields)
     h.run()
     tokens = h.tokens("before")
-    h.submit("after", prompt, generated=(Generated(0, tuple(tokens[:20])),), **fields)
+    h.submit("after", prompt, generated=(PriorOutput(0, tuple(tokens[:20])),), **fields)
     h.run()
     assert h.tokens("after") == tokens[20:]
     assert h.last("after").usage.cached_tokens == len(prompt)
@@ -189,7 +189,7 @@ def test_what_the_prefix_cache_holds_of_generated_tokens_is_not_of_the_prompt():
 
 def test_a_request_ends_early_with_what_was_held_back_of_both_its_parts():
     h = harness()
-    given = Generated(0, tuple(b"so i"))
+    given = PriorOutput(0, tuple(b"so i"))
     h.submit("r", [1, 2, 3], generated=(given,), stop=("ice",), max_tokens=40)
     h.engine.abort("r")
     h.run()

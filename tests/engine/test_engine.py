@@ -358,7 +358,7 @@ def test_drain_gives_up_after_its_time_and_stop_ends_the_rest():
 
 def test_a_stop_that_a_step_reads_from_the_inbox_ends_the_loop():
     engine = make(overlap=True).engine
-    engine._thread.ask(engine._thread._stopping.set)
+    engine._thread.call_soon(engine._thread._stopping.set)
     engine.start()
     engine._thread._thread.join(timeout=60)
     assert not engine._thread._thread.is_alive()

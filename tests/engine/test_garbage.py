@@ -7,8 +7,8 @@ import weakref
 import pytest
 
 from jpaged.engine import engine
-from jpaged.engine.engine import CollectorPause, collect_if_due, collected_between_steps
-from jpaged.engine.scheduling.schedule import Schedule
+from jpaged.engine.engine import GCPause, collect_if_due, collected_between_steps
+from jpaged.engine.scheduler.output import SchedulerOutput
 from jpaged.testing import FakeExecutor
 from jpaged.types import Request, SamplingParams
 from tests.engine.harness import Harness
@@ -88,12 +88,12 @@ def test_little_that_is_new_is_not_looked_at():
         gc.collect()
         before = [one["collections"] for one in gc.get_stats()]
         for _ in range(100):
-            collect_if_due(Schedule(), None)  # type: ignore[arg-type]
+            collect_if_due(SchedulerOutput(), None)  # type: ignore[arg-type]
         assert [one["collections"] for one in gc.get_stats()] == before
 
 
 def test_loops_of_one_process_wait_for_each_other():
-    pause = CollectorPause()
+    pause = GCPause()
     with pause:
         with pause:
             assert not gc.isenabled()

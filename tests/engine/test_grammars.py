@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.engine.grammars import Grammars
+from jpaged.engine.structured_output import StructuredOutputManager
 from jpaged.errors import InvalidArgument
 from jpaged.structured import ThinkingBudget, ThinkingGrammar
 from jpaged.testing import FakeExecutor, FedExecutor, SeveralStepsExecutor
@@ -312,20 +312,20 @@ def test_thinking_ends_when_its_budget_is_used_up(budget, overlap):
 
 def test_a_loop_that_fails_between_steps_that_are_fed_leaves_no_program_waiting(monkeypatch):
     h, feeds = harness(executor=FedExecutor, num_scheduler_steps=8), []
-    decode_fed = h.executor.decode_fed
+    decode_fed = h.executor.decode_with_masks
 
     def noted(*step):
         feeds.append(decode_fed(*step)[1])
         return feeds[-1], feeds[-1]
 
-    monkeypatch.setattr(h.executor, "decode_fed", noted)
+    monkeypatch.setattr(h.executor, "decode_with_masks", noted)
     h.submit("a", [3, 1], grammar=FakeGrammar(V, EOS, 30, is_free=True), max_tokens=30)
     h.step()
 
     def fill(*_):
         raise RuntimeError("no masks any more")
 
-    monkeypatch.setattr(Grammars, "fill", fill)
+    monkeypatch.setattr(StructuredOutputManager, "fill", fill)
     with pytest.raises(RuntimeError, match="no masks any more"):
         h.run()
     assert [feed.is_over for feed in feeds] == [True]

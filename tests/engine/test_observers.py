@@ -2,8 +2,8 @@
 
 import pytest
 
-from jpaged.engine.scheduling.schedule import Schedule, build_step_inputs
-from jpaged.engine.stats import Pulse, StepTimer
+from jpaged.engine.scheduler.output import SchedulerOutput, build_step_inputs
+from jpaged.engine.stats import StallDetector, StepTimer
 from jpaged.testing import FakeExecutor
 from jpaged.types import Request, SamplingParams
 from tests.engine.harness import Harness
@@ -29,7 +29,7 @@ def test_features_observe_results_in_a_fixed_order():
         queue_timeout=9,
     )
     observers = h.engine._loop.observers
-    assert owners(observers.on_results) == ["RecentSteps", "Lookahead", "LeastTimes", "Drafting"]
+    assert owners(observers.on_results) == ["RecentSteps", "Lookahead", "StepTimeFloor", "Drafting"]
     assert owners(observers.on_request_finished) == ["Drafting", "Deadlines"]
 
 
@@ -71,7 +71,7 @@ def test_a_dispatch_takes_time_from_the_end_of_the_one_before():
     def clock():
         return now_s
 
-    timer, schedule = StepTimer(FakeExecutor(), clock, Pulse(clock, 9.0)), Schedule()
+    timer, schedule = StepTimer(FakeExecutor(), clock, StallDetector(clock, 9.0)), SchedulerOutput()
     inputs = build_step_inputs(schedule, FakeExecutor().geometry)
     found = []
     for begin_s, wait_s, end_s in [(1.0, 2.0, 4.0), (3.0, 5.0, 6.0), (7.0, 8.0, 9.5)]:
@@ -88,12 +88,12 @@ def test_the_host_time_of_a_step_excludes_its_waits_and_idle_time_ends_with_a_di
     def clock():
         return now_s
 
-    timer = StepTimer(FakeExecutor(), clock, Pulse(clock, 9.0))
+    timer = StepTimer(FakeExecutor(), clock, StallDetector(clock, 9.0))
     timer.begin_step()
     now_s = 2.0
     timer.begin_wait()
     now_s = 5.0
-    timer.end_wait(Schedule(), build_step_inputs(Schedule(), FakeExecutor().geometry), 1.0, None)
+    timer.end_wait(SchedulerOutput(), build_step_inputs(SchedulerOutput(), FakeExecutor().geometry), 1.0, None)
     now_s = 7.0
     timer.end_idle()
     now_s = 8.0

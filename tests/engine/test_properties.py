@@ -12,7 +12,7 @@ from jpaged.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, Requ
 from jpaged.testing import SeveralStepsExecutor
 from jpaged.types import FinishReason
 from tests.engine.harness import CheckedHarness
-from tests.engine.kv.oracle import expected_outputs
+from tests.engine.kv_cache.oracle import expected_outputs
 
 SHAPES = st.one_of(
     st.just({"temperature": 0.0}),

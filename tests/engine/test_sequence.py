@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.engine.kv.blocks import KVHandle
-from jpaged.engine.kv.interface import KVMemory
-from jpaged.engine.sequence import Group, Sequence, Status
+from jpaged.engine.kv_cache.blocks import SequenceBlocks
+from jpaged.engine.kv_cache.interface import KVCacheManager
+from jpaged.engine.sequence import Sequence, SequenceGroup, Status
 from jpaged.errors import InternalError
 from tests.engine.groups import group_of, paged_memory, reserved_memory
 
 
 def decoding(num_prompt_tokens: int = 4) -> Sequence:
     """A sequence whose prompt is computed."""
-    sequence = Sequence(0, list(range(num_prompt_tokens)), KVHandle(8, None))
-    sequence.resume_at(num_prompt_tokens)
+    sequence = Sequence(0, list(range(num_prompt_tokens)), SequenceBlocks(8, None))
+    sequence.set_num_computed_tokens(num_prompt_tokens)
     return sequence
 
 
 def test_a_token_is_in_flight_from_its_dispatch_until_it_is_collected():
-    sequence = Sequence(0, [1, 2, 3], KVHandle(8, None))
+    sequence = Sequence(0, [1, 2, 3], SequenceBlocks(8, None))
     sequence.dispatched(2, 5, samples_token=False)
     assert (sequence.num_computed_tokens, sequence.num_tokens, sequence.num_uncomputed_tokens) == (2, 3, 1)
     sequence.dispatched(1, 6, samples_token=True)
@@ -38,7 +38,7 @@ def test_a_beam_takes_the_token_that_was_chosen_for_it():
     sequence = decoding()
     sequence.dispatched(0, 0, samples_token=True)
     sequence.discard_in_flight()
-    sequence.become(3, 7, -1.25)
+    sequence.replace_as_beam(3, 7, -1.25)
     assert (sequence.index, sequence.token_ids[-1], sequence.cumulative_logprob) == (3, 7, -1.25)
     twin = sequence.branch(4)
     assert (twin.token_ids, twin.index, twin.num_computed_tokens) == (sequence.token_ids, 4, 0)
@@ -72,7 +72,7 @@ def test_a_group_knows_when_it_got_its_tokens_and_how_often_others_passed_it():
     assert (group.last_token_s, group.token_gap_s) == (2.0, None)
     group.collected(2.5)
     assert (group.last_token_s, group.token_gap_s) == (2.5, 0.5)
-    group.overtaken()
+    group.count_overtaken()
     group.preempted()
     group.sampled(3)
     group.ended("stop")
@@ -89,13 +89,13 @@ def test_beams_that_live_on_share_their_prompt_again_when_they_had_to_leave():
     assert group.is_forked
 
 
-MEMORIES: dict[str, Callable[[], KVMemory]] = {
+MEMORIES: dict[str, Callable[[], KVCacheManager]] = {
     "paged": lambda: paged_memory(24),
     "reserved": lambda: reserved_memory(24, max_model_len=64, policy="reserve-max"),
 }
 
 
-def run(memory: KVMemory, group: Group, num_tokens: int) -> None:
+def run(memory: KVCacheManager, group: SequenceGroup, num_tokens: int) -> None:
     """Computes a group's next tokens and collects them; one more stays to be computed."""
     (sequence,) = group.sequences
     for _ in range(num_tokens):

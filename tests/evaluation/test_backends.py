@@ -9,11 +9,11 @@ import pytest
 
 from jpaged.client import Client
 from jpaged.errors import InvalidArgument, Unavailable
-from jpaged.evaluation.backends import Group, RemoteBackend
+from jpaged.evaluation.backends import ContinuationGroup, RemoteBackend
 from jpaged.types import SamplingParams
 from tests.server.harness import eventually, running
 
-GROUPS = [Group((1, 2, 3, n), ((5, 6), (7, 8, 9))) for n in range(20)]
+GROUPS = [ContinuationGroup((1, 2, 3, n), ((5, 6), (7, 8, 9))) for n in range(20)]
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, detokenize=False)
 
 
@@ -52,7 +52,7 @@ async def test_it_can_be_asked_where_a_loop_runs() -> None:
 async def test_the_first_refusal_is_raised_as_it_is() -> None:
     async with running() as h:
         backend = await asyncio.to_thread(made, h.target)
-        wrong = Group((1, 2), ((5, 100_000),))
+        wrong = ContinuationGroup((1, 2), ((5, 100_000),))
         with pytest.raises(InvalidArgument, match="100000"):
             await asyncio.to_thread(backend.score, [*GROUPS, wrong], False)
         await eventually(lambda: h.num_blocks_used == 0)

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from jpaged.errors import InvalidArgument
-from jpaged.evaluation.runner import cut, generation_of, seeded
+from jpaged.evaluation.runner import cut, parse_generation_params, seeded
 from jpaged.types import SamplingParams
 from jpaged.types.sampling import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 
 
 def of(asked: dict[str, Any], *, eos_token_id: int | None = 7, is_thinking: bool = False) -> SamplingParams:
-    return generation_of(asked, max_tokens=256, eos_token_id=eos_token_id, is_thinking=is_thinking).sampling
+    return parse_generation_params(asked, max_tokens=256, eos_token_id=eos_token_id, is_thinking=is_thinking).sampling
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_how_many_tokens(asked: dict[str, Any], max_tokens: int) -> None:
 
 
 def test_texts_that_end_a_text_are_gathered() -> None:
-    generation = generation_of({"until": "\n\n", "stop": ["Q:", "", "\n\n"]}, max_tokens=8, eos_token_id=7)
+    generation = parse_generation_params({"until": "\n\n", "stop": ["Q:", "", "\n\n"]}, max_tokens=8, eos_token_id=7)
     assert generation.until == ("\n\n", "Q:")
     assert generation.sampling.stop == ("\n\n", "Q:")
     assert generation.sampling.stop_token_ids == (7,)
@@ -57,7 +57,7 @@ def test_texts_that_end_a_text_are_gathered() -> None:
 
 def test_what_the_engine_takes_no_more_of_is_cut_afterwards() -> None:
     texts = [*(f"end {n}" for n in range(MAX_STOP_STRINGS + 2)), "x" * (MAX_STOP_STRING_CHARS + 1)]
-    generation = generation_of({"until": texts}, max_tokens=8, eos_token_id=None)
+    generation = parse_generation_params({"until": texts}, max_tokens=8, eos_token_id=None)
     assert generation.until == tuple(texts)
     assert generation.sampling.stop == tuple(texts[:MAX_STOP_STRINGS])
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from jpaged.errors import InvalidArgument
-from jpaged.evaluation.backends import MAX_CONTINUATIONS, MAX_TOLD_TOKENS, Group, by_pair, fitted, grouped
+from jpaged.evaluation.backends import MAX_CONTINUATIONS, MAX_TOLD_TOKENS, ContinuationGroup, by_pair, fitted, grouped
 
 
 def test_pairs_of_a_context_are_one_group_and_contexts_that_begin_alike_are_neighbours() -> None:
     pairs = [((1, 2), (5, 6)), ((9,), (7, 8)), ((1, 2, 3), (4, 4)), ((1, 2), (7, 7)), ((1, 2), (5, 6))]
     assert grouped(pairs) == [
-        Group((1, 2), ((5, 6), (7, 7))),
-        Group((1, 2, 3), ((4, 4),)),
-        Group((9,), ((7, 8),)),
+        ContinuationGroup((1, 2), ((5, 6), (7, 7))),
+        ContinuationGroup((1, 2, 3), ((4, 4),)),
+        ContinuationGroup((9,), ((7, 8),)),
     ]
 
 

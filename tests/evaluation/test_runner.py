@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from jpaged.errors import InvalidArgument
-from jpaged.evaluation.backends import Group, Likelihood, OfflineBackend, Pair, TokenIds
-from jpaged.evaluation.runner import EvaluationOptions, Runner, Texts
+from jpaged.evaluation.backends import ContinuationGroup, Likelihood, OfflineBackend, Pair, TokenIds
+from jpaged.evaluation.runner import EvaluationOptions, EvaluationRunner, Texts
 from jpaged.llm import LLM, MakeBar, TokensPrompt
 from jpaged.types import RequestOutput, SamplingParams
 from tests.e2e.rig import open_llm, random_prompts, write_model
@@ -28,7 +28,7 @@ class Counted:
         self._inner = inner
         self.max_model_len = inner.max_model_len
         self.completed: list[tuple[TokenIds, SamplingParams]] = []
-        self.scored: list[Group] = []
+        self.scored: list[ContinuationGroup] = []
 
     def complete(
         self, prompts: Sequence[TokenIds], sampling: Sequence[SamplingParams], use_tqdm: bool | MakeBar
@@ -36,7 +36,7 @@ class Counted:
         self.completed += zip(prompts, sampling, strict=True)
         return self._inner.complete(prompts, sampling, use_tqdm)
 
-    def score(self, groups: Sequence[Group], use_tqdm: bool | MakeBar) -> list[list[Likelihood]]:
+    def score(self, groups: Sequence[ContinuationGroup], use_tqdm: bool | MakeBar) -> list[list[Likelihood]]:
         self.scored += groups
         return self._inner.score(groups, use_tqdm)
 
@@ -56,10 +56,10 @@ def llm(folder: Path) -> Iterator[LLM]:
         yield llm
 
 
-def runner_of(llm: LLM, folder: Path, **options: Any) -> tuple[Runner, Counted]:
+def runner_of(llm: LLM, folder: Path, **options: Any) -> tuple[EvaluationRunner, Counted]:
     backend = Counted(OfflineBackend(llm))
     asked = EvaluationOptions(model="tiny", prefix_token_id=3, **options)
-    return Runner(backend, Texts.load(folder, prefix_token_id=3), asked), backend
+    return EvaluationRunner(backend, Texts.load(folder, prefix_token_id=3), asked), backend
 
 
 def alone(llm: LLM, pair: Pair) -> Likelihood:

@@ -43,8 +43,8 @@ def test_the_demos_tokens_and_texts(demo: Texts) -> None:
     token_ids = demo.encode(text)
     assert demo.decode([*token_ids, 0]) == text
     assert (demo.eos_token_id, demo.prefix_token_id) == (0, 0)
-    assert demo.id_of("<|assistant|>") == demo.encode("<|assistant|>")[0]
-    assert demo.id_of("fox") is None
+    assert demo.get_id("<|assistant|>") == demo.encode("<|assistant|>")[0]
+    assert demo.get_id("fox") is None
     assert "/" not in demo.name
 
 

@@ -16,12 +16,12 @@ import openai
 import pytest
 
 from jpaged.errors import InvalidArgument, QueueFull, StorageError
-from jpaged.http.batching import job as lines_of_batches
-from jpaged.http.batching import routes as files_of_batches
-from jpaged.http.batching import store as stores
-from jpaged.http.batching.job import PRIORITY
-from jpaged.http.batching.routes import _Uploads
-from jpaged.http.batching.store import Batch, Store
+from jpaged.http.batches import job as lines_of_batches
+from jpaged.http.batches import routes as files_of_batches
+from jpaged.http.batches import store as stores
+from jpaged.http.batches.job import PRIORITY
+from jpaged.http.batches.routes import _Uploads
+from jpaged.http.batches.store import Batch, Store
 from tests.server.harness import Harness, eventually, running
 
 ENDED = {"completed", "failed", "expired", "cancelled"}

@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from jpaged.assemble import build
+from jpaged.build import build
 from jpaged.client import Client
 from jpaged.config import EngineConfig
 from jpaged.server.lifecycle import Server

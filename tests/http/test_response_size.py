@@ -9,13 +9,13 @@ import httpx2
 import pytest
 
 from jpaged import json_text
-from jpaged.completions import Evaluated
 from jpaged.errors import InvalidArgument
 from jpaged.http.connections import Connection
-from jpaged.http.exchange import answer_of
+from jpaged.http.exchange import build_answer
 from jpaged.openai.embeddings import embed_job
 from jpaged.openai.lines import Answers
 from jpaged.openai.response import AnswerSize
+from jpaged.output_assembler import Evaluated
 from jpaged.types import SamplingParams, Usage
 from tests.server.harness import MODEL, Harness, running
 
@@ -128,7 +128,7 @@ async def test_values_of_a_large_answer_are_freed_one_at_a_time_after_it(stays: 
             return super().pop(*place)
 
     class Inline:
-        async def work(self, work: Any, size: int) -> Any:
+        async def run_blocking(self, work: Any, size: int) -> Any:
             return work()
 
     def body() -> object:
@@ -136,7 +136,7 @@ async def test_values_of_a_large_answer_are_freed_one_at_a_time_after_it(stays: 
 
     held = Parts(parts)
     parts.clear()
-    answer = await answer_of(Inline(), body, 1, held)  # type: ignore[arg-type]
+    answer = await build_answer(Inline(), body, 1, held)  # type: ignore[arg-type]
     sent: list[int] = []
 
     async def send(message: Any) -> None:

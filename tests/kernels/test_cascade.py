@@ -21,7 +21,7 @@ from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attentio
 from jpaged.kernels.paged_attention.gpu import work
 from jpaged.kernels.paged_attention.gpu.work import choose_tiling
 from jpaged.kernels.paged_attention.spec import AttentionCall, NewKV, Updated
-from tests.device.programs.hlo import pool_sized_operations
+from tests.device.compilation.hlo import pool_sized_operations
 from tests.kernels import attention_oracle as oracle
 from tests.kernels import gpu_interpreter
 from tests.kernels.attention_conformance import (

@@ -262,8 +262,8 @@ FAULTS = (
     ),
 )
 
-_PRODUCT, _CALL = "product/cpu/core.cc", "product/cpu/kernel.cc"
-_DIGITS, _PANELS = "product/cpu/digits.h", "product/cpu/panels.h"
+_PRODUCT, _CALL = "matmul/cpu/core.cc", "matmul/cpu/kernel.cc"
+_DIGITS, _PANELS = "matmul/cpu/digits.h", "matmul/cpu/panels.h"
 
 PRODUCT_FAULTS = (
     Fault(

@@ -18,7 +18,7 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention
 from jpaged.kernels.paged_attention.gpu import attention as gpu
 from jpaged.kernels.paged_attention.gpu import work
-from jpaged.kernels.paged_attention.gpu.kernel import ItemField
+from jpaged.kernels.paged_attention.gpu.kernel import GpuItemField
 from jpaged.kernels.paged_attention.gpu.work import (
     NUM_PROCESSORS,
     SHARED_BYTES,
@@ -351,8 +351,8 @@ def test_two_consumers_read_a_prompts_keys_half_as_often() -> None:
     for num_rows in (1025, 2):
         tiling = dataclasses.replace(choose_tiling(spec, 32, 1025, num_rows, 2048), max_parts=1)
         items, _ = work.plan([ContextPart(rows, spec)], tiling, 1025)
-        used = items[:, ItemField.NUM_TOKENS] > 0
-        chunks.append(int((items[:, ItemField.NUM_CHUNKS] * used).sum()))
+        used = items[:, GpuItemField.NUM_TOKENS] > 0
+        chunks.append(int((items[:, GpuItemField.NUM_CHUNKS] * used).sum()))
     decode = -(-500 // 64)
     # Tiles of 16 tokens and of 32; both end in the chunk with their last token.
     assert [n - decode for n in chunks] == [sum(range(1, 17)) * 4, sum(range(1, 17)) * 2]

@@ -11,7 +11,7 @@ import pytest
 from jpaged.kvevents import directory as directory_module
 from jpaged.kvevents.directory import NOBODY, Directory
 from jpaged.kvevents.encoding import Cleared, RemovedBlocks, StoredBlocks
-from jpaged.pool import Owner
+from jpaged.pool import PrefixOwner
 
 TEXT = list(range(100, 120))
 
@@ -47,10 +47,10 @@ def test_a_prefix_is_held_as_far_as_its_blocks_are():
 
 
 def test_prefixes_of_others_are_not_found():
-    mine = Owner("salt", "team", "sql")
+    mine = PrefixOwner("salt", "team", "sql")
     directory = told(stored([1], None, TEXT[:4], owner=mine))
     assert held(directory, owner=mine) == 4
-    for other in (Owner(), mine._replace(salt=""), mine._replace(tenant="x"), mine._replace(adapter_name="")):
+    for other in (PrefixOwner(), mine._replace(salt=""), mine._replace(tenant="x"), mine._replace(adapter_name="")):
         assert held(directory, owner=other) == 0
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from jpaged.errors import InvalidArgument
 from jpaged.kvevents.directory import Directory
-from jpaged.kvevents.encoding import Cleared, Encoder, Encoding, RemovedBlocks, StoredBlocks, decode, hash_of
-from jpaged.pool import Change, Owner, Removed, Stored
+from jpaged.kvevents.encoding import Cleared, Encoder, Encoding, RemovedBlocks, StoredBlocks, decode, to_hash
+from jpaged.pool import Change, PrefixOwner, Removed, Stored
 
 
 def key(number: int) -> bytes:
@@ -77,9 +77,9 @@ class BatchOfArrays(msgspec.Struct, array_like=True):
 
 
 CHAIN: list[Change] = [
-    Stored("device", key(1), 0, None, (5, 6), Owner("salt", "team", "sql")),
-    Stored("device", key(2), 0, key(1), (7, 8), Owner("salt", "team", "sql")),
-    Stored("device", key(9), 0, key(4), (1, 2), Owner()),
+    Stored("device", key(1), 0, None, (5, 6), PrefixOwner("salt", "team", "sql")),
+    Stored("device", key(2), 0, key(1), (7, 8), PrefixOwner("salt", "team", "sql")),
+    Stored("device", key(9), 0, key(4), (1, 2), PrefixOwner()),
     Stored("host", key(1), 0),
     Stored("host", key(9), 0),
     Removed("device", key(1), 0),
@@ -124,7 +124,7 @@ def test_groups_of_a_window_say_so():
 
 
 def test_first_tokens_that_are_seen_besides_a_window_are_told_to_who_knows_of_them() -> None:
-    changes = [Stored("device", key(1), 0, None, (1, 2), Owner())]
+    changes = [Stored("device", key(1), 0, None, (1, 2), PrefixOwner())]
     message = Encoder(2, windows=(8,), num_sink_tokens=3).encode(changes, 1.0)
     (event,), _ = decode(message)
     assert isinstance(event, StoredBlocks)
@@ -137,7 +137,7 @@ def test_first_tokens_that_are_seen_besides_a_window_are_told_to_who_knows_of_th
 
 
 names = st.sampled_from(["", "a", "tenant", "salt", "sql"])
-owners = st.builds(Owner, names, names, names)
+owners = st.builds(PrefixOwner, names, names, names)
 tiers: Any = st.sampled_from(["device", "host", "disk"])
 
 
@@ -179,11 +179,11 @@ def test_what_is_written_is_read(changes: list[Stored | Removed], encoding: Any)
     told: list[Any] = []
     for change in changes:
         if isinstance(change, Removed):
-            told.append((change.tier, hash_of(change.key)))
+            told.append((change.tier, to_hash(change.key)))
             continue
-        parent = None if change.parent is None else hash_of(change.parent)
+        parent = None if change.parent is None else to_hash(change.parent)
         is_first = change.token_ids and parent is None
-        told.append((change.tier, hash_of(change.key), parent, change.token_ids, change.owner if is_first else None))
+        told.append((change.tier, to_hash(change.key), parent, change.token_ids, change.owner if is_first else None))
     assert found == told
 
 
@@ -198,7 +198,7 @@ def test_what_later_versions_add_is_passed_over():
     }
     message = [0.0, [stored, {"type": "BlockPainted"}, {**stored, "medium": "TAPE"}, ["AllBlocksCleared"]], None, "x"]
     events, rank = decode(msgpack.packb(message))
-    assert events == [StoredBlocks("device", (2**64 - 1, 7), None, (1, 2), 1, Owner(), 0), Cleared()]
+    assert events == [StoredBlocks("device", (2**64 - 1, 7), None, (1, 2), 1, PrefixOwner(), 0), Cleared()]
     assert rank == 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.assemble import build
+from jpaged.build import build
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.kvevents.directory import Directory

@@ -17,9 +17,9 @@ from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
 from jpaged.checkpoints.names import is_ignored
 from jpaged.checkpoints.weights import load_params, open_tensors
 from jpaged.config import EngineConfig
+from jpaged.device.compilation.lowering import sized_step
 from jpaged.device.kv_scales import measure_scales
 from jpaged.device.mesh import build_mesh
-from jpaged.device.programs.lowering import sized_step
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.mixture_kind import Routing
 from jpaged.models.families.deepseek.config import DeepseekConfig

@@ -53,12 +53,12 @@ def test_what_a_head_does_not_say_is_as_the_model_has_it() -> None:
 def test_layers_are_named_by_input_at_the_top_and_by_output_below(
     config: dict[str, Any], layers: tuple[int, ...]
 ) -> None:
-    assert head_from_hf(SIZES.config(**config)).layers_of(32) == layers
+    assert head_from_hf(SIZES.config(**config)).get_layers(32) == layers
 
 
 def test_a_head_of_layers_that_a_model_does_not_have_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="input of layers 2, 1, -1, but the model has 2"):
-        head_from_hf(SIZES.config()).layers_of(2)
+        head_from_hf(SIZES.config()).get_layers(2)
 
 
 @pytest.mark.parametrize(

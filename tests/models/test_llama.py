@@ -17,7 +17,7 @@ from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.models import rope
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.hf_config import from_hf
-from jpaged.models.layer_kinds import LayerKind, stacks_of
+from jpaged.models.layer_kinds import LayerKind, get_stacks
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.rope import cos_sin
@@ -76,7 +76,7 @@ def test_the_carry_passes_every_layer_in_order_with_its_index() -> None:
     for scales in ((1.0,) * 5, (1.0, 2.0, 1.0, 2.0, 1.0), (1.0, 1.0, 2.0, 2.0, 3.0), (1.0, 2.0, 3.0, 1.0, 2.0)):
         params, kinds = 10.0 ** np.arange(5), tuple(LayerKind(AttentionKind(scale)) for scale in scales)
         sums = [0.0, *np.cumsum(params * np.array(scales)).tolist()]
-        stacked = {name: jnp.array(params[np.array(layers)]) for name, layers in stacks_of(kinds).items()}
+        stacked = {name: jnp.array(params[np.array(layers)]) for name, layers in get_stacks(kinds).items()}
         places = tuple((0, index) for index in range(5))
         for mode, layer_params in (("loop", list(params)), ("scan", stacked)):
             begin = layer, layer_params, jnp.zeros(2), jnp.zeros(5), kinds, places

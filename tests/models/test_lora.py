@@ -12,10 +12,10 @@ import pytest
 
 from jpaged.checkpoints.adapters import AdapterReader
 from jpaged.checkpoints.weights import load_params
-from jpaged.device.adapters import AdapterRoom, arguments_of, fill_slot, matrices_of, with_matrices
 from jpaged.device.linear import pack_params
+from jpaged.device.lora import AdapterRoom, fill_slot, get_arguments, get_matrices, with_matrices
 from jpaged.device.mesh import build_mesh, replicated
-from jpaged.kernels import product
+from jpaged.kernels import matmul
 from jpaged.models.hf_config import from_hf
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
@@ -49,7 +49,7 @@ CASES = (
 
 @jax.jit
 def fill(params: Params, index: jax.Array, adapter: list) -> Params:
-    matrices = matrices_of(params)
+    matrices = get_matrices(params)
     return with_matrices(params, dict(zip(matrices, fill_slot(list(matrices.values()), index, adapter), strict=True)))
 
 
@@ -75,7 +75,7 @@ def check(name: str, tmp_path: Path, how: str) -> None:
     params = load_params(model, write_checkpoint(case, tmp_path / "base"), layer_mode)
     base = dense.logits(model, params, jnp.asarray(case.prompt(), jnp.int32), case.prompt_len, layer_mode)
     if how == "packed":
-        params = pack_params(params, model.config, product.loaded().packer(replicated(mesh)))
+        params = pack_params(params, model.config, matmul.loaded().packer(replicated(mesh)))
     params = SLOTS.add_to(params, model, layer_mode, mesh)
     read = AdapterReader(model, layer_mode, 1, SLOTS.max_rank)
     adapters = {
@@ -84,7 +84,7 @@ def check(name: str, tmp_path: Path, how: str) -> None:
     }
     for slot, adapter in adapters.items():
         read_adapter = read(adapter.write(tmp_path / adapter.name))
-        params = fill(params, jnp.int32(slot - 1), arguments_of(read_adapter, params))
+        params = fill(params, jnp.int32(slot - 1), get_arguments(read_adapter, params))
     np.testing.assert_allclose(logits_of(model, params, case.prompt(), 0, layer_mode), base, rtol=0, atol=1e-4)
     for slot, adapter in adapters.items():
         merged = load_params(model, adapter.write_merged(tmp_path / f"{adapter.name}-merged"), layer_mode)

@@ -10,7 +10,7 @@ from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.device.mesh import MESH_AXES
-from jpaged.kernels.product.on_device import parts_of_depth
+from jpaged.kernels.matmul.on_device import parts_of_depth
 from jpaged.models import layers
 from jpaged.models.layers import dot
 

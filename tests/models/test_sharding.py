@@ -12,7 +12,7 @@ import pytest
 from jpaged.checkpoints.tensor_files import TensorFiles
 from jpaged.checkpoints.weights import load_params, random_params
 from jpaged.errors import InvalidArgument
-from jpaged.models.param_specs import Heads
+from jpaged.models.param_specs import GroupedHeads
 from jpaged.models.sharding import logical_axes, pad_for_sharding, repeat_groups
 from tests.device.sharded import model_of, place
 from tests.models.tiny import tiny_case, tiny_cases, write_checkpoint
@@ -40,7 +40,7 @@ def test_every_device_gets_its_part_of_the_published_weights(name, num_parts: in
         wide = np.asarray(published)
         if "qkv" in jax.tree_util.keystr(path):
             repeats = where.model.config.num_kv_heads // model.config.num_kv_heads
-            wide = repeat_groups(wide, Heads.of(model.config), repeats)
+            wide = repeat_groups(wide, GroupedHeads.of(model.config), repeats)
         if wide.shape[0] == model.config.vocab_size:
             wide = np.pad(wide, ((0, where.model.config.vocab_size - len(wide)), (0, 0)))
         np.testing.assert_array_equal(leaf, wide)
@@ -73,7 +73,7 @@ def test_a_device_reads_its_part_and_nothing_else(tmp_path: Path, monkeypatch: p
 
 def test_groups_are_repeated_with_their_share_of_the_queries() -> None:
     """Two heads with four queries each become four with two: q0 q1 | q2 q3 of the first, then of the second."""
-    qkv, heads = np.arange(2 * 6), Heads(2, 4, 1)
+    qkv, heads = np.arange(2 * 6), GroupedHeads(2, 4, 1)
     assert repeat_groups(qkv, heads, 2).tolist() == [0, 1, 4, 5, 2, 3, 4, 5, 6, 7, 10, 11, 8, 9, 10, 11]
     assert repeat_groups(qkv, heads, 1) is qkv
 

@@ -42,9 +42,9 @@ class Planted(JaxExecutor):
 
 
 if __name__ == "__main__":
-    from jpaged import assemble
+    from jpaged import build
 
-    vars(assemble)["JaxExecutor"] = Planted
+    vars(build)["JaxExecutor"] = Planted
     if os.environ["PLANTED"] == "version":
         vars(handshake)["__version__"] = "0.0.0"
     sys.exit(main())

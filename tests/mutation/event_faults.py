@@ -4,63 +4,63 @@ from __future__ import annotations
 
 from tests.mutation.planting import Fault
 
-CHANGES = ("kv/test_changes.py",)
+CHANGES = ("kv_cache/test_changes.py",)
 DIRECTORY, ENCODING, SOCKETS = ("test_directory.py",), ("test_encoding.py",), ("test_sockets.py",)
 ANSWERS = ("test_answers.py",)
 
 CHANGE_FAULTS = (
     Fault(
         "what nobody was told counts as told",
-        "kv/changes.py",
+        "kv_cache/events.py",
         "            self.num_dropped += len(changes)",
-        "            self.num_told += len(changes)",
+        "            self.num_published += len(changes)",
         CHANGES,
     ),
     Fault(
         "changes are told a second time",
-        "kv/changes.py",
+        "kv_cache/events.py",
         "        changes, self._changes = self._changes, []\n",
         "        changes = self._changes\n",
         CHANGES,
     ),
     Fault(
         "a KV group is a part of the key that is told",
-        "kv/changes.py",
+        "kv_cache/events.py",
         "return (key[:-1], key[-1]) if len(key) % 2",
         "return (key, key[-1]) if len(key) % 2",
         CHANGES,
     ),
     Fault(
         "what is left at the end is not told",
-        "kv/changes.py",
-        "            self.tell()\n            self._sink.close()",
+        "kv_cache/events.py",
+        "            self.flush()\n            self._sink.close()",
         "            self._sink.close()",
         CHANGES,
     ),
     Fault(
         "who is told does not hear of the end",
-        "kv/changes.py",
-        "            self.tell()\n            self._sink.close()",
-        "            self.tell()",
+        "kv_cache/events.py",
+        "            self.flush()\n            self._sink.close()",
+        "            self.flush()",
         CHANGES,
     ),
     Fault(
         "changes are noted for nobody",
-        "kv/changes.py",
+        "kv_cache/events.py",
         "        self.is_on = False\n",
         "        self.is_on = True\n",
         CHANGES,
     ),
     Fault(
         "a block that is reissued is not told of",
-        "kv/prefixes.py",
+        "kv_cache/prefix_cache.py",
         '            self._changes.removed("device", key)\n',
         "            pass\n",
         CHANGES,
     ),
     Fault(
         "what host memory forgets at once is not told of",
-        "kv/tiers/host.py",
+        "kv_cache/offload/host.py",
         "        for key in self.blocks if self._changes.is_on else ():\n"
         '            self._changes.removed("host", key)\n',
         "",
@@ -142,8 +142,8 @@ EVENT_FAULTS = (
     Fault(
         "prefixes of all owners are one",
         "directory.py",
-        "        parent = root_of(event.owner) if event.parent is None",
-        "        parent = root_of(NOBODY) if event.parent is None",
+        "        parent = get_root(event.owner) if event.parent is None",
+        "        parent = get_root(NOBODY) if event.parent is None",
         DIRECTORY,
     ),
     Fault(

@@ -80,10 +80,10 @@ BEDS = {
         faults=TRITON_FAULTS,
     ),
     "product": Bed(
-        sources="jpaged/kernels/product/triton",
+        sources="jpaged/kernels/matmul/triton",
         tests="tests/kernels",
         left_out=(),
-        words=lambda fault: ["tests/kernels/product/test_product_triton.py", "-k", " or ".join(fault.tests)],
+        words=lambda fault: ["tests/kernels/matmul/test_product_triton.py", "-k", " or ".join(fault.tests)],
         faults=PRODUCT_FAULTS,
     ),
 }

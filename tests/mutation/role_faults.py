@@ -18,7 +18,7 @@ ROLE_FAULTS = (
     ),
     Fault(
         "what disk has is believed to be right",
-        "engine/kv/tiers/leaving.py",
+        "engine/kv_cache/offload/transfer.py",
         "while num_read < len(reads) and reads[num_read].result():",
         "while num_read < len(reads) and (reads[num_read].result() or True):",
         DISK,
@@ -96,8 +96,8 @@ ROLE_FAULTS = (
     Fault(
         "tenants share what is loaded",
         "service/kv_transfer.py",
-        "root_key(prefix.cache_salt, tenant, digest)",
-        'root_key(prefix.cache_salt, "", digest)',
+        "root_block_hash(prefix.cache_salt, tenant, digest)",
+        'root_block_hash(prefix.cache_salt, "", digest)',
         PREFIXES,
     ),
     Fault(
@@ -124,8 +124,8 @@ ROLE_FAULTS = (
     Fault(
         "what arrives stays held when its bringer goes away at the end",
         "service/kv_transfer.py",
-        "await _told(model, await asyncio.shield(asyncio.wrap_future(closed)))",
-        "await _told(model, await asyncio.wrap_future(closed))",
+        "await _wait_for_engine(model, await asyncio.shield(asyncio.wrap_future(closed)))",
+        "await _wait_for_engine(model, await asyncio.wrap_future(closed))",
         GOINGS,
     ),
     Fault(
@@ -166,8 +166,8 @@ ROLE_FAULTS = (
     Fault(
         "what is known elsewhere is sent again",
         "service/roles.py",
-        "Departure(travels, chain, asked.num_known, put)",
-        "Departure(travels, chain, 0, put)",
+        "PrefillKVExport(travels, chain, asked.num_known, put)",
+        "PrefillKVExport(travels, chain, 0, put)",
         ROLES,
     ),
     Fault(
@@ -180,8 +180,8 @@ ROLE_FAULTS = (
     Fault(
         "blocks of one tenant come to another",
         "service/roles.py",
-        "root_key(request.sampling.cache_salt, request.cache_tenant,",
-        'root_key(request.sampling.cache_salt, "",',
+        "root_block_hash(request.sampling.cache_salt, request.cache_tenant,",
+        'root_block_hash(request.sampling.cache_salt, "",',
         ROLES,
     ),
     Fault(
@@ -201,7 +201,7 @@ ROLE_FAULTS = (
     Fault(
         "nothing is handed over before its time",
         "service/service.py",
-        "(self._role is not None and self._role.hurry(model, generation))",
+        "(\n                self._role is not None and self._role.submit_now(model, generation)\n            )",
         "False",
         ENDS,
     ),
@@ -250,7 +250,7 @@ ROLE_FAULTS = (
     Fault(
         "what is told of a prompt is not asked for",
         "service/roles.py",
-        "if request.told_from is not None or request.pooling is not None:",
+        "if request.prompt_logprobs_start is not None or request.pooling is not None:",
         "if False:",
         ROLES,
     ),

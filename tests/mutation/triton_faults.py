@@ -171,7 +171,7 @@ TRITON_FAULTS = (
     Fault(
         "prefixes are cut into tiles like rows that decode",
         _KERNEL,
-        "if its == kind]",
+        "if its == kind\n            ]",
         "if its == kinds[0]]",
         _CASCADE,
     ),

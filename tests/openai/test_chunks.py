@@ -5,7 +5,7 @@ from typing import Any
 
 from jpaged.chat import ToolCallPiece
 from jpaged.openai.request import Job, chat_job, completion_job
-from jpaged.openai.response import DONE, Chunks, Heading, ShownToken
+from jpaged.openai.response import DONE, ChunkBuilder, ResponseMetadata, ShownToken
 from jpaged.types import (
     FinishReason,
     OutputEvent,
@@ -15,15 +15,15 @@ from jpaged.types import (
     Usage,
 )
 
-HEADING = Heading("r", "m", 7)
+HEADING = ResponseMetadata("r", "m", 7)
 
 
 def shown(token_id: int) -> ShownToken:
     return ShownToken(chr(token_id).encode(), chr(token_id))
 
 
-def chunks_of(job: Job) -> Chunks:
-    return Chunks(HEADING, job, shown)
+def chunks_of(job: Job) -> ChunkBuilder:
+    return ChunkBuilder(HEADING, job, shown)
 
 
 def read(sent: bytes) -> list[Any]:

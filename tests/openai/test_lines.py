@@ -23,10 +23,10 @@ from jpaged.openai.lines import (
     Line,
     error_body,
     failure_line,
-    job_of,
+    get_status_code,
     parse_file,
+    parse_job,
     parse_lines,
-    status_code_of,
     success_line,
 )
 from jpaged.openai.request import Job
@@ -191,35 +191,39 @@ def test_a_completion_is_read_whole():
         ignore_eos=True,
         skip_special_tokens=False,
     )
-    assert job_of(completion(**body)) == Job(sampling, (Prompt(text="x"),), model="m")
-    assert job_of(completion(prompt=[1, 2])).prompts == (Prompt(token_ids=(1, 2), fills_length=True),)
+    assert parse_job(completion(**body)) == Job(sampling, (Prompt(text="x"),), model="m")
+    assert parse_job(completion(prompt=[1, 2])).prompts == (Prompt(token_ids=(1, 2), fills_length=True),)
 
 
 def test_what_changes_logits_is_read():
     body = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {"5": -100, "7": 1.5}}
     wanted = SamplingParams(presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={5: -100, 7: 1.5})
-    assert job_of(completion(max_tokens=16, **body)).sampling == job_of(chat(max_tokens=16, **body)).sampling == wanted
+    assert (
+        parse_job(completion(max_tokens=16, **body)).sampling
+        == parse_job(chat(max_tokens=16, **body)).sampling
+        == wanted
+    )
 
 
 def test_sequences_beams_and_sharing_are_read():
-    drawn = job_of(
+    drawn = parse_job(
         completion(max_tokens=16, n=2, best_of=4, priority=-3, cache_salt="s", use_prefix_cache=False)
     ).sampling
     assert drawn == SamplingParams(n=2, best_of=4, priority=-3, cache_salt="s", use_prefix_cache=False)
-    searched = job_of(chat(n=2, beam_width=3, length_penalty=0.5, early_stopping="never", max_tokens=4)).sampling
+    searched = parse_job(chat(n=2, beam_width=3, length_penalty=0.5, early_stopping="never", max_tokens=4)).sampling
     assert searched == SamplingParams(n=2, beam_width=3, length_penalty=0.5, early_stopping="never", max_tokens=4)
 
 
 def test_a_chat_is_read_whole():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
-    job = job_of(chat(messages=messages, max_completion_tokens=9, logprobs=True, top_logprobs=2))
+    job = parse_job(chat(messages=messages, max_completion_tokens=9, logprobs=True, top_logprobs=2))
     (prompt,) = job.prompts
     assert prompt.messages == ({"role": "system", "content": "s"}, {"role": "user", "content": "ab"})
     assert (job.sampling.max_tokens, job.sampling.logprobs, prompt.fills_length) == (9, 2, False)
-    assert job_of(chat()).prompts[0].fills_length
-    assert job_of(chat(logprobs=True)).sampling.logprobs == 0
-    assert job_of(chat(logprobs=False)).sampling.logprobs is None
+    assert parse_job(chat()).prompts[0].fills_length
+    assert parse_job(chat(logprobs=True)).sampling.logprobs == 0
+    assert parse_job(chat(logprobs=False)).sampling.logprobs is None
 
 
 def test_tools_and_reasoning_of_a_chat_are_read():
@@ -228,7 +232,7 @@ def test_tools_and_reasoning_of_a_chat_are_read():
         {"role": "assistant", "content": None, "refusal": None, "reasoning_content": "hm", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "12"}]},
     ]
-    (prompt,) = job_of(
+    (prompt,) = parse_job(
         chat(
             messages=messages,
             tools=[TOOL],
@@ -251,7 +255,7 @@ def test_tools_and_reasoning_of_a_chat_are_read():
         parallel_tool_calls=False,
         reasoning=ReasoningOptions(effort="low", enabled=True, include=False),
     )
-    assert job_of(chat(tools=[])).prompts[0].chat_options == ChatOptions()
+    assert parse_job(chat(tools=[])).prompts[0].chat_options == ChatOptions()
 
 
 def test_a_chat_line_has_calls_and_reasoning_beside_the_content():
@@ -287,8 +291,8 @@ def test_a_chat_line_has_calls_and_reasoning_beside_the_content():
     ],
 )
 def test_fields_that_ask_for_nothing_pass(body):
-    assert job_of(completion(**body)) == job_of(completion())
-    assert job_of(chat(**body)) == job_of(chat())
+    assert parse_job(completion(**body)) == parse_job(completion())
+    assert parse_job(chat(**body)) == parse_job(chat())
 
 
 @pytest.mark.parametrize(
@@ -364,7 +368,7 @@ def test_fields_that_ask_for_nothing_pass(body):
 )
 def test_what_cannot_be_honoured_is_named(line, field):
     with pytest.raises(InvalidArgument) as raised:
-        job_of(line)
+        parse_job(line)
     assert raised.value.field == field
 
 
@@ -386,7 +390,7 @@ def test_what_cannot_be_honoured_is_named(line, field):
     ],
 )
 def test_a_response_format_takes_options_of_structured_outputs(body, wanted):
-    assert job_of(chat(**body)).sampling.structured_outputs == wanted
+    assert parse_job(chat(**body)).sampling.structured_outputs == wanted
 
 
 UNSET = {field.name: field.default for field in dataclasses.fields(StructuredOutputs)}
@@ -397,11 +401,11 @@ UNSET = {field.name: field.default for field in dataclasses.fields(StructuredOut
 @pytest.mark.parametrize("given", [{}, {"json": None, "json_object": False}, UNSET])
 def test_structured_outputs_without_a_value_are_left_out(line, given):
     for more in ({}, {"response_format": {"type": "text"}}):
-        assert job_of(line(structured_outputs=given, **more)).sampling == job_of(line()).sampling
-    held = job_of(line(structured_outputs=given, response_format={"type": "json_object"})).sampling
+        assert parse_job(line(structured_outputs=given, **more)).sampling == parse_job(line()).sampling
+    held = parse_job(line(structured_outputs=given, response_format={"type": "json_object"})).sampling
     assert held.structured_outputs == StructuredOutputs(json_object=True)
     with pytest.raises(InvalidArgument, match=r"structured_outputs.guided: is unknown"):
-        job_of(line(structured_outputs={"guided": None}))
+        parse_job(line(structured_outputs={"guided": None}))
 
 
 OUTPUT = RequestOutput(
@@ -502,4 +506,4 @@ def test_a_failed_line_carries_code_and_message():
 )
 def test_an_error_has_openais_status_and_code(error, status, code, param):
     told = error_body(error)["error"]
-    assert (status_code_of(error), told["code"], told["param"]) == (status, code, param)
+    assert (get_status_code(error), told["code"], told["param"]) == (status, code, param)

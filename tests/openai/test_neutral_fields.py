@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 
 from jpaged.errors import InvalidArgument
-from jpaged.openai.embeddings import detokenize_job_of, embed_job, score_job, tokenize_job_of
-from jpaged.openai.lines import BadLine, job_of, line_of
+from jpaged.openai.embeddings import embed_job, parse_detokenize_job, parse_tokenize_job, score_job
+from jpaged.openai.lines import BadLine, parse_job, parse_request_line
 from jpaged.openai.request import EVERYWHERE, OF_PATH, Job, Neutral, chat_job, completion_job, neutral_fields
-from jpaged.openai.responses import Asking, asking_of
+from jpaged.openai.responses import ResponsesRequest, parse_responses_request
 from jpaged.types import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 READERS: dict[str, tuple[Callable[[Mapping[str, Any]], Any], dict[str, Any]]] = {
     "/v1/completions": (completion_job, {"prompt": "x"}),
     "/v1/chat/completions": (chat_job, {"messages": MESSAGES}),
-    "/v1/responses": (asking_of, {"input": "x"}),
+    "/v1/responses": (parse_responses_request, {"input": "x"}),
     "/v1/embeddings": (embed_job, {"input": "x"}),
     "/v1/score": (score_job, {"text_1": "x", "text_2": "y"}),
-    "/tokenize": (tokenize_job_of, {"prompt": "x"}),
-    "/detokenize": (detokenize_job_of, {"tokens": [1]}),
+    "/tokenize": (parse_tokenize_job, {"prompt": "x"}),
+    "/detokenize": (parse_detokenize_job, {"tokens": [1]}),
 }
 SAMPLES: dict[type, tuple[Any, ...]] = {
     bool: (True, False),
@@ -128,7 +128,7 @@ def values_of(row: Neutral) -> list[Any]:
 
 def plain(value: Any) -> Any:
     """Return what was read, with one form of values that are the same and without notes of the caller."""
-    if isinstance(value, Asking):
+    if isinstance(value, ResponsesRequest):
         return plain(value.job)
     if not isinstance(value, Job):
         return value
@@ -182,9 +182,9 @@ def test_all_defaults_of_another_server_pass_at_once(path: str, defaults: dict[s
 @pytest.mark.parametrize("defaults", [VLLM_CHAT, SGLANG_CHAT, OPENAI_CHAT])
 def test_a_line_of_a_batch_takes_them_too(defaults: dict[str, Any]) -> None:
     value: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
-    line = line_of(1, value | {"body": {"messages": MESSAGES, "user": "me", **defaults}})
+    line = parse_request_line(1, value | {"body": {"messages": MESSAGES, "user": "me", **defaults}})
     assert not isinstance(line, BadLine)
-    assert plain(job_of(line)) == plain(chat_job({"messages": MESSAGES}))
+    assert plain(parse_job(line)) == plain(chat_job({"messages": MESSAGES}))
 
 
 def test_true_is_not_1_and_false_is_not_0() -> None:

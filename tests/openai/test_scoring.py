@@ -14,10 +14,10 @@ import pytest
 from jpaged.client.aio import AsyncClient
 from jpaged.client.batch import BatchOptions, run_batch
 from jpaged.client.results import failure_in
-from jpaged.completions import Evaluated
 from jpaged.errors import InternalError, InvalidArgument, NotFound
 from jpaged.openai.embeddings import EmbedJob, How, ScoreJob, SimilarityJob, embed_job
-from jpaged.openai.lines import MAX_PARTS_OF_CALL, Answers, Line, scoring_job_of, seed_of
+from jpaged.openai.lines import MAX_PARTS_OF_CALL, Answers, Line, compute_seed, parse_scoring_job
+from jpaged.output_assembler import Evaluated
 from jpaged.server.servicer import InferenceServicer
 from jpaged.types import Pooling, RequestOutput, SamplingParams, Score, TokenLogprob, Usage
 from tests.client.test_batch import ignore, results, write_input
@@ -115,7 +115,7 @@ async def answered(url: str, body: dict[str, Any], server: Any = None) -> dict[s
     ],
 )
 def test_bodies_are_read(url, body, job):
-    assert scoring_job_of(Line(1, "a", url, body)) == job
+    assert parse_scoring_job(Line(1, "a", url, body)) == job
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_bodies_are_read(url, body, job):
 )
 def test_what_cannot_be_honoured_is_named(url, body, message):
     with pytest.raises(InvalidArgument) as raised:
-        scoring_job_of(Line(1, "a", url, body))
+        parse_scoring_job(Line(1, "a", url, body))
     assert str(raised.value).startswith(message)
 
 
@@ -316,6 +316,6 @@ async def test_a_line_names_an_adapter_as_its_model(url):
 
 
 def test_a_seed_is_a_function_of_the_custom_id_alone():
-    assert seed_of("a") == seed_of("a") != seed_of("b")
-    assert 0 <= seed_of("\udc00") < 2**64
-    assert replace(SamplingParams(), seed=seed_of("x" * 1000)).seed == seed_of("x" * 1000)
+    assert compute_seed("a") == compute_seed("a") != compute_seed("b")
+    assert 0 <= compute_seed("\udc00") < 2**64
+    assert replace(SamplingParams(), seed=compute_seed("x" * 1000)).seed == compute_seed("x" * 1000)

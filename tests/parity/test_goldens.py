@@ -14,10 +14,10 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jpaged.checkpoints.weights import load_params
+from jpaged.device.compilation import compile as compile_module
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.linear import pack_params
-from jpaged.device.programs import compile as compile_module
-from jpaged.kernels import product
+from jpaged.kernels import matmul
 from jpaged.llm import LLM
 from jpaged.models.hf_config import from_hf
 from jpaged.models.layers import Params
@@ -55,7 +55,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(case: TinyCase, tm
     params = load_params(model, write_checkpoint(case, tmp_path), "loop")
     assert case.prompt() == golden["prompt"]
     check_logits(model, params, golden)
-    packer = product.loaded().packer(SingleDeviceSharding(jax.devices()[0]))
+    packer = matmul.loaded().packer(SingleDeviceSharding(jax.devices()[0]))
     check_logits(model, pack_params(params, model.config, packer), golden)
 
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.checkpoints.quantised.quantizer import ASKED, quantised_here
+from jpaged.checkpoints.quantized.quantizer import ASKED, quantized_here
 from jpaged.checkpoints.weights import load_params
-from jpaged.kernels.product.quantised import QuantisedMatrix, dequantise
+from jpaged.kernels.matmul.quantized import QuantizedMatrix, dequantize
 from jpaged.models.hf_config import from_hf
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
@@ -31,8 +31,8 @@ TOKEN_IDS = np.arange(3, 43, dtype=np.int32) * 5 % 131
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
-def is_quantised(leaf: object) -> bool:
-    return isinstance(leaf, QuantisedMatrix)
+def is_quantized(leaf: object) -> bool:
+    return isinstance(leaf, QuantizedMatrix)
 
 
 def logits_of(model: Model, params: Params) -> np.ndarray:
@@ -63,14 +63,14 @@ def test_bfloat16_is_as_close_as_its_digits_allow(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("name", "asked"), QUANTISED)
-def test_quantised_matrices_multiply_as_what_they_stand_for(name: str, asked: str, tmp_path: Path) -> None:
+def test_quantized_matrices_multiply_as_what_they_stand_for(name: str, asked: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tiny_case(name), tmp_path)
     plain = from_hf(tiny_case(name).config)
-    model, exact = Model(quantised_here(plain, asked), np.dtype(np.float32)), Model(plain, np.dtype(np.float32))
+    model, exact = Model(quantized_here(plain, asked), np.dtype(np.float32)), Model(plain, np.dtype(np.float32))
     params = load_params(model, folder, "loop")
-    leaves = jax.tree.leaves(params, is_leaf=is_quantised)
-    assert sum(map(is_quantised, leaves)) >= 4 * plain.num_layers
-    meant = jax.tree.map(lambda leaf: dequantise(leaf) if is_quantised(leaf) else leaf, params, is_leaf=is_quantised)
+    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
+    assert sum(map(is_quantized, leaves)) >= 4 * plain.num_layers
+    meant = jax.tree.map(lambda leaf: dequantize(leaf) if is_quantized(leaf) else leaf, params, is_leaf=is_quantized)
     want = logits_of(exact, meant)
     rounding = np.abs(logits_of(exact, load_params(exact, folder, "loop")) - want).max()
     assert rounding > 1e-3 * np.abs(want).max(), "weights are rounded, and by more than a product is"

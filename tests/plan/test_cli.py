@@ -13,7 +13,7 @@ import pytest
 from jpaged.cli.main import main
 from jpaged.device.aot.deployment import compile_deployment
 from jpaged.device.mesh import build_mesh
-from jpaged.device.step_sizes import Attention
+from jpaged.device.step_sizes import DeviceAttention
 from jpaged.plan import compilation
 from jpaged.plan.compilation import CompiledPlan, Question, answer
 from jpaged.plan.known_models import KNOWN_MODELS
@@ -168,7 +168,7 @@ def test_a_kernel_that_is_passed_over_is_said_first_with_what_would_bring_it_bac
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = "attention xla, not pallas-tpu: it is Tuesday; --block-size 128 would enable it"
-    monkeypatch.setattr(Attention, "passed_over", lambda self: [said])
+    monkeypatch.setattr(DeviceAttention, "passed_over", lambda self: [said])
     assert main([*DEMO, "--topology", "v6e:1x1"]) == 0
     assert main([*DEMO, "--topology", "v5e:1x1"]) == 1
     for plan in capsys.readouterr().out.strip().split("\n\n"):

@@ -9,12 +9,12 @@ from jpaged.config import EngineConfig
 from jpaged.engine.executor import BlockMoves, Move
 from jpaged.errors import InvalidArgument
 from jpaged.hardware import HARDWARE, Hardware
-from jpaged.plan.cost import Assumptions, Shape, StepLoad
+from jpaged.plan.cost import Assumptions, ModelShape, StepLoad
 from jpaged.plan.known_models import KNOWN_MODELS
-from jpaged.plan.simulator.deployment import MODELS, Deployment, SimulatedModel, deploy
+from jpaged.plan.simulator.deployment import MODELS, SimulatedDeployment, SimulatedModel, deploy
 from jpaged.plan.simulator.simulation import SimulatedExecutor, simulate
 from jpaged.plan.simulator.trace import TraceRequest
-from jpaged.plan.step_times import PlannedModel, StepTimes, find_target
+from jpaged.plan.step_times import PlannedModel, PlannedStepTimes, find_target
 from jpaged.testing.fake_steps import VirtualClock
 
 CONFIG = replace(
@@ -25,7 +25,7 @@ DEVICE = Hardware("toy", 8e9, 8_000_000_000, 1e12, 1e14, 1e10, 1e10)
 EXACT = Assumptions(1.0, 1.0, 1.0, 0.001, 1e-5, 1e-6, 0.0, 1.0)
 
 
-def toy(num_devices: int = 1, assumptions: Assumptions = EXACT) -> Deployment:
+def toy(num_devices: int = 1, assumptions: Assumptions = EXACT) -> SimulatedDeployment:
     return deploy(MODEL, DEVICE, num_devices=num_devices, num_kv_slots=1600, assumptions=assumptions)
 
 
@@ -69,7 +69,7 @@ def test_the_same_bytes_in_smaller_blocks_swap_slower():
     assert one.swap_s(16) > 5 * sixteen.swap_s(1)
 
 
-def deploy_paper(block_size: int = 16) -> Deployment:
+def deploy_paper(block_size: int = 16) -> SimulatedDeployment:
     return deploy(MODELS["opt-13b"], HARDWARE["a100-40gb"], block_size=block_size)
 
 
@@ -124,7 +124,7 @@ def test_steps_of_tpus_are_a_plans() -> None:
 
 
 def test_experts_that_no_token_chooses_are_neither_read_nor_multiplied_with() -> None:
-    shape = Shape(100.0, 1, 1, weight_bytes=200.0, kv_bytes_per_token=0.0, expert_params=80.0, expert_share=0.25)
+    shape = ModelShape(100.0, 1, 1, weight_bytes=200.0, kv_bytes_per_token=0.0, expert_params=80.0, expert_share=0.25)
     assert shape.token_params == 20 + 80 / 4
     assert shape.read_bytes(1) == pytest.approx(2 * (20 + 80 / 4))
     assert shape.read_bytes(2) == pytest.approx(2 * (20 + 80 * (1 - 0.75**2)))
@@ -144,7 +144,7 @@ def test_adapters_are_read_with_the_weights_and_multiplied_with_every_token() ->
     """8 slots of rank 16 of Llama 3 8B: 671 MB, 4 % of the weights and of the products of a layer."""
     config, adapter_bytes = KNOWN_MODELS["llama-3-8b"].config, 671_088_640
 
-    def times(weight_bytes: int, adapter_bytes: int) -> StepTimes:
+    def times(weight_bytes: int, adapter_bytes: int) -> PlannedStepTimes:
         target = find_target("v6e:1x1")
         return PlannedModel(
             config, "bfloat16", 2, target, 1, weight_bytes, 1 << 17, 64, 2, adapter_bytes=adapter_bytes
@@ -165,11 +165,11 @@ def test_a_simulated_step_knows_its_rows_that_decode(monkeypatch: pytest.MonkeyP
     options = EngineConfig.load({"max_num_seqs": 8, "max_num_batched_tokens": 64})
     loads: list[StepLoad] = []
 
-    def step_s(deployment: Deployment, load: StepLoad) -> float:
+    def step_s(deployment: SimulatedDeployment, load: StepLoad) -> float:
         loads.append(load)
         return 1.0
 
-    monkeypatch.setattr(Deployment, "step_s", step_s)
+    monkeypatch.setattr(SimulatedDeployment, "step_s", step_s)
     simulate([TraceRequest(0.0, 40, 3), TraceRequest(1.5, 50, 2)], deployment, options)
     steps = [(load.num_rows, load.num_tokens, load.num_decoding, load.num_decoding_kv_tokens) for load in loads]
     assert steps[-4:] == [(1, 40, 0, 0), (1, 1, 1, 41), (2, 51, 1, 42), (1, 1, 1, 51)]

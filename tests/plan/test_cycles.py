@@ -10,7 +10,7 @@ import pytest
 
 from jpaged.errors import InternalError
 from jpaged.hardware import HARDWARE
-from jpaged.plan.cost import Shape, StepLoad
+from jpaged.plan.cost import ModelShape, StepLoad
 from jpaged.plan.cycles import (
     SAMPLED,
     SAMPLED_IN_PARTS,
@@ -122,7 +122,7 @@ def test_the_nearest_case_is_of_the_generation_and_the_type_before_the_heads() -
     counted = dataclasses.replace(COUNTED, decode=(DECODE, one, int8, narrow, v5e))
 
     def nearest(generation: str, **changes: Any) -> DecodeCycles | None:
-        return counted.decode_of(generation, dataclasses.replace(HEADS, **changes))
+        return counted.get_decode(generation, dataclasses.replace(HEADS, **changes))
 
     assert nearest("v6e") == nearest("v6e", num_kv_heads=4, block_size=16) == DECODE
     assert nearest("v6e", num_kv_heads=2, group=8) == one
@@ -193,7 +193,7 @@ def test_devices_without_cycles_have_the_roofline_and_say_so() -> None:
     load = StepLoad.decoding(64, 1000)
     assert found.parts(load).products_s == found.roofline.step_s(load) == found.step_s(load)
     shape = found.roofline.shape
-    assert isinstance(shape, Shape)
+    assert isinstance(shape, ModelShape)
     assert shape.head_params == 128256 * 4096
 
 
@@ -208,8 +208,8 @@ def test_the_cycles_of_the_package_are_read_and_name_what_a_plan_asks_for() -> N
     counted = counted_cycles()
     assert {SAMPLED, SAMPLED_IN_PARTS} <= {case.what for case in counted.sampling if case.generation == "v6e"}
     for heads in (HEADS, dataclasses.replace(HEADS, num_kv_heads=1)):
-        assert counted.decode_of("v6e", heads) is not None
-        assert counted.chunks_of("v6e", heads) is not None
+        assert counted.get_decode("v6e", heads) is not None
+        assert counted.get_chunks("v6e", heads) is not None
     generations = {case.generation for case in counted.decode} | {case.generation for case in counted.chunks}
     generations |= {case.generation for case in counted.sampling}
     assert generations <= {name.removeprefix("tpu-") for name in HARDWARE}

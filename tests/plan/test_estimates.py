@@ -9,24 +9,24 @@ import pytest
 from jpaged.device.aot.topology import GPUS
 from jpaged.errors import InvalidArgument
 from jpaged.hardware import Hardware
-from jpaged.plan.cost import Roofline, Shape, StepLoad
+from jpaged.plan.cost import ModelShape, Roofline, StepLoad
 from jpaged.plan.estimate import (
-    Lengths,
-    Pool,
-    Service,
+    ConcurrencyLimits,
+    PlannedService,
+    SequenceLengths,
     estimate,
+    get_price,
     mean_lengths,
-    price_of,
     serve,
     usd_per_million,
 )
-from jpaged.plan.step_times import HOP_S, HOST_ROW_S, HOST_S, StepTimes, Target, find_target
+from jpaged.plan.step_times import HOP_S, HOST_ROW_S, HOST_S, PlannedStepTimes, PlanTarget, find_target
 
 GB, TERA = 1e9, 1e12
 # Seven tenths of the bandwidth are 700 GB/s, half of the peak 100 TFLOP/s, half of the links 50 GB/s.
 CHIP = Hardware("x", 16 * GB, 16 << 30, 1000 * GB, 200 * TERA, 32 * GB, 100 * GB)
-TARGET = Target("x:2", "x", "tpu", 2, 2, CHIP, (2,))
-SHAPE = Shape(
+TARGET = PlanTarget("x:2", "x", "tpu", 2, 2, CHIP, (2,))
+SHAPE = ModelShape(
     num_params=10**9,
     num_layers=10,
     query_width=1000,
@@ -35,11 +35,11 @@ SHAPE = Shape(
 )
 
 
-def times(num_devices: int = 1, number_bytes: int = 2, shape: Shape = SHAPE) -> StepTimes:
-    return StepTimes(Roofline(shape, CHIP, num_devices), TARGET, 1000, number_bytes)
+def times(num_devices: int = 1, number_bytes: int = 2, shape: ModelShape = SHAPE) -> PlannedStepTimes:
+    return PlannedStepTimes(Roofline(shape, CHIP, num_devices), TARGET, 1000, number_bytes)
 
 
-POOL = Pool(num_blocks=100, block_size=16, max_num_seqs=8, max_num_batched_tokens=512)
+POOL = ConcurrencyLimits(num_blocks=100, block_size=16, max_num_seqs=8, max_num_batched_tokens=512)
 
 
 def test_decoding_takes_the_time_to_read_weights_and_contexts() -> None:
@@ -88,7 +88,7 @@ def test_a_step_is_no_shorter_than_the_hosts_part() -> None:
 
 
 def test_sequences_take_whole_blocks_and_no_more_than_the_rows_run() -> None:
-    found = estimate(Lengths(100, 29), POOL, times())  # 129 tokens: 9 blocks
+    found = estimate(SequenceLengths(100, 29), POOL, times())  # 129 tokens: 9 blocks
     assert (found.num_fitting, found.num_running) == (11, 8)
     steps = 8 * 100 / 512 * found.prefill.seconds + 29 * found.decode.seconds
     assert found.tokens_per_s == pytest.approx(8 * 29 / steps)
@@ -96,22 +96,22 @@ def test_sequences_take_whole_blocks_and_no_more_than_the_rows_run() -> None:
 
 
 def test_a_sequence_that_does_not_fit_gives_no_tokens() -> None:
-    found = estimate(Lengths(1600, 1), POOL, times())
+    found = estimate(SequenceLengths(1600, 1), POOL, times())
     assert (found.num_fitting, found.num_running, found.tokens_per_s) == (0, 0, 0.0)
 
 
 def test_a_mix_is_its_mean() -> None:
-    assert mean_lengths([Lengths(100, 10), Lengths(301, 21)]) == Lengths(201, 16)
+    assert mean_lengths([SequenceLengths(100, 10), SequenceLengths(301, 21)]) == SequenceLengths(201, 16)
 
 
 def test_the_nearest_price_counts() -> None:
     prices = {"": 1.0, "v6e": 2.0, "v6e:2x4": 3.0}
-    assert [price_of(prices, *where) for where in (("v6e:2x4", "v6e"), ("v6e:1x1", "v6e"), ("h200", "h200"))] == [
+    assert [get_price(prices, *where) for where in (("v6e:2x4", "v6e"), ("v6e:1x1", "v6e"), ("h200", "h200"))] == [
         3,
         2,
         1,
     ]
-    assert price_of({"v6e": 2.0}, "h200", "h200") is None
+    assert get_price({"v6e": 2.0}, "h200", "h200") is None
 
 
 def test_a_million_tokens_cost_the_chips_for_as_long_as_they_take() -> None:
@@ -121,7 +121,7 @@ def test_a_million_tokens_cost_the_chips_for_as_long_as_they_take() -> None:
 
 @pytest.mark.parametrize(("load", "slices"), [(1.0, 1), (800.0, 1), (801.0, 2), (8000.0, 10)])
 def test_a_load_takes_whole_slices_at_eight_tenths(load: float, slices: int) -> None:
-    assert serve(load, 1000.0, 4, 2.0) == Service(slices, 4 * slices, 8.0 * slices)
+    assert serve(load, 1000.0, 4, 2.0) == PlannedService(slices, 4 * slices, 8.0 * slices)
 
 
 def test_what_serves_nothing_carries_no_load() -> None:
@@ -151,7 +151,7 @@ def test_an_unknown_target_is_refused_with_those_that_are_known(name: str) -> No
 
 
 def test_windows_let_more_sequences_fit() -> None:
-    everything = Pool(num_blocks=1000, block_size=16, max_num_seqs=64, max_num_batched_tokens=512)
+    everything = ConcurrencyLimits(num_blocks=1000, block_size=16, max_num_seqs=64, max_num_batched_tokens=512)
     lossy = dataclasses.replace(everything, windows=(256,), num_sink_tokens=20)
     assert lossy.num_fitting(10_000) == 1000 // (2 + 16)  # of first tokens, and of the window
     assert everything.num_fitting(3200) == 1000 // 200

@@ -27,9 +27,9 @@ from benchmarks.paper.runner import Runner
 from benchmarks.paper.spread import Spread, ratio
 from benchmarks.paper.table import RESULTS, Table
 from jpaged.errors import InternalError
-from jpaged.load import EngineLoad
-from jpaged.plan.simulator.simulation import Seen, Served, Simulation, Step
+from jpaged.plan.simulator.simulation import ExecutorObservation, SimulatedStep, SimulatedTimes, Simulation
 from jpaged.plan.simulator.trace import TraceRequest
+from jpaged.server_load import EngineLoad
 
 SMALL = Point("max", "alpaca", num_batches=1.0)
 
@@ -59,9 +59,9 @@ def test_a_run_that_was_cut_short_goes_on_where_it_was(tmp_path, monkeypatch):
     assert measured == [SMALL, replace(SMALL, seed=1)]
 
 
-@pytest.mark.parametrize("changed", ["types.py", "testing/virtual_clock.py", "engine/scheduling/scheduler.py"])
+@pytest.mark.parametrize("changed", ["types.py", "testing/virtual_clock.py", "engine/scheduler/scheduler.py"])
 def test_what_was_kept_is_of_one_state_of_the_package(changed, tmp_path, monkeypatch):
-    for name in ("__init__.py", "types.py", "testing/virtual_clock.py", "engine/scheduling/scheduler.py"):
+    for name in ("__init__.py", "types.py", "testing/virtual_clock.py", "engine/scheduler/scheduler.py"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x = 1\n")
@@ -116,14 +116,17 @@ def test_a_trace_has_the_batches_that_were_asked_for():
 
 
 def test_latency_leaves_out_the_first_fifth_and_the_last_tenth():
-    served = [Served(TraceRequest(0.0, 1, 10), 1.0, 10.0 * i) for i in range(10)]
+    served = [SimulatedTimes(TraceRequest(0.0, 1, 10), 1.0, 10.0 * i) for i in range(10)]
     assert steady_latency_s(served) == pytest.approx(sum(range(2, 9)) / 7)
 
 
 def test_what_a_batch_holds_is_a_mean_over_the_window():
-    steps = tuple(Step(float(i), 1.0, 1, 0, int(i % 2 == 0 and i < 8), 1, Seen(1, 1, 0, False)) for i in range(9))
+    steps = tuple(
+        SimulatedStep(float(i), 1.0, 1, 0, int(i % 2 == 0 and i < 8), 1, ExecutorObservation(1, 1, 0, False))
+        for i in range(9)
+    )
     # Admitted at 0, 2, 4 and 6, each for two seconds and one: half of the time two of them run. The window is 1 to 7.
-    served = tuple(Served(TraceRequest(0.0, 1, 3), 2.0 * i + 1, 2.0 * i + 3) for i in range(4))
+    served = tuple(SimulatedTimes(TraceRequest(0.0, 1, 3), 2.0 * i + 1, 2.0 * i + 3) for i in range(4))
     result = Simulation(served, 9.0, steps, 0.0, 0.0, 0.0, 0.0, EngineLoad(block_size=16))
     assert (result.window.begin_s, result.window.end_s) == (1.0, 7.0)
     assert in_batch(result, lambda one: 10) == pytest.approx(10 * (2 + 3 + 3 + 1) / 6)

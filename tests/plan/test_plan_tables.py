@@ -22,7 +22,7 @@ from benchmarks.plans import (
     table,
 )
 from benchmarks.record import RESULTS
-from jpaged.plan.estimate import Lengths, Pool, estimate
+from jpaged.plan.estimate import ConcurrencyLimits, SequenceLengths, estimate
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "performance.md").read_text()
 PLANS: list[dict[str, Any]] = json.loads((RESULTS / "plans.json").read_text())["plans"]
@@ -56,8 +56,8 @@ def test_estimates_are_made_again_from_the_memory_of_the_record() -> None:
 
 def test_a_step_whose_attention_is_as_good_as_the_best_is_beside_itself() -> None:
     times = planned(LLAMA_70B).step_times()
-    sizes = Pool(10_000, 128, 64, 1024)
-    one = estimate(Lengths(1000, 200), sizes, times)
+    sizes = ConcurrencyLimits(10_000, 128, 64, 1024)
+    one = estimate(SequenceLengths(1000, 200), sizes, times)
     token_bytes = LLAMA_70B["memory_of_one_device"]["bytes_per_block"] / LLAMA_70B["block_size"]
     good_s = 64 * 1100 * token_bytes / (GOOD_SHARE * 1638e9)
     good = dataclasses.replace(one, decode=dataclasses.replace(one.decode, attention_s=good_s))
@@ -68,7 +68,7 @@ def test_a_step_whose_attention_is_as_good_as_the_best_is_beside_itself() -> Non
 
 def test_the_share_of_the_peak_is_products_and_half_of_the_scores() -> None:
     times = planned(LLAMA_70B).step_times()
-    one = estimate(Lengths(1024, 256), Pool(10_000, 128, 64, 2048), times)
+    one = estimate(SequenceLengths(1024, 256), ConcurrencyLimits(10_000, 128, 64, 2048), times)
     shape = times.roofline.shape
     flops = 2 * (shape.num_params - shape.head_params) * 2048 + 2 * shape.head_params * 2
     flops += 4 * shape.num_layers * shape.query_width * 2048 * 512

@@ -10,21 +10,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.hardware import Hardware
-from jpaged.plan.cost import Roofline, Shape, StepLoad
-from jpaged.plan.estimate import MIN_GAIN, Comparison, Goals, Lengths, Pool, Way, compare, lines
-from jpaged.plan.step_times import StepTimes, Target
+from jpaged.plan.cost import ModelShape, Roofline, StepLoad
+from jpaged.plan.estimate import (
+    MIN_GAIN,
+    ConcurrencyLimits,
+    PlanGoals,
+    RoleComparison,
+    SequenceLengths,
+    Way,
+    compare,
+    lines,
+)
+from jpaged.plan.step_times import PlannedStepTimes, PlanTarget
 
 GB, TERA, MS = 1e9, 1e12, 1e-3
 CHIP = Hardware("x", 16 * GB, 16 << 30, 1000 * GB, 200 * TERA, 32 * GB, 100 * GB)
-TARGET = Target("x:1", "x", "tpu", 1, 1, CHIP, (1,))
-SHAPE = Shape(num_params=10**9, num_layers=10, query_width=1000, weight_bytes=7 * 10**9, kv_bytes_per_token=1e5)
-TIMES = StepTimes(Roofline(SHAPE, CHIP, 1), TARGET, 1000, 2)
-POOL = Pool(num_blocks=20_000, block_size=16, max_num_seqs=64, max_num_batched_tokens=8192)
-LOOSE = Goals(10.0, 10.0, 12.5 * GB)
-LONG = Lengths(4000, 200)
+TARGET = PlanTarget("x:1", "x", "tpu", 1, 1, CHIP, (1,))
+SHAPE = ModelShape(num_params=10**9, num_layers=10, query_width=1000, weight_bytes=7 * 10**9, kv_bytes_per_token=1e5)
+TIMES = PlannedStepTimes(Roofline(SHAPE, CHIP, 1), TARGET, 1000, 2)
+POOL = ConcurrencyLimits(num_blocks=20_000, block_size=16, max_num_seqs=64, max_num_batched_tokens=8192)
+LOOSE = PlanGoals(10.0, 10.0, 12.5 * GB)
+LONG = SequenceLengths(4000, 200)
 
 
-def found(lengths: Lengths = LONG, goals: Goals = LOOSE, num_copies: int = 2, pool: Pool = POOL) -> Comparison:
+def found(
+    lengths: SequenceLengths = LONG, goals: PlanGoals = LOOSE, num_copies: int = 2, pool: ConcurrencyLimits = POOL
+) -> RoleComparison:
     one = compare(lengths, pool, TIMES, num_copies, goals)
     assert one is not None
     return one
@@ -60,7 +71,7 @@ def test_mixed_steps_share_their_time_between_prompts_and_rows() -> None:
 
 def test_where_first_tokens_must_come_soon_and_others_steadily_they_are_put_apart() -> None:
     """A prompt takes 0.09 s alone: in small chunks it comes too late, and in large ones rows wait for it."""
-    one = found(goals=Goals(0.1, 0.03, 12.5 * GB), num_copies=8)
+    one = found(goals=PlanGoals(0.1, 0.03, 12.5 * GB), num_copies=8)
     assert one.chooses_apart
     assert one.apart.num_prefill + one.apart.num_decode == 8
     text = lines(one, LOOSE)
@@ -70,30 +81,30 @@ def test_where_first_tokens_must_come_soon_and_others_steadily_they_are_put_apar
 
 
 def test_where_outputs_are_long_and_nobody_waits_both_stay_together() -> None:
-    one = found(Lengths(100, 2000))
+    one = found(SequenceLengths(100, 2000))
     assert not one.chooses_apart
     assert "  choose: --role both; apart carries 0." in lines(one, LOOSE)[-1]
 
 
 def test_a_slow_network_shows_in_the_goal_where_outputs_are_short() -> None:
     """One token in 49 waits for the transfer: more than 1 in 100."""
-    short = Lengths(4000, 50)
+    short = SequenceLengths(4000, 50)
     fast, slow = (found(short, dataclasses.replace(LOOSE, network_bytes_per_s=rate)) for rate in (100 * GB, GB))
     assert slow.apart.itl_p99_s - fast.apart.itl_p99_s == pytest.approx(slow.apart.transfer_s - fast.apart.transfer_s)
-    tight = Goals(10.0, 0.1, GB)
+    tight = PlanGoals(10.0, 0.1, GB)
     assert found(short, tight).apart.requests_per_s == 0.0
     assert found(short, tight).mixed.requests_per_s > 0.0
 
 
 def test_goals_that_cannot_be_kept_are_said() -> None:
-    one = found(goals=Goals(1e-6, 1e-6, GB))
+    one = found(goals=PlanGoals(1e-6, 1e-6, GB))
     assert one.mixed.requests_per_s == one.apart.requests_per_s == 0.0
     assert lines(one, LOOSE)[-1] == "  choose: neither meets the goals"
     assert "does not meet the goals: one row has time to first token " in lines(one, LOOSE)[1]
 
 
 def test_one_token_or_no_room_is_not_compared() -> None:
-    assert compare(Lengths(100, 1), POOL, TIMES, 2, LOOSE) is None
+    assert compare(SequenceLengths(100, 1), POOL, TIMES, 2, LOOSE) is None
     assert compare(LONG, dataclasses.replace(POOL, num_blocks=10), TIMES, 2, LOOSE) is None
 
 
@@ -112,8 +123,8 @@ def test_a_ratio_is_tried_for_each_number_of_copies_up_to_a_bound() -> None:
 def test_whatever_is_chosen_keeps_the_goals(
     input_len: int, output_len: int, itl_ms: float, ttft_ms: float, num_copies: int
 ) -> None:
-    goals = Goals(ttft_ms * MS, itl_ms * MS, 12.5 * GB)
-    one = compare(Lengths(input_len, output_len), POOL, TIMES, num_copies, goals)
+    goals = PlanGoals(ttft_ms * MS, itl_ms * MS, 12.5 * GB)
+    one = compare(SequenceLengths(input_len, output_len), POOL, TIMES, num_copies, goals)
     assert one is not None
     for way in (one.mixed, one.apart):
         _holds(way, one, goals)
@@ -121,7 +132,7 @@ def test_whatever_is_chosen_keeps_the_goals(
     json.dumps(dataclasses.asdict(one.lengths))
 
 
-def _holds(way: Way, one: Comparison, goals: Goals) -> None:
+def _holds(way: Way, one: RoleComparison, goals: PlanGoals) -> None:
     if not way.requests_per_s:
         return
     assert way.num_prefill + way.num_decode == one.num_copies

@@ -10,10 +10,10 @@ from jpaged.hardware import HARDWARE
 from jpaged.plan.cost import StepLoad
 from jpaged.plan.simulator import simulation
 from jpaged.plan.simulator.deployment import MODELS, deploy
-from jpaged.plan.simulator.simulation import Seen, Step, Window, simulate
+from jpaged.plan.simulator.simulation import ExecutorObservation, SimulatedStep, TimeWindow, simulate
 from jpaged.plan.simulator.trace import WORKLOADS, TraceRequest, synthesize
 
-STEP = Step(0.0, 1.0, 2, 0, 0, 2, Seen(100, 8, 0, False))
+STEP = SimulatedStep(0.0, 1.0, 2, 0, 0, 2, ExecutorObservation(100, 8, 0, False))
 OPTIONS = EngineConfig().replace(
     max_num_seqs=256,
     max_num_batched_tokens=2560,
@@ -24,22 +24,22 @@ OPTIONS = EngineConfig().replace(
 )
 
 
-def steps(**columns) -> list[Step]:
+def steps(**columns) -> list[SimulatedStep]:
     """Steps of a second each, one after another, that differ in these fields."""
     rows = zip(*columns.values(), strict=True)
     return [replace(STEP, begin_s=float(i), **dict(zip(columns, row, strict=True))) for i, row in enumerate(rows)]
 
 
 def test_a_window_leaves_out_the_first_fifth_and_ends_with_the_last():
-    assert simulation.window([9.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]) == Window(2.0, 9.0)
-    assert simulation.window([0.0, 1.0, 2.0, 3.0], 0.5) == Window(2.0, 3.0)
+    assert simulation.window([9.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]) == TimeWindow(2.0, 9.0)
+    assert simulation.window([0.0, 1.0, 2.0, 3.0], 0.5) == TimeWindow(2.0, 3.0)
 
 
 def test_the_steady_window_is_from_a_fifth_of_the_first_tokens_to_the_last_of_them():
     # Ten first tokens: two in each of the first two steps, one in each of the next six, then the batch drains.
     some = steps(num_first_tokens=(2, 2, 1, 1, 1, 1, 1, 1, 0, 0))
-    assert simulation.steady_window(some) == Window(2.0, 8.0)
-    assert [step.begin_s for step in Window(2.0, 8.0).steps(some)] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert simulation.steady_window(some) == TimeWindow(2.0, 8.0)
+    assert [step.begin_s for step in TimeWindow(2.0, 8.0).steps(some)] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
 
 
 def test_a_mean_weighs_steps_by_their_seconds():
@@ -51,7 +51,7 @@ def test_a_mean_weighs_steps_by_their_seconds():
 def test_a_rate_is_the_windows_share_of_the_tokens_as_requests():
     # 24 of 40 tokens in the window's 3 seconds: 60 percent of 5 requests.
     some = steps(num_sampled=(8, 8, 8, 8, 4, 4))
-    assert simulation.requests_per_s(some, Window(1.0, 4.0), 5) == pytest.approx(0.6 * 5 / 3)
+    assert simulation.requests_per_s(some, TimeWindow(1.0, 4.0), 5) == pytest.approx(0.6 * 5 / 3)
 
 
 def test_the_queues_growth_is_the_slope_of_the_nearest_line():
@@ -73,11 +73,11 @@ def test_the_queues_growth_is_the_slope_of_the_nearest_line():
     ],
 )
 def test_a_queue_grows_by_more_than_a_batch_and_is_not_empty_late(waiting, grows):
-    assert simulation.queue_grows(steps(num_waiting=waiting), Window(0.0, 8.0)) is grows
+    assert simulation.queue_grows(steps(num_waiting=waiting), TimeWindow(0.0, 8.0)) is grows
 
 
 def test_a_window_without_steps_has_no_queue():
-    assert not simulation.queue_grows(steps(num_waiting=(1, 2)), Window(5.0, 5.0))
+    assert not simulation.queue_grows(steps(num_waiting=(1, 2)), TimeWindow(5.0, 5.0))
 
 
 @pytest.mark.parametrize("batching", ["continuous", "static"])
@@ -110,5 +110,5 @@ def test_a_rate_above_what_is_sustained_grows_a_queue_and_one_below_does_not():
 def test_a_trace_too_short_for_a_window_is_measured_whole():
     deployment = deploy(MODELS["opt-13b"], HARDWARE["a100-40gb"])
     result = simulate([TraceRequest(1.0, 100, 3)], deployment, OPTIONS)
-    assert result.window == Window(0.0, result.elapsed_s)
+    assert result.window == TimeWindow(0.0, result.elapsed_s)
     assert result.mean_batched_requests == 1.0

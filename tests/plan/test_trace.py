@@ -7,7 +7,14 @@ import pytest
 
 from benchmarks.paper.point import chat_rounds
 from jpaged.errors import InvalidArgument
-from jpaged.plan.simulator.trace import WORKLOADS, Lengths, TraceRequest, Workload, read_trace, synthesize
+from jpaged.plan.simulator.trace import (
+    WORKLOADS,
+    LengthDistribution,
+    TraceRequest,
+    TraceWorkload,
+    read_trace,
+    synthesize,
+)
 
 
 @pytest.mark.parametrize(("name", "prompt", "output"), [("sharegpt", 161.31, 337.99), ("alpaca", 19.31, 58.45)])
@@ -30,7 +37,7 @@ def test_a_seed_is_a_trace():
 
 
 def test_a_shared_prefix_comes_before_each_prompt():
-    workload = Workload("shots", Lengths(40.0, 0.5), Lengths(40.0, 0.5), prefix_tokens=341)
+    workload = TraceWorkload("shots", LengthDistribution(40.0, 0.5), LengthDistribution(40.0, 0.5), prefix_tokens=341)
     trace = synthesize(workload, rate_per_s=1.0, num_requests=100, seed=0, max_model_len=2048)
     assert {(request.prefix_id, request.prefix_tokens) for request in trace} == {("shared", 341)}
     assert np.mean([request.prompt_tokens for request in trace]) == pytest.approx(381, rel=0.01)
@@ -45,7 +52,7 @@ def test_a_chat_prompt_is_cut_to_its_last_tokens():
 
 
 def test_means_that_do_not_fit_are_refused():
-    workload = Workload("long", Lengths(400.0, 0.5), Lengths(400.0, 0.5))
+    workload = TraceWorkload("long", LengthDistribution(400.0, 0.5), LengthDistribution(400.0, 0.5))
     with pytest.raises(InvalidArgument, match="max_model_len: 512 tokens are too few"):
         synthesize(workload, rate_per_s=1.0, num_requests=10, seed=0, max_model_len=512)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.cli.help import commands_of
+from jpaged.cli.help import get_commands
 from jpaged.cli.main import main, make_parser
 from jpaged.client import Client
 from jpaged.types import SamplingParams
@@ -48,7 +48,7 @@ def test_what_is_a_servers_own_affair_is_no_option_here(capsys, flag):
 
 def flags_of(command: str, begin: str = "--") -> set[str]:
     """The flags of a command that begin like this."""
-    actions = commands_of(make_parser())[command]._actions
+    actions = get_commands(make_parser())[command]._actions
     return {flag for action in actions for flag in action.option_strings if flag.startswith(begin)}
 
 

@@ -7,14 +7,14 @@ import grpc
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.client.routing.endpoints import Endpoint, Endpoints
-from jpaged.route.prefix_table import Beginning, Directory, beginning_of
+from jpaged.route.prefix_table import PrefixTable, PromptPrefix, parse_prompt_prefix
 
 
 class Rig:
     """Servers that are not there, and where calls to them would go."""
 
     def __init__(self, num_servers: int, max_entries: int = 10_000) -> None:
-        self.directory = Directory(max_entries)
+        self.directory = PrefixTable(max_entries)
         self.endpoints = Endpoints((), lambda *_: None, placement=self.directory, is_watched=True)
         self.all = [Endpoint(f"server{i}:1", grpc.insecure_channel("127.0.0.1:1")) for i in range(num_servers)]
         for one in self.all:
@@ -31,8 +31,8 @@ class Rig:
         return endpoint.name
 
 
-def beginning(text: str) -> Beginning:
-    made = beginning_of(inference_pb2.GenerateRequest(text=text), b"")
+def beginning(text: str) -> PromptPrefix:
+    made = parse_prompt_prefix(inference_pb2.GenerateRequest(text=text), b"")
     assert made is not None
     return made
 
@@ -73,7 +73,7 @@ def test_a_server_that_is_ahead_is_passed_over_and_the_next_has_the_beginning_th
 def test_others_that_are_busy_by_what_they_tell_are_left_alone():
     rig = Rig(2)
     load = control_pb2.GetLoadResponse(num_running=9, num_waiting=3)
-    rig.endpoints.told(rig.all[0], "load", load, None)
+    rig.endpoints.handle_answer(rig.all[0], "load", load, None)
     assert {rig.call(f"prompt {i}") for i in range(10)} == {rig.all[1].name}
 
 

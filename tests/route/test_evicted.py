@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jpaged.client import AsyncClient
-from jpaged.route.prefix_table import beginning_of
+from jpaged.route.prefix_table import parse_prompt_prefix
 from jpaged.types import SamplingParams
 from tests.processes import Process
 from tests.route.rig import routed
@@ -49,7 +49,7 @@ async def push_out(name: str, is_over: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("swap_space", ["0.1"])
 async def test_what_went_to_host_memory_is_where_it_was(servers: dict[str, Process]) -> None:
-    beginning = beginning_of(ask(PROMPT), b"")
+    beginning = parse_prompt_prefix(ask(PROMPT), b"")
     assert beginning is not None
     async with routed(*servers) as router:
         held = held_of(router)
@@ -66,7 +66,7 @@ async def test_what_went_to_host_memory_is_where_it_was(servers: dict[str, Proce
 
 @pytest.mark.parametrize("swap_space", ["0"])
 async def test_where_a_prefix_was_evicted_no_prompt_goes_for_it(servers: dict[str, Process]) -> None:
-    beginning = beginning_of(ask(PROMPT), b"")
+    beginning = parse_prompt_prefix(ask(PROMPT), b"")
     assert beginning is not None
     async with routed(*servers) as router:
         held, directory = held_of(router), router.router.fleet.directory

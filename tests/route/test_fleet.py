@@ -22,7 +22,7 @@ from jpaged.errors import InternalError, InvalidArgument, NotFound, PermissionDe
 from jpaged.route import fleet, relay
 from jpaged.route import router as router_module
 from jpaged.route.methods import channel_methods
-from jpaged.route.targets import Targets, read_targets
+from jpaged.route.targets import BackendTargets, read_targets
 from jpaged.testing import FakeExecutor
 from jpaged.types import SamplingParams
 from tests.access.test_keys import FILE, TOKEN
@@ -214,10 +214,10 @@ async def test_a_file_of_targets_is_followed_and_a_broken_one_changes_nothing(tm
 
 
 async def test_all_addresses_of_a_name_are_targets():
-    targets = Targets(["dns:///localhost:1234", "127.0.0.1:9"], None)
+    targets = BackendTargets(["dns:///localhost:1234", "127.0.0.1:9"], None)
     found = await targets.now()
     assert [(one.target, one.name) for one in found] == [("127.0.0.1:1234", "localhost"), ("127.0.0.1:9", None)]
-    assert await Targets(["dns:///no-such-name.invalid:1"], None).now() == ()
+    assert await BackendTargets(["dns:///no-such-name.invalid:1"], None).now() == ()
 
 
 async def test_addresses_that_are_too_many_are_told_of_when_they_become_more(monkeypatch, caplog):
@@ -229,7 +229,7 @@ async def test_addresses_that_are_too_many_are_told_of_when_they_become_more(mon
         return [(socket.AF_INET, None, 0, "", (f"10.0.0.{i}", 1)) for i in range(next(counts))]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolved)
-    targets, told = Targets(["dns:///many:1"], None), list[str]()
+    targets, told = BackendTargets(["dns:///many:1"], None), list[str]()
     for _ in range(5):
         caplog.clear()
         assert len(await targets.now()) == 4
@@ -258,7 +258,7 @@ def test_a_file_that_names_no_servers_well_is_refused(tmp_path: Path, content, p
 @pytest.mark.parametrize("named", [[], ["a:1", "a:1"], ["nowhere"], [f"a:{i}" for i in range(1, 5000)]])
 def test_targets_are_named_well(named):
     with pytest.raises(InvalidArgument, match="target"):
-        Targets(named, None)
+        BackendTargets(named, None)
 
 
 async def test_a_drain_lets_calls_end_and_takes_no_more():
@@ -302,7 +302,7 @@ async def test_a_router_says_what_all_servers_are_together():
     async with (
         server() as first,
         server() as second,
-        routed(first.target, second.target, told=[("port", "0", "the command line")]) as router,
+        routed(first.target, second.target, shown_options=[("port", "0", "the command line")]) as router,
     ):
         info = await router.control.GetServerInfo(control_pb2.GetServerInfoRequest())
         assert (info.state, info.backend.num_devices) == (control_pb2.SERVER_STATE_SERVING, 2)
@@ -391,16 +391,16 @@ async def test_a_server_that_is_not_understood_is_set_aside_until_it_is():
         raise ValueError("odd")
 
     async with server() as first:
-        with patch.object(fleet, "telling_of", odd):
+        with patch.object(fleet, "resolve_kv_event_endpoints", odd):
             async with routed(first.target, wait_for=0) as router:
                 await eventually(lambda: "ValueError: odd" in router.states().get(first.target, ""))
-                with patch.object(fleet, "telling_of", lambda address, info: None):
+                with patch.object(fleet, "resolve_kv_event_endpoints", lambda address, info: None):
                     await router.until(1)
                     assert await collect(router.inference.Generate(request()))
 
 
 async def test_a_name_that_takes_long_to_look_up_holds_up_nothing():
-    class Slow(Targets):
+    class Slow(BackendTargets):
         """Looks up once, and then for ever."""
 
         num_looks = 0
@@ -418,7 +418,7 @@ async def test_a_name_that_takes_long_to_look_up_holds_up_nothing():
         return made[0]
 
     async with server() as harness:
-        with patch.object(router_module, "Targets", slow):
+        with patch.object(router_module, "BackendTargets", slow):
             async with routed(harness.target) as router:
                 await eventually(lambda: made[0].num_looks == 2)
                 (member,) = router.router.fleet.members.values()
@@ -496,7 +496,7 @@ async def test_the_first_server_does_not_decide_the_model_where_more_have_anothe
             odd = await stack.enter_async_context(server())
         router = await stack.enter_async_context(routed(odd.target, wait_for=1))
         members = router.router.fleet
-        members._targets = Targets((odd.target, *(one.target for one in same)), None)
+        members._targets = BackendTargets((odd.target, *(one.target for one in same)), None)
         await eventually(lambda: {one.name for one in members.admitted()} == {one.target for one in same})
         assert "another model than the fleet" in router.states()[odd.target]
 

@@ -15,9 +15,9 @@ from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.config import AccessOptions, EngineConfig, KVEventsOptions
 from jpaged.kvevents.encoding import Encoder
 from jpaged.kvevents.publisher import Publisher
-from jpaged.pool import Change, Owner, Removed, Stored
-from jpaged.route.kv_event_index import HeldPrefixes, Telling
-from jpaged.route.prefix_table import beginning_of
+from jpaged.pool import Change, PrefixOwner, Removed, Stored
+from jpaged.route.kv_event_index import KVEventEndpoints, KVEventIndex
+from jpaged.route.prefix_table import parse_prompt_prefix
 from jpaged.route.router import RouteOptions, Router
 from tests.client.routing.test_resuming import server
 from tests.route.rig import Routed, routed
@@ -25,17 +25,17 @@ from tests.server.harness import Harness, collect, eventually
 
 PROMPT, OTHER = list(range(32, 96)), list(range(96, 160))
 SIZE = 4
-NOBODY = Owner()
+NOBODY = PrefixOwner()
 _INFO = control_pb2.GetServerInfoRequest()
 
 
-def keys_of(token_ids: Sequence[int], owner: Owner) -> list[bytes]:
+def keys_of(token_ids: Sequence[int], owner: PrefixOwner) -> list[bytes]:
     """A key of each block, which no other has."""
     ends = range(SIZE, len(token_ids) + 1, SIZE)
     return [hash((tuple(token_ids[:end]), owner)).to_bytes(8, "big", signed=True) for end in ends]
 
 
-def stored(token_ids: Sequence[int], owner: Owner = NOBODY) -> list[Change]:
+def stored(token_ids: Sequence[int], owner: PrefixOwner = NOBODY) -> list[Change]:
     """The changes of a step that has computed a prompt."""
     found: list[Change] = []
     for index, key in enumerate(keys := keys_of(token_ids, owner)):
@@ -44,7 +44,7 @@ def stored(token_ids: Sequence[int], owner: Owner = NOBODY) -> list[Change]:
     return found
 
 
-def removed(token_ids: Sequence[int], owner: Owner = NOBODY) -> list[Change]:
+def removed(token_ids: Sequence[int], owner: PrefixOwner = NOBODY) -> list[Change]:
     return [Removed("device", key, 0) for key in keys_of(token_ids, owner)]
 
 
@@ -68,7 +68,7 @@ def ask(token_ids: Sequence[int], request_id: str | None = None, **sampling: Any
     )
 
 
-def held_of(router: Routed) -> HeldPrefixes:
+def held_of(router: Routed) -> KVEventIndex:
     held = router.router.fleet.held
     assert held is not None
     return held
@@ -245,7 +245,7 @@ async def test_who_is_not_named_any_more_is_forgotten(tmp_path: Path) -> None:
 
 
 async def test_tenants_adapters_and_salts_hold_by_themselves(tmp_path: Path) -> None:
-    team = Owner("salt", "team")
+    team = PrefixOwner("salt", "team")
     with ExitStack() as stack:
         tells = [stack.enter_context(Closing(telling(tmp_path, name))) for name in "ab"]
         async with (
@@ -255,7 +255,7 @@ async def test_tenants_adapters_and_salts_hold_by_themselves(tmp_path: Path) -> 
         ):
             await heard(router, a, b)
             tells[0].publish(stored(PROMPT, team))
-            tells[1].publish(stored(PROMPT, Owner("salt", "others")))
+            tells[1].publish(stored(PROMPT, PrefixOwner("salt", "others")))
             await until_holding(router, a, 16)
             await until_holding(router, b, 16)
             salted = ask(PROMPT, cache_salt="salt")
@@ -281,11 +281,11 @@ def test_a_tenant_that_only_the_server_knows_is_not_guessed(
     tmp_path: Path, isolates: bool, checks: bool, has_key: bool, num_tokens: int | None
 ) -> None:
     with Closing(telling(tmp_path, "a")) as tell:
-        tell.publish(stored(PROMPT, Owner("", "team" if isolates else "")))
-        held = HeldPrefixes()
-        held.listen("a", Telling(((f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/ar"),), isolates, checks))
+        tell.publish(stored(PROMPT, PrefixOwner("", "team" if isolates else "")))
+        held = KVEventIndex()
+        held.listen("a", KVEventEndpoints(((f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/ar"),), isolates, checks))
         wait(lambda: bool(held.is_heard("a")))
-        prompt = beginning_of(ask(PROMPT), b"", "team", has_unread_key=has_key)
+        prompt = parse_prompt_prefix(ask(PROMPT), b"", "team", has_unread_key=has_key)
         assert prompt is not None
         assert held.num_tokens(prompt).get("a") == num_tokens
         held.end()
@@ -293,12 +293,12 @@ def test_a_tenant_that_only_the_server_knows_is_not_guessed(
 
 def test_long_events_are_taken_in_pieces_and_nothing_after_a_server_was_forgotten(tmp_path: Path) -> None:
     prompt = [i % 250 for i in range(8000)]
-    beginning = beginning_of(ask(prompt), b"")
+    beginning = parse_prompt_prefix(ask(prompt), b"")
     assert beginning is not None
-    held = HeldPrefixes()
+    held = KVEventIndex()
     with Closing(telling(tmp_path, "a")) as tell:
         tell.publish(stored(prompt))
-        held.listen("a", Telling(((f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/ar"),), False, False))
+        held.listen("a", KVEventEndpoints(((f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/ar"),), False, False))
         wait(lambda: held.num_tokens(beginning) == {"a": 8000})
         (key,) = held._keys
         tell.publish(removed(prompt[:4000]))

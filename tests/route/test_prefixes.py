@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.client import convert
-from jpaged.route.prefix_table import CUTS, Chain, beginning_of
+from jpaged.route.prefix_table import CUTS, Chain, parse_prompt_prefix
 from jpaged.types import Prompt, SamplingParams
 
 
 def chain(prompt: Prompt, owner: bytes = b"", **fields: Any) -> Chain:
     sampling = SamplingParams(cache_salt=fields.pop("cache_salt", ""))
-    made = beginning_of(convert.generate_request(prompt, sampling, request_id=None, model=None, **fields), owner)
+    made = parse_prompt_prefix(convert.generate_request(prompt, sampling, request_id=None, model=None, **fields), owner)
     assert made is not None
     return made.chain
 
@@ -76,10 +76,10 @@ def test_names_that_join_alike_are_told_apart(parts):
 def test_a_score_has_the_chain_of_its_prompt_and_other_calls_have_none():
     score = inference_pb2.ScoreRequest(text="a prompt " * 50)
     generate = inference_pb2.GenerateRequest(text="a prompt " * 50)
-    one, other = beginning_of(score, b""), beginning_of(generate, b"")
+    one, other = parse_prompt_prefix(score, b""), parse_prompt_prefix(generate, b"")
     assert one is not None and other is not None and one.chain == other.chain
-    assert beginning_of(control_pb2.GetLoadRequest(), b"") is None
-    assert beginning_of(inference_pb2.GenerateRequest(), b"") is None
+    assert parse_prompt_prefix(control_pb2.GetLoadRequest(), b"") is None
+    assert parse_prompt_prefix(inference_pb2.GenerateRequest(), b"") is None
 
 
 def test_a_long_prompt_costs_no_more_than_a_bound():

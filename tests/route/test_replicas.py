@@ -3,26 +3,26 @@
 import pytest
 
 from jpaged._proto.v1 import inference_pb2
-from jpaged.route.prefix_table import Beginning, Replicas, beginning_of
+from jpaged.route.prefix_table import PromptPrefix, ReplicaPlacement, parse_prompt_prefix
 
 IDLE = {"a": 0, "b": 0, "c": 0}
 SYSTEM = "You are a helpful assistant of few words. " * 10
 
 
 @pytest.fixture
-def replicas() -> Replicas:
-    made = Replicas(10_000)
+def replicas() -> ReplicaPlacement:
+    made = ReplicaPlacement(10_000)
     made.update(IDLE)
     return made
 
 
-def chain(text: str, owner: bytes = b"") -> Beginning:
-    made = beginning_of(inference_pb2.GenerateRequest(text=text), owner)
+def chain(text: str, owner: bytes = b"") -> PromptPrefix:
+    made = parse_prompt_prefix(inference_pb2.GenerateRequest(text=text), owner)
     assert made is not None
     return made
 
 
-def call(replicas: Replicas, key: Beginning) -> str:
+def call(replicas: ReplicaPlacement, key: PromptPrefix) -> str:
     """A call that the first takes, and that has ended before the next one."""
     first, *_ = replicas.order(key, IDLE)
     replicas.sent("call", key, first)

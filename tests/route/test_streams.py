@@ -25,8 +25,8 @@ from jpaged.types import SamplingParams
 from tests.client.routing.cutting import wire
 from tests.client.routing.test_resuming import SHAPES, all_of, folded, server
 from tests.route.rig import routed
+from tests.server.compat.test_constraints import constrained
 from tests.server.connections.raw_http2 import Connection, message
-from tests.server.faces.test_constraints import constrained
 from tests.server.harness import collect, error_details, eventually, failure_of, request
 
 WHOLE = {

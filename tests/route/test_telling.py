@@ -4,8 +4,8 @@ import pytest
 
 from jpaged._proto.v1 import control_pb2
 from jpaged.errors import InvalidArgument, Unavailable
-from jpaged.route.kv_event_index import telling_of
-from jpaged.route.targets import Address, Targets, parse_target
+from jpaged.route.kv_event_index import resolve_kv_event_endpoints
+from jpaged.route.targets import Address, BackendTargets, parse_target
 
 
 def info(**options: str) -> control_pb2.GetServerInfoResponse:
@@ -30,7 +30,7 @@ def info(**options: str) -> control_pb2.GetServerInfoResponse:
     ],
 )
 def test_what_a_server_is_bound_to_is_reached_at_its_host(target: str, bound: str, reached: str) -> None:
-    telling = telling_of(Address(target), info(kv_events_endpoint=bound))
+    telling = resolve_kv_event_endpoints(Address(target), info(kv_events_endpoint=bound))
     assert telling is not None
     assert telling.sockets == ((reached, None),)
 
@@ -38,7 +38,7 @@ def test_what_a_server_is_bound_to_is_reached_at_its_host(target: str, bound: st
 @pytest.mark.parametrize("bound", ["tcp://127.0.0.1:5557", "tcp://[::1]:5557", "ipc:///run/kv"])
 def test_what_only_its_own_machine_reaches_is_said_so(bound: str) -> None:
     with pytest.raises(Unavailable, match="own machine"):
-        telling_of(Address("10.0.0.7:50051"), info(kv_events_endpoint=bound))
+        resolve_kv_event_endpoints(Address("10.0.0.7:50051"), info(kv_events_endpoint=bound))
 
 
 def test_each_replica_has_addresses_of_its_own() -> None:
@@ -47,7 +47,7 @@ def test_each_replica_has_addresses_of_its_own() -> None:
         "kv_events_replay_endpoint": "tcp://*:5657",
         "data_parallel_size": "3",
     }
-    telling = telling_of(Address("a:1"), info(**said, isolate_tenants="True", api_keys="/keys"))
+    telling = resolve_kv_event_endpoints(Address("a:1"), info(**said, isolate_tenants="True", api_keys="/keys"))
     assert telling is not None
     assert telling.sockets == tuple((f"tcp://a:{5557 + i}", f"tcp://a:{5657 + i}") for i in range(3))
     assert telling.isolates_tenants and telling.checks_keys
@@ -55,14 +55,16 @@ def test_each_replica_has_addresses_of_its_own() -> None:
 
 def test_a_target_says_more_than_its_server() -> None:
     said = info(kv_events_endpoint="tcp://*:5557", kv_events_replay_endpoint="tcp://*:5558", data_parallel_size="2")
-    assert telling_of(parse_target("target", "a:1,kv-events=none"), said) is None
-    named = telling_of(parse_target("target", "a:1,kv-events=tcp://b:1000"), said)
+    assert resolve_kv_event_endpoints(parse_target("target", "a:1,kv-events=none"), said) is None
+    named = resolve_kv_event_endpoints(parse_target("target", "a:1,kv-events=tcp://b:1000"), said)
     assert named is not None
     assert named.sockets == (("tcp://b:1000", None), ("tcp://b:1001", None))
-    both = telling_of(parse_target("target", "a:1,kv-events=tcp://*:1000,kv-events-replay=tcp://*:2000"), info())
+    both = resolve_kv_event_endpoints(
+        parse_target("target", "a:1,kv-events=tcp://*:1000,kv-events-replay=tcp://*:2000"), info()
+    )
     assert both is not None
     assert both.sockets == (("tcp://a:1000", "tcp://a:2000"),)
-    assert telling_of(Address("a:1"), info()) is None
+    assert resolve_kv_event_endpoints(Address("a:1"), info()) is None
 
 
 @pytest.mark.parametrize(
@@ -82,15 +84,15 @@ def test_a_target_says_more_than_its_server() -> None:
 )
 def test_a_target_that_names_no_endpoint_is_refused(target: str, problem: str) -> None:
     with pytest.raises(InvalidArgument, match=problem):
-        Targets([target], None)
+        BackendTargets([target], None)
 
 
 async def test_all_addresses_of_a_name_tell_as_its_target_says() -> None:
-    targets = Targets(["dns:///localhost:1234,kv-events=tcp://*:5557", "127.0.0.1:9"], None)
+    targets = BackendTargets(["dns:///localhost:1234,kv-events=tcp://*:5557", "127.0.0.1:9"], None)
     first, second = await targets.now()
     assert (first.target, first.name, first.events) == ("127.0.0.1:1234", "localhost", "tcp://*:5557")
     assert (second.target, second.events) == ("127.0.0.1:9", None)
-    telling = telling_of(first, info())
+    telling = resolve_kv_event_endpoints(first, info())
     assert telling is not None
     assert telling.sockets == (("tcp://127.0.0.1:5557", None),)
 
@@ -99,4 +101,4 @@ async def test_all_addresses_of_a_name_tell_as_its_target_says() -> None:
 def test_a_number_of_replicas_that_no_server_has_is_not_believed(number: str) -> None:
     said = info(kv_events_endpoint="tcp://*:5557", data_parallel_size=number)
     with pytest.raises(Unavailable, match="data-parallel-size"):
-        telling_of(Address("a:1"), said)
+        resolve_kv_event_endpoints(Address("a:1"), said)

@@ -12,14 +12,14 @@ from grpc import aio
 
 from jpaged._proto.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from jpaged.config import EngineConfig
-from jpaged.engine.data_parallel.engine import DataParallelEngine
+from jpaged.engine.data_parallel import DataParallelEngine
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Progress
 from jpaged.errors import InvalidArgument
 from jpaged.peers import Prefills
 from jpaged.server.lifecycle import Server
 from jpaged.service.chat.formats import AnswerFormat
-from jpaged.service.chat.output_config import ChatAnswering
+from jpaged.service.chat.output_config import ChatOutputConfig
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import Adapters, BackendFacts, LoadedModel
 from jpaged.testing import ByteTokenizer, FakeAdapter, FakeExecutor, Faults
@@ -113,7 +113,7 @@ def make_serving(
         tokenizer,
         executor.geometry,
         eos_token_ids=frozenset({EOS}),
-        answering=ChatAnswering(tokenizer, answer_format, frozenset({EOS})),
+        answering=ChatOutputConfig(tokenizer, answer_format, frozenset({EOS})),
     )
     return LoadedModel(engine, input_processor, tokenizer, MODEL, BACKEND, config, adapters, checkpoint=CHECKPOINT)
 

@@ -12,7 +12,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.stats import Histogram
 from jpaged.errors import InvalidArgument
-from jpaged.load import DISTRIBUTIONS, metrics_of
+from jpaged.server_load import DISTRIBUTIONS, get_metrics
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.telemetry.metrics import serve_metrics
@@ -148,8 +148,8 @@ def test_these_metrics_and_no_others():
         "jpaged:pool_limit_blocks",
         "vllm:lora_requests_info",
     }
-    gauges = {metric.name for kind in ("gauge", "replica") for _, metric in metrics_of(kind)}
-    counters = {f"{metric.name}_total" for _, metric in metrics_of("counter")}
+    gauges = {metric.name for kind in ("gauge", "replica") for _, metric in get_metrics(kind)}
+    counters = {f"{metric.name}_total" for _, metric in get_metrics("counter")}
     assert gauges | counters | histograms | own == NAMES
 
 

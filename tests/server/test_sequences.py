@@ -10,9 +10,9 @@ import pytest
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.client import AsyncClient
 from jpaged.engine.engine import Engine
-from jpaged.engine.sequence import Sink
+from jpaged.engine.sequence import OutputCallback
 from jpaged.errors import InvalidArgument
-from jpaged.service.calls import MAX_TOKENS_PER_MESSAGE, Bridge, OutputStream
+from jpaged.service.calls import MAX_TOKENS_PER_MESSAGE, OutputDispatcher, OutputStream
 from jpaged.testing import ByteTokenizer, FakeExecutor, expected_tokens
 from jpaged.types import (
     FinishReason,
@@ -106,7 +106,7 @@ async def test_a_tenant_with_one_request_does_not_wait_for_all_of_another(monkey
         assert isinstance(engine, Engine)
         submit = engine.submit
 
-        def submit_and_note_the_end(request: Request, sink: Sink) -> None:
+        def submit_and_note_the_end(request: Request, sink: OutputCallback) -> None:
             def take(event: OutputEvent) -> None:
                 if event.is_last:
                     ended.append(request.tenant)
@@ -146,7 +146,7 @@ async def read_all(stream: OutputStream) -> list[tuple[int, tuple[int, ...], int
 
 
 async def test_a_slow_reader_gets_a_message_a_sequence_and_the_last_one_last():
-    stream = OutputStream(Bridge(asyncio.get_running_loop(), math.inf))
+    stream = OutputStream(OutputDispatcher(asyncio.get_running_loop(), math.inf))
     stream.add(event(0, 1, sampled=1))
     stream.add(event(1, 11, sampled=2))
     stream.add(event(0, 2, sampled=3))
@@ -156,7 +156,7 @@ async def test_a_slow_reader_gets_a_message_a_sequence_and_the_last_one_last():
 
 
 async def test_usage_never_falls_when_sequences_are_merged():
-    stream = OutputStream(Bridge(asyncio.get_running_loop(), math.inf))
+    stream = OutputStream(OutputDispatcher(asyncio.get_running_loop(), math.inf))
     stream.add(event(0, 1, sampled=1))
     stream.add(event(1, 11, sampled=2, finish=True))
     stream.add(event(0, 2, sampled=3))
@@ -165,7 +165,7 @@ async def test_usage_never_falls_when_sequences_are_merged():
 
 
 async def test_a_message_has_a_bound_and_an_error_comes_after_what_was_said():
-    stream = OutputStream(Bridge(asyncio.get_running_loop(), math.inf))
+    stream = OutputStream(OutputDispatcher(asyncio.get_running_loop(), math.inf))
     half = tuple(range(MAX_TOKENS_PER_MESSAGE // 2))
     for i in range(3):
         stream.add(event(0, *half, sampled=i))
@@ -177,7 +177,7 @@ async def test_a_message_has_a_bound_and_an_error_comes_after_what_was_said():
 
 
 async def test_alternatives_count_in_the_bound_of_a_message():
-    stream = OutputStream(Bridge(asyncio.get_running_loop(), math.inf))
+    stream = OutputStream(OutputDispatcher(asyncio.get_running_loop(), math.inf))
     token = TokenLogprob(1, -1.0, 1)
     position, num_tokens = PositionLogprobs(token, (token,) * 20), MAX_TOKENS_PER_MESSAGE // 22
     for is_last in (False, True):

@@ -16,15 +16,15 @@ from jpaged.chat import (
 )
 from jpaged.client import convert as client_wire
 from jpaged.errors import InvalidArgument
-from jpaged.load import EngineLoad, Load
 from jpaged.server import servicer as server_wire
+from jpaged.server_load import EngineLoad, Load
 from jpaged.structured import StructuredOutputs
 from jpaged.types import (
     FinishReason,
-    Generated,
     ModelInfo,
     OutputEvent,
     PositionLogprobs,
+    PriorOutput,
     Prompt,
     RequestTimes,
     SamplingParams,
@@ -121,7 +121,7 @@ def test_a_way_to_stop_that_nobody_knows_is_refused():
 )
 def test_the_tenant_is_read_from_the_metadata(metadata, tenant):
     assert server_wire.tenant_from(metadata) == tenant
-    assert client_wire.metadata_of(tenant) == tuple(pair for pair in metadata if pair[0] == client_wire.TENANT_KEY)
+    assert client_wire.get_metadata(tenant) == tuple(pair for pair in metadata if pair[0] == client_wire.TENANT_KEY)
 
 
 def test_a_tenant_that_cannot_be_is_refused_on_both_sides():
@@ -130,7 +130,7 @@ def test_a_tenant_that_cannot_be_is_refused_on_both_sides():
             server_wire.tenant_from(metadata)
     for tenant in ("\n", "é", "x" * 129, " a"):
         with pytest.raises(InvalidArgument, match="tenant"):
-            client_wire.metadata_of(tenant)
+            client_wire.get_metadata(tenant)
 
 
 def test_a_prefix_to_pin_crosses():
@@ -170,9 +170,9 @@ def test_a_response_carries_everything_of_an_event_to_the_client():
         reasoning_content="so",
         tool_calls=(ToolCallPiece(0, "{", "id", "f"), ToolCallPiece(0, "}"), ToolCallPiece(1, "", "", "")),
     )
-    response = server_wire.response_of(event, "r", (7, 8), 2**64 - 1)
+    response = server_wire.build_response(event, "r", (7, 8), 2**64 - 1)
     assert {field.name for field, _ in response.ListFields()} == names_of(inference_pb2.GenerateResponse)
-    chunk = client_wire.chunk_of(response)
+    chunk = client_wire.parse_chunk(response)
     for name in (
         "request_id",
         "index",
@@ -205,7 +205,7 @@ def test_a_response_carries_everything_of_an_event_to_the_client():
 )
 def test_times_that_are_not_told_are_none_and_not_zero(times):
     event = OutputEvent(request_id="r", is_last=True, times=times)
-    assert client_wire.chunk_of(server_wire.response_of(event, "r")).times == times
+    assert client_wire.parse_chunk(server_wire.build_response(event, "r")).times == times
     assert names_of(inference_pb2.RequestTimes) == {field.name for field in dataclasses.fields(RequestTimes)}
 
 
@@ -214,7 +214,7 @@ def test_times_that_are_not_told_are_none_and_not_zero(times):
 def test_every_finish_crosses(reason, matched):
     finish = SequenceFinish(reason, matched)
     event = OutputEvent(request_id="r", finish=finish, is_last=True)
-    assert client_wire.chunk_of(server_wire.response_of(event, "r")).finish == finish
+    assert client_wire.parse_chunk(server_wire.build_response(event, "r")).finish == finish
 
 
 def test_every_finish_reason_of_the_proto_has_a_value():
@@ -222,7 +222,7 @@ def test_every_finish_reason_of_the_proto_has_a_value():
     assert len(named) == len(FinishReason)
 
 
-GENERATED = (Generated(0, (5, 2**31), -1.5), Generated(2, (0,), 0.0, has_finished=True))
+GENERATED = (PriorOutput(0, (5, 2**31), -1.5), PriorOutput(2, (0,), 0.0, has_finished=True))
 
 
 def test_a_generate_request_uses_every_field():
@@ -309,14 +309,14 @@ def test_a_chat_that_sets_nothing_is_the_default():
 
 
 def test_facts_and_load_cross_whole():
-    info = server_wire.model_info_of(MODEL)
+    info = server_wire.build_model_info(MODEL)
     assert names_of(control_pb2.GetModelInfoResponse) == {f.name for f in dataclasses.fields(ModelInfo)}
-    assert dataclasses.asdict(client_wire._model_info_of(info)) == dataclasses.asdict(MODEL)
+    assert dataclasses.asdict(client_wire._parse_model_info(info)) == dataclasses.asdict(MODEL)
     names = [f.name for f in dataclasses.fields(EngineLoad) if f.name != "speculation"]
     numbers: dict[str, Any] = {name: number for number, name in enumerate(names, start=1)}
     more: dict[str, Any] = {name: 100 + number for name, number in numbers.items()}
     other = EngineLoad(**more)
-    load = client_wire._load_of(server_wire.load_of(EngineLoad(**numbers), [EngineLoad(**numbers), other]))
+    load = client_wire._parse_load(server_wire.build_load(EngineLoad(**numbers), [EngineLoad(**numbers), other]))
     assert names_of(control_pb2.GetLoadResponse) == {f.name for f in dataclasses.fields(Load)}
     told = names_of(control_pb2.GetLoadResponse) - {"replicas"}
     assert {name: getattr(load, name) for name in told} == {name: numbers[name] for name in told}
@@ -324,5 +324,5 @@ def test_facts_and_load_cross_whole():
     first, second = map(dataclasses.asdict, load.replicas)
     assert first == {name: numbers[name] for name in of_replica}
     assert second == {name: 100 + numbers[name] for name in of_replica}
-    backend = server_wire._message_of(control_pb2.Backend, BACKEND)
+    backend = server_wire._build_message(control_pb2.Backend, BACKEND)
     assert {field.name: value for field, value in backend.ListFields()} == dataclasses.asdict(BACKEND)

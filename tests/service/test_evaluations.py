@@ -18,7 +18,7 @@ from jpaged.errors import (
     Unavailable,
     Unsupported,
 )
-from jpaged.service.score_embed import Asker, embed, score
+from jpaged.service.score_embed import CallerOptions, embed, score
 from jpaged.service.service import Service, ServiceState, Stage
 from jpaged.testing import FakeExecutor, Faults
 from jpaged.types import Embedding, Prompt, Request, Score
@@ -52,11 +52,13 @@ class Rig:
 
     async def score(self, prompt: str, continuations: Sequence[str], **asker: Any) -> list[Score]:
         size = sum(len(prompt) + len(one) for one in continuations)
-        return await score(self.service, Asker(**asker), lambda: (Prompt(text=prompt), continuations), size)
+        return await score(self.service, CallerOptions(**asker), lambda: (Prompt(text=prompt), continuations), size)
 
     async def embed(self, texts: Sequence[str], **asker: Any) -> list[Embedding]:
         size = sum(map(len, texts))
-        return await embed(self.service, Asker(**asker), lambda: [Prompt(text=one) for one in texts], size, "last")
+        return await embed(
+            self.service, CallerOptions(**asker), lambda: [Prompt(text=one) for one in texts], size, "last"
+        )
 
     def stop(self) -> None:
         self.faults.release()
@@ -93,7 +95,7 @@ async def test_what_the_asker_says_holds_for_every_request(rig):
     told = [(one.tenant, one.cache_tenant, one.sampling.cache_salt, one.sampling.priority) for one in rig.requests]
     assert told == [("t", "t", "s", -7)] * 2 + [("u", "u", "", 2)]
     assert [one.deadline_s is None for one in rig.requests] == [False, False, True]
-    assert all(one.is_whole for one in rig.requests)
+    assert all(one.is_non_streaming for one in rig.requests)
 
 
 async def test_tenants_and_salts_share_no_prefix(rig):
@@ -130,7 +132,7 @@ async def test_a_part_that_cannot_be_is_found_before_any_runs(rig):
     with pytest.raises(RequestTooLong, match=r"^inputs\[1\]: 200 tokens are not below max_model_len \(128\)$"):
         await rig.embed(["x", "y" * 200])
     with pytest.raises(InvalidArgument, match=r"^continuations: have 4195000 characters and token ids"):
-        await score(rig.service, Asker(), _unread, 4_195_000)
+        await score(rig.service, CallerOptions(), _unread, 4_195_000)
     with pytest.raises(InvalidArgument, match=r"^inputs: 1025 are given; must be from 1 to 1024$"):
         await rig.embed(["x"] * 1025)
     assert rig.requests == []
@@ -148,9 +150,9 @@ async def test_a_prompt_that_no_pool_holds_names_its_part():
     service = Service(ServiceState(model.config, model))
     try:
         with pytest.raises(RequestTooLong, match=r"^inputs\[0\]: .*over the whole pool \(16: 4 blocks of 4\)$"):
-            await embed(service, Asker(), lambda: [Prompt(text="x" * 40)], 40, "mean")
+            await embed(service, CallerOptions(), lambda: [Prompt(text="x" * 40)], 40, "mean")
         with pytest.raises(RequestTooLong, match=r"^continuations\[1\]: .*over the whole pool"):
-            await score(service, Asker(), lambda: (Prompt(text="p"), ["x", "x" * 40]), 50)
+            await score(service, CallerOptions(), lambda: (Prompt(text="p"), ["x", "x" * 40]), 50)
     finally:
         model.engine.stop()
 
@@ -158,7 +160,7 @@ async def test_a_prompt_that_no_pool_holds_names_its_part():
 async def test_adapters_that_are_off_are_unsupported():
     model = make_serving(FakeExecutor(), EngineConfig.load({}))
     with pytest.raises(Unsupported, match="adapters are off"):
-        await embed(Service(ServiceState(model.config, model)), Asker(adapter="a"), list, 1, "last")
+        await embed(Service(ServiceState(model.config, model)), CallerOptions(adapter="a"), list, 1, "last")
 
 
 @pytest.mark.parametrize("rig", [{"max_num_seqs": 2}], indirect=True)
@@ -293,6 +295,6 @@ async def test_calls_that_are_open_are_bounded(rig):
 
 
 async def test_a_bug_in_one_part_is_that_error_and_no_group(rig, monkeypatch):
-    monkeypatch.setattr("jpaged.service.score_embed.score_of", lambda output: 1 / 0)
+    monkeypatch.setattr("jpaged.service.score_embed.get_score", lambda output: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         await rig.score("p", ["x", "y"])

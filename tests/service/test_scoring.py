@@ -12,10 +12,10 @@ from jpaged.service.score_embed import (
     MAX_SCORE_SIZE,
     continued,
     embeddable,
-    embedding_of,
+    get_embedding,
+    get_score,
     require_parts,
     require_score_size,
-    score_of,
 )
 from jpaged.testing import ByteTokenizer, FakeExecutor
 from jpaged.types import PositionLogprobs, Prompt, RequestOutput, TokenLogprob, Usage
@@ -51,7 +51,7 @@ def wholes(processor: InputProcessor, prompt: Prompt, continuations: list[Any]) 
     given = continued(processor, prompt, continuations)
     prompts = [given.prompt(i) for i in range(len(given))]
     assert [given.size(i) for i in range(len(given))] == [prompt.size for prompt in prompts]
-    return [(list(prompt.token_ids or ()), prompt.told_from) for prompt in prompts]
+    return [(list(prompt.token_ids or ()), prompt.prompt_logprobs_start) for prompt in prompts]
 
 
 def test_a_continuation_comes_behind_its_prompt(processor):
@@ -128,16 +128,16 @@ def output(**fields: Any) -> RequestOutput:
 
 def test_a_score_is_the_sum_of_what_was_told():
     told = tuple(PositionLogprobs(TokenLogprob(7, logprob, rank)) for logprob, rank in ((-1.0, 1), (-0.5, 2)))
-    score = score_of(output(prompt_logprobs=(None, *told)))
+    score = get_score(output(prompt_logprobs=(None, *told)))
     assert (score.logprob, score.token_ids, score.is_greedy) == (-1.5, (7, 7), False)
-    assert score_of(output(prompt_logprobs=(None, told[0]))).is_greedy
+    assert get_score(output(prompt_logprobs=(None, told[0]))).is_greedy
     with pytest.raises(InternalError, match="'r' has no prompt log-probabilities"):
-        score_of(output())
+        get_score(output())
 
 
 def test_a_vector_is_scaled_where_that_is_wanted_and_not_where_it_has_no_length():
-    assert embedding_of(output(embedding=(3.0, 4.0))).values == (3.0, 4.0)
-    assert embedding_of(output(embedding=(3.0, 4.0)), normalize=True).values == (0.6, 0.8)
-    assert embedding_of(output(embedding=(0.0, 0.0)), normalize=True).values == (0.0, 0.0)
+    assert get_embedding(output(embedding=(3.0, 4.0))).values == (3.0, 4.0)
+    assert get_embedding(output(embedding=(3.0, 4.0)), normalize=True).values == (0.6, 0.8)
+    assert get_embedding(output(embedding=(0.0, 0.0)), normalize=True).values == (0.0, 0.0)
     with pytest.raises(InternalError, match="'r' has no hidden states"):
-        embedding_of(output())
+        get_embedding(output())

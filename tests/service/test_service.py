@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from jpaged.access.authenticator import Entry, enter
-from jpaged.access.keys import Key, Role
+from jpaged.access.authenticator import CallContext, enter
+from jpaged.access.keys import ApiKey, Role
 from jpaged.config import EngineConfig
 from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, PermissionDenied, Unavailable
 from jpaged.service.calls import Call
-from jpaged.service.service import Service, ServiceState, Stage, Workers
+from jpaged.service.service import BlockingPools, Service, ServiceState, Stage
 from jpaged.testing import ByteTokenizer, FakeExecutor, Faults, expected_tokens
 from jpaged.types import FinishReason, Prompt, SamplingParams
 from tests.server.harness import eventually, make_serving
@@ -121,7 +121,7 @@ async def test_what_fails_after_its_caller_went_away_is_no_complaint_of_the_loop
         ended.set()
         raise InvalidArgument("path", "holds no adapter")
 
-    workers = Workers()
+    workers = BlockingPools()
     reading = asyncio.create_task(workers.read(fail))
     await asyncio.sleep(0)
     reading.cancel()
@@ -143,8 +143,8 @@ async def test_a_prefix_is_pinned_for_the_tenant_of_the_key_however_long_it_is(l
     service = Service(ServiceState(model.config, model))
 
     async def act() -> None:
-        key = Key("acme-1", "acme", Role.CONTROL)
-        enter(Entry(face="grpc", method="PinPrefix", peer="", key=key, tenant="acme"))
+        key = ApiKey("acme-1", "acme", Role.CONTROL)
+        enter(CallContext(face="grpc", method="PinPrefix", peer="", key=key, tenant="acme"))
         await service.pin_prefix("system", Prompt(text="x" * length))
         service.unpin_prefix("system")
 

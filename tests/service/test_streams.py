@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jpaged.service.calls import MAX_WAIT_S, Bridge, OutputStream
+from jpaged.service.calls import MAX_WAIT_S, OutputDispatcher, OutputStream
 from jpaged.types import FinishReason, OutputEvent, PositionLogprobs, RequestTimes, SequenceFinish, TokenLogprob, Usage
 
 STEP_S = 0.01
@@ -95,14 +95,14 @@ async def steps(loop, readers, count, *, last=False):
 
 
 async def test_a_step_wakes_the_loop_once_for_all_streams(loop):
-    bridge = Bridge(loop, math.inf)
+    bridge = OutputDispatcher(loop, math.inf)
     readers = [Reader(bridge) for _ in range(8)]
     await steps(loop, readers, 5, last=True)
     assert loop.num_wake_ups == 5
 
 
 async def test_a_step_that_can_wait_for_the_next_round_wakes_nobody(loop):
-    bridge = Bridge(loop, 4 / STEP_S)
+    bridge = OutputDispatcher(loop, 4 / STEP_S)
     readers = [Reader(bridge) for _ in range(16)]  # a round every four steps
     await steps(loop, readers, 1)
     assert loop.num_wake_ups == 1
@@ -117,7 +117,7 @@ async def test_a_step_that_can_wait_for_the_next_round_wakes_nobody(loop):
 
 
 async def test_what_came_in_a_pause_without_a_round_is_told_at_its_end(loop):
-    bridge = Bridge(loop, 1.0)
+    bridge = OutputDispatcher(loop, 1.0)
     first, second = Reader(bridge), Reader(bridge)
     first.sample(is_last=True)  # the pause is for this message, and nobody waits
     second.sample()
@@ -135,13 +135,13 @@ async def test_what_came_in_a_pause_without_a_round_is_told_at_its_end(loop):
 
 
 async def test_few_streams_speak_at_every_step(loop):
-    reader = Reader(Bridge(loop, 1 / STEP_S))
+    reader = Reader(OutputDispatcher(loop, 1 / STEP_S))
     await steps(loop, [reader], 6, last=True)
     assert reader.token_ids == [[1], [2], [3], [4], [5], [6]]
 
 
 async def test_many_streams_share_the_rate_and_lose_nothing(loop):
-    bridge = Bridge(loop, 4 / STEP_S)  # four messages a step
+    bridge = OutputDispatcher(loop, 4 / STEP_S)  # four messages a step
     readers = [Reader(bridge) for _ in range(16)]
     await steps(loop, readers, 13, last=True)
     for reader in readers:
@@ -156,7 +156,7 @@ async def test_many_streams_share_the_rate_and_lose_nothing(loop):
 
 
 async def test_the_first_token_and_the_last_never_wait(loop):
-    bridge = Bridge(loop, 1.0)
+    bridge = OutputDispatcher(loop, 1.0)
     readers = [Reader(bridge) for _ in range(3)]
     for number, reader in enumerate(readers):
         reader.sample()
@@ -174,7 +174,7 @@ async def test_the_first_token_and_the_last_never_wait(loop):
 
 
 async def test_no_token_waits_longer_than_its_bound_however_low_the_rate(loop):
-    bridge = Bridge(loop, 1.0)
+    bridge = OutputDispatcher(loop, 1.0)
     readers = [Reader(bridge) for _ in range(50)]
     await steps(loop, readers, 1)
     for reader in readers:
@@ -187,7 +187,7 @@ async def test_no_token_waits_longer_than_its_bound_however_low_the_rate(loop):
 
 
 async def test_others_first_tokens_hold_up_nobody(loop):
-    bridge = Bridge(loop, 100.0)
+    bridge = OutputDispatcher(loop, 100.0)
     readers = [Reader(bridge) for _ in range(50)]
     await steps(loop, readers, 2)
     assert readers[0].token_ids == [[1]]
@@ -200,7 +200,7 @@ async def test_others_first_tokens_hold_up_nobody(loop):
 
 
 async def test_sequences_that_wait_take_turns_and_the_last_comes_last(loop):
-    bridge = Bridge(loop, 1.0)
+    bridge = OutputDispatcher(loop, 1.0)
     reader = Reader(bridge)
     for index in (0, 1, 0, 1, 0):
         reader.sample(index)
@@ -217,7 +217,7 @@ async def test_sequences_that_wait_take_turns_and_the_last_comes_last(loop):
 
 
 async def test_who_reads_nothing_along_is_told_at_the_end_alone(loop):
-    reader = Reader(Bridge(loop, math.inf), is_whole=True)
+    reader = Reader(OutputDispatcher(loop, math.inf), is_whole=True)
     for _ in range(3):
         reader.sample()
         await loop.advance(2 * MAX_WAIT_S)
@@ -228,7 +228,7 @@ async def test_who_reads_nothing_along_is_told_at_the_end_alone(loop):
 
 
 async def test_a_stream_that_was_ended_from_outside_is_not_told_again(loop):
-    bridge = Bridge(loop, 1.0)
+    bridge = OutputDispatcher(loop, 1.0)
     reader, other = Reader(bridge), Reader(bridge)
     for _ in range(2):
         reader.sample()

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from jpaged._proto.v1 import inference_pb2
 from jpaged.client import AsyncClient, Client
 from jpaged.errors import InvalidArgument
-from jpaged.service.calls import Caller, Records, RequestRecord, parts_of
+from jpaged.service.calls import Caller, Records, RequestRecord, get_parts
 from jpaged.telemetry.traces import Traces, exporter_to
 from jpaged.testing import FakeExecutor
 from jpaged.types import RequestTimes, SamplingParams
@@ -137,7 +137,7 @@ async def test_a_request_does_not_depend_on_its_observers(caplog: pytest.LogCapt
             raise RuntimeError("end")
 
     record = RequestRecord(operation="chat", tenant="", caller=Caller(), adapter="")
-    with Records([Broken()]).kept(record):
+    with Records([Broken()]).observing(record):
         pass
     assert record.status == "OK"
     assert [one.message for one in caplog.records] == ["a request observer failed"] * 2
@@ -238,10 +238,10 @@ async def test_a_span_of_a_request_over_http_is_below_its_callers_too() -> None:
 
 
 def test_a_part_without_an_end_is_not_told() -> None:
-    assert parts_of(RequestTimes(1.0)) == []
-    assert parts_of(RequestTimes(1.0, 2.0)) == [("queue", 1.0, 2.0)]
+    assert get_parts(RequestTimes(1.0)) == []
+    assert get_parts(RequestTimes(1.0, 2.0)) == [("queue", 1.0, 2.0)]
     times = RequestTimes(1.0, 2.0, 3.0, 4.0, (3.2, 3.4))
-    assert [name for name, _, _ in parts_of(times)] == ["queue", "prefill", "decode", "preempted"]
+    assert [name for name, _, _ in get_parts(times)] == ["queue", "prefill", "decode", "preempted"]
 
 
 @pytest.mark.parametrize("endpoint", ["", "http://", "ftp://host:1", "host:many"])

@@ -56,7 +56,7 @@ class _BenchmarkParser(LateParser):
 
     def take_arguments(self) -> None:
         """Import the module and add its arguments."""
-        module = _module_of(self.prog.rpartition(" ")[2])
+        module = _get_module(self.prog.rpartition(" ")[2])
         self.description = module.DESCRIPTION
         module.add_arguments(self)
 
@@ -74,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark and return its exit code."""
-    return int(_module_of(arguments.benchmark).run(arguments))
+    return int(_get_module(arguments.benchmark).run(arguments))
 
 
-def _module_of(benchmark: str) -> ModuleType:
+def _get_module(benchmark: str) -> ModuleType:
     return load("bench", f"jpaged.bench.cli.{benchmark}")

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from jpaged import json_text
 from jpaged.bench import results
-from jpaged.bench.results import Comparison, compare, read_result, runs_of
+from jpaged.bench.results import RunComparison, compare, get_runs, read_result
 from jpaged.errors import InvalidArgument
 
 DESCRIPTION = """\
@@ -38,10 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     a, b = read_result(arguments.a), read_result(arguments.b)
     if arguments.plot is not None:
         results.require_drawable(arguments.plot)
-        if not (runs_of(a) and runs_of(b)):
+        if not (get_runs(a) and get_runs(b)):
             raise InvalidArgument("--plot", "draws results of `bench serve`, which have a request rate")
         names = f"A: {arguments.a.stem}", f"B: {arguments.b.stem}"
-        results.draw(dict(zip(names, (runs_of(a), runs_of(b)), strict=True)), arguments.plot, " and ".join(names))
+        results.draw(dict(zip(names, (get_runs(a), get_runs(b)), strict=True)), arguments.plot, " and ".join(names))
     found = compare(a, b)
     if arguments.json:
         print(json_text.dumps(_record(found)))
@@ -52,12 +52,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if found.differences else 0
 
 
-def _record(found: Comparison) -> dict[str, object]:
+def _record(found: RunComparison) -> dict[str, object]:
     ratios = [{"request_rate": r.rate, "metric": r.metric, "a": r.a, "b": r.b, "ratio": r.ratio} for r in found.ratios]
     return {"ratios": ratios, "differences": list(found.differences)}
 
 
-def _table(found: Comparison, a: str, b: str) -> Table:
+def _table(found: RunComparison, a: str, b: str) -> Table:
     table = Table(title=f"A = {a}, B = {b}", title_justify="left")
     has_rates = any(ratio.rate for ratio in found.ratios)
     for name in (*(("requests/s",) if has_rates else ()), "metric"):

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from jpaged.bench.datasets import DatasetName, DatasetOptions
 from jpaged.bench.metrics import LATENCIES
-from jpaged.cli.options import flag_of
+from jpaged.cli.options import to_flag
 from jpaged.errors import InvalidArgument
 from jpaged.hardware import HARDWARE
 
@@ -57,7 +57,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
             keywords.update(type=float if isinstance(spec.default, float) else int, metavar="N")
         if spec.default is not None and not isinstance(spec.default, bool):
             keywords["help"] += f" (default: {spec.default})"
-        group.add_argument(flag_of(spec.name), **keywords)
+        group.add_argument(to_flag(spec.name), **keywords)
     group.add_argument("--input-len", type=int, metavar="N", help="the same as --random-input-len")
     group.add_argument("--output-len", type=int, metavar="N", help="output tokens per request, for any dataset")
 

@@ -20,12 +20,12 @@ from jpaged.config import EvictionPolicyName
 from jpaged.errors import InvalidArgument
 from jpaged.plan.cli import prices_from
 from jpaged.plan.fleet.autoscaler import Autoscaling, read_autoscaling
-from jpaged.plan.fleet.day import Day, Lengths, Session, draw_sessions
-from jpaged.plan.fleet.fleet import Fleet, FleetOptions, Forecast, forecast
-from jpaged.plan.fleet.outcomes import Goals, Outcome, curve, draw, summary
-from jpaged.plan.fleet.replica import Pool
+from jpaged.plan.fleet.day import Day, Session, TurnLengths, draw_sessions
+from jpaged.plan.fleet.fleet import FleetOptions, Forecast, SimulatedFleet, forecast
+from jpaged.plan.fleet.outcomes import LatencyGoals, Outcome, curve, draw, summary
+from jpaged.plan.fleet.replica import ReplicaPool
 from jpaged.plan.fleet.routing import RULES
-from jpaged.plan.fleet.topology import PoolKind, Serving, kind_of
+from jpaged.plan.fleet.topology import PoolKind, Serving, get_kind
 from jpaged.plan.simulator.deployment import MODELS
 from jpaged.types import MAX_SEED
 
@@ -51,7 +51,7 @@ _LENGTHS = (
     ("said", "mean tokens of a user turn"),
     ("answered", "mean tokens of an answer"),
 )
-_DEFAULTS = {"system": Lengths(3000.0, 0.5), "said": Lengths(150.0, 1.0), "answered": Lengths(80.0, 0.8)}
+_DEFAULTS = {"system": TurnLengths(3000.0, 0.5), "said": TurnLengths(150.0, 1.0), "answered": TurnLengths(80.0, 0.8)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -213,7 +213,7 @@ def run(arguments: argparse.Namespace) -> int:
     scaling = None if arguments.autoscale is None else read_autoscaling(arguments.autoscale)
     pools, kinds, places = _fleet(arguments, scaling)
     day = _day(arguments, len(places))
-    goals = Goals(arguments.goal_ttft / 1e3, arguments.goal_itl / 1e3)
+    goals = LatencyGoals(arguments.goal_ttft / 1e3, arguments.goal_itl / 1e3)
     sessions = draw_sessions(day, arguments.seed)
     if not sessions:
         problem = f"{day.rate_per_s:g} requests/s is too low: no conversation starts in a day of {day.seconds:g} s"
@@ -228,7 +228,7 @@ def run(arguments: argparse.Namespace) -> int:
     for rule in arguments.router:
         options = _options(arguments, rule, scaling)
         with _progress(rule, day) as told:
-            outcome = Fleet(pools, kinds, places, day, sessions, options).run(told)
+            outcome = SimulatedFleet(pools, kinds, places, day, sessions, options).run(told)
         runs.append(summary(outcome, goals) | {"simulation": _effort(outcome), "curve": curve(outcome, goals)})
     result = results.header("fleet", arguments.seed) | {"setting": setting, "runs": runs}
     if arguments.json:
@@ -292,7 +292,9 @@ def _check(arguments: argparse.Namespace) -> None:
         results.require_drawable(arguments.plot)
 
 
-def _fleet(arguments: argparse.Namespace, scaling: Autoscaling | None) -> tuple[list[Pool], list[PoolKind], list[int]]:
+def _fleet(
+    arguments: argparse.Namespace, scaling: Autoscaling | None
+) -> tuple[list[ReplicaPool], list[PoolKind], list[int]]:
     """Return the kinds of replicas, and the kind of each replica."""
     counts = _topologies(arguments, 1000 if scaling is None else scaling.max_replicas)
     if scaling is not None:
@@ -324,7 +326,7 @@ def _fleet(arguments: argparse.Namespace, scaling: Autoscaling | None) -> tuple[
     )
     pools, kinds, places = [], [], []
     for number, (name, count) in enumerate(counts.items()):
-        pool, kind = kind_of(name, serving, prices, arguments.cold_start)
+        pool, kind = get_kind(name, serving, prices, arguments.cold_start)
         pools.append(pool)
         kinds.append(kind)
         places += [number] * count
@@ -371,7 +373,9 @@ def _topologies(arguments: argparse.Namespace, default: int) -> dict[str, int]:
 
 
 def _day(arguments: argparse.Namespace, num_replicas: int) -> Day:
-    system, said, answered = (Lengths(getattr(arguments, f"{name}_len"), _DEFAULTS[name].sigma) for name, _ in _LENGTHS)
+    system, said, answered = (
+        TurnLengths(getattr(arguments, f"{name}_len"), _DEFAULTS[name].sigma) for name, _ in _LENGTHS
+    )
     return Day(
         seconds=arguments.day,
         rate_per_s=3.0 * num_replicas if arguments.rate is None else arguments.rate,

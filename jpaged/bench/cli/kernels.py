@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jpaged import json_text
-from jpaged.cli.options import flag_of
+from jpaged.cli.options import to_flag
 from jpaged.config import Backend
 from jpaged.errors import InvalidArgument
 
@@ -94,7 +94,7 @@ def _check(arguments: argparse.Namespace, shapes: tuple[str, ...]) -> None:
     for name in ("num_seqs", "context", "block_size"):
         for value in getattr(arguments, name):
             if not 1 <= value <= _MAX_COUNT:
-                raise InvalidArgument(flag_of(name), f"{value} is out of range: must be from 1 to {_MAX_COUNT}")
+                raise InvalidArgument(to_flag(name), f"{value} is out of range: must be from 1 to {_MAX_COUNT}")
     if not (arguments.max_gib > 0 and math.isfinite(arguments.max_gib)):
         raise InvalidArgument("--max-gib", f"{arguments.max_gib} is not a finite number above 0")
     for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):

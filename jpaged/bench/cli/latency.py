@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jpaged.bench import results
 from jpaged.bench.cli.flags import add_hardware_flag, add_output_json, print_result, require_range, require_writable
-from jpaged.bench.cli.offline import Offline, add_offline_flags, vocabulary_of, with_model
+from jpaged.bench.cli.offline import Offline, add_offline_flags, get_vocabulary, with_model
 from jpaged.bench.datasets import DatasetOptions, Sample
 from jpaged.types import MAX_SEED, SamplingParams
 
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         random_output_len=arguments.output_len,
         seed=arguments.seed,
     )
-    samples = options.make(vocabulary_of(arguments.model))
+    samples = options.make(get_vocabulary(arguments.model))
     params = SamplingParams(
         max_tokens=arguments.output_len,
         ignore_eos=True,

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, Self, TextIO
 
-from jpaged.bench.cli.probe import limits_of
+from jpaged.bench.cli.probe import get_limits
 from jpaged.bench.datasets import FolderVocabulary, Sample, TokenizerVocabulary
-from jpaged.bench.limits import Limits, ServedModel, as_record, offline_shares
+from jpaged.bench.limits import HardwareLimits, ServedModel, as_record, offline_shares
 from jpaged.cli.options import add_config_flags, config_from, config_values
 from jpaged.cli.startup import StartupReport
 from jpaged.config import PROCESS_OPTIONS
@@ -33,7 +33,7 @@ def with_model(arguments: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(arguments), "model": config_values(arguments).get("model", "demo")})
 
 
-def vocabulary_of(model: str) -> TokenizerVocabulary:
+def get_vocabulary(model: str) -> TokenizerVocabulary:
     """Return the tokens of a model by name.
 
     Raises:
@@ -55,7 +55,7 @@ def vocabulary_of(model: str) -> TokenizerVocabulary:
 class Offline:
     """A loaded model, and the devices' limits or the reason why they are unknown."""
 
-    def __init__(self, model: str, llm: Any, limits: Limits | None, reason: str, report: StartupReport) -> None:
+    def __init__(self, model: str, llm: Any, limits: HardwareLimits | None, reason: str, report: StartupReport) -> None:
         self.model = model
         self.report = report
         self._llm = llm
@@ -84,7 +84,7 @@ class Offline:
         num_devices = parallel.tensor_parallel_size * parallel.context_parallel_size * parallel.data_parallel_size
         if arguments.hardware in ("auto", "cpu"):
             report.line("measuring the machine's bandwidth and FLOP/s")
-        limits, reason = limits_of(arguments.hardware, "bfloat16" if dtype == "bfloat16" else "float32", num_devices)
+        limits, reason = get_limits(arguments.hardware, "bfloat16" if dtype == "bfloat16" else "float32", num_devices)
         report.line(f"loading {model}")
         return cls(model, LLM(model, progress=report.progress, **values), limits, reason, report)
 

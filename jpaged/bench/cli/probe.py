@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from jpaged import json_text
 from jpaged.bench import limits
-from jpaged.bench.limits import Limits
+from jpaged.bench.limits import HardwareLimits
 from jpaged.errors import InternalError
 from jpaged.hardware import find_hardware
 
@@ -47,34 +47,36 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _here(dtype: str) -> Limits:
+def _here(dtype: str) -> HardwareLimits:
     from jpaged.kernels.paged_attention.measure import survey  # imports jax
 
     device = survey([], "demo", dtype, "auto", 0).device
     if (known := find_hardware(device.kind)) is not None:
         return limits.of_accelerator(known.name, 1)
     if device.kind != "cpu":
-        return Limits(device.limits.bytes_per_s, device.limits.flops_per_s, f"measured: XLA on {device.kind}, {dtype}")
+        return HardwareLimits(
+            device.limits.bytes_per_s, device.limits.flops_per_s, f"measured: XLA on {device.kind}, {dtype}"
+        )
     plain = limits.probe()
-    return Limits(
+    return HardwareLimits(
         max(plain.bytes_per_s, device.limits.bytes_per_s),
         max(plain.flops_per_s, device.limits.flops_per_s),
         f"measured: the best of numpy and XLA on {device.kind}, {dtype}",
     )
 
 
-def probed(dtype: str) -> Limits:
+def probed(dtype: str) -> HardwareLimits:
     """Return the limits of this machine, measured by a child process, so that jax is not loaded here."""
     command = [sys.executable, "-m", "jpaged", "bench", "probe", "--dtype", dtype, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
-        return Limits(**json.loads(done.stdout))
+        return HardwareLimits(**json.loads(done.stdout))
     except (ValueError, TypeError) as error:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise InternalError(f"the probe of this machine exited with code {done.returncode}: {last}") from error
 
 
-def limits_of(hardware: str, dtype: str, num_devices: int = 1) -> tuple[Limits | None, str]:
+def get_limits(hardware: str, dtype: str, num_devices: int = 1) -> tuple[HardwareLimits | None, str]:
     """Return the limits for `--hardware`, or the reason why there are none."""
     if hardware == "none":
         return None, "disabled by --hardware none"

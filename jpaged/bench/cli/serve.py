@@ -30,7 +30,7 @@ from jpaged.bench.cli.flags import (
 )
 from jpaged.bench.datasets import DatasetOptions
 from jpaged.bench.limits import as_record, serving_shares
-from jpaged.bench.load_generator import BACKENDS, Arrivals, Driven, Ramp, RampStrategy, drive, warm_up
+from jpaged.bench.load_generator import BACKENDS, ArrivalProcess, Driven, Ramp, RampStrategy, drive, warm_up
 from jpaged.bench.metrics import (
     Trace,
     details,
@@ -43,7 +43,7 @@ from jpaged.cli.options import add_credential_flags
 from jpaged.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from jpaged.bench.cli.servers import Served
+    from jpaged.bench.cli.servers import ReadyServer
 
 DESCRIPTION = """\
 Measure a server under load from the client's side: time to first token, time per token, throughput, goodput.
@@ -192,7 +192,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if any(result["failed"] for result in runs) else 0
 
 
-def _loads(arguments: argparse.Namespace) -> list[Arrivals]:
+def _loads(arguments: argparse.Namespace) -> list[ArrivalProcess]:
     """Return the arrivals of each run."""
     rates = arguments.request_rate
     if twice := [rate for rate in rates if rates.count(rate) > 1]:
@@ -207,7 +207,7 @@ def _loads(arguments: argparse.Namespace) -> list[Arrivals]:
         ramp = Ramp(arguments.ramp_up_strategy, *given)
     elif given != (None, None):
         raise InvalidArgument("--ramp-up-start-rps", "requires --ramp-up-strategy")
-    return [Arrivals(rate, arguments.burstiness, ramp) for rate in arguments.request_rate]
+    return [ArrivalProcess(rate, arguments.burstiness, ramp) for rate in arguments.request_rate]
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -229,7 +229,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _measure(
-    arguments: argparse.Namespace, served: Served, options: DatasetOptions, arrivals: Arrivals
+    arguments: argparse.Namespace, served: ReadyServer, options: DatasetOptions, arrivals: ArrivalProcess
 ) -> dict[str, Any]:
     """Run once; print and return the numbers."""
     driven, counts = asyncio.run(_drive(arguments, served, options, arrivals))
@@ -272,7 +272,7 @@ def _measure(
 
 
 async def _drive(
-    arguments: argparse.Namespace, served: Served, options: DatasetOptions, arrivals: Arrivals
+    arguments: argparse.Namespace, served: ReadyServer, options: DatasetOptions, arrivals: ArrivalProcess
 ) -> tuple[Driven, dict[str, int]]:
     """Return the run, and the server's counts during it."""
     samples = options.make(served.vocabulary)
@@ -317,7 +317,7 @@ def _print_errors(traces: Sequence[Trace]) -> None:
 
 
 def _save(
-    arguments: argparse.Namespace, served: Served, options: DatasetOptions, by_speed: Mapping[str, dict[str, Any]]
+    arguments: argparse.Namespace, served: ReadyServer, options: DatasetOptions, by_speed: Mapping[str, dict[str, Any]]
 ) -> None:
     runs = list(by_speed.values())
     if arguments.save_result:

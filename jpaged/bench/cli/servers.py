@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from jpaged.bench.backends import ENDPOINTS, GrpcBackend, OpenAIBackend, first_model
-from jpaged.bench.cli.offline import vocabulary_of
-from jpaged.bench.cli.probe import limits_of, probed
-from jpaged.bench.datasets import NumberedVocabulary, ServerVocabulary, Vocabulary
-from jpaged.bench.limits import Limits, ServedModel, of_accelerator
-from jpaged.bench.load_generator import Backend
+from jpaged.bench.cli.offline import get_vocabulary
+from jpaged.bench.cli.probe import get_limits, probed
+from jpaged.bench.datasets import DatasetVocabulary, NumberedVocabulary, ServerVocabulary
+from jpaged.bench.limits import HardwareLimits, ServedModel, of_accelerator
+from jpaged.bench.load_generator import BenchmarkBackend
 from jpaged.checkpoints.hub import find_folder, find_local
 from jpaged.cli.options import Credentials, credentials_from
 from jpaged.cli.server_process import ServerProcess, startup_texts, unwinding_at_sigterm
@@ -39,7 +39,7 @@ _LOCAL_HOSTS = ("localhost", "127.", "::1", "[::1]", "unix:", "0.0.0.0")
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ReadyServer:
     """A server that is ready.
 
     Attributes:
@@ -52,12 +52,12 @@ class Served:
 
     model: str
     dtype: str | None
-    backend: Callable[[], Backend]
-    vocabulary: Vocabulary
+    backend: Callable[[], BenchmarkBackend]
+    vocabulary: DatasetVocabulary
     facts: dict[str, Any]
     shape: ServedModel | None
     counts: Callable[[], dict[str, int]]
-    limits: Limits | None
+    limits: HardwareLimits | None
     no_limits: str
 
 
@@ -65,7 +65,7 @@ _NO_TLS = {"tls": False, "tls_ca": None, "tls_cert": None, "tls_key": None}
 
 
 @contextlib.contextmanager
-def connect(arguments: argparse.Namespace, console: Console) -> Iterator[Served]:
+def connect(arguments: argparse.Namespace, console: Console) -> Iterator[ReadyServer]:
     """Yield the server that the command line names, or one that ends with this context.
 
     Raises:
@@ -137,14 +137,16 @@ def _serves(client: Client) -> bool:
         return False
 
 
-def _ours(arguments: argparse.Namespace, client: Client, target: str, console: Console, shown: Credentials) -> Served:
+def _ours(
+    arguments: argparse.Namespace, client: Client, target: str, console: Console, shown: Credentials
+) -> ReadyServer:
     info, model = client.server_info(), client.model_info()
     folder = arguments.tokenizer or info.options.get("model")
     options = (info.options.get("kv-cache-dtype"), info.options.get("quantization", "auto"))
     shape, reason = _shape(folder, arguments.dtype or model.dtype, *options)
     limits, no_limits = _limits_of_server(arguments, info, target, arguments.dtype or model.dtype, console)
     salt = uuid.uuid4().hex  # prevents hits on prefixes that an earlier run left in the cache
-    return Served(
+    return ReadyServer(
         model=model.name,
         dtype=model.dtype,
         backend=lambda: GrpcBackend(
@@ -184,9 +186,9 @@ def _counts(client: Client) -> dict[str, int]:
 
 def _limits_of_server(
     arguments: argparse.Namespace, info: ServerInfo, target: str, dtype: str, console: Console
-) -> tuple[Limits | None, str]:
+) -> tuple[HardwareLimits | None, str]:
     if arguments.hardware != "auto":
-        return limits_of(arguments.hardware, dtype, info.num_devices)
+        return get_limits(arguments.hardware, dtype, info.num_devices)
     if info.platform == "cpu":
         if not target.startswith(_LOCAL_HOSTS):
             return None, "the server runs on another machine: give its --hardware"
@@ -198,7 +200,7 @@ def _limits_of_server(
     return of_accelerator(device.name, info.num_devices), ""
 
 
-def _openai(arguments: argparse.Namespace, console: Console) -> Served:
+def _openai(arguments: argparse.Namespace, console: Console) -> ReadyServer:
     base_url = arguments.base_url.rstrip("/")
     parts = urlsplit(base_url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -208,18 +210,18 @@ def _openai(arguments: argparse.Namespace, console: Console) -> Served:
     if (key := shown.api_key) and "authorization" not in map(str.lower, headers):
         headers = {**headers, "Authorization": f"Bearer {key}"}
     model = arguments.model or asyncio.run(first_model(base_url, headers, proxy))
-    vocabulary: Vocabulary = NumberedVocabulary(_PLAIN_IDS)
+    vocabulary: DatasetVocabulary = NumberedVocabulary(_PLAIN_IDS)
     if arguments.tokenizer is not None:
-        vocabulary = vocabulary_of(arguments.tokenizer)
+        vocabulary = get_vocabulary(arguments.tokenizer)
     shape, reason = _shape(arguments.tokenizer, arguments.dtype)
     limits, no_limits = None, reason
     if shape is not None and arguments.hardware == "auto" and not parts.hostname.startswith(_LOCAL_HOSTS):
         no_limits = "the server runs on another machine: give its --hardware"
     elif shape is not None:
         with console.status("measuring the machine's bandwidth and FLOP/s"):
-            limits, no_limits = limits_of(arguments.hardware, arguments.dtype or "float32")
+            limits, no_limits = get_limits(arguments.hardware, arguments.dtype or "float32")
     url = base_url + (arguments.endpoint or ENDPOINTS[arguments.backend])
-    return Served(
+    return ReadyServer(
         model=model,
         dtype=arguments.dtype,
         backend=lambda: OpenAIBackend(

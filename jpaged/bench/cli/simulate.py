@@ -13,8 +13,8 @@ from jpaged import json_text
 from jpaged.config import EngineConfig, iter_options
 from jpaged.errors import InvalidArgument
 from jpaged.hardware import HARDWARE
-from jpaged.plan.simulator.deployment import MODELS, Deployment, deploy
-from jpaged.plan.simulator.simulation import Served, Simulation, simulate
+from jpaged.plan.simulator.deployment import MODELS, SimulatedDeployment, deploy
+from jpaged.plan.simulator.simulation import SimulatedTimes, Simulation, simulate
 from jpaged.plan.simulator.trace import WORKLOADS, TraceRequest, read_trace, synthesize
 from jpaged.types import MAX_SEED
 
@@ -116,10 +116,10 @@ def run(arguments: argparse.Namespace) -> int:
 def measures(result: Simulation) -> dict[str, float | int]:
     """Return the reported measures of a simulation; names include units."""
 
-    def normalized(served: Served) -> float:
+    def normalized(served: SimulatedTimes) -> float:
         return served.normalized_latency_s
 
-    def first_token(served: Served) -> float:
+    def first_token(served: SimulatedTimes) -> float:
         return served.time_to_first_token_s
 
     return {
@@ -146,7 +146,7 @@ def measures(result: Simulation) -> dict[str, float | int]:
     }
 
 
-def _deployment(arguments: argparse.Namespace) -> Deployment:
+def _deployment(arguments: argparse.Namespace) -> SimulatedDeployment:
     model, hardware = MODELS[arguments.model], HARDWARE[arguments.hardware]
     block_size = _at_least_one(arguments, "block_size")
     if not 0 <= arguments.num_host_blocks <= _MAX_COUNT:

@@ -18,7 +18,7 @@ from jpaged.bench.cli.flags import (
     require_range,
     require_writable,
 )
-from jpaged.bench.cli.offline import Offline, add_offline_flags, vocabulary_of, with_model
+from jpaged.bench.cli.offline import Offline, add_offline_flags, get_vocabulary, with_model
 from jpaged.bench.datasets import DatasetOptions, Sample
 from jpaged.types import SamplingParams
 
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _samples(arguments: argparse.Namespace, options: DatasetOptions) -> tuple[list[Sample], list[Sample]]:
     """Return the timed samples, and others of the same kind for warm-up."""
-    vocabulary = vocabulary_of(arguments.model)
+    vocabulary = get_vocabulary(arguments.model)
     return options.make(vocabulary), options.for_warm_up().make(vocabulary)
 
 

@@ -129,11 +129,11 @@ class LoraConfig:
     is_root: bool
     targets: tuple[str, ...]
 
-    def rank_of(self, module: str) -> int:
+    def get_rank(self, module: str) -> int:
         """Return the rank of a module's adapter."""
         return self.ranks.of(module, self.rank)
 
-    def scale_of(self, module: str, rank: int) -> float:
+    def get_scale(self, module: str, rank: int) -> float:
         """Return the factor of the product of a module's two matrices of this rank."""
         return self.alphas.of(module, self.alpha) / (math.sqrt(rank) if self.is_root else rank)
 

@@ -27,7 +27,7 @@ from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.lora import AdaptedPlace, HostAdapter, adapted_places, is_of_experts
 from jpaged.models.model import Model
-from jpaged.models.param_specs import Leaf, module_of
+from jpaged.models.param_specs import Leaf, get_module
 from jpaged.models.registry import find_family
 from jpaged.models.sharding import pad_for_sharding, padded_axis
 from jpaged.models.stack import LayerMode
@@ -50,10 +50,10 @@ def refuse_others(modules: Sequence[str], config: ModelConfig, folder: Path) -> 
     leaves = model_leaves(config)
     every = [leaf for each in (leaves.outer, *leaves.layers) for leaf in each]
     has_experts = any(map(is_of_experts, every))
-    known = {module_of(name) for leaf in every for name, _ in leaf.tensors}
+    known = {get_module(name) for leaf in every for name, _ in leaf.tensors}
     kinds: tuple[tuple[Callable[[str], bool], str], ...] = (
         (lambda module: has_experts and _is_of_experts(module), "adapters of experts and routers are not supported"),
-        (lambda module: _words_of(module)[-1] in _OUTER_MODULES, _NOT_OUTER),
+        (lambda module: _get_words(module)[-1] in _OUTER_MODULES, _NOT_OUTER),
         (known.__contains__, "adapters are supported only for linear modules of layers"),
         (lambda module: is_ignored(f"{module}.weight", config), "the server does not load these modules of the model"),
     )
@@ -64,7 +64,7 @@ def refuse_others(modules: Sequence[str], config: ModelConfig, folder: Path) -> 
     raise InvalidArgument("lora", f"{folder}: {_listed(modules)}: no such module in {config.architecture}")
 
 
-def _words_of(module: str) -> list[str]:
+def _get_words(module: str) -> list[str]:
     return module.split(".")
 
 
@@ -148,11 +148,11 @@ class AdapterReader:
     def _read(self, files: TensorFiles, config: LoraConfig, folder: Path) -> HostAdapter:
         places = list(adapted_places(self.model.config, self.layer_mode))
         tensors = self._tensors(files, folder)
-        known = {module_of(name) for place in places for leaf in place.leaves for name, _ in leaf.tensors}
+        known = {get_module(name) for place in places for leaf in place.leaves for name, _ in leaf.tensors}
         refuse_others(sorted(tensors.keys() - known), self.model.config, folder)
         _refuse_incomplete(config.targets, known, [each.trained for each in tensors.values()], folder)
         pairs = {module: self._pair(module, each, config, folder) for module, each in tensors.items()}
-        source = _Source(files, pairs, self.max_rank, self.model.dtype)
+        source = _AdapterTensors(files, pairs, self.max_rank, self.model.dtype)
         wide = adapted_places(pad_for_sharding(self.model.config, self.num_parts), self.layer_mode)
         return HostAdapter({each.path: self._matrices(each, to, source) for each, to in zip(places, wide, strict=True)})
 
@@ -190,16 +190,16 @@ class AdapterReader:
         return found
 
     def _pair(self, module: str, tensors: _Tensors, config: LoraConfig, folder: Path) -> _Pair:
-        rank = config.rank_of(tensors.trained)
+        rank = config.get_rank(tensors.trained)
         if rank > self.max_rank:
             raise InvalidArgument("lora", f"{folder}: {module} has rank {rank}; max_lora_rank is {self.max_rank}")
         for which in "AB":
             if which not in tensors.names:
                 raise InvalidArgument("lora", f"{folder}: {module} has no lora_{which}.weight")
-        return _Pair(tensors.names["A"], tensors.names["B"], rank, config.scale_of(tensors.trained, rank))
+        return _Pair(tensors.names["A"], tensors.names["B"], rank, config.get_scale(tensors.trained, rank))
 
     def _matrices(
-        self, place: AdaptedPlace, wide: AdaptedPlace, source: _Source
+        self, place: AdaptedPlace, wide: AdaptedPlace, source: _AdapterTensors
     ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
         """Return the matrices of a place of the published model, in the layout of the padded model."""
         each_a, each_b = [], list[tuple[np.ndarray, ...]]()
@@ -216,7 +216,7 @@ class AdapterReader:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _AdapterTensors:
     """The tensors of one adapter, by module."""
 
     files: TensorFiles
@@ -228,14 +228,14 @@ class _Source:
         """Return A `[parts * rank, in]` and B `[rank, *out]` of the published leaf."""
         a = np.zeros((len(leaf.tensors) * self.max_rank, leaf.shape[0]), self.dtype)
         b = np.zeros((self.max_rank, *leaf.shape[1:]), self.dtype)
-        if not any(module_of(name) in self.pairs for name, _ in leaf.tensors):
+        if not any(get_module(name) in self.pairs for name, _ in leaf.tensors):
             return a, b
         in_axis = leaf.tensor_axes[0]
         outputs = []
         for part, (name, stored) in enumerate(leaf.tensors):
             num_out = stored[1 - in_axis] if in_axis is not None else stored[0]
             rows = np.zeros((num_out, self.max_rank), np.float32)
-            pair = self.pairs.get(module_of(name))
+            pair = self.pairs.get(get_module(name))
             if pair is not None:
                 begin = part * self.max_rank
                 a[begin : begin + pair.rank] = self._finite(pair.a, (pair.rank, leaf.shape[0]))

@@ -25,7 +25,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jpaged.checkpoints.quantised.scheme import StoredMatrix
+from jpaged.checkpoints.quantized.scheme import StoredMatrix
 from jpaged.kernels.matrix_format import MatrixFormat, Values
 
 FLOATS: Mapping[str, np.dtype] = {
@@ -94,7 +94,7 @@ def joint_form(forms: Sequence[MatrixFormat]) -> MatrixFormat:
     return MatrixFormat(values, size, has_zeros=has_zeros, has_whole_zeros=not has_zeros)
 
 
-def weights_of(kind: str, data: np.ndarray) -> np.ndarray:
+def dequantize_blocks(kind: str, data: np.ndarray) -> np.ndarray:
     """Return the dequantized weights of a type's data, in the stored type or float32."""
     if kind in FLOATS:
         return data.view(FLOATS[kind])

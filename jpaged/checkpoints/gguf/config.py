@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.checkpoints.gguf.blocks import weights_of
+from jpaged.checkpoints.gguf.blocks import dequantize_blocks
 from jpaged.checkpoints.gguf.file import GgufFile
 from jpaged.checkpoints.gguf.tokenizer import has_vocabulary, read_vocabulary
 from jpaged.errors import InvalidArgument, Unsupported
@@ -147,7 +147,9 @@ def _factors(file: GgufFile) -> dict[str, list[float]]:
     for name in ("rope_freqs", "rope_factors_short", "rope_factors_long"):
         tensor = file.tensors.get(f"{name}.weight")
         if tensor is not None:
-            found[name] = [float(str(factor)) for factor in weights_of(tensor.kind, tensor.read()).astype(np.float32)]
+            found[name] = [
+                float(str(factor)) for factor in dequantize_blocks(tensor.kind, tensor.read()).astype(np.float32)
+            ]
     return found
 
 

@@ -135,7 +135,7 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == SUFFIX and not path.is_dir()
 
 
-def parts_of(path: Path) -> list[Path]:
+def get_parts(path: Path) -> list[Path]:
     """Return the files of a model, given its first part."""
     match = _PART.search(path.name)
     if match is None:
@@ -151,7 +151,7 @@ def open_gguf(path: Path) -> GgufFile:
         InvalidArgument: a part is missing, truncated or damaged, or changes while it is read.
         Unsupported: a tensor has an unknown type.
     """
-    parts = parts_of(path)
+    parts = get_parts(path)
     for part in parts:
         if not part.is_file():
             raise InvalidArgument(str(path), f"is a model in {len(parts)} parts, but {part.name} is missing")

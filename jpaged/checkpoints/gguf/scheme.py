@@ -19,16 +19,16 @@ import numpy as np
 from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES, joint_form
 from jpaged.checkpoints.gguf.config import hf_config
 from jpaged.checkpoints.gguf.file import GgufFile, open_gguf
-from jpaged.checkpoints.gguf.tensors import GgufTensors, Place, places
+from jpaged.checkpoints.gguf.tensors import GgufTensors, TensorLocation, places
 from jpaged.checkpoints.names import model_leaves
-from jpaged.checkpoints.quantised.scheme import Part, Parts, Shape, StoredMatrix
+from jpaged.checkpoints.quantized.scheme import MatrixPart, Parts, Shape, StoredMatrix
 from jpaged.kernels.matrix_format import MatrixFormat
-from jpaged.models.config import ModelConfig, Quantisation
+from jpaged.models.config import ModelConfig, Quantization
 from jpaged.models.hf_config import from_hf
-from jpaged.models.param_specs import Leaf, module_of, stored_formats
+from jpaged.models.param_specs import Leaf, get_module, stored_formats
 
 _METHOD = "gguf"
-_EVERYTHING = Quantisation(_METHOD, (("", MatrixFormat("int8")),), has_output=True)
+_EVERYTHING = Quantization(_METHOD, (("", MatrixFormat("int8")),), has_output=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class GgufScheme:
         kinds: GGUF type by module name.
     """
 
-    quantisation: Quantisation
+    quantization: Quantization
     kinds: Mapping[str, str]
 
     def parts(self, module: str, shape: Shape, form: MatrixFormat) -> Parts:
@@ -47,7 +47,7 @@ class GgufScheme:
         kind = self.kinds[module]
         block = BLOCK_TYPES[kind]
         num_out, depth = shape
-        return {kind: Part(f"{module}.weight", ((num_out, depth // block.size * block.num_bytes),), ("uint8",))}
+        return {kind: MatrixPart(f"{module}.weight", ((num_out, depth // block.size * block.num_bytes),), ("uint8",))}
 
     def read(self, tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
         """See `Scheme`."""
@@ -69,7 +69,7 @@ class GgufModel:
     config: ModelConfig
     hf: Mapping[str, object]
     scheme: GgufScheme | None
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorLocation]
 
     def tensors(self, *, as_weights: bool = False) -> GgufTensors:
         """Return its tensors; quantized ones for the scheme, or all of them as weights."""
@@ -91,31 +91,33 @@ def read_model(path: Path) -> GgufModel:
     formed = dict(_forms(config, file, found))
     if not formed:
         return GgufModel(file, config, hf, None, found)
-    quantisation = Quantisation(_METHOD, _rules(formed), has_output=True)
+    quantization = Quantization(_METHOD, _rules(formed), has_output=True)
     kinds = {module: _kind(file, found, f"{module}.weight") for module in formed}
-    config = dataclasses.replace(config, quantisation=quantisation)
-    return GgufModel(file, config, hf, GgufScheme(quantisation, kinds), found)
+    config = dataclasses.replace(config, quantization=quantization)
+    return GgufModel(file, config, hf, GgufScheme(quantization, kinds), found)
 
 
-def _forms(config: ModelConfig, file: GgufFile, found: Mapping[str, Place]) -> Iterator[tuple[str, MatrixFormat]]:
+def _forms(
+    config: ModelConfig, file: GgufFile, found: Mapping[str, TensorLocation]
+) -> Iterator[tuple[str, MatrixFormat]]:
     """Yield each module that stays quantized, and its format."""
     leaves = model_leaves(config, found)
     for leaf in (leaf for each in (leaves.outer, *leaves.layers) for leaf in each):
-        if not _may_be_quantised(leaf):
+        if not _may_be_quantized(leaf):
             continue
         kinds = [_kind(file, found, name) for name, _ in leaf.tensors]
         if all(kind in BLOCK_TYPES for kind in kinds):
             form = joint_form([BLOCK_TYPES[kind].form for kind in kinds])
             for name, _ in leaf.tensors:
-                yield module_of(name), form
+                yield get_module(name), form
 
 
-def _may_be_quantised(leaf: Leaf) -> bool:
+def _may_be_quantized(leaf: Leaf) -> bool:
     is_product = leaf.path[-1] == "kernel" or leaf.path[0] == "lm_head"
     return is_product and all(form is not None for form in stored_formats(_EVERYTHING, leaf))
 
 
-def _kind(file: GgufFile, found: Mapping[str, Place], name: str) -> str:
+def _kind(file: GgufFile, found: Mapping[str, TensorLocation], name: str) -> str:
     """Return the GGUF type of a tensor; empty if it does not exist."""
     return file.tensors[found[name].tensor].kind if name in found else ""
 

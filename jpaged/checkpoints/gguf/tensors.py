@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES, FLOATS, READ, weights_of
+from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES, FLOATS, READ, dequantize_blocks
 from jpaged.checkpoints.gguf.file import GgufFile, GgufTensor
 from jpaged.checkpoints.tensor_files import check_shape
 from jpaged.errors import InvalidArgument, Unsupported
@@ -32,7 +32,7 @@ _OTHER_LAYOUTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorLocation:
     """Place of a checkpoint's tensor in a file.
 
     Attributes:
@@ -166,7 +166,7 @@ NAMINGS: Mapping[str, Naming] = {
 """By the names of architectures in llama.cpp."""
 
 
-def places(file: GgufFile, num_heads: int, num_kv_heads: int) -> dict[str, Place]:
+def places(file: GgufFile, num_heads: int, num_kv_heads: int) -> dict[str, TensorLocation]:
     """Return the place of each tensor by its checkpoint name; unknown tensors keep their name in the file.
 
     Raises:
@@ -174,34 +174,34 @@ def places(file: GgufFile, num_heads: int, num_kv_heads: int) -> dict[str, Place
     """
     naming = NAMINGS[file.architecture]
     orders = _Orders(num_heads, num_kv_heads)
-    found: dict[str, Place] = {}
+    found: dict[str, TensorLocation] = {}
     for name, tensor in file.tensors.items():
         if name not in ROPE_TENSORS:
             found.update(_named(naming, name, tensor, orders))
     return found
 
 
-def _named(naming: Naming, name: str, tensor: GgufTensor, orders: _Orders) -> Iterator[tuple[str, Place]]:
+def _named(naming: Naming, name: str, tensor: GgufTensor, orders: _Orders) -> Iterator[tuple[str, TensorLocation]]:
     outer, layer = _OUTER.fullmatch(name), _LAYER.fullmatch(name)
     if outer is not None and outer[1] in naming.outer:
         offset = naming.offset if outer[1].endswith("_norm") else 0.0
-        yield f"{naming.outer[outer[1]]}.{outer[2]}", Place(name, offset=offset)
+        yield f"{naming.outer[outer[1]]}.{outer[2]}", TensorLocation(name, offset=offset)
         return
     if layer is None or layer[2] not in naming.layers:
         for pattern, content in _OTHER_LAYOUTS.items():
             if re.fullmatch(pattern, name):
                 raise Unsupported(f"{tensor.path}: tensor {name} is not supported: it has {content}")
-        yield name, Place(name)
+        yield name, TensorLocation(name)
         return
     number, stem, end = layer.groups()
     path = f"{naming.layers_prefix}{number}.{naming.layers[stem]}.{end}"
     if "{x}" in path:
         for expert in range(tensor.shape[0]):
-            yield path.format(x=expert), Place(name, expert)
+            yield path.format(x=expert), TensorLocation(name, expert)
         return
     yield (
         path,
-        Place(
+        TensorLocation(
             name,
             rows=orders.of((naming.rows or {}).get(stem), stem, tensor.shape[0]),
             offset=naming.offset if stem.endswith("_norm") else 0.0,
@@ -240,7 +240,7 @@ class GgufTensors:
     """
 
     file: GgufFile
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorLocation]
     blocks: frozenset[str]
 
     @property
@@ -289,9 +289,9 @@ class GgufTensors:
                 raise InvalidArgument(str(tensor.path), f"tensor {name} has block scales that are not finite")
             return rows
         if place.is_transposed or place.is_row:
-            whole = weights_of(tensor.kind, _rows(data, place, ()))
+            whole = dequantize_blocks(tensor.kind, _rows(data, place, ()))
             return (whole.T if place.is_transposed else whole[None])[index]
-        weights = weights_of(tensor.kind, _rows(data, place, index[:1]))
+        weights = dequantize_blocks(tensor.kind, _rows(data, place, index[:1]))
         if len(index) > 1:
             weights = weights[(slice(None), *index[1:])]
         return weights - np.float32(place.offset) if place.offset else weights
@@ -304,7 +304,7 @@ class GgufTensors:
         return self.file.tensors[self.places[name].tensor]
 
 
-def _rows(data: np.ndarray, place: Place, index: tuple[slice, ...]) -> np.ndarray:
+def _rows(data: np.ndarray, place: TensorLocation, index: tuple[slice, ...]) -> np.ndarray:
     """Return all rows of a tensor, or a part of them, in the checkpoint's order."""
     if place.rows is not None:
         return data[place.rows[index]] if index else data[place.rows]

@@ -8,7 +8,7 @@ It works without transformers, whose GGUF reader needs torch.
 Control tokens are special tokens. User-defined tokens are matched in any text, the longest first. Texts are split as in
 llama.cpp: without composition of characters (NFC), although the libraries of Qwen and GPT-NeoX do that.
 
-`Vocabulary` has the tokens, their types, and the tokens that end a text. Converters have given many tokens a wrong
+`GgufVocabulary` has the tokens, their types, and the tokens that end a text. Converters have given many tokens a wrong
 type, and many files have no id for the end of a turn. So llama.cpp recognizes such tokens by name, and so does this
 module.
 """
@@ -50,7 +50,7 @@ _NAMES = frozenset((*_ENDS, *_TURNS, _END_OF_SEQUENCE))
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class GgufVocabulary:
     """The tokens of a file.
 
     Attributes:
@@ -74,7 +74,7 @@ def has_vocabulary(file: GgufFile) -> bool:
     return bool(file.metadata.get("tokenizer.ggml.tokens"))
 
 
-def read_vocabulary(file: GgufFile) -> Vocabulary:
+def read_vocabulary(file: GgufFile) -> GgufVocabulary:
     """Return the tokens of a file.
 
     Raises:
@@ -97,7 +97,7 @@ def read_vocabulary(file: GgufFile) -> Vocabulary:
     if _END_OF_MESSAGE in known and any(pair <= known.keys() for pair in _ENDS_OF_MESSAGES):
         types[known[_END_OF_MESSAGE]] = USER_DEFINED
         ends.pop(known[_END_OF_MESSAGE])
-    return Vocabulary(tokens, types, ids, tuple(ends))
+    return GgufVocabulary(tokens, types, ids, tuple(ends))
 
 
 def _ids(file: GgufFile, num_tokens: int, types: Sequence[int]) -> dict[str, int]:
@@ -270,7 +270,7 @@ def read_tokenizer(path: Path) -> GgufTokenizer | None:
     )
 
 
-def _byte_level(vocabulary: Vocabulary, file: GgufFile) -> tuple[Any, bool]:
+def _byte_level(vocabulary: GgufVocabulary, file: GgufFile) -> tuple[Any, bool]:
     """Return a byte-level BPE, and the default for adding the BOS token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -314,7 +314,7 @@ def _listed_merges(file: GgufFile, vocab: Mapping[str, int]) -> list[tuple[str, 
     return merges
 
 
-def _sentence_piece(vocabulary: Vocabulary, file: GgufFile) -> Any:
+def _sentence_piece(vocabulary: GgufVocabulary, file: GgufFile) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = file.metadata.get("tokenizer.ggml.scores")
@@ -351,7 +351,7 @@ def _merges(
                 yield kind != USER_DEFINED, -score, index, left, right
 
 
-def _add_tokens(fast: Any, vocabulary: Vocabulary, *, is_sentence_piece: bool, is_phi3: bool) -> None:
+def _add_tokens(fast: Any, vocabulary: GgufVocabulary, *, is_sentence_piece: bool, is_phi3: bool) -> None:
     """Add the tokens that are matched as a whole in a text.
 
     Those of Phi-3 include the spaces that follow.
@@ -369,7 +369,7 @@ def _add_tokens(fast: Any, vocabulary: Vocabulary, *, is_sentence_piece: bool, i
     fast.add_tokens(added)
 
 
-def _add_ends(fast: Any, vocabulary: Vocabulary, file: GgufFile, adds_bos: bool) -> None:
+def _add_ends(fast: Any, vocabulary: GgufVocabulary, file: GgufFile, adds_bos: bool) -> None:
     """Add the BOS and EOS tokens to texts, as the file specifies."""
     from tokenizers import processors
 

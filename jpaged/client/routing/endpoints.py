@@ -5,8 +5,8 @@
 
 A call with a prompt goes to the server that its beginning is hashed to, so that prefixes are computed once. Rendezvous
 hashing is used (the highest of one hash per server), so that few prefixes move when servers come or go; another
-`Placement` may replace it. A server with much more load than others is skipped. Calls without a prompt go to the least
-loaded server.
+`ServerPlacement` may replace it. A server with much more load than others is skipped. Calls without a prompt go to the
+least loaded server.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def stubs(channel: Any) -> dict[str, Any]:
     return vars(inference) | vars(control) | vars(prefixes_pb2_grpc.PrefixServiceStub(channel))
 
 
-class Server(Protocol):
+class ServerState(Protocol):
     """A server as a placement sees it."""
 
     @property
@@ -100,17 +100,17 @@ class Server(Protocol):
         """Number of open calls."""
 
 
-S = TypeVar("S", bound=Server)
+S = TypeVar("S", bound=ServerState)
 
 
-def not_ahead(usable: Sequence[S]) -> list[S]:
+def within_load_margin(usable: Sequence[S]) -> list[S]:
     """Return the servers whose load is not much higher than the lowest."""
     least, total = min(one.num_busy for one in usable), sum(one.num_busy for one in usable)
     most = least + max(_SLACK, _SHARE_AHEAD * total / len(usable))
     return [one for one in usable if one.num_busy <= most]
 
 
-class Placement(Protocol):
+class ServerPlacement(Protocol):
     """Strategy that maps a prompt to a server."""
 
     def place(self, key: Any, usable: Sequence[Endpoint]) -> Endpoint:
@@ -126,7 +126,7 @@ class Rendezvous:
     """Stateless rendezvous hashing: the server with the highest hash for a key."""
 
     def place(self, key: bytes, usable: Sequence[Endpoint]) -> Endpoint:
-        """See `Placement`."""
+        """See `ServerPlacement`."""
         return max(usable, key=lambda one: rank(key, one.name))
 
 
@@ -135,7 +135,7 @@ class Endpoints:
 
     Args:
         endpoints: at least one, unless they are watched; several are queried in the background.
-        ask: sends a query without blocking; `told` handles the answer.
+        ask: sends a query without blocking; `handle_answer` handles the answer.
         clock: seconds.
         lock: guards the state of the servers; None creates one.
         placement: strategy for prompts.
@@ -149,7 +149,7 @@ class Endpoints:
         clock: Callable[[], float] = time.monotonic,
         lock: threading.Lock | None = None,
         *,
-        placement: Placement | None = None,
+        placement: ServerPlacement | None = None,
         is_watched: bool = False,
     ) -> None:
         self._endpoints = tuple(endpoints)
@@ -255,7 +255,7 @@ class Endpoints:
             with self._lock:
                 endpoint.full_until_s = self._clock() + retry_after_s
 
-    def told(self, endpoint: Endpoint, question: Question, answer: Any, error: Exception | None) -> None:
+    def handle_answer(self, endpoint: Endpoint, question: Question, answer: Any, error: Exception | None) -> None:
         """Handle the answer to a query: a health response, a GetLoadResponse, or an error."""
         if question == "health":
             if error is None and answer.status == SERVING:
@@ -289,7 +289,7 @@ class Endpoints:
             least = min(one.num_busy for one in usable)
             idle = [endpoint for endpoint in usable if endpoint.num_busy == least]
             return idle[next(self._turn) % len(idle)]
-        return self._placement.place(key, not_ahead(usable))
+        return self._placement.place(key, within_load_margin(usable))
 
     def _due(self, now_s: float) -> list[tuple[Endpoint, Question]]:
         """Return the due queries of servers without a pending query."""
@@ -307,14 +307,14 @@ class Endpoints:
         return found
 
 
-def asked_of(endpoint: Endpoint, question: Question) -> tuple[Any, Any]:
+def build_query(endpoint: Endpoint, question: Question) -> tuple[Any, Any]:
     """Return the method and the message of a query."""
     if question == "health":
         return endpoint.health.Check, health_pb2.HealthCheckRequest()
     return endpoint.methods["GetLoad"], control_pb2.GetLoadRequest()
 
 
-def key_of(request: Any) -> bytes | None:
+def get_key(request: Any) -> bytes | None:
     """Return the key of a request's beginning, which decides the server; None if it has no prompt."""
     field = "prompt"
     if isinstance(request, prefixes_pb2.SavePrefixRequest | prefixes_pb2.FetchPrefixRequest):

@@ -18,13 +18,13 @@ import grpc
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.client import convert
-from jpaged.client.failures import translated, was_accepted
-from jpaged.client.routing.retry import Tries, with_trace
+from jpaged.client.errors import translated, was_accepted
+from jpaged.client.routing.retry import RetryState, with_trace
 from jpaged.errors import InternalError, JpagedError
-from jpaged.types import Generated
+from jpaged.types import PriorOutput
 
 
-class Delta(Protocol):
+class StreamDelta(Protocol):
     """Addition of a message, or an event, to a sequence."""
 
     @property
@@ -41,7 +41,7 @@ class Delta(Protocol):
     def prompt_logprobs(self) -> Sequence[Any]: ...
 
 
-class _Sequence:
+class _StreamedSequence:
     """Output of one sequence so far."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class _Sequence:
         self.cumulative_logprob = 0.0
         self.has_finished = False
 
-    def add(self, delta: Delta, has_finished: bool) -> None:
+    def add(self, delta: StreamDelta, has_finished: bool) -> None:
         self.token_ids.extend(delta.token_ids)
         # one by one, in the engine's order, so that the sum is identical to the last bit
         for position in delta.logprobs:
@@ -66,9 +66,9 @@ class Progress:
 
     def __init__(self) -> None:
         self.num_prompt_logprobs = 0
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, _StreamedSequence] = {}
 
-    def add(self, delta: Delta, has_finished: bool) -> None:
+    def add(self, delta: StreamDelta, has_finished: bool) -> None:
         """Add a delta.
 
         Args:
@@ -76,17 +76,17 @@ class Progress:
         """
         self.num_prompt_logprobs += len(delta.prompt_logprobs)
         if delta.token_ids or has_finished:
-            self._sequences.setdefault(delta.index, _Sequence()).add(delta, has_finished)
+            self._sequences.setdefault(delta.index, _StreamedSequence()).add(delta, has_finished)
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens so far, over all sequences."""
         return sum(len(one.token_ids) for one in self._sequences.values())
 
-    def generated(self) -> tuple[Generated, ...]:
+    def generated(self) -> tuple[PriorOutput, ...]:
         """Return the tokens of each sequence that has begun."""
         return tuple(
-            Generated(index, tuple(one.token_ids), min(0.0, one.cumulative_logprob), one.has_finished)
+            PriorOutput(index, tuple(one.token_ids), min(0.0, one.cumulative_logprob), one.has_finished)
             for index, one in sorted(self._sequences.items())
             if one.token_ids
         )
@@ -95,7 +95,7 @@ class Progress:
 Message = inference_pb2.GenerateResponse
 
 
-class Course:
+class ResumableStream:
     """One request. Used by one stream, which does the waiting.
 
     Attributes:
@@ -106,7 +106,7 @@ class Course:
     """
 
     def __init__(
-        self, request: inference_pb2.GenerateRequest, tries: Tries, metadata: tuple[tuple[str, str | bytes], ...]
+        self, request: inference_pb2.GenerateRequest, tries: RetryState, metadata: tuple[tuple[str, str | bytes], ...]
     ) -> None:
         self._request = request
         self._tries = tries

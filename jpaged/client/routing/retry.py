@@ -2,7 +2,7 @@
 
     a call            UNAVAILABLE, lost        full queue           INTERNAL from a server   anything else
     no output yet     elsewhere; MAX_ATTEMPTS  elsewhere, once      elsewhere, once          raises
-    it was accepted   elsewhere; as `Resuming` after its retry time elsewhere, once          raises
+    it was accepted   elsewhere; as `ResumePolicy` after its retry time elsewhere, once          raises
 
 "Elsewhere" is another available server, without a delay. A call is lost if its server goes away while it runs: the
 status is UNAVAILABLE, a CANCELLED that this client did not request, or one made up by the transport.
@@ -21,7 +21,7 @@ import grpc
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from jpaged.client.channel import Attempts, Backoff
-from jpaged.client.failures import is_of_server, translated
+from jpaged.client.errors import is_of_server, translated
 from jpaged.client.routing.endpoints import Endpoint, Endpoints
 from jpaged.errors import AlreadyExists, InternalError, InvalidArgument, JpagedError, QueueFull, TryLater
 
@@ -29,7 +29,7 @@ _FIRST_WAIT_S, _MAX_WAIT_S = 0.1, 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Resuming:
+class ResumePolicy:
     """Limits for resuming a stream whose server fails, on another server or the same one.
 
     Attributes:
@@ -47,7 +47,7 @@ class Resuming:
             raise InvalidArgument("resuming.max_times", f"{self.max_times} is below the limit of 1")
 
 
-class Tries:
+class RetryState:
     """The attempts of one call: the server and the timeout of each, and whether another follows.
 
     Args:
@@ -56,7 +56,7 @@ class Tries:
     """
 
     def __init__(
-        self, endpoints: Endpoints, key: Any, timeout_s: float | None, resuming: Resuming | None = None
+        self, endpoints: Endpoints, key: Any, timeout_s: float | None, resuming: ResumePolicy | None = None
     ) -> None:
         self._endpoints = endpoints
         self._key = key
@@ -147,7 +147,7 @@ class Tries:
         return self._attempts.wait_s(grpc.StatusCode.UNAVAILABLE) if is_lost else None
 
     def _may_be_lost(self) -> bool:
-        """Count the loss of a server by a stream; return False if the limits of `Resuming` are exceeded."""
+        """Count the loss of a server by a stream; return False if the limits of `ResumePolicy` are exceeded."""
         now_s = time.monotonic()
         if self._lost_s is None:
             self._lost_s = now_s

@@ -12,10 +12,10 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 
 from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S, Tls, open_channel, proxy_name
-from jpaged.client.convert import Call
-from jpaged.client.failures import translated
-from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, Endpoints, Question, asked_of, key_of
-from jpaged.client.routing.retry import Tries, with_trace
+from jpaged.client.convert import UnaryCall
+from jpaged.client.errors import translated
+from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, Endpoints, Question, build_query, get_key
+from jpaged.client.routing.retry import RetryState, with_trace
 from jpaged.errors import Cancelled, DeadlineExceeded, NotFound, Unavailable
 
 _T = TypeVar("_T")
@@ -49,7 +49,7 @@ class Servers:
         made = [Endpoint(name, channel, proxy=proxy_name(name, proxy)) for name, channel in channels.items()]
         self.endpoints = Endpoints(made, self.ask)
 
-    def run(self, call: Call[_T]) -> _T:
+    def run(self, call: UnaryCall[_T]) -> _T:
         """Make a call to one server, to each of them, or to the one that knows its subject."""
         if call.scope == "one" or len(self.endpoints) == 1:
             return self._run_on(self.endpoints, call)
@@ -70,8 +70,8 @@ class Servers:
             raise absent or strangers[0]
         return answers[0]
 
-    def _run_on(self, endpoints: Endpoints, call: Call[_T]) -> _T:
-        tries, metadata = Tries(endpoints, key_of(call.request), self._timeout_s), with_trace(self._metadata)
+    def _run_on(self, endpoints: Endpoints, call: UnaryCall[_T]) -> _T:
+        tries, metadata = RetryState(endpoints, get_key(call.request), self._timeout_s), with_trace(self._metadata)
         while True:
             self._require_open()
             method = tries.enter().methods[call.method]
@@ -91,7 +91,7 @@ class Servers:
 
     def ask(self, endpoint: Endpoint, question: Question) -> None:
         """Send a query without waiting; `Endpoints` handles the answer."""
-        method, request = asked_of(endpoint, question)
+        method, request = build_query(endpoint, question)
         try:
             future = method.future(request, timeout=ASK_TIMEOUT_S, metadata=self._metadata)
         except ValueError:  # as above
@@ -102,7 +102,7 @@ class Servers:
             failure: Exception | None = Unavailable("the client was closed") if done.cancelled() else done.exception()
             if isinstance(failure, grpc.RpcError):
                 failure = translated(failure, endpoint.proxy)
-            self.endpoints.told(endpoint, question, done.result() if failure is None else None, failure)
+            self.endpoints.handle_answer(endpoint, question, done.result() if failure is None else None, failure)
 
         future.add_done_callback(tell)
 
@@ -161,7 +161,7 @@ class AsyncServers:
         made = [Endpoint(name, channel, proxy=proxy_name(name, proxy)) for name, channel in channels.items()]
         self.endpoints = Endpoints(made, self.ask)
 
-    async def run(self, call: Call[_T]) -> _T:
+    async def run(self, call: UnaryCall[_T]) -> _T:
         """Make a call to one server, to each of them, or to the one that knows its subject."""
         if call.scope == "one" or len(self.endpoints) == 1:
             return await self._run_on(self.endpoints, call)
@@ -182,8 +182,8 @@ class AsyncServers:
             raise absent or strangers[0]
         return answers[0]
 
-    async def _run_on(self, endpoints: Endpoints, call: Call[_T]) -> _T:
-        tries, metadata = Tries(endpoints, key_of(call.request), self._timeout_s), with_trace(self._metadata)
+    async def _run_on(self, endpoints: Endpoints, call: UnaryCall[_T]) -> _T:
+        tries, metadata = RetryState(endpoints, get_key(call.request), self._timeout_s), with_trace(self._metadata)
         answered = await run_tries(tries, call.method, call.request, metadata, self._require_open)
         return call.read(await answered)
 
@@ -194,13 +194,13 @@ class AsyncServers:
         asking.add_done_callback(self._asking.discard)
 
     async def _hear(self, endpoint: Endpoint, question: Question) -> None:
-        method, request = asked_of(endpoint, question)
+        method, request = build_query(endpoint, question)
         answer, failure = None, None
         try:
             answer = await method(request, timeout=ASK_TIMEOUT_S, metadata=self._metadata)
         except aio.AioRpcError as error:
             failure = translated(error, endpoint.proxy)
-        self.endpoints.told(endpoint, question, answer, failure)
+        self.endpoints.handle_answer(endpoint, question, answer, failure)
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """See `Client.wait_until_ready`."""
@@ -244,7 +244,7 @@ class AsyncServers:
 
 
 async def run_tries(
-    tries: Tries,
+    tries: RetryState,
     method: str,
     request: Any,
     metadata: tuple[tuple[str, str | bytes], ...],

@@ -21,9 +21,10 @@ import jax
 from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
-from jpaged.device.programs.compile import ProgramSpec, set_up_compile_cache
-from jpaged.device.programs.lowering import ServerPrograms, abstract_serving
-from jpaged.device.programs.memory_plan import (
+from jpaged.device.compilation.aot_bundle import CompileTarget, save_programs
+from jpaged.device.compilation.compile import ProgramSpec, set_up_compile_cache
+from jpaged.device.compilation.lowering import ServerPrograms, abstract_serving
+from jpaged.device.compilation.memory_plan import (
     CompilerOutOfMemory,
     DeviceMemory,
     MemoryPlan,
@@ -31,9 +32,8 @@ from jpaged.device.programs.memory_plan import (
     plan_memory,
     too_large,
 )
-from jpaged.device.programs.saved import Target, save_programs
-from jpaged.device.programs.store import CompiledProgram
-from jpaged.device.step_sizes import Attention
+from jpaged.device.compilation.program_registry import CompiledProgram
+from jpaged.device.step_sizes import DeviceAttention
 from jpaged.engine.executor import Geometry, Progress
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.model import Model
@@ -89,7 +89,7 @@ def collectives(executable: jax.stages.Compiled) -> list[Collective]:
 
 def collectives_in(text: str) -> Iterator[Collective]:
     """Yield the collectives of a program's text. A computation called from two places is yielded twice."""
-    computations = computations_of(text)
+    computations = parse_computations(text)
     called = {name for body in computations.values() for found in body for name in found.all_called}
     for name in computations:
         if name not in called:
@@ -155,7 +155,7 @@ class Instruction:
         return [name for match in _CALLED.finditer(self.line) for name in _NAMES.findall(match["names"])]
 
 
-def computations_of(text: str) -> dict[str, list[Instruction]]:
+def parse_computations(text: str) -> dict[str, list[Instruction]]:
     """Return the instructions of each computation of a program's text."""
     computations: dict[str, list[Instruction]] = {}
     body: list[Instruction] = []
@@ -188,7 +188,7 @@ class PlannedProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment:
+class PlannedDeployment:
     """A server planned on some devices; all bytes are of one device.
 
     Attributes:
@@ -237,7 +237,7 @@ def compile_deployment(
     progress: Progress,
     save: Path | None = None,
     num_threads: int | None = None,
-) -> Deployment:
+) -> PlannedDeployment:
     """Plan the memory and compile the programs.
 
     Args:
@@ -278,7 +278,7 @@ def compile_deployment(
 
     request, memory = served(1).pool_request(options.cache), DeviceMemory(hbm_bytes, what=_WHAT)
     probe = served(request.probe_blocks(memory))
-    passed_over = tuple(Attention.on(models.model, options, mesh).passed_over())
+    passed_over = tuple(DeviceAttention.on(models.model, options, mesh).passed_over())
     wanted = request.num_blocks or request.blocks_per_seq
     plan = MemoryPlan(request, hbm_bytes, wanted, what=_WHAT)
 
@@ -287,8 +287,8 @@ def compile_deployment(
         programs: Collection[CompiledProgram],
         problem: str | None,
         refusal: CompilerOutOfMemory | None = None,
-    ) -> Deployment:
-        return Deployment(
+    ) -> PlannedDeployment:
+        return PlannedDeployment(
             memory=plan,
             most_blocks=max(0, plan.most_blocks or 0),
             problem=problem,
@@ -321,7 +321,7 @@ def compile_deployment(
         _, refusal = compile_some(server, server.decisive_specs[:1])
         return result(plan, compiled.values(), str(error), refusal)
     server = served(plan.num_blocks)
-    specs = list(server.sources) if all_programs or save is not None else _telling_specs(server)
+    specs = list(server.sources) if all_programs or save is not None else _decisive_specs(server)
     # Sampling programs do not depend on the pool.
     known = {spec: program for spec, program in compiled.items() if spec.kind == "sample"}
     compiled, refusal = compile_some(server, [spec for spec in specs if spec not in known])
@@ -330,7 +330,7 @@ def compile_deployment(
     if refusal is not None:
         return result(plan, compiled.values(), refusal.problem, refusal)
     if save is not None:
-        num_bytes = save_programs(save, Target.of(server.step, server.geometry), compiled)
+        num_bytes = save_programs(save, CompileTarget.of(server.step, server.geometry), compiled)
         progress(f"saved {num_bytes / (1 << 20):.1f} MiB of programs to {save}", len(specs), len(specs))
     return result(dataclasses.replace(plan, programs=server.memory(compiled)), compiled.values(), None)
 
@@ -348,7 +348,7 @@ def _number_bytes(programs: Collection[CompiledProgram]) -> float | None:
     return num_bytes / num_numbers if num_numbers else None
 
 
-def _telling_specs(server: ServerPrograms) -> list[ProgramSpec]:
+def _decisive_specs(server: ServerPrograms) -> list[ProgramSpec]:
     """Return the decisive programs, and the step that decodes the maximum number of rows."""
     decode = ProgramSpec("forward", server.geometry.buckets.num_tokens(server.geometry.max_num_seqs))
     return [spec for spec in server.sources if spec in (decode, *server.decisive_specs)]

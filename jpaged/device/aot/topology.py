@@ -68,7 +68,7 @@ def compile_only_gpus(num_devices: int, name: str = "h200") -> list[jax.Device]:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class TpuGeneration:
     """A TPU generation.
 
     Attributes:
@@ -84,13 +84,13 @@ class Generation:
     max_host_chips: int
 
 
-GENERATIONS: Mapping[str, Generation] = {
+GENERATIONS: Mapping[str, TpuGeneration] = {
     generation.name: generation
     for generation in (
-        Generation("v5e", "TPU v5 lite", 1, 8),
-        Generation("v5p", "TPU v5", 1, 4),
-        Generation("v6e", "TPU v6 lite", 1, 8),
-        Generation("tpu7x", "TPU7x", 2, 4),
+        TpuGeneration("v5e", "TPU v5 lite", 1, 8),
+        TpuGeneration("v5p", "TPU v5", 1, 4),
+        TpuGeneration("v6e", "TPU v6 lite", 1, 8),
+        TpuGeneration("tpu7x", "TPU7x", 2, 4),
     )
 }
 
@@ -109,7 +109,7 @@ class Topology:
     """
 
     name: str
-    generation: Generation
+    generation: TpuGeneration
     shape: tuple[int, ...]
 
     @property

@@ -44,7 +44,7 @@ _CONNECT_TIMEOUT_S = 5.0
 _LEAST_S = 0.001
 
 
-class Kind(enum.IntEnum):
+class MessageKind(enum.IntEnum):
     """Type of a message."""
 
     HELLO = 1
@@ -81,7 +81,7 @@ class Kind(enum.IntEnum):
     """The proof that the process knows it."""
 
 
-_KINDS = frozenset(int(kind) for kind in Kind)
+_KINDS = frozenset(int(kind) for kind in MessageKind)
 
 
 class Channel:
@@ -101,7 +101,7 @@ class Channel:
         self._until_s: float | None = None
         self._lock = threading.Lock()
 
-    def send(self, kind: Kind, *parts: bytes) -> None:
+    def send(self, kind: MessageKind, *parts: bytes) -> None:
         """Send a message whose payload is the parts, concatenated.
 
         Raises:
@@ -115,11 +115,11 @@ class Channel:
         except OSError as error:
             raise ConnectionError(f"cannot send to {self.peer}: {error}") from error
 
-    def send_json(self, kind: Kind, value: Mapping[str, Any]) -> None:
+    def send_json(self, kind: MessageKind, value: Mapping[str, Any]) -> None:
         """Send a message of plain values."""
         self.send(kind, json_text.dumps(value).encode())
 
-    def receive(self) -> tuple[Kind, bytearray]:
+    def receive(self) -> tuple[MessageKind, bytearray]:
         """Wait for a message.
 
         Raises:
@@ -129,9 +129,9 @@ class Channel:
         size, kind = _HEADER.unpack(self._read(_HEADER.size))
         if size > self._max_bytes or kind not in _KINDS:
             raise EOFError(f"{self.peer} sent an invalid message")
-        return Kind(kind), self._read(size)
+        return MessageKind(kind), self._read(size)
 
-    def receive_json(self, kind: Kind) -> dict[str, Any]:
+    def receive_json(self, kind: MessageKind) -> dict[str, Any]:
         """Wait for a message of one kind, with plain values.
 
         Raises:
@@ -140,11 +140,11 @@ class Channel:
             EOFError, TimeoutError: as in `receive`.
         """
         got, payload = self.receive()
-        if got is Kind.FAILED:
+        if got is MessageKind.FAILED:
             raise Unavailable(payload.decode(errors="replace"))
         if got is not kind:
             raise InternalError(f"expected {kind.name}, received {got.name}")
-        return values_of(payload)
+        return parse_values(payload)
 
     def set_timeout(self, timeout_s: float | None) -> None:
         """Set the timeout of the next messages; None waits without a limit."""
@@ -193,7 +193,7 @@ class Channel:
         return buffer
 
 
-def values_of(payload: bytes | bytearray) -> dict[str, Any]:
+def parse_values(payload: bytes | bytearray) -> dict[str, Any]:
     """Parse the plain values of a payload.
 
     Raises:
@@ -275,14 +275,14 @@ def prove(channel: Channel, secret: bytes) -> None:
         EOFError, OSError: the other end is gone.
     """
     mine = secrets.token_bytes(_NONCE_BYTES)
-    channel.send(Kind.JOIN, mine)
+    channel.send(MessageKind.JOIN, mine)
     kind, payload = channel.receive()
-    if kind is Kind.FAILED:
+    if kind is MessageKind.FAILED:
         raise Unavailable(payload.decode(errors="replace"))
     theirs, proof = bytes(payload[:_NONCE_BYTES]), bytes(payload[_NONCE_BYTES:])
-    if kind is not Kind.CHALLENGE or not hmac.compare_digest(proof, _proof(secret, b"process 0", mine, theirs)):
+    if kind is not MessageKind.CHALLENGE or not hmac.compare_digest(proof, _proof(secret, b"process 0", mine, theirs)):
         raise Unavailable(f"{channel.peer} is not process 0: it does not have the secret ({_OPTION})")
-    channel.send(Kind.PROOF, _proof(secret, b"another process", mine, theirs))
+    channel.send(MessageKind.PROOF, _proof(secret, b"another process", mine, theirs))
 
 
 def require_proof(channel: Channel, secret: bytes | None, max_hello_bytes: int) -> bytearray:
@@ -293,22 +293,22 @@ def require_proof(channel: Channel, secret: bytes | None, max_hello_bytes: int) 
         EOFError, OSError: the other end is gone, or too slow.
     """
     kind, payload = channel.receive()
-    if kind is Kind.JOIN and secret is not None:
+    if kind is MessageKind.JOIN and secret is not None:
         if len(payload) != _NONCE_BYTES:
             raise EOFError(f"received a nonce of {len(payload)} bytes")
         mine, theirs = secrets.token_bytes(_NONCE_BYTES), bytes(payload)
-        channel.send(Kind.CHALLENGE, mine, _proof(secret, b"process 0", theirs, mine))
+        channel.send(MessageKind.CHALLENGE, mine, _proof(secret, b"process 0", theirs, mine))
         kind, payload = channel.receive()
         expected = _proof(secret, b"another process", theirs, mine)
-        if kind is not Kind.PROOF or not hmac.compare_digest(bytes(payload), expected):
-            raise _told(channel, f"it does not have the secret ({_OPTION})")
+        if kind is not MessageKind.PROOF or not hmac.compare_digest(bytes(payload), expected):
+            raise _send_failure(channel, f"it does not have the secret ({_OPTION})")
         channel.expect(max_hello_bytes)
         kind, payload = channel.receive()
-    elif kind is Kind.JOIN:
-        raise _told(channel, f"it has a secret ({_OPTION}), but process 0 has none")
+    elif kind is MessageKind.JOIN:
+        raise _send_failure(channel, f"it has a secret ({_OPTION}), but process 0 has none")
     elif secret is not None:
-        raise _told(channel, f"it has no secret, but process 0 requires one ({_OPTION})")
-    if kind is not Kind.HELLO:
+        raise _send_failure(channel, f"it has no secret, but process 0 requires one ({_OPTION})")
+    if kind is not MessageKind.HELLO:
         raise EOFError(f"HELLO was expected, {kind.name} came")
     return payload
 
@@ -317,6 +317,6 @@ def _proof(secret: bytes, who: bytes, nonce: bytes, other: bytes) -> bytes:
     return hmac.digest(secret, b"jpaged " + who + b"\0" + nonce + other, "sha256")
 
 
-def _told(channel: Channel, problem: str) -> Unavailable:
-    channel.send(Kind.FAILED, problem.encode())
+def _send_failure(channel: Channel, problem: str) -> Unavailable:
+    channel.send(MessageKind.FAILED, problem.encode())
     return Unavailable(problem)

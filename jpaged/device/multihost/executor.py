@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.model_runner import PackedForward
-from jpaged.device.multihost.channel import Kind
+from jpaged.device.multihost.channel import MessageKind
 from jpaged.device.multihost.handshake import Follower, Leader
 from jpaged.engine.executor import (
     I32,
@@ -38,27 +38,35 @@ from jpaged.engine.executor import (
     DeviceRates,
     Geometry,
     HostBlocks,
-    MaskFeed,
+    MaskChannel,
     Move,
     Progress,
     SamplingInputs,
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.io import EDIT_DTYPE, SINGLE_DTYPE, CountDue, EditInputs, Tell, TellInputs, ToldOutputs
+from jpaged.engine.executor.io import (
+    EDIT_DTYPE,
+    SINGLE_DTYPE,
+    AuxInputs,
+    AuxKind,
+    AuxOutputs,
+    LogitsProcessorInputs,
+    TokenCountReset,
+)
 from jpaged.errors import InternalError, Unavailable
 from jpaged.types import Adapter
 
-HEADS: Mapping[Kind, tuple[str, ...]] = {
-    Kind.STEP: ("number", "num_tokens"),  # then the packed inputs of a forward
+HEADS: Mapping[MessageKind, tuple[str, ...]] = {
+    MessageKind.STEP: ("number", "num_tokens"),  # then the packed inputs of a forward
     # Then the sampler's rows, and their logits processors: words of the records, of token biases, of masks.
-    Kind.SAMPLE: ("number", "detail", "num_rows", "num_edit_words", "num_single_words", "num_mask_words"),
-    Kind.TELL: ("number", "tell", "num_rows"),  # then places and ids
-    Kind.COUNT: ("slot", "num_prompt"),  # then the tokens
-    Kind.MOVES: ("move",),  # its index in `Move`; then the sources, and the destinations
-    Kind.COLLECT: ("number",),
-    Kind.DIGEST: ("number",),  # then the digest
-    Kind.END: (),
+    MessageKind.SAMPLE: ("number", "detail", "num_rows", "num_edit_words", "num_single_words", "num_mask_words"),
+    MessageKind.TELL: ("number", "tell", "num_rows"),  # then places and ids
+    MessageKind.COUNT: ("slot", "num_prompt"),  # then the tokens
+    MessageKind.MOVES: ("move",),  # its index in `Move`; then the sources, and the destinations
+    MessageKind.COLLECT: ("number",),
+    MessageKind.DIGEST: ("number",),  # then the digest
+    MessageKind.END: (),
 }
 """The head fields of each kind of message. Steps are numbered from 1."""
 
@@ -66,37 +74,37 @@ Parts = tuple[bytes, ...]
 _NO_WORDS = np.zeros(0, np.int32)
 
 
-def encode(kind: Kind, *head: int, words: NDArray[np.int32] = _NO_WORDS) -> Parts:
+def encode(kind: MessageKind, *head: int, words: NDArray[np.int32] = _NO_WORDS) -> Parts:
     """Return a message as parts, to be sent in order."""
     return struct.pack(f"<{len(HEADS[kind])}q", *head), words.tobytes()
 
 
-def decode(kind: Kind, payload: bytes | bytearray) -> tuple[tuple[int, ...], NDArray[np.int32]]:
+def decode(kind: MessageKind, payload: bytes | bytearray) -> tuple[tuple[int, ...], NDArray[np.int32]]:
     """Parse a message; the inverse of `encode`. The words are a view of the payload."""
     head = struct.Struct(f"<{len(HEADS[kind])}q")
     return head.unpack_from(payload), np.frombuffer(payload, np.int32, offset=head.size)
 
 
-def words_of(inputs: SamplingInputs) -> NDArray[np.int32]:
+def pack_words(inputs: SamplingInputs) -> NDArray[np.int32]:
     """Return all inputs of a sample as words."""
     return np.concatenate([part.reshape(-1) for part in _parts(inputs)])
 
 
-def sizes_of(inputs: SamplingInputs) -> tuple[int, int, int, int]:
+def get_sizes(inputs: SamplingInputs) -> tuple[int, int, int, int]:
     """Return the number of rows, and the numbers of words of their logits processors."""
     _, edits, singles, mask = _parts(inputs)
     return len(inputs.rows_r), edits.size, singles.size, mask.size
 
 
-def sampling_of(
-    detail: Detail, sizes: tuple[int, ...], words: NDArray[np.int32], due: Sequence[CountDue]
+def parse_sampling(
+    detail: Detail, sizes: tuple[int, ...], words: NDArray[np.int32], due: Sequence[TokenCountReset]
 ) -> SamplingInputs:
-    """Parse the inputs of a sample; the inverse of `words_of`, with the count messages received before."""
+    """Parse the inputs of a sample; the inverse of `pack_words`, with the count messages received before."""
     num_rows, *num_words = sizes
     rows, edits, singles, mask = np.split(words, np.cumsum([len(words) - sum(num_words), *num_words[:-1]]).tolist())
-    found: EditInputs | None = None
+    found: LogitsProcessorInputs | None = None
     if len(edits):
-        found = EditInputs(
+        found = LogitsProcessorInputs(
             edits.view(EDIT_DTYPE),
             singles.view(SINGLE_DTYPE).reshape(num_rows, -1) if len(singles) else None,
             mask.reshape(num_rows, -1) if len(mask) else None,
@@ -128,12 +136,12 @@ _DIGEST_BYTES = 16
 _MOVES = tuple(Move)
 
 
-def sampled_of(outputs: StepOutputs) -> np.ndarray:
+def get_sampled(outputs: StepOutputs) -> np.ndarray:
     """Return the tokens that every process must have sampled, -1 where a row's logits were not finite."""
-    return np.where(outputs.is_sound_rn, outputs.token_ids_rn, -1)
+    return np.where(outputs.is_finite_rn, outputs.token_ids_rn, -1)
 
 
-def digest_of(told: Sequence[bytes | bytearray], token_ids_rn: np.ndarray) -> bytes:
+def compute_digest(told: Sequence[bytes | bytearray], token_ids_rn: np.ndarray) -> bytes:
     """Return the digest of the dispatched messages and of the sampled tokens."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for part in told:
@@ -149,19 +157,19 @@ class MultiHostHandle:
     Attributes:
         number: of the step.
         array: handle of `JaxExecutor`.
-        told: messages dispatched since the previous step; empty for a forward.
+        sent_messages: messages dispatched since the previous step; empty for a forward.
     """
 
     number: int
     array: jax.Array
-    told: Sequence[bytes | bytearray] = ()
+    sent_messages: Sequence[bytes | bytearray] = ()
 
 
 @dataclass(slots=True)
 class _Step:
     """A collected step: the part of process 0, and the digests received from the others."""
 
-    told: Sequence[bytes | bytearray] = ()
+    sent_messages: Sequence[bytes | bytearray] = ()
     token_ids_rn: np.ndarray | None = None
     digest: bytes = b""
     theirs: dict[int, bytes] = field(default_factory=dict)
@@ -184,7 +192,7 @@ class DigestCheck:
         """
         with self._news:
             step = self._steps.setdefault(number, _Step())
-            step.told, step.token_ids_rn = told, token_ids_rn
+            step.sent_messages, step.token_ids_rn = told, token_ids_rn
             theirs = dict(step.theirs)
         for process, digest in theirs.items():
             self._compare(number, process, digest)
@@ -195,7 +203,7 @@ class DigestCheck:
         Raises:
             InternalError: it differs.
         """
-        (number,), words = decode(Kind.DIGEST, payload)
+        (number,), words = decode(MessageKind.DIGEST, payload)
         digest = words.tobytes()
         with self._news:
             step = self._steps.setdefault(number, _Step())
@@ -219,7 +227,7 @@ class DigestCheck:
             step = self._steps.get(number)
         if step is None or step.token_ids_rn is None:
             return
-        own = step.digest or digest_of(step.told, step.token_ids_rn)
+        own = step.digest or compute_digest(step.sent_messages, step.token_ids_rn)
         if own != digest:
             raise InternalError(
                 f"step {number}: the program or tokens of process {process} differ from those of process 0 (digests "
@@ -240,7 +248,7 @@ class MultiHostExecutor:
         self._executor = executor
         self._leader = leader
         self._check = DigestCheck(leader.num_processes - 1)
-        self._told: deque[bytes] = deque()
+        self._sent_messages: deque[bytes] = deque()
         self._num_steps = 0
         leader.take_digests(self._confirm)
 
@@ -275,7 +283,7 @@ class MultiHostExecutor:
         """
         with self._naming_the_lost():
             block_ids = np.array([moves.sources, moves.destinations], np.int32)
-            self._tell(Kind.MOVES, _MOVES.index(moves.move), words=block_ids)
+            self._send(MessageKind.MOVES, _MOVES.index(moves.move), words=block_ids)
             self._executor.move_blocks(moves)
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
@@ -291,29 +299,29 @@ class MultiHostExecutor:
         with self._naming_the_lost():
             packed = self._executor.pack(inputs)
             self._num_steps += 1
-            self._tell(Kind.STEP, self._num_steps, packed.num_tokens, words=packed.words)
+            self._send(MessageKind.STEP, self._num_steps, packed.num_tokens, words=packed.words)
             return MultiHostHandle(self._num_steps, self._executor.forward(packed))
 
     def sample(self, hidden: MultiHostHandle, inputs: SamplingInputs) -> MultiHostHandle:
         """Start sampling in every process; raises as `move_blocks`."""
         with self._naming_the_lost():
             for due in () if inputs.edits is None else inputs.edits.due:
-                self._tell(Kind.COUNT, due.slot, due.num_prompt, words=np.array(due.token_ids, np.int32))
-            self._tell(Kind.SAMPLE, hidden.number, inputs.detail, *sizes_of(inputs), words=words_of(inputs))
-            told = tuple(self._told)
-            self._told.clear()
+                self._send(MessageKind.COUNT, due.slot, due.num_prompt, words=np.array(due.token_ids, np.int32))
+            self._send(MessageKind.SAMPLE, hidden.number, inputs.detail, *get_sizes(inputs), words=pack_words(inputs))
+            told = tuple(self._sent_messages)
+            self._sent_messages.clear()
             return MultiHostHandle(hidden.number, self._executor.sample(hidden.array, inputs), told)
 
-    def tell(self, hidden: MultiHostHandle, inputs: TellInputs) -> Callable[[], ToldOutputs]:
+    def compute_aux(self, hidden: MultiHostHandle, inputs: AuxInputs) -> Callable[[], AuxOutputs]:
         """Start computing log-probabilities or hidden states in every process.
 
         Both this and the returned function raise as `move_blocks`.
         """
         with self._naming_the_lost():
-            self._tell(Kind.TELL, hidden.number, inputs.tell, inputs.num_rows, words=inputs.words)
-            collect = self._executor.tell(hidden.array, inputs)
+            self._send(MessageKind.TELL, hidden.number, inputs.kind, inputs.num_rows, words=inputs.words)
+            collect = self._executor.compute_aux(hidden.array, inputs)
 
-        def collect_here() -> ToldOutputs:
+        def collect_here() -> AuxOutputs:
             with self._naming_the_lost():
                 return collect()
 
@@ -331,9 +339,9 @@ class MultiHostExecutor:
             f"multi-step scheduling is not supported with several processes: {num_steps} steps; the limit is 1"
         )
 
-    def decode_fed(
+    def decode_with_masks(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
-    ) -> tuple[MultiHostHandle, MaskFeed]:
+    ) -> tuple[MultiHostHandle, MaskChannel]:
         """Raise: the geometry of several processes has no steps that wait for masks.
 
         Raises:
@@ -364,10 +372,10 @@ class MultiHostExecutor:
     def collect(self, handle: MultiHostHandle) -> StepOutputs:
         """Collect a step in every process; raises as `move_blocks`, and if another process sampled other tokens."""
         with self._naming_the_lost():
-            self._leader.send(Kind.COLLECT, *encode(Kind.COLLECT, handle.number))
+            self._leader.send(MessageKind.COLLECT, *encode(MessageKind.COLLECT, handle.number))
             outputs = self._executor.collect(handle.array)
             try:
-                self._check.add_own(handle.number, handle.told, sampled_of(outputs))
+                self._check.add_own(handle.number, handle.sent_messages, get_sampled(outputs))
             except InternalError as error:
                 self._leader.fail(error)
                 raise
@@ -391,10 +399,10 @@ class MultiHostExecutor:
         if isinstance(self._leader.failure, InternalError):
             raise self._leader.failure
 
-    def _tell(self, kind: Kind, *head: int, words: NDArray[np.int32]) -> None:
+    def _send(self, kind: MessageKind, *head: int, words: NDArray[np.int32]) -> None:
         parts = encode(kind, *head, words=words)
         self._leader.send(kind, *parts)
-        self._told.extend(parts)
+        self._sent_messages.extend(parts)
 
     def _confirm(self, process: int, payload: bytearray) -> None:
         try:
@@ -424,7 +432,7 @@ def follow(executor: JaxExecutor, follower: Follower) -> None:
         Unavailable: a message cannot be run.
     """
     told: list[bytearray] = []
-    counts: list[CountDue] = []
+    counts: list[TokenCountReset] = []
     forwards: deque[MultiHostHandle] = deque(maxlen=1)
     in_flight: deque[MultiHostHandle] = deque()
     for kind, payload in follower.follow():
@@ -432,33 +440,35 @@ def follow(executor: JaxExecutor, follower: Follower) -> None:
             raise Unavailable(f"process 0 sent an unexpected {kind.name}")
         head, words = decode(kind, payload)
         match kind:
-            case Kind.MOVES:
+            case MessageKind.MOVES:
                 told.append(payload)
                 sources, destinations = words.reshape(2, -1).tolist()
                 executor.move_blocks(BlockMoves(_MOVES[head[0]], sources, destinations))
-            case Kind.STEP:
+            case MessageKind.STEP:
                 told.append(payload)
                 number, num_tokens = head
                 forwards.append(MultiHostHandle(number, executor.forward(PackedForward(num_tokens, words))))
-            case Kind.SAMPLE:
+            case MessageKind.SAMPLE:
                 told.append(payload)
                 forward = _next(forwards, "sampled", head[0])
-                inputs, counts = sampling_of(Detail(head[1]), head[2:], words, counts), []
+                inputs, counts = parse_sampling(Detail(head[1]), head[2:], words, counts), []
                 in_flight.append(MultiHostHandle(forward.number, executor.sample(forward.array, inputs), told))
                 told = []
-            case Kind.TELL:
+            case MessageKind.TELL:
                 told.append(payload)
                 if not forwards or forwards[0].number != head[0]:
                     raise Unavailable(f"process 0 refers to step {head[0]}, which was not the last to run")
-                executor.tell(forwards[0].array, TellInputs.of_words(Tell(head[1]), words, head[2]))
-            case Kind.COUNT:
+                executor.compute_aux(forwards[0].array, AuxInputs.of_words(AuxKind(head[1]), words, head[2]))
+            case MessageKind.COUNT:
                 told.append(payload)
-                counts.append(CountDue(head[0], words.tolist(), head[1]))
-            case Kind.COLLECT:
+                counts.append(TokenCountReset(head[0], words.tolist(), head[1]))
+            case MessageKind.COLLECT:
                 step = _next(in_flight, "collected", head[0])
-                digest = digest_of(step.told, sampled_of(executor.collect(step.array)))
-                follower.send(Kind.DIGEST, *encode(Kind.DIGEST, step.number, words=np.frombuffer(digest, np.int32)))
-            case Kind.END:
+                digest = compute_digest(step.sent_messages, get_sampled(executor.collect(step.array)))
+                follower.send(
+                    MessageKind.DIGEST, *encode(MessageKind.DIGEST, step.number, words=np.frombuffer(digest, np.int32))
+                )
+            case MessageKind.END:
                 return
 
 

@@ -35,19 +35,19 @@ from jpaged.config import EngineConfig
 from jpaged.device.multihost.channel import (
     MAX_STRANGER_BYTES,
     Channel,
-    Kind,
+    MessageKind,
     connect,
     hold_port,
     interface_for,
     joined,
     listen,
+    parse_values,
     prove,
     require_proof,
-    values_of,
 )
 from jpaged.device.multihost.heartbeats import Heartbeats, HeartbeatTimes
+from jpaged.distributed_env import MultiHost
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, ProcessLost, Unavailable
-from jpaged.launchers import MultiHost
 from jpaged.version import __version__
 
 _LOG = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ _FAREWELL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class JoinedProcess:
     """A process that has identified itself."""
 
     channel: Channel
@@ -71,7 +71,7 @@ class Arrival:
     facts: dict[str, str]
 
 
-class Arrivals:
+class JoiningProcesses:
     """The processes that connect to a listener, in the order in which they identified themselves.
 
     Args:
@@ -81,7 +81,7 @@ class Arrivals:
     def __init__(self, listener: socket.socket, secret: bytes | None) -> None:
         self._listener = listener
         self._secret = secret
-        self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[JoinedProcess] = queue.SimpleQueue()
         self._greeted: dict[Channel, None] = {}  # in the order of their connections
         self._lock = threading.Lock()
         self._was_greeted = threading.Condition(self._lock)
@@ -90,7 +90,7 @@ class Arrivals:
         self._acceptor = threading.Thread(target=self._accept, name="jpaged-arrivals", daemon=True)
         self._acceptor.start()
 
-    def next(self, timeout_s: float) -> Arrival:
+    def next(self, timeout_s: float) -> JoinedProcess:
         """Wait for the next arrival.
 
         Raises:
@@ -117,7 +117,7 @@ class Arrivals:
                 channel = self._arrived.get_nowait().channel
                 if why:
                     with contextlib.suppress(OSError):
-                        channel.send(Kind.FAILED, why.encode()[:MAX_STRANGER_BYTES])
+                        channel.send(MessageKind.FAILED, why.encode()[:MAX_STRANGER_BYTES])
                 channel.close()
 
     def _accept(self) -> None:
@@ -148,7 +148,7 @@ class Arrivals:
 
     def _greet(self, channel: Channel) -> None:
         try:
-            arrival = _arrival_of(channel, values_of(require_proof(channel, self._secret, _MAX_HELLO_BYTES)))
+            arrival = _parse_arrival(channel, parse_values(require_proof(channel, self._secret, _MAX_HELLO_BYTES)))
         except (EOFError, OSError, LookupError, TypeError, ValueError, OverflowError, JpagedError) as error:
             if self._takes:  # the connection was not closed by this process
                 _LOG.warning(
@@ -168,7 +168,7 @@ class Arrivals:
                 self._was_greeted.notify_all()
 
 
-def _arrival_of(channel: Channel, hello: dict[str, Any]) -> Arrival:
+def _parse_arrival(channel: Channel, hello: dict[str, Any]) -> JoinedProcess:
     """Parse a HELLO message.
 
     Raises:
@@ -179,13 +179,13 @@ def _arrival_of(channel: Channel, hello: dict[str, Any]) -> Arrival:
         raise EOFError("its process_id is not an integer")
     if not isinstance(facts, dict) or not all(isinstance(value, str) for value in facts.values()):
         raise EOFError("its facts are not an object of strings")
-    return Arrival(channel, process, facts)
+    return JoinedProcess(channel, process, facts)
 
 
 @contextlib.contextmanager
-def arriving(listener: socket.socket, secret: bytes | None) -> Iterator[Arrivals]:
+def arriving(listener: socket.socket, secret: bytes | None) -> Iterator[JoiningProcesses]:
     """Accept connections while the context is open; a `JpagedError` is sent to those that were not taken."""
-    arrivals, why = Arrivals(listener, secret), ""
+    arrivals, why = JoiningProcesses(listener, secret), ""
     try:
         yield arrivals
     except JpagedError as error:
@@ -218,7 +218,7 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def facts_of(config: EngineConfig, multihost: MultiHost) -> dict[str, str]:
+def get_facts(config: EngineConfig, multihost: MultiHost) -> dict[str, str]:
     """Return the facts that must be the same in all processes before anything is loaded."""
     facts = {
         "jpaged version": __version__,
@@ -245,7 +245,7 @@ def require_same(mine: Mapping[str, Any], other: Mapping[str, Any], process_id: 
             raise InvalidArgument(name, f"is {a} in process 0 and {b} in process {process_id}; they must be equal")
 
 
-class Owner(Protocol):
+class LeaderServer(Protocol):
     """The server that runs process 0. Both methods may be called on any thread."""
 
     def fail(self, error: JpagedError) -> None:
@@ -269,7 +269,9 @@ class Leader:
         failure: why all must end; None otherwise.
     """
 
-    def __init__(self, channels: Mapping[int, Channel], owner: Owner, port_holder: socket.socket | None = None) -> None:
+    def __init__(
+        self, channels: Mapping[int, Channel], owner: LeaderServer, port_holder: socket.socket | None = None
+    ) -> None:
         self.failure: JpagedError | None = None
         self._owner = owner
         self._on_digest: Callable[[int, bytearray], None] = lambda process, payload: None
@@ -292,7 +294,7 @@ class Leader:
     def num_processes(self) -> int:
         return len(self._channels) + 1
 
-    def send(self, kind: Kind, *parts: bytes) -> None:
+    def send(self, kind: MessageKind, *parts: bytes) -> None:
         """Send a message to every other process.
 
         Raises:
@@ -325,7 +327,7 @@ class Leader:
         """Return the minimum over all processes, for `device.executor.Least`."""
         values = [_NUMBER.unpack(facts.get())[0] for facts in self._facts.values()]
         smallest = int(min(value, *values))
-        self.send(Kind.SETTLED, _NUMBER.pack(smallest))
+        self.send(MessageKind.SETTLED, _NUMBER.pack(smallest))
         return smallest
 
     def agree(self, facts: Mapping[str, str]) -> None:
@@ -336,11 +338,11 @@ class Leader:
         """
         try:
             for process, waiting in self._facts.items():
-                require_same(facts, values_of(waiting.get()), process)
+                require_same(facts, parse_values(waiting.get()), process)
         except InvalidArgument as error:
-            self.tell(error)
+            self.broadcast(error)
             raise
-        self.send(Kind.SETTLED)
+        self.send(MessageKind.SETTLED)
 
     def fail(self, error: JpagedError) -> None:
         """End all processes. The first error counts; if an orderly end takes longer than a grace period, exit."""
@@ -349,7 +351,7 @@ class Leader:
                 return
             self.failure = error
         self._has_failed.set()
-        self.tell(error)
+        self.broadcast(error)
         deadline = threading.Timer(END_GRACE_S, self._end_anyway)
         deadline.daemon = True
         deadline.start()
@@ -360,16 +362,16 @@ class Leader:
         self._has_failed.wait(timeout_s)
         return self.failure
 
-    def tell(self, error: Exception) -> None:
+    def broadcast(self, error: Exception) -> None:
         """Send the error to the others, which end with it."""
-        _tell_all(self._channels.values(), Kind.FAILED, error)
+        _broadcast(self._channels.values(), MessageKind.FAILED, error)
 
     def end(self, timeout_s: float = END_GRACE_S) -> bool:
         """Ask the others to exit successfully, and wait for them; return False on timeout. Idempotent."""
         with self._lock:
             is_first, self._is_ending = not self._is_ending, True
         if is_first:
-            _tell_all(self._channels.values(), Kind.END)
+            _broadcast(self._channels.values(), MessageKind.END)
         until_s = time.monotonic() + timeout_s
         for watcher in self._watchers:
             watcher.join(max(0.0, until_s - time.monotonic()))
@@ -386,15 +388,15 @@ class Leader:
             if self._heartbeats is not None:
                 self._heartbeats.heard(process)
             match kind:
-                case Kind.HEARTBEAT:
+                case MessageKind.HEARTBEAT:
                     """Already recorded above."""
-                case Kind.DIGEST:
+                case MessageKind.DIGEST:
                     self._on_digest(process, payload)
-                case Kind.FACTS:
+                case MessageKind.FACTS:
                     self._facts[process].put(payload)
-                case Kind.SHUTDOWN_REQUEST:
+                case MessageKind.SHUTDOWN_REQUEST:
                     self._owner.drain()
-                case Kind.FAILED:
+                case MessageKind.FAILED:
                     text = payload.decode(errors="replace")
                     self.fail(ProcessLost(f"process {process} of {self.num_processes} failed: {text}"))
                 case _:
@@ -413,20 +415,20 @@ class Follower:
     """
 
     def __init__(self, channel: Channel, multihost: MultiHost, on_end: Callable[[int, str], None]) -> None:
-        self._messages: queue.SimpleQueue[tuple[Kind, bytearray]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[MessageKind, bytearray]] = queue.SimpleQueue()
         self._on_end = on_end
         self._is_following = False
         self._channel = channel
         self._name = f"process {multihost.process_id} of {multihost.num_processes}"
         self._settled: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
         self._is_ending = False
-        self._is_told = threading.Event()
+        self._was_notified = threading.Event()
         self._has_failed = False
         self._heartbeats: Heartbeats | None = None
         self._busy_since_s: float | None = None
         threading.Thread(target=self._watch, name="jpaged-process-0", daemon=True).start()
 
-    def send(self, kind: Kind, *parts: bytes) -> None:
+    def send(self, kind: MessageKind, *parts: bytes) -> None:
         """Send a message to process 0. The watching thread handles its loss."""
         try:
             self._channel.send(kind, *parts)
@@ -435,15 +437,15 @@ class Follower:
 
     def least(self, value: int) -> int:
         """Return the minimum over all processes, for `device.executor.Least`."""
-        self.send(Kind.FACTS, _NUMBER.pack(value))
+        self.send(MessageKind.FACTS, _NUMBER.pack(value))
         return int(_NUMBER.unpack(self._settled.get())[0])
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """Let process 0 compare these facts; returns if they are the same, and ends the process otherwise."""
-        self.send(Kind.FACTS, json_text.dumps(facts).encode())
+        self.send(MessageKind.FACTS, json_text.dumps(facts).encode())
         self._settled.get()
 
-    def follow(self) -> Iterator[tuple[Kind, bytearray]]:
+    def follow(self) -> Iterator[tuple[MessageKind, bytearray]]:
         """Yield the messages of process 0, in order; from now on the caller handles END."""
         self._is_following = True
         while True:
@@ -456,21 +458,21 @@ class Follower:
         """Return True if it serves and no message of process 0 has taken longer than this. Callable from any thread."""
         since_s = self._busy_since_s
         is_stalled = since_s is not None and time.monotonic() - since_s >= stall_timeout_s
-        return self._is_following and not self._is_ending and not self._is_told.is_set() and not is_stalled
+        return self._is_following and not self._is_ending and not self._was_notified.is_set() and not is_stalled
 
     def listen_for_heartbeats(self, times: HeartbeatTimes) -> None:
         """Start sending heartbeats, and end this process if process 0 stays silent."""
 
         def end(process: int) -> None:
             del process
-            self._is_told.set()
+            self._was_notified.set()
             self._on_end(ProcessLost.exit_code, f"{self._name} exits: process 0 is lost: {times.silence}")
 
         self._heartbeats = Heartbeats({0: self._channel}, times, end)
 
     def wish_to_stop(self) -> None:
         """Ask process 0 to drain and end all."""
-        self.send(Kind.SHUTDOWN_REQUEST)
+        self.send(MessageKind.SHUTDOWN_REQUEST)
 
     @property
     def exit_code(self) -> int:
@@ -483,31 +485,31 @@ class Follower:
         If a collective may have broken, first wait a moment for a message of process 0.
         """
         is_clear = isinstance(error, JpagedError) and not isinstance(error, InternalError)
-        if is_clear or not self._is_told.wait(_BLAME_S):
+        if is_clear or not self._was_notified.wait(_BLAME_S):
             self._has_failed = True
             what = str(error) if is_clear else f"{type(error).__name__}: {error}"
-            self.send(Kind.FAILED, what.encode())
+            self.send(MessageKind.FAILED, what.encode())
 
     def _watch(self) -> None:
         while True:
             try:
                 kind, payload = self._channel.receive()
             except EOFError as error:
-                self._is_told.set()
+                self._was_notified.set()
                 if not self._is_ending:
                     self._on_end(self.exit_code, f"{self._name} exits: process 0 is lost: {error}")
                 return
             if self._heartbeats is not None:
                 self._heartbeats.heard(0)
             match kind:
-                case Kind.HEARTBEAT:
+                case MessageKind.HEARTBEAT:
                     """Already recorded above."""
-                case Kind.SETTLED:
+                case MessageKind.SETTLED:
                     self._settled.put(payload)
-                case Kind.FAILED:
-                    self._is_told.set()
+                case MessageKind.FAILED:
+                    self._was_notified.set()
                     self._on_end(self.exit_code, f"{self._name} exits: {payload.decode(errors='replace')}")
-                case Kind.END:
+                case MessageKind.END:
                     self._is_ending = True
                     self._messages.put((kind, payload))
                     if not self._is_following:
@@ -516,7 +518,7 @@ class Follower:
                     self._messages.put((kind, payload))
 
 
-def lead(config: EngineConfig, multihost: MultiHost, say: Callable[[str], None], owner: Owner) -> Leader:
+def lead(config: EngineConfig, multihost: MultiHost, say: Callable[[str], None], owner: LeaderServer) -> Leader:
     """Join all processes, as process 0.
 
     Raises:
@@ -537,13 +539,13 @@ def lead(config: EngineConfig, multihost: MultiHost, say: Callable[[str], None],
             f"process 0 of {multihost.num_processes} waits for the others at {joined(host, port)} "
             f"(from {multihost.source})"
         )
-        facts, timeout_s = facts_of(config, multihost), config.parallel.join_timeout
+        facts, timeout_s = get_facts(config, multihost), config.parallel.join_timeout
         channels = gather(listener, facts, multihost, timeout_s, secret)
     holder = hold_port(host)
     jax_port = holder.getsockname()[1]
     for process, channel in channels.items():
         try:
-            channel.send_json(Kind.WELCOME, {"port": jax_port})
+            channel.send_json(MessageKind.WELCOME, {"port": jax_port})
         except OSError as error:
             raise _lost(process, multihost.num_processes, error) from error
         channel.set_timeout(None)
@@ -574,12 +576,12 @@ def follow(
     try:
         if secret is not None:
             prove(channel, secret)
-        hello = json_text.dumps({"process_id": multihost.process_id, "facts": facts_of(config, multihost)}).encode()
+        hello = json_text.dumps({"process_id": multihost.process_id, "facts": get_facts(config, multihost)}).encode()
         if secret is None and len(hello) > MAX_STRANGER_BYTES:
             needed = f"options of {len(hello)} bytes, over {MAX_STRANGER_BYTES}, require a secret between processes"
             raise InvalidArgument("cluster_secret_file", f"is missing: {needed}")
-        channel.send(Kind.HELLO, hello)
-        welcome_port = _port_of(channel.receive_json(Kind.WELCOME))
+        channel.send(MessageKind.HELLO, hello)
+        welcome_port = _get_port(channel.receive_json(MessageKind.WELCOME))
     except TimeoutError as error:
         channel.close()
         raise Unavailable(
@@ -630,7 +632,7 @@ def gather(
                         f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))} of "
                         f"{multihost.num_processes} did not join within {timeout_s:g} s (join_timeout){reasons}"
                     ) from None
-                if (problem := _problem_of(arrival, facts, multihost.num_processes)) is not None:
+                if (problem := _find_problem(arrival, facts, multihost.num_processes)) is not None:
                     _refuse(arrival, problem)
                     continue
                 try:
@@ -644,14 +646,14 @@ def gather(
                     continue
                 channels[arrival.process] = arrival.channel
         except JpagedError as error:
-            _tell_all(channels.values(), Kind.FAILED, error)
+            _broadcast(channels.values(), MessageKind.FAILED, error)
             for channel in channels.values():
                 channel.close()
             raise
     return channels
 
 
-def _port_of(welcome: Mapping[str, Any]) -> int:
+def _get_port(welcome: Mapping[str, Any]) -> int:
     """Return the port of a WELCOME.
 
     Raises:
@@ -663,7 +665,7 @@ def _port_of(welcome: Mapping[str, Any]) -> int:
     return port
 
 
-def _problem_of(arrival: Arrival, facts: Mapping[str, str], num_processes: int) -> str | None:
+def _find_problem(arrival: JoinedProcess, facts: Mapping[str, str], num_processes: int) -> str | None:
     """Return why the sender of a HELLO cannot join; None if it can."""
     if not 1 <= arrival.process < num_processes:
         return f"process_id: {arrival.process} is not from 1 to {num_processes - 1}"
@@ -672,10 +674,10 @@ def _problem_of(arrival: Arrival, facts: Mapping[str, str], num_processes: int) 
     return None
 
 
-def _refuse(arrival: Arrival, problem: str) -> None:
+def _refuse(arrival: JoinedProcess, problem: str) -> None:
     """Reject a process, and continue to wait for the others."""
     _LOG.warning("refused %s: %s", arrival.channel.peer, problem)
-    _tell_all([arrival.channel], Kind.FAILED, problem)
+    _broadcast([arrival.channel], MessageKind.FAILED, problem)
     arrival.channel.close()
 
 
@@ -702,7 +704,7 @@ def _join_devices(multihost: MultiHost, port: int) -> None:
     )
 
 
-def _tell_all(channels: Iterable[Channel], kind: Kind, what: object = "") -> None:
+def _broadcast(channels: Iterable[Channel], kind: MessageKind, what: object = "") -> None:
     """Send to all channels; ignore those that are closed."""
     for channel in channels:
         with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from jpaged.config import ParallelOptions
-from jpaged.device.multihost.channel import Channel, Kind
+from jpaged.device.multihost.channel import Channel, MessageKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Heartbeats:
         """Send heartbeats until the channel is closed; the thread that receives closes it."""
         with contextlib.suppress(OSError):
             while True:
-                channel.send(Kind.HEARTBEAT)
+                channel.send(MessageKind.HEARTBEAT)
                 time.sleep(self._interval_s)
         self._silences.leave(process)
 

@@ -2,7 +2,7 @@
 
     forward(StepInputs) ── hidden ──> sample(hidden, SamplingInputs) ── handle ──> collect(handle) ──> StepOutputs
     decode(StepInputs, SamplingInputs, ...), the two in a loop ─────── handle ──┤
-    decode_fed(StepInputs, SamplingInputs, ...), with a MaskFeed ───── handle ──┤
+    decode_fed(StepInputs, SamplingInputs, ...), with a MaskChannel ───── handle ──┤
     speculate(StepInputs, SamplingInputs, ...), with a draft model ─── handle ──┘
 
 The engine decides, the executor computes. Padded numpy arrays go in and come out; intermediate arrays stay on the
@@ -52,9 +52,9 @@ from jpaged.engine.executor.verbs import (
     Handle,
     Hidden,
     HostBlocks,
-    MaskFeed,
+    MaskChannel,
     Progress,
-    Verdict,
+    StepDirective,
 )
 
 __all__ = [
@@ -79,15 +79,15 @@ __all__ = [
     "Handle",
     "Hidden",
     "HostBlocks",
-    "MaskFeed",
+    "MaskChannel",
     "Move",
     "Progress",
     "RowField",
     "SamplingInputs",
     "Speculated",
+    "StepDirective",
     "StepInputs",
     "StepOutputs",
-    "Verdict",
     "num_pairs",
     "random_columns",
     "row_lists",

@@ -1,16 +1,16 @@
 """Data that engine and executor exchange: sizes, sampling parameters of each row, inputs and outputs of a step.
 
-Sliding windows of a KV group in blocks (`Reach`): which blocks a sequence must hold.
+Sliding windows of a KV group in blocks (`WindowSpec`): which blocks a sequence must hold.
 
 full blocks   0  1  2  3  4  5  6 | 7     the block that is being filled
 window        .  .  .  .  x  x  x   x     num_seen = 3: no later token sees the first four blocks
 with sinks    x  .  .  .  x  x  x   x     num_sinks = 1: attention sinks, the first tokens stay visible
 
-Logits processors (`EditInputs`): per-row records, like `ROW_FIELDS`. Rows without logits processors are sampled by
-programs that do not contain them. The token counts of a sequence are on the device, in a slot (P of them, 1 to P) that
-the sequence holds while it runs.
+Logits processors (`LogitsProcessorInputs`): per-row records, like `ROW_FIELDS`. Rows without logits processors are
+sampled by programs that do not contain them. The token counts of a sequence are on the device, in a slot (P of them, 1
+to P) that the sequence holds while it runs.
 
-Aux outputs (`TellInputs`) of a step beyond its samples: log-probabilities of given tokens or of all, or hidden states.
+Aux outputs (`AuxInputs`) of a step beyond its samples: log-probabilities of given tokens or of all, or hidden states.
 
     prompt      t0  t1  t2  t3  t4        the log-probability of t2 is computed from the hidden state of t1
     hidden      h0  h1  h2  h3  h4        of the S sampled rows first, then of num_told requested prompt tokens
@@ -86,7 +86,7 @@ class CascadeCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class WindowSpec:
     """Attention window of the layers of one KV group, in blocks.
 
     Attributes:
@@ -102,7 +102,7 @@ class Reach:
     num_sinks: int = 0
 
     @classmethod
-    def of(cls, window: int | None, block_size: int, most_at_once: int, num_sink_tokens: int = 0) -> Reach:
+    def of(cls, window: int | None, block_size: int, most_at_once: int, num_sink_tokens: int = 0) -> WindowSpec:
         """Return the reach of a window, which includes the query's own token, and of the sink tokens."""
         if window is None:
             return cls(block_size, None, most_at_once)
@@ -166,7 +166,7 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True)
-class KeyLengths:
+class RopeLengthLimits:
     """Lengths up to which a model's keys stay valid; None is no limit.
 
     Attributes:
@@ -256,7 +256,7 @@ class Geometry:
         num_sink_tokens: first tokens of a sequence that layers with a window also attend to.
         max_loras: adapter slots, 1 to max_loras; 0 if the device takes no adapters.
         has_fed_steps: a program of several steps can receive masks while it runs.
-        num_told: maximum prompt tokens of a step with aux outputs (Q).
+        num_aux: maximum prompt tokens of a step with aux outputs (Q).
         num_speculative_tokens: tokens that a draft model on the device proposes to a row in a round; 0 without one.
     """
 
@@ -274,7 +274,7 @@ class Geometry:
     num_sink_tokens: int = 0
     max_loras: int = 0
     has_fed_steps: bool = False
-    num_told: int = MIN_BUCKET
+    num_aux: int = MIN_BUCKET
     num_speculative_tokens: int = 0
 
     @property
@@ -288,10 +288,10 @@ class Geometry:
         return -(-self.max_model_len // self.block_size)
 
     @property
-    def reaches(self) -> tuple[Reach, ...]:
+    def reaches(self) -> tuple[WindowSpec, ...]:
         """Attention window of each KV group, in blocks."""
         sizes = self.block_size, self.max_num_batched_tokens, self.num_sink_tokens
-        return tuple(Reach.of(window, *sizes) for window in self.windows)
+        return tuple(WindowSpec.of(window, *sizes) for window in self.windows)
 
     @property
     def num_blocks_of_longest(self) -> int:
@@ -376,7 +376,7 @@ def num_mask_words(vocab_size: int) -> int:
     return -(-vocab_size // MASK_BITS)
 
 
-class CountDue(NamedTuple):
+class TokenCountReset(NamedTuple):
     """Initialization of a count slot with the tokens of a sequence.
 
     Attributes:
@@ -390,7 +390,7 @@ class CountDue(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class EditInputs:
+class LogitsProcessorInputs:
     """Logits-processor inputs of the rows of a sample.
 
     Attributes:
@@ -403,10 +403,10 @@ class EditInputs:
     rows_r: NDArray[np.void]
     singles_rx: NDArray[np.void] | None = None
     mask_rw: I32 | None = None
-    due: tuple[CountDue, ...] = ()
+    due: tuple[TokenCountReset, ...] = ()
 
     @classmethod
-    def neutral(cls, num_rows: int) -> EditInputs:
+    def neutral(cls, num_rows: int) -> LogitsProcessorInputs:
         """Return records without effect."""
         return cls(_NEUTRAL.repeat(num_rows))
 
@@ -415,32 +415,32 @@ class EditInputs:
         """The records as a program takes them, row after row."""
         return self.rows_r.view(np.int32)
 
-    def padded(self, num_rows: int) -> EditInputs:
+    def padded(self, num_rows: int) -> LogitsProcessorInputs:
         """Return the inputs extended by rows without effect to num_rows rows; itself if it has that number."""
         num_more = num_rows - len(self.rows_r)
         if num_more == 0:
             return self
         singles_rx, mask_rw = self.singles_rx, self.mask_rw
-        return EditInputs(
+        return LogitsProcessorInputs(
             np.concatenate([self.rows_r, _NEUTRAL.repeat(num_more)]),
             None if singles_rx is None else np.concatenate([singles_rx, no_singles(num_more)]),
             None if mask_rw is None else np.concatenate([mask_rw, np.full((num_more, mask_rw.shape[1]), -1, np.int32)]),
             self.due,
         )
 
-    def of_next_step(self) -> EditInputs:
+    def of_next_step(self) -> LogitsProcessorInputs:
         """Return the inputs of the same rows one token later, without count slots to initialize.
 
         Masks allow every token.
         """
         return replace(self, mask_rw=None if self.mask_rw is None else np.full_like(self.mask_rw, -1), due=())
 
-    def reordered(self, order: list[int]) -> EditInputs:
+    def reordered(self, order: list[int]) -> LogitsProcessorInputs:
         """Return the inputs with the first rows reordered, `order[new] = old`."""
         whole = [*order, *range(len(order), len(self.rows_r))]
         singles_rx = None if self.singles_rx is None else self.singles_rx[whole]
         mask_rw = None if self.mask_rw is None else self.mask_rw[whole]
-        return EditInputs(self.rows_r[whole], singles_rx, mask_rw, self.due)
+        return LogitsProcessorInputs(self.rows_r[whole], singles_rx, mask_rw, self.due)
 
     @property
     def single_words(self) -> I32 | None:
@@ -544,7 +544,7 @@ class SamplingInputs:
 
     rows_r: NDArray[np.void]
     detail: Detail = Detail.TOKENS
-    edits: EditInputs | None = None
+    edits: LogitsProcessorInputs | None = None
 
     @classmethod
     def neutral(cls, num_rows: int, *, detail: Detail = Detail.TOKENS) -> SamplingInputs:
@@ -633,7 +633,7 @@ class StepInputs:
         kv_lens_s: tokens of each row's context, including those of this step; 0 beyond num_rows.
         block_tables_gsm: block ids of each KV group; the null block beyond a row's context, and outside the window of
             all the row's queries.
-        told_tokens_q: indices in the packed axis of the tokens with aux outputs; 0 where not used.
+        aux_tokens_q: indices in the packed axis of the tokens with aux outputs; 0 where not used.
         num_rows: rows in use.
         kv_begins_s: tokens that a row shares with the rest of the run; their block tables start with the same blocks.
         run_starts_s1: [S + 1]; run g is the rows run_starts[g] to run_starts[g + 1]. num_rows beyond num_runs.
@@ -652,7 +652,7 @@ class StepInputs:
     query_starts_s1: I32
     kv_lens_s: I32
     block_tables_gsm: I32
-    told_tokens_q: I32
+    aux_tokens_q: I32
     num_rows: int
     kv_begins_s: I32
     run_starts_s1: I32
@@ -721,7 +721,8 @@ class StepOutputs:
 
     Attributes:
         token_ids_rn: the sampled tokens.
-        is_sound_rn: False if a token is undefined: the logits hold NaN or plus infinity, or no token is left to sample.
+        is_finite_rn: False if a token is undefined: the logits hold NaN or plus infinity, or no token is left to
+            sample.
         logprobs_rn: their log-probabilities under the model's distribution (before temperature and truncation); None
             for Detail.TOKENS.
         ranks_rn: 1 for the likeliest token; None for Detail.TOKENS.
@@ -731,7 +732,7 @@ class StepOutputs:
     """
 
     token_ids_rn: I32
-    is_sound_rn: Bool
+    is_finite_rn: Bool
     logprobs_rn: F32 | None = None
     ranks_rn: I32 | None = None
     top_ids_rnk: I32 | None = None
@@ -741,7 +742,7 @@ class StepOutputs:
     def at(self, place: int) -> StepOutputs:
         """Return the outputs of one step of a dispatch without log-probabilities."""
         only = slice(place, place + 1)
-        return StepOutputs(self.token_ids_rn[:, only], self.is_sound_rn[:, only])
+        return StepOutputs(self.token_ids_rn[:, only], self.is_finite_rn[:, only])
 
     def token(self, row: int, place: int = 0) -> int:
         """Return the token that a row sampled at an index."""
@@ -778,7 +779,7 @@ NO_ID = 0
 """Padding of token ids."""
 
 
-class Tell(enum.IntEnum):
+class AuxKind(enum.IntEnum):
     """Kind of an aux output."""
 
     LOGPROBS = 0
@@ -790,7 +791,7 @@ class Tell(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class TellInputs:
+class AuxInputs:
     """Rows of one aux call, padded.
 
     Attributes:
@@ -799,13 +800,13 @@ class TellInputs:
         num_rows: rows in use.
     """
 
-    tell: Tell
+    kind: AuxKind
     places_r: I32
     ids_rk: I32
     num_rows: int
 
     @classmethod
-    def padded(cls, tell: Tell, places: list[int], ids: list[list[int]], size: int) -> TellInputs:
+    def padded(cls, tell: AuxKind, places: list[int], ids: list[list[int]], size: int) -> AuxInputs:
         """Return the inputs of at most `size` rows."""
         places_r, ids_rk = np.zeros(size, np.int32), np.full((size, TELL_IDS), NO_ID, np.int32)
         places_r[: len(places)] = places
@@ -814,7 +815,7 @@ class TellInputs:
         return cls(tell, places_r, ids_rk, len(places))
 
     @classmethod
-    def of_words(cls, tell: Tell, words: I32, num_rows: int) -> TellInputs:
+    def of_words(cls, tell: AuxKind, words: I32, num_rows: int) -> AuxInputs:
         """Return the inputs from packed words, the inverse of `words`."""
         rows = words.reshape(-1, 1 + TELL_IDS)
         return cls(tell, rows[:, 0], rows[:, 1:], num_rows)
@@ -826,7 +827,7 @@ class TellInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldOutputs:
+class AuxOutputs:
     """Aux outputs in host memory; fields that the kind does not have are None.
 
     Attributes:

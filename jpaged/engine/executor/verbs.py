@@ -17,6 +17,8 @@ from typing import Protocol, TypeVar
 
 from jpaged.engine.executor.io import (
     I32,
+    AuxInputs,
+    AuxOutputs,
     BlockMoves,
     Bool,
     DeviceRates,
@@ -24,13 +26,11 @@ from jpaged.engine.executor.io import (
     SamplingInputs,
     StepInputs,
     StepOutputs,
-    TellInputs,
-    ToldOutputs,
 )
 from jpaged.types import Adapter
 
 
-class Verdict(enum.IntEnum):
+class StepDirective(enum.IntEnum):
     """Directive to a step that waits for masks, and to the steps after it."""
 
     VOID = 0  # the step is not executed, because the feed was closed: the previous step was the last
@@ -38,11 +38,11 @@ class Verdict(enum.IntEnum):
     GOES_ON = 2
 
 
-class MaskFeed(Protocol):
+class MaskChannel(Protocol):
     """Channel of one dispatch."""
 
-    def give(self, mask_rw: I32, verdict: Verdict) -> None:
-        """Send the next step its masks: `EditInputs.mask_rw`, with the padded number of rows of the dispatch."""
+    def give(self, mask_rw: I32, verdict: StepDirective) -> None:
+        """Send the next step its masks: `LogitsProcessorInputs.mask_rw`, with the padded rows of the dispatch."""
         ...
 
     def wait(self) -> tuple[I32, Bool] | None:
@@ -145,7 +145,7 @@ class Executor(Protocol[Hidden, Handle]):
         """
         ...
 
-    def tell(self, hidden: Hidden, inputs: TellInputs) -> Callable[[], ToldOutputs]:
+    def compute_aux(self, hidden: Hidden, inputs: AuxInputs) -> Callable[[], AuxOutputs]:
         """Start to compute aux outputs of the last forward; returns before they are done.
 
         Returns:
@@ -162,9 +162,9 @@ class Executor(Protocol[Hidden, Handle]):
         """
         ...
 
-    def decode_fed(
+    def decode_with_masks(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
-    ) -> tuple[Handle, MaskFeed]:
+    ) -> tuple[Handle, MaskChannel]:
         """Start several steps like `decode`, each of which waits for masks before it samples.
 
         Requires `Geometry.has_fed_steps`. Until the last step has its masks or the feed is closed, only the feed may be

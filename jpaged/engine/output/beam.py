@@ -19,8 +19,8 @@ import math
 from dataclasses import dataclass
 
 from jpaged.engine.executor import StepOutputs
-from jpaged.engine.scheduling.scheduler import Scheduler
-from jpaged.engine.sequence import Group, Sequence
+from jpaged.engine.scheduler.scheduler import Scheduler
+from jpaged.engine.sequence import Sequence, SequenceGroup
 from jpaged.types import PositionLogprobs, SamplingParams
 
 
@@ -145,7 +145,7 @@ def _score(cumulative_logprob: float, length: int, length_penalty: float) -> flo
 
 
 def advance_beams(
-    group: Group, rows: dict[Sequence, int], outputs: StepOutputs, search: BeamSearch, scheduler: Scheduler
+    group: SequenceGroup, rows: dict[Sequence, int], outputs: StepOutputs, search: BeamSearch, scheduler: Scheduler
 ) -> None:
     """Rank the results of every beam's row, and replace the group's sequences by the surviving beams.
 
@@ -170,7 +170,7 @@ def _children(beams: list[Sequence], chosen: list[Candidate], scheduler: Schedul
     survivors = {candidate.parent for candidate in chosen}
     for i, parent in enumerate(beams):  # first, so that the forks can use their blocks
         if i not in survivors:
-            scheduler.drop_beam(parent)
+            scheduler.finish_beam(parent)
     heirs: set[int] = set()
     children: list[tuple[Sequence, Candidate]] = []
     for index, candidate in enumerate(chosen):
@@ -179,5 +179,5 @@ def _children(beams: list[Sequence], chosen: list[Candidate], scheduler: Schedul
         heirs.add(candidate.parent)
         children.append((child, candidate))
     for index, (child, candidate) in enumerate(children):
-        child.become(index, candidate.token_id, candidate.cumulative_logprob)
+        child.replace_as_beam(index, candidate.token_id, candidate.cumulative_logprob)
     return [child for child, _ in children]

@@ -23,19 +23,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import BEYOND_TOKENS, I32, StepOutputs
-from jpaged.engine.executor.io import ToldOutputs
+from jpaged.engine.executor.io import AuxOutputs
 from jpaged.engine.output.beam import Beam, BeamSearch
-from jpaged.engine.scheduling.schedule import Sampled
-from jpaged.engine.scheduling.tells import Asked, StepTell
-from jpaged.engine.sequence import Group, Sequence, collected_one_each
+from jpaged.engine.scheduler.aux_inputs import AuxRequest, StepAux
+from jpaged.engine.scheduler.output import SampledRows
+from jpaged.engine.sequence import Sequence, SequenceGroup, collected_one_each
 from jpaged.engine.stats import DEADLINE, ERROR
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import DeadlineExceeded
 from jpaged.types import (
-    Continued,
     FinishReason,
     OutputEvent,
     PositionLogprobs,
+    ResumedSequence,
     SamplingParams,
     SequenceFinish,
     TextState,
@@ -168,14 +168,14 @@ class NoText:
 
 
 @dataclass(slots=True)
-class _OfPrompt:
+class _PromptResults:
     """Accumulated log-probabilities of a prompt, or the sum of hidden states."""
 
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     sum_e: NDArray[np.float64] | None = None
     num_summed: int = 0
 
-    def add(self, asked: Asked, outputs: ToldOutputs, row: int) -> None:
+    def add(self, asked: AuxRequest, outputs: AuxOutputs, row: int) -> None:
         """Add the next position."""
         if outputs.hidden_re is not None:
             hidden_e = outputs.hidden_re[row].astype(np.float64)
@@ -196,7 +196,7 @@ class _OfPrompt:
         return tuple(mean)
 
 
-class Told:
+class PromptLogprobsCollector:
     """Collector of aux outputs of requests in flight.
 
     Attributes:
@@ -204,24 +204,24 @@ class Told:
     """
 
     def __init__(self) -> None:
-        self.ready: dict[Group, _OfPrompt] = {}
-        self._prompts: dict[Group, _OfPrompt] = {}
-        self._samples: dict[int, tuple[ToldOutputs, int]] = {}
+        self.ready: dict[SequenceGroup, _PromptResults] = {}
+        self._prompts: dict[SequenceGroup, _PromptResults] = {}
+        self._samples: dict[int, tuple[AuxOutputs, int]] = {}
 
-    def take(self, told: Iterable[tuple[StepTell, ToldOutputs]]) -> None:
+    def take(self, told: Iterable[tuple[StepAux, AuxOutputs]]) -> None:
         """Add all aux outputs of a step."""
         self._samples.clear()
         for tell, outputs in told:
-            for row, asked in enumerate(tell.asked):
+            for row, asked in enumerate(tell.requests):
                 if asked.position is None:
                     self._samples[asked.row] = outputs, row
                 elif asked.sequence.is_live:
-                    found = self._prompts.setdefault(asked.group, _OfPrompt())
+                    found = self._prompts.setdefault(asked.group, _PromptResults())
                     found.add(asked, outputs, row)
-                    if asked.position + 1 == asked.sequence.told_end:
+                    if asked.position + 1 == asked.sequence.prompt_logprobs_end:
                         self.ready[asked.group] = self._prompts.pop(asked.group)
 
-    def forget(self, group: Group) -> None:
+    def forget(self, group: SequenceGroup) -> None:
         """Remove a request that has ended."""
         self._prompts.pop(group, None)
         self.ready.pop(group, None)
@@ -290,7 +290,7 @@ _MAX_TOKENS_PER_EVENT = 512
 
 
 @dataclass(slots=True)
-class _Piece:
+class _OutputPart:
     """Part of a sequence to send: one token, or a part of the withheld output."""
 
     text: str = ""
@@ -301,7 +301,7 @@ class _Piece:
 
 
 @dataclass(slots=True)
-class Held:
+class WithheldOutput:
     """Withheld output of a sequence, in columns: one entry per token for texts and log-probabilities.
 
     The text is that of the tokens joined; the last entry includes the text flushed at the end. The token ids are read
@@ -318,14 +318,14 @@ class Held:
         self.logprobs += logprobs
         self.finish = finish
 
-    def parts(self, token_ids: SequenceOf[int], cumulative_logprob: float | None) -> list[_Piece]:
+    def parts(self, token_ids: SequenceOf[int], cumulative_logprob: float | None) -> list[_OutputPart]:
         """Split the output into parts of bounded size, at least one, in linear time."""
         size = _MAX_TOKENS_PER_EVENT
         pieces = []
         for start in range(0, max(1, len(token_ids)), size):
             part = slice(start, start + size)
             text, logprobs = "".join(self.texts[part]), tuple(self.logprobs[part])
-            piece = _Piece(text, tuple(token_ids[part]), logprobs, cumulative_logprob=cumulative_logprob)
+            piece = _OutputPart(text, tuple(token_ids[part]), logprobs, cumulative_logprob=cumulative_logprob)
             pieces.append(piece)
         pieces[-1].finish = self.finish
         return pieces
@@ -356,8 +356,8 @@ class OutputState:
         self.has_text = False
         self.needs_logprobs = sampling.needs_logprobs
         self.num_top = sampling.logprobs
-        self.asks_more = sampling.asks_more_of_samples
-        self.held: Held | None = None
+        self.asks_more = sampling.needs_extra_logprobs
+        self.held: WithheldOutput | None = None
         self._detokenizer: IncrementalDetokenizer | NoText = NoText()
         if tokenizer is not None and sampling.detokenize:
             self.has_text = True
@@ -372,9 +372,9 @@ class OutputState:
 
     def hold(self) -> None:
         """Withhold all output until the end."""
-        self.held = Held()
+        self.held = WithheldOutput()
 
-    def go_on(self, continued: Continued) -> None:
+    def go_on(self, continued: ResumedSequence) -> None:
         """Restore the state of a sequence after the tokens that it generated elsewhere."""
         self._num_tokens = len(continued.generated.token_ids)
         self._detokenizer.go_on(continued.text)
@@ -457,7 +457,7 @@ class OutputProcessor:
     """Text output of all requests in flight. It calls sinks, and never touches blocks or the scheduler.
 
     Attributes:
-        told: aux outputs of prompts and samples.
+        prompt_logprobs: aux outputs of prompts and samples.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
@@ -465,11 +465,11 @@ class OutputProcessor:
         self._eos_token_ids = eos_token_ids
         self._ending_ids = _EndingIds()
         self._states: dict[Sequence, OutputState] = {}
-        self._searches: dict[Group, BeamSearch] = {}
-        self._last_events: dict[Group, OutputEvent] = {}
-        self.told = Told()
+        self._searches: dict[SequenceGroup, BeamSearch] = {}
+        self._last_events: dict[SequenceGroup, OutputEvent] = {}
+        self.prompt_logprobs = PromptLogprobsCollector()
 
-    def open(self, group: Group) -> None:
+    def open(self, group: SequenceGroup) -> None:
         """Start a request; no event is sent."""
         sampling = group.request.sampling
         ending_ids = sampling.ending_ids(self._eos_token_ids)
@@ -485,22 +485,22 @@ class OutputProcessor:
             if not continued.generated.has_finished:
                 self._states[group.sequences[continued.generated.index]].go_on(continued)
 
-    def close(self, group: Group) -> None:
+    def close(self, group: SequenceGroup) -> None:
         """Remove a request after it was counted, and send its last event if there is one."""
         if any(sequence in self._states for sequence in group.sequences):
             self._ending_ids.discard(group.request.sampling.ending_ids(self._eos_token_ids))
         for sequence in group.sequences:
             self._states.pop(sequence, None)
         self._searches.pop(group, None)
-        self.told.forget(group)
+        self.prompt_logprobs.forget(group)
         if (event := self._last_events.pop(group, None)) is not None:
             group.sink(event)
 
-    def search(self, group: Group) -> BeamSearch:
+    def search(self, group: SequenceGroup) -> BeamSearch:
         """Return the beam search of a request."""
         return self._searches[group]
 
-    def publish(self, sampled: Sampled, outputs: StepOutputs) -> Iterator[tuple[Group, Sequence]]:
+    def publish(self, sampled: SampledRows, outputs: StepOutputs) -> Iterator[tuple[SequenceGroup, Sequence]]:
         """Append the tokens of a step and send events row by row; yield the sequences that ended.
 
         The caller must end each yielded sequence before it continues the iteration.
@@ -520,9 +520,9 @@ class OutputProcessor:
             text, finish = state.push(token_id) if is_checked or state.has_text else state.passed()
             positions = () if state.num_top is None else (outputs.position(row, max(0, state.num_top)),)
             if state.asks_more:
-                positions = (self.told.position(row, outputs, group.request.sampling),)
-            if self.told.ready and group in self.told.ready and state.held is None:
-                self._show_told(group)
+                positions = (self.prompt_logprobs.position(row, outputs, group.request.sampling),)
+            if self.prompt_logprobs.ready and group in self.prompt_logprobs.ready and state.held is None:
+                self._send_prompt_results(group)
             told_sum = sequence.cumulative_logprob if state.needs_logprobs else None
             if state.held is not None:
                 state.held.add(text, positions, finish)
@@ -541,12 +541,12 @@ class OutputProcessor:
                     )
                 )
             else:
-                piece = _Piece(text, (token_id,), positions, finish, told_sum)
+                piece = _OutputPart(text, (token_id,), positions, finish, told_sum)
                 self._show(group, sequence.index, piece, is_last=len(group.live) == 1)
             if finish is not None:
                 yield group, sequence
 
-    def jump(self, group: Group, sequence: Sequence, token_ids: list[int]) -> bool:
+    def append_forced_tokens(self, group: SequenceGroup, sequence: Sequence, token_ids: list[int]) -> bool:
         """Append tokens forced by the grammar as one event, up to an ending one; return True if there was one."""
         state, texts, finish, num_taken = self._states[sequence], list[str](), None, 0
         for token_id in token_ids:
@@ -557,52 +557,52 @@ class OutputProcessor:
                 state.held.add(text, (), finish)
             if finish is not None:
                 break
-        sequence.jump(token_ids[:num_taken])
+        sequence.append_forced(token_ids[:num_taken])
         group.sampled(num_taken)
         if state.held is None:
-            piece = _Piece("".join(texts), tuple(token_ids[:num_taken]), finish=finish)
+            piece = _OutputPart("".join(texts), tuple(token_ids[:num_taken]), finish=finish)
             self._show(group, sequence.index, piece, is_last=finish is not None and len(group.live) == 1)
         return finish is not None
 
-    def finish(self, group: Group) -> None:
+    def finish(self, group: SequenceGroup) -> None:
         """Send the withheld output of a request whose sequences have all ended."""
         sampling = group.request.sampling
         if group in self._searches:
-            self._show_parts(group, [self._tell(group, beam) for beam in self._searches[group].best(sampling.n)])
+            self._show_parts(group, [self._get_parts(group, beam) for beam in self._searches[group].best(sampling.n)])
             return
         told = group.sequences
         if sampling.num_samples > sampling.n:
             told = sorted(told, key=lambda sequence: -sequence.cumulative_logprob)[: sampling.n]
         self._show_parts(group, [self._parts(sequence) for sequence in told])
 
-    def end(self, group: Group, reason: FinishReason) -> None:
+    def end(self, group: SequenceGroup, reason: FinishReason) -> None:
         """Send the end of a request between two tokens: one event for each live sequence."""
         finish, sampling = SequenceFinish(reason), group.request.sampling
         if group in self._searches or sampling.num_samples > sampling.n:
-            self._show(group, 0, _Piece(finish=finish), is_last=True)
+            self._show(group, 0, _OutputPart(finish=finish), is_last=True)
             return
         live = group.live
-        if group.request.is_whole:
+        if group.request.is_non_streaming:
             for sequence in live:
                 self._states[sequence].end(finish)
             self._show_parts(group, [self._parts(sequence) for sequence in group.sequences])
             return
         for i, sequence in enumerate(live):
             text = self._states[sequence].flush()
-            piece = _Piece(text, finish=finish, cumulative_logprob=self._told_sum(sequence))
+            piece = _OutputPart(text, finish=finish, cumulative_logprob=self._get_cumulative_logprob(sequence))
             self._show(group, sequence.index, piece, is_last=i + 1 == len(live))
 
-    def fail(self, group: Group, error: Exception) -> None:
+    def fail(self, group: SequenceGroup, error: Exception) -> None:
         """Send an error as the last event of a request."""
-        self._show(group, 0, _Piece(), is_last=True, error=error)
+        self._show(group, 0, _OutputPart(), is_last=True, error=error)
 
-    def _new_state(self, group: Group) -> OutputState:
+    def _new_state(self, group: SequenceGroup) -> OutputState:
         request = group.request
         return OutputState(self._texts, request.prompt_token_ids, request.sampling, self._eos_token_ids)
 
-    def _tell(self, group: Group, beam: Beam) -> list[_Piece]:
+    def _get_parts(self, group: SequenceGroup, beam: Beam) -> list[_OutputPart]:
         """Return the parts of a finished beam, built token by token."""
-        state, num_top, held = self._new_state(group), group.request.sampling.logprobs, Held()
+        state, num_top, held = self._new_state(group), group.request.sampling.logprobs, WithheldOutput()
         for token_id in beam.token_ids:
             text, held.finish = state.push(token_id)
             held.texts.append(text)
@@ -610,31 +610,31 @@ class OutputProcessor:
             held.logprobs += [PositionLogprobs(one.chosen, one.top[:num_top]) for one in beam.logprobs]
         return held.parts(beam.token_ids, beam.cumulative_logprob)
 
-    def _parts(self, sequence: Sequence) -> list[_Piece]:
+    def _parts(self, sequence: Sequence) -> list[_OutputPart]:
         """Return the parts of a withheld sequence; none if it was streamed, or has ended elsewhere."""
         state = self._states.get(sequence)
         if state is None or state.held is None:
             return []
-        return state.held.parts(sequence.token_ids[sequence.num_given_tokens :], self._told_sum(sequence))
+        return state.held.parts(sequence.token_ids[sequence.num_given_tokens :], self._get_cumulative_logprob(sequence))
 
-    def _told_sum(self, sequence: Sequence) -> float | None:
+    def _get_cumulative_logprob(self, sequence: Sequence) -> float | None:
         return sequence.cumulative_logprob if self._states[sequence].needs_logprobs else None
 
-    def _show_parts(self, group: Group, told: list[list[_Piece]]) -> None:
+    def _show_parts(self, group: SequenceGroup, told: list[list[_OutputPart]]) -> None:
         """Send the parts of withheld sequences in index order, ending with the request's last event."""
         parts = [(index, part) for index, pieces in enumerate(told) for part in pieces]
         for number, (index, part) in enumerate(parts, start=1):
             self._show(group, index, part, is_last=number == len(parts))
 
-    def _show_told(self, group: Group) -> None:
+    def _send_prompt_results(self, group: SequenceGroup) -> None:
         """Send the prompt log-probabilities or embedding, in events of bounded size."""
-        told, request_id = self.told.ready.pop(group), group.request.request_id
+        told, request_id = self.prompt_logprobs.ready.pop(group), group.request.request_id
         for begin in range(0, max(1, len(told.logprobs)), _MAX_TOKENS_PER_EVENT):
             part = tuple(told.logprobs[begin : begin + _MAX_TOKENS_PER_EVENT])
             embedding = told.embedding if not begin else ()
             group.sink(OutputEvent(request_id, usage=_usage(group), prompt_logprobs=part, embedding=embedding))
 
-    def _usage_of(self, group: Group) -> Usage:
+    def _build_usage(self, group: SequenceGroup) -> Usage:
         """Return the usage of a request; a search counts the tokens of the beams that it returns."""
         usage, search = _usage(group), self._searches.get(group)
         if search is None:
@@ -642,9 +642,11 @@ class OutputProcessor:
         beams = search.best(group.request.sampling.n) if search.is_done else []
         return dataclasses.replace(usage, completion_tokens=sum(len(beam.token_ids) for beam in beams))
 
-    def _show(self, group: Group, index: int, piece: _Piece, *, is_last: bool, error: Exception | None = None) -> None:
-        if group in self.told.ready and error is None:
-            self._show_told(group)
+    def _show(
+        self, group: SequenceGroup, index: int, piece: _OutputPart, *, is_last: bool, error: Exception | None = None
+    ) -> None:
+        if group in self.prompt_logprobs.ready and error is None:
+            self._send_prompt_results(group)
         event = OutputEvent(
             request_id=group.request.request_id,
             index=index,
@@ -653,7 +655,7 @@ class OutputProcessor:
             logprobs=piece.logprobs,
             finish=piece.finish,
             cumulative_logprob=piece.cumulative_logprob,
-            usage=self._usage_of(group),
+            usage=self._build_usage(group),
             is_last=is_last,
             times=group.times if is_last else None,
             error=error,
@@ -666,5 +668,5 @@ class OutputProcessor:
             group.sink(event)
 
 
-def _usage(group: Group) -> Usage:
+def _usage(group: SequenceGroup) -> Usage:
     return Usage(len(group.request.prompt_token_ids), group.num_sampled_tokens, group.num_cached_tokens or 0)

@@ -30,7 +30,7 @@ OPERATIONS = {
     "Attention": "paged_attention/cpu",
     "Experts": "experts/cpu",
     "Lora": "lora/cpu",
-    "Product": "product/cpu",
+    "Product": "matmul/cpu",
     "Sampling": "sampling/cpu",
 }
 """The folder of each operation's sources; its cores are called k<Operation><Processor>."""

@@ -13,19 +13,19 @@ from jpaged.kernels.experts import ragged, tiles
 from jpaged.kernels.experts.cpu.experts import loaded
 from jpaged.kernels.experts.routing import Routes
 from jpaged.kernels.experts.weights import ExpertWeights, flat
-from jpaged.kernels.mixture_kind import Gate
-from jpaged.kernels.product import PackedMatrix, tpu
-from jpaged.kernels.product.on_device import takes_tpu_kernel
-from jpaged.kernels.product.quantised import QuantisedMatrix
-from jpaged.kernels.product.triton.form import unsupported_reason
-from jpaged.kernels.product.triton.grouped import multiply_sorted
+from jpaged.kernels.matmul import PackedMatrix, tpu
+from jpaged.kernels.matmul.on_device import takes_tpu_kernel
+from jpaged.kernels.matmul.quantized import QuantizedMatrix
+from jpaged.kernels.matmul.triton.form import unsupported_reason
+from jpaged.kernels.matmul.triton.grouped import multiply_sorted
+from jpaged.kernels.mixture_kind import GateFunction
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 ExpertsBackend = Literal["tiles", "wide-tiles", "ragged", "triton"]
 """Backends for unpacked matrices: loops over small or larger tiles, XLA's grouped matmul, or a Triton kernel."""
-ExpertsKernel = Callable[[jax.Array, Routes, ExpertWeights, Gate], jax.Array]
+ExpertsKernel = Callable[[jax.Array, Routes, ExpertWeights, GateFunction], jax.Array]
 """Computes `sum_experts`; on several devices, their parts and the sum of those."""
 
 
@@ -33,7 +33,7 @@ def apply_experts(
     x_te: Float[Array, "T E"],
     routes: Routes,
     weights: ExpertWeights,
-    gate: Gate,
+    gate: GateFunction,
     kernel: ExpertsKernel | None = None,
 ) -> Float[Array, "T E"]:
     """Return the weighted sum of the outputs of each row's experts, accumulated and returned in float32.
@@ -60,7 +60,7 @@ def sum_experts(
     x_te: Float[Array, "T E"],
     routes: Routes,
     weights: ExpertWeights,
-    gate: Gate,
+    gate: GateFunction,
     backend: ExpertsBackend = "tiles",
 ) -> Float[Array, "T E"]:
     """Compute `apply_experts` without the last bias, on one device.
@@ -76,7 +76,7 @@ def sum_experts(
         return ragged.apply_experts(x_te, routes, weights, gate, multiply_sorted)
     if backend == "ragged" and _takes_all_on_tpu(weights):
         return ragged.apply_experts(x_te, routes, weights, gate, tpu.multiply_sorted)
-    if backend != "ragged" or isinstance(flat(weights.gate)[0], QuantisedMatrix):
+    if backend != "ragged" or isinstance(flat(weights.gate)[0], QuantizedMatrix):
         return tiles.apply_experts(x_te, routes, weights, gate, tiles.rows_for(routes, weights.num_experts))
     return ragged.apply_experts(x_te, routes, weights, gate)
 
@@ -88,4 +88,4 @@ def takes_all(weights: ExpertWeights) -> bool:
 
 def _takes_all_on_tpu(weights: ExpertWeights) -> bool:
     matrices = [flat(matrices)[0] for matrices in (weights.gate, weights.up, weights.down)]
-    return all(isinstance(each, QuantisedMatrix) and takes_tpu_kernel(each) for each in matrices)
+    return all(isinstance(each, QuantizedMatrix) and takes_tpu_kernel(each) for each in matrices)

@@ -2,7 +2,7 @@
 
 On TPUs XLA implements `jax.lax.ragged_dot` by a Mosaic kernel whose tiles cover only groups with rows, so that the
 matrices of an expert without rows are not read. On GPUs XLA would multiply every row with every expert. The package's
-own kernel (`jpaged.kernels.product.triton`) replaces it there.
+own kernel (`jpaged.kernels.matmul.triton`) replaces it there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jpaged.kernels.experts.routing import Routes, SortedRows
 from jpaged.kernels.experts.weights import ExpertWeights, flat, join, placed
-from jpaged.kernels.mixture_kind import Gate
+from jpaged.kernels.mixture_kind import GateFunction
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -41,7 +41,7 @@ def apply_experts(
     x_te: Float[Array, "T E"],
     routes: Routes,
     weights: ExpertWeights,
-    gate: Gate,
+    gate: GateFunction,
     multiply: GroupedProduct = ragged_dot,
 ) -> Float[Array, "T E"]:
     """Return the weighted sum of the outputs of each row's experts, without the last bias, in float32."""

@@ -9,13 +9,15 @@ import jax.numpy as jnp
 
 from jpaged.kernels.experts.routing import Routes
 from jpaged.kernels.experts.weights import ExpertWeights, join
-from jpaged.kernels.mixture_kind import Gate
+from jpaged.kernels.mixture_kind import GateFunction
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
-def apply_experts(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, gate: Gate) -> Float[Array, "T E"]:
+def apply_experts(
+    x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, gate: GateFunction
+) -> Float[Array, "T E"]:
     """Return the weighted sum of the outputs of each row's experts, without the last bias, in float32."""
     ids, is_sent = jnp.minimum(routes.ids_tk, weights.num_experts - 1), routes.ids_tk < weights.num_experts
 

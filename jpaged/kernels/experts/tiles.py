@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from jpaged.kernels.experts.routing import Routes, SortedRows
 from jpaged.kernels.experts.weights import ExpertWeights, flat, join
-from jpaged.kernels.mixture_kind import Gate
-from jpaged.kernels.product.quantised import QuantisedMatrix, multiply
+from jpaged.kernels.matmul.quantized import QuantizedMatrix, multiply
+from jpaged.kernels.mixture_kind import GateFunction
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -37,7 +37,7 @@ def rows_for(routes: Routes, num_experts: int) -> int:
 
 
 def apply_experts(
-    x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, gate: Gate, num_rows: int = ROWS
+    x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, gate: GateFunction, num_rows: int = ROWS
 ) -> Float[Array, "T E"]:
     """Return the weighted sum of the outputs of each row's experts, without the last bias, in float32."""
     num_experts = weights.num_experts
@@ -67,8 +67,8 @@ def _expert(weights: ExpertWeights, expert: jax.Array) -> ExpertWeights:
     return ExpertWeights(*(own(getattr(weights, field.name)) for field in dataclasses.fields(weights)))
 
 
-def _project(x_ti: jax.Array, kernel_io: jax.Array | QuantisedMatrix, bias_o: jax.Array | None) -> jax.Array:
-    if isinstance(kernel_io, QuantisedMatrix):
+def _project(x_ti: jax.Array, kernel_io: jax.Array | QuantizedMatrix, bias_o: jax.Array | None) -> jax.Array:
+    if isinstance(kernel_io, QuantizedMatrix):
         y_to = multiply(x_ti, kernel_io)
     else:
         precision = jax.lax.Precision.HIGHEST if x_ti.dtype == jnp.float32 else None

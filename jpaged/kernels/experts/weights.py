@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jpaged.kernels.mixture_kind import Gate
-from jpaged.kernels.product import PackedMatrix
+from jpaged.kernels.matmul import PackedMatrix
+from jpaged.kernels.mixture_kind import GateFunction
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -35,7 +35,7 @@ class StackedExperts:
     index: Any
 
 
-def num_experts_of(matrices: Any) -> int:
+def get_num_experts(matrices: Any) -> int:
     """Return the number of experts of one layer."""
     return int(matrices.matrices.shape[1] if isinstance(matrices, StackedExperts) else matrices.shape[0])
 
@@ -45,7 +45,7 @@ def flat(matrices: Any) -> tuple[Any, jax.Array | int]:
     if not isinstance(matrices, StackedExperts):
         return matrices, 0
     joined = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), matrices.matrices)
-    return joined, matrices.index * num_experts_of(matrices)
+    return joined, matrices.index * get_num_experts(matrices)
 
 
 def placed(counts_x: jax.Array, first: jax.Array | int, num_matrices: int) -> jax.Array:
@@ -80,10 +80,10 @@ class ExpertWeights:
         """X."""
         if isinstance(self.gate, PackedMatrix):
             return self.gate.num_parts
-        return num_experts_of(self.gate)
+        return get_num_experts(self.gate)
 
 
-def join(gate: Gate, gates: Float[Array, "..."], ups: Float[Array, "..."]) -> Float[Array, "..."]:
+def join(gate: GateFunction, gates: Float[Array, "..."], ups: Float[Array, "..."]) -> Float[Array, "..."]:
     """Combine a gate and an up into one number, in float32."""
     if gate.kind == "silu":
         return jax.nn.silu(gates) * ups

@@ -219,10 +219,12 @@ def measure(cell: Cell, shape: AttentionShape, dtype: jnp.dtype, name: str, limi
         runs.append(_looped(functools.partial(_dense, cell, spec), q_thd, kv, kv))
     seconds = _median(runs)
     contiguous_s = seconds[2] if len(seconds) > 2 else None
-    return Measurement(cell, chosen.backend, seconds[0], seconds[1], contiguous_s, limit_of(cell, shape, dtype, limits))
+    return Measurement(
+        cell, chosen.backend, seconds[0], seconds[1], contiguous_s, compute_limit(cell, shape, dtype, limits)
+    )
 
 
-def limit_of(cell: Cell, shape: AttentionShape, dtype: jnp.dtype, limits: DeviceLimits) -> float:
+def compute_limit(cell: Cell, shape: AttentionShape, dtype: jnp.dtype, limits: DeviceLimits) -> float:
     """Return the minimum seconds that the device needs to move the bytes or to multiply.
 
     A query sees the keys up to its own, or the window's; a chunk reads each key once.

@@ -42,7 +42,7 @@ _LOWEST = -1e30
 """Start of the running maximum: finite, so that a chunk without a visible key leaves no NaN."""
 
 
-class _Segments(NamedTuple):
+class _RowSegments(NamedTuple):
     """Queries of one row that read its context together, each field a list; entries after the last are all 0.
 
     Attributes:
@@ -102,7 +102,7 @@ def _chunk_blocks(spec: AttentionSpec) -> int:
     return max(1, CHUNK_TOKENS // spec.layout.block_size)
 
 
-def _segments(call: AttentionCall, tile: int) -> _Segments:
+def _segments(call: AttentionCall, tile: int) -> _RowSegments:
     """Return the segments of the rows with one query (tile 1), or with more, sorted by descending context length."""
     rows, spec, num_tokens = call.rows, call.spec, call.q_thd.shape[0]
     starts_s, num_rows = rows.query_starts_s1[:-1], rows.kv_lens_s.shape[0]
@@ -123,27 +123,27 @@ def _segments(call: AttentionCall, tile: int) -> _Segments:
     seen_n = jnp.minimum(rows.kv_lens_s[row_n], position_n + len_n)
     end_n = jnp.minimum(-(-seen_n // chunk_tokens), -(-rows.block_tables_sm.shape[1] // _chunk_blocks(spec)))
     begin_n = jnp.maximum(begin_n, 0) // chunk_tokens
-    unsorted = _Segments(row_n, starts_s[row_n] + first_n, len_n, position_n, begin_n, jnp.maximum(begin_n, end_n))
-    unsorted = _Segments(*(jnp.where(len_n > 0, field, 0).astype(jnp.int32) for field in unsorted))
+    unsorted = _RowSegments(row_n, starts_s[row_n] + first_n, len_n, position_n, begin_n, jnp.maximum(begin_n, end_n))
+    unsorted = _RowSegments(*(jnp.where(len_n > 0, field, 0).astype(jnp.int32) for field in unsorted))
     order_n = jnp.argsort(jnp.where(len_n > 0, unsorted.begins - unsorted.ends, 1))
-    return _Segments(*(field[order_n] for field in unsorted))
+    return _RowSegments(*(field[order_n] for field in unsorted))
 
 
 def _attend_groups(
     call: AttentionCall,
     q_tkgd: jax.Array,
-    segments: _Segments,
+    segments: _RowSegments,
     out: _Out,
     tile: int,
 ) -> _Out:
     """Attend all segments of at most `tile` queries, and put the results in their places."""
     num_tokens, most = q_tkgd.shape[0], segments.lens.shape[0]
     size = min(_group_size(tile, call.spec.layout), most)
-    padded = _Segments(*(jnp.pad(field, (0, -most % size)) for field in segments))
+    padded = _RowSegments(*(jnp.pad(field, (0, -most % size)) for field in segments))
     num_groups = ((segments.lens > 0).sum(dtype=jnp.int32) + size - 1) // size
 
     def group(i: jax.Array, out: _Out) -> _Out:
-        ours = _Segments(*(lax.dynamic_slice_in_dim(field, i * size, size) for field in padded))
+        ours = _RowSegments(*(lax.dynamic_slice_in_dim(field, i * size, size) for field in padded))
         query_q = jnp.arange(tile)
         places_nq = ours.places[:, None] + query_q
         q_nqkgd = q_tkgd.at[places_nq].get(mode="clip")
@@ -158,7 +158,7 @@ def _attend_groups(
     return lax.fori_loop(0, num_groups, group, out)
 
 
-def _attend_segments(call: AttentionCall, q_nkqgd: jax.Array, segments: _Segments) -> tuple[jax.Array, jax.Array]:
+def _attend_segments(call: AttentionCall, q_nkqgd: jax.Array, segments: _RowSegments) -> tuple[jax.Array, jax.Array]:
     """Return outputs [n, K, Q, G, D] and log-sum-exp [n, K, Q, G] of the segments' queries."""
 
     def chunk(j: jax.Array, running: _Running) -> _Running:
@@ -180,7 +180,7 @@ def _attend_segments(call: AttentionCall, q_nkqgd: jax.Array, segments: _Segment
 
 
 def _read_chunks(
-    call: AttentionCall, chunks_n: jax.Array, segments: _Segments
+    call: AttentionCall, chunks_n: jax.Array, segments: _RowSegments
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return keys and values [n, W, K, D] in float32 of each segment's chunk, and which of them belong to its context.
 
@@ -212,7 +212,7 @@ def _scores(
     q_nkqgd: jax.Array,
     k_nwkd: jax.Array,
     chunks_n: jax.Array,
-    segments: _Segments,
+    segments: _RowSegments,
     is_context_nw: jax.Array,
     spec: AttentionSpec,
 ) -> jax.Array:

@@ -10,6 +10,6 @@ tpu/        the kernel for TPUs: groups of rows, which are read once and stay on
 """
 
 from jpaged.kernels.sampling.choose import choose_kernel
-from jpaged.kernels.sampling.rows import FedSamplingKernel, RowSampling, Sampled, SamplingKernel
+from jpaged.kernels.sampling.rows import FedSamplingKernel, RowSampling, SampledTokens, SamplingKernel
 
-__all__ = ["FedSamplingKernel", "RowSampling", "Sampled", "SamplingKernel", "choose_kernel"]
+__all__ = ["FedSamplingKernel", "RowSampling", "SampledTokens", "SamplingKernel", "choose_kernel"]

@@ -48,7 +48,7 @@ def exponentials(
     return _exponentials(jnp.concatenate(words, axis=1)[:, :vocab_size])
 
 
-def exponentials_of(
+def get_exponentials(
     seeds_r2: UInt32[Array, "R 2"],
     sequence_indices_r: Int[Array, "R"],
     positions_r: Int[Array, "R"],

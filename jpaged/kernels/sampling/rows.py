@@ -38,7 +38,7 @@ class RowSampling:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledTokens:
     """The sampled tokens, and their log-probabilities in the model's own distribution, before any processing.
 
     Attributes:
@@ -64,7 +64,7 @@ class SamplingKernel(Protocol):
 
     def sample(
         self, logits_rv: Float[Array, "R V"], how: RowSampling, *, has_logprobs: bool, num_top: int = 0
-    ) -> Sampled:
+    ) -> SampledTokens:
         """Sample a token per row.
 
         Args:
@@ -82,7 +82,7 @@ class FedSamplingKernel(SamplingKernel, Protocol):
 
     def sample_fed(
         self, logits_rv: Float[Array, "R V"], how: RowSampling, number: Int[Array, ""], step: Int[Array, ""]
-    ) -> tuple[Sampled, Int[Array, ""]]:
+    ) -> tuple[SampledTokens, Int[Array, ""]]:
         """Sample a token per row, from those that the mask channel allows in a step.
 
         Args:
@@ -92,6 +92,6 @@ class FedSamplingKernel(SamplingKernel, Protocol):
             step: of the program, from 0.
 
         Returns:
-            the tokens, and the step's `jpaged.engine.executor.Verdict`. Tokens of a void step are meaningless.
+            the tokens, and the step's `jpaged.engine.executor.StepDirective`. Tokens of a void step are meaningless.
         """
         ...

@@ -50,7 +50,7 @@ class Sizes(TypedDict):
     num_layers: int
 
 
-class Heads(TypedDict):
+class HeadFields(TypedDict):
     """Fields of `ModelConfig`."""
 
     num_heads: int
@@ -70,7 +70,7 @@ def read_sizes(fields: JsonFields) -> Sizes:
 
 def read_heads(
     fields: JsonFields, hidden_size: int, *, num_kv_heads: int | None = None, head_dim: int | None = None
-) -> Heads:
+) -> HeadFields:
     """Read the heads, as fields of `ModelConfig`.
 
     Args:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpaged.kernels import product
+from jpaged.kernels import matmul
 from jpaged.kernels.experts import ExpertsKernel, ExpertWeights, apply_experts, route
 from jpaged.models import rope
 from jpaged.models.config import Mixture
@@ -22,7 +22,6 @@ from jpaged.models.decoder.config import DecoderConfig
 from jpaged.models.layer_kinds import LayerKind
 from jpaged.models.layers import (
     Attend,
-    Embedding,
     Ends,
     EndsKeys,
     GatedLinear,
@@ -33,6 +32,7 @@ from jpaged.models.layers import (
     Norm,
     QKVLinear,
     RMSNorm,
+    TokenEmbedding,
     activate,
     dot,
     normal,
@@ -42,7 +42,7 @@ from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import HeadsKernel, Rows, TokenBatch
 
 
-class Router(nnx.Module):
+class ExpertRouter(nnx.Module):
     """A score for each row and expert, in float32."""
 
     def __init__(self, width: int, mixture: Mixture, dtype: np.dtype, rngs: nnx.Rngs) -> None:
@@ -55,8 +55,8 @@ class Router(nnx.Module):
     def __call__(self, x_te: jax.Array, rows: Rows) -> jax.Array:
         """Map `[T, E]` to `[T, X]`."""
         kernel = self.kernel.get_value()
-        if isinstance(kernel, product.PackedMatrix):
-            logits_tx = product.loaded().multiply(x_te, kernel, rows.num_in_use, dtype=np.dtype(np.float32))
+        if isinstance(kernel, matmul.PackedMatrix):
+            logits_tx = matmul.loaded().multiply(x_te, kernel, rows.num_in_use, dtype=np.dtype(np.float32))
         else:
             logits_tx = dot(x_te, kernel, 0)
         return logits_tx if self.bias is None else logits_tx + self.bias[...].astype(jnp.float32)
@@ -109,7 +109,7 @@ class MixtureOfExperts(nnx.Module):
     """The weighted sum of the outputs of each row's experts, plus the shared expert's."""
 
     def __init__(self, width: int, mixture: Mixture, dtype: np.dtype, rngs: nnx.Rngs) -> None:
-        self.router = Router(width, mixture, dtype, rngs)
+        self.router = ExpertRouter(width, mixture, dtype, rngs)
         self.experts = Experts(width, mixture, dtype, rngs)
         self.shared = SharedExpert(width, mixture, dtype, rngs) if mixture.shared_width else None
         self.mixture = mixture
@@ -127,9 +127,9 @@ class MixtureOfExperts(nnx.Module):
 
         Sums are made in float32 and rounded once.
         """
-        is_packed = isinstance(self.router.kernel.get_value(), product.PackedMatrix)
+        is_packed = isinstance(self.router.kernel.get_value(), matmul.PackedMatrix)
         before = norm.for_kernel if is_packed else None
-        h_te = norm(x_te) if before is None else product.loaded().normalise(x_te, before, rows.num_in_use)
+        h_te = norm(x_te) if before is None else matmul.loaded().normalise(x_te, before, rows.num_in_use)
         choice_bias = None if self.router.choice_bias is None else self.router.choice_bias[...]
         routes = route(self.router(h_te, rows), self.mixture.routing, rows.num_in_use, choice_bias)
         y_te = apply_experts(h_te, routes, self.experts.weights, self.mixture.gate, kernel)
@@ -293,7 +293,7 @@ class DecoderEnds(Ends):
     def __init__(self, config: DecoderConfig, dtype: np.dtype, keys: EndsKeys) -> None:
         super().__init__(config, config.hidden_size, dtype, keys)
         num_positions, key = config.num_positions, jax.random.fold_in(keys[0], 1)
-        self.positions = Embedding(num_positions, config.hidden_size, dtype, key) if num_positions else None
+        self.positions = TokenEmbedding(num_positions, config.hidden_size, dtype, key) if num_positions else None
         self.norm = make_norm(config, dtype)
         self.config = config
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jpaged.kernels.attention_kind import AttentionKind
-from jpaged.kernels.mixture_kind import Gate, Routing
+from jpaged.kernels.mixture_kind import GateFunction, Routing
 from jpaged.models.config import Mixture
 from jpaged.models.decoder import DecoderConfig, Names, decoder_family
 from jpaged.models.decoder.config_fields import FULL, SLIDING, TRAINING, read_choice, read_heads, read_sizes
@@ -26,7 +26,7 @@ def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
     max_position_embeddings = fields.integer("max_position_embeddings", 131072)
     has_bias = fields.flag("attention_bias", True)
     num_experts, top_k = read_choice(fields, (128, 4))
-    gate = Gate("clamped", fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0))
+    gate = GateFunction("clamped", fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0))
     return DecoderConfig(
         architecture=architecture,
         **sizes,

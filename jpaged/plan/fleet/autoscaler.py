@@ -30,8 +30,8 @@ from typing import Any, Literal
 
 from jpaged.config import ServerOptions
 from jpaged.errors import InvalidArgument
-from jpaged.load import ReplicaLoad
 from jpaged.plan.fleet.day import PoolLoad
+from jpaged.server_load import ReplicaLoad
 
 SYNC_S = 15.0
 TOLERANCE = 0.1

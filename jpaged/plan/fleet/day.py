@@ -40,7 +40,7 @@ _MAX_SESSIONS, _MAX_TURNS = 5_000_000, 15_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class TurnLengths:
     """Tokens, lognormal and at least 1: the mean before rounding, and the standard deviation of the logarithm."""
 
     mean: float
@@ -79,9 +79,9 @@ class Day:
     num_tenants: int = 200
     skew: float = 1.0
     burst_shape: float = 4.0
-    system: Lengths = Lengths(900.0, 0.6)
-    said: Lengths = Lengths(140.0, 1.0)
-    answered: Lengths = Lengths(180.0, 0.8)
+    system: TurnLengths = TurnLengths(900.0, 0.6)
+    said: TurnLengths = TurnLengths(140.0, 1.0)
+    answered: TurnLengths = TurnLengths(180.0, 0.8)
     mean_turns: float = 3.0
     mean_thinking_s: float = 8.0
     min_thinking_s: float = 1.0
@@ -279,7 +279,7 @@ _STEP, _MIX, _LATER_MIX = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D
 _SYSTEM, _SAID, _ANSWERED = 1, 2, 3
 
 
-def prompt_of(attempt: Attempt) -> tuple[int, ...]:
+def get_prompt(attempt: Attempt) -> tuple[int, ...]:
     """Return all tokens of an attempt's prompt."""
     session, turn = attempt.session, attempt.turn
     ids = list(_system(session.tenant, session.system_tokens))

@@ -26,9 +26,9 @@ from jpaged.errors import InternalError
 from jpaged.plan.fleet.autoscaler import Autoscaler, Autoscaling, Gauges
 from jpaged.plan.fleet.day import Attempt, Change, Day, Ended, PoolLoad, Session, Totals
 from jpaged.plan.fleet.outcomes import Moment, Outcome, TurnEnd
-from jpaged.plan.fleet.replica import Pool, Window, Worker, cut_at, make_workers
-from jpaged.plan.fleet.routing import Router, Rule
-from jpaged.plan.fleet.topology import Pods, PoolKind, State
+from jpaged.plan.fleet.replica import FleetWindow, ReplicaPool, Worker, cut_at, make_workers
+from jpaged.plan.fleet.routing import FleetRouter, Rule
+from jpaged.plan.fleet.topology import Pods, PodState, PoolKind
 
 _MAX_DAYS = 10
 """Days after which a simulation with unfinished requests counts as endless."""
@@ -77,7 +77,7 @@ class _Turn:
     away_s: float = 0.0
 
 
-class Fleet:
+class SimulatedFleet:
     """Coordinator of a simulated day.
 
     Args:
@@ -88,7 +88,7 @@ class Fleet:
 
     def __init__(
         self,
-        pools: Sequence[Pool],
+        pools: Sequence[ReplicaPool],
         kinds: Sequence[PoolKind],
         kind_of: Sequence[int],
         day: Day,
@@ -98,7 +98,7 @@ class Fleet:
         self._day, self._options = day, options
         self._pods = Pods(kinds, kind_of)
         self._workers: list[Worker] = make_workers(options.num_processes, pools, checks=options.checks)
-        self._router = Router(options.rule, len(kind_of), options.seed)
+        self._router = FleetRouter(options.rule, len(kind_of), options.seed)
         self._sessions, self._num_begun = sessions, 0
         # Heap of future events: time, a tie-breaker, and a turn that begins or continues.
         self._coming: list[tuple[float, int, _Turn]] = []
@@ -179,17 +179,17 @@ class Fleet:
         while self._events and self._events[-1][0] <= now_s:
             self._happen(*self._events.pop(), now_s)
         self._scale(now_s)
-        for place in self._pods.where(State.DRAINING):
+        for place in self._pods.where(PodState.DRAINING):
             if not self._router.num_busy(place) or self._pods.is_over(place, now_s):
                 self._end(place, now_s)
-        self._ready = self._pods.where(State.READY)
+        self._ready = self._pods.where(PodState.READY)
         self._router.use(self._ready)
 
     def _run_window(self, now_s: float, until_s: float) -> None:
         attempts = self._place(now_s, until_s)
         count = len(self._workers)
         windows = [
-            Window(
+            FleetWindow(
                 now_s,
                 until_s,
                 tuple(change for change in self._changes if change.place % count == number),
@@ -207,7 +207,7 @@ class Fleet:
             self._loads.update(report.loads)
             for place, totals in report.lives.items():
                 self._lives[place] = self._lives[place].plus(totals)
-        num_starting = len(self._pods.where(State.STARTING))
+        num_starting = len(self._pods.where(PodState.STARTING))
         num_waiting = sum(self._loads[place].num_waiting for place in self._ready if place in self._loads)
         self._moments.append(Moment(now_s, len(self._ready), num_starting, num_waiting, len(self._running)))
 
@@ -333,7 +333,7 @@ class Fleet:
 
     def _happen(self, at_s: float, kind: str, now_s: float) -> None:
         """Apply a failure or drain to a random ready replica, if any."""
-        ready = self._pods.where(State.READY)
+        ready = self._pods.where(PodState.READY)
         if not ready:
             return
         place = ready[int(np.random.default_rng([self._options.seed, 3, int(at_s * 1e6)]).integers(len(ready)))]
@@ -352,20 +352,20 @@ class Fleet:
         pods = self._pods
         if gauges.is_due(now_s):
             none = PoolLoad(0, 0, 0)
-            loads = {place: self._loads.get(place, none) for place in pods.where(State.READY)}
+            loads = {place: self._loads.get(place, none) for place in pods.where(PodState.READY)}
             gauges.read({place: float(getattr(load, scaling.metric)) for place, load in loads.items()})
         if not scaler.is_due(now_s):
             return
-        here = [*pods.restarting(), *pods.where(State.READY, State.STARTING)]
-        wanted = scaler.decide(now_s, gauges.means(pods.where(State.READY)), len(here))
-        for place in pods.where(State.EMPTY)[: max(0, wanted - len(here))]:
+        here = [*pods.restarting(), *pods.where(PodState.READY, PodState.STARTING)]
+        wanted = scaler.decide(now_s, gauges.means(pods.where(PodState.READY)), len(here))
+        for place in pods.where(PodState.EMPTY)[: max(0, wanted - len(here))]:
             self._start(place, now_s)
         # As a ReplicaSet does: pods that are not ready first, then the newest.
-        here.sort(key=lambda place: (pods.state(place) is State.READY, -pods.since_s(place), -place))
+        here.sort(key=lambda place: (pods.state(place) is PodState.READY, -pods.since_s(place), -place))
         for place in here[: max(0, len(here) - wanted)]:
-            if pods.state(place) is State.DRAINING:
+            if pods.state(place) is PodState.DRAINING:
                 pods.follow_by_none(place)
-            elif pods.state(place) is State.STARTING:
+            elif pods.state(place) is PodState.STARTING:
                 pods.end(place, now_s)
             else:
                 pods.drain(place, now_s + scaling.drain_s, restarts=False)
@@ -398,7 +398,7 @@ class Forecast:
 
 
 def forecast(
-    pools: Sequence[Pool],
+    pools: Sequence[ReplicaPool],
     kinds: Sequence[PoolKind],
     kind_of: Sequence[int],
     day: Day,
@@ -413,7 +413,7 @@ def forecast(
     share = [one for one in sessions[:: len(kind_of)] if one.begin_s <= sessions[0].begin_s + _SAMPLE_S][:_SAMPLE]
     most = max(range(len(kinds)), key=kind_of.count)
     alone = FleetOptions("least-load", seed=options.seed, window_s=options.window_s, replays=options.replays)
-    tried = Fleet([pools[most]], [kinds[most]], [0], day, share, alone).run()
+    tried = SimulatedFleet([pools[most]], [kinds[most]], [0], day, share, alone).run()
     num_turns = round(len(tried.ends) / len(share) * len(sessions))
     num_processes = min(options.num_processes, len(kind_of))
     num_windows = tried.elapsed_s / options.window_s + day.seconds / options.window_s

@@ -16,7 +16,7 @@ from jpaged.plan.fleet.routing import Rule
 
 
 @dataclass(frozen=True, slots=True)
-class Goals:
+class LatencyGoals:
     """Latency goals; a turn is good if it meets both.
 
     Attributes:
@@ -107,13 +107,13 @@ def itl_s(ends: Sequence[TurnEnd]) -> NDArray[np.float64]:
     return np.array([(end.end_s - end.first_token_s) / max(1, end.num_tokens - 1) for end in ends])
 
 
-def are_good(ends: Sequence[TurnEnd], goals: Goals) -> NDArray[np.bool_]:
+def are_good(ends: Sequence[TurnEnd], goals: LatencyGoals) -> NDArray[np.bool_]:
     """Return which turns meet both goals."""
     good: NDArray[np.bool_] = (ttft_s(ends) <= goals.ttft_s) & (itl_s(ends) <= goals.itl_s)
     return good
 
 
-def summary(outcome: Outcome, goals: Goals) -> dict[str, Any]:
+def summary(outcome: Outcome, goals: LatencyGoals) -> dict[str, Any]:
     """Return the numbers of a day; names contain their units. The duration of the simulation is not included."""
     ends, totals = outcome.ends, outcome.totals
     good = are_good(ends, goals)
@@ -164,7 +164,7 @@ def interruptions(outcome: Outcome, good: NDArray[np.bool_]) -> dict[str, Any]:
     }
 
 
-def curve(outcome: Outcome, goals: Goals) -> dict[str, list[float]]:
+def curve(outcome: Outcome, goals: LatencyGoals) -> dict[str, list[float]]:
     """Return series per quarter of an hour: turn rates by arrival time, and means of the fleet's state."""
     width_s = outcome.day.seconds / QUARTERS
     count = max(QUARTERS, int(outcome.moments[-1].at_s / width_s) + 1)

@@ -12,10 +12,10 @@ The executor runs several decode steps in one dispatch if the result is the same
     single steps   | s | s | s | s | arrival | s ...       the results at an arrival, or when a row ends, are the same
     one dispatch   | s   s   s   s | arrival | s ...
 
-The engine chooses the number of steps as for any device (`Lookahead`), up to a maximum set before each dispatch. The
-maximum is the number of steps that surely end before the next arrival: until then no row is added, so the rows of the
-last step bound the time. A dispatch stops when a row ends, so that every request has its first token and its end at the
-same time as with single steps.
+The engine chooses the number of steps as for any device (`MultiStepPolicy`), up to a maximum set before each dispatch.
+The maximum is the number of steps that surely end before the next arrival: until then no row is added, so the rows of
+the last step bound the time. A dispatch stops when a row ends, so that every request has its first token and its end at
+the same time as with single steps.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from jpaged.engine.executor import I32, Geometry, SamplingInputs, StepInputs, St
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InternalError
 from jpaged.plan.cost import StepLoad
-from jpaged.plan.fleet.day import Attempt, Change, Ended, PoolLoad, Totals, prompt_of
-from jpaged.plan.simulator.deployment import Deployment, Times
+from jpaged.plan.fleet.day import Attempt, Change, Ended, PoolLoad, Totals, get_prompt
+from jpaged.plan.simulator.deployment import SimulatedDeployment, Times
 from jpaged.plan.simulator.simulation import SimulatedExecutor
 from jpaged.testing.fake_steps import VirtualClock
 from jpaged.types import FinishReason, OutputEvent, Request, SamplingParams
@@ -59,7 +59,7 @@ class BulkExecutor(SimulatedExecutor):
     """
 
     def __init__(
-        self, deployment: Deployment, clock: VirtualClock, *, max_num_seqs: int, max_num_batched_tokens: int
+        self, deployment: SimulatedDeployment, clock: VirtualClock, *, max_num_seqs: int, max_num_batched_tokens: int
     ) -> None:
         super().__init__(deployment, clock, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         self._times: Times = deployment if deployment.drawn is None else deployment.drawn(clock)
@@ -132,7 +132,7 @@ def _with_steps(geometry: Geometry) -> list[Geometry]:
     return [dataclasses.replace(geometry, max_num_steps=most, buckets=buckets) for most in range(1, MAX_STEPS + 1)]
 
 
-class Replica:
+class SimulatedReplica:
     """Serves attempts in simulated time.
 
     Args:
@@ -141,7 +141,9 @@ class Replica:
             executor chooses the number of steps of a dispatch.
     """
 
-    def __init__(self, place: int, deployment: Deployment, options: EngineConfig, begin_s: float = 0.0) -> None:
+    def __init__(
+        self, place: int, deployment: SimulatedDeployment, options: EngineConfig, begin_s: float = 0.0
+    ) -> None:
         scheduler = options.scheduler
         assert scheduler.max_num_seqs is not None
         assert scheduler.max_num_batched_tokens is not None
@@ -232,10 +234,10 @@ class Replica:
         sampling = SamplingParams(max_tokens=attempt.num_tokens_left, ignore_eos=True, temperature=1.0)
         request = Request(
             request_id=str(attempt.number),
-            prompt_token_ids=prompt_of(attempt),
+            prompt_token_ids=get_prompt(attempt),
             sampling=sampling,
             tenant=str(attempt.session.tenant),
-            is_whole=True,
+            is_non_streaming=True,
         )
         self._in_flight[attempt.number] = attempt
         self._engine.submit(request, partial(self._take, attempt.number))
@@ -274,7 +276,7 @@ def cut_at(ended: Ended, at_s: float) -> Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class FleetWindow:
     """Changes and arrivals in an interval of time.
 
     Attributes:
@@ -303,7 +305,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Closing:
+class WorkerResults:
     """Final results of a worker: counters of the replicas, and its processor time."""
 
     lives: dict[int, Totals]
@@ -311,28 +313,28 @@ class Closing:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class ReplicaPool:
     """Kind of replicas: their deployment and options."""
 
-    deployment: Deployment
+    deployment: SimulatedDeployment
     options: EngineConfig
 
 
-class Replicas:
+class WorkerReplicas:
     """A worker's replicas.
 
     Args:
         checks: check for lost blocks after every window.
     """
 
-    def __init__(self, pools: Sequence[Pool], *, checks: bool = False) -> None:
+    def __init__(self, pools: Sequence[ReplicaPool], *, checks: bool = False) -> None:
         self._pools = pools
         self._checks = checks
-        self._replicas: dict[int, Replica] = {}
-        self._busy = dict[int, Replica]()
+        self._replicas: dict[int, SimulatedReplica] = {}
+        self._busy = dict[int, SimulatedReplica]()
         self._begin_cpu_s = time.process_time()
 
-    def run(self, window: Window) -> Report:
+    def run(self, window: FleetWindow) -> Report:
         """Simulate all replicas to the end of a window."""
         ended, lives = list[Ended](), dict[int, Totals]()
         for change in window.changes:
@@ -340,7 +342,9 @@ class Replicas:
                 if change.place in self._replicas:
                     raise InternalError(f"replica {change.place} is to start but exists")
                 pool = self._pools[change.pool]
-                self._replicas[change.place] = Replica(change.place, pool.deployment, pool.options, window.begin_s)
+                self._replicas[change.place] = SimulatedReplica(
+                    change.place, pool.deployment, pool.options, window.begin_s
+                )
             else:
                 replica = self._replicas.pop(change.place)
                 self._busy.pop(change.place, None)
@@ -361,53 +365,53 @@ class Replicas:
                 del self._busy[place]
         return Report(tuple(ended), loads, lives)
 
-    def close(self) -> Closing:
+    def close(self) -> WorkerResults:
         """Return the final counters and processor time."""
         lives = {place: replica.totals for place, replica in self._replicas.items()}
-        return Closing(lives, time.process_time() - self._begin_cpu_s)
+        return WorkerResults(lives, time.process_time() - self._begin_cpu_s)
 
 
 class Worker(Protocol):
     """Protocol of replicas in this process or another."""
 
-    def send(self, window: Window) -> None:
+    def send(self, window: FleetWindow) -> None:
         """Start a window."""
 
     def receive(self) -> Report:
         """Wait for the report of the window."""
 
-    def close(self) -> Closing:
+    def close(self) -> WorkerResults:
         """Stop all replicas."""
 
 
 class LocalWorker:
     """Replicas in this process."""
 
-    def __init__(self, pools: Sequence[Pool], *, checks: bool = False) -> None:
-        self._replicas = Replicas(pools, checks=checks)
+    def __init__(self, pools: Sequence[ReplicaPool], *, checks: bool = False) -> None:
+        self._replicas = WorkerReplicas(pools, checks=checks)
         self._report = Report((), {}, {})
 
-    def send(self, window: Window) -> None:
+    def send(self, window: FleetWindow) -> None:
         self._report = self._replicas.run(window)
 
     def receive(self) -> Report:
         return self._report
 
-    def close(self) -> Closing:
+    def close(self) -> WorkerResults:
         return self._replicas.close()
 
 
 class ProcessWorker:
     """Replicas in a separate process, which ends with this one."""
 
-    def __init__(self, pools: Sequence[Pool], *, checks: bool = False) -> None:
+    def __init__(self, pools: Sequence[ReplicaPool], *, checks: bool = False) -> None:
         context = multiprocessing.get_context("spawn")  # fork would copy library threads in a broken state
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, pools, checks), daemon=True)
         self._process.start()
         theirs.close()
 
-    def send(self, window: Window) -> None:
+    def send(self, window: FleetWindow) -> None:
         """Start a window.
 
         Raises:
@@ -429,12 +433,12 @@ class ProcessWorker:
             raise InternalError(f"a worker answered a window with {type(report).__name__}")
         return report
 
-    def close(self) -> Closing:
+    def close(self) -> WorkerResults:
         self._connection.send(None)
         closing = self._answer()
         self._process.join()
         self._connection.close()
-        if not isinstance(closing, Closing):
+        if not isinstance(closing, WorkerResults):
             raise InternalError(f"a worker answered its end with {type(closing).__name__}")
         return closing
 
@@ -452,17 +456,17 @@ class ProcessWorker:
         return InternalError(f"a worker process exited with code {self._process.exitcode}")
 
 
-def make_workers(num_processes: int, pools: Sequence[Pool], *, checks: bool = False) -> list[Worker]:
+def make_workers(num_processes: int, pools: Sequence[ReplicaPool], *, checks: bool = False) -> list[Worker]:
     """Return one worker per process, or a single worker in this process."""
     if num_processes == 1:
         return [LocalWorker(pools, checks=checks)]
     return [ProcessWorker(pools, checks=checks) for _ in range(num_processes)]
 
 
-def _serve(connection: Connection, pools: Sequence[Pool], checks: bool) -> None:
+def _serve(connection: Connection, pools: Sequence[ReplicaPool], checks: bool) -> None:
     """Main function of a worker process: ends when the coordinator closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted coordinator ends this process by its pipe
-    replicas = Replicas(pools, checks=checks)
+    replicas = WorkerReplicas(pools, checks=checks)
     gc.freeze()
     try:
         while (window := connection.recv()) is not None:

@@ -6,8 +6,8 @@
     prefix+load   the same among those that are not overloaded: what the router does
 
 The last two use `jpaged.route.prefix_table`, with the prefix hashes that the router computes from token ids, and
-`prefix+load` skips the replicas that the router skips (`not_ahead`). The rules know only what a router knows: which
-requests it has sent to which replica and has not seen end. They read no state of a replica.
+`prefix+load` skips the replicas that the router skips (`within_load_margin`). The rules know only what a router knows:
+which requests it has sent to which replica and has not seen end. They read no state of a replica.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Literal
 
 import numpy as np
 
-from jpaged.client.routing.endpoints import not_ahead
-from jpaged.plan.fleet.day import Attempt, prompt_of
-from jpaged.route.prefix_table import MAX_KNOWN_PREFIXES, Directory, beginning_of_ids
+from jpaged.client.routing.endpoints import within_load_margin
+from jpaged.plan.fleet.day import Attempt, get_prompt
+from jpaged.route.prefix_table import MAX_KNOWN_PREFIXES, PrefixTable, beginning_of_ids
 
 Rule = Literal["random", "least-load", "prefix", "prefix+load"]
 RULES: tuple[Rule, ...] = ("random", "least-load", "prefix", "prefix+load")
 
 
 @dataclass(slots=True)
-class _Replica:
+class _RoutedReplica:
     name: str
     num_busy: int = 0
 
 
-class Router:
+class FleetRouter:
     """Sends requests to replicas, which are numbered from 0.
 
     Args:
@@ -42,9 +42,9 @@ class Router:
     def __init__(self, rule: Rule, num_places: int, seed: int) -> None:
         self._rule = rule
         self._generator = np.random.default_rng([seed, 1])
-        self._directory = Directory(MAX_KNOWN_PREFIXES)
-        self._replicas = [_Replica(str(place)) for place in range(num_places)]
-        self._usable: list[_Replica] = []
+        self._directory = PrefixTable(MAX_KNOWN_PREFIXES)
+        self._replicas = [_RoutedReplica(str(place)) for place in range(num_places)]
+        self._usable: list[_RoutedReplica] = []
 
     def begin(self, place: int) -> None:
         """Record that a replica has started or restarted, with an empty cache."""
@@ -72,14 +72,16 @@ class Router:
         """Record that a request has ended, for any reason."""
         self._replicas[place].num_busy -= 1
 
-    def _choose(self, attempt: Attempt) -> _Replica:
+    def _choose(self, attempt: Attempt) -> _RoutedReplica:
         if self._rule == "random":
-            return self._any_of(self._usable)
+            return self._pick_any(self._usable)
         if self._rule == "least-load":
             least = min(one.num_busy for one in self._usable)
-            return self._any_of([one for one in self._usable if one.num_busy == least])
-        beginning = beginning_of_ids(prompt_of(attempt), str(attempt.session.tenant).encode())
-        return self._directory.place(beginning, self._usable if self._rule == "prefix" else not_ahead(self._usable))
+            return self._pick_any([one for one in self._usable if one.num_busy == least])
+        beginning = beginning_of_ids(get_prompt(attempt), str(attempt.session.tenant).encode())
+        return self._directory.place(
+            beginning, self._usable if self._rule == "prefix" else within_load_margin(self._usable)
+        )
 
-    def _any_of(self, replicas: Sequence[_Replica]) -> _Replica:
+    def _pick_any(self, replicas: Sequence[_RoutedReplica]) -> _RoutedReplica:
         return replicas[int(self._generator.random() * len(replicas))]

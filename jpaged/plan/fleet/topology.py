@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.hardware import HARDWARE, Hardware
-from jpaged.plan.fleet.replica import Pool
+from jpaged.plan.fleet.replica import ReplicaPool
 from jpaged.plan.simulator.deployment import MODELS, deploy, planned_times
 
 
-class State(enum.Enum):
+class PodState(enum.Enum):
     """State of a place."""
 
     EMPTY = "empty"
@@ -67,7 +67,7 @@ class Pods:
         self.kinds = kinds
         self.kind_of = kind_of
         count = len(kind_of)
-        self._states = [State.EMPTY] * count
+        self._states = [PodState.EMPTY] * count
         self._ready_s = [0.0] * count
         self._since_s = [0.0] * count
         self._until_s = [0.0] * count
@@ -77,37 +77,37 @@ class Pods:
     def __len__(self) -> int:
         return len(self._states)
 
-    def state(self, place: int) -> State:
+    def state(self, place: int) -> PodState:
         """Return the state of a place."""
         return self._states[place]
 
-    def where(self, *states: State) -> list[int]:
+    def where(self, *states: PodState) -> list[int]:
         """Return the places in one of some states."""
         return [place for place, state in enumerate(self._states) if state in states]
 
     def start(self, place: int, now_s: float, *, is_warm: bool = False) -> None:
         """Start a pod; with `is_warm` it is ready at once."""
-        if self._states[place] is State.EMPTY:
+        if self._states[place] is PodState.EMPTY:
             self._since_s[place] = now_s
-        self._states[place] = State.STARTING
+        self._states[place] = PodState.STARTING
         self._ready_s[place] = now_s if is_warm else now_s + self.kinds[self.kind_of[place]].cold_start_s
 
     def become_ready(self, now_s: float) -> list[int]:
         """Mark the pods that have finished loading as ready, and return their places."""
-        loaded = [place for place in self.where(State.STARTING) if self._ready_s[place] <= now_s]
+        loaded = [place for place in self.where(PodState.STARTING) if self._ready_s[place] <= now_s]
         for place in loaded:
-            self._states[place] = State.READY
+            self._states[place] = PodState.READY
         return loaded
 
     def drain(self, place: int, until_s: float, *, restarts: bool) -> None:
         """Stop sending requests to a pod, which ends by `until_s`; with `restarts` another one follows."""
-        self._states[place] = State.DRAINING
+        self._states[place] = PodState.DRAINING
         self._until_s[place] = until_s
         self._is_to_restart[place] = restarts
 
     def restarting(self) -> list[int]:
         """Return the places of draining pods that will be replaced."""
-        return [place for place in self.where(State.DRAINING) if self._is_to_restart[place]]
+        return [place for place in self.where(PodState.DRAINING) if self._is_to_restart[place]]
 
     def follow_by_none(self, place: int) -> None:
         """Do not replace a draining pod."""
@@ -121,7 +121,7 @@ class Pods:
         """Record the end of a pod. Return True if it is to be replaced."""
         restarts, self._is_to_restart[place] = self._is_to_restart[place], False
         self._paid_s[place] += now_s - self._since_s[place]
-        self._states[place] = State.EMPTY
+        self._states[place] = PodState.EMPTY
         return restarts
 
     def since_s(self, place: int) -> float:
@@ -130,7 +130,7 @@ class Pods:
 
     def paid_s(self, place: int, now_s: float) -> float:
         """Return the seconds for which a place has been billed."""
-        going = 0.0 if self._states[place] is State.EMPTY else now_s - self._since_s[place]
+        going = 0.0 if self._states[place] is PodState.EMPTY else now_s - self._since_s[place]
         return self._paid_s[place] + going
 
     def usd(self, now_s: float) -> float | None:
@@ -184,19 +184,19 @@ class Serving:
         )
 
 
-def kind_of(
+def get_kind(
     name: str, serving: Serving, prices: Mapping[str, float], cold_start_s: float | None
-) -> tuple[Pool, PoolKind]:
+) -> tuple[ReplicaPool, PoolKind]:
     """Return the kind of replicas on a topology: `v6e:1x1`, `h100`, `h100:2`.
 
     Args:
-        prices: USD per chip-hour, as `price_of` reads them.
+        prices: USD per chip-hour, as `get_price` reads them.
         cold_start_s: None for START_S and the time to read the weights.
 
     Raises:
         InvalidArgument: the topology is not known, the model does not fit, or options do not go together.
     """
-    from jpaged.plan.estimate import price_of  # imports jax
+    from jpaged.plan.estimate import get_price  # imports jax
 
     options = serving.engine
     options.cache.check()
@@ -222,7 +222,7 @@ def kind_of(
         deployment = dataclasses.replace(deployment, times=times)
     if cold_start_s is None:
         cold_start_s = START_S + model.shape.weight_bytes / serving.load_bytes_per_s
-    price = price_of(prices, name, family)
+    price = get_price(prices, name, family)
     kind = PoolKind(
         name,
         family,
@@ -231,7 +231,7 @@ def kind_of(
         cold_start_s,
         None if price is None else price * num_chips,
     )
-    return Pool(deployment, options), kind
+    return ReplicaPool(deployment, options), kind
 
 
 def _devices(name: str) -> tuple[Hardware, int, int, str]:

@@ -24,7 +24,7 @@ from typing import Protocol
 from jpaged.errors import InvalidArgument
 from jpaged.hardware import Hardware
 from jpaged.models.config import ModelConfig
-from jpaged.plan.cost import ASSUMED, Assumptions, Roofline, Shape, StepLoad
+from jpaged.plan.cost import ASSUMED, Assumptions, ModelShape, Roofline, StepLoad
 from jpaged.plan.known_models import KNOWN_MODELS
 
 
@@ -48,10 +48,10 @@ class SimulatedModel:
     paper_hardware: str = ""
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> ModelShape:
         """Size of the model's steps: bytes that they read, and FLOPs."""
         config = self.config
-        return Shape(
+        return ModelShape(
             num_params=self.num_params,
             num_layers=config.num_layers,
             query_width=config.query_width,
@@ -86,7 +86,7 @@ class Times(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment:
+class SimulatedDeployment:
     """A model on devices, with a pool of KV blocks.
 
     Attributes:
@@ -115,7 +115,7 @@ class Deployment:
     def bytes_per_block(self) -> int:
         return self.block_size * int(self.roofline.shape.kv_bytes_per_token)
 
-    def contiguous(self) -> Deployment:
+    def contiguous(self) -> SimulatedDeployment:
         """Return the deployment with contiguous KV per sequence, which needs no gathering."""
         return replace(self, roofline=replace(self.roofline, gather_efficiency=1.0))
 
@@ -150,7 +150,7 @@ def deploy(
     block_size: int = 16,
     num_host_blocks: int = 0,
     assumptions: Assumptions = ASSUMED,
-) -> Deployment:
+) -> SimulatedDeployment:
     """Return a deployment with the paper's pool if the paper has one, else with the memory that the weights leave.
 
     Raises:
@@ -173,14 +173,14 @@ def deploy(
     gather_efficiency = run_bytes / (run_bytes + assumptions.half_rate_run_bytes)
     roofline = Roofline(shape, hardware, devices, assumptions, gather_efficiency)
     times = planned_times(model, hardware, devices, block_size) if hardware.clock_hz is not None else None
-    return Deployment(model, roofline, num_kv_slots, block_size, num_host_blocks, times)
+    return SimulatedDeployment(model, roofline, num_kv_slots, block_size, num_host_blocks, times)
 
 
 def planned_times(model: SimulatedModel, hardware: Hardware, num_devices: int, block_size: int) -> Times:
     """Return the times of a plan in bfloat16 for devices in a line."""
     from jpaged.plan.step_times import (
         PlannedModel,  # imports jax
-        Target,
+        PlanTarget,
     )
 
     shape, family = model.shape, hardware.name.removeprefix("tpu-")
@@ -188,7 +188,7 @@ def planned_times(model: SimulatedModel, hardware: Hardware, num_devices: int, b
         config=model.config,
         kv_dtype="bfloat16",
         itemsize=2,
-        target=Target(family, family, "tpu", num_devices, num_devices, hardware, (num_devices,)),
+        target=PlanTarget(family, family, "tpu", num_devices, num_devices, hardware, (num_devices,)),
         num_devices=num_devices,
         weight_bytes=int(shape.weight_bytes / num_devices),
         bytes_per_block=int(shape.kv_bytes_per_token * block_size / num_devices),

@@ -41,20 +41,20 @@ from jpaged.engine.executor import (
     DeviceRates,
     Geometry,
     HostBlocks,
-    MaskFeed,
+    MaskChannel,
     Move,
     Progress,
     SamplingInputs,
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.io import TellInputs, ToldOutputs
+from jpaged.engine.executor.io import AuxInputs, AuxOutputs
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InternalError
-from jpaged.load import EngineLoad
 from jpaged.plan.cost import StepLoad
-from jpaged.plan.simulator.deployment import Deployment
+from jpaged.plan.simulator.deployment import SimulatedDeployment
 from jpaged.plan.simulator.trace import TraceRequest
+from jpaged.server_load import EngineLoad
 from jpaged.testing.fake_steps import VirtualClock, step_at
 from jpaged.types import Adapter, OutputEvent, Request, SamplingParams
 
@@ -63,7 +63,7 @@ FILLING_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ExecutorObservation:
     """Observations of a step in the executor.
 
     Attributes:
@@ -80,7 +80,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SimulatedStep:
     """One observed step.
 
     Attributes:
@@ -96,11 +96,11 @@ class Step:
     num_waiting: int
     num_first_tokens: int
     num_sampled: int
-    seen: Seen
+    seen: ExecutorObservation
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TimeWindow:
     """An interval of simulated time, without its end."""
 
     begin_s: float
@@ -110,29 +110,29 @@ class Window:
     def seconds(self) -> float:
         return self.end_s - self.begin_s
 
-    def steps(self, steps: Sequence[Step]) -> list[Step]:
+    def steps(self, steps: Sequence[SimulatedStep]) -> list[SimulatedStep]:
         """Return the steps that begin in the window."""
         return [step for step in steps if self.begin_s <= step.begin_s < self.end_s]
 
 
-def steady_window(steps: Sequence[Step]) -> Window:
+def steady_window(steps: Sequence[SimulatedStep]) -> TimeWindow:
     """Return the time from when a fifth of the requests have their first token until the last one has it."""
     return window([step.begin_s + step.seconds for step in steps for _ in range(step.num_first_tokens)])
 
 
-def window(times_s: Sequence[float], filling_share: float = FILLING_SHARE) -> Window:
+def window(times_s: Sequence[float], filling_share: float = FILLING_SHARE) -> TimeWindow:
     """Return the time from when this share of the events has passed to the last of them."""
     ordered = sorted(times_s)
-    return Window(ordered[int(filling_share * len(ordered))], ordered[-1])
+    return TimeWindow(ordered[int(filling_share * len(ordered))], ordered[-1])
 
 
-def mean(steps: Sequence[Step], value: Callable[[Step], float]) -> float:
+def mean(steps: Sequence[SimulatedStep], value: Callable[[SimulatedStep], float]) -> float:
     """Return a mean over the time in which steps ran; 0 without steps."""
     seconds = sum(step.seconds for step in steps)
     return sum(value(step) * step.seconds for step in steps) / seconds if seconds else 0.0
 
 
-def requests_per_s(steps: Sequence[Step], within: Window, num_requests: int) -> float:
+def requests_per_s(steps: Sequence[SimulatedStep], within: TimeWindow, num_requests: int) -> float:
     """Return the window's share of all sampled tokens, as requests per second.
 
     Counting tokens instead of ends removes noise: whether long requests happened to end in the window.
@@ -141,7 +141,7 @@ def requests_per_s(steps: Sequence[Step], within: Window, num_requests: int) -> 
     return sampled * num_requests / within.seconds
 
 
-def queue_growth_per_s(steps: Sequence[Step]) -> float:
+def queue_growth_per_s(steps: Sequence[SimulatedStep]) -> float:
     """Return the slope of the least-squares line of the number of waiting requests, with steps weighted by seconds."""
     times_s = np.array([step.begin_s for step in steps])
     weights, waiting = np.array([step.seconds for step in steps]), np.array([step.num_waiting for step in steps], float)
@@ -150,10 +150,10 @@ def queue_growth_per_s(steps: Sequence[Step]) -> float:
     return float(np.sum(weights * times_s * waiting)) / spread if spread else 0.0
 
 
-def queue_grows(steps: Sequence[Step], within: Window) -> bool:
+def queue_grows(steps: Sequence[SimulatedStep], within: TimeWindow) -> bool:
     """Return True if the queue grows by more than a batch in the window and is never empty in the last quarter."""
     some = within.steps(steps)
-    late = Window(within.end_s - within.seconds / 4, within.end_s).steps(steps)
+    late = TimeWindow(within.end_s - within.seconds / 4, within.end_s).steps(steps)
     if not late or any(step.num_waiting == 0 for step in late):
         return False
     return queue_growth_per_s(some) * within.seconds > mean(some, lambda step: step.num_batched)
@@ -174,7 +174,7 @@ class SimulatedExecutor:
 
     def __init__(
         self,
-        deployment: Deployment,
+        deployment: SimulatedDeployment,
         clock: VirtualClock,
         *,
         max_num_seqs: int,
@@ -182,7 +182,7 @@ class SimulatedExecutor:
         counts_sharing: bool = False,
     ) -> None:
         config = deployment.model.config
-        self.seen = Seen(0, 0, 0, False)
+        self.seen = ExecutorObservation(0, 0, 0, False)
         self._counts_sharing = counts_sharing
         self.copy_s = 0.0
         self.swap_s = 0.0
@@ -201,7 +201,7 @@ class SimulatedExecutor:
         )
         self._plain = StepOutputs(
             token_ids_rn=np.zeros((max_num_seqs, 1), np.int32),
-            is_sound_rn=np.ones((max_num_seqs, 1), np.bool_),
+            is_finite_rn=np.ones((max_num_seqs, 1), np.bool_),
             logprobs_rn=np.zeros((max_num_seqs, 1), np.float32),
             ranks_rn=np.ones((max_num_seqs, 1), np.int32),
         )
@@ -260,15 +260,15 @@ class SimulatedExecutor:
         self._num_steps += 1
         roofline = self._deployment.roofline
         is_flops_bound = roofline.flops_s(load) > roofline.bytes_s(num_kv_tokens)
-        self.seen = Seen(num_kv_tokens, *self._count_blocks(inputs), is_flops_bound)
+        self.seen = ExecutorObservation(num_kv_tokens, *self._count_blocks(inputs), is_flops_bound)
         return inputs.kv_lens_s[:num_rows]
 
     def sample(self, hidden: NDArray[np.int32], inputs: SamplingInputs) -> StepOutputs:
         return self._top_logprobs(hidden) if inputs.detail == Detail.TOP_LOGPROBS else self._plain
 
-    def tell(self, hidden: NDArray[np.int32], inputs: TellInputs) -> Callable[[], ToldOutputs]:
+    def compute_aux(self, hidden: NDArray[np.int32], inputs: AuxInputs) -> Callable[[], AuxOutputs]:
         """Return empty outputs in no time: simulated requests need no prompt log-probabilities."""
-        return ToldOutputs
+        return AuxOutputs
 
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
@@ -279,9 +279,9 @@ class SimulatedExecutor:
         shape = len(ending_token_ids_rx), num_steps
         return StepOutputs(np.zeros(shape, np.int32), np.ones(shape, np.bool_))
 
-    def decode_fed(
+    def decode_with_masks(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
-    ) -> tuple[StepOutputs, MaskFeed]:
+    ) -> tuple[StepOutputs, MaskChannel]:
         """Raise an error, because simulated servers have no grammars.
 
         Raises:
@@ -334,7 +334,7 @@ class SimulatedExecutor:
         ids_rk = np.broadcast_to(np.arange(TOP_WIDTH, dtype=np.int32), (num_rows, TOP_WIDTH))
         return StepOutputs(
             token_ids_rn=self._plain.token_ids_rn,
-            is_sound_rn=self._plain.is_sound_rn,
+            is_finite_rn=self._plain.is_finite_rn,
             logprobs_rn=self._plain.logprobs_rn,
             ranks_rn=self._plain.ranks_rn,
             top_ids_rnk=ids_rk[:, None],
@@ -343,7 +343,7 @@ class SimulatedExecutor:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class SimulatedTimes:
     """Times of one request, on the simulated clock."""
 
     request: TraceRequest
@@ -377,9 +377,9 @@ class Simulation:
         load: the engine's counters at the end.
     """
 
-    served: tuple[Served, ...]
+    served: tuple[SimulatedTimes, ...]
     elapsed_s: float
-    steps: tuple[Step, ...]
+    steps: tuple[SimulatedStep, ...]
     slot_share: float
     pool_share: float
     copy_s: float
@@ -390,8 +390,8 @@ class Simulation:
     def normalized_latency_s(self) -> float:
         return float(np.mean([served.normalized_latency_s for served in self.served]))
 
-    def percentile(self, measure: Callable[[Served], float], percent: float) -> float:
-        """Return a percentile of one of the times of `Served`, over all requests."""
+    def percentile(self, measure: Callable[[SimulatedTimes], float], percent: float) -> float:
+        """Return a percentile of one of the times of `SimulatedTimes`, over all requests."""
         return float(np.percentile([measure(served) for served in self.served], percent))
 
     @property
@@ -399,13 +399,13 @@ class Simulation:
         return len(self.served) / self.elapsed_s
 
     @property
-    def window(self) -> Window:
+    def window(self) -> TimeWindow:
         """The steady-state window; the whole run if the trace is too short to have one."""
         steady = steady_window(self.steps)
-        return steady if steady.steps(self.steps) else Window(0.0, self.elapsed_s)
+        return steady if steady.steps(self.steps) else TimeWindow(0.0, self.elapsed_s)
 
     @property
-    def steady_steps(self) -> list[Step]:
+    def steady_steps(self) -> list[SimulatedStep]:
         return self.window.steps(self.steps)
 
     @property
@@ -431,7 +431,7 @@ class Simulation:
         return self.load.num_generation_tokens / self.elapsed_s
 
 
-def simulate(trace: Sequence[TraceRequest], deployment: Deployment, options: EngineConfig) -> Simulation:
+def simulate(trace: Sequence[TraceRequest], deployment: SimulatedDeployment, options: EngineConfig) -> Simulation:
     """Serve a trace to its end.
 
     Args:
@@ -452,7 +452,7 @@ def simulate(trace: Sequence[TraceRequest], deployment: Deployment, options: Eng
 class _Run:
     """The loop around the engine: submits arrivals, records times and gauges."""
 
-    def __init__(self, trace: Sequence[TraceRequest], deployment: Deployment, options: EngineConfig) -> None:
+    def __init__(self, trace: Sequence[TraceRequest], deployment: SimulatedDeployment, options: EngineConfig) -> None:
         # Regions are read contiguously; blocks are gathered.
         deployment = deployment if options.cache.kv_policy == "paged" else deployment.contiguous()
         scheduler = options.scheduler
@@ -476,7 +476,7 @@ class _Run:
         self._num_ended_in_step = 0
         self._num_sampled = 0
         self._num_first_tokens = 0
-        self._steps: list[Step] = []
+        self._steps: list[SimulatedStep] = []
 
     @property
     def is_unfinished(self) -> bool:
@@ -496,7 +496,7 @@ class _Run:
 
     def result(self) -> Simulation:
         load, executor = self._engine.load(), self._executor
-        served = [Served(r, self._first_token_s[i], self._end_s[i]) for i, r in enumerate(self._trace)]
+        served = [SimulatedTimes(r, self._first_token_s[i], self._end_s[i]) for i, r in enumerate(self._trace)]
         num_slots = self._deployment.num_blocks * self._deployment.block_size
         return Simulation(
             served=tuple(served),
@@ -512,7 +512,7 @@ class _Run:
     def _observe(self, begin_s: float) -> None:
         load = self._engine.load()
         self._steps.append(
-            Step(
+            SimulatedStep(
                 begin_s=begin_s,
                 seconds=self._clock() - begin_s,
                 num_batched=load.num_running + self._num_ended_in_step,

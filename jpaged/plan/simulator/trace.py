@@ -59,7 +59,7 @@ class TraceRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthDistribution:
     """A lognormal distribution: the mean after clipping, and the standard deviation of the logarithm."""
 
     mean: float
@@ -67,7 +67,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class TraceWorkload:
     """A distribution of requests.
 
     The means of `sharegpt` and `alpaca` are the paper's (section 6.1, figure 11); their deviations are estimated from
@@ -76,23 +76,23 @@ class Workload:
     """
 
     name: str
-    prompt: Lengths
-    output: Lengths
+    prompt: LengthDistribution
+    output: LengthDistribution
     prefix_tokens: int = 0
 
 
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("sharegpt", Lengths(161.31, 1.2), Lengths(337.99, 0.9)),
-        Workload("alpaca", Lengths(19.31, 0.5), Lengths(58.45, 0.9)),
-        Workload("translation", Lengths(40.0, 0.5), Lengths(40.0, 0.5)),
+        TraceWorkload("sharegpt", LengthDistribution(161.31, 1.2), LengthDistribution(337.99, 0.9)),
+        TraceWorkload("alpaca", LengthDistribution(19.31, 0.5), LengthDistribution(58.45, 0.9)),
+        TraceWorkload("translation", LengthDistribution(40.0, 0.5), LengthDistribution(40.0, 0.5)),
     )
 }
 
 
 def synthesize(
-    workload: Workload, *, rate_per_s: float, num_requests: int, seed: int, max_model_len: int
+    workload: TraceWorkload, *, rate_per_s: float, num_requests: int, seed: int, max_model_len: int
 ) -> list[TraceRequest]:
     """Generate a trace.
 
@@ -127,7 +127,7 @@ def arrivals(rate_per_s: float, count: int, generator: np.random.Generator) -> N
 
 
 def draw_lengths(
-    workload: Workload, count: int, room: int, generator: np.random.Generator
+    workload: TraceWorkload, count: int, room: int, generator: np.random.Generator
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return tokens of prompts and outputs; each pair is at most `room` together."""
     scales = _scales(workload.prompt, workload.output, room)
@@ -152,7 +152,7 @@ def _clip(
 
 
 @cache
-def _scales(prompt: Lengths, output: Lengths, room: int) -> tuple[float, float]:
+def _scales(prompt: LengthDistribution, output: LengthDistribution, room: int) -> tuple[float, float]:
     """Return the medians of both distributions whose clipped means are the given ones; fixed point on a grid.
 
     Raises:

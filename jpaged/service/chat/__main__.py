@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jpaged import json_text
-from jpaged.service.chat.sandbox import CPU_S, MEMORY_BYTES, Kind, receive, send
+from jpaged.service.chat.sandbox import CPU_S, MEMORY_BYTES, FrameKind, receive, send
 from jpaged.service.tokenizer_parts import keep_quiet_about_torch
 
 
@@ -58,7 +58,7 @@ def main() -> int:
         while True:
             try:
                 kind, text = receive(questions)
-                if kind is Kind.TEMPLATE:
+                if kind is FrameKind.TEMPLATE:
                     send(connection, *_limited(partial(_names, text)))
                 else:
                     question = json.loads(text)
@@ -67,11 +67,11 @@ def main() -> int:
                 return 0
 
 
-def _names(template: str) -> tuple[Kind, str]:
-    return Kind.NAMES, json_text.dumps(names(template))
+def _names(template: str) -> tuple[FrameKind, str]:
+    return FrameKind.NAMES, json_text.dumps(names(template))
 
 
-def _rendered(render: Any, question: dict[str, Any]) -> tuple[Kind, str]:
+def _rendered(render: Any, question: dict[str, Any]) -> tuple[FrameKind, str]:
     texts, _ = render(
         conversations=[question["messages"]],
         tools=question["tools"],
@@ -80,23 +80,23 @@ def _rendered(render: Any, question: dict[str, Any]) -> tuple[Kind, str]:
         **question["variables"],
     )
     num_bytes = len(texts[0].encode())
-    return (Kind.LONG, str(num_bytes)) if num_bytes > question["max_bytes"] else (Kind.RENDERED, texts[0])
+    return (FrameKind.LONG, str(num_bytes)) if num_bytes > question["max_bytes"] else (FrameKind.RENDERED, texts[0])
 
 
-def _limited(answer: Callable[[], tuple[Kind, str]]) -> tuple[Kind, str]:
+def _limited(answer: Callable[[], tuple[FrameKind, str]]) -> tuple[FrameKind, str]:
     from jinja2.exceptions import TemplateError
 
     signal.setitimer(signal.ITIMER_PROF, CPU_S)  # the signal's default action ends the process
     try:
         return answer()
     except MemoryError:
-        return Kind.OVER, f"{MEMORY_BYTES >> 20} MiB of memory"
+        return FrameKind.OVER, f"{MEMORY_BYTES >> 20} MiB of memory"
     except Exception as error:  # a template is a program: report any error that it raises
         is_its_own = type(error) is TemplateError
         text = str(error) if is_its_own else f"{type(error).__name__}: {error}"
         # some messages hold unpaired surrogates
         whole = text[:_MAX_MESSAGE_CHARS].encode(errors="backslashreplace").decode()
-        return Kind.RAISED if is_its_own else Kind.FAILED, whole
+        return FrameKind.RAISED if is_its_own else FrameKind.FAILED, whole
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
 

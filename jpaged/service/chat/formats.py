@@ -172,14 +172,14 @@ class AnswerFormat:
             has_tools: the request has tools.
         """
         parts = [part for part in (self.tools if has_tools else None, self.reasoning) if part is not None]
-        tags = [tag for part in parts for tag in _tags_of(part)]
+        tags = [tag for part in parts for tag in _get_tags(part)]
         return any(part.needs_special_tokens for part in parts) or any(tag in special_tokens for tag in tags)
 
     def has_tag(self, token: str) -> bool:
         """Return True if a token is part of the family's markup of calls or reasoning."""
         tools = () if self.tools is None else (*self.tools.begins, *self.tools.triggers, self.tools.end)
         reasoning = () if self.reasoning is None else (self.reasoning.open_tag, self.reasoning.close_tag)
-        tags = [tag for part in (self.tools, self.reasoning) if part is not None for tag in _tags_of(part)]
+        tags = [tag for part in (self.tools, self.reasoning) if part is not None for tag in _get_tags(part)]
         return any(token in text for text in (*tools, *reasoning, *tags))
 
     def is_open(self, prompt_tail: str) -> bool:
@@ -224,7 +224,7 @@ class AnswerFormat:
         return ReasoningParser(tags, make, is_open=is_open, inner_writer=writer)
 
 
-def _tags_of(part: ToolFormat | ReasoningFormat) -> tuple[str, ...]:
+def _get_tags(part: ToolFormat | ReasoningFormat) -> tuple[str, ...]:
     return part.tags if isinstance(part, ToolFormat) else (part.open_tag, part.close_tag)
 
 

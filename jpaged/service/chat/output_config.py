@@ -39,7 +39,7 @@ from jpaged.chat import ChatOptions, Tool, ToolChoice, ToolChoiceMode
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.service.chat.formats import AnswerFormat, ReasoningFormat, ToolFormat
-from jpaged.service.chat.output_parser import ChatAnswers
+from jpaged.service.chat.output_parser import ChatOutputParser
 from jpaged.structured import StructuredOutputs, TagTexts, ThinkingBudget
 from jpaged.types import SamplingParams
 
@@ -89,7 +89,7 @@ def structural_tag_for(
     then be of one of the tools, and the arguments of strict tools must follow their schemas.
 
     Args:
-        choice: as `tool_choice_of` reads it.
+        choice: as `parse_tool_choice` reads it.
         answer_format: the format of a model that writes calls.
         is_parallel: several calls may be made; a named function is called once.
         is_open: the answer begins inside its reasoning.
@@ -226,7 +226,7 @@ class KnowsSpecialTokens(Protocol):
     def tag_ids(self, tag: str) -> list[int]: ...
 
 
-class ChatAnswering:
+class ChatOutputConfig:
     """Constraints and parsers of a model's chat answers. Thread-safe.
 
     Args:
@@ -323,7 +323,7 @@ class ChatAnswering:
 
     def answers(
         self, options: ChatOptions, sampling: SamplingParams, prompt_token_ids: Sequence[int]
-    ) -> ChatAnswers | None:
+    ) -> ChatOutputParser | None:
         """Return the parser of the answers to a chat; None if all text is content.
 
         Args:
@@ -336,7 +336,7 @@ class ChatAnswering:
         is_open = self._is_open(prompt_token_ids)
         is_kept = self._format.needs_special_tokens(self._special_tokens, has_tools=has_tools)
         names = [tool.name for tool in options.shown_tools]
-        return ChatAnswers(
+        return ChatOutputParser(
             lambda: self._format.parser(is_open=is_open, has_tools=has_tools, tool_names=names),
             has_reasoning=options.reasoning.include,
             hidden_tokens=self._special_tokens if is_kept and sampling.skip_special_tokens else (),

@@ -293,7 +293,7 @@ class WithoutTokens:
         return text
 
 
-class _Answer:
+class _AnswerState:
     """State of the answer of one sequence."""
 
     def __init__(self, parser: Parser, tokens: Collection[str]) -> None:
@@ -332,7 +332,7 @@ class _Answer:
         return False
 
 
-class ChatAnswers:
+class ChatOutputParser:
     """Splits the answers of one request, each sequence separately. Must not be shared between threads.
 
     Args:
@@ -354,7 +354,7 @@ class ChatAnswers:
         self._has_content = has_content
         self._has_reasoning = has_reasoning
         self._hidden_tokens = frozenset(token for token in hidden_tokens if token)
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, _AnswerState] = {}
 
     def go_on(self, index: int, text: str) -> None:
         """Parse text of a sequence that another server generated, without emitting it again."""
@@ -384,8 +384,8 @@ class ChatAnswers:
             finish=finish,
         )
 
-    def _answer(self, index: int) -> _Answer:
+    def _answer(self, index: int) -> _AnswerState:
         answer = self._answers.get(index)
         if answer is None:
-            answer = self._answers[index] = _Answer(self._parser(), self._hidden_tokens)
+            answer = self._answers[index] = _AnswerState(self._parser(), self._hidden_tokens)
         return answer

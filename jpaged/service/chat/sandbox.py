@@ -32,7 +32,7 @@ from jpaged.errors import Unavailable
 _HEAD = struct.Struct(">cI")
 
 
-class Kind(enum.Enum):
+class FrameKind(enum.Enum):
     """Content of a frame."""
 
     QUESTION = b"q"
@@ -53,13 +53,13 @@ class Kind(enum.Enum):
     """The number of bytes rendered, which is over the limit."""
 
 
-def send(connection: socket.socket, kind: Kind, text: str) -> None:
+def send(connection: socket.socket, kind: FrameKind, text: str) -> None:
     """Send one frame."""
     payload = text.encode()
     connection.sendall(_HEAD.pack(kind.value, len(payload)) + payload)
 
 
-def receive(frames: IO[bytes]) -> tuple[Kind, str]:
+def receive(frames: IO[bytes]) -> tuple[FrameKind, str]:
     """Read one frame from a socket's file. Blocks.
 
     Raises:
@@ -67,7 +67,7 @@ def receive(frames: IO[bytes]) -> tuple[Kind, str]:
         TimeoutError: the socket's timeout has passed.
     """
     kind, length = _HEAD.unpack(_read(frames, _HEAD.size))
-    return Kind(kind), _read(frames, length).decode()
+    return FrameKind(kind), _read(frames, length).decode()
 
 
 def _read(frames: IO[bytes], count: int) -> bytes:
@@ -95,7 +95,7 @@ class TemplateProcess:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._child = _Child()
+        self._child = _TemplateChild()
 
     def render(
         self,
@@ -106,7 +106,7 @@ class TemplateProcess:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         layout: Mapping[str, Any] | None = None,
-    ) -> tuple[Kind, str]:
+    ) -> tuple[FrameKind, str]:
         """Return the text, or the reason why there is none.
 
         Args:
@@ -125,17 +125,17 @@ class TemplateProcess:
             "layout": {"add_generation_prompt": True, **(layout or {})},
             "max_bytes": max_bytes,
         }
-        return self._ask(Kind.QUESTION, json_text.dumps(question))
+        return self._ask(FrameKind.QUESTION, json_text.dumps(question))
 
-    def names(self, template: str) -> tuple[Kind, str]:
+    def names(self, template: str) -> tuple[FrameKind, str]:
         """Return the variables that a template reads before it sets them, as JSON, or why they cannot be found.
 
         Raises:
             OutOfTimeError, Unavailable: as in `render`.
         """
-        return self._ask(Kind.TEMPLATE, template)
+        return self._ask(FrameKind.TEMPLATE, template)
 
-    def _ask(self, kind: Kind, text: str) -> tuple[Kind, str]:
+    def _ask(self, kind: FrameKind, text: str) -> tuple[FrameKind, str]:
         with self._lock:
             if self._child.process.poll() is not None:
                 self._start_again()
@@ -150,7 +150,7 @@ class TemplateProcess:
     def _start_again(self) -> None:
         self._child.end()
         try:
-            self._child = _Child()
+            self._child = _TemplateChild()
         except OSError as error:
             raise Unavailable(f"the process that renders chat templates cannot be started: {error}") from error
 
@@ -161,7 +161,7 @@ def template_process() -> TemplateProcess:
     return TemplateProcess()
 
 
-class _Child:
+class _TemplateChild:
     """One process, the server's end of the socket, and the stderr. `end` runs when the object is garbage-collected."""
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ class _Child:
                 )
             self.end = weakref.finalize(self, _end, self.process, opened.pop_all())
 
-    def ask(self, kind: Kind, text: str) -> tuple[Kind, str]:
+    def ask(self, kind: FrameKind, text: str) -> tuple[FrameKind, str]:
         """Send a question and wait for the answer; raise OSError or EOFError on failure."""
         send(self._connection, kind, text)
         return receive(self._answers)

@@ -22,7 +22,7 @@ from jpaged import json_text
 from jpaged.chat import MAX_CALL_ID_CHARS, ChatOptions, ReasoningOptions, Tool, json_object, read_message
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.chat.formats import has_built_in_tools
-from jpaged.service.chat.sandbox import CPU_S, Kind, OutOfTimeError, TemplateProcess
+from jpaged.service.chat.sandbox import CPU_S, FrameKind, OutOfTimeError, TemplateProcess
 from jpaged.types import text_bytes
 
 _FIELD = "chat.messages"
@@ -32,7 +32,7 @@ _SHORT = ("name", "tool_call_id")
 
 
 @runtime_checkable
-class LaysOutTools(Protocol):
+class ToolAwareTokenizer(Protocol):
     """A tokenizer whose chat template may take tools and variables."""
 
     def chat_ids(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, max_bytes: int) -> list[int]:
@@ -220,7 +220,7 @@ _OURS = frozenset(
 )
 """Names that callers may not set: parameters of transformers' renderer, and variables that it passes to a template."""
 _MAX_SHOWN = 80
-_Outcome = Callable[[Sequence[Mapping[str, Any]]], tuple[Kind, str]]
+_Outcome = Callable[[Sequence[Mapping[str, Any]]], tuple[FrameKind, str]]
 _LOG = logging.getLogger(__name__)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _EFFORT = "reasoning_effort"
@@ -264,12 +264,12 @@ class ChatTemplate:
         try:
             tools = _TRIAL_TOOLS if is_for_tools else None
             kind, text = process.render(source, variables, _TRIAL, _TRIAL_BYTES, tools=tools)
-            if kind in (Kind.RENDERED, Kind.RAISED):
+            if kind in (FrameKind.RENDERED, FrameKind.RAISED):
                 kind, text = process.names(source)
         except OutOfTimeError:
-            kind, text = Kind.OVER, f"{CPU_S} s of processor time"
-        if kind is not Kind.NAMES:
-            what = {Kind.OVER: "exceeds its limit", Kind.LONG: "produces too many bytes"}.get(kind, "fails")
+            kind, text = FrameKind.OVER, f"{CPU_S} s of processor time"
+        if kind is not FrameKind.NAMES:
+            what = {FrameKind.OVER: "exceeds its limit", FrameKind.LONG: "produces too many bytes"}.get(kind, "fails")
             whose = "its chat template" if field == "model" else "the template"
             raise InvalidArgument(field, f"{whose} {what} for one plain user message: {text}")
         names = frozenset(json.loads(text))
@@ -343,7 +343,7 @@ class ChatTemplate:
         has_calls = "tool_calls" not in self.source and any(map(_has_call, in_known_roles))
         is_built_in = has_built_in_tools(self.source) and (bool(tools) or has_calls)
 
-        def outcome(form: Sequence[Mapping[str, Any]]) -> tuple[Kind, str]:
+        def outcome(form: Sequence[Mapping[str, Any]]) -> tuple[FrameKind, str]:
             shown = () if is_built_in else tools
             return self._outcome(form, {**self._variables, **kwargs}, max_bytes, shown, layout)
 
@@ -366,7 +366,7 @@ class ChatTemplate:
         if not marks:
             return
         kind, probed = outcome([{**one, "content": marks.get(i, one.get("content"))} for i, one in enumerate(messages)])
-        if kind is not Kind.RENDERED:
+        if kind is not FrameKind.RENDERED:
             return
         for i in (i for i, mark in marks.items() if mark not in probed):
             role = messages[i]["role"]
@@ -392,7 +392,7 @@ class ChatTemplate:
         max_bytes: int,
         tools: Sequence[Mapping[str, Any]],
         layout: Mapping[str, Any],
-    ) -> tuple[Kind, str]:
+    ) -> tuple[FrameKind, str]:
         try:
             tools = list(tools)
             return self._process.render(self.source, variables, messages, max_bytes, tools=tools or None, layout=layout)
@@ -408,13 +408,13 @@ def _text_with_built_in_tools(
     """Return the conversation with tools as text, and its form: tools in the system message, or in the user's."""
     form = with_built_in_tools(messages, tools)
     kind, text = outcome(form)
-    is_dropped = kind is Kind.RENDERED and tools and "</tools>" not in text
-    if kind in (Kind.RAISED, Kind.FAILED) or is_dropped:
+    is_dropped = kind is FrameKind.RENDERED and tools and "</tools>" not in text
+    if kind in (FrameKind.RAISED, FrameKind.FAILED) or is_dropped:
         form = with_built_in_tools(messages, tools, is_system=False)
         kind, text = outcome(form)
-    if kind is Kind.FAILED:
+    if kind is FrameKind.FAILED:
         raise InvalidArgument(_FIELD, f"the chat template fails on them: {text}")
-    return _text_of(kind, text, max_bytes), form
+    return _read_text(kind, text, max_bytes), form
 
 
 def _has_call(message: Mapping[str, Any]) -> bool:
@@ -432,12 +432,12 @@ def _text_of_forms(
     has_null = any(message.get("tool_calls") and message.get("content") is None for message in messages)
     for form in forms(messages):
         kind, text = outcome(form)
-        if kind is Kind.RENDERED and found is not None:
+        if kind is FrameKind.RENDERED and found is not None:
             return (text, form) if text.count("None") < found[0].count("None") else found
-        if kind is Kind.RENDERED and has_null and "None" in text:
+        if kind is FrameKind.RENDERED and has_null and "None" in text:
             found = (text, form)
-        elif kind is not Kind.FAILED and found is None:
-            return _text_of(kind, text, max_bytes), form
+        elif kind is not FrameKind.FAILED and found is None:
+            return _read_text(kind, text, max_bytes), form
         else:
             failure = failure or InvalidArgument(_FIELD, f"the chat template fails on them: {text}")
     if found is not None:
@@ -446,11 +446,11 @@ def _text_of_forms(
     raise failure
 
 
-def _text_of(kind: Kind, text: str, max_bytes: int) -> str:
-    if kind is Kind.RAISED:
+def _read_text(kind: FrameKind, text: str, max_bytes: int) -> str:
+    if kind is FrameKind.RAISED:
         raise InvalidArgument(_FIELD, text)
-    if kind is Kind.LONG:
+    if kind is FrameKind.LONG:
         raise RequestTooLong(_FIELD, f"the chat template produces {text} bytes, over the limit of {max_bytes}")
-    if kind is Kind.OVER:
+    if kind is FrameKind.OVER:
         raise InvalidArgument(_FIELD, f"the chat template needs more than {text}")
     return text

@@ -118,7 +118,7 @@ class Reading(enum.Enum):
     """The text is not a call, and nothing of it was written."""
 
 
-class _Place(enum.Enum):
+class _ParsePosition(enum.Enum):
     """Position in the object: what comes next, or (the last five) which value is being read."""
 
     OPENING = enum.auto()
@@ -135,11 +135,17 @@ class _Place(enum.Enum):
 
 
 _STEPS = {
-    (_Place.OPENING, "{"): _Place.FIRST_KEY,
-    (_Place.COLON, ":"): _Place.VALUE,
-    (_Place.COMMA, ","): _Place.NEXT_KEY,
+    (_ParsePosition.OPENING, "{"): _ParsePosition.FIRST_KEY,
+    (_ParsePosition.COLON, ":"): _ParsePosition.VALUE,
+    (_ParsePosition.COMMA, ","): _ParsePosition.NEXT_KEY,
 }
-_VALUES = (_Place.IN_KEY, _Place.IN_NAME, _Place.IN_ARGUMENTS, _Place.IN_NULL, _Place.PASSED_OVER)
+_VALUES = (
+    _ParsePosition.IN_KEY,
+    _ParsePosition.IN_NAME,
+    _ParsePosition.IN_ARGUMENTS,
+    _ParsePosition.IN_NULL,
+    _ParsePosition.PASSED_OVER,
+)
 _NO_ARGUMENTS = "{}"
 
 
@@ -201,7 +207,7 @@ class CallObject:
     def __init__(self, writer: PieceWriter, *, is_tagged: bool = True) -> None:
         self._writer = writer
         self._is_tagged = is_tagged
-        self._place = _Place.OPENING
+        self._place = _ParsePosition.OPENING
         self._value = JsonValue()
         self._string = ""
         self._name: str | None = None
@@ -216,9 +222,13 @@ class CallObject:
                     at = self._read_value(text, at)
                 elif text[at] in SPACE:
                     at += 1
-                elif text[at] == "}" and self._place in (_Place.COMMA, _Place.NEXT_KEY) and self._may_end():
+                elif (
+                    text[at] == "}"
+                    and self._place in (_ParsePosition.COMMA, _ParsePosition.NEXT_KEY)
+                    and self._may_end()
+                ):
                     return Reading.DONE, at + 1
-                elif self._place in (_Place.FIRST_KEY, _Place.NEXT_KEY, _Place.VALUE):
+                elif self._place in (_ParsePosition.FIRST_KEY, _ParsePosition.NEXT_KEY, _ParsePosition.VALUE):
                     self._open_value(text, at)
                 elif (self._place, text[at]) in _STEPS:
                     self._place = _STEPS[self._place, text[at]]
@@ -239,21 +249,21 @@ class CallObject:
 
     def _open_value(self, text: str, at: int) -> None:
         """Choose the state for the value or key that begins here."""
-        if self._place is not _Place.VALUE:
-            place, opener = _Place.IN_KEY, '"'
+        if self._place is not _ParsePosition.VALUE:
+            place, opener = _ParsePosition.IN_KEY, '"'
         elif self.has_begun or self._string in _SAYS_NOTHING:
-            place, opener = _Place.PASSED_OVER, text[at]
+            place, opener = _ParsePosition.PASSED_OVER, text[at]
         elif self._string == "name" and self._name is None:
-            place, opener = _Place.IN_NAME, '"'
+            place, opener = _ParsePosition.IN_NAME, '"'
         elif self._string in _ARGUMENTS and not self._early:
             is_null = text[at] == "n"
-            place, opener = (_Place.IN_NULL, "n") if is_null else (_Place.IN_ARGUMENTS, "{")
+            place, opener = (_ParsePosition.IN_NULL, "n") if is_null else (_ParsePosition.IN_ARGUMENTS, "{")
         else:
             raise _MalformedError(at)
         if text[at] != opener or opener in ",:]}":
             raise _MalformedError(at)
         self._place, self._value, self._string = place, JsonValue(), ""
-        if place is _Place.IN_ARGUMENTS:
+        if place is _ParsePosition.IN_ARGUMENTS:
             self._begin()
 
     def _begin(self) -> None:
@@ -264,34 +274,34 @@ class CallObject:
             self._writer.arguments("".join(self._early))
 
     def _read_value(self, text: str, at: int) -> int:
-        if self._place in (_Place.IN_KEY, _Place.IN_NAME, _Place.IN_NULL):
+        if self._place in (_ParsePosition.IN_KEY, _ParsePosition.IN_NAME, _ParsePosition.IN_NULL):
             text = text[: at + _MAX_NAME_CHARS - len(self._string)]
             if at == len(text):
                 raise _MalformedError(at)
         end, is_whole = self._value.read(text, at)
-        if self._place is _Place.IN_ARGUMENTS:
+        if self._place is _ParsePosition.IN_ARGUMENTS:
             if self.has_begun:
                 self._writer.arguments(text[at:end])
             else:
                 self._early.append(text[at:end])
-        elif self._place is not _Place.PASSED_OVER:
+        elif self._place is not _ParsePosition.PASSED_OVER:
             self._string += text[at:end]
         if is_whole:
             self._end_value(end)
         return end
 
     def _end_value(self, at: int) -> None:
-        place, self._place = self._place, _Place.COMMA
-        if place is _Place.IN_KEY:
-            self._place, self._string = _Place.COLON, _unquoted(self._string, at)
+        place, self._place = self._place, _ParsePosition.COMMA
+        if place is _ParsePosition.IN_KEY:
+            self._place, self._string = _ParsePosition.COLON, _unquoted(self._string, at)
             if not self.has_begun and self._string not in ("name", *_ARGUMENTS, *_SAYS_NOTHING):
                 raise _MalformedError(at)
-        elif place is _Place.IN_NULL:
+        elif place is _ParsePosition.IN_NULL:
             if self._string != "null":
                 raise _MalformedError(at)
             self._early = [_NO_ARGUMENTS]
             self._begin()
-        elif place is _Place.IN_NAME:
+        elif place is _ParsePosition.IN_NAME:
             self._name = _unquoted(self._string, at)
             if not self._name:
                 raise _MalformedError(at)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged.cli.main import main
-from jpaged.kernels.paged_attention.measure import CHUNK_TOKENS, AttentionShape, Cell, DeviceLimits, limit_of
+from jpaged.kernels.paged_attention.measure import CHUNK_TOKENS, AttentionShape, Cell, DeviceLimits, compute_limit
 
 SMALL = ["bench", "kernels", "--shape", "demo", "--dtype", "float32", "--backend", "xla"]
 
@@ -69,11 +69,11 @@ def test_the_limit_is_what_must_be_moved_or_multiplied() -> None:
     shape, dtype = AttentionShape(32, 8, 128), jnp.dtype("bfloat16")
     by_bytes, by_flops = DeviceLimits(1e9, 1e30), DeviceLimits(1e30, 1e9)
     decode = Cell("decode", 4, 1000, 16)
-    assert limit_of(decode, shape, dtype, by_bytes) == pytest.approx(4 * (2 * 1000 * 8 * 256 + 2 * 32 * 256) / 1e9)
-    assert limit_of(decode, shape, dtype, by_flops) == pytest.approx(4 * 4 * 128 * 32 * 1000 / 1e9)
+    assert compute_limit(decode, shape, dtype, by_bytes) == pytest.approx(4 * (2 * 1000 * 8 * 256 + 2 * 32 * 256) / 1e9)
+    assert compute_limit(decode, shape, dtype, by_flops) == pytest.approx(4 * 4 * 128 * 32 * 1000 / 1e9)
     prefill = Cell("prefill", 1, 3000, 16)
     num_scores = sum(range(3000 - CHUNK_TOKENS + 1, 3001))
-    assert limit_of(prefill, shape, dtype, by_flops) == pytest.approx(4 * 128 * 32 * num_scores / 1e9)
+    assert compute_limit(prefill, shape, dtype, by_flops) == pytest.approx(4 * 128 * 32 * num_scores / 1e9)
     window = AttentionShape(32, 8, 128, sliding_window=10)
-    assert limit_of(decode, window, dtype, by_flops) == pytest.approx(4 * 4 * 128 * 32 * 10 / 1e9)
-    assert limit_of(decode, window, dtype, by_bytes) == pytest.approx(4 * (2 * 10 * 8 * 256 + 2 * 32 * 256) / 1e9)
+    assert compute_limit(decode, window, dtype, by_flops) == pytest.approx(4 * 4 * 128 * 32 * 10 / 1e9)
+    assert compute_limit(decode, window, dtype, by_bytes) == pytest.approx(4 * (2 * 10 * 8 * 256 + 2 * 32 * 256) / 1e9)

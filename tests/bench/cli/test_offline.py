@@ -11,7 +11,7 @@ import pytest
 from jpaged import llm
 from jpaged.bench import limits
 from jpaged.bench.cli import probe
-from jpaged.bench.cli.offline import vocabulary_of
+from jpaged.bench.cli.offline import get_vocabulary
 from jpaged.bench.datasets import FolderVocabulary
 from jpaged.bench.limits import ServedModel
 from jpaged.cli.main import main
@@ -117,7 +117,7 @@ def test_what_is_wrong_is_named(words, message, capsys):
 def test_the_probe_measures_cpus_and_looks_accelerators_up(kind, told, monkeypatch, capsys):
     facts = DeviceFacts(kind, "0", DeviceLimits(1e9, 7e9))
     monkeypatch.setattr(measure, "survey", lambda *arguments: Survey(facts, (), ()))
-    monkeypatch.setattr(limits, "probe", lambda: limits.Limits(3e9, 5e9, "numpy"))
+    monkeypatch.setattr(limits, "probe", lambda: limits.HardwareLimits(3e9, 5e9, "numpy"))
     assert main(["bench", "probe", "--dtype", "bfloat16", "--json"]) == 0
     assert tuple(json.loads(capsys.readouterr().out).values()) == told
     assert main(["bench", "probe", "--dtype", "bfloat16"]) == 0
@@ -133,11 +133,11 @@ def test_a_probe_that_fails_says_its_last_words(monkeypatch):
 def test_a_gguf_file_brings_the_tokens_of_its_prompts(tmp_path: Path):
     model = checkpoint("llama_mha", num_hidden_layers=1, vocab_size=3072)
     write_gguf(model, tmp_path / "tiny.gguf", of_kind("F32"), more=demo_metadata())
-    found, wanted = vocabulary_of(str(tmp_path / "tiny.gguf")), FolderVocabulary(FOLDER)
+    found, wanted = get_vocabulary(str(tmp_path / "tiny.gguf")), FolderVocabulary(FOLDER)
     assert (found.size, found.special_ids) == (wanted.size, wanted.special_ids)
     text = "Once upon a time there was a dragon."
     assert found.decode(found.encode(text)) == text
     assert list(found.encode(text)) == list(wanted.encode(text))
     write_gguf(model, tmp_path / "mute.gguf", of_kind("F32"))
     with pytest.raises(InvalidArgument, match=r"mute.gguf has no tokenizer"):
-        vocabulary_of(str(tmp_path / "mute.gguf"))
+        get_vocabulary(str(tmp_path / "mute.gguf"))

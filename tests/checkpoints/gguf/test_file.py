@@ -202,7 +202,7 @@ def test_a_file_is_converted_to_the_checkpoint_that_it_was_made_of(tmp_path: Pat
     assert stored.keys() == plain.keys()
     for name, tensor in stored.items():
         np.testing.assert_array_equal(tensor.astype(np.float32), plain[name])
-    want = dataclasses.replace(hub.read_config(tmp_path / "tiny.gguf"), quantisation=None)
+    want = dataclasses.replace(hub.read_config(tmp_path / "tiny.gguf"), quantization=None)
     assert hub.read_config(tmp_path / "folder") == want
 
 

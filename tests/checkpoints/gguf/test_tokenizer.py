@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from jpaged.assemble import find_source
+from jpaged.build import find_source
 from jpaged.chat import ChatOptions, Tool
 from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
 from jpaged.checkpoints.gguf.tokenizer import GgufTokenizer, read_tokenizer

@@ -15,8 +15,8 @@ from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES
 from jpaged.checkpoints.hub import find_folder, read_config
 from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.kernels.matmul.quantized import QuantizedMatrix, dequantize
 from jpaged.kernels.matrix_format import MatrixFormat
-from jpaged.kernels.product.quantised import QuantisedMatrix, dequantise
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from tests.checkpoints.gguf.files import Kinds, checkpoint, of_kind, write_gguf, write_plain
@@ -77,16 +77,16 @@ def load(path: Path) -> tuple[Model, Params]:
     return model, load_params(model, path, "loop")
 
 
-def is_quantised(leaf: object) -> bool:
-    return isinstance(leaf, QuantisedMatrix)
+def is_quantized(leaf: object) -> bool:
+    return isinstance(leaf, QuantizedMatrix)
 
 
-def quantised(params: Params) -> list[QuantisedMatrix]:
-    return [leaf for leaf in jax.tree.leaves(params, is_leaf=is_quantised) if is_quantised(leaf)]
+def quantized(params: Params) -> list[QuantizedMatrix]:
+    return [leaf for leaf in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(leaf)]
 
 
 def assert_same_weights(params: Params, wanted: Params) -> None:
-    weights = jax.tree.map(lambda leaf: dequantise(leaf) if is_quantised(leaf) else leaf, params, is_leaf=is_quantised)
+    weights = jax.tree.map(lambda leaf: dequantize(leaf) if is_quantized(leaf) else leaf, params, is_leaf=is_quantized)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), weights, wanted)
 
 
@@ -101,9 +101,9 @@ def test_a_type_has_the_weights_of_its_blocks(kind: str, tmp_path: Path) -> None
     file, folder = write_both(of_kind(kind), tmp_path)
     (model, params), (_, wanted) = load(file), load(folder)
     assert_same_weights(params, wanted)
-    kept = {(leaf.values.dtype.name, leaf.group_size) for leaf in quantised(params)}
+    kept = {(leaf.values.dtype.name, leaf.group_size) for leaf in quantized(params)}
     assert kept == (set() if KEPT[kind] is None else {KEPT[kind]})
-    assert len(quantised(params)) == (0 if KEPT[kind] is None else 2 * 4 + 1)
+    assert len(quantized(params)) == (0 if KEPT[kind] is None else 2 * 4 + 1)
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params)
     assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), model.abstract_params("loop"))
 
@@ -158,7 +158,7 @@ def test_experts_keep_the_blocks_of_their_stack(tmp_path: Path) -> None:
     kept = [each["mlp"]["experts"] for each in params["layers"]]
     assert {each["gate"]["kernel"].values.dtype.name for each in kept} == {"int8"}
     assert {each["up"]["kernel"].values.dtype.name for each in kept} == {"int4"}
-    assert not any(is_quantised(each["down"]["kernel"]) for each in kept)
+    assert not any(is_quantized(each["down"]["kernel"]) for each in kept)
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import pytest
 from jpaged.checkpoints import hub
 from jpaged.checkpoints.gguf.config import hf_config
 from jpaged.checkpoints.gguf.file import open_gguf
-from jpaged.checkpoints.gguf.tokenizer import CONTROL, USER_DEFINED, Vocabulary, read_vocabulary
+from jpaged.checkpoints.gguf.tokenizer import CONTROL, USER_DEFINED, GgufVocabulary, read_vocabulary
 from tests.checkpoints.gguf.test_tokenizer import demo_metadata, ids, read, sentence_piece
 
 NORMAL = 1
@@ -28,7 +28,7 @@ def with_tokens(metadata: dict[str, Any], tokens: dict[str, int]) -> dict[str, A
     }
 
 
-def vocabulary(folder: Path, metadata: dict[str, Any]) -> Vocabulary:
+def vocabulary(folder: Path, metadata: dict[str, Any]) -> GgufVocabulary:
     read(folder, metadata)
     return read_vocabulary(open_gguf(folder / "tiny.gguf"))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jpaged.cli import doctor, packages
-from jpaged.cli.doctor import Answer
+from jpaged.cli.doctor import DoctorReport
 from jpaged.cli.main import main
 from jpaged.config import ENVIRONMENT, EngineConfig, engine_config, explain_environment
 from jpaged.version import __version__
@@ -34,7 +34,7 @@ MODEL = {
     "memory_bytes": 1000,
     "passed_over": [],
 }
-WHOLE = Answer({"devices": HERE, "kernels": KERNELS, "model": MODEL}, None)
+WHOLE = DoctorReport({"devices": HERE, "kernels": KERNELS, "model": MODEL}, None)
 
 
 def by_name(findings):
@@ -98,7 +98,7 @@ def test_what_is_found_is_a_table_with_a_verdict(answered, capsys):
 
 
 def test_what_stops_a_server_is_the_verdict(answered, capsys):
-    answered.append(Answer({"devices": {"error": "no device", "kind": "RuntimeError"}}, None))
+    answered.append(DoctorReport({"devices": {"error": "no device", "kind": "RuntimeError"}}, None))
     assert main(["doctor", "--port", "0"]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[-1] == "Problems that prevent `jpaged serve demo` (1): devices"
@@ -125,7 +125,7 @@ def ask(program):
 def test_a_child_that_hangs_is_ended_and_what_it_said_before_counts():
     program = 'echo "$1"; exec sleep 1000000'  # a shell is there at once, also where Python takes its time
     answer = doctor.run_checks({}, 5.0, ("sh", "-c", program, "sh", json.dumps({"devices": HERE})))
-    assert answer == Answer({"devices": HERE}, "no answer within 5 s")
+    assert answer == DoctorReport({"devices": HERE}, "no answer within 5 s")
     found = list(doctor.device_findings(answer))
     assert found[0].value == "1 x cpu"
     assert (found[-1].name, found[-1].state) == ("kernels", "stop")
@@ -134,7 +134,7 @@ def test_a_child_that_hangs_is_ended_and_what_it_said_before_counts():
 
 def test_a_child_that_crashes_is_told_with_its_last_words():
     answer = ask("import os, sys; print('noise'); print('the driver is gone', file=sys.stderr, flush=True); os.abort()")
-    assert answer == Answer({}, "the process exited with code -6: the driver is gone")
+    assert answer == DoctorReport({}, "the process exited with code -6: the driver is gone")
     (stop,) = doctor.device_findings(answer)
     assert (stop.name, stop.state) == ("devices", "stop")
 
@@ -145,7 +145,7 @@ def test_an_error_that_the_child_tells_is_its_end():
 
 
 def test_kernels_that_were_not_built_turn_off_speed_alone():
-    answer = Answer({**WHOLE.found, "kernels": {"missing": "lib.so was not built"}}, None)
+    answer = DoctorReport({**WHOLE.found, "kernels": {"missing": "lib.so was not built"}}, None)
     found = by_name(doctor.device_findings(answer))
     assert found["CPU kernels"].state == "off"
     assert found["CPU kernels"].remedy == "python -m jpaged.kernels.cpu.build"
@@ -161,12 +161,12 @@ def test_kernels_that_were_not_built_turn_off_speed_alone():
     ],
 )
 def test_weights_that_do_not_fit_stop_a_server(changes, state, value):
-    found = by_name(doctor.device_findings(Answer({**WHOLE.found, "model": {**MODEL, **changes}}, None)))
+    found = by_name(doctor.device_findings(DoctorReport({**WHOLE.found, "model": {**MODEL, **changes}}, None)))
     assert (found["memory"].state, found["memory"].value) == (state, value)
 
 
 def test_backends_that_are_passed_over_are_told_with_the_reason():
-    answer = Answer({**WHOLE.found, "model": {**MODEL, "passed_over": ["attention xla, not cpu: why"]}}, None)
+    answer = DoctorReport({**WHOLE.found, "model": {**MODEL, "passed_over": ["attention xla, not cpu: why"]}}, None)
     found = by_name(doctor.device_findings(answer))
     assert (found["passed over"].state, found["passed over"].value) == ("warn", "attention xla, not cpu: why")
 

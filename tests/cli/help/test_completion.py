@@ -10,7 +10,7 @@ import pytest
 
 from jpaged.cli.completion import SHELLS
 from jpaged.cli.main import main
-from jpaged.cli.options import flag_of
+from jpaged.cli.options import to_flag
 from jpaged.config import iter_options
 
 BASH = """
@@ -69,7 +69,7 @@ def test_bash_completes(script, folder, words, expected):
 
 
 def test_bash_completes_every_option_of_serve(script, folder):
-    flags = {flag_of(name) for name, _, _ in iter_options() if name != "model"}
+    flags = {to_flag(name) for name, _, _ in iter_options() if name != "model"}
     assert flags <= completed(script, folder, "jpaged", "serve", "--")
 
 

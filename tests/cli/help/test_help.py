@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from jpaged.cli.help import commands_of
+from jpaged.cli.help import get_commands
 from jpaged.cli.main import main, make_parser
-from jpaged.cli.options import flag_of
+from jpaged.cli.options import to_flag
 from jpaged.config import SECTIONS, iter_options, section_help
 
 
@@ -19,7 +19,7 @@ def told(capsys, *words, code=0):
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_group_of_the_help_is_a_section_of_the_options(capsys, section):
     said = told(capsys, "serve", f"--help={section}")
-    flags = {flag_of(name) for name, mine, _ in iter_options() if mine == section}
+    flags = {to_flag(name) for name, mine, _ in iter_options() if mine == section}
     assert said.splitlines()[0] == f"{section}:"
     assert set(re.findall(r"^  (--[a-z0-9-]+)", said, re.MULTILINE)) == flags
     assert section_help(section)
@@ -33,7 +33,7 @@ def test_the_whole_help_has_the_groups_in_the_order_of_the_sections(capsys):
 
 def test_a_word_finds_the_options_that_have_it(capsys):
     said = told(capsys, "serve", "--help=max_num")
-    flags = {flag_of(name) for name, _, _ in iter_options() if "max_num" in name}
+    flags = {to_flag(name) for name, _, _ in iter_options() if "max_num" in name}
     assert set(re.findall(r"^  (--[a-z0-9-]+)", said, re.MULTILINE)) == flags
     assert "--swap-space" in told(capsys, "serve", "--help", "SWAP")
 
@@ -55,7 +55,7 @@ def test_help_leads_to_commands_groups_and_options(capsys):
 
 def test_every_command_is_in_the_list_with_a_sentence(capsys):
     listed = re.findall(r"^    ([a-z]+)\s+\S", told(capsys, "help"), re.MULTILINE)
-    assert listed == list(commands_of(make_parser()))
+    assert listed == list(get_commands(make_parser()))
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "batch", "plan"])

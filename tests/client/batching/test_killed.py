@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from jpaged.client.parquet import journal_of
+from jpaged.client.parquet import get_journal_path
 from jpaged.testing import FakeExecutor
 from tests.client.test_batch import results, simple, write_input
 from tests.processes import ROOT
@@ -30,7 +30,7 @@ def num_lines(path: Path) -> int:
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
 async def test_a_batch_that_is_killed_is_gone_on_with(tmp_path, name):
     source, out = write_input(tmp_path / "in.jsonl", simple(40)), tmp_path / name
-    gathered = journal_of(out) if out.suffix == ".parquet" else out
+    gathered = get_journal_path(out) if out.suffix == ".parquet" else out
     narrow = [FakeExecutor(max_num_seqs=2) for _ in range(2)]
     async with running(executor=narrow[0]) as first, running(executor=narrow[1]) as second:
         words = [str(source), str(out), "--target", f"{first.target},{second.target}"]

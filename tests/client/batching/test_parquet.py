@@ -12,7 +12,7 @@ import pytest
 
 from jpaged.client import batch, parquet
 from jpaged.client.batch import BatchOptions, run_batch
-from jpaged.client.parquet import ParquetLines, journal_of, pack, unpack
+from jpaged.client.parquet import ParquetLines, get_journal_path, pack, unpack
 from jpaged.client.results import OutputError
 from jpaged.errors import InvalidArgument, Unavailable
 from jpaged.openai.lines import BadLine, Line
@@ -62,7 +62,7 @@ async def test_results_are_those_of_the_same_lines(tmp_path):
             out = source.with_suffix(".out.parquet")
             summary = await run_batch(BatchOptions(source, out, harness.target), ignore)
             assert (summary.num_lines, summary.num_succeeded, summary.num_failed) == (7, 6, 1)
-            assert not journal_of(out).exists()
+            assert not get_journal_path(out).exists()
         await run_batch(BatchOptions(texts, tmp_path / "out.jsonl", harness.target), ignore)
     found = packed(tmp_path / "in.out.parquet")
     assert pq.read_schema(tmp_path / "in.out.parquet") == parquet.OUTPUT_SCHEMA
@@ -178,9 +178,9 @@ async def test_a_run_that_ends_in_between_leaves_lines_that_the_next_goes_on_fro
         with pytest.raises(Unavailable):
             await run_batch(BatchOptions(source, out, harness.target, max_concurrency=2), stop_after_five)
     assert not out.exists()
-    num_done = len(results(journal_of(out)))
+    num_done = len(results(get_journal_path(out)))
     assert 5 <= num_done < 20
-    with journal_of(out).open("a") as journal:
+    with get_journal_path(out).open("a") as journal:
         journal.write('{"id": "batch_req_torn')
     async with running() as harness:
         options = BatchOptions(source, out, harness.target)
@@ -196,8 +196,8 @@ async def test_a_run_that_ends_in_between_leaves_lines_that_the_next_goes_on_fro
 
 async def test_what_may_pass_in_an_output_runs_again(tmp_path):
     source, out = write(tmp_path / "in.parquet", [row(i) for i in range(3)]), tmp_path / "out.parquet"
-    journal_of(out).write_text(failed("c0", "UNAVAILABLE") + failed("c1", "NOT_FOUND"))
-    pack(journal_of(out), out)
+    get_journal_path(out).write_text(failed("c0", "UNAVAILABLE") + failed("c1", "NOT_FOUND"))
+    pack(get_journal_path(out), out)
     async with running() as harness:
         summary = await run_batch(BatchOptions(source, out, harness.target), ignore)
     assert (summary.num_skipped, summary.num_failed_before, summary.num_succeeded) == (1, 1, 2)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from jpaged.client import batch
-from jpaged.client.batch import BatchOptions, BatchSummary, Lines, Targets, run_batch, targets_in, window_of
+from jpaged.client.batch import BatchOptions, BatchSummary, BatchTargets, Lines, compute_window, run_batch, targets_in
 from jpaged.errors import InvalidArgument, JpagedError, QueueFull, Unavailable, Unsupported
-from jpaged.load import Load
 from jpaged.openai.lines import Line
+from jpaged.server_load import Load
 from jpaged.types import ModelInfo
 from tests.client.test_batch import ignore, results, simple, write_input
 from tests.server import harness as harness_module
@@ -51,7 +51,7 @@ class Tally:
         self.answered: dict[str, str] = {}
         self.failed: dict[str, JpagedError] = {}
         self.num_retries = 0
-        self.targets = Targets(servers, max_concurrency, self._retry)
+        self.targets = BatchTargets(servers, max_concurrency, self._retry)
         self._names = {id(server): name for name, server in servers.items()}
 
     async def run(self, num_lines: int) -> Counter[str]:
@@ -127,7 +127,7 @@ async def at_once(server: FakeServer, line: Line) -> None:
     ],
 )
 def test_a_window_is_two_calls_a_row_less_those_of_others(numbers, num_open, max_concurrency, window):
-    assert window_of(load(**numbers), num_open, max_concurrency) == window
+    assert compute_window(load(**numbers), num_open, max_concurrency) == window
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from jpaged._proto.v1 import control_pb2
 from jpaged.client import AsyncClient, Client, convert
-from jpaged.client.routing.endpoints import SERVING, Endpoint, Endpoints, key_of
+from jpaged.client.routing.endpoints import SERVING, Endpoint, Endpoints, get_key
 from jpaged.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, Unavailable
 from jpaged.testing import FakeExecutor, VirtualClock
 from jpaged.types import Prompt, SamplingParams
@@ -41,7 +41,7 @@ class Rig:
 
 def key(prompt: Prompt, **fields: Any) -> bytes | None:
     sampling = SamplingParams(cache_salt=fields.pop("cache_salt", ""))
-    return key_of(convert.generate_request(prompt, sampling, request_id=None, model=None, **fields))
+    return get_key(convert.generate_request(prompt, sampling, request_id=None, model=None, **fields))
 
 
 def test_prompts_that_begin_alike_have_one_key():
@@ -53,20 +53,20 @@ def test_prompts_that_begin_alike_have_one_key():
     assert key(Prompt(messages=chats[0])) == key(Prompt(messages=chats[1])) != key(Prompt(messages=chats[0][1:]))
     text = Prompt(text="a")
     assert len({key(text), key(text, adapter="x"), key(text, cache_salt="x")}) == 3
-    assert key_of(control_pb2.GetLoadRequest()) is None
+    assert get_key(control_pb2.GetLoadRequest()) is None
 
 
 def test_one_that_does_not_say_how_busy_it_is_is_passed_over_where_others_are_there():
     rig = Rig(2)
     silent, other = rig.all
-    rig.endpoints.told(silent, "load", None, DeadlineExceeded("silent"))
+    rig.endpoints.handle_answer(silent, "load", None, DeadlineExceeded("silent"))
     assert {rig.call(f"prompt {i}") for i in range(8)} == {other.name}
     rig.endpoints.note_absence(other)
     assert rig.call() == silent.name
     rig.endpoints.note_answer(other)
     rig.endpoints.note_answer(silent)
     assert {rig.call(f"prompt {i}") for i in range(8)} == {silent.name, other.name}
-    rig.endpoints.told(silent, "load", None, DeadlineExceeded("silent"))
+    rig.endpoints.handle_answer(silent, "load", None, DeadlineExceeded("silent"))
     rig.clock.advance(60)
     assert {rig.call(f"prompt {i}") for i in range(8)} == {silent.name, other.name}
 
@@ -111,15 +111,15 @@ def test_what_servers_tell_of_other_clients_counts():
     rig = Rig(2)
     rig.call()
     assert sorted(rig.asked) == [("server0:1", "load"), ("server1:1", "load")]
-    rig.endpoints.told(rig.all[0], "load", control_pb2.GetLoadResponse(num_running=9, num_waiting=3), None)
+    rig.endpoints.handle_answer(rig.all[0], "load", control_pb2.GetLoadResponse(num_running=9, num_waiting=3), None)
     assert {rig.call() for _ in range(5)} == {"server1:1"}
-    rig.endpoints.told(rig.all[1], "load", None, PermissionDenied("no"))
+    rig.endpoints.handle_answer(rig.all[1], "load", None, PermissionDenied("no"))
     assert len(rig.asked) == 2  # not before a while has passed
     rig.clock.advance(1.5)
     rig.call()
     assert len(rig.asked) == 4
-    rig.endpoints.told(rig.all[0], "load", control_pb2.GetLoadResponse(), None)
-    rig.endpoints.told(rig.all[1], "load", None, Unavailable("gone"))
+    rig.endpoints.handle_answer(rig.all[0], "load", control_pb2.GetLoadResponse(), None)
+    rig.endpoints.handle_answer(rig.all[1], "load", None, Unavailable("gone"))
     assert {rig.call() for _ in range(5)} == {"server0:1"}
 
 
@@ -128,7 +128,7 @@ def test_a_server_that_was_away_is_asked_how_it_is_before_it_has_calls_again():
     gone, other = rig.all
     rig.call()
     for one in rig.all:
-        rig.endpoints.told(one, "load", control_pb2.GetLoadResponse(), None)
+        rig.endpoints.handle_answer(one, "load", control_pb2.GetLoadResponse(), None)
     rig.asked.clear()
     rig.endpoints.note_absence(gone)
     assert rig.call() == other.name
@@ -138,11 +138,11 @@ def test_a_server_that_was_away_is_asked_how_it_is_before_it_has_calls_again():
     assert rig.asked == [(gone.name, "health")]
     rig.call()
     assert len(rig.asked) == 1  # the answer is waited for
-    rig.endpoints.told(gone, "health", None, Unavailable("still"))
+    rig.endpoints.handle_answer(gone, "health", None, Unavailable("still"))
     rig.clock.advance(0.9)
     assert rig.call() == other.name
     health = type("Answer", (), {"status": SERVING})
-    rig.endpoints.told(gone, "health", health, None)
+    rig.endpoints.handle_answer(gone, "health", health, None)
     assert {rig.call() for _ in range(4)} == {gone.name, other.name}
 
 

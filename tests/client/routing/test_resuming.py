@@ -13,10 +13,10 @@ import pytest
 from grpc import aio
 
 from jpaged._proto.v1 import inference_pb2, inference_pb2_grpc
-from jpaged.client import AsyncClient, Client, GenerateChunk, Resuming
+from jpaged.client import AsyncClient, Client, GenerateChunk, ResumePolicy
 from jpaged.client.channel import MAX_ATTEMPTS
-from jpaged.completions import completions_of
 from jpaged.errors import DeadlineExceeded, InternalError, InvalidArgument, JpagedError, QueueFull, Unavailable
+from jpaged.output_assembler import new_completions
 from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.testing import FakeExecutor, scripted
 from jpaged.types import Prompt, RequestOutput, SamplingParams
@@ -82,7 +82,7 @@ def folded(chunks: list[GenerateChunk], sampling: SamplingParams) -> RequestOutp
     counted = [chunk.usage.completion_tokens for chunk in chunks]
     assert counted == sorted(counted)
     assert len({chunk.usage.cached_tokens for chunk in chunks}) == 1
-    completions = completions_of(sampling)
+    completions = new_completions(sampling)
     for chunk in chunks:
         completions.add(chunk)
     output = completions.output("", None, ())
@@ -288,7 +288,7 @@ async def test_a_request_that_was_accepted_waits_for_its_server_before_anything_
         assert folded(await chunks, sampling) == folded(undisturbed, sampling)
 
 
-@pytest.mark.parametrize("resuming", [None, Resuming(within_s=0.2)])
+@pytest.mark.parametrize("resuming", [None, ResumePolicy(within_s=0.2)])
 async def test_a_stream_ends_with_unavailable_where_nobody_comes_again(stream_of, resuming):
     async with server() as harness, wire(harness.port) as cut:
         harness.faults.hold_after(20)
@@ -321,7 +321,7 @@ async def test_a_stream_that_loses_server_after_server_ends(stream_of):
     async with server(executor=executor) as harness, wire(harness.port, lambda: 400) as cut:
         sampling = replace(SAMPLED, max_tokens=1000, seed=1)  # far more than fits into three connections
         with pytest.raises(Unavailable):
-            await all_of(stream_of(cut.target, resuming=Resuming(max_times=2))("hello", sampling))
+            await all_of(stream_of(cut.target, resuming=ResumePolicy(max_times=2))("hello", sampling))
         assert cut.num_cuts >= 3
 
 
@@ -461,4 +461,4 @@ async def test_a_full_queue_is_passed_over_where_there_is_another_server_and_tol
 @pytest.mark.parametrize("fields", [{"within_s": 0}, {"within_s": float("inf")}, {"max_times": 0}])
 def test_bounds_of_resuming_are_checked(fields):
     with pytest.raises(InvalidArgument, match=next(iter(fields))):
-        Resuming(**fields)
+        ResumePolicy(**fields)

@@ -9,7 +9,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from jpaged.client.routing.endpoints import SERVING, Endpoint, Endpoints
-from jpaged.client.routing.retry import Resuming, Tries
+from jpaged.client.routing.retry import ResumePolicy, RetryState
 from jpaged.errors import DeadlineExceeded
 
 
@@ -31,7 +31,7 @@ def test_what_is_not_tried_again_is_not_tried_again_behind_a_fault_either(has_be
     endpoints = Endpoints(
         [Endpoint(name, grpc.insecure_channel(f"{name}:1")) for name in ("a", "b", "c")], lambda *_: None
     )
-    tries = Tries(endpoints, None, None, Resuming())
+    tries = RetryState(endpoints, None, None, ResumePolicy())
     tries.enter()
     assert tries.wait_s(told(grpc.StatusCode.INTERNAL, "INTERNAL"), has_begun=has_begun) == 0
     tries.enter()
@@ -60,21 +60,21 @@ def test_a_call_leaves_a_server_that_fails_though_its_health_is_good(key, code, 
         placement=FirstPlaced(),
         is_watched=True,
     )
-    tries, used = Tries(endpoints, key, None, Resuming()), []
+    tries, used = RetryState(endpoints, key, None, ResumePolicy()), []
     for _ in range(2 if reason else 3):
         used.append(tries.enter().name)
         if len(used) < (2 if reason else 3):
             assert tries.wait_s(told(code, reason) if reason else lost(code)) == 0
         for endpoint, question in answers:
             if question == "health":
-                endpoints.told(endpoint, question, SimpleNamespace(status=SERVING), None)
+                endpoints.handle_answer(endpoint, question, SimpleNamespace(status=SERVING), None)
     assert len(set(used)) == len(used)
 
 
 def test_a_call_leaves_a_server_that_fails_and_is_none_any_more():
     bad, good = (Endpoint(name, grpc.insecure_channel(f"{name}:1")) for name in ("bad", "good"))
     endpoints = Endpoints([bad, good], lambda *_: None, placement=FirstPlaced(), is_watched=True)
-    tries = Tries(endpoints, b"key", None, None)
+    tries = RetryState(endpoints, b"key", None, None)
     assert tries.enter() is bad
     endpoints.remove(bad)  # its health has changed, too
     assert tries.wait_s(told(grpc.StatusCode.INTERNAL, "INTERNAL")) == 0

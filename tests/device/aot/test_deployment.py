@@ -11,10 +11,10 @@ import jax
 import pytest
 
 from jpaged.config import EngineConfig, SchedulerOptions, StartupOptions
-from jpaged.device.aot.deployment import Deployment, Models, compile_deployment
+from jpaged.device.aot.deployment import Models, PlannedDeployment, compile_deployment
+from jpaged.device.compilation.aot_bundle import AOTBundle
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import build_mesh
-from jpaged.device.programs.saved import SavedPrograms
 from jpaged.errors import InvalidArgument
 from jpaged.models.hf_config import head_from_hf
 from jpaged.models.model import Model
@@ -33,7 +33,7 @@ def deployment(
     scheduler: SchedulerOptions = tiny_model.OPTIONS.scheduler,
     draft: Model | None = None,
     **cache: Any,
-) -> Deployment:
+) -> PlannedDeployment:
     cache = {"num_blocks": None, "memory_utilization": 1.0, "swap_space": 0.0, **cache}
     options: EngineConfig = dataclasses.replace(
         tiny_model.OPTIONS, cache=dataclasses.replace(tiny_model.OPTIONS.cache, **cache), scheduler=scheduler
@@ -86,7 +86,7 @@ def test_a_chosen_pool_that_is_too_large_is_a_result_with_one_that_fits() -> Non
 def test_saved_programs_are_all_there_and_say_what_they_are_for(tmp_path: Path) -> None:
     folder = tmp_path / "programs"
     found = deployment(64 * MIB, save=folder)
-    saved = SavedPrograms.open(folder)
+    saved = AOTBundle.open(folder)
     assert set(saved.names) == {program.name for program in found.programs}
     assert len(saved.names) == found.num_programs
     assert saved.target.num_blocks == found.memory.num_blocks

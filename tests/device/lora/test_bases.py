@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from jpaged.checkpoints.adapters import AdapterReader
-from jpaged.checkpoints.quantised.quantizer import quantised_here
+from jpaged.checkpoints.quantized.quantizer import quantized_here
 from jpaged.checkpoints.weights import load_params
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.mesh import Placement, serving_mesh
+from jpaged.device.mesh import MeshPlacement, serving_mesh
 from jpaged.engine.executor import Detail, StepOutputs
-from jpaged.kernels.product.quantised import QuantisedMatrix, dequantise
+from jpaged.kernels.matmul.quantized import QuantizedMatrix, dequantize
 from jpaged.models.hf_config import from_hf
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
@@ -50,14 +50,14 @@ NUM_TOKENS = 5
 
 
 def model_of(dtype: str, quantization: str) -> Model:
-    return Model(quantised_here(from_hf(CASE.config), quantization), np.dtype(jax.numpy.dtype(dtype)))
+    return Model(quantized_here(from_hf(CASE.config), quantization), np.dtype(jax.numpy.dtype(dtype)))
 
 
 def step(folder: Path, dtype: str, quantization: str, **options: Any) -> StepOutputs:
     """One step of prompts whose rows have the adapters of SLOTS."""
     model = model_of(dtype, quantization)
     chosen = EngineConfig.load({**OPTIONS, **options})
-    where = Placement.of(model, serving_mesh(1))
+    where = MeshPlacement.of(model, serving_mesh(1))
     params = load_params(model, write_checkpoint(CASE, folder / "base"), where.layer_mode, shardings=where.shardings)
     executor = JaxExecutor.create(model, params, chosen, mesh=where.mesh)
     executor.warm_up(tiny_model.quiet)
@@ -78,13 +78,13 @@ def expected(folder: Path, dtype: str, quantization: str, slots: Sequence[int]) 
     """Log-probabilities `[rows, V]`, in float32, of the base as it was rounded and the adapter added to it."""
 
     def plain(params: Params) -> Params:
-        def is_quantised(leaf: Any) -> bool:
-            return isinstance(leaf, QuantisedMatrix)
+        def is_quantized(leaf: Any) -> bool:
+            return isinstance(leaf, QuantizedMatrix)
 
         def numbers(leaf: Any) -> jax.Array:
-            return (dequantise(leaf) if is_quantised(leaf) else leaf).astype(FLOAT32)
+            return (dequantize(leaf) if is_quantized(leaf) else leaf).astype(FLOAT32)
 
-        taken_back: Params = jax.tree.map(numbers, params, is_leaf=is_quantised)
+        taken_back: Params = jax.tree.map(numbers, params, is_leaf=is_quantized)
         return taken_back
 
     model, written = Model(from_hf(CASE.config), FLOAT32), write_checkpoint(CASE, folder / "written")

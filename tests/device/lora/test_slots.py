@@ -12,9 +12,9 @@ import pytest
 from jpaged.checkpoints.adapters import AdapterReader
 from jpaged.checkpoints.weights import load_params
 from jpaged.config import EngineConfig
+from jpaged.device.compilation.compile import LOAD_ADAPTER
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.mesh import Placement, serving_mesh
-from jpaged.device.programs.compile import LOAD_ADAPTER
+from jpaged.device.mesh import MeshPlacement, serving_mesh
 from jpaged.engine.executor import BANNED_WIDTH, Detail
 from jpaged.errors import InternalError
 from jpaged.models.hf_config import from_hf
@@ -51,7 +51,7 @@ class Served:
 
     def __init__(self, folder: Path, **options: Any) -> None:
         chosen = EngineConfig.load({**OPTIONS, **options})
-        where = Placement.of(MODEL, serving_mesh(chosen.parallel.tensor_parallel_size))
+        where = MeshPlacement.of(MODEL, serving_mesh(chosen.parallel.tensor_parallel_size))
         params = load_params(
             MODEL,
             write_checkpoint(CASE, folder / "base"),

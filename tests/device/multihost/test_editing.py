@@ -10,17 +10,25 @@ import numpy as np
 import pytest
 
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.multihost.channel import Kind
-from jpaged.device.multihost.executor import MultiHostExecutor, decode, follow, sampling_of, sizes_of, words_of
+from jpaged.device.multihost.channel import MessageKind
+from jpaged.device.multihost.executor import MultiHostExecutor, decode, follow, get_sizes, pack_words, parse_sampling
 from jpaged.device.multihost.handshake import Follower, Leader
 from jpaged.engine.executor import Detail, SamplingInputs
-from jpaged.engine.executor.io import ANY_TOKEN, CountDue, EditInputs, Tell, TellInputs, no_masks, no_singles
+from jpaged.engine.executor.io import (
+    ANY_TOKEN,
+    AuxInputs,
+    AuxKind,
+    LogitsProcessorInputs,
+    TokenCountReset,
+    no_masks,
+    no_singles,
+)
 from jpaged.errors import InternalError, JpagedError, Unavailable
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
 
 VOCAB_SIZE = tiny_model.CONFIG.vocab_size
-TELL_SIZES = {Tell.LOGPROBS: 64, Tell.ALL_LOGPROBS: 8, Tell.HIDDEN: 64}
+TELL_SIZES = {AuxKind.LOGPROBS: 64, AuxKind.ALL_LOGPROBS: 8, AuxKind.HIDDEN: 64}
 
 
 class Line:
@@ -29,7 +37,7 @@ class Line:
     num_processes = 2
 
     def __init__(self) -> None:
-        self.said: list[tuple[Kind, bytearray]] = []
+        self.said: list[tuple[MessageKind, bytearray]] = []
         self.failures: list[JpagedError] = []
         self._on_digest: Callable[[int, bytearray], None] = lambda process, payload: None
 
@@ -46,15 +54,15 @@ class Line:
     def fail(self, error: JpagedError) -> None:
         self.failures.append(error)
 
-    def send(self, kind: Kind, *parts: bytes) -> None:
+    def send(self, kind: MessageKind, *parts: bytes) -> None:
         payload = bytearray(b"".join(parts))
-        if kind is Kind.DIGEST:
+        if kind is MessageKind.DIGEST:
             self._on_digest(1, payload)
         else:
             self.said.append((kind, payload))
 
-    def follow(self) -> Iterator[tuple[Kind, bytearray]]:
-        yield from [*self.said, (Kind.END, bytearray())]
+    def follow(self) -> Iterator[tuple[MessageKind, bytearray]]:
+        yield from [*self.said, (MessageKind.END, bytearray())]
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +73,14 @@ def executors() -> Iterator[list[JaxExecutor]]:
         executor.shutdown()
 
 
-def edits_of(slot: int, tokens: list[int], **changes: Any) -> EditInputs:
+def edits_of(slot: int, tokens: list[int], **changes: Any) -> LogitsProcessorInputs:
     """A penalty for the first row, and whatever else is asked for."""
-    edits = EditInputs.neutral(8)
+    edits = LogitsProcessorInputs.neutral(8)
     edits.rows_r["slots_r"][0], edits.rows_r["frequency_r"][0] = slot, 2.5
-    return dataclasses.replace(edits, due=(CountDue(slot, tokens, 3),), **changes)
+    return dataclasses.replace(edits, due=(TokenCountReset(slot, tokens, 3),), **changes)
 
 
-def serve(executor: JaxExecutor, line: Line) -> list[tuple[SamplingInputs, TellInputs]]:
+def serve(executor: JaxExecutor, line: Line) -> list[tuple[SamplingInputs, AuxInputs]]:
     """Steps of one sequence: with a penalty, with single tokens, with a mask; told of in each way."""
     leader = MultiHostExecutor(executor, cast(Leader, line))
     driver = Driver(leader)
@@ -81,16 +89,16 @@ def serve(executor: JaxExecutor, line: Line) -> list[tuple[SamplingInputs, TellI
     singles[0, 1] = (11, ANY_TOKEN, 3.5)
     masks[0, 0] = 0b1011
     steps = [
-        (edits_of(2, [5, 6, 7, 8]), Tell.LOGPROBS),
-        (edits_of(2, [5, 6, 7, 8, 9] * 60, singles_rx=singles), Tell.HIDDEN),
-        (edits_of(4, [1], singles_rx=singles, mask_rw=masks), Tell.ALL_LOGPROBS),
+        (edits_of(2, [5, 6, 7, 8]), AuxKind.LOGPROBS),
+        (edits_of(2, [5, 6, 7, 8, 9] * 60, singles_rx=singles), AuxKind.HIDDEN),
+        (edits_of(4, [1], singles_rx=singles, mask_rw=masks), AuxKind.ALL_LOGPROBS),
     ]
     done = []
     for edits, tell in steps:
         row = Row(sequence, len(sequence.tokens) - sequence.num_computed)
         hidden = leader.forward(driver.inputs([row]))
-        asked = TellInputs.padded(tell, [0], [[3, 4]], TELL_SIZES[tell])
-        collect = leader.tell(hidden, asked)
+        asked = AuxInputs.padded(tell, [0], [[3, 4]], TELL_SIZES[tell])
+        collect = leader.compute_aux(hidden, asked)
         inputs = dataclasses.replace(driver.sampling([row], detail=Detail.LOGPROBS), edits=edits)
         outputs = leader.collect(leader.sample(hidden, inputs))
         collect()
@@ -106,7 +114,13 @@ def test_another_process_counts_edits_and_tells_as_it_was_said(executors: list[J
     line = Line()
     done = serve(first, line)
     kinds = [kind for kind, _ in line.said]
-    assert kinds == [Kind.STEP, Kind.TELL, Kind.COUNT, Kind.SAMPLE, Kind.COLLECT] * len(done)
+    assert kinds == [
+        MessageKind.STEP,
+        MessageKind.TELL,
+        MessageKind.COUNT,
+        MessageKind.SAMPLE,
+        MessageKind.COLLECT,
+    ] * len(done)
     follow(second, cast(Follower, line))
     assert line.failures == [], "every digest is the same"
     counts = [np.asarray(executor._runner._counts.counts_pv) for executor in executors]
@@ -120,9 +134,9 @@ def test_another_process_counts_edits_and_tells_as_it_was_said(executors: list[J
 def test_what_is_said_of_a_sample_is_all_of_it(executors: list[JaxExecutor]) -> None:
     line = Line()
     for inputs, asked in serve(executors[0], line):
-        sizes, words = sizes_of(inputs), words_of(inputs)
+        sizes, words = get_sizes(inputs), pack_words(inputs)
         assert inputs.edits is not None
-        again = sampling_of(inputs.detail, sizes, words, inputs.edits.due)
+        again = parse_sampling(inputs.detail, sizes, words, inputs.edits.due)
         assert again.edits is not None
         np.testing.assert_array_equal(again.words, inputs.words)
         np.testing.assert_array_equal(again.edits.words, inputs.edits.words)
@@ -131,7 +145,7 @@ def test_what_is_said_of_a_sample_is_all_of_it(executors: list[JaxExecutor]) -> 
             assert (one is None) == (other is None)
             assert one is None or (one == other).all()
         assert again.edits.due == inputs.edits.due
-        told = TellInputs.of_words(asked.tell, asked.words, asked.num_rows)
+        told = AuxInputs.of_words(asked.kind, asked.words, asked.num_rows)
         np.testing.assert_array_equal(told.ids_rk, asked.ids_rk)
         np.testing.assert_array_equal(told.places_r, asked.places_r)
 
@@ -139,12 +153,12 @@ def test_what_is_said_of_a_sample_is_all_of_it(executors: list[JaxExecutor]) -> 
 def test_each_forward_has_its_own_number(executors: list[JaxExecutor]) -> None:
     line = Line()
     done = serve(executors[0], line)
-    numbers = [decode(kind, payload)[0][0] for kind, payload in line.said if kind is Kind.STEP]
+    numbers = [decode(kind, payload)[0][0] for kind, payload in line.said if kind is MessageKind.STEP]
     assert numbers == list(range(1, len(done) + 1))
 
 
-@pytest.mark.parametrize("kind", [Kind.COUNT, Kind.TELL])
-def test_a_process_that_heard_something_else_is_found_out(executors: list[JaxExecutor], kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [MessageKind.COUNT, MessageKind.TELL])
+def test_a_process_that_heard_something_else_is_found_out(executors: list[JaxExecutor], kind: MessageKind) -> None:
     """One token of what is counted, or one that is asked of."""
     line = Line()
     serve(executors[0], line)
@@ -158,8 +172,8 @@ def test_a_process_that_heard_something_else_is_found_out(executors: list[JaxExe
 def test_a_tell_of_a_step_that_did_not_run_last_is_refused(executors: list[JaxExecutor]) -> None:
     line = Line()
     serve(executors[0], line)
-    tell = next(payload for kind, payload in line.said if kind is Kind.TELL)
-    (number, _, _), _ = decode(Kind.TELL, tell)
-    line.said = [said for said in line.said if said[0] is not Kind.STEP]
+    tell = next(payload for kind, payload in line.said if kind is MessageKind.TELL)
+    (number, _, _), _ = decode(MessageKind.TELL, tell)
+    line.said = [said for said in line.said if said[0] is not MessageKind.STEP]
     with pytest.raises(Unavailable, match=rf"process 0 refers to step {number}, which was not the last to run"):
         follow(executors[1], cast(Follower, line))

@@ -17,12 +17,12 @@ from jax.sharding import NamedSharding
 from jpaged.config import EngineConfig
 from jpaged.device.mesh import CONTENTS_SPEC, serving_mesh
 from jpaged.device.multihost import handshake
-from jpaged.device.multihost.channel import Channel, Kind, connect, hold_port, listen, prove
-from jpaged.device.multihost.executor import HEADS, DigestCheck, decode, digest_of, encode
-from jpaged.device.multihost.handshake import Leader, facts_of, follow, gather, require_same
+from jpaged.device.multihost.channel import Channel, MessageKind, connect, hold_port, listen, prove
+from jpaged.device.multihost.executor import HEADS, DigestCheck, compute_digest, decode, encode
+from jpaged.device.multihost.handshake import Leader, follow, gather, get_facts, require_same
 from jpaged.device.transfers import AddressableShards
+from jpaged.distributed_env import MultiHost
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable
-from jpaged.launchers import MultiHost
 
 TOKENS = np.asarray([3, 1, 4], np.int32)
 MULTIHOST = MultiHost("127.0.0.1:0", 3, 0, "a test")
@@ -68,16 +68,16 @@ def test_a_message_arrives_as_it_was_sent(kind, num_words):
 
 def test_messages_keep_their_order_and_their_ends():
     a, b = pair()
-    a.send(Kind.STEP, b"one", b"two")
-    a.send(Kind.END)
-    assert b.receive() == (Kind.STEP, bytearray(b"onetwo"))
-    assert b.receive() == (Kind.END, bytearray())
+    a.send(MessageKind.STEP, b"one", b"two")
+    a.send(MessageKind.END)
+    assert b.receive() == (MessageKind.STEP, bytearray(b"onetwo"))
+    assert b.receive() == (MessageKind.END, bytearray())
     a.close()
     with pytest.raises(EOFError, match="the connection to a:1 was closed"):
         b.receive()
     b.close()
     with pytest.raises(ConnectionError, match="cannot send to a:1: "):
-        b.send(Kind.END)
+        b.send(MessageKind.END)
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x01\x00\x00\x00\xffx"])
@@ -108,7 +108,7 @@ def test_an_address_where_nobody_answers_is_named():
 
 
 def payload(number: int, tokens: np.ndarray = TOKENS, told: bytes = b"step") -> bytes:
-    return number.to_bytes(8, "little") + digest_of([told], tokens)
+    return number.to_bytes(8, "little") + compute_digest([told], tokens)
 
 
 @pytest.mark.parametrize("is_own_first", [True, False])
@@ -147,9 +147,9 @@ def test_a_difference_names_the_step_and_the_process(is_own_first, wrong):
 
 
 def test_facts_are_those_that_have_to_be_alike():
-    mine = facts_of(EngineConfig.load({"block_size": 8, "port": 1}), MULTIHOST)
-    require_same(mine, facts_of(EngineConfig.load({"block_size": 8, "port": 2}), MULTIHOST), 1)
-    other = facts_of(EngineConfig.load({"block_size": 32}), MULTIHOST)
+    mine = get_facts(EngineConfig.load({"block_size": 8, "port": 1}), MULTIHOST)
+    require_same(mine, get_facts(EngineConfig.load({"block_size": 8, "port": 2}), MULTIHOST), 1)
+    other = get_facts(EngineConfig.load({"block_size": 32}), MULTIHOST)
     with pytest.raises(InvalidArgument, match="block_size: is 8 in process 0 and 32 in process 1"):
         require_same(mine, other, 1)
     assert {"jax version", "jaxlib version", "jpaged version", "num_processes", "seed", "model"} <= mine.keys()
@@ -160,7 +160,7 @@ def hello(address: tuple[str, int], process: int, facts: dict[str, str], secret:
     channel = connect(*address, 10.0)
     if secret is not None:
         prove(channel, secret)
-    channel.send_json(Kind.HELLO, {"process_id": process, "facts": facts})
+    channel.send_json(MessageKind.HELLO, {"process_id": process, "facts": facts})
     return channel
 
 
@@ -174,7 +174,7 @@ def test_strangers_are_turned_away_and_the_missing_are_named(caplog):
         with pytest.raises(Unavailable, match=r"process 1 of 3 did not join within 0\.5 s"):
             gather(listener, facts, MULTIHOST, 0.5)
         kind, why = first.receive()
-        assert kind is Kind.FAILED
+        assert kind is MessageKind.FAILED
         assert b"process 1 of 3 did not join" in why
         assert f"refused a connection from 127.0.0.1:{stranger.getsockname()[1]}, which" in caplog.text
         stranger.close()
@@ -206,7 +206,7 @@ def test_processes_with_a_secret_that_cannot_be_together_are_all_told(second, fa
             stack.callback(other.close)
         with pytest.raises(InvalidArgument, match=message):
             gathering.result(10.0)
-        assert [other.receive()[0] for other in others] == [Kind.FAILED] * 2
+        assert [other.receive()[0] for other in others] == [MessageKind.FAILED] * 2
 
 
 def test_without_a_secret_a_process_that_differs_is_refused_and_the_right_one_awaited():
@@ -217,7 +217,10 @@ def test_without_a_secret_a_process_that_differs_is_refused_and_the_right_one_aw
         wrong = hello(address, 2, {"x": "2"})
         stack.callback(wrong.close)
         kind, why = wrong.receive()
-        assert (kind, bytes(why)) == (Kind.FAILED, b"x: is 1 in process 0 and 2 in process 2; they must be equal")
+        assert (kind, bytes(why)) == (
+            MessageKind.FAILED,
+            b"x: is 1 in process 0 and 2 in process 2; they must be equal",
+        )
         for process in (2, 1):
             stack.callback(hello(address, process, right).close)
         channels = gathering.result(60.0)
@@ -238,8 +241,8 @@ def test_without_a_secret_a_second_process_of_a_number_is_refused_and_the_others
             time.sleep(0.01)
         stack.callback(hello(address, 2, right).close)
         channels = gathering.result(60.0)
-        channels[1].send_json(Kind.WELCOME, {"port": 1})
-        assert {other.receive()[0] for other in twice} == {Kind.FAILED, Kind.WELCOME}
+        channels[1].send_json(MessageKind.WELCOME, {"port": 1})
+        assert {other.receive()[0] for other in twice} == {MessageKind.FAILED, MessageKind.WELCOME}
         for channel in channels.values():
             channel.close()
 
@@ -264,10 +267,13 @@ def test_a_process_that_comes_after_one_that_cannot_be_here_is_told_too(monkeypa
         prove(late, SECRET)
         different = hello(address, 2, {"x": "2"}, SECRET)
         stack.callback(different.close)
-        assert different.receive()[0] is Kind.FAILED
-        late.send_json(Kind.HELLO, {"process_id": 1, "facts": facts})
+        assert different.receive()[0] is MessageKind.FAILED
+        late.send_json(MessageKind.HELLO, {"process_id": 1, "facts": facts})
         kind, why = late.receive()
-        assert (kind, bytes(why)) == (Kind.FAILED, b"x: is 1 in process 0 and 2 in process 2; they must be equal")
+        assert (kind, bytes(why)) == (
+            MessageKind.FAILED,
+            b"x: is 1 in process 0 and 2 in process 2; they must be equal",
+        )
         with pytest.raises(InvalidArgument, match="x: is 1 in process 0"):
             gathering.result(10.0)
 
@@ -291,14 +297,14 @@ def test_a_process_that_process_0_hangs_up_on_is_told_its_address():
 def test_a_leader_settles_for_the_least_and_ends_the_others_well():
     (a, other), owner = pair(), Owner()
     leader = Leader({1: a}, owner)
-    other.send(Kind.FACTS, (7).to_bytes(8, "little"))
+    other.send(MessageKind.FACTS, (7).to_bytes(8, "little"))
     assert leader.least(9) == 7
-    assert other.receive() == (Kind.SETTLED, bytearray((7).to_bytes(8, "little")))
-    other.send(Kind.SHUTDOWN_REQUEST)
+    assert other.receive() == (MessageKind.SETTLED, bytearray((7).to_bytes(8, "little")))
+    other.send(MessageKind.SHUTDOWN_REQUEST)
     assert owner.has_heard.wait(10.0)
 
     def end_well() -> None:
-        assert other.receive()[0] is Kind.END
+        assert other.receive()[0] is MessageKind.END
         other.close()
 
     thread = threading.Thread(target=end_well)
@@ -332,9 +338,9 @@ def test_nothing_can_be_sent_to_a_process_whose_last_word_is_not_lost(has_ended_
     (a, other), owner = pair(), Owner()
     leader = Leader({1: a}, owner)
     a._socket.shutdown(socket.SHUT_WR)
-    threading.Timer(0.1, other.send, (Kind.FAILED, b"a fault")).start()
+    threading.Timer(0.1, other.send, (MessageKind.FAILED, b"a fault")).start()
     with pytest.raises(Unavailable, match="process 1 of 2 failed: a fault"):
-        leader.send(Kind.STEP)
+        leader.send(MessageKind.STEP)
     assert owner.has_heard.wait(10.0)
     assert [str(failure) for failure in owner.failures] == ["process 1 of 2 failed: a fault"]
     assert has_ended_anyway.wait(10.0)
@@ -349,7 +355,7 @@ def test_nothing_can_be_sent_to_a_process_that_says_nothing(has_ended_anyway, mo
     leader = Leader({1: a}, owner)
     a._socket.shutdown(socket.SHUT_WR)
     with pytest.raises(Unavailable, match="process 1 of 2 is lost: cannot send to b:2: "):
-        leader.send(Kind.STEP)
+        leader.send(MessageKind.STEP)
     assert owner.failures == [leader.failure]
     assert has_ended_anyway.wait(10.0)
     other.close()
@@ -360,10 +366,10 @@ def test_nothing_can_be_sent_to_a_process_that_says_nothing(has_ended_anyway, mo
 def test_findings_that_differ_are_named_to_all():
     (a, other), owner = pair(), Owner()
     leader = Leader({1: a}, owner)
-    other.send_json(Kind.FACTS, {"attention_backend": "xla"})
+    other.send_json(MessageKind.FACTS, {"attention_backend": "xla"})
     with pytest.raises(InvalidArgument, match="attention_backend: is cpu in process 0 and xla in process 1"):
         leader.agree({"attention_backend": "cpu"})
-    assert other.receive()[0] is Kind.FAILED
+    assert other.receive()[0] is MessageKind.FAILED
     assert not leader.end(0.0)
     other.close()
     a.close()

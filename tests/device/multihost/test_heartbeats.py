@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from jpaged.device.multihost.channel import Channel, Kind
+from jpaged.device.multihost.channel import Channel, MessageKind
 from jpaged.device.multihost.handshake import Follower, Leader
 from jpaged.device.multihost.heartbeats import Heartbeats, HeartbeatTimes, Silences
+from jpaged.distributed_env import MultiHost
 from jpaged.errors import InternalError, InvalidArgument, ProcessLost
-from jpaged.launchers import MultiHost
 from tests.device.multihost.test_executor import Owner, pair
 
 TIMES = HeartbeatTimes(interval_s=1.0, timeout_s=5.0)
@@ -65,7 +65,7 @@ def test_a_process_that_was_stopped_itself_misses_nobody_when_it_goes_on():
 def test_signs_of_life_are_sent_while_nothing_else_is(pairs):
     a, b = pairs()
     Heartbeats({1: a}, PATIENT, lambda process: None)
-    assert [b.receive() for _ in range(3)] == [(Kind.HEARTBEAT, bytearray())] * 3
+    assert [b.receive() for _ in range(3)] == [(MessageKind.HEARTBEAT, bytearray())] * 3
 
 
 def fill(channel: Channel) -> None:
@@ -88,7 +88,7 @@ def test_the_leader_ends_all_when_one_is_silent_and_reads_nothing(pairs, monkeyp
     assert owner.has_heard.wait(60)
     (failure,) = owner.failures
     assert isinstance(failure, ProcessLost)
-    told = next(payload for kind, payload in iter(follower.receive, None) if kind is Kind.FAILED)
+    told = next(payload for kind, payload in iter(follower.receive, None) if kind is MessageKind.FAILED)
     assert told.decode() == str(failure)
     assert str(failure) == "process 2 of 3 is lost: no message for 1 s (heartbeat_timeout)"
 
@@ -109,10 +109,10 @@ def test_signs_of_life_are_nothing_to_run(pairs):
     a, b = pairs()
     follower = Follower(b, SECOND, lambda code, why: None)
     messages = follower.follow()
-    a.send(Kind.HEARTBEAT)
-    a.send(Kind.STEP, b"one")
-    assert next(messages) == (Kind.STEP, bytearray(b"one"))
-    a.send(Kind.END)
+    a.send(MessageKind.HEARTBEAT)
+    a.send(MessageKind.STEP, b"one")
+    assert next(messages) == (MessageKind.STEP, bytearray(b"one"))
+    a.send(MessageKind.END)
 
 
 @pytest.mark.parametrize(
@@ -129,12 +129,12 @@ def test_the_exit_code_says_whether_a_process_failed_or_another_one(error, told,
     ends: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
     follower = Follower(b, SECOND, lambda code, why: ends.put((code, why)))
     if told is not None:
-        a.send(Kind.FAILED, told.encode())
+        a.send(MessageKind.FAILED, told.encode())
     follower.report(error)
     assert follower.exit_code == code
     if told is None:
-        assert a.receive()[0] is Kind.FAILED
-        a.send(Kind.FAILED, b"process 1 of 3 failed")  # which process 0 tells all of them
+        assert a.receive()[0] is MessageKind.FAILED
+        a.send(MessageKind.FAILED, b"process 1 of 3 failed")  # which process 0 tells all of them
     assert ends.get(timeout=60)[0] == code
 
 
@@ -143,13 +143,13 @@ def test_a_follower_is_ready_once_it_follows_and_while_nothing_takes_too_long(pa
     follower = Follower(b, SECOND, lambda code, why: None)
     assert not follower.is_ready(1e6)
     messages = follower.follow()
-    a.send(Kind.STEP, b"one")
+    a.send(MessageKind.STEP, b"one")
     next(messages)
     assert follower.is_ready(1e6)
     begun_s = time.monotonic()
     while time.monotonic() <= begun_s:
         """The clock moves."""
     assert not follower.is_ready(0.0)
-    a.send(Kind.END)
+    a.send(MessageKind.END)
     next(messages)
     assert not follower.is_ready(1e6)

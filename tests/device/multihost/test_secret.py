@@ -15,10 +15,10 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.device.multihost import handshake
-from jpaged.device.multihost.channel import Channel, Kind, connect, listen, prove
+from jpaged.device.multihost.channel import Channel, MessageKind, connect, listen, prove
 from jpaged.device.multihost.handshake import gather
+from jpaged.distributed_env import MultiHost
 from jpaged.errors import InvalidArgument, Unavailable
-from jpaged.launchers import MultiHost
 
 SECRET, OTHER = b"the secret of a cluster", b"the secret of another"
 FACTS = {"x": "1"}
@@ -50,7 +50,7 @@ def come(address: Address, secret: bytes | None) -> Channel:
     channel = connect(*address, 10.0)
     if secret is not None:
         prove(channel, secret)
-    channel.send_json(Kind.HELLO, {"process_id": 1, "facts": FACTS})
+    channel.send_json(MessageKind.HELLO, {"process_id": 1, "facts": FACTS})
     return channel
 
 
@@ -86,7 +86,7 @@ def test_one_without_the_secret_is_told_what_is_wanted() -> None:
         stranger = come(address, None)
         kind, why = stranger.receive()
         assert (kind, bytes(why)) == (
-            Kind.FAILED,
+            MessageKind.FAILED,
             b"it has no secret, but process 0 requires one (cluster_secret_file)",
         )
         stranger.close()
@@ -97,12 +97,12 @@ def test_a_proof_is_of_no_use_to_whoever_overheard_it() -> None:
     """Neither a second time, nor sent back to whoever made it."""
     with gathering(SECRET) as (address, _):
         with connected(address) as channel:
-            channel.send(Kind.JOIN, bytes(32))
+            channel.send(MessageKind.JOIN, bytes(32))
             kind, payload = channel.receive()
-            assert kind is Kind.CHALLENGE
-            channel.send(Kind.PROOF, bytes(payload[32:]))
+            assert kind is MessageKind.CHALLENGE
+            channel.send(MessageKind.PROOF, bytes(payload[32:]))
             kind, why = channel.receive()
-            assert (kind, bytes(why)) == (Kind.FAILED, b"it does not have the secret (cluster_secret_file)")
+            assert (kind, bytes(why)) == (MessageKind.FAILED, b"it does not have the secret (cluster_secret_file)")
         come(address, SECRET).close()
 
 
@@ -115,8 +115,8 @@ def test_one_that_only_listens_where_process_0_should_be_learns_nothing_and_is_f
         proving = pool.submit(prove, channel, SECRET)
         accepted = Channel(impostor.accept()[0], "x")
         kind, nonce = accepted.receive()
-        assert (kind, len(nonce)) == (Kind.JOIN, 32)
-        accepted.send(Kind.CHALLENGE, bytes(64))
+        assert (kind, len(nonce)) == (MessageKind.JOIN, 32)
+        accepted.send(MessageKind.CHALLENGE, bytes(64))
         with pytest.raises(Unavailable, match="is not process 0"):
             proving.result(60)
         accepted.close()
@@ -128,14 +128,14 @@ STRANGERS: dict[str, Callable[[socket.socket], None]] = {
     "says nothing": lambda end: None,
     "speaks HTTP": lambda end: end.sendall(b"GET / HTTP/1.1\r\n\r\n"),
     "goes away": lambda end: end.close(),
-    "stops in the middle": lambda end: end.sendall(struct.pack("<IB", 1000, Kind.HELLO) + b"{"),
-    "promises a lot": lambda end: end.sendall(struct.pack("<IB", 1 << 28, Kind.HELLO)),
-    "sends a short nonce": lambda end: end.sendall(struct.pack("<IB", 1, Kind.JOIN) + b"x"),
-    "sends what is nested": lambda end: end.sendall(struct.pack("<IB", len(NESTED), Kind.HELLO) + NESTED),
-    "sends no JSON": lambda end: end.sendall(struct.pack("<IB", 1, Kind.HELLO) + b"x"),
-    "sends another message": lambda end: end.sendall(struct.pack("<IB", 0, Kind.END)),
-    "has a number beyond all": lambda end: end.sendall(struct.pack("<IB", len(BEYOND), Kind.HELLO) + BEYOND),
-    "sends other JSON": lambda end: end.sendall(struct.pack("<IB", 2, Kind.HELLO) + b"{}"),
+    "stops in the middle": lambda end: end.sendall(struct.pack("<IB", 1000, MessageKind.HELLO) + b"{"),
+    "promises a lot": lambda end: end.sendall(struct.pack("<IB", 1 << 28, MessageKind.HELLO)),
+    "sends a short nonce": lambda end: end.sendall(struct.pack("<IB", 1, MessageKind.JOIN) + b"x"),
+    "sends what is nested": lambda end: end.sendall(struct.pack("<IB", len(NESTED), MessageKind.HELLO) + NESTED),
+    "sends no JSON": lambda end: end.sendall(struct.pack("<IB", 1, MessageKind.HELLO) + b"x"),
+    "sends another message": lambda end: end.sendall(struct.pack("<IB", 0, MessageKind.END)),
+    "has a number beyond all": lambda end: end.sendall(struct.pack("<IB", len(BEYOND), MessageKind.HELLO) + BEYOND),
+    "sends other JSON": lambda end: end.sendall(struct.pack("<IB", 2, MessageKind.HELLO) + b"{}"),
 }
 
 
@@ -171,7 +171,7 @@ def test_one_that_speaks_a_byte_at_a_time_has_the_same_time_as_others(monkeypatc
     monkeypatch.setattr(handshake, "_GREETING_S", 0.2)
     with gathering(None) as (address, _):
         slow = socket.create_connection(address)
-        slow.sendall(struct.pack("<IB", 1 << 19, Kind.HELLO))
+        slow.sendall(struct.pack("<IB", 1 << 19, MessageKind.HELLO))
         slow.settimeout(0.02)
         is_open = True
         while is_open:  # each byte comes well in time
@@ -228,9 +228,9 @@ def test_the_secret_is_in_a_file_or_the_environment(tmp_path: Path, monkeypatch:
 def test_a_hello_of_another_kind_does_not_end_the_start(hello: dict[str, object]) -> None:
     with gathering(None) as (address, found):
         with connected(address) as stranger:
-            stranger.send_json(Kind.HELLO, hello)
+            stranger.send_json(MessageKind.HELLO, hello)
             with suppress(EOFError):
-                assert stranger.receive()[0] is Kind.FAILED
+                assert stranger.receive()[0] is MessageKind.FAILED
         come(address, None).close()
         assert sorted(found.result(60)) == [1]
 
@@ -239,7 +239,7 @@ def test_a_hello_of_another_kind_does_not_end_the_start(hello: dict[str, object]
 def test_a_stranger_has_4_kib_for_a_message(secret: bytes | None) -> None:
     with gathering(secret) as (address, found):
         with socket.create_connection(address) as stranger:
-            stranger.sendall(struct.pack("<IB", 4097, Kind.HELLO))
+            stranger.sendall(struct.pack("<IB", 4097, MessageKind.HELLO))
             assert stranger.recv(1) == b""
         come(address, secret).close()
         assert sorted(found.result(60)) == [1]
@@ -267,10 +267,10 @@ def in_place_of_process_0(answer: bytes) -> Iterator[Address]:
     ("answer", "problem"),
     [
         (b"", r"did not answer within 1 s \(join_timeout\)"),
-        (struct.pack("<IB", 1 << 28, Kind.WELCOME), "sent an invalid message"),
-        (struct.pack("<IB", 4097, Kind.WELCOME), "sent an invalid message"),
-        (struct.pack("<IB", 10, Kind.WELCOME) + b"{", r"did not answer within 1 s \(join_timeout\)"),
-        (struct.pack("<IB", 2, Kind.WELCOME) + b"{}", "process 0"),
+        (struct.pack("<IB", 1 << 28, MessageKind.WELCOME), "sent an invalid message"),
+        (struct.pack("<IB", 4097, MessageKind.WELCOME), "sent an invalid message"),
+        (struct.pack("<IB", 10, MessageKind.WELCOME) + b"{", r"did not answer within 1 s \(join_timeout\)"),
+        (struct.pack("<IB", 2, MessageKind.WELCOME) + b"{}", "process 0"),
     ],
 )
 def test_a_process_does_not_wait_for_a_stranger_in_place_of_process_0(
@@ -290,7 +290,7 @@ def test_memory_for_a_message_is_taken_as_it_comes() -> None:
         channel = connect(*address, 10.0)
         end, _ = listener.accept()
     channel.trust()
-    end.sendall(struct.pack("<IB", 1 << 28, Kind.STEP) + b"x")
+    end.sendall(struct.pack("<IB", 1 << 28, MessageKind.STEP) + b"x")
     end.close()
     tracemalloc.start()
     try:
@@ -311,14 +311,14 @@ def test_a_long_difference_still_names_its_field(secret: bytes | None) -> None:
         with connected(address) as channel:
             if secret is not None:
                 prove(channel, secret)
-            channel.send_json(Kind.HELLO, {"process_id": 1, "facts": {"x": "2" * 3000}})
+            channel.send_json(MessageKind.HELLO, {"process_id": 1, "facts": {"x": "2" * 3000}})
             with pytest.raises(Unavailable, match=r"^x: is 111"):
-                channel.receive_json(Kind.WELCOME)
+                channel.receive_json(MessageKind.WELCOME)
         if secret is not None:
             with pytest.raises(InvalidArgument, match="must be equal"):
                 found.result(60)
             return
         with connected(address) as right:  # without a secret, the start goes on
-            right.send_json(Kind.HELLO, {"process_id": 1, "facts": facts})
+            right.send_json(MessageKind.HELLO, {"process_id": 1, "facts": facts})
             for channel in found.result(60).values():
                 channel.close()

@@ -65,7 +65,7 @@ def test_every_query_sees_each_key_on_one_device(num_parts: int, window: int | N
     own_window = kind_of_part(AttentionKind(scale=1.0, sliding_window=window), num_parts).sliding_window
     seen: dict[int, list[int]] = {t: [] for t in range(sum(NUMS))}
     for part in range(num_parts):
-        own = order.rows_of(rows, jnp.int32(part), num_parts)
+        own = order.get_rows(rows, jnp.int32(part), num_parts)
         assert own.first_positions_s is None
         assert own.kv_begins_s is not None
         for row in range(int(own.num_rows)):
@@ -87,7 +87,7 @@ def test_every_query_sees_each_key_on_one_device(num_parts: int, window: int | N
 def test_new_rows_have_the_block_tables_of_theirs_and_runs_begin_with_them() -> None:
     rows = step_rows()
     order = order_of(rows, 4)
-    own = order.rows_of(rows, jnp.int32(0), 4)
+    own = order.get_rows(rows, jnp.int32(0), 4)
     num_rows = int(own.num_rows)
     assert (own.block_tables_sm[:num_rows] == rows.block_tables_sm[order.rows_u[:num_rows]]).all()
     starts = order.run_starts(jnp.asarray([0, 2, *[len(NUMS)] * 7], jnp.int32))

@@ -11,7 +11,7 @@ import pytest
 from jpaged.config import SchedulerOptions
 from jpaged.device.executor import JaxExecutor
 from jpaged.engine.executor import Detail, SamplingInputs, StepOutputs
-from jpaged.engine.executor.io import ANY_TOKEN, CountDue, EditInputs, no_masks, no_singles
+from jpaged.engine.executor.io import ANY_TOKEN, LogitsProcessorInputs, TokenCountReset, no_masks, no_singles
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
 
@@ -27,7 +27,9 @@ def executor() -> Iterator[JaxExecutor]:
     executor.shutdown()
 
 
-def sampled(executor: JaxExecutor, edits: EditInputs | None, detail: Detail) -> tuple[SamplingInputs, StepOutputs]:
+def sampled(
+    executor: JaxExecutor, edits: LogitsProcessorInputs | None, detail: Detail
+) -> tuple[SamplingInputs, StepOutputs]:
     driver = Driver(executor)
     rows = [Row(driver.sequence(prompt, temperature=i / 2, seed=i), len(prompt)) for i, prompt in enumerate(PROMPTS)]
     inputs = dataclasses.replace(driver.sampling(rows, detail=detail), edits=edits)
@@ -40,9 +42,9 @@ def test_rows_of_which_nothing_is_changed_are_sampled_and_told_of_as_others(
 ) -> None:
     inputs, want = sampled(executor, None, detail)
     assert (len(inputs.rows_r), executor._programs.sizes("edited")) == (8, (16,)), "they run on more"
-    _, got = sampled(executor, EditInputs.neutral(8), detail)
+    _, got = sampled(executor, LogitsProcessorInputs.neutral(8), detail)
     np.testing.assert_array_equal(got.token_ids_rn[:3], want.token_ids_rn[:3])
-    assert got.is_sound_rn[:3].all()
+    assert got.is_finite_rn[:3].all()
     for name in ("logprobs_rn", "ranks_rn", "top_ids_rnk", "top_logprobs_rnk"):
         wanted, found = getattr(want, name), getattr(got, name)
         if wanted is not None:
@@ -53,13 +55,13 @@ def test_rows_of_which_nothing_is_changed_are_sampled_and_told_of_as_others(
 def test_single_tokens_masks_and_counts_of_few_rows_run_on_more(executor: JaxExecutor) -> None:
     _, plain = sampled(executor, None, Detail.TOKENS)
     greedy = plain.token_ids_rn.item(0, 0)
-    edits = EditInputs.neutral(8)
+    edits = LogitsProcessorInputs.neutral(8)
     singles, masks = no_singles(8), no_masks(8, tiny_model.CONFIG.vocab_size)
     singles[0, 0] = (greedy, ANY_TOKEN, -np.inf)
     masks[1], masks[1, 1] = 0, 1 << 5
     edits.rows_r["slots_r"][2], edits.rows_r["presence_r"][2] = 3, -1e6
-    due = (CountDue(3, [9, 1, 1, 42], 3),)
-    inputs, outputs = sampled(executor, EditInputs(edits.rows_r, singles, masks, due), Detail.LOGPROBS)
+    due = (TokenCountReset(3, [9, 1, 1, 42], 3),)
+    inputs, outputs = sampled(executor, LogitsProcessorInputs(edits.rows_r, singles, masks, due), Detail.LOGPROBS)
     tokens = outputs.token_ids_rn[:3, 0].tolist()
     assert tokens[0] != greedy
     assert tokens[1:] == [32 + 5, 42]
@@ -70,9 +72,11 @@ def test_single_tokens_masks_and_counts_of_few_rows_run_on_more(executor: JaxExe
 
 
 def test_what_is_padded_is_neutral() -> None:
-    edits = EditInputs(EditInputs.neutral(2).rows_r, no_singles(2), no_masks(2, 40), (CountDue(1, [2], 1),))
+    edits = LogitsProcessorInputs(
+        LogitsProcessorInputs.neutral(2).rows_r, no_singles(2), no_masks(2, 40), (TokenCountReset(1, [2], 1),)
+    )
     padded = edits.padded(5)
-    assert (padded.rows_r == EditInputs.neutral(5).rows_r).all()
+    assert (padded.rows_r == LogitsProcessorInputs.neutral(5).rows_r).all()
     assert padded.singles_rx is not None
     assert (padded.singles_rx == no_singles(5)).all()
     assert padded.mask_rw is not None

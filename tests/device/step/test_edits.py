@@ -21,13 +21,13 @@ from jpaged.device.logits_processors import (
     edited,
 )
 from jpaged.device.model_runner import unpack_edits
-from jpaged.device.sampling import Vocabulary
-from jpaged.engine.executor.io import NUM_SINGLES, EditInputs, no_singles, num_mask_words, words_of_singles
+from jpaged.device.sampling import SamplingVocabulary
+from jpaged.engine.executor.io import NUM_SINGLES, LogitsProcessorInputs, no_singles, num_mask_words, words_of_singles
 from tests.device.step import edits_oracle as oracle
 from tests.device.step.edits_oracle import Edits
 
 V, R, P = 61, 4, 6
-VOCABULARY = Vocabulary(V)
+VOCABULARY = SamplingVocabulary(V)
 PART = 8
 
 
@@ -52,7 +52,7 @@ def counted(counts: TokenCounts, slot: int, prompt: tuple[int, ...], output: tup
 
 
 def rows_of(rows: list[Edits]) -> RowEdits:
-    inputs, masks = EditInputs.neutral(len(rows)), np.full((len(rows), num_mask_words(V)), -1, np.int32)
+    inputs, masks = LogitsProcessorInputs.neutral(len(rows)), np.full((len(rows), num_mask_words(V)), -1, np.int32)
     singles = no_singles(len(rows))
     for i, row in enumerate(rows):
         inputs.rows_r[i] = (i + 1, row.repetition, row.frequency, row.presence, row.top_n_sigma, row.typical_p)

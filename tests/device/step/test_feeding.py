@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jpaged.config import Backend
+from jpaged.device.compilation.lowering import sized_step
 from jpaged.device.mesh import serving_mesh
-from jpaged.device.programs.lowering import sized_step
-from jpaged.engine.executor import I32, Bool, Detail, MaskFeed, Verdict
-from jpaged.engine.executor.io import MASK_BITS, EditInputs, num_mask_words
+from jpaged.engine.executor import I32, Bool, Detail, MaskChannel, StepDirective
+from jpaged.engine.executor.io import MASK_BITS, LogitsProcessorInputs, num_mask_words
 from jpaged.errors import InternalError
 from jpaged.testing.fake_steps import step_at
 from tests.device import tiny_model
@@ -37,7 +37,7 @@ def one_by_one(driver: Driver, sequences: list[Sequence], num_steps: int = NUM_S
     columns = []
     for place in range(num_steps):
         inputs, sampling = step_at(place, *first, driver.geometry.block_size)
-        edits = dataclasses.replace(EditInputs.neutral(NUM_ROWS), mask_rw=masks_of(driver, place))
+        edits = dataclasses.replace(LogitsProcessorInputs.neutral(NUM_ROWS), mask_rw=masks_of(driver, place))
         sampling = dataclasses.replace(sampling, edits=edits)
         columns.append(executor.collect(executor.sample(executor.forward(inputs), sampling)).token_ids_rn[:3, 0])
     for sequence in sequences:
@@ -45,13 +45,13 @@ def one_by_one(driver: Driver, sequences: list[Sequence], num_steps: int = NUM_S
     return np.stack(columns, axis=1)
 
 
-def start(driver: Driver, sequences: list[Sequence], ending_ids_rx: I32 = NO_IDS) -> tuple[object, MaskFeed]:
+def start(driver: Driver, sequences: list[Sequence], ending_ids_rx: I32 = NO_IDS) -> tuple[object, MaskChannel]:
     rows = [Row(sequence, 1, prev_sampled_row=i) for i, sequence in enumerate(sequences)]
     inputs, sampling = driver.inputs(rows), driver.sampling(rows, detail=Detail.TOKENS)
-    return driver.executor.decode_fed(inputs, sampling, ending_ids_rx, NUM_STEPS)
+    return driver.executor.decode_with_masks(inputs, sampling, ending_ids_rx, NUM_STEPS)
 
 
-def drawn_of(feed: MaskFeed) -> tuple[I32, Bool]:
+def drawn_of(feed: MaskChannel) -> tuple[I32, Bool]:
     drawn = feed.wait()
     assert drawn is not None
     return drawn
@@ -65,7 +65,7 @@ def test_steps_that_are_fed_are_the_same_as_one_after_another(driver: Driver, la
     behind = decode(driver, sequences, num=2).token_ids_rn[:3, :2]
     handle, feed = start(driver, sequences := begin(driver))
     for step in range(last + 1):
-        feed.give(masks_of(driver, step), Verdict.LAST if step == last < NUM_STEPS - 1 else Verdict.GOES_ON)
+        feed.give(masks_of(driver, step), StepDirective.LAST if step == last < NUM_STEPS - 1 else StepDirective.GOES_ON)
         token_ids_r, is_sound_r = drawn_of(feed)
         np.testing.assert_array_equal(token_ids_r[:3], want[:, step])
         assert is_sound_r.all()
@@ -83,7 +83,7 @@ def test_what_comes_behind_a_closed_feed_finds_the_last_token_that_was_made(driv
     behind = decode(driver, sequences, num=2).token_ids_rn[:3, :2]
     handle, feed = start(driver, sequences := begin(driver))
     for step in range(2):
-        feed.give(masks_of(driver, step), Verdict.GOES_ON)
+        feed.give(masks_of(driver, step), StepDirective.GOES_ON)
         drawn_of(feed)
     feed.close()
     np.testing.assert_array_equal(driver.executor.collect(handle).token_ids_rn[:3, :2], want)
@@ -99,9 +99,9 @@ def test_the_device_stops_by_itself_where_all_rows_have_ended(driver: Driver) ->
     last = max(want[row].tolist().index(want[row, 1]) for row in range(3))
     handle, feed = start(driver, begin(driver), ending_ids_rx)
     for step in range(last + 1):
-        feed.give(masks_of(driver, step), Verdict.GOES_ON)
+        feed.give(masks_of(driver, step), StepDirective.GOES_ON)
         drawn_of(feed)
-    feed.give(masks_of(driver, last + 1), Verdict.GOES_ON)
+    feed.give(masks_of(driver, last + 1), StepDirective.GOES_ON)
     assert feed.wait() is None
     found = driver.executor.collect(handle)
     feed.close()
@@ -115,7 +115,7 @@ def test_steps_of_no_program_leave_no_feed_open(driver: Driver) -> None:
     inputs, sampling = driver.inputs(rows), driver.sampling(rows, detail=Detail.TOKENS)
     cut = type(sampling)(sampling.rows_r[:3])
     with pytest.raises(InternalError, match=r"program decode\[3\] is not compiled"):
-        driver.executor.decode_fed(inputs, cut, NO_IDS[:3], 2)
+        driver.executor.decode_with_masks(inputs, cut, NO_IDS[:3], 2)
 
 
 @pytest.mark.parametrize(("backend", "is_async"), [("cpu", True), ("cpu", False), ("xla", True)])

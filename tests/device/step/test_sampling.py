@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from jpaged.device import sampling
 from jpaged.device.model_runner import unpack_rows
-from jpaged.device.sampling import Vocabulary
+from jpaged.device.sampling import SamplingVocabulary
 from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, TOP_WIDTH, Detail, SamplingInputs
-from jpaged.kernels.sampling import RowSampling, Sampled, SamplingKernel, noise
+from jpaged.kernels.sampling import RowSampling, SampledTokens, SamplingKernel, noise
 from jpaged.kernels.sampling.cpu.sampling import CpuSampling, kernel
-from jpaged.types import MAX_TOP_TOLD
+from jpaged.types import MAX_TOP_LOGPROBS
 from tests.device.step import sampling_oracle as oracle
 from tests.device.step.sampling_oracle import Params
 
@@ -42,18 +42,18 @@ def kernel_of_cpus() -> CpuSampling:
     return found
 
 
-def _sample(logits: np.ndarray, how: RowSampling, detail: Detail) -> Sampled:
+def _sample(logits: np.ndarray, how: RowSampling, detail: Detail) -> SampledTokens:
     return run_sampling(logits, how, detail, _kernel[-1])
 
 
 @functools.partial(jax.jit, static_argnames=("detail", "kernel"))
-def run_sampling(logits: jax.Array, how: RowSampling, detail: Detail, kernel: SamplingKernel | None) -> Sampled:
-    return sampling.sample(jnp.asarray(logits, jnp.float32), how, Vocabulary(logits.shape[1]), detail, kernel)
+def run_sampling(logits: jax.Array, how: RowSampling, detail: Detail, kernel: SamplingKernel | None) -> SampledTokens:
+    return sampling.sample(jnp.asarray(logits, jnp.float32), how, SamplingVocabulary(logits.shape[1]), detail, kernel)
 
 
 @jax.jit
 def _floor(scaled: jax.Array, how: RowSampling) -> jax.Array:
-    return sampling.truncation_floor(scaled, how, Vocabulary(scaled.shape[1]))
+    return sampling.truncation_floor(scaled, how, SamplingVocabulary(scaled.shape[1]))
 
 
 def row_sampling(rows: list[Params]) -> RowSampling:
@@ -355,4 +355,4 @@ def test_alternatives_of_a_small_vocabulary_are_all_of_it() -> None:
 
 
 def test_there_are_as_many_alternatives_as_a_request_may_ask_for() -> None:
-    assert TOP_WIDTH >= MAX_TOP_TOLD
+    assert TOP_WIDTH >= MAX_TOP_LOGPROBS

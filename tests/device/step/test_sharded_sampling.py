@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec
 
 from jpaged.device import sampling
 from jpaged.device.mesh import LOGITS_SPEC, MODEL_AXIS, build_mesh, on_shards
-from jpaged.device.sampling import Vocabulary
+from jpaged.device.sampling import SamplingVocabulary
 from jpaged.engine.executor import Detail
-from jpaged.kernels.sampling import RowSampling, Sampled, noise
+from jpaged.kernels.sampling import RowSampling, SampledTokens, noise
 from tests.device.step.sampling_oracle import Params
 from tests.device.step.test_sampling import V, random_logits, row_sampling, unsound_rows
 
@@ -32,21 +32,21 @@ ROWS = [
 ]
 
 
-def sample_split(logits: np.ndarray, how: RowSampling, num_parts: int, detail: Detail) -> Sampled:
+def sample_split(logits: np.ndarray, how: RowSampling, num_parts: int, detail: Detail) -> SampledTokens:
     """The columns padded with what must never be sampled, and split."""
     mesh = build_mesh(jax.devices()[:num_parts])
-    vocabulary = Vocabulary(logits.shape[1], MODEL_AXIS)
+    vocabulary = SamplingVocabulary(logits.shape[1], MODEL_AXIS)
     padded = np.pad(logits, ((0, 0), (0, -logits.shape[1] % num_parts)), constant_values=100.0)
     run = functools.partial(sampling.sample, vocabulary=vocabulary, detail=detail)
     return jax.jit(on_shards(run, mesh, (LOGITS_SPEC, PartitionSpec()), PartitionSpec()))(padded, how)
 
 
-def sample_whole(logits: np.ndarray, how: RowSampling, detail: Detail) -> Sampled:
-    run = functools.partial(sampling.sample, vocabulary=Vocabulary(logits.shape[1]), detail=detail)
+def sample_whole(logits: np.ndarray, how: RowSampling, detail: Detail) -> SampledTokens:
+    run = functools.partial(sampling.sample, vocabulary=SamplingVocabulary(logits.shape[1]), detail=detail)
     return jax.jit(run)(logits, how)
 
 
-def assert_same_sample(got: Sampled, want: Sampled) -> None:
+def assert_same_sample(got: SampledTokens, want: SampledTokens) -> None:
     np.testing.assert_array_equal(got.token_ids_r, want.token_ids_r)
     np.testing.assert_array_equal(np.asarray(got.ranks_r), np.asarray(want.ranks_r))
     np.testing.assert_allclose(np.asarray(got.logprobs_r), np.asarray(want.logprobs_r), atol=1e-5)
@@ -91,7 +91,7 @@ def test_passes_that_settle_more_bits_find_the_same_thresholds(num_bits: int, mo
     def floors(num_parts: int) -> np.ndarray:
         mesh, axis = build_mesh(jax.devices()[:num_parts]), MODEL_AXIS if num_parts > 1 else None
         padded = np.pad(logits, ((0, 0), (0, -V % num_parts)), constant_values=-np.inf)
-        run = functools.partial(sampling.truncation_floor, vocabulary=Vocabulary(V, axis))
+        run = functools.partial(sampling.truncation_floor, vocabulary=SamplingVocabulary(V, axis))
         return np.asarray(jax.jit(on_shards(run, mesh, (LOGITS_SPEC, PartitionSpec()), PartitionSpec()))(padded, how))
 
     want = [floors(1), floors(2)]
@@ -121,4 +121,4 @@ def test_noise_of_some_tokens_is_that_of_all(vocab_size: int) -> None:
     whole = np.asarray(noise.exponentials(*key, vocab_size))
     for begin in range(0, vocab_size, 5):
         ids = jnp.arange(begin, min(begin + 5, vocab_size))
-        np.testing.assert_array_equal(noise.exponentials_of(*key, ids, vocab_size), whole[:, begin : begin + 5])
+        np.testing.assert_array_equal(noise.get_exponentials(*key, ids, vocab_size), whole[:, begin : begin + 5])

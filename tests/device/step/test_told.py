@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 
 from jpaged.device import model_runner
-from jpaged.device.model_runner import ToldArrays
+from jpaged.device.model_runner import PendingHostCopies
 
 NUM_BYTES = 4 * 100
 
 
 @pytest.fixture
-def arrays(monkeypatch: pytest.MonkeyPatch) -> ToldArrays:
+def arrays(monkeypatch: pytest.MonkeyPatch) -> PendingHostCopies:
     """With room for three."""
     monkeypatch.setattr(model_runner, "MOST_BYTES", 3 * NUM_BYTES)
-    return ToldArrays()
+    return PendingHostCopies()
 
 
-def test_no_more_lies_on_the_device_than_may(arrays: ToldArrays) -> None:
+def test_no_more_lies_on_the_device_than_may(arrays: PendingHostCopies) -> None:
     waits = []
     for i in range(7):
         waits.append(arrays.add(jnp.full(100, float(i))))
@@ -30,14 +30,14 @@ def test_no_more_lies_on_the_device_than_may(arrays: ToldArrays) -> None:
     assert arrays.num_bytes == 0
 
 
-def test_one_that_is_larger_than_may_be_is_alone(arrays: ToldArrays) -> None:
+def test_one_that_is_larger_than_may_be_is_alone(arrays: PendingHostCopies) -> None:
     arrays.add(jnp.zeros(100))
     wait = arrays.add(jnp.ones(1000))
     assert arrays.num_bytes == 4000
     assert wait().sum() == 1000
 
 
-def test_what_nobody_waits_for_is_let_go(arrays: ToldArrays) -> None:
+def test_what_nobody_waits_for_is_let_go(arrays: PendingHostCopies) -> None:
     for _ in range(3):
         arrays.add(jnp.zeros(100))
     arrays.release()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jpaged import LLM, SamplingParams
-from jpaged.assemble import build
+from jpaged.build import build
 from jpaged.client import AsyncClient
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument, NotFound, Unsupported

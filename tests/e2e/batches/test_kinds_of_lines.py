@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from jpaged.assemble import build
+from jpaged.build import build
 from jpaged.client.batch import BatchOptions, BatchSummary, run_batch
 from jpaged.config import EngineConfig
 from jpaged.llm import LLM
-from jpaged.openai.lines import seed_of
+from jpaged.openai.lines import compute_seed
 from jpaged.server.lifecycle import Server
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.types import SamplingParams
@@ -96,7 +96,7 @@ async def test_a_file_of_all_kinds_of_lines_is_what_an_llm_makes_of_it(folder: P
 
 def check_texts(llm: LLM, bodies: dict[str, Any]) -> None:
     greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    drawn = SamplingParams(max_tokens=8, seed=seed_of("drawn"), ignore_eos=True)
+    drawn = SamplingParams(max_tokens=8, seed=compute_seed("drawn"), ignore_eos=True)
     outputs = llm.generate(PROMPTS[:2], [greedy, drawn])
     (chat,) = llm.chat(
         [{"role": "user", "content": "3,4,"}], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)

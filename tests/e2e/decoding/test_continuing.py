@@ -8,10 +8,10 @@ import pytest
 
 from jpaged import LLM, SamplingParams
 from jpaged.client.routing.resumable_stream import Progress
-from jpaged.completions import completions_of
+from jpaged.output_assembler import new_completions
 from jpaged.service.input_processor import move_grammars
 from jpaged.structured import StructuredOutputs
-from jpaged.types import Generated, OutputEvent, Prompt, RequestOutput
+from jpaged.types import OutputEvent, PriorOutput, Prompt, RequestOutput
 
 PERSON = {
     "type": "object",
@@ -41,7 +41,7 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def run(llm: LLM, asked: dict[str, tuple[SamplingParams, tuple[Generated, ...]]]) -> dict[str, list[OutputEvent]]:
+def run(llm: LLM, asked: dict[str, tuple[SamplingParams, tuple[PriorOutput, ...]]]) -> dict[str, list[OutputEvent]]:
     """Requests of one prompt, all at once: what is sent of each."""
     serving, sent = llm._serving, SimpleQueue[OutputEvent]()
     for name, (sampling, generated) in asked.items():
@@ -61,7 +61,7 @@ def run(llm: LLM, asked: dict[str, tuple[SamplingParams, tuple[Generated, ...]]]
 
 
 def folded(events: list[OutputEvent], sampling: SamplingParams) -> RequestOutput:
-    completions = completions_of(sampling)
+    completions = new_completions(sampling)
     for event in events:
         completions.add(event)
     output = completions.output("", None, ())
@@ -82,7 +82,7 @@ def without_logprobs(output: RequestOutput) -> tuple[RequestOutput, list[float]]
 @pytest.mark.long
 def test_a_request_that_was_cut_goes_on_as_if_it_had_not_been(llm: LLM) -> None:
     sent = run(llm, {name: (sampling, ()) for name, sampling in SHAPES.items()})
-    cuts: dict[str, tuple[SamplingParams, tuple[Generated, ...]]] = {}
+    cuts: dict[str, tuple[SamplingParams, tuple[PriorOutput, ...]]] = {}
     for name, events in sent.items():
         progress = Progress()
         for number, event in enumerate(events[:-1]):

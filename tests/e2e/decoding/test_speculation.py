@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from jpaged.checkpoints.hub import find_folder
-from jpaged.engine.speculation.drafting import Drafting
-from jpaged.engine.speculation.rounds import Rounds
+from jpaged.engine.speculative.draft_model import DraftModelSpeculation
+from jpaged.engine.speculative.drafter import SpecDecodeController
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.llm import LLM, TokensPrompt
 from jpaged.structured import StructuredOutputs
@@ -27,7 +27,7 @@ from tests.e2e.rig import engine_of, open_llm
 from tests.engine.proposing import Always, InTurn
 from tests.models.eagle_heads import HeadSizes, finding_head, random_head, write
 from tests.models.tiny import tiny_case, write_checkpoint
-from tests.service.grammars.schemas import random_schema, with_definitions
+from tests.service.structured_output.schemas import random_schema, with_definitions
 
 VOCAB_SIZE = 3072
 SIZES = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "max_model_len": 256, "num_blocks": 160, "block_size": 8}
@@ -108,7 +108,7 @@ def speculating(method: str, way: str) -> Iterator[tuple[LLM, Always]]:
     with open_llm("demo", **SIZES | WAYS[way], max_logprobs=-1, speculative_config=options) as llm:
         always = Always(options["num_speculative_tokens"])
         drafting = engine_of(llm)._loop._drafter
-        assert isinstance(drafting, Drafting)
+        assert isinstance(drafting, SpecDecodeController)
         drafting._adaptation = always
         yield llm, always
 
@@ -173,7 +173,7 @@ def draft_config(draft: str, folder: Path) -> dict[str, Any]:
 def has_rounds(params: SamplingParams) -> bool:
     """Whether a request's rows may go on by rounds of a draft model."""
     return not (
-        params.is_by_name
+        params.needs_row_scheduling
         or params.structured_outputs
         or params.needs_counts
         or params.needs_logprobs
@@ -191,7 +191,7 @@ def check_draft(draft: str, way: str, seeds: range, folder: Path) -> None:
         want = [generate(llm, part) for part in parts]
     with open_llm("demo", **SIZES | WAYS[way], max_logprobs=-1, speculative_config=draft_config(draft, folder)) as llm:
         rounds = engine_of(llm)._loop._drafter
-        assert isinstance(rounds, Rounds)
+        assert isinstance(rounds, DraftModelSpeculation)
         rounds._rule = rule = InTurn(*NUMS_ROUNDS)
         for part, expected in zip(parts, want, strict=True):
             assert_same(generate(llm, part), expected)
@@ -241,7 +241,7 @@ def test_a_draft_model_that_the_first_proposals_come_from_has_seen_what_plain_st
     shares = []
     with open_llm("demo", **SIZES, speculative_config=config) as llm:
         rounds = engine_of(llm)._loop._drafter
-        assert isinstance(rounds, Rounds)
+        assert isinstance(rounds, DraftModelSpeculation)
         for nums_rounds in ((4,), (0, 1)):
             rounds._rule = InTurn(*nums_rounds)
             before = llm.load().speculation
@@ -317,7 +317,7 @@ def check_head(head: str, way: str, seeds: range, folder: Path) -> None:
     config = head_config(head, want, folder)
     with open_llm("demo", **SIZES | WAYS[way], max_logprobs=-1, speculative_config=config) as llm:
         rounds = engine_of(llm)._loop._drafter
-        assert isinstance(rounds, Rounds)
+        assert isinstance(rounds, DraftModelSpeculation)
         rounds._rule = rule = InTurn(*NUMS_ROUNDS)
         for part, expected in zip(parts, want, strict=True):
             assert_same(generate(llm, part), expected)
@@ -356,7 +356,7 @@ def test_a_head_is_right_as_often_behind_plain_steps_and_in_every_copy(tmp_path:
         assert num_accepted > 0
     with open_llm("demo", **SIZES, speculative_config=config) as llm:
         rounds = engine_of(llm)._loop._drafter
-        assert isinstance(rounds, Rounds)
+        assert isinstance(rounds, DraftModelSpeculation)
         for nums_rounds in ((4,), (0, 1)):
             rounds._rule = InTurn(*nums_rounds)
             before = llm.load().speculation

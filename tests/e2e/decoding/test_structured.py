@@ -13,7 +13,7 @@ from jpaged import LLM, SamplingParams
 from jpaged.errors import InvalidArgument
 from jpaged.structured import StructuredOutputs
 from jpaged.types import RequestOutput
-from tests.service.grammars.schemas import random_schema, with_definitions
+from tests.service.structured_output.schemas import random_schema, with_definitions
 
 HOT = SamplingParams(max_tokens=96, temperature=1.5)
 PROMPT = "Once upon a time"

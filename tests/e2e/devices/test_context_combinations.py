@@ -14,7 +14,7 @@ import pytest
 from jpaged import LLM
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.llm import TokensPrompt
-from jpaged.service.kv_protocol import facts_of
+from jpaged.service.kv_protocol import get_facts
 from jpaged.structured import StructuredOutputs
 from jpaged.types import RequestOutput, SamplingParams
 from tests.e2e.rig import open_llm, random_prompts, write_model
@@ -200,7 +200,7 @@ def test_blocks_mean_something_else_in_another_number_of_parts(tmp_path: Path) -
     folder, facts, identities = write_model(MODEL, tmp_path), [], set()
     for num_parts in (1, 2, 4):
         with open_llm(folder, **SIZES, swap_space=0.005, context_parallel_size=num_parts) as llm:
-            facts.append(facts_of(llm._serving))
+            facts.append(get_facts(llm._serving))
             identities.add(llm._serving.engine.travels.kv_identity())
     assert len(identities) == 3
     for other in facts[1:]:

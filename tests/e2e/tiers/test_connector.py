@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from jpaged.engine.kv.tiers import connector_tier
+from jpaged.engine.kv_cache.offload import connector_tier
 from jpaged.errors import InvalidArgument
 from jpaged.llm import LLM
 from jpaged.types import SamplingParams
 from tests.e2e.rig import engine_of, generate, open_llm, random_prompts, write_model
-from tests.engine.kv.tiers.dict_connector import DictConnector
+from tests.engine.kv_cache.offload.dict_connector import DictConnector
 
 ROOT = Path(__file__).resolve().parents[3]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)

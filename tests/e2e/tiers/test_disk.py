@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.engine.data_parallel.engine import DataParallelEngine
+from jpaged.engine.data_parallel import DataParallelEngine
 from jpaged.llm import LLM
 from jpaged.types import SamplingParams
 from tests.e2e.rig import generate, open_llm, random_prompts, write_model

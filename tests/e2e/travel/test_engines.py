@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jpaged.engine.kv.blocks import root_key
-from jpaged.engine.kv.tiers.leaving import Place
+from jpaged.engine.kv_cache.blocks import root_block_hash
+from jpaged.engine.kv_cache.offload.transfer import BlockPosition
 from jpaged.llm import LLM, TokensPrompt
 from jpaged.types import SamplingParams
 from tests.e2e.rig import open_llm, random_prompts, write_model
@@ -25,13 +25,13 @@ def carry(a: LLM, b: LLM, prompt: list[int]) -> int:
     """Takes what one knows of a prompt to the other; the blocks that it would find."""
     there, here = a._serving.engine.travels, b._serving.engine.travels
     assert there.kv_identity() == here.kv_identity()
-    leaving = there.leave(there.chain(root_key(""), prompt)).result(WAIT_S)
-    contents: dict[Place, bytes] = {}
+    leaving = there.leave(there.chain(root_block_hash(""), prompt)).result(WAIT_S)
+    contents: dict[BlockPosition, bytes] = {}
     for part in range(leaving.num_parts):
         leaving.when_there(part).result(WAIT_S)
         leaving.read(part, lambda place, view: contents.update({place: bytes(view)}))
     leaving.close()
-    arriving = here.arrive(here.chain(root_key(""), prompt))
+    arriving = here.arrive(here.chain(root_block_hash(""), prompt))
     homes = arriving.reserve(len(contents)).result(WAIT_S)
     for home, content in zip(homes, contents.values(), strict=True):
         arriving.write(home, 0, content)

@@ -6,7 +6,7 @@ import dataclasses
 from collections import defaultdict
 
 from jpaged.config import EngineConfig
-from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
+from jpaged.engine.data_parallel import DataParallelEngine, shares
 from jpaged.engine.engine import Engine
 from jpaged.service.input_processor import InputProcessor
 from jpaged.testing import ByteTokenizer, FakeExecutor, Faults, VirtualClock

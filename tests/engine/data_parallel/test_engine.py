@@ -9,13 +9,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jpaged.engine.data_parallel.engine import DataParallelEngine, shares
+from jpaged.engine.data_parallel import DataParallelEngine, shares
 from jpaged.errors import AlreadyExists, InternalError, InvalidArgument, QueueFull, Unavailable, Unsupported
-from jpaged.load import DISTRIBUTIONS, EngineLoad, total_load
+from jpaged.server_load import DISTRIBUTIONS, EngineLoad, total_load
 from jpaged.testing import FakeExecutor, Faults, expected_tokens
 from jpaged.types import FinishReason, Prompt, Request, SamplingParams
 from tests.engine.data_parallel.fleet import PREFIX, Fleet
-from tests.engine.kv.oracle import expected_outputs
+from tests.engine.kv_cache.oracle import expected_outputs
 
 # --- ids, limits ------------------------------------------------------------------------------------------------------
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from jpaged.engine.kv.eviction.policies import MAKERS
+from jpaged.engine.kv_cache.eviction.policies import EVICTION_POLICIES
 from jpaged.testing import expected_tokens
 from tests.engine.data_parallel.fleet import Fleet
 
 
-@pytest.mark.parametrize("policy", MAKERS)
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
 @pytest.mark.thinned(3)
 def test_replicas_give_up_blocks_by_the_policy_and_sample_the_same(policy):
     options = {"eviction_policy": policy}

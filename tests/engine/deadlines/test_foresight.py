@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.engine.executor import DeviceRates
-from jpaged.engine.scheduling.lookahead import LeastTimes
+from jpaged.engine.scheduler.multi_step import StepTimeFloor
 from jpaged.errors import DeadlineExceeded
 from tests.engine.timed import TimedExecutor
 
@@ -145,7 +145,7 @@ def test_steps_count_where_nothing_can_end_the_request_before(sampling, refused)
 
 
 def test_the_least_times_are_those_of_eight_dispatches_together():
-    times = LeastTimes(64)
+    times = StepTimeFloor(64)
     for seconds in (0.0, *[1.0] * 6):
         times.observe(64, 1, seconds)
     assert times.seconds(640, 1) == 0.0

@@ -7,7 +7,7 @@ from jpaged.testing import FakeExecutor
 from jpaged.types import PositionLogprobs, SamplingParams, TokenLogprob
 from tests.engine.groups import num_swapped_blocks
 from tests.engine.harness import Harness
-from tests.engine.kv.oracle import expected_beams
+from tests.engine.kv_cache.oracle import expected_beams
 
 EOS = 9
 

@@ -204,7 +204,7 @@ def test_tokens_without_text_end_where_they_would_with_it(sampling, num_tokens, 
         eos_token_ids=frozenset({told[7]}),
     )
     chosen = SamplingParams(**params, stop_token_ids=() if stop is None else (stop,))
-    engine.submit(Request("r", tuple(prompt), chosen, is_whole=is_whole), events.append)
+    engine.submit(Request("r", tuple(prompt), chosen, is_non_streaming=is_whole), events.append)
     others = SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=tuple(told[:3]), ignore_eos=True)
     engine.submit(Request("other", (9, 9), others), lambda event: None)
     while engine.step():

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from jpaged.engine.kv.blocks import block_key, root_key
+from jpaged.engine.kv_cache.blocks import block_key, root_block_hash
 from jpaged.engine.sequence import Status
 from jpaged.errors import InternalError
 from jpaged.testing import FakeExecutor, Faults, expected_tokens
@@ -142,7 +142,7 @@ def test_nobody_finds_it_in_host_memory(overlap):
     h.submit("bad", prompt, max_tokens=4)
     h.run()
     fails(h, "bad")
-    parent = root_key("")
+    parent = root_block_hash("")
     for begin in range(0, len(prompt), 4):
         parent = block_key(parent, prompt[begin : begin + 4])
         assert not h.engine.prefixes.has_prefix(parent)

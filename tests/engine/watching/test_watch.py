@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jpaged.engine.kv.contiguous import ReservedMemory
-from jpaged.engine.kv.paged import PagedMemory
+from jpaged.engine.kv_cache.contiguous import ContiguousKVCacheManager
+from jpaged.engine.kv_cache.paged import PagedKVCacheManager
 from jpaged.errors import InvalidArgument, Unsupported
-from jpaged.inspector.frames import FrameReader, FrameWriter, Kind, unpack
+from jpaged.inspector.frames import BlockState, FrameReader, FrameWriter, unpack
 from jpaged.testing import FakeExecutor
 from tests.engine.harness import Harness
-from tests.engine.kv.tiers.disks import PROMPT, Server
+from tests.engine.kv_cache.offload.disks import PROMPT, Server
 from tests.engine.lives import WINDOWS, Life
 
 KINDS = {
@@ -83,7 +83,7 @@ class Watcher:
     def check(self) -> None:
         """Every cell and table that was read is what the engine has."""
         (view,), memory = self.reader.pools, self.h.engine._loop.memory
-        assert isinstance(memory, PagedMemory | ReservedMemory)
+        assert isinstance(memory, PagedKVCacheManager | ContiguousKVCacheManager)
         groups = list(self.h.engine._loop.scheduler.queues.groups())
         sequences = [(group, sequence) for group in groups for sequence in group.sequences]
         counts = np.zeros(memory.num_blocks + 1, int)
@@ -94,18 +94,18 @@ class Watcher:
                 owners[block_id] = min(owners.get(block_id, group.arrival), group.arrival)
         kinds, counted, owned = unpack(view.cells)
         for block_id, number in owners.items():
-            assert (kinds[block_id], owned[block_id]) == (Kind.HELD, number)
-        assert set(np.flatnonzero(kinds == Kind.HELD)) == set(owners)
+            assert (kinds[block_id], owned[block_id]) == (BlockState.HELD, number)
+        assert set(np.flatnonzero(kinds == BlockState.HELD)) == set(owners)
         use = memory.use()
-        if isinstance(memory, PagedMemory):
+        if isinstance(memory, PagedKVCacheManager):
             assert counted[1:].tolist() == [
-                0 if kinds[block_id] == Kind.ASIDE else memory._pool.ref_count(block_id)
+                0 if kinds[block_id] == BlockState.ASIDE else memory._pool.ref_count(block_id)
                 for block_id in range(1, memory.num_blocks + 1)
             ]
-            assert np.count_nonzero(kinds[1:] == Kind.FREE) == use.num_free
-            assert np.count_nonzero(kinds == Kind.CACHED) == use.num_cached
-            assert np.count_nonzero(kinds == Kind.ASIDE) == use.num_aside
-            assert use.num_free + use.num_cached + use.num_referenced + use.num_aside == memory.num_blocks
+            assert np.count_nonzero(kinds[1:] == BlockState.FREE) == use.num_free
+            assert np.count_nonzero(kinds == BlockState.CACHED) == use.num_cached
+            assert np.count_nonzero(kinds == BlockState.ASIDE) == use.num_reserved
+            assert use.num_free + use.num_cached + use.num_referenced + use.num_reserved == memory.num_blocks
             host_counts = unpack(view.host_cells)[1]
             assert np.count_nonzero(host_counts) == memory._host.pool.num_used
         tables = {
@@ -116,7 +116,7 @@ class Watcher:
             if table.num_blocks
         }
         assert view.tables == tables
-        assert {one["number"] for one in view.told["requests"]} == {group.arrival for group in groups}
+        assert {one["number"] for one in view.last["requests"]} == {group.arrival for group in groups}
 
 
 @pytest.mark.parametrize("misses", [False, True], ids=["every frame", "frames are missed"])
@@ -133,7 +133,7 @@ def test_every_cell_and_table_is_what_the_engine_has(misses: bool) -> None:
         preemptions = watcher.happened["preemption_swap"] + watcher.happened["preemption_recompute"]
         assert preemptions == load.num_preemptions
         kinds += watcher.happened
-        assert (unpack(watcher.reader.pools[0].cells)[0] != Kind.HELD).all() or misses
+        assert (unpack(watcher.reader.pools[0].cells)[0] != BlockState.HELD).all() or misses
     assert kinds.keys() >= KINDS
 
 
@@ -146,7 +146,7 @@ def test_lives_in_a_pool_whose_limit_changes_sample_every_token_and_lose_no_bloc
         (whole,) = life.h.engine.eyes.limit(None)
         life.h.step()
         assert whole.result(0) == 0
-        assert life.h.engine._loop.memory.use().num_aside == 0
+        assert life.h.engine._loop.memory.use().num_reserved == 0
         limits += life.limits
     reached = [one.result() for one in limits if one.exception() is None]
     assert min(reached) == 0 < max(reached)  # some were in use, and are set aside when they come free
@@ -166,7 +166,7 @@ def test_samples_beams_and_their_ends_are_seen_as_they_happen() -> None:
     assert watcher.happened["admission"] == watcher.happened["end"] == 2
     assert watcher.counted["fork"] >= 3 + 2
     assert watcher.happened["copy_on_write"] == h.engine.load().num_copies_on_write > 0
-    assert watcher.reader.pools[0].told["totals"]["num_forks"] == watcher.counted["fork"]
+    assert watcher.reader.pools[0].last["totals"]["num_forks"] == watcher.counted["fork"]
 
 
 def test_regions_that_are_reserved_are_seen_apart_from_what_is_written() -> None:
@@ -175,8 +175,8 @@ def test_regions_that_are_reserved_are_seen_apart_from_what_is_written() -> None
     h.submit("a", [1, 2, 3], max_tokens=4)
     h.step()
     kinds = unpack(watcher.reader.pools[0].cells)[0]
-    assert np.count_nonzero(kinds == Kind.HELD) == 1
-    assert np.count_nonzero(kinds == Kind.RESERVED) == 7
+    assert np.count_nonzero(kinds == BlockState.HELD) == 1
+    assert np.count_nonzero(kinds == BlockState.RESERVED) == 7
     (limited,) = h.engine.eyes.limit(8)
     h.run()
     assert isinstance(limited.exception(), Unsupported)

@@ -11,7 +11,7 @@ import pytest
 
 from jpaged.errors import InvalidArgument
 from jpaged.openai.request import chat_job, check_values, completion_job
-from jpaged.openai.responses import messages_of
+from jpaged.openai.responses import build_messages
 from jpaged.types import SamplingParams
 from tests.server.harness import running
 
@@ -71,7 +71,7 @@ def test_no_item_of_an_input_is_a_fault_of_ours() -> None:
     refused = []
     for item in [*items, *({"role": "user", "content": [part]} for part in parts)]:
         try:
-            messages_of([item], None)
+            build_messages([item], None)
         except InvalidArgument as error:
             refused.append(error.field)
     assert len(refused) > 200 and all(name.startswith("input[0]") for name in refused)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from starlette.requests import Request
 
-from jpaged.inspector.dashboard import MAX_WATCHERS, Hub, Limits, is_local
-from jpaged.inspector.frames import FrameReader, Kind, unpack
+from jpaged.inspector.dashboard import MAX_WATCHERS, PoolLimitSetter, SnapshotBroadcaster, is_local
+from jpaged.inspector.frames import BlockState, FrameReader, unpack
 from jpaged.service.service import Service, Stage
 from jpaged.testing import FakeExecutor
 from tests.server.harness import Harness, eventually, request, running
@@ -58,8 +58,8 @@ async def test_a_frame_is_the_whole_pool() -> None:
         reader = FrameReader()
         reader.take((await client.get("/page/frame")).content)
         held = kinds_of(reader)
-        assert sum(held) == 40 and held[Kind.HELD] == 0 and held[Kind.CACHED] > 0
-        assert reader.pools[0].told["totals"]["num_generation_tokens"] == 3 * 8
+        assert sum(held) == 40 and held[BlockState.HELD] == 0 and held[BlockState.CACHED] > 0
+        assert reader.pools[0].last["totals"]["num_generation_tokens"] == 3 * 8
 
 
 async def test_a_stream_says_that_nothing_comes_of_an_engine_that_hangs_and_goes_on_afterwards() -> None:
@@ -88,9 +88,9 @@ async def test_a_stream_follows_the_pool_until_it_is_empty_again() -> None:
             async for text in texts:
                 assert "secret" not in text
                 reader.take(text)
-                told = reader.pools[0].told
+                told = reader.pools[0].last
                 seen |= {kind for _, kind, *_ in told["happenings"]}
-                if "end" in seen and kinds_of(reader)[Kind.HELD] == 0:
+                if "end" in seen and kinds_of(reader)[BlockState.HELD] == 0:
                     break
             await messages
         assert {"admission", "fork", "copy_on_write", "end"} <= seen
@@ -102,7 +102,7 @@ async def _all(call: Any) -> list[Any]:
 
 async def test_watchers_are_bounded_and_nothing_looks_when_the_last_has_gone() -> None:
     async with served() as (harness, client):
-        hub = Hub(harness.server._service)
+        hub = SnapshotBroadcaster(harness.server._service)
         with ExitStack() as stack:
             watchers = [stack.enter_context(hub.watching()) for _ in range(MAX_WATCHERS)]
             with pytest.raises(Exception, match=f"{MAX_WATCHERS} clients watch the pool"), hub.watching():
@@ -116,7 +116,7 @@ async def test_watchers_are_bounded_and_nothing_looks_when_the_last_has_gone() -
 
 async def test_who_is_slow_misses_frames_and_gets_the_whole() -> None:
     async with served() as (harness, _):
-        hub = Hub(harness.server._service)
+        hub = SnapshotBroadcaster(harness.server._service)
         with hub.watching() as quick, hub.watching() as slow:
             reader, late = FrameReader(), FrameReader()
             first = await slow.next()
@@ -135,7 +135,7 @@ async def test_who_is_slow_misses_frames_and_gets_the_whole() -> None:
 
 def _has_ended(reader: FrameReader, data: bytes, num_requests: int) -> bool:
     reader.take(data)
-    return reader.pools[0].told["totals"]["num_requests_ended"] == num_requests
+    return reader.pools[0].last["totals"]["num_requests_ended"] == num_requests
 
 
 async def test_streams_end_with_the_server() -> None:
@@ -152,7 +152,7 @@ async def test_streams_end_with_the_server() -> None:
 async def test_nobody_watches_a_server_that_loads() -> None:
     async with served() as (harness, _):
         state = type(harness.server.state)(harness.serving.config)
-        with pytest.raises(Exception, match="is starting"), Hub(Service(state)).watching():
+        with pytest.raises(Exception, match="is starting"), SnapshotBroadcaster(Service(state)).watching():
             raise AssertionError("there is nothing to see")
 
 
@@ -162,12 +162,12 @@ async def test_a_pool_is_made_smaller_and_whole_again() -> None:
         answer = await client.post("/page/limit", json={"blocks": 12})
         assert answer.json() == {"blocks": 12, "blocks_in_use": 0}
         reader.take((await client.get("/page/frame")).content)
-        assert kinds_of(reader)[Kind.ASIDE] == 28
-        assert reader.pools[0].told["limit"] == 12
-        assert unpack(reader.pools[0].cells)[0][1:13].tolist() == [Kind.FREE] * 12
+        assert kinds_of(reader)[BlockState.ASIDE] == 28
+        assert reader.pools[0].last["limit"] == 12
+        assert unpack(reader.pools[0].cells)[0][1:13].tolist() == [BlockState.FREE] * 12
         assert (await client.post("/page/limit", json={"blocks": None})).status_code == 200
         reader.take((await client.get("/page/frame")).content)
-        assert kinds_of(reader)[Kind.ASIDE] == 0
+        assert kinds_of(reader)[BlockState.ASIDE] == 0
         assert harness.serving.engine.load().num_blocks_used == 0
 
 
@@ -206,7 +206,7 @@ async def test_of_two_limits_at_once_the_later_holds() -> None:
         calls = [harness.inference.Generate(request("x" * 9, max_tokens=20)) for _ in range(5)]
         messages = [asyncio.ensure_future(_all(call)) for call in calls]
         await eventually(lambda: not harness.faults.gate.is_set())
-        limits = Limits(harness.server._service)
+        limits = PoolLimitSetter(harness.server._service)
         earlier = asyncio.ensure_future(limits.limit({"blocks": 8}))
         later = asyncio.ensure_future(limits.limit({"blocks": None}))
         await asyncio.sleep(0)  # both have asked
@@ -216,7 +216,7 @@ async def test_of_two_limits_at_once_the_later_holds() -> None:
         await asyncio.gather(*messages)
         reader = FrameReader()
         reader.take((await client.get("/page/frame")).content)
-        assert reader.pools[0].told["limit"] == 40
+        assert reader.pools[0].last["limit"] == 40
 
 
 async def test_a_limit_is_logged_and_exported_and_ends_when_its_page_is_gone(

@@ -21,8 +21,8 @@ from rich.console import Console
 
 from jpaged.cli.main import main
 from jpaged.errors import InvalidArgument, Unavailable
-from jpaged.inspector.frames import FrameReader, Kind, unpack
-from jpaged.inspector.top_screen import Cells, Screen, frames, summarised, url_of
+from jpaged.inspector.frames import BlockState, FrameReader, unpack
+from jpaged.inspector.top_screen import Cells, Screen, frames, get_url, summarised
 from jpaged.testing import FakeExecutor
 from tests.server.harness import Harness, eventually, request, running
 
@@ -93,7 +93,7 @@ async def test_what_is_no_server_is_told_in_a_sentence(tmp_path: Path, capsys: p
     ):
         assert await top(*words) == code
         assert said in capsys.readouterr().err
-    assert url_of("localhost:80/") == "http://localhost:80"
+    assert get_url("localhost:80/") == "http://localhost:80"
 
 
 def test_an_answer_that_is_no_stream_is_told() -> None:
@@ -109,7 +109,7 @@ def test_an_answer_that_is_no_stream_is_told() -> None:
         with pytest.raises(Unavailable, match="returned 404"):
             next(iter(frames(f"http://127.0.0.1:{server.server_port}", "")))
     with pytest.raises(InvalidArgument):
-        url_of("http://")
+        get_url("http://")
 
 
 async def test_a_screen_has_the_cells_the_queues_and_what_happened() -> None:
@@ -131,8 +131,8 @@ async def test_a_screen_has_the_cells_the_queues_and_what_happened() -> None:
 
 def test_more_blocks_than_there_is_room_for_are_summarised() -> None:
     cells = np.zeros(1001, np.uint32)
-    cells[500] = Kind.HELD | 3 << 3 | 7 << 11
-    cells[501] = Kind.HELD | 1 << 3 | 8 << 11
+    cells[500] = BlockState.HELD | 3 << 3 | 7 << 11
+    cells[501] = BlockState.HELD | 1 << 3 | 8 << 11
     few = summarised(cells[1:], 10)
     assert len(few) == 100
     assert unpack(few)[2].tolist().count(7) == 1

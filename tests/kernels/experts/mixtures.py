@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jpaged.kernels import product
+from jpaged.kernels import matmul
 from jpaged.kernels.experts import ExpertWeights, Routes
-from jpaged.kernels.mixture_kind import Gate
+from jpaged.kernels.mixture_kind import GateFunction
 
-CLAMPED = Gate("clamped", alpha=1.702, limit=0.5)
+CLAMPED = GateFunction("clamped", alpha=1.702, limit=0.5)
 
 
 def numbers(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
@@ -34,9 +34,9 @@ def mixture(num_experts: int, width: int, inner: int, dtype: str, *, has_biases:
 
 def packed(weights: ExpertWeights) -> ExpertWeights:
     """The weights as the CPU's kernel reads them."""
-    packer = product.loaded().packer(SingleDeviceSharding(jax.devices()[0]))
+    packer = matmul.loaded().packer(SingleDeviceSharding(jax.devices()[0]))
 
-    def pack(matrices_xio: jax.Array) -> product.PackedMatrix:
+    def pack(matrices_xio: jax.Array) -> matmul.PackedMatrix:
         return packer.pack(jnp.swapaxes(matrices_xio, 0, 1), num_parts=len(matrices_xio))
 
     return dataclasses.replace(weights, gate=pack(weights.gate), up=pack(weights.up), down=pack(weights.down))
@@ -50,7 +50,7 @@ def random_routes(num_tokens: int, num_experts: int, top_k: int, num_in_use: int
     return Routes(jnp.asarray(ids), jnp.asarray(rng.uniform(0.1, 1, ids.shape).astype(np.float32)))
 
 
-def expected(x: np.ndarray, routes: Routes, weights: ExpertWeights, gate: Gate) -> np.ndarray:
+def expected(x: np.ndarray, routes: Routes, weights: ExpertWeights, gate: GateFunction) -> np.ndarray:
     """Row by row and expert by expert."""
     num_experts, y = weights.num_experts, np.zeros(x.shape)
     kernels = [np.asarray(kernel, np.float64) for kernel in (weights.gate, weights.up, weights.down)]

@@ -14,9 +14,9 @@ import pytest
 from jpaged.kernels.experts import ExpertWeights, Routes, StackedExperts, apply_experts, ragged, reference, sum_experts
 from jpaged.kernels.experts.cpu import experts as cpu
 from jpaged.kernels.experts.cpu.experts import CpuExperts
-from jpaged.kernels.mixture_kind import SILU, Gate
-from jpaged.kernels.product.quantised import MatrixFormat, dequantise, quantise
-from jpaged.kernels.product.triton.grouped import multiply_sorted
+from jpaged.kernels.matmul.quantized import MatrixFormat, dequantize, quantize
+from jpaged.kernels.matmul.triton.grouped import multiply_sorted
+from jpaged.kernels.mixture_kind import SILU, GateFunction
 from tests.conftest import QUICK_XLA_OPTIONS
 from tests.kernels.experts.mixtures import CLAMPED, expected, mixture, numbers, packed, random_routes
 
@@ -28,7 +28,9 @@ AS_SERVED = {name: "3" if isinstance(value, str) else True for name, value in QU
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
-def run(who: Who, x: Any, routes: Routes, weights: ExpertWeights, gate: Gate = SILU, options: Any = None) -> np.ndarray:
+def run(
+    who: Who, x: Any, routes: Routes, weights: ExpertWeights, gate: GateFunction = SILU, options: Any = None
+) -> np.ndarray:
     if who == "reference":
         called = functools.partial(reference.apply_experts, gate=gate)
     elif who == "ragged":
@@ -50,7 +52,7 @@ def run(who: Who, x: Any, routes: Routes, weights: ExpertWeights, gate: Gate = S
 @pytest.mark.parametrize("who", ["tiles", "wide-tiles", "ragged", "cpu"])
 @pytest.mark.thinned(11)
 def test_rows_become_what_float64_makes_of_them(
-    who: Who, shape: tuple[int, int, int, int], dtype: str, gate: Gate
+    who: Who, shape: tuple[int, int, int, int], dtype: str, gate: GateFunction
 ) -> None:
     num_experts, width, inner, top_k = shape
     weights = mixture(num_experts, width, inner, dtype)
@@ -62,7 +64,7 @@ def test_rows_become_what_float64_makes_of_them(
 
 
 @pytest.mark.parametrize(("dtype", "gate"), [("float32", CLAMPED), ("bfloat16", SILU)])
-def test_the_kernel_of_gpus_makes_the_same_of_rows(dtype: str, gate: Gate) -> None:
+def test_the_kernel_of_gpus_makes_the_same_of_rows(dtype: str, gate: GateFunction) -> None:
     weights, x, routes = mixture(5, 40, 72, dtype), numbers((21, 40), dtype), random_routes(21, 5, 3)
     want = expected(x, routes, weights, gate)
     got = run("triton", x, routes, weights, gate)
@@ -155,13 +157,13 @@ def test_routes_to_a_part_of_the_experts_add_up_to_all() -> None:
 
 @pytest.mark.parametrize("form", [MatrixFormat("int8"), MatrixFormat("int4", group_size=16)], ids=["int8", "int4"])
 @pytest.mark.parametrize("who", ["tiles", "wide-tiles"])
-def test_quantised_experts_are_multiplied_as_what_they_stand_for(who: Who, form: MatrixFormat) -> None:
+def test_quantized_experts_are_multiplied_as_what_they_stand_for(who: Who, form: MatrixFormat) -> None:
     weights, x, routes = mixture(6, 48, 32, "float32"), numbers((21, 48), "float32"), random_routes(21, 6, 2)
     names = ("gate", "up", "down")
-    quantised: dict[str, Any] = {name: quantise(getattr(weights, name), form, axis=-2) for name in names}
-    stands_for: dict[str, Any] = {name: dequantise(matrix) for name, matrix in quantised.items()}
+    quantized: dict[str, Any] = {name: quantize(getattr(weights, name), form, axis=-2) for name in names}
+    stands_for: dict[str, Any] = {name: dequantize(matrix) for name, matrix in quantized.items()}
     want = expected(x, routes, dataclasses.replace(weights, **stands_for), SILU)
-    got = run(who, x, routes, dataclasses.replace(weights, **quantised))
+    got = run(who, x, routes, dataclasses.replace(weights, **quantized))
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
 
 

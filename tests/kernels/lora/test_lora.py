@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jpaged.kernels import lora, product
+from jpaged.kernels import lora, matmul
 from jpaged.kernels.lora.cpu.lora import CpuLora
 
 Adapt = Callable[[jax.Array, jax.Array, lora.AdaptedMatrix], np.ndarray]
@@ -120,13 +120,13 @@ def test_operands_that_contradict_each_other_are_refused() -> None:
 def test_packed_products_add_it_to_the_sums_of_rows_that_have_one(num_parts: int, dtype: str) -> None:
     width, inner = 90, 45
     shape = (width, 2, inner) if num_parts == 2 else (width, inner)
-    run, weights, x = product.loaded(), numbers(shape, dtype, 1), numbers((14, width), dtype)
+    run, weights, x = matmul.loaded(), numbers(shape, dtype, 1), numbers((14, width), dtype)
     packed = run.packer(SingleDeviceSharding(jax.devices()[0])).pack(weights, num_parts=num_parts)
     sums = np.array(numbers((14, num_parts * inner), "float32", 2))
     slots = np.asarray([0, 1] * 7, np.int32)
     sums[slots == 0] = np.nan
     bias, residual = numbers(shape[1:], dtype, 3), numbers((14, inner), dtype, 4)
-    delta = product.Delta(jnp.asarray(sums), jnp.asarray(slots))
+    delta = matmul.RowDelta(jnp.asarray(sums), jnp.asarray(slots))
     got = run.multiply(x, packed, jnp.int32(13), bias=bias, residual=residual, delta=delta)
     want = np.asarray(x, np.float64) @ np.asarray(weights, np.float64).reshape(width, -1)
     want += np.where(slots[:, None] > 0, sums, 0) + np.asarray(bias, np.float64).reshape(-1)

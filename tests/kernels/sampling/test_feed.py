@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.engine.executor import Detail, Verdict
+from jpaged.engine.executor import Detail, StepDirective
 from jpaged.engine.executor.io import MASK_BITS, num_mask_words
-from jpaged.kernels.sampling import RowSampling, Sampled
+from jpaged.kernels.sampling import RowSampling, SampledTokens
 from jpaged.kernels.sampling.cpu.feed import Feed
 from jpaged.kernels.sampling.cpu.sampling import CpuSampling
 from tests.device.step.test_sampling import kernel_of_cpus, run_sampling
@@ -36,7 +36,7 @@ def feed(request: pytest.FixtureRequest):
 
 def sample(
     feed: Feed, logits: np.ndarray, how: RowSampling, step: int = 0, kernel: CpuSampling | None = None
-) -> tuple[Sampled, jax.Array]:
+) -> tuple[SampledTokens, jax.Array]:
     run = jax.jit((kernel or kernel_of_cpus()).sample_fed)
     return run(logits, how, jnp.int32(feed.number), jnp.int32(step))
 
@@ -66,13 +66,13 @@ def test_a_masked_row_is_sampled_as_one_whose_other_tokens_cannot_be(vocab_size:
         for width in WIDTHS:
             kernel = dataclasses.replace(kernel_of_cpus(), max_width=width)
             feed = Feed.open(NUM_ROWS, masks.shape[1])
-            feed.give(masks, Verdict.LAST)
+            feed.give(masks, StepDirective.LAST)
             sampled, verdict = sample(feed, logits, how, kernel=kernel)
             drawn = feed.wait()
             feed.close()
             want = run_sampling(masked(logits, masks), how, Detail.TOKENS, kernel)
             assert_same(sampled, want)
-            assert verdict == Verdict.LAST
+            assert verdict == StepDirective.LAST
             assert drawn is not None
             np.testing.assert_array_equal(drawn[0], want.token_ids_r)
             np.testing.assert_array_equal(drawn[1], want.is_sound_r)
@@ -82,7 +82,7 @@ def test_without_a_feed_rows_have_all_tokens() -> None:
     logits, how = random_logits(5, 300), how_of(random_rows(5, 300))
     sampled, verdict = sample(Feed(0, NUM_ROWS, 1), logits, how)
     assert_same(sampled, run_sampling(logits, how, Detail.TOKENS, kernel_of_cpus()))
-    assert verdict == Verdict.GOES_ON
+    assert verdict == StepDirective.GOES_ON
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -91,7 +91,7 @@ def test_a_number_that_is_masked_makes_a_row_unsound_too(width: int, number: flo
     logits, kernel = np.zeros((NUM_ROWS, 64), np.float32), dataclasses.replace(kernel_of_cpus(), max_width=width)
     logits[::2, 40] = number
     feed = Feed.open(NUM_ROWS, 2)
-    feed.give(np.full((NUM_ROWS, 2), 5, np.int32), Verdict.GOES_ON)
+    feed.give(np.full((NUM_ROWS, 2), 5, np.int32), StepDirective.GOES_ON)
     sampled, _ = sample(feed, logits, how_of(random_rows(1, 64)), kernel=kernel)
     feed.close()
     assert np.asarray(sampled.is_sound_r).tolist() == [False, True] * (NUM_ROWS // 2)
@@ -100,7 +100,7 @@ def test_a_number_that_is_masked_makes_a_row_unsound_too(width: int, number: flo
 def test_a_row_that_may_have_nothing_is_not_sound(feed: Feed) -> None:
     masks = np.full((NUM_ROWS, 2), -1, np.int32)
     masks[3] = 0
-    feed.give(masks, Verdict.GOES_ON)
+    feed.give(masks, StepDirective.GOES_ON)
     how = dataclasses.replace(how_of(random_rows(1, 64)), banned_token_ids_rx=jnp.full((NUM_ROWS, 1), 64))
     sampled, _ = sample(feed, np.zeros((NUM_ROWS, 64), np.float32), how)
     assert np.flatnonzero(~np.asarray(sampled.is_sound_r)).tolist() == [3]
@@ -123,7 +123,7 @@ def test_a_step_waits_for_its_masks_and_the_host_for_its_tokens(feed: Feed) -> N
     for step in range(3):
         masks = np.zeros((NUM_ROWS, 2), np.int32)
         masks[:, 0] = 1 << (7 + step)
-        feed.give(masks, Verdict.GOES_ON)
+        feed.give(masks, StepDirective.GOES_ON)
         while (drawn := feed.wait()) is None:
             pass
         assert drawn[0].tolist() == [7 + step] * NUM_ROWS
@@ -138,9 +138,9 @@ def test_a_step_is_void_when_its_feed_is_closed_before_or_while_it_waits(feed: F
     waiting.join(0.05)
     feed.close()
     waiting.join()
-    assert found == [Verdict.VOID]
+    assert found == [StepDirective.VOID]
     _, verdict = sample(feed, logits, how, step=1)
-    assert verdict == Verdict.VOID
+    assert verdict == StepDirective.VOID
     feed.close()
     assert feed.wait() is None
 
@@ -156,9 +156,9 @@ def test_a_program_that_runs_on_the_thread_that_feeds_it_fails_and_does_not_wait
 
 def test_masks_of_other_rows_or_tokens_are_refused(feed: Feed) -> None:
     with pytest.raises(ValueError, match=r"masks are int32\(3, 2\), not int32\(24, 2\)"):
-        feed.give(np.zeros((3, 2), np.int32), Verdict.GOES_ON)
+        feed.give(np.zeros((3, 2), np.int32), StepDirective.GOES_ON)
     with pytest.raises(ValueError, match="masks are int64"):
-        feed.give(np.zeros((NUM_ROWS, 2), np.int64), Verdict.GOES_ON)
+        feed.give(np.zeros((NUM_ROWS, 2), np.int64), StepDirective.GOES_ON)
     how = how_of(random_rows(1, 65))
     with pytest.raises(jax.errors.JaxRuntimeError, match="masks of the feed have other rows or tokens"):
         jax.block_until_ready(sample(feed, np.zeros((NUM_ROWS, 65), np.float32), how))

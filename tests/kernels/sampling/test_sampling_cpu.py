@@ -17,7 +17,7 @@ from jpaged.config import Backend
 from jpaged.device.model_runner import unpack_rows
 from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, Detail, SamplingInputs
 from jpaged.kernels.cpu import build, library
-from jpaged.kernels.sampling import RowSampling, Sampled, choose_kernel
+from jpaged.kernels.sampling import RowSampling, SampledTokens, choose_kernel
 from jpaged.kernels.sampling.cpu.sampling import kernel
 from tests.device.step.test_sampling import kernel_of_cpus, run_sampling
 
@@ -54,7 +54,7 @@ def how_of(inputs: SamplingInputs) -> RowSampling:
     return RowSampling(**unpack_rows(jnp.asarray(inputs.words)))
 
 
-def assert_same(got: Sampled, want: Sampled) -> None:
+def assert_same(got: SampledTokens, want: SampledTokens) -> None:
     assert len(jax.tree.leaves(got)) == len(jax.tree.leaves(want))
     np.testing.assert_array_equal(got.token_ids_r, want.token_ids_r)
     np.testing.assert_array_equal(got.is_sound_r, want.is_sound_r)

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from jpaged.device import sampling
-from jpaged.device.sampling import Vocabulary
+from jpaged.device.sampling import SamplingVocabulary
 from jpaged.engine.executor import Detail
-from jpaged.kernels.sampling import RowSampling, Sampled, choose_kernel
+from jpaged.kernels.sampling import RowSampling, SampledTokens, choose_kernel
 from jpaged.kernels.sampling.tpu import kernel
-from jpaged.kernels.sampling.tpu.sampling import TpuSampling, plan_of
+from jpaged.kernels.sampling.tpu.sampling import TpuSampling, choose_plan
 from tests.device.step import sampling_oracle as oracle
 from tests.device.step.sampling_oracle import Params
 from tests.device.step.test_sampling import row_sampling, run_sampling, unsound_rows
@@ -35,9 +35,9 @@ def _short_turns() -> Iterator[None]:
         yield
 
 
-def _jitted() -> Callable[[jax.Array, RowSampling, Detail], Sampled]:
-    def run(logits: jax.Array, how: RowSampling, detail: Detail) -> Sampled:
-        return sampling.sample(logits, how, Vocabulary(logits.shape[1]), detail, TpuSampling())
+def _jitted() -> Callable[[jax.Array, RowSampling, Detail], SampledTokens]:
+    def run(logits: jax.Array, how: RowSampling, detail: Detail) -> SampledTokens:
+        return sampling.sample(logits, how, SamplingVocabulary(logits.shape[1]), detail, TpuSampling())
 
     return jax.jit(run, static_argnums=2, compiler_options=COMPILER_OPTIONS)
 
@@ -45,7 +45,7 @@ def _jitted() -> Callable[[jax.Array, RowSampling, Detail], Sampled]:
 _sample = _jitted()
 
 
-def sample(logits: np.ndarray, how: RowSampling, detail: Detail = Detail.TOKENS) -> Sampled:
+def sample(logits: np.ndarray, how: RowSampling, detail: Detail = Detail.TOKENS) -> SampledTokens:
     with interpreted(LATE):
         return jax.block_until_ready(_sample(jnp.asarray(logits, jnp.float32), how, detail))
 
@@ -200,7 +200,7 @@ def test_it_goes_with_the_attention_of_tpus_where_a_group_fits() -> None:
     assert choose_kernel("pallas-tpu", 1, 262_144) == TpuSampling()
     assert choose_kernel("pallas-tpu", 2, 262_144) is None
     assert choose_kernel("pallas-tpu", 1, 400_000) is None
-    assert "the limit is 44 MiB" in str(plan_of(400_000, has_logprobs=False))
+    assert "the limit is 44 MiB" in str(choose_plan(400_000, has_logprobs=False))
     with pytest.raises(ValueError, match=r"8 rows of a vocabulary of 400000 require .* MiB of vector memory"):
         jax.eval_shape(
             lambda logits: sampling_alone(logits, row_sampling([Params()])),

@@ -30,9 +30,9 @@ from jpaged.kernels.paged_attention.tpu import attention as tpu
 from jpaged.kernels.paged_attention.tpu import lists
 from jpaged.kernels.paged_attention.tpu import sizes as sizing
 from jpaged.kernels.paged_attention.tpu.chunks import sizes as chunk_sizes
-from jpaged.kernels.paged_attention.tpu.chunks.plan import Segments
+from jpaged.kernels.paged_attention.tpu.chunks.plan import ChunkSegments
 from jpaged.kernels.paged_attention.tpu.decode import sizes as decode_sizes
-from jpaged.kernels.paged_attention.tpu.decode.plan import Segments as DecodeSegments
+from jpaged.kernels.paged_attention.tpu.decode.plan import DecodeSegments
 from jpaged.kernels.paged_attention.tpu.tables import Paging
 from tests.kernels import attention_oracle as oracle
 from tests.kernels import tpu_interpreter
@@ -393,7 +393,7 @@ def test_tables_may_have_any_length(num_rows: int, table_width: int) -> None:
 
 
 def test_the_lists_of_a_segment_are_counted() -> None:
-    assert len(Segments._fields) == len(DecodeSegments._fields) == sizing.NUM_SEGMENT_FIELDS
+    assert len(ChunkSegments._fields) == len(DecodeSegments._fields) == sizing.NUM_SEGMENT_FIELDS
 
 
 def test_a_call_with_too_many_tokens_is_refused() -> None:

@@ -18,7 +18,7 @@ from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, p
 from jpaged.kernels.paged_attention.api import implementation
 from jpaged.kernels.paged_attention.spec import ContextPart
 from jpaged.kernels.paged_attention.triton import attention as triton
-from jpaged.kernels.paged_attention.triton.kernel import words_of
+from jpaged.kernels.paged_attention.triton.kernel import pack_words
 from tests.kernels.attention_conformance import (
     LATENTS,
     RAGGED,
@@ -161,7 +161,7 @@ def test_31_bits_count_what_the_kernel_reads_or_the_pool_has_more_bytes_than_32_
         for head_dim in (64, 80, 128):
             layout = KVLayout(1, num_blocks, 16, 2, head_dim, jnp.dtype(dtype), "gpu")
             pool = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype)
-            words = jax.eval_shape(lambda pool, layout=layout: words_of(pool, layout), pool)
+            words = jax.eval_shape(lambda pool, layout=layout: pack_words(pool, layout), pool)
             is_reached = words.size <= 1 << 31 or layout.num_bytes > 1 << 32
             assert is_reached == (triton.unsupported_reason(layout, queries) is None)
 

@@ -14,7 +14,7 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows
 from jpaged.kernels.paged_attention.cascade import CascadeRows
 from jpaged.kernels.paged_attention.spec import ContextPart
-from jpaged.kernels.paged_attention.triton.work import Cut, ItemField, MergeField, Work, choose_cut, plan
+from jpaged.kernels.paged_attention.triton.work import AttentionWork, Cut, MergeField, TritonItemField, choose_cut, plan
 
 LAYOUT = KVLayout(1, 8, 16, 8, 128, jnp.dtype("bfloat16"), "gpu")
 SPEC = AttentionSpec(LAYOUT, AttentionKind(1.0))
@@ -29,9 +29,9 @@ def decodes(lens: list[int], num_rows: int, table_width: int) -> RaggedRows:
     return RaggedRows(jnp.array(starts), jnp.array(kv_lens), tables, jnp.int32(len(lens)))
 
 
-def used(work: Work) -> list[list[int]]:
+def used(work: AttentionWork) -> list[list[int]]:
     """The items in use."""
-    return [item for item in np.asarray(work.items).tolist() if item[ItemField.NUM_TOKENS]]
+    return [item for item in np.asarray(work.items).tolist() if item[TritonItemField.NUM_TOKENS]]
 
 
 def items_of(rows: RaggedRows, cut: Cut, num_tokens: int, spec: AttentionSpec = SPEC) -> list[list[int]]:
@@ -96,20 +96,20 @@ def test_every_query_sees_each_of_its_keys_in_one_part(seed: int, are_shared: bo
     seen: dict[int, list[int]] = {token: [] for token in range(draw.num_tokens)}
     read: dict[tuple[int, int], list[int]] = {}
     for item in used(plan(draw.parts, draw.cut, draw.num_tokens)):
-        spec = draw.parts[item[ItemField.LIST]].spec
-        first_key = item[ItemField.FIRST_KEY]
+        spec = draw.parts[item[TritonItemField.LIST]].spec
+        first_key = item[TritonItemField.FIRST_KEY]
         assert first_key % 16 == 0
-        keys = range(first_key, first_key + 16 * item[ItemField.NUM_CHUNKS])
-        for i in range(item[ItemField.NUM_TOKENS]):
-            token, position = item[ItemField.FIRST_TOKEN] + i, item[ItemField.POSITION] + i
-            begin, end = item[ItemField.KV_BEGIN], min(item[ItemField.KV_END], position + 1)
+        keys = range(first_key, first_key + 16 * item[TritonItemField.NUM_CHUNKS])
+        for i in range(item[TritonItemField.NUM_TOKENS]):
+            token, position = item[TritonItemField.FIRST_TOKEN] + i, item[TritonItemField.POSITION] + i
+            begin, end = item[TritonItemField.KV_BEGIN], min(item[TritonItemField.KV_END], position + 1)
             if spec.kind.sliding_window is not None:
                 begin = max(begin, position + 1 - spec.kind.sliding_window)
             seen[token] += [key for key in keys if begin <= key < end]
-            read.setdefault((token, item[ItemField.LIST]), []).extend(keys)
+            read.setdefault((token, item[TritonItemField.LIST]), []).extend(keys)
             if token < draw.starts[draw.used]:
                 its_row = draw.row_of(token)
-                assert item[ItemField.ROW] == its_row or (are_shared and item[ItemField.ROW] < its_row)
+                assert item[TritonItemField.ROW] == its_row or (are_shared and item[TritonItemField.ROW] < its_row)
     for token, keys_of_token in seen.items():
         assert sorted(keys_of_token) == draw.seen(token)
     assert {token for token, place in read if place == 0} == set(range(draw.num_tokens))
@@ -128,11 +128,11 @@ def test_results_that_are_merged_have_a_place_of_their_own_and_others_are_whole(
     num_results = dict.fromkeys(range(draw.num_tokens), 0)
     taken: list[int] = []
     for item in items:
-        place, first_row = item[ItemField.LIST], item[ItemField.MERGED_ROW]
+        place, first_row = item[TritonItemField.LIST], item[TritonItemField.MERGED_ROW]
         if first_row >= 0:
             taken += range(first_row, first_row + tiles[place].rows)
-        for i in range(item[ItemField.NUM_TOKENS]):
-            num_results[token := item[ItemField.FIRST_TOKEN] + i] += 1
+        for i in range(item[TritonItemField.NUM_TOKENS]):
+            num_results[token := item[TritonItemField.FIRST_TOKEN] + i] += 1
             if first_row >= 0:
                 places.setdefault((place, token), []).append(first_row + i * tiles[place].group)
     assert len(set(taken)) == len(taken)
@@ -157,7 +157,13 @@ def test_a_prefix_is_read_by_the_queries_of_all_its_rows_together() -> None:
     cut = choose_cut(SPEC, BFLOAT16, 32, (64, 64, 512), (False, True))
     assert [tile.rows for tile in cut.tiles] == [16, 32]
     work = plan(cascade.parts(SPEC), cut, 64)
-    fields = ItemField.LIST, ItemField.ROW, ItemField.NUM_TOKENS, ItemField.KV_BEGIN, ItemField.KV_END
+    fields = (
+        TritonItemField.LIST,
+        TritonItemField.ROW,
+        TritonItemField.NUM_TOKENS,
+        TritonItemField.KV_BEGIN,
+        TritonItemField.KV_END,
+    )
     own = [[0, i, 1, 960, end] for i, end in enumerate((1000, 1001, 997, 1050))] + [[0, 4, 1, 0, 30]]
     items = [[item[field] for field in fields] for item in used(work)]
     assert items[:5] == own
@@ -179,7 +185,7 @@ def test_parts_follow_from_the_rows_that_are_there_and_not_from_the_bucket() -> 
 def test_a_long_context_has_more_parts_than_a_short_one() -> None:
     cut = choose_cut(SPEC, BFLOAT16, 32, (64, 64, 512))
     items = items_of(decodes([8192, 256, 1000], 64, 512), cut, 3)
-    assert [sum(item[ItemField.ROW] == row for item in items) for row in range(3)] == [32, 1, 4]
+    assert [sum(item[TritonItemField.ROW] == row for item in items) for row in range(3)] == [32, 1, 4]
 
 
 def test_short_contexts_are_not_divided() -> None:
@@ -187,7 +193,7 @@ def test_short_contexts_are_not_divided() -> None:
     window = dataclasses.replace(SPEC, kind=AttentionKind(1.0, sliding_window=128))
     assert choose_cut(window, BFLOAT16, 32, (1, 1, 4096)).num_parts == 0
     cut = choose_cut(SPEC, BFLOAT16, 32, (8, 8, 64))
-    assert all(item[ItemField.MERGED_ROW] < 0 for item in items_of(decodes([256] * 8, 8, 64), cut, 8))
+    assert all(item[TritonItemField.MERGED_ROW] < 0 for item in items_of(decodes([256] * 8, 8, 64), cut, 8))
 
 
 @pytest.mark.parametrize(

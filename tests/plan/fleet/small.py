@@ -4,13 +4,13 @@ import dataclasses
 from typing import Any
 
 from jpaged.hardware import HARDWARE
-from jpaged.plan.fleet.day import Day, Lengths, Session, draw_sessions
-from jpaged.plan.fleet.fleet import Fleet, FleetOptions
+from jpaged.plan.fleet.day import Day, Session, TurnLengths, draw_sessions
+from jpaged.plan.fleet.fleet import FleetOptions, SimulatedFleet
 from jpaged.plan.fleet.outcomes import Outcome
-from jpaged.plan.fleet.replica import Pool
+from jpaged.plan.fleet.replica import ReplicaPool
 from jpaged.plan.fleet.routing import Rule
 from jpaged.plan.fleet.topology import START_S, PoolKind, Serving
-from jpaged.plan.simulator.deployment import MODELS, Deployment, deploy
+from jpaged.plan.simulator.deployment import MODELS, SimulatedDeployment, deploy
 
 MODEL = MODELS["llama-3.1-8b"]
 MAX_MODEL_LEN = 2048
@@ -20,23 +20,23 @@ DAY = Day(
     rate_per_s=10.0,
     max_model_len=MAX_MODEL_LEN,
     num_tenants=5,
-    system=Lengths(300.0, 0.4),
-    said=Lengths(60.0, 0.8),
-    answered=Lengths(40.0, 0.6),
+    system=TurnLengths(300.0, 0.4),
+    said=TurnLengths(60.0, 0.8),
+    answered=TurnLengths(40.0, 0.6),
     mean_thinking_s=1.0,
     min_thinking_s=0.5,
 )
 
 
-def deployment(num_blocks: int = 1000, num_host_blocks: int = 0) -> Deployment:
+def deployment(num_blocks: int = 1000, num_host_blocks: int = 0) -> SimulatedDeployment:
     config = dataclasses.replace(MODEL.config, max_position_embeddings=MAX_MODEL_LEN)
     model = dataclasses.replace(MODEL, config=config)
     slots = num_blocks * 16
     return deploy(model, HARDWARE["h100"], num_kv_slots=slots, block_size=16, num_host_blocks=num_host_blocks)
 
 
-def pool(num_blocks: int = 1000, serving: Serving = SERVING) -> Pool:
-    return Pool(deployment(num_blocks, serving.num_host_blocks), serving.engine)
+def pool(num_blocks: int = 1000, serving: Serving = SERVING) -> ReplicaPool:
+    return ReplicaPool(deployment(num_blocks, serving.num_host_blocks), serving.engine)
 
 
 def run(
@@ -53,7 +53,7 @@ def run(
     kind = PoolKind("h100", "h100", num_blocks * 16, 1, cold_start_s, 2.0)
     found = draw_sessions(day, 0) if sessions is None else sessions
     places = [0] * num_replicas
-    return Fleet([pool(num_blocks, serving)], [kind], places, day, found, FleetOptions(rule, **options)).run()
+    return SimulatedFleet([pool(num_blocks, serving)], [kind], places, day, found, FleetOptions(rule, **options)).run()
 
 
 def steady(outcome: Outcome) -> Outcome:

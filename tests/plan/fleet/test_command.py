@@ -70,7 +70,7 @@ def test_it_says_before_it_begins_what_many_requests_will_take(capsys, monkeypat
     def stop(*given):
         raise InvalidArgument("day", "the test has seen enough")
 
-    monkeypatch.setattr("jpaged.bench.cli.fleet.Fleet", stop)
+    monkeypatch.setattr("jpaged.bench.cli.fleet.SimulatedFleet", stop)
     assert main([*SMALL, *words]) == 2
     said = re.search(r"About ([\d,]+) requests for each router: about [\d.]+ minutes", capsys.readouterr().out)
     assert said is not None and 4000 < int(said[1].replace(",", "")) < 16_000

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jpaged.errors import InvalidArgument
-from jpaged.plan.fleet.day import NUM_FIRST_IDS, QUARTERS, Attempt, Day, Lengths, draw_sessions, prompt_of
+from jpaged.plan.fleet.day import NUM_FIRST_IDS, QUARTERS, Attempt, Day, TurnLengths, draw_sessions, get_prompt
 
 LONG = Day(seconds=86_400.0, rate_per_s=1.0, max_model_len=8192, num_tenants=50, mean_turns=2.0)
 
@@ -47,7 +47,7 @@ def test_a_smaller_shape_is_burstier():
 
 def test_no_conversation_is_too_long_and_answers_have_the_means_asked_for():
     day = dataclasses.replace(
-        LONG, max_model_len=500, system=Lengths(400.0, 1.0), answered=Lengths(100.0, 0.5), mean_turns=8.0
+        LONG, max_model_len=500, system=TurnLengths(400.0, 1.0), answered=TurnLengths(100.0, 0.5), mean_turns=8.0
     )
     for one in draw_sessions(day, 0):
         assert one.prompt_tokens(len(one.said) - 1) + one.answered[-1] <= 500
@@ -65,7 +65,7 @@ def test_a_day_too_large_for_memory_is_refused():
 
 def test_a_turn_brings_all_that_was_said_before(sessions):
     one = next(one for one in sessions if len(one.said) >= 3)
-    prompts = [prompt_of(Attempt(0, one, turn, 0.0)) for turn in range(3)]
+    prompts = [get_prompt(Attempt(0, one, turn, 0.0)) for turn in range(3)]
     for turn, prompt in enumerate(prompts):
         assert len(prompt) == one.prompt_tokens(turn) == Attempt(0, one, turn, 0.0).prompt_tokens
         assert 0 <= min(prompt) <= max(prompt) < NUM_FIRST_IDS
@@ -73,14 +73,14 @@ def test_a_turn_brings_all_that_was_said_before(sessions):
         before = (*prompts[turn], *[0] * one.answered[turn])
         assert prompts[turn + 1][: len(before)] == before
     resumed = Attempt(0, one, 1, 0.0, num_generated=1)
-    assert prompt_of(resumed) == (*prompts[1], 0)
+    assert get_prompt(resumed) == (*prompts[1], 0)
     assert resumed.num_tokens_left == one.answered[1] - 1
 
 
 def test_tenants_share_their_system_prompt_and_nothing_else(sessions):
     first, second = [one for one in sessions if one.tenant == 0][:2]
     other = next(one for one in sessions if one.tenant == 1)
-    ids = [prompt_of(Attempt(0, one, 0, 0.0)) for one in (first, second, other)]
+    ids = [get_prompt(Attempt(0, one, 0, 0.0)) for one in (first, second, other)]
     count = first.system_tokens
     assert ids[0][:count] == ids[1][:count]
     assert ids[0][count] != ids[1][count]
@@ -89,7 +89,7 @@ def test_tenants_share_their_system_prompt_and_nothing_else(sessions):
 
 def test_answers_of_other_servers_are_a_text_of_their_own(sessions):
     one = next(one for one in sessions if len(one.said) >= 2)
-    prompt = prompt_of(Attempt(0, one, 1, 0.0, replays=False))
+    prompt = get_prompt(Attempt(0, one, 1, 0.0, replays=False))
     begin = one.prompt_tokens(0)
     assert len(set(prompt[begin : begin + one.answered[0]])) > 1 or one.answered[0] == 1
-    assert prompt[:begin] == prompt_of(Attempt(0, one, 0, 0.0))
+    assert prompt[:begin] == get_prompt(Attempt(0, one, 0, 0.0))

@@ -13,15 +13,15 @@ from jpaged.plan.fleet import fleet as fleet_module
 from jpaged.plan.fleet import replica as worker_module
 from jpaged.plan.fleet.autoscaler import Autoscaling, Direction, Policy
 from jpaged.plan.fleet.day import Attempt, Ended, Session, draw_sessions
-from jpaged.plan.fleet.outcomes import Goals, curve, summary
-from jpaged.plan.fleet.replica import ProcessWorker, Replica, Window, cut_at
+from jpaged.plan.fleet.outcomes import LatencyGoals, curve, summary
+from jpaged.plan.fleet.replica import FleetWindow, ProcessWorker, SimulatedReplica, cut_at
 from jpaged.plan.fleet.routing import RULES
 from jpaged.plan.simulator.simulation import simulate
 from jpaged.plan.simulator.trace import TraceRequest
 from tests.plan.fleet.small import DAY, SERVING, deployment, pool, run, steady
 
 HEAVY = dataclasses.replace(DAY, rate_per_s=60.0, seconds=5.0)
-GOALS = Goals(1.0, 0.05)
+GOALS = LatencyGoals(1.0, 0.05)
 
 
 def session(begin_s, said, answered, number=0, tenant=0, system_tokens=0):
@@ -71,7 +71,7 @@ def test_one_replica_is_the_simulator(num_blocks, num_host_blocks):
 def test_windows_change_nothing_of_a_replica(window_s):
     ends = []
     for width_s in (window_s, 1.0):
-        replica, sessions = Replica(0, deployment(), SERVING.engine), draw_sessions(HEAVY, 1)
+        replica, sessions = SimulatedReplica(0, deployment(), SERVING.engine), draw_sessions(HEAVY, 1)
         attempts = [Attempt(number, one, 0, one.begin_s) for number, one in enumerate(sessions)]
         until_s, found = 0.0, list[Ended]()
         while len(found) < len(attempts):
@@ -107,7 +107,7 @@ def test_steps_whose_times_nobody_foresees_hold_up_no_arrival():
         return made[-1]
 
     step_s = deployment().step_s(StepLoad.decoding(1, 100))
-    replica = Replica(0, dataclasses.replace(deployment(), drawn=drawn), SERVING.engine)
+    replica = SimulatedReplica(0, dataclasses.replace(deployment(), drawn=drawn), SERVING.engine)
     sessions = session(0.0, 64, 60), session(41 * step_s, 64, 4, number=1)  # within the twentieth step or so
     replica.give([Attempt(number, one, 0, one.begin_s) for number, one in enumerate(sessions)])
     replica.advance(1e6)
@@ -163,7 +163,7 @@ def test_a_drain_with_time_enough_cuts_nobody_off():
 def test_a_replica_that_dies_gives_what_it_had_told_and_no_token_more():
     """Cut at the end of each step, and within it: the token of a step that had not ended is not there."""
     step_ends_s = list[float]()
-    replica = Replica(0, deployment(), SERVING.engine)
+    replica = SimulatedReplica(0, deployment(), SERVING.engine)
     replica.give([Attempt(0, session(0.0, 100, 20), 0, 0.0)])
     while not (ended := replica.take_ended()):
         replica.advance(step_ends_s[-1] + 1e-6 if step_ends_s else 1e-6)
@@ -171,7 +171,7 @@ def test_a_replica_that_dies_gives_what_it_had_told_and_no_token_more():
     assert ended[0].num_tokens == 20
     for count in (1, 2, 7, 19):
         for at_s, wanted in ((step_ends_s[count - 1] + 1e-9, count), (step_ends_s[count] - 1e-6, count)):
-            replica = Replica(0, deployment(), SERVING.engine)
+            replica = SimulatedReplica(0, deployment(), SERVING.engine)
             replica.give([Attempt(0, session(0.0, 100, 20), 0, 0.0)])
             replica.advance(at_s)
             replica.kill(at_s)
@@ -300,7 +300,7 @@ def test_a_replica_that_is_restarted_is_none_that_the_autoscaler_has_to_replace(
 def test_an_end_that_is_lost_on_its_way_is_found(monkeypatch):
     lost = list[Ended]()
 
-    class Losing(worker_module.Replicas):
+    class Losing(worker_module.WorkerReplicas):
         def run(self, window):
             report = super().run(window)
             if report.ended and not lost:
@@ -308,61 +308,61 @@ def test_an_end_that_is_lost_on_its_way_is_found(monkeypatch):
                 report = dataclasses.replace(report, ended=report.ended[1:])
             return report
 
-    monkeypatch.setattr(worker_module, "Replicas", Losing)
+    monkeypatch.setattr(worker_module, "WorkerReplicas", Losing)
     monkeypatch.setattr(fleet_module, "_MAX_DAYS", 0)
     with pytest.raises(InternalError, match="the simulation is stuck: 1 turns in flight, 0 pending"):
         run(window_s=20.0)
 
 
 def test_an_end_that_is_told_twice_is_found(monkeypatch):
-    class Repeating(worker_module.Replicas):
+    class Repeating(worker_module.WorkerReplicas):
         def run(self, window):
             report = super().run(window)
             return dataclasses.replace(report, ended=report.ended * 2)
 
-    monkeypatch.setattr(worker_module, "Replicas", Repeating)
+    monkeypatch.setattr(worker_module, "WorkerReplicas", Repeating)
     with pytest.raises(KeyError):
         run()
 
 
 def test_tokens_that_are_missing_are_found(monkeypatch):
-    class Stingy(worker_module.Replicas):
+    class Stingy(worker_module.WorkerReplicas):
         def run(self, window):
             report = super().run(window)
             return dataclasses.replace(
                 report, ended=tuple(one._replace(num_tokens=one.num_tokens - 1) for one in report.ended)
             )
 
-    monkeypatch.setattr(worker_module, "Replicas", Stingy)
+    monkeypatch.setattr(worker_module, "WorkerReplicas", Stingy)
     with pytest.raises(InternalError, match="ended without all of its tokens"):
         run()
 
 
 def test_a_block_that_is_lost_is_found(monkeypatch):
-    give_back = Replica.take_ended
+    give_back = SimulatedReplica.take_ended
 
     def lose(self):
         self._engine._loop.memory._pool.allocate(1)
         return give_back(self)
 
-    monkeypatch.setattr(Replica, "take_ended", lose)
+    monkeypatch.setattr(SimulatedReplica, "take_ended", lose)
     with pytest.raises(InternalError):
         run(checks=True)
 
 
 def test_a_worker_that_dies_is_told_of():
     worker = ProcessWorker([pool()])
-    worker.send(Window(0.0, 1.0))
+    worker.send(FleetWindow(0.0, 1.0))
     assert worker.receive().ended == ()
     worker._process.kill()
     worker._process.join()
     with pytest.raises(InternalError, match="a worker process exited with code -9"):
-        worker.send(Window(1.0, 2.0))
+        worker.send(FleetWindow(1.0, 2.0))
 
 
 def test_what_goes_wrong_in_a_worker_is_raised_here():
     worker = ProcessWorker([pool()])
-    worker.send(Window(0.0, 1.0, attempts={5: []}))
+    worker.send(FleetWindow(0.0, 1.0, attempts={5: []}))
     with pytest.raises(KeyError):
         worker.receive()
     worker._process.join()

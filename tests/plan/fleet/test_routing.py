@@ -8,9 +8,9 @@ import pytest
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.client.routing.endpoints import Endpoint, Endpoints
-from jpaged.plan.fleet.day import Attempt, Session, draw_sessions, prompt_of
-from jpaged.plan.fleet.routing import RULES, Router
-from jpaged.route.prefix_table import MAX_KNOWN_PREFIXES, Directory, beginning_of
+from jpaged.plan.fleet.day import Attempt, Session, draw_sessions, get_prompt
+from jpaged.plan.fleet.routing import RULES, FleetRouter
+from jpaged.route.prefix_table import MAX_KNOWN_PREFIXES, PrefixTable, parse_prompt_prefix
 from tests.plan.fleet.small import DAY
 
 
@@ -20,7 +20,7 @@ def attempt(number=0, tenant=0, said=(40,), turn=0, system_tokens=200):
 
 def a_router(rule, num_places, busy=None):
     """A router with places that have so many requests."""
-    router = Router(rule, num_places, 0)
+    router = FleetRouter(rule, num_places, 0)
     for place in range(num_places):
         router.begin(place)
         for number in range(0 if busy is None else busy[place]):
@@ -45,7 +45,7 @@ def test_the_least_busy_and_of_equals_any():
     router = a_router("least-load", 4, [3, 1, 2, 1])
     assert {router.send(attempt(number)) for number in range(2)} == {1, 3}
     assert busy_of(router, 4) == [3, 2, 2, 2]
-    first = {Router("least-load", 9, seed) for seed in range(20)}
+    first = {FleetRouter("least-load", 9, seed) for seed in range(20)}
     for one in first:
         one.use(range(9))
     assert len({one.send(attempt()) for one in first}) > 3
@@ -101,7 +101,7 @@ def test_one_replica_gets_all(rule):
 def test_requests_go_where_the_router_sends_them(seed):
     """A day of attempts, ends, and servers that go and come: each goes where `jpaged route` has its messages go."""
     generator, count = np.random.default_rng(seed), 5
-    simulated, directory = a_router("prefix+load", count), Directory(MAX_KNOWN_PREFIXES)
+    simulated, directory = a_router("prefix+load", count), PrefixTable(MAX_KNOWN_PREFIXES)
     with grpc.insecure_channel("localhost:1") as channel:
         found = {place: Endpoint(str(place), channel) for place in range(count)}
         real = Endpoints([*found.values()], lambda endpoint, question: None, placement=directory)
@@ -112,8 +112,8 @@ def test_requests_go_where_the_router_sends_them(seed):
             for turn in range(len(session.said)):
                 one = Attempt(0, session, turn, 0.0)
                 request = inference_pb2.GenerateRequest()
-                request.token_ids.ids.extend(prompt_of(one))
-                endpoint = real.enter(beginning_of(request, str(session.tenant).encode()))
+                request.token_ids.ids.extend(get_prompt(one))
+                endpoint = real.enter(parse_prompt_prefix(request, str(session.tenant).encode()))
                 place = simulated.send(one)
                 assert str(place) == endpoint.name
                 running.append((place, endpoint))

@@ -11,8 +11,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jpaged._proto.v1 import control_pb2
-from jpaged.access.authenticator import Entry, enter
-from jpaged.access.keys import Key, Role
+from jpaged.access.authenticator import CallContext, enter
+from jpaged.access.keys import ApiKey, Role
 from jpaged.client import AsyncClient
 from jpaged.errors import JpagedError
 from jpaged.service.calls import Call
@@ -133,7 +133,9 @@ async def test_a_request_that_no_open_call_waits_for_is_a_line_of_its_own(option
             tenant="acme",
         )
         await harness.server._service.complete(call)
-        answered = Entry(face="http", method="POST /v1/batches", peer="", key=Key("acme-1", "acme", Role.INFERENCE))
+        answered = CallContext(
+            face="http", method="POST /v1/batches", peer="", key=ApiKey("acme-1", "acme", Role.INFERENCE)
+        )
         harness.server._gate.close(answered, 200)
 
         async def go_on() -> None:

@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from jpaged._proto.open_inference import inference_pb2 as open_inference_pb2
 from jpaged.access.authenticator import GRPC, HTTP, Public, permission_of_route
 from jpaged.access.keys import Role
-from jpaged.server.faces.open_inference import REFUSED_METHODS
+from jpaged.server.compat.open_inference import REFUSED_METHODS
 from tests.server.harness import running
 
 TOKENS = {role: f"a-token-for-{role.name.lower()}-1" for role in Role}

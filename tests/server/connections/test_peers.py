@@ -200,7 +200,7 @@ async def test_a_message_that_cannot_be_sent_ends_its_call_quietly(harness, quie
     def fail(*_):
         raise aio.InternalError("Failed grpc_call_start_batch")  # as writing does to a connection that is gone
 
-    monkeypatch.setattr(servicer, "response_of", fail)
+    monkeypatch.setattr(servicer, "build_response", fail)
     call = harness.inference.Generate(request())
     await eventually(lambda: harness.executor.num_steps > 0 and harness.num_open_calls == 0)
     call.cancel()
@@ -210,7 +210,7 @@ async def test_a_message_that_cannot_be_sent_ends_its_call_quietly(harness, quie
 async def test_a_peer_that_is_gone_is_told_nothing_and_its_call_does_not_go_on():
     nobody: Any = None  # who is asked for nothing
     with pytest.raises(aio.InternalError, match="start_batch"):
-        async with grpc_server.answering(nobody):
+        async with grpc_server.status_on_error(nobody):
             raise aio.InternalError("Failed grpc_call_start_batch")
 
 

@@ -19,7 +19,7 @@ from jpaged._proto.v1 import control_pb2, control_pb2_grpc
 from jpaged.config import EngineConfig, TimeoutOptions
 from jpaged.errors import EngineHung, InvalidArgument
 from jpaged.server.health import Health, ProbeServer
-from jpaged.server.lifecycle import EngineState, ProgressWatch, show_stacks
+from jpaged.server.lifecycle import EngineState, Watchdog, show_stacks
 from jpaged.testing import VirtualClock
 from tests.server.harness import collect, error_details, eventually, failure_of, request, running
 from tests.server.test_lifecycle import NOT_SERVING, SERVING, Starting, health_of
@@ -37,7 +37,7 @@ class Standing:
         return 0.0 if self.since_s is None else self._clock() - self.since_s
 
 
-def looks(watch: ProgressWatch, engine: Standing, clock: VirtualClock, seconds: float) -> EngineState:
+def looks(watch: Watchdog, engine: Standing, clock: VirtualClock, seconds: float) -> EngineState:
     """What the last look finds, of one each fifth of a second."""
     found = watch.look(engine.seconds_without)
     for _ in range(round(seconds / 0.2)):
@@ -48,7 +48,7 @@ def looks(watch: ProgressWatch, engine: Standing, clock: VirtualClock, seconds: 
 
 def test_an_engine_stalls_and_then_hangs() -> None:
     clock = VirtualClock(5.0)
-    engine, watch = Standing(clock), ProgressWatch(TimeoutOptions(stall_timeout=30.0, step_timeout=300.0), clock)
+    engine, watch = Standing(clock), Watchdog(TimeoutOptions(stall_timeout=30.0, step_timeout=300.0), clock)
     assert looks(watch, engine, clock, 29.0) is EngineState.GOES_ON
     assert looks(watch, engine, clock, 2.0) is EngineState.STALLS
     assert looks(watch, engine, clock, 260.0) is EngineState.STALLS
@@ -62,14 +62,14 @@ def test_an_engine_stalls_and_then_hangs() -> None:
 
 def test_an_engine_without_work_does_neither() -> None:
     clock = VirtualClock()
-    engine, watch = Standing(clock), ProgressWatch(TimeoutOptions(), clock)
+    engine, watch = Standing(clock), Watchdog(TimeoutOptions(), clock)
     engine.since_s = None
     assert looks(watch, engine, clock, 1000.0) is EngineState.GOES_ON
 
 
 def test_time_in_which_the_process_was_stopped_is_not_that_of_a_step() -> None:
     clock = VirtualClock()
-    engine, watch = Standing(clock), ProgressWatch(TimeoutOptions(stall_timeout=30.0, step_timeout=300.0), clock)
+    engine, watch = Standing(clock), Watchdog(TimeoutOptions(stall_timeout=30.0, step_timeout=300.0), clock)
     for _ in range(10):
         clock.advance(5000.0)
         assert watch.look(engine.seconds_without) is EngineState.STALLS
@@ -78,7 +78,7 @@ def test_time_in_which_the_process_was_stopped_is_not_that_of_a_step() -> None:
 
 def test_no_step_is_too_long_where_there_is_no_limit() -> None:
     clock = VirtualClock()
-    engine, watch = Standing(clock), ProgressWatch(TimeoutOptions(step_timeout=0.0), clock)
+    engine, watch = Standing(clock), Watchdog(TimeoutOptions(step_timeout=0.0), clock)
     assert looks(watch, engine, clock, 1000.0) is EngineState.STALLS
 
 

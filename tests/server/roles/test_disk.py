@@ -9,9 +9,9 @@ import pytest
 
 from jpaged.blockstore.store import BlockStore
 from jpaged.engine.engine import Engine
-from jpaged.engine.kv.tiers.connector_tier import EngineStore
+from jpaged.engine.kv_cache.offload.connector_tier import EngineStore
 from jpaged.testing import FakeExecutor
-from tests.engine.kv.tiers.disks import Slow
+from tests.engine.kv_cache.offload.disks import Slow
 from tests.server import harness as harness_module
 from tests.server.harness import Harness, collect, eventually, request, running
 from tests.server.roles.test_roles import LONG, fake, folded, pair

@@ -100,13 +100,13 @@ LIES: dict[str, Callable[[Sequence[FirstToken]], Sequence[FirstToken]]] = {
 async def test_first_tokens_that_cannot_be_the_requests_are_not_told(
     lie: Callable[[Sequence[FirstToken]], Sequence[FirstToken]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = prefill_module.Answer.begin
+    begin = prefill_module.PrefillCall.begin
 
-    async def lying(answer: prefill_module.Answer, num_sequences: int) -> None:
+    async def lying(answer: prefill_module.PrefillCall, num_sequences: int) -> None:
         await begin(answer, num_sequences)
         answer.tokens = lie(answer.tokens)
 
-    monkeypatch.setattr(prefill_module.Answer, "begin", lying)
+    monkeypatch.setattr(prefill_module.PrefillCall, "begin", lying)
     message = request(LONG, n=2, temperature=1.0, seed=3)
     async with pair() as both:
         assert folded(await both.generate(message)) == folded(await alone(message))

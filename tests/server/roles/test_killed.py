@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.client import AsyncClient, Client, Resuming
+from jpaged.client import AsyncClient, Client, ResumePolicy
 from jpaged.errors import JpagedError, Unavailable
 from jpaged.types import RequestOutput, SamplingParams
 from tests.processes import Process, load_at_rest
@@ -83,7 +83,7 @@ async def ask(client: AsyncClient, round_: int, number: int) -> Told:
 
 async def ask_all(target: str, round_: int) -> list[Told | BaseException]:
     """The first calls by a client that goes on with what has begun, the others by one that does not."""
-    patient = Resuming(within_s=600.0)  # a busy machine takes long to start a server again
+    patient = ResumePolicy(within_s=600.0)  # a busy machine takes long to start a server again
     async with AsyncClient(target, resuming=patient) as resuming, AsyncClient(target, resuming=None) as plain:
         calls = [ask(resuming if n < NUM_RESUMING else plain, round_, n) for n in range(NUM_CALLS)]
         return await asyncio.gather(*calls, return_exceptions=True)

@@ -15,8 +15,8 @@ import pytest
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
-from jpaged.load import RoleLoad
 from jpaged.server.lifecycle import Server
+from jpaged.server_load import RoleLoad
 from jpaged.service import kv_protocol, roles
 from jpaged.testing import FakeExecutor, expected_tokens
 from tests.server.harness import Harness, collect, error_details, eventually, failure_of, make_serving, request, running

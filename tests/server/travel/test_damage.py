@@ -9,7 +9,7 @@ from grpc import aio
 from jpaged._proto.v1 import prefixes_pb2, prefixes_pb2_grpc
 from jpaged.client import Client
 from jpaged.client.prefixes import MAGIC
-from jpaged.engine.kv.tiers.host import HostTier
+from jpaged.engine.kv_cache.offload.host import HostTier
 from jpaged.errors import (
     Incompatible,
     InternalError,
@@ -17,7 +17,7 @@ from jpaged.errors import (
     Unsupported,
 )
 from jpaged.server import kv_transfer as servicer_module
-from jpaged.server.kv_transfer import response_of
+from jpaged.server.kv_transfer import build_response
 from tests.server.harness import error_details
 from tests.server.travel.pairs import GREEDY, NUM_FULL, TEXT, executor, framed, messages_of, saved_by, two
 
@@ -153,14 +153,14 @@ async def test_a_peer_that_answers_with_another_prefix_is_not_believed(monkeypat
         await a.complete(TEXT, GREEDY)
 
         def another(part):
-            message = response_of(part)
+            message = build_response(part)
             if message.HasField("header"):
                 for name in change:
                     message.header.ClearField(name)
                 message.header.MergeFrom(prefixes_pb2.PrefixHeader(**change))
             return message
 
-        monkeypatch.setattr(servicer_module, "response_of", another)
+        monkeypatch.setattr(servicer_module, "build_response", another)
         with pytest.raises(InternalError, match="returned a different prefix than requested"):
             await b.prefixes.fetch(first.target, TEXT)
 

@@ -7,9 +7,9 @@ import pytest
 from jpaged.blockstore.store import BlockStore
 from jpaged.client import AsyncClient
 from jpaged.engine.engine import Engine
-from jpaged.engine.kv.tiers.connector_tier import EngineStore
+from jpaged.engine.kv_cache.offload.connector_tier import EngineStore
 from jpaged.testing import seeing
-from tests.engine.kv.tiers.disks import Slow
+from tests.engine.kv_cache.offload.disks import Slow
 from tests.server import harness as harness_module
 from tests.server.harness import eventually, running
 from tests.server.travel.pairs import GREEDY, NUM_FULL, TEXT, executor, is_at_rest, messages_of, saved_by

@@ -11,7 +11,7 @@ from grpc import aio
 from jpaged._proto.v1 import inference_pb2, prefixes_pb2, prefixes_pb2_grpc
 from jpaged.client import AsyncClient
 from jpaged.client.prefixes import MAGIC
-from jpaged.engine.kv.tiers import leaving as leaving_module
+from jpaged.engine.kv_cache.offload import transfer as leaving_module
 from jpaged.errors import (
     Cancelled,
     DeadlineExceeded,

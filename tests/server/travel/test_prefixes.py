@@ -18,7 +18,7 @@ from jpaged.errors import (
 )
 from jpaged.server.kv_transfer import PeerServers
 from jpaged.service import kv_protocol as parts_module
-from jpaged.service.kv_protocol import Header
+from jpaged.service.kv_protocol import TransferHeader
 from jpaged.service.kv_transfer import Prefix
 from jpaged.testing import ByteTokenizer, FakeExecutor, seeing
 from jpaged.types import Prompt, SamplingParams
@@ -214,7 +214,7 @@ async def test_what_is_on_its_way_from_a_peer_goes_on_when_certificates_change(t
         peers = PeerServers(AccessOptions(**options))
         prefix = Prefix(prompt=Prompt(token_ids=ByteTokenizer().encode(TEXT)))
         whole = [part async for part in peers.save(peer, prefix, 0)]
-        assert isinstance(whole[0], Header)
+        assert isinstance(whole[0], TransferHeader)
         assert len(whole) > 1
         going = peers.save(peer, prefix, 0)
         parts = [await anext(going)]

@@ -3,12 +3,12 @@
 import pytest
 
 from jpaged.chat import ChatAnswer, ChatOptions, ReasoningOptions, Tool, ToolCall, ToolChoice, ToolChoiceMode
-from jpaged.completions import Completions
 from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.output_assembler import Completions
 from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
-from jpaged.service.chat.output_config import ChatAnswering
-from jpaged.service.chat.output_parser import ChatAnswers, WithoutTokens
-from jpaged.structured import Kind, StructuredOutputs
+from jpaged.service.chat.output_config import ChatOutputConfig
+from jpaged.service.chat.output_parser import ChatOutputParser, WithoutTokens
+from jpaged.structured import ConstraintKind, StructuredOutputs
 from jpaged.testing import ByteTokenizer
 from jpaged.types import FinishReason, OutputEvent, SamplingParams, SequenceFinish
 
@@ -21,7 +21,7 @@ TOOLS = (Tool("weather"), Tool("now"))
 
 
 def answers(answer_format=QWEN, *, is_open=False, **options):
-    return ChatAnswers(lambda: answer_format.parser(is_open=is_open, new_id=lambda: "id"), **options)
+    return ChatOutputParser(lambda: answer_format.parser(is_open=is_open, new_id=lambda: "id"), **options)
 
 
 def events(parts, index=0, finish=STOP):
@@ -163,7 +163,7 @@ class Special(ByteTokenizer):
 
 
 def mistral(text, sampling, tools=TOOLS):
-    answering = ChatAnswering(Special(), AnswerFormat(TOOL_FORMATS["mistral"]))
+    answering = ChatOutputConfig(Special(), AnswerFormat(TOOL_FORMATS["mistral"]))
     options = ChatOptions(tools=tools)
     held = answering.held(options, sampling, [])
     split = answering.answers(options, sampling, [])
@@ -181,7 +181,7 @@ def test_tags_that_are_special_tokens_are_kept_and_others_left_out():
 
 
 def answering(answer_format=QWEN):
-    return ChatAnswering(ByteTokenizer(), answer_format)
+    return ChatOutputConfig(ByteTokenizer(), answer_format)
 
 
 @pytest.mark.parametrize("choice", [ToolChoice(ToolChoiceMode.REQUIRED), ToolChoice(ToolChoiceMode.NAMED, "now")])
@@ -221,7 +221,7 @@ def test_options_of_structured_outputs_are_those_of_the_calls():
     options = StructuredOutputs(whitespace_pattern=" ?")
     held = answering().held(REQUIRED, SamplingParams(structured_outputs=options), [1]).structured_outputs
     assert held is not None
-    assert (held.kind, held.whitespace_pattern) == (Kind.STRUCTURAL_TAG, " ?")
+    assert (held.kind, held.whitespace_pattern) == (ConstraintKind.STRUCTURAL_TAG, " ?")
 
 
 def test_tools_that_are_too_large_for_a_grammar_are_named():

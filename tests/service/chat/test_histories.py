@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from jpaged.chat import ChatOptions, Tool, chat_options_of, read_message
+from jpaged.chat import ChatOptions, Tool, build_chat_options, read_message
 from jpaged.client import AsyncClient
 from jpaged.client.batch import BatchOptions, run_batch
 from jpaged.client.convert import chat_message
@@ -19,7 +19,7 @@ from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.llm import LLM
 from jpaged.openai.request import chat_job, check_values
-from jpaged.openai.responses import asking_of, messages_of
+from jpaged.openai.responses import build_messages, parse_responses_request
 from jpaged.server.servicer import chat_options_from, messages_from
 from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.service.chat.sandbox import template_process
@@ -93,7 +93,7 @@ def test_odd_arguments_pass_every_door() -> None:
         call = {"type": "function_call", "call_id": "x", "name": "a b", "arguments": arguments}
         given = json.loads(json.dumps({"input": [USER, call, USER]}))
         check_values("body", given)
-        (response,) = asking_of(given).job.prompts
+        (response,) = parse_responses_request(given).job.prompts
         assert response.messages == prompt.messages
 
 
@@ -149,7 +149,7 @@ def test_a_role_that_the_template_leaves_out_is_named(caplog: pytest.LogCaptureF
         rendered(DROPS, [USER, {"role": "critic", "content": "Paris"}])  # which is in the text by chance
     with pytest.raises(InvalidArgument, match="'critic' is not a role of the chat template"):
         rendered(
-            DROPS, [USER, {"role": "critic", "content": "Bad."}], chat_options_of(tools=[Tool("now", "").as_json()])
+            DROPS, [USER, {"role": "critic", "content": "Bad."}], build_chat_options(tools=[Tool("now", "").as_json()])
         )
     assert rendered(DROPS, [{"role": "critic", "content": ""}, USER]) == "Paris?;"
     with caplog.at_level(logging.WARNING):
@@ -164,14 +164,14 @@ CHATML = """{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %
 def test_the_end_of_a_text_is_as_asked_for() -> None:
     talk = [USER, {"role": "assistant", "content": "It is "}]
     assert rendered(CHATML, talk).endswith("It is <end><assistant>")
-    closed = chat_options_of(add_generation_prompt=False)
+    closed = build_chat_options(add_generation_prompt=False)
     assert rendered(CHATML, talk, closed).endswith("It is <end>")
     for opens in (None, False):
-        options = chat_options_of(continue_final_message=True, add_generation_prompt=opens)
+        options = build_chat_options(continue_final_message=True, add_generation_prompt=opens)
         assert rendered(CHATML, talk, options).endswith("<assistant>It is ")
     with pytest.raises(InvalidArgument, match="add_generation_prompt of true"):
-        chat_options_of(continue_final_message=True, add_generation_prompt=True)
-    assert chat_options_of(continue_final_message=False, add_generation_prompt=True) == ChatOptions()
+        build_chat_options(continue_final_message=True, add_generation_prompt=True)
+    assert build_chat_options(continue_final_message=False, add_generation_prompt=True) == ChatOptions()
 
 
 def test_documents_reach_a_template_that_uses_them() -> None:
@@ -181,7 +181,7 @@ def test_documents_reach_a_template_that_uses_them() -> None:
 
 
 def test_options_of_a_chat_travel() -> None:
-    options = chat_options_of(continue_final_message=True, documents=[{"title": "é"}], chat_template="{{ 1 }}")
+    options = build_chat_options(continue_final_message=True, documents=[{"title": "é"}], chat_template="{{ 1 }}")
     assert chat_options_from(chat_message(Prompt(messages=[USER], chat_options=options))) == options
 
 
@@ -358,7 +358,7 @@ async def test_any_answer_is_accepted_back(tmp_path: Path, monkeypatch: pytest.M
             "http": talk_of(one.message.model_dump() for one in chat),
             "http, null left out": talk_of(one.message.to_dict() for one in chat),
             "completions": talk_of({"role": "assistant", "content": one.text} for one in written),
-            "responses": messages_of(items, None),
+            "responses": build_messages(items, None),
             "grpc": talk_of(turns_of((await client.chat([USER], ALL, tools=TOOLS)).outputs)),
             "file": talk_of((await by_file(harness.target, tmp_path, [body([USER], is_whole=True)]))[0]),
             "upload": talk_of((await by_upload(theirs, [body([USER], is_whole=True)]))[0]),

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from jpaged.chat import ChatOptions, ReasoningOptions, Tool, reasoning_of
+from jpaged.chat import ChatOptions, ReasoningOptions, Tool, parse_reasoning
 from jpaged.demo import FOLDER
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.chat.formats import TOOL_FORMATS, AnswerFormat, parser_for
-from jpaged.service.chat.output_config import ChatAnswering
+from jpaged.service.chat.output_config import ChatOutputConfig
 from jpaged.service.chat.sandbox import TemplateProcess
 from jpaged.service.chat.template import ChatTemplate, for_template, messages_bytes, read_messages
 from jpaged.service.input_processor import InputProcessor
@@ -230,7 +230,7 @@ def test_bytes_are_counted_before_anything_is_read():
 
 def test_tools_reach_the_tokenizer_through_a_prompt():
     tokenizer, geometry = ByteTokenizer(), FakeExecutor(max_model_len=1024, num_blocks=256).geometry
-    answering = ChatAnswering(tokenizer, AnswerFormat(TOOL_FORMATS["hermes"]))
+    answering = ChatOutputConfig(tokenizer, AnswerFormat(TOOL_FORMATS["hermes"]))
     processor = InputProcessor(tokenizer, geometry, answering=answering)
     prompt = Prompt(messages=TALK, chat_options=ChatOptions(tools=[WEATHER]))
     request = processor.make_request(request_id="a", sampling=SamplingParams(), prompt=prompt)
@@ -315,8 +315,8 @@ def test_reasoning_is_asked_of_a_template_by_the_variable_that_it_has(process):
         plain.reasoning_variables(ReasoningOptions(effort="low", enabled=True), {})
     for effort in ("", "x" * 65, 3):
         with pytest.raises(InvalidArgument, match=r"^reasoning\.effort: "):
-            reasoning_of({"effort": effort})
-    assert [reasoning_of({"effort": "x" * num_chars}).effort for num_chars in (1, 64)] == ["x", "x" * 64]
+            parse_reasoning({"effort": effort})
+    assert [parse_reasoning({"effort": "x" * num_chars}).effort for num_chars in (1, 64)] == ["x", "x" * 64]
 
 
 def test_reasoning_reaches_the_template_of_a_folder(folder):

@@ -18,8 +18,8 @@ from jpaged.chat import (
     ToolCallPiece,
     ToolChoice,
     ToolChoiceMode,
-    tool_choice_of,
-    tools_of,
+    parse_tool_choice,
+    parse_tools,
 )
 from jpaged.errors import InvalidArgument
 
@@ -41,15 +41,15 @@ def nested(depth):
 
 def test_tools_are_read_and_written_as_openai_has_them():
     value = [{"type": "function", "function": FUNCTION}, {"function": {"name": "now", "strict": None}}]
-    assert tools_of(value) == TOOLS
+    assert parse_tools(value) == TOOLS
     assert TOOLS[0].as_json() == value[0]
     empty = {"type": "object", "properties": {}}
     assert TOOLS[1].as_json() == {
         "type": "function",
         "function": {"name": "now", "description": "", "parameters": empty},
     }
-    assert tools_of(None) == tools_of([]) == ()
-    assert tools_of(wrapped(strict=True))[0].is_strict
+    assert parse_tools(None) == parse_tools([]) == ()
+    assert parse_tools(wrapped(strict=True))[0].is_strict
 
 
 @pytest.mark.parametrize(
@@ -84,22 +84,22 @@ def test_tools_are_read_and_written_as_openai_has_them():
 )
 def test_a_bad_tool_is_named(value, field):
     with pytest.raises(InvalidArgument) as error:
-        tools_of(value)
+        parse_tools(value)
     assert error.value.field == field
 
 
 def test_what_is_at_the_limits_passes():
-    assert len(tools_of([one for i in range(MAX_TOOLS) for one in wrapped(name=f"f{i}")])) == MAX_TOOLS
-    assert tools_of(wrapped(name="a-Z_9" + "x" * 59, parameters=nested(63)))
+    assert len(parse_tools([one for i in range(MAX_TOOLS) for one in wrapped(name=f"f{i}")])) == MAX_TOOLS
+    assert parse_tools(wrapped(name="a-Z_9" + "x" * 59, parameters=nested(63)))
 
 
 def test_choices_are_read():
     auto, none = ToolChoice(ToolChoiceMode.AUTO), ToolChoice(ToolChoiceMode.NONE)
-    assert tool_choice_of(None, TOOLS) == tool_choice_of("auto", TOOLS) == auto
-    assert tool_choice_of(None, ()) == tool_choice_of("auto", ()) == tool_choice_of("none", TOOLS) == none
-    assert tool_choice_of("required", TOOLS) == ToolChoice(ToolChoiceMode.REQUIRED)
+    assert parse_tool_choice(None, TOOLS) == parse_tool_choice("auto", TOOLS) == auto
+    assert parse_tool_choice(None, ()) == parse_tool_choice("auto", ()) == parse_tool_choice("none", TOOLS) == none
+    assert parse_tool_choice("required", TOOLS) == ToolChoice(ToolChoiceMode.REQUIRED)
     named = {"type": "function", "function": {"name": "now"}}
-    assert tool_choice_of(named, TOOLS) == ToolChoice(ToolChoiceMode.NAMED, "now")
+    assert parse_tool_choice(named, TOOLS) == ToolChoice(ToolChoiceMode.NAMED, "now")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_choices_are_read():
 )
 def test_a_bad_choice_is_named(value, tools, field):
     with pytest.raises(InvalidArgument) as error:
-        tool_choice_of(value, tools)
+        parse_tool_choice(value, tools)
     assert error.value.field == field
 
 

@@ -2,5 +2,5 @@
 
 experts.py  the call, and the check for a library
 
-The matmuls are those of `jpaged.kernels.product`, whose cores it calls.
+The matmuls are those of `jpaged.kernels.matmul`, whose cores it calls.
 """

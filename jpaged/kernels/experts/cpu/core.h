@@ -1,4 +1,4 @@
-// Declarations shared by kernel.cc, which divides the work of the experts and calls the products of product/cpu, and
+// Declarations shared by kernel.cc, which divides the work of the experts and calls the products of matmul/cpu, and
 // core.cc, which computes everything between the products.
 
 #pragma once

@@ -18,8 +18,8 @@ from jpaged.errors import InternalError
 from jpaged.kernels.cpu.library import MAX_WIDTH, NAME, register
 from jpaged.kernels.experts.routing import Routes
 from jpaged.kernels.experts.weights import ExpertWeights
-from jpaged.kernels.mixture_kind import Gate
-from jpaged.kernels.product import PackedMatrix
+from jpaged.kernels.matmul import PackedMatrix
+from jpaged.kernels.mixture_kind import GateFunction
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -38,7 +38,7 @@ class CpuExperts:
     max_threads: int = 0
 
     def apply(
-        self, x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, gate: Gate
+        self, x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, gate: GateFunction
     ) -> Float[Array, "T E"]:
         """Return the weighted sum of the outputs of each row's experts, without the last bias, in float32.
 

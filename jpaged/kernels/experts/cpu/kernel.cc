@@ -11,7 +11,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../../product/cpu/core.h"
+#include "../../matmul/cpu/core.h"
 #include "processor.h"
 #include "tasks.h"
 #include "xla/ffi/api/ffi.h"

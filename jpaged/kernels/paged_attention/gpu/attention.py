@@ -19,7 +19,7 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.gpu.work import (
     SHARED_BYTES,
     TILE_ROWS,
-    Places,
+    QueryPlaces,
     Tiling,
     choose_tiling,
     fixed_bytes,
@@ -106,7 +106,7 @@ def attend_parts(
         items_nf,
         jnp.asarray(call.layer, jnp.int32).reshape(1),
         None if call.scales_lk2 is None else call.scales_lk2.astype(jnp.float32).reshape(-1),
-        kernel.Static(spec, tiling, is_interpreted=interpret is not None),
+        kernel.GpuKernelParams(spec, tiling, is_interpreted=interpret is not None),
         interpret,
     )
     o_tkgd, lse_tkg = _merge(*results, places, tiling)
@@ -114,7 +114,7 @@ def attend_parts(
 
 
 def _merge(
-    out: jax.Array, largest: jax.Array, total: jax.Array, places: Places, tiling: Tiling
+    out: jax.Array, largest: jax.Array, total: jax.Array, places: QueryPlaces, tiling: Tiling
 ) -> tuple[jax.Array, jax.Array]:
     """Merge the items' results into outputs [T, K, G, D] and log-sum-exps [T, K, G]."""
     num_kv_heads = out.shape[1]

@@ -18,7 +18,7 @@ If such a tile has 64 rows or less, as in a decode, the consumers alternate betw
 Chunks that every query of a consumer sees are multiplied in a separate loop, without masks.
 
 The grid is (items, KV heads), heads fastest: they read adjacent memory. An item is a tile and a part of the keys. A row
-of an array describes it; see `ItemField` and `work.py`.
+of an array describes it; see `GpuItemField` and `work.py`.
 
 Parts of a chunk that the tile does not see are cleared before use, since 0 times NaN is NaN. That happens only at the
 ends of the visible range, and in rows whose tables name blocks outside the layer, which read as zeros.
@@ -54,7 +54,7 @@ _WHOLE: tuple[Any, ...] = ((),) if "idx" in inspect.signature(plgpu.load).parame
 """The index of a load of a whole reference; loads have no such parameter since jax 0.12."""
 
 
-class ItemField(enum.IntEnum):
+class GpuItemField(enum.IntEnum):
     """Columns of the array that describes the items."""
 
     ROW = 0
@@ -78,7 +78,7 @@ class ItemField(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Static:
+class GpuKernelParams:
     """Compile-time constants of the kernel.
 
     Attributes:
@@ -99,16 +99,16 @@ def attend_items(
     items_nf: jax.Array,
     layer: jax.Array,
     scales: jax.Array | None,
-    static: Static,
+    static: GpuKernelParams,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Run the kernel over all items.
 
     Args:
-        q_kmd: [K, rows, D], the query heads of a token and KV head consecutively; see `ItemField.FIRST_ROW`.
+        q_kmd: [K, rows, D], the query heads of a token and KV head consecutively; see `GpuItemField.FIRST_ROW`.
         pool: [P, B, K, 2D], the pool with each key next to its value.
         tables_sm: block ids within the layer.
-        items_nf: [items, len(ItemField)].
+        items_nf: [items, len(GpuItemField)].
         layer: [1].
         scales: [L * K * 2], or None.
         static: compile-time constants.
@@ -199,7 +199,7 @@ class _Refs:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The work of this thread block: its place in the grid, and the fields of the item, see `ItemField`."""
+    """The work of this thread block: its place in the grid, and the fields of the item, see `GpuItemField`."""
 
     item: jax.Array
     head: jax.Array
@@ -215,19 +215,19 @@ class _Work:
     has_bad_ids: jax.Array
 
 
-def _paged_attention_item(static: Static, num_arguments: int, *refs: Any, **scratch: Any) -> None:
+def _paged_attention_item(static: GpuKernelParams, num_arguments: int, *refs: Any, **scratch: Any) -> None:
     q, pool, tables, items, layer, *scales = refs[:num_arguments]
     out, out_max, out_sum = refs[num_arguments:]
     memory = _Refs(q, pool, tables, layer, scales[0] if scales else None, out, out_max, out_sum, **scratch)
     item = lax.axis_index("item")
 
-    @pl.when(items[item, int(ItemField.NUM_TOKENS)] > 0)
+    @pl.when(items[item, int(GpuItemField.NUM_TOKENS)] > 0)
     def _() -> None:
-        fields = (items[item, int(field)] for field in ItemField)
+        fields = (items[item, int(field)] for field in GpuItemField)
         _attend_tile(memory, _Work(item, lax.axis_index("head"), *fields), static)
 
 
-def _attend_tile(memory: _Refs, work: _Work, static: Static) -> None:
+def _attend_tile(memory: _Refs, work: _Work, static: GpuKernelParams) -> None:
     tiling = static.tiling
     if tiling.num_consumers == 1:
         _attend_alone(memory, work, static)
@@ -270,7 +270,7 @@ class _Consumer:
         return lax.div(num_chunks - self.first_chunk + self.step - 1, jnp.int32(self.step))
 
 
-def _attend_alone(memory: _Refs, work: _Work, static: Static) -> None:
+def _attend_alone(memory: _Refs, work: _Work, static: GpuKernelParams) -> None:
     """Process a tile of 64 rows."""
     me = _Consumer(0, 0, 0, 1)
     _fetch_queries(me, memory, work)
@@ -279,7 +279,7 @@ def _attend_alone(memory: _Refs, work: _Work, static: Static) -> None:
     _store(_attend_chunks(me, _own_chunk, memory, work, static), me, memory, work, static)
 
 
-def _consume(number: jax.Array, memory: _Refs, work: _Work, static: Static) -> None:
+def _consume(number: jax.Array, memory: _Refs, work: _Work, static: GpuKernelParams) -> None:
     """Multiply 64 of a tile's 128 rows; or every second chunk, if the tile has no more than 64."""
     is_whole = _is_whole(work, static)
     me = _Consumer(
@@ -302,12 +302,12 @@ def _consume(number: jax.Array, memory: _Refs, work: _Work, static: Static) -> N
     lax.cond(is_whole, lambda: _store(state, me, memory, work, static), add_up)
 
 
-def _is_whole(work: _Work, static: Static) -> jax.Array:
+def _is_whole(work: _Work, static: GpuKernelParams) -> jax.Array:
     """Return True if the tile has rows for both consumers."""
     return work.num_tokens * static.tiling.group > TILE_ROWS
 
 
-def _produce(memory: _Refs, work: _Work, static: Static) -> None:
+def _produce(memory: _Refs, work: _Work, static: GpuKernelParams) -> None:
     """Fetch all chunks for the consumers, and convert and clean them if necessary."""
     stages, is_narrow = static.tiling.stages, memory.wide_s is not None
     _fetch_first(memory, work, static)
@@ -341,7 +341,7 @@ def _produce(memory: _Refs, work: _Work, static: Static) -> None:
     lax.fori_loop(jnp.int32(0), work.num_chunks, chunk, None)
 
 
-def _widened(i: jax.Array, slot: jax.Array, memory: _Refs, work: _Work, static: Static) -> Any:
+def _widened(i: jax.Array, slot: jax.Array, memory: _Refs, work: _Work, static: GpuKernelParams) -> Any:
     """Convert a chunk to 16 bits, after the consumers have freed the previous one in its slot."""
 
     @pl.when(i >= static.tiling.stages)
@@ -357,7 +357,7 @@ def _hand_over(slot: jax.Array, memory: _Refs) -> None:
     plgpu.barrier_arrive(memory.ready_barriers.at[slot])
 
 
-def _wait_until_free(slot: jax.Array, memory: _Refs, work: _Work, static: Static) -> None:
+def _wait_until_free(slot: jax.Array, memory: _Refs, work: _Work, static: GpuKernelParams) -> None:
     """Wait until the consumers have freed a slot."""
     is_whole = _is_whole(work, static)
     for number in range(static.tiling.num_consumers):
@@ -372,7 +372,7 @@ def _fetch_queries(me: _Consumer, memory: _Refs, work: _Work) -> None:
     plgpu.copy_gmem_to_smem(queries, memory.q_s.at[me.number], memory.q_barriers.at[me.number])
 
 
-def _fetch_first(memory: _Refs, work: _Work, static: Static) -> None:
+def _fetch_first(memory: _Refs, work: _Work, static: GpuKernelParams) -> None:
     """Start the copies of the first chunks, up to the number of slots."""
     tiling = static.tiling
     if tiling.chunk_rows > tiling.chunk_tokens:
@@ -389,7 +389,7 @@ def _fetch_first(memory: _Refs, work: _Work, static: Static) -> None:
 
 @contextmanager
 def _own_chunk(
-    i: jax.Array, me: _Consumer, is_masked: bool, memory: _Refs, work: _Work, static: Static
+    i: jax.Array, me: _Consumer, is_masked: bool, memory: _Refs, work: _Work, static: GpuKernelParams
 ) -> Iterator[Any]:
     """Provide a chunk that this warpgroup has fetched itself; after its use, fetch another into its slot."""
     stages = static.tiling.stages
@@ -420,7 +420,7 @@ def _own_chunk(
 
 @contextmanager
 def _given_chunk(
-    i: jax.Array, me: _Consumer, is_masked: bool, memory: _Refs, work: _Work, static: Static
+    i: jax.Array, me: _Consumer, is_masked: bool, memory: _Refs, work: _Work, static: GpuKernelParams
 ) -> Iterator[Any]:
     """Provide a chunk of the producer's; after its use, notify the producer."""
     stages = static.tiling.stages
@@ -443,7 +443,7 @@ def _given_chunk(
         plgpu.barrier_arrive(memory.free_barriers.at[me.number * stages + slot])
 
 
-class _State(NamedTuple):
+class _GpuSoftmax(NamedTuple):
     """The online softmax so far: sum of weighted values, largest score in base 2, sum of weights."""
 
     out: jax.Array
@@ -451,13 +451,13 @@ class _State(NamedTuple):
     sum: jax.Array
 
 
-def _attend_chunks(me: _Consumer, held: Any, memory: _Refs, work: _Work, static: Static) -> _State:
+def _attend_chunks(me: _Consumer, held: Any, memory: _Refs, work: _Work, static: GpuKernelParams) -> _GpuSoftmax:
     """Compute the softmax over a consumer's chunks; `held` is a context manager that provides each one."""
 
     def turn(is_masked: bool, j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         i = me.chunk(j)
         with held(i, me, is_masked, memory, work, static) as kv_s:
-            return tuple(_attend_chunk(i, me, kv_s, _State(*state), is_masked, memory, work, static))
+            return tuple(_attend_chunk(i, me, kv_s, _GpuSoftmax(*state), is_masked, memory, work, static))
 
     state: tuple[jax.Array, ...] = (
         _laid_out(jnp.zeros((TILE_ROWS, static.spec.layout.head_dim), jnp.float32), _WGMMA, static),
@@ -467,13 +467,13 @@ def _attend_chunks(me: _Consumer, held: Any, memory: _Refs, work: _Work, static:
     begin, end, count = (me.turns(n) for n in (*_seen_by_all(me, work, static), work.num_chunks))
     masked, plain = functools.partial(turn, True), functools.partial(turn, False)
     if static.tiling.chunk_rows > static.tiling.chunk_tokens:
-        return _State(*lax.fori_loop(jnp.int32(0), count, masked, state))
+        return _GpuSoftmax(*lax.fori_loop(jnp.int32(0), count, masked, state))
     state = lax.fori_loop(jnp.int32(0), begin, masked, state)
     state = lax.fori_loop(begin, end, plain, state)
-    return _State(*lax.fori_loop(end, count, masked, state))
+    return _GpuSoftmax(*lax.fori_loop(end, count, masked, state))
 
 
-def _seen_by_all(me: _Consumer, work: _Work, static: Static) -> tuple[jax.Array, jax.Array]:
+def _seen_by_all(me: _Consumer, work: _Work, static: GpuKernelParams) -> tuple[jax.Array, jax.Array]:
     """Return the range of chunks of the part whose keys all exist and are seen by all of a consumer's queries."""
     tiling = static.tiling
     span, group = jnp.int32(tiling.chunk_tokens), jnp.int32(tiling.group)
@@ -487,28 +487,28 @@ def _seen_by_all(me: _Consumer, work: _Work, static: Static) -> tuple[jax.Array,
     return begin, jnp.where(work.has_bad_ids > 0, begin, end)
 
 
-def _laid_out(numbers: jax.Array, layout: Any, static: Static) -> jax.Array:
+def _laid_out(numbers: jax.Array, layout: Any, static: GpuKernelParams) -> jax.Array:
     """Fix the layout of values over threads; the interpreter has no layouts."""
     return numbers if static.is_interpreted else plgpu.layout_cast(numbers, layout)
 
 
-def _count(shape: tuple[int, ...], axis: int, static: Static) -> jax.Array:
+def _count(shape: tuple[int, ...], axis: int, static: GpuKernelParams) -> jax.Array:
     """Return 0, 1, ... along an axis, in the layout of scores."""
     return _laid_out(lax.broadcasted_iota(jnp.int32, shape, axis), _WGMMA, static)
 
 
-def _block_ids(i: jax.Array, memory: _Refs, work: _Work, static: Static) -> list[jax.Array]:
+def _block_ids(i: jax.Array, memory: _Refs, work: _Work, static: GpuKernelParams) -> list[jax.Array]:
     """Return the block ids of the part's i-th chunk from the table; after the table's end its last one."""
     first = (work.first_chunk + i) * static.tiling.chunk_blocks
     last = memory.tables.shape[1] - 1
     return [memory.tables[work.row, jnp.minimum(first + j, last)] for j in range(static.tiling.chunk_blocks)]
 
 
-def _is_block(block_id: jax.Array, static: Static) -> jax.Array:
+def _is_block(block_id: jax.Array, static: GpuKernelParams) -> jax.Array:
     return (block_id >= 0) & (block_id < static.spec.layout.blocks_per_layer)
 
 
-def _fetch(block_ids: list[jax.Array], slot: Any, memory: _Refs, work: _Work, static: Static) -> None:
+def _fetch(block_ids: list[jax.Array], slot: Any, memory: _Refs, work: _Work, static: GpuKernelParams) -> None:
     """Start the copies of a chunk. An id outside the layer copies some block, which is cleared before its use."""
     layout = static.spec.layout
     first = memory.layer[0] * layout.blocks_per_layer
@@ -525,12 +525,12 @@ def _attend_chunk(
     i: jax.Array,
     me: _Consumer,
     kv_s: Any,
-    state: _State,
+    state: _GpuSoftmax,
     is_masked: bool,
     memory: _Refs,
     work: _Work,
-    static: Static,
-) -> _State:
+    static: GpuKernelParams,
+) -> _GpuSoftmax:
     head_dim = static.spec.layout.head_dim
     k_s, v_s = (kv_s.at[:, pl.ds(part * head_dim, head_dim)] for part in range(2))
     scores, factor = _scores(me, k_s, memory, work, static)
@@ -541,10 +541,12 @@ def _attend_chunk(
     fade = jnp.exp2(state.max - new_max)
     out = state.out * lax.broadcast_in_dim(fade, state.out.shape, [0])
     out = _add_product(out, weights.astype(memory.q_s.dtype), v_s, static)
-    return _State(out, new_max, state.sum * fade + weights.sum(axis=1))
+    return _GpuSoftmax(out, new_max, state.sum * fade + weights.sum(axis=1))
 
 
-def _scores(me: _Consumer, k_s: Any, memory: _Refs, work: _Work, static: Static) -> tuple[jax.Array, jax.Array | float]:
+def _scores(
+    me: _Consumer, k_s: Any, memory: _Refs, work: _Work, static: GpuKernelParams
+) -> tuple[jax.Array, jax.Array | float]:
     """Return scores [64, chunk rows], and their positive factor to base 2, which may also be applied to the maximum."""
     spec, q_s = static.spec, memory.q_s.at[me.number]
     if static.is_interpreted:
@@ -564,7 +566,7 @@ def _scores(me: _Consumer, k_s: Any, memory: _Refs, work: _Work, static: Static)
     return 1 - 2 / (power + 1), spec.kind.soft_cap * _LOG2_E
 
 
-def _masked(scores: jax.Array, i: jax.Array, me: _Consumer, work: _Work, static: Static) -> jax.Array:
+def _masked(scores: jax.Array, i: jax.Array, me: _Consumer, work: _Work, static: GpuKernelParams) -> jax.Array:
     """Return the scores, with minus infinity for keys that a query does not see."""
     tiling = static.tiling
     rows, columns = (_count(scores.shape, axis, static) for axis in range(2))
@@ -578,7 +580,7 @@ def _masked(scores: jax.Array, i: jax.Array, me: _Consumer, work: _Work, static:
     return jnp.where(is_seen, scores, -jnp.inf)
 
 
-def _add_product(out: jax.Array, weights: jax.Array, v_s: Any, static: Static) -> jax.Array:
+def _add_product(out: jax.Array, weights: jax.Array, v_s: Any, static: GpuKernelParams) -> jax.Array:
     if static.is_interpreted:
         return out + jnp.dot(weights, v_s[...], preferred_element_type=jnp.float32)
 
@@ -588,7 +590,7 @@ def _add_product(out: jax.Array, weights: jax.Array, v_s: Any, static: Static) -
     return pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(out))
 
 
-def _scale(part: int, memory: _Refs, work: _Work, static: Static) -> jax.Array:
+def _scale(part: int, memory: _Refs, work: _Work, static: GpuKernelParams) -> jax.Array:
     """Return the scale by which this head's keys (0) or values (1) are divided in the pool."""
     return memory.scales[(memory.layer[0] * static.spec.layout.num_kv_heads + work.head) * 2 + part]
 
@@ -599,7 +601,7 @@ def _columns(dtype: Any, width: int, num_columns: int) -> list[Any]:
     return [pl.ds(start, step) for start in range(0, num_columns, step)]
 
 
-def _widen(narrow_s: Any, wide_s: Any, static: Static) -> None:
+def _widen(narrow_s: Any, wide_s: Any, static: GpuKernelParams) -> None:
     """Convert 8 bits to the queries' type."""
     head_dim = static.spec.layout.head_dim
     for columns in _columns(narrow_s.dtype, 2 * head_dim, 2 * head_dim):
@@ -609,24 +611,24 @@ def _widen(narrow_s: Any, wide_s: Any, static: Static) -> None:
         wide_s[:, columns] = numbers.astype(wide_s.dtype)
 
 
-def _clear(kv_s: Any, is_narrow: bool, static: Static) -> None:
+def _clear(kv_s: Any, is_narrow: bool, static: GpuKernelParams) -> None:
     head_dim = static.spec.layout.head_dim
     for columns in _columns(kv_s.dtype, head_dim * (2 if is_narrow else 1), 2 * head_dim):
         shape = (static.tiling.chunk_rows, columns.size)
         kv_s[:, columns] = _laid_out(jnp.zeros(shape, kv_s.dtype), _WGMMA, static)
 
 
-def _first_key(i: jax.Array, work: _Work, static: Static) -> jax.Array:
+def _first_key(i: jax.Array, work: _Work, static: GpuKernelParams) -> jax.Array:
     return (work.first_chunk + i) * static.tiling.chunk_tokens
 
 
-def _needs_cleaning(i: jax.Array, work: _Work, static: Static) -> jax.Array:
+def _needs_cleaning(i: jax.Array, work: _Work, static: GpuKernelParams) -> jax.Array:
     first_key = _first_key(i, work, static)
     is_partly_seen = (first_key < work.begin) | (first_key + static.tiling.chunk_tokens > work.end)
     return is_partly_seen | (work.has_bad_ids > 0)
 
 
-def _clean(i: jax.Array, kv_s: Any, memory: _Refs, work: _Work, static: Static) -> None:
+def _clean(i: jax.Array, kv_s: Any, memory: _Refs, work: _Work, static: GpuKernelParams) -> None:
     """Clear the keys and values that the tile does not see, and those of blocks outside the layer."""
     block_size = static.spec.layout.block_size
     first_key, block_ids = _first_key(i, work, static), _block_ids(i, memory, work, static)
@@ -642,7 +644,7 @@ def _clean(i: jax.Array, kv_s: Any, memory: _Refs, work: _Work, static: Static) 
         kv_s[:, columns] = jnp.where(is_kept, numbers, jnp.zeros_like(numbers))
 
 
-def _hand_in(state: _State, memory: _Refs) -> None:
+def _hand_in(state: _GpuSoftmax, memory: _Refs) -> None:
     """Pass this consumer's sums to the other one: divided, as two 16-bit numbers, as in `_store`."""
     inverse = jnp.where(state.sum > 0, 1 / state.sum, 0.0)
     plgpu.barrier_wait(memory.sum_barriers.at[0])  # the other consumer has finished with its queries, too
@@ -653,7 +655,7 @@ def _hand_in(state: _State, memory: _Refs) -> None:
     plgpu.barrier_arrive(memory.sum_barriers.at[1])
 
 
-def _added_up(state: _State, memory: _Refs, static: Static) -> _State:
+def _added_up(state: _GpuSoftmax, memory: _Refs, static: GpuKernelParams) -> _GpuSoftmax:
     """Add the sums of the second consumer to those of the first."""
     plgpu.barrier_arrive(memory.sum_barriers.at[0])
     plgpu.barrier_wait(memory.sum_barriers.at[1])
@@ -663,15 +665,15 @@ def _added_up(state: _State, memory: _Refs, static: Static) -> _State:
     out = state.out * lax.broadcast_in_dim(fade, state.out.shape, [0])
     for number in (1, 0):
         out += memory.q_s[number].astype(jnp.float32) * lax.broadcast_in_dim(other_sum, out.shape, [0])
-    return _State(out, new_max, state.sum * fade + other_sum)
+    return _GpuSoftmax(out, new_max, state.sum * fade + other_sum)
 
 
-def _read_rows(ref: Any, static: Static) -> jax.Array:
+def _read_rows(ref: Any, static: GpuKernelParams) -> jax.Array:
     """Load a number for each row, in the layout of the rows."""
     return ref[...] if static.is_interpreted else plgpu.load(ref, *_WHOLE, layout=_ROWS)
 
 
-def _store(state: _State, me: _Consumer, memory: _Refs, work: _Work, static: Static) -> None:
+def _store(state: _GpuSoftmax, me: _Consumer, memory: _Refs, work: _Work, static: GpuKernelParams) -> None:
     place, q_s = (work.item, work.head), memory.q_s.at[me.number]
     max_s, sum_s, rows = memory.max_s.at[me.number], memory.sum_s.at[me.number], pl.ds(me.first_row, TILE_ROWS)
     max_s[...] = state.max
@@ -719,7 +721,9 @@ def _divided(out: jax.Array, inverse: jax.Array, dtype: Any) -> Iterator[tuple[A
         yield columns, piece * lax.broadcast_in_dim(inverse, piece.shape, [0])
 
 
-def _copy_out(q_s: Any, place: tuple[Any, ...], me: _Consumer, memory: _Refs, work: _Work, static: Static) -> None:
+def _copy_out(
+    q_s: Any, place: tuple[Any, ...], me: _Consumer, memory: _Refs, work: _Work, static: GpuKernelParams
+) -> None:
     """Start the copy of a consumer's results: only one token's rows if the tile has one token."""
     num_rows = -(-static.tiling.group // 8) * 8
 

@@ -200,7 +200,7 @@ _NO_WINDOW = 1 << 30
 """A window that no context fills."""
 
 
-class Places(NamedTuple):
+class QueryPlaces(NamedTuple):
     """Places of queries and results in the kernel's arrays. L is the number of lists of rows.
 
     Attributes:
@@ -218,7 +218,7 @@ class Places(NamedTuple):
     first_rows_lt: jax.Array
 
 
-class _Tiles(NamedTuple):
+class _GpuTiles(NamedTuple):
     """Tiles of one list of rows, [n]: their row, contents and visible keys; and the place of each token, [t]."""
 
     row_n: jax.Array
@@ -234,7 +234,7 @@ class _Tiles(NamedTuple):
     is_row_t: jax.Array
 
 
-def plan(parts: Sequence[ContextPart], tiling: Tiling, num_tokens: int) -> tuple[Int[Array, "n F"], Places]:
+def plan(parts: Sequence[ContextPart], tiling: Tiling, num_tokens: int) -> tuple[Int[Array, "n F"], QueryPlaces]:
     """Return items as the kernel reads them (`kernel.ItemField`), and the places of queries and results.
 
     Args:
@@ -284,10 +284,10 @@ def plan(parts: Sequence[ContextPart], tiling: Tiling, num_tokens: int) -> tuple
     tile_lt = jnp.stack([tiles.tile_t + sum(num_tiles[:i]) for i, tiles in enumerate(found)])
     is_row_lt, first_row_lt = (jnp.stack([getattr(x, name) for x in found]) for name in ("is_row_t", "first_row_t"))
     parts_lt = jnp.where(is_row_lt, parts_n[tile_lt], 0)
-    return items_nf, Places(token_m, row_m % tiling.group, item_starts_n[tile_lt], parts_lt, first_row_lt)
+    return items_nf, QueryPlaces(token_m, row_m % tiling.group, item_starts_n[tile_lt], parts_lt, first_row_lt)
 
 
-def _tiles(part: ContextPart, tiling: Tiling, num_tokens: int) -> _Tiles:
+def _tiles(part: ContextPart, tiling: Tiling, num_tokens: int) -> _GpuTiles:
     rows, spec = part.rows, part.spec
     num_rows = rows.kv_lens_s.shape[0]
     is_used_s = (jnp.arange(num_rows) < rows.num_rows) & (rows.kv_lens_s > rows.begins)
@@ -312,7 +312,7 @@ def _tiles(part: ContextPart, tiling: Tiling, num_tokens: int) -> _Tiles:
     offset_t = tokens_t - starts_s[row_t]
     is_row_t = (offset_t >= 0) & (offset_t < counts_s[row_t])
     offset_t = jnp.where(is_row_t, offset_t, 0)
-    return _Tiles(
+    return _GpuTiles(
         row_n=row_n if part.table_rows_s is None else part.table_rows_s[row_n],
         first_token_n=starts_s[row_n] + offset_n,
         size_n=size_n,

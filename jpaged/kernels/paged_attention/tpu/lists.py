@@ -18,10 +18,8 @@ from jpaged.kernels.paged_attention.tpu import tables
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
 
-    from jpaged.kernels.paged_attention.tpu.chunks.plan import Plan as ChunkPlan
-    from jpaged.kernels.paged_attention.tpu.chunks.plan import Segments as ChunkSegments
-    from jpaged.kernels.paged_attention.tpu.decode.plan import Plan as DecodePlan
-    from jpaged.kernels.paged_attention.tpu.decode.plan import Tiles
+    from jpaged.kernels.paged_attention.tpu.chunks.plan import ChunkPlan, ChunkSegments
+    from jpaged.kernels.paged_attention.tpu.decode.plan import DecodePlan, Tiles
 
 
 class CallLists(NamedTuple):
@@ -131,7 +129,7 @@ def _decode_lists(
     rows: RaggedRows, spec: AttentionSpec, queries: Queries
 ) -> tuple[CallLists, Int[Array, "n"], Int[Array, "cores+1"]]:
     """Return the lists of rows of one query, their tokens, and their split over cores."""
-    from jpaged.kernels.paged_attention.tpu.decode.plan import Segments as DecodeSegments
+    from jpaged.kernels.paged_attention.tpu.decode.plan import DecodeSegments
 
     plan = decode_plan_for(spec, queries, has_writes=False)
     is_ours_s = _is_used(rows) & (_num_queries(rows) == 1)
@@ -225,7 +223,7 @@ def _tile_segments(
     rows: RaggedRows, is_ours_s: Bool[Array, "S"], num_tokens: int, plan: ChunkPlan
 ) -> tuple[ChunkSegments, Int[Array, "1"]]:
     """Return the tiles that each of these rows has a part of, row by row, and their number."""
-    from jpaged.kernels.paged_attention.tpu.chunks.plan import Segments as ChunkSegments
+    from jpaged.kernels.paged_attention.tpu.chunks.plan import ChunkSegments
 
     spec, tile = plan.spec, plan.tile
     starts_s, ends_s = rows.query_starts_s1[:-1], rows.query_starts_s1[1:]

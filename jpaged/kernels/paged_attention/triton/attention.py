@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.lowered_device import has_triton
 from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, ContextPart, Queries
-from jpaged.kernels.paged_attention.triton.work import Cut, choose_cut, group_of, latent_bytes, plan
+from jpaged.kernels.paged_attention.triton.work import Cut, choose_cut, get_group, latent_bytes, plan
 
 _QUERY_DTYPES = ("float32", "bfloat16", "float16")
 _MAX_HEAD_DIM = 256
@@ -30,7 +30,7 @@ _MIN_CAPABILITY = (8, 0)
 
 def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
     """Return why a call cannot run here, or None."""
-    group, dtype = group_of(layout, queries.num_heads), queries.dtype.name
+    group, dtype = get_group(layout, queries.num_heads), queries.dtype.name
     if dtype not in _QUERY_DTYPES:
         return f"queries are {dtype}; they must be {', '.join(_QUERY_DTYPES)}"
     if layout.value_dim is not None:
@@ -94,10 +94,10 @@ def attend_parts(
     cut = cut or choose_cut(spec, q_thd.dtype, num_heads, sizes, [part.table_rows_s is not None for part in parts])
     return kernel.attend_items(
         q_thd,
-        kernel.words_of(call.pool, spec.layout),
+        kernel.pack_words(call.pool, spec.layout),
         rows.block_tables_sm.astype(jnp.int32),
         plan(parts, cut, num_tokens),
         jnp.asarray(call.layer, jnp.int32).reshape(1),
         jnp.zeros((1, 1, 1), jnp.float32) if call.scales_lk2 is None else call.scales_lk2.astype(jnp.float32),
-        kernel.Static(tuple(part.spec for part in parts), cut, is_interpreted),
+        kernel.TritonKernelParams(tuple(part.spec for part in parts), cut, is_interpreted),
     )

@@ -33,7 +33,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jpaged.kernels.kv_layout import KVLayout, output_dim
 from jpaged.kernels.paged_attention.spec import Attended, AttentionSpec
-from jpaged.kernels.paged_attention.triton.work import Cut, ItemField, MergeField, Tile, Work
+from jpaged.kernels.paged_attention.triton.work import AttentionWork, Cut, MergeField, Tile, TritonItemField
 
 _LOG2_E = math.log2(math.e)
 _LOWEST = -1e30
@@ -41,7 +41,7 @@ _LOWEST = -1e30
 
 
 @dataclass(frozen=True, slots=True)
-class Static:
+class TritonKernelParams:
     """Compile-time constants of the kernels.
 
     Attributes:
@@ -78,21 +78,21 @@ class _Kind:
         return 2 if is_paired(self.spec.layout) else 1
 
     @property
-    def pieces(self) -> list[_Piece]:
+    def pieces(self) -> list[_HeadColumns]:
         """The powers of two that make up a key's words; for each, its lanes in order."""
         value_dim, head_dim = output_dim(self.spec.layout), self.spec.layout.head_dim
         return [*self.value_pieces, *self._cut(value_dim, head_dim)]
 
     @property
-    def value_pieces(self) -> list[_Piece]:
+    def value_pieces(self) -> list[_HeadColumns]:
         """The pieces of a value."""
         return self._cut(0, output_dim(self.spec.layout))
 
-    def _cut(self, first: int, last: int) -> list[_Piece]:
+    def _cut(self, first: int, last: int) -> list[_HeadColumns]:
         begin, left, found = first // self.lanes, (last - first) // self.lanes, []
         while left:
             size = 1 << (left.bit_length() - 1)
-            found += [_Piece(begin, size, lane, self.lanes) for lane in range(self.lanes)]
+            found += [_HeadColumns(begin, size, lane, self.lanes) for lane in range(self.lanes)]
             begin, left = begin + size, left - size
         return found
 
@@ -105,7 +105,7 @@ class _Kind:
         return q_dtype if self.spec.layout.is_scaled else jnp.promote_types(q_dtype, self.spec.layout.dtype)
 
 
-class _Piece(NamedTuple):
+class _HeadColumns(NamedTuple):
     """Columns of a head that are multiplied at a time.
 
     Attributes:
@@ -136,7 +136,7 @@ def is_paired(layout: KVLayout) -> bool:
     return layout.is_scaled and layout.head_dim % 32 == 0
 
 
-def words_of(pool: jax.Array, layout: KVLayout) -> jax.Array:
+def pack_words(pool: jax.Array, layout: KVLayout) -> jax.Array:
     """Return the pool in the type that the kernel reads, which is free: a bitcast."""
     if not layout.is_scaled:
         return pool
@@ -161,7 +161,7 @@ class _Memory(NamedTuple):
     part_sum: Any
 
 
-class _State(NamedTuple):
+class _TritonSoftmax(NamedTuple):
     """The online softmax so far: largest score in base 2, sum of weights, sums of weighted values by pieces."""
 
     max: jax.Array
@@ -173,16 +173,16 @@ def attend_items(
     q_thd: jax.Array,
     pool: jax.Array,
     tables_sm: jax.Array,
-    work: Work,
+    work: AttentionWork,
     layer: jax.Array,
     scales: jax.Array,
-    static: Static,
+    static: TritonKernelParams,
 ) -> Attended:
     """Run both kernels.
 
     Args:
         q_thd: queries.
-        pool: [P, B, 2K, D] (for latents [P, B, 1, D]), converted by `words_of`.
+        pool: [P, B, 2K, D] (for latents [P, B, 1, D]), converted by `pack_words`.
         tables_sm: block ids within the layer.
         work: the list of work items.
         layer: [1].
@@ -227,19 +227,23 @@ def attend_items(
 def _paged_attention(kinds: tuple[_Kind, ...], has_merges: bool, *refs: Any) -> None:
     memory = _Memory(*refs)
     head, item = pl.program_id(0), pl.program_id(1)
-    is_used = memory.items[item, ItemField.NUM_TOKENS] > 0
+    is_used = memory.items[item, TritonItemField.NUM_TOKENS] > 0
     different = dict.fromkeys(kinds)
     for kind in different:
         is_mine = is_used
         if len(different) > 1:
-            lists = [memory.items[item, ItemField.LIST] == place for place, its in enumerate(kinds) if its == kind]
+            lists = [
+                memory.items[item, TritonItemField.LIST] == place for place, its in enumerate(kinds) if its == kind
+            ]
             is_mine &= functools.reduce(operator.or_, lists)
         pl.when(is_mine)(functools.partial(_attend_item, item, head, memory, kind, has_merges))
 
 
 def _attend_item(item: jax.Array, head: jax.Array, memory: _Memory, kind: _Kind, has_merges: bool) -> None:
     tile = kind.tile
-    first_token, num_tokens = (memory.items[item, field] for field in (ItemField.FIRST_TOKEN, ItemField.NUM_TOKENS))
+    first_token, num_tokens = (
+        memory.items[item, field] for field in (TritonItemField.FIRST_TOKEN, TritonItemField.NUM_TOKENS)
+    )
     places = _Places.of(head, first_token, num_tokens, tile)
     queries = [
         plgpu.load(_at(memory.q, places, piece), mask=places.is_row[:, None], other=0).astype(
@@ -252,17 +256,17 @@ def _attend_item(item: jax.Array, head: jax.Array, memory: _Memory, kind: _Kind,
 
     def chunk(i: jax.Array, state: Any) -> Any:
         max_, sum_, *out = state
-        new = _attend_chunk(i, _State(max_, sum_, tuple(out)), queries, fields, memory, kind)
+        new = _attend_chunk(i, _TritonSoftmax(max_, sum_, tuple(out)), queries, fields, memory, kind)
         return (new.max, new.sum, *new.out)
 
-    max_, sum_, *out = lax.fori_loop(0, memory.items[item, ItemField.NUM_CHUNKS], chunk, _nothing(kind))
-    state = _State(max_, sum_, tuple(out))
+    max_, sum_, *out = lax.fori_loop(0, memory.items[item, TritonItemField.NUM_CHUNKS], chunk, _nothing(kind))
+    state = _TritonSoftmax(max_, sum_, tuple(out))
     if kind.spec.layout.is_scaled:
         state = state._replace(out=tuple(x * _scale(1, fields.head, memory) for x in state.out))
     if not has_merges:
         _store(state, places, memory.out, memory.lse, kind)
         return
-    first_row = memory.items[item, ItemField.MERGED_ROW]
+    first_row = memory.items[item, TritonItemField.MERGED_ROW]
     pl.when(first_row < 0)(lambda: _store(state, places, memory.out, memory.lse, kind))
 
     @pl.when(first_row >= 0)
@@ -285,7 +289,7 @@ def _nothing(kind: _Kind) -> tuple[jax.Array, ...]:
 
 
 class _Item(NamedTuple):
-    """Values that all chunks of an item share, in registers; see `ItemField`.
+    """Values that all chunks of an item share, in registers; see `TritonItemField`.
 
     Attributes:
         head: of keys and values.
@@ -307,11 +311,11 @@ class _Item(NamedTuple):
         layout, kv_head = kind.spec.layout, kind.kv_head(head)
         return cls(
             head=kv_head,
-            row=memory.items[item, ItemField.ROW],
-            position=memory.items[item, ItemField.POSITION],
-            begin=memory.items[item, ItemField.KV_BEGIN],
-            end=memory.items[item, ItemField.KV_END],
-            first_key=memory.items[item, ItemField.FIRST_KEY],
+            row=memory.items[item, TritonItemField.ROW],
+            position=memory.items[item, TritonItemField.POSITION],
+            begin=memory.items[item, TritonItemField.KV_BEGIN],
+            end=memory.items[item, TritonItemField.KV_END],
+            first_key=memory.items[item, TritonItemField.FIRST_KEY],
             first_place=memory.layer[0] * layout.blocks_per_layer,
             scale=kind.spec.kind.scale * (_scale(0, kv_head, memory) if layout.is_scaled else 1.0),
         )
@@ -331,7 +335,7 @@ class _Places(NamedTuple):
         return cls(first_token + tokens, head * tile.group + lax.rem(rows, jnp.int32(tile.group)), tokens < num_tokens)
 
 
-def _at(ref: Any, places: _Places, piece: _Piece) -> Any:
+def _at(ref: Any, places: _Places, piece: _HeadColumns) -> Any:
     return ref.at[places.token[:, None], places.head[:, None], piece.columns]
 
 
@@ -342,12 +346,12 @@ def _scale(part: int, head: jax.Array | int, memory: _Memory) -> jax.Array:
 
 def _attend_chunk(
     i: jax.Array,
-    state: _State,
+    state: _TritonSoftmax,
     queries: list[jax.Array],
     item: _Item,
     memory: _Memory,
     kind: _Kind,
-) -> _State:
+) -> _TritonSoftmax:
     spec, tile = kind.spec, kind.tile
     keys = item.first_key + i * tile.chunk_tokens + jnp.arange(tile.chunk_tokens, dtype=jnp.int32)
     is_context = (keys >= item.begin) & (keys < item.end)
@@ -385,7 +389,7 @@ def _attend_chunk(
         total * fade[:, None] + _product(weights.astype(queries[0].dtype), numbers)
         for total, numbers in zip(state.out, of_values, strict=True)
     )
-    return _State(new_max, state.sum * fade + weights.sum(axis=1), out)
+    return _TritonSoftmax(new_max, state.sum * fade + weights.sum(axis=1), out)
 
 
 def _number(words: jax.Array, lane: int, kind: _Kind) -> jax.Array:
@@ -415,7 +419,7 @@ def _capped(scores: jax.Array, scale: jax.Array | float, soft_cap: float | None)
     return (soft_cap * _LOG2_E) * (1 - 2 / (power + 1))
 
 
-def _store(state: _State, places: _Places, out: Any, lse: Any, kind: _Kind) -> None:
+def _store(state: _TritonSoftmax, places: _Places, out: Any, lse: Any, kind: _Kind) -> None:
     """Write a tile's results; a row that has seen no key gets 0 and minus infinity."""
     has_keys = state.sum > 0
     total = jnp.where(has_keys, state.sum, 1.0)
@@ -466,4 +470,4 @@ def _paged_attention_merge(kinds: tuple[_Kind, ...], tile: Tile, *refs: Any) -> 
         for place in range(len(kinds)):
             state = parts_of(place, state)
         max_, sum_, *sums = state
-        _store(_State(max_, sum_, tuple(sums)), places._replace(is_row=is_merged > 0), out, lse, kind)
+        _store(_TritonSoftmax(max_, sum_, tuple(sums)), places._replace(is_row=is_merged > 0), out, lse, kind)

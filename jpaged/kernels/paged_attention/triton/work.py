@@ -134,7 +134,7 @@ def choose_cut(
     """
     layout = spec.layout
     num_tokens, num_rows, table_width = sizes
-    group = group_of(layout, num_heads)
+    group = get_group(layout, num_heads)
     has_prompts = num_tokens > num_rows
     tiles = tuple(_choose_tile(layout, dtype, group, is_shared, has_prompts) for is_shared in are_shared)
     max_tokens = table_width * layout.block_size
@@ -151,7 +151,7 @@ def choose_cut(
     )
 
 
-def group_of(layout: KVLayout, num_heads: int) -> int:
+def get_group(layout: KVLayout, num_heads: int) -> int:
     """Return the query heads of a program: all of a key/value head; for latents an equal part of them."""
     group = num_heads // layout.num_kv_heads
     if layout.value_dim is None:
@@ -198,7 +198,7 @@ def _tile_bytes(rows: int, layout: KVLayout, dtype: jnp.dtype) -> int:
     return rows * layout.head_dim * itemsize
 
 
-class ItemField(enum.IntEnum):
+class TritonItemField(enum.IntEnum):
     """Columns of the array that describes the items."""
 
     ROW = 0
@@ -229,11 +229,11 @@ class MergeField(enum.IntEnum):
     """0 if the token's result is final."""
 
 
-class Work(NamedTuple):
+class AttentionWork(NamedTuple):
     """A step's work.
 
     Attributes:
-        items: [items, len(ItemField)].
+        items: [items, len(TritonItemField)].
         merges: [lists, tokens, len(MergeField)].
     """
 
@@ -241,7 +241,7 @@ class Work(NamedTuple):
     merges: jax.Array
 
 
-class _Tiles(NamedTuple):
+class _TritonTiles(NamedTuple):
     """Tiles of one list of rows, [n]: their row, contents and visible keys; and the place of each token, [t]."""
 
     row_n: jax.Array
@@ -257,7 +257,7 @@ class _Tiles(NamedTuple):
     is_row_t: jax.Array
 
 
-def plan(parts: Sequence[ContextPart], cut: Cut, num_tokens: int) -> Work:
+def plan(parts: Sequence[ContextPart], cut: Cut, num_tokens: int) -> AttentionWork:
     """List the work of a call. It is the same in all layers of a kind, so that XLA computes it once.
 
     Args:
@@ -296,23 +296,25 @@ def plan(parts: Sequence[ContextPart], cut: Cut, num_tokens: int) -> Work:
     part_i = items_i - (item_ends_n - parts_n)[tile_i]
     tokens_i = jnp.clip(seen_n[tile_i] - part_i * part_tokens, 0, part_tokens)
     fields = {
-        ItemField.ROW: row_n[tile_i],
-        ItemField.FIRST_TOKEN: first_token_n[tile_i],
-        ItemField.NUM_TOKENS: jnp.where(items_i < item_ends_n[-1], size_n[tile_i], 0),
-        ItemField.POSITION: position_n[tile_i],
-        ItemField.KV_BEGIN: begin_n[tile_i],
-        ItemField.KV_END: end_n[tile_i],
-        ItemField.FIRST_KEY: first_key_n[tile_i] + part_i * part_tokens,
-        ItemField.NUM_CHUNKS: (tokens_i + chunk_n[tile_i] - 1) // chunk_n[tile_i],
-        ItemField.MERGED_ROW: jnp.where(is_merged_n[tile_i], merged_starts_n[tile_i] + part_i * rows_n[tile_i], -1),
-        ItemField.LIST: list_n[tile_i],
+        TritonItemField.ROW: row_n[tile_i],
+        TritonItemField.FIRST_TOKEN: first_token_n[tile_i],
+        TritonItemField.NUM_TOKENS: jnp.where(items_i < item_ends_n[-1], size_n[tile_i], 0),
+        TritonItemField.POSITION: position_n[tile_i],
+        TritonItemField.KV_BEGIN: begin_n[tile_i],
+        TritonItemField.KV_END: end_n[tile_i],
+        TritonItemField.FIRST_KEY: first_key_n[tile_i] + part_i * part_tokens,
+        TritonItemField.NUM_CHUNKS: (tokens_i + chunk_n[tile_i] - 1) // chunk_n[tile_i],
+        TritonItemField.MERGED_ROW: jnp.where(
+            is_merged_n[tile_i], merged_starts_n[tile_i] + part_i * rows_n[tile_i], -1
+        ),
+        TritonItemField.LIST: list_n[tile_i],
     }
     first_row_lt = merged_starts_n[tile_lt] + jnp.stack([tiles.first_row_t for tiles in found])
     merges = first_row_lt, jnp.where(is_merged_n[tile_lt], parts_lt, 0)
-    return Work(_columns([fields[field] for field in ItemField]), _columns(merges))
+    return AttentionWork(_columns([fields[field] for field in TritonItemField]), _columns(merges))
 
 
-def _tiles(part: ContextPart, cut: Cut, place: int, num_tokens: int) -> _Tiles:
+def _tiles(part: ContextPart, cut: Cut, place: int, num_tokens: int) -> _TritonTiles:
     """Return the tiles of one of the lists of rows; the first list also has tiles of padding."""
     rows, spec, tile = part.rows, part.spec, cut.tiles[place]
     num_rows, table_width = rows.kv_lens_s.shape[0], rows.block_tables_sm.shape[1]
@@ -348,7 +350,7 @@ def _tiles(part: ContextPart, cut: Cut, place: int, num_tokens: int) -> _Tiles:
     is_row_t = (offset_t >= 0) & (offset_t < counts_r[row_t])
     offset_t = jnp.where(is_row_t, offset_t, 0)
     table_row_n = jnp.minimum(row_n, num_rows - 1)
-    return _Tiles(
+    return _TritonTiles(
         row_n=table_row_n if part.table_rows_s is None else part.table_rows_s[table_row_n],
         first_token_n=starts_r[row_n] + offset_n,
         size_n=size_n,

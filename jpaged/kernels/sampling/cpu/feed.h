@@ -20,7 +20,7 @@
 namespace jpaged {
 namespace {
 
-constexpr int32_t kStepIsVoid = 0;  // `jpaged.engine.executor.verbs.Verdict`
+constexpr int32_t kStepIsVoid = 0;  // `jpaged.engine.executor.verbs.StepDirective`
 constexpr int32_t kStepIsOneOfMore = 2;
 
 class Feed {

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.kernels.cpu.library import MAX_WIDTH, NAME, register
-from jpaged.kernels.sampling.rows import RowSampling, Sampled
+from jpaged.kernels.sampling.rows import RowSampling, SampledTokens
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -42,20 +42,20 @@ class CpuSampling:
 
     def sample(
         self, logits_rv: Float[Array, "R V"], how: RowSampling, *, has_logprobs: bool, num_top: int = 0
-    ) -> Sampled:
+    ) -> SampledTokens:
         """Sample a token per row."""
         return self._sample(logits_rv, how, jnp.zeros(2, jnp.int32), has_logprobs=has_logprobs, num_top=num_top)[0]
 
     def sample_fed(
         self, logits_rv: Float[Array, "R V"], how: RowSampling, number: Int[Array, ""], step: Int[Array, ""]
-    ) -> tuple[Sampled, Int[Array, ""]]:
+    ) -> tuple[SampledTokens, Int[Array, ""]]:
         """Sample a token per row, from those that the mask channel allows in a step."""
         sampled, verdict_1 = self._sample(logits_rv, how, jnp.stack([number, step]), has_logprobs=False, num_top=0)
         return sampled, verdict_1[0]
 
     def _sample(
         self, logits_rv: jax.Array, how: RowSampling, fed_2: jax.Array, *, has_logprobs: bool, num_top: int
-    ) -> tuple[Sampled, jax.Array]:
+    ) -> tuple[SampledTokens, jax.Array]:
         num_rows = logits_rv.shape[0]
         num_told = num_rows if has_logprobs else 0
         shapes = [
@@ -67,7 +67,7 @@ class CpuSampling:
         run = jax.ffi.ffi_call(f"{NAME}_sample", shapes)
         limits = {"max_width": np.int64(self.max_width), "max_threads": np.int64(self.max_threads)}
         *told, verdict_1 = run(logits_rv, *(getattr(how, name) for name in _ARGUMENTS), fed_2, **limits)
-        return Sampled(*told[: 2 + 2 * has_logprobs + 2 * (num_top > 0)]), verdict_1
+        return SampledTokens(*told[: 2 + 2 * has_logprobs + 2 * (num_top > 0)]), verdict_1
 
 
 @functools.cache

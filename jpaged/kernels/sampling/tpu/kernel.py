@@ -50,7 +50,7 @@ RESULTS = ("token", "num_unsound", "rank", "logprob", "log_total")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SamplingPlan:
     """Compile-time constants of a call.
 
     Attributes:
@@ -84,7 +84,7 @@ class Plan:
         return 4 * ROWS * (2 * self.block_width + 4 * self.half_width)
 
 
-class Scalars(NamedTuple):
+class SamplingScalars(NamedTuple):
     """Arguments in scalar memory.
 
     Attributes:
@@ -110,7 +110,7 @@ class _Group:
         weights_ref: the same shape: exp(scaled - largest) of the remaining tokens.
     """
 
-    plan: Plan
+    plan: SamplingPlan
     fields_ref: Any
     logits_ref: Any
     scaled_ref: Any
@@ -226,7 +226,7 @@ def _scale(group: _Group) -> jax.Array:
     return _sum([lax.fori_loop(0, plan.half_width // DRAW, turn, group.full(0))])
 
 
-def _ban(group: _Group, scalars: Scalars, first_row: jax.Array) -> None:
+def _ban(group: _Group, scalars: SamplingScalars, first_row: jax.Array) -> None:
     """Write minus infinity over the banned tokens of each row."""
     plan = group.plan
     width = scalars.banned.shape[0] // scalars.num_banned.shape[0]
@@ -395,7 +395,7 @@ def _draw(group: _Group, floor: jax.Array, *, has_noise: bool) -> jax.Array:
     return _min(token.astype(jnp.float32)).astype(jnp.int32)
 
 
-def _tell(group: _Group, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _compute_logprob(group: _Group, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return rank, log-probability and the logarithm of the sum, of the original logits."""
     lowest, zero = group.full(-jnp.inf), group.full(0)
     largest = _max(group.over_logits(lambda m, x, _: jnp.maximum(m, x), lowest))
@@ -406,7 +406,7 @@ def _tell(group: _Group, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Ar
     return 1 + num_likelier.astype(jnp.int32), chosen - log_total, log_total
 
 
-def _kernel(scalars: Scalars, group: _Group, results_ref: Any) -> None:
+def _kernel(scalars: SamplingScalars, group: _Group, results_ref: Any) -> None:
     i = pl.program_id(0)
     flags = scalars.flags[i]
     lanes, told = group.lanes(), dict(zip(RESULTS, range(len(RESULTS)), strict=True))
@@ -431,12 +431,12 @@ def _kernel(scalars: Scalars, group: _Group, results_ref: Any) -> None:
     )
     results_ref[...] = jnp.where(lanes == told["token"], token, results_ref[...])
     if group.plan.has_logprobs:
-        for name, result in zip(("rank", "logprob", "log_total"), _tell(group, token), strict=True):
+        for name, result in zip(("rank", "logprob", "log_total"), _compute_logprob(group, token), strict=True):
             bits = result if result.dtype == jnp.int32 else lax.bitcast_convert_type(result, jnp.int32)
             results_ref[...] = jnp.where(lanes == told[name], bits, results_ref[...])
 
 
-def call(scalars: Scalars, fields_rf: jax.Array, logits_rv: jax.Array, plan: Plan) -> jax.Array:
+def call(scalars: SamplingScalars, fields_rf: jax.Array, logits_rv: jax.Array, plan: SamplingPlan) -> jax.Array:
     """Run the kernel; returns `RESULTS` of each row, for whole groups.
 
     Args:
@@ -449,7 +449,7 @@ def call(scalars: Scalars, fields_rf: jax.Array, logits_rv: jax.Array, plan: Pla
     of_group = pl.BlockSpec(_SHAPE, lambda g, *_: (g, 0))
 
     def body(flags: Any, num_banned: Any, banned: Any, fields: Any, logits: Any, results: Any, *scratch: Any) -> None:
-        _kernel(Scalars(flags, num_banned, banned), _Group(plan, fields, logits, *scratch), results)
+        _kernel(SamplingScalars(flags, num_banned, banned), _Group(plan, fields, logits, *scratch), results)
 
     scratch = pltpu.VMEM((ROWS, 2 * plan.half_width), jnp.float32)
     return pl.pallas_call(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.kernels.sampling import noise
-from jpaged.kernels.sampling.rows import SMALLEST, RowSampling, Sampled
+from jpaged.kernels.sampling.rows import SMALLEST, RowSampling, SampledTokens
 from jpaged.kernels.sampling.tpu import kernel
 
 if TYPE_CHECKING:
@@ -27,16 +27,16 @@ class TpuSampling:
 
     def sample(
         self, logits_rv: Float[Array, "R V"], how: RowSampling, *, has_logprobs: bool, num_top: int = 0
-    ) -> Sampled:
+    ) -> SampledTokens:
         """Sample a token per row."""
         num_rows, vocab_size = logits_rv.shape
-        plan = plan_of(vocab_size, has_logprobs=has_logprobs)
+        plan = choose_plan(vocab_size, has_logprobs=has_logprobs)
         if isinstance(plan, str):
             raise ValueError(plan)
         padding = -num_rows % kernel.ROWS
         is_used_rx = (how.banned_token_ids_rx >= 0) & (how.banned_token_ids_rx < vocab_size)
         num_banned_r = jnp.max(jnp.where(is_used_rx, jnp.arange(1, is_used_rx.shape[1] + 1), 0), axis=1)
-        scalars = kernel.Scalars(
+        scalars = kernel.SamplingScalars(
             flags=_flags(how, vocab_size),
             num_banned=jnp.pad(num_banned_r.astype(jnp.int32), (0, padding)),
             banned=jnp.pad(how.banned_token_ids_rx.astype(jnp.int32), ((0, padding), (0, 0))).reshape(-1),
@@ -48,7 +48,7 @@ class TpuSampling:
         chosen_r = jnp.take_along_axis(logits_rv, token_ids_r[:, None], axis=1, mode="clip")[:, 0]
         is_banned_r = jnp.any(is_used_rx & (how.banned_token_ids_rx == token_ids_r[:, None]), axis=1)
         is_sound_r = (told["num_unsound"] == 0) & jnp.isfinite(chosen_r) & ~is_banned_r
-        sampled = Sampled(token_ids_r, is_sound_r)
+        sampled = SampledTokens(token_ids_r, is_sound_r)
         if not has_logprobs:
             return sampled
         logprobs_r, log_totals_r = (
@@ -61,9 +61,9 @@ class TpuSampling:
         return dataclasses.replace(sampled, top_ids_rk=top_ids_rk, top_logprobs_rk=top_rk - log_totals_r[:, None])
 
 
-def plan_of(vocab_size: int, *, has_logprobs: bool) -> kernel.Plan | str:
+def choose_plan(vocab_size: int, *, has_logprobs: bool) -> kernel.SamplingPlan | str:
     """Return the plan of a call, or why there is none."""
-    plan = kernel.Plan(vocab_size, has_logprobs, _VMEM_BYTES)
+    plan = kernel.SamplingPlan(vocab_size, has_logprobs, _VMEM_BYTES)
     if plan.vmem_bytes > _VMEM_BUDGET_BYTES:
         need, budget = plan.vmem_bytes >> 20, _VMEM_BUDGET_BYTES >> 20
         return f"8 rows of a vocabulary of {vocab_size} require {need} MiB of vector memory; the limit is {budget} MiB"
@@ -72,7 +72,7 @@ def plan_of(vocab_size: int, *, has_logprobs: bool) -> kernel.Plan | str:
 
 def unsupported_reason(vocab_size: int) -> str | None:
     """Return why there is no kernel for it, or None."""
-    plan = plan_of(vocab_size, has_logprobs=True)
+    plan = choose_plan(vocab_size, has_logprobs=True)
     return plan if isinstance(plan, str) else None
 
 

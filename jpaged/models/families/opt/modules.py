@@ -10,14 +10,14 @@ from flax import nnx
 
 from jpaged.models.families.opt.config import POSITION_OFFSET, OptConfig
 from jpaged.models.layer_kinds import LayerKind
-from jpaged.models.layers import Attend, Embedding, Ends, EndsKeys, LayerNorm, Linear, QKVLinear, activate
+from jpaged.models.layers import Attend, Ends, EndsKeys, LayerNorm, Linear, QKVLinear, TokenEmbedding, activate
 from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import Rows, TokenBatch
 
 _NORM_EPS = 1e-5
 
 
-class Attention(nnx.Module):
+class OptAttention(nnx.Module):
     """Projections around an injected attention."""
 
     def __init__(self, config: OptConfig, dtype: np.dtype, rngs: nnx.Rngs) -> None:
@@ -25,7 +25,7 @@ class Attention(nnx.Module):
         self.out = Linear(config.hidden_size, (config.hidden_size,), config.use_bias, dtype, rngs)
 
 
-class MLP(nnx.Module):
+class OptMLP(nnx.Module):
     """down(activation(up(x)))."""
 
     def __init__(self, config: OptConfig, dtype: np.dtype, rngs: nnx.Rngs) -> None:
@@ -50,9 +50,9 @@ class OptLayer(nnx.Module):
 
     def __init__(self, config: OptConfig, dtype: np.dtype, rngs: nnx.Rngs, kind: LayerKind) -> None:
         self.attention_norm = LayerNorm(config.hidden_size, _NORM_EPS, config.norm_affine, dtype)
-        self.attention = Attention(config, dtype, rngs)
+        self.attention = OptAttention(config, dtype, rngs)
         self.mlp_norm = LayerNorm(config.hidden_size, _NORM_EPS, config.norm_affine, dtype)
-        self.mlp = MLP(config, dtype, rngs)
+        self.mlp = OptMLP(config, dtype, rngs)
         self.norm_first = config.norm_first
 
     def __call__(
@@ -81,7 +81,7 @@ class OptEnds(Ends):
         width, embed_size = config.hidden_size, config.embed_size
         super().__init__(config, embed_size, dtype, (embed_key, head_key))
         num_positions = config.max_position_embeddings + POSITION_OFFSET
-        self.positions = Embedding(num_positions, width, dtype, position_key)
+        self.positions = TokenEmbedding(num_positions, width, dtype, position_key)
         is_narrow = embed_size != width
         self.project_in = Linear(embed_size, (width,), False, dtype, nnx.Rngs(in_key)) if is_narrow else None
         self.project_out = Linear(width, (embed_size,), False, dtype, nnx.Rngs(out_key)) if is_narrow else None

@@ -39,11 +39,11 @@ def attend(
         outputs of all tokens in the queries' layout; log-sum-exp [T, H], undefined for tokens of other rows.
     """
     from jpaged.kernels.paged_attention.tpu.chunks.kernel import call as call_kernel
-    from jpaged.kernels.paged_attention.tpu.chunks.plan import Scalars
+    from jpaged.kernels.paged_attention.tpu.chunks.plan import ChunkScalars
     from jpaged.kernels.paged_attention.tpu.lists import chunk_plan_for
 
     num_tokens, num_heads, _ = call.q_thd.shape
-    scalars = Scalars(
+    scalars = ChunkScalars(
         layer=jnp.asarray(call.layer, jnp.int32).reshape(1),
         num_segments=ours.num_segments,
         segments=ours.segments,

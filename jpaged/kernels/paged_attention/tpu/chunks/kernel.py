@@ -40,10 +40,10 @@ from jpaged.kernels.paged_attention.tpu import tables
 from jpaged.kernels.paged_attention.tpu.chunks.keys import fetch, repeat, unpack
 from jpaged.kernels.paged_attention.tpu.chunks.plan import (
     Chunk,
+    ChunkPlan,
+    ChunkRefs,
+    ChunkScalars,
     Item,
-    Plan,
-    Refs,
-    Scalars,
     Scratch,
     cost,
     scratch_shapes,
@@ -55,7 +55,7 @@ LOWEST = -1e30
 """Start of the running maximum: finite, so that a chunk without a visible key leaves no NaN."""
 
 
-def _chunk(scalars: Scalars, core: Any, segment: Any, c: Any, plan: Plan) -> Chunk:
+def _chunk(scalars: ChunkScalars, core: Any, segment: Any, c: Any, plan: ChunkPlan) -> Chunk:
     """Return chunk c, with the parts of the tile that see some of it."""
     segments, window = scalars.segments, plan.spec.kind.sliding_window
     lo, hi, position = segments.lo[segment], segments.hi[segment], segments.position[segment]
@@ -74,7 +74,7 @@ def _chunk(scalars: Scalars, core: Any, segment: Any, c: Any, plan: Plan) -> Chu
     return Chunk(first_key, first_head, buffer, first_row, first_part, num_parts * plan.num_kv_heads, is_whole)
 
 
-def _item(chunk: Chunk, i: Any, plan: Plan) -> tuple[Any, Any, Item]:
+def _item(chunk: Chunk, i: Any, plan: ChunkPlan) -> tuple[Any, Any, Item]:
     """Return the part, the head and the `Item` of item i; after the last, the last again."""
     this = jnp.clip(i, 0, jnp.maximum(chunk.num_items - 1, 0))
     head = lax.rem(this, plan.num_kv_heads)
@@ -84,7 +84,14 @@ def _item(chunk: Chunk, i: Any, plan: Plan) -> tuple[Any, Any, Item]:
 
 
 def _attend(
-    scalars: Scalars, segment: Any, chunk: Chunk, is_last: Any, items: Any, q_ref: Any, kept: Scratch, plan: Plan
+    scalars: ChunkScalars,
+    segment: Any,
+    chunk: Chunk,
+    is_last: Any,
+    items: Any,
+    q_ref: Any,
+    kept: Scratch,
+    plan: ChunkPlan,
 ) -> Any:
     """Run the chunk's items through the pipeline, drained after the last chunk; return the items still in it."""
     num_turns = pl.cdiv(chunk.num_items, ITEMS_A_TURN) + jnp.where(is_last, 2, 0)
@@ -110,7 +117,7 @@ def _attend(
     return lax.cond(chunk.is_whole, turns(False), turns(True))
 
 
-def _begin(scalars: Scalars, segment: Any, kept: Scratch, plan: Plan) -> None:
+def _begin(scalars: ChunkScalars, segment: Any, kept: Scratch, plan: ChunkPlan) -> None:
     """Clear the running values of the segment's parts."""
     begin, end = _slots(scalars, segment, plan)
 
@@ -122,13 +129,15 @@ def _begin(scalars: Scalars, segment: Any, kept: Scratch, plan: Plan) -> None:
     repeat(begin, end, clear)
 
 
-def _slots(scalars: Scalars, segment: Any, plan: Plan) -> tuple[Any, Any]:
+def _slots(scalars: ChunkScalars, segment: Any, plan: ChunkPlan) -> tuple[Any, Any]:
     heads, shift = plan.num_kv_heads, plan.part.bit_length() - 1
     lo, hi = scalars.segments.lo[segment], scalars.segments.hi[segment]
     return (lo >> shift) * heads, (((hi - 1) >> shift) + 1) * heads
 
 
-def _finish(scalars: Scalars, core: Any, segment: Any, o_ref: Any, lse_ref: Any, kept: Scratch, plan: Plan) -> None:
+def _finish(
+    scalars: ChunkScalars, core: Any, segment: Any, o_ref: Any, lse_ref: Any, kept: Scratch, plan: ChunkPlan
+) -> None:
     """Write results of the segment's queries; those of the tile's other queries are preserved."""
     first_head, o_lanes = plan.first_head(core), plan.value_lanes
     lo, hi = scalars.segments.lo[segment], scalars.segments.hi[segment]
@@ -156,7 +165,9 @@ def _finish(scalars: Scalars, core: Any, segment: Any, o_ref: Any, lse_ref: Any,
     repeat(begin, end, finish)
 
 
-def _others(scalars: Scalars, core: Any, step: Any, refs: Refs, kept: Scratch, plan: Plan) -> tuple[Any, Any]:
+def _others(
+    scalars: ChunkScalars, core: Any, step: Any, refs: ChunkRefs, kept: Scratch, plan: ChunkPlan
+) -> tuple[Any, Any]:
     """Return whether a tile with other rows' queries begins here, and the DMA of the tile's results so far."""
     segments = scalars.segments
     tile, lo, hi = segments.tile[step], segments.lo[step], segments.hi[step]
@@ -167,7 +178,7 @@ def _others(scalars: Scalars, core: Any, step: Any, refs: Refs, kept: Scratch, p
     return is_begun & is_shared, pltpu.make_async_copy(refs.before.at[queries, lanes], refs.o, kept.joined)
 
 
-def _kernel(scalars: Scalars, refs: Refs, kept: Scratch, plan: Plan) -> None:
+def _kernel(scalars: ChunkScalars, refs: ChunkRefs, kept: Scratch, plan: ChunkPlan) -> None:
     core, step, num_segments = pl.program_id(0), pl.program_id(1), scalars.num_segments[0]
     segments = scalars.segments
 
@@ -232,7 +243,7 @@ def _kernel(scalars: Scalars, refs: Refs, kept: Scratch, plan: Plan) -> None:
 
 
 def call(
-    scalars: Scalars, q: jax.Array, block_tables: jax.Array, pool: jax.Array, before: jax.Array, plan: Plan
+    scalars: ChunkScalars, q: jax.Array, block_tables: jax.Array, pool: jax.Array, before: jax.Array, plan: ChunkPlan
 ) -> tuple[jax.Array, jax.Array]:
     """Run the kernel over all segments.
 
@@ -245,7 +256,7 @@ def call(
         plan: the static part.
 
     Returns:
-        outputs, and log-sum-exp [T, cores * `Plan.lse_lanes`], each core's heads first in its lanes, undefined for
+        outputs, and log-sum-exp [T, cores * `ChunkPlan.lse_lanes`], each core's heads first in its lanes, undefined for
         queries in no segment.
     """
     flat, tree = jax.tree.flatten(scalars)
@@ -256,7 +267,7 @@ def call(
 
     def body(*refs: Any) -> None:
         scalar_refs, array_refs, others = refs[:num_scalars], refs[num_scalars:][:6], refs[num_scalars:][6:]
-        _kernel(jax.tree.unflatten(tree, scalar_refs), Refs(*array_refs), Scratch(*others), plan)
+        _kernel(jax.tree.unflatten(tree, scalar_refs), ChunkRefs(*array_refs), Scratch(*others), plan)
 
     o, lse = pl.pallas_call(
         body,

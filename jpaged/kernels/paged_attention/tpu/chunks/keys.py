@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.kernels.paged_attention.tpu import tables
-from jpaged.kernels.paged_attention.tpu.chunks.plan import LANES, Chunk, Plan, Refs, Scalars, Scratch
+from jpaged.kernels.paged_attention.tpu.chunks.plan import LANES, Chunk, ChunkPlan, ChunkRefs, ChunkScalars, Scratch
 
 
 def repeat(begin: Any, end: Any, body: Callable[[Any], None]) -> None:
@@ -26,7 +26,7 @@ def repeat(begin: Any, end: Any, body: Callable[[Any], None]) -> None:
 
 
 def fetch(
-    scalars: Scalars, core: Any, segment: Any, chunk: Any, refs: Refs, kept: Scratch, plan: Plan
+    scalars: ChunkScalars, core: Any, segment: Any, chunk: Any, refs: ChunkRefs, kept: Scratch, plan: ChunkPlan
 ) -> tuple[Any, Any]:
     """Return functions that start the DMAs of a chunk into a buffer, and that wait for them."""
     layout, segments = plan.spec.layout, scalars.segments
@@ -90,7 +90,7 @@ def fetch(
     return start, wait
 
 
-def unpack(kept: Scratch, buffer: Any, chunk: Chunk, begin: Any, end: Any, plan: Plan) -> None:
+def unpack(kept: Scratch, buffer: Any, chunk: Chunk, begin: Any, end: Any, plan: ChunkPlan) -> None:
     """Unpack a chunk: each row of tokens becomes dense, and zero for tokens that no query of the segment sees.
 
     The pieces of a latent are concatenated.
@@ -151,7 +151,7 @@ def _numbers(words: Any, dtype: jnp.dtype) -> list[Any]:
     return [pltpu.bitcast((words >> (8 * j)).astype(jnp.int8), dtype).astype(jnp.float32) for j in range(4)]
 
 
-def key_order(shape: tuple[int, int], axis: int, plan: Plan) -> Any:
+def key_order(shape: tuple[int, int], axis: int, plan: ChunkPlan) -> Any:
     """Return the key of a chunk at each place of `axis`."""
     place = lax.broadcasted_iota(jnp.int32, shape, axis)
     return (place >> 1) + (place & 1) * (plan.chunk_tokens // 2) if plan.is_paired else place

@@ -19,7 +19,7 @@ from jpaged.kernels.paged_attention.tpu.tables import Pages, Paging
 LANES = 128
 
 
-class Segments(NamedTuple):
+class ChunkSegments(NamedTuple):
     """The queries and the visible keys of each step of the grid; each field a list in scalar memory.
 
     Attributes:
@@ -41,23 +41,23 @@ class Segments(NamedTuple):
     end: Any
 
 
-class Scalars(NamedTuple):
+class ChunkScalars(NamedTuple):
     """Arguments in scalar memory.
 
     Attributes:
         layer: [1].
         num_segments: [1].
-        segments: see `Segments`.
+        segments: see `ChunkSegments`.
         scales: [2K], alternating for keys and values; those of the keys include the softmax scale.
     """
 
     layer: Any
     num_segments: Any
-    segments: Segments
+    segments: ChunkSegments
     scales: Any
 
 
-class Refs(NamedTuple):
+class ChunkRefs(NamedTuple):
     """Arguments and results."""
 
     q: Any
@@ -105,7 +105,7 @@ class Scratch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ChunkPlan:
     """The static part of one call.
 
     Attributes:
@@ -213,7 +213,7 @@ class Plan:
         return core * self.num_kv_heads if is_shared else 0
 
 
-def plan_for(spec: AttentionSpec, queries: Queries, device_kind: str, num_cores: int = 1) -> Plan:
+def plan_for(spec: AttentionSpec, queries: Queries, device_kind: str, num_cores: int = 1) -> ChunkPlan:
     """Return the static part of a call on devices of this kind with `num_cores` cores."""
     layout = spec.layout
     group = queries.num_heads // layout.num_kv_heads
@@ -223,11 +223,11 @@ def plan_for(spec: AttentionSpec, queries: Queries, device_kind: str, num_cores:
     # A step with fewer tokens than a tile uses a smaller one.
     tile = min(sizes.tile, max(16, 1 << (queries.num_tokens - 1).bit_length()))
     is_wide = jnp.float32 in (queries.dtype, layout.dtype)
-    return Plan(
+    return ChunkPlan(
         spec=spec,
         num_heads=queries.num_heads,
         tile=tile,
-        part=min(tile, sizing.part_of(group // num_cores if layout.num_kv_heads == 1 else group)),
+        part=min(tile, sizing.get_part(group // num_cores if layout.num_kv_heads == 1 else group)),
         fetch_blocks=sizes.fetch_blocks,
         table_width=queries.table_width,
         compute_dtype=jnp.dtype(jnp.float32 if is_wide else jnp.bfloat16),
@@ -265,7 +265,7 @@ class Chunk:
     is_whole: Any
 
 
-def scratch_shapes(plan: Plan) -> Scratch:
+def scratch_shapes(plan: ChunkPlan) -> Scratch:
     """Return the shapes of the kernel's scratch memory."""
     layout, slots = plan.spec.layout, plan.num_slots + 1
     num_rows = num_buffers(plan.num_kv_heads) * plan.chunk_rows
@@ -288,7 +288,7 @@ def scratch_shapes(plan: Plan) -> Scratch:
     )
 
 
-def cost(scalars: Scalars, q: jax.Array, plan: Plan) -> pl.CostEstimate:
+def cost(scalars: ChunkScalars, q: jax.Array, plan: ChunkPlan) -> pl.CostEstimate:
     """Estimate the cost with full tables, an upper bound: the lengths are unknown at compile time."""
     layout = plan.spec.layout
     num_keys = plan.table_width * layout.block_size

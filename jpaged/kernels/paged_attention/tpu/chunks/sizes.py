@@ -87,7 +87,7 @@ def rule(layout: KVLayout, num_heads: int) -> ChunkSizes:
     return next(fitting, options[-1])
 
 
-def part_of(group: int) -> int:
+def get_part(group: int) -> int:
     """Return the queries of one matmul: with their group of heads at most 256 rows, but at least 16 queries."""
     return max(_TILES[-1], 1 << (_PART_ROWS // group).bit_length() - 1 if group <= _PART_ROWS else 0)
 
@@ -100,7 +100,7 @@ def num_buffers(num_kv_heads: int) -> int:
 def vmem_bytes(sizes: ChunkSizes, layout: KVLayout, num_heads: int) -> int:
     """Return the vector memory of a call with 32-bit queries, on a core with all heads; a share of them needs less."""
     group = num_heads // layout.num_kv_heads
-    tokens, part = sizes.fetch_blocks * layout.block_size, part_of(group)
+    tokens, part = sizes.fetch_blocks * layout.block_size, get_part(group)
     keys, values = sizing.key_lanes(layout), sizing.value_lanes(layout)
     rows, operand = group * part, 4 if layout.dtype.itemsize == 4 else 2
     slots = max(1, sizes.tile // part) * layout.num_kv_heads + 1

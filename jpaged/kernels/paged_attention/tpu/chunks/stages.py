@@ -11,13 +11,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jpaged.kernels.paged_attention.tpu.chunks.keys import key_order
-from jpaged.kernels.paged_attention.tpu.chunks.plan import LANES, Chunk, Item, Plan, Scalars, Scratch
+from jpaged.kernels.paged_attention.tpu.chunks.plan import LANES, Chunk, ChunkPlan, ChunkScalars, Item, Scratch
 
 LOG2_E = math.log2(math.e)
 _NO_KEY = 2**30
 
 
-def scores(scalars: Scalars, chunk: Chunk, part: Any, head: Any, q_ref: Any, kept: Scratch, plan: Plan) -> Any:
+def scores(
+    scalars: ChunkScalars, chunk: Chunk, part: Any, head: Any, q_ref: Any, kept: Scratch, plan: ChunkPlan
+) -> Any:
     """First stage: compute the scores of a part and one of the core's heads, in units of log 2."""
     kind = plan.spec.kind
     queries = pl.ds(pl.multiple_of(part * plan.part, plan.part), plan.part)
@@ -35,7 +37,7 @@ def scores(scalars: Scalars, chunk: Chunk, part: Any, head: Any, q_ref: Any, kep
     return kind.soft_cap * LOG2_E * jnp.tanh(s_rw * (scale / kind.soft_cap))
 
 
-def is_seen(scalars: Scalars, segment: Any, chunk: Chunk, part: Any, plan: Plan) -> Any:
+def is_seen(scalars: ChunkScalars, segment: Any, chunk: Chunk, part: Any, plan: ChunkPlan) -> Any:
     """Return which keys of the chunk each row of a part's matmuls sees."""
     segments, window = scalars.segments, plan.spec.kind.sliding_window
     key_1w = chunk.first_key + key_order((1, plan.chunk_tokens), 1, plan)
@@ -47,7 +49,7 @@ def is_seen(scalars: Scalars, segment: Any, chunk: Chunk, part: Any, plan: Plan)
     return is_seen_rw if window is None else is_seen_rw & (position_r1 - key_1w < window)
 
 
-def weights(items: list[Item], kept: Scratch, plan: Plan) -> None:
+def weights(items: list[Item], kept: Scratch, plan: ChunkPlan) -> None:
     """Second stage: compute the weights of the items' keys, and their sums."""
     for place, item in enumerate(items):
         s_rw, m_rl = kept.s[place], kept.m[item.slot]
@@ -59,14 +61,14 @@ def weights(items: list[Item], kept: Scratch, plan: Plan) -> None:
         kept.p[place], kept.fade[place] = p_rw.astype(plan.compute_dtype), fade_rl
 
 
-def values(items: list[Item], kept: Scratch, plan: Plan) -> None:
+def values(items: list[Item], kept: Scratch, plan: ChunkPlan) -> None:
     """Third stage: add the weighted values of the items' keys to their outputs."""
     for place, item in enumerate(items):
         pv_rd = _dot(kept.p[place], kept.rows[item.value_row, :, : plan.value_lanes], 0, plan)
         kept.o[item.slot] = kept.o[item.slot] * wide(kept.fade[place], plan.value_lanes) + pv_rd
 
 
-def _dot(a: Any, b: Any, b_axis: int, plan: Plan) -> Any:
+def _dot(a: Any, b: Any, b_axis: int, plan: ChunkPlan) -> Any:
     precision = lax.Precision.HIGHEST if plan.compute_dtype == jnp.float32 else lax.Precision.DEFAULT
     dims = (((1,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)

@@ -12,7 +12,7 @@ from jpaged.kernels.paged_attention.spec import AttentionCall, NewKV, Updated
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
-    from jpaged.kernels.paged_attention.tpu.decode.plan import Plan
+    from jpaged.kernels.paged_attention.tpu.decode.plan import DecodePlan
     from jpaged.kernels.paged_attention.tpu.lists import StepLists
 
 
@@ -30,11 +30,11 @@ def attend(call: AttentionCall, q_tw: Float[Array, "T W"], lists: StepLists, new
         the pool. Outputs of tiles that only have tokens of prompt chunks are undefined.
     """
     from jpaged.kernels.paged_attention.tpu.decode.kernel import call as call_kernel
-    from jpaged.kernels.paged_attention.tpu.decode.plan import Scalars
+    from jpaged.kernels.paged_attention.tpu.decode.plan import DecodeScalars
     from jpaged.kernels.paged_attention.tpu.lists import decode_plan_for
 
     plan = decode_plan_for(call.spec, call.queries, has_writes=new_kv is not None)
-    scalars = Scalars(
+    scalars = DecodeScalars(
         layer=jnp.asarray(call.layer, jnp.int32).reshape(1),
         cores=lists.cores,
         segments=lists.decodes.segments,
@@ -61,7 +61,7 @@ def _of_all_cores(results_xn: Float[Array, "X N"], starts: Int[Array, "cores+1"]
     return found_tn
 
 
-def _scales(call: AttentionCall, plan: Plan) -> Float[Array, "2 bundles rows 128"]:
+def _scales(call: AttentionCall, plan: DecodePlan) -> Float[Array, "2 bundles rows 128"]:
     """Return the factors of the scores of each row of a bundle (to base 2, unless they are capped), and of outputs.
 
     For float8 keys that come too small (`is_tiny`), they correct the part of the factor that the queries' scaling does

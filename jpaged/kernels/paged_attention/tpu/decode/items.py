@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.kernels.paged_attention.tpu import tables, words
-from jpaged.kernels.paged_attention.tpu.decode.plan import Kept, Plan, Refs, Scalars, Segments
+from jpaged.kernels.paged_attention.tpu.decode.plan import DecodePlan, DecodeRefs, DecodeScalars, DecodeSegments, Kept
 
 _PIECE = 128
 """Rows of words that are cleared at once."""
@@ -32,7 +32,7 @@ def repeat(begin: Any, end: Any, body: Callable[[Any], None]) -> None:
     lax.fori_loop(begin, end, turn, None)
 
 
-def _blocks(scalars: Scalars, segment: Any, item: Any, plan: Plan) -> tuple[Any, Any]:
+def _blocks(scalars: DecodeScalars, segment: Any, item: Any, plan: DecodePlan) -> tuple[Any, Any]:
     """Return the range of an item's visible blocks, relative to the item's first."""
     shift, num_blocks = plan.spec.layout.block_size.bit_length() - 1, plan.fetch_blocks
     begin = jnp.maximum((scalars.segments.begin[segment] >> shift) - item * num_blocks, 0)
@@ -40,14 +40,14 @@ def _blocks(scalars: Scalars, segment: Any, item: Any, plan: Plan) -> tuple[Any,
     return begin, jnp.clip(end, begin, num_blocks)
 
 
-def following(segments: Segments, segment: Any, item: Any) -> tuple[Any, Any]:
+def following(segments: DecodeSegments, segment: Any, item: Any) -> tuple[Any, Any]:
     """Return the segment and the item after an item of a segment."""
     is_last = item + 1 >= segments.last[segment]
     after = segment + is_last.astype(jnp.int32)
     return after, jnp.where(is_last, segments.first[after], item + 1)
 
 
-def start(scalars: Scalars, refs: Refs, kept: Kept, plan: Plan) -> None:
+def start(scalars: DecodeScalars, refs: DecodeRefs, kept: Kept, plan: DecodePlan) -> None:
     """Start the DMAs of the item at the cursor, and move the cursor."""
     layout, num_blocks, tokens = plan.spec.layout, plan.fetch_blocks, plan.sizes.chunk_tokens
     segment, item, buffer = (kept.cursor[i] for i in range(3))
@@ -93,7 +93,7 @@ def start(scalars: Scalars, refs: Refs, kept: Kept, plan: Plan) -> None:
     kept.cursor[2] = buffer_after(buffer, plan)
 
 
-def _enter(scalars: Scalars, segment: Any, item: Any, refs: Refs, kept: Kept, plan: Plan) -> None:
+def _enter(scalars: DecodeScalars, segment: Any, item: Any, refs: DecodeRefs, kept: Kept, plan: DecodePlan) -> None:
     """Switch to the next page if the item is the first whose ids are in it."""
     paging, segments = plan.paging, scalars.segments
 
@@ -104,12 +104,12 @@ def _enter(scalars: Scalars, segment: Any, item: Any, refs: Refs, kept: Kept, pl
         kept.ids[0] = place - (item >> paging.chunks.bit_length() - 1) * paging.page_blocks
 
 
-def buffer_after(buffer: Any, plan: Plan) -> Any:
+def buffer_after(buffer: Any, plan: DecodePlan) -> Any:
     """Return the buffer after a buffer."""
     return jnp.where(buffer + 1 == plan.sizes.ring, 0, buffer + 1)
 
 
-def receive(scalars: Scalars, segment: Any, item: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
+def receive(scalars: DecodeScalars, segment: Any, item: Any, buffer: Any, kept: Kept, plan: DecodePlan) -> None:
     """Wait for an item's blocks, and clear everything that is not seen."""
     special, num_rows = kept.special[buffer], plan.spec.layout.token_shape[0]
 
@@ -137,14 +137,14 @@ def receive(scalars: Scalars, segment: Any, item: Any, buffer: Any, kept: Kept, 
             repeat(begin, end, functools.partial(_clean_strange, buffer=buffer, kept=kept, plan=plan))
 
 
-def seen(scalars: Scalars, segment: Any, item: Any, plan: Plan) -> tuple[Any, Any]:
+def seen(scalars: DecodeScalars, segment: Any, item: Any, plan: DecodePlan) -> tuple[Any, Any]:
     """Return the range of an item's visible tokens, relative to the item's first."""
     tokens = plan.sizes.chunk_tokens
     begin = jnp.maximum(scalars.segments.begin[segment] - item * tokens, 0)
     return begin, jnp.minimum(scalars.segments.end[segment] - item * tokens, tokens)
 
 
-def _clean(begin: Any, end: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
+def _clean(begin: Any, end: Any, buffer: Any, kept: Kept, plan: DecodePlan) -> None:
     """Clear the tokens before begin and from end on."""
     rows_a_token, chunk_ref = plan.sizes.pitch * plan.folds, kept.chunks.at[buffer]
     num_pieces = plan.sizes.chunk_tokens * rows_a_token // _PIECE
@@ -159,7 +159,7 @@ def _clean(begin: Any, end: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
     repeat(back, num_pieces, piece)
 
 
-def _clean_strange(j: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
+def _clean_strange(j: Any, buffer: Any, kept: Kept, plan: DecodePlan) -> None:
     """Clear a block of the item if its id is outside the layer."""
     block_id = kept.pages.ids[kept.ids[1 + buffer] + j]
 

@@ -42,14 +42,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.kernels.paged_attention.tpu import tables, words
 from jpaged.kernels.paged_attention.tpu.decode import items, stages, tokens
-from jpaged.kernels.paged_attention.tpu.decode.plan import Kept, Plan, Refs, Scalars
+from jpaged.kernels.paged_attention.tpu.decode.plan import DecodePlan, DecodeRefs, DecodeScalars, Kept
 from jpaged.kernels.paged_attention.tpu.store import store
 
 _STORES = 4
 """Rows finished together: their reductions do not wait for each other."""
 
 
-def _kernel(scalars: Scalars, q_ref: Any, o_ref: Any, refs: Refs, kept: Kept, plan: Plan) -> None:
+def _kernel(scalars: DecodeScalars, q_ref: Any, o_ref: Any, refs: DecodeRefs, kept: Kept, plan: DecodePlan) -> None:
     core, step, segments, tiles = pl.program_id(0), pl.program_id(1), scalars.segments, scalars.tiles
     places, ahead = plan.sizes.places, plan.sizes.ahead
     begin_core, end_core = scalars.cores[core], scalars.cores[core + 1]
@@ -122,13 +122,13 @@ def _kernel(scalars: Scalars, q_ref: Any, o_ref: Any, refs: Refs, kept: Kept, pl
 
 
 def call(
-    scalars: Scalars,
+    scalars: DecodeScalars,
     q: jax.Array,
     scale: jax.Array,
     block_tables: jax.Array,
     new: jax.Array | None,
     pool: jax.Array,
-    plan: Plan,
+    plan: DecodePlan,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Run the kernel over all segments.
 
@@ -143,7 +143,7 @@ def call(
 
     Returns:
         outputs, core by core [cores * T, H * lanes of a value], zero for tokens of no row; log-sum-exp [cores * T, 1,
-        `Plan.lse_lanes`] in the same order, undefined for tokens of no segment; the pool. Tiles in no step are
+        `DecodePlan.lse_lanes`] in the same order, undefined for tokens of no segment; the pool. Tiles in no step are
         undefined.
     """
     flat, tree = jax.tree.flatten(scalars)
@@ -165,7 +165,7 @@ def call(
         o_ref, lse_ref, *others = refs[len(inputs) :]
         pool_ref = others.pop(0) if plan.has_writes else pool_ref
         kept = Kept(*others)
-        refs_of_rows = Refs(kept.q, refs[1], refs[2], new_ref, pool_ref, kept.q, lse_ref)
+        refs_of_rows = DecodeRefs(kept.q, refs[1], refs[2], new_ref, pool_ref, kept.q, lse_ref)
         _kernel(scalar_refs, refs[0], o_ref, refs_of_rows, kept, plan)
 
     results = pl.pallas_call(
@@ -204,7 +204,7 @@ def call(
     return results[0], results[1], results[2] if plan.has_writes else pool
 
 
-def _scratch_shapes(plan: Plan) -> Kept:
+def _scratch_shapes(plan: DecodePlan) -> Kept:
     layout, sizes, rows = plan.spec.layout, plan.sizes, (plan.num_bundles, plan.rows)
     tile = (sizes.pitch, *layout.token_shape[1:])
     return Kept(
@@ -227,13 +227,13 @@ def _scratch_shapes(plan: Plan) -> Kept:
     )
 
 
-def _values_shape(plan: Plan) -> tuple[int, int, int]:
+def _values_shape(plan: DecodePlan) -> tuple[int, int, int]:
     layout = plan.spec.layout
     num_tokens = words.tokens_a_word(layout.dtype, takes_fp8=plan.takes_fp8)
     return -(-layout.num_kv_heads // plan.column_heads), plan.sizes.chunk_tokens // num_tokens, words.LANES
 
 
-def _cost(scalars: Scalars, q: jax.Array, plan: Plan) -> pl.CostEstimate:
+def _cost(scalars: DecodeScalars, q: jax.Array, plan: DecodePlan) -> pl.CostEstimate:
     """Estimate the cost with full tables, an upper bound: the lengths are unknown at compile time."""
     layout = plan.spec.layout
     num_keys, num_segments = plan.table_width * layout.block_size, scalars.segments.row.shape[0]

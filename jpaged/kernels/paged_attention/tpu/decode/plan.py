@@ -26,7 +26,7 @@ LIFT = 100
 """Queries and weights are multiplied by 2^100 if keys and values are 2^120 times too small."""
 
 
-class Segments(NamedTuple):
+class DecodeSegments(NamedTuple):
     """The visible keys of one query; each field a list in scalar memory.
 
     `first` and `items` are one longer than the others.
@@ -65,20 +65,20 @@ class Tiles(NamedTuple):
     first: Any
 
 
-class Scalars(NamedTuple):
+class DecodeScalars(NamedTuple):
     """Arguments in scalar memory.
 
     Attributes:
         layer: [1].
         cores: first segment of each core, and the end of all [cores + 1].
-        segments: see `Segments`.
+        segments: see `DecodeSegments`.
         tiles: see `Tiles`.
         writes: (slots [T], whether B tokens from here on fill a block [T]); empty if nothing is written.
     """
 
     layer: Any
     cores: Any
-    segments: Segments
+    segments: DecodeSegments
     tiles: Tiles
     writes: tuple[Any, ...]
 
@@ -123,7 +123,7 @@ class Kept(NamedTuple):
     written: Any
 
 
-class Refs(NamedTuple):
+class DecodeRefs(NamedTuple):
     """Arguments and results; queries and outputs are those of the scratch memory."""
 
     q: Any
@@ -136,7 +136,7 @@ class Refs(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DecodePlan:
     """The static part of one call.
 
     Attributes:
@@ -212,12 +212,14 @@ class Plan:
         return tuple(k // bundle * self.rows + k % bundle * group + g for k in heads for g in range(group))
 
 
-def plan_for(spec: AttentionSpec, queries: Queries, device_kind: str, *, has_writes: bool, num_cores: int = 1) -> Plan:
+def plan_for(
+    spec: AttentionSpec, queries: Queries, device_kind: str, *, has_writes: bool, num_cores: int = 1
+) -> DecodePlan:
     """Return the static part of a call with these queries on devices of this kind with `num_cores` cores."""
     layout = spec.layout
     sizes = choose(layout, queries.num_heads, queries.num_tokens, device_kind)
     is_wide = jnp.float32 in (queries.dtype, layout.dtype)
-    return Plan(
+    return DecodePlan(
         spec=spec,
         sizes=sizes,
         group=queries.num_heads // layout.num_kv_heads,

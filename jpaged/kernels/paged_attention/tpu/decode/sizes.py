@@ -118,7 +118,7 @@ def rule(
         places=1,
     )
     most = max(_LEAST_PLACES, _PLACES_BYTES // _place_bytes(sizes, layout, num_heads))
-    sizes = dataclasses.replace(sizes, places=num_places if num_places <= most else _tile_of(num_places, most))
+    sizes = dataclasses.replace(sizes, places=num_places if num_places <= most else _get_tile(num_places, most))
     while vmem_bytes(sizes, layout, num_heads) > VMEM_BUDGET_BYTES and sizes.ahead > 1:
         sizes = dataclasses.replace(sizes, ahead=sizes.ahead - 1)
     return sizes
@@ -130,7 +130,7 @@ def num_tiles(layout: KVLayout, num_heads: int, num_tokens: int) -> int:
     return num_tokens // rule(layout, num_heads, num_tokens, "").places
 
 
-def _tile_of(num_tokens: int, most: int) -> int:
+def _get_tile(num_tokens: int, most: int) -> int:
     """Return the largest power of two up to `most` that divides the tokens, whole tiles of the other kernel."""
     tile = 1 << most.bit_length() - 1
     while num_tokens % tile:

@@ -13,26 +13,26 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.kernels.paged_attention.tpu import words
 from jpaged.kernels.paged_attention.tpu.decode.items import seen
-from jpaged.kernels.paged_attention.tpu.decode.plan import LIFT, LOG2_E, Kept, Plan, Refs, Scalars
+from jpaged.kernels.paged_attention.tpu.decode.plan import LIFT, LOG2_E, DecodePlan, DecodeRefs, DecodeScalars, Kept
 
 LOWEST = -1e30
 """Start of the running maximum: finite, so that an item without a visible key leaves no NaN."""
 _LN_2 = math.log(2)
 
 
-def _columns(bundle: int, plan: Plan) -> range:
+def _columns(bundle: int, plan: DecodePlan) -> range:
     """Return the columns of lanes of a bundle, as indices among those of all heads."""
     first = bundle * plan.sizes.bundle
     last = min(first + plan.sizes.bundle, plan.spec.layout.num_kv_heads)
     return range(first // plan.column_heads, -(-last // plan.column_heads))
 
 
-def _is_alone(column: int, plan: Plan) -> bool:
+def _is_alone(column: int, plan: DecodePlan) -> bool:
     """Return True if the column is the key | value of the last head, which has no other head to share it with."""
     return plan.spec.layout.is_joined and 2 * column + 1 == plan.spec.layout.num_kv_heads
 
 
-def _reader(chunk_ref: Any, plan: Plan) -> Callable[..., Any]:
+def _reader(chunk_ref: Any, plan: DecodePlan) -> Callable[..., Any]:
     """Return a function that reads the numbers of each token in a row of the pool's lanes, by the row's index."""
     layout, pitch = plan.spec.layout, plan.sizes.pitch * plan.folds
     num_parts = words.tokens_a_word(layout.dtype, takes_fp8=plan.takes_fp8)
@@ -58,7 +58,7 @@ def _pieces(numbers: Callable[..., Any], lanes: int) -> list[Any]:
     return [numbers(row) for row in range(lanes // words.LANES)]
 
 
-def _beside(columns: list[Any], plan: Plan, axis: int = 1) -> Any:
+def _beside(columns: list[Any], plan: DecodePlan, axis: int = 1) -> Any:
     """Concatenate columns of numbers into one operand of a matmul [W, columns * lanes].
 
     Transposed columns are stacked instead (axis 0).
@@ -68,7 +68,7 @@ def _beside(columns: list[Any], plan: Plan, axis: int = 1) -> Any:
     return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=axis)
 
 
-def _keys(buffer: Any, bundle: int, kept: Kept, plan: Plan) -> Any:
+def _keys(buffer: Any, bundle: int, kept: Kept, plan: DecodePlan) -> Any:
     """Return keys of a bundle's heads, transposed if `plan.turns_keys`.
 
     If two heads share a column, their values are separated, and kept for stage 3.
@@ -89,7 +89,7 @@ def _keys(buffer: Any, bundle: int, kept: Kept, plan: Plan) -> Any:
     return _beside(columns, plan)
 
 
-def _values(buffer: Any, bundle: int, kept: Kept, plan: Plan) -> Any:
+def _values(buffer: Any, bundle: int, kept: Kept, plan: DecodePlan) -> Any:
     """Return values of a bundle's heads."""
     dtype = words.numbers_dtype(plan.spec.layout.dtype, takes_fp8=plan.takes_fp8)
     numbers = _reader(kept.chunks.at[buffer], plan)
@@ -104,12 +104,14 @@ def _values(buffer: Any, bundle: int, kept: Kept, plan: Plan) -> Any:
     return _beside(columns, plan)
 
 
-def _dot(plan: Plan) -> Callable[..., Any]:
+def _dot(plan: DecodePlan) -> Callable[..., Any]:
     precision = lax.Precision.HIGHEST if plan.compute_dtype == jnp.float32 else lax.Precision.DEFAULT
     return functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
 
-def score(scalars: Scalars, segment: Any, item: Any, buffer: Any, refs: Refs, kept: Kept, plan: Plan) -> None:
+def score(
+    scalars: DecodeScalars, segment: Any, item: Any, buffer: Any, refs: DecodeRefs, kept: Kept, plan: DecodePlan
+) -> None:
     """Stage 1: compute scores to base 2, minus infinity for keys that are not seen."""
     tokens, cap = plan.sizes.chunk_tokens, plan.spec.kind.soft_cap
     num_parts = words.tokens_a_word(plan.spec.layout.dtype, takes_fp8=plan.takes_fp8)
@@ -134,7 +136,7 @@ def score(scalars: Scalars, segment: Any, item: Any, buffer: Any, refs: Refs, ke
         kept.scores[bundle] = jnp.where(is_seen, s_rw, -jnp.inf)
 
 
-def weigh(place: Any, is_first: Any, kept: Kept, plan: Plan) -> None:
+def weigh(place: Any, is_first: Any, kept: Kept, plan: DecodePlan) -> None:
     """Stage 2: update the running maximum and sum of the row, and compute the weights of this item's values."""
     for bundle in range(plan.num_bundles):
         s_rw = kept.scores[bundle]
@@ -151,7 +153,7 @@ def weigh(place: Any, is_first: Any, kept: Kept, plan: Plan) -> None:
         kept.weights[bundle] = jnp.concatenate(parts, axis=1)
 
 
-def add(place: Any, is_first: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
+def add(place: Any, is_first: Any, buffer: Any, kept: Kept, plan: DecodePlan) -> None:
     """Stage 3: add weighted values to the output of the row."""
     lanes, dot = plan.value_lanes, _dot(plan)
     column_of_row = lax.broadcasted_iota(jnp.int32, (plan.rows, lanes), 0) // (plan.group * plan.column_heads)
@@ -165,7 +167,7 @@ def add(place: Any, is_first: Any, buffer: Any, kept: Kept, plan: Plan) -> None:
         kept.o[place, bundle] = jnp.where(is_first, 0.0, kept.o[place, bundle] * fade_rd) + o_rd
 
 
-def finish(place: Any, refs: Refs, kept: Kept, plan: Plan) -> None:
+def finish(place: Any, refs: DecodeRefs, kept: Kept, plan: DecodePlan) -> None:
     """Write a row's output and its log-sum-exp, a lane for each head."""
     lane = lax.broadcasted_iota(jnp.int32, (plan.rows, plan.lse_lanes), 1)
     row = lax.broadcasted_iota(jnp.int32, (plan.rows, plan.lse_lanes), 0)

@@ -18,10 +18,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.kernels.paged_attention.tpu import words
 from jpaged.kernels.paged_attention.tpu.decode.items import repeat
-from jpaged.kernels.paged_attention.tpu.decode.plan import Kept, Plan
+from jpaged.kernels.paged_attention.tpu.decode.plan import DecodePlan, Kept
 
 
-def take_apart(q_ref: Any, kept: Kept, plan: Plan) -> None:
+def take_apart(q_ref: Any, kept: Kept, plan: DecodePlan) -> None:
     """Unpack the queries of all tokens, as rows of 32-bit numbers."""
     for head, row in enumerate(plan.rows_of_heads):
         q_pl = q_ref[:, _lanes(head, plan.key_lanes)].astype(jnp.float32)
@@ -29,7 +29,7 @@ def take_apart(q_ref: Any, kept: Kept, plan: Plan) -> None:
         words.spread(kept.q, row, _turned(q_pl) if is_turned else q_pl)
 
 
-def put_together(o_ref: Any, kept: Kept, plan: Plan) -> None:
+def put_together(o_ref: Any, kept: Kept, plan: DecodePlan) -> None:
     """Pack the outputs of all tokens, in the queries' type."""
     layout = plan.spec.layout
     for head, row in enumerate(plan.rows_of_heads):
@@ -39,7 +39,7 @@ def put_together(o_ref: Any, kept: Kept, plan: Plan) -> None:
         o_ref[:, _lanes(head, plan.value_lanes)] = (_turned(o_pl) if is_turned else o_pl).astype(o_ref.dtype)
 
 
-def clear(kept: Kept, plan: Plan) -> None:
+def clear(kept: Kept, plan: DecodePlan) -> None:
     """Clear every token: query rows without a head stay finite, and a token of no row has zero as output."""
 
     def place(i: Any) -> None:

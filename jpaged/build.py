@@ -1,0 +1,566 @@
+"""Options -> running objects: the only module that depends on every layer.
+
+model folder -> config, tokenizer -> parameters -> executor (pool, programs) -> engine, input processor
+
+With `data_parallel_size` there are several executors and engines, on separate devices, in one `DataParallelEngine`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jpaged.chat import MAX_CHAT_TEMPLATE_BYTES
+from jpaged.checkpoints.adapters import AdapterReader
+from jpaged.checkpoints.gguf.file import is_gguf
+from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
+from jpaged.checkpoints.hub import find_folder, fingerprint, read_config
+from jpaged.checkpoints.names import weight_bytes
+from jpaged.checkpoints.quantized.quantizer import quantized_here
+from jpaged.checkpoints.weights import load_params, random_params, read_head
+from jpaged.config import EngineConfig, ModelOptions, compile_cache_dir, platform_default
+from jpaged.config.speculative import NAME as SPECULATIVE
+from jpaged.device.compilation.compile import set_up_compile_cache
+from jpaged.device.compilation.memory_plan import DeviceMemory
+from jpaged.device.executor import JaxExecutor
+from jpaged.device.kv_scales import kv_dtype, name_of_kv_dtype
+from jpaged.device.linear import choose_linear_backend
+from jpaged.device.mesh import MeshPlacement, first_device, serving_meshes
+from jpaged.device.multihost.executor import MultiHostExecutor
+from jpaged.device.multihost.executor import follow as run_steps
+from jpaged.device.multihost.handshake import Follower, Leader
+from jpaged.device.step_sizes import DeviceAttention
+from jpaged.engine.data_parallel import DataParallelEngine, shares
+from jpaged.engine.engine import Engine
+from jpaged.engine.executor import Executor, Geometry, Progress
+from jpaged.engine.executor.io import RopeLengthLimits
+from jpaged.engine.kv_cache.connector import import_connector
+from jpaged.engine.kv_cache.offload.connector_tier import open_stores
+from jpaged.engine.kv_cache.pinned import pin_limit
+from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
+from jpaged.errors import InvalidArgument, NotFound, Unsupported
+from jpaged.kvevents.encoding import Encoder
+from jpaged.kvevents.publisher import Publisher
+from jpaged.models.config import ModelConfig
+from jpaged.models.decoder import streaming_llm
+from jpaged.models.layers import Params
+from jpaged.models.model import Model
+from jpaged.models.sharding import with_parallel_experts
+from jpaged.service.chat.formats import AnswerFormat, has_built_in_tools, parser_for
+from jpaged.service.chat.output_config import ChatOutputConfig
+from jpaged.service.input_processor import InputProcessor
+from jpaged.service.loaded_model import Adapters, BackendFacts, LoadedModel
+from jpaged.service.structured_output.compiler import ServedGrammars
+from jpaged.service.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from jpaged.service.tokenizer_parts import TokenizerParts
+from jpaged.types import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Ignore progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Source of a model; its folder may be a GGUF file."""
+
+    name: str
+    folder: Path
+    config: ModelConfig
+    tokenizer: Tokenizer
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every token that ends a sequence."""
+        return frozenset(self.config.eos_token_ids) or self.tokenizer.eos_token_ids
+
+
+def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | None = None) -> LoadedModel:
+    """Load a model and compile its programs; return it with an engine that is ready but not started.
+
+    Args:
+        options: the options as given; the result has the resolved ones.
+        progress: receives the progress: weights, programs, the pool.
+        leader: this process's role as process 0 of several; the others run `follow`.
+
+    Raises:
+        InvalidArgument, NotFound, Unsupported: the model or an option is invalid; states which and why.
+    """
+    if (transfer := options.cache.kv_transfer) is not None:
+        import_connector(transfer)  # errors before weights are read
+    source, model, places = _place(options)
+    answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
+    adapters = _adapters(options, options.server.served_model_name or source.name, model, places[0], progress)
+    executors = _make_executors(source, model, options, places, progress, leader)
+    executor, geometry = executors[0], executors[0].geometry
+    runs: list[Executor[Any, Any]] = [*executors]
+    if leader is not None:
+        leader.agree(_findings(source, executor))
+        runs = [MultiHostExecutor(executor, leader)]
+    for index, one in enumerate(runs):
+        one.warm_up(_get_progress(index, len(runs), progress))
+    _say([*executor.memory_plan.lines(), *streaming_llm.describe_lossy_cache(options)], progress)
+    resolved = options.replace(
+        max_model_len=geometry.max_model_len,
+        num_blocks=geometry.num_blocks,
+        kv_cache_memory_bytes=executor.memory_plan.pool_bytes,
+        max_pinned_blocks=pin_limit(options.server.max_pinned_blocks, geometry),
+        memory_utilization=executor.memory_plan.request.memory_utilization,
+        block_size=geometry.block_size,
+        max_num_seqs=geometry.max_num_seqs,
+        max_num_batched_tokens=geometry.max_num_batched_tokens,
+        dtype=model.dtype.name,
+        tensor_parallel_size=places[0].num_parts,
+        attention_backend=executor.step.backend,
+        linear_backend=executor.step.linear_backend,
+        kv_cache_dtype=name_of_kv_dtype(executor.step.layout.dtype),
+        lossy_kv_sinks=geometry.num_sink_tokens if options.lossy.lossy_kv_window else None,
+        served_model_name=options.server.served_model_name or source.name,
+        max_messages_per_second=options.server.max_messages_per_second
+        or platform_default("max_messages_per_second", device.platform),
+    )
+    whitespace = options.model.whitespace_pattern
+    grammars = ServedGrammars(source.tokenizer, geometry.vocab_size, source.eos_token_ids, whitespace=whitespace)
+    engines = _make_engines(source, options, resolved, runs, grammars)
+    return LoadedModel(
+        engine=engines[0] if len(engines) == 1 else DataParallelEngine(engines),
+        input_processor=_input_processor(source, geometry, options.model, answer_format),
+        tokenizer=source.tokenizer,
+        model=_model_info(source, resolved, geometry, answer_format),
+        backend=BackendFacts(
+            platform=device.platform,
+            device_kind=device.device_kind,
+            num_devices=sum(where.mesh.size for where in places),
+            attention=executor.step.backend,
+            jax_version=metadata.version("jax"),
+        ),
+        config=resolved,
+        adapters=adapters,
+        grammars=grammars,
+        checkpoint=fingerprint(source.folder),
+    )
+
+
+def _make_engines(
+    source: ModelSource,
+    options: EngineConfig,
+    resolved: EngineConfig,
+    runs: Sequence[Executor[Any, Any]],
+    grammars: ServedGrammars,
+) -> list[Engine]:
+    """Return an engine for each executor, with KV event publishers if configured."""
+    queues = shares(options.scheduler.max_num_queued_reqs, len(runs))
+    stores = open_stores(options.cache, runs[0].host_blocks, runs[0].geometry, len(runs))
+    engines = [
+        Engine(
+            one,
+            source.tokenizer,
+            resolved.replace(max_num_queued_reqs=queue),
+            lengths=RopeLengthLimits(source.config.max_prefix_len, source.config.outgrown_len),
+            eos_token_ids=source.eos_token_ids,
+            make_masks=grammars.make_masks,
+            stores=store,
+        )
+        for one, queue, store in zip(runs, queues, stores, strict=True)
+    ]
+    return _build_kv_events(resolved, engines)
+
+
+def _build_kv_events(options: EngineConfig, engines: list[Engine]) -> list[Engine]:
+    """Attach a KV event publisher to each replica if configured."""
+    if options.kv_events.kv_events_endpoint is None:
+        return engines
+    publishers: list[Publisher] = []
+    try:
+        for rank, engine in enumerate(engines):
+            assert engine.prefixes is not None  # options that contradict this are rejected
+            told = engine.geometry
+            encoder = Encoder(told.block_size, told.windows, rank, num_sink_tokens=told.num_sink_tokens)
+            publishers.append(Publisher(options.kv_events, encoder))
+            engine.prefixes.changes.publish_to(publishers[-1])
+    except InvalidArgument:
+        for publisher in publishers:
+            publisher.close()
+        raise
+    return engines
+
+
+def _adapters(
+    options: EngineConfig, model_name: str, model: Model, where: MeshPlacement, progress: Progress
+) -> Adapters:
+    """Return the adapter registry of a model, with the adapters of the options loaded."""
+    lora = options.lora
+    if not lora.enable_lora:
+        return Adapters()
+    reader = AdapterReader(model, where.layer_mode, where.num_parts, lora.max_lora_rank)
+    adapters = Adapters(reader, lora.max_cpu_loras, model_name)
+    for done, (name, path) in enumerate(lora.adapters):
+        progress(f"adapter {name}", done, len(lora.adapters))
+        try:
+            adapters.load(name, path)
+        except InvalidArgument as error:
+            raise InvalidArgument("lora", f"{name}={path}: {error.problem}") from error
+        except Unsupported as error:
+            raise Unsupported(f"lora: {name}={path}: {error}") from error
+    return adapters
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """Settings that a model would be served with here, determined without its weights.
+
+    Attributes:
+        weight_bytes: per device.
+        memory_bytes: memory of a device for weights, programs and the pool; None if not reported.
+        passed_over: a line for each backend of this platform that cannot run, with the reason.
+    """
+
+    architecture: str
+    dtype: str
+    attention_backend: str
+    linear_backend: str
+    kv_cache_dtype: str
+    max_model_len: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    memory_utilization: float
+    weight_bytes: int
+    memory_bytes: int | None
+    passed_over: tuple[str, ...]
+
+
+def preview(options: EngineConfig) -> Preview:
+    """Determine the settings of `build`, reading only the config and the tokenizer of a model.
+
+    Raises:
+        InvalidArgument, NotFound, Unsupported: as `build`.
+    """
+    if (transfer := options.cache.kv_transfer) is not None:
+        import_connector(transfer)  # errors before weights are read
+    source, model, places = _place(options)
+    where, num_places = places[0], len(places)
+    device = first_device(where.mesh)
+    attention = DeviceAttention.on(model, options, where.mesh)
+    sizes = attention.sizes()
+    held = int(weight_bytes(model.config, model.dtype.itemsize) / where.num_parts)
+    memory = DeviceMemory.of(device, 0, where.mesh.size * num_places)
+    return Preview(
+        architecture=source.config.architecture,
+        dtype=model.dtype.name,
+        attention_backend=attention.choose(sizes).backend,
+        linear_backend=choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode),
+        kv_cache_dtype=name_of_kv_dtype(kv_dtype(options.cache.kv_cache_dtype, model.dtype)),
+        max_model_len=sizes.max_model_len,
+        block_size=sizes.block_size,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        memory_utilization=options.cache.memory_utilization or platform_default("memory_utilization", device.platform),
+        weight_bytes=held,
+        memory_bytes=memory.total_bytes,
+        passed_over=tuple(attention.passed_over()),
+    )
+
+
+def follow(options: EngineConfig, progress: Progress, follower: Follower) -> None:
+    """Load this process's part of the model, and run the steps of process 0 until it ends.
+
+    Raises:
+        InvalidArgument, NotFound, Unsupported: as `build`.
+        InternalError: a step failed.
+    """
+    if (transfer := options.cache.kv_transfer) is not None:
+        import_connector(transfer)  # errors before weights are read
+    source, model, places = _place(options)
+    (executor,) = _make_executors(source, model, options, places, progress, follower)
+    follower.agree(_findings(source, executor))
+    executor.warm_up(progress)
+    run_steps(executor, follower)
+
+
+def _place(options: EngineConfig) -> tuple[ModelSource, Model, list[MeshPlacement]]:
+    """Return the model, and the devices of each replica."""
+    parallel = options.parallel
+    meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size)
+    source = find_source(
+        options.model.model,
+        parse_special_tokens=options.model.parse_special_tokens,
+        skip_tokenizer=options.model.skip_tokenizer_init,
+        chat_template=_template_in(options.model.chat_template),
+        trusts_request_templates=options.model.trust_request_chat_template,
+    )
+    source = replace(source, config=quantized_here(source.config, options.model.quantization))
+    config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config
+    config = streaming_llm.as_asked(config, options)
+    model = Model(config, _dtype(options.model.dtype, config, first_device(meshes[0]).platform))
+    return source, model, [MeshPlacement.of(model, mesh) for mesh in meshes]
+
+
+def _findings(source: ModelSource, executor: JaxExecutor) -> dict[str, str]:
+    """Return the facts that every process determines itself and that must be equal in all."""
+    geometry = executor.geometry
+    sizes = {name: str(getattr(geometry, name)) for name in geometry.__slots__}
+    return {
+        "checkpoint": fingerprint(source.folder),
+        "attention_backend": executor.step.backend,
+        "linear_backend": executor.step.linear_backend,
+        "kv_cache_dtype": name_of_kv_dtype(executor.step.layout.dtype),
+        **sizes,
+    }
+
+
+def find_source(
+    name: str,
+    *,
+    parse_special_tokens: bool = True,
+    skip_tokenizer: bool = False,
+    chat_template: str | None = None,
+    trusts_request_templates: bool = False,
+) -> ModelSource:
+    """Find a model by name (`demo`, a folder, a GGUF file or a hub id) and its tokenizer; see `load_tokenizer`."""
+    folder = find_folder(name)
+    config = read_config(folder)
+    if skip_tokenizer:
+        return ModelSource(name, folder, config, NoTokenizer(config.vocab_size))
+    tokenizer = load_tokenizer(
+        folder,
+        vocab_size=config.vocab_size,
+        parts=_gguf_parts(folder),
+        parse_special_tokens=parse_special_tokens,
+        chat_template=chat_template,
+        trusts_request_templates=trusts_request_templates,
+    )
+    return ModelSource(name, folder, config, tokenizer)
+
+
+def _template_in(path: str | None) -> str | None:
+    """Return the text of a file with a chat template.
+
+    Raises:
+        InvalidArgument: it cannot be read, is empty or too large.
+    """
+    if path is None:
+        return None
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_CHAT_TEMPLATE_BYTES + 1)
+        text = data.decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("chat_template", f"{path} cannot be read: {error}") from error
+    if not text.strip() or len(data) > MAX_CHAT_TEMPLATE_BYTES:
+        problem = "is empty" if len(data) <= MAX_CHAT_TEMPLATE_BYTES else f"is over {MAX_CHAT_TEMPLATE_BYTES} bytes"
+        raise InvalidArgument("chat_template", f"{path} {problem}")
+    return text
+
+
+def _gguf_parts(folder: Path) -> TokenizerParts | None:
+    """Return the tokenizer parts of a GGUF file; None if it has none, or for a folder."""
+    found = read_tokenizer(folder) if is_gguf(folder) else None
+    if found is None:
+        return None
+    return TokenizerParts(
+        fast=found.fast,
+        slow=None,
+        vocab_size=found.vocab_size,
+        eos_token_id=found.eos_token_id,
+        chat_template=found.chat_template,
+        special_tokens={**found.special_tokens},
+        tool_chat_template=found.tool_chat_template,
+    )
+
+
+def _make_executors(
+    source: ModelSource,
+    model: Model,
+    options: EngineConfig,
+    places: Sequence[MeshPlacement],
+    progress: Progress,
+    other: Leader | Follower | None,
+) -> list[JaxExecutor]:
+    """Return an executor with a pool for each replica; nothing is compiled yet.
+
+    The weights are read once, and all replicas are in memory before the first pool is allocated, because it determines
+    the size of the others.
+    """
+    attention = DeviceAttention.on(model, options, places[0].mesh)
+    _say((*attention.reasons(), *attention.passed_over()), progress)
+    # With several processes on CPUs, do not use the cache: programs loaded from it returned log-probabilities of other
+    # sums
+    # (jaxlib 0.10.2). Gloo identifies collectives only by their order, which loading seems to lose.
+    is_told_by_order = other is not None and first_device(places[0].mesh).platform == "cpu"
+    cache = None if is_told_by_order else compile_cache_dir()
+    set_up_compile_cache(cache)
+    draft = _draft(source, model, options, places[0], progress)
+    params = _load(model, source, options, places[0], progress)
+    copies = [where.put(params) for where in places]
+    del params
+    executors: list[JaxExecutor] = []
+    for index, where in enumerate(places):
+        executor = JaxExecutor.create(
+            model,
+            copies.pop(0),  # drop the reference, so that its packed weights can be freed
+            options,
+            mesh=where.mesh,
+            num_pools=len(places) - index,
+            least=None if other is None else other.least,
+            keep=None if cache is None else cache / "kept",
+            draft=draft,
+        )
+        _report_sizes(executor, _get_progress(index, len(places), progress))
+        options = options.replace(num_blocks=executor.geometry.num_blocks)
+        executors.append(executor)
+    return executors
+
+
+def _say(lines: Iterable[str], progress: Progress) -> None:
+    for line in lines:
+        progress(line, 1, 1)
+
+
+def _report_sizes(executor: JaxExecutor, progress: Progress) -> None:
+    geometry = executor.geometry
+    pool_mib = geometry.num_blocks * geometry.bytes_per_block / 2**20
+    progress(f"pool of {geometry.num_blocks} blocks of {geometry.block_size} tokens ({pool_mib:.0f} MiB)", 1, 1)
+    progress(f"steps of up to {geometry.max_num_seqs} rows and {geometry.max_num_batched_tokens} tokens", 1, 1)
+
+
+def _get_progress(index: int, num_replicas: int, progress: Progress) -> Progress:
+    """Return a progress callback that names the replica if there are several."""
+    if num_replicas == 1:
+        return progress
+    return lambda what, done, total: progress(f"replica {index}: {what}", done, total)
+
+
+def _dtype(name: str, config: ModelConfig, platform: str) -> np.dtype:
+    """Resolve auto: the checkpoint's type on accelerators, float32 on a CPU."""
+    if name == "auto":
+        name = "float32" if platform == "cpu" else config.checkpoint_dtype or "bfloat16"
+    if name not in ("float32", "bfloat16"):
+        raise Unsupported(f"dtype: the checkpoint is {name}; choose --dtype float32 or bfloat16")
+    return np.dtype(name)
+
+
+def _load(model: Model, source: ModelSource, options: EngineConfig, where: MeshPlacement, progress: Progress) -> Params:
+    layer_mode, num_parts, shardings = where.layer_mode, where.num_parts, where.shardings
+    if options.model.load_format == "dummy":
+        progress("random weights", 1, 1)
+        return random_params(where.model, layer_mode, seed=options.model.seed, shardings=shardings)
+
+    def tensor(done: int, total: int, name: str) -> None:
+        progress(f"weights {name}", done, total)
+
+    return load_params(model, source.folder, layer_mode, num_parts=num_parts, shardings=shardings, progress=tensor)
+
+
+def _draft(
+    source: ModelSource, model: Model, options: EngineConfig, where: MeshPlacement, progress: Progress
+) -> tuple[Model, Params] | None:
+    """Return the draft model or draft head with its parameters; None if there is none.
+
+    Raises:
+        InvalidArgument: it cannot be found or read, or its tokens differ from the model's.
+        Unsupported: its kind is not supported.
+    """
+    field = f"{SPECULATIVE}.model"
+    speculation = options.speculation
+    if speculation is None or not options.has_draft or speculation.model is None:
+        return None
+    try:
+        if options.has_head:
+            folder = find_folder(speculation.model)
+            found = ModelSource(speculation.model, folder, read_head(folder), source.tokenizer)
+        else:
+            found = find_source(speculation.model)
+        check_same_tokens(source.tokenizer, found.tokenizer)
+        draft = Model(found.config, model.dtype)
+        params = _load(draft, found, options, MeshPlacement.of(draft, where.mesh), progress)
+    except (InvalidArgument, NotFound) as error:
+        raise InvalidArgument(field, str(error).removeprefix("model: ")) from error
+    except Unsupported as error:
+        raise Unsupported(f"{field}: {error}") from error
+    progress(f"draft model {found.name}", 1, 1)
+    return draft, params
+
+
+def check_same_tokens(tokenizer: Tokenizer, of_draft: Tokenizer) -> None:
+    """Compare the vocabularies of two tokenizers, if both are Hugging Face tokenizers.
+
+    Raises:
+        InvalidArgument: an id stands for different tokens.
+    """
+    if not (isinstance(tokenizer, HuggingFaceTokenizer) and isinstance(of_draft, HuggingFaceTokenizer)):
+        return
+    mine, others = tokenizer.vocabulary, of_draft.vocabulary
+    for token in mine.keys() | others.keys():
+        if mine.get(token) != others.get(token):
+            raise InvalidArgument(
+                "tokenizer",
+                f"{token!r} is token {others.get(token)} of the draft, but {mine.get(token)} of the model; they must "
+                "be the same",
+            )
+
+
+def _answer_format(source: ModelSource, options: ModelOptions) -> AnswerFormat:
+    """Return the model's answer format: by option, or detected from its chat template."""
+    tokenizer = source.tokenizer
+    template = tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
+    found = parser_for(
+        template,
+        source.config.architecture,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+    )
+    if found.tools is not None and has_built_in_tools(template or ""):
+        logger.info(
+            "the chat template of %s does not support tools: a built-in prompt describes them, in the Hermes format; "
+            "--tool-call-parser none refuses tools instead",
+            source.name,
+        )
+    return found
+
+
+def _input_processor(
+    source: ModelSource, geometry: Geometry, options: ModelOptions, answer_format: AnswerFormat
+) -> InputProcessor:
+    return InputProcessor(
+        source.tokenizer,
+        geometry,
+        eos_token_ids=source.eos_token_ids,
+        seed=options.seed,
+        max_logprobs=options.max_logprobs,
+        answering=ChatOutputConfig(source.tokenizer, answer_format, source.eos_token_ids),
+    )
+
+
+def _model_info(
+    source: ModelSource, resolved: EngineConfig, geometry: Geometry, answer_format: AnswerFormat
+) -> ModelInfo:
+    config = source.config
+    return ModelInfo(
+        name=str(resolved.server.served_model_name),
+        architecture=config.architecture,
+        vocab_size=config.vocab_size,
+        max_model_len=int(resolved.model.max_model_len or 0),
+        dtype=resolved.model.dtype,
+        num_layers=config.num_layers,
+        num_query_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        eos_token_ids=tuple(sorted(source.eos_token_ids)),
+        has_chat_template=source.tokenizer.has_chat_template,
+        max_loras=geometry.max_loras,
+        max_lora_rank=resolved.lora.max_lora_rank if geometry.max_loras else 0,
+        tool_call_parser=answer_format.tools.name if answer_format.tools else "",
+        reasoning_parser=answer_format.reasoning.name if answer_format.reasoning else "",
+        max_logprobs=resolved.model.max_logprobs,
+        lossy_kv_window=resolved.lossy.lossy_kv_window or 0,
+        lossy_kv_sinks=geometry.num_sink_tokens,
+    )

@@ -1,0 +1,272 @@
+"""GPTQ checkpoints, as AutoGPTQ and GPTQModel write them.
+
+qweight  int32 [in * bits / 32, out]        a word holds numbers of consecutive rows, the first in its lowest bits
+qzeros   int32 [groups, out * bits / 32]    likewise of consecutive columns; in format v1 one less than the zero
+scales   [groups, out]
+g_idx    int32 [in]                         the group of each row; with desc_act in any order
+
+weight = scale * (number - zero)
+
+For format v1 GPTQModel subtracts one from the zeros in whole words, so that a zero of 0 borrows from the next one.
+AutoGPTQ subtracted it from each number separately, and corrupted the rest of the word if a zero was 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jpaged.checkpoints.quantized.awq import Awq, format_of_groups
+from jpaged.checkpoints.quantized.scheme import (
+    TUNING,
+    MatrixPart,
+    Parts,
+    Shape,
+    StoredMatrix,
+    build_rules,
+    dynamic_rules,
+    not_among,
+    signed,
+    within,
+    words_to_numbers,
+)
+from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.kernels.matrix_format import MatrixFormat, Values
+from jpaged.models.config import Quantization
+from jpaged.models.json_fields import JsonFields
+
+# Quantization procedure and kernels of other programs, which do not affect the numbers.
+_HARMLESS = (
+    *TUNING,
+    "backend",
+    "block_name_to_quantize",
+    "cache_block_outputs",
+    "disable_exllama",
+    "exllama_config",
+    "max_input_length",
+    "meta",
+    "model_file_base_name",
+    "model_name_or_path",
+    "model_seqlen",
+    "module_name_preceding_first_block",
+    "pack_impl",
+    "pad_token_id",
+    "quant_method",
+    "tokenizer",
+    "use_cuda_fp16",
+    "use_exllama",
+)
+BITS: Mapping[int, Values] = {4: "int4", 8: "int8"}
+_BITS_OF: Mapping[Values, int] = {values: bits for bits, values in BITS.items()}
+_GPTQ_PACKING, _AWQ_PACKING = "auto_round:auto_gptq", "auto_round:auto_awq"
+_PLAIN_BITS = 16
+_ACTIVATIONS = ("act_bits", "act_data_type", "act_dynamic", "act_group_size", "act_sym")
+_ONES = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """The layout of GPTQ.
+
+    Attributes:
+        zeros_are_less: zeros are stored minus one (format v1).
+        borrows: the one was subtracted from whole words, so zeros of 0 are readable; otherwise they are an error.
+    """
+
+    quantization: Quantization
+    zeros_are_less: bool
+    borrows: bool
+
+    def parts(self, module: str, shape: Shape, form: MatrixFormat) -> Parts:
+        """See `Scheme`."""
+        bits = _BITS_OF[form.values]
+        (num_out, depth), groups, per_word = shape, form.num_groups(shape[1]), 32 // bits
+        return {
+            "qweight": MatrixPart(f"{module}.qweight", ((depth // per_word, num_out),), ("int32",)),
+            "qzeros": MatrixPart(
+                f"{module}.qzeros",
+                ((groups, num_out // per_word),),
+                ("int32",),
+                problem=None if self.borrows or not self.zeros_are_less else functools.partial(_lost_zeros, bits),
+            ),
+            "scales": MatrixPart(f"{module}.scales", ((groups, num_out),)),
+            "g_idx": MatrixPart(
+                f"{module}.g_idx",
+                ((depth,),),
+                ("int32",),
+                is_optional=not form.has_group_ids,
+                problem=not_among(groups) if form.has_group_ids else None,
+            ),
+        }
+
+    def read(self, tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
+        """See `Scheme`."""
+        bits, depth = _BITS_OF[form.values], shape[1]
+        values = signed(words_to_numbers(np.ascontiguousarray(tensors["qweight"].T), bits), bits)
+        words = tensors["qzeros"].view(np.uint32)
+        zeros = words_to_numbers(words + _ONES[bits] if self.zeros_are_less else words, bits)
+        ids = tensors.get("g_idx")
+        if ids is not None and not form.has_group_ids:
+            counted = np.arange(depth) // (form.group_size or depth)
+            if not np.array_equal(ids, counted):
+                raise InvalidArgument("quantization_config desc_act", "is false, but a g_idx is not in order")
+            ids = None
+        scales = tensors["scales"].astype(np.float32).T
+        return StoredMatrix(values.astype(form.dtype), scales, signed(zeros, bits).T, ids)
+
+
+def _lost_zeros(bits: int, words: np.ndarray) -> str | None:
+    numbers = words_to_numbers(words, bits).reshape(-1, 32 // bits)
+    if not (numbers[:, :-1] == 2**bits - 1).any():
+        return None
+    return (
+        "has zero points of 0, which AutoGPTQ writes over the following ones if sym is false, and the config's meta "
+        "does not name a quantizer gptqmodel: quantize it again, or name the quantizer that wrote it"
+    )
+
+
+def read_config(fields: JsonFields) -> Gptq:
+    """Parse a `quantization_config` of GPTQ.
+
+    Raises:
+        Unsupported: a setting is not supported; it is named.
+        InvalidArgument: a value is malformed.
+    """
+    form, written = _read_form(fields), _checkpoint_format(fields)
+    borrows = fields.flag("sym", True) or _is_of_gptqmodel(fields)
+    fields.only("data_type", "int", why="GPTQ supports only integers")
+    fields.only("method", "gptq", why="the method must be GPTQ")
+    fields.only("is_marlin_format", False, why="the order of Marlin's kernel is not supported")
+    fields.only("pack_dtype", "int32", why="only int32 words are supported")
+    left = fields.names("modules_to_not_convert")
+
+    def read_own(own: JsonFields) -> MatrixFormat:
+        own.only("sym", fields.flag("sym", True), why="modules with a different sym are not supported")
+        own.ignore(_HARMLESS)
+        return _read_form(own, form)
+
+    rules = build_rules(form, within(left), dynamic_rules(fields, read_own))
+    if chosen := _chosen(fields):
+        rules = (*rules[:-1], *((pattern, form) for pattern in within(chosen)))
+    quantization = Quantization("gptq", rules, has_output=fields.flag("lm_head", False))
+    fields.ignore(_HARMLESS)
+    return Gptq(quantization, written == "gptq", borrows)
+
+
+def read_auto_round(fields: JsonFields) -> Gptq | Awq:
+    """Parse the config of AutoRound, which has the layout of GPTQ or AWQ, by its `packing_format`.
+
+    `extra_config` has modules with other settings, by names or expressions; 16 bits leave a module unquantized.
+
+    Raises:
+        Unsupported: a setting is not supported; it is named.
+        InvalidArgument: a value is malformed.
+    """
+    packing = fields.text("packing_format", _GPTQ_PACKING)
+    if packing not in (_GPTQ_PACKING, _AWQ_PACKING):
+        raise Unsupported(f"{fields.name}: packing_format is {packing!r}; supported: {_GPTQ_PACKING}, {_AWQ_PACKING}")
+    fields.only("data_type", "int", why="AutoRound supports only integers")
+    if fields.integer("act_bits", _PLAIN_BITS) < _PLAIN_BITS:
+        raise Unsupported(
+            f"{fields.name}: act_bits is {fields.value('act_bits')}; quantized activations of AutoRound are not "
+            "supported"
+        )
+    form, is_symmetric = _read_form(fields), fields.flag("sym", True)
+    if packing == _AWQ_PACKING:
+        form = _awq_form(fields, form)
+    rules: list[tuple[str, MatrixFormat | None]] = []
+    extra = fields.mapping("extra_config")
+    for name in sorted(extra, key=_is_expression):
+        own = JsonFields(_object(fields, name, extra[name]), f"{fields.name} {name}")
+        rule = name if _is_expression(name) else f"^{re.escape(name)}$"
+        if own.integer("bits", _BITS_OF[form.values]) >= _PLAIN_BITS or own.text("data_type", "int") == "float":
+            rules.append((_checked(rule), None))
+            continue
+        own.only("data_type", "int", why="AutoRound supports only integers")
+        own.only("sym", is_symmetric, why="modules with a different sym are not supported")
+        own.ignore((*_HARMLESS, *_ACTIVATIONS))
+        mine = _read_form(own, form)
+        own.finish()
+        rules.append((_checked(rule), _awq_form(own, mine) if packing == _AWQ_PACKING else mine))
+    names = _block_names(fields)
+    has_output = fields.flag("quant_lm_head", False) or "lm_head" in extra
+    rules += [(re.escape(name), form) for name in names or ("",)]
+    quantization = Quantization("auto-round", tuple(rules), has_output)
+    fields.ignore((*_HARMLESS, *_ACTIVATIONS))
+    return (
+        Awq(quantization) if packing == _AWQ_PACKING else Gptq(quantization, zeros_are_less=True, borrows=is_symmetric)
+    )
+
+
+def _block_names(fields: JsonFields) -> list[str]:
+    """Return the name parts of quantized modules, by either key; empty for all modules."""
+    given = fields.value("block_name_to_quantize") or fields.value("to_quant_block_names")
+    parts = given.split(",") if isinstance(given, str) else given
+    listed = parts if isinstance(parts, list) else []
+    return [str(name).strip() for each in listed for name in (each if isinstance(each, list) else [each])]
+
+
+def _awq_form(fields: JsonFields, form: MatrixFormat) -> MatrixFormat:
+    if form.values != "int4":
+        raise Unsupported(f"{fields.name}: bits is {_BITS_OF[form.values]}; AWQ supports only 4 bits")
+    return format_of_groups(form.group_size or -1)
+
+
+def _object(fields: JsonFields, name: str, value: object) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise fields.bad("extra_config", f"{name} is {value!r}; it must be an object")
+    return value
+
+
+def _is_expression(name: str) -> bool:
+    return not re.fullmatch(r"[\w.\-]+", name)
+
+
+def _checked(rule: str) -> str:
+    try:
+        re.compile(rule)
+    except re.error as error:
+        raise Unsupported(f"quantization_config: {rule!r} is not a regular expression: {error}") from error
+    return rule
+
+
+def _read_form(fields: JsonFields, other: MatrixFormat | None = None) -> MatrixFormat:
+    """Parse the format of a checkpoint, or of a module whose settings override those of `other`."""
+    bits = fields.integer("bits", None if other is None else _BITS_OF[other.values])
+    if bits not in BITS:
+        raise Unsupported(f"{fields.name}: bits is {bits}; GPTQ supports only 4 and 8")
+    group_size = fields.integer("group_size", None if other is None else other.group_size or -1, minimum=-1)
+    has_ids = fields.flag("desc_act", False if other is None else other.has_group_ids)
+    return MatrixFormat(
+        BITS[bits], group_size if group_size > 0 else None, has_zeros=True, has_group_ids=has_ids and group_size > 0
+    )
+
+
+def _is_of_gptqmodel(fields: JsonFields) -> bool:
+    quantizer = JsonFields(fields.mapping("meta"), f"{fields.name} meta").value("quantizer")
+    names = quantizer if isinstance(quantizer, list) else [quantizer]
+    return any(isinstance(name, str) and name.lower().startswith("gptqmodel") for name in names)
+
+
+def _chosen(fields: JsonFields) -> list[str]:
+    """Return the only modules of a block that are quantized, from a list of lists; empty for all."""
+    key = "modules_in_block_to_quantize"
+    turns = fields.value(key)
+    if turns is None:
+        return []
+    lists = [turn if isinstance(turn, list) else [turn] for turn in turns] if isinstance(turns, list) else []
+    names = [name for each in lists for name in each]
+    if not isinstance(turns, list) or not all(isinstance(name, str) for name in names):
+        raise fields.bad(key, f"is {turns!r}; it must be a list of lists of names")
+    return names
+
+
+def _checkpoint_format(fields: JsonFields) -> str:
+    written = fields.text("checkpoint_format", fields.text("format", "gptq"))
+    if written not in ("gptq", "gptq_v2"):
+        raise Unsupported(f"quantization_config: checkpoint_format is {written!r}; supported: gptq, gptq_v2")
+    return written

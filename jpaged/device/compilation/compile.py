@@ -1,0 +1,194 @@
+"""The list of programs, the compile cache on disk, and a counter of programs that are compiled too late."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+from jax import monitoring
+from jax.experimental.compilation_cache import compilation_cache
+
+from jpaged.engine.executor import MIN_BUCKET, BucketTable, Detail
+from jpaged.engine.executor.io import AuxKind
+from jpaged.hardware import find_hardware
+from jpaged.kernels.matrix_format import MatrixFormat
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_FROM_CACHE = "/jax/compilation_cache/cache_hits"
+
+MoveKind = Literal["copy", "swap_out", "swap_in"]
+DraftKind = Literal["speculate", "draft", "draft_copy"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSpec:
+    """One program: `forward` for T tokens, `sample` for R rows with a level of log-probabilities, `decode`, or a move.
+
+    `decode` is several steps of R rows, without log-probabilities. `edited` is a sample of R rows with logits
+    processors; the level of log-probabilities is an argument. `count` counts up to `size` tokens for it. Auxiliary
+    outputs (see `jpaged.engine.executor.io`) have programs for `size` positions. `load_adapter` fills one adapter
+    slot. If there is a draft model, `speculate` is rounds of R rows, `draft` runs the draft over the tokens of a
+    forward, and `draft_copy` copies blocks in its pool.
+    """
+
+    kind: Literal["forward", "sample", "decode", "edited", "count", "tell", "load_adapter"] | DraftKind | MoveKind
+    size: int
+    detail: Detail = Detail.TOKENS
+    tell: AuxKind = AuxKind.LOGPROBS
+
+    def __str__(self) -> str:
+        return f"{self.kind}[{', '.join((str(self.size), *self.variant))}]"
+
+    @property
+    def variant(self) -> tuple[str, ...]:
+        """Words that distinguish it from other programs of the same kind and size, if there are any."""
+        return (self.tell.name.lower().replace("_", "-"),) if self.kind == "tell" else _VARIANTS[self.detail]
+
+    @property
+    def stand_ins(self) -> tuple[ProgramSpec, ...]:
+        """Programs that compute what it does and more, the least of them first."""
+        return tuple(dataclasses.replace(self, detail=detail) for detail in Detail if detail > self.detail)
+
+
+LOAD_ADAPTER = ProgramSpec("load_adapter", 1)
+TELLS = {tell: ProgramSpec("tell", size, tell=tell) for tell, size in zip(AuxKind, (64, MIN_BUCKET, 64), strict=True)}
+"""The `compute_aux` programs; that of all log-probabilities has few rows, each as wide as the vocabulary."""
+COUNT = ProgramSpec("count", 256)
+"""A longer sequence is counted in parts."""
+_EDITED_EVERY = 2
+"""How many sizes share an `edited` program: it compiles five times as long as a sample, and its rows are fewer."""
+_VARIANTS: Mapping[Detail, tuple[str, ...]] = {
+    Detail.TOKENS: (),
+    Detail.LOGPROBS: ("logprobs",),
+    Detail.TOP_LOGPROBS: ("top",),
+}
+
+
+def program_specs(
+    buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool, has_adapters: bool = False
+) -> list[ProgramSpec]:
+    """Return every program that serves, most needed first; the list begins with `least_programs`."""
+    least = least_programs(buckets, move_sizes, has_host_blocks=has_host_blocks, has_adapters=has_adapters)
+    tokens, rows = list(buckets.tokens), list(buckets.rows)
+    has_draft = bool(buckets.speculates)
+    decodes = _forwards((tokens[0], buckets.num_tokens(min(rows[-1], tokens[-1]))), has_draft=has_draft)
+    forwards = _forwards(tokens[::-1], has_draft=has_draft)
+    details = (Detail.TOP_LOGPROBS, Detail.TOKENS, Detail.LOGPROBS)
+    samples = [ProgramSpec("sample", size, detail) for detail in details for size in rows]
+    edited = [ProgramSpec("edited", size) for size in rows[::-1][::_EDITED_EVERY]]
+    moves = [ProgramSpec(kind, size) for size in move_sizes for kind in _move_kinds(has_host_blocks, has_draft)]
+    several = [ProgramSpec("decode", size) for size in buckets.decodes]
+    rounds = [ProgramSpec("speculate", size) for size in buckets.speculates]
+    first = [ProgramSpec("sample", rows[0], Detail.TOP_LOGPROBS), ProgramSpec("sample", rows[0])]
+    first += [*rounds[:1], *several[:1]]
+    return list(dict.fromkeys((*least, *decodes, *first, *forwards, *samples, *moves, *rounds, *several, *edited)))
+
+
+def least_programs(
+    buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool, has_adapters: bool = False
+) -> list[ProgramSpec]:
+    """Return the programs that any step can be padded to, one of each kind; large moves repeat the smallest program."""
+    has_draft = bool(buckets.speculates)
+    return [
+        *_forwards(buckets.tokens[-1:], has_draft=has_draft),
+        ProgramSpec("sample", buckets.rows[-1], Detail.TOP_LOGPROBS),
+        ProgramSpec("edited", buckets.rows[-1]),
+        *TELLS.values(),
+        COUNT,
+        *(ProgramSpec(kind, move_sizes[0]) for kind in _move_kinds(has_host_blocks, has_draft)),
+        *((LOAD_ADAPTER,) if has_adapters else ()),
+    ]
+
+
+def _forwards(sizes: Sequence[int], *, has_draft: bool) -> list[ProgramSpec]:
+    """Return forwards, each followed by the draft's program of the same size if there is a draft."""
+    kinds: tuple[Literal["forward", "draft"], ...] = ("forward", "draft") if has_draft else ("forward",)
+    return [ProgramSpec(kind, size) for size in sizes for kind in kinds]
+
+
+def _move_kinds(has_host_blocks: bool, has_draft: bool) -> tuple[MoveKind | DraftKind, ...]:
+    swaps: tuple[MoveKind, ...] = ("swap_out", "swap_in") if has_host_blocks else ()
+    return ("copy", *(("draft_copy",) if has_draft else ()), *swaps)
+
+
+_COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    # With tiles of 16 rows every step would first copy all stacked bfloat16 weights into them.
+    "TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"},
+}
+
+
+_ROUNDED = {"xla_gpu_enable_triton_gemm": "False"}
+"""With Triton tiles XLA for GPUs would widen 8-bit numbers to 16 bits before it multiplies them.
+
+cuBLASLt passes them to the tensor cores unchanged. Other programs keep Triton tiles, which dequantize int8 weights in
+registers.
+"""
+
+
+def compiler_options(device: jax.Device, formats: Collection[MatrixFormat] = ()) -> dict[str, str] | None:
+    """Return additional XLA options for programs of this device; None if there are none.
+
+    Args:
+        formats: of the matrices that the program multiplies all rows with.
+    """
+    options = dict(_COMPILER_OPTIONS.get(device.device_kind, {}))
+    if device.platform == "gpu" and _is_for_cublas(device, formats):
+        options |= _ROUNDED
+    return options or None
+
+
+def _is_for_cublas(device: jax.Device, formats: Collection[MatrixFormat]) -> bool:
+    """Return True if all matmuls with 8-bit matrices also have 8-bit rows, and the device multiplies those."""
+    ours = [form for form in formats if form.group_size is None and form.values in ("int8", "fp8")]
+    hardware = find_hardware(device.device_kind)
+    has_fp8 = hardware is not None and hardware.multiplies_fp8
+    return bool(ours) and all(form.activations and (form.values == "int8" or has_fp8) for form in ours)
+
+
+def set_up_compile_cache(folder: Path | None) -> None:
+    """Cache compiled programs in a folder, including small and quickly compiled ones; None turns the cache off.
+
+    The cache is global: the last call decides. A folder that is not writable counts as None, because JAX would warn for
+    each program.
+    """
+    if folder is not None and not _is_writable(folder):
+        folder = None
+    jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    # A process's first compilation decides whether a cache is in use, and JAX remembers it.
+    compilation_cache.reset_cache()
+
+
+def _is_writable(folder: Path) -> bool:
+    """Return True if the folder exists, or can be created, and is writable."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+class _CompileCounters(threading.local):
+    """Counters of JAX's compile events on this thread: JAX compiles on the calling thread."""
+
+    num_compiled = 0
+    num_from_cache = 0
+
+
+told = _CompileCounters()
+
+
+def _note(event: str) -> None:
+    told.num_compiled += event == _COMPILED
+    told.num_from_cache += event == _FROM_CACHE
+
+
+monitoring.register_event_listener(lambda event, **_: _note(event))
+monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **_: _note(event))

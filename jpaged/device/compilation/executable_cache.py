@@ -1,0 +1,170 @@
+"""Compiled programs cached between runs: loaded without tracing.
+
+    FOLDER/named/<digest of everything that tracing depends on>   the digest that names the executable
+    FOLDER/made/<digest of XLA's input>                           a digest of the following bytes, and the executable
+
+JAX's own cache of compiled programs requires tracing and lowering for a lookup: 0.1 s of Python each, of 0.13 s in all.
+With this cache, a server with the options of the last one loads each program in 0.03 s. If only the code was edited,
+the first digest is new: the program is lowered, and found by the second digest.
+
+Like JAX's cache it is trusted: its files are pickles. Missing or damaged files are made again; failed writes are
+ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.experimental import serialize_executable
+
+from jpaged.config import compiler_environment_text
+from jpaged.device.compilation.aot_bundle import CompileTarget
+from jpaged.device.compilation.compile import ProgramSpec, told
+from jpaged.device.step import Step
+from jpaged.engine.executor import Geometry
+from jpaged.models.layers import Params
+
+_LOG = logging.getLogger(__name__)
+_KERNELS = Path(__file__).parents[2] / "kernels"
+_WITHOUT_EFFECT = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache", "jax_debug_log")
+"""Name prefixes of JAX settings that no program depends on."""
+_NOT_LOADED = (
+    *(OSError, EOFError, pickle.UnpicklingError, jax.errors.JaxRuntimeError),
+    *(ValueError, TypeError, LookupError, AttributeError, ImportError),
+)
+"""Errors of loading a truncated file, or one of another version."""
+_DIGEST_BYTES = 32
+_UNWRITABLE: set[Path] = set()
+"""Folders that a warning has named."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutableCache:
+    """The programs of one server in a folder that many servers share.
+
+    Attributes:
+        folder: created when there is something to write.
+        traced_from: everything that a program depends on except its spec, as text.
+        given_besides: XLA's inputs other than the lowered program, as text.
+        devices: the devices that they run on.
+    """
+
+    folder: Path
+    traced_from: str
+    given_besides: str
+    devices: tuple[jax.Device, ...]
+
+    @classmethod
+    def of(cls, folder: Path, step: Step, geometry: Geometry, params: Params) -> ExecutableCache:
+        """Return the programs of a step with these sizes and parameters, which may be shapes."""
+        devices = tuple(step.mesh.devices.flat)
+        target = CompileTarget.of(step, geometry)
+        settings = {name: value for name, value in jax.config.values.items() if not name.startswith(_WITHOUT_EFFECT)}
+        given_besides = repr(
+            (
+                (target.jax, target.jaxlib, target.platform_version, target.device_kind, target.compiler_options),
+                ([(device.platform, device.id) for device in devices], platform.machine()),
+                (processor_features(), compiler_environment_text(), sorted(settings.items(), key=lambda pair: pair[0])),
+            )
+        )
+        shapes = jax.tree_util.tree_flatten_with_path(params)[0]
+        leaves = [(path, leaf.shape, leaf.dtype, leaf.format) for path, leaf in shapes]
+        libraries = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in _KERNELS.glob("**/*.so")]
+        traced_from = repr((target, step, geometry, leaves, sorted(libraries), given_besides))
+        return cls(folder, traced_from, given_besides, devices)
+
+    def make(self, spec: ProgramSpec, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        """Return the cached program; if there is none, lower, compile and cache it."""
+        name = self.folder / "named" / _digest(self.traced_from, str(spec))
+        program = self._load(_read_text(name))
+        if program is not None:
+            return program
+        lowered = lower()
+        # The text omits arguments that the program does not use, whose shapes are checked at every call.
+        arguments = [(info.shape, info.dtype) for info in jax.tree.leaves(lowered.args_info)]
+        digest = _digest(self.given_besides, lowered.as_text(), repr((arguments, lowered.in_tree, lowered.out_tree)))
+        program = self._load(digest)
+        if program is None:
+            num_from_cache = told.num_from_cache
+            program = lowered.compile()
+            is_loaded = told.num_from_cache > num_from_cache
+            if not self._keep(digest, program, is_loaded=is_loaded):
+                return program
+        _write(name, digest.encode())
+        return program
+
+    def _load(self, digest: str | None) -> jax.stages.Compiled | None:
+        if digest is None:
+            return None
+        try:
+            content = (self.folder / "made" / digest).read_bytes()
+            if hashlib.sha256(content[_DIGEST_BYTES:]).digest() != content[:_DIGEST_BYTES]:
+                raise ValueError("the file is damaged")
+            executable, in_tree, out_tree = pickle.loads(content[_DIGEST_BYTES:])
+            program = serialize_executable.deserialize_and_load(
+                executable, in_tree, out_tree, backend=self.devices[0].client, execution_devices=list(self.devices)
+            )
+        except FileNotFoundError:
+            return None
+        except _NOT_LOADED as error:
+            _LOG.info("program %s is compiled again: %s", digest, error)
+            return None
+        told.num_from_cache += 1
+        return program
+
+    def _keep(self, digest: str, program: jax.stages.Compiled, *, is_loaded: bool) -> bool:
+        """Cache the program and return True if that succeeded.
+
+        On CPUs a program that came from JAX's cache is not cached: it would lack functions when it is loaded.
+        """
+        if is_loaded and self.devices[0].platform == "cpu":
+            return False
+        try:
+            content = pickle.dumps(serialize_executable.serialize(program))
+        except (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError, pickle.PicklingError) as error:
+            _LOG.info("program %s cannot be cached: %s", digest, error)
+            return False
+        return _write(self.folder / "made" / digest, hashlib.sha256(content).digest() + content)
+
+
+def _digest(*texts: str) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(f"{len(text)} {text}".encode())
+    return digest.hexdigest()[:40]
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return None
+
+
+def _write(path: Path, content: bytes) -> bool:
+    """Write a file atomically; return True if that succeeded."""
+    staged = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged.write_bytes(content)
+        staged.replace(path)
+    except OSError as error:
+        if path.parent not in _UNWRITABLE:
+            _UNWRITABLE.add(path.parent)
+            _LOG.warning("cannot cache compiled programs in %s: %s", path.parent, error)
+        return False
+    return True
+
+
+def processor_features() -> str:
+    """Return the CPU features that Linux reports, which a CPU's programs are compiled for."""
+    lines = _read_text(Path("/proc/cpuinfo")) or ""
+    return next((line for line in lines.splitlines() if line.startswith(("flags", "Features"))), "")

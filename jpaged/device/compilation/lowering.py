@@ -1,0 +1,446 @@
+"""A server's programs on a mesh: their shapes and lowering, how each is made, and the memory that all of them take.
+
+Lowering neither allocates nor compiles. The devices need not be attached: those of a topology description suffice.
+
+`ServerPrograms` has the programs of a server with a pool of a given size. Their memory does not include weights and
+pool. The largest program of each kind decides: working memory grows with tokens, rows and blocks. If only those are
+compiled, the code of the others is assumed to be as large as theirs. A margin of an eighth and 16 MiB covers the error:
+in a small model, a smaller program may take some MiB more than the largest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jpaged.config import CacheOptions, EngineConfig, platform_default
+from jpaged.device.compilation.aot_bundle import AOTBundle
+from jpaged.device.compilation.compile import TELLS, ProgramSpec, compiler_options, program_specs
+from jpaged.device.compilation.executable_cache import ExecutableCache
+from jpaged.device.compilation.memory_plan import PoolRequest, ProgramMemory, ProgramReport
+from jpaged.device.compilation.program_registry import NUM_THREADS, CompiledProgram, ProgramSource, ProgramStore
+from jpaged.device.linear import choose_linear_backend, params_for
+from jpaged.device.lora import AdapterRoom, fill_slot, get_matrices
+from jpaged.device.mesh import (
+    LOGITS_SPEC,
+    POOL_SPEC,
+    SCALES_SPEC,
+    MeshPlacement,
+    first_device,
+    local_bytes,
+    num_context_parts,
+    num_shards,
+    replicated,
+)
+from jpaged.device.model_runner import EDIT_WORDS, MOST_BYTES, NUM_COUNT_WORDS, ROW_WORDS, DecodePacking
+from jpaged.device.speculative.drafter import (
+    DRAFT,
+    abstract_draft_params,
+    own_params,
+    pool_bytes_per_block,
+    split_params,
+    with_draft,
+)
+from jpaged.device.speculative.step import lower_speculation
+from jpaged.device.step import Step, forward_packing, packed_decode
+from jpaged.device.step_costs import cascade_costs
+from jpaged.device.step_sizes import DeviceAttention
+from jpaged.device.transfers import MAX_ON_THE_WAY, content_bytes, lower_move, move_sizes, num_host_blocks
+from jpaged.engine.executor import BucketTable, Geometry, Progress
+from jpaged.engine.executor.io import NUM_SINGLES, TELL_IDS, AuxKind, num_mask_words
+from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
+from jpaged.models.layer_kinds import get_stacks, group_layers
+from jpaged.models.layers import Params
+from jpaged.models.model import MatricesOf, Model, dense_formats
+from jpaged.models.stack import LayerMode
+
+_HALVES_FROM = 256
+"""Tokens of a step from which there are also programs of 1.5 times a power of two. CPUs do not compute padding."""
+Lowering = Callable[[], jax.stages.Lowered]
+_NUM_TOLD, _NUM_TOLD_ELSEWHERE = {"cpu": 512}, 256
+"""Maximum positions per step with log-probabilities or hidden states beyond the sample."""
+_NUM_STEPS, _NUM_STEPS_ELSEWHERE = {"cpu": 8}, 2
+"""Maximum decode steps per dispatch: more on CPUs, where the host's share of the time is largest."""
+
+
+def sized_step(
+    model: Model,
+    options: EngineConfig,
+    layer_mode: LayerMode,
+    num_blocks: int,
+    mesh: Mesh,
+    draft: Model | None = None,
+) -> tuple[Step, Geometry]:
+    """Return the step and its sizes for a number of blocks. Allocates and compiles nothing.
+
+    Args:
+        draft: the draft model, if the options require one.
+
+    Raises:
+        InvalidArgument: max_model_len is beyond the model's, the model cannot be split over the mesh, or a draft model
+            does not match it.
+        Unsupported: the chosen attention backend cannot run the model.
+    """
+    step, geometry = _sized_step(model, options, layer_mode, num_blocks, mesh)
+    if draft is None or options.speculation is None:
+        return step, geometry
+    return with_draft(step, geometry, draft, options, options.speculation)
+
+
+def _sized_step(
+    model: Model, options: EngineConfig, layer_mode: LayerMode, num_blocks: int, mesh: Mesh
+) -> tuple[Step, Geometry]:
+    num_parts, num_contexts = num_shards(mesh), num_context_parts(mesh)
+    attention = DeviceAttention.on(model, options, mesh)
+    sizes = attention.sizes()
+    chosen = attention.choose(sizes)
+    vocab_size, model = model.config.vocab_size, MeshPlacement.of(model, mesh, layer_mode).model
+    config, kinds = model.config, model.config.attention_kinds  # the chosen layout is one device's part
+    stacks = list(get_stacks(config.layer_kinds).values()) if layer_mode == "scan" else None
+    groups = group_layers([kind.sliding_window for kind in kinds], sizes.max_model_len, stacks)
+    layout = dataclasses.replace(
+        chosen.layout,
+        num_layers=groups.num_layers,
+        num_blocks=num_blocks,
+        block_size=sizes.block_size,
+        num_kv_heads=config.num_kv_heads,
+        num_shards=num_parts,
+        num_context_parts=num_contexts,
+    )
+    cascade = cascade_costs(chosen.backend, layout.local, kinds, config.num_heads // num_parts, num_contexts)
+    max_num_steps = max_steps_of_dispatch(options, mesh)
+    sampler = choose_kernel(chosen.backend, mesh.size, vocab_size)
+    geometry = Geometry(
+        num_blocks=num_blocks,
+        block_size=layout.block_size,
+        max_num_seqs=sizes.max_num_seqs,
+        max_model_len=sizes.max_model_len,
+        vocab_size=vocab_size,
+        bytes_per_block=layout.bytes_per_block,
+        buckets=BucketTable.build(
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_steps=max_num_steps,
+            halves_from=None if first_device(mesh).platform == "cpu" else _HALVES_FROM,
+        ),
+        num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
+        cascade=cascade if options.cache.enable_cascade_attention else None,
+        max_num_steps=max_num_steps,
+        has_fed_steps=max_num_steps > 1 and _can_be_fed(sampler),
+        windows=groups.windows,
+        num_sink_tokens=max(kind.num_sink_tokens for kind in kinds),
+        max_loras=options.lora.max_loras if options.lora.enable_lora else 0,
+        num_aux=min(sizes.max_num_batched_tokens, _NUM_TOLD.get(first_device(mesh).platform, _NUM_TOLD_ELSEWHERE)),
+    )
+    step = Step(
+        model,
+        layout,
+        groups,
+        layer_mode,
+        num_places=geometry.buckets.rows[-1],
+        num_aux=geometry.num_aux,
+        vocab_size=vocab_size,
+        mesh=mesh,
+        backend=chosen.backend,
+        linear_backend=choose_linear_backend(options.model.linear_backend, mesh, layer_mode),
+        sampler=sampler,
+        slots=AdapterRoom(geometry.max_loras, options.lora.max_lora_rank) if geometry.max_loras else None,
+    )
+    return step, geometry
+
+
+def _can_be_fed(sampler: SamplingKernel | None) -> bool:
+    """Return True if a program can wait for the host: it needs its own thread, which JAX's settings can disable."""
+    return isinstance(sampler, FedSamplingKernel) and bool(jax.config.values["jax_cpu_enable_async_dispatch"])
+
+
+def max_steps_of_dispatch(options: EngineConfig, mesh: Mesh) -> int:
+    """Return the maximum decode steps per dispatch: one with several processes, which exchange single steps."""
+    if _is_of_several_processes(mesh):
+        return 1
+    on_its_own = _NUM_STEPS.get(first_device(mesh).platform, _NUM_STEPS_ELSEWHERE)
+    chosen = options.scheduler.num_scheduler_steps
+    return chosen if chosen > 0 else on_its_own
+
+
+def _is_of_several_processes(mesh: Mesh) -> bool:
+    return len({device.process_index for device in mesh.devices.flat}) > 1
+
+
+def abstract_serving(
+    model: Model, options: EngineConfig, mesh: Mesh, layer_mode: LayerMode | None = None, draft: Model | None = None
+) -> tuple[Step, Geometry, Params]:
+    """Return a server's step, sizes and parameters on a mesh, as shapes; its devices need not be attached.
+
+    `program_lowerings` lowers its programs. The number of blocks is `cache.num_blocks`, or the needs of the longest
+    sequence: only a device can determine how many fit.
+
+    Raises:
+        InvalidArgument, Unsupported: as in `sized_step`.
+    """
+    where = MeshPlacement.of(model, mesh, layer_mode)
+    num_blocks = options.cache.num_blocks
+    if num_blocks is None:
+        num_blocks = sized_step(model, options, where.layer_mode, 1, mesh)[1].num_blocks_of_longest
+    step, geometry = sized_step(model, options, where.layer_mode, num_blocks, mesh, draft)
+    params = params_for(step, where.abstract_params())
+    layout = step.layout
+    if layout.is_scaled:
+        num_layers = len(geometry.windows) * layout.num_layers
+        shape, sharding = (num_layers, layout.num_kv_heads, 2), NamedSharding(mesh, SCALES_SPEC)
+        params["kv_scales"] = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+    if step.draft is not None:
+        params[DRAFT] = abstract_draft_params(step.draft, params)
+    return step, geometry, params
+
+
+_MULTIPLIED: Mapping[str, MatricesOf] = {"forward": "layers", "sample": "head", "decode": "all"}
+"""The matrices that programs of each kind multiply with."""
+
+
+def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[ProgramSpec, Lowering]:
+    """Return for each program the call that traces and lowers it.
+
+    Args:
+        params: may be shapes with shardings; includes the draft's parameters if there is a draft.
+    """
+    whole, of_pool = replicated(step.mesh), NamedSharding(step.mesh, POOL_SPEC)
+
+    def shape(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=whole)
+
+    layout, model = step.layout, step.model
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.format), params)
+    params, draft_params = split_params(params)
+    device = first_device(step.mesh)
+    options = {kind: compiler_options(device, dense_formats(model.config, part)) for kind, part in _MULTIPLIED.items()}
+    head = {name: tree for name, tree in params.items() if name != "layers"}
+    pool = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
+    last_tokens = shape((step.num_places,), np.int32)
+    counts = step.abstract_counts(geometry.max_num_seqs)
+    of_counts = jax.tree.map(lambda struct: struct.sharding, counts)
+    hidden = shape((step.num_places + step.num_aux, model.config.hidden_size), model.dtype)
+
+    def lower(spec: ProgramSpec) -> jax.stages.Lowered:
+        if spec.kind == "forward":
+            packing = forward_packing(spec.size, geometry)
+            forward = functools.partial(step.packed_forward, packing=packing)
+            watches = step.draft is not None and step.draft.is_head
+            outputs = (of_pool, whole, whole) if watches else (of_pool, whole)
+            jitted = jax.jit(forward, donate_argnums=1, out_shardings=outputs, compiler_options=options["forward"])
+            return jitted.lower(params, pool, last_tokens, shape((packing.size,), np.int32))
+        if spec.kind == "decode":
+            several = DecodePacking(forward_packing(spec.size, geometry), spec.size)
+            decode = functools.partial(packed_decode, step, packing=several)
+            results = of_pool, whole, whole
+            jitted = jax.jit(decode, donate_argnums=1, out_shardings=results, compiler_options=options["decode"])
+            return jitted.lower(params, pool, last_tokens, shape((several.size,), np.int32))
+        if spec.kind in ("speculate", "draft", "draft_copy"):
+            return lower_speculation(spec, step, geometry, (params, draft_params))
+        if spec.kind == "load_adapter" and step.slots is not None:
+            matrices = list(get_matrices(params).values())
+            by_place = step.slots.shapes(model, step.layer_mode, step.mesh, has_slots=False)
+            one = [by_place[path] for path in get_matrices(params)]
+            shardings = jax.tree.map(lambda struct: struct.sharding, matrices)
+            of_all = compiler_options(device)
+            jitted = jax.jit(fill_slot, donate_argnums=0, out_shardings=shardings, compiler_options=of_all)
+            return jitted.lower(matrices, shape((), np.int32), one)
+        if spec.kind == "tell":
+            # Each process must be able to read the whole result: its devices hold all columns together, or each holds
+            # all.
+            is_split = spec.tell == AuxKind.ALL_LOGPROBS and not _is_of_several_processes(step.mesh)
+            told = NamedSharding(step.mesh, LOGITS_SPEC) if is_split else whole
+            tell = functools.partial(step.tell, tell=spec.tell)
+            jitted = jax.jit(tell, out_shardings=told, compiler_options=options["sample"])
+            return jitted.lower(head, hidden, shape((spec.size * (1 + TELL_IDS),), np.int32))
+        if spec.kind == "count":
+            jitted = jax.jit(step.count, donate_argnums=0, out_shardings=of_counts)
+            return jitted.lower(counts, shape((NUM_COUNT_WORDS + spec.size,), np.int32))
+        if spec.kind == "edited":
+            results, of_head = (of_counts, whole, whole), options["sample"]
+            jitted = jax.jit(
+                step.packed_edited_sample, donate_argnums=1, out_shardings=results, compiler_options=of_head
+            )
+            words = shape((spec.size * ROW_WORDS,), np.int32)
+            edit_words = shape((spec.size * EDIT_WORDS + 1,), np.int32)
+            mask = shape((spec.size, num_mask_words(step.vocab_size)), np.int32)
+            singles = shape((spec.size, NUM_SINGLES, 3), np.int32)
+            return jitted.lower(head, counts, hidden, words, edit_words, singles, mask)
+        if spec.kind != "sample":
+            return lower_move(spec, layout, step.mesh)
+        sample = functools.partial(step.packed_sample, detail=spec.detail)
+        jitted = jax.jit(sample, out_shardings=whole, compiler_options=options["sample"])
+        return jitted.lower(head, hidden, shape((spec.size * ROW_WORDS,), np.int32))
+
+    def lower_for_devices(spec: ProgramSpec) -> jax.stages.Lowered:
+        # Kernels query the device that they are lowered for; a topology's devices are not among JAX's.
+        with jax.sharding.use_abstract_mesh(step.mesh.abstract_mesh):
+            return lower(spec)
+
+    has_host_blocks, has_adapters = geometry.num_host_blocks > 0, geometry.max_loras > 0
+    specs = program_specs(
+        geometry.buckets, move_sizes(layout), has_host_blocks=has_host_blocks, has_adapters=has_adapters
+    )
+    return {spec: functools.partial(lower_for_devices, spec) for spec in specs}
+
+
+_MARGIN, _MARGIN_BYTES = 8, 16 << 20  # divisor, and bytes, for programs that are not compiled yet
+_OVERLAPPED = 2  # steps: one runs while the next one's inputs are made
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPrograms:
+    """The closed list of a server's programs.
+
+    Attributes:
+        step: the step whose programs they are.
+        geometry: their sizes.
+        sources: how each is made, most needed first.
+        weight_bytes: of the parameters of one device.
+    """
+
+    step: Step
+    geometry: Geometry
+    sources: Mapping[ProgramSpec, ProgramSource]
+    weight_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        step: Step,
+        geometry: Geometry,
+        params: Params,
+        saved: AOTBundle | None = None,
+        keep: Path | None = None,
+    ) -> ServerPrograms:
+        """Return the programs of a step, each loaded if it was saved and compiled otherwise, on demand.
+
+        Args:
+            params: may be shapes.
+            saved: programs that were compiled elsewhere.
+            keep: a folder that caches programs compiled here for the next start; None caches none.
+        """
+        kept = None if keep is None else ExecutableCache.of(keep, step, geometry, params)
+        sources = {}
+        for spec, lowering in program_lowerings(step, params, geometry).items():
+            if saved is not None and saved.has(spec):
+                sources[spec] = ProgramSource(functools.partial(saved.load, spec, step.mesh), is_saved=True)
+            elif kept is not None:
+                sources[spec] = ProgramSource(functools.partial(kept.make, spec, lowering))
+            else:
+                sources[spec] = ProgramSource.of(lowering)
+        return cls(step, geometry, sources, local_bytes(own_params(step, params)))
+
+    @property
+    def decisive_specs(self) -> list[ProgramSpec]:
+        """The largest program of each kind, in the order of the list; all programs of auxiliary outputs.
+
+        Of `sample` it is the one with top log-probabilities; of `decode` none, which is a forward and a sample of no
+        more tokens and rows.
+        """
+        return _decisive(self.sources)
+
+    @property
+    def adapter_bytes(self) -> int:
+        """The part of weight_bytes that adapter slots take."""
+        step = self.step
+        if step.slots is None:
+            return 0
+        by_place = step.slots.shapes(step.model, step.layer_mode, step.mesh, has_slots=True)
+        return local_bytes({"slots": list(by_place.values())})
+
+    def compile(
+        self,
+        specs: Collection[ProgramSpec],
+        progress: Progress = lambda what, done, total: None,
+        num_threads: int | None = None,
+    ) -> Mapping[ProgramSpec, CompiledProgram]:
+        """Compile programs for inspection, without running them. The first failure ends it."""
+        store = ProgramStore({spec: self.sources[spec] for spec in specs}, num_threads=num_threads or NUM_THREADS)
+        store.compile(store.specs, progress)
+        store.close()
+        return store.ready
+
+    def pool_request(self, cache: CacheOptions) -> PoolRequest:
+        """Return the facts that decide how many blocks the pool has."""
+        return PoolRequest(
+            bytes_per_block=pool_bytes_per_block(self.step),
+            blocks_per_seq=self.geometry.num_blocks_of_longest,
+            max_num_seqs=self.geometry.max_num_seqs,
+            max_model_len=self.geometry.max_model_len,
+            memory_utilization=cache.memory_utilization
+            or platform_default("memory_utilization", first_device(self.step.mesh).platform),
+            weight_bytes=self.weight_bytes,
+            num_blocks=cache.num_blocks,
+            pool_bytes=None if cache.num_blocks is not None else cache.kv_cache_memory_bytes,
+            has_default_share=cache.memory_utilization is None,
+        )
+
+    def memory(self, compiled: Mapping[ProgramSpec, CompiledProgram]) -> ProgramMemory:
+        """Return the memory of all programs on one device; `compiled` has at least the decisive ones."""
+        reports = {spec: ProgramReport.of(program.executable) for spec, program in compiled.items()}
+        of_kind: dict[str, ProgramReport] = {spec.kind: reports[spec] for spec in _decisive(reports)}
+        temps = {spec.kind: 0 for spec in reports}
+        for spec, report in reports.items():
+            temps[spec.kind] = max(temps[spec.kind], report.temp_bytes)
+        # A step's forward, and whatever the device runs next to it: its sample, or the moves of the next step.
+        # The next step's moves may also run next to a multi-step decode or to rounds of a draft model.
+        several_bytes = max(temps.pop("decode", 0), temps.pop("speculate", 0))
+        temp_bytes = max(temps.pop("forward"), several_bytes) + max(temps.values(), default=0)
+        largest = of_kind["forward"]
+        code_bytes = sum((reports.get(spec) or of_kind.get(spec.kind, largest)).code_bytes for spec in self.sources)
+        if len(reports) < len(self.sources):
+            temp_bytes += temp_bytes // _MARGIN + _MARGIN_BYTES
+            code_bytes += code_bytes // _MARGIN
+        return ProgramMemory(temp_bytes, self._kept_bytes(of_kind) + self._aux_bytes(reports), code_bytes)
+
+    def _kept_bytes(self, of_kind: Mapping[str, ProgramReport]) -> int:
+        buckets, layout = self.geometry.buckets, self.step.layout
+        results = {kind: report.output_bytes - report.alias_bytes for kind, report in of_kind.items()}
+        outputs = results["forward"] + max(results["sample"], results["edited"], results.get("speculate", 0))
+        words = forward_packing(buckets.tokens[-1], self.geometry).size + buckets.rows[-1] * ROW_WORDS
+        # several in flight to the host, one being read from the pool, one from the host
+        moving = (MAX_ON_THE_WAY + 2) * content_bytes(layout) * layout.local.bytes_per_block // layout.bytes_per_block
+        last_tokens = 4 * self.step.num_places
+        loading = of_kind.get("load_adapter")
+        if loading is not None:  # one adapter in flight to its slot
+            moving += loading.argument_bytes - loading.alias_bytes
+        return _OVERLAPPED * (outputs + 4 * words + last_tokens) + moving + self._edit_bytes(of_kind)
+
+    def _edit_bytes(self, of_kind: Mapping[str, ProgramReport]) -> int:
+        """Return the bytes of token counts, the logits processors of two steps, and their neutral values for each size.
+
+        The words of logits processors accompany each step: records, token biases and masks.
+        """
+        sizes = [spec.size for spec in self.sources if spec.kind == "edited"]
+        row_words = EDIT_WORDS + 3 * NUM_SINGLES + num_mask_words(self.step.vocab_size)
+        return of_kind["count"].alias_bytes + 4 * row_words * (sum(sizes) + _OVERLAPPED * max(sizes))
+
+    def _aux_bytes(self, reports: Mapping[ProgramSpec, ProgramReport]) -> int:
+        """Return the bytes that log-probabilities and hidden states of two steps take on the device, up to a limit.
+
+        It assumes that every hidden state is requested.
+        """
+        num_hidden = self.step.num_places + self.step.num_aux
+        tells = [(spec.size, reports[spec].output_bytes) for spec in TELLS.values()]
+        largest = max(-(-num_hidden // size) * num_bytes for size, num_bytes in tells)
+        return min(_OVERLAPPED * largest, max(MOST_BYTES, *(num_bytes for _, num_bytes in tells)))
+
+
+def _decisive(specs: Collection[ProgramSpec]) -> list[ProgramSpec]:
+    largest: dict[tuple[str, AuxKind], ProgramSpec] = {}
+    for spec in specs:
+        if spec.kind == "decode":
+            continue
+        best = largest.setdefault((spec.kind, spec.tell), spec)
+        if (spec.size, spec.detail) > (best.size, best.detail):
+            largest[spec.kind, spec.tell] = spec
+    return [spec for spec in specs if largest.get((spec.kind, spec.tell)) == spec]

@@ -1,0 +1,134 @@
+"""LoRA adapter slots: the adapter matrices next to each parameter matrix, and the program that fills a slot.
+
+    load_adapter    (matrices of all slots, slot, one adapter) -> matrices      donated: writes only the slot
+
+A slot is zeros until it is filled. On a single CPU device, a slot that no row uses costs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from jpaged.device.mesh import partition_spec
+from jpaged.kernels.lora import AdaptedMatrix
+from jpaged.models.layers import Params
+from jpaged.models.lora import HostAdapter, adapted_places
+from jpaged.models.model import LeafPath, Model
+from jpaged.models.stack import LayerMode
+
+Matrices = tuple[Any, tuple[Any, ...]]
+"""A, and B of each part: of all slots, or of one adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRoom:
+    """Adapter capacity of a device. Static under jit.
+
+    Attributes:
+        num_slots: number of adapter slots of each matrix.
+        max_rank: maximum rank of an adapter.
+    """
+
+    num_slots: int
+    max_rank: int
+
+    def shapes(self, model: Model, layer_mode: LayerMode, mesh: Mesh, *, has_slots: bool) -> dict[LeafPath, Matrices]:
+        """Return the shapes of the matrices of all slots, or of one adapter, by their paths in the parameters.
+
+        The leading axes are layers (if layers are stacked), then slots (if `has_slots`).
+
+        Args:
+            model: padded for the mesh.
+            has_slots: shapes of all slots; otherwise of one adapter.
+        """
+        found = {}
+        for place in adapted_places(model.config, layer_mode):
+            lead = ((len(place.leaves),) if place.is_stacked else ()) + ((self.num_slots,) if has_slots else ())
+            a_axes, b_axes = place.axes()
+            a_shape, b_shapes = place.shapes(self.max_rank)
+
+            def struct(shape: tuple[int, ...], axes: Any, lead: tuple[int, ...] = lead) -> jax.ShapeDtypeStruct:
+                sharding = NamedSharding(mesh, partition_spec(*(None,) * len(lead), *axes))
+                return jax.ShapeDtypeStruct((*lead, *shape), model.dtype, sharding=sharding)
+
+            found[place.path] = struct(a_shape, a_axes), tuple(struct(shape, b_axes) for shape in b_shapes)
+        return found
+
+    def add_to(self, params: Params, model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:
+        """Return the parameters with empty slots next to their matrices; shapes if the parameters are shapes."""
+        shapes = self.shapes(model, layer_mode, mesh, has_slots=True)
+        matrices: dict[LeafPath, Matrices] = shapes
+        if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+            matrices = _zeros(shapes)
+        groups = {place.path: place.num_groups for place in adapted_places(model.config, layer_mode)}
+        return _replaced(
+            params, {path: AdaptedMatrix(_at(params, path), *matrices[path], groups[path]) for path in matrices}
+        )
+
+
+def get_matrices(params: Params) -> dict[LeafPath, Matrices]:
+    """Return the matrices of all slots, by path."""
+    found, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda leaf: isinstance(leaf, AdaptedMatrix))
+    return {_keys(path): (leaf.a, leaf.b) for path, leaf in found if isinstance(leaf, AdaptedMatrix)}
+
+
+def with_matrices(params: Params, matrices: Mapping[LeafPath, Matrices]) -> Params:
+    """Return the parameters with their adapter matrices replaced by `matrices`."""
+    adapted = {path: dataclasses.replace(_at(params, path), a=a, b=tuple(b)) for path, (a, b) in matrices.items()}
+    return _replaced(params, adapted)
+
+
+def get_arguments(adapter: HostAdapter, params: Params) -> list[Matrices]:
+    """Return an adapter's matrices as the program's arguments, in the order of the slots' matrices."""
+    return [adapter.matrices[path] for path in get_matrices(params)]
+
+
+def fill_slot(all_slots: list[Matrices], index: jax.Array, adapter: list[Matrices]) -> list[Matrices]:
+    """Write an adapter's matrices over those of a slot; slot s has index s - 1."""
+
+    def fill(stack: jax.Array, one: jax.Array) -> jax.Array:
+        axis = stack.ndim - 3  # slots, rank, columns; preceded by layers if they are stacked
+        return jax.lax.dynamic_update_index_in_dim(stack, one.astype(stack.dtype), index, axis)
+
+    filled: list[Matrices] = jax.tree.map(fill, all_slots, adapter)
+    return filled
+
+
+def _zeros(shapes: dict[LeafPath, Matrices]) -> dict[LeafPath, Matrices]:
+    structs, tree = jax.tree.flatten(list(shapes.values()))
+    make = jax.jit(
+        lambda: [jnp.zeros(struct.shape, struct.dtype) for struct in structs],
+        out_shardings=[struct.sharding for struct in structs],
+    )
+    return dict(zip(shapes, jax.tree.unflatten(tree, make()), strict=True))
+
+
+def _keys(path: tuple[Any, ...]) -> LeafPath:
+    return tuple(entry.idx if isinstance(entry, jax.tree_util.SequenceKey) else entry.key for entry in path)
+
+
+def _at(tree: Any, path: LeafPath) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _replaced(params: Params, leaves: Mapping[LeafPath, Any]) -> Params:
+    """Return a new tree with these leaves replaced; all other leaves are shared."""
+
+    def copy(tree: Any, path: LeafPath) -> Any:
+        if isinstance(tree, dict):
+            return {key: copy(inner, (*path, key)) for key, inner in tree.items()}
+        if isinstance(tree, list):
+            return [copy(inner, (*path, index)) for index, inner in enumerate(tree)]
+        return leaves.get(path, tree)
+
+    copied: Params = copy(params, ())
+    return copied

@@ -1,0 +1,242 @@
+"""A dispatch of speculative rounds on the device: its rows, how they run and are sampled, and the proposer protocol.
+
+The inputs of a dispatch are packed in one buffer. Its outputs are a row of columns per round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.device.model_runner import NUM_TOKEN_COLUMNS, DecodePacking
+from jpaged.device.step import DraftStep, Step, forward_packing
+from jpaged.engine.executor import I32, Detail, Geometry, SamplingInputs, Speculated, StepInputs, StepOutputs
+from jpaged.kernels.sampling import RowSampling
+from jpaged.models.layers import Params
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Progress of the rows.
+
+    Attributes:
+        ids_r: the last token of each row, whose keys are in neither pool.
+        num_done_r: tokens that each row has sampled.
+        has_ended_r: rows that sample no more.
+    """
+
+    ids_r: Int[Array, "R"]
+    num_done_r: Int[Array, "R"]
+    has_ended_r: Bool[Array, "R"]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedRound:
+    """Result of the verification of a round.
+
+    Attributes:
+        proposals_rk: the proposals that the model ran after each row's last token.
+        drawn_rw: tokens sampled after that token and after each proposal.
+        counts_r: how many of the sampled tokens the row accepts.
+        features: hidden states that a head takes, `[R * W, F]`.
+    """
+
+    proposals_rk: Int[Array, "R K"]
+    drawn_rw: Int[Array, "R W"]
+    counts_r: Int[Array, "R"]
+    features: tuple[Float[Array, "T F"], ...]
+
+
+Kept = TypeVar("Kept")
+
+
+class DeviceProposer(Protocol[Kept]):
+    """Proposes tokens. Its state between rounds is a tree of arrays that includes its pool."""
+
+    def begin(self, pool: Any, reached: Reached) -> Kept:
+        """Return the state before the first round."""
+
+    def propose(self, kept: Kept, reached: Reached) -> tuple[Int[Array, "R K"], Kept]:
+        """Return the tokens proposed for each row, and the new state."""
+
+    def verified(self, kept: Kept, reached: Reached, verified: VerifiedRound) -> Kept:
+        """Return the state after the verification of a round.
+
+        Args:
+            reached: progress of the rows before the round.
+        """
+
+    def complete(self, kept: Kept, reached: Reached) -> Any:
+        """Return the pool after the last round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """A dispatch on the device; `inputs` has the fields of `StepInputs` by name."""
+
+    step: Step
+    draft: DraftStep
+    params: Params
+    draft_params: Params
+    inputs: Mapping[str, jax.Array]
+    ending_token_ids_rx: Int[Array, "R X"]
+    num_left_r: Int[Array, "R"]
+    how: RowSampling
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.num_left_r)
+
+    @property
+    def is_used_r(self) -> Bool[Array, "R"]:
+        return jnp.arange(self.num_rows) < self.inputs["num_rows"]
+
+    def ends(self, ids: Int[Array, "R ..."]) -> Bool[Array, "R ..."]:
+        """Return True for each token that ends its row."""
+        ending = self.ending_token_ids_rx.reshape(self.num_rows, *[1] * (ids.ndim - 1), -1)
+        return jnp.any(ids[..., None] == ending, axis=-1)
+
+    def left(self, reached: Reached) -> Int[Array, "R"]:
+        """Return the number of tokens that each row may still sample."""
+        return jnp.where(reached.has_ended_r, 0, self.num_left_r - reached.num_done_r)
+
+    def starts(self, reached: Reached) -> Int[Array, "R"]:
+        """Return the position of each row's last token."""
+        return self.inputs["positions_t"] + reached.num_done_r
+
+    def places(self, reached: Reached, places_w: Int[Array, "W"]) -> tuple[Int[Array, "R W"], Bool[Array, "R W"]]:
+        """Return positions after each row's last token, clipped to the row's blocks, and True for those within them."""
+        left_r1 = self.left(reached)[:, None]
+        positions_rw = self.starts(reached)[:, None] + jnp.clip(places_w, 0, jnp.maximum(left_r1 - 1, 0))
+        return positions_rw, places_w < left_r1
+
+    def rows_at(
+        self, positions_rw: Int[Array, "R W"], is_written_rw: Bool[Array, "R W"], tables_gsm: Int[Array, "G S M"]
+    ) -> dict[str, jax.Array]:
+        """Return the inputs of a step with a row for each of W tokens of each row.
+
+        Keys that are not to be written go to the null block.
+        """
+        width = positions_rw.shape[1]
+        block_size, num_used = self.step.layout.block_size, self.inputs["num_rows"] * width
+        tables_grm = self.tables(tables_gsm)
+        blocks_grw = jnp.take_along_axis(tables_grm, (positions_rw // block_size)[None], axis=2, mode="clip")
+        slots_grw = jnp.where(is_written_rw, blocks_grw * block_size + positions_rw % block_size, 0)
+        positions_t = positions_rw.reshape(-1)
+        places = jnp.arange(len(positions_t) + 1)
+        return {
+            "positions_t": positions_t,
+            "rope_lens_t": jnp.maximum(jnp.repeat(self.inputs["rope_lens_t"], width), positions_t + 1),
+            "slots_gt": slots_grw.reshape(len(tables_gsm), -1),
+            "query_starts_s1": jnp.minimum(places, num_used),
+            "kv_lens_s": jnp.where(places[:-1] < num_used, positions_t + 1, 0),
+            "block_tables_gsm": jnp.repeat(tables_grm, width, axis=1),
+            "num_rows": num_used,
+        }
+
+    def tables(self, tables_gsm: Int[Array, "G S M"]) -> Int[Array, "G R M"]:
+        """Return the block tables of the rows."""
+        return tables_gsm[:, jnp.minimum(jnp.arange(self.num_rows), tables_gsm.shape[1] - 1)]
+
+    @property
+    def draft_tables_1sm(self) -> Int[Array, "1 S M"]:
+        """Block tables of the draft's pool."""
+        return self.inputs["block_tables_gsm"][self.draft.group][None]
+
+    def sampling_at(self, num_before_rw: Int[Array, "R W"]) -> RowSampling:
+        """Return the sampling inputs of W tokens of each row, each after `num_before_rw` sampled tokens."""
+        width = num_before_rw.shape[1]
+        how: RowSampling = jax.tree.map(lambda field: jnp.repeat(field, width, axis=0), self.how)
+        return dataclasses.replace(how, positions_r=how.positions_r + num_before_rw.reshape(-1))
+
+    def propose_from(
+        self, hidden_re: Float[Array, "R E"], reached: Reached, place: int | Int[Array, ""]
+    ) -> Int[Array, "R"]:
+        """Return the draft's proposal for a place after the rows' last tokens, sampled as the model samples there."""
+        how, last_id = self.sampling_at((reached.num_done_r + place)[:, None]), self.step.vocab_size - 1
+        sampled = self.draft.step.sample(self.draft_params, hidden_re, how, Detail.TOKENS)
+        return jnp.clip(sampled.token_ids_r, 0, last_id)
+
+
+_NUM_COUNTS = 3
+"""Columns before the sampled tokens: tokens of the round, proposals, accepted proposals."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatePacking:
+    """One host buffer for all inputs of rounds of R rows. Hashable: static under jit.
+
+    inputs of a decode | tokens that each row may still sample [R]
+    """
+
+    decode: DecodePacking
+
+    @classmethod
+    def of(cls, num_rows: int, geometry: Geometry) -> SpeculatePacking:
+        """Return the packing for this number of rows."""
+        return cls(DecodePacking(forward_packing(num_rows, geometry), num_rows))
+
+    @property
+    def num_rows(self) -> int:
+        return self.decode.num_rows
+
+    @property
+    def size(self) -> int:
+        return self.decode.size + self.num_rows
+
+    def pack(
+        self,
+        inputs: StepInputs,
+        sampling: SamplingInputs,
+        ending_token_ids_rx: I32,
+        num_left_r: I32,
+        num_rounds: int,
+    ) -> I32:
+        """Return the inputs in a new buffer: the device may read it after the call."""
+        words = self.decode.pack(inputs, sampling, ending_token_ids_rx, num_rounds)
+        return np.concatenate([words, num_left_r.astype(np.int32)])
+
+
+def num_columns(num_draft_tokens: int) -> int:
+    """Return the columns of a row's round: counts, sampled tokens, and whether each one's logits were finite."""
+    return _NUM_COUNTS + 2 * (num_draft_tokens + 1)
+
+
+def is_of_rounds(outputs: NDArray[np.int32]) -> bool:
+    """Return True if outputs are those of rounds, `[rounds, R, C]`, and not of a sample or a decode."""
+    return outputs.ndim == 3 and outputs.shape[2] > NUM_TOKEN_COLUMNS
+
+
+def unpack_rounds(outputs_nrc: NDArray[np.int32]) -> StepOutputs:
+    """Return the outputs of rounds on the host: each row's tokens in order, padded to the longest row."""
+    counts_nr, proposed_nr, accepted_nr = np.moveaxis(outputs_nrc[..., :_NUM_COUNTS], 2, 0)
+    drawn_rnw, is_sound_rnw = np.split(outputs_nrc[..., _NUM_COUNTS:].swapaxes(0, 1), 2, axis=2)
+    num_tokens_r = counts_nr.sum(axis=0, dtype=np.int32)
+    is_token_rnw = np.arange(drawn_rnw.shape[2]) < counts_nr.T[..., None]
+    is_filled_rn = np.arange(max(1, num_tokens_r.max())) < num_tokens_r[:, None]
+    token_ids_rn, is_sound_rn = np.zeros(is_filled_rn.shape, np.int32), np.ones(is_filled_rn.shape, np.bool_)
+    token_ids_rn[is_filled_rn] = drawn_rnw[is_token_rnw]
+    is_sound_rn[is_filled_rn] = is_sound_rnw[is_token_rnw]
+    num_rounds = int(np.count_nonzero(counts_nr.any(axis=1)))
+    return StepOutputs(
+        token_ids_rn, is_sound_rn, speculated=Speculated(num_tokens_r, proposed_nr, accepted_nr, num_rounds)
+    )
+
+
+def unpack_words(
+    words: jax.Array, packing: SpeculatePacking
+) -> tuple[tuple[dict[str, jax.Array], jax.Array, jax.Array, dict[str, jax.Array]], jax.Array]:
+    """Return a decode's inputs, in their order, and the tokens that each row may still sample; runs on the device."""
+    step, (num_rounds, _), ending_rx, rows = packing.decode.unpack(words[: packing.decode.size])
+    return (step, num_rounds, ending_rx, rows), words[packing.decode.size :]

@@ -1,0 +1,441 @@
+"""The step loop: schedule, dispatch, collect, publish. One thread owns everything in this module.
+
+With overlap (see the diagram in docs/architecture.md) the host decides step n + 1 before it has seen the tokens of step
+n. Two rules follow. A decoding row's input is identified by its row in the previous step and never fetched by value. A
+row that ended in step n may already be in step n + 1: the loop drops that result. The row's blocks are free at once,
+because the device runs steps in order of dispatch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+from jpaged.config import EngineConfig
+from jpaged.engine.deadlines import DeadlineEstimator, Deadlines, is_over
+from jpaged.engine.executor import Executor
+from jpaged.engine.executor.io import RopeLengthLimits
+from jpaged.engine.inspector import PoolSnapshotter
+from jpaged.engine.kv_cache.offload.connector_tier import ConnectorTier, EngineStore
+from jpaged.engine.kv_cache.paged import make_memory
+from jpaged.engine.observers import StepObservers
+from jpaged.engine.output.processor import OutputProcessor
+from jpaged.engine.results import NonFiniteLogitsGuard, ResultProcessor
+from jpaged.engine.runners import InFlightBatch, RunnerContext, make_runners
+from jpaged.engine.scheduler.cascade import CascadePlanner
+from jpaged.engine.scheduler.output import SchedulerOutput
+from jpaged.engine.scheduler.policies import POLICIES
+from jpaged.engine.scheduler.scheduler import Scheduler
+from jpaged.engine.sequence import OutputCallback, SequenceGroup
+from jpaged.engine.speculative.draft_model import DraftModelSpeculation
+from jpaged.engine.speculative.drafter import SpecDecodeController
+from jpaged.engine.speculative.drafts import DraftTokens
+from jpaged.engine.stats import DEADLINE, StallDetector, StepStats, StepTimer
+from jpaged.engine.structured_output import MakeMasks, StructuredOutputManager
+from jpaged.engine.tokenizer import Tokenizer
+from jpaged.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    QueueFull,
+    RequestTooLong,
+    Unavailable,
+)
+from jpaged.types import FinishReason, Request
+
+logger = logging.getLogger(__name__)
+
+
+Clock = Callable[[], float]
+_TIERS_S = 0.001
+"""Seconds between two polls of pending transfers between memory tiers while no request runs."""
+
+
+class AdmissionControl:
+    """Ids of the requests that were accepted and have not ended. Thread-safe.
+
+    Attributes:
+        max_num: maximum number of requests, running and queued ones together.
+        failure: the error that ended the loop.
+
+    Args:
+        pulse: notified when the first request enters and when the last one leaves.
+    """
+
+    def __init__(self, num_running: int, num_queued: int, pulse: StallDetector) -> None:
+        self.max_num = num_running + num_queued
+        self.failure: Exception | None = None
+        self._num_queued = num_queued
+        self._pulse = pulse
+        self._lock = threading.Lock()
+        self._ids: set[str] = set()
+        self._expected: set[str] = set()
+        self._is_closed = False
+        self._is_idle = threading.Event()
+        self._is_idle.set()
+
+    def __contains__(self, request_id: object) -> bool:
+        with self._lock:
+            return request_id in self._ids
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._ids) + len(self._expected)
+
+    def reserve(self, request_id: str, retry_after_s: Callable[[], float]) -> None:
+        """Reserve a place for a request that enters later, whose prompt is computed elsewhere.
+
+        Raises the same errors as `admit`.
+        """
+        with self._lock:
+            self._check(request_id, retry_after_s)
+            self._expected.add(request_id)
+            self._is_idle.clear()
+
+    def admit(self, request_id: str, then: Callable[[], None], retry_after_s: Callable[[], float]) -> None:
+        """Accept an id and call `then` under the lock, before `close` can take effect.
+
+        A reserved id is accepted unless the loop has failed.
+
+        Raises:
+            Unavailable: requests are no longer accepted.
+            AlreadyExists: the id is in flight.
+            QueueFull: too many requests are in flight.
+        """
+        with self._lock:
+            if request_id not in self._expected or self.failure is not None:
+                self._check(request_id, retry_after_s)
+            self._expected.discard(request_id)
+            if not self._ids:
+                self._pulse.begin()
+            self._ids.add(request_id)
+            self._is_idle.clear()
+            then()
+
+    def _check(self, request_id: str, retry_after_s: Callable[[], float]) -> None:
+        if self._is_closed or self.failure is not None:
+            raise Unavailable("the engine has failed" if self.failure else "the server is shutting down")
+        if request_id in self._ids or request_id in self._expected:
+            raise AlreadyExists(f"request {request_id!r} is in flight")
+        # Counted here and not by the scheduler, so that a burst is bounded as well.
+        if (count := len(self._ids) + len(self._expected)) >= self.max_num:
+            limit = f"the limit is {self.max_num} (max_num_queued_reqs {self._num_queued})"
+            raise QueueFull(f"{count} requests are in flight, {limit}", retry_after_s=retry_after_s())
+
+    def cancel_reservation(self, request_id: str) -> None:
+        """Cancel a reservation, if any."""
+        with self._lock:
+            self._expected.discard(request_id)
+        self.note_idle()
+
+    def remove(self, request_ids: Collection[str]) -> None:
+        """Free these ids. `wait_idle` returns only after `note_idle`."""
+        with self._lock:
+            self._ids.difference_update(request_ids)
+            if not self._ids:
+                self._pulse.rest()
+
+    def note_idle(self) -> None:
+        """Wake `wait_idle` if no request is left; call it after finished requests have released their resources."""
+        with self._lock:
+            if not (self._ids or self._expected):
+                self._is_idle.set()
+
+    def close(self, failure: Exception | None = None) -> None:
+        """Stop accepting requests, because the engine stops or the loop has failed."""
+        with self._lock:
+            self._is_closed = True
+            self.failure = failure or self.failure
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until all requests have ended. Return False on timeout."""
+        return self._is_idle.wait(timeout_s)
+
+
+class EngineCore:
+    """Step loop of the engine: runs groups until they finish, one step at a time.
+
+    Attributes:
+        groups: unfinished groups by request id.
+        observers: callbacks of the features that are on.
+        watch: takes pool snapshots and records events between them.
+        pulse: stall detector: time without progress while requests are pending.
+    """
+
+    def __init__(
+        self,
+        executor: Executor[Any, Any],
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        *,
+        lengths: RopeLengthLimits,
+        eos_token_ids: frozenset[int],
+        clock: Clock,
+        make_masks: MakeMasks | None = None,
+        stores: tuple[EngineStore, ...] = (),
+    ) -> None:
+        geometry = executor.geometry
+        self.memory = make_memory(executor, config.cache, lengths.max_cached_tokens, stores)
+        policy = POLICIES[config.scheduler.policy]()
+        self.scheduler = Scheduler(
+            self.memory, policy, config.scheduler, geometry, executor.rates, eos_token_ids, lengths.outgrown_len
+        )
+        options = config.speculation
+        self.stats = StepStats(geometry, clock, 0 if options is None else options.num_speculative_tokens)
+        self.pulse = StallDetector(clock, config.timeouts.stall_timeout)
+        self.in_flight = AdmissionControl(self.scheduler.max_num_seqs, config.scheduler.max_num_queued_reqs, self.pulse)
+        self.groups: dict[str, SequenceGroup] = {}
+        self._clock = clock
+        self._executor = executor
+        self._overlap = config.scheduler.overlap
+        self._output = OutputProcessor(tokenizer, eos_token_ids)
+        self._deadlines, self._waits = Deadlines(), Deadlines()
+        self._queue_timeout_s = config.timeouts.queue_timeout
+        self._batch: InFlightBatch | None = None
+        self._timer = StepTimer(executor, clock, self.pulse)
+        self._sharing = CascadePlanner()
+        grammars = StructuredOutputManager(
+            make_masks, geometry.vocab_size, self.scheduler.rows, self.scheduler.lookahead
+        )
+        soundness = NonFiniteLogitsGuard(self.memory, self._output, self.stats, eos_token_ids, geometry.vocab_size)
+        self._intake = ResultProcessor(self.scheduler, self._output, soundness, grammars, self.stats, self._release)
+        rounds = DraftModelSpeculation.of(options, geometry) if options and geometry.num_speculative_tokens else None
+        drafting = SpecDecodeController.of(options, executor.rates, geometry) if options and rounds is None else None
+        self._drafter: SpecDecodeController | DraftModelSpeculation | None = drafting or rounds
+        context = RunnerContext(
+            executor, self.scheduler, self._intake, self._timer, clock, eos_token_ids, self._process_in_flight
+        )
+        self._runners = make_runners(context, rounds)
+        at_once = 1 + (0 if options is None else options.num_speculative_tokens)
+        sees_ahead = config.timeouts.refuse_late
+        self._foresight = DeadlineEstimator(self.scheduler, self.memory, geometry, at_once) if sees_ahead else None
+        self._num_arrivals = 0
+        self.observers = StepObservers()
+        self._add_observers(config.scheduler.num_scheduler_steps)
+        self.watch = PoolSnapshotter(geometry, self.memory, self.scheduler, clock, self.observers)
+        if self.memory.connectors:
+            self.stats.end_step(self.memory, self.scheduler)
+
+    def _add_observers(self, num_scheduler_steps: int) -> None:
+        """Add the callbacks of the features that are on; within a list, the order is that of the calls."""
+        observers, executor, scheduler = self.observers, self._executor, self.scheduler
+        if (host := self.memory.host) is not None:
+            observers.on_begin.append(lambda now_s: host.advance() if host.errands else None)
+        for connector in self.memory.connectors:
+            observers.on_begin.append(partial(self._poll, connector))
+            observers.on_request_finished.append(connector.on_request_finished)
+        if executor.geometry.max_loras:
+            observers.on_scheduled.append(self._load_adapters)
+        if (pace := scheduler.pace) is not None:
+            observers.on_begin.append(lambda now_s: pace.steps.set_buckets(executor.geometry.buckets))
+            observers.on_results.append(pace.steps.on_results)
+        if num_scheduler_steps != 1:
+            observers.on_begin.append(lambda now_s: scheduler.lookahead.has_programs(executor.geometry))
+            observers.on_results.append(scheduler.lookahead.on_results)
+        if self._foresight is not None:
+            observers.on_results.append(self._foresight.least_times.on_results)
+        if self._drafter is not None:
+            self._drafter.observe(observers)
+        if self._queue_timeout_s is not None:
+            observers.on_request_finished.append(self._waits.discard)
+        if self.memory.prefixes is not None:
+            changes = self.memory.prefixes.changes
+            changes.call_with_sink(lambda: observers.on_end.append(changes.flush))
+
+    def _poll(self, connector: ConnectorTier, now_s: float) -> None:
+        """Advance the transfers of a connector, and queue the groups whose load has ended."""
+        queues = self.scheduler.queues
+        queues.release_pending(connector.poll(now_s, is_alone=not queues.running))
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        start_s = self._timer.begin_step()
+        self._expire(start_s)
+        for on_begin in self.observers.on_begin:
+            on_begin(start_s)
+        was_in_flight = self._batch is not None
+        schedule = self.scheduler.schedule(*self._propose())
+        self.stats.count_schedule(schedule)
+        for on_scheduled in tuple(self.observers.on_scheduled):  # one may remove itself
+            on_scheduled(schedule)
+        batch = self._dispatch(schedule)
+        if batch is not None:
+            self.stats.count_steps(schedule)
+            for on_dispatched in self.observers.on_dispatched:
+                on_dispatched(schedule, batch.inputs)
+        previous, self._batch = self._batch, batch
+        if previous is not None:
+            self._process(previous)
+        if batch is not None and (batch.must_wait or not self._overlap):
+            self._process_in_flight()
+        has_run = batch is not None or was_in_flight
+        if has_run:
+            self.stats.count_times(*self._timer.end_step())
+        self.stats.end_step(self.memory, self.scheduler)
+        for on_end in self.observers.on_end:
+            on_end()
+        has_work = self.scheduler.queues.has_work
+        if not has_work:
+            self._timer.rest()
+        return has_run or has_work or self.awaits_tiers
+
+    @property
+    def idle_budget_s(self) -> float:
+        """Seconds until the next step must be decided while the device runs several; 0 or less is now."""
+        if self.scheduler.queues.has_work:
+            batch, lookahead = self._batch, self.scheduler.lookahead
+            if batch is None:
+                return 0.0
+            return lookahead.spare_s(batch.schedule, self._timer.start_s(batch.begin_s), self._clock())
+        return _TIERS_S if self.awaits_tiers else 0.0
+
+    @property
+    def awaits_tiers(self) -> bool:
+        """True if transfers between memory tiers are pending, which steps have to poll."""
+        host = self.memory.host
+        return (host is not None and bool(host.errands)) or any(one.is_busy for one in self.memory.connectors)
+
+    def check(self) -> None:
+        self.memory.check(self.scheduler.queues.groups())
+        self.scheduler.rows.check()
+        if self._executor.geometry.max_loras:
+            self.scheduler.adapters.check(self.scheduler.queues.running)
+
+    def _propose(self) -> tuple[DraftTokens | None, int]:
+        """Return the draft tokens for the next step, and the number of draft-model rounds that replace it."""
+        drafter, geometry = self._drafter, self._executor.geometry
+        limit = 0 if drafter is None else drafter.limit(self.scheduler, geometry)
+        if drafter is None or not limit:
+            return None, 0
+        self._process_in_flight()  # a drafter needs all tokens
+        return drafter.propose(self.scheduler, limit)
+
+    def _dispatch(self, schedule: SchedulerOutput) -> InFlightBatch | None:
+        """Dispatch a step: its block moves, which may occur without rows, and its rows."""
+        begin_s, geometry = self._clock(), self._executor.geometry
+        if geometry.cascade is not None and schedule.num_rows > 1:
+            self._sharing.share(schedule, geometry)
+        for moves in schedule.ops.batches():
+            self._executor.move_blocks(moves)
+        if not schedule.num_rows:
+            return None
+        return self._runners[schedule.decodes.kind].start(schedule, begin_s)
+
+    def _process_in_flight(self) -> None:
+        """Wait for the batch in flight, if any, and process its results."""
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            self._process(batch)
+
+    def _process(self, batch: InFlightBatch) -> None:
+        """Wait for a batch, process its results, and pass them to the observers."""
+        self._timer.begin_wait()
+        outputs = batch.wait()
+        timing = self._timer.end_wait(batch.schedule, batch.inputs, batch.begin_s, batch.handle)
+        batch.process(batch.schedule, outputs, timing.end_s)
+        for on_results in self.observers.on_results:
+            on_results(batch.schedule, outputs, timing)
+
+    def _load_adapters(self, _: SchedulerOutput) -> None:
+        """Start to load the adapters of a step into their slots."""
+        for slot, adapter in self.scheduler.adapters.pop_pending_loads().items():
+            self._executor.load_adapter(slot, adapter.matrices)
+
+    def _expire(self, now_s: float) -> None:
+        """End requests whose deadline has passed, and those that waited too long for their first step."""
+        if self._deadlines.next_s <= now_s:
+            for group in self._deadlines.expired(now_s):
+                waited = now_s - group.arrival_s
+                self._output.fail(group, DeadlineExceeded(f"the deadline passed {waited:.3f} s after arrival"))
+                self._release(group)
+        if self._waits.next_s <= now_s:
+            for group in self._waits.expired(now_s):
+                self._waits.discard(group)
+                if group.first_scheduled_s is None:
+                    problem = f"the request waited {now_s - group.arrival_s:.3f} s for its first step (queue_timeout)"
+                    self._output.fail(group, QueueFull(problem, retry_after_s=self.stats.seconds_per_request()))
+                    self._release(group)
+
+    # --- what comes between two steps -------------------------------------------------------------------------------
+
+    def add_request(self, request: Request, sink: OutputCallback, arrival_s: float) -> None:
+        """Add a request whose id is in flight."""
+        geometry = self._executor.geometry
+        group = SequenceGroup(
+            request, self._num_arrivals, arrival_s, sink, geometry.max_blocks_per_seq, len(geometry.windows)
+        )
+        self._num_arrivals += 1
+        if not self.memory.can_ever_fit(group):
+            needed = (
+                f"the request needs up to {group.num_blocks_alone(geometry)} blocks and can never fit into the pool"
+            )
+            problem = f"{needed}, which has {self.memory.limit} blocks minus pinned prefixes"
+            self._fail([group], RequestTooLong("sampling.max_tokens", problem))
+            return
+        if request.deadline_s is not None and self._foresight is not None:
+            late = self._foresight.check(group, request.deadline_s, self._clock())
+            if late is not None:
+                self._fail([group], late)
+                return
+        self.groups[request.request_id] = group
+        self._output.open(group)
+        is_away = any(connector.start_load(group) for connector in self.memory.connectors)
+        (self.scheduler.queues.add_pending_fetch if is_away else self.scheduler.queues.add)(group)
+        if request.deadline_s is not None:
+            self._deadlines.add(group, request.deadline_s)
+        if self._queue_timeout_s is not None:
+            self._waits.add(group, arrival_s + self._queue_timeout_s)
+
+    def abort_request(self, request_id: str, reason: FinishReason) -> None:
+        """Finish a request with a reason, between two tokens; no-op if it has finished."""
+        group = self.groups.get(request_id)
+        if group is not None and self.in_flight.failure is None:
+            self._output.end(group, reason)
+            self._release(group)
+
+    def drop_request(self, request_id: str, dropped_s: float) -> None:
+        """Drop a request whose client is gone, without a final event; no-op if it has finished."""
+        group = self.groups.get(request_id)
+        if group is not None and self.in_flight.failure is None:
+            is_late = is_over(group.request, group.arrival_s, dropped_s)
+            group.ended(DEADLINE if is_late else FinishReason.ABORT.value)
+            self._release(group)
+
+    def fail_all(self, error: Exception) -> None:
+        """Send every request its last event; for the end of the loop, when the device must not be called any more."""
+        groups = list(self.groups.values())
+        self.groups.clear()
+        self._fail(groups, error)
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _release(self, group: SequenceGroup) -> None:
+        """End a request: send its last event, unless the client is gone, and free its resources.
+
+        When the client sees the end, the request is counted, and its id and its place in the queue are free.
+        """
+        self.stats.count_end(group)
+        self._send_last([group])
+        self.scheduler.finish(group)
+        for on_request_finished in self.observers.on_request_finished:
+            on_request_finished(group)
+        if group.request.deadline_s is not None:
+            self._deadlines.discard(group)
+        del self.groups[group.request.request_id]
+        self.in_flight.note_idle()
+
+    def _fail(self, groups: Collection[SequenceGroup], error: Exception) -> None:
+        """End requests that hold no resources."""
+        for group in groups:
+            self._output.fail(group, error)
+            self.stats.count_end(group)
+        self._send_last(groups)
+        self.in_flight.note_idle()
+
+    def _send_last(self, ended: Collection[SequenceGroup]) -> None:
+        self.in_flight.remove([group.request.request_id for group in ended])
+        for group in ended:
+            self._output.close(group)

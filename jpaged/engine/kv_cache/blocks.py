@@ -1,0 +1,474 @@
+"""Physical blocks: free list, reference counts and block tables.
+
+    free list   oldest ...... newest        allocate takes from the left, release appends on the right, a table's last
+                                            block first: ordered by last use, or by a policy (`eviction/`)
+    ref counts  block -> number of block tables that contain it; 0 exactly for the blocks of the free list
+    content     a block of the free list may still hold a cached prefix; the cache is notified when it is reissued
+
+    fork          a [ 7 8 9 ]   b [ 7 8 9 ]       every block of the parent is shared
+    copy on write a [ 7 8 9 ]   b [ 7 8 4 ]       b wrote: one copy 9 -> 4, and block 9 belongs to a alone
+
+    keys        root ── a b c d ── e f g h    the hash of a full block is SHA-256 over its parent's hash and its tokens
+    KV groups   0 [ 7 8 9 ]   1 [ . . 6 ]     one table per KV group; entries outside a sliding window are dropped and
+                                              hold the null block; a group with attention sinks keeps its first blocks
+
+This module does not depend on requests or devices. Block 0 is the null block: it is never allocated and never counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.engine.executor import NULL_BLOCK, BlockMoves, Move
+from jpaged.engine.kv_cache.eviction.free_list import FreeList, LeastRecentlyUsed
+from jpaged.errors import InternalError
+from jpaged.pool import PrefixOwner
+
+BlockHash = bytes
+
+
+def root_block_hash(salt: str, tenant: str = "", adapter_digest: bytes = b"") -> BlockHash:
+    """Return the parent hash of a sequence's first block, unique for each triple of salt, tenant and adapter.
+
+    The hash is the same in every process, because disks and other servers identify blocks by it.
+
+    Args:
+        adapter_digest: `Adapter.digest`, 32 bytes; empty for no adapter.
+    """
+    if adapter_digest:
+        return hashlib.sha256(b"jpaged/prefix/3\0" + adapter_digest + root_block_hash(salt, tenant)).digest()
+    if not tenant:
+        return hashlib.sha256(b"jpaged/prefix/1\0" + salt.encode()).digest()
+    named = tenant.encode()
+    return hashlib.sha256(b"jpaged/prefix/2\0" + len(named).to_bytes(4, "big") + named + salt.encode()).digest()
+
+
+def block_key(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """Return the hash of a full block that follows `parent`."""
+    return hashlib.sha256(parent + np.asarray(token_ids, np.int32).tobytes()).digest()
+
+
+def group_block_hash(key: BlockHash, kv_group: int) -> BlockHash:
+    """Return the cache key of a block of a KV group: groups store different layers of the same tokens."""
+    return key + bytes([kv_group]) if kv_group else key
+
+
+class BlockTable:
+    """Block table of one sequence in one KV group.
+
+    Unused entries hold the null block, so a row of it is ready for the device.
+
+    Attributes:
+        ids_m: [M] int32, read by the batch and written only by this class.
+        num_blocks: entries in use, dropped ones included.
+        num_dropped: leading entries that were dropped, except the num_sinks first ones; 0 if none was.
+        num_sinks: entries before the dropped ones that keep their blocks (attention sinks).
+
+    Args:
+        ids_m: array of null blocks to write to; None allocates one.
+    """
+
+    __slots__ = ("_ids", "ids_m", "num_blocks", "num_dropped", "num_sinks")
+
+    def __init__(self, max_blocks: int, ids_m: NDArray[np.int32] | None = None) -> None:
+        self.ids_m: NDArray[np.int32] = np.full(max_blocks, NULL_BLOCK, np.int32) if ids_m is None else ids_m
+        self.num_blocks = 0
+        self.num_dropped = self.num_sinks = 0
+        self._ids: list[int] = []  # the same ids as a list: reading an element is five times as fast
+
+    def extend(self, block_ids: list[int]) -> None:
+        self._ids += block_ids
+        self.ids_m[self.num_blocks : len(self._ids)] = block_ids
+        self.num_blocks = len(self._ids)
+
+    def fill(self, block_ids: list[int], num_dropped: int, num_sinks: int = 0) -> None:
+        """Add blocks to an empty table: num_sinks of them before the dropped entries, the others after."""
+        num_sinks = min(num_sinks, num_dropped)
+        num_empty = num_dropped - num_sinks
+        self.extend([*block_ids[:num_sinks], *[NULL_BLOCK] * num_empty, *block_ids[num_sinks:]])
+        self.num_dropped, self.num_sinks = (num_dropped, num_sinks) if num_empty else (0, 0)
+
+    def replace(self, index: int, block_id: int) -> None:
+        self._ids[index] = block_id
+        self.ids_m[index] = block_id
+
+    def block_id(self, index: int) -> int:
+        return self._ids[index]
+
+    def block_ids(self) -> list[int]:
+        """Return the blocks of the table, without dropped entries."""
+        return self._ids[: self.num_sinks] + self._ids[self.num_dropped :]
+
+    def holds(self, index: int) -> bool:
+        """Return True if an entry in use was not dropped."""
+        return index >= self.num_dropped or index < self.num_sinks
+
+    def drop(self, num_blocks: int, num_sinks: int = 0) -> list[int]:
+        """Drop the first num_blocks entries except num_sinks, and return their blocks; num_sinks must not change."""
+        first = max(self.num_dropped, num_sinks)
+        block_ids = self._ids[first:num_blocks]
+        if block_ids:
+            self._ids[first:num_blocks] = [NULL_BLOCK] * len(block_ids)
+            self.ids_m[first:num_blocks] = NULL_BLOCK
+            self.num_dropped, self.num_sinks = num_blocks, num_sinks
+        return block_ids
+
+    def truncate(self, num_blocks: int = 0) -> list[int]:
+        """Keep the first num_blocks entries and return the blocks of the others, for the pool to release."""
+        block_ids = self._ids[num_blocks : self.num_sinks] + self._ids[max(num_blocks, self.num_dropped) :]
+        del self._ids[num_blocks:]
+        self.ids_m[num_blocks : self.num_blocks] = NULL_BLOCK
+        self.num_blocks = len(self._ids)
+        if num_blocks <= self.num_sinks:
+            self.num_dropped = self.num_sinks = 0
+        self.num_dropped = min(self.num_dropped, num_blocks)
+        return block_ids
+
+
+class SequenceBlocks:
+    """KV bookkeeping of one sequence, written only by the KV memory.
+
+    Attributes:
+        ids_gm: [G, M] int32, the rows of the tables.
+        tables: device block tables, one for each KV group, all with the same number of entries in use.
+        host_tables: block tables in host memory while the sequence is swapped out.
+        root: parent hash of the first block; None if the sequence does not use the prefix cache.
+        num_registered_blocks: number of leading blocks that were offered to the prefix cache.
+        owner: salt, tenant and adapter that the root is computed from.
+    """
+
+    __slots__ = ("_keys", "host_tables", "ids_gm", "num_registered_blocks", "owner", "root", "tables")
+
+    def __init__(
+        self, max_blocks: int, root: BlockHash | None, num_kv_groups: int = 1, owner: PrefixOwner | None = None
+    ) -> None:
+        self.owner = owner
+        self.ids_gm: NDArray[np.int32] = np.full((num_kv_groups, max_blocks), NULL_BLOCK, np.int32)
+        self.tables = tuple(BlockTable(max_blocks, ids_m) for ids_m in self.ids_gm)
+        self.host_tables = tuple(BlockTable(max_blocks) for _ in self.ids_gm)
+        self.root = root
+        self.num_registered_blocks = 0
+        self._keys: list[BlockHash] = []
+
+    def new_like(self) -> SequenceBlocks:
+        """Return an empty handle for a sequence with the same tokens."""
+        num_kv_groups, max_blocks = self.ids_gm.shape
+        return SequenceBlocks(max_blocks, self.root, num_kv_groups, self.owner)
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of entries in use in each device block table."""
+        return self.tables[0].num_blocks
+
+    def block_ids(self) -> list[int]:
+        """Return the device blocks of the sequence, KV group by KV group."""
+        return [block_id for table in self.tables for block_id in table.block_ids()]
+
+    def keys(self, token_ids: Sequence[int], num_blocks: int, block_size: int) -> list[BlockHash]:
+        """Return the block hashes of at least the first num_blocks full blocks of token_ids; each is computed once."""
+        keys = self._keys
+        while len(keys) < num_blocks and self.root is not None:
+            i = len(keys)
+            keys.append(block_key(keys[-1] if keys else self.root, token_ids[i * block_size : (i + 1) * block_size]))
+        return keys
+
+    def parent(self, index: int) -> BlockHash:
+        """Return the parent hash of the block at `index`; the hashes before it must have been computed."""
+        return self._keys[index - 1] if index else self.root or b""
+
+    def registered(self, num_blocks: int) -> None:
+        """Set the number of leading blocks that were offered to the prefix cache."""
+        self.num_registered_blocks = num_blocks
+
+    def share(self, parent: SequenceBlocks, num_full: int) -> None:
+        """Copy the block hashes of the parent's first full blocks, which this sequence shares.
+
+        Hashes after these are not copied. A preempted parent may have more, of tokens that are not shared.
+        """
+        self._keys = parent._keys[:num_full]
+        self.num_registered_blocks = min(parent.num_registered_blocks, num_full)
+
+    def rewind(self, num_blocks: int) -> None:
+        """Drop the block hashes after the first num_blocks."""
+        del self._keys[num_blocks:]
+        self.num_registered_blocks = min(self.num_registered_blocks, num_blocks)
+
+    def leave_cache(self) -> None:
+        """Exclude the sequence from the prefix cache."""
+        self.root = None
+
+
+class BlockPool:
+    """Allocator of blocks; the only writer of reference counts and of the free list.
+
+    Args:
+        free: a free list that contains all blocks; None creates an LRU list.
+        on_reissue: called with a free block just before it is allocated again.
+        on_release: called with the blocks that a release has freed.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        free: FreeList | None = None,
+        on_reissue: Callable[[int], None] = lambda block_id: None,
+        on_release: Callable[[list[int]], None] = lambda block_ids: None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._on_reissue = on_reissue
+        self._on_release = on_release
+        self._free: FreeList = LeastRecentlyUsed.fromkeys(range(1, num_blocks + 1)) if free is None else free
+        self._ref_counts = [0] * (num_blocks + 1)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return the number of blocks that num_tokens fill, the last one possibly in part."""
+        return -(-num_tokens // self.block_size)
+
+    def can_allocate(self, num_blocks: int) -> bool:
+        return num_blocks <= len(self._free)
+
+    def is_free(self, block_id: int) -> bool:
+        return self._ref_counts[block_id] == 0
+
+    def ref_count(self, block_id: int) -> int:
+        return self._ref_counts[block_id]
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Allocate the first blocks of the free list, with one reference each.
+
+        Raises:
+            InternalError: too few blocks are free; the caller must check `can_allocate` first.
+        """
+        if num_blocks > len(self._free):
+            raise InternalError(f"{num_blocks} blocks requested, but {len(self._free)} of {self.num_blocks} are free")
+        block_ids = []
+        for _ in range(num_blocks):
+            block_id, _ = self._free.popitem(last=False)
+            self._on_reissue(block_id)
+            self._ref_counts[block_id] = 1
+            block_ids.append(block_id)
+        return block_ids
+
+    def allocate_last(self, num_blocks: int) -> list[int]:
+        """Allocate up to num_blocks free blocks, highest ids first."""
+        block_ids = sorted(self._free)[::-1][:num_blocks]
+        for block_id in block_ids:
+            del self._free[block_id]
+            self._on_reissue(block_id)
+            self._ref_counts[block_id] = 1
+        return block_ids
+
+    def acquire(self, block_id: int) -> bool:
+        """Add a reference to a block and keep its content. Return True if it was free (and still cached) until now."""
+        was_free = self._ref_counts[block_id] == 0
+        if was_free:
+            del self._free[block_id]
+        self._ref_counts[block_id] += 1
+        return was_free
+
+    def fork(self, parent: BlockTable, child: BlockTable) -> None:
+        """Add a reference to every block of the parent to the empty child table."""
+        if child.num_blocks:
+            raise InternalError(f"cannot fork into a table that has {child.num_blocks} blocks")
+        block_ids = parent.block_ids()
+        for block_id in block_ids:
+            self.acquire(block_id)
+        child.fill(block_ids, parent.num_dropped, parent.num_sinks)
+
+    def copy_on_write(self, table: BlockTable, index: int) -> tuple[int, int] | None:
+        """Make the block at `index` exclusive to the table; return the (source, destination) to copy, if any."""
+        source = table.block_id(index)
+        if self._ref_counts[source] == 1:
+            return None
+        (destination,) = self.allocate(1)
+        self._ref_counts[source] -= 1
+        table.replace(index, destination)
+        return source, destination
+
+    def num_copies(self, writers: Iterable[tuple[BlockTable, int]]) -> int:
+        """Return the copies needed to write the next token of each (table, num_tokens); the last holder copies none."""
+        shared: dict[int, int] = {}
+        for table, num_tokens in writers:
+            index = num_tokens // self.block_size
+            if index < table.num_blocks and self._ref_counts[table.block_id(index)] > 1:
+                block_id = table.block_id(index)
+                shared[block_id] = shared.get(block_id, 0) + 1
+        return sum(min(count, self._ref_counts[block_id] - 1) for block_id, count in shared.items())
+
+    def num_owned(self, table: BlockTable) -> int:
+        """Return the number of blocks that only this table references."""
+        counts = self._ref_counts
+        return sum(counts[block_id] == 1 for block_id in table.block_ids())
+
+    def release(self, *tables: BlockTable, num_kept: int = 0) -> None:
+        """Remove the blocks after the first num_kept entries of a sequence's tables, and drop one reference to each.
+
+        Blocks are freed last entry first, across tables: blocks of one entry are useful only together.
+
+        Raises:
+            InternalError: a block is already free.
+        """
+        if len(tables) == 1:
+            self._let_go(reversed(tables[0].truncate(num_kept)))
+            return
+        rows = [reversed(table.truncate(num_kept)) for table in tables]
+        self._let_go(block_id for place in zip_longest(*rows) for block_id in place if block_id is not None)
+
+    def drop(self, table: BlockTable, num_blocks: int, num_sinks: int = 0) -> None:
+        """Drop the first num_blocks entries of a table except num_sinks, and the references to their blocks."""
+        self._let_go(table.drop(num_blocks, num_sinks))
+
+    def _let_go(self, block_ids: Iterable[int]) -> None:
+        freed = []
+        for block_id in block_ids:
+            count = self._ref_counts[block_id]
+            if count <= 0:
+                raise InternalError(f"block {block_id} is released but has {count} references")
+            self._ref_counts[block_id] = count - 1
+            if count == 1:
+                self._free[block_id] = None
+                freed.append(block_id)
+        self._on_release(freed)
+
+    def check(self, tables: Iterable[BlockTable]) -> None:
+        """Check that free + referenced = N, that counts match the tables, and that no table contains a free block.
+
+        Raises:
+            InternalError: the check failed; the message names the block.
+        """
+        counts = [0] * (self.num_blocks + 1)
+        for table in tables:
+            for block_id in table.block_ids():
+                counts[block_id] += 1
+        if counts[NULL_BLOCK]:
+            raise InternalError(f"the null block is held by {counts[NULL_BLOCK]} tables")
+        for block_id, (held, counted) in enumerate(zip(counts, self._ref_counts, strict=True)):
+            if held != counted:
+                raise InternalError(f"block {block_id} is held by {held} tables, but its reference count is {counted}")
+            if held and block_id in self._free:
+                raise InternalError(f"block {block_id} is free but held by {held} tables")
+        num_referenced = sum(1 for count in counts if count)
+        if len(self._free) + num_referenced != self.num_blocks:
+            raise InternalError(
+                f"{len(self._free)} free + {num_referenced} referenced blocks are not {self.num_blocks}"
+            )
+
+
+@dataclass(slots=True)
+class _MoveBatch:
+    """Moves that run as one transfer. `reads` and `writes` store host blocks as negative numbers."""
+
+    moves: BlockMoves
+    reads: set[int] = field(default_factory=set)
+    writes: set[int] = field(default_factory=set)
+
+    def add(self, source: int, destination: int, read: int, written: int) -> None:
+        self.moves.sources.append(source)
+        self.moves.destinations.append(destination)
+        self.reads.add(read)
+        self.writes.add(written)
+
+    def must_precede(self, read: int, written: int) -> bool:
+        return read in self.writes or written in self.writes or written in self.reads
+
+
+@dataclass(slots=True)
+class MemoryCounts:
+    """Counters of the KV memory since the start, in tokens and blocks."""
+
+    num_prefix_query_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_copies_on_write: int = 0
+    num_swapped_out: int = 0
+    num_swapped_in: int = 0
+    num_host_hit_tokens: int = 0
+
+    def brought_back(self, num_tokens: int) -> None:
+        self.num_host_hit_tokens += num_tokens
+
+    def looked_up(self, num_tokens: int, num_found: int) -> None:
+        self.num_prefix_query_tokens += num_tokens
+        self.num_prefix_hit_tokens += num_found
+
+    def copied_on_write(self) -> None:
+        self.num_copies_on_write += 1
+
+    def moved(self, move: Move) -> None:
+        self.num_swapped_out += move is Move.SWAP_OUT
+        self.num_swapped_in += move is Move.SWAP_IN
+
+
+@dataclass(slots=True)
+class BlockCopyPlan:
+    """Block copies that the device must run before a step, in as few transfers as their order allows.
+
+    Each decision assumes the state after the earlier ones: a block that one move reads may be reallocated and written
+    by the next. A move joins an earlier batch of the same kind unless it would overtake a move that it depends on.
+
+        decided    out 7>h1   copy 3>7   out 8>h2   copy 4>8   copy 5>3
+        batches    out 7>h1 8>h2         copy 3>7 4>8          copy 5>3      the last writes what the first copy reads
+    """
+
+    counts: MemoryCounts = field(default_factory=MemoryCounts)
+    _moves: list[tuple[Move, int, int]] = field(default_factory=list)
+    passing: set[tuple[Move, int, int]] = field(default_factory=set)
+    """Moves of blocks that only pass through host memory."""
+    num_taken: int = 0
+    """Number of calls of `take`: a move that was added when the number was lower has been dispatched."""
+
+    def add(self, move: Move, source: int, destination: int, *, passes: bool = False) -> None:
+        """Append a move.
+
+        Args:
+            passes: the block passes through host memory to or from a disk or another server, whose own counters count
+            it.
+        """
+        self._moves.append((move, source, destination))
+        if passes:
+            self.passing.add((move, source, destination))
+        else:
+            self.counts.moved(move)
+
+    def take(self) -> BlockCopyPlan:
+        """Remove and return the pending moves."""
+        taken = BlockCopyPlan(self.counts, self._moves, self.passing)
+        self._moves, self.passing = [], set()
+        self.num_taken += 1
+        return taken
+
+    def batches(self) -> Iterator[BlockMoves]:
+        """Yield the moves in batches to run in order; no batch writes a block that it reads, or writes one twice."""
+        batches: list[_MoveBatch] = []
+        for move, source, destination in self._moves:
+            read = -source if move is Move.SWAP_IN else source
+            written = -destination if move is Move.SWAP_OUT else destination
+            _batch_for(batches, move, read, written).add(source, destination, read, written)
+        for batch in batches:
+            yield batch.moves
+
+
+def _batch_for(batches: list[_MoveBatch], move: Move, read: int, written: int) -> _MoveBatch:
+    for batch in reversed(batches):
+        if batch.must_precede(read, written):
+            break
+        if batch.moves.move is move:
+            return batch
+    batches.append(_MoveBatch(BlockMoves(move, [], [])))
+    return batches[-1]

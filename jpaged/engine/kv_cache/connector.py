@@ -1,0 +1,508 @@
+"""KV connectors: stores of cached blocks outside the engine's memory, such as local disk or another server's memory.
+
+    prefix cache ── ConnectorTier ──> ConnectorStore     staging, limits per step, KV events: `tiers/connector_tier.py`
+                                        BlockStore         jpaged's local disk (`jpaged.blockstore`)
+                                        ConnectorGuard ──> KVConnector of a third party, one Python file
+
+A third party implements `KVConnector`; `--kv-transfer-config` names its class. The guard adds what the engine needs
+around it: hashes, counters, an end at the first error, and removals without blocking the engine thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
+
+from jpaged.blockstore.store import BlockStore, StoreCounts
+from jpaged.config import CacheOptions, KVTransferOptions
+from jpaged.engine.executor import HostBlocks
+from jpaged.errors import InvalidArgument
+
+logger = logging.getLogger(__name__)
+
+StoreTier = Literal["disk", "external"]
+"""Name of a store in KV events and metrics: jpaged's disk, or a third party's connector."""
+CHECKSUM_BYTES = 32
+"""Bytes that a value has in addition to a block's contents: their hash, which the engine writes and verifies."""
+_CALL_TIMEOUT_S = 60.0
+"""Duration after which a call counts as hung."""
+_CLOSE_S = 5.0
+"""Timeout for pending removals and `KVConnector.close` at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVConnectorConfig:
+    """Argument of a connector's constructor.
+
+    Attributes:
+        identity: 32 bytes, a hash of all that a block's contents depend on except its key: weights, dtype, block size,
+            layout, device kind, jpaged's code. Store blocks under identity and key if other models use the same store.
+        value_bytes: size of every value: the contents of a block and their checksum.
+        extra_config: `kv_connector_extra_config`.
+        on_removed: callback for a key that the connector removed by itself, such as an evicted one, after `lookup` has
+            become False. Any thread may call it; it returns at once. Only KV events and a metric depend on it.
+    """
+
+    identity: bytes
+    value_bytes: int
+    extra_config: Mapping[str, Any]
+    on_removed: Callable[[bytes], None]
+
+
+class KVConnector(Protocol):
+    """Store of values by key, for blocks of the prefix cache. The replicas of a server share one object.
+
+    The constructor takes one `KVConnectorConfig`. It runs once, after the model is loaded, and may block.
+
+    **Keys** are 32 or 33 bytes: a SHA-256 chain over tenant, cache salt, adapter and all tokens up to the block's end,
+    and the KV group if it is not the first. Equal keys with the same identity have interchangeable values, so a value
+    never changes. Requests that may not share a prefix have different keys.
+
+    **Values** are opaque, and all have `value_bytes` bytes. They end with a checksum of identity, key and contents. The
+    engine verifies it on each load and removes a value that fails, so a connector needs no checksum of its own.
+
+    **Threads.** `lookup` and `num_blocks` are called on the engine thread, many times a step: they must return at once,
+    from an index in memory. All other methods may block. They run on daemon threads of the engine: up to eight loads,
+    and one save or touch per replica, at the same time as one removal. So every method must be thread-safe.
+
+    **Limits.** The engine starts at most 64 MiB of saves per second while requests run, and 1 GiB while none runs. A
+    group waits for loads only while they are faster than computing, and never longer than computing would take. If a
+    call hangs, its thread and its block in host memory stay occupied, and requests compute.
+
+    **Errors.** An exception of any method, or a call that takes over 60 seconds, disables the connector until the next
+    start: it is logged with its traceback and counted (`jpaged:external_failures_total`), and requests continue. A
+    value that is gone is not an error.
+    """
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of stored values, for metrics. Must return at once."""
+        ...
+
+    def lookup(self, key: bytes) -> bool:
+        """Return True if `load` would probably find the key. Must return at once."""
+        ...
+
+    def load(self, key: bytes, into: memoryview) -> bool:
+        """Copy a value to `into`, `[value_bytes]`; return False if the store no longer has it."""
+        ...
+
+    def save(self, key: bytes, value: memoryview) -> bool:
+        """Store a value, `[value_bytes]`, which is valid only during the call; return False if it was not stored.
+
+        To make room, remove other keys, the least recently used first.
+        """
+        ...
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Record that keys were used without a load, because the engine's memory had them; some may be unknown."""
+        ...
+
+    def remove(self, key: bytes) -> None:
+        """Remove a key, which may be unknown."""
+        ...
+
+    def reset(self) -> None:
+        """Remove all keys of this identity."""
+        ...
+
+    def close(self) -> None:
+        """Write what is buffered and release resources. The last call, when no other is pending; has five seconds."""
+        ...
+
+
+ConnectorClass = Callable[[KVConnectorConfig], KVConnector]
+_METHODS = ("lookup", "load", "save", "touch", "remove", "reset", "close")
+
+
+class ConnectorStore(Protocol):
+    """Store of blocks as the engine uses it: thread-safe, verified, counted, and off after an error.
+
+    `lookup`, `remove`, `reset`, `counts` and `is_on` never block. `load`, `save` and `touch` may.
+    """
+
+    @property
+    def is_on(self) -> bool:
+        """Return False after an error: no key is found any more."""
+        ...
+
+    @property
+    def counts(self) -> StoreCounts:
+        """Return a snapshot of the counters."""
+        ...
+
+    def lookup(self, key: bytes) -> bool:
+        """Return True if the key is stored at this moment. Any thread may ask."""
+        ...
+
+    def load(self, key: bytes, into: memoryview) -> bool:
+        """Load the contents of a block, `[bytes_per_block]`; return True if they are valid."""
+        ...
+
+    def save(self, key: bytes, contents: memoryview, is_wanted: Callable[[], bool]) -> bool:
+        """Store the contents of a block; return True if it is stored.
+
+        Args:
+            is_wanted: called last; False cancels the call. `remove` finds the block afterwards.
+        """
+        ...
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Record that these keys were used elsewhere just now."""
+        ...
+
+    def remove(self, key: bytes) -> None:
+        """Remove a key, so that `lookup` is False from now on."""
+        ...
+
+    def reset(self) -> int:
+        """Remove all keys; return their number."""
+        ...
+
+    def add_removal_listener(self, listener: Callable[[bytes | None], None]) -> None:
+        """Register a callback for each removed key, on any thread; None stands for all keys.
+
+        The callback may only use `lookup`. An error only changes `is_on`.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise InternalError if the bookkeeping is wrong."""
+        ...
+
+    def share(self) -> ConnectorStore:
+        """Return this store for one more user, who must close it too."""
+        ...
+
+    def close(self) -> None:
+        """End one user's use. No call may be pending."""
+        ...
+
+
+def import_connector(options: KVTransferOptions) -> ConnectorClass:
+    """Import the class of a connector.
+
+    Raises:
+        InvalidArgument: the module or the class cannot be imported, or the class lacks a method.
+    """
+    path, name = options.kv_connector_module_path, options.kv_connector
+    try:
+        module = importlib.import_module(path)
+    except Exception as error:
+        problem = f"{path} cannot be imported: {type(error).__name__}: {error}"
+        raise InvalidArgument("kv_transfer_config.kv_connector_module_path", problem) from error
+    kind = getattr(module, name, None)
+    if not inspect.isclass(kind):
+        raise InvalidArgument("kv_transfer_config.kv_connector", f"{path} has no class {name}")
+    missing = [method for method in _METHODS if not callable(getattr(kind, method, None))]
+    if missing:
+        raise InvalidArgument(
+            "kv_transfer_config.kv_connector",
+            f"{name} lacks {', '.join(missing)}: it must implement jpaged.engine.kv_cache.connector.KVConnector, which "
+            "differs from vLLM's KVConnectorBase_V1",
+        )
+    return cast(ConnectorClass, kind)
+
+
+def open_store(options: CacheOptions, blocks: HostBlocks) -> tuple[StoreTier, ConnectorStore]:
+    """Open the store that the options select, and return its name in KV events and metrics.
+
+    Raises:
+        InvalidArgument: no option selects a store, or it cannot be used.
+    """
+    transfer = options.kv_transfer
+    if transfer is not None:
+        return "external", ConnectorGuard(import_connector(transfer), transfer, blocks)
+    if options.kv_disk_dir is None:
+        raise InvalidArgument("kv_disk_space", "is 0, and there is no kv_transfer_config")
+    max_bytes = int(options.kv_disk_space * 2**30)
+    return "disk", BlockStore(Path(options.kv_disk_dir), blocks.kv_identity(), blocks.bytes_per_block, max_bytes)
+
+
+class ConnectorGuard:
+    """Implementation of `ConnectorStore` over a third party's connector.
+
+    Args:
+        create: class of the connector.
+
+    Raises:
+        InvalidArgument: the connector's constructor failed, or it has no `num_blocks`.
+    """
+
+    def __init__(self, create: ConnectorClass, options: KVTransferOptions, blocks: HostBlocks) -> None:
+        self._name = options.kv_connector
+        self._identity = blocks.kv_identity()
+        self._bytes_per_block = blocks.bytes_per_block
+        self._lock = threading.RLock()
+        self._num_users = 1
+        self._is_on = True
+        self._counts = StoreCounts()
+        self._listeners: list[Callable[[bytes | None], None]] = []
+        self._removals: dict[bytes | None, int] = {}  # pending ones of each key; None is a reset
+        self._calls: dict[object, tuple[str, float]] = {}  # running ones, the oldest first: name and begin
+        config = KVConnectorConfig(
+            self._identity,
+            self._bytes_per_block + CHECKSUM_BYTES,
+            dict(options.kv_connector_extra_config),
+            self._on_removed,
+        )
+        try:
+            self._connector = create(config)
+            self._counts = replace(self._counts, num_blocks=int(self._connector.num_blocks))
+        except InvalidArgument:
+            raise
+        except Exception as error:
+            problem = f"{self._name} cannot start: {type(error).__name__}: {error}"
+            raise InvalidArgument("kv_transfer_config.kv_connector", problem) from error
+        self._threads = DaemonThreadPool(1, "jpaged-connector-remove")
+
+    @property
+    def is_on(self) -> bool:
+        return self._is_on
+
+    @property
+    def counts(self) -> StoreCounts:
+        num_blocks = 0
+        if self._is_on:
+            try:
+                num_blocks = int(self._connector.num_blocks)
+            except Exception as error:
+                self._disable("num_blocks", error)
+        with self._lock:
+            oldest = next(iter(self._calls.values()), None)
+            if self._is_on and oldest is not None and time.monotonic() - oldest[1] > _CALL_TIMEOUT_S:
+                self._disable(oldest[0], TimeoutError(f"no result after {_CALL_TIMEOUT_S:g} s"))
+            return replace(self._counts, num_blocks=num_blocks * self._is_on)
+
+    def lookup(self, key: bytes) -> bool:
+        if not self._is_on or key in self._removals or None in self._removals:
+            return False
+        try:
+            return bool(self._connector.lookup(key))
+        except Exception as error:
+            self._disable("lookup", error)
+            return False
+
+    def load(self, key: bytes, into: memoryview) -> bool:
+        if not self.lookup(key):
+            return False
+        value, begin_s = bytearray(self._bytes_per_block + CHECKSUM_BYTES), time.monotonic()
+        try:
+            with self._timed("load"):
+                is_found = bool(self._connector.load(key, memoryview(value)))
+        except Exception as error:
+            self._disable("load", error)
+            return False
+        contents, checksum = memoryview(value)[: self._bytes_per_block], value[self._bytes_per_block :]
+        if not is_found:
+            self._notify(key)
+            return False
+        if self._checksum(key, contents) != checksum:
+            self._drop(key)
+            return False
+        into[:] = contents
+        self._count(num_read=1, read_bytes=self._bytes_per_block, read_s=time.monotonic() - begin_s)
+        return True
+
+    def save(self, key: bytes, contents: memoryview, is_wanted: Callable[[], bool] = lambda: True) -> bool:
+        if not self._is_on or self.lookup(key):
+            return False
+        begin_s = time.monotonic()
+        value = bytearray(self._bytes_per_block + CHECKSUM_BYTES)
+        value[: self._bytes_per_block] = contents
+        value[self._bytes_per_block :] = self._checksum(key, contents)
+        try:
+            with self._timed("save"):
+                if not self._connector.save(key, memoryview(value).toreadonly()):
+                    return False
+                if not is_wanted():
+                    self._connector.remove(key)
+                    return False
+        except Exception as error:
+            self._disable("save", error)
+            return False
+        self._count(num_written=1, written_bytes=self._bytes_per_block, write_s=time.monotonic() - begin_s)
+        return self._is_on
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        self._call("touch", lambda: self._connector.touch(keys))
+
+    def remove(self, key: bytes) -> None:
+        if self.lookup(key):
+            self._remove(key, "remove", lambda: self._connector.remove(key))
+
+    def reset(self) -> int:
+        num_blocks = self.counts.num_blocks
+        self._remove(None, "reset", self._connector.reset)
+        return num_blocks
+
+    def add_removal_listener(self, listener: Callable[[bytes | None], None]) -> None:
+        with self._lock:
+            self._listeners.append(listener)
+
+    def check(self) -> None:
+        """Do nothing: the connector has no bookkeeping that the engine could check."""
+
+    def share(self) -> ConnectorGuard:
+        with self._lock:
+            self._num_users += 1
+        return self
+
+    def close(self) -> None:
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users:
+                return
+        closed = self._threads.submit(self._close)  # after pending removals
+        self._threads.shutdown(wait=False)
+        try:
+            closed.result(_CLOSE_S)
+        except FutureTimeout:
+            logger.error("KV connector %s did not close within %g s", self._name, _CLOSE_S)
+        except Exception:
+            logger.exception("KV connector %s failed in close", self._name)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        self._is_on = False
+        self._connector.close()
+
+    def _checksum(self, key: bytes, contents: memoryview) -> bytes:
+        """Return the hash of a block; releases the GIL."""
+        found = hashlib.sha256(self._identity + bytes([len(key)]) + key)
+        found.update(contents)
+        return found.digest()
+
+    def _remove(self, key: bytes | None, name: str, call: Callable[[], None]) -> None:
+        """Run a removal on a thread; `lookup` is False until it has run."""
+        with self._lock:
+            self._removals[key] = self._removals.get(key, 0) + 1
+
+        def run() -> None:
+            self._call(name, call)
+            with self._lock:
+                self._removals[key] -= 1
+                if not self._removals[key]:
+                    del self._removals[key]
+
+        try:
+            self._threads.submit(run)
+        except RuntimeError:  # closed
+            return
+        self._notify(key)
+
+    def _drop(self, key: bytes) -> None:
+        logger.warning("KV connector %s: dropped a damaged block", self._name)
+        self._count(num_dropped=1)
+        self._call("remove", lambda: self._connector.remove(key))
+        self._notify(key)
+
+    def _call(self, name: str, call: Callable[[], None]) -> None:
+        """Run a call that may raise."""
+        if not self._is_on:
+            return
+        try:
+            with self._timed(name):
+                call()
+        except Exception as error:
+            self._disable(name, error)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Mark a call as running, so that `counts` notices if it hangs."""
+        call = object()
+        with self._lock:
+            self._calls[call] = (name, time.monotonic())
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._calls[call]
+
+    def _on_removed(self, key: bytes) -> None:
+        self._count(num_evicted=1)
+        self._notify(key)
+
+    def _notify(self, key: bytes | None) -> None:
+        for listener in self._listeners:
+            listener(key)
+
+    def _count(self, **more: float) -> None:
+        with self._lock:
+            self._counts = replace(
+                self._counts, **{name: getattr(self._counts, name) + number for name, number in more.items()}
+            )
+
+    def _disable(self, name: str, error: Exception) -> None:
+        with self._lock:
+            if self._is_on:
+                logger.error("KV connector %s is now off: %s failed", self._name, name, exc_info=error)
+            self._is_on = False
+        self._count(num_failures=1)
+
+
+_Call = tuple[Future[Any], Callable[[], Any]]
+
+
+class DaemonThreadPool(Executor):
+    """Executor that starts calls in the order of submission, on daemon threads.
+
+    Unlike with `ThreadPoolExecutor`, a hanging call never prevents the process from exiting.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True) for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._is_over:
+                raise RuntimeError("calls are not accepted after shutdown")
+            self._calls.put((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Stop the threads after the submitted or the running calls; a later call with `wait` joins them."""
+        with self._lock:
+            self._is_over = True
+        while cancel_futures:
+            try:
+                call = self._calls.get_nowait()
+            except queue.Empty:
+                break
+            if call is not None and call[0].cancel():
+                call[0].set_running_or_notify_cancel()
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads if wait else ():
+            thread.join()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function = call
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except BaseException as error:  # raised by the caller's `result()`
+                future.set_exception(error)

@@ -1,0 +1,898 @@
+"""Cached prefixes in a store outside the engine's memory: the tier below host memory, over any `ConnectorStore`.
+
+    prefix cache ── stored, evicted ──> BlockWriter ──> store     in the background, limited in bytes per second
+    waiting group <── cached blocks ── BlockReader <── store      many concurrent loads; other groups keep running
+
+Keys are those of the prefix cache, so isolation by tenant, salt and adapter holds here too. The replicas of one server
+share one store: each writes what it computes, and can load what the others wrote.
+
+**Missing blocks** of a waiting group, and their insertion into the prefix cache (`BlockLoader`):
+
+    prompt   [0][1][2][3][4][5]      0 and 1 are on the device, 2 in host memory, 3 and 4 in the store: these two are
+                                     missing
+
+**Loads** while their groups wait and others run (`BlockReader`):
+
+    places    [0][1][2][3][4][5][6][7]      missing blocks of the prompt that the store has
+    reads      in  in  done .. .. ..        many concurrent loads, into staging blocks
+    device    [a ][b ]                      cached and free, as after a request that computed them
+
+Valid blocks are copied to the device in order, limited per step so that running groups are not delayed. A group resumes
+when all its blocks are loaded, when a load fails, or when it has waited as long as computing would have taken. It then
+hits the loaded blocks and computes the rest. A group whose first missing block is being loaded for another group waits
+for that group first.
+
+**Writes** in the background (`BlockWriter`):
+
+    due ──> staging block, or the cached block in host memory ──> saved by a thread ──> in the store
+
+A key is due when its block enters the prefix cache, and again when it leaves the device. So the store follows memory
+with a small delay, and a killed process loses little. The tier limits how many bytes a step starts to write.
+
+**KV cache events** (`ConnectorKVEvents`), for example of the tier "disk":
+
+    in memory, and in the store                  Stored("disk")     when it is saved, and when it is loaded to memory
+    evicted, removed; the store failed           Removed("disk")    in the next steps, up to _MAX_REMOVED in each
+
+Subscribers identify a block by the tokens in its device event. Blocks that an earlier run or another replica stored are
+therefore published only when they are loaded to memory here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from jpaged.blockstore.store import StoreCounts
+from jpaged.config import CacheOptions
+from jpaged.engine.executor import DeviceRates, Geometry, HostBlocks, Move
+from jpaged.engine.kv_cache.blocks import BlockCopyPlan, BlockHash, BlockTable, group_block_hash
+from jpaged.engine.kv_cache.connector import ConnectorStore, DaemonThreadPool, StoreTier, open_store
+from jpaged.engine.kv_cache.events import KVEventRecorder
+from jpaged.engine.kv_cache.offload.host import HostTier, Staging
+from jpaged.engine.kv_cache.prefix_cache import BlockHashIndex, PrefixCacheManager, num_usable
+from jpaged.engine.sequence import SequenceGroup
+from jpaged.errors import InternalError, InvalidArgument, Unavailable
+from jpaged.pool import Tier
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PromptBlock:
+    """Block at an index of a prompt in one KV group, with its cache key."""
+
+    index: int
+    kv_group: int
+    key: BlockHash
+
+
+class BlockLoader:
+    """Loader of device blocks for waiting prompts. Loaded blocks are cached and free, without a reference."""
+
+    def __init__(self, prefixes: PrefixCacheManager, ops: BlockCopyPlan) -> None:
+        self._prefixes = prefixes
+        self._ops = ops
+
+    def missing(self, group: SequenceGroup, is_below: Callable[[BlockHash], bool]) -> list[PromptBlock]:
+        """Return the blocks that memory misses of the longest prefix there or below, in prompt order.
+
+        If the pool has too little room for the prefix, it is shortened. Blocks on the device or in host memory that the
+        prompt hits also take free blocks. The prefix's device blocks move to the end of the eviction order, so that
+        loading does not evict them.
+        """
+        prefixes, reaches = self._prefixes, self._prefixes.reaches
+        keys = prefixes.lookup_keys(group)
+        num_blocks = len(keys)
+        while num_blocks := num_usable(
+            keys[:num_blocks], reaches, lambda key: prefixes.has_prefix(key) or is_below(key)
+        ):
+            seen = [
+                PromptBlock(i, kv_group, group_block_hash(keys[i], kv_group))
+                for kv_group, reach in enumerate(reaches)
+                for i in reach.seen(num_blocks)
+            ]
+            places = sorted(place for place in seen if not prefixes.has_prefix(place.key))
+            if not places:
+                return []
+            num_needed = sum(self._takes_room(place.key) for place in seen)
+            if prefixes.pool.can_allocate(num_needed):
+                prefixes.touch([place.key for place in seen])
+                return places
+            num_blocks -= max(1, (num_needed - prefixes.pool.num_free) // len(reaches))
+        return []
+
+    def _takes_room(self, key: BlockHash) -> bool:
+        """Return True if a hit on the key takes a free block of the pool: the cached block, or one to copy it to."""
+        block_id = self._prefixes.cache.find(key)
+        return block_id is None or self._prefixes.pool.is_free(block_id)
+
+    def bring_in(self, group: SequenceGroup, place: PromptBlock, home: int) -> bool:
+        """Insert a block that a reserved host block holds into the cache; return False if the pool has no room."""
+        prefixes, leader = self._prefixes, group.live[0]
+        if prefixes.cache.find(place.key) is not None:
+            return True
+        if not prefixes.pool.can_allocate(1):
+            return False
+        table = BlockTable(1)
+        table.extend(prefixes.pool.allocate(1))
+        self._ops.add(Move.SWAP_IN, home, table.block_id(0), passes=True)
+        key = prefixes.lookup_keys(group)[place.index]
+        prefixes.cache.insert_in_group(leader, place.index, table.block_id(0), key, place.kv_group)
+        prefixes.pool.release(table)
+        return True
+
+
+_FIRST_BYTES_PER_S = 200e6
+_LATENCY_S = 0.002
+"""Assumed rate and latency of a store before there are measurements."""
+_BELIEF = 1.02
+"""Factor on the estimated rate for each group that does not wait, so that a slow store is tried again."""
+_LEAST_WAIT_S = 0.05
+"""Minimum wait: shorter ones are within the wake-up time of threads."""
+_NUM_AT_ONCE = 16
+"""Maximum number of groups processed per step; others wait for these."""
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """Load for one group.
+
+    Attributes:
+        homes, reads: of the first places: the staging block of each, and whether its read was valid.
+        num_in: number of places that are finished.
+        is_over: nothing more is inserted; only pending reads are awaited.
+        began_s: time of the first step that processed it; None before that.
+        until_s: deadline at which the group resumes in any case.
+    """
+
+    group: SequenceGroup
+    places: list[PromptBlock]
+    longest_s: float
+    behind: _Fetch | None = None
+    homes: list[int] = field(default_factory=list)
+    reads: list[Future[bool]] = field(default_factory=list)
+    num_in: int = 0
+    is_over: bool = False
+    has_gone_on: bool = False
+    began_s: float | None = None
+    until_s: float = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        """Return True if the group need not wait any more."""
+        return self.is_over or (self.behind is None and self.num_in == len(self.places))
+
+    @property
+    def is_empty(self) -> bool:
+        """Return True if no read is pending."""
+        return self.is_done and self.num_in == len(self.reads)
+
+
+class BlockReader:
+    """Loader of the blocks that waiting groups need. Only the engine thread calls it, except `is_worth`.
+
+    Args:
+        threads: executor with one thread per concurrent read.
+        count: called with the number of loaded tokens, and whether a group resumed before its load completed.
+        came: called with each key that was loaded.
+    """
+
+    def __init__(
+        self,
+        store: ConnectorStore,
+        blocks: HostBlocks,
+        staging: Staging,
+        rates: DeviceRates,
+        block_size: int,
+        threads: Executor,
+        count: Callable[[int, bool], None],
+        came: Callable[[BlockHash], None],
+    ) -> None:
+        self._store = store
+        self._blocks = blocks
+        self._staging = staging
+        self._rates = rates
+        self._block_size = block_size
+        self._threads = threads
+        self._count = count
+        self._came = came
+        self._bytes_per_s = _FIRST_BYTES_PER_S
+        self._fetches: dict[SequenceGroup, _Fetch] = {}
+        self._wanting: dict[BlockHash, dict[_Fetch, None]] = {}  # fetches that wait for a key; none is empty
+        self._leftover: list[_Fetch] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Return True if a group waits, or reads for a group that no longer waits are pending."""
+        return bool(self._fetches or self._leftover)
+
+    @property
+    def under_way(self) -> list[Future[bool]]:
+        """Return the reads whose results are not processed."""
+        return [read for fetch in self._all() for read in fetch.reads[fetch.num_in :]]
+
+    def block_s(self, key: BlockHash) -> float | None:
+        """Return the seconds to read a block at the measured rate; None if the store lacks it."""
+        return self._blocks.bytes_per_block / self._bytes_per_s if self._store.lookup(key) else None
+
+    def is_worth(self, begin: int, end: int, num_blocks: int) -> bool:
+        """Return True if reading num_blocks is faster than computing blocks `begin` to `end`. Any thread may ask."""
+        read_s = _LATENCY_S + num_blocks * self._blocks.bytes_per_block / self._bytes_per_s
+        return self._compute_s(begin, end) > read_s
+
+    def start_load(self, group: SequenceGroup, loader: BlockLoader) -> bool:
+        """Start to load a group's prompt; return False if the store has nothing that is faster than computing."""
+        places = loader.missing(group, self._store.lookup)
+        if not places:
+            return False
+        begin, end = places[0].index, places[-1].index + 1
+        if not self.is_worth(begin, end, len(places)):
+            self._bytes_per_s = min(self._bytes_per_s * _BELIEF, max(self._bytes_per_s, _FIRST_BYTES_PER_S))
+            return False
+        first = places[0].key
+        behind = next((other for other in self._wanting.get(first, ()) if other.places[0].key == first), None)
+        self._fetches[group] = fetch = _Fetch(group, places, max(self._compute_s(begin, end), _LEAST_WAIT_S), behind)
+        self._want(fetch)
+        return True
+
+    def cancel(self, group: SequenceGroup) -> None:
+        """Stop loading for a group that has ended."""
+        fetch = self._fetches.pop(group, None)
+        if fetch is not None:
+            self._want_no_more(fetch)
+            fetch.is_over = fetch.has_gone_on = True
+            self._leftover.append(fetch)
+
+    def forget(self, key: BlockHash | None) -> None:
+        """Prevent pending loads from inserting a key; None stands for any key."""
+        for fetch in self._fetches.values() if key is None else self._wanting.get(key, ()):
+            fetch.is_over = True
+
+    def advance(self, now_s: float, max_bytes: int, loader: BlockLoader) -> list[SequenceGroup]:
+        """Insert loaded blocks, up to max_bytes, and start further reads; return the groups that resume now."""
+        going_on = []
+        for fetch in self._leftover:
+            self._clear(fetch)
+        self._leftover = [fetch for fetch in self._leftover if not fetch.is_empty]
+        for fetch in list(islice(self._fetches.values(), _NUM_AT_ONCE)):
+            if fetch.behind is not None:
+                if not fetch.behind.has_gone_on:
+                    continue
+                self._want_no_more(fetch)
+                fetch.behind, fetch.places = None, loader.missing(fetch.group, self._store.lookup)
+                self._want(fetch)
+            if fetch.began_s is None:
+                fetch.began_s, fetch.until_s = now_s, now_s + fetch.longest_s
+            max_bytes -= self._bring_in(fetch, max_bytes, loader)
+            self._read_on(fetch)
+            if now_s > fetch.until_s:
+                fetch.is_over = True
+            if fetch.is_done:
+                self._end(fetch, now_s)
+                going_on.append(fetch.group)
+        return going_on
+
+    def _want(self, fetch: _Fetch) -> None:
+        for place in fetch.places:
+            self._wanting.setdefault(place.key, {})[fetch] = None
+
+    def _want_no_more(self, fetch: _Fetch) -> None:
+        for place in fetch.places:
+            wanting = self._wanting[place.key]
+            del wanting[fetch]
+            if not wanting:
+                del self._wanting[place.key]
+
+    def _end(self, fetch: _Fetch, now_s: float) -> None:
+        fetch.has_gone_on = True
+        del self._fetches[fetch.group]
+        self._want_no_more(fetch)
+        self._leftover.append(fetch)
+        self._count(0, fetch.is_over)
+        if fetch.began_s is not None and now_s > fetch.began_s:
+            seen = fetch.num_in * self._blocks.bytes_per_block / (now_s - fetch.began_s)
+            self._bytes_per_s = (self._bytes_per_s + seen) / 2
+
+    def _bring_in(self, fetch: _Fetch, max_bytes: int, loader: BlockLoader) -> int:
+        """Insert loaded blocks in order; return the number of bytes moved."""
+        num_bytes = 0
+        while not fetch.is_over and num_bytes < max_bytes and fetch.num_in < len(fetch.reads):
+            read = fetch.reads[fetch.num_in]
+            if not read.done():
+                break
+            place, home = fetch.places[fetch.num_in], fetch.homes[fetch.num_in]
+            if read.result() and loader.bring_in(fetch.group, place, home):
+                num_bytes += self._blocks.bytes_per_block
+                self._came(place.key)
+                self._count(0 if place.kv_group else self._block_size, False)
+            else:
+                fetch.is_over = True
+            self._staging.give_back(home)
+            fetch.num_in += 1
+        return num_bytes
+
+    def _read_on(self, fetch: _Fetch) -> None:
+        while not fetch.is_over and len(fetch.reads) < len(fetch.places):
+            home = self._staging.take()
+            if home is None:
+                return
+            key = fetch.places[len(fetch.reads)].key
+            fetch.homes.append(home)
+            fetch.reads.append(self._threads.submit(self._store.load, key, self._blocks.view(home)))
+
+    def _clear(self, fetch: _Fetch) -> None:
+        """Return the staging blocks of finished reads that no group waits for."""
+        while fetch.num_in < len(fetch.reads) and fetch.reads[fetch.num_in].done():
+            fetch.reads[fetch.num_in].result()
+            self._staging.give_back(fetch.homes[fetch.num_in])
+            fetch.num_in += 1
+
+    def check(self) -> None:
+        """Check the bookkeeping of reads.
+
+        Raises:
+            InternalError: a block that is read into is free, or the waiting fetches of a key are wrong.
+        """
+        wanted = {(place.key, fetch) for fetch in self._fetches.values() for place in fetch.places}
+        if wanted != {(key, fetch) for key, wanting in self._wanting.items() for fetch in wanting}:
+            raise InternalError(
+                f"{len(wanted)} blocks are pending, which do not match those of {len(self._wanting)} keys"
+            )
+        self._staging.check(home for fetch in self._all() for home in fetch.homes[fetch.num_in :])
+
+    def _all(self) -> Iterator[_Fetch]:
+        yield from self._fetches.values()
+        yield from self._leftover
+
+    def _compute_s(self, begin: int, end: int) -> float:
+        """Return the seconds to compute the tokens of these blocks of a prompt."""
+        begin, end = begin * self._block_size, end * self._block_size
+        size, seconds = self._rates.forward_s[-1]
+        return (end - begin) * seconds / size + self._rates.pair_s * (end**2 - begin**2) / 2
+
+
+_MAX_LOOKS = 256
+"""Maximum number of keys examined per step: most may be in the store, or evicted."""
+
+
+@dataclass(slots=True, eq=False)
+class _Spill:
+    """Write of one block.
+
+    Attributes:
+        held: pinned cached block in host memory; None if the block is copied to the staging block `home`.
+        since: `num_dispatched` when the copy was decided.
+        is_wanted: False cancels the write; set by the engine thread, read by the writer thread.
+    """
+
+    key: BlockHash
+    home: int
+    held: BlockTable | None
+    since: int
+    is_wanted: bool = True
+    written: Future[bool] | None = None
+
+
+class BlockWriter:
+    """Writer of due blocks. Only the engine thread calls it.
+
+    Args:
+        max_due: maximum number of waiting keys; beyond it the oldest, which is evicted soonest, is dropped.
+        threads: executor with one thread, which writes.
+        written: called with each written key.
+    """
+
+    def __init__(
+        self,
+        store: ConnectorStore,
+        blocks: HostBlocks,
+        host: HostTier,
+        staging: Staging,
+        max_due: int,
+        threads: Executor,
+        written: Callable[[BlockHash], None],
+    ) -> None:
+        self._store = store
+        self._blocks = blocks
+        self._host = host
+        self._staging = staging
+        self._max_due = max_due
+        self._threads = threads
+        self._written = written
+        self._due: OrderedDict[BlockHash, None] = OrderedDict()
+        self._landing: deque[_Spill] = deque()
+        self._writing: deque[_Spill] = deque()
+        self._under_way: dict[BlockHash, _Spill] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Return True if keys are due or being written."""
+        return bool(self._due or self._under_way)
+
+    @property
+    def under_way(self) -> list[Future[bool]]:
+        """Return the pending calls of the writer thread."""
+        return [spill.written for spill in self._writing if spill.written is not None]
+
+    def note(self, key: BlockHash) -> None:
+        """Mark a key as due, unless it is in the store or being written."""
+        if key in self._due or key in self._under_way or self._store.lookup(key):
+            return
+        self._due[key] = None
+        if len(self._due) > self._max_due:
+            self._due.popitem(last=False)
+
+    def forget(self, key: BlockHash) -> None:
+        """Prevent a key from being written, even if its write has started."""
+        self._due.pop(key, None)
+        if key in self._under_way:
+            self._under_way[key].is_wanted = False
+
+    def forget_all(self) -> None:
+        """Prevent all pending keys from being written."""
+        self._due.clear()
+        for spill in self._under_way.values():
+            spill.is_wanted = False
+
+    def advance(self, max_blocks: int, cache: BlockHashIndex) -> int:
+        """Finish completed writes, start writes of copied blocks, and begin up to max_blocks more; return that count.
+
+        Args:
+            cache: index of the device blocks.
+        """
+        while self._writing and (written := self._writing[0].written) is not None and written.done():
+            written.result()  # an error of the thread is an error of the engine
+            self._written(self._writing[0].key)
+            self._end(self._writing.popleft())
+        while self._landing and self._host.is_settled([self._landing[0].home], self._landing[0].since):
+            spill = self._landing.popleft()
+            if spill.is_wanted:
+                spill.written = self._threads.submit(self._write, spill)
+                self._writing.append(spill)
+            else:
+                self._end(spill)
+        return sum(self._begin(key, cache) for key in self._next(max_blocks))
+
+    def _next(self, max_blocks: int) -> Iterable[BlockHash]:
+        """Yield due keys in order, up to max_blocks begun ones and while staging blocks are free."""
+        num_begun = len(self._under_way)
+        for _ in range(min(_MAX_LOOKS, len(self._due))):
+            if len(self._under_way) - num_begun >= max_blocks or self._host_is_full:
+                return
+            yield self._due.popitem(last=False)[0]
+
+    @property
+    def _host_is_full(self) -> bool:
+        """Return True if the number of pending writes has reached the number of staging blocks."""
+        return len(self._under_way) >= self._staging.num_blocks
+
+    def _begin(self, key: BlockHash, cache: BlockHashIndex) -> bool:
+        """Begin to write a key; return False if it is in the store by now or evicted, or no staging block is free."""
+        if self._store.lookup(key):
+            return False
+        since, block_id = self._host.num_dispatched, cache.find(key)
+        if key in self._host:
+            held = self._host.hold([key])
+            spill = _Spill(key, held.block_id(0), held, since)
+        elif block_id is None:
+            return False
+        elif (home := self._staging.take()) is None:
+            self._due[key] = None
+            self._due.move_to_end(key, last=False)
+            return False
+        else:
+            self._host.copy_out(block_id, home)
+            spill = _Spill(key, home, None, since)
+        self._under_way[key] = spill
+        self._landing.append(spill)
+        return True
+
+    def _end(self, spill: _Spill) -> None:
+        del self._under_way[spill.key]
+        if spill.held is None:
+            self._staging.give_back(spill.home)
+        else:
+            self._host.release(spill.held)
+
+    def _write(self, spill: _Spill) -> bool:
+        """Write a block; runs on the writer thread."""
+        if not spill.is_wanted:
+            return False
+        return self._store.save(spill.key, self._blocks.view(spill.home), lambda: spill.is_wanted)
+
+    def check(self) -> None:
+        """Check the bookkeeping of writes.
+
+        Raises:
+            InternalError: a block that is being written is lost, or free.
+        """
+        if len(self._landing) + len(self._writing) != len(self._under_way):
+            raise InternalError(
+                f"{len(self._landing)} blocks being copied and {len(self._writing)} being written are not "
+                f"{len(self._under_way)}"
+            )
+        self._staging.check(spill.home for spill in self._under_way.values() if spill.held is None)
+
+
+_MAX_REMOVED = 1024
+"""Maximum number of removals published per step."""
+
+
+class ConnectorKVEvents:
+    """Publisher of the keys in a store. The engine thread calls it; the store reports removals from any thread.
+
+    Args:
+        tier: name of the store in the events.
+        is_in_memory: returns True if the device or host memory has a key.
+    """
+
+    def __init__(
+        self, store: ConnectorStore, tier: Tier, changes: KVEventRecorder, is_in_memory: Callable[[BlockHash], bool]
+    ) -> None:
+        self._store = store
+        self._tier = tier
+        self._changes = changes
+        self._is_in_memory = is_in_memory
+        self._published: set[BlockHash] = set()
+        self._lock = threading.Lock()
+        self._gone: set[BlockHash] = set()
+        self._is_reset = False
+        self._going: deque[BlockHash] = deque()
+        store.add_removal_listener(self._note_gone)
+
+    @property
+    def is_busy(self) -> bool:
+        """Return True if removals are not yet published."""
+        return bool(self._gone or self._going or self._is_reset)
+
+    def may_hold(self, key: BlockHash) -> None:
+        """Publish that the store has a key, if memory has it too."""
+        if (
+            not self._changes.is_on
+            or key in self._published
+            or not self._store.lookup(key)
+            or not self._is_in_memory(key)
+        ):
+            return
+        self._published.add(key)
+        if self._store.lookup(key):  # removals from here on are recorded
+            self._changes.stored(self._tier, key)
+        else:
+            self._published.remove(key)
+
+    def advance(self) -> None:
+        """Publish what the store no longer has, up to the limit per step."""
+        if self._gone:
+            with self._lock:
+                gone, self._gone = self._gone, set()
+            self._going += gone
+        is_reset, self._is_reset = self._is_reset, False
+        if self._published and (is_reset or not (self._going or self._store.is_on)):
+            self._going += self._published
+        for _ in range(min(_MAX_REMOVED, len(self._going))):
+            key = self._going.popleft()
+            if key in self._published and not self._store.lookup(key):
+                self._published.remove(key)
+                self._changes.removed(self._tier, key)
+
+    def _note_gone(self, key: BlockHash | None) -> None:
+        if key is None:
+            self._is_reset = True
+        elif key in self._published:
+            with self._lock:
+                self._gone.add(key)
+
+
+logger = logging.getLogger(__name__)
+
+_NUM_READERS, _NUM_WRITERS = 8, 1
+_STAGING_BYTES, _STAGING_SHARE = 64 << 20, 4
+"""Host memory for transfers: maximum bytes, and divisor of the number of host blocks."""
+_OUT_BYTES_PER_S, _OUT_BYTES_ALONE_PER_S = 64 << 20, 1 << 30
+"""Bytes per second of writes to start while groups run, and while none runs."""
+_OUT_BYTES, _IN_BYTES = 2 << 20, 4 << 20
+"""Bytes per step that are written and loaded while groups run: milliseconds of copying."""
+_BYTES_ALONE = 64 << 20
+_END_S = 5.0
+"""Timeout at close for a store that does not respond."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorCounts:
+    """Counters of a tier since the start.
+
+    Attributes:
+        num_tokens: prompt tokens loaded.
+        num_fallbacks: groups that computed blocks that failed to load or did not load in time.
+        store: counters of the store, which several tiers may share.
+    """
+
+    store: StoreCounts
+    num_tokens: int = 0
+    num_fallbacks: int = 0
+    is_on: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStore:
+    """One engine's share of a store.
+
+    Attributes:
+        store: owned by the engine until it stops; other engines may share it.
+        tier: name of the store in KV events and in the fields of `jpaged.server_load.EngineLoad`.
+        threads: executors for loads and for writes; None creates them.
+    """
+
+    store: ConnectorStore
+    tier: StoreTier = "disk"
+    threads: tuple[Executor, Executor] | None = None
+
+
+def num_staged(bytes_per_block: int, num_host_blocks: int) -> int:
+    """Return the number of host blocks reserved for transfers.
+
+    Raises:
+        InvalidArgument: there are too few.
+    """
+    num_blocks = min(_STAGING_BYTES // bytes_per_block, num_host_blocks // _STAGING_SHARE)
+    if num_blocks < 2:
+        raise InvalidArgument(
+            "swap_space",
+            f"host memory has {num_host_blocks} blocks of {bytes_per_block} bytes; a store below it uses one of "
+            f"{_STAGING_SHARE} of them as staging buffers and requires at least {2 * _STAGING_SHARE}",
+        )
+    return num_blocks
+
+
+def open_stores(
+    options: CacheOptions, blocks: HostBlocks | None, geometry: Geometry, num_engines: int
+) -> list[tuple[EngineStore, ...]]:
+    """Open the store that the options select and return each engine's share; empty ones if there is none.
+
+    Reads all weights, to compute the identity of the blocks.
+
+    Raises:
+        InvalidArgument: the store cannot be used, or there is too little room on disk or in host memory.
+    """
+    if options.store_option is None or blocks is None:
+        return [()] * num_engines
+    num_staged(blocks.bytes_per_block, geometry.num_host_blocks)
+    tier, store = open_store(options, blocks)
+    return [(EngineStore(store, tier),), *((EngineStore(store.share(), tier),) for _ in range(num_engines - 1))]
+
+
+class ConnectorTier:
+    """Tier of one engine over a store. Only the engine thread calls it, unless a method states otherwise.
+
+    Implements `jpaged.engine.kv_cache.prefix_cache.LowerTier`.
+
+    Attributes:
+        is_worth: see `BlockReader.is_worth`.
+
+    Args:
+        share: the engine's share of a store, which this tier owns until `close`.
+        blocks: contents of host memory.
+
+    Raises:
+        InvalidArgument: host memory has too few blocks for transfers.
+    """
+
+    def __init__(
+        self, share: EngineStore, blocks: HostBlocks, host: HostTier, geometry: Geometry, rates: DeviceRates
+    ) -> None:
+        self._store = store = share.store
+        self._tier = share.tier
+        self._bytes_per_block = blocks.bytes_per_block
+        self._load_threads, self._save_threads = share.threads or (
+            DaemonThreadPool(_NUM_READERS, f"jpaged-{share.tier}-load"),
+            DaemonThreadPool(_NUM_WRITERS, f"jpaged-{share.tier}-save"),
+        )
+        self._events: ConnectorKVEvents | None = None
+
+        def may_hold(key: BlockHash) -> None:
+            if self._events is not None:
+                self._events.may_hold(key)
+
+        self._may_hold = may_hold
+        num_blocks = num_staged(blocks.bytes_per_block, geometry.num_host_blocks)
+        num_out = max(1, num_blocks // 4)
+        self._stagings = Staging(host, num_out), Staging(host, num_blocks - num_out)
+        self._max_due = max_due = geometry.num_blocks + geometry.num_host_blocks
+        self._writer = BlockWriter(store, blocks, host, self._stagings[0], max_due, self._save_threads, may_hold)
+        self._reader = BlockReader(
+            store,
+            blocks,
+            self._stagings[1],
+            rates,
+            geometry.block_size,
+            self._load_threads,
+            self._count,
+            may_hold,
+        )
+        self.is_worth = self._reader.is_worth
+        self._counts = ConnectorCounts(store.counts)
+        self._cache: BlockHashIndex | None = None
+        self._loader: BlockLoader | None = None
+        self._used: dict[BlockHash, None] = {}
+        self._noting: Future[None] | None = None
+        self._lock = threading.Lock()
+        self._lent: list[Future[bool]] = []  # reads for other servers
+        self._allowance_bytes = 0.0
+        self._last_s = 0.0
+        self._is_flushing = False
+
+    def connect(self, prefixes: PrefixCacheManager, ops: BlockCopyPlan) -> None:
+        """Connect the prefix cache whose blocks this tier stores and loads, with the queue of device moves."""
+        self._cache, self._loader = prefixes.cache, BlockLoader(prefixes, ops)
+        self._events = ConnectorKVEvents(self._store, self._tier, prefixes.changes, prefixes.has_prefix)
+
+    # --- changes of prefixes --------------------------------------------------------------------------------------
+
+    def on_block_stored(self, key: BlockHash) -> None:
+        if self._store.is_on:
+            self._may_hold(key)
+            self._writer.note(key)
+
+    def on_blocks_hit(self, keys: Sequence[BlockHash]) -> None:
+        for key in keys if self._store.is_on else ():
+            self._used.pop(key, None)
+            self._used[key] = None
+        while len(self._used) > self._max_due:
+            del self._used[next(iter(self._used))]
+
+    def remove(self, key: BlockHash) -> None:
+        self._writer.forget(key)
+        self._reader.forget(key)
+        self._store.remove(key)
+
+    def reset(self) -> int:
+        self._writer.forget_all()
+        self._reader.forget(None)
+        return self._store.reset()
+
+    def block_s(self, key: BlockHash) -> float | None:
+        """Return the seconds to load a block; None if it is not there."""
+        return self._reader.block_s(key)
+
+    # --- exports to other servers ---------------------------------------------------------------------------------
+
+    def lookup(self, key: BlockHash) -> bool:
+        """Return True if the index of the store has the key. Any thread may ask."""
+        return self._store.lookup(key)
+
+    def load_block(self, key: BlockHash, into: memoryview) -> Future[bool]:
+        """Read a block on a reader thread; the result is True if it was there and valid. Any thread may call.
+
+        Raises:
+            Unavailable: the tier is closed.
+        """
+        with self._lock:
+            try:
+                reading: Future[bool] = self._load_threads.submit(self._store.load, key, into)
+            except RuntimeError:  # the executor is shut down
+                raise Unavailable("the server is shutting down") from None
+            self._lent = [one for one in self._lent if not one.done()]
+            self._lent.append(reading)
+        return reading
+
+    # --- waiting groups -------------------------------------------------------------------------------------------
+
+    def start_load(self, group: SequenceGroup) -> bool:
+        """Start to load a waiting group's prompt; return False if it need not wait, else `poll` returns it later."""
+        return self._loader is not None and self._store.is_on and self._reader.start_load(group, self._loader)
+
+    def on_request_finished(self, group: SequenceGroup) -> None:
+        """Handle the end of a group, whether or not it was waiting for a load."""
+        self._reader.cancel(group)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def poll(self, now_s: float, *, is_alone: bool) -> list[SequenceGroup]:
+        """Advance reads and writes before the step is scheduled; return the groups that need not wait any more.
+
+        Args:
+            is_alone: no group runs that the copies would delay.
+        """
+        if self._cache is None or self._loader is None or self._events is None:
+            return []
+        self._events.advance()
+        max_bytes = self._allowed_bytes(now_s, is_alone)
+        if not self._store.is_on:
+            self._writer.forget_all()
+        self._note_used()
+        num_begun = self._writer.advance(max_bytes // self._bytes_per_block, self._cache)
+        self._allowance_bytes -= num_begun * self._bytes_per_block
+        return self._reader.advance(now_s, _BYTES_ALONE if is_alone else _IN_BYTES, self._loader)
+
+    def flush(self) -> bool:
+        """Write all cached blocks that the store lacks as fast as possible from now on; return True if none is left."""
+        self._is_flushing = True
+        return not self._writer.is_busy
+
+    @property
+    def is_busy(self) -> bool:
+        """Return True if reads, writes or removals are pending: steps must run even if no group does."""
+        is_behind = self._events is not None and self._events.is_busy
+        return self._writer.is_busy or self._reader.is_busy or is_behind
+
+    @property
+    def counts(self) -> ConnectorCounts:
+        """Return a snapshot of the counters."""
+        return replace(self._counts, store=self._store.counts, is_on=self._store.is_on)
+
+    def load_fields(self) -> dict[str, float]:
+        """Return the counters as fields of `jpaged.server_load.EngineLoad`."""
+        counts, tier = self.counts, self._tier
+        store = counts.store
+        return {
+            f"{tier}_is_on": int(counts.is_on),
+            f"num_{tier}_hit_tokens": counts.num_tokens,
+            f"num_{tier}_fallbacks": counts.num_fallbacks,
+            f"num_{tier}_blocks": store.num_blocks,
+            f"num_{tier}_blocks_read": store.num_read,
+            f"num_{tier}_blocks_written": store.num_written,
+            f"{tier}_bytes_read": store.read_bytes,
+            f"{tier}_bytes_written": store.written_bytes,
+            f"{tier}_read_s": store.read_s,
+            f"{tier}_write_s": store.write_s,
+            f"num_{tier}_blocks_dropped": store.num_dropped,
+            f"num_{tier}_blocks_evicted": store.num_evicted,
+            f"num_{tier}_failures": store.num_failures,
+        }
+
+    def check(self) -> None:
+        """Check the bookkeeping of blocks in transfer.
+
+        Raises:
+            InternalError: a block is lost between memory and the store, or free during its transfer.
+        """
+        self._writer.check()
+        self._reader.check()
+        self._store.check()
+
+    def close(self) -> None:
+        """Wait for started calls and close the store; if calls time out, leave the store open to them."""
+        with self._lock:
+            for threads in (self._load_threads, self._save_threads):
+                threads.shutdown(wait=False, cancel_futures=True)
+        asked: list[Future[Any]] = [*self._writer.under_way, *self._reader.under_way, *self._lent]
+        if self._noting is not None:
+            asked.append(self._noting)
+        left = wait_for(asked, _END_S).not_done
+        if left:
+            logger.error("KV connector (%s): abandoned %d calls that did not return", self._tier, len(left))
+            return
+        self._store.close()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _note_used(self) -> None:
+        """Submit the hits since the last call to the store, unless the previous update is still running."""
+        if self._noting is not None and self._noting.done():
+            self._noting.result()
+            self._noting = None
+        if self._used and self._noting is None:
+            used, self._used = self._used, {}
+            self._noting = self._save_threads.submit(self._store.touch, list(used))
+
+    def _allowed_bytes(self, now_s: float, is_alone: bool) -> int:
+        """Return the number of bytes that may start to be written in this step."""
+        is_fast = is_alone or self._is_flushing
+        rate, most = (_OUT_BYTES_ALONE_PER_S, _BYTES_ALONE) if is_fast else (_OUT_BYTES_PER_S, _OUT_BYTES)
+        most = max(most, self._bytes_per_block)
+        self._allowance_bytes = min(float(most), self._allowance_bytes + (now_s - self._last_s) * rate)
+        self._last_s = now_s
+        return int(self._allowance_bytes)
+
+    def _count(self, num_tokens: int, is_fallback: bool) -> None:
+        self._counts = replace(
+            self._counts,
+            num_tokens=self._counts.num_tokens + num_tokens,
+            num_fallbacks=self._counts.num_fallbacks + is_fallback,
+        )

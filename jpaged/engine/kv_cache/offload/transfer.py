@@ -1,0 +1,630 @@
+"""Export of a prefix to another server: found in both tiers, pinned, and staged in host memory a few blocks per step.
+
+    found    [d0][d1][h2][d3] | [d4][h5][d6]      d on the device, h in host memory; all are pinned from here on
+    staged   [h .. h .. h .. h] settled           device blocks are copied to reserved host blocks
+    read     bytes, on the reader's thread        a part is released after it was read
+
+Parts are staged in sequence, one per step, whether or not they are read. Device blocks are therefore pinned for one
+step per part, and a slow reader does not extend that. Requests that need these blocks wait for no more than these
+steps. An export next to others is truncated if more than half of the pool would be pinned.
+
+Full blocks of a prompt and their hashes: the identity of a prefix that is transferred.
+
+Import of a prefix from another server: written to host memory, and hit by the next request.
+
+    reserve(n)              host blocks without pending copies, exclusive to the import; fewer if there is no room
+    write(block_id, ...)    their bytes, on the receiver's thread
+    enter(places, ids)      insert complete, verified blocks into the cache
+    read(places, ids)       write and enter blocks from a connector, before a prefix that memory has in part is exported
+
+Blocks that were entered or already in host memory are pinned until `close`, so no part of a prefix evicts another. The
+prefix's device blocks move to the end of the eviction order, and are evicted to host memory.
+
+Thread-safe front end of prefix transfers, for one pool or the pools of all replicas.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+
+from jpaged.engine.executor import Geometry, HostBlocks
+from jpaged.engine.executor.io import WindowSpec
+from jpaged.engine.kv_cache.blocks import BlockHash, BlockTable, block_key, group_block_hash
+from jpaged.engine.kv_cache.eviction.free_list import CachedBlock
+from jpaged.engine.kv_cache.interface import KVCacheManager
+from jpaged.engine.kv_cache.offload.connector_tier import ConnectorTier
+from jpaged.engine.kv_cache.offload.host import HostTier
+from jpaged.engine.kv_cache.prefix_cache import PinnedForRead, PrefixCacheManager, num_usable
+from jpaged.errors import Cancelled, InternalError, JpagedError, Unavailable, Unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHashChain:
+    """Leading full blocks of a prompt.
+
+    Attributes:
+        root: parent hash of the first block.
+        token_ids: tokens of exactly these blocks.
+        keys: hash of each block.
+    """
+
+    root: BlockHash
+    token_ids: tuple[int, ...]
+    keys: tuple[BlockHash, ...]
+
+    @classmethod
+    def of(
+        cls, root: BlockHash, token_ids: Sequence[int], block_size: int, num_blocks: int | None = None
+    ) -> BlockHashChain:
+        """Return the chain of the first full blocks of some tokens; takes 1 to 3 microseconds per block."""
+        most = len(token_ids) // block_size
+        num_blocks = most if num_blocks is None else min(num_blocks, most)
+        keys, parent = [], root
+        for start in range(0, num_blocks * block_size, block_size):
+            parent = block_key(parent, token_ids[start : start + block_size])
+            keys.append(parent)
+        return cls(root, tuple(token_ids[: num_blocks * block_size]), tuple(keys))
+
+    def key(self, place: BlockPosition) -> BlockHash:
+        """Return the cache key of a block."""
+        return group_block_hash(self.keys[place.index], place.kv_group)
+
+    def entry(self, place: BlockPosition, reaches: Sequence[WindowSpec]) -> CachedBlock:
+        """Return the eviction entry of a block; in a sliding window its only parents are attention sinks."""
+        needed = reaches[place.kv_group].above(place.index)
+        above = None if needed is None else group_block_hash(self.keys[needed], place.kv_group)
+        return CachedBlock(self.key(place), above, place.index, self.root)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class BlockPosition:
+    """Position of a block: index in a chain, and KV group."""
+
+    index: int
+    kv_group: int
+
+
+MAX_STAGED_BYTES, MAX_STAGED_BLOCKS = 4 << 20, 64
+"""Maximum copied to host memory per step, next to the step's rows."""
+HURRIED = 4
+"""Factor on that for a prompt that a client waits for, on a server that only computes prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Memory tiers that exports and imports use. Only the engine thread writes.
+
+    Attributes:
+        limit: returns the number of device blocks that requests and pins may use.
+        ask: posts a callable to the engine thread, to run between two steps.
+        connectors: tiers whose blocks are loaded to host memory before an export.
+    """
+
+    prefixes: PrefixCacheManager
+    held: PinnedForRead
+    host: HostTier
+    blocks: HostBlocks
+    reaches: tuple[WindowSpec, ...]
+    limit: Callable[[], int]
+    ask: Callable[[Callable[[], None]], None]
+    connectors: tuple[ConnectorTier, ...] = ()
+
+    @property
+    def num_blocks_at_once(self) -> int:
+        """Return the maximum number of blocks moved per step."""
+        return max(1, min(MAX_STAGED_BLOCKS, MAX_STAGED_BYTES // self.blocks.bytes_per_block))
+
+    @property
+    def num_free_to_leave(self) -> int:
+        """Return the device blocks that another export may pin: all for the only one, else half the pool in total."""
+        num_held, limit = self.held.num_blocks, self.limit()
+        return max(0, limit // 2 - num_held) if num_held else limit
+
+    def num_known(self, chain: BlockHashChain) -> int:
+        """Return the length of the longest cached prefix. Any thread may ask."""
+        return num_usable(chain.keys, self.reaches, self.prefixes.has_prefix)
+
+    def num_findable(self, chain: BlockHashChain) -> int:
+        """Return the same, with blocks of connectors if loading is faster than computing. Any thread may ask."""
+        num_blocks, away = self.lookup(chain, 0)
+        if not away:
+            return num_blocks
+        connector = self.connector_with(chain.key(away[0]))
+        is_worth = connector is not None and connector.is_worth(away[0].index, away[-1].index + 1, len(away))
+        return num_blocks if is_worth else self.num_known(chain)
+
+    def lookup(self, chain: BlockHashChain, num_skipped: int) -> tuple[int, tuple[BlockPosition, ...]]:
+        """Return the length of the longest prefix, and its blocks that only connectors have. Any thread may ask."""
+        has_prefix = self.prefixes.has_prefix
+        if not self.connectors:
+            return self.num_known(chain), ()
+        num_blocks = num_usable(
+            chain.keys, self.reaches, lambda key: has_prefix(key) or self.connector_with(key) is not None
+        )
+        away = [place for place in self.places(chain, num_blocks, num_skipped) if not self.has(chain, place)]
+        return num_blocks, tuple(place for place in away if self.connector_with(chain.key(place)) is not None)
+
+    def connector_with(self, key: BlockHash) -> ConnectorTier | None:
+        """Return the first connector that stores a key; None if none does. Any thread may ask."""
+        return next((connector for connector in self.connectors if connector.lookup(key)), None)
+
+    def has(self, chain: BlockHashChain, place: BlockPosition) -> bool:
+        """Return True if a block is on the device or in host memory. Any thread may ask."""
+        return self.prefixes.has_prefix(chain.key(place))
+
+    def places(self, chain: BlockHashChain, num_blocks: int, num_skipped: int) -> tuple[BlockPosition, ...]:
+        """Return the blocks visible after num_blocks blocks or after one fewer: a prompt's last token always runs."""
+        places = []
+        for kv_group, reach in enumerate(self.reaches):
+            before = reach.first_block(max(0, num_blocks - 1))
+            kept = reach.places(before, num_blocks)
+            places += [BlockPosition(index, kv_group) for index in kept if index >= num_skipped]
+        return tuple(sorted(places))
+
+
+@dataclass(slots=True, eq=False)
+class _ExportPart:
+    """Blocks that are staged and read together.
+
+    Attributes:
+        at_device: pinned device blocks, until they are staged.
+        kept, staged: host blocks that were already cached there, and those reserved as copy targets.
+        homes: host block of each place.
+        is_there: done when the bytes may be read.
+    """
+
+    places: tuple[BlockPosition, ...]
+    at_device: BlockTable | None
+    kept: BlockTable | None
+    staged: BlockTable | None
+    homes: list[int]
+    is_there: Future[None] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        self.is_there.set_running_or_notify_cancel()  # waiters cannot cancel it
+
+
+class PrefixExport:
+    """Export of a prefix, which pins blocks while they are read. Created on the engine thread, read by any other.
+
+    Attributes:
+        chain: identity of the prefix.
+        num_found: full blocks of the prompt that are cached here.
+        num_blocks: exported ones of these; fewer if host memory has no room for the rest.
+        places: exported blocks, parents first.
+
+    Args:
+        num_skipped: leading blocks that are not exported.
+        is_hurried: more blocks are staged per step: see `HURRIED`.
+    """
+
+    def __init__(self, tiers: Tiers, chain: BlockHashChain, num_skipped: int, is_hurried: bool = False) -> None:
+        self.chain = chain
+        self._tiers = tiers
+        self._num_at_once = tiers.num_blocks_at_once * (HURRIED if is_hurried else 1)
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self.num_found = tiers.num_known(chain)
+        self.num_blocks, self.places = _that_fit(tiers, chain, self.num_found, num_skipped)
+        self._parts = self._hold(chain)
+        self._num_staged = 0
+        self._stage()
+
+    @property
+    def num_parts(self) -> int:
+        """Return the number of parts, which are read in sequence."""
+        return len(self._parts)
+
+    def get_places(self, part: int) -> Sequence[BlockPosition]:
+        """Return the blocks of a part."""
+        return self._parts[part].places
+
+    def when_there(self, part: int) -> Future[None]:
+        """Return a future that is done when the part may be read."""
+        return self._parts[part].is_there
+
+    def read(self, part: int, take: Callable[[BlockPosition, memoryview], None]) -> None:
+        """Pass the bytes of each block of a part to `take`, then release the part. Call it on a thread that may block.
+
+        Raises:
+            Cancelled: the export was closed.
+            InternalError: the part is not staged.
+        """
+        one = self._parts[part]
+        with self._lock:
+            if self._is_closed:
+                raise Cancelled("the outgoing prefix was canceled")
+            if not one.is_there.done():
+                raise InternalError(f"part {part} of {len(self._parts)} is read before it is ready")
+            for place, home in zip(one.places, one.homes, strict=True):
+                take(place, self._tiers.blocks.view(home))
+        self._tiers.ask(lambda: self._let_go(one))
+
+    def close(self) -> None:
+        """Release everything that is still pinned; waits for a reader of a part. Any thread may call it, repeatedly."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._tiers.ask(self._let_all_go)
+
+    # --- on the engine thread ---------------------------------------------------------------------------------------
+
+    def _hold(self, chain: BlockHashChain) -> list[_ExportPart]:
+        host, size = self._tiers.host, self._num_at_once
+        parts = []
+        for start in range(0, len(self.places), size):
+            places = self.places[start : start + size]
+            here = [place for place in places if chain.key(place) in host]
+            away = [place for place in places if chain.key(place) not in host]
+            kept = host.hold([chain.key(place) for place in here])
+            parts.append(
+                _ExportPart(places, self._tiers.held.hold([chain.key(place) for place in away]), kept, None, [])
+            )
+            homes = dict(zip(here, kept.block_ids(), strict=True))
+            parts[-1].homes = [homes.get(place, 0) for place in places]
+        for part in parts:  # after all host blocks are pinned, because reserving evicts
+            assert part.at_device is not None
+            part.staged = host.reserve(part.at_device.num_blocks)
+            free = iter(part.staged.block_ids())
+            part.homes = [home or next(free) for home in part.homes]
+        return parts
+
+    def _stage(self) -> None:
+        """Start to stage the next part, which is ready once no copy to its host blocks is pending."""
+        if self._num_staged == len(self._parts):
+            return
+        part = self._parts[self._num_staged]
+        assert part.at_device is not None
+        assert part.staged is not None
+        for source, home in zip(part.at_device.block_ids(), part.staged.block_ids(), strict=True):
+            self._tiers.host.copy_out(source, home)
+        homes = BlockTable(len(part.homes))
+        homes.extend(part.homes)
+        self._tiers.host.on_transfers_done(homes, lambda: self._staged(part))
+
+    def _staged(self, part: _ExportPart) -> None:
+        if part.at_device is None:  # it was closed in the meantime
+            return
+        self._tiers.held.release(part.at_device)
+        part.at_device = None
+        self._num_staged += 1
+        part.is_there.set_result(None)
+        self._stage()
+
+    def _let_go(self, part: _ExportPart) -> None:
+        if part.at_device is not None:
+            self._tiers.held.release(part.at_device)
+        for table in (part.kept, part.staged):
+            if table is not None:
+                self._tiers.host.release(table)
+        part.at_device = part.kept = part.staged = None
+
+    def _let_all_go(self) -> None:
+        for part in self._parts:
+            self._let_go(part)
+            if not part.is_there.done():
+                part.is_there.set_exception(Cancelled("the outgoing prefix was canceled"))
+
+
+def _that_fit(
+    tiers: Tiers, chain: BlockHashChain, num_blocks: int, num_skipped: int
+) -> tuple[int, tuple[BlockPosition, ...]]:
+    """Return the longest prefix, up to num_blocks, whose device blocks may be pinned and staged; and its places."""
+    host, num_kv_groups = tiers.host, len(tiers.reaches)
+    while True:
+        places = tuple(place for place in tiers.places(chain, num_blocks, num_skipped) if tiers.has(chain, place))
+        keys = [chain.key(place) for place in places]
+        kept = host.hold([key for key in keys if key in host])  # pinned blocks are no room for the others
+        num_away = len(keys) - kept.num_blocks
+        num_short = num_away - min(host.pool.num_free, tiers.num_free_to_leave)
+        host.release(kept)
+        if num_short <= 0:
+            return num_blocks, places
+        fewer = max(0, num_blocks - max(1, num_short // num_kv_groups))
+        num_blocks = tiers.num_known(BlockHashChain(chain.root, chain.token_ids, chain.keys[:fewer]))
+
+
+class PrefixImport:
+    """Host blocks that a prefix is written to. Any thread may call; writes are serialized.
+
+    Attributes:
+        num_blocks_at_once: number of blocks to reserve per call.
+    """
+
+    def __init__(self, tiers: Tiers, chain: BlockHashChain) -> None:
+        self.chain = chain
+        self.num_blocks_at_once = tiers.num_blocks_at_once
+        self._tiers = tiers
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._tables: list[BlockTable] = []
+        self._reserved: set[int] = set()
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Return the required size of each block."""
+        return self._tiers.blocks.bytes_per_block
+
+    @property
+    def num_kv_groups(self) -> int:
+        """Return the number of KV groups: blocks per token range."""
+        return len(self._tiers.reaches)
+
+    def missing(self, num_skipped: int) -> tuple[BlockPosition, ...]:
+        """Return the missing blocks from index num_skipped on that a request would need after the whole prefix."""
+        places = self._tiers.places(self.chain, len(self.chain.keys), num_skipped)
+        return tuple(place for place in places if not self.is_known(place))
+
+    def lookup(self, num_skipped: int) -> tuple[int, tuple[BlockPosition, ...]]:
+        """Return the length of the longest prefix, and its connector-only blocks from num_skipped on."""
+        return self._tiers.lookup(self.chain, num_skipped)
+
+    def is_known(self, place: BlockPosition) -> bool:
+        """Return True if the block is already here, so that receiving it is unnecessary."""
+        return self._tiers.has(self.chain, place)
+
+    def reserve(self, num_blocks: int, *, is_early: bool = False) -> Future[list[int]]:
+        """Reserve up to num_blocks host blocks, as available; an empty list means there is no room.
+
+        Args:
+            is_early: no data arrives yet, so half of host memory is left free.
+        """
+        future: Future[list[int]] = Future()
+        future.set_running_or_notify_cancel()
+
+        def reserve() -> None:
+            if self._is_closed:
+                future.set_exception(Cancelled("the incoming prefix was canceled"))
+                return
+            host = self._tiers.host
+            if not self._tables:  # pin what is here already, so that reserving does not evict it
+                self._tables.append(host.hold(self._kept()))
+                self._tiers.prefixes.touch(self._keys())
+            num_left = host.pool.num_blocks // 2 if is_early else 0
+            table = host.reserve(min(num_blocks, max(0, host.pool.num_free - num_left)))
+            self._tables.append(table)
+            block_ids = table.block_ids()
+            host.on_transfers_done(table, lambda: self._reserve(block_ids, future))
+
+        self._tiers.ask(reserve)
+        return future
+
+    def read(self, places: Sequence[BlockPosition], block_ids: Sequence[int]) -> int:
+        """Load blocks from connectors and insert them, up to the first invalid one; return their number. May block.
+
+        Raises:
+            Cancelled: the import was closed.
+            Unavailable: the engine has ended.
+        """
+        found = [bytearray(self.bytes_per_block) for _ in places]
+        reads: list[Future[bool]] = []
+        for place, one in zip(places, found, strict=True):
+            connector = self._tiers.connector_with(self.chain.key(place))
+            if connector is None:
+                break
+            reads.append(connector.load_block(self.chain.key(place), memoryview(one)))
+        num_read = 0
+        try:
+            while num_read < len(reads) and reads[num_read].result():
+                self.write(block_ids[num_read], 0, found[num_read])
+                num_read += 1
+        except CancelledError:
+            raise Unavailable("the server is shutting down") from None
+        self.enter(places[:num_read], block_ids[:num_read])
+        return num_read
+
+    def write(self, block_id: int, start: int, contents: bytes | bytearray) -> None:
+        """Write a part of a reserved block at a byte offset.
+
+        Raises:
+            Cancelled: the import was closed, and the block may have been reallocated.
+            InternalError: the block is not reserved, was already entered, or the write exceeds it.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise Cancelled("the incoming prefix was canceled")
+            if block_id not in self._reserved or start + len(contents) > self.bytes_per_block:
+                raise InternalError(f"host block {block_id} is written at {start}, outside this prefix")
+            self._tiers.blocks.view(block_id)[start : start + len(contents)] = contents
+
+    def enter(self, places: Sequence[BlockPosition], block_ids: Sequence[int]) -> None:
+        """Insert written blocks into the cache, after which they must not be written. Blocks cached since then stay."""
+        with self._lock:
+            if self._is_closed:
+                return
+            if not self._reserved.issuperset(block_ids):
+                raise InternalError(f"not all of the host blocks {list(block_ids)[:8]} to insert are reserved")
+            self._reserved.difference_update(block_ids)
+        reaches = self._tiers.reaches
+        named = [
+            (self.chain.entry(place, reaches), block_id) for place, block_id in zip(places, block_ids, strict=True)
+        ]
+        self._tiers.ask(lambda: self._enter(named))
+
+    def num_known(self) -> Future[int]:
+        """Return the length of the cached prefix once the entered blocks are inserted."""
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()
+        self._tiers.ask(lambda: future.set_result(self._tiers.num_known(self.chain)))
+        return future
+
+    def close(self) -> Future[int]:
+        """Release all blocks; return the length of the cached prefix. Any thread may call it, repeatedly."""
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()
+        with self._lock:
+            self._is_closed = True
+            self._reserved.clear()
+
+        def close() -> None:
+            tables, self._tables = self._tables, []
+            for table in tables:
+                self._tiers.host.release(table)
+            future.set_result(self._tiers.num_known(self.chain))
+
+        self._tiers.ask(close)
+        return future
+
+    # --- on the engine thread ---------------------------------------------------------------------------------------
+
+    def _kept(self) -> list[BlockHash]:
+        """Return the keys of the prefix that host memory stores."""
+        return [key for key in self._keys() if key in self._tiers.host]
+
+    def _keys(self) -> list[BlockHash]:
+        """Return the keys of all blocks, of every KV group."""
+        return [group_block_hash(key, group) for key in self.chain.keys for group in range(self.num_kv_groups)]
+
+    def _reserve(self, block_ids: list[int], future: Future[list[int]]) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._reserved.update(block_ids)
+        future.set_result(block_ids)
+
+    def _enter(self, named: Sequence[tuple[CachedBlock, int]]) -> None:
+        if self._tables:  # not closed: the blocks still belong to this import
+            for entry, block_id in named:
+                self._tiers.host.insert(entry.key, block_id, entry)
+
+
+class ReplicaTransfer:
+    """Transfers to and from one pool.
+
+    Args:
+        ask: posts a callable to the engine thread, to run between two steps.
+    """
+
+    def __init__(
+        self,
+        memory: KVCacheManager,
+        geometry: Geometry,
+        blocks: HostBlocks | None,
+        ask: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.geometry = geometry
+        self._ask = ask
+        self._tiers: Tiers | None = None
+        self._obstacle = ""
+        if memory.prefixes is None or memory.held is None:
+            self._obstacle = "the prefix cache is off (enable_prefix_caching, kv_policy)"
+        elif memory.host is None:
+            self._obstacle = "no host memory is configured for the transfer (swap_space)"
+        elif blocks is None:
+            self._obstacle = (
+                "no process holds whole blocks: the model is split over several processes (coordinator_address)"
+            )
+        else:
+            self._tiers = Tiers(
+                memory.prefixes,
+                memory.held,
+                memory.host,
+                blocks,
+                geometry.reaches,
+                lambda: memory.limit,
+                ask,
+                memory.connectors,
+            )
+
+    @property
+    def tiers(self) -> Tiers:
+        """Return the memory tiers.
+
+        Raises:
+            Unsupported: prefixes cannot be transferred; the message states why.
+        """
+        if self._tiers is None:
+            raise Unsupported(f"prefixes cannot be transferred: {self._obstacle}")
+        return self._tiers
+
+    def leave(self, chain: BlockHashChain, num_skipped: int, is_hurried: bool) -> Future[PrefixExport]:
+        """Find a prefix and pin it for export; see `PrefixExport`."""
+        tiers, future = self.tiers, Future[PrefixExport]()
+        future.set_running_or_notify_cancel()
+
+        def leave() -> None:
+            try:
+                future.set_result(PrefixExport(tiers, chain, num_skipped, is_hurried))
+            except JpagedError as error:
+                future.set_exception(error)
+                raise
+
+        self._ask(leave)
+        return future
+
+
+class KVTransfer:
+    """Transfers to and from every pool of a server: one, or one per replica.
+
+    Args:
+        place: returns the index of the pool that a request with these block hashes would go to.
+    """
+
+    def __init__(
+        self, each: Iterable[ReplicaTransfer], place: Callable[[Sequence[BlockHash]], int] = lambda keys: 0
+    ) -> None:
+        self.each = tuple(each)
+        self._place = place
+
+    @property
+    def block_size(self) -> int:
+        """Return the number of tokens per block."""
+        return self.each[0].geometry.block_size
+
+    @property
+    def num_kv_groups(self) -> int:
+        """Return the number of KV groups: blocks per token range."""
+        return len(self.each[0].geometry.windows)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Return the size of a transferred block.
+
+        Raises:
+            Unsupported: prefixes cannot be transferred.
+        """
+        return self.each[0].tiers.blocks.bytes_per_block
+
+    def kv_identity(self) -> bytes:
+        """Return what the bytes of a block depend on; slow on the first call, see `HostBlocks.kv_identity`."""
+        return self.each[0].tiers.blocks.kv_identity()
+
+    def chain(self, root: BlockHash, token_ids: Sequence[int]) -> BlockHashChain:
+        """Return the full blocks of a prompt that may be cached; takes a few microseconds per block.
+
+        Raises:
+            Unsupported: prefixes cannot be transferred.
+        """
+        num_blocks = self.each[0].tiers.prefixes.num_cacheable_blocks(len(token_ids))
+        return BlockHashChain.of(root, token_ids, self.block_size, num_blocks)
+
+    def num_known(self, chain: BlockHashChain) -> int:
+        """Return the length of the longest cached prefix, in the pool that has most of it."""
+        return max(one.tiers.num_known(chain) for one in self.each)
+
+    def num_findable(self, chain: BlockHashChain) -> int:
+        """Return the same, with blocks of connectors if loading is faster than computing. Any thread may ask."""
+        return max(one.tiers.num_findable(chain) for one in self.each)
+
+    def leave(self, chain: BlockHashChain, num_skipped: int = 0, *, is_hurried: bool = False) -> Future[PrefixExport]:
+        """Find a prefix in the pool that has most of it, and pin it while it is read.
+
+        Args:
+            num_skipped: leading blocks that the receiver has, which are not exported.
+            is_hurried: a client waits for the export, so more blocks are staged per step.
+
+        Raises:
+            Unsupported: prefixes cannot be transferred.
+        """
+        return max(self.each, key=lambda one: one.tiers.num_known(chain)).leave(chain, num_skipped, is_hurried)
+
+    def arrive(self, chain: BlockHashChain) -> PrefixImport:
+        """Start the import of a prefix, into the pool that requests with it would go to.
+
+        Raises:
+            Unsupported: prefixes cannot be transferred.
+        """
+        return PrefixImport(self.each[self._place(chain.keys)].tiers, chain)

@@ -1,0 +1,645 @@
+"""Prefix cache: finds the blocks that already hold a prefix, by a SHA-256 chain over full blocks.
+
+    key(0) = H(root(tenant, salt, adapter), tokens of block 0)      key(i) = H(key(i - 1), tokens of block i)
+
+A block hash covers the block's tokens and everything before it, so a match of the last hash is a match of all. Blocks
+keep their hash when they are released. The pool's free list, ordered by last use, is the cache's LRU list; a hash is
+removed when its block is reissued. Two tenants, or two salts of one tenant, have different roots and never share.
+
+    device pool   cached prefixes in the free list, and pinned ones
+    host pool     cached prefixes evicted from the device pool (second tier)
+    connectors    copies of both in stores outside the engine's memory, such as disk
+
+Index from block hash to block, and lookup of the longest usable prefix.
+
+    cached     [ a b c d ] [ e f g h ]
+    prompt     [ a b c d ] [ e f x y ]       one full block is shared; "e f" of the second is reused by copying the
+                 match       2 tokens        block and overwriting its tail
+
+Each KV group has a block per hash. A hit requires all blocks of groups with full attention. Groups with a sliding
+window require only the blocks visible to the next token, attention sinks included. The longest such prefix is used.
+
+    full       [0][1][2][3][4][5] .       six blocks are cached
+    window      .  . [2][3] . [5] .       window of two full blocks: four are a hit, for 4 and 5 are not both cached
+
+The pool tracks references to blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from jpaged.engine.executor import BEYOND_TOKENS, Move
+from jpaged.engine.executor.io import WindowSpec
+from jpaged.engine.kv_cache.blocks import (
+    BlockCopyPlan,
+    BlockHash,
+    BlockPool,
+    BlockTable,
+    SequenceBlocks,
+    group_block_hash,
+)
+from jpaged.engine.kv_cache.events import KVEventRecorder
+from jpaged.engine.kv_cache.eviction.free_list import CachedBlock, RankedFreeList
+from jpaged.engine.kv_cache.offload.host import HostTier
+from jpaged.engine.sequence import Sequence as TokenSequence
+from jpaged.engine.sequence import SequenceGroup
+from jpaged.errors import InternalError
+from jpaged.pool import Stored
+
+_MAX_SIBLINGS = 32
+"""Maximum number of sibling blocks compared for a partial match, newest first: the root may have thousands."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """Cached blocks that match a prompt.
+
+    Attributes:
+        num_blocks: number of leading full blocks that need not be computed.
+        block_ids: of each KV group, the matched blocks visible to the next token, to be shared.
+        partial_block_ids: one block per KV group whose first num_partial_tokens continue the match, to be copied rather
+            than shared. None if there is none.
+    """
+
+    num_blocks: int
+    block_ids: tuple[list[int], ...]
+    partial_block_ids: list[int] | None = None
+    num_partial_tokens: int = 0
+
+
+class BlockHashIndex:
+    """Index from cache key to block, with the data to remove blocks and to find partial matches.
+
+    Attributes:
+        marks: [N + 1] 1 if the block is cached; a copy of the index for readers of all blocks at once.
+
+    Args:
+        reaches: attention window of each KV group.
+        num_blocks: number of blocks of the pool.
+        ranked: free list of the pool, which is notified of contents; None if it ignores them.
+        changes: recorder of KV cache events; None for none.
+    """
+
+    def __init__(
+        self,
+        reaches: Sequence[WindowSpec],
+        num_blocks: int,
+        ranked: RankedFreeList | None = None,
+        changes: KVEventRecorder | None = None,
+    ) -> None:
+        self._ranked = ranked
+        self._changes = KVEventRecorder() if changes is None else changes
+        self.marks = bytearray(num_blocks + 1)
+        self._reaches = reaches
+        self._block_size = reaches[0].block_size
+        self._blocks: dict[BlockHash, int] = {}
+        self._keys: dict[int, BlockHash] = {}
+        # Only for the first KV group: the others have blocks of the same tokens.
+        self._parents: dict[int, BlockHash] = {}
+        self._tokens: dict[int, tuple[int, ...]] = {}
+        self._children: dict[BlockHash, dict[int, None]] = {}
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._keys
+
+    def find(self, key: BlockHash) -> int | None:
+        """Return the block with this key, or None."""
+        return self._blocks.get(key)
+
+    def get_key(self, block_id: int) -> BlockHash | None:
+        """Return the key of a block, or None if it is not cached."""
+        return self._keys.get(block_id)
+
+    def block_ids(self) -> Iterable[int]:
+        return self._keys.keys()
+
+    def match(self, root: BlockHash, keys: Sequence[BlockHash], token_ids: Sequence[int]) -> PrefixMatch:
+        """Return the longest cached prefix, always without the last token, which must run to sample the next.
+
+        Args:
+            keys: block hashes of all full blocks of token_ids.
+        """
+        before_last = keys[: (len(token_ids) - 1) // self._block_size]
+        num_blocks = num_usable(before_last, self._reaches, self._blocks.__contains__)
+        block_ids = tuple(
+            [self._blocks[group_block_hash(keys[place], group)] for place in reach.seen(num_blocks)]
+            for group, reach in enumerate(self._reaches)
+        )
+        start = num_blocks * self._block_size
+        parent = keys[num_blocks - 1] if num_blocks else root
+        rest = token_ids[start : min(start + self._block_size, len(token_ids) - 1)]
+        return PrefixMatch(num_blocks, block_ids, *self._partial(parent, rest))
+
+    def insert(self, block_id: int, parent: BlockHash, key: BlockHash, token_ids: Sequence[int]) -> bool:
+        """Insert a full, written block of the first KV group; return True if it was inserted.
+
+        The first block with a key stays; a duplicate is not inserted.
+        """
+        is_new = self._enter(block_id, key)
+        if is_new:
+            self._parents[block_id] = parent
+            self._tokens[block_id] = tuple(token_ids)
+            self._children.setdefault(parent, {})[block_id] = None
+        return is_new
+
+    def insert_in_group(
+        self, sequence: TokenSequence, index: int, block_id: int, key: BlockHash, group: int = 0, *, times_seen: int = 1
+    ) -> None:
+        """Insert the full block at an index of a sequence, for one of the KV groups.
+
+        Args:
+            times_seen: requests that computed or hit it, this one included.
+        """
+        parent = sequence.kv.parent(index)
+        if group:
+            is_new = self._enter(block_id, group_block_hash(key, group))
+        else:
+            is_new = self.insert(block_id, parent, key, self._tokens_at(sequence, index))
+        if is_new and self._changes.is_on:
+            tokens = tuple(self._tokens_at(sequence, index))
+            self._changes.filled(Stored("device", key, group, parent if index else None, tokens, sequence.kv.owner))
+        if is_new and self._ranked is not None:
+            # In a sliding window no block needs those before it, except attention sinks.
+            place = self._reaches[group].above(index)
+            above = None if place is None else group_block_hash(sequence.kv.parent(place + 1), group)
+            entry = CachedBlock(group_block_hash(key, group), above, index, sequence.kv.root or b"", times_seen)
+            self._ranked.enter(block_id, entry)
+
+    def _tokens_at(self, sequence: TokenSequence, index: int) -> list[int]:
+        return sequence.token_ids[index * self._block_size : (index + 1) * self._block_size]
+
+    def forget(self, block_id: int) -> BlockHash | None:
+        """Remove a block from the index and the free list's ranking; return its key, if any."""
+        key = self.evict(block_id)
+        if key is not None and self._ranked is not None:
+            self._ranked.forget(block_id)
+        return key
+
+    def evict(self, block_id: int) -> BlockHash | None:
+        """Remove a block that is reissued from the index only; the caller notifies the free list."""
+        key = self._keys.pop(block_id, None)
+        if key is None:
+            return None
+        self.marks[block_id] = 0
+        del self._blocks[key]
+        if self._changes.is_on:
+            self._changes.removed("device", key)
+        if block_id in self._parents:
+            del self._tokens[block_id]
+            parent = self._parents.pop(block_id)
+            siblings = self._children[parent]
+            del siblings[block_id]
+            if not siblings:
+                del self._children[parent]
+        return key
+
+    def _enter(self, block_id: int, key: BlockHash) -> bool:
+        if key in self._blocks or block_id in self._keys:
+            return False
+        self._blocks[key] = block_id
+        self._keys[block_id] = key
+        self.marks[block_id] = 1
+        return True
+
+    def _partial(self, parent: BlockHash, rest: Sequence[int]) -> tuple[list[int] | None, int]:
+        """Return the cached children of `parent` that share the most next tokens, and the number of these tokens."""
+        best_ids, best_len = None, 0
+        siblings = self._children.get(parent, {})
+        for block_id in islice(reversed(siblings), _MAX_SIBLINGS):
+            length = _common_length(self._tokens[block_id], rest)
+            if length > best_len and (block_ids := self._in_all_groups(block_id)) is not None:
+                best_ids, best_len = block_ids, length
+        return best_ids, best_len
+
+    def _in_all_groups(self, block_id: int) -> list[int] | None:
+        """Return a first-group block and those of the other groups with the same tokens; None if one is missing."""
+        block_ids, key = [block_id], self._keys[block_id]
+        for group in range(1, len(self._reaches)):
+            other = self._blocks.get(group_block_hash(key, group))
+            if other is None:
+                return None
+            block_ids.append(other)
+        return block_ids
+
+
+def num_usable(keys: Sequence[BlockHash], reaches: Sequence[WindowSpec], is_known: Callable[[BlockHash], bool]) -> int:
+    """Return the length of the longest prefix whose blocks visible to the next token are all known."""
+    num_blocks, windows = len(keys), []
+    for kv_group, reach in enumerate(reaches):
+        if reach.num_seen is not None:
+            windows.append((kv_group, reach))
+        for place in range(num_blocks if reach.num_seen is None else min(num_blocks, reach.num_sinks)):
+            if not is_known(group_block_hash(keys[place], kv_group)):
+                num_blocks = place
+                break
+    # A gap that is visible from the end of a prefix is visible from every later end too: the prefix ends there.
+    for place in range(num_blocks - 1, -1, -1):
+        seen = [kv_group for kv_group, reach in windows if reach.first_block(num_blocks) <= place]
+        if not seen:
+            break
+        if not all(is_known(group_block_hash(keys[place], kv_group)) for kv_group in seen):
+            num_blocks = place
+    return num_blocks
+
+
+def keys_seen(keys: Sequence[BlockHash], num_blocks: int, reaches: Sequence[WindowSpec]) -> list[BlockHash]:
+    """Return the keys of the blocks visible after num_blocks blocks, KV group by KV group."""
+    return [
+        group_block_hash(keys[place], kv_group)
+        for kv_group, reach in enumerate(reaches)
+        for place in reach.seen(num_blocks)
+    ]
+
+
+def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    for i, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return i
+    return min(len(left), len(right))
+
+
+class LowerTier(Protocol):
+    """Tier below host memory, which is notified of changes to cached prefixes."""
+
+    def on_block_stored(self, key: BlockHash) -> None:
+        """Queue the block of a key to be stored: it was just computed, or is leaving the device."""
+        ...
+
+    def on_blocks_hit(self, keys: Sequence[BlockHash]) -> None:
+        """Record that these keys were hit, even though none was loaded from this tier."""
+        ...
+
+    def remove(self, key: BlockHash) -> None:
+        """Remove a key, so that it is neither found in this tier nor loaded from it."""
+        ...
+
+    def reset(self) -> int:
+        """Remove all keys; return the number of blocks."""
+        ...
+
+
+class PrefixCacheManager:
+    """Prefix cache of paged memory: lookup, registration, eviction and pinning.
+
+    Attributes:
+        pool: device blocks; a free one may still hold a prefix.
+        num_cached: number of free blocks that hold a prefix.
+        marks: [N + 1] 1 if the block holds a prefix, free or not; written only by the cache.
+        changes: recorder of KV cache events of this tier and those below it.
+        cache: index of the blocks that hold prefixes.
+        reaches: attention window of each KV group.
+
+    Args:
+        num_blocks: number of device blocks.
+        reaches: attention window of each KV group.
+        host: tier that stores evicted blocks.
+        connectors: tiers below host memory.
+        max_tokens: positions from here on are never cached, and neither is any longer prompt: with position
+            embeddings that depend on the prompt's length, equal tokens have unequal keys there. None for no limit.
+        ranked: free list in eviction order; None for least recently used.
+        changes: recorder of KV cache events; None creates one.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        reaches: Sequence[WindowSpec],
+        host: HostTier,
+        ops: BlockCopyPlan,
+        *,
+        max_tokens: int | None,
+        ranked: RankedFreeList | None = None,
+        changes: KVEventRecorder | None = None,
+        connectors: Sequence[LowerTier] = (),
+    ) -> None:
+        self.max_tokens = BEYOND_TOKENS if max_tokens is None else max_tokens
+        self.num_cached = 0
+        self.reaches = reaches
+        self._block_size = host.pool.block_size
+        self.pool = BlockPool(
+            num_blocks=num_blocks,
+            block_size=self._block_size,
+            free=ranked,
+            on_reissue=self._evict,
+            on_release=self._freed,
+        )
+        self._ranked = ranked
+        self._host = host
+        self._connectors = connectors
+        self._ops = ops
+        self.changes = KVEventRecorder() if changes is None else changes
+        self.cache = self._cache = BlockHashIndex(reaches, num_blocks, ranked, self.changes)
+        self.marks = self._cache.marks
+        self._pinned: dict[Hashable, BlockTable] = {}
+
+    # --- admission ------------------------------------------------------------------------------------------------
+
+    def match(self, group: SequenceGroup) -> PrefixMatch:
+        """Return the cached blocks of the tokens that a group's leader has to compute."""
+        leader = group.live[0]
+        if leader.kv.root is None:
+            return PrefixMatch(0, ([],) * len(self.reaches))
+        limit = _num_leading_tokens(group)
+        # One more than can be cached: the last token of the match always runs.
+        limit = min(limit, self.max_tokens + 1 if leader.rope_len <= self.max_tokens else 0)
+        keys = _keys(self._block_size, leader, limit // self._block_size)
+        return self._cache.match(leader.kv.root, keys, leader.token_ids[:limit])
+
+    def admit(self, group: SequenceGroup) -> int:
+        """Assign all cached blocks of a group's prompt to its leader; return the number of tokens that need not run."""
+        leader = group.runnable[0]
+        match = self.match(group)
+        num_blocks = match.num_blocks
+        if self._host.blocks:
+            num_blocks = _num_in_both(self, self.lookup_keys(group), num_blocks)
+        self._take(leader, num_blocks)
+        num_tokens = num_blocks * self._block_size
+        if match.partial_block_ids is not None and num_blocks == match.num_blocks:
+            _copy_partial(leader.kv, match.partial_block_ids, self.pool, self._ops)
+            num_tokens += match.num_partial_tokens
+        leader.kv.registered(num_tokens // self._block_size)
+        if leader.kv.root is not None and group.num_cached_tokens is None:
+            self._ops.counts.looked_up(leader.num_prompt_tokens, min(num_tokens, leader.num_prompt_tokens))
+        return num_tokens
+
+    def is_prefix_in_flight(self, group: SequenceGroup, running: Iterable[SequenceGroup]) -> bool:
+        """Return True if a running group is about to compute the next block of this waiting group's prompt."""
+        leader = group.runnable[0]
+        position = self.match(group).num_blocks
+        last = min(leader.num_prompt_tokens, _num_leading_tokens(group)) - 1
+        if position >= min(_num_cacheable(self, leader), last // self._block_size):
+            return False
+        key = _keys(self._block_size, leader, position + 1)[position]
+        for other in running:
+            first = other.live[0]
+            begin, end = first.kv.num_registered_blocks, first.num_prompt_tokens // self._block_size
+            if begin < end and key in _keys(self._block_size, first, min(_num_cacheable(self, first), end))[begin:end]:
+                return True
+        return False
+
+    def lookup_keys(self, group: SequenceGroup) -> list[BlockHash]:
+        """Return the block hashes that a group's prompt may hit, which end before the last token to run."""
+        leader = group.live[0]
+        end = min(_num_cacheable(self, leader), (_num_leading_tokens(group) - 1) // self._block_size)
+        return _keys(self._block_size, leader, end)[: max(0, end)]
+
+    def touch(self, keys: Iterable[BlockHash]) -> None:
+        """Move the free cached blocks among these keys to the end of the eviction order."""
+        free = [b for key in keys if (b := self._cache.find(key)) is not None and self.pool.is_free(b)]
+        for block_id in free:
+            self.num_cached -= self.pool.acquire(block_id)
+        table = BlockTable(len(free))
+        table.extend(free)
+        self.pool.release(table)
+
+    # --- registration -------------------------------------------------------------------------------------------------
+
+    def register_full_blocks(self, sequence: TokenSequence) -> None:
+        """Insert the blocks that a sequence has filled since the last call into the cache."""
+        kv = sequence.kv
+        first = kv.num_registered_blocks
+        if sequence.num_computed_tokens < (first + 1) * self._block_size:
+            return
+        num_known = min(sequence.num_computed_tokens, len(sequence.token_ids))
+        # A sequence that was swapped out may have received tokens of a multi-step dispatch since, and has no blocks.
+        num_full = min(num_known // self._block_size, _num_cacheable(self, sequence), kv.num_blocks)
+        if first >= num_full:
+            return
+        keys = _keys(self._block_size, sequence, num_full)
+        for i in range(first, num_full):
+            for kv_group, table in enumerate(kv.tables):
+                if table.holds(i):
+                    self._cache.insert_in_group(sequence, i, table.block_id(i), keys[i], kv_group)
+                    for connector in self._connectors:
+                        connector.on_block_stored(group_block_hash(keys[i], kv_group))
+        kv.registered(num_full)
+
+    def forget(self, sequence: TokenSequence) -> None:
+        """Remove a sequence's prefix from all tiers, and exclude the sequence from the cache.
+
+        Blocks that it shares with others are removed too, except pinned ones.
+        """
+        pinned = self.pinned_blocks
+        keys = _keys(self._block_size, sequence, len(sequence.token_ids) // self._block_size)
+        for key in (group_block_hash(key, kv_group) for key in keys for kv_group in range(len(self.reaches))):
+            self._host.forget(key)
+            for connector in self._connectors:
+                connector.remove(key)
+            block_id = self._cache.find(key)
+            if block_id is not None and block_id not in pinned:
+                self._cache.forget(block_id)
+                self.num_cached -= self.pool.is_free(block_id)
+        sequence.kv.leave_cache()
+
+    def forget_block(self, block_id: int) -> None:
+        """Remove a block that its sequence is about to overwrite from the cache."""
+        self._cache.forget(block_id)
+
+    def reset(self) -> int:
+        """Remove all unreferenced prefixes, in lower tiers too; return the number of their blocks.
+
+        Blocks that sequences or pins reference stay cached.
+        """
+        free = [block_id for block_id in self._cache.block_ids() if self.pool.is_free(block_id)]
+        for block_id in free:
+            self._cache.forget(block_id)
+        self.num_cached -= len(free)
+        return len(free) + self._host.reset() + sum(connector.reset() for connector in self._connectors)
+
+    def has_prefix(self, key: BlockHash) -> bool:
+        """Return True if a block with this key is on the device or in host memory. Any thread may ask.
+
+        The two dict look-ups are atomic under the GIL while the engine thread writes. A stale answer costs a hit, never
+        correctness. A plain block hash is the key of the first KV group, see `group_block_hash`.
+        """
+        return self._cache.find(key) is not None or key in self._host
+
+    def num_cacheable_blocks(self, num_prompt_tokens: int) -> int:
+        """Return the number of full blocks of a prompt that may be cached. Any thread may ask."""
+        return 0 if num_prompt_tokens > self.max_tokens else num_prompt_tokens // self._block_size
+
+    # --- pinning ------------------------------------------------------------------------------------------------------
+
+    def pin(self, name: Hashable, sequence: TokenSequence) -> int:
+        """Pin the full blocks of a computed prompt under a name until `unpin`; return the number of pinned tokens.
+
+        If another block holds the same tokens, that cached block is pinned instead.
+        """
+        sequence.kv.registered(0)
+        self.register_full_blocks(sequence)
+        keys = _keys(self._block_size, sequence, self.num_cacheable_blocks(sequence.num_prompt_tokens))
+        table = BlockTable(len(self.reaches) * len(keys))
+        for kv_group, reach in enumerate(self.reaches):
+            for place in reach.seen(len(keys)):
+                block_id = self._cache.find(group_block_hash(keys[place], kv_group))
+                assert block_id is not None
+                self.num_cached -= self.pool.acquire(block_id)
+                table.extend([block_id])
+        self._pinned[name] = table
+        return len(keys) * self._block_size
+
+    def unpin(self, name: Hashable) -> None:
+        self.pool.release(self._pinned.pop(name))
+
+    @property
+    def pinned_blocks(self) -> set[int]:
+        """Return the ids of all pinned blocks."""
+        return {block_id for table in self._pinned.values() for block_id in table.block_ids()}
+
+    def pinned_tables(self) -> Iterable[BlockTable]:
+        return self._pinned.values()
+
+    def check(self) -> None:
+        """Check the counts of cached blocks.
+
+        Raises:
+            InternalError: the counts differ.
+        """
+        num_cached = sum(self.pool.is_free(block_id) for block_id in self._cache.block_ids())
+        if num_cached != self.num_cached:
+            raise InternalError(f"{num_cached} free blocks are cached, but {self.num_cached} were counted")
+        if self._ranked is not None:
+            self._ranked.check(set(self._cache.block_ids()), self.pool.is_free)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _freed(self, block_ids: list[int]) -> None:
+        self.num_cached += sum(block_id in self._cache for block_id in block_ids)
+
+    def _evict(self, block_id: int) -> None:
+        """Copy the content of a free block to host memory before the block is reissued, and remove it from the cache.
+
+        The copy is published before the removal, so that event subscribers do not drop the block in between.
+        """
+        key = self._cache.get_key(block_id)
+        if key is not None:
+            self.num_cached -= 1
+            self._host.keep(key, block_id, None if self._ranked is None else self._ranked.evicted(block_id))
+            for connector in self._connectors:
+                connector.on_block_stored(key)
+            self._cache.evict(block_id)
+
+    def _take(self, leader: TokenSequence, num_blocks: int) -> None:
+        """Assign the blocks visible after num_blocks blocks to an empty sequence; load those in host memory."""
+        keys, kv = _keys(self._block_size, leader, num_blocks), leader.kv
+        wanted = keys_seen(keys, num_blocks, self.reaches)
+        found = {key: block_id for key in wanted if (block_id := self._cache.find(key)) is not None}
+        for block_id in found.values():
+            self.num_cached -= self.pool.acquire(block_id)
+        if self._ranked is not None:
+            self._ranked.found([*found.values()])
+        away = [key for key in wanted if key not in found]
+        seen = {key: self._host.times_seen(key) + 1 for key in away}
+        brought = dict(zip(away, self._host.load(away, self.pool), strict=True)) if away else {}
+        for kv_group, (reach, table) in enumerate(zip(self.reaches, kv.tables, strict=True)):
+            block_ids = []
+            for i in reach.seen(num_blocks):
+                key = group_block_hash(keys[i], kv_group)
+                if key in brought:
+                    self._cache.insert_in_group(leader, i, brought[key], keys[i], kv_group, times_seen=seen[key])
+                block_ids.append(found[key] if key in found else brought[key])
+            table.fill(block_ids, reach.first_block(num_blocks), reach.num_sinks)
+        self._ops.counts.brought_back(self._block_size * len(brought) // len(self.reaches))
+        for connector in self._connectors:
+            connector.on_blocks_hit(wanted)
+
+
+def _num_cacheable(prefixes: PrefixCacheManager, sequence: TokenSequence) -> int:
+    """Return the number of blocks of a sequence that may be cached."""
+    if sequence.kv.root is None or sequence.rope_len > prefixes.max_tokens:
+        return 0
+    return min(prefixes.max_tokens, len(sequence.token_ids)) // prefixes.pool.block_size
+
+
+def _num_in_both(prefixes: PrefixCacheManager, keys: list[BlockHash], num_matched: int) -> int:
+    """Return the length of the longest prefix in both tiers that the pool has room for."""
+    end, pool = len(keys), prefixes.pool
+    while (num_blocks := num_usable(keys[:end], prefixes.reaches, prefixes.has_prefix)) > num_matched:
+        wanted = [prefixes.cache.find(key) for key in keys_seen(keys, num_blocks, prefixes.reaches)]
+        if pool.can_allocate(sum(block_id is None or pool.is_free(block_id) for block_id in wanted)):
+            return num_blocks
+        end = num_blocks - 1
+    return num_matched
+
+
+class PinnedForRead:
+    """Cached blocks pinned for external readers, independent of sequences and pinned prefixes."""
+
+    def __init__(self, prefixes: PrefixCacheManager) -> None:
+        self._prefixes = prefixes
+        self._tables: dict[BlockTable, None] = {}
+
+    def find(self, key: BlockHash) -> int | None:
+        """Return the device block with this key, or None."""
+        return self._prefixes._cache.find(key)
+
+    def hold(self, keys: Iterable[BlockHash]) -> BlockTable:
+        """Pin the blocks of these keys; the table has them in the order of the keys.
+
+        Raises:
+            InternalError: one of them is not on the device.
+        """
+        prefixes, block_ids = self._prefixes, []
+        for key in keys:
+            block_id = prefixes._cache.find(key)
+            if block_id is None:
+                raise InternalError(f"no block on the device has the hash {key.hex()}")
+            prefixes.num_cached -= prefixes.pool.acquire(block_id)
+            block_ids.append(block_id)
+        table = BlockTable(len(block_ids))
+        table.extend(block_ids)
+        self._tables[table] = None
+        return table
+
+    def release(self, table: BlockTable) -> None:
+        """Unpin a table; its blocks stay cached until they are reissued.
+
+        Raises:
+            InternalError: the table is not pinned.
+        """
+        if table not in self._tables:
+            raise InternalError(f"blocks {table.block_ids()[:8]} are released but not held")
+        del self._tables[table]
+        self._prefixes.pool.release(table)
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of pinned blocks; a block pinned twice counts twice."""
+        return sum(table.num_blocks for table in self._tables)
+
+    def tables(self) -> Iterable[BlockTable]:
+        """Return the pinned tables."""
+        return self._tables.keys()
+
+
+def _num_leading_tokens(group: SequenceGroup) -> int:
+    """Return the number of tokens that only the leader runs: the prompt before a fork, all of them otherwise.
+
+    If prompt logprobs are pending it ends at the first such position: the last of these tokens always runs.
+    """
+    leader = group.live[0]
+    num_tokens = len(leader.token_ids) if group.is_forked else leader.num_prompt_tokens
+    return (
+        min(num_tokens, leader.prompt_logprobs_start + 1)
+        if leader.prompt_logprobs_start < leader.prompt_logprobs_end
+        else num_tokens
+    )
+
+
+def _keys(block_size: int, sequence: TokenSequence, num_blocks: int) -> list[BlockHash]:
+    return sequence.kv.keys(sequence.token_ids, num_blocks, block_size)
+
+
+def _copy_partial(kv: SequenceBlocks, block_ids: list[int], pool: BlockPool, ops: BlockCopyPlan) -> None:
+    """Assign copies of blocks, one per KV group, to a sequence; a block that was free may become its own copy."""
+    copies = pool.allocate(len(block_ids))
+    others = [copy for copy in copies if copy not in block_ids]
+    for block_id, table in zip(block_ids, kv.tables, strict=True):
+        copy = block_id if block_id in copies else others.pop()
+        if copy != block_id:
+            ops.add(Move.COPY, block_id, copy)
+        table.extend([copy])

@@ -1,0 +1,78 @@
+"""Aux outputs of a step: what is computed from its hidden states in addition to the samples.
+
+positions    of a prompt, each once, in chunks of at most the positions per step that the device has room for
+samples      log-probabilities of given token ids, or of more tokens than a sample reports
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jpaged.engine.executor import Geometry
+from jpaged.engine.executor.io import NO_ID, AuxInputs, AuxKind
+from jpaged.engine.scheduler.output import SchedulerOutput
+from jpaged.engine.sequence import Sequence, SequenceGroup
+
+AUX_SIZES = {AuxKind.LOGPROBS: 64, AuxKind.ALL_LOGPROBS: 8, AuxKind.HIDDEN: 64}
+"""Rows of one aux call."""
+
+
+class AuxRequest(NamedTuple):
+    """A hidden state from which an aux output is requested.
+
+    Attributes:
+        position: position of a prompt token; None for the token that the row samples from.
+        row: the device row of a sample; 0 for a prompt token.
+    """
+
+    group: SequenceGroup
+    sequence: Sequence
+    position: int | None
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepAux:
+    """One aux call of a step, and the origin of each row."""
+
+    inputs: AuxInputs
+    requests: list[AuxRequest]
+
+
+def build_aux_inputs(schedule: SchedulerOutput, geometry: Geometry) -> list[StepAux]:
+    """Return every aux call of a step, each with a bounded number of rows."""
+    asked: dict[AuxKind, list[tuple[int, list[int], AuxRequest]]] = {}
+    first = geometry.buckets.rows[-1]
+    for number, (_, row, position) in enumerate(schedule.aux_tokens()):
+        following = row.sequence.token_ids[position + 1 : position + 2]
+        one = AuxRequest(row.group, row.sequence, position, 0)
+        asked.setdefault(_build_prompt_aux(row.group), []).append((first + number, following, one))
+    asks_more = any(row.group.request.sampling.needs_extra_logprobs for row in schedule.rows)
+    for place in range(schedule.num_rows) if asks_more else ():
+        row = schedule.row_at(place)
+        sampling = row.group.request.sampling
+        if row.samples_token and sampling.needs_extra_logprobs:
+            tell = AuxKind.LOGPROBS if sampling.logprob_token_ids else AuxKind.ALL_LOGPROBS
+            ids = [NO_ID, *sampling.logprob_token_ids]
+            asked.setdefault(tell, []).append((place, ids, AuxRequest(row.group, row.sequence, None, place)))
+    return [part for tell, rows in asked.items() for part in _parts(tell, rows)]
+
+
+def _build_prompt_aux(group: SequenceGroup) -> AuxKind:
+    request = group.request
+    if request.pooling is not None:
+        return AuxKind.HIDDEN
+    return (
+        AuxKind.ALL_LOGPROBS
+        if request.sampling.wants_full_vocab(request.sampling.prompt_logprobs)
+        else AuxKind.LOGPROBS
+    )
+
+
+def _parts(tell: AuxKind, rows: list[tuple[int, list[int], AuxRequest]]) -> Iterator[StepAux]:
+    size = AUX_SIZES[tell]
+    for begin in range(0, len(rows), size):
+        places, ids, asked = zip(*rows[begin : begin + size], strict=True)
+        yield StepAux(AuxInputs.padded(tell, list(places), list(ids), size), list(asked))

@@ -1,0 +1,28 @@
+"""Matmuls of rows with a model's matrices: quantized, or packed for CPUs at load time.
+
+quantized.py  a matrix of 8 or 4 bits with its scales, alone or of one of several layers, and XLA's matmuls with it
+on_device.py  choice of the matmul for a device, and of the parts of a depth that XLA for GPUs would pad
+packed.py     a matrix, its codes and scales in the order in which the CPU kernel reads them
+multiply.py   the calls of that kernel, and the check for a library
+tpu.py        the kernel for TPUs, and its calls
+cpu/          the kernel for CPUs
+triton/       the kernel for GPUs: groups of rows, and numbers with scales per group
+
+XLA's own `dot_general` (`jpaged.models.layers`) is the specification, and the fallback.
+"""
+
+from jpaged.kernels.matmul.multiply import Norm, ProductKernel, RowDelta, kernel, loaded
+from jpaged.kernels.matmul.packed import PackedMatrix, Packer, can_pack
+from jpaged.kernels.matmul.quantized import QuantizedMatrix
+
+__all__ = [
+    "Norm",
+    "PackedMatrix",
+    "Packer",
+    "ProductKernel",
+    "QuantizedMatrix",
+    "RowDelta",
+    "can_pack",
+    "kernel",
+    "loaded",
+]

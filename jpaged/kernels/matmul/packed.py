@@ -1,0 +1,347 @@
+"""A matrix in the order in which the CPU kernel reads it, and the memory of such matrices.
+
+float32    [parts * ceil(N / 32), K, 32] bfloat16   [parts * ceil(N / 32), ceil(K / 2), 32, 2]     two of a column side
+by side, as AVX512_BF16 multiplies quantized  codes and scales, as follows
+
+int8      [parts * ceil(N / 32), ceil(K / 4), 32, 4]    four of a column side by side
+fp8       [parts * ceil(N / 32), ceil(K / 4), 32, 4]    k, k + 2, k + 1, k + 3
+4 bits    [parts * ceil(N / 32), ceil(K / 8), 32, 4]    eight: the low halves are four, the high halves the next four
+scales    [parts * ceil(N / 32), groups, 32]            and zeros
+
+A code is a byte or half of one: integers are shifted to begin with 0, floats are their bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import math
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jpaged.errors import Unsupported
+from jpaged.kernels.matmul.quantized import QuantizedMatrix, num_outer
+from jpaged.kernels.matrix_format import NUM_BITS, VALUE_DTYPES, Values
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+CODES: tuple[Values, ...] = ("int8", "int4", "mxfp4", "fp8")
+"""In the order of `Code` in quantised.h."""
+_KINDS = {dtype: kind for kind, dtype in VALUE_DTYPES.items()}
+_LANE_BITS = 32
+_MXFP4_NUMBERS = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+_FP8_PLACES = (0, 2, 1, 3)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class PackedScales:
+    """The scales of a packed matrix's codes, and the rounding of rows.
+
+    Attributes:
+        scales: as above; bfloat16 if they are powers of two (MXFP4), otherwise float32.
+        zeros: int8 or float32; None is zero.
+        order: int32 `[K]`, if the matrix's depth was sorted by groups: the original index of each k.
+        step: float32 `[1]`: the scale of rounded rows, if the checkpoint has one.
+        kind: of the codes.
+        group: numbers of a column that share a scale.
+        has_int8_rows: rows are rounded to int8, with the step or a scale per row.
+        dtype: of the model.
+    """
+
+    scales: Any
+    zeros: Any
+    order: Any
+    step: Any
+    kind: Values = dataclasses.field(metadata={"static": True})
+    group: int = dataclasses.field(metadata={"static": True})
+    has_int8_rows: bool = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+    @property
+    def code(self) -> int:
+        """The kernel's number of the kind."""
+        return CODES.index(self.kind)
+
+    def decode(self, lanes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
+        """Return the numbers `[T, K]` of lanes `[T, K / .., 4]`, given scales and zeros `[T, groups]`; K is padded."""
+        halves = [lanes & 15, lanes >> 4] if NUM_BITS[self.kind] == 4 else [lanes]
+        codes = jnp.stack(halves, axis=2).reshape(len(lanes), -1)
+        if self.kind == "fp8":
+            codes = lanes[:, :, jnp.array(_FP8_PLACES)].reshape(len(lanes), -1)
+            numbers = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+        elif self.kind == "mxfp4":
+            numbers = jnp.asarray(_MXFP4_NUMBERS)[codes]
+        else:
+            numbers = codes.astype(jnp.float32) - 2.0 ** (NUM_BITS[self.kind] - 1)
+        depth = min(codes.shape[1], scales.shape[1] * self.group)
+        numbers = numbers[:, :depth]
+        if zeros is not None:
+            numbers = numbers - jnp.repeat(zeros.astype(jnp.float32), self.group, axis=1)[:, :depth]
+        return (numbers * jnp.repeat(scales.astype(jnp.float32), self.group, axis=1)[:, :depth]).astype(self.dtype)
+
+
+def num_lanes(matrix: QuantizedMatrix) -> int:
+    """Return the number of lanes of a column."""
+    return -(-matrix.depth // _lane(matrix))
+
+
+def can_pack(matrix: QuantizedMatrix) -> bool:
+    """Return True if the kernel supports a matrix: a single one, whose groups are whole lanes and divide the depth."""
+    if num_outer(matrix.ndim, matrix.axis):
+        return False
+    has_whole_lanes = matrix.depth % matrix.num_groups == 0 and matrix.group_size % _lane(matrix) == 0
+    return matrix.num_groups == 1 or has_whole_lanes
+
+
+def get_code(matrix: QuantizedMatrix) -> int:
+    """Return the kernel's number of the kind of a matrix's codes."""
+    return CODES.index(_kind(matrix))
+
+
+def describe(matrix: QuantizedMatrix, scales: Any, zeros: Any, order: Any, step: Any) -> PackedScales:
+    """Return the description of a matrix with these arrays, which may be shapes."""
+    has_int8_rows = matrix.activations == "int8"
+    return PackedScales(scales, zeros, order, step, _kind(matrix), matrix.group_size, has_int8_rows, matrix.dtype)
+
+
+def scale_dtype(matrix: QuantizedMatrix) -> np.dtype:
+    """Return the type that stores scales without loss."""
+    return np.dtype(ml_dtypes.bfloat16 if _kind(matrix) == "mxfp4" else np.float32)
+
+
+def zeros_dtype(matrix: QuantizedMatrix) -> np.dtype:
+    """Return the type of the zero points; int8 if there are none."""
+    return np.dtype(np.int8 if matrix.zeros is None else matrix.zeros.dtype)
+
+
+def get_codes(matrix: QuantizedMatrix) -> np.ndarray:
+    """Return a byte for each number, in the leaf's shape."""
+    values = np.asarray(matrix.values).view(np.uint8)
+    match _kind(matrix):
+        case "int8":
+            return values ^ np.uint8(128)
+        case "int4":
+            return values & np.uint8(15) ^ np.uint8(8)
+        case "mxfp4":
+            return values & np.uint8(15)
+        case _:
+            return values
+
+
+def get_order(matrix: QuantizedMatrix) -> np.ndarray:
+    """Return the indices of a column's numbers sorted by their groups.
+
+    Raises:
+        Unsupported: listed groups have different sizes.
+    """
+    group_ids = np.asarray(matrix.group_ids)
+    counts = np.bincount(group_ids, minlength=matrix.num_groups)
+    if (counts != matrix.group_size).any():
+        raise Unsupported(
+            f"linear_backend: cpu cannot multiply groups of {counts.min()} to {counts.max()} numbers in one matrix: "
+            "all must have the same size; linear_backend xla supports them"
+        )
+    return np.argsort(group_ids, kind="stable").astype(np.int32)
+
+
+def get_blocks(of_groups: np.ndarray, num_parts: int, columns: int, *, is_embedding: bool) -> np.ndarray:
+    """Return scales or zeros of a leaf, `[groups, *out]` or `[N, groups]`, as blocks `[.., groups, columns]`."""
+    num_groups = of_groups.shape[-1] if is_embedding else of_groups.shape[0]
+    of_columns = of_groups.T if is_embedding else of_groups
+    parts = of_columns.reshape(num_groups, num_parts, -1)
+    padding = -parts.shape[2] % columns
+    padded = np.pad(parts, ((0, 0), (0, 0), (0, padding))).reshape(num_groups, -1, columns)
+    return np.ascontiguousarray(padded.transpose(1, 0, 2))
+
+
+def _kind(matrix: QuantizedMatrix) -> Values:
+    return _KINDS[np.dtype(matrix.values.dtype)]
+
+
+def _lane(matrix: QuantizedMatrix) -> int:
+    """Return the numbers of a lane."""
+    return _LANE_BITS // NUM_BITS[_kind(matrix)]
+
+
+COLUMNS = 32
+"""Columns of a block."""
+_HUGE_PAGE = 2 << 20
+_CHUNK = 64 << 20
+_LINE = 64
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A matrix that only the kernel reads, in place of a leaf of parameters.
+
+    Attributes:
+        blocks: as above.
+        shape: of the original leaf.
+        is_embedding: the leaf is `[N, K]`, rows of an embedding; otherwise `[K, *out]`, with N = prod(out).
+        num_parts: parts of the columns, such as gates and ups, each of which begins with a block.
+        scales: of a matrix whose blocks are codes; None if they are numbers.
+    """
+
+    blocks: jax.Array
+    scales: PackedScales | None
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    is_embedding: bool = dataclasses.field(metadata={"static": True})
+    num_parts: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the numbers."""
+        return np.dtype(self.blocks.dtype) if self.scales is None else self.scales.dtype
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.shape[-1] if self.is_embedding else self.shape[0]
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of one part."""
+        return math.prod(self.shape) // self.depth // self.num_parts
+
+    def rows(self, ids_t: Int[Array, "T"]) -> Float[Array, "T K"]:
+        """Return rows of an embedding, by their ids."""
+
+        def rows_of(blocks: jax.Array) -> jax.Array:
+            return blocks[ids_t // COLUMNS, :, ids_t % COLUMNS]
+
+        found = rows_of(self.blocks)
+        if self.scales is None:
+            return found.reshape(len(ids_t), -1)[:, : self.depth]
+        zeros = None if self.scales.zeros is None else rows_of(self.scales.zeros)
+        return self.scales.decode(found, rows_of(self.scales.scales), zeros)[:, : self.depth]
+
+
+def packed_shape(shape: tuple[int, ...], dtype: np.dtype, *, is_embedding: bool, num_parts: int) -> tuple[int, ...]:
+    """Return the shape of the blocks of a leaf."""
+    depth = shape[-1] if is_embedding else shape[0]
+    num_blocks = num_parts * -(-(math.prod(shape) // depth // num_parts) // COLUMNS)
+    return (num_blocks, depth, COLUMNS) if dtype.itemsize == 4 else (num_blocks, -(-depth // 2), COLUMNS, 2)
+
+
+class Packer:
+    """Packs leaves one after the other into memory of huge pages, if the system has them.
+
+    A core reads 22 GB/s from pages of 4 KiB and 30 from pages of 2 MiB (Zen 4), and reading limits a decode of one row.
+    The arrays are used in place, without a copy; a chunk is freed with the last of them.
+    """
+
+    def __init__(self, library: ctypes.CDLL, sharding: jax.sharding.Sharding) -> None:
+        self._library = library
+        self._sharding = sharding
+        self._chunk = np.empty(0, np.uint8)
+
+    def pack(self, leaf: Any, *, is_embedding: bool = False, num_parts: int = 1) -> PackedMatrix:
+        """Pack a leaf of float32 or bfloat16 onto one CPU device; packs a shape into a shape.
+
+        Args:
+            leaf: `[K, *out]`, with the parts as the first axis of `out` if there are several; or `[N, K]`. Or a
+                quantized matrix of that shape, which `scales.can_pack`.
+            is_embedding: it is `[N, K]`.
+            num_parts: see `PackedMatrix`.
+        """
+        if isinstance(leaf, QuantizedMatrix):
+            return self._pack_quantized(leaf, num_parts)
+        dtype = np.dtype(leaf.dtype)
+        shape = packed_shape(leaf.shape, dtype, is_embedding=is_embedding, num_parts=num_parts)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            blocks: Any = jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
+        else:
+            blocks = jax.device_put(self._packed(np.asarray(leaf), shape, is_embedding, num_parts), self._sharding)
+        return PackedMatrix(blocks, None, tuple(leaf.shape), is_embedding, num_parts)
+
+    def _pack_quantized(self, matrix: QuantizedMatrix, num_parts: int) -> PackedMatrix:
+        depth, lanes = matrix.depth, num_lanes(matrix)
+        num_columns = math.prod(matrix.shape) // depth // num_parts
+        num_blocks = num_parts * -(-num_columns // COLUMNS)
+        shapes = ((num_blocks, lanes, COLUMNS, 4), (num_blocks, matrix.num_groups, COLUMNS))
+
+        def spread(of_groups: Any) -> np.ndarray:
+            return get_blocks(np.asarray(of_groups), num_parts, COLUMNS, is_embedding=matrix.is_embedding)
+
+        # Rows that are not int8 are not rounded here, whatever their scale.
+        step = matrix.input_scale if matrix.activations == "int8" else None
+        arrays = (
+            self._leaf(matrix.values, shapes[0], np.dtype(np.uint8), lambda: self._codes(matrix, shapes[0], num_parts)),
+            self._leaf(matrix.scales, shapes[1], scale_dtype(matrix), lambda: spread(matrix.scales)),
+            self._leaf(matrix.zeros, shapes[1], zeros_dtype(matrix), lambda: spread(matrix.zeros)),
+            self._leaf(matrix.group_ids, (depth,), np.dtype(np.int32), lambda: get_order(matrix)),
+            self._leaf(step, (1,), np.dtype(np.float32), lambda: np.asarray(step)[None]),
+        )
+
+        described = describe(matrix, *arrays[1:])
+        return PackedMatrix(arrays[0], described, matrix.shape, matrix.is_embedding, num_parts)
+
+    def _leaf(self, leaf: Any, shape: tuple[int, ...], dtype: np.dtype, make: Callable[[], np.ndarray]) -> Any:
+        """Return the array from `make`, on the device; for a shape a shape, and for None None."""
+        if leaf is None:
+            return None
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
+        made = make()
+        if made.dtype != np.uint8:  # codes are already in their final place
+            kept = self._take(made.size * dtype.itemsize).view(dtype).reshape(shape)
+            kept[...] = made
+            made = kept
+        return jax.device_put(made, self._sharding)
+
+    def _codes(self, matrix: QuantizedMatrix, shape: tuple[int, ...], num_parts: int) -> np.ndarray:
+        codes = np.ascontiguousarray(get_codes(matrix))
+        if matrix.group_ids is not None:
+            codes = np.take(codes, get_order(matrix), axis=matrix.axis)
+        depth = matrix.depth
+        num_columns = codes.size // depth // num_parts
+        steps = (1, depth) if matrix.is_embedding else (codes.size // depth, 1)
+        blocks = self._take(math.prod(shape)).reshape(num_parts, -1)
+        for part in range(num_parts):
+            begin = codes.ctypes.data + part * num_columns * steps[1]
+            numbers = (ctypes.c_int64(n) for n in (depth, num_columns, *steps, get_code(matrix)))
+            self._library.jpaged_pack_codes(ctypes.c_void_p(begin), *numbers, ctypes.c_void_p(blocks[part].ctypes.data))
+        return blocks.reshape(shape)
+
+    def _packed(self, leaf: np.ndarray, shape: tuple[int, ...], is_embedding: bool, num_parts: int) -> np.ndarray:
+        depth = leaf.shape[-1] if is_embedding else leaf.shape[0]
+        leaf = np.ascontiguousarray(leaf)
+        num_columns = leaf.size // depth // num_parts
+        steps = (1, depth) if is_embedding else (leaf.size // depth, 1)
+        blocks = self._take(math.prod(shape) * leaf.itemsize).view(leaf.dtype).reshape(num_parts, -1)
+        for part in range(num_parts):
+            begin = leaf.ctypes.data + part * num_columns * steps[1] * leaf.itemsize
+            numbers = (ctypes.c_int64(n) for n in (depth, num_columns, *steps, leaf.itemsize))
+            self._library.jpaged_pack(ctypes.c_void_p(begin), *numbers, ctypes.c_void_p(blocks[part].ctypes.data))
+        return blocks.reshape(shape)
+
+    def _take(self, num_bytes: int) -> np.ndarray:
+        """Return new bytes, aligned to a cache line."""
+        if num_bytes > len(self._chunk):
+            self._chunk = _map_huge_pages(max(num_bytes, _CHUNK))
+        taken = self._chunk[:num_bytes]
+        self._chunk = self._chunk[-(-num_bytes // _LINE) * _LINE :]
+        return taken
+
+
+def _map_huge_pages(num_bytes: int) -> np.ndarray:
+    """Return bytes that begin with a huge page; they take memory when they are written to."""
+    # Shared pages, mmap's default, are huge only if the system is configured for that.
+    how = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    mapped = mmap.mmap(-1, num_bytes + _HUGE_PAGE, **how)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux only
+        with contextlib.suppress(OSError):  # some kernels and sandboxes lack it
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(mapped, np.uint8)
+    return memory[-memory.ctypes.data % _HUGE_PAGE :][:num_bytes]

@@ -1,0 +1,90 @@
+"""The modules of a head: its layer, and the modules around it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jpaged.errors import InternalError
+from jpaged.models.decoder.modules import MLP, Attention, DecoderEnds, Shared, make_norm
+from jpaged.models.eagle.config import NUM_WATCHED, EagleConfig
+from jpaged.models.layer_kinds import LayerKind
+from jpaged.models.layers import Attend, EndsKeys, Linear, Measured, TokenEmbedding
+from jpaged.models.stack import LayerPlace
+from jpaged.models.tokens import Rows, TokenBatch
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class HeadShared(Shared):
+    """Inputs of the layer in addition to states, including the tokens' embeddings."""
+
+    embedded_te: jax.Array = dataclasses.field(kw_only=True)
+
+    @classmethod
+    def of(cls, shared: Shared, embedded_te: jax.Array) -> HeadShared:
+        """Return the shared values of a decoder's layers, with embeddings."""
+        return cls(shared.angles, shared.rows, shared.heads, shared.experts, embedded_te=embedded_te)
+
+
+class EagleLayer(nnx.Module):
+    """A Llama layer whose queries, keys and values are computed from embeddings and states, concatenated."""
+
+    def __init__(self, config: EagleConfig, dtype: np.dtype, rngs: nnx.Rngs, kind: LayerKind) -> None:
+        self.embedding_norm = make_norm(config, dtype)
+        self.state_norm = make_norm(config, dtype)
+        self.attention = Attention(config, dtype, rngs, num_inputs=2 * config.hidden_size)
+        self.mlp_norm = make_norm(config, dtype)
+        self.mlp = MLP(config, dtype, rngs)
+        self.adds_to_norm = config.norm_before_residual
+
+    def __call__(
+        self, x: Measured, shared: HeadShared, attend: Attend, carry: Any, place: LayerPlace
+    ) -> tuple[Measured, Any]:
+        """Run the layer over packed tokens; attend, carry and place as in `Model.run`."""
+        normed_te = self.state_norm(x.x_te)
+        both_te = jnp.concatenate([self.embedding_norm(shared.embedded_te), normed_te], axis=-1)
+        o_te, carry = self.attention.attend(both_te, None, shared, attend, carry, place)
+        residual_te = normed_te if self.adds_to_norm else x.x_te
+        x_te = self.attention.out(o_te, shared.rows, residual=residual_te)
+        x_te = self.mlp(x_te, shared.rows, norm=self.mlp_norm, residual=x_te)
+        return Measured.of(x_te, is_measured=False), carry
+
+
+class EagleEnds(DecoderEnds):
+    """The embeddings, the matrix that joins hidden states, a norm, and the output matrix of the proposed tokens."""
+
+    def __init__(self, config: EagleConfig, dtype: np.dtype, keys: EndsKeys) -> None:
+        super().__init__(config, dtype, keys)
+        rngs = nnx.Rngs(jax.random.fold_in(keys[0], 2))
+        self.lm_head = TokenEmbedding(config.draft_vocab_size, config.hidden_size, dtype, keys[1])
+        self.fc = Linear(NUM_WATCHED * config.target_hidden_size, (config.hidden_size,), False, dtype, rngs)
+        self.ids = nnx.Param(jnp.arange(config.draft_vocab_size, dtype=jnp.int32)) if config.has_ids else None
+        if not config.has_embedding:
+            del self.embed
+        self.vocab_size = config.vocab_size
+
+    def begin(self, tokens: TokenBatch) -> tuple[Measured, HeadShared]:
+        """See `Ends`."""
+        if tokens.states_te is None:
+            raise InternalError("a head requires hidden states")
+        shared = HeadShared.of(self.shared(tokens), self.embed(tokens.ids_t))
+        return Measured.of(tokens.states_te, is_measured=False), shared
+
+    def combine(self, features_tf: jax.Array, rows: Rows) -> jax.Array:
+        """See `Ends`."""
+        return self.fc(features_tf, rows)
+
+    def logits(self, hidden_re: jax.Array, num_rows: jax.Array) -> jax.Array:
+        """See `Ends`. Tokens that it does not propose have minus infinity."""
+        logits_rd = super().logits(hidden_re, num_rows)
+        if self.ids is None:
+            return logits_rd
+        none_rv = jnp.full((len(hidden_re), self.vocab_size), -jnp.inf, logits_rd.dtype)
+        return none_rv.at[:, self.ids[...]].set(logits_rd)

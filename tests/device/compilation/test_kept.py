@@ -1,0 +1,221 @@
+"""Programs from one run to the next: found without a trace, made again whenever anything they depend on differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import logging
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.config import EngineConfig
+from jpaged.device.compilation import aot_bundle, lowering
+from jpaged.device.compilation.compile import ProgramSpec, set_up_compile_cache, told
+from jpaged.device.compilation.executable_cache import ExecutableCache
+from jpaged.device.compilation.lowering import abstract_serving, program_lowerings
+from jpaged.device.executor import JaxExecutor
+from jpaged.device.mesh import serving_mesh
+from jpaged.device.step import Step
+from jpaged.engine.executor import Geometry
+from jpaged.models.layers import Params
+from tests.device import tiny_model
+from tests.device.driver import Driver, Row
+
+SPEC = ProgramSpec("forward", 3)
+
+
+@pytest.fixture(autouse=True)
+def without_other_cache() -> Iterator[None]:
+    """What comes from jax's cache is not kept on CPUs."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    set_up_compile_cache(None)
+    yield
+    set_up_compile_cache(None if before is None else Path(before))
+
+
+def start(keep: Path, options: EngineConfig = tiny_model.OPTIONS) -> JaxExecutor:
+    executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), options, keep=keep)
+    executor.warm_up(tiny_model.quiet)
+    return executor
+
+
+def origins(executor: JaxExecutor) -> set[str]:
+    return {program.origin for program in executor._programs.ready.values()}
+
+
+def some_tokens(executor: JaxExecutor) -> list[int]:
+    driver = Driver(executor)
+    first, second = driver.sequence([5, 6, 7, 8, 9]), driver.sequence([1, 2], temperature=1.0, seed=3)
+    sampled: list[int] = driver.run([Row(first, 5), Row(second, 2)]).token_ids_rn[:2, 0].tolist()
+    first.tokens.append(sampled[0])
+    return sampled + driver.run([Row(first, 1)]).token_ids_rn[:1, 0].tolist()
+
+
+def refuse_to_lower(step: Step, params: Params, geometry: Geometry) -> dict[ProgramSpec, Callable[[], None]]:
+    specs = program_lowerings(step, params, geometry)
+    return {spec: functools.partial(pytest.fail, f"{spec} was lowered") for spec in specs}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kept") / "programs"
+    set_up_compile_cache(None)
+    executor = start(folder)
+    assert origins(executor) == {"compiled"}
+    executor.shutdown()
+    return folder
+
+
+@pytest.mark.long
+def test_a_second_start_traces_nothing_and_says_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tiny_model.warm_executor()
+    monkeypatch.setattr(lowering, "program_lowerings", refuse_to_lower)
+    executor = start(folder)
+    assert origins(executor) == {"cache"}
+    assert len(executor._programs.ready) == len(executor._programs.specs)
+    assert some_tokens(executor) == some_tokens(plain)
+    executor.shutdown()
+    plain.shutdown()
+
+
+def test_a_program_whose_code_was_edited_to_the_same_is_found_once_it_is_lowered(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "kept"
+    shutil.copytree(folder, other)
+    shutil.rmtree(other / "named")
+    executor = start(other)
+    assert origins(executor) == {"cache"}
+    executor.shutdown()
+    assert {path.name for path in (other / "named").iterdir()} == {path.name for path in (folder / "named").iterdir()}
+
+
+def test_other_options_have_programs_of_their_own(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "kept"
+    shutil.copytree(folder, other)
+    cache = dataclasses.replace(tiny_model.OPTIONS.cache, num_blocks=40)
+    executor = start(other, dataclasses.replace(tiny_model.OPTIONS, cache=cache))
+    made = {program.spec.kind: program.origin for program in executor._programs.ready.values()}
+    assert (made["forward"], made["sample"]) == ("compiled", "cache")  # what samples knows nothing of the pool
+    executor.shutdown()
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> ExecutableCache:
+    return kept_at(tmp_path / "kept")
+
+
+def kept_at(folder: Path) -> ExecutableCache:
+    step, geometry, params = abstract_serving(tiny_model.model(), tiny_model.OPTIONS, serving_mesh(1), "loop")
+    return ExecutableCache.of(folder, step, geometry, params)
+
+
+class Lowering:
+    """Lowers x * factor, and counts how often."""
+
+    def __init__(self, factor: float = 2.0) -> None:
+        self.factor, self.num_times = factor, 0
+
+    def __call__(self) -> jax.stages.Lowered:
+        self.num_times += 1
+        return jax.jit(lambda x: x * self.factor).lower(jax.ShapeDtypeStruct((3,), jnp.float32))
+
+
+def result(program: jax.stages.Compiled) -> list[float]:
+    return np.asarray(program(np.ones(3, np.float32))).tolist()
+
+
+def test_a_program_is_lowered_once(kept: ExecutableCache) -> None:
+    lowering = Lowering()
+    assert [result(kept.make(SPEC, lowering)) for _ in range(3)] == [[2.0] * 3] * 3
+    assert lowering.num_times == 1
+    assert result(kept.make(dataclasses.replace(SPEC, size=4), Lowering(3.0))) == [3.0] * 3
+
+
+def test_shapes_of_arguments_that_a_program_does_not_use_count(kept: ExecutableCache, tmp_path: Path) -> None:
+    """They are no part of its text, and it takes no others."""
+    double = jax.jit(lambda x, unused: x * 2.0)
+    for place, unused in enumerate((np.ones(3), np.ones(4))):
+        here = dataclasses.replace(kept, traced_from=f"{kept.traced_from} {place}")
+        program = here.make(SPEC, functools.partial(double.lower, np.float32(1), unused))
+        assert float(program(np.float32(1), unused)) == 2.0
+
+
+@pytest.mark.parametrize("part", ["named", "made"])
+@pytest.mark.parametrize("content", [b"", b"x" * 40, b"\xff" * 10_000, None])
+def test_a_damaged_file_is_made_again_and_mended(kept: ExecutableCache, part: str, content: bytes | None) -> None:
+    lowering = Lowering()
+    kept.make(SPEC, lowering)
+    (path,) = (kept.folder / part).iterdir()
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content)
+    assert [result(kept.make(SPEC, lowering)) for _ in range(2)] == [[2.0] * 3] * 2
+    assert lowering.num_times == 2
+
+
+def test_a_file_of_another_program_is_not_taken_for_one(kept: ExecutableCache) -> None:
+    """The digest is of the bytes; what a pickle of something else holds is no program either."""
+    kept.make(SPEC, Lowering())
+    (path,) = (kept.folder / "made").iterdir()
+    content = pickle.dumps((b"no program", None, None))
+    path.write_bytes(hashlib.sha256(content).digest() + content)
+    assert result(kept.make(SPEC, Lowering())) == [2.0] * 3
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    lowering = Lowering()
+    kept = kept_at(tmp_path / "file")
+    with caplog.at_level(logging.WARNING):
+        assert [result(kept.make(SPEC, lowering)) for _ in range(2)] == [[2.0] * 3] * 2
+    assert lowering.num_times == 2
+    assert caplog.text.count("cannot cache compiled programs in") == 1
+
+
+def test_what_came_from_jaxs_own_cache_is_not_kept_on_cpus(kept: ExecutableCache, tmp_path: Path) -> None:
+    """Loaded and written again it would lack functions, and fail when it runs."""
+    set_up_compile_cache(tmp_path / "jax")
+    lowering = Lowering()
+    kept.make(SPEC, lowering)
+    shutil.rmtree(kept.folder)
+    jax.clear_caches()
+    num_before = told.num_from_cache
+    assert result(kept.make(SPEC, lowering)) == [2.0] * 3
+    assert told.num_from_cache == num_before + 1
+    assert not kept.folder.exists()
+
+
+@pytest.mark.parametrize("name", ["XLA_FLAGS", "LIBTPU_INIT_ARGS"])
+def test_what_compilers_are_told_by_the_environment_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    first = kept_at(tmp_path)
+    monkeypatch.setenv(name, "--another")
+    second = kept_at(tmp_path)
+    assert first.traced_from != second.traced_from
+    assert first.given_besides != second.given_besides
+
+
+def test_what_jax_is_set_to_counts(tmp_path: Path) -> None:
+    first = kept_at(tmp_path)
+    with jax.default_matmul_precision("highest"):
+        assert kept_at(tmp_path).traced_from != first.traced_from
+    assert kept_at(tmp_path) == first
+
+
+def test_all_code_that_programs_are_traced_from_counts() -> None:
+    root = Path(aot_bundle.__file__).parents[2]
+    files = {str(path.relative_to(root)) for pattern in aot_bundle._SOURCES for path in root.glob(pattern)}
+    traced = {"device/step.py", "models/decoder/modules.py", "kernels/paged_attention/api.py"}
+    assert {*traced, "engine/executor/io.py", "device/sampling.py"} <= files
+    assert aot_bundle.digest_of_sources() != hashlib.sha256().hexdigest()[:16]

@@ -1,0 +1,193 @@
+"""The programs of a mesh, read off what the compiler makes of them, and what each device holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+
+from jpaged.checkpoints.weights import random_params
+from jpaged.config import EngineConfig
+from jpaged.device import sharded_matmul
+from jpaged.device.aot.deployment import collectives
+from jpaged.device.compilation.compile import COUNT, TELLS, ProgramSpec
+from jpaged.device.compilation.lowering import abstract_serving, program_lowerings
+from jpaged.device.executor import JaxExecutor
+from jpaged.device.logits_processors import IN_PROMPT
+from jpaged.device.mesh import MODEL_AXIS, build_mesh
+from jpaged.device.transfers import lower_move
+from jpaged.engine.executor import TOP_WIDTH, Detail
+from jpaged.engine.executor.io import TELL_IDS, AuxKind, TokenCountReset
+from jpaged.kernels.matmul.on_device import PartedMatrix
+from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.models.config import Quantization
+from jpaged.models.model import Model
+from jpaged.models.stack import LayerMode
+from tests.device.compilation.hlo import pool_sized_operations
+from tests.device.sharded import model_of, place
+
+OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, "num_blocks": 2000}
+
+
+def opcodes(executable: jax.stages.Compiled) -> Counter[str]:
+    """How many exchanges of each kind there are; a loop's once."""
+    return Counter(found.opcode for found in collectives(executable))
+
+
+@pytest.mark.parametrize(("name", "layer_mode"), [("llama3_tied", "loop"), ("opt", "scan")])
+@pytest.mark.thinned(2)
+def test_a_step_sums_twice_a_layer_and_moves_nothing_else(name: str, layer_mode: LayerMode) -> None:
+    """One sum for the embedding, and for attention and feed-forward of each layer; a scan has its layer once."""
+    where = place(model_of(name), 4, layer_mode)
+    step, geometry, params = abstract_serving(model_of(name), EngineConfig.load(OPTIONS), where.mesh, layer_mode)
+    lowerings = program_lowerings(step, params, geometry)
+    layout = step.layout
+    executable = lowerings[ProgramSpec("forward", 16)]().compile()
+    num_layers = 1 if layer_mode == "scan" else layout.num_layers
+    assert opcodes(executable) == {"all-reduce": 2 * num_layers + 1}
+    memory = executable.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == layout.local.num_bytes == layout.num_bytes // 4
+    assert memory.temp_size_in_bytes < layout.local.num_bytes // 10
+    assert pool_sized_operations(executable, math.prod(layout.local.shape)) == set()
+    sample = lowerings[ProgramSpec("sample", 8, detail=Detail.TOP_LOGPROBS)]().compile()
+    assert opcodes(sample)["all-gather"] == 2  # of the best few of each device
+    widths = re.findall(r"all-gather\S*\(\w+\[(\d+),(\d+)\]", sample.as_text() or "")
+    assert all(int(width) <= 32 for _, width in widths)
+
+
+@pytest.mark.parametrize(("num_contexts", "num_parts"), [(4, 1), (2, 2)])
+@pytest.mark.thinned(2)
+def test_contexts_in_parts_cost_two_exchanges_a_layer(num_contexts: int, num_parts: int) -> None:
+    """Log-sum-exp of each head from every device, and one sum of outputs in float32; weights and pool stay in place."""
+    mesh = build_mesh(jax.devices()[: num_contexts * num_parts], num_contexts)
+    step, geometry, params = abstract_serving(model_of("llama3_tied"), EngineConfig.load(OPTIONS), mesh, "loop")
+    layout, config = step.layout, step.model.config
+    lowerings = program_lowerings(step, params, geometry)
+    executable = lowerings[ProgramSpec("forward", 16)]().compile()
+    of_model = 2 * config.num_layers + 1 if num_parts > 1 else 0
+    assert opcodes(executable) == {"all-reduce": of_model + config.num_layers, "all-gather": config.num_layers}
+    num_heads = config.num_heads // num_parts
+    exchanged = [(one.opcode, math.prod(dims)) for one in collectives(executable) for dims in one.dims]
+    assert exchanged.count(("all-gather", num_contexts * 16 * num_heads)) == config.num_layers
+    assert exchanged.count(("all-reduce", 16 * num_heads * config.head_dim)) >= config.num_layers
+    memory = executable.memory_analysis()
+    assert memory is not None
+    in_parts = num_contexts * num_parts
+    assert memory.alias_size_in_bytes == layout.local.num_bytes == layout.num_bytes // in_parts
+    assert pool_sized_operations(executable, math.prod(layout.local.shape)) == set()
+    for kind in ("copy", "swap_out", "swap_in"):
+        moved = lower_move(ProgramSpec(kind, 8), layout, mesh).compile()
+        assert collectives(moved) == []
+
+
+@pytest.mark.parametrize("num_parts", [2, 4])
+@pytest.mark.thinned(2)
+def test_what_edits_and_tells_is_split_over_the_vocabulary(num_parts: int) -> None:
+    """A device counts its own tokens, in place; none sees the logits of another but the best few of each row."""
+    where = place(model_of("llama3_tied"), num_parts, "loop")
+    step, geometry, params = abstract_serving(model_of("llama3_tied"), EngineConfig.load(OPTIONS), where.mesh, "loop")
+    vocab_size, num_slots = step.model.config.vocab_size, OPTIONS["max_num_seqs"] + 1
+    counts = step.abstract_counts(OPTIONS["max_num_seqs"])
+    assert counts.counts_pv.sharding.shard_shape(counts.counts_pv.shape) == (num_slots, vocab_size // num_parts)
+    lowerings = program_lowerings(step, params, geometry)
+    edited = next(spec for spec in lowerings if spec.kind == "edited")
+    for spec in (edited, COUNT, *TELLS.values()):
+        executable = lowerings[spec]().compile()
+        exchanged = collectives(executable)
+        gathered = [math.prod(dims) for one in exchanged if one.opcode != "all-reduce" for dims in one.dims]
+        has_top = spec.kind == "edited" or spec == TELLS[AuxKind.LOGPROBS]
+        best = spec.size * num_parts * min(TOP_WIDTH, vocab_size // num_parts)
+        assert gathered == ([best, best] if has_top else []), spec
+        summed = [math.prod(dims) for one in exchanged if one.opcode == "all-reduce" for dims in one.dims]
+        assert all(size <= spec.size * TELL_IDS for size in summed), spec
+        memory = executable.memory_analysis()
+        assert memory is not None
+        in_place = num_slots * (2 * vocab_size // num_parts + 4) if spec.kind in ("edited", "count") else 0
+        assert memory.alias_size_in_bytes == in_place, spec
+
+
+@pytest.mark.long
+def test_each_device_holds_the_counts_of_its_own_tokens() -> None:
+    where = place(model_of("llama3_tied"), 2)
+    params = random_params(where.model, where.layer_mode, seed=0, shardings=where.shardings)
+    executor = JaxExecutor.create(model_of("llama3_tied"), params, EngineConfig.load(OPTIONS), mesh=where.mesh)
+    executor.warm_up(lambda what, done, total: None)
+    padded, num_slots = where.model.config.vocab_size, OPTIONS["max_num_seqs"] + 1
+    tokens = [0, 3, 3, padded // 2 - 1, padded // 2, padded // 2]
+    executor._runner._count(TokenCountReset(2, tokens, 3))
+    shards = executor._runner._counts.counts_pv.addressable_shards
+    assert [shard.data.shape for shard in shards] == [(num_slots, padded // 2)] * 2
+    first, second = (np.asarray(shard.data)[2] for shard in shards)
+    assert np.flatnonzero(first).tolist() == [0, 3, padded // 2 - 1]
+    assert (first[0], first[3], first[-1]) == (IN_PROMPT, IN_PROMPT, 1)
+    assert np.flatnonzero(second).tolist() == [0]
+    assert second[0] == 2
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["copy", "swap_out", "swap_in"])
+def test_every_device_moves_its_own_part_of_a_block(kind) -> None:
+    step, _, _ = abstract_serving(model_of("llama3_tied"), EngineConfig.load(OPTIONS), build_mesh(jax.devices()[:4]))
+    layout = step.layout
+    executable = lower_move(ProgramSpec(kind, 8), layout, step.mesh).compile()
+    assert opcodes(executable) == {}
+    memory = executable.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == (0 if kind == "swap_out" else layout.local.num_bytes)
+    assert pool_sized_operations(executable, math.prod(layout.local.shape)) == set()
+
+
+def test_a_device_holds_its_share_of_the_model_and_the_pool() -> None:
+    """Norms and the biases that are added to sums are whole; all else of the weights is split, and so is the pool."""
+    model = model_of("qwen3_tied")
+    held = {}
+    for num_parts in (1, 4):
+        where = place(model, num_parts)
+        params = random_params(where.model, where.layer_mode, seed=0, shardings=where.shardings)
+        options = EngineConfig.load({**OPTIONS, "linear_backend": "xla"})  # packed columns are filled up
+        executor = JaxExecutor.create(model, params, options, mesh=where.mesh)
+        arrays = jax.tree.leaves((executor._runner._params, executor._pool._array))
+        assert all(len(leaf.addressable_shards) == num_parts for leaf in arrays)
+        held[num_parts] = sum(leaf.addressable_shards[-1].data.nbytes for leaf in arrays)
+        executor.shutdown()
+    assert held[1] / 4 < held[4] < held[1] / 3.5
+
+
+def test_shapes_alone_are_enough_to_lower() -> None:
+    """As many blocks as the longest sequence needs, scales of the pool included, and no array is made."""
+    options = EngineConfig.load({"max_model_len": 64, "kv_cache_dtype": "int8", "max_num_seqs": 8})
+    step, geometry, params = abstract_serving(model_of("mistral_mqa"), options, build_mesh(jax.devices()))
+    assert geometry.num_blocks == 4
+    assert geometry.vocab_size == 131
+    assert params["embed"]["embedding"].shape == (136, step.model.config.hidden_size)
+    assert params["kv_scales"].shape == (3, 8, 2)
+    text = program_lowerings(step, params, geometry)[ProgramSpec("forward", 8)]().as_text()
+    assert "num_partitions = 8" in text
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
+    assert np.prod(params["kv_scales"].sharding.shard_shape((3, 8, 2))) == 6
+
+
+def test_a_kernel_is_told_the_parts_of_each_dense_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they lie: a device's own heads and columns, and the scales of its groups."""
+    monkeypatch.setattr(sharded_matmul, "kernel_takes", lambda matrix, device: True)
+    form = MatrixFormat("int4", 32, has_zeros=True)
+    published = model_of("llama3_tied")
+    config = dataclasses.replace(published.config, quantization=Quantization("int4", (("", form),)))
+    where = place(Model(config, published.dtype), 2, "loop")
+    marked = sharded_matmul.in_parts(where.abstract_params(), where.model, "loop", where.mesh)
+    leaves = jax.tree.leaves(marked["layers"], is_leaf=lambda leaf: isinstance(leaf, PartedMatrix))
+    found = [leaf for leaf in leaves if isinstance(leaf, PartedMatrix)]
+    assert len(found) == 4 * config.num_layers
+    for parted in found:
+        as_they_lie = jax.tree.map(lambda array: array.sharding.spec, parted.matrix)
+        assert parted.specs == as_they_lie
+    assert {spec[0] for spec in (parted.specs.values for parted in found)} == {None, MODEL_AXIS}
+    on_one = place(Model(config, published.dtype), 1, "loop")
+    alone = on_one.abstract_params()
+    assert sharded_matmul.in_parts(alone, on_one.model, "loop", on_one.mesh) is alone

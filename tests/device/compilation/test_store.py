@@ -1,0 +1,188 @@
+"""The program store: what is waited for, what follows, and steps on whatever there is meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.device.compilation.compile import ProgramSpec
+from jpaged.device.compilation.program_registry import NUM_THREADS, ProgramSource, ProgramStore
+from jpaged.device.executor import JaxExecutor
+from jpaged.engine.executor import BlockMoves, Detail, Move
+from jpaged.errors import InternalError
+from tests.device import tiny_model
+from tests.device.driver import Driver, Row
+
+TIMEOUT_S = 60
+NUM_LEAST = 10
+"""A forward, a sample, one that edits, three tells, a count, and a move of each kind."""
+FIRST, SECOND, THIRD = (ProgramSpec("forward", size) for size in (3, 4, 5))
+
+
+def compiled(size: int) -> jax.stages.Compiled:
+    return jax.jit(lambda x: x * 2 + size).lower(jax.ShapeDtypeStruct((size,), jnp.float32)).compile()
+
+
+def sources(*specs: ProgramSpec) -> dict[ProgramSpec, ProgramSource]:
+    return {spec: ProgramSource(functools.partial(compiled, spec.size)) for spec in specs}
+
+
+def broken() -> jax.stages.Compiled:
+    raise ValueError("no such shape")
+
+
+class Report:
+    """Keeps what a store says; `is_complete` is set by its summary."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, int, int]] = []
+        self.is_complete = threading.Event()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        self.lines.append((what, done, total))
+        if " programs: " in what:
+            self.is_complete.set()
+
+    @property
+    def summary(self) -> str:
+        assert self.is_complete.wait(TIMEOUT_S)
+        return self.lines[-1][0]
+
+
+def test_everything_is_compiled_and_accounted_for() -> None:
+    report, store = Report(), ProgramStore(sources(FIRST, SECOND, THIRD))
+    store.compile([FIRST, SECOND, THIRD], report)
+    assert set(store.ready) == {FIRST, SECOND, THIRD}
+    for spec, program in store.ready.items():
+        np.testing.assert_array_equal(store.find(spec)(np.ones(spec.size, np.float32)), 2 + spec.size)
+        assert program.seconds > 0
+        assert program.origin == "compiled"
+    assert report.lines == [("compiling", 0, 3), *(("compiled", done, 3) for done in (1, 2, 3))]
+    store.compile_rest(report)
+    assert report.summary == "3 programs: 3 compiled"
+
+
+def test_a_failure_that_is_waited_for_ends_the_wait() -> None:
+    store = ProgramStore({**sources(FIRST), SECOND: ProgramSource(broken)})
+    with pytest.raises(ValueError, match="no such shape"):
+        store.compile([FIRST, SECOND], tiny_model.quiet)
+
+
+def test_the_rest_follows_in_order_while_the_first_are_in_use() -> None:
+    gate, landed = threading.Event(), []
+
+    def gated() -> jax.stages.Compiled:
+        assert gate.wait(TIMEOUT_S)
+        return compiled(SECOND.size)
+
+    store = ProgramStore(
+        {**sources(FIRST), SECOND: ProgramSource(gated), **sources(THIRD)}, lambda: landed.append(len(store.ready))
+    )
+    report = Report()
+    store.compile([FIRST], report)
+    store.compile_rest(report)
+    assert SECOND not in store.ready
+    with pytest.raises(InternalError, match=r"program forward\[4\] is not compiled; compiled are forward\[3\]"):
+        store.find(SECOND)
+    store.find(FIRST)
+    gate.set()
+    assert report.summary.startswith("3 programs: 3 compiled")
+    assert store.sizes("forward") == (3, 4, 5)
+    assert store.sizes("sample", detail=Detail.TOP_LOGPROBS) == ()
+    assert landed == [1, 2, 3]
+
+
+def test_a_failure_behind_is_logged_counted_and_harmless(caplog: pytest.LogCaptureFixture) -> None:
+    store = ProgramStore({**sources(FIRST), SECOND: ProgramSource(broken), **sources(THIRD)})
+    report = Report()
+    store.compile([FIRST], report)
+    with caplog.at_level(logging.ERROR, "jpaged"):
+        store.compile_rest(report)
+        assert "2 compiled, 1 failed" in report.summary
+    assert "no such shape" in caplog.text
+    assert (store.num_failed, store.sizes("forward")) == (1, (3, 5))
+
+
+def test_a_released_ledger_makes_nothing_more_and_leaves_nothing_behind() -> None:
+    gate, begun, made = threading.Event(), threading.Semaphore(0), []
+
+    def gated(size: int) -> jax.stages.Compiled:
+        begun.release()
+        assert gate.wait(TIMEOUT_S)
+        made.append(size)
+        return compiled(size)
+
+    specs = [ProgramSpec("sample", size) for size in range(3, 20)]
+    store = ProgramStore({spec: ProgramSource(functools.partial(gated, spec.size)) for spec in specs})
+    store.compile_rest(tiny_model.quiet)
+    for _ in range(NUM_THREADS):
+        assert begun.acquire(timeout=TIMEOUT_S)
+    release = threading.Thread(target=store.release)
+    release.start()
+    release.join(0.05)
+    assert release.is_alive()
+    gate.set()
+    release.join(TIMEOUT_S)
+    assert not release.is_alive()
+    assert len(made) == NUM_THREADS  # those that its threads had begun
+    assert not store.ready
+
+
+NUM_LEAST = 10
+"""Programs that a server begins with: one that steps, one that samples, one that edits, what counts, what is told three
+ways, and moves three ways."""
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Holds back every program behind the least set, until it is set."""
+    gate = threading.Event()
+    begun: list[Callable[[], jax.stages.Lowered]] = []
+
+    def held(lowering: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        begun.append(lowering)
+        if len(begun) > NUM_LEAST:
+            assert gate.wait(TIMEOUT_S)
+        return lowering().compile()
+
+    monkeypatch.setattr(ProgramSource, "of", lambda lowering: ProgramSource(lambda: held(lowering)))
+    return gate
+
+
+def tokens_of(executor: JaxExecutor, *, detail: Detail) -> list[int]:
+    """Two sequences: prefill of one, then both at once, one of their blocks out to the host, copied, and in again."""
+    driver = Driver(executor)
+    first, second = driver.sequence([5, 6, 7, 8, 9, 10, 11, 12, 13]), driver.sequence([3, 4])
+    sampled: list[int] = driver.run([Row(first, 9)], detail=detail).token_ids_rn[:1, 0].tolist()
+    first.tokens += sampled
+    executor.move_blocks(BlockMoves(Move.SWAP_OUT, list(range(1, 12)), list(range(1, 12))))
+    executor.move_blocks(BlockMoves(Move.SWAP_IN, list(range(1, 12)), list(range(1, 12))))
+    copies = driver.free[: len(first.blocks) + 3]
+    executor.move_blocks(BlockMoves(Move.COPY, [*first.blocks, *second.blocks[:3]], copies))
+    first.blocks = copies[: len(first.blocks)]
+    return sampled + driver.run([Row(first, 1), Row(second, 2)], detail=detail).token_ids_rn[:2, 0].tolist()
+
+
+@pytest.mark.parametrize("detail", list(Detail))
+@pytest.mark.thinned(3)
+def test_steps_run_on_the_least_set_as_on_all(gate: threading.Event, detail: Detail) -> None:
+    early = JaxExecutor.create(tiny_model.model(), tiny_model.params(), tiny_model.WITHOUT_WAITING)
+    report = Report()
+    early.warm_up(report)
+    least = early.geometry.buckets
+    assert (least.tokens, least.rows) == ((16,), (8,))
+    assert len(early._programs.ready) == NUM_LEAST < len(early._programs.specs)
+    on_least = tokens_of(early, detail=detail)
+    gate.set()
+    assert report.is_complete.wait(TIMEOUT_S)
+    assert (early.geometry.buckets.tokens, len(early._programs.ready)) == ((8, 16), len(early._programs.specs))
+    assert tokens_of(early, detail=detail) == on_least
+    assert early.num_compiles_after_warm_up == 0
+    early.shutdown()

@@ -1,0 +1,185 @@
+"""Policies of eviction on plain lists: every question is answered by looking at everything that happened."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import groupby
+
+import numpy as np
+
+from jpaged.engine.kv_cache.eviction import cost_aware
+from jpaged.engine.kv_cache.eviction.cost_aware import NUM_AGES, Reuse
+
+
+class Slow:
+    """What all have in common: entries and times seen by place, and the free places in the order in which they came."""
+
+    def __init__(self):
+        self.entries, self.seen, self.free = {}, {}, []
+
+    def on_insert(self, place, entry):
+        self.entries[place], self.seen[place] = entry, entry.times_seen
+
+    def on_hit(self, places):
+        for place in places:
+            self.seen[place] += 1
+
+    def on_free(self, place):
+        self.free.append(place)
+
+    def on_acquire(self, place):
+        self.free.remove(place)
+
+    def on_remove(self, place, *, is_evicted):
+        return dataclasses.replace(self.entries.pop(place), times_seen=self.seen.pop(place))
+
+    def candidates(self):
+        return set(self.free)
+
+    def is_leaf(self, place):
+        """No block that is kept follows it."""
+        return all(entry.parent != self.entries[place].key for entry in self.entries.values())
+
+
+class SlowLfu(Slow):
+    def victims(self):
+        return [min(self.free, key=self.seen.__getitem__)]
+
+
+class SlowTwoQueues(Slow):
+    def __init__(self, num_places):
+        super().__init__()
+        self.num_places, self.gone = num_places, []
+
+    def on_insert(self, place, entry):
+        super().on_insert(place, entry)
+        for key, seen in self.gone:
+            if key == entry.key:
+                self.seen[place] = max(entry.times_seen, seen + 1)
+        self.gone = [one for one in self.gone if one[0] != entry.key]
+
+    def victims(self):
+        once = [place for place in self.free if self.seen[place] == 1]
+        again = [place for place in self.free if self.seen[place] > 1]
+        return (once if once and (len(once) > max(1, self.num_places // 10) or not again) else again)[:1]
+
+    def on_remove(self, place, *, is_evicted):
+        entry = super().on_remove(place, is_evicted=is_evicted)
+        if is_evicted:
+            self.gone = [*self.gone, (entry.key, entry.times_seen)][-self.num_places :]
+        return entry
+
+
+class SlowWorth(Slow):
+    """Ranks all free places whenever it is asked, by the lots that `CostAwareEviction` had at the last ranking."""
+
+    def __init__(self, num_places, costs, fetch_s):
+        super().__init__()
+        self.num_places, self.costs, self.fetch_s = num_places, costs, fetch_s
+        self.span = max(1, num_places // 8)
+        self.shared, self.kinds, self.freed_at, self.lots = {}, {}, {}, {}
+        self.gone, self.owners, self.now, self.learns_at = [], {}, 0, num_places
+        self.ranking, self.num_until_ranked = [], 0
+        unit = max(1.0, num_places / 32)
+        self.reuse = Reuse(cost_aware.PRIORS, unit, max(4.0, unit))
+
+    def on_insert(self, place, entry):
+        super().on_insert(place, entry)
+        self.shared[place] = False
+        for old in [one for one in self.gone if one["key"] == entry.key]:
+            self.gone.remove(old)
+            self.ended(old, 0)
+            self.seen[place], self.shared[place] = max(entry.times_seen, old["seen"] + 1), old["shared"]
+
+    def on_hit(self, places):
+        super().on_hit(places)
+        parents = [self.entries[place].parent for place in places]
+        ends = [place for place in places if self.entries[place].key not in parents]
+        is_shared = not all(map(self.is_leaf, ends))
+        for place in places:
+            self.shared[place] = self.shared[place] or is_shared
+            if place in self.freed_at:
+                self.ended(self.life(place), 0)
+                del self.freed_at[place]
+
+    def life(self, place):
+        """What is known of a block that was free and is not found again so far."""
+        entry = self.entries[place]
+        known = {"key": entry.key, "owner": entry.owner, "seen": self.seen[place], "shared": self.shared[place]}
+        return known | {"kind": self.kinds[place], "freed_at": self.freed_at[place]}
+
+    def ended(self, life, which):
+        (self.reuse.ended if which else self.reuse.found)(life["kind"], self.reuse.age(self.now - life["freed_at"]))
+        self.owners.setdefault(life["owner"], [0.0, 0.0])[which] += 1
+
+    def on_free(self, place):
+        super().on_free(place)
+        entry, counts = self.entries[place], self.owners.get(self.entries[place].owner, [0.0, 0.0])
+        share = 0.15 if sum(counts) < 32 else counts[0] / sum(counts)
+        seen = [n for n in (2, 4) if self.seen[place] >= n]
+        self.kinds[place] = (2 * len(seen) + self.shared[place]) * 3 + (share >= 0.15) + (share >= 0.5)
+        cost = -16
+        fetch_s, seconds = self.fetch_s(entry.key), self.costs.recompute_s(entry.index)
+        if fetch_s is not None:
+            seconds = min(seconds, fetch_s)
+        while cost < 7 and self.costs.first_s * 1.5 ** (cost + 1) <= seconds:
+            cost += 1
+        self.lots[place] = (self.kinds[place], cost, self.now // self.span)
+        self.freed_at[place] = self.now
+        self.now += 1
+
+    def victims(self):
+        if self.num_until_ranked <= 0:
+            self.rank()
+        self.num_until_ranked -= 1
+        found = self.of_ranking()
+        if not found:
+            self.rank()
+            self.num_until_ranked -= 1
+            found = self.of_ranking()
+        return found or list(self.free)
+
+    def of_ranking(self):
+        while self.ranking:
+            leaves = [place for place in self.free if self.lots[place] == self.ranking[0] and self.is_leaf(place)]
+            if leaves:
+                return [min(leaves, key=self.freed_at.__getitem__)]
+            self.ranking = self.ranking[1:]
+        return []
+
+    def rank(self):
+        for place in self.free:
+            kind, cost, span = self.lots[place]
+            length = 1
+            while self.now // self.span - span >= 16 * length:
+                length *= 2
+            self.lots[place] = kind, cost, span // length * length
+        by_lot = sorted(self.lots[place] for place in self.free)
+        sizes = {lot: len(list(of_lot)) for lot, of_lot in groupby(by_lot)}
+        ages = {lot: self.reuse.age(self.now - lot[2] * self.span) for lot in sizes}
+        if self.now >= self.learns_at:
+            alive = np.zeros((len(cost_aware.PRIORS), NUM_AGES))
+            for lot, size in sizes.items():
+                alive[lot[0], ages[lot]] += size
+            self.reuse.learn(alive)
+            self.owners = {owner: [0.8 * n for n in counts] for owner, counts in self.owners.items()}
+            self.learns_at = self.now + max(1, self.num_places // 2)
+
+        def rank_of(lot):
+            kind, cost, span = lot
+            seconds = self.costs.first_s * 1.5 ** (cost + 0.5)
+            return self.reuse.rates[kind][ages[lot]] * seconds, span, kind, cost
+
+        self.ranking = sorted(sizes, key=rank_of)
+        self.num_until_ranked = max(8, self.num_places // 64)
+
+    def on_remove(self, place, *, is_evicted):
+        life = self.life(place) if is_evicted and place in self.freed_at else None
+        entry = super().on_remove(place, is_evicted=is_evicted)
+        self.shared.pop(place)
+        self.freed_at.pop(place, None)
+        if life is not None:
+            self.gone.append(life)
+            if len(self.gone) > self.num_places:
+                self.ended(self.gone.pop(0), 1)
+        return entry

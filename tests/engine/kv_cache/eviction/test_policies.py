@@ -1,0 +1,218 @@
+"""Every policy chooses what a slow model of it chooses, whatever happens to a tier."""
+
+import random
+from collections.abc import Sized
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpaged.engine.kv_cache.eviction.cost_aware import BlockCosts, CandidateBuckets
+from jpaged.engine.kv_cache.eviction.free_list import CachedBlock, RankedFreeList
+from jpaged.engine.kv_cache.eviction.policies import EVICTION_POLICIES, Eviction
+from tests.engine.kv_cache.eviction.slow import SlowLfu, SlowTwoQueues, SlowWorth
+
+COSTS = BlockCosts(first_s=1.0, further_s=0.4, fetch_s=0.3)
+OWNERS = (b"a", b"b", b"c")
+REQUEST = st.tuples(st.just("request"), st.integers(0, 8), st.integers(1, 6), st.integers(0, 3))
+ACTS = st.lists(
+    st.one_of(
+        REQUEST,
+        REQUEST,
+        st.tuples(st.just("release"), st.integers(0, 3)),
+        st.tuples(st.just("release"), st.integers(0, 3)),
+        st.tuples(st.just("forget"), st.integers(0, 30)),
+        st.tuples(st.just("look"), st.integers(0, 30)),
+    ),
+    max_size=150,
+)
+
+
+def fetch_s(key):
+    """Two tiers below have a fifth of the blocks each, the second of which is slower than to compute some again."""
+    return {0: COSTS.fetch_s, 1: 1.4}.get(sum(key) % 5)
+
+
+def slow_model(name, num_places):
+    return {
+        "lfu": SlowLfu,
+        "2q": lambda: SlowTwoQueues(num_places),
+        "worth": lambda: SlowWorth(num_places, COSTS, fetch_s),
+    }[name]()
+
+
+class Pair:
+    """A policy, and its slow model beside it, which are told the same and have to choose the same."""
+
+    def __init__(self, policy, slow):
+        self.policy, self.slow, self.num_chosen = policy, slow, 0
+
+    def __getattr__(self, verb):
+        def both(*words, **options):
+            fast, slow = (getattr(one, verb)(*words, **options) for one in (self.policy, self.slow))
+            assert fast == slow
+            return fast
+
+        return both
+
+    def victim(self):
+        place, allowed = self.policy.victim(), self.slow.victims()
+        assert place in allowed
+        self.slow.on_acquire(place)
+        self.num_chosen += 1
+        return place
+
+
+class Tier:
+    """A tier of a few places, and requests that come, hold chains of blocks, and go."""
+
+    def __init__(self, name, num_places):
+        self.pair = Pair(Eviction(name, COSTS).policy(num_places, fetch_s), slow_model(name, num_places))
+        self.num_places = num_places
+        self.free = RankedFreeList(self.pair, range(num_places))
+        self.places, self.keys = {}, {}
+        self.holders = [0] * num_places
+        self.held = []
+
+    def request(self, family, length, branch):
+        """The chain of a family, which after two blocks is one of several."""
+        names = [f"{family}.{place}.{branch if place > 1 else ''}".encode() for place in range(length)]
+        known = []
+        for name in names:
+            if name not in self.places:
+                break
+            known.append(self.places[name])
+        if len(self.free) < length:
+            return
+        for place in known:
+            if not self.holders[place]:
+                del self.free[place]
+            self.holders[place] += 1
+        self.free.found(known)
+        chain = known
+        for i in range(len(known), length):
+            place, _ = self.free.popitem(last=False)
+            if place in self.keys:
+                assert self.free.evicted(place).key == self.keys[place]
+                del self.places[self.keys.pop(place)]
+            self.holders[place] = 1
+            chain.append(place)
+            if names[i] not in self.places:
+                self.places[names[i]], self.keys[place] = place, names[i]
+                self.free.enter(place, CachedBlock(names[i], names[i - 1] if i else None, i, OWNERS[family % 3]))
+        self.held.append(chain)
+
+    def release(self, which):
+        if self.held:
+            for place in reversed(self.held.pop(which % len(self.held))):
+                self.holders[place] -= 1
+                if not self.holders[place]:
+                    self.free[place] = None
+
+    def forget(self, which):
+        place = which % self.num_places
+        if place in self.keys:
+            del self.places[self.keys.pop(place)]
+            self.free.forget(place)
+
+    def look(self, which):
+        """Somebody holds a block for a moment, and is no request."""
+        place = which % self.num_places
+        if not self.holders[place]:
+            del self.free[place]
+            self.free[place] = None
+
+    def live(self, acts):
+        for verb, *words in acts:
+            getattr(self, verb)(*words)
+            self.free.check(set(self.keys), lambda place: not self.holders[place])
+            assert len(self.free) == self.holders.count(0)
+            assert sorted(self.free) == [place for place, count in enumerate(self.holders) if not count]
+
+
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
+@given(num_places=st.integers(4, 30), acts=ACTS)
+@settings(max_examples=120)
+def test_a_policy_chooses_as_its_slow_model(name, num_places, acts):
+    Tier(name, num_places).live(acts)
+
+
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
+@pytest.mark.parametrize("num_places", [6, 24, 130])
+@pytest.mark.thinned(5)
+def test_a_long_life_has_many_choices_all_as_the_slow_model(name, num_places):
+    draw, tier = random.Random(num_places), Tier(name, num_places)
+    for _ in range(1500):
+        family = min(draw.randrange(num_places), draw.randrange(num_places))
+        acts = [("request", family, draw.randint(1, 6), draw.randrange(4)), ("release", draw.randrange(4))]
+        tier.live([draw.choice([*acts, *acts, ("look", draw.randrange(num_places))])])
+        if draw.random() < 0.02:
+            tier.live([("forget", draw.randrange(num_places))])
+    assert tier.pair.num_chosen > 200
+
+
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
+def test_what_a_policy_keeps_does_not_grow_where_nothing_has_to_go(name):
+    policy = EVICTION_POLICIES[name](100, COSTS, fetch_s)
+    for place in range(4):
+        policy.on_insert(place, CachedBlock(bytes([place]), bytes([place - 1]) if place else None, place, b"a"))
+        policy.on_free(place)
+    sizes = []
+    for _ in range(8):
+        for _ in range(500):
+            for place in range(4):
+                policy.on_acquire(place)
+            policy.on_hit(range(4))
+            for place in reversed(range(4)):
+                policy.on_free(place)
+        sizes.append(num_kept(policy))
+    assert policy.candidates() == {0, 1, 2, 3}
+    assert max(sizes) < 600
+
+
+def num_kept(thing):
+    """The entries of all dicts and lists of a policy, and of what it has of its own."""
+    values = [*vars(thing).values()]
+    of_its_own = [value for value in values if isinstance(value, CandidateBuckets)]
+    return sum(len(value) for value in values if isinstance(value, Sized)) + sum(map(num_kept, of_its_own))
+
+
+SPANS = (0, 8, 16, 24, 32)
+"""Where lots of spans 0 to 39 begin in the end when it is span 100: those at least 64 old are of eight spans."""
+
+
+@pytest.mark.parametrize("most", [1, 7, 10_000])
+def test_old_lots_are_put_together_a_bounded_part_at_a_time(monkeypatch, most):
+    """Whatever is moved when, none is lost, the oldest stay in front, and in the end it is as if it were at once."""
+    monkeypatch.setattr("jpaged.engine.kv_cache.eviction.cost_aware._MOST_MOVED", most)
+    choose = random.Random(0)
+    lots: Any = CandidateBuckets(span=4)
+    freed_at = {place: place for place in range(160)}
+    for place, when in freed_at.items():
+        lots.add(place, choose.randrange(2), 0, when)
+    passed = choose.sample(range(100), 40)
+    for place in passed:
+        lots.get_lot(place).pass_over(place)
+    for place in passed[:20]:
+        lots.get_lot(place).mark_leaf(place)
+    for place in passed[10:15]:  # gone while it is ripe
+        lots.remove(place)
+        del freed_at[place]
+    now, ripe = 400, set(passed[:10] + passed[15:20])
+    for _ in range(len(freed_at) + 50):
+        before = {place: lots.get_lot(place) for place in freed_at}
+        lots.settle(now)
+        assert sum(lots.get_lot(place) is not before[place] for place in freed_at) <= most
+        assert sorted(place for lot in lots for place in (*lot.places, *lot.passed)) == sorted(freed_at)
+        for lot in lots:
+            assert all(lots.get_lot(place) is lot for place in (*lot.places, *lot.passed))
+            assert list(lot.places.values()) == sorted(lot.places.values())
+            assert lots.get_begin(lot) <= min((*lot.places.values(), *lot.passed.values()))
+    assert sorted((lot.kind, lot.span) for lot in lots) == [(kind, span) for kind in (0, 1) for span in SPANS]
+    found = set()
+    for lot in lots:
+        while (place := lot.oldest()) is not None:
+            found.add(place)
+            lot.remove(place)
+    assert found == {place for place in freed_at if place not in passed or place in ripe}

@@ -1,0 +1,157 @@
+"""The structural tags of tool calls: a compiled one lets calls through that their parser reads, and no others."""
+
+import json
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from jpaged.chat import Tool, ToolChoice, ToolChoiceMode
+from jpaged.demo import FOLDER
+from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
+from jpaged.service.chat.output_config import SpecialTokens, structural_tag_for
+from jpaged.service.structured_output.compiler import GrammarCompiler, compile_now
+from jpaged.service.structured_output.vocabulary import Vocabulary, VocabularySpec
+from jpaged.structured import StructuredOutputs
+from tests.service.structured_output.texts import EOS, VOCAB_SIZE, accepts
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = (Tool("weather", parameters=SCHEMA), Tool("now"))
+AUTO, REQUIRED = ToolChoice(ToolChoiceMode.AUTO), ToolChoice(ToolChoiceMode.REQUIRED)
+NOW = ToolChoice(ToolChoiceMode.NAMED, "now")
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+WRONG = '<tool_call>\n{"name": "weather", "arguments": {"town": "Oslo"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+STRICT = (Tool("weather", parameters=SCHEMA, is_strict=True), Tool("now"))
+
+
+def compiled(compiler, tools, choice, answer_format, **options):
+    tag = structural_tag_for(tools, choice, answer_format, **options)
+    return compile_now(compiler, StructuredOutputs(structural_tag=tag))
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "options", "texts"),
+    [
+        (TOOLS, REQUIRED, {}, {CALL: 1, OTHER: 1, f"{CALL}\n{OTHER}": 0, "": 0, f"x{CALL}": 0, WRONG: 0}),
+        (
+            TOOLS,
+            REQUIRED,
+            {},
+            {f"{CALL}{OTHER}": 1, f"{CALL}\n": 0, f"{CALL}\nSo": 0, f"{CALL}\n\n": 0, f"{CALL} x": 0},
+        ),
+        (TOOLS, REQUIRED, {"is_parallel": False}, {CALL: 1, f"{CALL}{OTHER}": 0, "": 0}),
+        (TOOLS, NOW, {}, {OTHER: 1, CALL: 0, f"{OTHER}{OTHER}": 0}),
+        (TOOLS, AUTO, {"is_parallel": False}, {"Hi": 1, f"Hi{CALL}": 1, WRONG: 1, f"{CALL}{OTHER}": 0}),
+        (STRICT, AUTO, {}, {"Hi": 1, CALL: 1, f"{CALL}{OTHER}": 1, WRONG: 0}),
+    ],
+)
+def test_a_tag_of_text_accepts_what_was_asked_for(compiler, tools, choice, options, texts):
+    grammar = compiled(compiler, tools, choice, AnswerFormat(TOOL_FORMATS["hermes"]), **options)
+    assert {text: int(accepts(grammar, text)) for text in texts} == texts
+
+
+def test_calls_that_must_come_are_written_as_each_family_does(compiler):
+    call, wanted = '{"name": "now", "parameters": {}}', dict[str, dict[str, int]]()
+    wanted["llama3_json"] = {
+        call: 1,
+        f"{call}; {call}": 1,
+        f"{call};{call}": 1,
+        f"{call}\n": 0,
+        f"{call}  ": 0,
+        f"{call}; x": 0,
+    }
+    wanted["mistral"] = {'[TOOL_CALLS] [{"name": "now", "arguments": {}}]' * 2: 1}
+    wanted["mistral_args"] = {"[TOOL_CALLS]now[ARGS]{}" * 2: 1, "[TOOL_CALLS]now[ARGS]{}x": 0}
+    for name, texts in wanted.items():
+        grammar = compiled(compiler, TOOLS, REQUIRED, AnswerFormat(TOOL_FORMATS[name]))
+        assert {text: int(accepts(grammar, text)) for text in texts} == texts
+
+
+@pytest.mark.parametrize(
+    ("is_open", "texts"),
+    [
+        (True, {f"I must.\n</think>\n\n{CALL}": 1, f"</think>{CALL}": 1, CALL: 0, f"so</think>x{CALL}": 0}),
+        (False, {f"<think>\nI must.\n</think>\n\n{CALL}": 1, CALL: 1, f"so</think>{CALL}": 0}),
+    ],
+)
+def test_reasoning_comes_before_a_call_and_is_free(compiler, is_open, texts):
+    answer_format = AnswerFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
+    grammar = compiled(compiler, TOOLS, REQUIRED, answer_format, is_open=is_open)
+    assert {text: int(accepts(grammar, text)) for text in texts} == texts
+
+
+def with_special_tokens(names):
+    """The packaged model's tokenizer with more special tokens, a compiler for it, and those of answers."""
+    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
+    ids: dict[str, int] = {name: tokenizer.encode(name).ids[0] for name in names}
+    ending = frozenset({EOS, *(ids[name] for name in names if name == "<|call|>")})
+    size = VOCAB_SIZE + len(names)
+    vocabulary = Vocabulary(VocabularySpec(tokenizer.to_str(), size, tuple(sorted(ending))))
+    return tokenizer, GrammarCompiler(vocabulary), SpecialTokens(ids, ending)
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize(
+    ("tools", "choice", "options", "texts"),
+    [
+        (TOOLS, REQUIRED, {}, {"A": 1, "AB": 1, "": 0, "xA": 0, "W": 0, "Ax": 0, "ABx": 0}),
+        (TOOLS, REQUIRED, {"is_parallel": False}, {"B": 1, "AB": 0}),
+        (TOOLS, NOW, {}, {"B": 1, "A": 0, "BB": 0}),
+        (STRICT, AUTO, {}, {"x": 1, "": 1, "xAB": 1, "A": 1, "W": 0}),
+        (TOOLS, AUTO, {"is_parallel": False}, {"xA": 1, "W": 1, "AB": 0, "x": 1}),
+    ],
+)
+@pytest.mark.parametrize("reasoning", [None, "mistral"])
+def test_a_tag_of_special_tokens_accepts_what_was_asked_for(tools, choice, options, texts, reasoning):
+    tokenizer, compiler, tokens = with_special_tokens(["[TOOL_CALLS]", "[THINK]", "[/THINK]"])
+    answer_format = AnswerFormat(TOOL_FORMATS["mistral"], REASONING_FORMATS.get(reasoning or ""))
+    parts = {
+        "A": '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Oslo"}}]',
+        "B": '[TOOL_CALLS] [{"name": "now", "arguments": {}}]',
+        "W": '[TOOL_CALLS] [{"name": "weather", "arguments": {}}]',
+        "x": "So: ",
+    }
+    try:
+        grammar = compiled(compiler, tools, choice, answer_format, tokens=tokens, **options)
+        for thought in ["", "[THINK]Hm.[/THINK]"] if reasoning else [""]:
+            found = {}
+            for text in texts:
+                state = grammar.start()
+                ids = tokenizer.encode(thought + "".join(parts[one] for one in text)).ids
+                found[text] = int(all(state.accept(token_id) for token_id in ids) and state.is_complete)
+            assert found == texts, thought
+    finally:
+        compiler.close()
+
+
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+GPT_CALL = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{json.dumps({'city': 'Oslo'})}"
+FINAL = "<|channel|>final<|message|>Hello"
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "texts"),
+    [
+        (TOOLS, REQUIRED, {GPT_CALL: 1, ANALYSIS + GPT_CALL: 1, FINAL: 0, ANALYSIS: 0, "Hello": 0}),
+        (STRICT, AUTO, {GPT_CALL: 1, ANALYSIS + FINAL: 1, FINAL: 1, GPT_CALL.replace("city", "town"): 0}),
+    ],
+)
+def test_a_tag_of_channels_accepts_what_was_asked_for(tools, choice, texts):
+    names = ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>"]
+    tokenizer, compiler, tokens = with_special_tokens(names)
+    answer_format = AnswerFormat(TOOL_FORMATS["openai"], REASONING_FORMATS["openai_gptoss"])
+    try:
+        grammar = compiled(compiler, tools, choice, answer_format, tokens=tokens)
+        found = {}
+        for text in texts:
+            state = grammar.start()
+            found[text] = int(all(state.accept(one) for one in tokenizer.encode(text).ids) and state.is_complete)
+        assert found == texts
+    finally:
+        compiler.close()
