@@ -156,7 +156,7 @@ class Step:
         ids_t = jnp.where(inputs["is_prev_sampled_t"], sampled_t, inputs["token_ids_t"])
         hidden_te, pool, features = self.run_watched(params, pool, ids_t, inputs)
         num_missing = self.num_places - inputs["sample_tokens_s"].shape[0]
-        places = jnp.concatenate([jnp.pad(inputs["sample_tokens_s"], (0, num_missing)), inputs["told_tokens_q"]])
+        places = jnp.concatenate([jnp.pad(inputs["sample_tokens_s"], (0, num_missing)), inputs["aux_tokens_q"]])
         return pool, hidden_te[places], *features
 
     def run_watched(
