@@ -29,15 +29,15 @@ def test_features_observe_results_in_a_fixed_order():
         queue_timeout=9,
     )
     observers = h.engine._loop.observers
-    assert owners(observers.on_results) == ["RecentSteps", "Lookahead", "StepTimeFloor", "Drafting"]
-    assert owners(observers.on_request_finished) == ["Drafting", "Deadlines"]
+    assert owners(observers.on_results) == ["RecentSteps", "MultiStepPolicy", "StepTimeFloor", "SpecDecodeController"]
+    assert owners(observers.on_request_finished) == ["SpecDecodeController", "Deadlines"]
 
 
 def test_an_inspector_observes_only_while_it_is_on():
     h = Harness()
     loop = h.engine._loop
     loop.watch.picture(loop.stats.snapshot(0))
-    assert owners(loop.observers.on_scheduled) == ["Watch"]
+    assert owners(loop.observers.on_scheduled) == ["PoolSnapshotter"]
     loop.watch._until_s = -1.0
     h.submit("a", [1, 2, 3], max_tokens=2)
     h.run()
