@@ -1,6 +1,6 @@
 // Samples columns by the maximum of logit + noise. Included only by core.cc.
 //
-// Noise uses the same bits as `jpaged.device.step.noise`, and most columns need only the bits:
+// Noise uses the same bits as `jpaged.device.sampling`, and most columns need only the bits:
 // -log(u) of a uniform u is bounded by the bits of u's float32, whose exponent and mantissa, read as one number,
 // approach its logarithm from below. Two logarithms are computed only if the bound does not exclude a column: some
 // dozens of times per row. If even the maximum noise is too small for a block, no bits are computed either.
