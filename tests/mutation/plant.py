@@ -1,13 +1,13 @@
 """Plants faults into the engine, its disk, KV events, servers and kernels, and sees that their quick tests turn red.
 
-python -m tests.mutation.plant [engine | blocks | events | roles | gpu | triton | product] [--table FILE]
+python -m tests.mutation.plant [engine | blocks | events | roles | gpu | triton | product]
+python -m tests.mutation.plant --table
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from tests.mutation.adapter_faults import ADAPTER_FAULTS, FEED_FAULTS
 from tests.mutation.draft_faults import DRAFT_FAULTS
@@ -15,7 +15,7 @@ from tests.mutation.event_faults import CHANGE_FAULTS, EVENT_FAULTS
 from tests.mutation.eviction_faults import EVICTION_FAULTS
 from tests.mutation.gpu_faults import GPU_FAULTS
 from tests.mutation.memory_faults import MEMORY_FAULTS
-from tests.mutation.planting import Bed
+from tests.mutation.planting import ROOT, Bed
 from tests.mutation.policy_faults import POLICY_FAULTS
 from tests.mutation.product_faults import PRODUCT_FAULTS
 from tests.mutation.role_faults import ROLE_FAULTS
@@ -23,6 +23,7 @@ from tests.mutation.tier_faults import STORE_FAULTS, TIER_FAULTS
 from tests.mutation.travel_faults import TRAVEL_FAULTS
 from tests.mutation.triton_faults import TRITON_FAULTS
 
+PAGE = ROOT / "docs/planted_faults.md"
 _BEGIN, _END = "<!-- faults: begin -->", "<!-- faults: end -->"
 _ATTENTION = "jpaged/kernels/paged_attention"
 
@@ -89,26 +90,34 @@ BEDS = {
 }
 
 
+def table() -> str:
+    """Return the rows of all faults, with the tests that must notice each, in Markdown."""
+    head = ["| part | fault | file | tests that must fail |", "|---|---|---|---|"]
+    rows = [
+        f"| {name} | {fault.name} | `{fault.path}` | {', '.join(f'`{test}`' for test in fault.tests)} |"
+        for name, bed in BEDS.items()
+        for fault in bed.faults
+    ]
+    return "\n".join(["", *head, *rows, ""])
+
+
+def with_table(page: str) -> str:
+    """Return the text of a page with its table replaced by the one of today's faults."""
+    begin, end = page.index(_BEGIN) + len(_BEGIN), page.index(_END)
+    return page[:begin] + table() + page[end:]
+
+
 def main() -> int:
     """Plant the faults of one bed, or of all; return 1 if one was missed."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation.plant")
     parser.add_argument("bed", nargs="?", choices=list(BEDS), help="part to plant faults into (default: all)")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="page whose table gets the outcomes")
+    parser.add_argument("--table", action="store_true", help="only write the table of docs/planted_faults.md")
     arguments = parser.parse_args()
-    rows, num_missed = [], 0
-    for name, bed in BEDS.items():
-        if arguments.bed in (None, name):
-            try:
-                rows += bed.plant_all(name, bed.faults)
-            except AssertionError as error:
-                print(f"error: {error}", file=sys.stderr)
-                num_missed += 1
-    if arguments.table is not None and not num_missed:
-        head = ["| part | fault | file | first test that fails |", "|---|---|---|---|"]
-        page = arguments.table.read_text()
-        begin, end = page.index(_BEGIN) + len(_BEGIN), page.index(_END)
-        arguments.table.write_text(page[:begin] + "\n".join(["", *head, *rows, ""]) + page[end:])
-    return 1 if num_missed else 0
+    if arguments.table:
+        PAGE.write_text(with_table(PAGE.read_text()))
+        return 0
+    beds = [BEDS[arguments.bed]] if arguments.bed else BEDS.values()
+    return max([bed.plant_all(bed.faults) for bed in beds])
 
 
 if __name__ == "__main__":

@@ -112,23 +112,14 @@ class Bed:
         failed = first_failure(ended.output)
         return Outcome(fault, ended.code, failed, failed or ended.output[-300:], time.monotonic() - begin)
 
-    def plant_all(self, name: str, faults: Sequence[Fault]) -> list[str]:
-        """Plant each fault, print the outcome, and return a row of the published table for each.
-
-        Raises:
-            AssertionError: the tests of some fault passed.
-        """
-        rows, missed = [], []
+    def plant_all(self, faults: Sequence[Fault]) -> int:
+        """Plants each, prints what became of it, and returns 1 if one was missed."""
+        num_missed = 0
         print(f"{'fault':<52} {'':<7} {'s':>5}  first failure")
         for fault in faults:
             outcome = self.plant(fault)
+            num_missed += not outcome.is_caught
             mark = "caught" if outcome.is_caught else "MISSED"
             print(f"{fault.name:<52} {mark:<7} {outcome.seconds:>5.1f}  {outcome.message[:90]}", flush=True)
-            if not outcome.is_caught:
-                missed.append(fault.name)
-            test = (outcome.failed or "none").partition(" - ")[0].partition("[")[0]
-            rows.append(f"| {name} | {fault.name} | `{self.sources}/{fault.path}` | `{test}` |")
-        print(f"{len(faults) - len(missed)} of {len(faults)} faults were caught")
-        if missed:
-            raise AssertionError(f"no test failed with these faults: {missed}")
-        return rows
+        print(f"{len(faults) - num_missed} of {len(faults)} faults were caught")
+        return 1 if num_missed else 0

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.mutation import planting
-from tests.mutation.plant import BEDS
+from tests.mutation.plant import BEDS, PAGE, with_table
 
 
 @pytest.mark.parametrize("name", BEDS)
@@ -12,6 +12,11 @@ def test_every_fault_is_one_edit_of_the_code_as_it_is_and_a_program(name):
     assert len({fault.name for fault in faults}) == len(faults)
     for fault in faults:
         compile(BEDS[name].faulty(fault), fault.path, "exec")
+
+
+def test_the_page_lists_todays_faults():
+    page = PAGE.read_text()
+    assert with_table(page) == page, "python -m tests.mutation.plant --table"
 
 
 def test_the_first_failure_is_the_summarys_whatever_a_log_says():
