@@ -66,13 +66,13 @@ class PrefixRouter(RequestRouter):
         """A request's beginnings; a call waits here for as long as replicas are full, and is asked about again."""
         name = pending_request.metadata.internal_request_id
         if name not in self._keys:
-            self._keys[name] = key_of(pending_request)
+            self._keys[name] = get_key(pending_request)
             if len(self._keys) > MAX_KEPT_KEYS:
                 self._keys.popitem(last=False)
         return self._keys[name]
 
 
-def key_of(pending_request: PendingRequest) -> PromptPrefix | None:
+def get_key(pending_request: PendingRequest) -> PromptPrefix | None:
     """The beginnings of the prompt of a call that came over gRPC; None where it has none."""
     metadata = pending_request.metadata
     if not metadata.is_grpc_request or not isinstance(pending_request.args[0], bytes):

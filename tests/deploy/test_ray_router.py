@@ -172,11 +172,11 @@ def test_all_else_is_rays_to_choose_among_all(module, pending):
 def test_a_call_that_waits_is_hashed_once_and_so_many_are_kept(module, monkeypatch):
     rig = Rig(module, "ab")
     made: list[str] = []
-    key_of = module.get_key
+    get_key = module.get_key
 
     def counted(pending: Pending) -> Any:
         made.append(pending.call)
-        return key_of(pending)
+        return get_key(pending)
 
     monkeypatch.setattr(module, "get_key", counted)
     monkeypatch.setattr(module, "MAX_KEPT_KEYS", 2)
