@@ -387,11 +387,11 @@ _ALL_FAULTS = (*FAULTS, *PRODUCT_FAULTS, *SAMPLING_FAULTS)
 _RUN = """
 import sys, pathlib
 from jpaged.kernels.cpu import build
-from jpaged.kernels import product
+from jpaged.kernels import matmul
 from jpaged.kernels.paged_attention.cpu import attention
 from jpaged.kernels.sampling.cpu import sampling
 build.LIBRARY = pathlib.Path(sys.argv[1])
-kernels = {"product": product.kernel, "sampling": sampling.kernel, "attention": attention.kernel}
+kernels = {"product": matmul.kernel, "sampling": sampling.kernel, "attention": attention.kernel}
 (kernel,) = (kernel for name, kernel in kernels.items() if name in sys.argv[3])
 isinstance(kernel(), str) and sys.exit(9)
 sys.argv[1:] = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not long and not deep", "-k", sys.argv[2], sys.argv[3]]

@@ -1,6 +1,6 @@
 """KV connectors: stores of cached blocks outside the engine's memory, such as local disk or another server's memory.
 
-    prefix cache ── ConnectorTier ──> ConnectorStore     staging, limits per step, KV events: `offload/connector_tier.py`
+    prefix cache ── ConnectorTier ──> ConnectorStore   staging, limits per step, KV events: `offload/connector_tier.py`
                                         BlockStore         jpaged's local disk (`jpaged.blockstore`)
                                         ConnectorGuard ──> KVConnector of a third party, one Python file
 
