@@ -387,11 +387,11 @@ _ALL_FAULTS = (*FAULTS, *PRODUCT_FAULTS, *SAMPLING_FAULTS)
 _RUN = """
 import sys, pathlib
 from jpaged.kernels.cpu import build
-from jpaged.kernels import matmul
+from jpaged.kernels.matmul import multiply
 from jpaged.kernels.paged_attention.cpu import attention
 from jpaged.kernels.sampling.cpu import sampling
 build.LIBRARY = pathlib.Path(sys.argv[1])
-kernels = {"product": matmul.kernel, "sampling": sampling.kernel, "attention": attention.kernel}
+kernels = {"matmul": multiply.kernel, "sampling": sampling.kernel, "attention": attention.kernel}
 (kernel,) = (kernel for name, kernel in kernels.items() if name in sys.argv[3])
 isinstance(kernel(), str) and sys.exit(9)
 sys.argv[1:] = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not long and not deep", "-k", sys.argv[2], sys.argv[3]]
@@ -464,7 +464,7 @@ def test_the_right_kernel_passes_the_same_tests(operation: str, faults: tuple[Fa
 
 _SUITES = {
     "Attention": "test_paged_attention_cpu.py",
-    "Product": "product",
+    "Product": "matmul",
     "Sampling": "sampling/test_sampling_cpu.py",
 }
 
