@@ -157,7 +157,7 @@ class Loop:
         decided = time.thread_time()
         geometry = self._executor.geometry
         inputs = build_step_inputs(schedule, geometry)
-        sampling = build_sampling_inputs(schedule, geometry, frozenset(), self._scheduler.rows.editing)
+        sampling = build_sampling_inputs(schedule, geometry, frozenset(), self._scheduler.rows.logits_processors)
         packed = time.thread_time()
         self._executor.forward(inputs)
         outputs = self._executor.collect(self._executor.sample(None, sampling))

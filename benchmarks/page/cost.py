@@ -46,7 +46,7 @@ def run(num_blocks: int, num_requests: int, num_rounds: int) -> None:
     for _ in range(num_rounds):
         for _ in range(4):
             engine.step()
-        picture = timed(lambda: loop.watch.picture(loop.stats.snapshot(0)), picture_ms)
+        picture = timed(lambda: loop.snapshotter.picture(loop.stats.snapshot(0)), picture_ms)
         frame = timed(lambda picture=picture: writer.change([picture]), change_ms)
         sizes.append(len(frame.data))
     whole_ms: list[float] = []

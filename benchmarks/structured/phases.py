@@ -18,7 +18,7 @@ _PHASES: dict[str, tuple[tuple[Any, str], ...]] = {
     "decide": ((Scheduler, "schedule"), (runners, "build_step_inputs"), (runners, "build_sampling_inputs")),
     "start programs": tuple((JaxExecutor, verb) for verb in ("forward", "sample", "decode")),
     "collect": ((JaxExecutor, "collect"),),
-    "process tokens": ((ResultProcessor, "take_step"),),
+    "process tokens": ((ResultProcessor, "process_step"),),
     "make masks": ((ResultProcessor, "narrow"),),
 }
 """What is timed of the engine's thread; none of them calls another."""

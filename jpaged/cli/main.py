@@ -1,4 +1,4 @@
-"""Parses the command line and runs one subcommand. Defines the output and exit codes of errors.
+"""Parser of the command line, and runner of one subcommand. Defines the output and exit codes of errors.
 
 0  done      1  failed while running      2  the command line is invalid      70  a bug in jpaged
 130  interrupted      141  the reader of the output has gone
@@ -43,7 +43,7 @@ COMMANDS: Mapping[str, Command] = {
     "generate": Command("generate from prompts, without a server", "jpaged.cli.generate"),
     "batch": Command("run an OpenAI batch file against servers", "jpaged.cli.batch"),
     "health": Command("check whether a server is serving", "jpaged.cli.health"),
-    "bench": Command("measure", "jpaged.bench.cli", "bench"),
+    "bench": Command("run a benchmark", "jpaged.bench.cli", "bench"),
     "convert": Command("write a model as safetensors or as Orbax", "jpaged.cli.convert"),
     "plan": Command("estimate fit, speed and cost of a deployment on TPUs or GPUs", "jpaged.plan.cli", "plan"),
     "top": Command("watch the KV pool of a running server", "jpaged.inspector.cli", "inspector"),

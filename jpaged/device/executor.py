@@ -5,7 +5,7 @@
     forward      StepInputs -> one buffer -> forward[T] -> hidden states                     returns at once
     sample       hidden states, SamplingInputs -> sample[R] -> copy to host begins           returns at once
     decode       StepInputs, ... -> one buffer -> decode[R] -> copy to host begins           returns at once
-    decode_fed   the same, with a channel of masks for which its steps wait                  returns at once
+    decode_with_masks  the same, with a channel of masks for which its steps wait            returns at once
     speculate    StepInputs, ... -> one buffer -> speculate[R] -> copy to host begins        returns at once
     collect      waits for that copy -> StepOutputs; finishes completed swap-outs
 

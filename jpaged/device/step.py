@@ -291,7 +291,7 @@ class Step:
             the samples, and the step's `StepDirective`.
         """
         if not isinstance(self.sampler, FedSamplingKernel):
-            return self.sample(params, hidden_re, how, Detail.TOKENS), jnp.int32(StepDirective.GOES_ON)
+            return self.sample(params, hidden_re, how, Detail.TOKENS), jnp.int32(StepDirective.CONTINUE)
         return self.sampler.sample_fed(self._logits(params, hidden_re, how.num_in_use), how, feed, place)
 
     def sample_edited(
@@ -591,7 +591,7 @@ def packed_decode(
 
     def goes_on(state: _State) -> jax.Array:
         place, _, _, has_ended_r, _, verdict = state
-        return (place < inputs.num_steps) & ~jnp.all(has_ended_r) & (verdict == StepDirective.GOES_ON)
+        return (place < inputs.num_steps) & ~jnp.all(has_ended_r) & (verdict == StepDirective.CONTINUE)
 
     def run(state: _State) -> _State:
         place, pool, ids_r, has_ended_r, outputs_nrc, _ = state
@@ -603,6 +603,6 @@ def packed_decode(
         outputs_nrc = lax.dynamic_update_index_in_dim(outputs_nrc, columns_rc, place, 0)
         return place + 1, pool, ids_r, has_ended_r | inputs.ends(ids_r), outputs_nrc, verdict
 
-    state: _State = jnp.int32(0), pool, ids_r, has_ended_r, outputs_nrc, jnp.int32(StepDirective.GOES_ON)
+    state: _State = jnp.int32(0), pool, ids_r, has_ended_r, outputs_nrc, jnp.int32(StepDirective.CONTINUE)
     _, pool, ids_r, _, outputs_nrc, _ = lax.while_loop(goes_on, run, state)
     return pool, jnp.pad(ids_r, (0, step.num_places - packing.num_rows)), outputs_nrc

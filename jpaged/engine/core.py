@@ -61,14 +61,14 @@ class AdmissionControl:
         failure: the error that ended the loop.
 
     Args:
-        pulse: notified when the first request enters and when the last one leaves.
+        stall_detector: notified when the first request enters and when the last one leaves.
     """
 
-    def __init__(self, num_running: int, num_queued: int, pulse: StallDetector) -> None:
+    def __init__(self, num_running: int, num_queued: int, stall_detector: StallDetector) -> None:
         self.max_num = num_running + num_queued
         self.failure: Exception | None = None
         self._num_queued = num_queued
-        self._pulse = pulse
+        self._stall_detector = stall_detector
         self._lock = threading.Lock()
         self._ids: set[str] = set()
         self._expected: set[str] = set()
@@ -109,7 +109,7 @@ class AdmissionControl:
                 self._check(request_id, retry_after_s)
             self._expected.discard(request_id)
             if not self._ids:
-                self._pulse.begin()
+                self._stall_detector.begin()
             self._ids.add(request_id)
             self._is_idle.clear()
             then()
@@ -135,7 +135,7 @@ class AdmissionControl:
         with self._lock:
             self._ids.difference_update(request_ids)
             if not self._ids:
-                self._pulse.rest()
+                self._stall_detector.rest()
 
     def note_idle(self) -> None:
         """Wake `wait_idle` if no request is left; call it after finished requests have released their resources."""
@@ -160,8 +160,8 @@ class EngineCore:
     Attributes:
         groups: unfinished groups by request id.
         observers: callbacks of the features that are on.
-        watch: takes pool snapshots and records events between them.
-        pulse: stall detector: time without progress while requests are pending.
+        snapshotter: takes pool snapshots and records events between them.
+        stall_detector: measures the time without progress while requests are pending.
     """
 
     def __init__(
@@ -184,37 +184,40 @@ class EngineCore:
         )
         options = config.speculation
         self.stats = StepStats(geometry, clock, 0 if options is None else options.num_speculative_tokens)
-        self.pulse = StallDetector(clock, config.timeouts.stall_timeout)
-        self.in_flight = AdmissionControl(self.scheduler.max_num_seqs, config.scheduler.max_num_queued_reqs, self.pulse)
+        self.stall_detector = StallDetector(clock, config.timeouts.stall_timeout)
+        self.in_flight = AdmissionControl(
+            self.scheduler.max_num_seqs, config.scheduler.max_num_queued_reqs, self.stall_detector
+        )
         self.groups: dict[str, SequenceGroup] = {}
         self._clock = clock
         self._executor = executor
         self._overlap = config.scheduler.overlap
         self._output = OutputProcessor(tokenizer, eos_token_ids)
-        self._deadlines, self._waits = Deadlines(), Deadlines()
+        self._deadlines, self._queue_timeouts = Deadlines(), Deadlines()
         self._queue_timeout_s = config.timeouts.queue_timeout
         self._batch: InFlightBatch | None = None
-        self._timer = StepTimer(executor, clock, self.pulse)
-        self._sharing = CascadePlanner()
+        self._timer = StepTimer(executor, clock, self.stall_detector)
+        self._cascade_planner = CascadePlanner()
         grammars = StructuredOutputManager(
-            make_masks, geometry.vocab_size, self.scheduler.rows, self.scheduler.lookahead
+            make_masks, geometry.vocab_size, self.scheduler.rows, self.scheduler.multi_step_policy
         )
-        soundness = NonFiniteLogitsGuard(self.memory, self._output, self.stats, eos_token_ids, geometry.vocab_size)
-        self._intake = ResultProcessor(self.scheduler, self._output, soundness, grammars, self.stats, self._release)
+        guard = NonFiniteLogitsGuard(self.memory, self._output, self.stats, eos_token_ids, geometry.vocab_size)
+        self._results = ResultProcessor(self.scheduler, self._output, guard, grammars, self.stats, self._release)
         rounds = DraftModelSpeculation.of(options, geometry) if options and geometry.num_speculative_tokens else None
         drafting = SpecDecodeController.of(options, executor.rates, geometry) if options and rounds is None else None
         self._drafter: SpecDecodeController | DraftModelSpeculation | None = drafting or rounds
         context = RunnerContext(
-            executor, self.scheduler, self._intake, self._timer, clock, eos_token_ids, self._process_in_flight
+            executor, self.scheduler, self._results, self._timer, clock, eos_token_ids, self._process_in_flight
         )
         self._runners = make_runners(context, rounds)
-        at_once = 1 + (0 if options is None else options.num_speculative_tokens)
-        sees_ahead = config.timeouts.refuse_late
-        self._foresight = DeadlineEstimator(self.scheduler, self.memory, geometry, at_once) if sees_ahead else None
+        max_tokens_per_step = 1 + (0 if options is None else options.num_speculative_tokens)
+        self._deadline_estimator: DeadlineEstimator | None = None
+        if config.timeouts.refuse_late:
+            self._deadline_estimator = DeadlineEstimator(self.scheduler, self.memory, geometry, max_tokens_per_step)
         self._num_arrivals = 0
         self.observers = StepObservers()
         self._add_observers(config.scheduler.num_scheduler_steps)
-        self.watch = PoolSnapshotter(geometry, self.memory, self.scheduler, clock, self.observers)
+        self.snapshotter = PoolSnapshotter(geometry, self.memory, self.scheduler, clock, self.observers)
         if self.memory.connectors:
             self.stats.end_step(self.memory, self.scheduler)
 
@@ -228,18 +231,18 @@ class EngineCore:
             observers.on_request_finished.append(connector.on_request_finished)
         if executor.geometry.max_loras:
             observers.on_scheduled.append(self._load_adapters)
-        if (pace := scheduler.pace) is not None:
-            observers.on_begin.append(lambda now_s: pace.steps.set_buckets(executor.geometry.buckets))
-            observers.on_results.append(pace.steps.on_results)
+        if (budget := scheduler.prefill_budget) is not None:
+            observers.on_begin.append(lambda now_s: budget.steps.set_buckets(executor.geometry.buckets))
+            observers.on_results.append(budget.steps.on_results)
         if num_scheduler_steps != 1:
-            observers.on_begin.append(lambda now_s: scheduler.lookahead.has_programs(executor.geometry))
-            observers.on_results.append(scheduler.lookahead.on_results)
-        if self._foresight is not None:
-            observers.on_results.append(self._foresight.least_times.on_results)
+            observers.on_begin.append(lambda now_s: scheduler.multi_step_policy.set_programs(executor.geometry))
+            observers.on_results.append(scheduler.multi_step_policy.on_results)
+        if self._deadline_estimator is not None:
+            observers.on_results.append(self._deadline_estimator.least_times.on_results)
         if self._drafter is not None:
             self._drafter.observe(observers)
         if self._queue_timeout_s is not None:
-            observers.on_request_finished.append(self._waits.discard)
+            observers.on_request_finished.append(self._queue_timeouts.discard)
         if self.memory.prefixes is not None:
             changes = self.memory.prefixes.changes
             changes.call_with_sink(lambda: observers.on_end.append(changes.flush))
@@ -286,10 +289,10 @@ class EngineCore:
     def idle_budget_s(self) -> float:
         """Seconds until the next step must be decided while the device runs several; 0 or less is now."""
         if self.scheduler.queues.has_work:
-            batch, lookahead = self._batch, self.scheduler.lookahead
+            batch, multi_step_policy = self._batch, self.scheduler.multi_step_policy
             if batch is None:
                 return 0.0
-            return lookahead.spare_s(batch.schedule, self._timer.start_s(batch.begin_s), self._clock())
+            return multi_step_policy.spare_s(batch.schedule, self._timer.start_s(batch.begin_s), self._clock())
         return _TIERS_S if self.awaits_tiers else 0.0
 
     @property
@@ -317,7 +320,7 @@ class EngineCore:
         """Dispatch a step: its block moves, which may occur without rows, and its rows."""
         begin_s, geometry = self._clock(), self._executor.geometry
         if geometry.cascade is not None and schedule.num_rows > 1:
-            self._sharing.share(schedule, geometry)
+            self._cascade_planner.share(schedule, geometry)
         for moves in schedule.ops.batches():
             self._executor.move_blocks(moves)
         if not schedule.num_rows:
@@ -351,15 +354,15 @@ class EngineCore:
                 waited = now_s - group.arrival_s
                 self._output.fail(group, DeadlineExceeded(f"the deadline passed {waited:.3f} s after arrival"))
                 self._release(group)
-        if self._waits.next_s <= now_s:
-            for group in self._waits.expired(now_s):
-                self._waits.discard(group)
+        if self._queue_timeouts.next_s <= now_s:
+            for group in self._queue_timeouts.expired(now_s):
+                self._queue_timeouts.discard(group)
                 if group.first_scheduled_s is None:
                     problem = f"the request waited {now_s - group.arrival_s:.3f} s for its first step (queue_timeout)"
                     self._output.fail(group, QueueFull(problem, retry_after_s=self.stats.seconds_per_request()))
                     self._release(group)
 
-    # --- what comes between two steps -------------------------------------------------------------------------------
+    # --- requests, between two steps --------------------------------------------------------------------------------
 
     def add_request(self, request: Request, sink: OutputCallback, arrival_s: float) -> None:
         """Add a request whose id is in flight."""
@@ -375,19 +378,19 @@ class EngineCore:
             problem = f"{needed}, which has {self.memory.limit} blocks minus pinned prefixes"
             self._fail([group], RequestTooLong("sampling.max_tokens", problem))
             return
-        if request.deadline_s is not None and self._foresight is not None:
-            late = self._foresight.check(group, request.deadline_s, self._clock())
+        if request.deadline_s is not None and self._deadline_estimator is not None:
+            late = self._deadline_estimator.check(group, request.deadline_s, self._clock())
             if late is not None:
                 self._fail([group], late)
                 return
         self.groups[request.request_id] = group
         self._output.open(group)
-        is_away = any(connector.start_load(group) for connector in self.memory.connectors)
-        (self.scheduler.queues.add_pending_fetch if is_away else self.scheduler.queues.add)(group)
+        is_pending = any(connector.start_load(group) for connector in self.memory.connectors)
+        (self.scheduler.queues.add_pending_fetch if is_pending else self.scheduler.queues.add)(group)
         if request.deadline_s is not None:
             self._deadlines.add(group, request.deadline_s)
         if self._queue_timeout_s is not None:
-            self._waits.add(group, arrival_s + self._queue_timeout_s)
+            self._queue_timeouts.add(group, arrival_s + self._queue_timeout_s)
 
     def abort_request(self, request_id: str, reason: FinishReason) -> None:
         """Finish a request with a reason, between two tokens; no-op if it has finished."""

@@ -196,7 +196,7 @@ class ReplicaDispatcher:
         with self._lock:
             route = self._enter(request, lambda engine, _: engine.reserve_slot(request))
             self._kept[request.request_id] = route
-            return self._engines[route.replica].travels
+            return self._engines[route.replica].kv_transfer
 
     def get_engine(self, request_id: str) -> Engine | None:
         """Return the engine on which a request is in flight, or None."""
@@ -252,7 +252,7 @@ class DataParallelEngine:
         if any(one != alike[0] for one in alike):
             raise InternalError(f"replicas have different geometries: {alike}")
         self.clock = engines[0].clock
-        self.eyes = PoolInspector(eye for engine in engines for eye in engine.eyes.each)
+        self.inspector = PoolInspector(eye for engine in engines for eye in engine.inspector.each)
         self.max_num_in_flight = sum(engine.max_num_in_flight for engine in engines)
         router = ReplicaRouter([engine.prefixes for engine in engines], self.geometry)
         # Guards the fields below; engines take their locks inside it, and never call back while they hold them.
@@ -266,7 +266,7 @@ class DataParallelEngine:
             with self._lock:
                 return router.best(keys)
 
-        self.travels = KVTransfer((travel for engine in engines for travel in engine.travels.each), place)
+        self.kv_transfer = KVTransfer((travel for engine in engines for travel in engine.kv_transfer.each), place)
 
     @property
     def geometry(self) -> Geometry:

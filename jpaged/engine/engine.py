@@ -212,8 +212,8 @@ class Engine:
         max_num_in_flight: maximum number of accepted requests, running and queued ones together.
         in_flight: ids of requests that were accepted and have not ended.
         prefixes: operations on the prefix cache; None without a prefix cache.
-        eyes: inspection of the pool.
-        travels: transfers of prefixes from and to other servers.
+        inspector: inspection of the pool.
+        kv_transfer: transfers of prefixes from and to other servers.
         reserve_slot: reserves a place for a request whose prompt is computed elsewhere, until it is submitted or
             dropped. Returns the transfers that receive the prompt's blocks, and raises the errors of `submit`.
 
@@ -266,17 +266,17 @@ class Engine:
             limit=lambda: self._loop.memory.limit,
         )
         loop = self._loop
-        self.travels = KVTransfer(
+        self.kv_transfer = KVTransfer(
             [ReplicaTransfer(loop.memory, geometry, executor.host_blocks, self._thread.call_soon)]
         )
 
         def keep_place(request: Request) -> KVTransfer:
             self._in_flight.reserve(request.request_id, loop.stats.seconds_per_request)
-            return self.travels
+            return self.kv_transfer
 
         self.reserve_slot: Callable[[Request], KVTransfer] = keep_place
-        self.eyes = PoolInspector(
-            [ReplicaInspector(loop.watch, loop.memory, loop.stats, loop.groups, geometry, self._thread.call_soon)]
+        self.inspector = PoolInspector(
+            [ReplicaInspector(loop.snapshotter, loop.memory, loop.stats, loop.groups, geometry, self._thread.call_soon)]
         )
 
     @property
@@ -386,7 +386,7 @@ class Engine:
 
     def load(self) -> EngineLoad:
         """Return a snapshot of the last step's counters."""
-        return self._loop.stats.snapshot(self._executor.num_compiles_after_warm_up, self._loop.pulse)
+        return self._loop.stats.snapshot(self._executor.num_compiles_after_warm_up, self._loop.stall_detector)
 
     def replica_loads(self) -> tuple[EngineLoad, ...]:
         """Return the load of each replica: here of the only one."""

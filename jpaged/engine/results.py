@@ -67,9 +67,9 @@ class NonFiniteLogitsGuard:
         self._memory = memory
         self._output = output
         self._stats = stats
-        self._has_prompt_logprobs = False
+        self._has_logged = False
 
-    def fail_unsound(self, schedule: SchedulerOutput, outputs: StepOutputs, step: int = 0) -> list[SequenceGroup]:
+    def fail_nonfinite(self, schedule: SchedulerOutput, outputs: StepOutputs, step: int = 0) -> list[SequenceGroup]:
         """Fail the requests whose rows are not finite. Return their groups, which still hold their blocks.
 
         Rows of draft tokens fail no request: `fail_rows` checks those whose tokens are accepted.
@@ -82,14 +82,14 @@ class NonFiniteLogitsGuard:
         for row in np.flatnonzero(~outputs.is_finite_rn[: schedule.num_rows, 0]).tolist():
             scheduled = schedule.row_at(row, step)
             if not scheduled.sequence.is_live:
-                self._forget(scheduled.sequence)
+                self._drop_prefix(scheduled.sequence)
             elif scheduled.samples_token and scheduled.proposed is None and scheduled.group not in failed:
                 failed[scheduled.group] = None
                 self._fail(scheduled)
         return list(failed)
 
     def fail_rows(self, rows: Mapping[int, ScheduledRow], outputs: StepOutputs) -> list[SequenceGroup]:
-        """Like `fail_unsound` for the given rows, keyed by their index on the device."""
+        """Like `fail_nonfinite` for the given rows, keyed by their index on the device."""
         failed: dict[SequenceGroup, None] = {}
         for place, row in rows.items():
             if not outputs.is_finite_rn[place, 0] and row.group not in failed:
@@ -100,23 +100,23 @@ class NonFiniteLogitsGuard:
     def _fail(self, row: ScheduledRow) -> None:
         group = row.group
         token_ids = row.sequence.token_ids
-        caused = nothing_left(group.request, token_ids, self._eos_token_ids, self._vocab_size)
-        if caused is not None:
-            self._output.fail(group, caused)
+        error_of_caller = nothing_left(group.request, token_ids, self._eos_token_ids, self._vocab_size)
+        if error_of_caller is not None:
+            self._output.fail(group, error_of_caller)
             return
         error = InternalError(
             f"the model's logits are not finite: no token {row.output_index + 1} can be sampled for sequence "
             f"{row.sequence.index}, after {row.start + row.num_tokens} tokens of context"
         )
-        if not self._has_prompt_logprobs:
-            self._has_prompt_logprobs = True
+        if not self._has_logged:
+            self._has_logged = True
             logger.error("request %r: %s; later ones are counted but not logged", group.request.request_id, error)
         for sequence in group.sequences:
-            self._forget(sequence)
+            self._drop_prefix(sequence)
         self._stats.count_not_finite()
         self._output.fail(group, error)
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _drop_prefix(self, sequence: Sequence) -> None:
         if self._memory.prefixes is not None:
             self._memory.prefixes.forget(sequence)
 
@@ -131,22 +131,22 @@ class ResultProcessor:
 
     scheduler: Scheduler
     output: OutputProcessor
-    soundness: NonFiniteLogitsGuard
+    guard: NonFiniteLogitsGuard
     grammars: StructuredOutputManager
     stats: StepStats
     release: Callable[[SequenceGroup], None]
 
-    def take_steps(self, schedule: SchedulerOutput, outputs: StepOutputs, now_s: float) -> None:
-        """Process the tokens of several steps; those of a fed dispatch have already advanced their grammars."""
+    def process_steps(self, schedule: SchedulerOutput, outputs: StepOutputs, now_s: float) -> None:
+        """Process the tokens of several steps; those of a masked dispatch have already advanced their grammars."""
         for step in range(schedule.num_steps):
-            self.take_step(schedule, outputs.at(step), now_s, step)
+            self.process_step(schedule, outputs.at(step), now_s, step)
 
-    def take_drafts(self, schedule: SchedulerOutput, outputs: StepOutputs, now_s: float) -> None:
+    def process_drafts(self, schedule: SchedulerOutput, outputs: StepOutputs, now_s: float) -> None:
         """Process the tokens of a step with draft tokens, of which a prefix is accepted."""
         accepted = Accepted.of(schedule, outputs)
-        self.take_step(schedule, outputs, now_s, going_on=accepted.longer_than(0))
+        self.process_step(schedule, outputs, now_s, continuing=accepted.longer_than(0))
         for depth in range(1, accepted.depth + 1):
-            self._take_behind(accepted.at(depth), outputs, now_s, accepted.longer_than(depth))
+            self._process_accepted(accepted.at(depth), outputs, now_s, accepted.longer_than(depth))
         for draft, count in zip(schedule.drafts, accepted.num_accepted, strict=True):
             draft.set_num_accepted(count)
             self.scheduler.drafts.ran(draft.group, draft.sequence, count)
@@ -156,26 +156,28 @@ class ResultProcessor:
         self, schedule: SchedulerOutput, rows: list[ConstrainedRow], sampling: SamplingInputs
     ) -> None:
         """Apply grammar masks to rows of a step in flight. End sequences and requests that end there."""
-        self._follow(self.grammars.fill_bitmasks(schedule, rows, sampling, self.output))
+        self._end_by_grammar(self.grammars.fill_bitmasks(schedule, rows, sampling, self.output))
 
-    def take_rounds(self, schedule: SchedulerOutput, outputs: StepOutputs, now_s: float) -> None:
+    def process_rounds(self, schedule: SchedulerOutput, outputs: StepOutputs, now_s: float) -> None:
         """Process the tokens of draft-model rounds: each row has at least one, and up to `num_tokens_r`."""
         rounds = outputs.speculated
         if rounds is None:
             raise InternalError("a dispatch of a draft model has no counts of tokens")
         decodes, counts = schedule.decodes, rounds.num_tokens_r[: schedule.num_rows].tolist()
         first = outputs.at(0)
-        for group in self.soundness.fail_unsound(schedule, first):
+        for group in self.guard.fail_nonfinite(schedule, first):
             self.release(group)
         tokens, _ = schedule.live_tokens()
         for row, group in zip(tokens.rows, tokens.groups, strict=True):
             self.stats.count_tokens([group], now_s, counts[row])
         self._publish(tokens, first, 1, ())
         for place in range(1, max(counts)):
-            going_on = [row for row, one in enumerate(decodes.sequences) if counts[row] > place and one.is_live]
-            if not going_on:
+            continuing = [row for row, one in enumerate(decodes.sequences) if counts[row] > place and one.is_live]
+            if not continuing:
                 break
-            self._take_behind({row: schedule.row_at(row, place) for row in going_on}, outputs.at(place), now_s, ())
+            self._process_accepted(
+                {row: schedule.row_at(row, place) for row in continuing}, outputs.at(place), now_s, ()
+            )
         for row, count in enumerate(counts):
             self.scheduler.drafts.ran(decodes.groups[row], decodes.sequences[row], count - 1)
         proposed, accepted = (
@@ -184,36 +186,36 @@ class ResultProcessor:
         )
         self.stats.count_drafts(proposed, accepted)
 
-    def take_step(
+    def process_step(
         self,
         schedule: SchedulerOutput,
         outputs: StepOutputs,
         now_s: float,
         step: int = 0,
-        going_on: Collection[Sequence] = (),
+        continuing: Collection[Sequence] = (),
     ) -> None:
         """Process the tokens of one step of a dispatch. Alternating steps arrive one by one, before the dispatch ends.
 
         Args:
             step: index of the step.
-            going_on: sequences that have more tokens sampled in the same step.
+            continuing: sequences that have more tokens sampled in the same step.
         """
-        for group in self.soundness.fail_unsound(schedule, outputs, step):
+        for group in self.guard.fail_nonfinite(schedule, outputs, step):
             self.release(group)
         tokens, beams = schedule.live_tokens(step)
         kind = schedule.decodes.kind
         num_at_once = 1 if kind is StepKind.ALTERNATING else schedule.num_steps
         self.stats.count_tokens([*tokens.groups, *beams.groups], now_s, num_at_once)
         follows = schedule.has_grammars and kind is not StepKind.MASKED_MULTI_STEP
-        self._publish(tokens, outputs, schedule.num_steps, going_on if follows else None)
+        self._publish(tokens, outputs, schedule.num_steps, continuing if follows else None)
         for group, rows in beams.by_group().items():
             self._advance_beams(group, rows, outputs)
 
-    def _take_behind(
-        self, rows: dict[int, ScheduledRow], outputs: StepOutputs, now_s: float, going_on: Collection[Sequence]
+    def _process_accepted(
+        self, rows: dict[int, ScheduledRow], outputs: StepOutputs, now_s: float, continuing: Collection[Sequence]
     ) -> None:
         """Process the tokens sampled after accepted draft tokens, keyed by device row."""
-        for group in self.soundness.fail_rows(rows, outputs):
+        for group in self.guard.fail_rows(rows, outputs):
             self.release(group)
         tokens = SampledRows()
         for place, row in rows.items():
@@ -221,27 +223,27 @@ class ResultProcessor:
                 row.sequence.accept_draft_token()
                 tokens.add(place, row)
         self.stats.count_tokens(tokens.groups, now_s)
-        self._publish(tokens, outputs, 1, going_on)
+        self._publish(tokens, outputs, 1, continuing)
 
     def _publish(
-        self, tokens: SampledRows, outputs: StepOutputs, num_steps: int, going_on: Collection[Sequence] | None
+        self, tokens: SampledRows, outputs: StepOutputs, num_steps: int, continuing: Collection[Sequence] | None
     ) -> None:
         for group, sequence in self.output.publish(tokens, outputs):
             if max(num_steps, sequence.num_in_flight_tokens) > 1:
                 sequence.truncate_after_stop()
             self._end_sequence(group, sequence)
-        if going_on is not None and tokens.has_grammars:
-            self._follow(self.grammars.accept_tokens(tokens, self.output, going_on))
+        if continuing is not None and tokens.has_grammars:
+            self._end_by_grammar(self.grammars.accept_tokens(tokens, self.output, continuing))
 
-    def _follow(self, ended: Iterator[tuple[SequenceGroup, Sequence, JpagedError | None]]) -> None:
+    def _end_by_grammar(self, ended: Iterator[tuple[SequenceGroup, Sequence, JpagedError | None]]) -> None:
         for group, sequence, error in ended:
             if error is None:
                 self._end_sequence(group, sequence)
             else:
-                self._give_up(group, error)
+                self._fail_request(group, error)
         self.stats.count_forced(self.grammars.take_num_forced())
 
-    def _give_up(self, group: SequenceGroup, error: JpagedError) -> None:
+    def _fail_request(self, group: SequenceGroup, error: JpagedError) -> None:
         """Fail a running request with its own error."""
         self.output.fail(group, error)
         self.release(group)

@@ -7,9 +7,9 @@ masked steps         one, with a mask channel     m0 ── m1 ── m2      ma
 alternating steps    f s | f s | f s              m0 ─ process, start, m1 ─ ...
 draft-model rounds   one                          none
 
-f is the model's forward pass, s the sampling of its tokens. A fed dispatch is one of masked steps. It is processed like
-any dispatch of several steps: when all its tokens have arrived and the next dispatch is in flight. Until then the
-grammars are ahead of the tokens of their sequences.
+f is the model's forward pass, s the sampling of its tokens. A masked multi-step dispatch is processed like any dispatch
+of several steps: when all its tokens have arrived and the next dispatch is in flight. Until then the grammars are ahead
+of the tokens of their sequences.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ class RunnerContext:
     """Parts of the engine that the runners share.
 
     Attributes:
-        intake: processes sampled tokens.
+        results: processes sampled tokens.
         finish_in_flight: waits for the batch in flight, if any, and processes it.
     """
 
     executor: Executor[Any, Any]
     scheduler: Scheduler
-    intake: ResultProcessor
+    results: ResultProcessor
     timer: StepTimer
     clock: Callable[[], float]
     eos_token_ids: frozenset[int]
@@ -102,8 +102,8 @@ class RunnerContext:
 
     def build_sampling(self, schedule: SchedulerOutput) -> SamplingInputs:
         """Return the sampling parameters of the rows of a schedule."""
-        editing = self.scheduler.rows.editing
-        return build_sampling_inputs(schedule, self.executor.geometry, self.eos_token_ids, editing)
+        logits_processors = self.scheduler.rows.logits_processors
+        return build_sampling_inputs(schedule, self.executor.geometry, self.eos_token_ids, logits_processors)
 
     def start_forward(self, inputs: StepInputs) -> Any:
         """Dispatch the forward pass of a step. Return its output, for the sample."""
@@ -117,7 +117,7 @@ class RunnerContext:
         bound = bound_rows(schedule)
         if bound:
             self.finish_in_flight()
-            self.intake.apply_grammar_masks(schedule, bound, sampling)
+            self.results.apply_grammar_masks(schedule, bound, sampling)
         return bound
 
     def start_sample(self, hidden: Any, sampling: SamplingInputs) -> Any:
@@ -138,13 +138,13 @@ class SingleStepRunner:
         inputs = build_step_inputs(schedule, geometry)
         hidden = context.start_forward(inputs)
         sampling = context.build_sampling(schedule)
-        tells = build_aux_inputs(schedule, geometry) if schedule.has_aux_outputs else ()
-        pending = [(tell, context.executor.compute_aux(hidden, tell.inputs)) for tell in tells]
+        aux_inputs = build_aux_inputs(schedule, geometry) if schedule.has_aux_outputs else ()
+        pending = [(aux, context.executor.compute_aux(hidden, aux.inputs)) for aux in aux_inputs]
         if schedule.has_grammars:
             context.apply_masks(schedule, sampling)
         handle = context.start_sample(hidden, sampling)
         wait = partial(context.executor.collect, handle)
-        process = context.intake.take_drafts if schedule.drafts else context.intake.take_step
+        process = context.results.process_drafts if schedule.drafts else context.results.process_step
         if pending:
             wait = partial(self._wait, pending, wait)
         return InFlightBatch(schedule, inputs, begin_s, handle, wait, process, must_wait=bool(schedule.drafts))
@@ -153,9 +153,9 @@ class SingleStepRunner:
         self, pending: list[tuple[StepAux, Callable[[], AuxOutputs]]], wait: Callable[[], StepOutputs]
     ) -> StepOutputs:
         """Wait for the aux outputs as well, and pass them to the output processor."""
-        told = [(tell, collect()) for tell, collect in pending]
+        aux_outputs = [(aux, collect()) for aux, collect in pending]
         outputs = wait()
-        self.context.intake.output.prompt_logprobs.take(told)
+        self.context.results.output.prompt_logprobs.take(aux_outputs)
         return outputs
 
 
@@ -174,7 +174,7 @@ class MultiStepRunner:
         handle = executor.decode(inputs, sampling, ending_ids_rx, schedule.num_steps)
         context.timer.set_newest(handle)
         wait = partial(executor.collect, handle)
-        return InFlightBatch(schedule, inputs, begin_s, handle, wait, context.intake.take_steps)
+        return InFlightBatch(schedule, inputs, begin_s, handle, wait, context.results.process_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class AlternatingRunner:
     context: RunnerContext
 
     def start(self, schedule: SchedulerOutput, begin_s: float) -> InFlightBatch:
-        context, executor, intake = self.context, self.context.executor, self.context.intake
+        context, executor, results = self.context, self.context.executor, self.context.results
         first = inputs = build_step_inputs(schedule, executor.geometry)
         hidden = context.start_forward(first)
         sampling = context.build_sampling(schedule)
@@ -205,8 +205,8 @@ class AlternatingRunner:
             outputs = executor.collect(handle)
             now_s = context.clock()
             context.timer.add_wait(now_s - waiting_since_s)
-            intake.take_step(schedule, outputs, now_s, step - 1)
-            intake.apply_grammar_masks(schedule, bound, sampling)
+            results.process_step(schedule, outputs, now_s, step - 1)
+            results.apply_grammar_masks(schedule, bound, sampling)
             handle = context.start_sample(hidden, sampling)
             if len(context.scheduler.rows) < schedule.num_rows:
                 break
@@ -214,7 +214,7 @@ class AlternatingRunner:
         return InFlightBatch(schedule, first, begin_s, handle, partial(executor.collect, handle), self._process_last)
 
     def _process_last(self, schedule: SchedulerOutput, outputs: StepOutputs, now_s: float) -> None:
-        self.context.intake.take_step(schedule, outputs, now_s, schedule.num_steps - 1)
+        self.context.results.process_step(schedule, outputs, now_s, schedule.num_steps - 1)
 
 
 class MaskedMultiStepRunner:
@@ -225,8 +225,8 @@ class MaskedMultiStepRunner:
 
     def __init__(self, context: RunnerContext) -> None:
         self._context = context
-        self._before: MaskedDispatch | None = None
-        self._unread: Any = None  # the last fed dispatch, whose tokens are known
+        self._previous: MaskedDispatch | None = None
+        self._uncollected: Any = None  # handle of the last masked dispatch, whose tokens are known
 
     def start(self, schedule: SchedulerOutput, begin_s: float) -> InFlightBatch:
         context, executor = self._context, self._context.executor
@@ -237,38 +237,38 @@ class MaskedMultiStepRunner:
         handle, feed = executor.decode_with_masks(inputs, sampling, ending_ids_rx, schedule.num_steps)
         context.timer.set_newest(handle)
         try:
-            steps = MaskedDispatch(schedule, feed, sampling, ending_ids_rx, context.intake, context.clock)
-            self._give_first(steps)
+            steps = MaskedDispatch(schedule, feed, sampling, ending_ids_rx, context.results, context.clock)
+            self._send_first_masks(steps)
             context.finish_in_flight()
             context.scheduler.truncate_steps(schedule, steps.serve())
             context.timer.add_wait(steps.waited_s)
-            if self._unread is not None:  # only now, because a program that waits for masks may block others
-                executor.collect(self._unread)
-            self._unread = handle
+            if self._uncollected is not None:  # only now, because a program that waits for masks may block others
+                executor.collect(self._uncollected)
+            self._uncollected = handle
         except BaseException:
             feed.close()  # otherwise the program would wait forever
             raise
-        wait, process = partial(self._wait, steps, handle), context.intake.take_steps
+        wait, process = partial(self._wait, steps, handle), context.results.process_steps
         # A row that is known to have ended must not be scheduled again.
-        return InFlightBatch(schedule, inputs, begin_s, handle, wait, process, must_wait=steps.are_over)
+        return InFlightBatch(schedule, inputs, begin_s, handle, wait, process, must_wait=steps.is_done)
 
-    def _give_first(self, steps: MaskedDispatch) -> None:
+    def _send_first_masks(self, steps: MaskedDispatch) -> None:
         """Send the first masks if all rows of the previous dispatch continue.
 
         Then the device need not wait until the previous dispatch is processed.
         """
-        before, waiting_since_s = self._before, self._context.clock()
-        if before is not None and not before.are_over and before.finish() and before.all_go_on:
+        previous, waiting_since_s = self._previous, self._context.clock()
+        if previous is not None and not previous.is_done and previous.finish() and previous.all_continue:
             self._context.timer.add_wait(self._context.clock() - waiting_since_s)
-            steps.give_first()
-        self._before = steps
+            steps.send_first_masks()
+        self._previous = steps
 
     def _wait(self, steps: MaskedDispatch, handle: Any) -> StepOutputs:
-        if self._before is steps:
-            self._before = None
+        if self._previous is steps:
+            self._previous = None
         if steps.finish():
             return steps.outputs
-        self._unread = None
+        self._uncollected = None
         return self._context.executor.collect(handle)  # which raises the error
 
 
@@ -290,7 +290,7 @@ class DraftModelRunner:
         handle = executor.speculate(inputs, sampling, ending_ids_rx, num_left_r, num_rounds, unseen)
         context.timer.set_newest(handle)
         wait = partial(executor.collect, handle)
-        return InFlightBatch(schedule, inputs, begin_s, handle, wait, context.intake.take_rounds, must_wait=True)
+        return InFlightBatch(schedule, inputs, begin_s, handle, wait, context.results.process_rounds, must_wait=True)
 
 
 def make_runners(context: RunnerContext, rounds: DraftModelSpeculation | None) -> dict[StepKind, BatchRunner]:
@@ -314,8 +314,8 @@ class MaskedDispatch:
     """Steps of one dispatch in flight that wait for masks.
 
     Attributes:
-        are_over: no further step is executed, and the tokens of all executed steps have arrived.
-        all_go_on: no row is known to have ended, and no grammar has failed.
+        is_done: no further step is executed, and the tokens of all executed steps have arrived.
+        all_continue: no row is known to have ended, and no grammar has failed.
         waited_s: seconds of waiting for their tokens.
     """
 
@@ -325,13 +325,13 @@ class MaskedDispatch:
         feed: MaskChannel,
         sampling: SamplingInputs,
         ending_ids_rx: I32,
-        intake: ResultProcessor,
+        results: ResultProcessor,
         clock: Callable[[], float],
     ) -> None:
-        self.are_over, self.all_go_on, self.waited_s = False, True, 0.0
+        self.is_done, self.all_continue, self.waited_s = False, True, 0.0
         self._schedule, self._feed, self._sampling, self._ending_ids_rx = schedule, feed, sampling, ending_ids_rx
-        self._has_first = False
-        self._intake, self._grammars, self._clock = intake, intake.grammars, clock
+        self._has_sent_first_masks = False
+        self._results, self._grammars, self._clock = results, results.grammars, clock
         self._bound = bound_rows(schedule)
         self._batch = self._grammars.batch(self._bound)
         self._has_ended_r = np.zeros(schedule.num_rows, np.bool_)
@@ -350,11 +350,11 @@ class MaskedDispatch:
             raise InternalError("the steps wait for masks, but there are none")
         return edits.mask_rw
 
-    def give_first(self) -> None:
+    def send_first_masks(self) -> None:
         """Send the first step its masks before the previous dispatch is processed, if every mask is valid."""
         if self._fill(self._mask_rw):
-            self._feed.give(self._mask_rw, StepDirective.GOES_ON)
-            self._has_first = True
+            self._feed.give(self._mask_rw, StepDirective.CONTINUE)
+            self._has_sent_first_masks = True
 
     def serve(self) -> int:
         """Send masks until no further step is executed. Return the number of executed steps.
@@ -363,53 +363,53 @@ class MaskedDispatch:
         """
         schedule, feed, mask_rw = self._schedule, self._feed, self._mask_rw
         are_live = all(one.is_live for one in schedule.sequences)
-        verdict = StepDirective.GOES_ON
-        if not self._has_first:
-            self._intake.apply_grammar_masks(schedule, self._bound, self._sampling)
-            verdict = StepDirective.GOES_ON if are_live else StepDirective.LAST
-            feed.give(mask_rw, verdict)
+        directive = StepDirective.CONTINUE
+        if not self._has_sent_first_masks:
+            self._results.apply_grammar_masks(schedule, self._bound, self._sampling)
+            directive = StepDirective.CONTINUE if are_live else StepDirective.LAST
+            feed.give(mask_rw, directive)
         for num_made in range(1, schedule.num_steps + 1):
             if num_made > 1:
-                feed.give(mask_rw, verdict)
-            if num_made == schedule.num_steps and verdict == StepDirective.GOES_ON:
+                feed.give(mask_rw, directive)
+            if num_made == schedule.num_steps and directive == StepDirective.CONTINUE:
                 return num_made
-            may_go_on = self._take()
-            if verdict == StepDirective.LAST or not may_go_on or not self._fill(mask_rw):
-                self.are_over = True  # the error of a grammar is raised at the next step
+            may_continue = self._take()
+            if directive == StepDirective.LAST or not may_continue or not self._fill(mask_rw):
+                self.is_done = True  # the error of a grammar is raised at the next step
                 feed.close()
                 return num_made
-            verdict = StepDirective.GOES_ON if are_live and self.all_go_on else StepDirective.LAST
+            directive = StepDirective.CONTINUE if are_live and self.all_continue else StepDirective.LAST
         raise InternalError("the dispatch has no steps")
 
     def finish(self) -> bool:
         """Wait for the last step. Return False if its tokens do not arrive."""
-        if not self.are_over:
+        if not self.is_done:
             self._take()
-            self.are_over = True
+            self.is_done = True
             self._feed.close()
         return len(self._columns) == self._schedule.num_steps
 
     def _take(self) -> bool:
         """Wait for the tokens of the current step and advance the grammars. Return False if no row can continue."""
         waiting_since_s = self._clock()
-        drawn = self._feed.wait()
+        sampled = self._feed.wait()
         self.waited_s += self._clock() - waiting_since_s
-        if drawn is None:
+        if sampled is None:
             return False
-        self._columns.append(drawn)
+        self._columns.append(sampled)
         used = slice(0, len(self._has_ended_r))
-        token_ids_r, is_sound_r = drawn[0][used], drawn[1][used]
+        token_ids_r, is_sound_r = sampled[0][used], sampled[1][used]
         self._has_ended_r |= (token_ids_r[:, None] == self._ending_ids_rx[used]).any(axis=1) | ~is_sound_r
-        may_go_on = self._go_on(token_ids_r)
-        self.all_go_on = may_go_on and not self._has_ended_r.any()
-        return may_go_on and not self._has_ended_r.all()
+        may_continue = self._advance_grammars(token_ids_r)
+        self.all_continue = may_continue and not self._has_ended_r.any()
+        return may_continue and not self._has_ended_r.all()
 
-    def _go_on(self, token_ids_r: I32) -> bool:
+    def _advance_grammars(self, token_ids_r: I32) -> bool:
         """Advance the grammars of rows that have not ended."""
         bound = [row for row in self._bound if row.sequence.is_live and not self._has_ended_r[row.place]]
         if len(bound) < len(self._bound):
             self._bound, self._batch = bound, self._grammars.batch(bound)
-        return not bound or self._grammars.went_on(bound, self._batch, token_ids_r)
+        return not bound or self._grammars.accept_masked(bound, self._batch, token_ids_r)
 
     def _fill(self, mask_rw: I32) -> bool:
         return not self._bound or self._grammars.fill(self._bound, self._batch, mask_rw)

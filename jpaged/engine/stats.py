@@ -191,7 +191,7 @@ class StepStats:
         now["slot_use"] = self._sum_stored_tokens / max(1, now["sum_reserved_slots"])
         now["time_to_first_token_s"] = self._sum_first_token_s / max(1, now["num_first_tokens"])
         now["num_running"] = len(queues.running)
-        now["num_waiting"] = queues.num_waiting + len(queues.fetched_for)
+        now["num_waiting"] = queues.num_waiting + len(queues.pending_fetch)
         now["num_swapped"] = len(queues.swapped)
         now["num_blocks_free"] = use.num_free + use.num_cached
         now["num_blocks_empty"] = use.num_free
@@ -216,11 +216,13 @@ class StepStats:
             now["speculation"] = self._drafts.snapshot()
         self._load = EngineLoad(**now)
 
-    def snapshot(self, num_compiles_after_warm_up: int, pulse: StallDetector | None = None) -> EngineLoad:
+    def snapshot(self, num_compiles_after_warm_up: int, stall_detector: StallDetector | None = None) -> EngineLoad:
         load = replace(self._load, num_compiles_after_warm_up=num_compiles_after_warm_up)
-        if pulse is None:
+        if stall_detector is None:
             return load
-        return replace(load, seconds_since_progress=pulse.seconds_without, num_stalls=pulse.num_stalls)
+        return replace(
+            load, seconds_since_progress=stall_detector.seconds_without, num_stalls=stall_detector.num_stalls
+        )
 
     def seconds_per_request(self) -> float:
         """Return the recent mean time between two ends, at least 0.1 s: how soon a queue place is likely to be free."""
@@ -313,13 +315,13 @@ class StepTimer:
                                               └──── idle ────┘
 
     Args:
-        pulse: gets the waits for the device, and the steps with progress.
+        stall_detector: gets the waits for the device, and the steps with progress.
     """
 
-    def __init__(self, executor: Executor[Any, Any], clock: Callable[[], float], pulse: StallDetector) -> None:
+    def __init__(self, executor: Executor[Any, Any], clock: Callable[[], float], stall_detector: StallDetector) -> None:
         self._executor = executor
         self._clock = clock
-        self._pulse = pulse
+        self._stall_detector = stall_detector
         self._begin_s = 0.0  # of the current step
         self._wait_s = self._idle_s = 0.0  # of the current step
         self._waiting_since_s = 0.0
@@ -357,11 +359,11 @@ class StepTimer:
     def begin_wait(self) -> None:
         """Begin to wait for the results of a dispatch."""
         self._waiting_since_s = self._clock()
-        self._pulse.begin_wait(self._waiting_since_s)
+        self._stall_detector.begin_wait(self._waiting_since_s)
 
     def end_wait(self, schedule: SchedulerOutput, inputs: StepInputs, begin_s: float, handle: Any) -> StepTiming:
         """Return the timing of the dispatch whose results have arrived."""
-        self._pulse.end_wait()
+        self._stall_detector.end_wait()
         end_s = self._clock()
         self._wait_s += end_s - self._waiting_since_s
         if handle is self._newest:
@@ -374,7 +376,7 @@ class StepTimer:
     def end_step(self) -> tuple[float, float]:
         """End a step with progress. Return its host time without waits, and the idle time that it ended."""
         now_s = self._clock()
-        self._pulse.record_progress(now_s)
+        self._stall_detector.record_progress(now_s)
         return now_s - self._begin_s - self._wait_s, self._idle_s
 
     def rest(self) -> None:

@@ -80,13 +80,13 @@ class StructuredOutputManager:
     Args:
         make_masks: None if grammars are not supported.
         decoding: the rows in the persistent decode batch.
-        lookahead: gets the share of rows that have no choice.
+        multi_step_policy: gets the share of rows that have no choice.
     """
 
     make_masks: MakeMasks | None
     vocab_size: int
     decoding: PersistentDecodeBatch
-    lookahead: MultiStepPolicy
+    multi_step_policy: MultiStepPolicy
     _masks: GrammarMasks | None = None
     _num_forced: int = 0
     _refused: dict[Sequence, JpagedError] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class StructuredOutputManager:
         places = [bound.place for bound in rows]
         filled_rw &= edits.mask_rw[places]
         edits.mask_rw[places] = filled_rw
-        self.lookahead.observe_forced_share(len(rows), num_words_r.count(1))
+        self.multi_step_policy.observe_forced_share(len(rows), num_words_r.count(1))
         self._refused = {sequence: error for sequence, error in self._refused.items() if sequence.is_live}
         may_jump = not schedule.drafts and schedule.num_steps == 1
         are_left_r = np.any(filled_rw, axis=1).tolist()
@@ -137,11 +137,11 @@ class StructuredOutputManager:
                 yield bound.group, bound.sequence, error
 
     def accept_tokens(
-        self, sampled: SampledRows, output: OutputProcessor, going_on: Collection[Sequence] = ()
+        self, sampled: SampledRows, output: OutputProcessor, continuing: Collection[Sequence] = ()
     ) -> Iterator[tuple[SequenceGroup, Sequence, JpagedError | None]]:
         """Advance grammars over the sampled tokens of a step; append forced tokens if no token is in flight.
 
-        Sequences in `going_on` get no forced tokens, because their next token was sampled in the same step.
+        Sequences in `continuing` get no forced tokens, because their next token was sampled in the same step.
 
         Yields the sequences that end there, and those whose requests fail, with the error.
         """
@@ -153,18 +153,18 @@ class StructuredOutputManager:
                 yield group, sequence, _not_accepted(state, sequence.token_ids[-1])
             elif (
                 sequence.num_in_flight_tokens == 0
-                and sequence not in going_on
+                and sequence not in continuing
                 and (token_ids := self._forced(group, sequence))
                 and output.append_forced_tokens(group, sequence, token_ids)
             ):
                 yield group, sequence, None
 
     def batch(self, rows: list[ConstrainedRow]) -> GrammarBatch:
-        """Return the grammars of the rows of a fed dispatch."""
+        """Return the grammars of the rows of a masked dispatch."""
         return self._made.batch([bound.state for bound in rows], [bound.place for bound in rows])
 
-    def went_on(self, rows: list[ConstrainedRow], batch: GrammarBatch, token_ids_r: I32) -> bool:
-        """Advance grammars over the tokens of a fed step. Return False if a grammar rejects its token.
+    def accept_masked(self, rows: list[ConstrainedRow], batch: GrammarBatch, token_ids_r: I32) -> bool:
+        """Advance grammars over the tokens of a masked step. Return False if a grammar rejects its token.
 
         The sequences get their tokens later, and then `fill_bitmasks` fails the request.
         """
@@ -176,13 +176,13 @@ class StructuredOutputManager:
         return not refused
 
     def fill(self, rows: list[ConstrainedRow], batch: GrammarBatch, mask_rw: I32) -> bool:
-        """Write the masks of the next fed step. Return False if a mask is empty or could not be computed.
+        """Write the masks of the next masked step. Return False if a mask is empty or could not be computed.
 
         Rows that are not in `rows` keep their masks: they have ended, and their samples are discarded.
         """
         is_sound = batch.fill(mask_rw)
         num_words_r = np.count_nonzero(mask_rw[[bound.place for bound in rows]], axis=1)
-        self.lookahead.observe_forced_share(len(rows), int(np.count_nonzero(num_words_r == 1)))
+        self.multi_step_policy.observe_forced_share(len(rows), int(np.count_nonzero(num_words_r == 1)))
         return is_sound and bool(num_words_r.all())
 
     def _forced(self, group: SequenceGroup, sequence: Sequence) -> list[int]:

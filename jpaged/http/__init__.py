@@ -7,5 +7,5 @@ exchange.py     bounded bodies in and out, on threads if large; errors -> status
 completions.py  /v1/completions, /v1/chat/completions
 responses.py    /v1/responses
 embeddings.py   /v1/embeddings, /v1/score, /tokenize, /detokenize; in-process client for OpenAI's bodies
-batching/       /v1/files, /v1/batches
+batches/        /v1/files, /v1/batches
 """

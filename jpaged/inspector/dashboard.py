@@ -140,7 +140,7 @@ class SnapshotBroadcaster:
 
     async def _pictures(self) -> list[PoolSnapshot] | None:
         """Return the next snapshots; None if the server ends."""
-        asked = [asyncio.wrap_future(one) for one in self._service.state.loaded().engine.eyes.pictures()]
+        asked = [asyncio.wrap_future(one) for one in self._service.state.loaded().engine.inspector.pictures()]
         waiting: set[asyncio.Future[PoolSnapshot]] = set(asked)
         while waiting:
             _, waiting = await asyncio.wait(waiting, timeout=_QUIET_S)
@@ -218,7 +218,7 @@ class PoolLimitSetter:
         mine, loop = self._num_asked, asyncio.get_running_loop()
         until_s = loop.time() + _PATIENCE_S
         while True:
-            asked = model.engine.eyes.limit(blocks)
+            asked = model.engine.inspector.limit(blocks)
             left = sum(await asyncio.gather(*map(asyncio.wrap_future, asked)))
             if mine == self._num_asked:
                 self._note(blocks)
@@ -235,15 +235,15 @@ class PoolLimitSetter:
         self._lease = None
         self._num_asked += 1  # makes a waiting call give up
         if self._service.state.failure is None:
-            self._service.state.loaded().engine.eyes.limit(None)
+            self._service.state.loaded().engine.inspector.limit(None)
             self._note(None)
 
     def _note(self, blocks: int | None) -> None:
-        eyes = self._service.state.loaded().engine.eyes
+        inspector = self._service.state.loaded().engine.inspector
         self._renew(blocks)
-        if eyes.limited_to == blocks:
+        if inspector.limited_to == blocks:
             return
-        eyes.note_limit(blocks)
+        inspector.note_limit(blocks)
         entry = current()
         by = "a page that has been closed" if entry is None or entry.is_closed else entry.peer
         limit = (

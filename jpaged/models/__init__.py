@@ -17,5 +17,5 @@ rope_config.py  the base of rotary positions, and its scaling, as a checkpoint d
 lora/           matrices that adapters apply to
 decoder/        the decoder that most families use
 families/       one file or folder per family
-heads/          EAGLE-3 heads, which propose tokens for a model
+eagle/          EAGLE-3 heads, which propose tokens for a model
 """

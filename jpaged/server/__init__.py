@@ -6,5 +6,5 @@ kv_transfer.py  transfer of prefixes to and from other servers, and prefill for 
 replica.py      a loaded model without a port, for a host with its own server
 health.py       grpc.health.v1: on the port, whose watches end with the server, and on a port of its own
 lifecycle.py    health, signals: starting, serving, draining, exit code; watchdog of the engine
-faces/          third-party gRPC APIs on the same port
+compat/         third-party gRPC APIs on the same port
 """

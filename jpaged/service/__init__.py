@@ -12,5 +12,5 @@ kv_transfer.py     save, load and fetch of prefixes
 roles.py           disaggregated prefill and decode servers
 handoff.py         what a prefill server hands to a decode server
 chat/              chat templates, rendered in a child process; answers, parsed
-grammars/          structured output: grammars, compiled and advanced per token
+structured_output/ grammars, compiled and advanced per token
 """

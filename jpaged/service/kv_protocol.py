@@ -119,7 +119,7 @@ class Cutter:
 
 def get_facts(model: LoadedModel) -> tuple[tuple[str, str], ...]:
     """Return readable (name, value) pairs of everything that the bytes of a block depend on."""
-    backend, travels = model.backend, model.engine.travels
+    backend, transfer = model.backend, model.engine.kv_transfer
     facts = {
         "model": model.model.architecture,
         "layers": model.model.num_layers,
@@ -129,9 +129,9 @@ def get_facts(model: LoadedModel) -> tuple[tuple[str, str], ...]:
         "kv_cache_dtype": model.config.cache.kv_cache_dtype,
         "lossy_kv_window": model.model.lossy_kv_window,
         "lossy_kv_sinks": model.model.lossy_kv_sinks,
-        "block_size": travels.block_size,
-        "bytes of a block": travels.bytes_per_block,
-        "KV groups": travels.num_kv_groups,
+        "block_size": transfer.block_size,
+        "bytes of a block": transfer.bytes_per_block,
+        "KV groups": transfer.num_kv_groups,
         "device": f"{backend.platform} {backend.device_kind}",
         "attention": backend.attention,
         "tensor_parallel_size": model.config.parallel.tensor_parallel_size,
@@ -151,14 +151,14 @@ def get_header(
     identity: bytes,
 ) -> TransferHeader:
     """Return the header of an exported prefix, of which `num_found` blocks were found."""
-    travels, adapter = model.engine.travels, model.adapters.named(adapter_name)
-    size = travels.block_size
+    transfer, adapter = model.engine.kv_transfer, model.adapters.named(adapter_name)
+    size = transfer.block_size
     return TransferHeader(
         kv_identity=identity,
         facts=get_facts(model),
         block_size=size,
-        bytes_per_block=travels.bytes_per_block,
-        num_kv_groups=travels.num_kv_groups,
+        bytes_per_block=transfer.bytes_per_block,
+        num_kv_groups=transfer.num_kv_groups,
         token_ids=chain.token_ids[: leaving.num_blocks * size],
         num_found_tokens=num_found * size,
         num_blocks=len(leaving.places),
@@ -176,11 +176,11 @@ def check_compatible(model: LoadedModel, header: TransferHeader, chain: BlockHas
         told = [f"{name} is {there[name][:128]!r} there and {here[name]!r} here" for name in differing]
         why = "; ".join(told) or "the weights, the scales of the KV cache, or the kernels that computed it"
         raise Incompatible(f"the blocks of the prefix are incompatible with this server: {why}")
-    adapter, travels = model.adapters.named(header.adapter), model.engine.travels
+    adapter, transfer = model.adapters.named(header.adapter), model.engine.kv_transfer
     if header.adapter_digest != (b"" if adapter is None else adapter.matrices.digest):
         raise Incompatible(f"adapter: {header.adapter!r} differs here from the adapter of the prefix")
     sizes = header.block_size, header.bytes_per_block, header.num_kv_groups
-    if sizes != (travels.block_size, travels.bytes_per_block, travels.num_kv_groups):
+    if sizes != (transfer.block_size, transfer.bytes_per_block, transfer.num_kv_groups):
         raise InvalidArgument("header", f"sizes {sizes} contradict its kv_identity")
     if len(chain.token_ids) != len(header.token_ids):
         most = len(chain.token_ids)

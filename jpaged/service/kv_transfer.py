@@ -110,12 +110,12 @@ class PrefixTransferService:
         model = self._service.controlled("SavePrefix", prefix.cache_salt, self._service.state.serving())
         with self._counted():
             chain, keys = await self._chains(model, prefix)
-            travels = model.engine.travels
-            identity = await self._run(travels.kv_identity)
-            arriving, num_known = travels.arrive(chain), num_known_tokens // travels.block_size
+            transfer = model.engine.kv_transfer
+            identity = await self._run(transfer.kv_identity)
+            arriving, num_known = transfer.arrive(chain), num_known_tokens // transfer.block_size
             try:
                 num_found = await self._load_from_connectors(model, arriving, num_known)
-                leaving = await self._left(model, travels.leave(chain, num_known))
+                leaving = await self._left(model, transfer.leave(chain, num_known))
             finally:
                 self._threads.submit(arriving.close)
             num_found = max(num_found, leaving.num_found)
@@ -166,10 +166,10 @@ class PrefixTransferService:
         """Fetch a prefix for a call that is already authorized; no role is checked here."""
         with self._counted():
             chain, _ = await self._chains(model, prefix)
-            travels = model.engine.travels
-            size, num_known = travels.block_size, await self._run(lambda: travels.num_findable(chain))
+            transfer = model.engine.kv_transfer
+            size, num_known = transfer.block_size, await self._run(lambda: transfer.num_findable(chain))
             if num_known == len(chain.keys):
-                return ImportResult(num_known * size, num_known * size, 0, num_known * travels.num_kv_groups)
+                return ImportResult(num_known * size, num_known * size, 0, num_known * transfer.num_kv_groups)
             asked = Prefix(
                 prompt=Prompt(token_ids=chain.token_ids),
                 cache_salt=prefix.cache_salt,
@@ -192,9 +192,9 @@ class PrefixTransferService:
             adapter=header.adapter,
         )
         chain, keys = await self._chains(model, prefix)
-        identity = await self._run(model.engine.travels.kv_identity)
+        identity = await self._run(model.engine.kv_transfer.kv_identity)
         check_compatible(model, header, chain, identity)
-        arriving = model.engine.travels.arrive(chain)
+        arriving = model.engine.kv_transfer.arrive(chain)
         receiving, pace = Receiving(arriving, header.num_blocks, keys), _Pace()
         try:
             while not receiving.is_full and (pieces := await pace.next(parts)) is not None:
@@ -206,7 +206,7 @@ class PrefixTransferService:
         finally:
             closed = self._threads.submit(arriving.close)
         num_blocks = await _wait_for_engine(model, await asyncio.shield(asyncio.wrap_future(closed)))
-        num_blocks = max(num_blocks, await self._run(lambda: model.engine.travels.num_findable(chain)))
+        num_blocks = max(num_blocks, await self._run(lambda: model.engine.kv_transfer.num_findable(chain)))
         return ImportResult(
             num_tokens=num_blocks * header.block_size,
             num_found_tokens=header.num_found_tokens,
@@ -231,13 +231,13 @@ class PrefixTransferService:
         require_salt(prefix.cache_salt)
         adapter = model.adapters.named(prefix.adapter)
         digest = b"" if adapter is None else adapter.matrices.digest
-        tenant, travels = get_cache_tenant(model, prefix.tenant), model.engine.travels
+        tenant, transfer = get_cache_tenant(model, prefix.tenant), model.engine.kv_transfer
 
         def make() -> tuple[BlockHashChain, Sequence[BlockHash]]:
             token_ids = model.input_processor.prefix(prefix.prompt)
-            chain = travels.chain(root_block_hash(prefix.cache_salt, tenant, digest), token_ids)
+            chain = transfer.chain(root_block_hash(prefix.cache_salt, tenant, digest), token_ids)
             bare = BlockHashChain.of(
-                root_block_hash(prefix.cache_salt, "", digest), chain.token_ids, travels.block_size
+                root_block_hash(prefix.cache_salt, "", digest), chain.token_ids, transfer.block_size
             )
             return chain, bare.keys
 

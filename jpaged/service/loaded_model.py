@@ -198,16 +198,16 @@ class EngineClient(Protocol):
     Attributes:
         clock: the clock of deadlines, and of `RequestTimes`.
         max_num_in_flight: maximum number of accepted requests.
-        eyes: inspector of the KV pools.
-        travels: transfer of prefixes to and from other servers.
+        inspector: inspector of the KV pools.
+        kv_transfer: transfer of prefixes to and from other servers.
         reserve_slot: reserves a slot for a request whose prompt another server computes; returns the transfer object
             that receives its blocks.
     """
 
     clock: Callable[[], float]
     max_num_in_flight: int
-    eyes: PoolInspector
-    travels: KVTransfer
+    inspector: PoolInspector
+    kv_transfer: KVTransfer
     reserve_slot: Callable[[Request], KVTransfer]
 
     @property

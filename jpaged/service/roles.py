@@ -78,7 +78,7 @@ async def compute_identity(model: LoadedModel) -> bytes:
         Unsupported: the pool has no transferable blocks; states why.
     """
     try:
-        return await asyncio.to_thread(model.engine.travels.kv_identity)
+        return await asyncio.to_thread(model.engine.kv_transfer.kv_identity)
     except Unsupported as error:
         raise Unsupported(f"role: {model.config.roles.role} transfers blocks of the prefix cache: {error}") from error
 
@@ -92,8 +92,10 @@ class PrefillKVExport:
         put: callback for the request's events.
     """
 
-    def __init__(self, travels: KVTransfer, chain: Future[BlockHashChain], num_known: int, put: OutputCallback) -> None:
-        self._travels = travels
+    def __init__(
+        self, transfer: KVTransfer, chain: Future[BlockHashChain], num_known: int, put: OutputCallback
+    ) -> None:
+        self._transfer = transfer
         self._chain = chain
         self._num_known = num_known
         self._put = put
@@ -123,7 +125,7 @@ class PrefillKVExport:
 
     def _leave(self, chain: Future[BlockHashChain]) -> None:
         try:
-            self._asked.set_result(self._travels.leave(chain.result(), self._num_known, is_hurried=True))
+            self._asked.set_result(self._transfer.leave(chain.result(), self._num_known, is_hurried=True))
         except JpagedError as error:
             self._asked.set_exception(error)
 
@@ -173,10 +175,10 @@ class PrefillRole:
             raise InvalidArgument("request", f"{reason}: the decode server must compute such a prompt itself")
         if request.adapter_digest != asked.adapter_digest:
             raise InvalidArgument("adapter_digest", "the adapter of this name has different contents on this server")
-        travels, sampling = model.engine.travels, request.sampling
+        transfer, sampling = model.engine.kv_transfer, request.sampling
         root = root_block_hash(sampling.cache_salt, request.cache_tenant, request.adapter_digest)
-        chain = self._workers.start(lambda: travels.chain(root, request.prompt_token_ids))
-        departure = PrefillKVExport(travels, chain, asked.num_known, put)
+        chain = self._workers.start(lambda: transfer.chain(root, request.prompt_token_ids))
+        departure = PrefillKVExport(transfer, chain, asked.num_known, put)
         model.engine.submit(request, departure.pass_on)
         self._departures[generation.engine_id] = departure
         model.role_counts.add(num_prefills_for_others=1)
@@ -236,9 +238,9 @@ class DecodeRole:
             model.role_counts.here(reason)
             model.engine.submit(request, generation.stream.put)
             return
-        travels = model.engine.reserve_slot(request)
+        transfer = model.engine.reserve_slot(request)
         self._left[generation.engine_id] = request, generation.stream.put
-        generation.set_task(asyncio.create_task(self._run(model, travels, request, generation)))
+        generation.set_task(asyncio.create_task(self._run(model, transfer, request, generation)))
 
     def end(self, model: LoadedModel, generation: AdmittedCall) -> None:
         """Stop the request's task and transfer; the service then makes the engine drop it if it has not ended."""
@@ -267,9 +269,9 @@ class DecodeRole:
         if arriving is not None:
             arriving.close()
 
-    async def _run(self, model: LoadedModel, travels: KVTransfer, request: Request, generation: AdmittedCall) -> None:
+    async def _run(self, model: LoadedModel, transfer: KVTransfer, request: Request, generation: AdmittedCall) -> None:
         try:
-            await self._begin_elsewhere(model, travels, request, generation)
+            await self._begin_elsewhere(model, transfer, request, generation)
             self._hand_over(model, generation.engine_id)
         except JpagedError as error:
             generation.end(error=error)
@@ -280,12 +282,12 @@ class DecodeRole:
             generation.set_task(None, is_done=True)
 
     async def _begin_elsewhere(
-        self, model: LoadedModel, travels: KVTransfer, request: Request, generation: AdmittedCall
+        self, model: LoadedModel, transfer: KVTransfer, request: Request, generation: AdmittedCall
     ) -> None:
         """Run the remote prefill of a request as far as it succeeds; `_left` holds the rest of the request."""
         counts, size = model.role_counts, len(request.prompt_token_ids)
-        coming = await self._workers.run(lambda: _PendingTransfer.of(travels, request), size)
-        if size - coming.num_known * travels.block_size < self._options.prefill_min_tokens:
+        coming = await self._workers.run(lambda: _PendingTransfer.of(transfer, request), size)
+        if size - coming.num_known * transfer.block_size < self._options.prefill_min_tokens:
             counts.here("cached")
             return
         began_s, clock = model.engine.clock(), model.engine.clock
@@ -396,11 +398,11 @@ class _PendingTransfer:
     num_missing: int
 
     @classmethod
-    def of(cls, travels: KVTransfer, request: Request) -> _PendingTransfer:
+    def of(cls, transfer: KVTransfer, request: Request) -> _PendingTransfer:
         """Look up the blocks of a prompt. Run on a thread if it is long: a block takes 3 us."""
         root = root_block_hash(request.sampling.cache_salt, request.cache_tenant, request.adapter_digest)
-        chain = travels.chain(root, request.prompt_token_ids)
-        arriving, num_known = travels.arrive(chain), travels.num_findable(chain)
+        chain = transfer.chain(root, request.prompt_token_ids)
+        arriving, num_known = transfer.arrive(chain), transfer.num_findable(chain)
         return cls(arriving, num_known, len(arriving.missing(num_known)))
 
 

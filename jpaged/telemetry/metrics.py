@@ -62,7 +62,7 @@ class EngineCollector(Collector):
             labels=("model_name",),
         )
         whole = load.num_blocks // max(1, len(replica_loads))
-        limit.add_metric((name,), engine.eyes.limited_to or whole)
+        limit.add_metric((name,), engine.inspector.limited_to or whole)
         yield limit
         yield self._ended()
         for field, distribution in DISTRIBUTIONS.items():

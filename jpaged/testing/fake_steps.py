@@ -119,7 +119,7 @@ class FakeFeed:
     def run(self) -> StepOutputs:
         """Run all steps without masks."""
         while not self.is_over:
-            self._step(None, StepDirective.GOES_ON)
+            self._step(None, StepDirective.CONTINUE)
         return self.outputs
 
     def give(self, mask_rw: I32, verdict: StepDirective) -> None:

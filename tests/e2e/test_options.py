@@ -389,14 +389,14 @@ def test_priority_serves_lower_numbers_first_and_no_cache_finds_nothing(
     sampling = [SamplingParams(max_tokens=2, ignore_eos=True, priority=number) for number in (3, 1, 2, 0)]
     options = {**BASE, "max_num_seqs": 1}
     with open_llm(folder, policy="priority", enable_prefix_caching=False, **options) as llm:
-        intake, ended = engine_of(llm)._loop._intake, []
-        release = intake.release
+        results, ended = engine_of(llm)._loop._results, []
+        release = results.release
 
         def watched(group: SequenceGroup) -> None:
             ended.append(group.request.sampling.priority)
             release(group)
 
-        monkeypatch.setattr(intake, "release", watched)
+        monkeypatch.setattr(results, "release", watched)
         outputs = llm.generate([prompt] * 4, sampling)
     assert ended == [0, 1, 2, 3]
     assert [output.usage.cached_tokens for output in outputs] == [0] * 4

@@ -28,7 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "several steps": {"num_scheduler_steps": 4, "executor": SeveralStepsExecutor},
     "several steps, fed": {"num_scheduler_steps": 4, "executor": FedExecutor},
     "windows": {"executor": seeing((None, 6)), "num_blocks": 128},
-    "outgrowing": {"outgrown_len": 18},
+    "long_rope": {"outgrown_len": 18},
     "drafts": {"num_speculative_tokens": 5, "max_num_seqs": 32},
 }
 

@@ -484,7 +484,7 @@ def test_a_step_that_hangs_is_seen_though_all_its_requests_were_dropped():
     step = threading.Thread(target=h.engine.step)
     step.start()
     until_s = time.monotonic() + 60
-    while "a" in h.engine.in_flight or h.engine._loop.pulse._awaited_s is None:
+    while "a" in h.engine.in_flight or h.engine._loop.stall_detector._awaited_s is None:
         assert time.monotonic() < until_s
         time.sleep(0.001)
     h.clock.advance(7.0)

@@ -28,7 +28,7 @@ KINDS = {
 
 def picture_of(h: Harness) -> Any:
     loop = h.engine._loop
-    return loop.watch.picture(loop.stats.snapshot(0))
+    return loop.snapshotter.picture(loop.stats.snapshot(0))
 
 
 class LimitedLife(Life):
@@ -40,7 +40,9 @@ class LimitedLife(Life):
 
     def step(self) -> None:
         num_blocks = self.h.executor.geometry.num_blocks
-        self.limits += self.h.engine.eyes.limit(num_blocks - random.Random(len(self.limits)).randint(0, num_blocks))
+        self.limits += self.h.engine.inspector.limit(
+            num_blocks - random.Random(len(self.limits)).randint(0, num_blocks)
+        )
         super().step()
 
 
@@ -143,7 +145,7 @@ def test_lives_in_a_pool_whose_limit_changes_sample_every_token_and_lose_no_bloc
         life = LimitedLife(seed)
         Watcher(life.h, seed)
         life.run()
-        (whole,) = life.h.engine.eyes.limit(None)
+        (whole,) = life.h.engine.inspector.limit(None)
         life.h.step()
         assert whole.result(0) == 0
         assert life.h.engine._loop.memory.use().num_reserved == 0
@@ -177,7 +179,7 @@ def test_regions_that_are_reserved_are_seen_apart_from_what_is_written() -> None
     kinds = unpack(watcher.reader.pools[0].cells)[0]
     assert np.count_nonzero(kinds == BlockState.HELD) == 1
     assert np.count_nonzero(kinds == BlockState.RESERVED) == 7
-    (limited,) = h.engine.eyes.limit(8)
+    (limited,) = h.engine.inspector.limit(8)
     h.run()
     assert isinstance(limited.exception(), Unsupported)
 
@@ -187,18 +189,18 @@ def test_a_limit_leaves_room_for_what_is_in_flight_and_refuses_what_it_leaves_no
     h.submit("needs four", [1] * 8, max_tokens=8)
     h.step()
     for num_blocks, problem in ((3, "3 blocks are fewer than the 4"), (0, "from 1 to 32"), (33, "from 1 to 32")):
-        (limited,) = h.engine.eyes.limit(num_blocks)
+        (limited,) = h.engine.inspector.limit(num_blocks)
         h.step()
         assert isinstance(limited.exception(), InvalidArgument)
         assert problem in str(limited.exception())
-    (limited,) = h.engine.eyes.limit(4)
+    (limited,) = h.engine.inspector.limit(4)
     h.step()
     assert limited.result(0) == 0
     h.submit("needs eight", [1] * 8, max_tokens=24)
     h.run()
     assert len(h.tokens("needs four")) == 8
     assert "4 blocks" in str(h.last("needs eight").error)
-    h.engine.eyes.limit(None)
+    h.engine.inspector.limit(None)
     h.submit("needs eight again", [1] * 8, max_tokens=24)
     h.run()
     assert len(h.tokens("needs eight again")) == 24
@@ -206,7 +208,7 @@ def test_a_limit_leaves_room_for_what_is_in_flight_and_refuses_what_it_leaves_no
 
 def test_nothing_is_noted_while_nobody_watches() -> None:
     h = Harness(executor=FakeExecutor(num_blocks=32, block_size=4))
-    watch = h.engine._loop.watch
+    watch = h.engine._loop.snapshotter
     h.submit("a", [1, 2, 3], max_tokens=4)
     h.run()
     assert not watch.is_on

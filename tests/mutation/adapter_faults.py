@@ -91,8 +91,8 @@ FEED_FAULTS = (
     Fault(
         "a masked dispatch continues after a row has ended",
         "runners.py",
-        "verdict = StepDirective.GOES_ON if are_live and self.all_go_on else StepDirective.LAST",
-        "verdict = StepDirective.GOES_ON",
+        "directive = StepDirective.CONTINUE if are_live and self.all_continue else StepDirective.LAST",
+        "directive = StepDirective.CONTINUE",
         GRAMMARS,
     ),
     Fault(
@@ -112,15 +112,15 @@ FEED_FAULTS = (
     Fault(
         "masks are sent before the previous step is processed",
         "runners.py",
-        "            self._give_first(steps)\n            context.finish_in_flight()\n",
-        "            self._give_first(steps)\n",
+        "            self._send_first_masks(steps)\n            context.finish_in_flight()\n",
+        "            self._send_first_masks(steps)\n",
         GRAMMARS,
     ),
     Fault(
         "grammars do not advance over a masked dispatch's last tokens",
         "runners.py",
-        "        if not self.are_over:\n            self._take()\n",
-        "        if not self.are_over:\n            self._columns.append(self._feed.wait())\n",
+        "        if not self.is_done:\n            self._take()\n",
+        "        if not self.is_done:\n            self._columns.append(self._feed.wait())\n",
         GRAMMARS,
     ),
     Fault(

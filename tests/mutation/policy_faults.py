@@ -43,15 +43,15 @@ POLICY_FAULTS = (
     Fault(
         "beams are ranked after only some of them have sampled",
         "scheduler/scheduler.py",
-        "num_short = int(bool(group.request.sampling.beam_width) and _num_tokens(wanted) > budget)",
+        "num_short = int(bool(group.request.sampling.beam_width) and _num_tokens(pending) > budget)",
         "num_short = 0",
         ("output/test_beam.py",),
     ),
     Fault(
         "a prompt next to streamed requests takes the whole token budget",
         "scheduler/scheduler.py",
-        "budget = self.pace.within(budget, context_lens, queues.running, prefilling)",
-        "self.pace.within(budget, context_lens, queues.running, prefilling)",
+        "budget = self.prefill_budget.within(budget, context_lens, queues.running, prefilling)",
+        "self.prefill_budget.within(budget, context_lens, queues.running, prefilling)",
         PACE,
     ),
     Fault(
@@ -162,7 +162,7 @@ POLICY_FAULTS = (
     Fault(
         "a preempted group keeps its token count slots",
         "scheduler/scheduler.py",
-        "            self.rows.editing.give_back(group)\n",
+        "            self.rows.logits_processors.give_back(group)\n",
         "            pass\n",
         ("scheduler/test_editing.py",),
     ),
@@ -254,8 +254,8 @@ POLICY_FAULTS = (
     Fault(
         "a row stays in the batch after its last token is scheduled",
         "scheduler/scheduler.py",
-        "            self.rows.remove(sequence)\n        if self.rows.outgrowing",
-        "            pass\n        if self.rows.outgrowing",
+        "            self.rows.remove(sequence)\n        if self.rows.long_rope",
+        "            pass\n        if self.rows.long_rope",
         ("scheduler/test_rows.py",),
     ),
     Fault(
@@ -268,7 +268,7 @@ POLICY_FAULTS = (
     Fault(
         "a multi-step dispatch exceeds the length of the short RoPE",
         "scheduler/decode_batch.py",
-        "return num_left if outgrowing is None else min(num_left, outgrowing.num_left(sequence))",
+        "return num_left if long_rope is None else min(num_left, long_rope.num_left(sequence))",
         "return num_left",
         OUTGROWING,
     ),
@@ -324,8 +324,8 @@ POLICY_FAULTS = (
     Fault(
         "all steps of a dispatch are processed as the first",
         "results.py",
-        "self.take_step(schedule, outputs.at(step), now_s, step)",
-        "self.take_step(schedule, outputs.at(step), now_s)",
+        "self.process_step(schedule, outputs.at(step), now_s, step)",
+        "self.process_step(schedule, outputs.at(step), now_s)",
         LOOKAHEAD,
     ),
     Fault(

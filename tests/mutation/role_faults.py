@@ -166,8 +166,8 @@ ROLE_FAULTS = (
     Fault(
         "a prefill server sends blocks that the caller has",
         "service/roles.py",
-        "PrefillKVExport(travels, chain, asked.num_known, put)",
-        "PrefillKVExport(travels, chain, 0, put)",
+        "PrefillKVExport(transfer, chain, asked.num_known, put)",
+        "PrefillKVExport(transfer, chain, 0, put)",
         ROLES,
     ),
     Fault(

@@ -160,8 +160,8 @@ TRAVEL_FAULTS = (
     Fault(
         "an import goes to another replica than its request",
         "data_parallel.py",
-        "return self._engines[route.replica].travels",
-        "return self._engines[0].travels",
+        "return self._engines[route.replica].kv_transfer",
+        "return self._engines[0].kv_transfer",
         PLACES,
     ),
     Fault(

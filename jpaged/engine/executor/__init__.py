@@ -2,7 +2,7 @@
 
     forward(StepInputs) ── hidden ──> sample(hidden, SamplingInputs) ── handle ──> collect(handle) ──> StepOutputs
     decode(StepInputs, SamplingInputs, ...), the two in a loop ─────── handle ──┤
-    decode_fed(StepInputs, SamplingInputs, ...), with a MaskChannel ───── handle ──┤
+    decode_with_masks(StepInputs, SamplingInputs, ...), and a MaskChannel ─ handle ──┤
     speculate(StepInputs, SamplingInputs, ...), with a draft model ─── handle ──┘
 
 The engine decides, the executor computes. Padded numpy arrays go in and come out; intermediate arrays stay on the

@@ -13,7 +13,7 @@ to P) that the sequence holds while it runs.
 Aux outputs (`AuxInputs`) of a step beyond its samples: log-probabilities of given tokens or of all, or hidden states.
 
     prompt      t0  t1  t2  t3  t4        the log-probability of t2 is computed from the hidden state of t1
-    hidden      h0  h1  h2  h3  h4        of the S sampled rows first, then of num_told requested prompt tokens
+    hidden      h0  h1  h2  h3  h4        of the S sampled rows first, then of num_positions requested prompt tokens
 
 A forward leaves both on the device. An aux call reads a bounded number of them, so that no array is as long as a prompt
 and as wide as the vocabulary.

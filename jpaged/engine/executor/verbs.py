@@ -35,7 +35,7 @@ class StepDirective(enum.IntEnum):
 
     VOID = 0  # the step is not executed, because the feed was closed: the previous step was the last
     LAST = 1
-    GOES_ON = 2
+    CONTINUE = 2
 
 
 class MaskChannel(Protocol):

@@ -6,7 +6,7 @@ blocks.py        free blocks, reference counts, block tables, and pending copies
 eviction/        eviction order of free blocks: one policy per file
 prefix_cache.py      prefix cache over the device pool and host memory
 connector.py     KV connectors: protocol for third parties, and the guard around them
-tiers/           offload of cached prefixes: host memory, connectors, other servers
+offload/         offload of cached prefixes: host memory, connectors, other servers
 events.py       KV cache events: blocks stored and removed
 long_rope.py    LongRoPE: sequences whose keys are recomputed past a length
 swapper.py      preemption by swapping groups to host memory

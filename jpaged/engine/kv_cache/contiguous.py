@@ -112,7 +112,7 @@ class ContiguousKVCacheManager:
         self.prefixes = None
         self.host: HostTier | None = None
         self.held: PinnedForRead | None = None
-        self.nearing: HostPrefetcher | None = None
+        self.prefetcher: HostPrefetcher | None = None
         self.connectors: tuple[ConnectorTier, ...] = ()
         self.swapping = None
         self.windows = None

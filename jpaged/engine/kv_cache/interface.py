@@ -40,7 +40,7 @@ class KVCacheManager(Protocol):
     Attributes:
         host: prefixes in host memory; None if there are none.
         held: cached blocks pinned for external readers; None without a prefix cache.
-        nearing: prefetcher from host memory to the device; None without host memory or a prefix cache.
+        prefetcher: prefetcher from host memory to the device; None without host memory or a prefix cache.
         connectors: tiers below host memory; empty if there are none.
     """
 
@@ -48,7 +48,7 @@ class KVCacheManager(Protocol):
     counts: MemoryCounts
     host: HostTier | None
     held: PinnedForRead | None
-    nearing: HostPrefetcher | None
+    prefetcher: HostPrefetcher | None
     connectors: tuple[ConnectorTier, ...]
 
     @property

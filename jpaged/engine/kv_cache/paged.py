@@ -102,7 +102,7 @@ class PagedKVCacheManager:
     prefixes: PrefixCacheManager | None
     host: HostTier | None
     held: PinnedForRead | None
-    nearing: HostPrefetcher | None
+    prefetcher: HostPrefetcher | None
     connectors: tuple[ConnectorTier, ...]
     swapping: Swapper | None
     windows: SlidingWindows | None
@@ -133,7 +133,7 @@ class PagedKVCacheManager:
         )
         self.host = self._host if num_host_blocks else None
         self.connectors = () if make_connectors is None or not caches_prefixes else make_connectors(self._host)
-        self.prefixes = self.held = self.nearing = self.swapping = self.windows = None
+        self.prefixes = self.held = self.prefetcher = self.swapping = self.windows = None
         if caches_prefixes:
             self.prefixes = PrefixCacheManager(
                 self.num_blocks,
@@ -147,7 +147,7 @@ class PagedKVCacheManager:
             )
             self.held = PinnedForRead(self.prefixes)
             if num_host_blocks:
-                self.nearing = HostPrefetcher(self.prefixes, self._host, self._ops, geometry.bytes_per_block)
+                self.prefetcher = HostPrefetcher(self.prefixes, self._host, self._ops, geometry.bytes_per_block)
             for connector in self.connectors:
                 connector.connect(self.prefixes, self._ops)
             self._pool = self.prefixes.pool

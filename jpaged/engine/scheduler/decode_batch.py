@@ -44,8 +44,8 @@ from jpaged.errors import InternalError
 class PromptLogprobBudget:
     """Number of prompt tokens with aux outputs that the current step still has room for."""
 
-    def __init__(self, num_told: int) -> None:
-        self._num_positions = self._num_left = num_told
+    def __init__(self, num_positions: int) -> None:
+        self._num_positions = self._num_left = num_positions
 
     def begin_step(self) -> None:
         self._num_left = self._num_positions
@@ -158,10 +158,10 @@ class PersistentDecodeBatch:
     """Maintains the decoding rows, for the scheduler alone, which reports every change of their sequences.
 
     Attributes:
-        editing: logits processors of rows that are not in this batch.
+        logits_processors: logits processors of rows that are not in this batch.
         prompt_logprob_budget: limit of the prompt tokens with aux outputs.
         fully_batched_groups: groups all of whose live sequences have rows here.
-        outgrowing: how far sequences may grow before they are recomputed (LongRoPE); None if keys stay valid at any
+        long_rope: how far sequences may grow before they are recomputed (LongRoPE); None if keys stay valid at any
             length.
 
     Args:
@@ -169,14 +169,14 @@ class PersistentDecodeBatch:
     """
 
     def __init__(
-        self, geometry: Geometry, outgrowing: LongRopeRecompute | None, eos_token_ids: frozenset[int] = frozenset()
+        self, geometry: Geometry, long_rope: LongRopeRecompute | None, eos_token_ids: frozenset[int] = frozenset()
     ) -> None:
-        self.editing = LogitsProcessorState(geometry.max_num_seqs, geometry.vocab_size)
+        self.logits_processors = LogitsProcessorState(geometry.max_num_seqs, geometry.vocab_size)
         self.prompt_logprob_budget = PromptLogprobBudget(geometry.num_aux)
         self.fully_batched_groups: set[SequenceGroup] = set()
         self._block_size = geometry.block_size
         self._has_fed_steps = geometry.has_fed_steps
-        self.outgrowing = outgrowing
+        self.long_rope = long_rope
         self._sequences: list[Sequence] = []
         self._groups: list[SequenceGroup] = []
         self._places: dict[Sequence, int] = {}
@@ -221,7 +221,7 @@ class PersistentDecodeBatch:
             self._groups.append(group)
             self._starts_s[place] = sequence.num_computed_tokens
             self._prompt_lens_s[place] = sequence.num_prompt_tokens
-            self._num_left_s[place] = _num_left(group, sequence, self.outgrowing)
+            self._num_left_s[place] = _num_left(group, sequence, self.long_rope)
             self._block_tables_gsm[:, place] = sequence.kv.ids_gm
             self._adapters_s[place] = group.adapter_slot
             self._sampling.rows_r[place] = self._neutral
@@ -349,7 +349,7 @@ class PersistentDecodeBatch:
         """Raise InternalError if a row differs from its sequence."""
         for place, (sequence, group) in enumerate(zip(self._sequences, self._groups, strict=True)):
             kept = self._starts_s[place], self._num_left_s[place], self._places[sequence]
-            num_left = _num_left(group, sequence, self.outgrowing)
+            num_left = _num_left(group, sequence, self.long_rope)
             if kept != (sequence.num_computed_tokens, num_left, place) or sequence.status is not Status.RUNNING:
                 raise InternalError(f"row {place} of a {sequence.status.value} sequence has {kept}, not {num_left}")
             if not np.array_equal(self._block_tables_gsm[:, place], sequence.kv.ids_gm):
@@ -392,6 +392,6 @@ def commit_full_blocks(sequence: Sequence, memory: KVCacheManager) -> None:
         memory.windows.free_out_of_window(sequence)
 
 
-def _num_left(group: SequenceGroup, sequence: Sequence, outgrowing: LongRopeRecompute | None) -> int:
+def _num_left(group: SequenceGroup, sequence: Sequence, long_rope: LongRopeRecompute | None) -> int:
     num_left = group.request.sampling.max_tokens - sequence.num_output_tokens
-    return num_left if outgrowing is None else min(num_left, outgrowing.num_left(sequence))
+    return num_left if long_rope is None else min(num_left, long_rope.num_left(sequence))

@@ -43,7 +43,7 @@ _NUM_KEPT = 5
 _JUMPING_SHARE, _JUMPING_SHARE_OF_FED = 0.125, 0.5
 """Share of grammar rows with one allowed token above which jumps save more than multi-step dispatches.
 
-The second is for fed steps, which cost less (`python -m benchmarks.structured.jumps`).
+The second is for masked multi-step dispatches, which cost less (`python -m benchmarks.structured.jumps`).
 """
 _NEWEST_SHARE = 0.02
 """Weight of the newest step in that share."""
@@ -63,13 +63,13 @@ class MultiStepPolicy:
         self._chosen = num_steps
         longest_s = _LONGEST_S, _LONGEST_WITHOUT_ROOM_S
         self._longest_s, self._longest_without_room_s = (min(s, bound_s or s) for s in longest_s)
-        self.has_programs(geometry)
+        self.set_programs(geometry)
         self._forward_s = rates.forward_s
         self._seen_s: dict[int, deque[float]] = {}
         self._forced_share = 0.0
         self._jumping_share = _JUMPING_SHARE_OF_FED if geometry.has_fed_steps else _JUMPING_SHARE
 
-    def has_programs(self, geometry: Geometry) -> None:
+    def set_programs(self, geometry: Geometry) -> None:
         """Update the available sizes and step counts of compiled programs."""
         chosen, most = self._chosen, geometry.max_num_steps
         self._most = min(chosen, most) if chosen > 0 else most

@@ -440,7 +440,10 @@ def build_num_left(schedule: SchedulerOutput, num_padded: int) -> I32:
 
 
 def build_sampling_inputs(
-    schedule: SchedulerOutput, geometry: Geometry, eos_token_ids: frozenset[int], editing: LogitsProcessorState
+    schedule: SchedulerOutput,
+    geometry: Geometry,
+    eos_token_ids: frozenset[int],
+    logits_processors: LogitsProcessorState,
 ) -> SamplingInputs:
     """Return the sampling parameters of the rows of a schedule, in device order."""
     decodes, num_rows = schedule.decodes, schedule.num_rows
@@ -468,7 +471,7 @@ def build_sampling_inputs(
     if not edited and not has_masks:
         return inputs
     rows = [ProcessedRow(i, row.group, row.sequence, row.prev_sampled_row is None) for i, row in edited]
-    edits = editing.inputs(rows, num_padded, has_masks=has_masks)
+    edits = logits_processors.inputs(rows, num_padded, has_masks=has_masks)
     return dataclasses.replace(inputs, edits=edits.reordered(schedule.order) if schedule.order else edits)
 
 

@@ -65,7 +65,7 @@ class SchedulingPolicy:
         """Return True if the running group may be preempted to admit the waiting one."""
         return False
 
-    def yielding_to(self, waiting: SequenceGroup, running: list[SequenceGroup]) -> Iterator[SequenceGroup]:
+    def preemptible_for(self, waiting: SequenceGroup, running: list[SequenceGroup]) -> Iterator[SequenceGroup]:
         """Yield the running groups that may be preempted for a waiting one, from the end of their order."""
         return takewhile(lambda group: self.can_preempt(group, waiting), reversed(running))
 
@@ -83,12 +83,12 @@ class Queues:
     """Every unfinished group, by status. Each method moves a group and sets its status.
 
     Attributes:
-        fetched_for: groups that wait outside the queue while their prefix is loaded from disk; others overtake them.
+        pending_fetch: groups that wait outside the queue while their prefix is loaded from disk; others overtake them.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self.waiting: dict[SequenceGroup, None] = {}  # in order of arrival
-        self.fetched_for: dict[SequenceGroup, None] = {}
+        self.pending_fetch: dict[SequenceGroup, None] = {}
         self.running: list[SequenceGroup] = []  # in the policy's order
         self.swapped: list[SequenceGroup] = []
         # Running groups that have ended; in a static batch they keep rows and blocks until the whole batch has ended.
@@ -114,7 +114,7 @@ class Queues:
         yield from self.holders
         yield from self.swapped
         yield from self.waiting
-        yield from self.fetched_for
+        yield from self.pending_fetch
 
     def next_group(self) -> SequenceGroup | None:
         """Return the next group: a swapped one, or a waiting one that comes before it.
@@ -144,12 +144,12 @@ class Queues:
 
     def add_pending_fetch(self, group: SequenceGroup) -> None:
         """Keep a group that has just arrived out of the queue until `release_pending`."""
-        self.fetched_for[group] = None
+        self.pending_fetch[group] = None
 
     def release_pending(self, groups: Iterable[SequenceGroup]) -> None:
         """Move held groups to the waiting queue, each at its place by arrival."""
         for group in groups:
-            del self.fetched_for[group]
+            del self.pending_fetch[group]
             self._policy.arrived(group, self.waiting)
             self._insert(group)
 
@@ -186,39 +186,39 @@ class Queues:
             self.waiting[other] = None
 
     def end(self, group: SequenceGroup) -> bool:
-        """Finish a group in any state. Return True if it was running; it is then kept until `forget_ended`."""
+        """Finish a group in any state. Return True if it was running; it is then kept until `remove_ended`."""
         was_running = group.status is Status.RUNNING
         if was_running:
             self.running.remove(group)
             self.ended.append(group)
         elif group.status is Status.SWAPPED:
             self.swapped.remove(group)
-        elif group in self.fetched_for:
-            del self.fetched_for[group]
+        elif group in self.pending_fetch:
+            del self.pending_fetch[group]
         else:
             del self.waiting[group]
         group.move_to(Status.FINISHED)
         return was_running
 
-    def forget_ended(self) -> list[SequenceGroup]:
+    def remove_ended(self) -> list[SequenceGroup]:
         """Remove and return the running groups that have ended, and free their rows."""
         ended, self.ended = self.ended, []
         self.num_rows -= sum(group.num_rows for group in ended)
         return ended
 
 
-def should_wait_for_other_beams(wanted: Mapping[SequenceGroup, Shares]) -> bool:
+def should_wait_for_other_beams(pending: Mapping[SequenceGroup, Shares]) -> bool:
     """Return True if only decoding beams are ready and other beams become ready after the in-flight step.
 
     After that step nothing is in flight, so no beam waits twice in a row.
 
     Args:
-        wanted: the tokens that the sequences of each running group have to compute.
+        pending: the tokens that the sequences of each running group have to compute.
     """
     is_ready = is_due = False
-    for group, shares in wanted.items():
+    for group, shares in pending.items():
         if not shares:
-            is_due = is_due or _goes_on(group)
+            is_due = is_due or _continues(group)
         elif not group.request.sampling.beam_width or any(num_tokens > 1 for _, num_tokens in shares):
             return False
         else:
@@ -226,7 +226,7 @@ def should_wait_for_other_beams(wanted: Mapping[SequenceGroup, Shares]) -> bool:
     return is_ready and is_due
 
 
-def _goes_on(group: SequenceGroup) -> bool:
+def _continues(group: SequenceGroup) -> bool:
     """Return True if a group's beams, whose tokens are in flight, need more tokens after these."""
     sampling = group.request.sampling
     return bool(sampling.beam_width) and group.live[0].num_output_tokens < sampling.max_tokens
@@ -264,10 +264,10 @@ class Scheduler:
 
     Attributes:
         max_num_seqs: maximum rows of a step.
-        pace: limits prefill tokens for the latency of streams, and observes each step; None without a bound.
+        prefill_budget: limits prefill tokens for the latency of streams, and observes each step; None without a bound.
         is_in_order: groups are admitted in the order of arrival.
         rows: the persistent decode batch.
-        lookahead: chooses the number of steps of a dispatch, and observes each dispatch.
+        multi_step_policy: chooses the number of steps of a dispatch, and observes each dispatch.
         drafts: adds rows for draft tokens.
         rounds: adds decoding rows for draft-model rounds.
         adapters: LoRA slots of running groups.
@@ -296,12 +296,12 @@ class Scheduler:
         self._policy = policy
         self._preemption = Preemption(options.preemption_mode, geometry.bytes_per_block, rates)
         bound_s = options.max_inter_token_latency
-        self.pace = PrefillBudget(bound_s, rates, geometry.buckets) if bound_s else None
+        self.prefill_budget = PrefillBudget(bound_s, rates, geometry.buckets) if bound_s else None
         self.is_in_order = options.policy == "fcfs"
         self.queues = Queues(self._policy)
-        self.lookahead = MultiStepPolicy(options.num_scheduler_steps, bound_s, rates, geometry)
-        outgrowing = None if outgrown_len is None else LongRopeRecompute(memory, outgrown_len)
-        self.rows = PersistentDecodeBatch(geometry, outgrowing, eos_token_ids)
+        self.multi_step_policy = MultiStepPolicy(options.num_scheduler_steps, bound_s, rates, geometry)
+        long_rope = None if outgrown_len is None else LongRopeRecompute(memory, outgrown_len)
+        self.rows = PersistentDecodeBatch(geometry, long_rope, eos_token_ids)
         self.drafts = DraftRows(memory, self.rows, geometry, self._policy)
         self.rounds = RoundRows(memory, self.rows, geometry, self._policy)
         self.adapters = LoRASlots(geometry.max_loras)
@@ -317,8 +317,8 @@ class Scheduler:
         spent = self.rows.finished()
         for sequence in spent:
             self.rows.remove(sequence)
-        if self.rows.outgrowing is not None:
-            schedule.recomputes(self.rows.outgrowing.begin_again(self.queues.running))
+        if self.rows.long_rope is not None:
+            schedule.recomputes(self.rows.long_rope.begin_again(self.queues.running))
         self._preempt_for_priority(schedule)
         num_yielded = len(schedule.preempted)
         parts, budget = self._share_tokens()
@@ -361,7 +361,7 @@ class Scheduler:
         for sequence in group.sequences:
             self.rows.remove(sequence)
         if group.has_logits_processors:
-            self.rows.editing.forget(group)
+            self.rows.logits_processors.forget(group)
         if not was_running:
             _release(group, self._memory)
         self._release_ended()
@@ -371,7 +371,7 @@ class Scheduler:
         sequence.move_to(Status.FINISHED)
         self.rows.remove(sequence)
         if group.has_logits_processors:
-            self.rows.editing.slots.give_back(sequence)
+            self.rows.logits_processors.slots.give_back(sequence)
         if not self._is_static or group.status is not Status.RUNNING:
             self._memory.release(sequence)
 
@@ -389,7 +389,7 @@ class Scheduler:
     def _release_ended(self) -> None:
         """Free the blocks of ended groups: at once, or with the last group of their static batch."""
         if not self._is_static or not self.queues.running:
-            for ended in self.queues.forget_ended():
+            for ended in self.queues.remove_ended():
                 _release(ended, self._memory)
 
     # --- a step's parts ---------------------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ class Scheduler:
                 return
             if self._has_room(group, self._num_outstanding_blocks()):
                 return
-            leaving = self.adapters.leaving_for(group, self._policy.yielding_to(group, queues.running))
+            leaving = self.adapters.leaving_for(group, self._policy.preemptible_for(group, queues.running))
             if not leaving:
                 return
             for each in leaving:
@@ -415,17 +415,17 @@ class Scheduler:
         parts, prefilling = dict[SequenceGroup, Shares](), list[SequenceGroup]()
         budget = self._max_num_batched_tokens - len(self.rows)
         for group in [group for group in self.queues.running if group not in self.rows.fully_batched_groups]:
-            wanted = parts[group] = _wanted(group, self.rows, self._memory)
-            if _num_tokens(wanted) > len(wanted):
+            pending = parts[group] = _pending_shares(group, self.rows, self._memory)
+            if _num_tokens(pending) > len(pending):
                 prefilling.append(group)
             else:
-                budget -= len(wanted)
+                budget -= len(pending)
         queues = self.queues
         has_prompts = bool(prefilling) or (queues.num_waiting > 0 and queues.num_rows < self.max_num_seqs)
-        if self.pace is not None and has_prompts and len(prefilling) < len(queues.running):
+        if self.prefill_budget is not None and has_prompts and len(prefilling) < len(queues.running):
             others = [sequence for group in parts.keys() - prefilling for sequence, _ in parts[group]]
             context_lens = [*(self.rows.lens_s + 1).tolist(), *(sequence.num_tokens for sequence in others)]
-            budget = self.pace.within(budget, context_lens, queues.running, prefilling)
+            budget = self.prefill_budget.within(budget, context_lens, queues.running, prefilling)
         for group in prefilling:
             parts[group] = _within(budget, group, parts[group])
             budget -= _num_tokens(parts[group])
@@ -439,7 +439,7 @@ class Scheduler:
         """
         rows, ahead, num_steps = self.rows, self.rows.multi_step_limits, 1
         if is_alone:
-            num_steps = self.lookahead.num_steps(
+            num_steps = self.multi_step_policy.num_steps(
                 len(rows),
                 ahead.least_left,
                 may_end=ahead.may_end,
@@ -483,8 +483,8 @@ class Scheduler:
             group = self._next_admissible(outstanding)
             if group is None:
                 return
-            nearing = self._memory.nearing if queues.running and group.status is not Status.SWAPPED else None
-            if nearing is not None and nearing.brings(group):
+            prefetcher = self._memory.prefetcher if queues.running and group.status is not Status.SWAPPED else None
+            if prefetcher is not None and prefetcher.brings(group):
                 return
             if group.request.adapter is not None:
                 self.adapters.take(group, group.request.adapter)
@@ -494,7 +494,7 @@ class Scheduler:
                 self._memory.swapping.swap_in(group)
             else:
                 self._admit(group, schedule)
-            parts = _within(budget, group, _wanted(group, self.rows, self._memory))
+            parts = _within(budget, group, _pending_shares(group, self.rows, self._memory))
             budget -= _num_tokens(parts)
             self._enter(group, parts, schedule)
             outstanding += self._memory.num_outstanding_blocks(group)
@@ -560,7 +560,7 @@ class Scheduler:
             if not sequence.is_live:  # of a static batch
                 self._memory.release(sequence)
         if group.has_logits_processors:
-            self.rows.editing.give_back(group)
+            self.rows.logits_processors.give_back(group)
         for sequence in group.live:
             commit_full_blocks(sequence, self._memory)  # blocks outside its windows would never find room again
         if swapping is not None and self._preemption.prefers_swap(group) and swapping.can_swap_out(group):
@@ -600,19 +600,19 @@ def _release(group: SequenceGroup, memory: KVCacheManager) -> None:
         memory.release(sequence)
 
 
-def _wanted(group: SequenceGroup, rows: PersistentDecodeBatch, memory: KVCacheManager) -> Shares:
+def _pending_shares(group: SequenceGroup, rows: PersistentDecodeBatch, memory: KVCacheManager) -> Shares:
     """Return the pending tokens of the runnable sequences that are not in the decode batch."""
-    wanted = []
+    pending = []
     for sequence in group.runnable:
         if sequence in rows:
             continue
         commit_full_blocks(sequence, memory)
         num_tokens = rows.prompt_logprob_budget.within(sequence, _num_to_run(group, sequence))
-        if rows.outgrowing is not None:
-            num_tokens = min(num_tokens, rows.outgrowing.num_left(sequence))
+        if rows.long_rope is not None:
+            num_tokens = min(num_tokens, rows.long_rope.num_left(sequence))
         if num_tokens:
-            wanted.append((sequence, num_tokens))
-    return wanted
+            pending.append((sequence, num_tokens))
+    return pending
 
 
 def _decodes(row: ScheduledRow) -> bool:
@@ -643,12 +643,12 @@ def _num_to_run(group: SequenceGroup, sequence: Sequence) -> int:
     return sequence.num_uncomputed_tokens
 
 
-def _within(budget: int, group: SequenceGroup, wanted: Shares) -> Shares:
+def _within(budget: int, group: SequenceGroup, pending: Shares) -> Shares:
     """Cap the tokens of a group to the remaining budget."""
     # Beams are ranked together, so they sample in one step: if they cannot, each stops one token short.
-    num_short = int(bool(group.request.sampling.beam_width) and _num_tokens(wanted) > budget)
+    num_short = int(bool(group.request.sampling.beam_width) and _num_tokens(pending) > budget)
     parts = []
-    for sequence, num_tokens in wanted:
+    for sequence, num_tokens in pending:
         share = min(num_tokens - num_short, budget)
         if share:
             parts.append((sequence, share))

@@ -255,7 +255,9 @@ class DraftModelSpeculation:
         size = geometry.buckets.num_speculate_rows(num_rows) if num_rows else None
         if size is None or not scheduler.rounds.may_run(scheduler.queues, has_room=has_room):
             return 0
-        longest_s = scheduler.lookahead.longest_s(may_end=scheduler.rows.multi_step_limits.may_end, has_room=has_room)
+        longest_s = scheduler.multi_step_policy.longest_s(
+            may_end=scheduler.rows.multi_step_limits.may_end, has_room=has_room
+        )
         return self._rule.num_rounds(num_rows, size, longest_s)
 
     def propose(self, scheduler: Scheduler, limit: int) -> tuple[None, int]:

@@ -260,8 +260,8 @@ def _cut(
     """Return the draft tokens that the sequence and its grammar allow, and the grammar state after each of them."""
     sequence = row.sequence
     num_left = row.group.request.sampling.max_tokens - sequence.num_output_tokens
-    if rows.outgrowing is not None:
-        num_left = min(num_left, rows.outgrowing.num_left(sequence))
+    if rows.long_rope is not None:
+        num_left = min(num_left, rows.long_rope.num_left(sequence))
     token_ids = token_ids[: max(0, num_left)]
     if sequence.grammar is None or not token_ids:
         return token_ids, [None] * len(token_ids)

@@ -65,7 +65,9 @@ def test_steps_that_are_fed_are_the_same_as_one_after_another(driver: Driver, la
     behind = decode(driver, sequences, num=2).token_ids_rn[:3, :2]
     handle, feed = start(driver, sequences := begin(driver))
     for step in range(last + 1):
-        feed.give(masks_of(driver, step), StepDirective.LAST if step == last < NUM_STEPS - 1 else StepDirective.GOES_ON)
+        feed.give(
+            masks_of(driver, step), StepDirective.LAST if step == last < NUM_STEPS - 1 else StepDirective.CONTINUE
+        )
         token_ids_r, is_sound_r = drawn_of(feed)
         np.testing.assert_array_equal(token_ids_r[:3], want[:, step])
         assert is_sound_r.all()
@@ -83,7 +85,7 @@ def test_what_comes_behind_a_closed_feed_finds_the_last_token_that_was_made(driv
     behind = decode(driver, sequences, num=2).token_ids_rn[:3, :2]
     handle, feed = start(driver, sequences := begin(driver))
     for step in range(2):
-        feed.give(masks_of(driver, step), StepDirective.GOES_ON)
+        feed.give(masks_of(driver, step), StepDirective.CONTINUE)
         drawn_of(feed)
     feed.close()
     np.testing.assert_array_equal(driver.executor.collect(handle).token_ids_rn[:3, :2], want)
@@ -99,9 +101,9 @@ def test_the_device_stops_by_itself_where_all_rows_have_ended(driver: Driver) ->
     last = max(want[row].tolist().index(want[row, 1]) for row in range(3))
     handle, feed = start(driver, begin(driver), ending_ids_rx)
     for step in range(last + 1):
-        feed.give(masks_of(driver, step), StepDirective.GOES_ON)
+        feed.give(masks_of(driver, step), StepDirective.CONTINUE)
         drawn_of(feed)
-    feed.give(masks_of(driver, last + 1), StepDirective.GOES_ON)
+    feed.give(masks_of(driver, last + 1), StepDirective.CONTINUE)
     assert feed.wait() is None
     found = driver.executor.collect(handle)
     feed.close()

@@ -201,7 +201,7 @@ def test_blocks_mean_something_else_in_another_number_of_parts(tmp_path: Path) -
     for num_parts in (1, 2, 4):
         with open_llm(folder, **SIZES, swap_space=0.005, context_parallel_size=num_parts) as llm:
             facts.append(get_facts(llm._serving))
-            identities.add(llm._serving.engine.travels.kv_identity())
+            identities.add(llm._serving.engine.kv_transfer.kv_identity())
     assert len(identities) == 3
     for other in facts[1:]:
         assert {name for (name, one), (_, two) in zip(facts[0], other, strict=True) if one != two} == {

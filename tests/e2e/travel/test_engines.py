@@ -23,7 +23,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 def carry(a: LLM, b: LLM, prompt: list[int]) -> int:
     """Takes what one knows of a prompt to the other; the blocks that it would find."""
-    there, here = a._serving.engine.travels, b._serving.engine.travels
+    there, here = a._serving.engine.kv_transfer, b._serving.engine.kv_transfer
     assert there.kv_identity() == here.kv_identity()
     leaving = there.leave(there.chain(root_block_hash(""), prompt)).result(WAIT_S)
     contents: dict[BlockPosition, bytes] = {}
@@ -74,5 +74,5 @@ def test_servers_of_other_weights_or_another_cache_have_another_identity(tmp_pat
     identities = set()
     for folder, options in ((one, {}), (one, {"kv_cache_dtype": "int8"}), (one, {"block_size": 8}), (other, {})):
         with open_llm(folder, **sizes, **options) as llm:
-            identities.add(llm._serving.engine.travels.kv_identity())
+            identities.add(llm._serving.engine.kv_transfer.kv_identity())
     assert len(identities) == 4

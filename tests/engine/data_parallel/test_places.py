@@ -19,7 +19,7 @@ def test_a_place_is_kept_for_what_is_computed_elsewhere():
     limit = h.engine.max_num_in_flight
     places = [make_request(f"request {number}") for number in range(limit + 1)]
     for request in places[:limit]:
-        assert h.engine.reserve_slot(request) is h.engine.travels
+        assert h.engine.reserve_slot(request) is h.engine.kv_transfer
     told: list[OutputEvent] = []
     with pytest.raises(QueueFull):
         h.engine.submit(places[limit], told.append)
@@ -36,14 +36,14 @@ def test_of_replicas_one_keeps_the_place_and_gets_the_blocks():
     fleet = Fleet(2, num_host_blocks=40, block_size=4, max_num_queued_reqs=2)
     fleet.ask("begin", PROMPT)
     request, told = make_request("first"), list[OutputEvent]()
-    travels = fleet.replicas.reserve_slot(request)
-    assert travels is fleet.engines[0].travels  # where its prefix is
+    transfer = fleet.replicas.reserve_slot(request)
+    assert transfer is fleet.engines[0].kv_transfer  # where its prefix is
     with pytest.raises(AlreadyExists):
         fleet.replicas.reserve_slot(request)
-    assert fleet.replicas.reserve_slot(make_request("second", [1] * 20)) is fleet.engines[1].travels
+    assert fleet.replicas.reserve_slot(make_request("second", [1] * 20)) is fleet.engines[1].kv_transfer
     fleet.replicas.drop("second")
     fleet.replicas.drop("second")
-    assert fleet.replicas.reserve_slot(make_request("second", [1] * 20)) is fleet.engines[1].travels
+    assert fleet.replicas.reserve_slot(make_request("second", [1] * 20)) is fleet.engines[1].kv_transfer
     fleet.replicas.drop("second")
     assert not fleet.replicas.drain(0.0)
     fleet.replicas.submit(request, told.append)

@@ -121,7 +121,7 @@ def test_who_waits_too_long_for_a_first_step_is_refused_with_a_time_to_come_back
     assert h.executor.num_steps <= num_steps + 1
     h.run()
     assert h.last("runs").error is None
-    assert h.engine._loop._waits._heap == []
+    assert h.engine._loop._queue_timeouts._heap == []
 
 
 def test_a_deadline_ends_a_waiting_request_without_a_step_of_its_own():

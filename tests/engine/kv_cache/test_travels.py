@@ -45,12 +45,12 @@ def compute(h, name="first", prompt=PROMPT, **sampling):
 
 
 def chain_of(h, prompt=PROMPT, salt="", tenant=""):
-    return h.engine.travels.chain(root_block_hash(salt, tenant), prompt)
+    return h.engine.kv_transfer.chain(root_block_hash(salt, tenant), prompt)
 
 
 def leave(h, chain=None, num_skipped=0):
     """What is held, before anything of it was staged."""
-    future = h.engine.travels.leave(chain or chain_of(h), num_skipped)
+    future = h.engine.kv_transfer.leave(chain or chain_of(h), num_skipped)
     h.step()
     return future.result(0)
 
@@ -68,7 +68,7 @@ def bytes_of(h, leaving):
 
 def bring(h, chain, contents):
     """Writes what came, all of it or as much as there is room for; the blocks that a request would find."""
-    arriving = h.engine.travels.arrive(chain)
+    arriving = h.engine.kv_transfer.arrive(chain)
     reserved = arriving.reserve(len(contents))
     while not reserved.done():
         h.step()
@@ -200,7 +200,7 @@ def test_of_what_somebody_waits_for_more_moves_in_a_step(monkeypatch):
     a = make()
     compute(a)
     a.executor.swapped_out.clear()
-    future = a.engine.travels.leave(chain_of(a), is_hurried=True)
+    future = a.engine.kv_transfer.leave(chain_of(a), is_hurried=True)
     a.run()
     assert a.executor.swapped_out == [8, 2]
     future.result(0).close()
@@ -212,8 +212,8 @@ def test_what_leaves_beside_others_holds_half_of_the_pool_with_them_and_is_cut_s
     other = [130, *PROMPT[1:]]
     compute(a)
     compute(a, "other", other)
-    first = a.engine.travels.leave(chain_of(a))
-    second = a.engine.travels.leave(chain_of(a, other))
+    first = a.engine.kv_transfer.leave(chain_of(a))
+    second = a.engine.kv_transfer.leave(chain_of(a, other))
     a.step()
     assert (first.result(0).num_blocks, second.result(0).num_blocks) == (10, 2)
     contents = bytes_of(a, second.result(0))
@@ -246,7 +246,7 @@ def test_what_arrives_is_what_leaves_and_what_is_here_stays_longest(kind):
     compute(b, "before", PROMPT[:13])
     for name in ("other", "another"):
         compute(b, name, [ord(name[0])] * 24)
-    arriving, num_known = b.engine.travels.arrive(chain_of(b)), b.engine.travels.num_known(chain_of(b))
+    arriving, num_known = b.engine.kv_transfer.arrive(chain_of(b)), b.engine.kv_transfer.num_known(chain_of(b))
     assert num_known == 3
     leaving = leave(a, num_skipped=num_known)
     assert arriving.missing(num_known) == leaving.places
@@ -345,7 +345,7 @@ def test_what_is_here_is_not_evicted_for_the_rest_of_its_prefix():
     leaving.close()
     assert bring(b, chain_of(b, PROMPT[:24]), dict([*contents.items()][:6])) == 6
     chain = chain_of(b)
-    arriving = b.engine.travels.arrive(chain)
+    arriving = b.engine.kv_transfer.arrive(chain)
     missing = {place: content for place, content in contents.items() if not arriving.is_known(place)}
     assert len(missing) == 4
     assert bring(b, chain, missing) == 8
@@ -358,7 +358,7 @@ def test_what_is_entered_twice_or_late_changes_nothing():
     leaving = leave(a)
     contents = bytes_of(a, leaving)
     assert bring(b, chain_of(b), contents) == 10
-    arriving = b.engine.travels.arrive(chain_of(b))
+    arriving = b.engine.kv_transfer.arrive(chain_of(b))
     assert all(arriving.is_known(place) for place in contents)
     assert bring(b, chain_of(b), contents) == 10
     reserved = arriving.reserve(2)
@@ -376,7 +376,7 @@ def test_what_is_entered_twice_or_late_changes_nothing():
 
 def test_nobody_writes_a_block_that_is_not_reserved_or_beyond_it():
     b = make()
-    arriving = b.engine.travels.arrive(chain_of(b))
+    arriving = b.engine.kv_transfer.arrive(chain_of(b))
     reserved = arriving.reserve(1)
     b.run()
     (home,) = reserved.result(0)
@@ -402,7 +402,7 @@ def test_a_chain_is_that_of_the_cache():
         parent = hashlib.sha256(parent + b"".join(t.to_bytes(4, "little") for t in PROMPT[4 * i : 4 * i + 4])).digest()
         assert key == parent
     assert chain.token_ids == tuple(PROMPT[:40])
-    assert h.engine.travels.num_known(chain) == 10
+    assert h.engine.kv_transfer.num_known(chain) == 10
     assert BlockHashChain.of(root_block_hash(""), PROMPT, 4, 3).token_ids == tuple(PROMPT[:12])
 
 
@@ -422,14 +422,14 @@ def test_nothing_beyond_the_limit_of_the_cache_travels():
 )
 def test_where_prefixes_cannot_travel_it_says_why(options, why):
     h = make(**options)
-    for ask in (h.engine.travels.kv_identity, lambda: chain_of(h), lambda: h.engine.travels.bytes_per_block):
+    for ask in (h.engine.kv_transfer.kv_identity, lambda: chain_of(h), lambda: h.engine.kv_transfer.bytes_per_block):
         with pytest.raises(Unsupported, match=f"prefixes cannot be transferred: .*{why}"):
             ask()
 
 
 def test_what_is_reserved_early_leaves_half_of_host_memory():
     b = make(num_host_blocks=16)
-    arriving, other = b.engine.travels.arrive(chain_of(b)), b.engine.travels.arrive(chain_of(b, [1] * 30))
+    arriving, other = b.engine.kv_transfer.arrive(chain_of(b)), b.engine.kv_transfer.arrive(chain_of(b, [1] * 30))
     early, late = arriving.reserve(10, is_early=True), other.reserve(6, is_early=True)
     rest = arriving.reserve(2)
     b.run()
@@ -441,7 +441,7 @@ def test_what_is_reserved_early_leaves_half_of_host_memory():
 
 def test_a_block_of_host_memory_that_is_freed_while_it_is_written_is_noticed():
     b = make()
-    arriving = b.engine.travels.arrive(chain_of(b))
+    arriving = b.engine.kv_transfer.arrive(chain_of(b))
     reserved = arriving.reserve(5)
     b.run()
     freed = BlockTable(5)
@@ -453,14 +453,14 @@ def test_a_block_of_host_memory_that_is_freed_while_it_is_written_is_noticed():
 
 def test_of_replicas_the_one_that_has_most_is_asked_and_the_one_that_requests_go_to_gets_it():
     fleet = Fleet(2, num_host_blocks=40, block_size=4)
-    travels = fleet.replicas.travels
-    assert len(travels.each) == 2
+    transfer = fleet.replicas.kv_transfer
+    assert len(transfer.each) == 2
     other = make()
     compute(other)
     contents = bytes_of(other, leave(other))
-    chain = travels.chain(root_block_hash(""), PROMPT)
-    arriving = travels.arrive(chain)
-    assert arriving._tiers is travels.each[0].tiers
+    chain = transfer.chain(root_block_hash(""), PROMPT)
+    arriving = transfer.arrive(chain)
+    assert arriving._tiers is transfer.each[0].tiers
     reserved = arriving.reserve(10)
     fleet.run()
     for home, content in zip(reserved.result(0), contents.values(), strict=True):
@@ -468,10 +468,10 @@ def test_of_replicas_the_one_that_has_most_is_asked_and_the_one_that_requests_go
     arriving.enter(list(contents), reserved.result(0))
     arriving.close()
     fleet.run()
-    assert travels.num_known(chain) == 10
-    assert [one.tiers.num_known(chain) for one in travels.each] == [10, 0]
-    assert travels.arrive(chain)._tiers is travels.each[0].tiers  # where its prefix is
-    future = travels.leave(chain)
+    assert transfer.num_known(chain) == 10
+    assert [one.tiers.num_known(chain) for one in transfer.each] == [10, 0]
+    assert transfer.arrive(chain)._tiers is transfer.each[0].tiers  # where its prefix is
+    future = transfer.leave(chain)
     fleet.run()
     assert future.result(0).num_found == 10
     future.result(0).close()

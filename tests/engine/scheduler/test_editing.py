@@ -111,7 +111,7 @@ def test_every_mix_in_a_short_memory(seed: int, overlap: bool, mode: str) -> Non
             finish = h.events[name][-1].finish
             assert finish is not None
             assert got == tokens or finish.reason.value == "abort", name
-    editing = h.engine._loop.scheduler.rows.editing
+    editing = h.engine._loop.scheduler.rows.logits_processors
     assert len(editing.slots) == 0 and not editing._constants
 
 

@@ -371,7 +371,7 @@ def test_an_engine_waits_no_longer_for_arrivals_than_it_has_to_spare():
         h.step()
     loop, thread = h.engine._loop, h.engine._thread
     assert loop.idle_budget_s == 0
-    loop.scheduler.lookahead._seen_s[8] = deque([1000.0])
+    loop.scheduler.multi_step_policy._seen_s[8] = deque([1000.0])
     assert loop.idle_budget_s == pytest.approx(0.65 * 8000)
     h.submit("b", [2], max_tokens=9)
     thread._await_arrivals()
@@ -383,7 +383,7 @@ def test_an_engine_waits_no_longer_for_arrivals_than_it_has_to_spare():
 
 def test_a_size_without_a_program_goes_step_by_step():
     one, geometry = lookahead(8, 0.001), SeveralStepsExecutor().geometry
-    one.has_programs(dataclasses.replace(geometry, buckets=dataclasses.replace(geometry.buckets, decodes=(2,))))
+    one.set_programs(dataclasses.replace(geometry, buckets=dataclasses.replace(geometry.buckets, decodes=(2,))))
     assert one.num_steps(2, 99) == 8
     assert one.num_steps(3, 99) == 1
 
@@ -391,5 +391,5 @@ def test_a_size_without_a_program_goes_step_by_step():
 def test_an_executor_may_have_fewer_steps_for_a_while():
     one, geometry = lookahead(8, 0.001), SeveralStepsExecutor().geometry
     for most in (3, 1, 16):
-        one.has_programs(dataclasses.replace(geometry, max_num_steps=most))
+        one.set_programs(dataclasses.replace(geometry, max_num_steps=most))
         assert one.num_steps(2, 99) == min(8, most)

@@ -211,12 +211,12 @@ def test_the_device_s_order_is_kept_by_every_array():
     assert (len(schedule.decodes), len(schedule.rows)) == (3, 1)
     plain = (
         build_step_inputs(schedule, geometry),
-        build_sampling_inputs(schedule, geometry, EOS, scheduler.rows.editing),
+        build_sampling_inputs(schedule, geometry, EOS, scheduler.rows.logits_processors),
     )
     schedule.reorder([3, 1, 0, 2])
     moved = (
         build_step_inputs(schedule, geometry),
-        build_sampling_inputs(schedule, geometry, EOS, scheduler.rows.editing),
+        build_sampling_inputs(schedule, geometry, EOS, scheduler.rows.logits_processors),
     )
     assert row_contents(*plain) == row_contents(*moved)
     assert np.array_equal(moved[0].block_tables_gsm[0, :4], plain[0].block_tables_gsm[0, [3, 1, 0, 2]])

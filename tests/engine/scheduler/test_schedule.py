@@ -40,7 +40,7 @@ def both(prompts, *, max_num_batched_tokens=16, sampling=None, eos=frozenset(), 
         schedule = scheduler.schedule()
         yield (
             build_step_inputs(schedule, geometry),
-            build_sampling_inputs(schedule, geometry, eos, scheduler.rows.editing),
+            build_sampling_inputs(schedule, geometry, eos, scheduler.rows.logits_processors),
         )
 
 

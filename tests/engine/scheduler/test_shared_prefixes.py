@@ -234,7 +234,7 @@ def test_what_was_found_is_looked_for_again_where_something_changed(
         looks.clear()
         while harness.step():
             if forgets:
-                harness.engine._loop._sharing = CascadePlanner()
+                harness.engine._loop._cascade_planner = CascadePlanner()
         return harness, len(looks)
 
     harness, num_looks = lived(forgets=False)

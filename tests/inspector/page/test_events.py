@@ -234,7 +234,7 @@ async def test_a_limit_is_logged_and_exported_and_ends_when_its_page_is_gone(
         assert (await client.post("/page/limit", json={"blocks": 40})).status_code == 200
         assert await exported() == 40
         assert "live page: 40 blocks of each pool are usable, by 127.0.0.1:" in caplog.text
-        await eventually(lambda: harness.serving.engine.eyes.limited_to is None)
+        await eventually(lambda: harness.serving.engine.inspector.limited_to is None)
         assert await exported() == whole
         assert "live page: all blocks of the pool are usable again, by a page that has been closed" in caplog.text
         await eventually(lambda: harness.serving.engine.load().num_blocks_free == whole)
@@ -246,7 +246,7 @@ async def test_a_limit_needs_a_key_for_control_or_a_loopback_address() -> None:
         assert (await client.get("/page/about", headers=header)).json()["can_limit"] is False
         refused = await client.post("/page/limit", json={"blocks": 40}, headers=header)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "PERMISSION_DENIED")
-        assert harness.serving.engine.eyes.limited_to is None
+        assert harness.serving.engine.inspector.limited_to is None
     for host, expected in (("127.0.0.1", True), ("::1", True), ("::ffff:127.0.0.1", True), ("10.0.0.7", False)):
         request = Request({"type": "http", "headers": [], "client": (host, 1)})
         assert is_local(request) is expected

@@ -82,7 +82,7 @@ def test_without_a_feed_rows_have_all_tokens() -> None:
     logits, how = random_logits(5, 300), how_of(random_rows(5, 300))
     sampled, verdict = sample(Feed(0, NUM_ROWS, 1), logits, how)
     assert_same(sampled, run_sampling(logits, how, Detail.TOKENS, kernel_of_cpus()))
-    assert verdict == StepDirective.GOES_ON
+    assert verdict == StepDirective.CONTINUE
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -91,7 +91,7 @@ def test_a_number_that_is_masked_makes_a_row_unsound_too(width: int, number: flo
     logits, kernel = np.zeros((NUM_ROWS, 64), np.float32), dataclasses.replace(kernel_of_cpus(), max_width=width)
     logits[::2, 40] = number
     feed = Feed.open(NUM_ROWS, 2)
-    feed.give(np.full((NUM_ROWS, 2), 5, np.int32), StepDirective.GOES_ON)
+    feed.give(np.full((NUM_ROWS, 2), 5, np.int32), StepDirective.CONTINUE)
     sampled, _ = sample(feed, logits, how_of(random_rows(1, 64)), kernel=kernel)
     feed.close()
     assert np.asarray(sampled.is_sound_r).tolist() == [False, True] * (NUM_ROWS // 2)
@@ -100,7 +100,7 @@ def test_a_number_that_is_masked_makes_a_row_unsound_too(width: int, number: flo
 def test_a_row_that_may_have_nothing_is_not_sound(feed: Feed) -> None:
     masks = np.full((NUM_ROWS, 2), -1, np.int32)
     masks[3] = 0
-    feed.give(masks, StepDirective.GOES_ON)
+    feed.give(masks, StepDirective.CONTINUE)
     how = dataclasses.replace(how_of(random_rows(1, 64)), banned_token_ids_rx=jnp.full((NUM_ROWS, 1), 64))
     sampled, _ = sample(feed, np.zeros((NUM_ROWS, 64), np.float32), how)
     assert np.flatnonzero(~np.asarray(sampled.is_sound_r)).tolist() == [3]
@@ -123,7 +123,7 @@ def test_a_step_waits_for_its_masks_and_the_host_for_its_tokens(feed: Feed) -> N
     for step in range(3):
         masks = np.zeros((NUM_ROWS, 2), np.int32)
         masks[:, 0] = 1 << (7 + step)
-        feed.give(masks, StepDirective.GOES_ON)
+        feed.give(masks, StepDirective.CONTINUE)
         while (drawn := feed.wait()) is None:
             pass
         assert drawn[0].tolist() == [7 + step] * NUM_ROWS
@@ -156,9 +156,9 @@ def test_a_program_that_runs_on_the_thread_that_feeds_it_fails_and_does_not_wait
 
 def test_masks_of_other_rows_or_tokens_are_refused(feed: Feed) -> None:
     with pytest.raises(ValueError, match=r"masks are int32\(3, 2\), not int32\(24, 2\)"):
-        feed.give(np.zeros((3, 2), np.int32), StepDirective.GOES_ON)
+        feed.give(np.zeros((3, 2), np.int32), StepDirective.CONTINUE)
     with pytest.raises(ValueError, match="masks are int64"):
-        feed.give(np.zeros((NUM_ROWS, 2), np.int64), StepDirective.GOES_ON)
+        feed.give(np.zeros((NUM_ROWS, 2), np.int64), StepDirective.CONTINUE)
     how = how_of(random_rows(1, 65))
     with pytest.raises(jax.errors.JaxRuntimeError, match="masks of the feed have other rows or tokens"):
         jax.block_until_ready(sample(feed, np.zeros((NUM_ROWS, 65), np.float32), how))

@@ -132,7 +132,7 @@ def test_loads_and_saves_that_hang_hold_up_no_request(tmp_path):
     server.writers.hold()
     server.submit("a", PROMPT)
     server.step(2)
-    assert server.queues.fetched_for
+    assert server.queues.pending_fetch
     server.submit("b", [9, *PROMPT])
     server.step(20)
     assert server.h.ended("b")

@@ -58,7 +58,7 @@ def test_others_run_while_a_prefix_is_read(tmp_path):
     second.submit("away", PROMPT)
     second.submit("here", [5, 4, 3, 2, 1], max_tokens=8)
     second.step(4)
-    assert next(iter(second.queues.fetched_for)).request.request_id == "away"
+    assert next(iter(second.queues.pending_fetch)).request.request_id == "away"
     assert second.load().num_waiting == 1
     assert second.h.events["here"] and not second.h.events["away"]
     second.readers.release(3)
@@ -74,7 +74,7 @@ def test_who_shares_a_beginning_waits_for_one_reading_of_it(tmp_path):
     for name in "bcd":
         second.submit(name, PROMPT)
     second.step(2)
-    assert len(second.queues.fetched_for) == 3
+    assert len(second.queues.pending_fetch) == 3
     second.readers.release()
     second.run()
     assert [second.finish(name) for name in "bcd"] == [24] * 3
@@ -336,7 +336,7 @@ def test_a_request_that_goes_away_leaves_no_block_behind(tmp_path):
     second.step(2)
     assert len(second.disk._reader.under_way) == second.disk._stagings[1].num_out == num_reads > 0
     assert second.h.last("a").finish.reason is FinishReason.ABORT
-    assert not second.queues.fetched_for
+    assert not second.queues.pending_fetch
     second.readers.release()
     second.run()
     assert not second.disk.is_busy

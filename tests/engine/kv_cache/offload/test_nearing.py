@@ -90,8 +90,8 @@ def test_who_loses_what_comes_is_admitted_all_the_same(monkeypatch):
     h = make()
     put_into_host_memory(h)
     bound(monkeypatch, h, 2)
-    nearing = h.engine._loop.memory.nearing
-    monkeypatch.setattr(nearing, "_bring", lambda *of: None)  # nothing ever stays
+    prefetcher = h.engine._loop.memory.prefetcher
+    monkeypatch.setattr(prefetcher, "_bring", lambda *of: None)  # nothing ever stays
     h.submit("running", [7] * 5, max_tokens=30, ignore_eos=True)
     h.step()
     h.submit("back", PROMPT, max_tokens=4, ignore_eos=True)

@@ -16,7 +16,7 @@ def test_where_reads_hang_nobody_waits_longer_than_computing_takes(tmp_path):
     for name, prompt in (("a", PROMPT), ("b", other)):
         second.submit(name, prompt)
         second.step(2)
-        assert second.queues.fetched_for
+        assert second.queues.pending_fetch
         second.h.clock.advance(1000.0)
         second.step(40)
         assert second.h.ended(name)
