@@ -32,8 +32,8 @@ from jpaged.device.logits_processors import TokenCounts
 from jpaged.device.lora import get_arguments, get_matrices, with_matrices
 from jpaged.engine.executor import BANNED_WIDTH, I32, ROW_FIELDS, SamplingInputs, StepInputs, StepOutputs
 from jpaged.engine.executor.io import (
+    AUX_IDS,
     EDIT_FIELDS,
-    TELL_IDS,
     AuxInputs,
     AuxKind,
     AuxOutputs,
@@ -271,7 +271,7 @@ def unpack_aux(outputs: NDArray[np.generic], inputs: AuxInputs, vocab_size: int)
     if inputs.kind == AuxKind.HIDDEN:
         return AuxOutputs(hidden_re=used.astype(np.float32))
     columns = used.astype(np.int32)
-    floats, end = columns.view(np.float32), 2 + TELL_IDS
+    floats, end = columns.view(np.float32), 2 + AUX_IDS
     num_top = (columns.shape[1] - end) // 2
     return AuxOutputs(
         is_sound_r=columns[:, 0] != 0,

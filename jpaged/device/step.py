@@ -65,7 +65,7 @@ from jpaged.device.model_runner import (
 from jpaged.device.sampling import SamplingVocabulary
 from jpaged.device.sharded_matmul import experts_kernel, in_parts
 from jpaged.engine.executor import MAX_NUM_STEPS, Detail, Geometry, StepDirective, StepInputs
-from jpaged.engine.executor.io import TELL_IDS, AuxKind
+from jpaged.engine.executor.io import AUX_IDS, AuxKind
 from jpaged.kernels import qkv_rope as heads
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
@@ -349,7 +349,7 @@ class Step:
             for `AuxKind.LOGPROBS` columns that `unpack_aux` parses; otherwise log-probabilities or hidden states,
             float32.
         """
-        vocabulary, rows = self._vocabulary, words.reshape(-1, 1 + TELL_IDS)
+        vocabulary, rows = self._vocabulary, words.reshape(-1, 1 + AUX_IDS)
         hidden_re, ids_rk = hidden_he[rows[:, 0]], rows[:, 1:]
         if tell == AuxKind.HIDDEN:
             return self.model.normed(params, hidden_re).astype(jnp.float32)

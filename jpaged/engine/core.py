@@ -225,7 +225,7 @@ class EngineCore:
         """Add the callbacks of the features that are on; within a list, the order is that of the calls."""
         observers, executor, scheduler = self.observers, self._executor, self.scheduler
         if (host := self.memory.host) is not None:
-            observers.on_begin.append(lambda now_s: host.advance() if host.errands else None)
+            observers.on_begin.append(lambda now_s: host.advance() if host.pending_callbacks else None)
         for connector in self.memory.connectors:
             observers.on_begin.append(partial(self._poll, connector))
             observers.on_request_finished.append(connector.on_request_finished)
@@ -299,7 +299,7 @@ class EngineCore:
     def awaits_tiers(self) -> bool:
         """True if transfers between memory tiers are pending, which steps have to poll."""
         host = self.memory.host
-        return (host is not None and bool(host.errands)) or any(one.is_busy for one in self.memory.connectors)
+        return (host is not None and bool(host.pending_callbacks)) or any(one.is_busy for one in self.memory.connectors)
 
     def check(self) -> None:
         self.memory.check(self.scheduler.queues.groups())

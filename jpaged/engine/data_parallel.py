@@ -252,7 +252,7 @@ class DataParallelEngine:
         if any(one != alike[0] for one in alike):
             raise InternalError(f"replicas have different geometries: {alike}")
         self.clock = engines[0].clock
-        self.inspector = PoolInspector(eye for engine in engines for eye in engine.inspector.each)
+        self.inspector = PoolInspector(one for engine in engines for one in engine.inspector.each)
         self.max_num_in_flight = sum(engine.max_num_in_flight for engine in engines)
         router = ReplicaRouter([engine.prefixes for engine in engines], self.geometry)
         # Guards the fields below; engines take their locks inside it, and never call back while they hold them.
@@ -266,7 +266,7 @@ class DataParallelEngine:
             with self._lock:
                 return router.best(keys)
 
-        self.kv_transfer = KVTransfer((travel for engine in engines for travel in engine.kv_transfer.each), place)
+        self.kv_transfer = KVTransfer((one for engine in engines for one in engine.kv_transfer.each), place)
 
     @property
     def geometry(self) -> Geometry:
@@ -432,10 +432,10 @@ class DataParallelEngine:
             if is_first:
                 self.failure = error
         if is_first:
-            told = InternalError(f"replica {index} failed: {type(error).__name__}: {error}")
-            told.__cause__ = error
+            failure = InternalError(f"replica {index} failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
             for other in self._engines[:index] + self._engines[index + 1 :]:
-                other.fail(told)
+                other.fail(failure)
 
 
 def shares(total: int, num_parts: int) -> list[int]:

@@ -33,7 +33,7 @@ _NOTES_S = 3.0
 _MAX_NOTES = 500
 _MAX_WAITING = 100
 """Maximum number of waiting requests in a snapshot."""
-_MAX_BLOCKS_TOLD = 64
+_MAX_BLOCKS_LISTED = 64
 _TOTALS = (
     "num_steps",
     "num_preemptions",
@@ -148,8 +148,8 @@ class PoolSnapshotter:
     ) -> None:
         self._num_notes += 1
         request = None if group is None else group.arrival
-        told = tuple(islice(blocks, _MAX_BLOCKS_TOLD))
-        self._notes.append(PoolEvent(self._num_notes, kind, request, count, told, why))
+        listed = tuple(islice(blocks, _MAX_BLOCKS_LISTED))
+        self._notes.append(PoolEvent(self._num_notes, kind, request, count, listed, why))
 
     def _note_forks(self) -> None:
         """Record forks: sequences that now hold blocks and did not in the previous step, in a group that did."""

@@ -228,12 +228,12 @@ def collected_one_each(sequences: list[Sequence], token_ids: list[int], logprobs
         sequence.cumulative_logprob += logprob
 
 
-MAX_ABSENCES_TOLD = 32
+MAX_PREEMPTIONS_REPORTED = 32
 
 
 @dataclass(slots=True, eq=False)
 class PreemptionIntervals:
-    """Times at which a request was preempted and resumed, alternating; the first MAX_ABSENCES_TOLD pairs are kept."""
+    """Times of preemption and resumption, alternating; the first MAX_PREEMPTIONS_REPORTED pairs are kept."""
 
     reported_s: list[float] = field(default_factory=list)
     began_s: float | None = None
@@ -244,7 +244,7 @@ class PreemptionIntervals:
 
     def end(self, now_s: float) -> None:
         """Record that the request runs again, if it was preempted."""
-        if self.began_s is not None and len(self.reported_s) < 2 * MAX_ABSENCES_TOLD:
+        if self.began_s is not None and len(self.reported_s) < 2 * MAX_PREEMPTIONS_REPORTED:
             self.reported_s += self.began_s, now_s
         self.began_s = None
 

@@ -49,8 +49,8 @@ EVICTION_FAULTS = (
     Fault(
         "a merge of old buckets moves any number of blocks at once",
         "kv_cache/eviction/cost_aware.py",
-        "                moved, num_left = older.take_in(lot, num_left)\n",
-        "                moved, _ = older.take_in(lot, len(self._lot_of) * 2)\n",
+        "                moved, num_left = older.merge(bucket, num_left)\n",
+        "                moved, _ = older.merge(bucket, len(self._bucket_by_slot) * 2)\n",
         POLICIES,
     ),
     Fault(

@@ -46,9 +46,9 @@ MEMORY_FAULTS = (
     Fault(
         "a swap-in copies host blocks to the wrong device blocks",
         "kv_cache/swapper.py",
-        "        for source, destination in homes.items():\n"
+        "        for source, destination in destinations.items():\n"
         "            self._ops.add(Move.SWAP_IN, source, destination)",
-        "        for source, destination in zip(homes, reversed(homes.values()), strict=True):\n"
+        "        for source, destination in zip(destinations, reversed(destinations.values()), strict=True):\n"
         "            self._ops.add(Move.SWAP_IN, source, destination)",
         ("kv_cache/test_swap.py",),
     ),
@@ -129,8 +129,8 @@ MEMORY_FAULTS = (
     Fault(
         "swapped-in blocks are not offered to the prefix cache",
         "kv_cache/swapper.py",
-        "            sequence.kv.registered(0)\n        for source, destination in homes.items():\n",
-        "        for source, destination in homes.items():\n",
+        "            sequence.kv.registered(0)\n        for source, destination in destinations.items():\n",
+        "        for source, destination in destinations.items():\n",
         ROOM,
     ),
     Fault(

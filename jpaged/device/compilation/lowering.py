@@ -55,7 +55,7 @@ from jpaged.device.step_costs import cascade_costs
 from jpaged.device.step_sizes import DeviceAttention
 from jpaged.device.transfers import MAX_ON_THE_WAY, content_bytes, lower_move, move_sizes, num_host_blocks
 from jpaged.engine.executor import BucketTable, Geometry, Progress
-from jpaged.engine.executor.io import NUM_SINGLES, TELL_IDS, AuxKind, num_mask_words
+from jpaged.engine.executor.io import AUX_IDS, NUM_SINGLES, AuxKind, num_mask_words
 from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
 from jpaged.models.layer_kinds import get_stacks, group_layers
 from jpaged.models.layers import Params
@@ -260,7 +260,7 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
             told = NamedSharding(step.mesh, LOGITS_SPEC) if is_split else whole
             tell = functools.partial(step.tell, tell=spec.tell)
             jitted = jax.jit(tell, out_shardings=told, compiler_options=options["sample"])
-            return jitted.lower(head, hidden, shape((spec.size * (1 + TELL_IDS),), np.int32))
+            return jitted.lower(head, hidden, shape((spec.size * (1 + AUX_IDS),), np.int32))
         if spec.kind == "count":
             jitted = jax.jit(step.count, donate_argnums=0, out_shardings=of_counts)
             return jitted.lower(counts, shape((NUM_COUNT_WORDS + spec.size,), np.int32))

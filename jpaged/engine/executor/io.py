@@ -773,7 +773,7 @@ class StepOutputs:
         return PositionLogprobs(chosen, tuple(TokenLogprob(token_id, value, rank) for rank, (token_id, value) in pairs))
 
 
-TELL_IDS = 33
+AUX_IDS = 33
 """Maximum token ids per hidden state with log-probabilities: the next token, and those a request names (K)."""
 NO_ID = 0
 """Padding of token ids."""
@@ -796,7 +796,7 @@ class AuxInputs:
 
     Attributes:
         places_r: indices of the hidden states that the step's forward leaves; 0 in padding.
-        ids_rk: `[R, TELL_IDS]`, the requested tokens; NO_ID in padding.
+        ids_rk: `[R, AUX_IDS]`, the requested tokens; NO_ID in padding.
         num_rows: rows in use.
     """
 
@@ -806,23 +806,23 @@ class AuxInputs:
     num_rows: int
 
     @classmethod
-    def padded(cls, tell: AuxKind, places: list[int], ids: list[list[int]], size: int) -> AuxInputs:
+    def padded(cls, kind: AuxKind, places: list[int], ids: list[list[int]], size: int) -> AuxInputs:
         """Return the inputs of at most `size` rows."""
-        places_r, ids_rk = np.zeros(size, np.int32), np.full((size, TELL_IDS), NO_ID, np.int32)
+        places_r, ids_rk = np.zeros(size, np.int32), np.full((size, AUX_IDS), NO_ID, np.int32)
         places_r[: len(places)] = places
         for row, of_row in enumerate(ids):
             ids_rk[row, : len(of_row)] = of_row
-        return cls(tell, places_r, ids_rk, len(places))
+        return cls(kind, places_r, ids_rk, len(places))
 
     @classmethod
-    def of_words(cls, tell: AuxKind, words: I32, num_rows: int) -> AuxInputs:
+    def of_words(cls, kind: AuxKind, words: I32, num_rows: int) -> AuxInputs:
         """Return the inputs from packed words, the inverse of `words`."""
-        rows = words.reshape(-1, 1 + TELL_IDS)
-        return cls(tell, rows[:, 0], rows[:, 1:], num_rows)
+        rows = words.reshape(-1, 1 + AUX_IDS)
+        return cls(kind, rows[:, 0], rows[:, 1:], num_rows)
 
     @property
     def words(self) -> I32:
-        """The inputs packed for a program: `[R, 1 + TELL_IDS]`, row after row."""
+        """The inputs packed for a program: `[R, 1 + AUX_IDS]`, row after row."""
         return np.concatenate([self.places_r[:, None], self.ids_rk], axis=1).reshape(-1)
 
 

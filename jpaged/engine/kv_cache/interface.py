@@ -22,9 +22,9 @@ Shares = list[tuple[Sequence, int]]
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Block counts: free + cached + referenced + aside is num_blocks.
+    """Block counts: free + cached + referenced + reserved is num_blocks.
 
-    Cached blocks are free and still hold a prefix. Blocks that are aside are withheld from requests.
+    Cached blocks are free and still hold a prefix. Reserved blocks are withheld from requests.
     """
 
     num_blocks: int

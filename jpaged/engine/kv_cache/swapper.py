@@ -1,6 +1,6 @@
 """Swapping of groups: their blocks move to host memory if the pool is short, and return later.
 
-swap out   tables  [ 7 8 9 ] [ 7 8 4 ]   homes  7>h1 8>h2 9>h3 4>h4      a shared block has one home
+swap out   tables  [ 7 8 9 ] [ 7 8 4 ]   destinations  7>h1 8>h2 9>h3 4>h4      a shared block has one
 swap in    the reverse, into any free device blocks
 
 Sliding windows: frees the blocks of a sequence that no later query attends to.
@@ -11,7 +11,7 @@ sinks      [ 2 ][ . ][ . ][ 4 ][ 9 ]      attention sinks, the first tokens, are
 
 Run-time limit of the pool: blocks are withheld to shrink it and released to grow it again.
 
-    N = 12, limit 8    [ 7 8 9 . ][ . . . . ][ x x x x ]     free + cached + referenced + aside = N
+    N = 12, limit 8    [ 7 8 9 . ][ . . . . ][ x x x x ]     free + cached + referenced + reserved = N
 
 Blocks are withheld as they become free, highest ids first. A withheld block loses its cached prefix.
 """
@@ -60,12 +60,12 @@ class Swapper:
 
     def swap_out(self, group: SequenceGroup) -> None:
         """Move a group's blocks to host memory and free the device blocks."""
-        homes: dict[int, int] = {}
+        destinations: dict[int, int] = {}
         for sequence in group.live:
             if self._prefixes is not None:
                 self._prefixes.register_full_blocks(sequence)
-            _move(sequence.kv.tables, sequence.kv.host_tables, self._host_pool, homes)
-        for source, destination in homes.items():
+            _move(sequence.kv.tables, sequence.kv.host_tables, self._host_pool, destinations)
+        for source, destination in destinations.items():
             self._ops.add(Move.SWAP_OUT, source, destination)
         for sequence in group.live:
             self._pool.release(*sequence.kv.tables)
@@ -82,29 +82,29 @@ class Swapper:
 
     def swap_in(self, group: SequenceGroup) -> None:
         """Move a group's blocks back to the device and free the host blocks."""
-        homes: dict[int, int] = {}
+        destinations: dict[int, int] = {}
         for sequence in group.live:
-            _move(sequence.kv.host_tables, sequence.kv.tables, self._pool, homes)
+            _move(sequence.kv.host_tables, sequence.kv.tables, self._pool, destinations)
             sequence.kv.registered(0)
-        for source, destination in homes.items():
+        for source, destination in destinations.items():
             self._ops.add(Move.SWAP_IN, source, destination)
         for sequence in group.live:
             self._host_pool.release(*sequence.kv.host_tables)
 
 
-def _move(sources: Tables, targets: Tables, pool: BlockPool, homes: dict[int, int]) -> None:
+def _move(sources: Tables, targets: Tables, pool: BlockPool, destinations: dict[int, int]) -> None:
     """Allocate blocks for the contents of a sequence's source tables, and add them to its target tables.
 
     Args:
-        homes: source block -> target block; shared blocks have one target.
+        destinations: source block -> target block; shared blocks have one target.
     """
     for source, target in zip(sources, targets, strict=True):
         for block_id in source.block_ids():
-            if block_id in homes:
-                pool.acquire(homes[block_id])
+            if block_id in destinations:
+                pool.acquire(destinations[block_id])
             else:
-                (homes[block_id],) = pool.allocate(1)
-        target.fill([homes[block_id] for block_id in source.block_ids()], source.num_dropped, source.num_sinks)
+                (destinations[block_id],) = pool.allocate(1)
+        target.fill([destinations[block_id] for block_id in source.block_ids()], source.num_dropped, source.num_sinks)
 
 
 class SlidingWindows:
@@ -153,9 +153,9 @@ class PoolLimiter:
     def leave(self, limit: int) -> None:
         """Set the limit: release withheld blocks above it, or withhold the free blocks that are missing."""
         self.limit = limit
-        num_aside = self._pool.num_blocks - limit
-        if num_aside < self.num_blocks:
-            self._pool.release(self.table, num_kept=num_aside)
-        elif num_aside > self.num_blocks:
-            self.table.extend(self._pool.allocate_last(num_aside - self.num_blocks))
+        num_reserved = self._pool.num_blocks - limit
+        if num_reserved < self.num_blocks:
+            self._pool.release(self.table, num_kept=num_reserved)
+        elif num_reserved > self.num_blocks:
+            self.table.extend(self._pool.allocate_last(num_reserved - self.num_blocks))
         self.num_blocks = self.table.num_blocks

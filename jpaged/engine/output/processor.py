@@ -175,16 +175,16 @@ class _PromptResults:
     sum_e: NDArray[np.float64] | None = None
     num_summed: int = 0
 
-    def add(self, asked: AuxRequest, outputs: AuxOutputs, row: int) -> None:
+    def add(self, request: AuxRequest, outputs: AuxOutputs, row: int) -> None:
         """Add the next position."""
         if outputs.hidden_re is not None:
             hidden_e = outputs.hidden_re[row].astype(np.float64)
             self.sum_e = hidden_e if self.sum_e is None else self.sum_e + hidden_e
             self.num_summed += 1
             return
-        assert asked.position is not None
-        token_id = asked.sequence.token_ids[asked.position + 1]
-        num_top = asked.group.request.sampling.prompt_logprobs or 0
+        assert request.position is not None
+        token_id = request.sequence.token_ids[request.position + 1]
+        num_top = request.group.request.sampling.prompt_logprobs or 0
         self.logprobs.append(PositionLogprobs(outputs.chosen(row, token_id), outputs.top(row, num_top)))
 
     @property
@@ -208,18 +208,18 @@ class PromptLogprobsCollector:
         self._prompts: dict[SequenceGroup, _PromptResults] = {}
         self._samples: dict[int, tuple[AuxOutputs, int]] = {}
 
-    def take(self, told: Iterable[tuple[StepAux, AuxOutputs]]) -> None:
+    def take(self, results: Iterable[tuple[StepAux, AuxOutputs]]) -> None:
         """Add all aux outputs of a step."""
         self._samples.clear()
-        for tell, outputs in told:
-            for row, asked in enumerate(tell.requests):
-                if asked.position is None:
-                    self._samples[asked.row] = outputs, row
-                elif asked.sequence.is_live:
-                    found = self._prompts.setdefault(asked.group, _PromptResults())
-                    found.add(asked, outputs, row)
-                    if asked.position + 1 == asked.sequence.prompt_logprobs_end:
-                        self.ready[asked.group] = self._prompts.pop(asked.group)
+        for aux, outputs in results:
+            for row, request in enumerate(aux.requests):
+                if request.position is None:
+                    self._samples[request.row] = outputs, row
+                elif request.sequence.is_live:
+                    found = self._prompts.setdefault(request.group, _PromptResults())
+                    found.add(request, outputs, row)
+                    if request.position + 1 == request.sequence.prompt_logprobs_end:
+                        self.ready[request.group] = self._prompts.pop(request.group)
 
     def forget(self, group: SequenceGroup) -> None:
         """Remove a request that has ended."""
@@ -341,8 +341,8 @@ class OutputState:
 
     Attributes:
         has_text: there is a tokenizer, and the request wants text.
-        needs_logprobs: from the sampling parameters, as are `num_top` (`logprobs`) and `asks_more`.
-        asks_more: the request needs aux outputs for sampled tokens.
+        needs_logprobs: from the sampling parameters, as are `num_top` (`logprobs`) and `needs_aux_outputs`.
+        needs_aux_outputs: the request needs aux outputs for sampled tokens.
         held: withheld output; None if it is streamed.
     """
 
@@ -356,7 +356,7 @@ class OutputState:
         self.has_text = False
         self.needs_logprobs = sampling.needs_logprobs
         self.num_top = sampling.logprobs
-        self.asks_more = sampling.needs_extra_logprobs
+        self.needs_aux_outputs = sampling.needs_extra_logprobs
         self.held: WithheldOutput | None = None
         self._detokenizer: IncrementalDetokenizer | NoText = NoText()
         if tokenizer is not None and sampling.detokenize:
@@ -519,11 +519,11 @@ class OutputProcessor:
             state = self._states[sequence]
             text, finish = state.push(token_id) if is_checked or state.has_text else state.passed()
             positions = () if state.num_top is None else (outputs.position(row, max(0, state.num_top)),)
-            if state.asks_more:
+            if state.needs_aux_outputs:
                 positions = (self.prompt_logprobs.position(row, outputs, group.request.sampling),)
             if self.prompt_logprobs.ready and group in self.prompt_logprobs.ready and state.held is None:
                 self._send_prompt_results(group)
-            told_sum = sequence.cumulative_logprob if state.needs_logprobs else None
+            reported_sum = sequence.cumulative_logprob if state.needs_logprobs else None
             if state.held is not None:
                 state.held.add(text, positions, finish)
             elif finish is None:
@@ -536,12 +536,12 @@ class OutputProcessor:
                         (token_id,),
                         positions,
                         None,
-                        told_sum,
+                        reported_sum,
                         _usage(group),
                     )
                 )
             else:
-                piece = _OutputPart(text, (token_id,), positions, finish, told_sum)
+                piece = _OutputPart(text, (token_id,), positions, finish, reported_sum)
                 self._show(group, sequence.index, piece, is_last=len(group.live) == 1)
             if finish is not None:
                 yield group, sequence
@@ -570,10 +570,10 @@ class OutputProcessor:
         if group in self._searches:
             self._show_parts(group, [self._get_parts(group, beam) for beam in self._searches[group].best(sampling.n)])
             return
-        told = group.sequences
+        reported = group.sequences
         if sampling.num_samples > sampling.n:
-            told = sorted(told, key=lambda sequence: -sequence.cumulative_logprob)[: sampling.n]
-        self._show_parts(group, [self._parts(sequence) for sequence in told])
+            reported = sorted(reported, key=lambda sequence: -sequence.cumulative_logprob)[: sampling.n]
+        self._show_parts(group, [self._parts(sequence) for sequence in reported])
 
     def end(self, group: SequenceGroup, reason: FinishReason) -> None:
         """Send the end of a request between two tokens: one event for each live sequence."""
@@ -620,18 +620,18 @@ class OutputProcessor:
     def _get_cumulative_logprob(self, sequence: Sequence) -> float | None:
         return sequence.cumulative_logprob if self._states[sequence].needs_logprobs else None
 
-    def _show_parts(self, group: SequenceGroup, told: list[list[_OutputPart]]) -> None:
+    def _show_parts(self, group: SequenceGroup, sequences: list[list[_OutputPart]]) -> None:
         """Send the parts of withheld sequences in index order, ending with the request's last event."""
-        parts = [(index, part) for index, pieces in enumerate(told) for part in pieces]
+        parts = [(index, part) for index, pieces in enumerate(sequences) for part in pieces]
         for number, (index, part) in enumerate(parts, start=1):
             self._show(group, index, part, is_last=number == len(parts))
 
     def _send_prompt_results(self, group: SequenceGroup) -> None:
         """Send the prompt log-probabilities or embedding, in events of bounded size."""
-        told, request_id = self.prompt_logprobs.ready.pop(group), group.request.request_id
-        for begin in range(0, max(1, len(told.logprobs)), _MAX_TOKENS_PER_EVENT):
-            part = tuple(told.logprobs[begin : begin + _MAX_TOKENS_PER_EVENT])
-            embedding = told.embedding if not begin else ()
+        results, request_id = self.prompt_logprobs.ready.pop(group), group.request.request_id
+        for begin in range(0, max(1, len(results.logprobs)), _MAX_TOKENS_PER_EVENT):
+            part = tuple(results.logprobs[begin : begin + _MAX_TOKENS_PER_EVENT])
+            embedding = results.embedding if not begin else ()
             group.sink(OutputEvent(request_id, usage=_usage(group), prompt_logprobs=part, embedding=embedding))
 
     def _build_usage(self, group: SequenceGroup) -> Usage:

@@ -43,21 +43,21 @@ class StepAux:
 
 def build_aux_inputs(schedule: SchedulerOutput, geometry: Geometry) -> list[StepAux]:
     """Return every aux call of a step, each with a bounded number of rows."""
-    asked: dict[AuxKind, list[tuple[int, list[int], AuxRequest]]] = {}
+    requests: dict[AuxKind, list[tuple[int, list[int], AuxRequest]]] = {}
     first = geometry.buckets.rows[-1]
     for number, (_, row, position) in enumerate(schedule.aux_tokens()):
         following = row.sequence.token_ids[position + 1 : position + 2]
         one = AuxRequest(row.group, row.sequence, position, 0)
-        asked.setdefault(_build_prompt_aux(row.group), []).append((first + number, following, one))
-    asks_more = any(row.group.request.sampling.needs_extra_logprobs for row in schedule.rows)
-    for place in range(schedule.num_rows) if asks_more else ():
+        requests.setdefault(_build_prompt_aux(row.group), []).append((first + number, following, one))
+    needs_aux = any(row.group.request.sampling.needs_extra_logprobs for row in schedule.rows)
+    for place in range(schedule.num_rows) if needs_aux else ():
         row = schedule.row_at(place)
         sampling = row.group.request.sampling
         if row.samples_token and sampling.needs_extra_logprobs:
-            tell = AuxKind.LOGPROBS if sampling.logprob_token_ids else AuxKind.ALL_LOGPROBS
+            kind = AuxKind.LOGPROBS if sampling.logprob_token_ids else AuxKind.ALL_LOGPROBS
             ids = [NO_ID, *sampling.logprob_token_ids]
-            asked.setdefault(tell, []).append((place, ids, AuxRequest(row.group, row.sequence, None, place)))
-    return [part for tell, rows in asked.items() for part in _parts(tell, rows)]
+            requests.setdefault(kind, []).append((place, ids, AuxRequest(row.group, row.sequence, None, place)))
+    return [part for kind, rows in requests.items() for part in _parts(kind, rows)]
 
 
 def _build_prompt_aux(group: SequenceGroup) -> AuxKind:
@@ -71,8 +71,8 @@ def _build_prompt_aux(group: SequenceGroup) -> AuxKind:
     )
 
 
-def _parts(tell: AuxKind, rows: list[tuple[int, list[int], AuxRequest]]) -> Iterator[StepAux]:
-    size = AUX_SIZES[tell]
+def _parts(kind: AuxKind, rows: list[tuple[int, list[int], AuxRequest]]) -> Iterator[StepAux]:
+    size = AUX_SIZES[kind]
     for begin in range(0, len(rows), size):
-        places, ids, asked = zip(*rows[begin : begin + size], strict=True)
-        yield StepAux(AuxInputs.padded(tell, list(places), list(ids), size), list(asked))
+        places, ids, requests = zip(*rows[begin : begin + size], strict=True)
+        yield StepAux(AuxInputs.padded(kind, list(places), list(ids), size), list(requests))

@@ -26,7 +26,7 @@ from jpaged.device.compilation.memory_plan import (
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import serving_mesh
 from jpaged.engine.executor import TOP_WIDTH
-from jpaged.engine.executor.io import EDIT_FIELDS, NUM_SINGLES, TELL_IDS, num_mask_words
+from jpaged.engine.executor.io import AUX_IDS, EDIT_FIELDS, NUM_SINGLES, num_mask_words
 from jpaged.errors import InternalError, InvalidArgument
 from tests.device import tiny_model
 
@@ -295,7 +295,7 @@ def test_what_edits_and_tells_keep_is_planned() -> None:
     counts = num_slots * (2 * vocab_size + 4)
     edits = 3 * 4 * 8 * (len(EDIT_FIELDS) + 3 * NUM_SINGLES + num_mask_words(vocab_size))
     num_hidden = served.step.num_places + served.step.num_aux
-    columns = 2 + TELL_IDS + 2 * TOP_WIDTH
+    columns = 2 + AUX_IDS + 2 * TOP_WIDTH
     told = 2 * 4 * max(-(-num_hidden // 8) * 8 * vocab_size, -(-num_hidden // 64) * 64 * columns)
     assert served._edit_bytes({"count": ProgramReport.of(compiled[COUNT].executable)}) == counts + edits
     assert served._aux_bytes({spec: ProgramReport.of(one.executable) for spec, one in compiled.items()}) == told

@@ -22,7 +22,7 @@ from jpaged.device.logits_processors import IN_PROMPT
 from jpaged.device.mesh import MODEL_AXIS, build_mesh
 from jpaged.device.transfers import lower_move
 from jpaged.engine.executor import TOP_WIDTH, Detail
-from jpaged.engine.executor.io import TELL_IDS, AuxKind, TokenCountReset
+from jpaged.engine.executor.io import AUX_IDS, AuxKind, TokenCountReset
 from jpaged.kernels.matmul.on_device import PartedMatrix
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.models.config import Quantization
@@ -105,7 +105,7 @@ def test_what_edits_and_tells_is_split_over_the_vocabulary(num_parts: int) -> No
         best = spec.size * num_parts * min(TOP_WIDTH, vocab_size // num_parts)
         assert gathered == ([best, best] if has_top else []), spec
         summed = [math.prod(dims) for one in exchanged if one.opcode == "all-reduce" for dims in one.dims]
-        assert all(size <= spec.size * TELL_IDS for size in summed), spec
+        assert all(size <= spec.size * AUX_IDS for size in summed), spec
         memory = executable.memory_analysis()
         assert memory is not None
         in_place = num_slots * (2 * vocab_size // num_parts + 4) if spec.kind in ("edited", "count") else 0

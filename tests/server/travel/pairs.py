@@ -36,7 +36,9 @@ async def two(a=None, b=None, **options):
 async def is_at_rest(harness):
     """Nothing travels any more, and nothing is held."""
     memory = harness.serving.engine._loop.memory
-    await eventually(lambda: not list(memory.held.tables()) and not memory.host._held and not memory.host.errands)
+    await eventually(
+        lambda: not list(memory.held.tables()) and not memory.host._held and not memory.host.pending_callbacks
+    )
     await eventually(lambda: harness.num_blocks_used == 0)
 
 

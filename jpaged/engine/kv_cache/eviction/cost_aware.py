@@ -83,14 +83,14 @@ class BlockCosts:
         return self.first_s + index * self.further_s
 
 
-LotKey = tuple[int, int, int]
+BucketKey = tuple[int, int, int]
 """Class, cost level and first span."""
 
 _FINE_SPANS_BITS = 4
 """There are fewer than two to the power of this spans of the first length."""
 _MOST_MOVED = 4096
 """Maximum number of slots moved when old buckets are merged (some milliseconds); the next call continues."""
-_MOST_LOTS = 256
+_MAX_BUCKETS = 256
 """Empty buckets are dropped when there are more than this plus twice the number of buckets kept last time."""
 
 
@@ -145,7 +145,7 @@ class CandidateBucket:
         if place in self.passed:
             heapq.heappush(self.ripe, (self.passed[place], place))
 
-    def take_in(self, younger: CandidateBucket, most: int) -> tuple[list[int], int]:
+    def merge(self, younger: CandidateBucket, most: int) -> tuple[list[int], int]:
         """Move slots from a bucket of later spans to this one, in at most `most` operations.
 
         The oldest slots move first, then the ripe ones, then the others. The rest of the other bucket is unchanged.
@@ -183,57 +183,57 @@ class CandidateBuckets:
 
     def __init__(self, span: int) -> None:
         self._span = span
-        self._lots: dict[LotKey, CandidateBucket] = {}
-        self._lot_of: dict[int, CandidateBucket] = {}
-        self._most = _MOST_LOTS
+        self._buckets: dict[BucketKey, CandidateBucket] = {}
+        self._bucket_by_slot: dict[int, CandidateBucket] = {}
+        self._most = _MAX_BUCKETS
 
     def __iter__(self) -> Iterator[CandidateBucket]:
-        return iter(self._lots.values())
+        return iter(self._buckets.values())
 
-    def get_begin(self, lot: CandidateBucket) -> int:
+    def get_begin(self, bucket: CandidateBucket) -> int:
         """Return the time at which the first span of a bucket began."""
-        return lot.span * self._span
+        return bucket.span * self._span
 
-    def get_lot(self, place: int) -> CandidateBucket | None:
+    def get_bucket(self, place: int) -> CandidateBucket | None:
         """Return the bucket of a free slot, or None if the slot is not free."""
-        return self._lot_of.get(place)
+        return self._bucket_by_slot.get(place)
 
     def add(self, place: int, kind: int, cost: int, freed_at: int) -> None:
         key = kind, cost, freed_at // self._span
-        lot = self._lots.get(key)
-        if lot is None:
+        bucket = self._buckets.get(key)
+        if bucket is None:
             self._drop_empty(key[2])
-            lot = self._lots[key] = CandidateBucket(*key)
-        lot.add(place, freed_at)
-        self._lot_of[place] = lot
+            bucket = self._buckets[key] = CandidateBucket(*key)
+        bucket.add(place, freed_at)
+        self._bucket_by_slot[place] = bucket
 
     def remove(self, place: int) -> None:
-        self._lot_of.pop(place).remove(place)
+        self._bucket_by_slot.pop(place).remove(place)
 
     def settle(self, now: int) -> None:
         """Drop empty buckets and merge old ones; a class and cost keeps about eight buckets per doubling of age.
 
         A bucket that takes too long to merge at once stays separate in part until the next call.
         """
-        now_span, old, self._lots = now // self._span, self._lots, {}
+        now_span, old, self._buckets = now // self._span, self._buckets, {}
         num_left = _MOST_MOVED
-        for lot in sorted((lot for lot in old.values() if lot), key=lambda lot: lot.span):
-            coarse = max(0, (now_span - lot.span).bit_length() - _FINE_SPANS_BITS)
-            span = lot.span >> coarse << coarse
-            older = self._lots.get((lot.kind, lot.cost, span))
+        for bucket in sorted((bucket for bucket in old.values() if bucket), key=lambda bucket: bucket.span):
+            coarse = max(0, (now_span - bucket.span).bit_length() - _FINE_SPANS_BITS)
+            span = bucket.span >> coarse << coarse
+            older = self._buckets.get((bucket.kind, bucket.cost, span))
             if older is None:
-                lot.span = span
+                bucket.span = span
             else:
-                moved, num_left = older.take_in(lot, num_left)
-                self._lot_of.update(dict.fromkeys(moved, older))
-            if lot:  # no other bucket has this key: earlier ones of this class and cost have earlier spans
-                self._lots[lot.kind, lot.cost, lot.span] = lot
+                moved, num_left = older.merge(bucket, num_left)
+                self._bucket_by_slot.update(dict.fromkeys(moved, older))
+            if bucket:  # no other bucket has this key: earlier ones of this class and cost have earlier spans
+                self._buckets[bucket.kind, bucket.cost, bucket.span] = bucket
 
     def _drop_empty(self, now_span: int) -> None:
         """Drop empty buckets of past spans now and then: `commit_full_blocks` does not run while nothing is evicted."""
-        if len(self._lots) > self._most:
-            self._lots = {key: lot for key, lot in self._lots.items() if lot or lot.span == now_span}
-            self._most = _MOST_LOTS + 2 * len(self._lots)
+        if len(self._buckets) > self._most:
+            self._buckets = {key: bucket for key, bucket in self._buckets.items() if bucket or bucket.span == now_span}
+            self._most = _MAX_BUCKETS + 2 * len(self._buckets)
 
 
 F64 = NDArray[np.float64]
@@ -363,7 +363,7 @@ class CostAwareEviction:
         self._num_followers: dict[BlockHash, int] = {}  # blocks of the tier whose parent has the key
         self._gone: OrderedDict[BlockHash, _BlockStats] = OrderedDict()
         self._owners: OrderedDict[BlockHash, list[float]] = OrderedDict()  # [needed again, not needed]
-        self._lots = CandidateBuckets(max(1, num_places // _SPANS_PER_POOL))
+        self._buckets = CandidateBuckets(max(1, num_places // _SPANS_PER_POOL))
         self._ranking: list[CandidateBucket] = []  # the bucket with the least worth is last
         self._num_until_ranked = 0
         self._now = 0
@@ -400,11 +400,11 @@ class CostAwareEviction:
     def on_free(self, place: int) -> None:
         block = self._blocks[place]
         block.kind, block.freed_at = self._kind(block), self._now
-        self._lots.add(place, block.kind, self._cost_level(block.entry), self._now)
+        self._buckets.add(place, block.kind, self._cost_level(block.entry), self._now)
         self._now += 1
 
     def on_acquire(self, place: int) -> None:
-        self._lots.remove(place)
+        self._buckets.remove(place)
 
     def victim(self) -> int:
         if self._num_until_ranked <= 0:
@@ -414,9 +414,9 @@ class CostAwareEviction:
             self._rank()
             place = self._oldest_of_least()
         if place is None:  # every candidate has children that are in use
-            place = next(iter(next(lot for lot in self._lots if lot).passed))
+            place = next(iter(next(bucket for bucket in self._buckets if bucket).passed))
         self._num_until_ranked -= 1
-        self._lots.remove(place)
+        self._buckets.remove(place)
         return place
 
     def on_remove(self, place: int, *, is_evicted: bool) -> CachedBlock:
@@ -432,7 +432,7 @@ class CostAwareEviction:
         return entry.seen(block.seen)
 
     def candidates(self) -> set[int]:
-        return {place for lot in self._lots for place in (*lot.places, *lot.passed)}
+        return {place for bucket in self._buckets for place in (*bucket.places, *bucket.passed)}
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -442,8 +442,8 @@ class CostAwareEviction:
             self._num_followers[parent] = num_followers
             return
         place = self._places.get(parent)
-        if place is not None and (lot := self._lots.get_lot(place)) is not None:
-            lot.mark_leaf(place)
+        if place is not None and (bucket := self._buckets.get_bucket(place)) is not None:
+            bucket.mark_leaf(place)
 
     def _was_needed(self, block: _BlockStats) -> None:
         assert block.freed_at is not None
@@ -487,31 +487,34 @@ class CostAwareEviction:
     def _oldest_of_least(self) -> int | None:
         """Return the oldest block without children in the lowest-ranked bucket that has one, or None."""
         while self._ranking:
-            lot = self._ranking[-1]
-            while (place := lot.oldest()) is not None:
+            bucket = self._ranking[-1]
+            while (place := bucket.oldest()) is not None:
                 if self._blocks[place].entry.key not in self._num_followers:
                     return place
-                lot.pass_over(place)
+                bucket.pass_over(place)
             self._ranking.pop()
         return None
 
     def _rank(self) -> None:
         """Sort buckets by the worth of their blocks; first recompute the rates if it is time."""
-        self._lots.settle(self._now)
-        ages = {lot: self._reuse.age(max(0, self._now - self._lots.get_begin(lot))) for lot in self._lots}
+        self._buckets.settle(self._now)
+        ages = {
+            bucket: self._reuse.age(max(0, self._now - self._buckets.get_begin(bucket))) for bucket in self._buckets
+        }
         if self._now >= self._learns_at:
             self._learn(ages)
-        rates, seconds = self._reuse.rates, {cost: self._seconds(cost) for cost in {lot.cost for lot in ages}}
+        rates, seconds = self._reuse.rates, {cost: self._seconds(cost) for cost in {bucket.cost for bucket in ages}}
         worths = [
-            (rates[lot.kind][age] * seconds[lot.cost], lot.span, lot.kind, lot.cost, lot) for lot, age in ages.items()
+            (rates[bucket.kind][age] * seconds[bucket.cost], bucket.span, bucket.kind, bucket.cost, bucket)
+            for bucket, age in ages.items()
         ]
-        self._ranking = [lot for *_, lot in sorted(worths, key=lambda worth: worth[:4], reverse=True)]
+        self._ranking = [bucket for *_, bucket in sorted(worths, key=lambda worth: worth[:4], reverse=True)]
         self._num_until_ranked = max(8, self._num_places // _RANKS_PER_POOL)
 
     def _learn(self, ages: dict[CandidateBucket, int]) -> None:
         alive_ca = np.zeros((len(PRIORS), NUM_AGES))
-        for lot, age in ages.items():
-            alive_ca[lot.kind, age] += len(lot)
+        for bucket, age in ages.items():
+            alive_ca[bucket.kind, age] += len(bucket)
         self._reuse.learn(alive_ca)
         for counts in self._owners.values():
             counts[:] = [_FADE * count for count in counts]

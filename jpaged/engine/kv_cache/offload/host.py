@@ -36,7 +36,7 @@ class HostTier:
 
     Attributes:
         blocks: block of each cached key.
-        errands: pending `on_transfers_done` callbacks: while there are any, steps must run even if no group does.
+        pending_callbacks: those of `on_transfers_done`; while there are any, steps must run even if no group does.
 
     Args:
         blocks: contents of host memory; None if only the device accesses them.
@@ -59,7 +59,7 @@ class HostTier:
         self._ranked = ranked
         self._bytes = blocks
         self._held: dict[BlockTable, None] = {}
-        self.errands: deque[tuple[int, BlockTable, Callable[[], None]]] = deque()
+        self.pending_callbacks: deque[tuple[int, BlockTable, Callable[[], None]]] = deque()
         self._ops = ops
         self.blocks: dict[BlockHash, int] = {}
         self._keys: dict[int, BlockHash] = {}
@@ -182,16 +182,16 @@ class HostTier:
 
     def on_transfers_done(self, table: BlockTable, then: Callable[[], None]) -> None:
         """Call `then` in a step in which no copy to or from the blocks is pending."""
-        self.errands.append((self._ops.num_taken, table, then))
+        self.pending_callbacks.append((self._ops.num_taken, table, then))
 
     def advance(self) -> None:
         """Run the `on_transfers_done` callbacks that are due; called once per step, before it is scheduled."""
-        for _ in range(len(self.errands)):
-            since, table, then = self.errands.popleft()
+        for _ in range(len(self.pending_callbacks)):
+            since, table, then = self.pending_callbacks.popleft()
             if self.is_settled(table.block_ids(), since):
                 then()
             else:
-                self.errands.append((since, table, then))
+                self.pending_callbacks.append((since, table, then))
 
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Check the bookkeeping of host blocks.

@@ -71,13 +71,13 @@ class SlowTwoQueues(Slow):
 
 
 class SlowWorth(Slow):
-    """Ranks all free places whenever it is asked, by the lots that `CostAwareEviction` had at the last ranking."""
+    """Ranks all free places whenever it is asked, by the buckets that `CostAwareEviction` had at the last ranking."""
 
     def __init__(self, num_places, costs, fetch_s):
         super().__init__()
         self.num_places, self.costs, self.fetch_s = num_places, costs, fetch_s
         self.span = max(1, num_places // 8)
-        self.shared, self.kinds, self.freed_at, self.lots = {}, {}, {}, {}
+        self.shared, self.kinds, self.freed_at, self.buckets = {}, {}, {}, {}
         self.gone, self.owners, self.now, self.learns_at = [], {}, 0, num_places
         self.ranking, self.num_until_ranked = [], 0
         unit = max(1.0, num_places / 32)
@@ -124,7 +124,7 @@ class SlowWorth(Slow):
             seconds = min(seconds, fetch_s)
         while cost < 7 and self.costs.first_s * 1.5 ** (cost + 1) <= seconds:
             cost += 1
-        self.lots[place] = (self.kinds[place], cost, self.now // self.span)
+        self.buckets[place] = (self.kinds[place], cost, self.now // self.span)
         self.freed_at[place] = self.now
         self.now += 1
 
@@ -141,7 +141,7 @@ class SlowWorth(Slow):
 
     def of_ranking(self):
         while self.ranking:
-            leaves = [place for place in self.free if self.lots[place] == self.ranking[0] and self.is_leaf(place)]
+            leaves = [place for place in self.free if self.buckets[place] == self.ranking[0] and self.is_leaf(place)]
             if leaves:
                 return [min(leaves, key=self.freed_at.__getitem__)]
             self.ranking = self.ranking[1:]
@@ -149,26 +149,26 @@ class SlowWorth(Slow):
 
     def rank(self):
         for place in self.free:
-            kind, cost, span = self.lots[place]
+            kind, cost, span = self.buckets[place]
             length = 1
             while self.now // self.span - span >= 16 * length:
                 length *= 2
-            self.lots[place] = kind, cost, span // length * length
-        by_lot = sorted(self.lots[place] for place in self.free)
-        sizes = {lot: len(list(of_lot)) for lot, of_lot in groupby(by_lot)}
-        ages = {lot: self.reuse.age(self.now - lot[2] * self.span) for lot in sizes}
+            self.buckets[place] = kind, cost, span // length * length
+        by_bucket = sorted(self.buckets[place] for place in self.free)
+        sizes = {bucket: len(list(in_bucket)) for bucket, in_bucket in groupby(by_bucket)}
+        ages = {bucket: self.reuse.age(self.now - bucket[2] * self.span) for bucket in sizes}
         if self.now >= self.learns_at:
             alive = np.zeros((len(cost_aware.PRIORS), NUM_AGES))
-            for lot, size in sizes.items():
-                alive[lot[0], ages[lot]] += size
+            for bucket, size in sizes.items():
+                alive[bucket[0], ages[bucket]] += size
             self.reuse.learn(alive)
             self.owners = {owner: [0.8 * n for n in counts] for owner, counts in self.owners.items()}
             self.learns_at = self.now + max(1, self.num_places // 2)
 
-        def rank_of(lot):
-            kind, cost, span = lot
+        def rank_of(bucket):
+            kind, cost, span = bucket
             seconds = self.costs.first_s * 1.5 ** (cost + 0.5)
-            return self.reuse.rates[kind][ages[lot]] * seconds, span, kind, cost
+            return self.reuse.rates[kind][ages[bucket]] * seconds, span, kind, cost
 
         self.ranking = sorted(sizes, key=rank_of)
         self.num_until_ranked = max(8, self.num_places // 64)

@@ -179,7 +179,7 @@ def num_kept(thing):
 
 
 SPANS = (0, 8, 16, 24, 32)
-"""Where lots of spans 0 to 39 begin in the end when it is span 100: those at least 64 old are of eight spans."""
+"""Where buckets of spans 0 to 39 begin in the end when it is span 100: those at least 64 old are of eight spans."""
 
 
 @pytest.mark.parametrize("most", [1, 7, 10_000])
@@ -187,32 +187,34 @@ def test_old_lots_are_put_together_a_bounded_part_at_a_time(monkeypatch, most):
     """Whatever is moved when, none is lost, the oldest stay in front, and in the end it is as if it were at once."""
     monkeypatch.setattr("jpaged.engine.kv_cache.eviction.cost_aware._MOST_MOVED", most)
     choose = random.Random(0)
-    lots: Any = CandidateBuckets(span=4)
+    buckets: Any = CandidateBuckets(span=4)
     freed_at = {place: place for place in range(160)}
     for place, when in freed_at.items():
-        lots.add(place, choose.randrange(2), 0, when)
+        buckets.add(place, choose.randrange(2), 0, when)
     passed = choose.sample(range(100), 40)
     for place in passed:
-        lots.get_lot(place).pass_over(place)
+        buckets.get_bucket(place).pass_over(place)
     for place in passed[:20]:
-        lots.get_lot(place).mark_leaf(place)
+        buckets.get_bucket(place).mark_leaf(place)
     for place in passed[10:15]:  # gone while it is ripe
-        lots.remove(place)
+        buckets.remove(place)
         del freed_at[place]
     now, ripe = 400, set(passed[:10] + passed[15:20])
     for _ in range(len(freed_at) + 50):
-        before = {place: lots.get_lot(place) for place in freed_at}
-        lots.settle(now)
-        assert sum(lots.get_lot(place) is not before[place] for place in freed_at) <= most
-        assert sorted(place for lot in lots for place in (*lot.places, *lot.passed)) == sorted(freed_at)
-        for lot in lots:
-            assert all(lots.get_lot(place) is lot for place in (*lot.places, *lot.passed))
-            assert list(lot.places.values()) == sorted(lot.places.values())
-            assert lots.get_begin(lot) <= min((*lot.places.values(), *lot.passed.values()))
-    assert sorted((lot.kind, lot.span) for lot in lots) == [(kind, span) for kind in (0, 1) for span in SPANS]
+        before = {place: buckets.get_bucket(place) for place in freed_at}
+        buckets.settle(now)
+        assert sum(buckets.get_bucket(place) is not before[place] for place in freed_at) <= most
+        assert sorted(place for bucket in buckets for place in (*bucket.places, *bucket.passed)) == sorted(freed_at)
+        for bucket in buckets:
+            assert all(buckets.get_bucket(place) is bucket for place in (*bucket.places, *bucket.passed))
+            assert list(bucket.places.values()) == sorted(bucket.places.values())
+            assert buckets.get_begin(bucket) <= min((*bucket.places.values(), *bucket.passed.values()))
+    assert sorted((bucket.kind, bucket.span) for bucket in buckets) == [
+        (kind, span) for kind in (0, 1) for span in SPANS
+    ]
     found = set()
-    for lot in lots:
-        while (place := lot.oldest()) is not None:
+    for bucket in buckets:
+        while (place := bucket.oldest()) is not None:
             found.add(place)
-            lot.remove(place)
+            bucket.remove(place)
     assert found == {place for place in freed_at if place not in passed or place in ripe}

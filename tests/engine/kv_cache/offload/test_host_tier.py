@@ -105,13 +105,13 @@ def test_a_table_is_settled_when_its_moves_are_given_to_the_device_and_have_land
     tier.on_transfers_done(table, lambda: seen.append(True))
     landing.on_the_way = {*table.block_ids()}
     tier.advance()
-    assert tier.errands and not seen  # the move is not even given to the device
+    assert tier.pending_callbacks and not seen  # the move is not even given to the device
     ops.take()
     tier.advance()
     assert not seen  # nor has it landed
     landing.on_the_way = set()
     tier.advance()
-    assert seen and not tier.errands
+    assert seen and not tier.pending_callbacks
     tier.release(table)
 
 
