@@ -75,7 +75,8 @@ class KVConnector(Protocol):
 
     **Threads.** `lookup` and `num_blocks` are called on the engine thread, many times a step: they must return at once,
     from an index in memory. All other methods may block. They run on daemon threads of the engine: up to eight loads,
-    and one save or touch per replica, at the same time as one removal. So every method must be thread-safe.
+    and one save or touch per replica, at the same time as one removal. So every method must be thread-safe. Threads of
+    the connector itself must be daemon threads, or end in `close`: otherwise the process does not exit.
 
     **Limits.** The engine starts at most 64 MiB of saves per second while requests run, and 1 GiB while none runs. A
     group waits for loads only while they are faster than computing, and never longer than computing would take. If a
@@ -195,7 +196,7 @@ def import_connector(options: KVTransferOptions) -> ConnectorClass:
     """Import the class of a connector.
 
     Raises:
-        InvalidArgument: the module or the class cannot be imported, or the class lacks a method.
+        InvalidArgument: the module or the class cannot be imported, or the class lacks a method or has an async one.
     """
     path, name = options.kv_connector_module_path, options.kv_connector
     try:
@@ -215,6 +216,10 @@ def import_connector(options: KVTransferOptions) -> ConnectorClass:
             f"{name} lacks {', '.join(missing)}: it must implement jpaged.engine.kv_cache.connector.KVConnector, which "
             "differs from vLLM's KVConnectorBase_V1",
         )
+    for method in _METHODS:
+        if inspect.iscoroutinefunction(getattr(kind, method)):
+            problem = f"{name}.{method} is async: it must be a plain method, which threads of the engine call"
+            raise InvalidArgument("kv_transfer_config.kv_connector", problem)
     return cast(ConnectorClass, kind)
 
 

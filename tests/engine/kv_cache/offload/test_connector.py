@@ -315,6 +315,11 @@ def test_a_class_is_imported_by_name():
             "kv_connector: DictConnector lacks lookup, save, touch, remove, reset: it must implement "
             "jpaged.engine.kv_cache.connector.KVConnector, which differs from vLLM's",
         ),
+        (
+            "from tests.engine.kv_cache.offload import dict_connector as given\n"
+            "class DictConnector(given.DictConnector):\n    async def load(self, key, into): ...",
+            "kv_connector: DictConnector.load is async: it must be a plain method",
+        ),
     ],
 )
 def test_a_class_that_cannot_serve_is_refused(tmp_path, monkeypatch, source, problem):
