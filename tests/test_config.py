@@ -195,7 +195,7 @@ def test_speculation_is_a_json_object_or_what_it_says():
     ("value", "field", "problem"),
     [
         ("ngram", "", "ngram is not JSON"),
-        (3, "", "3 is not of type str"),
+        (3, "", "3 is not of type str or dict"),
         ({"method": "ngram"}, ".num_speculative_tokens", "is missing"),
         ({"method": {1}}, "", "is not a JSON object: Object of type set"),
         ({"method": "eagle", "num_speculative_tokens": 2}, ".method", "'eagle' is not one of ngram, suffix"),

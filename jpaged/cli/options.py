@@ -31,7 +31,8 @@ _EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never":
 
 def to_flag(name: str) -> str:
     """Convert max_model_len to --max-model-len."""
-    return f"--{name.replace('_', '-')}"
+    name, dot, key = name.partition(".")  # keys of a JSON object stay as they are
+    return f"--{name.replace('_', '-')}{dot}{key}"
 
 
 def add_config_flags(

@@ -72,7 +72,7 @@ def checked(spec: dataclasses.Field[Any], value: Any) -> Any:
     if is_json(spec) and isinstance(value, Mapping):
         value = _as_json(spec.name, value)
     if type(value) is not kind:
-        name = "list of str" if kind is tuple else kind.__name__
+        name = "list of str" if kind is tuple else "str or dict" if is_json(spec) else kind.__name__
         raise InvalidArgument(spec.name, f"{value!r} is not of type {name}")
     if isinstance(value, tuple):
         return tuple(_checked_word(spec.name, word) for word in value)

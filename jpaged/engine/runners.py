@@ -25,6 +25,7 @@ from jpaged.engine.executor import (
     I32,
     Bool,
     Executor,
+    Geometry,
     MaskChannel,
     SamplingInputs,
     StepDirective,
@@ -100,10 +101,18 @@ class RunnerContext:
     eos_token_ids: frozenset[int]
     finish_in_flight: Callable[[], None]
 
-    def build_sampling(self, schedule: SchedulerOutput) -> SamplingInputs:
+    def build_inputs(self, schedule: SchedulerOutput) -> tuple[StepInputs, SamplingInputs]:
+        """Return the inputs of a schedule that runs as one program.
+
+        Both are padded to the same size, although the executor may add programs at any time.
+        """
+        geometry = self.executor.geometry
+        return build_step_inputs(schedule, geometry), self.build_sampling(schedule, geometry)
+
+    def build_sampling(self, schedule: SchedulerOutput, geometry: Geometry) -> SamplingInputs:
         """Return the sampling parameters of the rows of a schedule."""
         logits_processors = self.scheduler.rows.logits_processors
-        return build_sampling_inputs(schedule, self.executor.geometry, self.eos_token_ids, logits_processors)
+        return build_sampling_inputs(schedule, geometry, self.eos_token_ids, logits_processors)
 
     def start_forward(self, inputs: StepInputs) -> Any:
         """Dispatch the forward pass of a step. Return its output, for the sample."""
@@ -137,7 +146,7 @@ class SingleStepRunner:
         context, geometry = self.context, self.context.executor.geometry
         inputs = build_step_inputs(schedule, geometry)
         hidden = context.start_forward(inputs)
-        sampling = context.build_sampling(schedule)
+        sampling = context.build_sampling(schedule, geometry)
         aux_inputs = build_aux_inputs(schedule, geometry) if schedule.has_aux_outputs else ()
         pending = [(aux, context.executor.compute_aux(hidden, aux.inputs)) for aux in aux_inputs]
         if schedule.has_grammars:
@@ -167,8 +176,7 @@ class MultiStepRunner:
 
     def start(self, schedule: SchedulerOutput, begin_s: float) -> InFlightBatch:
         context, executor = self.context, self.context.executor
-        inputs = build_step_inputs(schedule, executor.geometry)
-        sampling = context.build_sampling(schedule)
+        inputs, sampling = context.build_inputs(schedule)
         ending_ids_rx = build_ending_ids(schedule, len(sampling.rows_r))
         context.timer.end_idle()
         handle = executor.decode(inputs, sampling, ending_ids_rx, schedule.num_steps)
@@ -192,13 +200,14 @@ class AlternatingRunner:
 
     def start(self, schedule: SchedulerOutput, begin_s: float) -> InFlightBatch:
         context, executor, results = self.context, self.context.executor, self.context.results
-        first = inputs = build_step_inputs(schedule, executor.geometry)
+        geometry = executor.geometry
+        first = inputs = build_step_inputs(schedule, geometry)
         hidden = context.start_forward(first)
-        sampling = context.build_sampling(schedule)
+        sampling = context.build_sampling(schedule, geometry)
         bound = context.apply_masks(schedule, sampling)
         handle = context.start_sample(hidden, sampling)
         step = 0
-        for step, inputs in enumerate(first.further(schedule.num_steps, executor.geometry.block_size), start=1):
+        for step, inputs in enumerate(first.further(schedule.num_steps, geometry.block_size), start=1):
             sampling = sampling.of_next_step()
             hidden = context.start_forward(inputs)
             waiting_since_s = context.clock()
@@ -230,8 +239,7 @@ class MaskedMultiStepRunner:
 
     def start(self, schedule: SchedulerOutput, begin_s: float) -> InFlightBatch:
         context, executor = self._context, self._context.executor
-        inputs = build_step_inputs(schedule, executor.geometry)
-        sampling = context.build_sampling(schedule)
+        inputs, sampling = context.build_inputs(schedule)
         ending_ids_rx = build_ending_ids(schedule, len(sampling.rows_r))
         context.timer.end_idle()
         handle, feed = executor.decode_with_masks(inputs, sampling, ending_ids_rx, schedule.num_steps)
@@ -281,8 +289,7 @@ class DraftModelRunner:
 
     def start(self, schedule: SchedulerOutput, begin_s: float) -> InFlightBatch:
         context, executor = self.context, self.context.executor
-        inputs = build_step_inputs(schedule, executor.geometry)
-        sampling = context.build_sampling(schedule)
+        inputs, sampling = context.build_inputs(schedule)
         num_padded, num_rounds = len(sampling.rows_r), schedule.decodes.num_rounds
         ending_ids_rx, num_left_r = build_ending_ids(schedule, num_padded), build_num_left(schedule, num_padded)
         unseen = [*self.rounds.begin(schedule, inputs, num_left_r)]

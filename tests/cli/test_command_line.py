@@ -84,6 +84,10 @@ def test_underscores_reach_the_flag_and_not_its_value(capsys):
     assert "argument --max-model-len: invalid int value: 'a_b'" in capsys.readouterr().err
 
 
+def test_keys_of_json_are_named_as_they_are_given():
+    assert to_flag("kv_transfer_config.kv_connector") == "--kv-transfer-config.kv_connector"
+
+
 def test_no_flag_is_the_default_configuration():
     assert config_from(make_parser().parse_args(["serve"])) == EngineConfig.load({})
     assert config_from(make_parser().parse_args(["serve", "folder"])).model.model == "folder"

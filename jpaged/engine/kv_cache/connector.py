@@ -75,7 +75,8 @@ class KVConnector(Protocol):
 
     **Threads.** `lookup` and `num_blocks` are called on the engine thread, many times a step: they must return at once,
     from an index in memory. All other methods may block. They run on daemon threads of the engine: up to eight loads,
-    and one save or touch per replica, at the same time as one removal. So every method must be thread-safe.
+    and one save or touch per replica, at the same time as one removal. So every method must be thread-safe. Threads of
+    the connector itself must be daemon threads, or end in `close`: otherwise the process does not exit.
 
     **Limits.** The engine starts at most 64 MiB of saves per second while requests run, and 1 GiB while none runs. A
     group waits for loads only while they are faster than computing, and never longer than computing would take. If a
@@ -195,12 +196,14 @@ def import_connector(options: KVTransferOptions) -> ConnectorClass:
     """Import the class of a connector.
 
     Raises:
-        InvalidArgument: the module or the class cannot be imported, or the class lacks a method.
+        InvalidArgument: the module or the class cannot be imported, or the class lacks a method or has an async one.
     """
     path, name = options.kv_connector_module_path, options.kv_connector
     try:
         module = importlib.import_module(path)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         problem = f"{path} cannot be imported: {type(error).__name__}: {error}"
         raise InvalidArgument("kv_transfer_config.kv_connector_module_path", problem) from error
     kind = getattr(module, name, None)
@@ -213,6 +216,10 @@ def import_connector(options: KVTransferOptions) -> ConnectorClass:
             f"{name} lacks {', '.join(missing)}: it must implement jpaged.engine.kv_cache.connector.KVConnector, which "
             "differs from vLLM's KVConnectorBase_V1",
         )
+    for method in _METHODS:
+        if inspect.iscoroutinefunction(getattr(kind, method)):
+            problem = f"{name}.{method} is async: it must be a plain method, which threads of the engine call"
+            raise InvalidArgument("kv_transfer_config.kv_connector", problem)
     return cast(ConnectorClass, kind)
 
 
@@ -261,9 +268,9 @@ class ConnectorGuard:
         try:
             self._connector = create(config)
             self._counts = replace(self._counts, num_blocks=int(self._connector.num_blocks))
-        except InvalidArgument:
+        except (InvalidArgument, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:
             problem = f"{self._name} cannot start: {type(error).__name__}: {error}"
             raise InvalidArgument("kv_transfer_config.kv_connector", problem) from error
         self._threads = DaemonThreadPool(1, "jpaged-connector-remove")
@@ -278,7 +285,7 @@ class ConnectorGuard:
         if self._is_on:
             try:
                 num_blocks = int(self._connector.num_blocks)
-            except Exception as error:
+            except BaseException as error:
                 self._disable("num_blocks", error)
         with self._lock:
             oldest = next(iter(self._calls.values()), None)
@@ -291,7 +298,7 @@ class ConnectorGuard:
             return False
         try:
             return bool(self._connector.lookup(key))
-        except Exception as error:
+        except BaseException as error:
             self._disable("lookup", error)
             return False
 
@@ -302,7 +309,7 @@ class ConnectorGuard:
         try:
             with self._timed("load"):
                 is_found = bool(self._connector.load(key, memoryview(value)))
-        except Exception as error:
+        except BaseException as error:
             self._disable("load", error)
             return False
         contents, checksum = memoryview(value)[: self._bytes_per_block], value[self._bytes_per_block :]
@@ -330,7 +337,7 @@ class ConnectorGuard:
                 if not is_wanted():
                     self._connector.remove(key)
                     return False
-        except Exception as error:
+        except BaseException as error:
             self._disable("save", error)
             return False
         self._count(num_written=1, written_bytes=self._bytes_per_block, write_s=time.monotonic() - begin_s)
@@ -368,11 +375,12 @@ class ConnectorGuard:
         closed = self._threads.submit(self._close)  # after pending removals
         self._threads.shutdown(wait=False)
         try:
-            closed.result(_CLOSE_S)
+            error = closed.exception(_CLOSE_S)
         except FutureTimeout:
             logger.error("KV connector %s did not close within %g s", self._name, _CLOSE_S)
-        except Exception:
-            logger.exception("KV connector %s failed in close", self._name)
+            return
+        if error is not None:
+            logger.error("KV connector %s failed in close", self._name, exc_info=error)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -417,7 +425,7 @@ class ConnectorGuard:
         try:
             with self._timed(name):
                 call()
-        except Exception as error:
+        except BaseException as error:
             self._disable(name, error)
 
     @contextmanager
@@ -446,7 +454,10 @@ class ConnectorGuard:
                 self._counts, **{name: getattr(self._counts, name) + number for name, number in more.items()}
             )
 
-    def _disable(self, name: str, error: Exception) -> None:
+    def _disable(self, name: str, error: BaseException) -> None:
+        """Turn the connector off. Errors include `asyncio.CancelledError`, `SystemExit` and panics of Rust modules."""
+        if isinstance(error, KeyboardInterrupt):  # of the process, not of the connector
+            raise error
         with self._lock:
             if self._is_on:
                 logger.error("KV connector %s is now off: %s failed", self._name, name, exc_info=error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import sys
 import threading
@@ -12,9 +13,12 @@ from typing import Any, ClassVar
 
 import pytest
 
+from jpaged.config import KVTransferOptions
+from jpaged.engine.kv_cache.connector import ConnectorGuard, import_connector
 from jpaged.engine.kv_cache.offload import connector_tier
 from jpaged.errors import InvalidArgument
 from jpaged.llm import LLM
+from jpaged.testing import FakeExecutor
 from jpaged.types import SamplingParams
 from tests.e2e.rig import engine_of, generate, open_llm, random_prompts, write_model
 from tests.engine.kv_cache.offload.dict_connector import DictConnector
@@ -78,6 +82,24 @@ def test_prefixes_outlive_their_engine_in_the_connector_of_the_page(tmp_path: Pa
         llm.reset_prefix_cache()
     assert second == first
     assert not [*values.iterdir()]
+
+
+def test_the_connector_of_the_page_saves_a_truncated_file_again(tmp_path: Path, documented: dict[str, Any]) -> None:
+    options = KVTransferOptions.parse(json.dumps(documented))
+    blocks = FakeExecutor(num_host_blocks=8).host_blocks
+    assert blocks is not None
+    key, contents, into = b"k" * 32, bytes(blocks.bytes_per_block), bytearray(blocks.bytes_per_block)
+    guard = ConnectorGuard(import_connector(options), options, blocks)
+    assert guard.save(key, memoryview(contents))
+    guard.close()
+    path = tmp_path / "kv" / blocks.kv_identity().hex() / key.hex()
+    path.write_bytes(path.read_bytes()[:9])
+    (path.parent / ".nfs0001").touch()  # a file that NFS keeps for a reader
+    guard = ConnectorGuard(import_connector(options), options, blocks)
+    assert guard.counts.num_blocks == 1
+    assert not guard.load(key, memoryview(into)) and not path.exists()
+    assert guard.save(key, memoryview(contents)) and guard.load(key, memoryview(into))
+    guard.close()
 
 
 @pytest.mark.parametrize("kind", ["HangingLoads", "FailingLoads"])

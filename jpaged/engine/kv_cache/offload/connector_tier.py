@@ -811,9 +811,9 @@ class ConnectorTier:
         return self._reader.advance(now_s, _BYTES_ALONE if is_alone else _IN_BYTES, self._loader)
 
     def flush(self) -> bool:
-        """Write all cached blocks that the store lacks as fast as possible from now on; return True if none is left."""
+        """Write cached blocks that the store lacks as fast as possible from now on; return True if none can follow."""
         self._is_flushing = True
-        return not self._writer.is_busy
+        return not (self._store.is_on and self._writer.is_busy)
 
     @property
     def is_busy(self) -> bool:

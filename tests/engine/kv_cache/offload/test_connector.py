@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import time
@@ -123,6 +124,40 @@ def test_an_error_turns_the_connector_off_and_requests_continue(tmp_path, method
     assert (load.external_is_on, load.num_external_blocks) == (0, 0) and load.num_external_failures
     assert f"KV connector Tested is now off: {method} failed" in caplog.text
     assert "the store is gone" in caplog.text
+    server.stop()
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3)])
+@pytest.mark.parametrize("method", ["lookup", "load", "save", "touch", "remove", "reset", "close"])
+def test_errors_that_are_no_exceptions_do_not_end_the_engine(tmp_path, method, error, caplog):
+    def fails(*_: Any) -> Any:
+        raise error
+
+    kind: Any = type("Failing", (DictConnector,), {})
+    server = second_life(tmp_path, kind)
+    setattr(kind, method, fails)
+    server.ask("a", [*PROMPT, 1])
+    server.ask("b", [9, *PROMPT])
+    server.ask("c", [9, *PROMPT])
+    server.memory.connectors[0].remove(next(iter(server.store._connector.values)))
+    server.h.engine.reset_prefix_cache()
+    server.run()
+    server.ask("d", PROMPT)
+    server.stop()
+    assert f"{method} failed" in caplog.text or "failed in close" in caplog.text
+
+
+def test_a_save_that_hangs_in_a_store_that_is_off_does_not_delay_shutdown(tmp_path):
+    server = Server(tmp_path, connector=DictConnector)
+    server.writers.hold()
+    server.submit("a", PROMPT)
+    server.step(20)
+    (tier,) = server.memory.connectors
+    assert not tier.flush()
+    server.store._disable("save", TimeoutError())
+    assert tier.flush()
+    server.writers.release()
+    server.run()
     server.stop()
 
 
@@ -272,12 +307,18 @@ def test_a_class_is_imported_by_name():
     [
         (None, "kv_transfer_config.kv_connector_module_path: given cannot be imported: ModuleNotFoundError"),
         ("1 / 0", "kv_connector_module_path: given cannot be imported: ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", "kv_connector_module_path: given cannot be imported: SystemExit: 3"),
         ("", "kv_transfer_config.kv_connector: given has no class DictConnector"),
         ("DictConnector = 3", "given has no class DictConnector"),
         (
             "class DictConnector:\n    def load(self): ...\n    def close(self): ...",
             "kv_connector: DictConnector lacks lookup, save, touch, remove, reset: it must implement "
             "jpaged.engine.kv_cache.connector.KVConnector, which differs from vLLM's",
+        ),
+        (
+            "from tests.engine.kv_cache.offload import dict_connector as given\n"
+            "class DictConnector(given.DictConnector):\n    async def load(self, key, into): ...",
+            "kv_connector: DictConnector.load is async: it must be a plain method",
         ),
     ],
 )
