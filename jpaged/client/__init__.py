@@ -1,16 +1,16 @@
 """The gRPC client: no jax, no engine. `Client` for threads, `AsyncClient` for asyncio, `jpaged.client.batch` for files.
 
-convert.py    values <-> messages, and the assembly of streams: no I/O, shared by both clients
-prefixes.py   transfer of prefixes as bytes
-errors.py   gRPC errors -> the classes of jpaged.errors
-channel.py    connections: keepalive, retries, proxies, TLS, a single health check
-base.py       shared base of both clients
-sync.py       Client
-aio.py        AsyncClient
-batch.py      runs an OpenAI batch file against servers, which share its lines
-routing/      choice of a server per request, retries and resumed streams
-results.py    output file of a batch: locked, whole lines, resumable
-parquet.py    Parquet as input and output of a batch
+convert.py   values <-> messages, and the assembly of streams: no I/O, shared by both clients
+prefixes.py  transfer of prefixes as bytes
+errors.py    gRPC errors -> the classes of jpaged.errors
+channel.py   connections: keepalive, retries, proxies, TLS, a single health check
+base.py      shared base of both clients
+sync.py      Client
+aio.py       AsyncClient
+batch.py     runs an OpenAI batch file against servers, which share its lines
+routing/     choice of a server per request, retries and resumed streams
+results.py   output file of a batch: locked, whole lines, resumable
+parquet.py   Parquet as input and output of a batch
 """
 
 import warnings

@@ -3,10 +3,10 @@
 executor.py           the engine's executor: runs steps in the order of their dispatch
 mesh.py               devices as a mesh, and the mesh axis of each logical axis
 linear.py             choice of the matmul backend for the weights, and packing of weights for it
-lora.py           LoRA adapter slots next to the weights
+lora.py               LoRA adapter slots next to the weights
 kv_scales.py          scales of 8-bit keys and values
 transfers.py          moves of whole blocks, and the pool of blocks in host memory
-kv_fingerprint.py           digest of everything that the bytes of a KV block depend on
+kv_fingerprint.py     digest of everything that the bytes of a KV block depend on
 step_sizes.py         default step sizes
 step.py               the programs of a step, and of several decode steps
 model_runner.py       inputs of a call in one buffer, the pool between two calls, the calls, and copies to the host
@@ -17,7 +17,7 @@ sharded_matmul.py     matmuls with quantized matrices and experts split over dev
 device_info.py        the devices that JAX finds, and the available host memory
 step_costs.py         device rates, timed at startup, and costs of reading a shared prefix once
 speculative/          draft models for speculative decoding
-compilation/             compilation, caching and memory use of programs
+compilation/          compilation, caching and memory use of programs
 aot/                  compilation for devices that are not attached
 multihost/            one executor across several processes
 """

@@ -9,7 +9,7 @@ qkv_rope.py        splitting of the QKV projection, and RoPE, on TPUs
 experts/           mixtures of experts
 lora/              LoRA matmuls with an adapter per row
 paged_attention/   attention over blocks
-matmul/           matmuls with matrices that are quantized, or packed for CPUs
+matmul/            matmuls with matrices that are quantized, or packed for CPUs
 cpu/               the library of all CPU kernels
 sampling/          sampling of tokens from logits
 """

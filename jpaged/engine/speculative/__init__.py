@@ -1,8 +1,8 @@
 """Speculative decoding: draft tokens, and how many of them to propose.
 
-drafter.py     asks the proposer for draft tokens, and reports the accepted ones to it
+drafter.py      asks the proposer for draft tokens, and reports the accepted ones to it
 drafts.py       rows of a step that run draft tokens
-draft_model.py       rounds of a draft model on the device
+draft_model.py  rounds of a draft model on the device
 proposer.py     protocol of a proposer on the host
 methods.py      creates the proposer that the options name
 ngram.py        prompt lookup: what followed the same n-gram earlier in the sequence
