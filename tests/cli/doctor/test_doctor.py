@@ -129,7 +129,7 @@ def test_a_child_that_hangs_is_ended_and_what_it_said_before_counts():
     found = list(doctor.device_findings(answer))
     assert found[0].value == "1 x cpu"
     assert (found[-1].name, found[-1].state) == ("kernels", "stop")
-    assert found[-1].note == "when loading the CPU kernels: no answer within 5 s"
+    assert found[-1].note == "while loading the CPU kernels: no answer within 5 s"
 
 
 def test_a_child_that_crashes_is_told_with_its_last_words():
