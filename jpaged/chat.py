@@ -10,13 +10,13 @@ import enum
 import json
 import math
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from jpaged import json_text
 from jpaged.errors import InvalidArgument
+from jpaged.version import alias_names
 
 MAX_JSON_DEPTH = 64
 _MAX_SHOWN = 80
@@ -682,9 +682,4 @@ _FORMER_NAMES = {
 """Public names of the previous release. They go with the next one."""
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name not in _FORMER_NAMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warnings.warn(f"{__name__}.{name} is now {_FORMER_NAMES[name]}", DeprecationWarning, stacklevel=2)
-        return globals()[_FORMER_NAMES[name]]
+    __getattr__ = alias_names(__name__, _FORMER_NAMES)

@@ -13,8 +13,7 @@ results.py   output file of a batch: locked, whole lines, resumable
 parquet.py   Parquet as input and output of a batch
 """
 
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jpaged.client.aio import AsyncClient, AsyncGenerateStream
 from jpaged.client.channel import Tls
@@ -24,6 +23,7 @@ from jpaged.client.routing.retry import ResumePolicy
 from jpaged.client.sync import Client, GenerateStream
 from jpaged.server_load import Load, ReplicaLoad
 from jpaged.types import ModelInfo
+from jpaged.version import alias_names
 
 __all__ = [
     "AdapterInfo",
@@ -48,9 +48,4 @@ _FORMER_NAMES = {
 """Public names of the previous release. They go with the next one."""
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name not in _FORMER_NAMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warnings.warn(f"{__name__}.{name} is now {_FORMER_NAMES[name]}", DeprecationWarning, stacklevel=2)
-        return globals()[_FORMER_NAMES[name]]
+    __getattr__ = alias_names(__name__, _FORMER_NAMES)

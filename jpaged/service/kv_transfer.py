@@ -12,11 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from jpaged.engine.kv_cache.blocks import BlockHash, root_block_hash
 from jpaged.engine.kv_cache.offload.transfer import BlockHashChain, PrefixExport, PrefixImport
@@ -35,6 +34,7 @@ from jpaged.service.kv_protocol import (
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.service import Service, get_cache_tenant
 from jpaged.types import Prompt
+from jpaged.version import alias_names
 
 _T = TypeVar("_T")
 Parts = AsyncIterator[TransferHeader | Sequence[BlockPiece]]
@@ -317,9 +317,4 @@ _FORMER_NAMES = {
 """Public names of the previous release. They go with the next one."""
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name not in _FORMER_NAMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warnings.warn(f"{__name__}.{name} is now {_FORMER_NAMES[name]}", DeprecationWarning, stacklevel=2)
-        return globals()[_FORMER_NAMES[name]]
+    __getattr__ = alias_names(__name__, _FORMER_NAMES)

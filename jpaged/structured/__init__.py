@@ -4,8 +4,7 @@ outputs.py  StructuredOutputs: one constraint, and the formatting of JSON
 grammar.py  interface of a compiled grammar for the engine, and thinking budgets as grammars
 """
 
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jpaged.structured.grammar import (
     Grammar,
@@ -26,6 +25,7 @@ from jpaged.structured.outputs import (
     get_response_format,
     get_structured_outputs,
 )
+from jpaged.version import alias_names
 
 __all__ = [
     "JSON_WHITESPACE",
@@ -52,9 +52,4 @@ _FORMER_NAMES = {
 """Public names of the previous release. They go with the next one."""
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name not in _FORMER_NAMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warnings.warn(f"{__name__}.{name} is now {_FORMER_NAMES[name]}", DeprecationWarning, stacklevel=2)
-        return globals()[_FORMER_NAMES[name]]
+    __getattr__ = alias_names(__name__, _FORMER_NAMES)

@@ -4,8 +4,7 @@ values.py     requests, events, outputs, sequences that resume after another ser
 sampling.py   sampling parameters and stop conditions
 """
 
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jpaged.types.sampling import (
     MAX_BAD_WORD_CHARS,
@@ -57,6 +56,7 @@ from jpaged.types.values import (
     TokenLogprob,
     Usage,
 )
+from jpaged.version import alias_names
 
 __all__ = [
     "MAX_BAD_WORDS",
@@ -116,9 +116,4 @@ _FORMER_NAMES = {
 """Public names of the previous release. They go with the next one."""
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name not in _FORMER_NAMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warnings.warn(f"{__name__}.{name} is now {_FORMER_NAMES[name]}", DeprecationWarning, stacklevel=2)
-        return globals()[_FORMER_NAMES[name]]
+    __getattr__ = alias_names(__name__, _FORMER_NAMES)

@@ -36,9 +36,9 @@ MAY_IMPORT = {
     "pool": set(),
     "errors": set(),
     "blockstore": {"errors"},  # files and bytes
-    "structured": {"errors", "json_text"},
-    "chat": {"errors", "json_text"},
-    "types": {"errors", "structured", "chat"},
+    "structured": {"errors", "json_text", "version"},
+    "chat": {"errors", "json_text", "version"},
+    "types": {"errors", "structured", "chat", "version"},
     "output_assembler": {"errors", "types", "chat"},
     "distributed_env": {"errors"},
     "config": {"errors", "types", "distributed_env", "json_text", "structured"},
