@@ -1,4 +1,4 @@
-"""The version, defined only here: read by every layer and by the package build."""
+"""The version, defined only here: read by every layer and by the package build. Former public names of modules."""
 
 from __future__ import annotations
 
