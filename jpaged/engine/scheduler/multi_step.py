@@ -6,7 +6,7 @@
 A new request waits for the steps already dispatched. Unless a number of steps is configured, the duration of a dispatch
 is bounded, so steps of a large model, for which the host's overhead is negligible, are dispatched one by one:
 
-    rows are free    requests arrive next to running ones      0.005 s    a first token waits for half of it
+    rows are free    requests arrive next to running ones      0.003 s    a first token waits for half of it
                      none does                                 0.02 s
     all are taken    some row may end early                    0.05 s     a new request waits for a row anyway
                      none may: no step is wasted               0.1 s      tokens wait this long for their message
@@ -42,7 +42,7 @@ NO_NEWCOMERS = -1
 """Number of steps: chosen by time if rows may end early, the maximum if none may."""
 _LONGEST_S = 0.02
 """Maximum seconds of a dispatch of several steps; tokens that arrive this close together are read as one."""
-_LONGEST_BEFORE_ARRIVAL_S = 0.005
+_LONGEST_BEFORE_ARRIVAL_S = 0.003
 """The same if another request is likely to arrive soon."""
 _LONGEST_WITHOUT_ROOM_S, _LONGEST_WITHOUT_ENDS_S = 0.05, 0.1
 """The same if no row is free for a new request, and if in addition none may end early."""
@@ -159,11 +159,16 @@ class MultiStepPolicy:
         """Return the maximum seconds of a dispatch whose number of steps is chosen by time."""
         if not has_room:
             longest_s = _LONGEST_WITHOUT_ROOM_S if may_end else _LONGEST_WITHOUT_ENDS_S
-        elif self._chosen != NO_NEWCOMERS and self.arrivals.is_next_expected(self._now_s):
+        elif self._expects_arrival:
             longest_s = _LONGEST_BEFORE_ARRIVAL_S
         else:
             longest_s = _LONGEST_S
         return min(longest_s, self._bound_s)
+
+    @property
+    def _expects_arrival(self) -> bool:
+        """True if a request is likely to arrive soon that has to wait for the dispatch in flight."""
+        return self._chosen != NO_NEWCOMERS and self.arrivals.is_next_expected(self._now_s)
 
     def observe_forced_share(self, num_rows: int, num_forced: int) -> None:
         """Record the number of rows with grammars in a step, and how many of them had one allowed token."""

@@ -306,10 +306,10 @@ def test_while_requests_arrive_next_to_others_a_dispatch_is_short_if_they_find_a
     arrive(one, 1.0, 1.3)
     assert one.num_steps(3, 99) == 10, "two arrivals are no sequence yet"
     arrive(one, 1.6)
-    assert one.num_steps(3, 99) == 2
+    assert one.num_steps(3, 99) == 1
     assert one.num_steps(3, 99, may_end=False, has_room=False) == 16
     one.begin_step(2.4, SeveralStepsExecutor().geometry)
-    assert one.num_steps(3, 99) == 2
+    assert one.num_steps(3, 99) == 1
     one.begin_step(2.6, SeveralStepsExecutor().geometry)
     assert one.num_steps(3, 99) == 10, "three mean gaps have passed without one"
 
