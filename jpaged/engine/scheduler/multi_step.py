@@ -145,8 +145,8 @@ class MultiStepPolicy:
                 return 1
             may_end = False
         most = min(self._most, least_left)
-        size = self._buckets.num_decode_rows(num_rows) if most > 1 else None
-        if size is None:
+        size = self._buckets.num_decode_rows(num_rows)
+        if size is None or most <= 1:
             return 1
         if self._chosen > 0 or (self._chosen == NO_NEWCOMERS and not may_end):
             return most
@@ -154,6 +154,10 @@ class MultiStepPolicy:
         step_s = median(seen_s) if seen_s else self._timed_s(size)
         longest_s = self.longest_s(may_end=may_end, has_room=has_room)
         return most if step_s * most <= longest_s else max(1, int(longest_s / step_s))
+
+    def has_program(self, num_rows: int) -> bool:
+        """Return True if the program of several decode steps is available for these rows."""
+        return self._most > 1 and self._buckets.num_decode_rows(num_rows) is not None
 
     def longest_s(self, *, may_end: bool, has_room: bool) -> float:
         """Return the maximum seconds of a dispatch whose number of steps is chosen by time."""
