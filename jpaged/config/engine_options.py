@@ -366,8 +366,8 @@ class SchedulerOptions:
     num_scheduler_steps: int = option(
         0,
         "decode steps per dispatch while no request can join; 0: up to 8 on CPUs and 2 elsewhere, within 0.02 s, "
-        "0.003 s while requests keep arriving, 0.05 s if all rows are taken, or 0.1 s if in addition none may end "
-        "early; -1: like 0, but without a time limit if none may end early (default of LLM)",
+        "0.003 s while requests keep arriving and few rows are taken, 0.05 s if all are taken, or 0.1 s if in "
+        "addition none may end early; -1: like 0, but without a time limit if none may end early (default of LLM)",
         low=-1,
         high=16,
     )

@@ -99,8 +99,9 @@ class IncrementalDetokenizer:
         self._window = self._context(prompt_token_ids)
         self._num_read = len(self._window)
         self._text_read = self._decode(self._window)
-        is_cached = isinstance(tokenizer, RememberedTexts)
-        self._transitions = tokenizer.transitions[skip_special_tokens] if is_cached else {}
+        self._transitions: dict[tuple[int, int], tuple[str, str]] = {}
+        if isinstance(tokenizer, RememberedTexts):
+            self._transitions = tokenizer.transitions[skip_special_tokens]
 
     def go_on(self, state: TextState) -> None:
         """Restore a state from another detokenizer."""

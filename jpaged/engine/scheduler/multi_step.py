@@ -6,8 +6,8 @@
 A new request waits for the steps already dispatched. Unless a number of steps is configured, the duration of a dispatch
 is bounded, so steps of a large model, for which the host's overhead is negligible, are dispatched one by one:
 
-    rows are free    requests arrive next to running ones      0.003 s    a first token waits for half of it
-                     none does                                 0.02 s
+    rows are free    requests keep arriving, few rows run      0.003 s    a first token waits for half of it
+                     otherwise                                 0.02 s
     all are taken    some row may end early                    0.05 s     a new request waits for a row anyway
                      none may: no step is wasted               0.1 s      tokens wait this long for their message
 
@@ -51,6 +51,8 @@ _BURST_S = 0.02
 _NUM_ARRIVALS, _MIN_ARRIVALS = 8, 3
 _MAX_GAP_S = 2.0
 """Mean seconds between arrivals above which the next one is not expected."""
+_FEW_ROWS_SHARE = 0.25
+"""Share of all rows up to which arrivals shorten a dispatch; with more, throughput matters more."""
 _NUM_GAPS = 3
 """Mean gaps since the last arrival after which no further one is expected."""
 _NUM_KEPT = 5
@@ -123,6 +125,7 @@ class MultiStepPolicy:
         chosen, most = self._chosen, geometry.max_num_steps
         self._most = min(chosen, most) if chosen > 0 else most
         self._buckets = geometry.buckets
+        self._max_num_rows = geometry.max_num_seqs
 
     def num_steps(
         self,
@@ -152,18 +155,18 @@ class MultiStepPolicy:
             return most
         seen_s = self._seen_s.get(size)
         step_s = median(seen_s) if seen_s else self._timed_s(size)
-        longest_s = self.longest_s(may_end=may_end, has_room=has_room)
+        longest_s = self.longest_s(num_rows, may_end=may_end, has_room=has_room)
         return most if step_s * most <= longest_s else max(1, int(longest_s / step_s))
 
     def has_program(self, num_rows: int) -> bool:
         """Return True if the program of several decode steps is available for these rows."""
         return self._most > 1 and self._buckets.num_decode_rows(num_rows) is not None
 
-    def longest_s(self, *, may_end: bool, has_room: bool) -> float:
+    def longest_s(self, num_rows: int, *, may_end: bool, has_room: bool) -> float:
         """Return the maximum seconds of a dispatch whose number of steps is chosen by time."""
         if not has_room:
             longest_s = _LONGEST_WITHOUT_ROOM_S if may_end else _LONGEST_WITHOUT_ENDS_S
-        elif self._expects_arrival:
+        elif num_rows <= _FEW_ROWS_SHARE * self._max_num_rows and self._expects_arrival:
             longest_s = _LONGEST_BEFORE_ARRIVAL_S
         else:
             longest_s = _LONGEST_S

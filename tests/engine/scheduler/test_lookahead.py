@@ -304,14 +304,15 @@ def arrive(one, *times_s):
 def test_while_requests_arrive_next_to_others_a_dispatch_is_short_if_they_find_a_row():
     one = lookahead(0, 0.002)
     arrive(one, 1.0, 1.3)
-    assert one.num_steps(3, 99) == 10, "two arrivals are no sequence yet"
+    assert one.num_steps(2, 99) == 10, "two arrivals are no sequence yet"
     arrive(one, 1.6)
-    assert one.num_steps(3, 99) == 1
-    assert one.num_steps(3, 99, may_end=False, has_room=False) == 16
+    assert one.num_steps(2, 99) == 1
+    assert one.num_steps(2, 99, may_end=False, has_room=False) == 16
+    assert one.num_steps(3, 99) == 10, "more than a quarter of the rows"
     one.begin_step(2.4, SeveralStepsExecutor().geometry)
-    assert one.num_steps(3, 99) == 1
+    assert one.num_steps(2, 99) == 1
     one.begin_step(2.6, SeveralStepsExecutor().geometry)
-    assert one.num_steps(3, 99) == 10, "three mean gaps have passed without one"
+    assert one.num_steps(2, 99) == 10, "three mean gaps have passed without one"
 
 
 @pytest.mark.parametrize(
@@ -322,13 +323,13 @@ def test_while_requests_arrive_next_to_others_a_dispatch_is_short_if_they_find_a
 def test_a_burst_or_rare_arrivals_announce_no_further_one(times_s):
     one = lookahead(0, 0.002)
     arrive(one, *times_s)
-    assert one.num_steps(3, 99) == 10
+    assert one.num_steps(2, 99) == 10
 
 
 def test_offline_no_arrival_is_expected():
     one = lookahead(NO_NEWCOMERS, 0.002)
     arrive(one, 1.0, 1.3, 1.6)
-    assert one.num_steps(3, 99) == 10
+    assert one.num_steps(2, 99) == 10
 
 
 def test_only_requests_that_find_others_running_count_as_arrivals():
