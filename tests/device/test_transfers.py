@@ -90,7 +90,7 @@ def ids(seed: int, count: int, limit: int = NUM_BLOCKS) -> list[int]:
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 64, 75])
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(12)
 def test_copies_land_in_every_layer_and_nowhere_else(executor: JaxExecutor, count: int) -> None:
     want = fill(executor, count)
     both = ids(count, 2 * count)

@@ -166,6 +166,7 @@ def test_a_model_that_may_have_a_class_of_its_own_is_left_to_transformers(
     assert asked == [folder]
 
 
+@pytest.mark.long
 def test_a_plain_tokenizer_imports_neither_transformers_nor_torch() -> None:
     program = (
         "import sys; from pathlib import Path; from jpaged.service.tokenizer import load_tokenizer\n"

@@ -261,6 +261,7 @@ async def test_a_request_is_aborted_where_it_runs_though_another_server_is_not_t
         await client.close()
 
 
+@pytest.mark.long
 async def test_a_server_that_is_not_there_costs_nothing_but_a_look():
     async with running() as harness:
         async with running() as gone:
