@@ -6,11 +6,13 @@ import hmac
 import os
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from jpaged.access.authenticator import Authenticator, CallContext
 from jpaged.access.keys import ApiKey, Role, TenantLimits, read_keys
+from jpaged.access.tls import CertificateFiles
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument, PermissionDenied, Unauthenticated
 
@@ -185,6 +187,13 @@ def test_a_file_that_changes_is_read_again_and_a_bad_one_changes_nothing(
     path.write_text(FILE)
     gate.reload_files()
     assert entered(gate, TOKEN).tenant == "acme"
+
+
+def test_certificates_are_looked_at_with_the_keys(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = gate_of(path)
+    monkeypatch.setattr(gate, "certificates", certificates := Mock(spec=CertificateFiles))
+    gate.reload_files()
+    certificates.look_again.assert_called_once_with()
 
 
 def test_a_link_that_points_elsewhere_has_changed(path: Path, tmp_path: Path) -> None:
