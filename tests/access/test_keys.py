@@ -10,9 +10,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from jpaged.access import tls
 from jpaged.access.authenticator import Authenticator, CallContext
 from jpaged.access.keys import ApiKey, Role, TenantLimits, read_keys
-from jpaged.access.tls import CertificateFiles
+from jpaged.access.tls import BackgroundLook, CertificateFiles
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument, PermissionDenied, Unauthenticated
 
@@ -194,6 +195,22 @@ def test_certificates_are_looked_at_with_the_keys(path: Path, monkeypatch: pytes
     monkeypatch.setattr(gate, "certificates", certificates := Mock(spec=CertificateFiles))
     gate.reload_files()
     certificates.look_again.assert_called_once_with()
+
+
+async def test_a_look_that_is_slow_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tls, "_SLOW_S", 0.0)
+    goes_on, looks = threading.Event(), list[bool]()
+    look = BackgroundLook("tls_cert", lambda: looks.append(goes_on.wait(60)))
+    try:
+        for _ in range(2):
+            await look.run(0.01)
+    finally:
+        goes_on.set()
+    assert caplog.text.count("tls_cert: reading takes more than 0 s: the previous contents stay in use") == 1
+    await look.run(60)
+    assert set(looks) == {True}
 
 
 def test_a_link_that_points_elsewhere_has_changed(path: Path, tmp_path: Path) -> None:

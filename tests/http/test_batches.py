@@ -499,7 +499,7 @@ def _damage(folder: Path, batch_id: str, file_id: str) -> None:
     (owner.parent / "files" / f"{file_id}.json").write_text("[" * 100_000)
 
 
-async def test_a_damaged_state_costs_one_batch(tmp_path: Path) -> None:
+async def test_a_damaged_state_costs_one_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(tmp_path) as (_, client):
         first = await ended(client, (await send(client, jsonl([line("a")]))).id)
         second = await ended(client, (await send(client, jsonl([line("b")]))).id)
@@ -512,6 +512,7 @@ async def test_a_damaged_state_costs_one_batch(tmp_path: Path) -> None:
         third = await ended(client, (await send(client, jsonl([line("c")]))).id)
         assert third.status == "completed"
     assert _names(tmp_path, "*/batches/*.damaged") == [f"{first.id}.json.damaged"]
+    assert f"it is kept as {tmp_path}" in caplog.text
     assert _names(tmp_path, f"*/files/{first.output_file_id}.jsonl")
 
 
