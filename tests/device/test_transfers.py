@@ -419,6 +419,10 @@ def test_a_block_has_landed_when_nothing_is_on_its_way_to_it() -> None:
     pool.land_all()
     assert host.have_landed([1, 2])
     assert bytes(host.view(2)) == np.asarray(contents_2[1]).tobytes()
+    pool.receive(contents_2, [1, 2])
+    pool.release()
+    assert host.have_landed([1, 2])
+    pool.land_all()
 
 
 def _identity(params: Params | None = None, dtype: str = "float32", **cache: Any) -> bytes:
