@@ -288,7 +288,6 @@ assert not store.is_on
 """
 
 
-@pytest.mark.long
 def test_a_table_that_somebody_cut_off_is_not_touched(tmp_path):
     """A page of a mapping that has no file behind it ends the process that touches it."""
     subprocess.run([sys.executable, "-c", CUT, str(tmp_path)], check=True)

@@ -21,22 +21,22 @@ DRAFTED_WINDOWS = ((None,), (None, 5), (None, 12, 2))
 """A draft needs a KV group that sees everything."""
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.thinned(3)
 def test_lives_in_a_short_memory_sample_every_token_as_if_alone(first):
     for seed in range(first, first + 10):
         Life(seed).run()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
+@pytest.mark.thinned(4)
 def test_lives_of_models_whose_layers_see_unequally_far(windows):
     for seed in range(2000, 2006):
         Life(seed, windows).run()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("windows", STREAMING, ids=str)
+@pytest.mark.thinned(4)
 def test_lives_of_models_that_see_first_tokens_and_a_window(windows):
     for seed in range(5000, 5006):
         Life(seed, windows).run()
@@ -53,7 +53,6 @@ def test_lives_with_a_draft_model():
     assert num_dispatches > 50 and num_drafted > 50
 
 
-@pytest.mark.long
 def test_lives_of_more_adapters_than_slots():
     ended_of: Counter[LoadedAdapter | None] = Counter()
     for seed in range(3000, 3010):
@@ -63,7 +62,6 @@ def test_lives_of_more_adapters_than_slots():
     assert set(ended_of) == {None, *ADAPTERS}
 
 
-@pytest.mark.long
 def test_lives_see_everything_that_can_happen_to_a_block():
     ended: Counter[tuple[int, int, bool]] = Counter()
     counts: Counter[str] = Counter()
@@ -79,14 +77,12 @@ def test_lives_see_everything_that_can_happen_to_a_block():
     assert min(counts.values()) > 10, counts
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("seed", [5748, 90449])
 def test_lives_in_which_samples_run_again_and_are_preempted_once_more(seed):
     """A sample that was forked anew is not taken for the one that it was forked from, when it looks for its blocks."""
     Life(seed, overlap=seed % 4 > 0, batching="continuous").run()
 
 
-@pytest.mark.long
 def test_lives_that_are_swapped_with_tokens_in_flight():
     for seed in range(10):
         Life(seed, overlap=True, preemption_mode="swap").run()

@@ -149,8 +149,8 @@ def test_parts_are_merged_to_more_digits_than_the_result_has() -> None:
     assert (o_thd == cut_o_thd)[0].mean() > 0.98
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("tile_rows", [64, 128])
+@pytest.mark.thinned(2)
 def test_what_lies_around_a_part_of_a_context_never_matters(tile_rows: int) -> None:
     """Skipped blocks hold NaN, and one in the middle is named by no id of the layer."""
     shape = Shape(num_heads=8, num_kv_heads=1, num_tokens=10, num_rows=2)
@@ -226,8 +226,8 @@ def _rows(counts: list[int], kv_lens: list[int], used: int, **fields: Any) -> Ra
     return RaggedRows(jnp.array(starts), jnp.array(kv_lens, jnp.int32), tables, jnp.int32(used), **fields)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.thinned(8)
 def test_every_key_of_every_query_is_in_one_item_at_its_place(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_rows, num_tokens = 6, 90

@@ -127,7 +127,6 @@ class Counted:
         return self._make(*given, **more)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("window", [None, 6])
 def test_however_long_a_prompt_is_so_many_blocks_are_looked_for(monkeypatch, window):
     counted = Counted()

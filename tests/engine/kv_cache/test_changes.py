@@ -58,9 +58,9 @@ def held_by(h: Harness) -> dict[str, set[tuple[bytes, int]]]:
     return {tier: {(key[:32], key[32] if len(key) > 32 else 0) for key in keys} for tier, keys in found.items()}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("windows", [(None,), *WINDOWS[:2]], ids=str)
 @pytest.mark.parametrize("first", range(0, 12, 2))
+@pytest.mark.thinned(7)
 def test_lives_tell_all_that_becomes_known_and_is_forgotten(windows, first):
     num_told = 0
     for seed in range(first, first + 2):

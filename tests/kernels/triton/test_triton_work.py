@@ -88,9 +88,9 @@ class Draw:
         return list(range(max(0, position + 1 - (self.window or position + 1)), position + 1))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("are_shared", [False, True])
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.thinned(9)
 def test_every_query_sees_each_of_its_keys_in_one_part(seed: int, are_shared: bool) -> None:
     draw = Draw(seed, are_shared=are_shared)
     seen: dict[int, list[int]] = {token: [] for token in range(draw.num_tokens)}
@@ -119,7 +119,7 @@ def test_every_query_sees_each_of_its_keys_in_one_part(seed: int, are_shared: bo
 
 @pytest.mark.parametrize("are_shared", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.thinned(15)
+@pytest.mark.thinned(5)
 def test_results_that_are_merged_have_a_place_of_their_own_and_others_are_whole(seed: int, are_shared: bool) -> None:
     draw = Draw(seed, are_shared=are_shared)
     work = plan(draw.parts, draw.cut, draw.num_tokens)
@@ -188,7 +188,6 @@ def test_a_long_context_has_more_parts_than_a_short_one() -> None:
     assert [sum(item[TritonItemField.ROW] == row for item in items) for row in range(3)] == [32, 1, 4]
 
 
-@pytest.mark.long
 def test_short_contexts_are_not_divided() -> None:
     assert choose_cut(SPEC, BFLOAT16, 32, (1, 1, 256 // 16)).num_parts == 0
     window = dataclasses.replace(SPEC, kind=AttentionKind(1.0, sliding_window=128))

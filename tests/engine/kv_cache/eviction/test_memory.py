@@ -185,8 +185,8 @@ def test_pinned_blocks_are_no_choice(policy):
 # --- the whole ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
+@pytest.mark.thinned(3)
 def test_lives_in_a_short_memory_by_every_policy(policy):
     num_hits = 0
     for seed in range(6):
