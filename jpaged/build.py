@@ -125,7 +125,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         kv_cache_dtype=name_of_kv_dtype(executor.step.layout.dtype),
         lossy_kv_sinks=geometry.num_sink_tokens if options.lossy.lossy_kv_window else None,
         served_model_name=options.server.served_model_name or source.name,
-        overlap=_has_overlap(options.scheduler.overlap, device.platform, len(os.sched_getaffinity(0))),
+        overlap=has_overlap(options.scheduler.overlap, device.platform, len(os.sched_getaffinity(0))),
         max_messages_per_second=options.server.max_messages_per_second
         or platform_default("max_messages_per_second", device.platform),
     )
@@ -151,7 +151,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
     )
 
 
-def _has_overlap(given: bool | None, platform: str, num_cores: int) -> bool:
+def has_overlap(given: bool | None, platform: str, num_cores: int) -> bool:
     """Return whether steps overlap: on one core, host and device take turns anyway, and a new request waits longer."""
     return given if given is not None else platform != "cpu" or num_cores > 1
 

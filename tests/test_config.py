@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from jpaged.build import has_overlap
 from jpaged.config import (
     CacheOptions,
     EngineConfig,
@@ -345,3 +346,18 @@ def test_what_does_not_go_with_a_head_is_refused(options, problem):
     with pytest.raises(InvalidArgument, match=problem) as error:
         EngineConfig.load({"speculative_config": EAGLE3, **options})
     assert error.value.field == "speculative_config.method"
+
+
+@pytest.mark.parametrize(
+    ("given", "platform", "num_cores", "expected"),
+    [
+        (None, "cpu", 1, False),
+        (None, "cpu", 2, True),
+        (None, "gpu", 1, True),
+        (None, "tpu", 1, True),
+        (True, "cpu", 1, True),
+        (False, "tpu", 64, False),
+    ],
+)
+def test_steps_overlap_by_default_unless_one_core_does_everything(given, platform, num_cores, expected):
+    assert has_overlap(given, platform, num_cores) is expected
