@@ -109,8 +109,9 @@ def _missing_extra(error: BaseException) -> Unsupported | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    words = _with_dashes(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
+        words = _normalized(words)
         code = _run(words)
         sys.stdout.flush()  # flush here: at exit, an error would be printed with a traceback
     except KeyboardInterrupt:
@@ -198,10 +199,21 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _with_dashes(words: Sequence[str]) -> list[str]:
-    """Replace underscores in flag names by dashes (`--max_model_len=8`); values stay unchanged."""
-    fixed = []
+def _normalized(words: Sequence[str]) -> list[str]:
+    """Return the words with the other spellings of flags, those of vLLM, replaced.
+
+    Underscores in names become dashes (`--max_model_len=8`), except those of JSON keys (`--kv-transfer-config.kv_role`)
+    and in values. Flags of JSON keys become one flag with the JSON object.
+    """
+    fixed, is_dotted = [], False
     for word in words:
         name, equals, value = word.partition("=")
-        fixed.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
+        flag, dot, key = name.partition(".")
+        is_flag = word.startswith("--")
+        is_dotted = is_dotted or (is_flag and bool(dot))
+        fixed.append(flag.replace("_", "-") + dot + key + equals + value if is_flag else word)
+    if is_dotted:
+        from jpaged.cli.options import merge_json_flags
+
+        return merge_json_flags(fixed)
     return fixed
