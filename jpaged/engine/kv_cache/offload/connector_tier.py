@@ -28,14 +28,6 @@ for that group first.
 
 A key is due when its block enters the prefix cache, and again when it leaves the device. So the store follows memory
 with a small delay, and a killed process loses little. The tier limits how many bytes a step starts to write.
-
-**KV cache events** (`ConnectorKVEvents`), for example of the tier "disk":
-
-    in memory, and in the store                  Stored("disk")     when it is saved, and when it is loaded to memory
-    evicted, removed; the store failed           Removed("disk")    in the next steps, up to _MAX_REMOVED in each
-
-Subscribers identify a block by the tokens in its device event. Blocks that an earlier run or another replica stored are
-therefore published only when they are loaded to memory here.
 """
 
 from __future__ import annotations
@@ -55,12 +47,11 @@ from jpaged.config import CacheOptions
 from jpaged.engine.executor import DeviceRates, Geometry, HostBlocks, Move
 from jpaged.engine.kv_cache.blocks import BlockCopyPlan, BlockHash, BlockTable, group_block_hash
 from jpaged.engine.kv_cache.connector import ConnectorStore, DaemonThreadPool, StoreTier, open_store
-from jpaged.engine.kv_cache.events import KVEventRecorder
+from jpaged.engine.kv_cache.events import ConnectorKVEvents
 from jpaged.engine.kv_cache.offload.host import HostTier, Staging
 from jpaged.engine.kv_cache.prefix_cache import BlockHashIndex, PrefixCacheManager, num_usable
 from jpaged.engine.sequence import SequenceGroup
 from jpaged.errors import InternalError, InvalidArgument, Unavailable
-from jpaged.pool import Tier
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -211,6 +202,11 @@ class BlockReader:
     def is_busy(self) -> bool:
         """Return True if a group waits, or reads for a group that no longer waits are pending."""
         return bool(self._fetches or self._leftover)
+
+    @property
+    def has_waiting_groups(self) -> bool:
+        """Return True if a group waits, for at most as long as computing would take."""
+        return bool(self._fetches)
 
     @property
     def under_way(self) -> list[Future[bool]]:
@@ -420,6 +416,19 @@ class BlockWriter:
         """Return the pending calls of the writer thread."""
         return [spill.written for spill in self._writing if spill.written is not None]
 
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Return the numbers of due blocks, of those being copied and of those being written."""
+        return len(self._due), len(self._landing), len(self._writing)
+
+    @property
+    def num_unwritten(self) -> int:
+        """Return the number of blocks that must be written and are not."""
+        writes = [spill.written for spill in self._writing if spill.is_wanted]
+        num_written = sum(write is not None and write.done() and not write.cancelled() for write in writes)
+        num_due = sum(not self._store.lookup(key) for key in self._due)
+        return num_due + sum(spill.is_wanted for spill in self._landing) + len(writes) - num_written
+
     def note(self, key: BlockHash) -> None:
         """Mark a key as due, unless it is in the store or being written."""
         if key in self._due or key in self._under_way or self._store.lookup(key):
@@ -520,75 +529,6 @@ class BlockWriter:
         self._staging.check(spill.home for spill in self._under_way.values() if spill.held is None)
 
 
-_MAX_REMOVED = 1024
-"""Maximum number of removals published per step."""
-
-
-class ConnectorKVEvents:
-    """Publisher of the keys in a store. The engine thread calls it; the store reports removals from any thread.
-
-    Args:
-        tier: name of the store in the events.
-        is_in_memory: returns True if the device or host memory has a key.
-    """
-
-    def __init__(
-        self, store: ConnectorStore, tier: Tier, changes: KVEventRecorder, is_in_memory: Callable[[BlockHash], bool]
-    ) -> None:
-        self._store = store
-        self._tier = tier
-        self._changes = changes
-        self._is_in_memory = is_in_memory
-        self._published: set[BlockHash] = set()
-        self._lock = threading.Lock()
-        self._gone: set[BlockHash] = set()
-        self._is_reset = False
-        self._going: deque[BlockHash] = deque()
-        store.add_removal_listener(self._note_gone)
-
-    @property
-    def is_busy(self) -> bool:
-        """Return True if removals are not yet published."""
-        return bool(self._gone or self._going or self._is_reset)
-
-    def may_hold(self, key: BlockHash) -> None:
-        """Publish that the store has a key, if memory has it too."""
-        if (
-            not self._changes.is_on
-            or key in self._published
-            or not self._store.lookup(key)
-            or not self._is_in_memory(key)
-        ):
-            return
-        self._published.add(key)
-        if self._store.lookup(key):  # removals from here on are recorded
-            self._changes.stored(self._tier, key)
-        else:
-            self._published.remove(key)
-
-    def advance(self) -> None:
-        """Publish what the store no longer has, up to the limit per step."""
-        if self._gone:
-            with self._lock:
-                gone, self._gone = self._gone, set()
-            self._going += gone
-        is_reset, self._is_reset = self._is_reset, False
-        if self._published and (is_reset or not (self._going or self._store.is_on)):
-            self._going += self._published
-        for _ in range(min(_MAX_REMOVED, len(self._going))):
-            key = self._going.popleft()
-            if key in self._published and not self._store.lookup(key):
-                self._published.remove(key)
-                self._changes.removed(self._tier, key)
-
-    def _note_gone(self, key: BlockHash | None) -> None:
-        if key is None:
-            self._is_reset = True
-        elif key in self._published:
-            with self._lock:
-                self._gone.add(key)
-
-
 logger = logging.getLogger(__name__)
 
 _NUM_READERS, _NUM_WRITERS = 8, 1
@@ -601,6 +541,8 @@ _OUT_BYTES, _IN_BYTES = 2 << 20, 4 << 20
 _BYTES_ALONE = 64 << 20
 _END_S = 5.0
 """Timeout at close for a store that does not respond."""
+_STALLED_S = 1.0
+"""Time without progress after which pending calls count as hung: an idle engine then polls them rarely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -717,7 +659,7 @@ class ConnectorTier:
         )
         self.is_worth = self._reader.is_worth
         self._counts = ConnectorCounts(store.counts)
-        self._cache: BlockHashIndex | None = None
+        self._prefixes: PrefixCacheManager | None = None
         self._loader: BlockLoader | None = None
         self._used: dict[BlockHash, None] = {}
         self._noting: Future[None] | None = None
@@ -725,11 +667,12 @@ class ConnectorTier:
         self._lent: list[Future[bool]] = []  # reads for other servers
         self._allowance_bytes = 0.0
         self._last_s = 0.0
+        self._progress_s = 0.0
         self._is_flushing = False
 
     def connect(self, prefixes: PrefixCacheManager, ops: BlockCopyPlan) -> None:
         """Connect the prefix cache whose blocks this tier stores and loads, with the queue of device moves."""
-        self._cache, self._loader = prefixes.cache, BlockLoader(prefixes, ops)
+        self._prefixes, self._loader = prefixes, BlockLoader(prefixes, ops)
         self._events = ConnectorKVEvents(self._store, self._tier, prefixes.changes, prefixes.has_prefix)
 
     # --- changes of prefixes --------------------------------------------------------------------------------------
@@ -738,6 +681,7 @@ class ConnectorTier:
         if self._store.is_on:
             self._may_hold(key)
             self._writer.note(key)
+            self._progress_s = self._last_s
 
     def on_blocks_hit(self, keys: Sequence[BlockHash]) -> None:
         for key in keys if self._store.is_on else ():
@@ -759,6 +703,17 @@ class ConnectorTier:
     def block_s(self, key: BlockHash) -> float | None:
         """Return the seconds to load a block; None if it is not there."""
         return self._reader.block_s(key)
+
+    def refresh(self, keys: Sequence[BlockHash]) -> None:
+        """Enter those of a chain of keys that the store has in its index, as far as a hit needs them.
+
+        Any thread may call. Returns after 50 ms in any case (`ConnectorStore.refresh`).
+        """
+        if self._prefixes is not None:
+            has_prefix, reaches = self._prefixes.has_prefix, self._prefixes.reaches
+            self._store.refresh(
+                lambda is_stored: num_usable(keys, reaches, lambda key: has_prefix(key) or is_stored(key))
+            )
 
     # --- exports to other servers ---------------------------------------------------------------------------------
 
@@ -785,7 +740,10 @@ class ConnectorTier:
 
     def start_load(self, group: SequenceGroup) -> bool:
         """Start to load a waiting group's prompt; return False if it need not wait, else `poll` returns it later."""
-        return self._loader is not None and self._store.is_on and self._reader.start_load(group, self._loader)
+        if self._prefixes is None or self._loader is None or not self._store.is_on:
+            return False
+        self.refresh(self._prefixes.lookup_keys(group))
+        return self._reader.start_load(group, self._loader)
 
     def on_request_finished(self, group: SequenceGroup) -> None:
         """Handle the end of a group, whether or not it was waiting for a load."""
@@ -799,16 +757,20 @@ class ConnectorTier:
         Args:
             is_alone: no group runs that the copies would delay.
         """
-        if self._cache is None or self._loader is None or self._events is None:
+        if self._prefixes is None or self._loader is None or self._events is None:
             return []
+        was_pending = self._pending
         self._events.advance()
         max_bytes = self._allowed_bytes(now_s, is_alone)
         if not self._store.is_on:
             self._writer.forget_all()
         self._note_used()
-        num_begun = self._writer.advance(max_bytes // self._bytes_per_block, self._cache)
+        num_begun = self._writer.advance(max_bytes // self._bytes_per_block, self._prefixes.cache)
         self._allowance_bytes -= num_begun * self._bytes_per_block
-        return self._reader.advance(now_s, _BYTES_ALONE if is_alone else _IN_BYTES, self._loader)
+        going_on = self._reader.advance(now_s, _BYTES_ALONE if is_alone else _IN_BYTES, self._loader)
+        if self._pending != was_pending or not self._is_pending or self._reader.has_waiting_groups:
+            self._progress_s = now_s
+        return going_on
 
     def flush(self) -> bool:
         """Write cached blocks that the store lacks as fast as possible from now on; return True if none can follow."""
@@ -817,9 +779,16 @@ class ConnectorTier:
 
     @property
     def is_busy(self) -> bool:
-        """Return True if reads, writes or removals are pending: steps must run even if no group does."""
-        is_behind = self._events is not None and self._events.is_busy
-        return self._writer.is_busy or self._reader.is_busy or is_behind
+        """Return True if reads, writes or removals are pending: steps must run even if no group does.
+
+        Calls that hang in a store that is off need no steps.
+        """
+        return self._is_pending and (self._store.is_on or not self.is_stalled)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Return True if nothing that is pending has advanced for a second of steps: they may run rarely."""
+        return self._is_pending and self._last_s - self._progress_s > _STALLED_S
 
     @property
     def counts(self) -> ConnectorCounts:
@@ -865,12 +834,25 @@ class ConnectorTier:
         if self._noting is not None:
             asked.append(self._noting)
         left = wait_for(asked, _END_S).not_done
+        if num_unwritten := self._writer.num_unwritten:
+            logger.warning("KV connector (%s): %d blocks were not written", self._tier, num_unwritten)
         if left:
             logger.error("KV connector (%s): abandoned %d calls that did not return", self._tier, len(left))
             return
         self._store.close()
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_pending(self) -> bool:
+        is_behind = self._events is not None and self._events.is_busy
+        return self._writer.is_busy or self._reader.is_busy or is_behind
+
+    @property
+    def _pending(self) -> tuple[int, ...]:
+        """Return numbers that change when anything pending advances."""
+        is_behind = self._events is not None and self._events.is_busy
+        return *self._writer.progress, len(self._reader.under_way), is_behind
 
     def _note_used(self) -> None:
         """Submit the hits since the last call to the store, unless the previous update is still running."""

@@ -141,6 +141,8 @@ class Tiers:
         has_prefix = self.prefixes.has_prefix
         if not self.connectors:
             return self.num_known(chain), ()
+        for connector in self.connectors:
+            connector.refresh(chain.keys)
         num_blocks = num_usable(
             chain.keys, self.reaches, lambda key: has_prefix(key) or self.connector_with(key) is not None
         )
