@@ -360,15 +360,18 @@ class ConnectorGuard:
             self._drop(key)
             return False
         into[:] = contents
-        self._add_known(key, num_removals)
+        self._add_known([key], num_removals)
         self._count(num_read=1, read_bytes=self._bytes_per_block, read_s=time.monotonic() - begin_s)
         return True
 
     def save(self, key: bytes, contents: memoryview, is_wanted: Callable[[], bool] = lambda: True) -> bool:
         begin_s, num_removals = time.monotonic(), self._num_removals
         with self._timed("lookup"):
-            if not self._is_on or self._ask(key):
-                return False
+            is_stored = self._query(key)
+        if is_stored:
+            self._add_known([key], num_removals)
+        if is_stored or not self._is_on:
+            return False
         value = bytearray(self._bytes_per_block + CHECKSUM_BYTES)
         value[: self._bytes_per_block] = contents
         value[self._bytes_per_block :] = self._checksum(key, contents)
@@ -382,7 +385,7 @@ class ConnectorGuard:
         except BaseException as error:
             self._disable("save", error)
             return False
-        self._add_known(key, num_removals)
+        self._add_known([key], num_removals)
         self._count(num_written=1, written_bytes=self._bytes_per_block, write_s=time.monotonic() - begin_s)
         self._count_blocks()
         return self._is_on
@@ -455,32 +458,36 @@ class ConnectorGuard:
         return self._is_on and key not in self._removals and None not in self._removals
 
     def _search(self, search: KeySearch) -> None:
+        found: dict[bytes, None] = {}
+        num_removals = self._num_removals
+
+        def is_stored(key: bytes) -> bool:
+            if self._query(key):
+                found[key] = None
+            return key in found
+
         with self._timed("lookup"):
-            search(self._ask)
+            search(is_stored)
+        self._add_known(found, num_removals)
         self._count_blocks()
 
-    def _ask(self, key: bytes) -> bool:
-        """Return True if the connector has a key, and enter it in the index. May block."""
-        if not self._is_findable(key):
-            return False
-        num_removals = self._num_removals
+    def _query(self, key: bytes) -> bool:
+        """Return True if the connector has a key. May block."""
         try:
-            is_found = bool(self._connector.lookup(key))
+            return self._is_findable(key) and bool(self._connector.lookup(key))
         except BaseException as error:
             self._disable("lookup", error)
             return False
-        if is_found:
-            self._add_known(key, num_removals)
-        return is_found
 
-    def _add_known(self, key: bytes, num_removals: int) -> None:
-        """Enter a key in the index, unless a removal began or ended since `num_removals` was read."""
+    def _add_known(self, keys: Iterable[bytes], num_removals: int) -> None:
+        """Enter keys in the index, unless a removal began or ended since `num_removals` was read."""
         with self._lock:
             if num_removals != self._num_removals:
                 return
-            self._known.pop(key, None)
-            self._known[key] = None
-            if len(self._known) > _MAX_KNOWN:
+            for key in keys:
+                self._known.pop(key, None)
+                self._known[key] = None
+            for _ in range(len(self._known) - _MAX_KNOWN):
                 del self._known[next(iter(self._known))]
 
     def _remove_known(self, key: bytes) -> None:

@@ -351,11 +351,11 @@ def test_what_is_looked_up_while_it_is_removed_is_not_found():
 
     def lookup(key: bytes) -> bool:
         guard.remove(KEY)
+        settle(guard)
         return True
 
     guard._connector.lookup = lookup  # type: ignore[method-assign]
     guard.refresh(lambda is_stored: is_stored(KEY))
-    settle(guard)
     assert not guard.lookup(KEY)
     guard.close()
 
@@ -376,6 +376,7 @@ def test_damaged_blocks_are_logged_once_and_counted(caplog):
         guard._connector.values[key] = bytes(SIZE + CHECKSUM_BYTES)
         assert load(guard, key) is None
     guard.close()
+    assert not guard._connector.values
     assert caplog.text.count("dropped a damaged block") == 1 and guard.counts.num_dropped == 2
     assert "KV connector DictConnector: dropped 2 damaged blocks in all" in caplog.text
 
