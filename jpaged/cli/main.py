@@ -96,7 +96,7 @@ def load(name: str, module: str | None = None) -> ModuleType:
 
 
 def _missing_part(error: BaseException) -> Unsupported | None:
-    """Return the error for a missing module of an optional part or of its extra; None if it belongs to neither.
+    """Return the error for a missing module of an optional part or an extra; None if it belongs to neither.
 
     An extra has only third-party packages. The folder of an optional part is missing if it was deleted, as from an
     image.

@@ -67,12 +67,12 @@ def imported_by(*words: str) -> set[str]:
     return set(line.split())
 
 
-@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--version"], ["help"]])
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--version"], ["help"], ["completion", "bash"]])
 def test_the_help_and_the_version_import_no_package_and_no_command(words: list[str]) -> None:
     imported = imported_by(*words)
     assert {name.partition(".")[0] for name in imported} & PACKAGES == set()
     own = {"jpaged", "jpaged.version", "jpaged.__main__", "jpaged.errors"}
-    own |= {f"jpaged.{name}" for name in ("cli", "cli.main", "cli.help")}
+    own |= {f"jpaged.{name}" for name in ("cli", "cli.main", "cli.help", "cli.completion")}
     assert {name for name in imported if name.partition(".")[0] == "jpaged"} <= own
 
 
