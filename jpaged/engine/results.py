@@ -118,7 +118,7 @@ class NonFiniteLogitsGuard:
 
     def _drop_prefix(self, sequence: Sequence) -> None:
         if self._memory.prefixes is not None:
-            self._memory.prefixes.forget(sequence)
+            self._memory.prefixes.remove_prefix(sequence)
 
 
 @dataclass(slots=True)

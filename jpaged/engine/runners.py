@@ -164,7 +164,7 @@ class SingleStepRunner:
         """Wait for the aux outputs as well, and pass them to the output processor."""
         aux_outputs = [(aux, collect()) for aux, collect in pending]
         outputs = wait()
-        self.context.results.output.prompt_logprobs.take(aux_outputs)
+        self.context.results.output.aux_outputs.take(aux_outputs)
         return outputs
 
 

@@ -154,14 +154,14 @@ EVICTION_FAULTS = (
     Fault(
         "host memory does not report evictions to its policy",
         "kv_cache/offload/host.py",
-        "                self._ranked.evicted(home)\n",
+        "                self._ranked.evicted(host_block_id)\n",
         "                pass\n",
         MEMORY,
     ),
     Fault(
         "host memory stores blocks that its policy does not know",
         "kv_cache/offload/host.py",
-        "            self._ranked.enter(home, entry)\n",
+        "            self._ranked.enter(host_block_id, entry)\n",
         "            pass\n",
         MEMORY,
     ),

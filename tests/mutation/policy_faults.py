@@ -469,7 +469,7 @@ POLICY_FAULTS = (
     Fault(
         "a tenant whose counter was dropped starts at zero",
         "scheduler/policies.py",
-        "self._forgotten = max(self._forgotten, self._served.pop(tenant))",
+        "self._highest_dropped = max(self._highest_dropped, self._served.pop(tenant))",
         "self._served.pop(tenant)",
         POLICIES,
     ),

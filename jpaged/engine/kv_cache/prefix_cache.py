@@ -172,11 +172,11 @@ class BlockHashIndex:
     def _tokens_at(self, sequence: TokenSequence, index: int) -> list[int]:
         return sequence.token_ids[index * self._block_size : (index + 1) * self._block_size]
 
-    def forget(self, block_id: int) -> BlockHash | None:
+    def remove(self, block_id: int) -> BlockHash | None:
         """Remove a block from the index and the free list's ranking; return its key, if any."""
         key = self.evict(block_id)
         if key is not None and self._ranked is not None:
-            self._ranked.forget(block_id)
+            self._ranked.discard(block_id)
         return key
 
     def evict(self, block_id: int) -> BlockHash | None:
@@ -418,7 +418,7 @@ class PrefixCacheManager:
                         connector.on_block_stored(group_block_hash(keys[i], kv_group))
         kv.registered(num_full)
 
-    def forget(self, sequence: TokenSequence) -> None:
+    def remove_prefix(self, sequence: TokenSequence) -> None:
         """Remove a sequence's prefix from all tiers, and exclude the sequence from the cache.
 
         Blocks that it shares with others are removed too, except pinned ones.
@@ -426,18 +426,18 @@ class PrefixCacheManager:
         pinned = self.pinned_blocks
         keys = _keys(self._block_size, sequence, len(sequence.token_ids) // self._block_size)
         for key in (group_block_hash(key, kv_group) for key in keys for kv_group in range(len(self.reaches))):
-            self._host.forget(key)
+            self._host.remove(key)
             for connector in self._connectors:
                 connector.remove(key)
             block_id = self._cache.find(key)
             if block_id is not None and block_id not in pinned:
-                self._cache.forget(block_id)
+                self._cache.remove(block_id)
                 self.num_cached -= self.pool.is_free(block_id)
         sequence.kv.leave_cache()
 
-    def forget_block(self, block_id: int) -> None:
+    def remove_block(self, block_id: int) -> None:
         """Remove a block that its sequence is about to overwrite from the cache."""
-        self._cache.forget(block_id)
+        self._cache.remove(block_id)
 
     def reset(self) -> int:
         """Remove all unreferenced prefixes, in lower tiers too; return the number of their blocks.
@@ -446,7 +446,7 @@ class PrefixCacheManager:
         """
         free = [block_id for block_id in self._cache.block_ids() if self.pool.is_free(block_id)]
         for block_id in free:
-            self._cache.forget(block_id)
+            self._cache.remove(block_id)
         self.num_cached -= len(free)
         return len(free) + self._host.reset() + sum(connector.reset() for connector in self._connectors)
 

@@ -205,7 +205,7 @@ class LogitsProcessorState:
         for sequence in group.sequences:
             self.slots.give_back(sequence)
 
-    def forget(self, group: SequenceGroup) -> None:
+    def discard(self, group: SequenceGroup) -> None:
         """Drop the slots and constants of a request that has ended."""
         self.give_back(group)
         self._constants.pop(group, None)

@@ -123,7 +123,7 @@ class Acceptance:
         self._failed_s[:] = self._expected_s[:] = 0.0
         self._estimate()
 
-    def forget(self, sequence_key: int) -> None:
+    def remove(self, sequence_key: int) -> None:
         """Drop a sequence that has ended; no-op if it is unknown."""
         place = self._places.pop(sequence_key, None)
         if place is not None:
@@ -364,9 +364,9 @@ class AdaptiveSpeculation:
         expected_s = self._costs.plain_s(num_rows, num_other_tokens)
         self._plain_share = _mixed(self._plain_share, seconds / expected_s if expected_s > 0 else 0.0)
 
-    def forget(self, sequence_key: int) -> None:
+    def remove(self, sequence_key: int) -> None:
         """Drop a sequence that has ended."""
-        self.acceptance.forget(sequence_key)
+        self.acceptance.remove(sequence_key)
 
     def _gained(self, gain: float, num_rows: int) -> None:
         if self.state is not AdaptationState.ON:  # it was turned off after the step was dispatched

@@ -449,7 +449,7 @@ class SharedTexts:
 _MAX_OWN_TOKENS = 1 << 15
 """Maximum number of recent tokens in a sequence's own tree; one takes about 130 bytes."""
 _NUM_SETTLED = 16
-"""Tokens of earlier outputs that one `propose` indexes if `forget` left some: the end of a long one."""
+"""Tokens of earlier outputs that one `propose` indexes if `remove` left some: the end of a long one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -537,7 +537,7 @@ class SuffixProposer:
                 best = theirs
         return best.token_ids
 
-    def forget(self, sequence_key: int) -> None:
+    def remove(self, sequence_key: int) -> None:
         """Store the output, if any, for sequences that share it."""
         reader = self._readers.pop(sequence_key)
         if reader.sharing is not None and len(reader.token_ids) > reader.num_prompt_tokens:

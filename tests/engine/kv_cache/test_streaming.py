@@ -89,7 +89,7 @@ def test_a_prefix_without_its_first_tokens_is_none():
         key = leader.kv.keys(leader.token_ids, 7, 4)[index]
         memory.release(leader)
         block_id = memory.prefixes.cache.find(key)
-        memory.prefixes.forget_block(block_id)
+        memory.prefixes.remove_block(block_id)
         memory.prefixes.num_cached -= 1
         again = group_of(range(30))
         assert memory.admit(again) // 4 == num_known, index

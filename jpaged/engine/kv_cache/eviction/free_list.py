@@ -181,7 +181,7 @@ class RankedFreeList:
         self._known.remove(place)
         return self._policy.on_remove(place, is_evicted=True)
 
-    def forget(self, place: int) -> None:
+    def discard(self, place: int) -> None:
         """Record that the content of a slot must not be found any more; a free slot becomes an empty one."""
         if place in self._ranked:
             self._ranked.remove(place)

@@ -103,7 +103,7 @@ class BlockLoader:
         block_id = self._prefixes.cache.find(key)
         return block_id is None or self._prefixes.pool.is_free(block_id)
 
-    def bring_in(self, group: SequenceGroup, place: PromptBlock, home: int) -> bool:
+    def bring_in(self, group: SequenceGroup, place: PromptBlock, host_block_id: int) -> bool:
         """Insert a block that a reserved host block holds into the cache; return False if the pool has no room."""
         prefixes, leader = self._prefixes, group.live[0]
         if prefixes.cache.find(place.key) is not None:
@@ -112,7 +112,7 @@ class BlockLoader:
             return False
         table = BlockTable(1)
         table.extend(prefixes.pool.allocate(1))
-        self._ops.add(Move.SWAP_IN, home, table.block_id(0), passes=True)
+        self._ops.add(Move.SWAP_IN, host_block_id, table.block_id(0), passes=True)
         key = prefixes.lookup_keys(group)[place.index]
         prefixes.cache.insert_in_group(leader, place.index, table.block_id(0), key, place.kv_group)
         prefixes.pool.release(table)
@@ -135,7 +135,7 @@ class _Fetch:
     """Load for one group.
 
     Attributes:
-        homes, reads: of the first places: the staging block of each, and whether its read was valid.
+        host_block_ids, reads: of the first places: the staging block of each, and whether its read was valid.
         num_in: number of places that are finished.
         is_over: nothing more is inserted; only pending reads are awaited.
         began_s: time of the first step that processed it; None before that.
@@ -146,7 +146,7 @@ class _Fetch:
     places: list[PromptBlock]
     longest_s: float
     behind: _Fetch | None = None
-    homes: list[int] = field(default_factory=list)
+    host_block_ids: list[int] = field(default_factory=list)
     reads: list[Future[bool]] = field(default_factory=list)
     num_in: int = 0
     is_over: bool = False
@@ -245,7 +245,7 @@ class BlockReader:
             fetch.is_over = fetch.has_gone_on = True
             self._leftover.append(fetch)
 
-    def forget(self, key: BlockHash | None) -> None:
+    def cancel_key(self, key: BlockHash | None) -> None:
         """Prevent pending loads from inserting a key; None stands for any key."""
         for fetch in self._fetches.values() if key is None else self._wanting.get(key, ()):
             fetch.is_over = True
@@ -302,31 +302,31 @@ class BlockReader:
             read = fetch.reads[fetch.num_in]
             if not read.done():
                 break
-            place, home = fetch.places[fetch.num_in], fetch.homes[fetch.num_in]
-            if read.result() and loader.bring_in(fetch.group, place, home):
+            place, host_block_id = fetch.places[fetch.num_in], fetch.host_block_ids[fetch.num_in]
+            if read.result() and loader.bring_in(fetch.group, place, host_block_id):
                 num_bytes += self._blocks.bytes_per_block
                 self._came(place.key)
                 self._count(0 if place.kv_group else self._block_size, False)
             else:
                 fetch.is_over = True
-            self._staging.give_back(home)
+            self._staging.give_back(host_block_id)
             fetch.num_in += 1
         return num_bytes
 
     def _read_on(self, fetch: _Fetch) -> None:
         while not fetch.is_over and len(fetch.reads) < len(fetch.places):
-            home = self._staging.take()
-            if home is None:
+            host_block_id = self._staging.take()
+            if host_block_id is None:
                 return
             key = fetch.places[len(fetch.reads)].key
-            fetch.homes.append(home)
-            fetch.reads.append(self._threads.submit(self._store.load, key, self._blocks.view(home)))
+            fetch.host_block_ids.append(host_block_id)
+            fetch.reads.append(self._threads.submit(self._store.load, key, self._blocks.view(host_block_id)))
 
     def _clear(self, fetch: _Fetch) -> None:
         """Return the staging blocks of finished reads that no group waits for."""
         while fetch.num_in < len(fetch.reads) and fetch.reads[fetch.num_in].done():
             fetch.reads[fetch.num_in].result()
-            self._staging.give_back(fetch.homes[fetch.num_in])
+            self._staging.give_back(fetch.host_block_ids[fetch.num_in])
             fetch.num_in += 1
 
     def check(self) -> None:
@@ -340,7 +340,7 @@ class BlockReader:
             raise InternalError(
                 f"{len(wanted)} blocks are pending, which do not match those of {len(self._wanting)} keys"
             )
-        self._staging.check(home for fetch in self._all() for home in fetch.homes[fetch.num_in :])
+        self._staging.check(one for fetch in self._all() for one in fetch.host_block_ids[fetch.num_in :])
 
     def _all(self) -> Iterator[_Fetch]:
         yield from self._fetches.values()
@@ -362,13 +362,13 @@ class _Spill:
     """Write of one block.
 
     Attributes:
-        held: pinned cached block in host memory; None if the block is copied to the staging block `home`.
+        held: pinned cached block in host memory; None if the block is copied to the staging block `host_block_id`.
         since: `num_dispatched` when the copy was decided.
         is_wanted: False cancels the write; set by the engine thread, read by the writer thread.
     """
 
     key: BlockHash
-    home: int
+    host_block_id: int
     held: BlockTable | None
     since: int
     is_wanted: bool = True
@@ -437,13 +437,13 @@ class BlockWriter:
         if len(self._due) > self._max_due:
             self._due.popitem(last=False)
 
-    def forget(self, key: BlockHash) -> None:
+    def cancel(self, key: BlockHash) -> None:
         """Prevent a key from being written, even if its write has started."""
         self._due.pop(key, None)
         if key in self._under_way:
             self._under_way[key].is_wanted = False
 
-    def forget_all(self) -> None:
+    def cancel_all(self) -> None:
         """Prevent all pending keys from being written."""
         self._due.clear()
         for spill in self._under_way.values():
@@ -459,7 +459,7 @@ class BlockWriter:
             written.result()  # an error of the thread is an error of the engine
             self._written(self._writing[0].key)
             self._end(self._writing.popleft())
-        while self._landing and self._host.is_settled([self._landing[0].home], self._landing[0].since):
+        while self._landing and self._host.is_settled([self._landing[0].host_block_id], self._landing[0].since):
             spill = self._landing.popleft()
             if spill.is_wanted:
                 spill.written = self._threads.submit(self._write, spill)
@@ -491,13 +491,13 @@ class BlockWriter:
             spill = _Spill(key, held.block_id(0), held, since)
         elif block_id is None:
             return False
-        elif (home := self._staging.take()) is None:
+        elif (host_block_id := self._staging.take()) is None:
             self._due[key] = None
             self._due.move_to_end(key, last=False)
             return False
         else:
-            self._host.copy_out(block_id, home)
-            spill = _Spill(key, home, None, since)
+            self._host.copy_out(block_id, host_block_id)
+            spill = _Spill(key, host_block_id, None, since)
         self._under_way[key] = spill
         self._landing.append(spill)
         return True
@@ -505,7 +505,7 @@ class BlockWriter:
     def _end(self, spill: _Spill) -> None:
         del self._under_way[spill.key]
         if spill.held is None:
-            self._staging.give_back(spill.home)
+            self._staging.give_back(spill.host_block_id)
         else:
             self._host.release(spill.held)
 
@@ -513,7 +513,7 @@ class BlockWriter:
         """Write a block; runs on the writer thread."""
         if not spill.is_wanted:
             return False
-        return self._store.save(spill.key, self._blocks.view(spill.home), lambda: spill.is_wanted)
+        return self._store.save(spill.key, self._blocks.view(spill.host_block_id), lambda: spill.is_wanted)
 
     def check(self) -> None:
         """Check the bookkeeping of writes.
@@ -526,7 +526,7 @@ class BlockWriter:
                 f"{len(self._landing)} blocks being copied and {len(self._writing)} being written are not "
                 f"{len(self._under_way)}"
             )
-        self._staging.check(spill.home for spill in self._under_way.values() if spill.held is None)
+        self._staging.check(spill.host_block_id for spill in self._under_way.values() if spill.held is None)
 
 
 logger = logging.getLogger(__name__)
@@ -691,13 +691,13 @@ class ConnectorTier:
             del self._used[next(iter(self._used))]
 
     def remove(self, key: BlockHash) -> None:
-        self._writer.forget(key)
-        self._reader.forget(key)
+        self._writer.cancel(key)
+        self._reader.cancel_key(key)
         self._store.remove(key)
 
     def reset(self) -> int:
-        self._writer.forget_all()
-        self._reader.forget(None)
+        self._writer.cancel_all()
+        self._reader.cancel_key(None)
         return self._store.reset()
 
     def block_s(self, key: BlockHash) -> float | None:
@@ -763,7 +763,7 @@ class ConnectorTier:
         self._events.advance()
         max_bytes = self._allowed_bytes(now_s, is_alone)
         if not self._store.is_on:
-            self._writer.forget_all()
+            self._writer.cancel_all()
         self._note_used()
         num_begun = self._writer.advance(max_bytes // self._bytes_per_block, self._prefixes.cache)
         self._allowance_bytes -= num_begun * self._bytes_per_block
@@ -830,10 +830,10 @@ class ConnectorTier:
         with self._lock:
             for threads in (self._load_threads, self._save_threads):
                 threads.shutdown(wait=False, cancel_futures=True)
-        asked: list[Future[Any]] = [*self._writer.under_way, *self._reader.under_way, *self._lent]
+        calls: list[Future[Any]] = [*self._writer.under_way, *self._reader.under_way, *self._lent]
         if self._noting is not None:
-            asked.append(self._noting)
-        left = wait_for(asked, _END_S).not_done
+            calls.append(self._noting)
+        left = wait_for(calls, _END_S).not_done
         if num_unwritten := self._writer.num_unwritten:
             logger.warning("KV connector (%s): %d blocks were not written", self._tier, num_unwritten)
         if left:

@@ -174,7 +174,7 @@ class _ExportPart:
     Attributes:
         at_device: pinned device blocks, until they are staged.
         kept, staged: host blocks that were already cached there, and those reserved as copy targets.
-        homes: host block of each place.
+        host_block_ids: host block of each place.
         is_there: done when the bytes may be read.
     """
 
@@ -182,7 +182,7 @@ class _ExportPart:
     at_device: BlockTable | None
     kept: BlockTable | None
     staged: BlockTable | None
-    homes: list[int]
+    host_block_ids: list[int]
     is_there: Future[None] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
@@ -241,8 +241,8 @@ class PrefixExport:
                 raise Cancelled("the outgoing prefix was canceled")
             if not one.is_there.done():
                 raise InternalError(f"part {part} of {len(self._parts)} is read before it is ready")
-            for place, home in zip(one.places, one.homes, strict=True):
-                take(place, self._tiers.blocks.view(home))
+            for place, host_block_id in zip(one.places, one.host_block_ids, strict=True):
+                take(place, self._tiers.blocks.view(host_block_id))
         self._tiers.ask(lambda: self._let_go(one))
 
     def close(self) -> None:
@@ -266,13 +266,13 @@ class PrefixExport:
             parts.append(
                 _ExportPart(places, self._tiers.held.hold([chain.key(place) for place in away]), kept, None, [])
             )
-            homes = dict(zip(here, kept.block_ids(), strict=True))
-            parts[-1].homes = [homes.get(place, 0) for place in places]
+            host_block_ids = dict(zip(here, kept.block_ids(), strict=True))
+            parts[-1].host_block_ids = [host_block_ids.get(place, 0) for place in places]
         for part in parts:  # after all host blocks are pinned, because reserving evicts
             assert part.at_device is not None
             part.staged = host.reserve(part.at_device.num_blocks)
             free = iter(part.staged.block_ids())
-            part.homes = [home or next(free) for home in part.homes]
+            part.host_block_ids = [host_block_id or next(free) for host_block_id in part.host_block_ids]
         return parts
 
     def _stage(self) -> None:
@@ -282,11 +282,11 @@ class PrefixExport:
         part = self._parts[self._num_staged]
         assert part.at_device is not None
         assert part.staged is not None
-        for source, home in zip(part.at_device.block_ids(), part.staged.block_ids(), strict=True):
-            self._tiers.host.copy_out(source, home)
-        homes = BlockTable(len(part.homes))
-        homes.extend(part.homes)
-        self._tiers.host.on_transfers_done(homes, lambda: self._staged(part))
+        for source, host_block_id in zip(part.at_device.block_ids(), part.staged.block_ids(), strict=True):
+            self._tiers.host.copy_out(source, host_block_id)
+        host_block_ids = BlockTable(len(part.host_block_ids))
+        host_block_ids.extend(part.host_block_ids)
+        self._tiers.host.on_transfers_done(host_block_ids, lambda: self._staged(part))
 
     def _staged(self, part: _ExportPart) -> None:
         if part.at_device is None:  # it was closed in the meantime

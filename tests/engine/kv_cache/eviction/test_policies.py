@@ -114,7 +114,7 @@ class Tier:
         place = which % self.num_places
         if place in self.keys:
             del self.places[self.keys.pop(place)]
-            self.free.forget(place)
+            self.free.discard(place)
 
     def look(self, which):
         """Somebody holds a block for a moment, and is no request."""

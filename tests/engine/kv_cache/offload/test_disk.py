@@ -201,9 +201,9 @@ def test_what_disk_keeps_is_cheaper_to_lose(tmp_path):
     second = Server(tmp_path, eviction_policy="worth", sizes={"num_blocks": 20})
     assert second.ask("a", PROMPT) > 0
     assert min(bucket.cost for bucket in second.memory.prefixes._ranked._policy._buckets if bucket) < 0
-    second.memory.aside.leave(0)
+    second.memory.limiter.leave(0)
     assert min(bucket.cost for bucket in second.memory.host._ranked._policy._buckets if bucket) < 0
-    second.memory.aside.leave(20)
+    second.memory.limiter.leave(20)
     second.kill()
 
 
