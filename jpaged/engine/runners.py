@@ -413,7 +413,7 @@ class MaskedDispatch:
 
     def _advance_grammars(self, token_ids_r: I32) -> bool:
         """Advance the grammars of rows that have not ended."""
-        bound = [row for row in self._bound if row.sequence.is_live and not self._has_ended_r[row.place]]
+        bound = [row for row in self._bound if row.sequence.is_live and not self._has_ended_r[row.device_row]]
         if len(bound) < len(self._bound):
             self._bound, self._batch = bound, self._grammars.batch(bound)
         return not bound or self._grammars.accept_masked(bound, self._batch, token_ids_r)

@@ -240,7 +240,7 @@ POLICY_FAULTS = (
     Fault(
         "a moved row keeps the block table of the removed row",
         "scheduler/decode_batch.py",
-        "            self._block_tables_gsm[:, place] = self._block_tables_gsm[:, last]\n",
+        "            self._block_tables_gsm[:, row] = self._block_tables_gsm[:, last]\n",
         "",
         LIVES,
     ),

@@ -75,8 +75,8 @@ TRAVEL_FAULTS = (
     Fault(
         "an import inserts a block under its neighbor's key",
         "kv_cache/offload/transfer.py",
-        "return group_block_hash(self.keys[place.index], place.kv_group)",
-        "return group_block_hash(self.keys[max(0, place.index - 1)], place.kv_group)",
+        "return group_block_hash(self.keys[position.index], position.kv_group)",
+        "return group_block_hash(self.keys[max(0, position.index - 1)], position.kv_group)",
         TRAVELS,
     ),
     Fault(

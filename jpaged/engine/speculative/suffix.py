@@ -239,8 +239,8 @@ class SuffixTree:
             return SuffixDraft(token_ids, float(len(token_ids)), leaves[0] >> _OFFSET_BITS)
         token_ids = []
         prob, score = 1.0, 0.0
-        for place in range(most):
-            column = [way[place] for way in ways if len(way) > place]
+        for offset in range(most):
+            column = [way[offset] for way in ways if len(way) > offset]
             if not column:
                 break
             token_id = column[0]
@@ -253,7 +253,7 @@ class SuffixTree:
             token_ids.append(token_id)
             score += prob
             if count < len(ways):
-                ways = [way for way in ways if len(way) > place and way[place] == token_id]
+                ways = [way for way in ways if len(way) > offset and way[offset] == token_id]
         return SuffixDraft(token_ids, score, leaves[0] >> _OFFSET_BITS)
 
     def _common_len(self, text: list[int], offset: int, token_ids: list[int]) -> int:

@@ -13,7 +13,7 @@ share one store: each writes what it computes, and can load what the others wrot
 
 **Loads** while their groups wait and others run (`BlockReader`):
 
-    places    [0][1][2][3][4][5][6][7]      missing blocks of the prompt that the store has
+    blocks    [0][1][2][3][4][5][6][7]      missing blocks of the prompt that the store has
     reads      in  in  done .. .. ..        many concurrent loads, into staging blocks
     device    [a ][b ]                      cached and free, as after a request that computed them
 
@@ -88,13 +88,13 @@ class BlockLoader:
                 for kv_group, reach in enumerate(reaches)
                 for i in reach.seen(num_blocks)
             ]
-            places = sorted(place for place in seen if not prefixes.has_prefix(place.key))
-            if not places:
+            blocks = sorted(block for block in seen if not prefixes.has_prefix(block.key))
+            if not blocks:
                 return []
-            num_needed = sum(self._takes_room(place.key) for place in seen)
+            num_needed = sum(self._takes_room(block.key) for block in seen)
             if prefixes.pool.can_allocate(num_needed):
-                prefixes.touch([place.key for place in seen])
-                return places
+                prefixes.touch([block.key for block in seen])
+                return blocks
             num_blocks -= max(1, (num_needed - prefixes.pool.num_free) // len(reaches))
         return []
 
@@ -103,18 +103,18 @@ class BlockLoader:
         block_id = self._prefixes.cache.find(key)
         return block_id is None or self._prefixes.pool.is_free(block_id)
 
-    def bring_in(self, group: SequenceGroup, place: PromptBlock, host_block_id: int) -> bool:
+    def bring_in(self, group: SequenceGroup, block: PromptBlock, host_block_id: int) -> bool:
         """Insert a block that a reserved host block holds into the cache; return False if the pool has no room."""
         prefixes, leader = self._prefixes, group.live[0]
-        if prefixes.cache.find(place.key) is not None:
+        if prefixes.cache.find(block.key) is not None:
             return True
         if not prefixes.pool.can_allocate(1):
             return False
         table = BlockTable(1)
         table.extend(prefixes.pool.allocate(1))
         self._ops.add(Move.SWAP_IN, host_block_id, table.block_id(0), passes=True)
-        key = prefixes.lookup_keys(group)[place.index]
-        prefixes.cache.insert_in_group(leader, place.index, table.block_id(0), key, place.kv_group)
+        key = prefixes.lookup_keys(group)[block.index]
+        prefixes.cache.insert_in_group(leader, block.index, table.block_id(0), key, block.kv_group)
         prefixes.pool.release(table)
         return True
 
@@ -135,15 +135,15 @@ class _Fetch:
     """Load for one group.
 
     Attributes:
-        host_block_ids, reads: of the first places: the staging block of each, and whether its read was valid.
-        num_in: number of places that are finished.
+        host_block_ids, reads: of the first blocks: the staging block of each, and whether its read was valid.
+        num_in: number of blocks that are finished.
         is_over: nothing more is inserted; only pending reads are awaited.
         began_s: time of the first step that processed it; None before that.
         until_s: deadline at which the group resumes in any case.
     """
 
     group: SequenceGroup
-    places: list[PromptBlock]
+    blocks: list[PromptBlock]
     longest_s: float
     behind: _Fetch | None = None
     host_block_ids: list[int] = field(default_factory=list)
@@ -157,7 +157,7 @@ class _Fetch:
     @property
     def is_done(self) -> bool:
         """Return True if the group need not wait any more."""
-        return self.is_over or (self.behind is None and self.num_in == len(self.places))
+        return self.is_over or (self.behind is None and self.num_in == len(self.blocks))
 
     @property
     def is_empty(self) -> bool:
@@ -224,16 +224,16 @@ class BlockReader:
 
     def start_load(self, group: SequenceGroup, loader: BlockLoader) -> bool:
         """Start to load a group's prompt; return False if the store has nothing that is faster than computing."""
-        places = loader.missing(group, self._store.lookup)
-        if not places:
+        blocks = loader.missing(group, self._store.lookup)
+        if not blocks:
             return False
-        begin, end = places[0].index, places[-1].index + 1
-        if not self.is_worth(begin, end, len(places)):
+        begin, end = blocks[0].index, blocks[-1].index + 1
+        if not self.is_worth(begin, end, len(blocks)):
             self._bytes_per_s = min(self._bytes_per_s * _BELIEF, max(self._bytes_per_s, _FIRST_BYTES_PER_S))
             return False
-        first = places[0].key
-        behind = next((other for other in self._wanting.get(first, ()) if other.places[0].key == first), None)
-        self._fetches[group] = fetch = _Fetch(group, places, max(self._compute_s(begin, end), _LEAST_WAIT_S), behind)
+        first = blocks[0].key
+        behind = next((other for other in self._wanting.get(first, ()) if other.blocks[0].key == first), None)
+        self._fetches[group] = fetch = _Fetch(group, blocks, max(self._compute_s(begin, end), _LEAST_WAIT_S), behind)
         self._want(fetch)
         return True
 
@@ -261,7 +261,7 @@ class BlockReader:
                 if not fetch.behind.has_gone_on:
                     continue
                 self._want_no_more(fetch)
-                fetch.behind, fetch.places = None, loader.missing(fetch.group, self._store.lookup)
+                fetch.behind, fetch.blocks = None, loader.missing(fetch.group, self._store.lookup)
                 self._want(fetch)
             if fetch.began_s is None:
                 fetch.began_s, fetch.until_s = now_s, now_s + fetch.longest_s
@@ -275,15 +275,15 @@ class BlockReader:
         return going_on
 
     def _want(self, fetch: _Fetch) -> None:
-        for place in fetch.places:
-            self._wanting.setdefault(place.key, {})[fetch] = None
+        for block in fetch.blocks:
+            self._wanting.setdefault(block.key, {})[fetch] = None
 
     def _want_no_more(self, fetch: _Fetch) -> None:
-        for place in fetch.places:
-            wanting = self._wanting[place.key]
+        for block in fetch.blocks:
+            wanting = self._wanting[block.key]
             del wanting[fetch]
             if not wanting:
-                del self._wanting[place.key]
+                del self._wanting[block.key]
 
     def _end(self, fetch: _Fetch, now_s: float) -> None:
         fetch.has_gone_on = True
@@ -302,11 +302,11 @@ class BlockReader:
             read = fetch.reads[fetch.num_in]
             if not read.done():
                 break
-            place, host_block_id = fetch.places[fetch.num_in], fetch.host_block_ids[fetch.num_in]
-            if read.result() and loader.bring_in(fetch.group, place, host_block_id):
+            block, host_block_id = fetch.blocks[fetch.num_in], fetch.host_block_ids[fetch.num_in]
+            if read.result() and loader.bring_in(fetch.group, block, host_block_id):
                 num_bytes += self._blocks.bytes_per_block
-                self._came(place.key)
-                self._count(0 if place.kv_group else self._block_size, False)
+                self._came(block.key)
+                self._count(0 if block.kv_group else self._block_size, False)
             else:
                 fetch.is_over = True
             self._staging.give_back(host_block_id)
@@ -314,11 +314,11 @@ class BlockReader:
         return num_bytes
 
     def _read_on(self, fetch: _Fetch) -> None:
-        while not fetch.is_over and len(fetch.reads) < len(fetch.places):
+        while not fetch.is_over and len(fetch.reads) < len(fetch.blocks):
             host_block_id = self._staging.take()
             if host_block_id is None:
                 return
-            key = fetch.places[len(fetch.reads)].key
+            key = fetch.blocks[len(fetch.reads)].key
             fetch.host_block_ids.append(host_block_id)
             fetch.reads.append(self._threads.submit(self._store.load, key, self._blocks.view(host_block_id)))
 
@@ -335,7 +335,7 @@ class BlockReader:
         Raises:
             InternalError: a block that is read into is free, or the waiting fetches of a key are wrong.
         """
-        wanted = {(place.key, fetch) for fetch in self._fetches.values() for place in fetch.places}
+        wanted = {(block.key, fetch) for fetch in self._fetches.values() for block in fetch.blocks}
         if wanted != {(key, fetch) for key, wanting in self._wanting.items() for fetch in wanting}:
             raise InternalError(
                 f"{len(wanted)} blocks are pending, which do not match those of {len(self._wanting)} keys"

@@ -207,10 +207,10 @@ def test_a_policy_that_is_not_told_of_a_block_is_found_out():
     h = make("worth")
     ask(h, "r", SYSTEM)
     ranked = h.engine.prefixes._ranked
-    place = next(iter(ranked._ranked))
-    ranked.discard(place)
+    slot = next(iter(ranked._ranked))
+    ranked.discard(slot)
     with pytest.raises(
-        InternalError, match=rf"blocks \[{place}\]: tier and policy disagree on whether they hold prefixes"
+        InternalError, match=rf"blocks \[{slot}\]: tier and policy disagree on whether they hold prefixes"
     ):
         h.engine.check()
 

@@ -480,13 +480,13 @@ def test_who_waits_for_a_key_that_is_forgotten_is_found_without_looking_at_all_o
     second.step()
     fetches = [*second.disk._reader._fetches.values()]
     assert len(fetches) == 3
-    places = [fetch.places for fetch in fetches]
+    places = [fetch.blocks for fetch in fetches]
     for fetch in fetches:
-        fetch.places = Unseen(fetch.places)
+        fetch.blocks = Unseen(fetch.blocks)
     second.disk.remove(places[1][2].key)
     assert [fetch.is_over for fetch in fetches] == [False, True, False]
     for fetch, before in zip(fetches, places, strict=True):
-        fetch.places = before
+        fetch.blocks = before
     second.readers.release()
     for prompt in prompts:
         second.finish(f"{prompt[0]}")
