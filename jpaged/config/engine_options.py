@@ -39,8 +39,9 @@ class ModelOptions:
     )
     dtype: str = option(
         "auto",
-        "data type of weights and activations; auto: the checkpoint's type on TPU and GPU, float32 on CPU",
-        choices=("auto", "float32", "bfloat16"),
+        "data type of weights and activations; auto: the checkpoint's type, but bfloat16 in place of float16, and "
+        "float32 on CPUs without AVX512_BF16 or AMX",
+        choices=("auto", "float32", "float", "bfloat16", "float16", "half"),
     )
     quantization: str = option(
         "auto",
