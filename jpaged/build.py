@@ -28,7 +28,7 @@ from jpaged.device.compilation.compile import set_up_compile_cache
 from jpaged.device.compilation.memory_plan import DeviceMemory
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.kv_scales import kv_dtype, name_of_kv_dtype
-from jpaged.device.linear import choose_linear_backend
+from jpaged.device.linear import choose_linear_backend, served_config
 from jpaged.device.mesh import MeshPlacement, first_device, serving_meshes
 from jpaged.device.multihost.executor import MultiHostExecutor
 from jpaged.device.multihost.executor import follow as run_steps
@@ -301,7 +301,7 @@ def _place(options: EngineConfig, progress: Progress) -> tuple[ModelSource, Mode
     )
     source = replace(source, config=quantized_here(source.config, options.model.quantization))
     config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config
-    config = streaming_llm.as_asked(config, options)
+    config = served_config(streaming_llm.as_asked(config, options), options.model.linear_backend, meshes[0])
     dtype, reason = choose_dtype(options.model.dtype, config, first_device(meshes[0]).platform, source.folder)
     _say(() if reason is None else (reason,), progress)
     model = Model(config, dtype)
@@ -476,7 +476,7 @@ def _draft(
         else:
             found = find_source(speculation.model)
         check_same_tokens(source.tokenizer, found.tokenizer)
-        draft = Model(found.config, model.dtype)
+        draft = Model(served_config(found.config, options.model.linear_backend, where.mesh), model.dtype)
         params = _load(draft, found, options, MeshPlacement.of(draft, where.mesh), progress)
     except (InvalidArgument, NotFound) as error:
         raise InvalidArgument(field, str(error).removeprefix("model: ")) from error

@@ -259,14 +259,17 @@ def choose_dtype(
     return DTYPES["bfloat16"], f"dtype bfloat16, not {name} as in the checkpoint, which is not supported"
 
 
-def read_scheme(folder: Path) -> Scheme | None:
+def read_scheme(folder: Path, *, keeps_embedding: bool = True) -> Scheme | None:
     """Return the quantization scheme of a checkpoint folder; None if it is not quantized.
+
+    Args:
+        keeps_embedding: see `read_model`; it must be the same for the tensors.
 
     Raises:
         InvalidArgument, Unsupported: as `read_config`.
     """
     if is_gguf(folder):
-        return read_model(folder).scheme
+        return read_model(folder, keeps_embedding=keeps_embedding).scheme
     return _find_scheme(folder, read_json(folder / CONFIG_FILE))
 
 

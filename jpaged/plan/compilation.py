@@ -35,6 +35,7 @@ from jpaged.device.aot.topology import (
     find_topology,
 )
 from jpaged.device.kv_scales import kv_dtype
+from jpaged.device.linear import served_config
 from jpaged.device.mesh import build_mesh
 from jpaged.device.step_sizes import DeviceAttention
 from jpaged.engine.executor import Progress
@@ -144,10 +145,11 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     num_parts = options.parallel.context_parallel_size
     num_sharing, notes = _num_devices([config] if draft is None else [config, draft], target, chosen, num_parts)
     num_devices = num_sharing * num_parts
+    mesh = build_mesh(_devices(target)[:num_devices], num_parts)
+    config = served_config(config, options.model.linear_backend, mesh)
     dtype, reason = choose_dtype(options.model.dtype, config, target.platform)
     notes += [] if reason is None else [reason]
     model = Model(config, dtype)
-    mesh = build_mesh(_devices(target)[:num_devices], num_parts)
     notes += DeviceAttention.on(model, options, mesh).reasons()
     deployment = compile_deployment(
         Models(model, None if draft is None else Model(draft, model.dtype)),
