@@ -45,8 +45,9 @@ class ModelOptions:
     )
     quantization: str = option(
         "auto",
-        "quantization of the layers' weight matrices while they load; auto: none beyond the checkpoint's own",
-        choices=("auto", "int8", "int4", "fp8"),
+        "quantization of the layers' weight matrices while they load; auto: none beyond the checkpoint's own; -all: "
+        "embedding and output matrix too, to int8",
+        choices=("auto", "int8", "int4", "fp8", "int8-all", "int4-all", "fp8-all"),
     )
     load_format: str = option(
         "auto", "auto: load the checkpoint; dummy: random weights of the right shapes", choices=("auto", "dummy")

@@ -44,10 +44,10 @@ def choose_linear_backend(chosen: str, mesh: Mesh, layer_mode: LayerMode) -> Lin
 
 
 def served_config(config: ModelConfig, chosen: str, mesh: Mesh) -> ModelConfig:
-    """Return the config with the matrices that stay quantized on these devices: all, or all but the embedding.
+    """Return the config with the matrices that stay quantized on these devices: all, or all except the embedding.
 
-    XLA multiplies with an embedding of one scale per row directly. With several it would dequantize all of it in every
-    step, which only the kernel for CPUs avoids.
+    XLA multiplies directly with an embedding that has one scale per row. It would completely dequantize one that has
+    several in every step, which only the kernel for CPUs avoids.
 
     Args:
         chosen: the option `linear_backend`.

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jpaged.checkpoints.hub import read_config
+from jpaged.checkpoints.quantized.quantizer import quantized_here
 from jpaged.checkpoints.weights import load_params
 from jpaged.config import EngineConfig
 from jpaged.device.compilation.lowering import abstract_serving
@@ -212,6 +213,15 @@ def test_nor_in_one_of_a_model_of_fewer_bits(layout: str, dtype: str, tmp_path: 
     write_quantized(tiny, written, tmp_path)
     model = Model(read_config(tmp_path), np.dtype(jnp.dtype(dtype)))
     check_bits_of(model, load_params(model, tmp_path, "loop"), tiny.prompt()[:16], 16, (1, 4, 11))
+
+
+@pytest.mark.long
+def test_nor_in_one_of_a_model_whose_embedding_is_quantized(tmp_path: Path) -> None:
+    tiny = tiny_case("llama3_tied")
+    config = quantized_here(from_hf(tiny.config), "int4-all")
+    model = Model(config, np.dtype(jnp.bfloat16))
+    params = load_params(model, write_checkpoint(tiny, tmp_path), "loop")
+    check_bits_of(model, params, tiny.prompt()[:16], 16, (1, 4, 11))
 
 
 @pytest.mark.parametrize(
