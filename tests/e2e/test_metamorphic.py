@@ -59,6 +59,7 @@ def alone(llm: LLM) -> list[CompletionOutput]:
     return [generate(llm, [prompt], how)[0] for prompt, how in zip(PROMPTS, PARAMS, strict=True)]
 
 
+@pytest.mark.long
 def test_requests_differ_from_each_other(alone: list[CompletionOutput]) -> None:
     """Else the comparisons below would show nothing."""
     assert len({completion.token_ids[:24] for completion in alone}) == 16
@@ -103,6 +104,7 @@ def test_what_is_evicted_changes_nothing(folder: Path, alone: list[CompletionOut
         assert engine_of(llm).load().num_prefix_hit_tokens > 0
 
 
+@pytest.mark.long
 def test_steps_without_overlap_change_nothing(folder: Path, alone: list[CompletionOutput]) -> None:
     with open_llm(folder, num_blocks=ENOUGH_BLOCKS, overlap=False, **OPTIONS) as llm:
         assert_same(generate(llm, PROMPTS, PARAMS), alone)
@@ -133,6 +135,7 @@ def test_larger_chunks_change_nothing_in_bfloat16(folder: Path) -> None:
         assert_same(generate(large, PROMPTS, PARAMS), generate(small, PROMPTS, PARAMS), atol=0.0)
 
 
+@pytest.mark.long
 def test_dynamic_rope_replays_what_it_computed(tmp_path: Path) -> None:
     """Its rotations depend on the length that a sequence had when each token was computed, also after a preemption."""
     folder = write_model("llama_dynamic_long", tmp_path)
