@@ -43,7 +43,7 @@ def test_an_option_lands_in_its_section():
         ("block_size", True, "True is not of type int"),
         ("memory_utilization", 1.5, "1.5 is above the limit of 1.0"),
         ("memory_utilization", float("nan"), "nan is below the limit"),
-        ("dtype", "float8", "'float8' is not one of auto, float32, bfloat16"),
+        ("dtype", "float8", "'float8' is not one of auto, float32, float, bfloat16, float16, half"),
         ("overlap", 1, "1 is not of type bool"),
         ("num_blocks", 0, "0 is below the limit of 1"),
         ("kv_cache_memory_bytes", 0, "0 is below the limit of 1"),

@@ -39,13 +39,15 @@ class ModelOptions:
     )
     dtype: str = option(
         "auto",
-        "data type of weights and activations; auto: the checkpoint's type on TPU and GPU, float32 on CPU",
-        choices=("auto", "float32", "bfloat16"),
+        "data type of weights and activations; auto: the checkpoint's type, but bfloat16 in place of float16, and "
+        "float32 on CPUs without AVX512_BF16 or AMX",
+        choices=("auto", "float32", "float", "bfloat16", "float16", "half"),
     )
     quantization: str = option(
         "auto",
-        "quantization of the layers' weight matrices while they load; auto: none beyond the checkpoint's own",
-        choices=("auto", "int8", "int4", "fp8"),
+        "quantization of the layers' weight matrices while they load; auto: none beyond the checkpoint's own; -all: "
+        "embedding and output matrix too, to int8",
+        choices=("auto", "int8", "int4", "fp8", "int8-all", "int4-all", "fp8-all"),
     )
     load_format: str = option(
         "auto", "auto: load the checkpoint; dummy: random weights of the right shapes", choices=("auto", "dummy")
