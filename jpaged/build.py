@@ -83,13 +83,16 @@ class ModelSource:
         return frozenset(self.config.eos_token_ids) or self.tokenizer.eos_token_ids
 
 
-def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | None = None) -> LoadedModel:
+def build(
+    options: EngineConfig, progress: Progress = _silent, leader: Leader | None = None, *, is_offline: bool = False
+) -> LoadedModel:
     """Load a model and compile its programs; return it with an engine that is ready but not started.
 
     Args:
         options: the options as given; the result has the resolved ones.
         progress: receives the progress: weights, programs, the pool.
         leader: this process's role as process 0 of several; the others run `follow`.
+        is_offline: unless an option decides, wait for all programs if their sizes could affect results.
 
     Raises:
         InvalidArgument, NotFound, Unsupported: the model or an option is invalid; states which and why.
@@ -97,6 +100,8 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
     if (transfer := options.cache.kv_transfer) is not None:
         import_connector(transfer)  # errors before weights are read
     source, model, places = _place(options)
+    if is_offline and options.startup.wait_for_all_programs is None:
+        options = options.replace(wait_for_all_programs=not _has_equal_programs(options, places[0]))
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
     adapters = _adapters(options, options.server.served_model_name or source.name, model, places[0], progress)
     executors = _make_executors(source, model, options, places, progress, leader)
@@ -117,6 +122,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         block_size=geometry.block_size,
         max_num_seqs=geometry.max_num_seqs,
         max_num_batched_tokens=geometry.max_num_batched_tokens,
+        wait_for_all_programs=executor.waits_for_all,
         dtype=model.dtype.name,
         tensor_parallel_size=places[0].num_parts,
         attention_backend=executor.step.backend,
@@ -147,6 +153,16 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         grammars=grammars,
         checkpoint=fingerprint(source.folder),
     )
+
+
+def _has_equal_programs(options: EngineConfig, where: MeshPlacement) -> bool:
+    """Return True if a row's results have the same bits in programs of all sizes.
+
+    XLA may sum in another order in a program of another size. Rounds of a draft model sample with other noise than
+    single steps, which run until their program is ready.
+    """
+    backend = choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode)
+    return backend == "cpu" and not options.has_draft
 
 
 def _make_engines(

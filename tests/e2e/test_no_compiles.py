@@ -140,7 +140,7 @@ def test_the_workload_was_hard_enough(llm: LLM) -> None:
 @pytest.mark.long
 def test_a_second_start_loads_every_program_from_the_cache(folder: Path) -> None:
     # Two processes of their own: what this one compiled for other tests, before they named a cache, is not in it.
-    options = json.dumps({**OPTIONS, "dtype": "float32"})
+    options = json.dumps({**OPTIONS, "dtype": "float32", "wait_for_all_programs": True})
     command = [sys.executable, "-c", START, str(folder), options]
     starts = []
     for _ in range(2):

@@ -77,7 +77,7 @@ class Offline:
         from jpaged.llm import LLM  # imports jax
 
         report = StartupReport(stream)
-        values = {**defaults, **config_values(arguments)}
+        values = {"wait_for_all_programs": True, **defaults, **config_values(arguments)}
         model = values.pop("model")
         dtype = config.model.dtype
         parallel = config.parallel
