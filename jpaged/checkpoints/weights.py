@@ -34,10 +34,10 @@ from jpaged.models.eagle import EagleConfig
 from jpaged.models.hf_config import head_from_hf
 from jpaged.models.layer_kinds import get_stacks
 from jpaged.models.layers import Params, normal
-from jpaged.models.model import Model
+from jpaged.models.model import Model, insert
 from jpaged.models.param_specs import Leaf, get_module, leaf_format, stored_formats
 from jpaged.models.registry import find_family
-from jpaged.models.sharding import PaddedAxis, insert, padded_axis
+from jpaged.models.sharding import PaddedAxis, padded_axis
 from jpaged.models.stack import LayerMode
 
 # Path of a leaf in the tree: ("layers", 3, "mlp", "down", "kernel"); in scan mode with the name of a stack.

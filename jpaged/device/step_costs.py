@@ -66,7 +66,7 @@ def measure_rates(
     """Time steps of the sizes compiled so far, and swaps of blocks that are not in use yet.
 
     Args:
-        is_padding_free: a step takes the time of its tokens in use, not of its padded size.
+        is_padding_free: the duration of a step depends on the tokens in use, not on the padded size.
     """
 
     def step_s(inputs: StepInputs) -> float:
@@ -166,7 +166,7 @@ def null_prefill(geometry: Geometry, num_padded: int, start: int = 0, *, num_tok
     Args:
         num_padded: one of the geometry's buckets.
         start: number of computed tokens of every prompt; below `max_model_len`.
-        num_tokens: tokens in use, at most num_padded; None is as many as fit.
+        num_tokens: tokens in use, at most num_padded; None fills the step.
     """
     max_rows, row_len = geometry.max_num_seqs, geometry.max_model_len - start
     num_tokens = min(num_padded if num_tokens is None else num_tokens, max_rows * row_len)
