@@ -98,7 +98,7 @@ def build(
     """
     if (transfer := options.cache.kv_transfer) is not None:
         import_connector(transfer)  # errors before weights are read
-    source, model, places = _place(options)
+    source, model, places = _place(options, starts_templates=not is_offline)
     if is_offline and options.startup.wait_for_all_programs is None:
         options = options.replace(wait_for_all_programs=not _has_equal_programs(options, places[0]))
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
@@ -139,7 +139,7 @@ def build(
         engine=engines[0] if len(engines) == 1 else DataParallelEngine(engines),
         input_processor=_input_processor(source, geometry, options.model, answer_format),
         tokenizer=source.tokenizer,
-        model=_model_info(source, resolved, geometry, answer_format),
+        model=_model_info(source, resolved, geometry, answer_format, is_offline=is_offline),
         backend=BackendFacts(
             platform=device.platform,
             device_kind=device.device_kind,
@@ -303,7 +303,7 @@ def follow(options: EngineConfig, progress: Progress, follower: Follower) -> Non
     run_steps(executor, follower)
 
 
-def _place(options: EngineConfig) -> tuple[ModelSource, Model, list[MeshPlacement]]:
+def _place(options: EngineConfig, *, starts_templates: bool = False) -> tuple[ModelSource, Model, list[MeshPlacement]]:
     """Return the model, and the devices of each replica."""
     parallel = options.parallel
     meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size)
@@ -313,6 +313,7 @@ def _place(options: EngineConfig) -> tuple[ModelSource, Model, list[MeshPlacemen
         skip_tokenizer=options.model.skip_tokenizer_init,
         chat_template=_template_in(options.model.chat_template),
         trusts_request_templates=options.model.trust_request_chat_template,
+        starts_templates=starts_templates,
     )
     source = replace(source, config=quantized_here(source.config, options.model.quantization))
     config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config
@@ -341,6 +342,7 @@ def find_source(
     skip_tokenizer: bool = False,
     chat_template: str | None = None,
     trusts_request_templates: bool = False,
+    starts_templates: bool = False,
 ) -> ModelSource:
     """Find a model by name (`demo`, a folder, a GGUF file or a hub id) and its tokenizer; see `load_tokenizer`."""
     folder = find_folder(name)
@@ -354,6 +356,7 @@ def find_source(
         parse_special_tokens=parse_special_tokens,
         chat_template=chat_template,
         trusts_request_templates=trusts_request_templates,
+        starts_templates=starts_templates,
     )
     return ModelSource(name, folder, config, tokenizer)
 
@@ -558,9 +561,11 @@ def _input_processor(
 
 
 def _model_info(
-    source: ModelSource, resolved: EngineConfig, geometry: Geometry, answer_format: AnswerFormat
+    source: ModelSource, resolved: EngineConfig, geometry: Geometry, answer_format: AnswerFormat, *, is_offline: bool
 ) -> ModelInfo:
-    config = source.config
+    """Return the facts about a model for clients; offline, its chat template is not tried before the first chat."""
+    config, tokenizer = source.config, source.tokenizer
+    has_template = isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.chat_template is not None
     return ModelInfo(
         name=str(resolved.server.served_model_name),
         architecture=config.architecture,
@@ -572,7 +577,7 @@ def _model_info(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         eos_token_ids=tuple(sorted(source.eos_token_ids)),
-        has_chat_template=source.tokenizer.has_chat_template,
+        has_chat_template=has_template if is_offline else tokenizer.has_chat_template,
         max_loras=geometry.max_loras,
         max_lora_rank=resolved.lora.max_lora_rank if geometry.max_loras else 0,
         tool_call_parser=answer_format.tools.name if answer_format.tools else "",
