@@ -32,8 +32,8 @@ NUM_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
 """Tracing holds the GIL, XLA does not: with two threads the two overlap, more compile in parallel."""
 NUM_BACKGROUND_THREADS = max(1, min(4, (os.cpu_count() or 2) // 4))
 """Threads that compile while requests run, which need most processors themselves."""
-_BACKGROUND_NICENESS = 10
-"""A thread of this niceness gets a tenth of a processor that it shares with a thread of niceness 0."""
+_BACKGROUND_NICENESS = 5
+"""A thread of this niceness gets a quarter of a processor that it shares with a thread of niceness 0."""
 
 Origin = Literal["compiled", "cache", "saved"]
 """Where a program came from: the compiler, the cache on disk, or a folder of saved programs."""
