@@ -7,8 +7,10 @@ With `data_parallel_size` there are several executors and engines, on separate d
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -96,6 +98,23 @@ def build(
     Raises:
         InvalidArgument, NotFound, Unsupported: the model or an option is invalid; states which and why.
     """
+    with _paused_gc():
+        return _build(options, progress, leader, is_offline=is_offline)
+
+
+@contextlib.contextmanager
+def _paused_gc() -> Iterator[None]:
+    """Pause the garbage collector: a start makes a million objects that stay, and would look at each several times."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, is_offline: bool) -> LoadedModel:
     if (transfer := options.cache.kv_transfer) is not None:
         import_connector(transfer)  # errors before weights are read
     source, model, places = _place(options, starts_templates=not is_offline)
