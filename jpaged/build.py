@@ -119,7 +119,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         import_connector(transfer)  # errors before weights are read
     source, model, places = _place(options, starts_templates=not is_offline)
     if is_offline and options.startup.wait_for_all_programs is None:
-        options = options.replace(wait_for_all_programs=not _has_equal_programs(options, places[0]))
+        options = options.replace(wait_for_all_programs=not _has_equal_programs(model, options, places[0]))
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
     adapters = _adapters(options, options.server.served_model_name or source.name, model, places[0], progress)
     executors = _make_executors(source, model, options, places, progress, leader)
@@ -173,14 +173,15 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
     )
 
 
-def _has_equal_programs(options: EngineConfig, where: MeshPlacement) -> bool:
+def _has_equal_programs(model: Model, options: EngineConfig, where: MeshPlacement) -> bool:
     """Return True if a row's results have the same bits in programs of all sizes.
 
-    XLA may sum in another order in a program of another size. Rounds of a draft model sample with other noise than
-    single steps, which run until their program is ready.
+    XLA may sum in another order in a program of another size; the CPU's kernels do not. Rounds of a draft model sample
+    with other noise than single steps, which run until their program is ready.
     """
-    backend = choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode)
-    return backend == "cpu" and not options.has_draft
+    attention = DeviceAttention.on(model, options, where.mesh)
+    linear = choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode)
+    return linear == attention.choose(attention.sizes()).backend == "cpu" and not options.has_draft
 
 
 def _make_engines(
