@@ -74,7 +74,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'jpaged' has no attribute {name!r}")
     was_enabled = gc.isenabled()
-    gc.disable()  # an import makes many objects that stay: looking at them takes a fifth of its time
+    gc.disable()  # an import makes many objects that stay: collections would add a quarter
     try:
         return getattr(import_module(_HOME.get(name, "jpaged.errors")), name)
     finally:
