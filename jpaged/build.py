@@ -65,7 +65,7 @@ from jpaged.types import ModelInfo
 logger = logging.getLogger(__name__)
 
 
-def _silent(what: str, done: int, total: int) -> None:
+def ignore_progress(what: str, done: int, total: int) -> None:
     """Ignore progress."""
 
 
@@ -85,7 +85,11 @@ class ModelSource:
 
 
 def build(
-    options: EngineConfig, progress: Progress = _silent, leader: Leader | None = None, *, is_offline: bool = False
+    options: EngineConfig,
+    progress: Progress = ignore_progress,
+    leader: Leader | None = None,
+    *,
+    is_offline: bool = False,
 ) -> LoadedModel:
     """Load a model and compile its programs; return it with an engine that is ready but not started.
 

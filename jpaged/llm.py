@@ -27,7 +27,7 @@ from concurrent.futures import CancelledError
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypedDict, Unpack
 
-from jpaged.build import build
+from jpaged.build import build, ignore_progress
 from jpaged.chat import ChatKwargs, build_chat_options
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names
 from jpaged.engine.engine import THREAD_NAME as ENGINE_THREAD
@@ -222,7 +222,7 @@ class LLM:
             if name in options:
                 raise InvalidArgument(name, "is an option of `jpaged serve`, not of LLM")
         config = EngineConfig.load({"model": model, **_DEFAULTS, **options})
-        self._serving = build(config, is_offline=True, **({} if progress is None else {"progress": progress}))
+        self._serving = build(config, progress or ignore_progress, is_offline=True)
         self._numbers = itertools.count(1)
         self._admission = _Admission(self._serving.engine)
         self._process_id = os.getpid()

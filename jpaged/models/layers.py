@@ -132,6 +132,10 @@ class Param:
         """Return the array."""
         return self._value
 
+    def __setitem__(self, index: EllipsisType, value: Any) -> None:
+        """Replace the array."""
+        self._value = value
+
     def get_value(self) -> Any:
         """Return the array or the matrix."""
         return self._value
