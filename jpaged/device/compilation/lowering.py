@@ -103,8 +103,7 @@ def _sized_step(
     attention = DeviceAttention.on(model, options, mesh)
     sizes = attention.sizes()
     chosen = attention.choose(sizes)
-    vocab_size = model.config.vocab_size
-    model = Model(pad_for_sharding(model.config, num_parts), model.dtype)
+    vocab_size, model = model.config.vocab_size, Model(pad_for_sharding(model.config, num_parts), model.dtype)
     config, kinds = model.config, model.config.attention_kinds  # the chosen layout is one device's part
     stacks = list(get_stacks(config.layer_kinds).values()) if layer_mode == "scan" else None
     groups = group_layers([kind.sliding_window for kind in kinds], sizes.max_model_len, stacks)

@@ -138,7 +138,6 @@ def test_a_released_ledger_makes_nothing_more_and_leaves_nothing_behind() -> Non
     assert not store.ready
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
 def test_what_is_waited_for_is_compiled_at_the_usual_priority_and_the_rest_below_it() -> None:
     priorities: dict[ProgramSpec, int] = {}
 
@@ -153,7 +152,8 @@ def test_what_is_waited_for_is_compiled_at_the_usual_priority_and_the_rest_below
     assert report.summary.startswith("3 programs: 3 compiled")
     usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     assert priorities[FIRST] == usual
-    assert priorities[SECOND] == priorities[THIRD] == 5 > usual or usual >= 5
+    # Elsewhere threads have no priorities of their own.
+    assert priorities[SECOND] == priorities[THIRD] == (max(usual, 5) if sys.platform == "linux" else usual)
 
 
 NUM_LEAST = 10
