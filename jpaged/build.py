@@ -16,13 +16,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jpaged.chat import MAX_CHAT_TEMPLATE_BYTES
 from jpaged.checkpoints.adapters import AdapterReader
 from jpaged.checkpoints.gguf.file import is_gguf
 from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
-from jpaged.checkpoints.hub import find_folder, fingerprint, read_config
+from jpaged.checkpoints.hub import choose_dtype, find_folder, fingerprint, read_config
 from jpaged.checkpoints.names import weight_bytes
 from jpaged.checkpoints.quantized.quantizer import quantized_here
 from jpaged.checkpoints.weights import load_params, random_params, read_head
@@ -32,7 +30,7 @@ from jpaged.device.compilation.compile import set_up_compile_cache
 from jpaged.device.compilation.memory_plan import DeviceMemory
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.kv_scales import kv_dtype, name_of_kv_dtype
-from jpaged.device.linear import choose_linear_backend
+from jpaged.device.linear import choose_linear_backend, served_config
 from jpaged.device.mesh import MeshPlacement, first_device, serving_meshes
 from jpaged.device.multihost.executor import MultiHostExecutor
 from jpaged.device.multihost.executor import follow as run_steps
@@ -121,7 +119,7 @@ def _paused_gc() -> Iterator[None]:
 def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, is_offline: bool) -> LoadedModel:
     if (transfer := options.cache.kv_transfer) is not None:
         import_connector(transfer)  # errors before weights are read
-    source, model, places = _place(options, starts_templates=not is_offline)
+    source, model, places = _place(options, progress, starts_templates=not is_offline)
     if is_offline and options.startup.wait_for_all_programs is None:
         options = options.replace(wait_for_all_programs=not _has_equal_programs(model, options, places[0]))
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
@@ -259,6 +257,7 @@ class Preview:
     """Settings that a model would be served with here, determined without its weights.
 
     Attributes:
+        dtype_reason: why `dtype` is not the checkpoint's; empty if it is, or was chosen.
         weight_bytes: per device.
         memory_bytes: memory of a device for weights, programs and the pool; None if not reported.
         passed_over: a line for each backend of this platform that cannot run, with the reason.
@@ -266,6 +265,7 @@ class Preview:
 
     architecture: str
     dtype: str
+    dtype_reason: str
     attention_backend: str
     linear_backend: str
     kv_cache_dtype: str
@@ -287,7 +287,8 @@ def preview(options: EngineConfig) -> Preview:
     """
     if (transfer := options.cache.kv_transfer) is not None:
         import_connector(transfer)  # errors before weights are read
-    source, model, places = _place(options)
+    reasons: list[str] = []
+    source, model, places = _place(options, lambda line, done, total: reasons.append(line))
     where, num_places = places[0], len(places)
     device = first_device(where.mesh)
     attention = DeviceAttention.on(model, options, where.mesh)
@@ -297,6 +298,7 @@ def preview(options: EngineConfig) -> Preview:
     return Preview(
         architecture=source.config.architecture,
         dtype=model.dtype.name,
+        dtype_reason=" ".join(reasons),
         attention_backend=attention.choose(sizes).backend,
         linear_backend=choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode),
         kv_cache_dtype=name_of_kv_dtype(kv_dtype(options.cache.kv_cache_dtype, model.dtype)),
@@ -320,15 +322,17 @@ def follow(options: EngineConfig, progress: Progress, follower: Follower) -> Non
     """
     if (transfer := options.cache.kv_transfer) is not None:
         import_connector(transfer)  # errors before weights are read
-    source, model, places = _place(options)
+    source, model, places = _place(options, progress)
     (executor,) = _make_executors(source, model, options, places, progress, follower)
     follower.agree(_findings(source, executor))
     executor.warm_up(progress)
     run_steps(executor, follower)
 
 
-def _place(options: EngineConfig, *, starts_templates: bool = False) -> tuple[ModelSource, Model, list[MeshPlacement]]:
-    """Return the model, and the devices of each replica."""
+def _place(
+    options: EngineConfig, progress: Progress, *, starts_templates: bool = False
+) -> tuple[ModelSource, Model, list[MeshPlacement]]:
+    """Return the model, and the devices of each replica; report why its data type is not the checkpoint's."""
     parallel = options.parallel
     meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size)
     source = find_source(
@@ -341,8 +345,10 @@ def _place(options: EngineConfig, *, starts_templates: bool = False) -> tuple[Mo
     )
     source = replace(source, config=quantized_here(source.config, options.model.quantization))
     config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config
-    config = streaming_llm.as_asked(config, options)
-    model = Model(config, _dtype(options.model.dtype, config, first_device(meshes[0]).platform))
+    config = served_config(streaming_llm.as_asked(config, options), options.model.linear_backend, meshes[0])
+    dtype, reason = choose_dtype(options.model.dtype, config, first_device(meshes[0]).platform, source.folder)
+    _say(() if reason is None else (reason,), progress)
+    model = Model(config, dtype)
     return source, model, [MeshPlacement.of(model, mesh) for mesh in meshes]
 
 
@@ -352,6 +358,7 @@ def _findings(source: ModelSource, executor: JaxExecutor) -> dict[str, str]:
     sizes = {name: str(getattr(geometry, name)) for name in geometry.__slots__}
     return {
         "checkpoint": fingerprint(source.folder),
+        "dtype": executor.step.model.dtype.name,
         "attention_backend": executor.step.backend,
         "linear_backend": executor.step.linear_backend,
         "kv_cache_dtype": name_of_kv_dtype(executor.step.layout.dtype),
@@ -483,15 +490,6 @@ def _get_progress(index: int, num_replicas: int, progress: Progress) -> Progress
     return lambda what, done, total: progress(f"replica {index}: {what}", done, total)
 
 
-def _dtype(name: str, config: ModelConfig, platform: str) -> np.dtype:
-    """Resolve auto: the checkpoint's type on accelerators, float32 on a CPU."""
-    if name == "auto":
-        name = "float32" if platform == "cpu" else config.checkpoint_dtype or "bfloat16"
-    if name not in ("float32", "bfloat16"):
-        raise Unsupported(f"dtype: the checkpoint is {name}; choose --dtype float32 or bfloat16")
-    return np.dtype(name)
-
-
 def _load(model: Model, source: ModelSource, options: EngineConfig, where: MeshPlacement, progress: Progress) -> Params:
     layer_mode, num_parts, shardings = where.layer_mode, where.num_parts, where.shardings
     if options.model.load_format == "dummy":
@@ -524,7 +522,7 @@ def _draft(
         else:
             found = find_source(speculation.model)
         check_same_tokens(source.tokenizer, found.tokenizer)
-        draft = Model(found.config, model.dtype)
+        draft = Model(served_config(found.config, options.model.linear_backend, where.mesh), model.dtype)
         params = _load(draft, found, options, MeshPlacement.of(draft, where.mesh), progress)
     except (InvalidArgument, NotFound) as error:
         raise InvalidArgument(field, str(error).removeprefix("model: ")) from error
