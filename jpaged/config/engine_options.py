@@ -492,8 +492,10 @@ class ParallelOptions:
 class StartupOptions:
     """Requirements before the first step."""
 
-    wait_for_all_programs: bool = option(
-        False, "start only after every program is compiled, instead of after the subset to which any step can be padded"
+    wait_for_all_programs: bool | None = option(
+        None,
+        "start only after every program is compiled, instead of after the subset to which any step can be padded "
+        "(default: on for GPUs, whose compiler times kernels on the serving device, and for several processes)",
     )
     compiled: str | None = option(
         None,
