@@ -27,7 +27,7 @@ from jpaged.device.compilation.compile import TELLS, ProgramSpec, compiler_optio
 from jpaged.device.compilation.executable_cache import ExecutableCache
 from jpaged.device.compilation.memory_plan import PoolRequest, ProgramMemory, ProgramReport
 from jpaged.device.compilation.program_registry import NUM_THREADS, CompiledProgram, ProgramSource, ProgramStore
-from jpaged.device.linear import choose_linear_backend, params_for
+from jpaged.device.linear import choose_activation_dtype, choose_linear_backend, params_for
 from jpaged.device.lora import AdapterRoom, fill_slot, get_matrices
 from jpaged.device.mesh import (
     LOGITS_SPEC,
@@ -140,6 +140,7 @@ def _sized_step(
         max_loras=options.lora.max_loras if options.lora.enable_lora else 0,
         num_aux=min(sizes.max_num_batched_tokens, _NUM_TOLD.get(first_device(mesh).platform, _NUM_TOLD_ELSEWHERE)),
     )
+    linear_backend = choose_linear_backend(options.model.linear_backend, mesh, layer_mode)
     step = Step(
         model,
         layout,
@@ -150,7 +151,8 @@ def _sized_step(
         vocab_size=vocab_size,
         mesh=mesh,
         backend=chosen.backend,
-        linear_backend=choose_linear_backend(options.model.linear_backend, mesh, layer_mode),
+        linear_backend=linear_backend,
+        activation_dtype=choose_activation_dtype(options.model.activation_dtype, linear_backend, model.config),
         sampler=sampler,
         slots=AdapterRoom(geometry.max_loras, options.lora.max_lora_rank) if geometry.max_loras else None,
     )

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _PLAIN = {"code": np.int64(-1), "group": np.int64(1), "rounding": np.int64(0)}
 """The form of a matrix that is not quantized."""
+_BYTE_CORES = ("avx512bf16",)
+"""Cores whose `has_rounded` is set (core.h)."""
 _NORMS = ("none", "rms", "layer")
 """In the order of `Norm` in core.h."""
 
@@ -70,6 +72,11 @@ class ProductKernel:
     core: str
     max_width: int = MAX_WIDTH
     max_threads: int = 0
+
+    @property
+    def has_byte_products(self) -> bool:
+        """True if this processor multiplies rows of int8 by bytes; if not, it multiplies them as floats."""
+        return self.core in _BYTE_CORES
 
     def packer(self, sharding: jax.sharding.Sharding, *, rounds_rows: bool = False) -> Packer:
         """Return a packer for the matrices of one model, for one device; see `Packer`."""

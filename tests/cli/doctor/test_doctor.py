@@ -24,6 +24,7 @@ MODEL = {
     "dtype": "float32",
     "attention_backend": "cpu",
     "linear_backend": "cpu",
+    "activation_dtype": "model",
     "kv_cache_dtype": "int8",
     "max_model_len": 64,
     "block_size": 16,
