@@ -139,6 +139,11 @@ template <class C, int num_rows, Prefetch prefetch>
     const int64_t begin = group * q.group, end = lesser(q.depth, begin + q.group);
     const __m512 scales[2] = {reinterpret_cast<__m512>(load_scales(q.scales, q.number, scale_at)),
                               reinterpret_cast<__m512>(load_scales(q.scales, q.number, scale_at + 16))};
+    __m512 zeros[2] = {};
+    if (q.zeros) {
+      zeros[0] = reinterpret_cast<__m512>(load_zeros(q, scale_at)) * scales[0];
+      zeros[1] = reinterpret_cast<__m512>(load_zeros(q, scale_at + 16)) * scales[1];
+    }
     for (int64_t at = begin; at < end; at += span, x += span + kSpanBytes) {
       const int8_t* info = x + span;
       __m512i found[num_rows][2];
@@ -157,8 +162,6 @@ template <class C, int num_rows, Prefetch prefetch>
         }
       }
       if (q.zeros) {
-        const __m512 zeros[2] = {reinterpret_cast<__m512>(load_zeros(q, scale_at)) * scales[0],
-                                 reinterpret_cast<__m512>(load_zeros(q, scale_at + 16)) * scales[1]};
 #pragma GCC unroll 6
         for (int r = 0; r < num_rows; ++r) {
           const __m512 sum = _mm512_set1_ps(value_at<float>(info + r * stride + offsetof(Span, sum)));
