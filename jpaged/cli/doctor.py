@@ -42,6 +42,7 @@ _ASKED: Mapping[str, str] = {
 }
 _INSTRUCTIONS: Mapping[str, str] = {
     "avx512bf16": "AVX-512 with bfloat16",
+    "avx512vnni": "AVX-512 with VNNI",
     "avx512": "AVX-512",
     "avx2": "AVX2",
     "baseline": "no wide vectors",

@@ -17,7 +17,7 @@
 namespace jpaged::product {
 
 #if defined(__x86_64__)
-extern const Core kProductAvx512Bf16, kProductAvx512, kProductAvx2;
+extern const Core kProductAvx512Bf16, kProductAvx512Vnni, kProductAvx512, kProductAvx2;
 #endif
 extern const Core kProductBaseline;
 
@@ -38,6 +38,7 @@ constexpr int64_t kLine = 64;
 const Core& choose_core(int64_t width, bool has_bf16) {
 #if defined(__x86_64__)
   if (has_avx512_bf16() && has_bf16 && width >= kProductAvx512Bf16.width) return kProductAvx512Bf16;
+  if (has_avx512_vnni() && has_bf16 && width >= kProductAvx512Vnni.width) return kProductAvx512Vnni;
   if (has_avx512() && width >= kProductAvx512.width) return kProductAvx512;
   if (has_avx2() && width >= kProductAvx2.width) return kProductAvx2;
 #endif
