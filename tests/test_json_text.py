@@ -32,6 +32,7 @@ def expected(value):
             return value
 
 
+@pytest.mark.long
 @given(VALUES)
 def test_what_is_not_finite_is_null_and_all_else_as_it_was(value):
     assert json.loads(json_text.dumps(value), parse_constant=refused) == expected(value)
@@ -51,6 +52,7 @@ def test_what_is_no_json_is_an_error(value):
         json_text.dumps(value)
 
 
+@pytest.mark.long
 @given(VALUES)
 def test_encoded_values_are_those_that_python_writes(value):
     whole = json.loads(json_text.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
@@ -58,6 +60,7 @@ def test_encoded_values_are_those_that_python_writes(value):
     assert json.loads(b"".join(json_text.pieces(value))) == whole
 
 
+@pytest.mark.long
 @given(VALUES, st.integers(0, 40))
 def test_items_are_written_as_the_list_that_they_are(value, num):
     expected = {"a": [value] * num, "b": {"c": [{"d": [num] * num}]}}

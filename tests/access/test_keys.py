@@ -6,11 +6,14 @@ import hmac
 import os
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from jpaged.access import tls
 from jpaged.access.authenticator import Authenticator, CallContext
 from jpaged.access.keys import ApiKey, Role, TenantLimits, read_keys
+from jpaged.access.tls import BackgroundLook, CertificateFiles
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument, PermissionDenied, Unauthenticated
 
@@ -185,6 +188,29 @@ def test_a_file_that_changes_is_read_again_and_a_bad_one_changes_nothing(
     path.write_text(FILE)
     gate.reload_files()
     assert entered(gate, TOKEN).tenant == "acme"
+
+
+def test_certificates_are_looked_at_with_the_keys(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = gate_of(path)
+    monkeypatch.setattr(gate, "certificates", certificates := Mock(spec=CertificateFiles))
+    gate.reload_files()
+    certificates.look_again.assert_called_once_with()
+
+
+async def test_a_look_that_is_slow_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tls, "_SLOW_S", 0.0)
+    goes_on, looks = threading.Event(), list[bool]()
+    look = BackgroundLook("tls_cert", lambda: looks.append(goes_on.wait(60)))
+    try:
+        for _ in range(2):
+            await look.run(0.01)
+    finally:
+        goes_on.set()
+    assert caplog.text.count("tls_cert: reading takes more than 0 s: the previous contents stay in use") == 1
+    await look.run(60)
+    assert set(looks) == {True}
 
 
 def test_a_link_that_points_elsewhere_has_changed(path: Path, tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ def test_the_product_of_groups_of_rows_is_lowered(name: str, gpu: str) -> None:
     assert "grouped_product" in text
 
 
+@pytest.mark.long
 def test_more_numbers_than_31_bits_count_are_lowered_in_pairs() -> None:
     """The experts of a layer of DeepSeek-V3 on one GPU."""
     matrices = abstract_matrix(FORMS["fp8"], (256, 7168, 2048), -2, np.dtype(jnp.bfloat16))

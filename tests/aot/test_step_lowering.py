@@ -123,9 +123,9 @@ def test_layers_on_a_tpu_find_the_lists_of_rows_made(options: dict[str, Any]) ->
     assert not for_lists & set(primitives(layer)), "made in every layer"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", ["forward", "decode"])
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.thinned(10)
 def test_a_step_lowers_with_its_attention_kernel(name: str, program: str) -> None:
     target = TARGETS[name]
     model = Model(KNOWN_MODELS["llama-3-8b"].config, jnp.dtype("bfloat16"))
@@ -153,9 +153,9 @@ def test_a_step_lowers_with_its_attention_kernel(name: str, program: str) -> Non
     assert "tf.aliasing_output" in text or "jax.buffer_donor" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("has_runs", [True, False])
 @pytest.mark.parametrize("name", ["v6e", "h200", "a100"])
-@pytest.mark.thinned(6)
 def test_a_step_over_contexts_in_parts_lowers_with_each_devices_kernel(name: str, has_runs: bool) -> None:
     """Rows are taken apart once; a layer calls the kernel on what a device has, and merges what the two found."""
     target = A100 if name == "a100" else TARGETS[name]
@@ -209,7 +209,6 @@ def test_a_lossy_step_lowers_with_a_second_pass_or_one_launch(name: str, num_mor
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.thinned(5)
 def test_rounds_of_a_draft_model_lower_with_both_attention_kernels(name: str) -> None:
     target, dtype = TARGETS[name], jnp.dtype("bfloat16")
     config = {"method": "draft_model", "model": "a/b", "num_speculative_tokens": 3}

@@ -188,6 +188,7 @@ def test_a_simulated_small_model_takes_its_steps():
     assert outcome.totals.busy_s > 0.002 * outcome.totals.num_steps
 
 
+@pytest.mark.long
 def test_simulated_servers_slow_one_another_down():
     calm = replace(TIMES, slower_decodes=np.ones((4, 1)), slower_prompts=np.ones((4, 1)))
     days = [simulated(2, 2, day_of(4.0, 12.0), "prefix+load", 0, times) for times in (calm, TIMES)]

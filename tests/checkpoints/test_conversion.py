@@ -180,7 +180,6 @@ def test_a_file_of_names_that_is_too_large_is_refused_before_it_is_read(name: st
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["there", "back"])
-@pytest.mark.thinned(2)
 def test_few_tensors_are_in_memory_at_any_time(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is read when the one before is written: with the cast, three arrays are alive at the most."""
     alive: set[int] = set()
@@ -221,9 +220,9 @@ def test_few_tensors_are_in_memory_at_any_time(way: str, tmp_path: Path, monkeyp
 RESTORED = [("llama3_tied", [1, 2, 4, 8]), ("opt", [1, 4]), ("mistral_mqa", [8]), ("llama_gqa_bias", [2])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "sizes"), RESTORED)
 @pytest.mark.parametrize("layer_mode", ["loop", "scan"])
-@pytest.mark.thinned(3)
 def test_every_mesh_restores_what_it_reads_from_safetensors(name, sizes, layer_mode, tmp_path: Path) -> None:
     model, folder = model_of(name), write_checkpoint(tiny_case(name), tmp_path / "once")
     convert_folder(folder, tmp_path / "orbax", TO_ORBAX)
@@ -250,7 +249,7 @@ def assert_same_parts(left: object, right: object) -> None:
 
 @pytest.mark.parametrize("name", ["llama3_tied", "mistral_mqa", "qwen3_tied", "opt", "opt_post_norm"])
 @pytest.mark.parametrize("layer_mode", ["loop", "scan"])
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(12)
 def test_what_one_mesh_saves_is_the_published_model(name, layer_mode, tmp_path: Path) -> None:
     """Heads are repeated and the vocabulary is padded on four devices; nothing of that is in the file."""
     case, size = tiny_case(name), 2 if name == "opt_post_norm" else 4
@@ -299,6 +298,7 @@ def write_arrays(arrays: dict[str, np.ndarray], folder: Path) -> None:
     write_manifest(folder, "LlamaForCausalLM", "float32")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axis", [0, 1])
 def test_an_eighth_of_an_array_takes_an_eighth_of_its_bytes_from_the_disk(axis: int, tmp_path: Path) -> None:
     array = np.random.default_rng(0).standard_normal((4096, 4096), np.float32)

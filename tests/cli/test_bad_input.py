@@ -227,6 +227,7 @@ def test_what_nobody_foresaw_is_one_sentence_too(monkeypatch, capsys, error, cod
     assert ("Traceback" in capsys.readouterr().err) == (code != 130)
 
 
+@pytest.mark.long
 def test_a_bug_in_a_benchmark_is_called_one(monkeypatch, capsys):
     monkeypatch.setattr(simulation, "Simulation", None)
     assert main(["bench", "simulate", "--num-requests", "2"]) == 70
@@ -239,12 +240,14 @@ def run(*words: str | bytes, **options: Any) -> subprocess.CompletedProcess[byte
     return subprocess.run(command, cwd=ROOT, capture_output=True, check=False, timeout=WAIT_S, **options)
 
 
+@pytest.mark.long
 def test_bytes_that_are_no_utf_8_are_refused_by_the_program():
     done = run("generate", "--prompt", b"a\xff")
     assert (done.returncode, done.stdout) == (2, b"")
     assert done.stderr == b"jpaged generate: error: --prompt: is not UTF-8: '\\udcff' at character 1\n"
 
 
+@pytest.mark.long
 def test_a_pipe_that_nobody_reads_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)

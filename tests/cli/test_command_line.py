@@ -243,6 +243,7 @@ class FakeLLM:
         return RequestOutput("r", prompt, tuple(token_ids), completions, Usage(1, sampling.max_tokens, 0))
 
 
+@pytest.mark.long
 def test_generate_prints_json_in_the_order_of_the_prompts(capsys, monkeypatch):
     monkeypatch.setattr("jpaged.llm.LLM", FakeLLM)
     words = ["generate", "folder", "--prompt", "a", "--prompt-token-ids", "3,4", "--json", "--max-num-seqs", "4"]

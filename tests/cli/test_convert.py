@@ -32,6 +32,7 @@ def test_the_demo_model_goes_there_and_back(tmp_path: Path, capsys: pytest.Captu
     assert (Path(orbax) / "tokenizer.json").read_bytes() == (Path(whole) / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.long
 def test_force_replaces_a_checkpoint_by_one_of_another_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case = tiny_case("qwen2")
     source, target = str(write_checkpoint(case, tmp_path / "once")), str(tmp_path / "new")

@@ -81,6 +81,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1(model, messag
     assert not any("Traceback" in line for line in process.lines)
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_ends_the_process():
     process = Process((*FAKE, "dies", "--port", "0"))
     address = process.wait_for(r"^ready on (.*)$").group(1)

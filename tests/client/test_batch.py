@@ -109,6 +109,7 @@ def fallback_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bytes", "demo", "fallback"])
 async def test_bytes_of_tokens_are_those_of_http(tmp_path: Path, name: str) -> None:
     folders = {"demo": FOLDER, "fallback": tmp_path}

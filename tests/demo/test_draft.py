@@ -24,12 +24,14 @@ def test_its_name_stands_for_a_small_model_of_the_demos_vocabulary():
     assert sum(path.stat().st_size for path in DRAFT_FOLDER.iterdir()) < 1e6
 
 
+@pytest.mark.long
 def test_the_engine_serves_it():
     with LLM("demo-draft", num_blocks=32, max_num_seqs=1, max_num_batched_tokens=32, max_model_len=64) as llm:
         (output,) = llm.generate(["Once upon a time"], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
     assert output.outputs[0].text.startswith(", there ")
 
 
+@pytest.mark.long
 def test_no_prompt_that_measures_it_is_one_that_it_learnt_from():
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     learnt, asked = learnt_prompts(tokenizer), prompts(64)
@@ -39,7 +41,6 @@ def test_no_prompt_that_measures_it_is_one_that_it_learnt_from():
 
 @pytest.mark.long
 @pytest.mark.parametrize(("temperature", "floor"), [(0.0, 0.8), (TEMPERATURE, 0.7)])
-@pytest.mark.thinned(2)
 def test_it_often_writes_what_the_demo_writes(temperature, floor):
     asked = prompts(NUM_PROMPTS)
     rows = continuations(asked, temperature, NUM_TOKENS)

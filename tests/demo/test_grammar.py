@@ -88,6 +88,7 @@ def test_the_hero_is_named_early_and_again_late(stories):
         assert story.cast.hero.called.removeprefix("the ") in rest, story.text
 
 
+@pytest.mark.long
 def test_every_slot_and_choice_is_filled(texts):
     for text in texts:
         assert re.search(r"[\[\]{}^]|\|(?!>)(?<!<\|)", SPECIALS.sub("", text)) is None, text
@@ -141,6 +142,7 @@ def test_a_hero_that_cannot_move_gets_a_plot_that_stays():
             assert Theme.STILL in story.plot.themes
 
 
+@pytest.mark.long
 def test_held_out_nouns_are_not_in_the_corpus(texts):
     nouns = {kind.noun for kinds in lexicon.KINDS.values() for kind in kinds}
     assert nouns.isdisjoint(lexicon.HELD_OUT)

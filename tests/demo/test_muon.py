@@ -19,6 +19,7 @@ def test_singular_values_come_near_one_and_vectors_stay(shape):
     assert np.abs(in_its_basis - np.diag(diagonal)).max() < 0.05
 
 
+@pytest.mark.long
 def test_an_update_has_the_shape_of_its_kernel_and_the_same_size_for_every_shape():
     rng = np.random.default_rng(1)
     gradients = {

@@ -44,6 +44,7 @@ def test_nouns_are_few_tokens():
     assert sum(len(TOKENIZER.encode(f" {noun}").ids) for noun in nouns) < 1.3 * len(nouns)
 
 
+@pytest.mark.long
 def test_the_chat_template_writes_what_the_model_was_trained_on():
     from transformers import AutoTokenizer
 

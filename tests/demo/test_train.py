@@ -109,6 +109,7 @@ def test_a_lesson_cuts_documents(tokenizer):
     np.testing.assert_array_equal(rows.positions[0, :48], np.arange(48))
 
 
+@pytest.mark.long
 def test_a_lesson_weighs_pronouns_and_names_that_come_again():
     tokenizer = train_tokenizer(3, vocab_size=2000, num_documents=1000)
     plain, heavy = (batch(tokenizer, 1, 0, (1, 2048), Lesson(None, emphasis)) for emphasis in (1.0, 5.0))

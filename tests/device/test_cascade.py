@@ -46,6 +46,7 @@ def logprobs_of(outputs: StepOutputs) -> list[float]:
     return [outputs.logprob(row) for row in range(3)]
 
 
+@pytest.mark.long
 def test_sampled_tokens_and_probabilities_are_the_same(executor: JaxExecutor) -> None:
     driver = Driver(executor)
     rows = [Row(sequence, sequence.prompt_len - SHARED) for sequence in sequences(driver)]

@@ -63,6 +63,7 @@ def test_chunked_prefill_and_decode_mixes_give_the_dense_logits(driver: Driver, 
         step_randomly(driver, [s for s in sequences if is_alive(s)], rng)
 
 
+@pytest.mark.long
 def test_scan_over_layers_computes_the_same() -> None:
     scheduler = dataclasses.replace(tiny_model.OPTIONS.scheduler, max_num_batched_tokens=8)
     options = dataclasses.replace(tiny_model.OPTIONS, scheduler=scheduler)

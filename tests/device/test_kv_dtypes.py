@@ -27,8 +27,8 @@ def with_kv(name: str) -> EngineConfig:
     return dataclasses.replace(tiny_model.OPTIONS, cache=cache)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TOLERANCE)
-@pytest.mark.thinned(4)
 def test_logits_follow_the_dense_ones_as_closely_as_the_type_can(name: str) -> None:
     executor = tiny_model.warm_executor(with_kv(name))
     assert name_of_kv_dtype(executor.step.layout.dtype) == name

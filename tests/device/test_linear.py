@@ -188,8 +188,8 @@ def test_neither_batch_nor_chunk_shows_in_a_bit_of_the_logits(case: str, dtype: 
     check_bits(case, dtype, tmp_path, 64, NUM_BESIDE[::2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "dtype"), [("gptq_desc_act", "bfloat16"), ("w8a8", "float32")])
-@pytest.mark.thinned(2)
 def test_nor_in_one_of_a_model_of_fewer_bits(layout: str, dtype: str, tmp_path: Path) -> None:
     written = next(each for each in LAYOUTS if each.name == layout)
     tiny = case_of(written)

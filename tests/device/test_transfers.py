@@ -90,7 +90,7 @@ def ids(seed: int, count: int, limit: int = NUM_BLOCKS) -> list[int]:
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 64, 75])
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(12)
 def test_copies_land_in_every_layer_and_nowhere_else(executor: JaxExecutor, count: int) -> None:
     want = fill(executor, count)
     both = ids(count, 2 * count)
@@ -419,6 +419,10 @@ def test_a_block_has_landed_when_nothing_is_on_its_way_to_it() -> None:
     pool.land_all()
     assert host.have_landed([1, 2])
     assert bytes(host.view(2)) == np.asarray(contents_2[1]).tobytes()
+    pool.receive(contents_2, [1, 2])
+    pool.release()
+    assert host.have_landed([1, 2])
+    pool.land_all()
 
 
 def _identity(params: Params | None = None, dtype: str = "float32", **cache: Any) -> bytes:

@@ -56,6 +56,7 @@ def bytes_of_devices(one: JaxExecutor) -> dict[int, int]:
     return dict(held)
 
 
+@pytest.mark.long
 def test_a_device_holds_its_part_of_one_copy(tmp_path: Path) -> None:
     """As much as one of the four that share the only copy, on devices that no other copy has."""
     case, pool = CASES["qwen3_tied"], {"num_blocks": 20}
@@ -70,6 +71,7 @@ def test_a_device_holds_its_part_of_one_copy(tmp_path: Path) -> None:
     assert [set(one.values()) for one in held] == [{part}, {part}]
 
 
+@pytest.mark.long
 def test_the_option_copies_a_served_model(tmp_path: Path) -> None:
     """Through the front door: who brings no seed gets the same, wherever it runs, and prefixes are found."""
     folder = write_model("llama3_tied", tmp_path)

@@ -42,6 +42,7 @@ def told_sum(output: CompletionOutput) -> float:
     return output.cumulative_logprob
 
 
+@pytest.mark.long
 def test_the_sequences_of_a_request_come_in_order_of_index(llm: LLM) -> None:
     one = SamplingParams(seed=5, max_tokens=6, ignore_eos=True)
     many = SamplingParams(seed=5, n=3, max_tokens=6, ignore_eos=True, logprobs=1)
@@ -195,6 +196,7 @@ def test_a_list_that_is_empty_is_not_taken_for_the_default(llm: LLM, given: dict
         llm.generate("Once", **given)
 
 
+@pytest.mark.long
 def test_text_is_not_made_where_nobody_wants_it() -> None:
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 64, "num_blocks": 32}
     with LLM("demo", **sizes, wait_for_all_programs=False) as demo:

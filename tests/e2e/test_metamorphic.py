@@ -58,6 +58,7 @@ def alone(llm: LLM) -> list[CompletionOutput]:
     return [generate(llm, [prompt], how)[0] for prompt, how in zip(PROMPTS, PARAMS, strict=True)]
 
 
+@pytest.mark.long
 def test_requests_differ_from_each_other(alone: list[CompletionOutput]) -> None:
     """Else the comparisons below would show nothing."""
     assert len({completion.token_ids[:24] for completion in alone}) == 16
@@ -102,12 +103,14 @@ def test_what_is_evicted_changes_nothing(folder: Path, alone: list[CompletionOut
         assert engine_of(llm).load().num_prefix_hit_tokens > 0
 
 
+@pytest.mark.long
 def test_steps_without_overlap_change_nothing(folder: Path, alone: list[CompletionOutput]) -> None:
     with open_llm(folder, num_blocks=ENOUGH_BLOCKS, overlap=False, **OPTIONS) as llm:
         assert_same(generate(llm, PROMPTS, PARAMS), alone)
         assert_same([generate(llm, [PROMPTS[4]], PARAMS[4])[0]], alone[4:5])
 
 
+@pytest.mark.long
 def test_dynamic_rope_replays_what_it_computed(tmp_path: Path) -> None:
     """Its rotations depend on the length that a sequence had when each token was computed, also after a preemption."""
     folder = write_model("llama_dynamic_long", tmp_path)

@@ -112,6 +112,7 @@ def check_logprobs(output: RequestOutput, params: SamplingParams) -> None:
             assert position.top[rank - 1].logprob == pytest.approx(position.chosen.logprob, abs=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_a_random_workload_compiles_nothing_and_loses_no_block(llm: LLM, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -103,6 +103,7 @@ def test_options_of_several_processes_are_refused(name: str) -> None:
         LLM("no such folder", **{name: PROCESS_VALUES[name]})
 
 
+@pytest.mark.long
 @flips("eviction_policy")
 def test_eviction_policy_ranks_what_is_cached(base: LLM, folder: Path) -> None:
     with open_llm(folder, eviction_policy="worth", **BASE) as llm:
@@ -118,6 +119,7 @@ def test_context_parallel_size_is_how_many_devices_share_a_context(base: LLM, fo
         assert len({generate(one, random_prompts([20]), GREEDY)[0].token_ids for one in (llm, base)}) == 1
 
 
+@pytest.mark.long
 @flips("data_parallel_size")
 def test_data_parallel_size_is_how_many_copies_there_are(folder: Path) -> None:
     with open_llm(folder, data_parallel_size=2, **BASE) as llm:
@@ -131,12 +133,14 @@ def test_options_of_the_server_are_refused(name: str, value: Any) -> None:
         LLM("no such folder", **{name: value})
 
 
+@pytest.mark.long
 @flips("model")
 def test_model_decides_who_answers(base: LLM, tmp_path: Path) -> None:
     with open_llm(write_model("llama_linear", tmp_path), **BASE) as llm:
         assert len({generate(one, random_prompts([20]), GREEDY)[0].token_ids for one in (llm, base)}) == 2
 
 
+@pytest.mark.long
 @flips("dtype")
 def test_dtype_is_that_of_weights_and_pool(base: LLM, folder: Path) -> None:
     prompt = random_prompts([20])
@@ -149,9 +153,9 @@ def test_dtype_is_that_of_weights_and_pool(base: LLM, folder: Path) -> None:
         assert llm.config.model.dtype == "float32"  # on a CPU
 
 
+@pytest.mark.long
 @flips("kv_cache_dtype")
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-@pytest.mark.thinned(2)
 def test_kv_cache_dtype_is_that_of_the_pool_alone(base: LLM, folder: Path, name: str) -> None:
     prompt = random_prompts([20])
     exact = chosen_logprobs(generate(base, prompt, GREEDY)[0])[0]
@@ -229,6 +233,7 @@ def test_data_parallel_size_is_how_many_copies_of_the_model_serve(base: LLM, fol
         assert [load.num_requests_ended for load in llm._serving.engine.replica_loads()] == [1, 1]
 
 
+@pytest.mark.long
 @flips("load_format")
 def test_dummy_weights_need_no_file(base: LLM, tmp_path: Path) -> None:
     folder = write_model("llama_mha", tmp_path)
@@ -241,6 +246,7 @@ def test_dummy_weights_need_no_file(base: LLM, tmp_path: Path) -> None:
     assert len(answers) == 3
 
 
+@pytest.mark.long
 @flips("parse_special_tokens")
 def test_parse_special_tokens_is_whether_those_in_a_prompt_count() -> None:
     user, assistant = 3, 4
@@ -269,6 +275,7 @@ def test_skip_tokenizer_init_serves_ids_whatever_the_tokenizer_is(folder: Path, 
             llm.chat([{"role": "user", "content": "hello"}], GREEDY)
 
 
+@pytest.mark.long
 @flips("seed")
 def test_seed_is_where_requests_without_one_get_theirs(folder: Path) -> None:
     sampled = []
@@ -279,6 +286,7 @@ def test_seed_is_where_requests_without_one_get_theirs(folder: Path) -> None:
     assert len({*sampled[0], *sampled[2]}) == 4
 
 
+@pytest.mark.long
 @flips("wait_for_all_programs")
 def test_without_waiting_for_all_programs_the_least_set_runs_everything(
     base: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -310,6 +318,7 @@ def test_without_waiting_for_all_programs_the_least_set_runs_everything(
         assert tokens(llm) == on_least
 
 
+@pytest.mark.long
 @flips("compiled")
 def test_compiled_is_where_programs_come_from(
     base: LLM, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -342,6 +351,7 @@ def test_max_model_len_ends_what_may_be_asked_for(base: LLM, folder: Path) -> No
         LLM(str(folder), max_model_len=257)
 
 
+@pytest.mark.long
 @flips("block_size", "num_blocks")
 def test_a_pool_below_max_model_len_serves_what_fits(other: LLM, base: LLM) -> None:
     """Nine blocks of four: 36 tokens, in a model of 40."""
@@ -353,9 +363,9 @@ def test_a_pool_below_max_model_len_serves_what_fits(other: LLM, base: LLM) -> N
     assert engine_of(base).load().block_size == 16
 
 
+@pytest.mark.long
 @flips("kv_cache_memory_bytes")
 @pytest.mark.parametrize("size", [{"num_blocks": 1}, {"kv_cache_memory_bytes": 2 * 16384 + 7}])
-@pytest.mark.thinned(2)
 def test_a_pool_of_one_block_is_enough(folder: Path, size: dict[str, int]) -> None:
     with open_llm(folder, max_model_len=64, **size) as llm:
         completions = generate(llm, random_prompts([4, 4, 3]), GREEDY)
@@ -396,6 +406,7 @@ def test_memory_utilization_is_the_share_that_weights_programs_and_pool_must_fit
         assert engine_of(llm).geometry.num_blocks == 8 * 16
 
 
+@pytest.mark.long
 @flips("policy", "enable_prefix_caching")
 def test_priority_serves_lower_numbers_first_and_no_cache_finds_nothing(
     folder: Path, base: LLM, monkeypatch: pytest.MonkeyPatch
@@ -432,6 +443,7 @@ def test_a_prefix_that_rows_share_is_read_once_or_by_each(folder: Path, enabled:
     assert load.num_cascade_tokens == (3 * 7 * 128 if enabled else 0)
 
 
+@pytest.mark.long
 @flips("kv_policy", "batching")
 def test_the_baselines_keep_room_for_a_whole_sequence_and_a_batch_to_its_end(
     folder: Path, base: LLM, monkeypatch: pytest.MonkeyPatch
@@ -453,9 +465,9 @@ def test_the_baselines_keep_room_for_a_whole_sequence_and_a_batch_to_its_end(
     assert engine_of(base).load().peak_blocks_used < 8 * geometry.max_blocks_per_seq
 
 
+@pytest.mark.long
 @flips("preemption_mode", "swap_space")
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-@pytest.mark.thinned(2)
 def test_preemption_goes_the_way_it_is_told(folder: Path, mode: str) -> None:
     options = {**BASE, "max_model_len": 32, "block_size": 4, "num_blocks": 9}
     swap_space = 0.001 if mode == "swap" else 0.0
@@ -468,6 +480,7 @@ def test_preemption_goes_the_way_it_is_told(folder: Path, mode: str) -> None:
     assert (load.num_recomputed_tokens > 0) == (mode == "recompute")
 
 
+@pytest.mark.long
 @flips("overlap")
 @pytest.mark.parametrize("overlap", [True, False])
 def test_overlap_dispatches_before_it_collects(folder: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
@@ -495,6 +508,7 @@ def test_overlap_dispatches_before_it_collects(folder: Path, monkeypatch: pytest
     assert "".join(calls) == ("fsfscfscc" if overlap else "fscfscfsc")
 
 
+@pytest.mark.long
 @flips("num_scheduler_steps")
 def test_num_scheduler_steps_go_in_one_dispatch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_llm(folder, num_scheduler_steps=4, wait_for_all_programs=True, **BASE) as llm:
@@ -529,6 +543,7 @@ def test_max_inter_token_latency_bounds_steps_of_streams(folder: Path, monkeypat
     assert tokens[0.0, True] == tokens[32.0, False] == tokens[32.0, True]
 
 
+@pytest.mark.long
 @flips("max_num_queued_reqs")
 def test_max_num_queued_reqs_is_how_many_wait(folder: Path, base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are kept back, and run all the same."""

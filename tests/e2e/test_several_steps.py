@@ -58,15 +58,16 @@ def single(folder: Path) -> Iterator[list[Any]]:
         yield [told(run(llm, [place]))[0] for place in range(len(PROMPTS))]
 
 
+@pytest.mark.long
 def test_some_end_in_the_middle_and_some_at_their_limit(single: list[Any]) -> None:
     """Else the comparisons below would show less."""
     reasons = {reason for several in single for _, _, reason in several}
     assert {str(reason) for reason in reasons} >= {"length", "stop"}, reasons
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("num_steps", [2, 3, 8])
-@pytest.mark.thinned(5)
 def test_the_tokens_are_the_same(
     folder: Path, single: list[Any], num_steps: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,8 +79,8 @@ def test_the_tokens_are_the_same(
     assert max(dispatches) == num_steps
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
-@pytest.mark.thinned(2)
 def test_preemption_changes_nothing(
     folder: Path, single: list[Any], preemption_mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,7 @@ def check_cuts(way: str, seed: int, shapes: list[str]) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(39)
 def test_a_request_that_was_cut_goes_on_as_if_it_had_not_been(way, seed):
     check_cuts(way, seed, list(SHAPES))
 

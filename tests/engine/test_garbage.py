@@ -83,6 +83,15 @@ def test_what_steps_leave_behind_is_collected_while_they_run(monkeypatch, max_lo
         assert len(knots) == 60 and len(alive) <= 4
 
 
+def test_much_that_is_new_is_collected(monkeypatch):
+    monkeypatch.setattr(engine, "_MAX_NEW", 300)
+    with collected_between_steps:
+        gc.collect()
+        knot, kept = weakref.ref(Knot()), [[] for _ in range(400)]
+        collect_if_due(SchedulerOutput(), None)  # type: ignore[arg-type]
+        assert knot() is None and len(kept) == 400
+
+
 def test_little_that_is_new_is_not_looked_at():
     with collected_between_steps:
         gc.collect()

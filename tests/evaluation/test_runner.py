@@ -139,6 +139,7 @@ def test_sampled_texts_are_a_function_of_seed_and_place(llm: LLM, folder: Path) 
     assert len(set(first)) == 3
 
 
+@pytest.mark.long
 def test_answers_begin_behind_the_thinking(llm: LLM, folder: Path) -> None:
     prompt = random_prompts([7], seed=7)[0]
     tokens = greedy_tokens(llm, prompt, 8)

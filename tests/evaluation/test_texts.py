@@ -38,6 +38,7 @@ def demo() -> Texts:
     return Texts.load(FOLDER)
 
 
+@pytest.mark.long
 def test_the_demos_tokens_and_texts(demo: Texts) -> None:
     text = "Once upon a time, there was a fox."
     token_ids = demo.encode(text)
@@ -48,6 +49,7 @@ def test_the_demos_tokens_and_texts(demo: Texts) -> None:
     assert "/" not in demo.name
 
 
+@pytest.mark.long
 def test_a_conversation_is_laid_out_and_can_be_left_open(demo: Texts) -> None:
     assert demo.of_chat([SYSTEM, USER], {}) == "<|system|>Be brief.<|user|>Hello<|assistant|>"
     assert demo.of_chat([USER], {}, add_generation_prompt=False) == "<|user|>Hello"

@@ -161,6 +161,7 @@ async def test_an_input_that_is_no_list_of_requests_fails_as_a_whole(
         assert harness.num_open_calls == 0
 
 
+@pytest.mark.long
 async def test_a_server_that_starts_again_goes_on_where_the_last_one_was(tmp_path: Path) -> None:
     lines = [line(f"r{i}") for i in range(40)]
     async with serving(tmp_path, shutdown_timeout=0) as (harness, client):
@@ -404,6 +405,7 @@ def _priorities(harness: Harness) -> list[int]:
     return sorted(one.priority for one in samplings if one is not None)
 
 
+@pytest.mark.long
 async def test_lines_leave_rows_to_callers_and_rank_behind_them(tmp_path: Path) -> None:
     async with serving(tmp_path) as (harness, client):
         harness.faults.gate.clear()
@@ -497,7 +499,7 @@ def _damage(folder: Path, batch_id: str, file_id: str) -> None:
     (owner.parent / "files" / f"{file_id}.json").write_text("[" * 100_000)
 
 
-async def test_a_damaged_state_costs_one_batch(tmp_path: Path) -> None:
+async def test_a_damaged_state_costs_one_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(tmp_path) as (_, client):
         first = await ended(client, (await send(client, jsonl([line("a")]))).id)
         second = await ended(client, (await send(client, jsonl([line("b")]))).id)
@@ -510,6 +512,7 @@ async def test_a_damaged_state_costs_one_batch(tmp_path: Path) -> None:
         third = await ended(client, (await send(client, jsonl([line("c")]))).id)
         assert third.status == "completed"
     assert _names(tmp_path, "*/batches/*.damaged") == [f"{first.id}.json.damaged"]
+    assert f"it is kept as {tmp_path}" in caplog.text
     assert _names(tmp_path, f"*/files/{first.output_file_id}.jsonl")
 
 

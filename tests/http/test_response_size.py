@@ -11,6 +11,7 @@ import pytest
 from jpaged import json_text
 from jpaged.errors import InvalidArgument
 from jpaged.http.connections import Connection
+from jpaged.http.embeddings import LocalServer
 from jpaged.http.exchange import build_answer
 from jpaged.openai.embeddings import embed_job
 from jpaged.openai.lines import Answers
@@ -73,6 +74,15 @@ async def test_a_chat_without_a_limit_ends_where_its_answer_is_full() -> None:
         answer = (await client.post("/v1/chat/completions", json=body)).json()
         assert {one["finish_reason"] for one in answer["choices"]} == {"length"}
         assert {len(one["logprobs"]["content"]) for one in answer["choices"]} == {(1 << 16) // (21 * 80)}
+
+
+async def test_the_prompt_of_a_batch_line_counts_towards_its_answer() -> None:
+    async with running(http_port=0, max_response_size=0.0625) as harness:
+        server = LocalServer(service=harness.server._service)
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=20)
+        assert (await server.complete("x" * 8, sampling)).outputs
+        with pytest.raises(InvalidArgument, match="max_response_size"):
+            await server.complete("x" * 80, sampling)
 
 
 def test_a_stream_keeps_nothing_of_what_it_has_sent() -> None:

@@ -79,6 +79,7 @@ async def test_what_is_thought_said_and_called_are_items() -> None:
         assert response.to_dict()["store"] is False
 
 
+@pytest.mark.long
 async def test_a_stream_tells_the_same_item_by_item() -> None:
     async with serving(max_messages_per_second=1_000_000) as harness, openai_of(harness) as client:
         asked: dict[str, Any] = {"model": "fake", "input": "Weather?", "tools": TOOLS, "temperature": 0}
@@ -109,6 +110,7 @@ async def test_a_stream_tells_the_same_item_by_item() -> None:
         assert (last.usage.input_tokens, last.usage.output_tokens) == (usage.input_tokens, usage.output_tokens)
 
 
+@pytest.mark.long
 async def test_the_packages_own_stream_and_parse_work() -> None:
     async with serving() as harness, openai_of(harness) as client:
         async with client.responses.stream(model="fake", input="Weather?", tools=TOOLS, temperature=0) as stream:
@@ -125,6 +127,7 @@ async def test_the_packages_own_stream_and_parse_work() -> None:
         assert parsed.text is not None and parsed.text.format is not None and parsed.text.format.type == "json_schema"
 
 
+@pytest.mark.long
 async def test_the_synchronous_client_gets_the_same() -> None:
     async with serving() as harness:
 

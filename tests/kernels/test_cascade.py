@@ -46,7 +46,7 @@ _plain = jax.jit(paged_attention, static_argnames=("spec", "backend"))
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", None), ("bfloat16", None), ("float32", "int8")])
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(28)
 def test_it_is_attention(name: str, dtype: str, kv_dtype: str | None) -> None:
     shape = Shape(dtype=dtype, kv_dtype=kv_dtype)
     case, cascade = shared_case(name, shape)
@@ -102,7 +102,7 @@ WINDOWS = (3, 37, 1000, *(pytest.param(window, marks=pytest.mark.deep) for windo
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(28)
 def test_a_sliding_window_is_each_querys_own(name: str, window: int) -> None:
     shape = Shape(sliding_window=window)
     case, cascade = shared_case(name, shape)
@@ -134,8 +134,8 @@ GPU = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", GPU)
-@pytest.mark.thinned(5)
 def test_hopper_reads_all_parts_in_one_launch(name: str) -> None:
     window, max_parts = GPU[name]
     shape = Shape(sliding_window=window, num_tokens=64)
@@ -185,6 +185,7 @@ def _outside_of_kernels(jaxpr: Any) -> Iterator[str]:
             yield equation.primitive.name
 
 
+@pytest.mark.long
 def test_a_soft_cap_is_kept() -> None:
     shape = Shape(soft_cap=5.0)
     case, cascade = shared_case("two_runs", shape)
@@ -222,9 +223,9 @@ def _fused(call: AttentionCall, new_kv: NewKV) -> Updated:
     return *IMPLEMENTATIONS["xla"].attend(dataclasses.replace(call, pool=pool)), pool
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.thinned(4)
 def test_neither_branch_copies_the_pool(dtype: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers in one program, as a step has them, with the pool donated."""
     if is_fused:
@@ -252,6 +253,7 @@ def test_neither_branch_copies_the_pool(dtype: str, is_fused: bool, monkeypatch:
     assert pool_sized_operations(executable, math.prod(spec.layout.shape)) == set()
 
 
+@pytest.mark.long
 def test_parts_without_keys_count_nothing() -> None:
     o, lse = jnp.full((1, 2, 4), 3.0), jnp.array([[1.0, -jnp.inf]])
     nothing = jnp.zeros((1, 2, 4)), jnp.full((1, 2), -jnp.inf)

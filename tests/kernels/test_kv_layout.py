@@ -44,6 +44,7 @@ def test_what_is_written_is_read(dtype: str) -> None:
         np.testing.assert_array_equal(values[block, offset], v[token].astype(dtype))
 
 
+@pytest.mark.long
 @settings(max_examples=50)
 @given(
     layer=st.integers(0, 2),
@@ -93,7 +94,7 @@ def test_other_types_are_refused() -> None:
         dataclasses.replace(LAYOUT, dtype=jnp.dtype("int32"))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize(
     ("heads", "head_dim", "dtype", "shards", "token_shape"),
     [
@@ -135,7 +136,7 @@ def test_a_shard_of_the_pool_is_the_pool_of_its_heads() -> None:
 
 @pytest.mark.parametrize("form", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(12)
 def test_latents_are_kept_once_and_their_values_are_their_beginnings(form: Any, dtype: str) -> None:
     """Half of the bytes of keys and values; each of two shards has the whole of its own."""
     layout = KVLayout(2, 3, 4, 2, 576, jnp.dtype(dtype), form, 2, 512)

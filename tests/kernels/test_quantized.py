@@ -86,6 +86,7 @@ def test_products_are_those_with_the_weights(name: str, has_ids: bool, dtype) ->
         np.testing.assert_allclose(by_groups, want, rtol=0, atol=2e-5 if dtype == jnp.float32 else 1e-4)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ["int8 columns", "int4 groups with zeros", "fp8 groups"])
 def test_an_embedding_gives_rows_and_multiplies_by_all_of_them(name: str) -> None:
     matrix = quantize(normal((20, DEPTH)), FORMATS[name], axis=-1)

@@ -52,7 +52,7 @@ def check(o_thd: Any, lse_th: Any, case: oracle.Case, shape: Shape) -> None:
 @pytest.mark.parametrize("backend", ["xla", "cpu"])
 @pytest.mark.parametrize("first", FIRST)
 @pytest.mark.parametrize("name", ["decodes", "chunk_continues", "mixed", "empty_rows", "longest_table"])
-@pytest.mark.thinned(11)
+@pytest.mark.thinned(33)
 def test_it_is_attention_under_the_mask(name: str, first: str, backend: Backend) -> None:
     shape = Shape(sliding_window=37)
     case, spec = streaming_case(name, shape, FIRST[first])
@@ -96,9 +96,9 @@ def test_hopper_reads_both_in_one_launch(first: str) -> None:
     check(*gpu_interpreter.attend(jnp.asarray(case.q_thd), pool, jnp.int32(case.layer), parts, None, 2), case, shape)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", FIRST)
 @pytest.mark.parametrize("part_chunks", [None, 1])
-@pytest.mark.thinned(6)
 def test_triton_reads_both_in_one_launch(first: str, part_chunks: int | None) -> None:
     shape = Shape(sliding_window=37, num_tokens=64)
     case, spec = streaming_case("mixed", shape, FIRST[first])

@@ -55,6 +55,7 @@ def test_stacks_that_are_scanned_are_each_in_one_group_and_in_order() -> None:
 LAYERS = st.lists(st.sampled_from([None, None, 8, 64, 1000]), min_size=1, max_size=40)
 
 
+@pytest.mark.long
 @given(LAYERS, st.sampled_from([8, 100, 5000]), st.randoms(use_true_random=False))
 def test_every_layer_has_a_place_of_its_own_and_little_is_wasted(windows, max_model_len, random) -> None:
     layers = list(range(len(windows)))

@@ -54,6 +54,7 @@ def test_scan_and_loop_are_the_same_function(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_random_parameters_are_the_same_numbers_in_both_layer_modes() -> None:
     model = model_of(tiny_case("qwen3"))
     loop, scan = (model.init_params(jax.random.key(1), mode) for mode in MODES)
@@ -64,6 +65,7 @@ def test_random_parameters_are_the_same_numbers_in_both_layer_modes() -> None:
     assert not np.array_equal(*(loop["layers"][index]["mlp"]["down"]["kernel"] for index in (0, 1)))
 
 
+@pytest.mark.long
 def test_the_carry_passes_every_layer_in_order_with_its_index() -> None:
     """In either mode, whatever repeats; a layer keeps what it keeps where its place says."""
 
@@ -86,6 +88,7 @@ def test_the_carry_passes_every_layer_in_order_with_its_index() -> None:
             assert run(*begin, mode=mode)[2] == []
 
 
+@pytest.mark.long
 def test_states_measured_where_they_arise_are_normalised_alike(tmp_path: Path) -> None:
     """A kernel that turns heads has states measured ahead of the norms that ask; here one that does as XLA would."""
     case = tiny_case("llama_mha")
@@ -126,6 +129,7 @@ def test_a_loop_traces_and_lowers_its_layer_once() -> None:
     assert text.count("func.func private @layer(") == 1
 
 
+@pytest.mark.long
 def test_bfloat16_stays_close_to_float32(tmp_path: Path) -> None:
     case = tiny_case("qwen3")
     params = params_of(case, tmp_path)

@@ -48,7 +48,7 @@ def read_model(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", cases.MODELS.values(), ids=lambda case: case.name)
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(49)
 def test_logits_and_greedy_tokens_equal_those_of_transformers(case: TinyCase, tmp_path: Path) -> None:
     golden = read_model(case.name)
     model = Model(from_hf(case.config), np.dtype(jnp.float32))
@@ -149,8 +149,8 @@ def check_alone_and_in_company(name: str, folder: Path, block_size: int, chunk: 
         check_distributions(completions[:4], golden)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "block_size", "chunk"), QUICK)
-@pytest.mark.thinned(16)
 def test_tokens_equal_those_of_transformers(name: str, block_size: int, chunk: int, tmp_path: Path) -> None:
     check_alone_and_in_company(name, tmp_path, block_size, chunk)
 
@@ -220,6 +220,7 @@ def test_chats_and_texts_continue_as_with_transformers(demo: LLM, answers: list[
         check_answer(only(output), answer)
 
 
+@pytest.mark.long
 def test_company_changes_no_answer(demo: LLM, answers: list[dict[str, Any]]) -> None:
     prompts = [answer["prompt_token_ids"] for answer in answers] + random_prompts([1, 30, 7, 60])
     for completion, answer in zip(generate(demo, prompts, DEMO)[:4], answers, strict=True):

@@ -38,8 +38,8 @@ def random_ids(num_tokens: int, vocab_size: int = 131) -> np.ndarray:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", cases.MODELS.values(), ids=lambda case: case.name)
-@pytest.mark.thinned(29)
 def test_logits_equal_those_of_transformers_at_any_length(case: TinyCase, tmp_path: Path) -> None:
     """At 131 tokens after each of them, and where the length itself turns positions at short ones, too."""
     write_checkpoint(case, tmp_path)
@@ -56,7 +56,7 @@ def test_logits_equal_those_of_transformers_at_any_length(case: TinyCase, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["mistral_yarn", "qwen2_tied_yarn", "opt_post_norm", *cases.FAMILIES])
-@pytest.mark.thinned(10)
+@pytest.mark.thinned(30)
 def test_a_checkpoint_that_we_write_is_read_by_transformers_to_the_same_logits(name: str, tmp_path: Path) -> None:
     case = tiny_case(name)
     model = Model(from_hf(case.config), FLOAT32)
@@ -67,8 +67,8 @@ def test_a_checkpoint_that_we_write_is_read_by_transformers_to_the_same_logits(n
     np.testing.assert_allclose(make.logits(make.load(tmp_path / "ours"), token_ids), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", cases.FAMILIES)
-@pytest.mark.thinned(9)
 def test_a_checkpoint_that_transformers_writes_is_read_to_its_logits(name: str, tmp_path: Path) -> None:
     """As its own `save_pretrained` lays it out: config, names and types of tensors."""
     case = tiny_case(name)
@@ -127,8 +127,8 @@ def test_positions_far_out_keep_their_frequencies(tmp_path: Path) -> None:
 # --- the packaged model -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_tokens", [1, 100, 384])
-@pytest.mark.thinned(3)
 def test_logits_of_the_packaged_model_equal_those_of_transformers(num_tokens: int) -> None:
     config = read_config(demo.FOLDER)
     model = Model(config, FLOAT32)

@@ -47,6 +47,7 @@ def test_a_step_reads_all_but_an_embedding_of_its_own(name, read, output):
     assert SHAPES[name].num_output_parameters == output
 
 
+@pytest.mark.long
 def test_jpaged_serves_it(tmp_path):
     shape = replace(TINY, num_layers=2, width=128, num_heads=2)
     make(shape, tmp_path)

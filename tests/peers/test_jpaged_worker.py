@@ -23,6 +23,7 @@ def engine(tmp_path_factory):
     worker.close()
 
 
+@pytest.mark.long
 def test_samples_and_beams_come_back_whole(engine):
     jobs = [Job([5, 6, 7], 6, n=3, temperature=1.0), Job([8], 4, beam_width=2)]
     check_lengths(jobs, engine.run(jobs).outputs)

@@ -52,6 +52,7 @@ def test_each_peer_has_a_bar_in_each_workload_that_it_ran(drawn, tmp_path):
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_servers_are_drawn_by_rate_without_the_run_of_all_at_once(drawn, tmp_path):
     points = {"jpaged": [point(AT_ONCE, 9.0), point("2.5", 4.0), point("1.0", 3.0)], "vllm": [point("1.0", 6.0)]}
     records = {"S": {"rows": {**RECORDS["S"]["rows"], "serve": {"points": points}}}}

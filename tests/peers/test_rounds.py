@@ -61,6 +61,7 @@ def test_what_is_cached_is_forgotten_before_each_run(tmp_path):
     ]
 
 
+@pytest.mark.long
 def test_every_start_but_the_first_counts_and_the_last_one_stays(tmp_path):
     with started(tmp_path, fake_peer(), fake_peer("vllm")) as turns:
         cells = turns.measure(START)
@@ -70,6 +71,7 @@ def test_every_start_but_the_first_counts_and_the_last_one_stays(tmp_path):
     assert starts == ["jpaged", "vllm"] * 3
 
 
+@pytest.mark.long
 def test_a_peer_that_fails_says_why_and_runs_the_next_workload(tmp_path):
     with started(tmp_path, fake_peer(), fake_peer("vllm", fails_at=9)) as turns:
         first, second = turns.measure("W5"), turns.measure("W4")

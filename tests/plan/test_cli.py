@@ -116,12 +116,12 @@ SMALL = ["--max-num-seqs", "8", "--max-num-batched-tokens", "8", "--max-model-le
 DEMO = ["plan", "demo", *SMALL, "--input-len", "64", "--output-len", "32"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("on_cpus")
 @pytest.mark.parametrize(
     ("words", "lengths"),
     [([], (96, 32)), (["--input-len", "120"], (120, 8)), (["--output-len", "100"], (28, 100))],
 )
-@pytest.mark.thinned(3)
 def test_lengths_that_are_left_out_fit_into_a_sequence(
     words: list[str], lengths: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,6 +195,7 @@ def test_adapters_are_weights_that_every_step_reads(capsys: pytest.CaptureFixtur
     assert more["memory_of_one_device"]["adapter_bytes"] == 4 * other["adapter_bytes"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("on_cpus")
 def test_roles_are_compared_where_somebody_asks(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--topology", "v6e:1x1,v5e:1x1", "--roles", "--max-ttft-ms", "100"]
@@ -242,6 +243,7 @@ def test_more_devices_than_there_are_is_said_in_the_words_of_the_command_line(
     assert "--tensor-parallel-size: requires 8 devices; v6e:2x2 has 4" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("on_cpus")
 def test_a_copy_takes_what_its_heads_allow_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*DEMO, "--topology", "v6e:4x4", "--json"]) == 0

@@ -34,6 +34,7 @@ from jpaged.server_load import EngineLoad
 SMALL = Point("max", "alpaca", num_batches=1.0)
 
 
+@pytest.mark.long
 def test_a_point_runs_once_and_in_processes_as_in_this_one():
     points = [SMALL, replace(SMALL, system="oracle", num_batches=0.2)]
     one = Runner(1)
@@ -132,6 +133,7 @@ def test_what_a_batch_holds_is_a_mean_over_the_window():
     assert in_batch(result, lambda one: 10) == pytest.approx(10 * (2 + 3 + 3 + 1) / 6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("system", ["max", "pow2", "oracle", "paged"])
 def test_the_parts_of_the_pool_are_all_of_it(system):
     shares = measure(Point(system, "sharegpt", num_batches=2.0)).pool_shares
@@ -229,6 +231,7 @@ def test_a_ratios_number_stands_above_its_whisker():
     assert all(label > top for label, top in zip(labels, tops, strict=True))
 
 
+@pytest.mark.long
 def test_every_table_that_is_kept_has_its_picture_with_labelled_axes(monkeypatch):
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append((figure, path.stem, dpi)))

@@ -113,6 +113,7 @@ def test_a_ratio_is_tried_for_each_number_of_copies_up_to_a_bound() -> None:
     assert found(num_copies=1000).num_copies == 64
 
 
+@pytest.mark.long
 @given(
     input_len=st.integers(1, 8000),
     output_len=st.integers(2, 2000),

@@ -9,6 +9,7 @@ from jpaged.cli.main import main
 SMALL = ["bench", "simulate", "--trace", "alpaca", "--num-requests", "5"]
 
 
+@pytest.mark.long
 def test_json_has_every_measure_and_a_seed_decides_them(capsys):
     outputs = []
     for seed in ("1", "1", "2"):

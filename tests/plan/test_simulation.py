@@ -36,6 +36,7 @@ def sample(name="sharegpt", rate=2.0, count=40):
     return synthesize(WORKLOADS[name], rate_per_s=rate, num_requests=count, seed=0, max_model_len=2048)
 
 
+@pytest.mark.long
 def test_every_request_gets_its_tokens_and_the_same_seed_the_same_times():
     trace = sample(count=8)
     first, second = serve(trace), serve(trace)
@@ -96,6 +97,7 @@ def test_samples_of_a_prompt_share_its_blocks_and_beams_share_more():
     assert samples.load.num_generation_tokens == 4 * sum(request.output_tokens for request in trace)
 
 
+@pytest.mark.long
 def test_a_full_pool_preempts_either_way():
     trace = sample(rate=1000.0, count=16)
     recomputed = serve(trace, num_kv_slots=3200)

@@ -9,7 +9,9 @@ import pytest
 
 from jpaged.cli.help import get_commands
 from jpaged.cli.main import main, make_parser
+from jpaged.cli.options import config_from
 from jpaged.client import Client
+from jpaged.route.cli import options_from
 from jpaged.types import SamplingParams
 from tests.processes import Process
 
@@ -37,6 +39,14 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 def test_a_command_line_that_is_wrong_is_refused_by_name(capsys, words, problem):
     assert main(["route", "--port", "0", *words]) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_the_page_of_a_router_shows_the_options_that_are_set():
+    arguments = make_parser().parse_args(["route", "--target", "a:1", "--max-calls", "7", "--resume-within", "5"])
+    shown = options_from(arguments, config_from(arguments)).shown_options
+    values = {name: value for name, value, _ in shown}
+    assert (values["target"], values["max-calls"], values["resume-within"]) == ("a:1", "7", "5 s")
+    assert "None" not in values.values() and "targets-file" not in values
 
 
 @pytest.mark.parametrize("flag", ["--served-model-name", "--pin-prefix", "--tenant-max-n", "--max-num-seqs", "--model"])

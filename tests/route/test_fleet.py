@@ -151,6 +151,7 @@ async def test_a_server_that_computes_prompts_for_others_is_set_aside():
         assert prefill.serving.role_counts.load().num_prefills_for_others == 3
 
 
+@pytest.mark.long
 async def test_a_server_of_other_weights_under_the_same_name_is_set_aside(tmp_path, monkeypatch):
     """One that does not say which it has, as those of before do not, takes part."""
     path = tmp_path / "targets"

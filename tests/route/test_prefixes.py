@@ -33,6 +33,7 @@ def test_texts_are_alike_as_far_as_they_begin_alike(num_same, num_more):
     assert len(one) == max(1, sum(cut <= len(same + more) for cut in CUTS))
 
 
+@pytest.mark.long
 @given(st.integers(0, 4000), st.integers(1, 3000))
 def test_token_ids_are_alike_as_far_as_they_begin_alike(num_same, num_more):
     same = tuple(range(num_same))

@@ -43,8 +43,8 @@ async def told(client: AsyncClient, shape: str) -> Any:
     return folded(await all_of(client.generate("hello", SHAPES[shape])), SHAPES[shape])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [*SHAPES, *WHOLE])
-@pytest.mark.thinned(4)
 async def test_a_stream_has_the_messages_of_its_server(shape):
     sampling = (SHAPES | WHOLE)[shape]
     async with (
@@ -80,8 +80,8 @@ async def test_a_request_without_an_id_gets_one_that_is_the_same_everywhere():
         assert {message.request_id for message in await collect(call)} == {ahead}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [*SHAPES, *WHOLE])
-@pytest.mark.thinned(4)
 async def test_a_stream_that_is_cut_again_and_again_is_as_if_it_had_not_been(shape):
     rng = random.Random(shape)
     async with (
@@ -137,6 +137,7 @@ async def test_a_stream_that_follows_a_grammar_goes_on_within_it():
         assert router.router.counts.resumed.total() >= 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["kill", "drain", "die"])
 async def test_a_stream_goes_on_at_the_other_server_when_its_own_goes(end):
     sampling = SHAPES["three"]
@@ -169,6 +170,7 @@ async def test_a_stream_goes_on_at_the_other_server_when_its_own_goes(end):
         await eventually(lambda: other.num_open_calls == 0)
 
 
+@pytest.mark.long
 async def test_a_stream_waits_for_its_only_server_to_come_again():
     sampling = SHAPES["three"]
     async with server() as harness, wire(harness.port) as cut, routed(cut.target) as router:

@@ -52,6 +52,7 @@ def folded(messages: list[Any]) -> dict[int, Any]:
     }
 
 
+@pytest.mark.long
 async def test_the_first_message_tells_the_seed_that_the_server_chose():
     async with running(max_messages_per_second=1_000_000) as harness:
         sent = await check_cuts(harness, request("hello", temperature=1.0, max_tokens=24))
@@ -65,6 +66,7 @@ async def test_the_first_message_tells_the_seed_that_the_server_chose():
         assert not any(message.HasField("seed") for message in beams)
 
 
+@pytest.mark.long
 async def test_sequences_that_have_ended_are_counted_and_not_run_again():
     async with running(max_messages_per_second=1_000_000) as harness:
         message = request("hello", n=3, temperature=1.0, max_tokens=24, stop_token_ids=[7, 21, 99])

@@ -26,6 +26,7 @@ async def test_a_cancelled_call_frees_its_blocks(harness):
     assert harness.serving.engine.load().num_generation_tokens < 120
 
 
+@pytest.mark.long
 async def test_a_cancelled_call_never_ends_a_later_one_of_the_same_id(harness):
     num_finished = 0
     for turn in range(30):
@@ -175,6 +176,7 @@ async def test_a_long_text_is_tokenised_off_the_event_loop():
     assert threads == [False, True, False, True]
 
 
+@pytest.mark.long
 async def test_many_streams_end_once_each_and_every_block_comes_back():
     rng = random.Random(7)
 

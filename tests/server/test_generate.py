@@ -27,6 +27,7 @@ async def test_the_stream_holds_the_tokens_and_one_finish(harness):
     assert {message.index for message in messages} == {0}
 
 
+@pytest.mark.long
 async def test_a_request_to_be_told_whole_is_one_message_a_sequence(harness):
     streamed = request("hello", max_tokens=100, n=2, temperature=1.0, seed=5)
     whole = inference_pb2.GenerateRequest()

@@ -126,6 +126,7 @@ def test_messages_that_are_no_text_are_refused(process):
         made(process, PLAIN, [{"role": "user", "content": object()}])
 
 
+@pytest.mark.long
 def test_a_process_that_was_killed_is_started_again(process):
     template = ChatTemplate(process, PLAIN, {})
     os.kill(process._child.process.pid, signal.SIGKILL)
@@ -133,6 +134,7 @@ def test_a_process_that_was_killed_is_started_again(process):
     assert template.render(USER, max_bytes=100) == "user: hi\n"
 
 
+@pytest.mark.long
 def test_a_process_that_cannot_be_started_is_said(process, monkeypatch):
     template = ChatTemplate(process, PLAIN, {})
 

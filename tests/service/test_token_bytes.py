@@ -111,6 +111,7 @@ def test_no_normal_form_shrinks_a_character_more_than_it_says(form):
     assert worst <= _SHRINKING[form]
 
 
+@pytest.mark.long
 def test_no_letter_is_shortened_more_than_it_says_by_lower_case():
     characters = [chr(c) for c in range(sys.maxunicode + 1) if not 0xD800 <= c < 0xE000]
     assert max(num_bytes(c) / num_bytes(c.lower()) for c in characters) <= _SHRINKING["Lowercase"]

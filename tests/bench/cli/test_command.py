@@ -28,6 +28,7 @@ def test_every_benchmark_describes_itself_and_its_flags(name, capsys):
     assert described in " ".join(told.split())  # lines are wrapped
 
 
+@pytest.mark.long
 def test_a_server_that_starts_imports_no_benchmark():
     program = (
         "import sys, jpaged.cli.main; jpaged.cli.main.make_parser().parse_args(['serve', 'demo']); print(*sys.modules)"

@@ -118,8 +118,8 @@ def test_a_deepseek_is_read_as_it_is_published(tmp_path: Path) -> None:
     assert distance(logits(model, params), logits(reference, wanted)) < 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS, ids=lambda layout: layout.name)
-@pytest.mark.thinned(6)
 def test_every_expert_has_what_was_published_of_it(layout: LayoutCase, tmp_path: Path) -> None:
     case = tiny_case("qwen3_moe")
     folder = write_plain(case, write_quantized(case, layout, tmp_path / "quantized"), tmp_path / "plain")

@@ -81,6 +81,7 @@ def test_the_command_quantizes(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "--quantize: is int8, but the checkpoint is already quantized" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_quantized_checkpoint_is_copied_as_it_is(tmp_path: Path) -> None:
     layout = next(layout for layout in LAYOUTS if layout.name == "fp8_channel")
     write_quantized(tiny_case("llama_mha"), layout, tmp_path / "source")

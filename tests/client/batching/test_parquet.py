@@ -149,6 +149,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
         ParquetLines(folder)
 
 
+@pytest.mark.long
 def test_of_a_file_no_more_is_in_memory_than_a_few_row_groups(tmp_path):
     text = "".join(chr(33 + i % 90) for i in range(1 << 19))
     rows = [row(i, body=json.dumps({"prompt": f"{i}{text}"})) for i in range(64)]
@@ -268,8 +269,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_struct", [False, True])
-@pytest.mark.thinned(2)
 def test_a_small_file_that_stands_for_a_huge_one_is_read_in_little_memory(tmp_path, is_struct):
     num_rows, text = 60, "x" * 8_000_000
     body = {"prompt": text} if is_struct else json.dumps({"prompt": text})

@@ -330,6 +330,7 @@ async def test_a_server_that_is_not_there_at_the_start_is_done_without(tmp_path)
     assert summary.num_answered == {"127.0.0.1:1": 0, harness.target: 5}
 
 
+@pytest.mark.long
 async def test_results_do_not_depend_on_who_runs_a_line(tmp_path):
     bodies = simple(12, temperature=1.0) + simple(4, temperature=0.7, n=2) + simple(2, beam_width=2)
     source = write_input(tmp_path / "in", bodies)

@@ -56,6 +56,12 @@ def test_prompts_that_begin_alike_have_one_key():
     assert get_key(control_pb2.GetLoadRequest()) is None
 
 
+@pytest.mark.parametrize("field", ["adapter", "cache_salt"])
+def test_options_of_calls_must_be_whole_characters(field: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"{field}: is not UTF-8"):
+        convert.score_call("a", ["b"], convert.CallOptions(**{field: "x\udcff"}))
+
+
 def test_one_that_does_not_say_how_busy_it_is_is_passed_over_where_others_are_there():
     rig = Rig(2)
     silent, other = rig.all
@@ -261,6 +267,7 @@ async def test_a_request_is_aborted_where_it_runs_though_another_server_is_not_t
         await client.close()
 
 
+@pytest.mark.long
 async def test_a_server_that_is_not_there_costs_nothing_but_a_look():
     async with running() as harness:
         async with running() as gone:

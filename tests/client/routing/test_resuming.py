@@ -109,7 +109,7 @@ def server(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(6)
 async def test_a_stream_that_is_cut_again_and_again_is_as_if_it_had_not_been(stream_of, shape):
     rng, sampling = random.Random(shape), SHAPES[shape]
     async with server() as harness, wire(harness.port, cuts(rng)) as cut:
@@ -130,6 +130,7 @@ async def test_a_seed_that_the_server_chose_goes_along(stream_of):
         assert folded(survived, again) == folded(await all_of(stream_of(harness.target)("hello", again)), again)
 
 
+@pytest.mark.long
 async def test_a_chat_is_cut_within_a_thought_and_a_call():
     rng, sampling = random.Random(4), SamplingParams(max_tokens=400, temperature=0.0)
     executor = scripted(TEXT)(num_blocks=4096, max_model_len=1024)
@@ -209,6 +210,7 @@ async def test_a_stream_goes_on_at_the_other_server_when_its_own_is_killed(strea
     await eventually(lambda: all(one.num_open_calls == 0 for one in two.servers.values()))
 
 
+@pytest.mark.long
 async def test_a_stream_goes_on_at_the_other_server_when_its_own_drains(stream_of, two):
     stream = stream_of(two.targets)("hello", SHAPES["three"])
     chunks, target = await begun(two, stream)
@@ -238,6 +240,7 @@ async def test_an_engine_that_dies_is_told_where_there_is_no_other(stream_of):
             await all_of(stream_of(harness.target)("hello", SHAPES["sampled"]))
 
 
+@pytest.mark.long
 async def test_what_is_told_whole_is_run_again_elsewhere(two):
     for sampling in (SHAPES["three"], replace(SAMPLED, temperature=0.0, ignore_eos=False, beam_width=3, n=2)):
         for one in two.servers.values():
@@ -255,6 +258,7 @@ async def test_what_is_told_whole_is_run_again_elsewhere(two):
         await eventually(lambda: all(one.num_open_calls == 0 for one in two.servers.values()))
 
 
+@pytest.mark.long
 async def test_a_single_server_that_comes_again_goes_on(stream_of):
     async with server() as harness, wire(harness.port) as cut:
         undisturbed = await all_of(stream_of(harness.target)("hello", SHAPES["three"]))
@@ -438,6 +442,7 @@ async def test_other_tokens_of_the_prompt_are_another_request(stream_of):
     assert "tokenizes the prompt differently" in str(failure)
 
 
+@pytest.mark.long
 async def test_a_full_queue_is_passed_over_where_there_is_another_server_and_told_where_there_is_none(two):
     narrow = FakeExecutor(max_num_seqs=1)
     async with (

@@ -50,6 +50,7 @@ def deployment(
     )
 
 
+@pytest.mark.long
 def test_the_pool_takes_what_is_left_to_the_last_block() -> None:
     found = deployment(64 * MIB)
     memory = found.memory
@@ -64,6 +65,7 @@ def test_the_pool_takes_what_is_left_to_the_last_block() -> None:
     assert found.num_programs == 2 + 3 + 3 + 1 + 5
 
 
+@pytest.mark.long
 def test_every_program_is_compiled_where_that_is_asked() -> None:
     found = deployment(64 * MIB, all_programs=True)
     assert len(found.programs) == found.num_programs == 14
@@ -139,6 +141,7 @@ def test_a_head_is_planned_and_saved_with_its_model(tmp_path: Path) -> None:
     executor.shutdown()
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_not_saved(tmp_path: Path) -> None:
     assert not deployment(64 * MIB, save=tmp_path / "programs", num_blocks=100_000).fits
     assert not (tmp_path / "programs").exists()
@@ -164,6 +167,7 @@ def test_what_devices_exchange_is_read_off_the_compiled_step() -> None:
     assert deployment(64 * MIB).number_bytes is None
 
 
+@pytest.mark.long
 def test_sizes_that_nobody_chose_are_the_platforms() -> None:
     scheduler = dataclasses.replace(tiny_model.OPTIONS.scheduler, max_num_seqs=None, max_num_batched_tokens=12)
     found = deployment(64 * MIB, block_size=None, scheduler=scheduler)

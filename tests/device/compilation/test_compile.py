@@ -116,6 +116,7 @@ def test_compiles_of_other_threads_are_not_counted() -> None:
     assert told.num_compiled == num_before + 1
 
 
+@pytest.mark.long
 def test_executors_one_after_the_other_count_for_themselves() -> None:
     """A second executor's warm-up and other work in the process are nobody's late compile."""
     first = tiny_model.warm_executor()

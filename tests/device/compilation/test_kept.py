@@ -86,6 +86,7 @@ def test_a_second_start_traces_nothing_and_says_the_same(folder: Path, monkeypat
     plain.shutdown()
 
 
+@pytest.mark.long
 def test_a_program_whose_code_was_edited_to_the_same_is_found_once_it_is_lowered(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "kept"
     shutil.copytree(folder, other)
@@ -96,6 +97,7 @@ def test_a_program_whose_code_was_edited_to_the_same_is_found_once_it_is_lowered
     assert {path.name for path in (other / "named").iterdir()} == {path.name for path in (folder / "named").iterdir()}
 
 
+@pytest.mark.long
 def test_other_options_have_programs_of_their_own(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "kept"
     shutil.copytree(folder, other)

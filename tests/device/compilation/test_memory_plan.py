@@ -279,12 +279,14 @@ def test_a_server_on_little_memory_plans_with_the_compilers_numbers_and_keeps_to
     assert weight_bytes + after.pool_bytes < after.used_bytes <= weight_bytes + free
 
 
+@pytest.mark.long
 def test_a_server_says_what_to_change_where_its_pool_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 96 * MIB)
     with pytest.raises(InvalidArgument, match=r"num_blocks: 1000000 blocks do not fit: .*lower num_blocks to \d+"):
         JaxExecutor.create(tiny_model.model(), tiny_model.params(), options(num_blocks=1_000_000))
 
 
+@pytest.mark.long
 def test_what_edits_and_tells_keep_is_planned() -> None:
     """Counts of every slot and token, what changes the rows of two steps, and what two steps were told."""
     served = ServerPrograms.of(*sized_step(tiny_model.model(), options(), "loop", 56, MESH), tiny_model.params())
@@ -303,6 +305,7 @@ def test_what_edits_and_tells_keep_is_planned() -> None:
     assert found.kept_bytes > counts + edits + told + 2 * (outputs.output_bytes - outputs.alias_bytes)
 
 
+@pytest.mark.long
 def test_the_analysis_of_programs_that_edit_and_tell_counts() -> None:
     """Each of them where it is the hungriest, its code, and what it gives back beside a forward."""
     served = ServerPrograms.of(*sized_step(tiny_model.model(), options(), "loop", 56, MESH), tiny_model.params())

@@ -55,8 +55,8 @@ def test_the_pool_is_updated_in_place(num_tokens: int, block_size: int, dtype: s
     assert pool_sized_operations(executable, math.prod(layout.shape)) == set()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_tokens", [8, 64])
-@pytest.mark.thinned(2)
 def test_a_second_pass_over_first_tokens_copies_no_pool(num_tokens: int) -> None:
     given = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
     options = EngineConfig.load({**given, "lossy_kv_window": 20, "attention_backend": "xla"})

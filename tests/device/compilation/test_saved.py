@@ -76,6 +76,7 @@ def test_saved_programs_run_as_those_that_were_compiled(warm: JaxExecutor, folde
     executor.shutdown()
 
 
+@pytest.mark.long
 def test_what_was_not_saved_is_compiled(warm: JaxExecutor, tmp_path: Path) -> None:
     missing, ready = ProgramSpec("forward", 8), warm._programs.ready
     save_programs(tmp_path / "most", target_of(), {spec: ready[spec] for spec in ready if spec != missing})

@@ -86,8 +86,8 @@ def test_contexts_in_parts_cost_two_exchanges_a_layer(num_contexts: int, num_par
         assert collectives(moved) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_parts", [2, 4])
-@pytest.mark.thinned(2)
 def test_what_edits_and_tells_is_split_over_the_vocabulary(num_parts: int) -> None:
     """A device counts its own tokens, in place; none sees the logits of another but the best few of each row."""
     where = place(model_of("llama3_tied"), num_parts, "loop")
@@ -143,6 +143,7 @@ def test_every_device_moves_its_own_part_of_a_block(kind) -> None:
     assert pool_sized_operations(executable, math.prod(layout.local.shape)) == set()
 
 
+@pytest.mark.long
 def test_a_device_holds_its_share_of_the_model_and_the_pool() -> None:
     """Norms and the biases that are added to sums are whole; all else of the weights is split, and so is the pool."""
     model = model_of("qwen3_tied")

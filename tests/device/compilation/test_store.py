@@ -170,8 +170,8 @@ def tokens_of(executor: JaxExecutor, *, detail: Detail) -> list[int]:
     return sampled + driver.run([Row(first, 1), Row(second, 2)], detail=detail).token_ids_rn[:2, 0].tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("detail", list(Detail))
-@pytest.mark.thinned(3)
 def test_steps_run_on_the_least_set_as_on_all(gate: threading.Event, detail: Detail) -> None:
     early = JaxExecutor.create(tiny_model.model(), tiny_model.params(), tiny_model.WITHOUT_WAITING)
     report = Report()

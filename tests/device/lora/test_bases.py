@@ -100,6 +100,7 @@ def expected(folder: Path, dtype: str, quantization: str, slots: Sequence[int]) 
     return np.stack(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "quantization", "backend", "tolerance"),
     [
@@ -110,7 +111,6 @@ def expected(folder: Path, dtype: str, quantization: str, slots: Sequence[int]) 
     ],
     ids=["int8", "int8-xla", "bfloat16", "bfloat16-int8"],
 )
-@pytest.mark.thinned(4)
 def test_each_row_has_the_rounded_base_and_its_own_adapter(
     dtype: str, quantization: str, backend: str, tolerance: float, tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ def test_every_query_sees_each_key_on_one_device(num_parts: int, window: int | N
             assert sorted(seen[starts[row] + i]) == list(range(first, position + i + 1)), (row, i)
 
 
+@pytest.mark.long
 def test_new_rows_have_the_block_tables_of_theirs_and_runs_begin_with_them() -> None:
     rows = step_rows()
     order = order_of(rows, 4)

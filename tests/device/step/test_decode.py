@@ -51,6 +51,7 @@ def one_by_one(driver: Driver, sequences: list[Sequence]) -> I32:
     return np.stack(columns, axis=1)
 
 
+@pytest.mark.long
 def test_several_steps_are_the_same_as_one_after_another(driver: Driver) -> None:
     """Over the ends of blocks of 8, and so are the steps that come behind them."""
     want = [one_by_one(driver, sequences := begin(driver)), one_by_one(driver, sequences)]

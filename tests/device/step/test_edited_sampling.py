@@ -52,6 +52,7 @@ def test_rows_of_which_nothing_is_changed_are_sampled_and_told_of_as_others(
     assert executor.num_compiles_after_warm_up == 0
 
 
+@pytest.mark.long
 def test_single_tokens_masks_and_counts_of_few_rows_run_on_more(executor: JaxExecutor) -> None:
     _, plain = sampled(executor, None, Detail.TOKENS)
     greedy = plain.token_ids_rn.item(0, 0)

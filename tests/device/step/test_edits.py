@@ -87,6 +87,7 @@ EDITS = st.builds(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(rows=st.lists(EDITS, min_size=R, max_size=R), seed=st.integers(0, 1000))
 def test_logits_are_changed_as_the_oracle_changes_them(rows: list[Edits], seed: int) -> None:
@@ -105,6 +106,7 @@ def test_logits_are_changed_as_the_oracle_changes_them(rows: list[Edits], seed: 
         assert near.any() and (agree.all() or (floor_is_near and (~agree).sum() <= 1)), (row, got[i], want)
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(
     edits=EDITS,
@@ -151,6 +153,7 @@ def test_passes_over_all_logits_add_what_is_added_one_by_one(num_used: int) -> N
     assert (want != logits).any() == (num_used > 0)
 
 
+@pytest.mark.long
 def test_a_sampled_token_is_counted_and_is_the_last() -> None:
     counts = counted(no_counts(), 1, (7, 7, 8), (9,))
     for token in (8, 8, 9):

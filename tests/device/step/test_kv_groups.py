@@ -110,6 +110,7 @@ def test_tokens_are_those_of_a_model_whose_blocks_are_all_kept(layer_mode: Layer
     assert executor.num_compiles_after_warm_up == 0
 
 
+@pytest.mark.long
 def test_a_prefix_is_found_whose_windows_have_moved_on() -> None:
     server = Server(executor_of())
     server.submit("first", prompt_of(40, 1), max_tokens=9)

@@ -117,9 +117,9 @@ def test_tokens_are_the_oracles(rows: list[Params], seed: int, has_ties: bool) -
         assert scores[token] >= scores[sure].max() - 1e-4
 
 
+@pytest.mark.long
 @settings(max_examples=100)
 @given(rows=st.lists(PARAMS, min_size=8, max_size=8), seed=st.integers(0, 1000), has_ties=st.booleans())
-@pytest.mark.thinned(2)
 def test_what_is_kept_is_the_oracles(rows: list[Params], seed: int, has_ties: bool) -> None:
     scaled = random_logits(8, seed)
     if has_ties:

@@ -54,8 +54,8 @@ def assert_same_sample(got: SampledTokens, want: SampledTokens) -> None:
     np.testing.assert_allclose(np.asarray(got.top_logprobs_rk), np.asarray(want.top_logprobs_rk), atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_parts", NUM_PARTS)
-@pytest.mark.thinned(3)
 def test_a_split_vocabulary_samples_the_same_tokens(num_parts: int) -> None:
     sampled = set()
     for seed in range(4):
@@ -66,8 +66,8 @@ def test_a_split_vocabulary_samples_the_same_tokens(num_parts: int) -> None:
     assert len({token * num_parts // V for token in sampled}) > 1  # of several devices
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_parts", NUM_PARTS)
-@pytest.mark.thinned(2)
 def test_ties_between_devices_go_to_the_lowest_token(num_parts: int) -> None:
     logits = np.zeros((3, V), np.float32)
     logits[1, [20, 40, 60]] = 2.0
@@ -78,8 +78,8 @@ def test_ties_between_devices_go_to_the_lowest_token(num_parts: int) -> None:
     assert_same_sample(got, sample_whole(logits, how, Detail.TOP_LOGPROBS))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_bits", [2, 4])
-@pytest.mark.thinned(2)
 def test_passes_that_settle_more_bits_find_the_same_thresholds(num_bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerators settle several at once; here one at a time is the rule."""
     logits, how = random_logits(len(ROWS), 11), row_sampling(ROWS)
@@ -100,8 +100,8 @@ def test_passes_that_settle_more_bits_find_the_same_thresholds(num_bits: int, mo
     assert np.isfinite(want).sum() > len(ROWS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("detail", list(Detail))
-@pytest.mark.thinned(3)
 def test_every_number_of_devices_sees_which_rows_are_not_sound(detail: Detail) -> None:
     logits, rows, is_unsound = unsound_rows()
     how = row_sampling(rows)
@@ -113,8 +113,8 @@ def test_every_number_of_devices_sees_which_rows_are_not_sound(detail: Detail) -
         assert (np.asarray(got.token_ids_r) < V).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vocab_size", [1, 2, 7, 64])
-@pytest.mark.thinned(5)
 def test_noise_of_some_tokens_is_that_of_all(vocab_size: int) -> None:
     how = row_sampling(ROWS)
     key = how.seeds_r2, how.sequence_indices_r, how.positions_r

@@ -76,6 +76,7 @@ async def served(folder: Path, source: Path, target: Path) -> BatchSummary:
     return summary
 
 
+@pytest.mark.long
 async def test_a_file_of_all_kinds_of_lines_is_what_an_llm_makes_of_it(folder: Path, tmp_path: Path) -> None:
     lines = [{"custom_id": name, "method": "POST", "url": url, "body": body} for name, (url, body) in LINES.items()]
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -74,6 +74,7 @@ def test_each_token_is_the_oracles(folder: Path, llm: LLM, alone: list[Completio
         check(logits, prompt, request, one)
 
 
+@pytest.mark.long
 def test_every_field_changes_something(llm: LLM) -> None:
     """Else a comparison would show nothing. Each against the same request without it."""
     changed = set()
@@ -98,8 +99,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.thinned(5)
 def test_no_way_changes_a_token(folder: Path, alone: list[CompletionOutput], way: str) -> None:
     """In one batch, in chunks of a few tokens, behind cached prefixes the second time."""
     with open_llm(folder, **{**OPTIONS, **WAYS[way]}) as llm:
@@ -122,6 +123,7 @@ def test_two_devices_sample_what_the_oracles_say(folder: Path) -> None:
         check(logits, prompt, request, one)
 
 
+@pytest.mark.long
 def test_each_sequence_of_a_request_has_counts_of_its_own(folder: Path, llm: LLM) -> None:
     processor, several = llm._serving.input_processor, PARAMS[:: len(CASES) // 12]
     prompts = PROMPTS[: len(several)]
@@ -138,6 +140,7 @@ def _three(how: SamplingParams) -> SamplingParams:
     return dataclasses.replace(how, n=3)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("how", [{"typical_p": 0.3}, {"typical_p": 0.7, "temperature": 0.9}, {"top_n_sigma": 0.01}])
 def test_a_text_that_may_not_end_yet_goes_on_where_its_end_is_the_likeliest(how: dict[str, Any]) -> None:
     phrase = [1703, 2817, 1516, 335, 1829, 993, 3058]

@@ -15,6 +15,7 @@ from tests.models.tiny import tiny_case
 BASE = {"max_model_len": 64, "num_blocks": 40}
 
 
+@pytest.mark.long
 def test_as_many_likeliest_tokens_are_told_as_the_option_allows(tmp_path: Path) -> None:
     folder = write_model("llama_mha", tmp_path)
     asked = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=-1)

@@ -92,8 +92,8 @@ def truth(folder: Path) -> Truth:
 PROMPTS = random_prompts([1, 2, 9, 31, 48, 77], seed=11)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_top", [0, 5, -1])
-@pytest.mark.thinned(5)
 def test_prompts_are_told_as_dense_attention_has_them(llm: LLM, truth: Truth, num_top: int) -> None:
     how = SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=num_top, ignore_eos=True)
     outputs = llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS], how)
@@ -164,8 +164,8 @@ def test_a_text_goes_on_with_its_prompt_as_one_text(llm: LLM) -> None:
     assert of_many[0][0].logprob == pytest.approx(scores[0].logprob, abs=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-@pytest.mark.thinned(3)
 def test_embeddings_are_hidden_states(llm: LLM, truth: Truth, pooling: Any) -> None:
     embeddings = llm.embed([TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS], pooling=pooling)
     for prompt, embedding in zip(PROMPTS, embeddings, strict=True):

@@ -89,6 +89,7 @@ def test_two_hundred_schemas_are_kept(llm: LLM) -> None:
     check_schemas(llm, range(1000, 1200))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", CONSTRAINTS)
 def test_every_kind_of_constraint_is_kept(llm: LLM, kind: str) -> None:
     outputs = dataclasses.replace(CONSTRAINTS[kind], always_complete=kind != "structural_tag")
@@ -117,6 +118,7 @@ def test_texts_are_the_same_alone_and_in_any_batch(llm: LLM) -> None:
         assert alone.outputs[0].token_ids == batched.outputs[0].token_ids
 
 
+@pytest.mark.long
 def test_forced_tokens_are_those_that_would_have_been_sampled(llm: LLM) -> None:
     params = [bound(CONSTRAINTS[kind], seed, max_tokens=40) for seed in range(3) for kind in CONSTRAINTS]
     before = llm.load().num_forced_tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jpaged.types import SamplingParams
 from tests.e2e.rig import open_llm
 
@@ -9,6 +11,7 @@ BASE = {"max_model_len": 96, "num_blocks": 40, "max_num_seqs": 4}
 TURN = [{"role": "user", "content": "Hi"}]
 
 
+@pytest.mark.long
 def test_thoughts_are_as_long_as_their_budget_and_the_answer_follows() -> None:
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
     with open_llm("demo", reasoning_parser="deepseek_r1", **BASE) as llm:

@@ -63,6 +63,7 @@ def test_a_structural_tag_of_the_callers_own_keeps_its_name(llm: LLM) -> None:
     assert raised.value.field.startswith("sampling.structured_outputs.structural_tag")
 
 
+@pytest.mark.long
 def test_tools_that_hold_are_called(llm: LLM) -> None:
     (answer,) = llm.chat(TURN, PARAMS, tools=[tool("good", GOOD)], tool_choice="required", use_tqdm=False)[0].outputs
     assert answer.finish_reason is not None

@@ -63,6 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_long("llama3_tied", tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.long
 def test_tokens_are_those_of_the_mask_in_bounded_memory(folder: Path) -> None:
     """The longest prompt and its answer fill 21 blocks, of which 16 are in the pool: 2 of sinks are always held."""
     prompts = random_prompts([3, 70])

@@ -66,6 +66,7 @@ def patience(llm: LLM, seconds_per_token: float) -> None:
     tier._reader._rates = dataclasses.replace(tier._reader._rates, forward_s=((1, seconds_per_token),))
 
 
+@pytest.mark.long
 def test_prefixes_outlive_their_engine_in_the_connector_of_the_page(tmp_path: Path, documented: dict[str, Any]) -> None:
     folder = write_model("llama_mha", tmp_path / "model")
     prompts = random_prompts([50, 70])
@@ -102,6 +103,7 @@ def test_the_connector_of_the_page_saves_a_truncated_file_again(tmp_path: Path, 
     guard.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["HangingLoads", "FailingLoads"])
 def test_requests_continue_without_the_connector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(DictConnector, "stores", {})

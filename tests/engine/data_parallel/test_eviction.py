@@ -7,8 +7,8 @@ from jpaged.testing import expected_tokens
 from tests.engine.data_parallel.fleet import Fleet
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
-@pytest.mark.thinned(3)
 def test_replicas_give_up_blocks_by_the_policy_and_sample_the_same(policy):
     options = {"eviction_policy": policy}
     fleet = Fleet(engine_options=options, num_blocks=14, block_size=4, num_host_blocks=6, max_model_len=48)

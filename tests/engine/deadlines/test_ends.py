@@ -15,6 +15,7 @@ def ended(h):
     return {reason: count for reason, count in h.engine.num_ended_by_reason().items() if count}
 
 
+@pytest.mark.long
 def test_what_is_kept_of_deadlines_is_bounded_by_the_requests_in_flight():
     h = Harness()
     h.submit("long", [1], max_tokens=100, deadline_s=FAR)

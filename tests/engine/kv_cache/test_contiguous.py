@@ -177,6 +177,7 @@ def test_regions_never_overlap_and_merge_again(num_blocks, sizes):
         buddies.allocate(largest)
 
 
+@pytest.mark.long
 @given(
     kv_policy=st.sampled_from(RESERVE_POLICIES),
     batching=st.sampled_from(["continuous", "static"]),

@@ -141,6 +141,7 @@ def test_nobody_waits_for_the_next_token_of_a_request_that_is_told_at_its_end(sh
     assert h.last("whole").finish is not None
 
 
+@pytest.mark.long
 def test_a_bound_holds_in_simulated_time():
     deployment = deploy(MODELS["opt-13b"], HARDWARE["a100-40gb"])
     trace = [TraceRequest(0.0, 10, 200)] + [TraceRequest(0.5 + 0.1 * i, 1500, 2) for i in range(10)]

@@ -73,6 +73,7 @@ def test_a_lower_number_takes_blocks_as_well_as_rows():
     assert h.tokens("low") == expected_tokens([1, 2], 18)
 
 
+@pytest.mark.long
 def test_nobody_is_overtaken_for_ever_by_lower_numbers():
     h = make("priority")
     h.submit("unloved", [1], max_tokens=3, priority=100)
@@ -195,6 +196,7 @@ def service(h, tenants):
     return served
 
 
+@pytest.mark.long
 def test_two_tenants_with_different_loads_are_served_alike_while_both_wait():
     h = make("fair", max_num_seqs=4, num_blocks=128)
     tenants: dict[str, str] = {}
@@ -210,6 +212,7 @@ def test_two_tenants_with_different_loads_are_served_alike_while_both_wait():
     assert 0.9 < served["few"] / served["many"] < 1.1
 
 
+@pytest.mark.long
 def test_a_tenant_that_was_away_has_saved_nothing_up():
     h = make("fair", max_num_seqs=2, num_blocks=128)
     tenants: dict[str, str] = {}

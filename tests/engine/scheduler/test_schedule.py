@@ -23,16 +23,22 @@ def sampled(*arguments, **options):
     return [sampling for _, sampling in both(*arguments, **options)]
 
 
-def both(prompts, *, max_num_batched_tokens=16, sampling=None, eos=frozenset(), steps=1):
+def scheduler_of(max_num_batched_tokens=16):
     executor = FakeExecutor(block_size=4, num_blocks=32, max_num_seqs=4, max_model_len=32)
     geometry = executor.geometry
+    memory = PagedKVCacheManager(geometry)
     scheduler = Scheduler(
-        PagedKVCacheManager(geometry),
+        memory,
         SchedulingPolicy(),
         SchedulerOptions(max_num_batched_tokens=max_num_batched_tokens, preemption_mode="recompute"),
         geometry,
         executor.rates,
     )
+    return scheduler, memory, geometry
+
+
+def both(prompts, *, max_num_batched_tokens=16, sampling=None, eos=frozenset(), steps=1):
+    scheduler, _, geometry = scheduler_of(max_num_batched_tokens)
     for i, prompt in enumerate(prompts):
         request = Request(str(i), tuple(prompt), sampling or SamplingParams(temperature=0.0))
         scheduler.queues.add(SequenceGroup(request, i, 0.0, lambda event: None, geometry.max_blocks_per_seq))
@@ -69,6 +75,27 @@ def test_a_token_in_flight_is_named_by_its_row():
     assert second.is_prev_sampled_t.tolist() == [True] * 3 + [False] * 5
     assert second.prev_sampled_rows_t.tolist()[:3] == [0, 1, 2]
     assert second.positions_t.tolist()[:3] == [2, 1, 1]
+
+
+@pytest.mark.parametrize(("sampling", "is_admitted"), [({}, True), ({"repetition_penalty": 1.5}, False)])
+def test_a_preempted_request_waits_for_tokens_that_its_penalties_count(sampling, is_admitted):
+    scheduler, memory, geometry = scheduler_of()
+    group = SequenceGroup(
+        Request("a", (1, 2), SamplingParams(**sampling)), 0, 0.0, lambda event: None, geometry.max_blocks_per_seq
+    )
+    scheduler.queues.add(group)
+    scheduler.schedule()
+    (sequence,) = group.live
+    assert sequence.num_in_flight_tokens == 1
+    scheduler.queues.stop_running(group)
+    scheduler.rows.remove(sequence)
+    memory.release(sequence)
+    group.reset_for_recompute()
+    scheduler.queues.put_back(group)
+    assert (scheduler.schedule().num_rows == 1) == is_admitted
+    sequence.append(7, -0.5)
+    if not is_admitted:
+        assert scheduler.schedule().num_rows == 1
 
 
 def test_rope_lengths_are_the_prompts_until_the_sequence_is_longer():

@@ -170,6 +170,7 @@ def test_deep_nesting_takes_no_time() -> None:
 TABLES = st.lists(st.lists(st.integers(1, 2), min_size=0, max_size=6), min_size=1, max_size=7)
 
 
+@pytest.mark.long
 @given(TABLES, st.integers(0, 8))
 @settings(max_examples=150)
 def test_no_other_partition_saves_more(paths: list[list[int]], step_tokens: int) -> None:

@@ -89,6 +89,7 @@ def run(
 # --- how many ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_more_is_proposed_the_more_is_accepted():
     numbers = []
     for acceptance in (0.3, 0.6, 0.9, 1.0):
@@ -101,6 +102,7 @@ def test_more_is_proposed_the_more_is_accepted():
     assert numbers[-1] == 7  # 64 rows and 448 proposals fill a step of 512
 
 
+@pytest.mark.long
 def test_less_is_proposed_the_more_rows_there_are():
     numbers = []
     for rows in (4, 64, 128, 400):
@@ -180,6 +182,7 @@ def test_it_turns_off_when_nothing_is_accepted_and_hardly_asks_any_more():
     assert one.num_asked <= 8 * (PROBE_STEPS + 1)
 
 
+@pytest.mark.long
 def test_times_off_are_doubled_to_a_bound():
     one = run()
     one.steps(10_000, 16, 0.0)
@@ -221,6 +224,7 @@ def test_a_probe_runs_few_tokens_a_row():
     assert max(probes) <= PROBE_TOKENS
 
 
+@pytest.mark.long
 def test_a_gain_between_the_marks_changes_nothing():
     """What neither pays much nor costs much does not make the state flap."""
     for acceptance in (0.1, 0.15, 0.2, 0.25):

@@ -100,6 +100,7 @@ async def test_a_prompt_of_the_whole_context_is_told(length: int) -> None:
         assert long.value.code == "context_length_exceeded"
 
 
+@pytest.mark.long
 async def test_a_completion_without_a_limit_fills_the_context() -> None:
     async with asking() as (_, client):
         how: Any = {"prompt": ["hello", list(b"hi")], "extra_body": PAST_THE_END, **GREEDY}
@@ -123,6 +124,7 @@ def offsets_of(parts: list[list[int]]) -> list[int]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_bytes_of_tokens_make_the_text_of_a_completion_and_offsets_count_its_characters(
     is_streamed: bool,

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.testing import scripted
 from tests.http.generate.asking import GREEDY, asking
@@ -34,6 +36,7 @@ def told(message: Any) -> tuple[Any, ...]:
 EXPECTED = ("So: ", "Look.", [("weather", ARGUMENTS), ("now", "{}")])
 
 
+@pytest.mark.long
 async def test_calls_and_reasoning_stand_beside_the_content() -> None:
     async with scripting() as (_, client):
         answer = await client.chat.completions.create(messages=[USER], **HOW)
@@ -50,6 +53,7 @@ async def test_a_call_alone_has_no_content() -> None:
         assert len(answer.choices[0].message.tool_calls or ()) == 2
 
 
+@pytest.mark.long
 async def test_pieces_come_in_openais_order_and_make_the_same() -> None:
     async with scripting(max_messages_per_second=1_000_000) as (_, client):
         stream = await client.chat.completions.create(
@@ -84,6 +88,7 @@ async def test_openais_stream_helper_puts_it_together() -> None:
         assert {"chunk", "content.delta", "tool_calls.function.arguments.done"} <= kinds
 
 
+@pytest.mark.long
 async def test_a_conversation_goes_on_with_the_messages_as_the_client_has_them() -> None:
     async with scripting() as (_, client):
         first = (await client.chat.completions.create(messages=[USER], **HOW)).choices[0].message
@@ -97,6 +102,7 @@ async def test_a_conversation_goes_on_with_the_messages_as_the_client_has_them()
             assert again.usage is not None and again.usage.prompt_tokens > 200
 
 
+@pytest.mark.long
 async def test_a_named_function_and_several_answers() -> None:
     async with scripting(TEXT, "<think>no</think>Hello", max_num_seqs=4) as (_, client):
         more: Any = HOW | {"n": 2, "temperature": 1.0, "seed": 1}

@@ -50,7 +50,7 @@ def run(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("who", ["tiles", "wide-tiles", "ragged", "cpu"])
-@pytest.mark.thinned(11)
+@pytest.mark.thinned(22)
 def test_rows_become_what_float64_makes_of_them(
     who: Who, shape: tuple[int, int, int, int], dtype: str, gate: GateFunction
 ) -> None:
@@ -106,8 +106,8 @@ def test_all_rows_may_share_one_expert(who: Who) -> None:
     np.testing.assert_allclose(run(who, x, routes, weights), expected(x, routes, weights, SILU), rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("who", "dtype"), [("cpu", "float32"), ("cpu", "bfloat16"), ("tiles", "float32")])
-@pytest.mark.thinned(3)
 def test_neither_the_other_rows_nor_their_number_show_in_a_bit(who: Who, dtype: str) -> None:
     weights, x, routes = mixture(8, 96, 200, dtype), numbers((128, 96), dtype), random_routes(128, 8, 3)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("who", ["cpu", "tiles"])
 def test_a_row_reads_no_expert_but_its_own(who: str) -> None:
     """Behind the first row one is sent to an expert that may not be read: it is seen that reading would have shown."""

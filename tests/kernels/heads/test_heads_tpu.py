@@ -39,6 +39,7 @@ def projection(num_tokens: int, num_kv_heads: int, group: int, head_dim: int) ->
     return qkv_tkrd, jnp.cos(angles_td), jnp.sin(angles_td)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("num_tokens", "num_kv_heads", "group", "head_dim", "has_norms"),
     [(16, 2, 2, 128, False), (24, 1, 3, 128, True), (8, 1, 1, 256, False)],

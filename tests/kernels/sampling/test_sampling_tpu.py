@@ -147,8 +147,8 @@ def test_what_is_kept_is_kept_in_every_draw() -> None:
     assert [len(one) > 3 for one in drawn] == [True] * 6 + [False] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("detail", [Detail.TOKENS, Detail.TOP_LOGPROBS])
-@pytest.mark.thinned(2)
 def test_a_row_that_is_not_sound_says_so_and_disturbs_no_other(detail: Detail) -> None:
     logits, rows, is_unsound = unsound_rows()
     how = row_sampling(rows)
@@ -169,6 +169,7 @@ def test_few_rows_are_a_group_of_their_own_and_sample_what_they_do_among_many() 
         np.testing.assert_array_equal(got, want[8 : 8 + num_rows])
 
 
+@pytest.mark.long
 def test_no_access_races_with_another() -> None:
     logits, how = random_logits(3, 61), how_of(random_rows(3, 61))
     with interpreted(EARLY):

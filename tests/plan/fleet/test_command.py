@@ -16,6 +16,7 @@ SMALL = ["bench", "fleet", "--topology", "h100", "--replicas", "3", "--day", "4"
 SHORT = [*SMALL, "--system-len", "200", "--thinking", "0.5"]
 
 
+@pytest.mark.long
 def test_json_has_a_run_for_each_router_and_a_seed_decides_them(capsys):
     outputs = []
     for seed in ("1", "1", "2"):
@@ -48,6 +49,7 @@ def test_a_table_says_what_was_simulated_and_how_long_a_day_would_take(tmp_path,
     assert json.loads(numbers.read_text())["runs"][0]["interruptions"]["num_failures"] == 2
 
 
+@pytest.mark.long
 def test_what_a_pool_gives_up_comes_back_from_host_memory(capsys):
     model = ["--model", "opt-13b", "--max-model-len", "2048", "--topology", "a100-40gb", "--replicas", "1"]
     words = ["bench", "fleet", *model, "--day", "20", "--rate", "9", "--processes", "1", "--system-len", "500"]

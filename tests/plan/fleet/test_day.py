@@ -16,6 +16,7 @@ def sessions():
     return draw_sessions(LONG, 0)
 
 
+@pytest.mark.long
 def test_the_mean_rate_is_the_one_asked_for(sessions):
     assert sum(len(one.said) for one in sessions) == pytest.approx(86_400, rel=0.05)
     begins = [one.begin_s for one in sessions]
@@ -35,6 +36,7 @@ def test_the_first_tenants_have_most(sessions):
     assert len({one.system_tokens for one in sessions if one.tenant == 3}) == 1
 
 
+@pytest.mark.long
 def test_a_smaller_shape_is_burstier():
     def variation(shape):
         day = dataclasses.replace(LONG, burst_shape=shape, num_tenants=1, swing=0.0)

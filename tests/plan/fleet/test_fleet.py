@@ -45,8 +45,8 @@ def test_a_seed_decides_everything_and_another_seed_does_not():
     assert outcomes[0] == outcomes[1] != outcomes[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_blocks", "num_host_blocks"), [(150, 0), (1000, 0), (150, 300)])
-@pytest.mark.thinned(2)
 def test_one_replica_is_the_simulator(num_blocks, num_host_blocks):
     """Request by request, also where blocks run out and groups are preempted."""
     day = dataclasses.replace(HEAVY, mean_turns=1.0)
@@ -67,6 +67,7 @@ def test_one_replica_is_the_simulator(num_blocks, num_host_blocks):
     assert totals.num_recomputed_tokens == load.num_recomputed_tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("window_s", [0.01, 0.3, 100.0])
 def test_windows_change_nothing_of_a_replica(window_s):
     ends = []
@@ -122,7 +123,7 @@ def test_steps_whose_times_nobody_foresees_hold_up_no_arrival():
 # --- nothing is lost --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.long
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("num_failures", "num_drains", "drain_s"), [(0, 0, 60.0), (6, 0, 60.0), (4, 4, 0.25)])
 def test_every_turn_ends_once_with_all_its_tokens(rule, num_failures, num_drains, drain_s):
@@ -154,6 +155,7 @@ def test_every_turn_ends_once_with_all_its_tokens(rule, num_failures, num_drains
     assert all(end.num_again == 0 for end in outcome.ends if not end.num_cut)
 
 
+@pytest.mark.long
 def test_a_drain_with_time_enough_cuts_nobody_off():
     outcome = run(num_drains=3, drain_s=60.0, cold_start_s=1.0)
     assert outcome.num_drains == 3
@@ -224,6 +226,7 @@ def test_a_random_router_before_single_servers_waits_as_pollaczek_and_khinchine_
     assert np.mean(waits_s) == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.1)
 
 
+@pytest.mark.long
 def test_conversations_stay_where_they_are_remembered():
     quiet = dataclasses.replace(DAY, rate_per_s=3.0, num_tenants=50)
     hits = {rule: summary(run(rule, day=quiet, num_replicas=6), GOALS)["prefix_hit_percent"] for rule in RULES}
@@ -231,6 +234,7 @@ def test_conversations_stay_where_they_are_remembered():
     assert hits["prefix+load"] > 2 * hits["random"]
 
 
+@pytest.mark.long
 def test_what_a_failure_costs_is_told():
     calm, broken = (summary(run(num_failures=n, cold_start_s=1.0, day=HEAVY), GOALS) for n in (0, 5))
     assert calm["interruptions"]["num_turns_cut"] == calm["interruptions"]["tokens_computed_again"] == 0
@@ -241,6 +245,7 @@ def test_what_a_failure_costs_is_told():
     assert broken["itl_p99_ms"] > calm["itl_p99_ms"]
 
 
+@pytest.mark.long
 def test_money_is_of_all_places_while_they_are_paid_for():
     outcome = run(num_replicas=3)
     assert outcome.usd == pytest.approx(3 * 2.0 * outcome.elapsed_s / 3600)
@@ -248,6 +253,7 @@ def test_money_is_of_all_places_while_they_are_paid_for():
     assert told["usd_per_million_tokens"] == pytest.approx(outcome.usd / told["num_output_tokens"] * 1e6)
 
 
+@pytest.mark.long
 def test_a_curve_has_everything_that_came():
     outcome = run()
     drawn = curve(outcome, GOALS)
@@ -297,6 +303,7 @@ def test_a_replica_that_is_restarted_is_none_that_the_autoscaler_has_to_replace(
 # --- planted faults ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_an_end_that_is_lost_on_its_way_is_found(monkeypatch):
     lost = list[Ended]()
 
@@ -350,6 +357,7 @@ def test_a_block_that_is_lost_is_found(monkeypatch):
         run(checks=True)
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_is_told_of():
     worker = ProcessWorker([pool()])
     worker.send(FleetWindow(0.0, 1.0))
@@ -360,6 +368,7 @@ def test_a_worker_that_dies_is_told_of():
         worker.send(FleetWindow(1.0, 2.0))
 
 
+@pytest.mark.long
 def test_what_goes_wrong_in_a_worker_is_raised_here():
     worker = ProcessWorker([pool()])
     worker.send(FleetWindow(0.0, 1.0, attempts={5: []}))

@@ -106,6 +106,7 @@ async def test_acts_for_everybody_want_the_role_of_control_and_looks_none(keys):
                     await call
 
 
+@pytest.mark.long
 async def test_new_keys_are_taken_while_the_server_runs(keys):
     async with running(api_keys=str(keys)) as harness:
         keys.write_text(FILE.replace(TOKEN, "a-token-that-is-new"))

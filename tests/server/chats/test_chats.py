@@ -48,6 +48,7 @@ def told(output: RequestOutput, index: int = 0) -> tuple[Any, ...]:
     return one.text, one.reasoning_content, [(c.name, c.arguments) for c in one.tool_calls], one.finish_reason
 
 
+@pytest.mark.long
 async def test_a_chat_comes_back_whole_and_in_parts():
     async with serving(max_messages_per_second=1_000_000) as harness:
         client = AsyncClient(harness.target)
@@ -64,6 +65,7 @@ async def test_a_chat_comes_back_whole_and_in_parts():
         assert len([chunk for chunk in chunks if chunk.finish]) == 1
 
 
+@pytest.mark.long
 def test_a_client_of_threads_and_an_llm_answer_alike(monkeypatch):
     async def run() -> Any:
         async with serving() as harness:
@@ -82,6 +84,7 @@ def test_a_client_of_threads_and_an_llm_answer_alike(monkeypatch):
             llm.chat([USER], GREEDY, tool_choise="none")  # type: ignore[call-arg]
 
 
+@pytest.mark.long
 async def test_an_answer_that_is_cut_at_any_byte_is_told_apart_in_both_forms():
     text = '<think>x</think>a<tool_call>{"name":"f","arguments":{"é":1}}</tool_call>'
     tools, data = [{"function": {"name": "f"}}], text.encode()
@@ -129,6 +132,7 @@ async def test_reasoning_comes_apart_without_tools_and_can_be_left_out():
         assert told(chat) == ("Hello", "so", [], "stop")
 
 
+@pytest.mark.long
 async def test_a_conversation_goes_on_with_what_was_called():
     async with serving() as harness:
         client = AsyncClient(harness.target)
@@ -224,6 +228,7 @@ async def test_a_client_refuses_what_it_cannot_send():
         client.stream_chat([USER], tools=[{"function": {"name": "a b"}}])
 
 
+@pytest.mark.long
 async def test_a_batch_file_has_calls_in_openais_form(tmp_path, monkeypatch):
     monkeypatch.setattr(harness_module, "MODEL", replace(MODEL, max_model_len=1024))
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

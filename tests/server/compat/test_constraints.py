@@ -63,6 +63,7 @@ async def test_a_constraint_of_the_vllm_engine_holds(harness, constraint, texts)
     assert end.finish_reason == "stop"
 
 
+@pytest.mark.long
 async def test_a_constraint_in_parameters_of_the_open_inference_protocol_holds(harness):
     given = {"max_tokens": 60, "temperature": 0, "structured_outputs": {"choice": CHOICES}}
     async with client_of(harness) as client:

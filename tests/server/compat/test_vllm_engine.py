@@ -128,6 +128,7 @@ async def test_a_prompt_that_was_there_before_is_told_as_cached(harness):
     assert [one.cached_tokens for one in (*first, *again)] == [0, 19]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("prompt", ["hello", "x" * 100, "x" * 500])
 async def test_without_max_tokens_all_that_fits_is_generated(prompt):
     executor = FakeExecutor(num_blocks=256, max_model_len=512)

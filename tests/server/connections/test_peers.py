@@ -99,6 +99,7 @@ async def test_a_string_that_is_not_utf8_is_one_of_them(harness, quiet):
     assert "GenerateRequest" in error.details()
 
 
+@pytest.mark.long
 async def test_random_bytes_are_answered_with_a_status_that_means_something(harness, quiet):
     rng, seen = random.Random(5), set()
     for number in range(300):

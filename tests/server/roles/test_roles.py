@@ -345,6 +345,7 @@ async def test_a_drain_waits_for_what_others_compute() -> None:
         assert folded(await collect(call)) == folded(await alone(request(LONG)))
 
 
+@pytest.mark.long
 async def test_replicas_of_either_role_are_one_server() -> None:
     """Blocks leave the pool that computed them, and come to that where their request has its place."""
     async with pair(prefill={"others": [fake()]}, decode={"others": [fake()]}) as both:
@@ -411,6 +412,7 @@ async def test_who_computes_prompts_for_others_is_told_in_metrics() -> None:
             assert all(line in text for line in lines)
 
 
+@pytest.mark.long
 async def test_many_at_once_are_all_their_own() -> None:
     async with pair() as both:
         messages = [request(f"{number} {LONG}", temperature=1.0, seed=number, max_tokens=12) for number in range(16)]

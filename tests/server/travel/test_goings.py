@@ -199,6 +199,7 @@ async def test_a_few_travel_at_one_time(monkeypatch):
         assert len(await saved_by(a)) == 3
 
 
+@pytest.mark.long
 async def test_running_streams_go_on_while_prefixes_come_and_go():
     async with two() as (first, a, _, b):
         await a.complete(TEXT, GREEDY)

@@ -202,6 +202,7 @@ def with_templates(folder: Any, template: Any) -> Any:
 LIST = [{"name": "default", "template": NONE}, {"name": "tool_use", "template": "{{ tools[0].function.name }}" + NONE}]
 
 
+@pytest.mark.long
 def test_a_template_of_tools_is_tried_with_a_tool(folder: Any) -> None:
     tokenizer = HuggingFaceTokenizer(with_templates(folder, LIST))
     ids = tokenizer.chat_ids([USER], ChatOptions(tools=[Tool("f")]), max_bytes=1000)

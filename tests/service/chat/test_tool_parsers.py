@@ -214,6 +214,7 @@ _JSON = st.recursive(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "form"),
     [

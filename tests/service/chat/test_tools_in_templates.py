@@ -319,6 +319,7 @@ def test_reasoning_is_asked_of_a_template_by_the_variable_that_it_has(process):
     assert [parse_reasoning({"effort": "x" * num_chars}).effort for num_chars in (1, 64)] == ["x", "x" * 64]
 
 
+@pytest.mark.long
 def test_reasoning_reaches_the_template_of_a_folder(folder):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }} {{ reasoning_effort }}")
     tokenizer = HuggingFaceTokenizer(folder)

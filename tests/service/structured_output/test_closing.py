@@ -41,6 +41,7 @@ def assert_schemas_are_met(compiler, seeds):
             jsonschema.validate(json.loads(text), schema)
 
 
+@pytest.mark.long
 def test_random_schemas_are_met_with_hardly_enough_tokens(compiler):
     assert_schemas_are_met(compiler, range(45, 49))
 
@@ -72,7 +73,7 @@ def test_two_hundred_random_schemas_are_met_with_hardly_enough_tokens(compiler):
         },
     ],
 )
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(9)
 def test_every_kind_is_complete_with_hardly_enough_tokens(compiler, fields):
     grammar = complete(compiler, **fields)
     for seed in range(4):
@@ -143,6 +144,7 @@ def test_too_few_tokens_for_any_text_are_refused_with_the_number(compiler):
     compile_now(compiler, StructuredOutputs(regex="[a-z]{3}-[0-9]{40}")).check_max_tokens(1)
 
 
+@pytest.mark.long
 def test_a_grammar_without_an_end_in_reach_is_refused(compiler):
     grammar = complete(compiler, regex="a{100000}")
     with pytest.raises(InvalidArgument, match="no complete text of at most 4096 tokens was found"):

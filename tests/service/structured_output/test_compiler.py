@@ -111,6 +111,7 @@ def chain(count):
     return f"start: {' | '.join(f'r{index}' for index in range(count))}\n{rules}"
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
@@ -232,6 +233,7 @@ def test_the_cache_is_bounded_in_bytes(vocabulary):
         compiler.close()
 
 
+@pytest.mark.long
 def test_too_many_that_wait_are_refused(vocabulary, monkeypatch):
     compiler = GrammarCompiler(vocabulary, GrammarLimits(max_waiting=2, num_threads=1))
     go_on = threading.Event()
@@ -250,6 +252,7 @@ def test_too_many_that_wait_are_refused(vocabulary, monkeypatch):
         compiler.close()
 
 
+@pytest.mark.long
 def test_a_process_that_died_is_started_again(vocabulary):
     compiler = GrammarCompiler(vocabulary, GrammarLimits(num_threads=1))
     try:
@@ -285,6 +288,7 @@ def test_a_model_may_have_fewer_or_more_ids_than_its_tokenizer(vocab_size):
         compiler.close()
 
 
+@pytest.mark.long
 def test_every_token_that_ends_a_text_may_end_it():
     vocabulary = Vocabulary.of(packaged_tokenizer(), VOCAB_SIZE, {0, 1, 9999})
     compiler = GrammarCompiler(vocabulary, GrammarLimits(num_threads=1))
@@ -298,6 +302,7 @@ def test_every_token_that_ends_a_text_may_end_it():
         compiler.close()
 
 
+@pytest.mark.long
 def test_what_cannot_have_grammars_says_why():
     with pytest.raises(Unsupported, match=r"tokenizer\.json"):
         Vocabulary.of(NoTokenizer(100), 100, {0})

@@ -110,7 +110,7 @@ def test_of_a_window_comes_what_is_seen(monkeypatch):
     assert h.last("back").usage.cached_tokens == 40
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.long
 @pytest.mark.parametrize("windows", [(None,), *WINDOWS])
 @pytest.mark.parametrize("first", range(0, 6, 2))
 def test_lives_are_the_same_however_little_a_step_brings(monkeypatch, first, windows):

@@ -152,8 +152,8 @@ class Keeping:
         """Nothing is open."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.thinned(3)
 def test_lives_with_a_small_disk_tell_what_is_there(tmp_path, seed):
     """Disk, host memory and device each give blocks up, in whatever order; a directory knows what some tier has."""
     choose = random.Random(seed)
