@@ -187,9 +187,9 @@ def test_activation_dtype_rounds_the_rows_of_quantized_matrices(base: LLM, folde
             logprobs[name] = chosen_logprobs(generate(llm, prompt, GREEDY)[0])[0]
     assert 1e-6 < abs(logprobs["model"] - logprobs["int8"]) < 0.05
     assert base.config.model.activation_dtype == "model"  # nothing is quantized
-    for wrong, reason in (({}, "no quantized matrices"), ({"linear_backend": "xla"}, "requires linear_backend cpu")):
+    for backend, reason in (("cpu", "no quantized matrices"), ("xla", "requires linear_backend cpu")):
         with pytest.raises(Unsupported, match=f"activation_dtype: int8 cannot run here: .*{reason}"):
-            LLM(str(folder), activation_dtype="int8", **wrong)
+            LLM(str(folder), activation_dtype="int8", linear_backend=backend)
 
 
 def test_a_size_that_nobody_chose_is_found_and_told(base: LLM) -> None:

@@ -100,8 +100,7 @@ def _sized_step(
 ) -> tuple[Step, Geometry]:
     num_parts, num_contexts = num_shards(mesh), num_context_parts(mesh)
     attention = DeviceAttention.on(model, options, mesh)
-    sizes = attention.sizes()
-    chosen = attention.choose(sizes)
+    chosen = attention.choose(sizes := attention.sizes())
     vocab_size, model = model.config.vocab_size, MeshPlacement.of(model, mesh, layer_mode).model
     config, kinds = model.config, model.config.attention_kinds  # the chosen layout is one device's part
     stacks = list(get_stacks(config.layer_kinds).values()) if layer_mode == "scan" else None
@@ -140,7 +139,6 @@ def _sized_step(
         max_loras=options.lora.max_loras if options.lora.enable_lora else 0,
         num_aux=min(sizes.max_num_batched_tokens, _NUM_TOLD.get(first_device(mesh).platform, _NUM_TOLD_ELSEWHERE)),
     )
-    linear_backend = choose_linear_backend(options.model.linear_backend, mesh, layer_mode)
     step = Step(
         model,
         layout,
@@ -151,8 +149,8 @@ def _sized_step(
         vocab_size=vocab_size,
         mesh=mesh,
         backend=chosen.backend,
-        linear_backend=linear_backend,
-        activation_dtype=choose_activation_dtype(options.model.activation_dtype, linear_backend, model.config),
+        linear_backend=(linear := choose_linear_backend(options.model.linear_backend, mesh, layer_mode)),
+        activation_dtype=choose_activation_dtype(options.model.activation_dtype, linear, model.config),
         sampler=sampler,
         slots=AdapterRoom(geometry.max_loras, options.lora.max_lora_rank) if geometry.max_loras else None,
     )
