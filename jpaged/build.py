@@ -14,13 +14,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jpaged.chat import MAX_CHAT_TEMPLATE_BYTES
 from jpaged.checkpoints.adapters import AdapterReader
 from jpaged.checkpoints.gguf.file import is_gguf
 from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
-from jpaged.checkpoints.hub import find_folder, fingerprint, read_config
+from jpaged.checkpoints.hub import choose_dtype, find_folder, fingerprint, read_config
 from jpaged.checkpoints.names import weight_bytes
 from jpaged.checkpoints.quantized.quantizer import quantized_here
 from jpaged.checkpoints.weights import load_params, random_params, read_head
@@ -30,7 +28,7 @@ from jpaged.device.compilation.compile import set_up_compile_cache
 from jpaged.device.compilation.memory_plan import DeviceMemory
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.kv_scales import kv_dtype, name_of_kv_dtype
-from jpaged.device.linear import choose_activation_dtype, choose_linear_backend
+from jpaged.device.linear import choose_activation_dtype, choose_linear_backend, served_config
 from jpaged.device.mesh import MeshPlacement, first_device, serving_meshes
 from jpaged.device.multihost.executor import MultiHostExecutor
 from jpaged.device.multihost.executor import follow as run_steps
@@ -96,7 +94,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
     """
     if (transfer := options.cache.kv_transfer) is not None:
         import_connector(transfer)  # errors before weights are read
-    source, model, places = _place(options)
+    source, model, places = _place(options, progress)
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
     adapters = _adapters(options, options.server.served_model_name or source.name, model, places[0], progress)
     executors = _make_executors(source, model, options, places, progress, leader)
@@ -219,6 +217,7 @@ class Preview:
     """Settings that a model would be served with here, determined without its weights.
 
     Attributes:
+        dtype_reason: why `dtype` is not the checkpoint's; empty if it is, or was chosen.
         weight_bytes: per device.
         memory_bytes: memory of a device for weights, programs and the pool; None if not reported.
         passed_over: a line for each backend of this platform that cannot run, with the reason.
@@ -226,6 +225,7 @@ class Preview:
 
     architecture: str
     dtype: str
+    dtype_reason: str
     attention_backend: str
     linear_backend: str
     activation_dtype: str
@@ -248,7 +248,8 @@ def preview(options: EngineConfig) -> Preview:
     """
     if (transfer := options.cache.kv_transfer) is not None:
         import_connector(transfer)  # errors before weights are read
-    source, model, places = _place(options)
+    reasons: list[str] = []
+    source, model, places = _place(options, lambda line, done, total: reasons.append(line))
     where, num_places = places[0], len(places)
     device = first_device(where.mesh)
     attention = DeviceAttention.on(model, options, where.mesh)
@@ -259,6 +260,7 @@ def preview(options: EngineConfig) -> Preview:
     return Preview(
         architecture=source.config.architecture,
         dtype=model.dtype.name,
+        dtype_reason=" ".join(reasons),
         attention_backend=attention.choose(sizes).backend,
         linear_backend=linear_backend,
         activation_dtype=choose_activation_dtype(options.model.activation_dtype, linear_backend, model.config),
@@ -283,15 +285,15 @@ def follow(options: EngineConfig, progress: Progress, follower: Follower) -> Non
     """
     if (transfer := options.cache.kv_transfer) is not None:
         import_connector(transfer)  # errors before weights are read
-    source, model, places = _place(options)
+    source, model, places = _place(options, progress)
     (executor,) = _make_executors(source, model, options, places, progress, follower)
     follower.agree(_findings(source, executor))
     executor.warm_up(progress)
     run_steps(executor, follower)
 
 
-def _place(options: EngineConfig) -> tuple[ModelSource, Model, list[MeshPlacement]]:
-    """Return the model, and the devices of each replica."""
+def _place(options: EngineConfig, progress: Progress) -> tuple[ModelSource, Model, list[MeshPlacement]]:
+    """Return the model, and the devices of each replica; report why its data type is not the checkpoint's."""
     parallel = options.parallel
     meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size)
     source = find_source(
@@ -303,8 +305,10 @@ def _place(options: EngineConfig) -> tuple[ModelSource, Model, list[MeshPlacemen
     )
     source = replace(source, config=quantized_here(source.config, options.model.quantization))
     config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config
-    config = streaming_llm.as_asked(config, options)
-    model = Model(config, _dtype(options.model.dtype, config, first_device(meshes[0]).platform))
+    config = served_config(streaming_llm.as_asked(config, options), options.model.linear_backend, meshes[0])
+    dtype, reason = choose_dtype(options.model.dtype, config, first_device(meshes[0]).platform, source.folder)
+    _say(() if reason is None else (reason,), progress)
+    model = Model(config, dtype)
     return source, model, [MeshPlacement.of(model, mesh) for mesh in meshes]
 
 
@@ -314,6 +318,7 @@ def _findings(source: ModelSource, executor: JaxExecutor) -> dict[str, str]:
     sizes = {name: str(getattr(geometry, name)) for name in geometry.__slots__}
     return {
         "checkpoint": fingerprint(source.folder),
+        "dtype": executor.step.model.dtype.name,
         "attention_backend": executor.step.backend,
         "linear_backend": executor.step.linear_backend,
         "activation_dtype": executor.step.activation_dtype,
@@ -444,15 +449,6 @@ def _get_progress(index: int, num_replicas: int, progress: Progress) -> Progress
     return lambda what, done, total: progress(f"replica {index}: {what}", done, total)
 
 
-def _dtype(name: str, config: ModelConfig, platform: str) -> np.dtype:
-    """Resolve auto: the checkpoint's type on accelerators, float32 on a CPU."""
-    if name == "auto":
-        name = "float32" if platform == "cpu" else config.checkpoint_dtype or "bfloat16"
-    if name not in ("float32", "bfloat16"):
-        raise Unsupported(f"dtype: the checkpoint is {name}; choose --dtype float32 or bfloat16")
-    return np.dtype(name)
-
-
 def _load(model: Model, source: ModelSource, options: EngineConfig, where: MeshPlacement, progress: Progress) -> Params:
     layer_mode, num_parts, shardings = where.layer_mode, where.num_parts, where.shardings
     if options.model.load_format == "dummy":
@@ -485,7 +481,7 @@ def _draft(
         else:
             found = find_source(speculation.model)
         check_same_tokens(source.tokenizer, found.tokenizer)
-        draft = Model(found.config, model.dtype)
+        draft = Model(served_config(found.config, options.model.linear_backend, where.mesh), model.dtype)
         params = _load(draft, found, options, MeshPlacement.of(draft, where.mesh), progress)
     except (InvalidArgument, NotFound) as error:
         raise InvalidArgument(field, str(error).removeprefix("model: ")) from error

@@ -1,4 +1,4 @@
-"""Table of accelerators, used by plans, simulations and the sizing of a server.
+"""Table of accelerators, used by plans, simulations and the sizing of a server, and the features of this processor.
 
 | | HBM | for programs | bandwidth | peak | host link | other devices | source |
 |---|---|---|---|---|---|---|---|
@@ -32,8 +32,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 _GIB = 1 << 30
+_CPU_INFO = Path("/proc/cpuinfo")
+_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +106,17 @@ HARDWARE: Mapping[str, Hardware] = {
 def find_hardware(device_kind: str) -> Hardware | None:
     """Return the properties of a device by jax's name for it; None if it is not in the table."""
     return next((device for device in HARDWARE.values() if device_kind in device.kinds), None)
+
+
+def multiplies_bfloat16(cpu_info: Path = _CPU_INFO) -> bool:
+    """Return True if this machine's processor has instructions that multiply bfloat16 (AVX512_BF16 or AMX).
+
+    Args:
+        cpu_info: Linux's list of processors; other systems have none.
+    """
+    try:
+        lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    flags = next((line.partition(":")[2] for line in lines if line.startswith("flags")), "")
+    return not _BFLOAT16_FLAGS.isdisjoint(flags.split())

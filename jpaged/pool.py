@@ -25,14 +25,14 @@ class BlockFlags:
         cached: [N + 1] 1 if a block holds a cached prefix.
         host_cached: [H + 1] the same for host memory.
         pinned: blocks of pinned prefixes, once for each pin that holds them.
-        aside: blocks withheld by a limit of the pool.
+        withheld: blocks withheld by a limit of the pool.
         reserved: blocks of the contiguous regions that a baseline policy has reserved, written or not.
     """
 
     cached: U8
     host_cached: U8
     pinned: I32
-    aside: I32
+    withheld: I32
     reserved: I32
 
 

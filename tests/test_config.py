@@ -1,6 +1,7 @@
 """Options have one home: their names, limits and help, and nobody else reads the environment."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def test_an_option_lands_in_its_section():
         ("block_size", True, "True is not of type int"),
         ("memory_utilization", 1.5, "1.5 is above the limit of 1.0"),
         ("memory_utilization", float("nan"), "nan is below the limit"),
-        ("dtype", "float8", "'float8' is not one of auto, float32, bfloat16"),
+        ("dtype", "float8", "'float8' is not one of auto, float32, float, bfloat16, float16, half"),
         ("overlap", 1, "1 is not of type bool"),
         ("num_blocks", 0, "0 is below the limit of 1"),
         ("kv_cache_memory_bytes", 0, "0 is below the limit of 1"),
@@ -255,7 +256,8 @@ def test_a_connector_is_described_as_in_vllm():
         "enable_permute_local_kv": False,
     }
     want = KVTransferOptions("MyConnector", "my.module", {"path": "/kv", "port": 9})
-    for config in (given, json.dumps(given)):
+    of_vllm = SimpleNamespace(**given | {"kv_buffer_device": "cuda"}, get_from_extra_config=print)
+    for config in (given, json.dumps(given), of_vllm):
         cache = EngineConfig.load({"kv_transfer_config": config}).cache
         assert (cache.kv_transfer, cache.store_option) == (want, "kv_transfer_config")
     assert KVTransferOptions.parse(json.dumps(CONNECTOR)).kv_connector_extra_config == {}
@@ -293,6 +295,14 @@ def test_a_connector_that_cannot_be_is_refused_by_name(change, field, problem):
     with pytest.raises(InvalidArgument, match=problem) as error:
         EngineConfig.load({"kv_transfer_config": {**CONNECTOR, **change}})
     assert error.value.field == f"kv_transfer_config{field}"
+
+
+def test_an_object_of_another_type_is_no_connector():
+    for value in (SimpleNamespace(kv_connector=None), 3):
+        with pytest.raises(InvalidArgument, match="is not of type str or dict"):
+            EngineConfig.load({"kv_transfer_config": value})
+    with pytest.raises(InvalidArgument, match="kv_role: 'kv_producer' is not supported"):
+        EngineConfig.load({"kv_transfer_config": SimpleNamespace(kv_connector="A", kv_role="kv_producer")})
 
 
 @pytest.mark.parametrize("text", ["MyConnector", "[1]", '{"kv_connector": "a", "kv_connector": "b"}'])

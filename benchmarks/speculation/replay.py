@@ -62,7 +62,7 @@ def replay(proposer: Proposer, streams: Sequence[Stream], limit: int, sharing: b
         num_proposed += sum(map(len, proposals))
         num_accepted += sum(done.num_accepted)
     for key in keys:
-        proposer.forget(key)
+        proposer.remove(key)
     return Replayed(
         num_tokens / num_steps, num_accepted / max(1, num_proposed), num_proposed / num_steps, host_s / num_steps * 1e6
     )

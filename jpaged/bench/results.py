@@ -288,7 +288,7 @@ def require_drawable(path: Path) -> None:
     except ImportError as error:
         raise InvalidArgument(
             "--plot",
-            f"a picture needs matplotlib, of the extra `bench`: pip install 'jpaged[bench]' ({error})",
+            f"a plot requires matplotlib: pip install 'jpaged[bench]' ({error})",
         ) from error
     if path.suffix not in _FORMATS:
         raise InvalidArgument("--plot", f"{path} does not end with one of {', '.join(_FORMATS)}")

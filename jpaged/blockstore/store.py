@@ -267,6 +267,9 @@ class BlockStore:
         """Return True if the key is known at this moment; takes no lock."""
         return self._is_on and key in self._slots.known
 
+    def refresh(self, search: Callable[[Callable[[bytes], bool]], object]) -> None:
+        """Do nothing: the index has every key of the folder, which no other process writes."""
+
     @property
     def is_on(self) -> bool:
         """Return False after a disk error."""
@@ -380,6 +383,8 @@ class BlockStore:
             if self._num_users:
                 return
             self._is_on = False
+            if self._counts.num_dropped:
+                logger.warning("disk offload: dropped %d damaged blocks in all", self._counts.num_dropped)
             for segment in self._segments.opened:
                 segment.close()
             self._folder.close()
@@ -454,7 +459,9 @@ class BlockStore:
             if is_still and is_sound:
                 self.touch([key])
             elif is_still:
-                logger.warning("disk offload: dropped a damaged block of %s", slot.segment.path)
+                if not self._counts.num_dropped:
+                    problem = "disk offload: dropped a damaged block of %s; further ones are only counted"
+                    logger.warning(problem, slot.segment.path)
                 self._counts = replace(self._counts, num_dropped=self._counts.num_dropped + 1)
                 self._remove(key)
             counts = self._counts

@@ -1,4 +1,4 @@
-"""Model name -> local folder in Hugging Face layout, or GGUF file -> config.
+"""Model name -> local folder in Hugging Face layout, or GGUF file -> config -> data type.
 
 The `quantization_config` of a config.json selects the layout of the weights.
 """
@@ -13,6 +13,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from jpaged.checkpoints.gguf.file import SUFFIX, find_gguf, get_parts, is_gguf
 from jpaged.checkpoints.gguf.scheme import read_model
 from jpaged.checkpoints.names import model_leaves
@@ -20,6 +22,7 @@ from jpaged.checkpoints.orbax import PARAMS_FOLDER, is_orbax_folder, refuse_othe
 from jpaged.checkpoints.quantized import awq, compressed_tensors, fp8, gptq, mxfp4
 from jpaged.checkpoints.quantized.scheme import Scheme
 from jpaged.checkpoints.tensor_files import (
+    DTYPES,
     INDEX_FILE,
     ORIGINAL_CONFIG,
     ORIGINAL_FILE,
@@ -31,6 +34,7 @@ from jpaged.checkpoints.tensor_files import (
 )
 from jpaged.demo import DRAFT_FOLDER, FOLDER
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
+from jpaged.hardware import multiplies_bfloat16
 from jpaged.models.config import ModelConfig, Quantization
 from jpaged.models.hf_config import from_hf
 from jpaged.models.json_fields import JsonFields
@@ -215,14 +219,57 @@ def read_config(folder: Path) -> ModelConfig:
     return replace(result, quantization=_without_mixed_orders(folder, result, scheme))
 
 
-def read_scheme(folder: Path) -> Scheme | None:
+_SERVED_DTYPES = ("float32", "bfloat16")
+_DTYPE_ALIASES = {"float": "float32", "half": "float16"}
+
+
+def choose_dtype(
+    chosen: str, config: ModelConfig, platform: str, folder: Path | None = None
+) -> tuple[np.dtype, str | None]:
+    """Resolve the option `dtype` for a model on a platform.
+
+    `auto` is the checkpoint's type if it can be served: bfloat16 instead of float16, and float32 on a CPU without
+    instructions for bfloat16. A config without a type means float32 on CPUs, as in Hugging Face transformers, and
+    bfloat16 elsewhere. The packaged models run in float32 on all CPUs, so that their outputs are the same.
+
+    Args:
+        folder: of the checkpoint, if there is one.
+
+    Returns:
+        the type, and the reason if `auto` is not the checkpoint's.
+
+    Raises:
+        InvalidArgument: the chosen type is not supported.
+    """
+    if chosen != "auto":
+        name = _DTYPE_ALIASES.get(chosen, chosen)
+        if name not in _SERVED_DTYPES:
+            raise InvalidArgument("dtype", f"is {chosen}; weights and activations must be float32 or bfloat16")
+        return DTYPES[name], None
+    is_cpu = platform == "cpu"
+    name = config.checkpoint_dtype or ("float32" if is_cpu else "bfloat16")
+    if name == "float32" or (is_cpu and folder in (FOLDER, DRAFT_FOLDER)):
+        return DTYPES["float32"], None
+    if is_cpu and not multiplies_bfloat16():
+        return DTYPES["float32"], (
+            f"dtype float32, not {name} as in the checkpoint: this processor has neither AVX512_BF16 nor AMX"
+        )
+    if name == "bfloat16":
+        return DTYPES["bfloat16"], None
+    return DTYPES["bfloat16"], f"dtype bfloat16, not {name} as in the checkpoint, which is not supported"
+
+
+def read_scheme(folder: Path, *, keeps_embedding: bool = True) -> Scheme | None:
     """Return the quantization scheme of a checkpoint folder; None if it is not quantized.
+
+    Args:
+        keeps_embedding: see `read_model`; it must be the same for the tensors.
 
     Raises:
         InvalidArgument, Unsupported: as `read_config`.
     """
     if is_gguf(folder):
-        return read_model(folder).scheme
+        return read_model(folder, keeps_embedding=keeps_embedding).scheme
     return _find_scheme(folder, read_json(folder / CONFIG_FILE))
 
 

@@ -67,6 +67,11 @@ def weight_bytes(config: ModelConfig, itemsize: int) -> float:
     return sum(_leaf_bytes(config, leaf, itemsize) for each in (leaves.outer, *leaves.layers) for leaf in each)
 
 
+def embedding_bytes(config: ModelConfig, itemsize: int) -> float:
+    """Return the bytes of the embedding of tokens among those of `weight_bytes`."""
+    return _leaf_bytes(config, model_leaves(config).outer[0], itemsize)
+
+
 def _leaf_bytes(config: ModelConfig, leaf: Leaf, itemsize: int) -> float:
     size, form = math.prod(leaf.shape), leaf_format(config.quantization, leaf)
     if form is None:

@@ -137,8 +137,9 @@ def load_params(
     config, quantization = model.config, model.config.quantization
     checks: list[tuple[Callable[[], bool], Sequence[Leaf], TensorSource]] = []
     params: Params = {"layers": {} if layer_mode == "scan" else [{} for _ in range(config.num_layers)]}
-    with open_tensors(folder) as files:
-        scheme = read_scheme(folder)
+    keeps_embedding = quantization is None or quantization.has_embedding
+    with open_tensors(folder, keeps_embedding=keeps_embedding) as files:
+        scheme = read_scheme(folder, keeps_embedding=keeps_embedding)
         groups = _leaf_groups(config, files, layer_mode)
         _check_names(files, groups, config, scheme)
         for done, (path, leaves) in enumerate(groups, start=1):
@@ -200,15 +201,18 @@ def put(shape: tuple[int, ...], read: Read, sharding: Sharding | Format | None) 
 
 
 @contextmanager
-def open_tensors(folder: Path) -> Iterator[TensorSource]:
+def open_tensors(folder: Path, *, keeps_embedding: bool = True) -> Iterator[TensorSource]:
     """Open the tensors of a checkpoint folder in any supported format.
+
+    Args:
+        keeps_embedding: see `read_model`.
 
     Raises:
         InvalidArgument: there are none, or they are broken, incomplete, or of an unknown version.
         Unsupported: they are only there in another format.
     """
     if is_gguf(folder):
-        yield read_model(folder).tensors()
+        yield read_model(folder, keeps_embedding=keeps_embedding).tensors()
         return
     if is_orbax_folder(folder):
         yield OrbaxTensors(folder)

@@ -137,7 +137,8 @@ def _model(found: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding("model", "model", "stop", "cannot be served", found["error"])
         return
     yield Finding("model", "architecture", "ok", found["architecture"])
-    for name in ("dtype", "attention_backend", "linear_backend", "activation_dtype", "kv_cache_dtype", "max_model_len"):
+    yield Finding("model", "dtype", "ok", str(found["dtype"]), found["dtype_reason"])
+    for name in ("attention_backend", "linear_backend", "activation_dtype", "kv_cache_dtype", "max_model_len"):
         yield Finding("model", name, "ok", str(found[name]))
     for line in found["passed_over"]:
         yield Finding("model", "passed over", "warn", line)

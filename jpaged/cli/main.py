@@ -56,7 +56,7 @@ COMMANDS: Mapping[str, Command] = {
 
 The core imports the modules of optional parts only through this table.
 """
-_PACKAGES_OF_EXTRAS = {"httpx2": "bench"}
+_PACKAGES_OF_EXTRAS = {"httpx2": "bench", "matplotlib": "bench", "yaml": "plan", "lm_eval": "lm-eval"}
 """Packages that only optional parts import, and their extras."""
 
 _EPILOG = """\
@@ -80,13 +80,13 @@ def load(name: str, module: str | None = None) -> ModuleType:
         module: another module of the command, such as that of a benchmark.
 
     Raises:
-        Unsupported: the command's optional part is not installed, or not with its extra.
+        Unsupported: this installation was built without the command, or its extra is not installed.
         CommandImportError: a required package is missing or broken.
     """
     try:
         return import_module(module or COMMANDS[name].module)
     except Exception as error:
-        if (missing := _missing_extra(error)) is not None:
+        if (missing := _missing_part(error)) is not None:
             raise missing from error
         from jpaged.cli import packages
 
@@ -95,22 +95,30 @@ def load(name: str, module: str | None = None) -> ModuleType:
         raise CommandImportError(name) from error
 
 
-def _missing_extra(error: BaseException) -> Unsupported | None:
-    """Return the error that names the extra of a missing module; None if the module is not of an extra."""
+def _missing_part(error: BaseException) -> Unsupported | None:
+    """Return the error for a missing module of an optional part or an extra; None if it belongs to neither.
+
+    An extra has only third-party packages. The folder of an optional part is missing if it was deleted, as from an
+    image.
+    """
     if not isinstance(error, ModuleNotFoundError):
         return None
     package, _, rest = (error.name or "").partition(".")
-    extra = _PACKAGES_OF_EXTRAS.get(package)
-    if package == "jpaged":
-        part = rest.partition(".")[0]
-        extra = part if any(command.extra == part for command in COMMANDS.values()) else None
-    return None if extra is None else Unsupported(f"{error.name} is not installed: pip install 'jpaged[{extra}]'")
+    if (extra := _PACKAGES_OF_EXTRAS.get(package)) is not None:
+        return Unsupported(f"{package} is not installed: pip install 'jpaged[{extra}]'")
+    part = rest.partition(".")[0] if package == "jpaged" else ""
+    names = [name for name, command in COMMANDS.items() if part and command.extra == part]
+    if not names:
+        return None
+    remedy = f"pip install --force-reinstall --no-deps jpaged=={__version__}"
+    return Unsupported(f"this installation was built without `jpaged {names[0]}`; for the full package: {remedy}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    words = _with_dashes(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
+        words = _normalized(words)
         code = _run(words)
         sys.stdout.flush()  # flush here: at exit, an error would be printed with a traceback
     except KeyboardInterrupt:
@@ -144,7 +152,7 @@ def _print_error(name: str, error: BaseException) -> int:
 
     if shows_traces():
         traceback.print_exception(error)
-    error = _missing_extra(error) or error
+    error = _missing_part(error) or error
     text, code = describe_error(error), 1
     if isinstance(error, InvalidArgument):
         text, code = f"error: {text}", 2
@@ -198,10 +206,21 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _with_dashes(words: Sequence[str]) -> list[str]:
-    """Replace underscores in flag names by dashes (`--max_model_len=8`); values stay unchanged."""
-    fixed = []
+def _normalized(words: Sequence[str]) -> list[str]:
+    """Return the words with the other spellings of flags, those of vLLM, replaced.
+
+    Underscores in names become dashes (`--max_model_len=8`), except those of JSON keys (`--kv-transfer-config.kv_role`)
+    and in values. Flags of JSON keys become one flag with the JSON object.
+    """
+    fixed, is_dotted = [], False
     for word in words:
         name, equals, value = word.partition("=")
-        fixed.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
+        flag, dot, key = name.partition(".")
+        is_flag = word.startswith("--")
+        is_dotted = is_dotted or (is_flag and bool(dot))
+        fixed.append(flag.replace("_", "-") + dot + key + equals + value if is_flag else word)
+    if is_dotted:
+        from jpaged.cli.options import merge_json_flags
+
+        return merge_json_flags(fixed)
     return fixed

@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import Field, fields
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jpaged import json_text
 from jpaged.config import SECTIONS, EngineConfig, api_key_from_environment, iter_options, section_help
 from jpaged.config.option import is_json, option_type
 from jpaged.errors import InvalidArgument, describe_error
@@ -70,6 +71,57 @@ def _metavar(spec: Field[Any]) -> str:
     if option_type(spec) in (int, float):
         return "N"
     return "JSON" if is_json(spec) else _OF_PATHS.get(spec.metadata["path"], "NAME")
+
+
+def merge_json_flags(words: Sequence[str]) -> list[str]:
+    """Replace flags for single keys of JSON options, as in vLLM, by one flag with the JSON object.
+
+        --kv-transfer-config.kv_connector A --kv-transfer-config.kv_connector_extra_config.port 9
+        --kv-transfer-config '{"kv_connector": "A", "kv_connector_extra_config": {"port": 9}}'
+
+    A value that is not JSON is a string.
+
+    Raises:
+        InvalidArgument: a key has no value or two, or the option is given as an object too; names the flag.
+    """
+    flags = {to_flag(name) for name, _, spec in iter_options() if is_json(spec)}
+    given: dict[str, dict[str, Any]] = {}
+    rest, left = [], list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        flag, _, path = name.partition(".")
+        if word == "--":
+            rest += [word, *left]
+            break
+        if not path or flag not in flags:
+            rest.append(word)
+            continue
+        if not equals:
+            if not left:
+                raise InvalidArgument(name, "has no value")
+            value = left.pop(0)
+        target, keys = given.setdefault(flag, {}), path.split(".")
+        for key in keys[:-1]:
+            target = target.setdefault(key, {})
+            if not isinstance(target, dict):
+                raise InvalidArgument(name, f"conflicts with a value for {key}")
+        if keys[-1] in target:
+            raise InvalidArgument(name, "is given twice")
+        target[keys[-1]] = _json_or_text(value)
+    for flag in given:
+        if any(word.partition("=")[0] == flag for word in rest):
+            raise InvalidArgument(flag, f"is given as a JSON object and as {flag}.KEY: use one of them")
+    merged = [word for flag, values in given.items() for word in (flag, json_text.dumps(values))]
+    end = rest.index("--") if "--" in rest else len(rest)
+    return [*rest[:end], *merged, *rest[end:]]
+
+
+def _json_or_text(word: str) -> Any:
+    try:
+        return json.loads(word)
+    except (ValueError, RecursionError):
+        return word
 
 
 def config_values(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from jpaged.config.option import JsonText, option, parse_json_object, shorten
+from jpaged.config.option import JsonText, option, parse_json_object, shorten, with_attributes
 from jpaged.distributed_env import split_address
 from jpaged.errors import InvalidArgument
 from jpaged.structured import JSON_WHITESPACE
@@ -41,13 +41,15 @@ class ModelOptions:
     )
     dtype: str = option(
         "auto",
-        "data type of weights and activations; auto: the checkpoint's type on TPU and GPU, float32 on CPU",
-        choices=("auto", "float32", "bfloat16"),
+        "data type of weights and activations; auto: the checkpoint's type, but bfloat16 in place of float16, and "
+        "float32 on CPUs without AVX512_BF16 or AMX",
+        choices=("auto", "float32", "float", "bfloat16", "float16", "half"),
     )
     quantization: str = option(
         "auto",
-        "quantization of the layers' weight matrices while they load; auto: none beyond the checkpoint's own",
-        choices=("auto", "int8", "int4", "fp8"),
+        "quantization of the layers' weight matrices while they load; auto: none beyond the checkpoint's own; -all: "
+        "embedding and output matrix too, to int8",
+        choices=("auto", "int8", "int4", "fp8", "int8-all", "int4-all", "fp8-all"),
     )
     load_format: str = option(
         "auto", "auto: load the checkpoint; dummy: random weights of the right shapes", choices=("auto", "dummy")
@@ -170,10 +172,13 @@ class CacheOptions:
     kv_disk_dir: str | None = option(
         None, "folder for kv_disk_space, used by one server at a time; created if missing", path="new folder"
     )
-    kv_transfer_config: JsonText | None = option(
-        None,
-        "KV connector for offloaded prefix-cache blocks, as a JSON object with vLLM's keys: kv_connector (the class), "
-        "kv_connector_module_path (its module) and kv_connector_extra_config (its options)",
+    kv_transfer_config: JsonText | None = with_attributes(
+        option(
+            None,
+            "KV connector for offloaded prefix-cache blocks, as a JSON object with vLLM's keys: kv_connector (the "
+            "class), kv_connector_module_path (its module) and kv_connector_extra_config (its options)",
+        ),
+        ("kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config"),
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of prompts that share a prefix (prefix cache)")
     enable_cascade_attention: bool = option(

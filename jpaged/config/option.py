@@ -35,7 +35,16 @@ def option(
     values on CPUs, GPUs and TPUs (`jpaged.device.step_sizes` defines the rule).
     """
     limits = {"low": low, "high": high, "choices": choices, "unit": unit, "by_platform": by_platform or {}}
-    return field(default=default, metadata={"help": help, "path": path, **limits})
+    return field(default=default, metadata={"help": help, "path": path, "attributes": (), **limits})
+
+
+def with_attributes(spec: dataclasses.Field[Any], names: tuple[str, ...]) -> Any:
+    """Return the option of a JSON object that may also be given, in Python, as an object with attributes.
+
+    Args:
+        names: keys, which are the names of the attributes. An object must have the first one.
+    """
+    return field(default=spec.default, metadata={**spec.metadata, "attributes": names})
 
 
 def declare_section(kind: type, help: str) -> Any:
@@ -69,6 +78,9 @@ def checked(spec: dataclasses.Field[Any], value: Any) -> Any:
         value = float(value)
     if kind is tuple and isinstance(value, list):
         value = tuple(value)
+    if meta["attributes"] and getattr(value, meta["attributes"][0], None) is not None:
+        values = {name: getattr(value, name, None) for name in meta["attributes"]}
+        value = {name: one for name, one in values.items() if one is not None}
     if is_json(spec) and isinstance(value, Mapping):
         value = _as_json(spec.name, value)
     if type(value) is not kind:

@@ -153,7 +153,7 @@ class JaxExecutor:
         self._mover = BlockMover(layout, self._pool, self._host)
         packings = {size: forward_packing(size, geometry) for size in geometry.buckets.tokens}
         several = {size: DecodePacking(forward_packing(size, geometry), size) for size in geometry.buckets.decodes}
-        last_tokens = jax.device_put(np.zeros(step.num_places, np.int32), replicated(step.mesh))
+        last_tokens = jax.device_put(np.zeros(step.max_sample_rows, np.int32), replicated(step.mesh))
         abstract = step.abstract_counts(geometry.max_num_seqs)
         shardings = jax.tree.map(lambda struct: struct.sharding, abstract)
         zeros = functools.partial(jax.tree.map, lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)

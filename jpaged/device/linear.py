@@ -11,14 +11,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpaged.config import ActivationDtype, LinearBackend
-from jpaged.device.mesh import first_device, num_context_parts, num_shards, replicated
+from jpaged.device.mesh import first_device, layer_mode_for, num_context_parts, num_shards, replicated
 from jpaged.device.step import Step
 from jpaged.errors import Unsupported
 from jpaged.kernels import matmul as matmul_module
 from jpaged.kernels.matmul import Packer, QuantizedMatrix, can_pack
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
-from jpaged.models.model import dense_formats
+from jpaged.models.model import dense_formats, placed_leaves
+from jpaged.models.param_specs import leaf_format
 from jpaged.models.stack import LayerMode
 
 _GATED = "gate_up"
@@ -27,6 +28,7 @@ _WIDE = {
     jnp.dtype(jnp.float4_e2m1fn): jnp.dtype(jnp.float8_e4m3fn),
 }
 _EXPERTS = "experts"
+_EMBEDDING = ("embed", "embedding")
 
 
 def choose_linear_backend(chosen: str, mesh: Mesh, layer_mode: LayerMode) -> LinearBackend:
@@ -59,6 +61,30 @@ def choose_activation_dtype(chosen: str, linear_backend: LinearBackend, config: 
     if chosen == "auto" and (reason is not None or not matmul_module.loaded().has_byte_products):
         return "model"
     return "int8"
+
+
+def served_config(config: ModelConfig, chosen: str, mesh: Mesh) -> ModelConfig:
+    """Return the config with the matrices that stay quantized on these devices: all, or all except the embedding.
+
+    XLA multiplies directly with an embedding that has one scale per row. It would completely dequantize one that has
+    several in every step, which only the kernel for CPUs avoids.
+
+    Args:
+        chosen: the option `linear_backend`.
+
+    Raises:
+        Unsupported: the chosen backend cannot run.
+    """
+    quantization = config.quantization
+    if quantization is None or not quantization.has_embedding:
+        return config
+    leaves = (leaf for _, (leaf, *_) in placed_leaves(config, "loop") if leaf.path == _EMBEDDING)
+    form = leaf_format(quantization, next(leaves))
+    if form is None or form.group_size is None:
+        return config
+    if choose_linear_backend(chosen, mesh, layer_mode_for(first_device(mesh))) == "cpu":
+        return config
+    return dataclasses.replace(config, quantization=dataclasses.replace(quantization, has_embedding=False))
 
 
 def params_for(step: Step, params: Params) -> Params:
@@ -96,16 +122,17 @@ def whole_bytes(params: Params) -> Params:
 def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
     """Return the tree, with layers in a list, with its matrices packed; its leaves may be shapes.
 
-    Quantized matrices of experts, or with group sizes that the kernel lacks, are not packed; XLA multiplies with them.
+    An embedding is packed if it is quantized or also the output matrix. Quantized matrices of experts, or with group
+    sizes that the kernel lacks, are not packed; XLA multiplies with them.
 
     The input tree is taken apart: each leaf is freed when it is packed, so that a model is never in memory twice.
     """
-    output = ("embed" if config.tie_word_embeddings else "lm_head", "embedding")
+    output = _EMBEDDING if config.tie_word_embeddings else ("lm_head", "embedding")
 
     def pack(path: tuple[str, ...], leaf: Any) -> Any:
         if isinstance(leaf, QuantizedMatrix) and (_EXPERTS in path or not can_pack(leaf)):
             return leaf
-        if path == output:
+        if path == output or (path == _EMBEDDING and isinstance(leaf, QuantizedMatrix)):
             return packer.pack(leaf, is_embedding=True)
         if path[-1] == "kernel" and _EXPERTS in path:
             return packer.pack(_swapped(leaf), num_parts=leaf.shape[0])

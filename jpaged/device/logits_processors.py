@@ -79,13 +79,13 @@ class TokenCounts:
             is_first: True for the first part.
         """
         num_columns = self.counts_pv.shape[1]
-        places_w = jnp.arange(len(ids_w))
-        columns_w = jnp.where(places_w < num_tokens, vocabulary.columns(ids_w, num_columns), num_columns)
+        indices_w = jnp.arange(len(ids_w))
+        columns_w = jnp.where(indices_w < num_tokens, vocabulary.columns(ids_w, num_columns), num_columns)
         row_v = jnp.where(is_first, 0, self.counts_pv[slot])
-        of_output_w = jnp.where(places_w >= num_prompt, columns_w, num_columns)
+        of_output_w = jnp.where(indices_w >= num_prompt, columns_w, num_columns)
         generated_v = jnp.zeros(num_columns, jnp.int32).at[of_output_w].add(1, mode="drop")
         is_prompt_v = jnp.zeros(num_columns, jnp.bool_).at[
-            jnp.where(places_w < num_prompt, columns_w, num_columns)
+            jnp.where(indices_w < num_prompt, columns_w, num_columns)
         ].set(True, mode="drop") | (row_v < 0)
         total_v = jnp.minimum((row_v & 0x7FFF).astype(jnp.int32) + generated_v, 0x7FFF).astype(jnp.int16)
         row_v = jnp.where(is_prompt_v, total_v | IN_PROMPT, total_v).astype(jnp.int16)

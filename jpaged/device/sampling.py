@@ -139,8 +139,8 @@ class SamplingVocabulary:
         ids_rk = columns_rk + self.first(x_rv.shape[1])
         x_rn = lax.all_gather(x_rk, self.axis, axis=1, tiled=True)
         ids_rn = lax.all_gather(ids_rk, self.axis, axis=1, tiled=True)
-        x_rk, places_rk = lax.top_k(x_rn, k)
-        return x_rk, jnp.take_along_axis(ids_rn, places_rk, axis=1)
+        x_rk, indices_rk = lax.top_k(x_rn, k)
+        return x_rk, jnp.take_along_axis(ids_rn, indices_rk, axis=1)
 
     def first(self, num_columns: int) -> Int[Array, ""] | int:
         """Return the token of the first local column."""
@@ -378,8 +378,8 @@ def largest_threshold(num_rows: int, is_enough: Callable[[list[jax.Array]], jax.
 
     def search(num_bits: int, key_r: jax.Array) -> jax.Array:
         def settle(i: jax.Array, key_r: jax.Array) -> jax.Array:
-            place = jnp.uint32(32 - num_bits) - i.astype(jnp.uint32) * num_bits
-            tried = [key_r | (jnp.uint32(j) << place) for j in range(1, 1 << num_bits)]
+            shift = jnp.uint32(32 - num_bits) - i.astype(jnp.uint32) * num_bits
+            tried = [key_r | (jnp.uint32(j) << shift) for j in range(1, 1 << num_bits)]
             is_enough_nr = is_enough([to_float(one_r) for one_r in tried])
             return jnp.max(jnp.where(is_enough_nr, jnp.stack(tried), key_r), axis=0)
 

@@ -5,14 +5,14 @@ A step has two programs so that tokens and rows are bucketed separately:
     forward[T]   (params, pool, last tokens, inputs) -> (pool, hidden)      pool donated, updated in place
     sample[R]    (params, hidden, sampling) -> (last tokens, outputs)       a variant for each `Detail`
 
-The last tokens stay on the device: a decode row of the next step names its input by its place among them, so that the
+The last tokens stay on the device: a decode row of the next step names its input by its row among them, so that the
 next step can be dispatched before the host has seen a token.
 
 Several decode steps are a loop of forward and sampler until all rows have ended:
 
     decode[R]    (params, pool, last tokens, inputs) -> (pool, last tokens, outputs)      pool donated, updated in place
 
-    place      0            1            2
+    index      0            1            2
     ids        t7 ────┐  ┌> t8 ────┐  ┌> t9          a row's sampled token is its next input
     positions  7      └──┘  8      └──┘  9           grow by one, and so do the lengths of contexts; slots come from the
                                                      block tables, which have room for all steps
@@ -109,7 +109,7 @@ class Step:
         layout: of the pool that its attention reads.
         kv_groups: layers that share block tables; the layout has the number of layers of one group.
         layer_mode: how the layers run, and so how the parameters are stacked.
-        num_places: rows of the last tokens, and of the hidden states to sample from: those of the largest sample.
+        max_sample_rows: rows of the last tokens, and of the hidden states to sample from: those of the largest sample.
         num_aux: hidden states after those, for log-probabilities or embeddings.
         vocab_size: tokens that can be sampled; the model's own number may include padding.
         mesh: the devices that each run their part.
@@ -125,7 +125,7 @@ class Step:
     layout: KVLayout
     kv_groups: KVGroups
     layer_mode: LayerMode
-    num_places: int
+    max_sample_rows: int
     vocab_size: int
     mesh: Mesh
     backend: Backend
@@ -157,7 +157,7 @@ class Step:
         sampled_t = last_tokens_s[inputs["prev_sampled_rows_t"]]
         ids_t = jnp.where(inputs["is_prev_sampled_t"], sampled_t, inputs["token_ids_t"])
         hidden_te, pool, features = self.run_watched(params, pool, ids_t, inputs)
-        num_missing = self.num_places - inputs["sample_tokens_s"].shape[0]
+        num_missing = self.max_sample_rows - inputs["sample_tokens_s"].shape[0]
         places = jnp.concatenate([jnp.pad(inputs["sample_tokens_s"], (0, num_missing)), inputs["aux_tokens_q"]])
         return pool, hidden_te[places], *features
 
@@ -281,20 +281,20 @@ class Step:
         hidden_re: Float[Array, "R E"],
         how: RowSampling,
         feed: Int[Array, ""],
-        place: Int[Array, ""],
+        index: Int[Array, ""],
     ) -> tuple[SampledTokens, Int[Array, ""]]:
         """Sample tokens as `sample`, with masks that the host may supply while the program runs.
 
         Args:
             feed: number of the mask channel; 0 is none.
-            place: of the step in its dispatch.
+            index: of the step in its dispatch.
 
         Returns:
             the samples, and the step's `StepDirective`.
         """
         if not isinstance(self.sampler, FedSamplingKernel):
             return self.sample(params, hidden_re, how, Detail.TOKENS), jnp.int32(StepDirective.CONTINUE)
-        return self.sampler.sample_fed(self._logits(params, hidden_re, how.num_in_use), how, feed, place)
+        return self.sampler.sample_fed(self._logits(params, hidden_re, how.num_in_use), how, feed, index)
 
     def sample_edited(
         self,
@@ -383,7 +383,7 @@ class Step:
 
     def _told(self, sampled: SampledTokens) -> tuple[Int[Array, "S"], Int[Array, "R C"]]:
         """Return the last tokens, and all outputs as columns, which `unpack_outputs` parses."""
-        last_tokens_s = jnp.pad(sampled.token_ids_r, (0, self.num_places - len(sampled.token_ids_r)))
+        last_tokens_s = jnp.pad(sampled.token_ids_r, (0, self.max_sample_rows - len(sampled.token_ids_r)))
         columns = [sampled.token_ids_r[:, None], sampled.is_sound_r[:, None].astype(jnp.int32)]
         if sampled.logprobs_r is not None and sampled.ranks_r is not None:
             columns += [_bits(sampled.logprobs_r)[:, None], sampled.ranks_r[:, None]]
@@ -552,12 +552,12 @@ class _Decode:
         """Return True for each row whose token ends it."""
         return jnp.any(ids_r[:, None] == self.ending_token_ids_rx, axis=1)
 
-    def step_at(self, place: Int[Array, ""]) -> dict[str, jax.Array]:
+    def step_at(self, index: Int[Array, ""]) -> dict[str, jax.Array]:
         """Return the fields of one of the steps."""
         step, is_used_r = self.step, self.is_used_r
         kv_lens_s, tables_gsm = step["kv_lens_s"], step["block_tables_gsm"]
         is_used_s = jnp.arange(len(kv_lens_s)) < step["num_rows"]
-        positions_r = step["positions_t"] + jnp.where(is_used_r, place, 0)
+        positions_r = step["positions_t"] + jnp.where(is_used_r, index, 0)
         rows_r = jnp.minimum(jnp.arange(len(positions_r)), len(kv_lens_s) - 1)
         blocks_gr = tables_gsm[:, rows_r, positions_r // self.block_size]
         slots_gr = blocks_gr * self.block_size + positions_r % self.block_size
@@ -566,7 +566,7 @@ class _Decode:
             "positions_t": positions_r,
             "rope_lens_t": jnp.maximum(step["rope_lens_t"], positions_r + 1),
             "slots_gt": jnp.where(is_used_r, slots_gr, 0),
-            "kv_lens_s": kv_lens_s + jnp.where(is_used_s, place, 0),
+            "kv_lens_s": kv_lens_s + jnp.where(is_used_s, index, 0),
         }
 
 
@@ -592,19 +592,19 @@ def packed_decode(
     outputs_nrc = jnp.ones((MAX_NUM_STEPS, packing.num_rows, NUM_TOKEN_COLUMNS), jnp.int32)
 
     def goes_on(state: _State) -> jax.Array:
-        place, _, _, has_ended_r, _, verdict = state
-        return (place < inputs.num_steps) & ~jnp.all(has_ended_r) & (verdict == StepDirective.CONTINUE)
+        index, _, _, has_ended_r, _, verdict = state
+        return (index < inputs.num_steps) & ~jnp.all(has_ended_r) & (verdict == StepDirective.CONTINUE)
 
     def run(state: _State) -> _State:
-        place, pool, ids_r, has_ended_r, outputs_nrc, _ = state
-        hidden_re, pool = step.run(params, pool, ids_r, inputs.step_at(place))
-        how = dataclasses.replace(inputs.how, positions_r=inputs.how.positions_r + place)
-        sampled, verdict = step.sample_fed(params, hidden_re, how, inputs.feed, place)
+        index, pool, ids_r, has_ended_r, outputs_nrc, _ = state
+        hidden_re, pool = step.run(params, pool, ids_r, inputs.step_at(index))
+        how = dataclasses.replace(inputs.how, positions_r=inputs.how.positions_r + index)
+        sampled, verdict = step.sample_fed(params, hidden_re, how, inputs.feed, index)
         ids_r = jnp.where(has_ended_r | (verdict == StepDirective.VOID), ids_r, sampled.token_ids_r)
         columns_rc = jnp.stack([ids_r, (sampled.is_sound_r | has_ended_r).astype(jnp.int32)], axis=1)
-        outputs_nrc = lax.dynamic_update_index_in_dim(outputs_nrc, columns_rc, place, 0)
-        return place + 1, pool, ids_r, has_ended_r | inputs.ends(ids_r), outputs_nrc, verdict
+        outputs_nrc = lax.dynamic_update_index_in_dim(outputs_nrc, columns_rc, index, 0)
+        return index + 1, pool, ids_r, has_ended_r | inputs.ends(ids_r), outputs_nrc, verdict
 
     state: _State = jnp.int32(0), pool, ids_r, has_ended_r, outputs_nrc, jnp.int32(StepDirective.CONTINUE)
     _, pool, ids_r, _, outputs_nrc, _ = lax.while_loop(goes_on, run, state)
-    return pool, jnp.pad(ids_r, (0, step.num_places - packing.num_rows)), outputs_nrc
+    return pool, jnp.pad(ids_r, (0, step.max_sample_rows - packing.num_rows)), outputs_nrc

@@ -86,7 +86,7 @@ class AddressableShards:
             return local
         size = self._sharding.shard_shape(whole)[self._axis]
         begins = self._begins(whole)
-        order = {begin: place for place, begin in enumerate(sorted(set(begins.values())))}
+        order = {begin: index for index, begin in enumerate(sorted(set(begins.values())))}
         before = (slice(None),) * self._axis
         parts = [
             jax.device_put(local[(*before, slice(order[begin] * size, (order[begin] + 1) * size))], device)

@@ -49,8 +49,8 @@ logger = logging.getLogger(__name__)
 
 
 Clock = Callable[[], float]
-_TIERS_S = 0.001
-"""Seconds between two polls of pending transfers between memory tiers while no request runs."""
+_TIERS_S, _STALLED_TIERS_S = 0.001, 1.0
+"""Seconds between two polls of pending transfers between memory tiers while no request runs, or if all hang too."""
 
 
 class AdmissionControl:
@@ -293,13 +293,20 @@ class EngineCore:
             if batch is None:
                 return 0.0
             return multi_step_policy.spare_s(batch.schedule, self._timer.start_s(batch.begin_s), self._clock())
-        return _TIERS_S if self.awaits_tiers else 0.0
+        if not self.awaits_tiers:
+            return 0.0
+        busy = [connector for connector in self.memory.connectors if connector.is_busy]
+        is_stalled = not self._awaits_host and all(connector.is_stalled for connector in busy)
+        return _STALLED_TIERS_S if is_stalled else _TIERS_S
 
     @property
     def awaits_tiers(self) -> bool:
         """True if transfers between memory tiers are pending, which steps have to poll."""
-        host = self.memory.host
-        return (host is not None and bool(host.pending_callbacks)) or any(one.is_busy for one in self.memory.connectors)
+        return self._awaits_host or any(connector.is_busy for connector in self.memory.connectors)
+
+    @property
+    def _awaits_host(self) -> bool:
+        return self.memory.host is not None and bool(self.memory.host.pending_callbacks)
 
     def check(self) -> None:
         self.memory.check(self.scheduler.queues.groups())

@@ -270,11 +270,11 @@ class Engine:
             [ReplicaTransfer(loop.memory, geometry, executor.host_blocks, self._thread.call_soon)]
         )
 
-        def keep_place(request: Request) -> KVTransfer:
+        def reserve(request: Request) -> KVTransfer:
             self._in_flight.reserve(request.request_id, loop.stats.seconds_per_request)
             return self.kv_transfer
 
-        self.reserve_slot: Callable[[Request], KVTransfer] = keep_place
+        self.reserve_slot: Callable[[Request], KVTransfer] = reserve
         self.inspector = PoolInspector(
             [ReplicaInspector(loop.snapshotter, loop.memory, loop.stats, loop.groups, geometry, self._thread.call_soon)]
         )

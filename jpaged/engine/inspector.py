@@ -1,7 +1,7 @@
 """Pool snapshots between two steps, and the events between snapshots.
 
-    picture ──── note ── note ── note ──── picture         the first snapshot starts the recording
-                └──── recorded events ─────┘               without another for some seconds it stops
+    snapshot ─── note ── note ── note ─── snapshot         the first snapshot starts the recording
+                └──── recorded events ────┘                without another for some seconds it stops
 
 Everything here runs on the engine thread and copies; work that grows with the pool is in numpy.
 
@@ -96,7 +96,7 @@ class PoolSnapshotter:
         self._note_moves(schedule)
         self._note_ends()
 
-    def picture(self, load: EngineLoad) -> PoolSnapshot:
+    def snapshot(self, load: EngineLoad) -> PoolSnapshot:
         """Return a snapshot of the pool, with the events since the last one.
 
         Args:
@@ -257,11 +257,11 @@ class ReplicaInspector:
     def num_blocks(self) -> int:
         return self._memory.num_blocks
 
-    def picture(self) -> Future[PoolSnapshot]:
+    def snapshot(self) -> Future[PoolSnapshot]:
         """Return a future snapshot, taken before the next step."""
         future: Future[PoolSnapshot] = Future()
         future.set_running_or_notify_cancel()
-        self._ask(lambda: future.set_result(self._watch.picture(self._stats.snapshot(0))))
+        self._ask(lambda: future.set_result(self._watch.snapshot(self._stats.snapshot(0))))
         return future
 
     def limit(self, num_blocks: int) -> Future[int]:
@@ -279,8 +279,8 @@ class ReplicaInspector:
         return future
 
     def _leave(self, num_blocks: int) -> int:
-        aside = self._memory.aside
-        if aside is None:
+        limiter = self._memory.limiter
+        if limiter is None:
             raise Unsupported("the pool cannot be limited: contiguous allocation uses all of it (kv_policy)")
         if not 1 <= num_blocks <= self._memory.num_blocks:
             raise InvalidArgument("blocks", f"{num_blocks} is out of range: from 1 to {self._memory.num_blocks}")
@@ -294,8 +294,8 @@ class ReplicaInspector:
                 "flight may need"
             )
             raise InvalidArgument("blocks", what)
-        aside.leave(num_blocks)
-        return self._memory.num_blocks - num_blocks - aside.num_blocks
+        limiter.leave(num_blocks)
+        return self._memory.num_blocks - num_blocks - limiter.num_blocks
 
 
 class PoolInspector:
@@ -313,9 +313,9 @@ class PoolInspector:
         """Record the limit that all pools have accepted."""
         self.limited_to = num_blocks
 
-    def pictures(self) -> tuple[Future[PoolSnapshot], ...]:
+    def snapshots(self) -> tuple[Future[PoolSnapshot], ...]:
         """Return a future snapshot of each pool; that of a hanging engine never completes."""
-        return tuple(eye.picture() for eye in self.each)
+        return tuple(eye.snapshot() for eye in self.each)
 
     def limit(self, num_blocks: int | None) -> AbcSequence[Future[int]]:
         """Limit the blocks of each pool that requests may use; None removes the limit.

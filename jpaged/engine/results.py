@@ -91,8 +91,8 @@ class NonFiniteLogitsGuard:
     def fail_rows(self, rows: Mapping[int, ScheduledRow], outputs: StepOutputs) -> list[SequenceGroup]:
         """Like `fail_nonfinite` for the given rows, keyed by their index on the device."""
         failed: dict[SequenceGroup, None] = {}
-        for place, row in rows.items():
-            if not outputs.is_finite_rn[place, 0] and row.group not in failed:
+        for row_index, row in rows.items():
+            if not outputs.is_finite_rn[row_index, 0] and row.group not in failed:
                 failed[row.group] = None
                 self._fail(row)
         return list(failed)
@@ -118,7 +118,7 @@ class NonFiniteLogitsGuard:
 
     def _drop_prefix(self, sequence: Sequence) -> None:
         if self._memory.prefixes is not None:
-            self._memory.prefixes.forget(sequence)
+            self._memory.prefixes.remove_prefix(sequence)
 
 
 @dataclass(slots=True)
@@ -171,13 +171,11 @@ class ResultProcessor:
         for row, group in zip(tokens.rows, tokens.groups, strict=True):
             self.stats.count_tokens([group], now_s, counts[row])
         self._publish(tokens, first, 1, ())
-        for place in range(1, max(counts)):
-            continuing = [row for row, one in enumerate(decodes.sequences) if counts[row] > place and one.is_live]
+        for step in range(1, max(counts)):
+            continuing = [row for row, one in enumerate(decodes.sequences) if counts[row] > step and one.is_live]
             if not continuing:
                 break
-            self._process_accepted(
-                {row: schedule.row_at(row, place) for row in continuing}, outputs.at(place), now_s, ()
-            )
+            self._process_accepted({row: schedule.row_at(row, step) for row in continuing}, outputs.at(step), now_s, ())
         for row, count in enumerate(counts):
             self.scheduler.drafts.ran(decodes.groups[row], decodes.sequences[row], count - 1)
         proposed, accepted = (
@@ -218,10 +216,10 @@ class ResultProcessor:
         for group in self.guard.fail_rows(rows, outputs):
             self.release(group)
         tokens = SampledRows()
-        for place, row in rows.items():
+        for row_index, row in rows.items():
             if row.sequence.is_live:
                 row.sequence.accept_draft_token()
-                tokens.add(place, row)
+                tokens.add(row_index, row)
         self.stats.count_tokens(tokens.groups, now_s)
         self._publish(tokens, outputs, 1, continuing)
 

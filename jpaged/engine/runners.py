@@ -164,7 +164,7 @@ class SingleStepRunner:
         """Wait for the aux outputs as well, and pass them to the output processor."""
         aux_outputs = [(aux, collect()) for aux, collect in pending]
         outputs = wait()
-        self.context.results.output.prompt_logprobs.take(aux_outputs)
+        self.context.results.output.aux_outputs.take(aux_outputs)
         return outputs
 
 
@@ -413,7 +413,7 @@ class MaskedDispatch:
 
     def _advance_grammars(self, token_ids_r: I32) -> bool:
         """Advance the grammars of rows that have not ended."""
-        bound = [row for row in self._bound if row.sequence.is_live and not self._has_ended_r[row.place]]
+        bound = [row for row in self._bound if row.sequence.is_live and not self._has_ended_r[row.device_row]]
         if len(bound) < len(self._bound):
             self._bound, self._batch = bound, self._grammars.batch(bound)
         return not bound or self._grammars.accept_masked(bound, self._batch, token_ids_r)

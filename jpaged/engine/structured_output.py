@@ -38,13 +38,13 @@ class ConstrainedRow(NamedTuple):
     """A row of a step whose next token is constrained by a grammar.
 
     Attributes:
-        place: the row on the device.
+        device_row: the row on the device.
         entered: the row's index in the order in which rows were added to the schedule.
         is_plain: no other field of the request bans tokens.
         is_ahead: the row runs a draft token.
     """
 
-    place: int
+    device_row: int
     entered: int
     group: SequenceGroup
     sequence: Sequence
@@ -56,20 +56,22 @@ class ConstrainedRow(NamedTuple):
 def bound_rows(schedule: SchedulerOutput) -> list[ConstrainedRow]:
     """Return the rows of a step that sample for sequences with a grammar."""
     decodes, found = schedule.decodes, list[ConstrainedRow]()
-    new_places = {place: new for new, place in enumerate(schedule.order)}
-    for place in np.flatnonzero(decodes.has_grammar_s).tolist():
-        sequence = decodes.sequences[place]
+    device_rows = {row_index: new for new, row_index in enumerate(schedule.order)}
+    for row_index in np.flatnonzero(decodes.has_grammar_s).tolist():
+        sequence = decodes.sequences[row_index]
         if sequence.grammar is not None:
-            group, state = decodes.groups[place], sequence.grammar
-            found.append(ConstrainedRow(new_places.get(place, place), place, group, sequence, state, is_plain=True))
-    for place, row in enumerate(schedule.rows, len(decodes)):
+            group, state = decodes.groups[row_index], sequence.grammar
+            found.append(
+                ConstrainedRow(device_rows.get(row_index, row_index), row_index, group, sequence, state, is_plain=True)
+            )
+    for row_index, row in enumerate(schedule.rows, len(decodes)):
         is_ahead = row.proposed is not None
         of_row = row.grammar if is_ahead else row.sequence.grammar
         if row.samples_token and of_row is not None:
             params = row.group.request.sampling
             is_plain = not params.bad_words and row.output_index >= params.min_tokens
-            new = new_places.get(place, place)
-            found.append(ConstrainedRow(new, place, row.group, row.sequence, of_row, is_plain, is_ahead))
+            new = device_rows.get(row_index, row_index)
+            found.append(ConstrainedRow(new, row_index, row.group, row.sequence, of_row, is_plain, is_ahead))
     return found
 
 
@@ -106,9 +108,9 @@ class StructuredOutputManager:
             raise InternalError("a row has a grammar, but its step has no masks")
         filled_rw = self._filled([bound.state for bound in rows])
         num_words_r = np.count_nonzero(filled_rw, axis=1).tolist()
-        places = [bound.place for bound in rows]
-        filled_rw &= edits.mask_rw[places]
-        edits.mask_rw[places] = filled_rw
+        device_rows = [bound.device_row for bound in rows]
+        filled_rw &= edits.mask_rw[device_rows]
+        edits.mask_rw[device_rows] = filled_rw
         self.multi_step_policy.observe_forced_share(len(rows), num_words_r.count(1))
         self._refused = {sequence: error for sequence, error in self._refused.items() if sequence.is_live}
         may_jump = not schedule.drafts and schedule.num_steps == 1
@@ -119,7 +121,7 @@ class StructuredOutputManager:
             if error is None and has_choice and is_left and bound.is_plain:
                 continue
             if not bound.sequence.is_live:  # another sequence has ended their request
-                edits.mask_rw[bound.place] = -1
+                edits.mask_rw[bound.device_row] = -1
                 continue
             if error is None and not has_choice and (token_ids := self._forced(bound.group, bound.sequence)):
                 schedule.know_token(bound.entered)
@@ -130,7 +132,7 @@ class StructuredOutputManager:
                 error = self._left(bound, sampling)
             if error is None:
                 continue
-            edits.mask_rw[bound.place] = -1  # its sample is discarded, and must be finite
+            edits.mask_rw[bound.device_row] = -1  # its sample is discarded, and must be finite
             if bound.is_ahead:
                 schedule.entered(bound.entered).cannot_sample()
             else:
@@ -161,18 +163,18 @@ class StructuredOutputManager:
 
     def batch(self, rows: list[ConstrainedRow]) -> GrammarBatch:
         """Return the grammars of the rows of a masked dispatch."""
-        return self._made.batch([bound.state for bound in rows], [bound.place for bound in rows])
+        return self._made.batch([bound.state for bound in rows], [bound.device_row for bound in rows])
 
     def accept_masked(self, rows: list[ConstrainedRow], batch: GrammarBatch, token_ids_r: I32) -> bool:
         """Advance grammars over the tokens of a masked step. Return False if a grammar rejects its token.
 
         The sequences get their tokens later, and then `fill_bitmasks` fails the request.
         """
-        token_ids = token_ids_r[[bound.place for bound in rows]].tolist()
+        token_ids = token_ids_r[[bound.device_row for bound in rows]].tolist()
         refused = batch.accept(token_ids)
-        for place in refused:
-            bound = rows[place]
-            self._refused[bound.sequence] = _not_accepted(bound.state, token_ids[place])
+        for index in refused:
+            bound = rows[index]
+            self._refused[bound.sequence] = _not_accepted(bound.state, token_ids[index])
         return not refused
 
     def fill(self, rows: list[ConstrainedRow], batch: GrammarBatch, mask_rw: I32) -> bool:
@@ -181,7 +183,7 @@ class StructuredOutputManager:
         Rows that are not in `rows` keep their masks: they have ended, and their samples are discarded.
         """
         is_sound = batch.fill(mask_rw)
-        num_words_r = np.count_nonzero(mask_rw[[bound.place for bound in rows]], axis=1)
+        num_words_r = np.count_nonzero(mask_rw[[bound.device_row for bound in rows]], axis=1)
         self.multi_step_policy.observe_forced_share(len(rows), int(np.count_nonzero(num_words_r == 1)))
         return is_sound and bool(num_words_r.all())
 
@@ -226,17 +228,17 @@ class StructuredOutputManager:
         edits, sequence, params = sampling.edits, bound.sequence, bound.group.request.sampling
         if edits is None or edits.mask_rw is None:
             return None
-        mask_w = edits.mask_rw[bound.place].copy()
+        mask_w = edits.mask_rw[bound.device_row].copy()
         if not mask_w.any():
             name = "structured_outputs" if params.allowed_token_ids is None else "allowed_token_ids"
             return _nothing_left(name, sequence)
         if edits.singles_rx is not None:
-            singles_x = edits.singles_rx[bound.place]
+            singles_x = edits.singles_rx[bound.device_row]
             is_meant_x = (singles_x["after"] == ANY_TOKEN) | (singles_x["after"] == sequence.token_ids[-1])
             _clear(mask_w, singles_x["ids"][is_meant_x & np.isneginf(singles_x["values"])])
             if not mask_w.any():
                 return _nothing_left("bad_words", sequence)
-        banned_x = sampling.rows_r["banned_token_ids_rx"][bound.place]
+        banned_x = sampling.rows_r["banned_token_ids_rx"][bound.device_row]
         _clear(mask_w, banned_x[banned_x != BEYOND_TOKENS])
         if not mask_w.any():  # min_tokens does not extend a text beyond its grammar
             banned_x[:] = BEYOND_TOKENS

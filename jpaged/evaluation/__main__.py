@@ -11,7 +11,7 @@ import sys
 from jpaged.config import shows_traces
 from jpaged.errors import InvalidArgument, JpagedError, describe_error
 
-_INSTALL = "the harness is missing: pip install 'jpaged[lm-eval]'"
+_INSTALL = "lm_eval is not installed: pip install 'jpaged[lm-eval]'"
 
 
 def main() -> int:

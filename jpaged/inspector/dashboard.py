@@ -130,17 +130,17 @@ class SnapshotBroadcaster:
         loads = engine.replica_loads()
         if loads == self._loads and now_s - self._looked_s < _QUIET_S:
             return
-        pictures = await self._pictures()
-        if pictures is None:
+        snapshots = await self._snapshots()
+        if snapshots is None:
             return
         self._loads, self._looked_s = loads, now_s
         async with self._writing:
-            self._newest = await asyncio.to_thread(self._writer.change, pictures)
+            self._newest = await asyncio.to_thread(self._writer.change, snapshots)
         self._broadcast()
 
-    async def _pictures(self) -> list[PoolSnapshot] | None:
+    async def _snapshots(self) -> list[PoolSnapshot] | None:
         """Return the next snapshots; None if the server ends."""
-        asked = [asyncio.wrap_future(one) for one in self._service.state.loaded().engine.inspector.pictures()]
+        asked = [asyncio.wrap_future(one) for one in self._service.state.loaded().engine.inspector.snapshots()]
         waiting: set[asyncio.Future[PoolSnapshot]] = set(asked)
         while waiting:
             _, waiting = await asyncio.wait(waiting, timeout=_QUIET_S)

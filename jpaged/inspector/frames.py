@@ -60,7 +60,7 @@ def pack_cells(picture: PoolSnapshot) -> U32:
     reserved = np.zeros(len(cells), bool)
     reserved[marks.reserved] = True
     cells[reserved & free] = BlockState.RESERVED
-    cells[marks.aside] = BlockState.ASIDE
+    cells[marks.withheld] = BlockState.ASIDE
     cells[0] = 0
     return cells
 

@@ -73,12 +73,14 @@ class Quantization:
         method: the method's name in the checkpoint, or the requested one if the model is quantized at load time.
         rules: regular expressions and formats; the first one found in a module's name applies. None is unquantized.
         has_output: the rules apply to the output matrix too, which is otherwise unquantized.
+        has_embedding: the rules apply to the embedding of tokens too; a tied one is also the output matrix.
         num_parts: parts that the model is split into; groups do not cross their boundaries.
     """
 
     method: str
     rules: tuple[tuple[str, MatrixFormat | None], ...]
     has_output: bool = False
+    has_embedding: bool = False
     num_parts: int = 1
 
     def split(self, num_parts: int) -> Quantization:

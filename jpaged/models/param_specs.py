@@ -273,7 +273,7 @@ def transpose(tensor: np.ndarray, leaf: np.ndarray) -> None:
 
 _SPLIT = frozenset({"heads", "feed_forward"})
 """Axes that are both contracted and split over devices."""
-_NEVER = frozenset({"bias", "scale", "sinks", "embedding"})
+_NEVER = frozenset({"bias", "scale", "sinks"})
 _CHOOSING = frozenset({"router", "score"})
 """Layers that score experts."""
 EXPERT_AXES = frozenset({"experts", "expert_parts"})
@@ -295,15 +295,19 @@ def contracted_axis(leaf: Leaf) -> int:
 def stored_formats(quantization: Quantization | None, leaf: Leaf) -> list[MatrixFormat | None]:
     """Return the format of each tensor of a leaf in the checkpoint; None is unquantized.
 
-    Routers, norms, biases and the embedding of tokens are never quantized.
+    Routers, norms, biases and embeddings of positions are never quantized.
     """
-    is_output = leaf.path[0] == "lm_head"
-    is_left = not _CHOOSING.isdisjoint(leaf.path) or (
-        leaf.path[-1] in _NEVER and not (is_output and leaf.path[-1] == "embedding")
-    )
-    if quantization is None or is_left or (is_output and not quantization.has_output):
+    is_left = leaf.path[-1] in _NEVER or not _CHOOSING.isdisjoint(leaf.path)
+    if quantization is None or is_left or not _applies(quantization, leaf):
         return [None] * len(leaf.tensors)
     return [quantization.get_format(get_module(name)) if len(shape) > 1 else None for name, shape in leaf.tensors]
+
+
+def _applies(quantization: Quantization, leaf: Leaf) -> bool:
+    """Return True if the rules apply to a leaf, of a layer or outside."""
+    if leaf.path[0] == "lm_head":
+        return quantization.has_output
+    return leaf.path[-1] != "embedding" or (leaf.path[0] == "embed" and quantization.has_embedding)
 
 
 def leaf_format(quantization: Quantization | None, leaf: Leaf) -> MatrixFormat | None:
@@ -312,11 +316,15 @@ def leaf_format(quantization: Quantization | None, leaf: Leaf) -> MatrixFormat |
     A matrix of matmuls is quantized if all its tensors are, in the same format; otherwise its tensors are dequantized.
     """
     first, *others = stored_formats(quantization, leaf)
-    is_product = leaf.path[-1] == "kernel" or leaf.path[0] == "lm_head"
-    if quantization is None or first is None or not is_product or any(form != first for form in others):
+    if quantization is None or first is None or not is_matrix(leaf) or any(form != first for form in others):
         return None
     axis = contracted_axis(leaf)
     return first.split(leaf.shape[axis], quantization.num_parts if leaf.axes[axis] in _SPLIT else 1)
+
+
+def is_matrix(leaf: Leaf) -> bool:
+    """Return True if rows are multiplied with a leaf, or gathered from it by token ids."""
+    return leaf.path[-1] == "kernel" or leaf.path[0] in ("lm_head", "embed")
 
 
 def is_uniform(quantization: Quantization | None, leaves: Sequence[Leaf]) -> bool:

@@ -20,10 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-
 from jpaged import errors, json_text
-from jpaged.checkpoints.hub import expand_home, find_local, read_config, read_json
+from jpaged.checkpoints.hub import choose_dtype, expand_home, find_local, read_config, read_json
 from jpaged.checkpoints.quantized.quantizer import quantized_here
 from jpaged.checkpoints.weights import read_head
 from jpaged.config import EngineConfig, child_environment, tpu_library
@@ -37,6 +35,7 @@ from jpaged.device.aot.topology import (
     find_topology,
 )
 from jpaged.device.kv_scales import kv_dtype
+from jpaged.device.linear import served_config
 from jpaged.device.mesh import build_mesh
 from jpaged.device.step_sizes import DeviceAttention
 from jpaged.engine.executor import Progress
@@ -75,7 +74,6 @@ def find_config(name: str) -> tuple[str, ModelConfig]:
     return known.name, known.config
 
 
-_SERVED = ("float32", "bfloat16")
 _GIB = 1 << 30
 
 
@@ -147,13 +145,11 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     num_parts = options.parallel.context_parallel_size
     num_sharing, notes = _num_devices([config] if draft is None else [config, draft], target, chosen, num_parts)
     num_devices = num_sharing * num_parts
-    dtype = options.model.dtype
-    if dtype == "auto":
-        dtype = config.checkpoint_dtype if config.checkpoint_dtype in _SERVED else "bfloat16"
-        if config.checkpoint_dtype not in (None, dtype):
-            notes.append(f"the checkpoint has dtype {config.checkpoint_dtype}: planned with --dtype {dtype}")
-    model = Model(config, np.dtype(dtype))
     mesh = build_mesh(_devices(target)[:num_devices], num_parts)
+    config = served_config(config, options.model.linear_backend, mesh)
+    dtype, reason = choose_dtype(options.model.dtype, config, target.platform)
+    notes += [] if reason is None else [reason]
+    model = Model(config, dtype)
     notes += DeviceAttention.on(model, options, mesh).reasons()
     deployment = compile_deployment(
         Models(model, None if draft is None else Model(draft, model.dtype)),
@@ -176,7 +172,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         target=target,
         num_devices=num_devices,
         num_context_parts=num_parts,
-        dtype=dtype,
+        dtype=model.dtype.name,
         kv_dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype).name,
         notes=tuple(notes),
         deployment=deployment,

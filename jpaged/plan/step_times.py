@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.checkpoints.hub import read_config
-from jpaged.checkpoints.names import num_params, weight_bytes
+from jpaged.checkpoints.names import embedding_bytes, num_params, weight_bytes
 from jpaged.device.aot.topology import GPUS, TOPOLOGIES, device_kind
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.hardware import HARDWARE, Hardware, find_hardware
@@ -180,7 +180,7 @@ class PlannedModel:
             num_params=num_params(config) - looked_up,
             num_layers=config.num_layers,
             query_width=config.query_width,
-            weight_bytes=self.weight_bytes * num_devices - looked_up * self.itemsize,
+            weight_bytes=self.weight_bytes * num_devices - (embedding_bytes(config, self.itemsize) if looked_up else 0),
             kv_bytes_per_token=self.bytes_per_block * num_devices / self.block_size,
             head_params=head_params,
             adapter_params=self.adapter_bytes * num_devices / self.itemsize,
@@ -336,7 +336,7 @@ def stored_shape(
         num_params=num_params(config) - looked_up,
         num_layers=config.num_layers,
         query_width=config.query_width,
-        weight_bytes=weight_bytes(config, item_bytes) - looked_up * item_bytes,
+        weight_bytes=weight_bytes(config, item_bytes) - (embedding_bytes(config, item_bytes) if looked_up else 0),
         kv_bytes_per_token=config.num_layers * config.kv_width * ITEM_BYTES.get(kv_dtype or "", item_bytes),
         head_params=head_params,
         **expert_shape(config),

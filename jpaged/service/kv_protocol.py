@@ -161,7 +161,7 @@ def get_header(
         num_kv_groups=transfer.num_kv_groups,
         token_ids=chain.token_ids[: leaving.num_blocks * size],
         num_found_tokens=num_found * size,
-        num_blocks=len(leaving.places),
+        num_blocks=len(leaving.positions),
         cache_salt=cache_salt,
         adapter=adapter_name,
         adapter_digest=b"" if adapter is None else adapter.matrices.digest,

@@ -202,7 +202,7 @@ class PrefillRole:
             for pieces in await self._workers.run(functools.partial(cut, leaving, part, leaving.chain.keys), _BIG):
                 yield pieces
                 model.role_counts.add(num_bytes_sent=sum(len(piece.contents) for piece in pieces))
-            model.role_counts.add(num_blocks_sent=len(leaving.get_places(part)))
+            model.role_counts.add(num_blocks_sent=len(leaving.get_positions(part)))
 
 
 class DecodeRole:

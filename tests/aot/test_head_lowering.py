@@ -64,7 +64,7 @@ def test_programs_with_a_head_lower_with_their_kernels(name: str, program: str) 
     states = abstract_states(step.draft)
     of_draft = keys, jax.ShapeDtypeStruct(states.shape, states.dtype)
     packing, rounds = forward_packing(NUM_TOKENS, geometry), SpeculatePacking.of(8, geometry)
-    last = jax.ShapeDtypeStruct((step.num_places,), np.int32)
+    last = jax.ShapeDtypeStruct((step.max_sample_rows,), np.int32)
     words, of_rounds = (jax.ShapeDtypeStruct((size,), np.int32) for size in (packing.size, rounds.size))
     features = jax.ShapeDtypeStruct((NUM_TOKENS, 3 * 4096), jnp.bfloat16)
     calls: dict[str, tuple[Any, tuple[Any, ...], int]] = {

@@ -111,7 +111,7 @@ def test_layers_on_a_tpu_find_the_lists_of_rows_made(options: dict[str, Any]) ->
         program = jax.make_jaxpr(functools.partial(step.packed_forward, packing=packing))(
             step.model.abstract_params("scan"),
             jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype),
-            jax.ShapeDtypeStruct((step.num_places,), np.int32),
+            jax.ShapeDtypeStruct((step.max_sample_rows,), np.int32),
             jax.ShapeDtypeStruct((packing.size,), np.int32),
         )
     (layers,) = (equation for equation in program.eqns if equation.primitive.name == "scan")
@@ -138,7 +138,7 @@ def test_a_step_lowers_with_its_attention_kernel(name: str, program: str) -> Non
     arguments = (
         step.model.abstract_params("scan"),
         jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype),
-        jax.ShapeDtypeStruct((step.num_places,), np.int32),
+        jax.ShapeDtypeStruct((step.max_sample_rows,), np.int32),
         jax.ShapeDtypeStruct((packing.size if program == "forward" else several.size,), np.int32),
     )
     forward = functools.partial(step.packed_forward, packing=packing)
@@ -174,7 +174,7 @@ def test_a_step_over_contexts_in_parts_lowers_with_each_devices_kernel(name: str
         text = export.export(jitted, platforms=[target.platform], disabled_checks=checks)(
             step.model.abstract_params("scan"),
             jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype),
-            jax.ShapeDtypeStruct((step.num_places,), np.int32),
+            jax.ShapeDtypeStruct((step.max_sample_rows,), np.int32),
             jax.ShapeDtypeStruct((packing.size,), np.int32),
         ).mlir_module()
     assert target.call in text
@@ -196,7 +196,7 @@ def test_a_lossy_step_lowers_with_a_second_pass_or_one_launch(name: str, num_mor
         arguments = (
             step.model.abstract_params("scan"),
             jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype),
-            jax.ShapeDtypeStruct((step.num_places,), np.int32),
+            jax.ShapeDtypeStruct((step.max_sample_rows,), np.int32),
             jax.ShapeDtypeStruct((packing.size,), np.int32),
         )
         jitted = jax.jit(functools.partial(step.packed_forward, packing=packing), donate_argnums=1)
@@ -229,7 +229,7 @@ def test_rounds_of_a_draft_model_lower_with_both_attention_kernels(name: str) ->
         step.model.abstract_params("scan"),
         draft.step.model.abstract_params("scan"),
         pools,
-        jax.ShapeDtypeStruct((step.num_places,), np.int32),
+        jax.ShapeDtypeStruct((step.max_sample_rows,), np.int32),
         jax.ShapeDtypeStruct((packing.size,), np.int32),
     )
     jitted = jax.jit(functools.partial(packed_speculate, step, packing=packing), donate_argnums=2)
@@ -252,7 +252,7 @@ def test_what_edits_and_tells_lowers_and_counts_in_place(name: str, program: str
     step = dataclasses.replace(step, sampler=choose_kernel(target.backend, 1, model.config.vocab_size))
     counts = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), step.abstract_counts(8))
     params = {key: tree for key, tree in step.model.abstract_params("scan").items() if key != "layers"}
-    hidden = jax.ShapeDtypeStruct((step.num_places + step.num_aux, 4096), model.dtype)
+    hidden = jax.ShapeDtypeStruct((step.max_sample_rows + step.num_aux, 4096), model.dtype)
     words = {name: jax.ShapeDtypeStruct((size,), np.int32) for name, size in NUM_WORDS.items()}
     singles = jax.ShapeDtypeStruct((8, NUM_SINGLES, 3), np.int32)
     mask = jax.ShapeDtypeStruct((8, num_mask_words(model.config.vocab_size)), np.int32)
@@ -302,7 +302,7 @@ def test_a_step_with_adapters_lowers_and_multiplies_with_all_of_them_at_once(for
             exported = export.export(jitted, platforms=[target.platform], disabled_checks=checks)(
                 shapes,
                 jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype),
-                jax.ShapeDtypeStruct((step.num_places,), np.int32),
+                jax.ShapeDtypeStruct((step.max_sample_rows,), np.int32),
                 jax.ShapeDtypeStruct((packing.size,), np.int32),
             )
         return exported.mlir_module()
@@ -317,11 +317,11 @@ def test_a_step_with_adapters_lowers_and_multiplies_with_all_of_them_at_once(for
 def test_a_slot_is_filled_in_place() -> None:
     model = Model(KNOWN_MODELS["llama-3-8b"].config, jnp.dtype("bfloat16"))
     mesh, room = build_mesh(jax.devices()[:1]), AdapterRoom(8, 16)
-    by_place, one = (room.shapes(model, "loop", mesh, has_slots=has_slots) for has_slots in (True, False))
+    by_path, one = (room.shapes(model, "loop", mesh, has_slots=has_slots) for has_slots in (True, False))
     index = jax.ShapeDtypeStruct((), np.int32)
     arguments = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
-        (list(by_place.values()), index, list(one.values())),
+        (list(by_path.values()), index, list(one.values())),
     )
     with on(TARGETS["h200"]):
         text = export.export(jax.jit(fill_slot, donate_argnums=0), platforms=["cuda"])(*arguments).mlir_module()

@@ -16,6 +16,9 @@ from jpaged.checkpoints import hub
 from jpaged.checkpoints.orbax import MANIFEST_FILE, PARAMS_FOLDER
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
+from jpaged.hardware import multiplies_bfloat16
+from jpaged.models.config import ModelConfig
+from jpaged.models.hf_config import from_hf
 from jpaged.plan.compilation import find_config
 from tests.models.tiny import tiny_case, write_checkpoint
 
@@ -151,3 +154,78 @@ def test_a_fingerprint_of_orbax_is_of_its_arrays(tmp_path: Path) -> None:
         (tmp_path / name / PARAMS_FOLDER / "d" / "0").write_bytes(content)
     found = [hub.fingerprint(tmp_path / name) for name in ("mine", "other", "again")]
     assert found[0] == found[2] != found[1]
+
+
+def config_in(dtype: str | None) -> ModelConfig:
+    """A config that has this type."""
+    return from_hf({**tiny_case("qwen3").config, "torch_dtype": dtype})
+
+
+@pytest.mark.parametrize(
+    ("chosen", "stored", "on_cpu", "on_old_cpu", "on_gpu"),
+    [
+        ("auto", "bfloat16", "bfloat16", "float32", "bfloat16"),
+        ("auto", "float16", "bfloat16", "float32", "bfloat16"),
+        ("auto", "float32", "float32", "float32", "float32"),
+        ("auto", None, "float32", "float32", "bfloat16"),
+        ("float", "bfloat16", "float32", "float32", "float32"),
+        ("float32", "bfloat16", "float32", "float32", "float32"),
+        ("bfloat16", "float32", "bfloat16", "bfloat16", "bfloat16"),
+    ],
+)
+def test_the_data_type_is_the_checkpoints_if_the_processor_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, chosen: str, stored: str | None, on_cpu: str, on_old_cpu: str, on_gpu: str
+) -> None:
+    config = config_in(stored)
+    for platform, has_bfloat16, want in (("cpu", True, on_cpu), ("cpu", False, on_old_cpu), ("gpu", False, on_gpu)):
+        monkeypatch.setattr(hub, "multiplies_bfloat16", lambda has_bfloat16=has_bfloat16: has_bfloat16)
+        dtype, reason = hub.choose_dtype(chosen, config, platform, Path("folder"))
+        assert dtype.name == want
+        # The reason is given exactly if the type is not the checkpoint's, or the user's.
+        assert (reason is None) == (chosen != "auto" or stored in (None, want))
+
+
+def test_another_data_type_than_the_checkpoints_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "multiplies_bfloat16", lambda: False)
+    _, reason = hub.choose_dtype("auto", config_in("bfloat16"), "cpu")
+    assert reason == (
+        "dtype float32, not bfloat16 as in the checkpoint: this processor has neither AVX512_BF16 nor AMX"
+    )
+    _, reason = hub.choose_dtype("auto", config_in("float16"), "tpu")
+    assert reason == "dtype bfloat16, not float16 as in the checkpoint, which is not supported"
+
+
+@pytest.mark.parametrize("chosen", ["half", "float16"])
+def test_a_data_type_that_was_chosen_and_is_not_supported_is_an_error(chosen: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"dtype: is {chosen}; weights and activations must be float32 or bfl"):
+        hub.choose_dtype(chosen, config_in("float16"), "gpu")
+
+
+def test_the_packaged_models_are_float32_on_every_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "multiplies_bfloat16", lambda: True)
+    for name in (hub.DEMO, hub.DEMO_DRAFT):
+        folder = hub.find_folder(name)
+        config = hub.read_config(folder)
+        assert [
+            hub.choose_dtype(*how, folder)[0].name for how in (("auto", config, "cpu"), ("auto", config, "tpu"))
+        ] == [
+            "float32",
+            "bfloat16",
+        ]
+        assert hub.choose_dtype("bfloat16", config, "cpu", folder)[0].name == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "has"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16 sse", True),
+        ("processor: 0\nflags\t: amx_bf16\nflags\t:", True),
+        ("flags\t: fpu avx512f avx512_vnni\nvmx flags: avx512_bf16", False),
+        ("Features\t: asimd bf16", False),
+        ("", False),
+    ],
+)
+def test_the_features_of_the_processor_are_those_that_the_system_lists(tmp_path: Path, flags: str, has: bool) -> None:
+    (tmp_path / "cpuinfo").write_text(flags)
+    assert multiplies_bfloat16(tmp_path / "cpuinfo") == has
+    assert not multiplies_bfloat16(tmp_path / "missing")

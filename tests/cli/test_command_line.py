@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.cli.main import COMMANDS, _with_dashes, main, make_parser
+from jpaged.cli.main import COMMANDS, _normalized, main, make_parser
 from jpaged.cli.options import config_from, sampling_from, to_flag
 from jpaged.cli.startup import StartupReport
 from jpaged.config import SECTIONS, EngineConfig, iter_options
@@ -48,7 +48,7 @@ def test_every_option_has_a_flag(name, spec, spelling):
         words = [f"{flag}={word}"] if spelling == "equals" else [flag, word]
     for others in (others for others in TOGETHER if name in others):
         words += [word for other in others.keys() - {name} for word in (to_flag(other), others[other])]
-    arguments = make_parser().parse_args(_with_dashes(["serve", *words]))
+    arguments = make_parser().parse_args(_normalized(["serve", *words]))
     config = config_from(arguments)
     sections = [getattr(config, section) for section in SECTIONS]
     assert [getattr(section, name) for section in sections if name in dataclasses.asdict(section)] == [value]
@@ -86,6 +86,44 @@ def test_underscores_reach_the_flag_and_not_its_value(capsys):
 
 def test_keys_of_json_are_named_as_they_are_given():
     assert to_flag("kv_transfer_config.kv_connector") == "--kv-transfer-config.kv_connector"
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (
+            "--kv-transfer-config.kv_connector A_B --kv_transfer_config.kv_connector_module_path=c.d",
+            {"kv_connector": "A_B", "kv_connector_module_path": "c.d"},
+        ),
+        (
+            "--kv-transfer-config.kv_connector_extra_config.dir /m --kv-transfer-config.kv_connector_extra_config.n 9 "
+            "--kv-transfer-config.kv_connector_extra_config.deep.is_on true -- model",
+            {"kv_connector_extra_config": {"dir": "/m", "n": 9, "deep": {"is_on": True}}},
+        ),
+    ],
+)
+def test_keys_of_json_may_be_flags_as_in_vllm(words, value):
+    arguments = make_parser().parse_args(_normalized(["serve", *words.split()]))
+    assert json.loads(arguments.config_kv_transfer_config) == value
+    assert arguments.model == ("model" if "model" in words.split() else None)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--speculative-config.method", "--speculative-config.method: has no value"),
+        ("--speculative-config.method a --speculative-config.method=b", "--speculative-config.method: is given twice"),
+        (
+            "--speculative-config.a 1 --speculative-config.a.b 2",
+            "--speculative-config.a.b: conflicts with a value",
+        ),
+        ("--speculative-config.a 1 --speculative-config {}", "--speculative-config: is given as a JSON object and as"),
+        ("--kv-transfer-config.kv_conector a", "--kv-transfer-config.kv_conector: is unknown: must be one of"),
+    ],
+)
+def test_keys_of_json_are_given_once(words, problem, capsys):
+    assert main(["serve", *words.split()]) == 2
+    assert problem in capsys.readouterr().err
 
 
 def test_no_flag_is_the_default_configuration():

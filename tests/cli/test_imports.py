@@ -14,6 +14,7 @@ import pytest
 
 from jpaged.cli.help import get_commands
 from jpaged.cli.main import COMMANDS, load, main, make_parser
+from jpaged.version import __version__
 from tests.server.harness import running
 
 WITHOUT_MODEL = [
@@ -66,12 +67,12 @@ def imported_by(*words: str) -> set[str]:
     return set(line.split())
 
 
-@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--version"], ["help"]])
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--version"], ["help"], ["completion", "bash"]])
 def test_the_help_and_the_version_import_no_package_and_no_command(words: list[str]) -> None:
     imported = imported_by(*words)
     assert {name.partition(".")[0] for name in imported} & PACKAGES == set()
     own = {"jpaged", "jpaged.version", "jpaged.__main__", "jpaged.errors"}
-    own |= {f"jpaged.{name}" for name in ("cli", "cli.main", "cli.help")}
+    own |= {f"jpaged.{name}" for name in ("cli", "cli.main", "cli.help", "cli.completion")}
     assert {name for name in imported if name.partition(".")[0] == "jpaged"} <= own
 
 
@@ -116,8 +117,12 @@ class TestOptionalParts:
             monkeypatch.setitem(sys.modules, name, None)
 
     def test_the_command_of_a_missing_part_names_its_extra(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """The full package, that is: an extra has none of its own modules."""
         assert main(["bench", "serve"]) == 1
-        assert capsys.readouterr().err.endswith(" is not installed: pip install 'jpaged[bench]'\n")
+        assert capsys.readouterr().err == (
+            "jpaged bench: this installation was built without `jpaged bench`; for the full package: "
+            f"pip install --force-reinstall --no-deps jpaged=={__version__}\n"
+        )
 
     def test_the_help_lists_every_command_and_completion_those_that_are_installed(
         self, capsys: pytest.CaptureFixture[str]
@@ -137,3 +142,11 @@ def test_a_missing_package_of_an_extra_is_named() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     expected = "jpaged bench: httpx2 is not installed: pip install 'jpaged[bench]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
+
+
+def test_a_command_names_the_missing_part_that_it_needs() -> None:
+    program = "import sys; sys.modules['jpaged.plan'] = None\nfrom jpaged.cli.main import main\n"
+    program += "sys.exit(main(['bench', 'simulate']))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("jpaged bench: this installation was built without `jpaged plan`; for the full")

@@ -19,12 +19,14 @@ from jpaged.checkpoints.weights import load_params
 from jpaged.config import EngineConfig
 from jpaged.device.compilation.lowering import abstract_serving
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.linear import choose_activation_dtype, choose_linear_backend, pack_params
+from jpaged.device.linear import choose_activation_dtype, choose_linear_backend, pack_params, served_config
 from jpaged.device.mesh import build_mesh, replicated, serving_mesh
 from jpaged.engine.executor import Detail
 from jpaged.errors import Unsupported
 from jpaged.kernels import matmul
 from jpaged.kernels.cpu import build, library
+from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.models.config import Quantization
 from jpaged.models.hf_config import from_hf
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
@@ -81,6 +83,20 @@ def test_rows_are_rounded_for_matrices_of_integers() -> None:
         assert choose_activation_dtype("auto", "cpu", config) == "model"
         with pytest.raises(Unsupported, match="int8 cannot run here: the model has no quantized matrices"):
             choose_activation_dtype("int8", "cpu", config)
+
+
+def test_an_embedding_stays_quantized_where_it_is_multiplied_so() -> None:
+    config, groups = tiny_model.model().config, MatrixFormat("int8", 8)
+    of_groups, of_rows, without = (
+        dataclasses.replace(config, quantization=Quantization("gguf", (("", form),), has_embedding=has_embedding))
+        for form, has_embedding in ((groups, True), (MatrixFormat("int8"), True), (groups, False))
+    )
+    one, split = serving_mesh(1), build_mesh(jax.devices()[:2])
+    assert served_config(of_groups, "auto", one) is of_groups
+    assert served_config(of_groups, "xla", one) == without
+    assert served_config(of_groups, "auto", split) == without
+    assert served_config(of_rows, "xla", split) is of_rows
+    assert served_config(config, "auto", one) is config
 
 
 def test_without_the_library_xla_multiplies(no_library: None) -> None:
@@ -212,6 +228,15 @@ def test_nor_in_one_of_a_model_of_fewer_bits(layout: str, dtype: str, tmp_path: 
     write_quantized(tiny, written, tmp_path)
     model = Model(read_config(tmp_path), np.dtype(jnp.dtype(dtype)))
     check_bits_of(model, load_params(model, tmp_path, "loop"), tiny.prompt()[:16], 16, (1, 4, 11))
+
+
+@pytest.mark.long
+def test_nor_in_one_of_a_model_whose_embedding_is_quantized(tmp_path: Path) -> None:
+    tiny = tiny_case("llama3_tied")
+    config = quantized_here(from_hf(tiny.config), "int4-all")
+    model = Model(config, np.dtype(jnp.bfloat16))
+    params = load_params(model, write_checkpoint(tiny, tmp_path), "loop")
+    check_bits_of(model, params, tiny.prompt()[:16], 16, (1, 4, 11))
 
 
 @pytest.mark.parametrize(

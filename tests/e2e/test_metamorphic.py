@@ -13,6 +13,7 @@ import pytest
 from jpaged.llm import LLM
 from jpaged.types import CompletionOutput, SamplingParams
 from tests.e2e.rig import assert_same, engine_of, generate, open_llm, random_prompts, write_model
+from tests.models.tiny import tiny_case, write_checkpoint
 
 PROMPTS = random_prompts([1, 2, 3, 5, 8, 13, 16, 17, 20, 24, 31, 32, 33, 40, 47, 48], seed=7)
 MAX_MODEL_LEN = 96
@@ -108,6 +109,30 @@ def test_steps_without_overlap_change_nothing(folder: Path, alone: list[Completi
     with open_llm(folder, num_blocks=ENOUGH_BLOCKS, overlap=False, **OPTIONS) as llm:
         assert_same(generate(llm, PROMPTS, PARAMS), alone)
         assert_same([generate(llm, [PROMPTS[4]], PARAMS[4])[0]], alone[4:5])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "mode", "num_blocks"), [("gemma3", "recompute", 24), ("qwen3_tied", "swap", 10)])
+def test_company_and_preemption_change_nothing_in_bfloat16(
+    tmp_path: Path, name: str, mode: str, num_blocks: int
+) -> None:
+    """What is computed again is rounded as before: not a bit of a log-probability changes."""
+    folder = write_checkpoint(tiny_case(name), tmp_path)
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "block_size": 8, "max_model_len": 64}
+    prompts, how = PROMPTS[4:12], PARAMS[4:12]
+    with open_llm(folder, num_blocks=num_blocks, dtype="bfloat16", preemption_mode=mode, **sizes) as llm:
+        alone = [generate(llm, [prompt], one)[0] for prompt, one in zip(prompts, how, strict=True)]
+        assert engine_of(llm).load().num_preemptions == 0
+        assert_same(generate(llm, prompts[::-1], how[::-1]), alone[::-1], atol=0.0)
+        assert engine_of(llm).load().num_preemptions >= 2
+    assert len({completion.token_ids for completion in alone}) == len(alone)
+
+
+@pytest.mark.long
+def test_larger_chunks_change_nothing_in_bfloat16(folder: Path) -> None:
+    options = {**OPTIONS, "dtype": "bfloat16", "num_blocks": ENOUGH_BLOCKS}
+    with open_llm(folder, **options) as small, open_llm(folder, **{**options, "max_num_batched_tokens": 32}) as large:
+        assert_same(generate(large, PROMPTS, PARAMS), generate(small, PROMPTS, PARAMS), atol=0.0)
 
 
 @pytest.mark.long

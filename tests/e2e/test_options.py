@@ -150,7 +150,7 @@ def test_dtype_is_that_of_weights_and_pool(base: LLM, folder: Path) -> None:
         assert engine_of(llm).geometry.bytes_per_block * 2 == engine_of(base).geometry.bytes_per_block
     assert 1e-4 < abs(exact - rounded) < 0.2
     with open_llm(folder, dtype="auto", **BASE) as llm:
-        assert llm.config.model.dtype == "float32"  # on a CPU
+        assert llm.config.model.dtype == "float32"  # the config has none
 
 
 @pytest.mark.long

@@ -45,7 +45,7 @@ class Guesses:
             guess[place] = (guess[place] + 1) % self._vocab_size
         return guess[:limit]
 
-    def forget(self, sequence_key: int) -> None:
+    def remove(self, sequence_key: int) -> None:
         del self._generated[sequence_key]
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from jpaged.engine import engine
 from jpaged.errors import AlreadyExists, DeadlineExceeded, InternalError, QueueFull, RequestTooLong, Unavailable
 from jpaged.testing import ByteTokenizer, FakeExecutor, Faults, expected_tokens
-from jpaged.types import FinishReason, Prompt, RequestTimes, SamplingParams
+from jpaged.types import FinishReason, Prompt, Request, RequestTimes, SamplingParams
 from tests.engine.harness import Harness
 
 
@@ -492,3 +493,19 @@ def test_a_step_that_hangs_is_seen_though_all_its_requests_were_dropped():
     h.executor.faults.release()
     step.join()
     assert h.engine.load().seconds_since_progress == 0.0
+
+
+def test_the_end_waits_for_a_step_that_takes_long(monkeypatch):
+    monkeypatch.setattr(engine, "_JOIN_S", 0.01)
+    monkeypatch.setattr(engine, "_ABANDONED_JOIN_S", 0.0)
+    h = Harness(executor=FakeExecutor())
+    h.executor.faults.hold_after(1)
+    is_held = threading.Event()
+    h.engine.start()
+    h.engine.submit(Request("a", (1, 2), SamplingParams(max_tokens=9)), lambda event: is_held.set())
+    assert is_held.wait(60)
+    releases = []
+    monkeypatch.setattr(h.executor, "shutdown", lambda: releases.append(h.executor.faults.gate.is_set()))
+    threading.Timer(0.1, h.executor.faults.release).start()
+    h.engine.stop()
+    assert releases == [True]

@@ -87,7 +87,8 @@ def test_much_that_is_new_is_collected(monkeypatch):
     monkeypatch.setattr(engine, "_MAX_NEW", 300)
     with collected_between_steps:
         gc.collect()
-        knot, kept = weakref.ref(Knot()), [[] for _ in range(400)]
+        knot = weakref.ref(Knot())
+        kept: list[list[int]] = [[] for _ in range(400)]
         collect_if_due(SchedulerOutput(), None)  # type: ignore[arg-type]
         assert knot() is None and len(kept) == 400
 

@@ -28,7 +28,7 @@ KINDS = {
 
 def picture_of(h: Harness) -> Any:
     loop = h.engine._loop
-    return loop.snapshotter.picture(loop.stats.snapshot(0))
+    return loop.snapshotter.snapshot(loop.stats.snapshot(0))
 
 
 class LimitedLife(Life):
@@ -68,13 +68,13 @@ class Watcher:
         self.look()
 
     def look(self) -> None:
-        picture = picture_of(self.h)
-        for one in picture.happenings:
+        snapshot = picture_of(self.h)
+        for one in snapshot.happenings:
             assert one.number not in self.numbers
             self.numbers.add(one.number)
             self.happened[one.kind] += 1
             self.counted[one.kind] += one.count
-        frame = self.writer.change([picture])
+        frame = self.writer.change([snapshot])
         if self.misses and self.random.random() < 0.3:  # of a frame that is missed the next change says nothing
             return
         if frame.base != self.reader.number:

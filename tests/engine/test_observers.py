@@ -36,7 +36,7 @@ def test_features_observe_results_in_a_fixed_order():
 def test_an_inspector_observes_only_while_it_is_on():
     h = Harness()
     loop = h.engine._loop
-    loop.snapshotter.picture(loop.stats.snapshot(0))
+    loop.snapshotter.snapshot(loop.stats.snapshot(0))
     assert owners(loop.observers.on_scheduled) == ["PoolSnapshotter"]
     loop.snapshotter._until_s = -1.0
     h.submit("a", [1, 2, 3], max_tokens=2)

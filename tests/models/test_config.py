@@ -419,6 +419,7 @@ def test_keys_that_restate_what_a_family_computes_change_nothing() -> None:
         ({"sliding_window": 0}, {"sliding_window": 64}),
         ({"use_sliding_window": False}, {"use_sliding_window": True}),
         ({"n_layer": 3}, {"n_layer": 4}),
+        ({"num_nextn_predict_layers": 0}, {"num_nextn_predict_layers": 1}),
         ({"position_embedding_type": "rope"}, {"position_embedding_type": "absolute"}),
         ({"embedding_multiplier": 1}, {"embedding_multiplier": 12.0}),
         ({"use_parallel_residual": False}, {"use_parallel_residual": 0}),

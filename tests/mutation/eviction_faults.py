@@ -20,29 +20,29 @@ EVICTION_FAULTS = (
     Fault(
         "a forgotten free block stays an eviction candidate",
         "kv_cache/eviction/free_list.py",
-        "        if place in self._ranked:\n            self._ranked.remove(place)\n"
-        "            self._policy.on_acquire(place)\n            self._blank[place] = None\n",
+        "        if slot in self._ranked:\n            self._ranked.remove(slot)\n"
+        "            self._policy.on_acquire(slot)\n            self._blank[slot] = None\n",
         "",
         POLICIES,
     ),
     Fault(
         "a block is evicted before its children",
         "kv_cache/eviction/cost_aware.py",
-        "                if self._blocks[place].entry.key not in self._num_followers:\n",
-        "                if place in self._blocks:\n",
+        "                if self._blocks[slot].entry.key not in self._num_followers:\n",
+        "                if slot in self._blocks:\n",
         POLICIES,
     ),
     Fault(
         "a skipped block is never a candidate again",
         "kv_cache/eviction/cost_aware.py",
-        "            heapq.heappush(self.ripe, (self.passed[place], place))",
+        "            heapq.heappush(self.ripe, (self.passed[slot], slot))",
         "            pass",
         POLICIES,
     ),
     Fault(
         "a merge of old buckets loses their skipped blocks",
         "kv_cache/eviction/cost_aware.py",
-        "            self.passed[place] = freed_at\n            moved",
+        "            self.passed[slot] = freed_at\n            moved",
         "            moved",
         POLICIES,
     ),
@@ -63,7 +63,7 @@ EVICTION_FAULTS = (
     Fault(
         "evicted blocks are remembered without a limit",
         "kv_cache/eviction/cost_aware.py",
-        "            if len(self._gone) > self._num_places:\n",
+        "            if len(self._gone) > self._num_slots:\n",
         "            if not self._gone:\n",
         POLICIES,
     ),
@@ -91,7 +91,7 @@ EVICTION_FAULTS = (
     Fault(
         "the policy is not notified that a free block is reused",
         "kv_cache/eviction/free_list.py",
-        "            self._policy.on_acquire(place)\n        else:\n",
+        "            self._policy.on_acquire(slot)\n        else:\n",
         "        else:\n",
         MEMORY,
     ),
@@ -154,14 +154,14 @@ EVICTION_FAULTS = (
     Fault(
         "host memory does not report evictions to its policy",
         "kv_cache/offload/host.py",
-        "                self._ranked.evicted(home)\n",
+        "                self._ranked.evicted(host_block_id)\n",
         "                pass\n",
         MEMORY,
     ),
     Fault(
         "host memory stores blocks that its policy does not know",
         "kv_cache/offload/host.py",
-        "            self._ranked.enter(home, entry)\n",
+        "            self._ranked.enter(host_block_id, entry)\n",
         "            pass\n",
         MEMORY,
     ),

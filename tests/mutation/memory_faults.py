@@ -271,7 +271,7 @@ MEMORY_FAULTS = (
     Fault(
         "a gap in the window does not end a prefix",
         "kv_cache/prefix_cache.py",
-        "            num_blocks = place\n    return",
+        "            num_blocks = index\n    return",
         "            pass\n    return",
         WINDOWS,
     ),

@@ -1,4 +1,4 @@
-"""Plants faults into the engine, its disk, KV events, servers and kernels, and sees that their quick tests turn red.
+"""Plants faults into the engine, its disk, KV events, servers and kernels, and sees that their tests turn red.
 
 python -m tests.mutation.plant [engine | blocks | events | roles | gpu | triton | product]
 python -m tests.mutation.plant --table
@@ -72,6 +72,7 @@ BEDS = {
         left_out=(),
         words=lambda fault: ["tests/kernels/test_paged_attention_gpu.py", "-k", " or ".join(fault.tests)],
         faults=GPU_FAULTS,
+        suite="long",  # interpreted kernels take seconds a case
     ),
     "triton": Bed(
         sources=f"{_ATTENTION}/triton",
@@ -79,6 +80,7 @@ BEDS = {
         left_out=(),
         words=lambda fault: ["tests/kernels/triton", "-k", " or ".join(f"({name})" for name in fault.tests)],
         faults=TRITON_FAULTS,
+        suite="long",  # interpreted kernels take seconds a case
     ),
     "product": Bed(
         sources="jpaged/kernels/matmul/triton",
@@ -92,9 +94,9 @@ BEDS = {
 
 def table() -> str:
     """Return the rows of all faults, with the tests that must notice each, in Markdown."""
-    head = ["| part | fault | file | tests that must fail |", "|---|---|---|---|"]
+    head = ["| part | fault | file | tests that must fail | suite |", "|---|---|---|---|---|"]
     rows = [
-        f"| {name} | {fault.name} | `{fault.path}` | {', '.join(f'`{test}`' for test in fault.tests)} |"
+        f"| {name} | {fault.name} | `{fault.path}` | {', '.join(f'`{test}`' for test in fault.tests)} | {bed.suite} |"
         for name, bed in BEDS.items()
         for fault in bed.faults
     ]

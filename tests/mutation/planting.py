@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tests.forking import PYTEST, forks
 
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 _SUMMARY = "short test summary info"
 """What pytest puts above the names of tests that failed."""
+_MARKERS = {"quick": "not long and not deep", "long": "not deep"}
 _HUNG_S = 300.0
 """Tests that take so long hang, which nobody would wait for: a fault has to make them fail."""
 
@@ -72,6 +74,7 @@ class Bed:
         left_out: folders of either that the tests can do without.
         words: pytest's arguments that choose the tests of a fault.
         faults: what is planted.
+        suite: "quick" or "long": the tests that run, those of `make test` alone or with those of `make test-long`.
     """
 
     sources: str
@@ -79,6 +82,7 @@ class Bed:
     left_out: tuple[str, ...]
     words: Callable[[Fault], list[str]]
     faults: tuple[Fault, ...]
+    suite: Literal["quick", "long"] = "quick"
 
     @property
     def no_fault(self) -> Fault:
@@ -105,7 +109,7 @@ class Bed:
             for name in ("tests/conftest.py", "tests/choosing.py", "pyproject.toml"):
                 shutil.copy(ROOT / name, copy / name)
             (copy / self.sources / fault.path).write_text(self.faulty(fault))
-            words = ["-q", "-x", "-m", "not long and not deep", "-p", "no:cacheprovider", *self.words(fault)]
+            words = ["-q", "-x", "-m", _MARKERS[self.suite], "-p", "no:cacheprovider", *self.words(fault)]
             ended = forks().run(PYTEST, words, copy, _HUNG_S)
         if ended.code is None:
             return Outcome(fault, None, None, f"no end after {_HUNG_S:g} s", time.monotonic() - begin)

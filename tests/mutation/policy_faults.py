@@ -240,7 +240,7 @@ POLICY_FAULTS = (
     Fault(
         "a moved row keeps the block table of the removed row",
         "scheduler/decode_batch.py",
-        "            self._block_tables_gsm[:, place] = self._block_tables_gsm[:, last]\n",
+        "            self._block_tables_gsm[:, row] = self._block_tables_gsm[:, last]\n",
         "",
         LIVES,
     ),
@@ -469,7 +469,7 @@ POLICY_FAULTS = (
     Fault(
         "a tenant whose counter was dropped starts at zero",
         "scheduler/policies.py",
-        "self._forgotten = max(self._forgotten, self._served.pop(tenant))",
+        "self._highest_dropped = max(self._highest_dropped, self._served.pop(tenant))",
         "self._served.pop(tenant)",
         POLICIES,
     ),

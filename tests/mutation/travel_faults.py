@@ -26,7 +26,7 @@ TRAVEL_FAULTS = (
     Fault(
         "an export is read before its copy to host memory completes",
         "kv_cache/offload/transfer.py",
-        "        self._tiers.host.on_transfers_done(homes, lambda: self._staged(part))",
+        "        self._tiers.host.on_transfers_done(host_block_ids, lambda: self._staged(part))",
         "        self._staged(part)",
         TRAVELS,
     ),
@@ -47,8 +47,8 @@ TRAVEL_FAULTS = (
     Fault(
         "an export reads staged blocks instead of cached host blocks",
         "kv_cache/offload/transfer.py",
-        "part.homes = [home or next(free) for home in part.homes]",
-        "part.homes = [next(free, home) for home in part.homes]",
+        "part.host_block_ids = [host_block_id or next(free) for host_block_id in part.host_block_ids]",
+        "part.host_block_ids = [next(free, host_block_id) for host_block_id in part.host_block_ids]",
         TRAVELS,
     ),
     Fault(
@@ -75,8 +75,8 @@ TRAVEL_FAULTS = (
     Fault(
         "an import inserts a block under its neighbor's key",
         "kv_cache/offload/transfer.py",
-        "return group_block_hash(self.keys[place.index], place.kv_group)",
-        "return group_block_hash(self.keys[max(0, place.index - 1)], place.kv_group)",
+        "return group_block_hash(self.keys[position.index], position.kv_group)",
+        "return group_block_hash(self.keys[max(0, position.index - 1)], position.kv_group)",
         TRAVELS,
     ),
     Fault(

@@ -88,7 +88,26 @@ def add_hardware_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_output_json(parser: argparse.ArgumentParser) -> None:
+def add_simulated_engine_flags(
+    group: argparse._ActionsContainer, *, max_num_seqs: int, max_num_batched_tokens: int, block_size: int
+) -> None:
+    """Add flags for the scheduler and the KV cache of a simulated engine, with these defaults."""
+    for name, default, what in (
+        ("max-num-seqs", max_num_seqs, "maximum number of sequences per step"),
+        ("max-num-batched-tokens", max_num_batched_tokens, "maximum number of tokens per step"),
+        ("block-size", block_size, "tokens per KV block"),
+        ("num-host-blocks", 0, "host KV blocks of each engine, for swapping and for blocks evicted from the device"),
+    ):
+        group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: {default})")
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="reuse the KV blocks of shared prefixes (default: on)",
+    )
+
+
+def add_output_json(parser: argparse._ActionsContainer) -> None:
     """Add the flag for the result file."""
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the results to this file")
 
@@ -160,6 +179,11 @@ def _latencies(result: Mapping[str, Any], metrics: Sequence[str]) -> Table:
         cells = [f"{result[f'{word}_{name}_ms']:.2f}" for word in words]
         table.add_row(name.upper(), *cells)
     return table
+
+
+def format_value(value: float | str | None) -> str:
+    """Return a cell of a table of simulated results: four digits of a float, and - for None."""
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _text(key: str, value: float) -> str:

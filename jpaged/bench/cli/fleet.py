@@ -15,7 +15,13 @@ from rich.table import Table
 
 from jpaged import json_text
 from jpaged.bench import results
-from jpaged.bench.cli.flags import add_output_json, require_range, require_writable
+from jpaged.bench.cli.flags import (
+    add_output_json,
+    add_simulated_engine_flags,
+    format_value,
+    require_range,
+    require_writable,
+)
 from jpaged.config import EvictionPolicyName
 from jpaged.errors import InvalidArgument
 from jpaged.plan.cli import prices_from
@@ -97,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     group.add_argument("--plot", type=Path, metavar="FILE", help="plot the day (.png)")
-    add_output_json(group)  # type: ignore[arg-type]  # a group takes arguments as a parser does
+    add_output_json(group)
 
 
 def _add_fleet_flags(parser: argparse.ArgumentParser) -> None:
@@ -142,35 +148,12 @@ def _add_replica_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-model-len", type=int, default=8192, metavar="TOKENS", help="maximum length of a sequence (default: 8192)"
     )
-    group.add_argument(
-        "--max-num-seqs", type=int, default=128, metavar="N", help="maximum number of sequences per step (default: 128)"
-    )
-    group.add_argument(
-        "--max-num-batched-tokens",
-        type=int,
-        default=2048,
-        metavar="N",
-        help="maximum number of tokens per step (default: 2048)",
-    )
-    group.add_argument("--block-size", type=int, default=64, metavar="N", help="tokens per KV block (default: 64)")
-    group.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="reuse the KV blocks of shared prefixes (default: on)",
-    )
+    add_simulated_engine_flags(group, max_num_seqs=128, max_num_batched_tokens=2048, block_size=64)
     group.add_argument(
         "--eviction-policy",
         choices=get_args(EvictionPolicyName),
         default="auto",
         help="eviction order of cached blocks (default: auto)",
-    )
-    group.add_argument(
-        "--num-host-blocks",
-        type=int,
-        default=0,
-        metavar="N",
-        help="host KV blocks per replica, for blocks evicted from the device (default: 0)",
     )
 
 
@@ -488,14 +471,10 @@ def _table(runs: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(one["router"], justify="right")
     for key in _ROWS:
         if any(one.get(key) is not None for one in runs):
-            table.add_row(key.replace("_", " "), *(_shown(one.get(key)) for one in runs))
+            table.add_row(key.replace("_", " "), *(format_value(one.get(key)) for one in runs))
     for key in runs[0]["interruptions"]:
         if any(one["interruptions"][key] for one in runs) and any(
             one["interruptions"]["num_failures"] + one["interruptions"]["num_drains"] for one in runs
         ):
-            table.add_row(key.replace("_", " "), *(_shown(one["interruptions"][key]) for one in runs))
+            table.add_row(key.replace("_", " "), *(format_value(one["interruptions"][key]) for one in runs))
     return table
-
-
-def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

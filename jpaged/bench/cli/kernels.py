@@ -137,7 +137,8 @@ def _draw(found: Sequence[Measurement], title: str, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InvalidArgument("plot", f"a plot requires matplotlib, which is not installed ({error})") from error
+        problem = f"a plot requires matplotlib: pip install 'jpaged[bench]' ({error})"
+        raise InvalidArgument("plot", problem) from error
     panels = sorted({(m.cell.kind, m.cell.num_seqs) for m in found})
     figure = Figure(figsize=(4.5 * max(1, len(panels)), 4), layout="constrained")
     figure.suptitle(title, fontsize=11)

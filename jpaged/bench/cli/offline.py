@@ -11,7 +11,7 @@ from jpaged.bench.datasets import FolderVocabulary, Sample, TokenizerVocabulary
 from jpaged.bench.limits import HardwareLimits, ServedModel, as_record, offline_shares
 from jpaged.cli.options import add_config_flags, config_from, config_values
 from jpaged.cli.startup import StartupReport
-from jpaged.config import PROCESS_OPTIONS
+from jpaged.config import PROCESS_OPTIONS, EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.types import RequestOutput, SamplingParams
 
@@ -52,6 +52,17 @@ def get_vocabulary(model: str) -> TokenizerVocabulary:
     return TokenizerVocabulary(found.fast, found.vocab_size)
 
 
+def _dtype_on_cpu(config: EngineConfig) -> str:
+    """Return the data type in which a CPU multiplies; data sheets of accelerators have only bfloat16.
+
+    No device is queried: a child process may have to open it first.
+    """
+    from jpaged.checkpoints.hub import choose_dtype, find_folder, read_config  # imports the hub's client
+
+    folder = find_folder(config.model.model)
+    return choose_dtype(config.model.dtype, read_config(folder), "cpu", folder)[0].name
+
+
 class Offline:
     """A loaded model, and the devices' limits or the reason why they are unknown."""
 
@@ -79,12 +90,11 @@ class Offline:
         report = StartupReport(stream)
         values = {**defaults, **config_values(arguments)}
         model = values.pop("model")
-        dtype = config.model.dtype
         parallel = config.parallel
         num_devices = parallel.tensor_parallel_size * parallel.context_parallel_size * parallel.data_parallel_size
         if arguments.hardware in ("auto", "cpu"):
             report.line("measuring the machine's bandwidth and FLOP/s")
-        limits, reason = get_limits(arguments.hardware, "bfloat16" if dtype == "bfloat16" else "float32", num_devices)
+        limits, reason = get_limits(arguments.hardware, _dtype_on_cpu(config), num_devices)
         report.line(f"loading {model}")
         return cls(model, LLM(model, progress=report.progress, **values), limits, reason, report)
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jpaged import json_text
+from jpaged.bench.cli.flags import add_simulated_engine_flags, format_value, require_range
 from jpaged.config import EngineConfig, iter_options
 from jpaged.errors import InvalidArgument
 from jpaged.hardware import HARDWARE
@@ -48,10 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-blocks", type=int, metavar="N", help="KV blocks in the pool (default: as many as fit in memory)"
     )
-    parser.add_argument(
-        "--num-host-blocks", type=int, default=0, metavar="N", help="host KV blocks for swapping (default: 0)"
-    )
-    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per KV block (default: 16)")
+    add_simulated_engine_flags(parser, max_num_seqs=256, max_num_batched_tokens=2560, block_size=16)
     parser.add_argument("--trace", default="sharegpt", help="trace: sharegpt, alpaca, or a file (default: sharegpt)")
     parser.add_argument("--rate", type=float, metavar="R", help="requests per second of a synthetic trace (default: 1)")
     parser.add_argument("--num-requests", type=int, metavar="N", help="requests of a synthetic trace (default: 200)")
@@ -66,19 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", choices=choices["policy"], default="fcfs", help="admission order (default: fcfs)")
     parser.add_argument(
         "--preemption-mode", choices=choices["preemption_mode"], default="auto", help="preemption mode (default: auto)"
-    )
-    parser.add_argument(
-        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="(default: on)"
-    )
-    parser.add_argument(
-        "--max-num-seqs", type=int, default=256, metavar="N", help="maximum number of sequences per step (default: 256)"
-    )
-    parser.add_argument(
-        "--max-num-batched-tokens",
-        type=int,
-        default=2560,
-        metavar="N",
-        help="maximum number of tokens per step (default: 2560)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
@@ -108,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     what = f"{deployment.model.name} on {roofline.num_devices} x {roofline.hardware.name}"
     table = Table(title=f"{what}: {deployment.num_blocks} blocks of {deployment.block_size}", show_header=False)
     for name, value in numbers.items():
-        table.add_row(name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value))
+        table.add_row(name.replace("_", " "), format_value(value))
     Console().print(table)
     return 0
 
@@ -149,8 +134,7 @@ def measures(result: Simulation) -> dict[str, float | int]:
 def _deployment(arguments: argparse.Namespace) -> SimulatedDeployment:
     model, hardware = MODELS[arguments.model], HARDWARE[arguments.hardware]
     block_size = _at_least_one(arguments, "block_size")
-    if not 0 <= arguments.num_host_blocks <= _MAX_COUNT:
-        raise InvalidArgument("--num-host-blocks", f"{arguments.num_host_blocks} is below 0 or above {_MAX_COUNT}")
+    require_range("--num-host-blocks", arguments.num_host_blocks, 0)
     num_blocks = None if arguments.num_blocks is None else _at_least_one(arguments, "num_blocks")
     num_devices = None if arguments.num_devices is None else _at_least_one(arguments, "num_devices")
     return deploy(
@@ -189,8 +173,7 @@ def _trace(arguments: argparse.Namespace) -> list[TraceRequest]:
         flag = "--num-requests" if arguments.duration is None else "--duration"
         raise InvalidArgument(flag, f"{num_requests:.6g} requests are above the limit of {_MAX_NUM_REQUESTS}")
     seed = arguments.seed or 0
-    if not 0 <= seed <= MAX_SEED:
-        raise InvalidArgument("--seed", f"{seed} is below 0 or above {MAX_SEED}")
+    require_range("--seed", seed, 0, MAX_SEED)
     return synthesize(
         WORKLOADS[arguments.trace],
         rate_per_s=rate,
@@ -202,9 +185,7 @@ def _trace(arguments: argparse.Namespace) -> list[TraceRequest]:
 
 def _at_least_one(arguments: argparse.Namespace, name: str) -> int:
     value: int = getattr(arguments, name)
-    if not 1 <= value <= _MAX_COUNT:
-        limit = f"must be at least 1 and at most {_MAX_COUNT}"
-        raise InvalidArgument(f"--{name.replace('_', '-')}", f"{value} is out of range: {limit}")
+    require_range(f"--{name.replace('_', '-')}", value, 1)
     return value
 
 

@@ -2,7 +2,7 @@
 
 Each type that `blocks.py` supports is kept without requantization. Matrices of one leaf (queries, keys and values;
 gates and ups) with different types get the narrowest common format. If one of them is not quantized, or has an
-unsupported type, the leaf is dequantized, as are routers and the token embedding.
+unsupported type, the leaf is dequantized, as are routers and, on request, the token embedding.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from jpaged.checkpoints.quantized.scheme import MatrixPart, Parts, Shape, Stored
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.models.config import ModelConfig, Quantization
 from jpaged.models.hf_config import from_hf
-from jpaged.models.param_specs import Leaf, get_module, stored_formats
+from jpaged.models.param_specs import Leaf, get_module, is_matrix, stored_formats
 
 _METHOD = "gguf"
-_EVERYTHING = Quantization(_METHOD, (("", MatrixFormat("int8")),), has_output=True)
+_EVERYTHING = Quantization(_METHOD, (("", MatrixFormat("int8")),), has_output=True, has_embedding=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,11 @@ class GgufModel:
         return GgufTensors(self.file, self.places, frozenset(f"{module}.weight" for module in modules))
 
 
-def read_model(path: Path) -> GgufModel:
+def read_model(path: Path, *, keeps_embedding: bool = True) -> GgufModel:
     """Return the model in a file.
+
+    Args:
+        keeps_embedding: the token embedding stays quantized, which a tied one does as the output matrix too.
 
     Raises:
         InvalidArgument: the file is broken, or something in it is missing or malformed.
@@ -88,22 +91,22 @@ def read_model(path: Path) -> GgufModel:
     hf = hf_config(file)
     config = from_hf(hf)
     found = places(file, config.num_heads, config.num_kv_heads)
-    formed = dict(_forms(config, file, found))
+    formed = dict(_forms(config, file, found, keeps_embedding))
     if not formed:
         return GgufModel(file, config, hf, None, found)
-    quantization = Quantization(_METHOD, _rules(formed), has_output=True)
+    quantization = Quantization(_METHOD, _rules(formed), has_output=True, has_embedding=keeps_embedding)
     kinds = {module: _kind(file, found, f"{module}.weight") for module in formed}
     config = dataclasses.replace(config, quantization=quantization)
     return GgufModel(file, config, hf, GgufScheme(quantization, kinds), found)
 
 
 def _forms(
-    config: ModelConfig, file: GgufFile, found: Mapping[str, TensorLocation]
+    config: ModelConfig, file: GgufFile, found: Mapping[str, TensorLocation], keeps_embedding: bool
 ) -> Iterator[tuple[str, MatrixFormat]]:
     """Yield each module that stays quantized, and its format."""
     leaves = model_leaves(config, found)
     for leaf in (leaf for each in (leaves.outer, *leaves.layers) for leaf in each):
-        if not _may_be_quantized(leaf):
+        if not _may_be_quantized(leaf) or (leaf.path[0] == "embed" and not keeps_embedding):
             continue
         kinds = [_kind(file, found, name) for name, _ in leaf.tensors]
         if all(kind in BLOCK_TYPES for kind in kinds):
@@ -113,8 +116,7 @@ def _forms(
 
 
 def _may_be_quantized(leaf: Leaf) -> bool:
-    is_product = leaf.path[-1] == "kernel" or leaf.path[0] == "lm_head"
-    return is_product and all(form is not None for form in stored_formats(_EVERYTHING, leaf))
+    return is_matrix(leaf) and all(form is not None for form in stored_formats(_EVERYTHING, leaf))
 
 
 def _kind(file: GgufFile, found: Mapping[str, TensorLocation], name: str) -> str:

@@ -6,7 +6,8 @@
 | int4      | int4, one scale and zero point for 128 numbers of a column | unchanged        |
 | fp8       | float8_e4m3fn, one scale a column                        | fp8, a scale a row |
 
-The matrices of layers are quantized; embedding, output matrix, norms, biases and routers are not.
+The matrices of layers are quantized; norms, biases and routers are not. The suffix `-all` adds embedding and
+output matrix, which become int8 with a scale per token whatever the other matrices become.
 
 A quantized checkpoint has the layouts of compressed-tensors, which vLLM and transformers also read:
 
@@ -19,6 +20,7 @@ Scales are float32, so that loading the checkpoint gives exactly the numbers of 
 from __future__ import annotations
 
 import functools
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +39,7 @@ from jpaged.kernels.matmul.quantized import round_to
 from jpaged.kernels.matrix_format import NUM_BITS, MatrixFormat
 from jpaged.models.config import ModelConfig, Quantization
 from jpaged.models.param_specs import Leaf, contracted_axis, get_module, leaf_format
+from jpaged.models.registry import find_family
 
 Asked = Literal["int8", "int4", "fp8"]
 ASKED: tuple[Asked, ...] = get_args(Asked)
@@ -46,14 +49,18 @@ FORMATS: Mapping[Asked, MatrixFormat] = {
     "fp8": MatrixFormat("fp8", activations="fp8"),
 }
 
+_ALL = "-all"
+_OUTER_FORMAT = MatrixFormat("int8")
+"""Format of embedding and output matrix; with a single scale per row, every platform multiplies with the codes."""
+
 
 def quantized_here(config: ModelConfig, asked: str) -> ModelConfig:
-    """Return the config of a model quantized at loading by an option: `auto`, or one of `ASKED`.
+    """Return the config of a model quantized at loading by an option: `auto`, or one of `ASKED`, also with `-all`.
 
     Raises:
         InvalidArgument: the checkpoint is quantized already.
     """
-    form = {**FORMATS}.get(cast(Asked, asked))
+    form = {**FORMATS}.get(cast(Asked, asked.removesuffix(_ALL)))
     if form is None:
         return config
     if config.quantization is not None:
@@ -61,7 +68,14 @@ def quantized_here(config: ModelConfig, asked: str) -> ModelConfig:
             "quantization",
             f"is {asked}, but the checkpoint is already quantized with {config.quantization.method}: remove the option",
         )
-    return replace(config, quantization=Quantization(asked, (("", form),)))
+    rules: tuple[tuple[str, MatrixFormat | None], ...] = (("", form),)
+    is_all = asked.endswith(_ALL)
+    if is_all:
+        outer = (leaf for leaf in model_leaves(config).outer if leaf.path[0] in ("embed", "lm_head"))
+        names = {find_family(config.architecture).lm_head, *(name for leaf in outer for name, _ in leaf.tensors)}
+        ends = sorted({re.escape(get_module(name).rpartition(".")[2]) for name in names})
+        rules = ((rf"(^|\.)({'|'.join(ends)})$", _OUTER_FORMAT), *rules)
+    return replace(config, quantization=Quantization(asked, rules, has_output=is_all, has_embedding=is_all))
 
 
 def round_matrix(

@@ -179,10 +179,10 @@ def find_library(chosen: Path | None) -> Path:
         Unsupported: there is none; the message explains how to get it.
     """
     package = importlib.util.find_spec("libtpu")
-    places = [Path(sys.prefix) / "aot" / "libtpu" / "libtpu.so"]
+    candidates = [Path(sys.prefix) / "aot" / "libtpu" / "libtpu.so"]
     if package is not None and package.origin is not None:
-        places.insert(0, Path(package.origin).parent / "libtpu.so")
-    for path in places if chosen is None else [chosen]:
+        candidates.insert(0, Path(package.origin).parent / "libtpu.so")
+    for path in candidates if chosen is None else [chosen]:
         if path.is_file():
             return path
     where = "" if chosen is None else f" at {chosen} (TPU_LIBRARY_PATH)"

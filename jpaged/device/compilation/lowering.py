@@ -144,7 +144,7 @@ def _sized_step(
         layout,
         groups,
         layer_mode,
-        num_places=geometry.buckets.rows[-1],
+        max_sample_rows=geometry.buckets.rows[-1],
         num_aux=geometry.num_aux,
         vocab_size=vocab_size,
         mesh=mesh,
@@ -224,10 +224,10 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
     options = {kind: compiler_options(device, dense_formats(model.config, part)) for kind, part in _MULTIPLIED.items()}
     head = {name: tree for name, tree in params.items() if name != "layers"}
     pool = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
-    last_tokens = shape((step.num_places,), np.int32)
+    last_tokens = shape((step.max_sample_rows,), np.int32)
     counts = step.abstract_counts(geometry.max_num_seqs)
     of_counts = jax.tree.map(lambda struct: struct.sharding, counts)
-    hidden = shape((step.num_places + step.num_aux, model.config.hidden_size), model.dtype)
+    hidden = shape((step.max_sample_rows + step.num_aux, model.config.hidden_size), model.dtype)
 
     def lower(spec: ProgramSpec) -> jax.stages.Lowered:
         if spec.kind == "forward":
@@ -247,8 +247,8 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
             return lower_speculation(spec, step, geometry, (params, draft_params))
         if spec.kind == "load_adapter" and step.slots is not None:
             matrices = list(get_matrices(params).values())
-            by_place = step.slots.shapes(model, step.layer_mode, step.mesh, has_slots=False)
-            one = [by_place[path] for path in get_matrices(params)]
+            by_path = step.slots.shapes(model, step.layer_mode, step.mesh, has_slots=False)
+            one = [by_path[path] for path in get_matrices(params)]
             shardings = jax.tree.map(lambda struct: struct.sharding, matrices)
             of_all = compiler_options(device)
             jitted = jax.jit(fill_slot, donate_argnums=0, out_shardings=shardings, compiler_options=of_all)
@@ -354,8 +354,8 @@ class ServerPrograms:
         step = self.step
         if step.slots is None:
             return 0
-        by_place = step.slots.shapes(step.model, step.layer_mode, step.mesh, has_slots=True)
-        return local_bytes({"slots": list(by_place.values())})
+        by_path = step.slots.shapes(step.model, step.layer_mode, step.mesh, has_slots=True)
+        return local_bytes({"slots": list(by_path.values())})
 
     def compile(
         self,
@@ -409,7 +409,7 @@ class ServerPrograms:
         words = forward_packing(buckets.tokens[-1], self.geometry).size + buckets.rows[-1] * ROW_WORDS
         # several in flight to the host, one being read from the pool, one from the host
         moving = (MAX_ON_THE_WAY + 2) * content_bytes(layout) * layout.local.bytes_per_block // layout.bytes_per_block
-        last_tokens = 4 * self.step.num_places
+        last_tokens = 4 * self.step.max_sample_rows
         loading = of_kind.get("load_adapter")
         if loading is not None:  # one adapter in flight to its slot
             moving += loading.argument_bytes - loading.alias_bytes
@@ -429,7 +429,7 @@ class ServerPrograms:
 
         It assumes that every hidden state is requested.
         """
-        num_hidden = self.step.num_places + self.step.num_aux
+        num_hidden = self.step.max_sample_rows + self.step.num_aux
         tells = [(spec.size, reports[spec].output_bytes) for spec in TELLS.values()]
         largest = max(-(-num_hidden // size) * num_bytes for size, num_bytes in tells)
         return min(_OVERLAPPED * largest, max(MOST_BYTES, *(num_bytes for _, num_bytes in tells)))

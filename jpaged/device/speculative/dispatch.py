@@ -115,11 +115,11 @@ class Dispatch:
         """Return the position of each row's last token."""
         return self.inputs["positions_t"] + reached.num_done_r
 
-    def places(self, reached: Reached, places_w: Int[Array, "W"]) -> tuple[Int[Array, "R W"], Bool[Array, "R W"]]:
+    def positions(self, reached: Reached, offsets_w: Int[Array, "W"]) -> tuple[Int[Array, "R W"], Bool[Array, "R W"]]:
         """Return positions after each row's last token, clipped to the row's blocks, and True for those within them."""
         left_r1 = self.left(reached)[:, None]
-        positions_rw = self.starts(reached)[:, None] + jnp.clip(places_w, 0, jnp.maximum(left_r1 - 1, 0))
-        return positions_rw, places_w < left_r1
+        positions_rw = self.starts(reached)[:, None] + jnp.clip(offsets_w, 0, jnp.maximum(left_r1 - 1, 0))
+        return positions_rw, offsets_w < left_r1
 
     def rows_at(
         self, positions_rw: Int[Array, "R W"], is_written_rw: Bool[Array, "R W"], tables_gsm: Int[Array, "G S M"]
@@ -134,13 +134,13 @@ class Dispatch:
         blocks_grw = jnp.take_along_axis(tables_grm, (positions_rw // block_size)[None], axis=2, mode="clip")
         slots_grw = jnp.where(is_written_rw, blocks_grw * block_size + positions_rw % block_size, 0)
         positions_t = positions_rw.reshape(-1)
-        places = jnp.arange(len(positions_t) + 1)
+        indices = jnp.arange(len(positions_t) + 1)
         return {
             "positions_t": positions_t,
             "rope_lens_t": jnp.maximum(jnp.repeat(self.inputs["rope_lens_t"], width), positions_t + 1),
             "slots_gt": slots_grw.reshape(len(tables_gsm), -1),
-            "query_starts_s1": jnp.minimum(places, num_used),
-            "kv_lens_s": jnp.where(places[:-1] < num_used, positions_t + 1, 0),
+            "query_starts_s1": jnp.minimum(indices, num_used),
+            "kv_lens_s": jnp.where(indices[:-1] < num_used, positions_t + 1, 0),
             "block_tables_gsm": jnp.repeat(tables_grm, width, axis=1),
             "num_rows": num_used,
         }
@@ -161,10 +161,10 @@ class Dispatch:
         return dataclasses.replace(how, positions_r=how.positions_r + num_before_rw.reshape(-1))
 
     def propose_from(
-        self, hidden_re: Float[Array, "R E"], reached: Reached, place: int | Int[Array, ""]
+        self, hidden_re: Float[Array, "R E"], reached: Reached, offset: int | Int[Array, ""]
     ) -> Int[Array, "R"]:
         """Return the draft's proposal for a place after the rows' last tokens, sampled as the model samples there."""
-        how, last_id = self.sampling_at((reached.num_done_r + place)[:, None]), self.step.vocab_size - 1
+        how, last_id = self.sampling_at((reached.num_done_r + offset)[:, None]), self.step.vocab_size - 1
         sampled = self.draft.step.sample(self.draft_params, hidden_re, how, Detail.TOKENS)
         return jnp.clip(sampled.token_ids_r, 0, last_id)
 

@@ -61,14 +61,14 @@ class ModelProposer:
         dispatch = self.dispatch
         num_tokens = dispatch.draft.num_tokens
 
-        def follow(place: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def follow(offset: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             proposals_rk, pool = carry
-            ids_r1 = lax.dynamic_slice_in_dim(proposals_rk, place - 1, 1, axis=1)
-            hidden_re, pool = self._run(pool, ids_r1, *dispatch.places(reached, place[None]))
-            proposed_r1 = dispatch.propose_from(hidden_re, reached, place)[:, None]
-            return lax.dynamic_update_slice_in_dim(proposals_rk, proposed_r1, place, axis=1), pool
+            ids_r1 = lax.dynamic_slice_in_dim(proposals_rk, offset - 1, 1, axis=1)
+            hidden_re, pool = self._run(pool, ids_r1, *dispatch.positions(reached, offset[None]))
+            proposed_r1 = dispatch.propose_from(hidden_re, reached, offset)[:, None]
+            return lax.dynamic_update_slice_in_dim(proposals_rk, proposed_r1, offset, axis=1), pool
 
-        positions_r1, is_written_r1 = dispatch.places(reached, jnp.arange(1))
+        positions_r1, is_written_r1 = dispatch.positions(reached, jnp.arange(1))
         before_r1 = jnp.maximum(dispatch.starts(reached) - 1, 0)[:, None]
         positions_r2 = jnp.concatenate([before_r1, positions_r1], axis=1)
         is_written_r2 = jnp.concatenate([kept.is_missing_r[:, None], is_written_r1], axis=1)

@@ -90,18 +90,18 @@ class _Rounds:
         step, num_tokens = dispatch.step, dispatch.draft.num_tokens
         proposals_rk, kept = self.proposer.propose(state.kept, reached)
         ids_rw = jnp.concatenate([reached.ids_r[:, None], proposals_rk], axis=1)
-        places_w = jnp.arange(num_tokens + 1)
-        rows = dispatch.rows_at(*dispatch.places(reached, places_w), dispatch.inputs["block_tables_gsm"])
+        offsets_w = jnp.arange(num_tokens + 1)
+        rows = dispatch.rows_at(*dispatch.positions(reached, offsets_w), dispatch.inputs["block_tables_gsm"])
         hidden_te, pool, features = step.run_watched(dispatch.params, state.pool, ids_rw.reshape(-1), rows)
-        how = dispatch.sampling_at(reached.num_done_r[:, None] + places_w)
+        how = dispatch.sampling_at(reached.num_done_r[:, None] + offsets_w)
         sampled = step.sample(dispatch.params, hidden_te, how, Detail.TOKENS)
         drawn_rw, is_sound_rw = (x.reshape(ids_rw.shape) for x in (sampled.token_ids_r, sampled.is_sound_r))
 
         left_r = dispatch.left(reached)
-        is_drawn_rk = (proposals_rk == drawn_rw[:, :-1]) & (places_w[1:] < left_r[:, None])
+        is_drawn_rk = (proposals_rk == drawn_rw[:, :-1]) & (offsets_w[1:] < left_r[:, None])
         accepted_r = jnp.cumprod(is_drawn_rk.astype(jnp.int32), axis=1).sum(axis=1)
         counts_r = jnp.minimum(accepted_r + 1, left_r)
-        is_end_rw = dispatch.ends(drawn_rw) & (places_w < counts_r[:, None])
+        is_end_rw = dispatch.ends(drawn_rw) & (offsets_w < counts_r[:, None])
         has_end_r = jnp.any(is_end_rw, axis=1)
         counts_r = jnp.where(has_end_r, jnp.argmax(is_end_rw, axis=1).astype(jnp.int32) + 1, counts_r)
         lasts_r1 = jnp.maximum(counts_r - 1, 0)[:, None]
@@ -156,7 +156,7 @@ def packed_speculate(
     state = lax.while_loop(
         lambda state: (state.num_rounds < num_rounds) & ~jnp.all(state.reached.has_ended_r), rounds.run, state
     )
-    last_tokens_s = jnp.pad(state.reached.ids_r, (0, step.num_places - packing.num_rows))
+    last_tokens_s = jnp.pad(state.reached.ids_r, (0, step.max_sample_rows - packing.num_rows))
     return (state.pool, proposer.complete(state.kept, state.reached)), last_tokens_s, state.outputs_nrc
 
 
@@ -181,7 +181,7 @@ def lower_speculation(
     def pool_of(step: Step) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(step.layout.shape, step.layout.storage_dtype, sharding=of_pool)
 
-    last_tokens, config = shape((step.num_places,)), draft.step.model.config
+    last_tokens, config = shape((step.max_sample_rows,)), draft.step.model.config
     pool: Any = pool_of(draft.step)
     if draft.is_head:
         pool = pool, abstract_states(draft)

@@ -122,7 +122,7 @@ class WindowSpec:
         """Return the first block that later queries may still see, once `num_full` blocks are full."""
         return 0 if self.num_seen is None else max(0, num_full - self.num_seen)
 
-    def places(self, first: int, num_blocks: int) -> Sequence[int]:
+    def visible_blocks(self, first: int, num_blocks: int) -> Sequence[int]:
         """Return the indices of the visible blocks: the sinks and the range from `first` to `num_blocks`."""
         if not self.num_sinks:
             return range(first, num_blocks)
@@ -130,12 +130,12 @@ class WindowSpec:
 
     def seen(self, num_full: int) -> Sequence[int]:
         """Return the indices of the blocks that the token after `num_full` full blocks sees, in order."""
-        return self.places(self.first_block(num_full), num_full)
+        return self.visible_blocks(self.first_block(num_full), num_full)
 
     def above(self, index: int) -> int | None:
         """Return the index of the nearest earlier block visible to every query that sees block `index`, or None."""
-        place = (index if self.num_seen is None else min(index, self.num_sinks)) - 1
-        return place if place >= 0 else None
+        nearest = (index if self.num_seen is None else min(index, self.num_sinks)) - 1
+        return nearest if nearest >= 0 else None
 
     def num_held(self, num_blocks: int) -> int:
         """Return the maximum number of blocks that a sequence holds of the `num_blocks` that it has used."""
@@ -572,9 +572,9 @@ class SamplingInputs:
 
     def fill_columns(self, rows: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> None:
         """Write fields of some rows, one entry per row."""
-        places = np.array(rows)
+        row_indices = np.array(rows)
         for name, values in columns.items():
-            self.rows_r[name][places] = values
+            self.rows_r[name][row_indices] = values
 
     def fill_lists(self, row: int, lists: Mapping[str, Sequence[Any]]) -> None:
         """Write the first entries of list fields of one row."""
@@ -739,16 +739,16 @@ class StepOutputs:
     top_logprobs_rnk: F32 | None = None
     speculated: Speculated | None = None
 
-    def at(self, place: int) -> StepOutputs:
+    def at(self, index: int) -> StepOutputs:
         """Return the outputs of one step of a dispatch without log-probabilities."""
-        only = slice(place, place + 1)
+        only = slice(index, index + 1)
         return StepOutputs(self.token_ids_rn[:, only], self.is_finite_rn[:, only])
 
-    def token(self, row: int, place: int = 0) -> int:
+    def token(self, row: int, index: int = 0) -> int:
         """Return the token that a row sampled at an index."""
-        return self.token_ids_rn.item(row, place)
+        return self.token_ids_rn.item(row, index)
 
-    def logprob(self, row: int, place: int = 0) -> float:
+    def logprob(self, row: int, index: int = 0) -> float:
         """Return the log-probability of that token.
 
         Raises:
@@ -756,19 +756,19 @@ class StepOutputs:
         """
         if self.logprobs_rn is None:
             raise InternalError("the step has no log-probabilities")
-        return self.logprobs_rn.item(row, place)
+        return self.logprobs_rn.item(row, index)
 
-    def position(self, row: int, num_top: int, place: int = 0) -> PositionLogprobs:
-        """Return the token at `place` with its rank, and the num_top likeliest in order, if the step reported them.
+    def position(self, row: int, num_top: int, index: int = 0) -> PositionLogprobs:
+        """Return the token at `index` with its rank, and the num_top likeliest in order, if the step reported them.
 
         Raises:
             InternalError: the step computed no log-probabilities.
         """
-        rank = None if self.ranks_rn is None else self.ranks_rn.item(row, place)
-        chosen = TokenLogprob(self.token(row, place), self.logprob(row, place), rank)
+        rank = None if self.ranks_rn is None else self.ranks_rn.item(row, index)
+        chosen = TokenLogprob(self.token(row, index), self.logprob(row, index), rank)
         if not num_top or self.top_ids_rnk is None or self.top_logprobs_rnk is None:
             return PositionLogprobs(chosen)
-        ids, values = self.top_ids_rnk[row, place, :num_top], self.top_logprobs_rnk[row, place, :num_top]
+        ids, values = self.top_ids_rnk[row, index, :num_top], self.top_logprobs_rnk[row, index, :num_top]
         pairs = enumerate(zip(ids.tolist(), values.tolist(), strict=True), start=1)
         return PositionLogprobs(chosen, tuple(TokenLogprob(token_id, value, rank) for rank, (token_id, value) in pairs))
 

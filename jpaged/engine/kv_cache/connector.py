@@ -5,7 +5,12 @@
                                         ConnectorGuard ──> KVConnector of a third party, one Python file
 
 A third party implements `KVConnector`; `--kv-transfer-config` names its class. The guard adds what the engine needs
-around it: hashes, counters, an end at the first error, and removals without blocking the engine thread.
+around it: hashes, counters, an end at the first error, and an index, so that the engine thread calls no method of the
+connector:
+
+    refresh   a thread looks up a prompt's keys and enters them in the index; the engine thread waits up to 50 ms
+    lookup    reads the index, which also has what was saved and loaded
+    remove    changes the index at once; a thread removes the key from the store
 """
 
 from __future__ import annotations
@@ -14,13 +19,15 @@ import hashlib
 import importlib
 import inspect
 import logging
+import operator
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -38,6 +45,10 @@ CHECKSUM_BYTES = 32
 """Bytes that a value has in addition to a block's contents: their hash, which the engine writes and verifies."""
 _CALL_TIMEOUT_S = 60.0
 """Duration after which a call counts as hung."""
+_LOOKUP_WAIT_S = 0.05
+"""Longest wait of the engine thread for the lookups of one prompt; a store's index in memory takes a thousandth."""
+_MAX_KNOWN = 1 << 18
+"""Maximum number of keys in the index of a connector, about 40 MB; the oldest ones are looked up again."""
 _CLOSE_S = 5.0
 """Timeout for pending removals and `KVConnector.close` at the end."""
 
@@ -73,10 +84,12 @@ class KVConnector(Protocol):
     **Values** are opaque, and all have `value_bytes` bytes. They end with a checksum of identity, key and contents. The
     engine verifies it on each load and removes a value that fails, so a connector needs no checksum of its own.
 
-    **Threads.** `lookup` and `num_blocks` are called on the engine thread, many times a step: they must return at once,
-    from an index in memory. All other methods may block. They run on daemon threads of the engine: up to eight loads,
-    and one save or touch per replica, at the same time as one removal. So every method must be thread-safe. Threads of
-    the connector itself must be daemon threads, or end in `close`: otherwise the process does not exit.
+    **Threads.** Methods run on daemon threads of the engine: up to eight loads, and one save or touch per replica, at
+    the same time as one removal and one lookup. So every method must be thread-safe. `lookup` is called for every block
+    of a prompt while the engine thread waits, so it must return at once, from an index in memory. If the lookups of a
+    prompt take over 50 ms, the engine continues without them, and starts no others until they end. All other methods
+    may block. Threads of the connector itself must be daemon threads, or end in `close`: otherwise the process does not
+    exit.
 
     **Limits.** The engine starts at most 64 MiB of saves per second while requests run, and 1 GiB while none runs. A
     group waits for loads only while they are faster than computing, and never longer than computing would take. If a
@@ -84,12 +97,13 @@ class KVConnector(Protocol):
 
     **Errors.** An exception of any method, or a call that takes over 60 seconds, disables the connector until the next
     start: it is logged with its traceback and counted (`jpaged:external_failures_total`), and requests continue. A
-    value that is gone is not an error.
+    value that is gone is not an error. If `reset` raises, the engine calls `remove` for the keys that it has seen, and
+    uses no block until the next start, which finds what is still stored.
     """
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of stored values, for metrics. Must return at once."""
+        """Return the number of stored values, for metrics, read after other calls. An attribute or method works too."""
         ...
 
     def lookup(self, key: bytes) -> bool:
@@ -125,13 +139,15 @@ class KVConnector(Protocol):
 
 
 ConnectorClass = Callable[[KVConnectorConfig], KVConnector]
+KeySearch = Callable[[Callable[[bytes], bool]], object]
 _METHODS = ("lookup", "load", "save", "touch", "remove", "reset", "close")
 
 
 class ConnectorStore(Protocol):
     """Store of blocks as the engine uses it: thread-safe, verified, counted, and off after an error.
 
-    `lookup`, `remove`, `reset`, `counts` and `is_on` never block. `load`, `save` and `touch` may.
+    `lookup`, `remove`, `reset`, `counts` and `is_on` never block. `load`, `save` and `touch` may, and `refresh` for a
+    bounded time.
     """
 
     @property
@@ -145,7 +161,15 @@ class ConnectorStore(Protocol):
         ...
 
     def lookup(self, key: bytes) -> bool:
-        """Return True if the key is stored at this moment. Any thread may ask."""
+        """Return True if the index has the key at this moment. Any thread may ask."""
+        ...
+
+    def refresh(self, search: KeySearch) -> None:
+        """Enter the stored keys that a search looks up in the index; return after 50 ms in any case.
+
+        Args:
+            search: calls its argument, which returns True if a key is stored, for keys; may run on another thread.
+        """
         ...
 
     def load(self, key: bytes, into: memoryview) -> bool:
@@ -216,8 +240,8 @@ def import_connector(options: KVTransferOptions) -> ConnectorClass:
             f"{name} lacks {', '.join(missing)}: it must implement jpaged.engine.kv_cache.connector.KVConnector, which "
             "differs from vLLM's KVConnectorBase_V1",
         )
-    for method in _METHODS:
-        if inspect.iscoroutinefunction(getattr(kind, method)):
+    for method in (*_METHODS, "num_blocks"):
+        if inspect.iscoroutinefunction(getattr(kind, method, None)):
             problem = f"{name}.{method} is async: it must be a plain method, which threads of the engine call"
             raise InvalidArgument("kv_transfer_config.kv_connector", problem)
     return cast(ConnectorClass, kind)
@@ -243,12 +267,19 @@ class ConnectorGuard:
 
     Args:
         create: class of the connector.
+        lookups: executor of `refresh`; None creates one thread.
 
     Raises:
-        InvalidArgument: the connector's constructor failed, or it has no `num_blocks`.
+        InvalidArgument: the connector's constructor failed, or its `num_blocks` is not a number.
     """
 
-    def __init__(self, create: ConnectorClass, options: KVTransferOptions, blocks: HostBlocks) -> None:
+    def __init__(
+        self,
+        create: ConnectorClass,
+        options: KVTransferOptions,
+        blocks: HostBlocks,
+        lookups: Executor | None = None,
+    ) -> None:
         self._name = options.kv_connector
         self._identity = blocks.kv_identity()
         self._bytes_per_block = blocks.bytes_per_block
@@ -257,8 +288,11 @@ class ConnectorGuard:
         self._is_on = True
         self._counts = StoreCounts()
         self._listeners: list[Callable[[bytes | None], None]] = []
+        self._known: dict[bytes, None] = {}  # the index, the oldest first
         self._removals: dict[bytes | None, int] = {}  # pending ones of each key; None is a reset
+        self._num_removals = 0  # begins and ends of removals
         self._calls: dict[object, tuple[str, float]] = {}  # running ones, the oldest first: name and begin
+        self._slow_search: Future[Any] | None = None
         config = KVConnectorConfig(
             self._identity,
             self._bytes_per_block + CHECKSUM_BYTES,
@@ -267,13 +301,14 @@ class ConnectorGuard:
         )
         try:
             self._connector = create(config)
-            self._counts = replace(self._counts, num_blocks=int(self._connector.num_blocks))
+            self._counts = replace(self._counts, num_blocks=_num_blocks(self._connector))
         except (InvalidArgument, KeyboardInterrupt):
             raise
         except BaseException as error:
             problem = f"{self._name} cannot start: {type(error).__name__}: {error}"
             raise InvalidArgument("kv_transfer_config.kv_connector", problem) from error
         self._threads = DaemonThreadPool(1, "jpaged-connector-remove")
+        self._lookups = lookups or DaemonThreadPool(1, "jpaged-connector-lookup")
 
     @property
     def is_on(self) -> bool:
@@ -281,31 +316,36 @@ class ConnectorGuard:
 
     @property
     def counts(self) -> StoreCounts:
-        num_blocks = 0
-        if self._is_on:
-            try:
-                num_blocks = int(self._connector.num_blocks)
-            except BaseException as error:
-                self._disable("num_blocks", error)
         with self._lock:
             oldest = next(iter(self._calls.values()), None)
             if self._is_on and oldest is not None and time.monotonic() - oldest[1] > _CALL_TIMEOUT_S:
                 self._disable(oldest[0], TimeoutError(f"no result after {_CALL_TIMEOUT_S:g} s"))
-            return replace(self._counts, num_blocks=num_blocks * self._is_on)
+            return replace(self._counts, num_blocks=self._counts.num_blocks * self._is_on)
 
     def lookup(self, key: bytes) -> bool:
-        if not self._is_on or key in self._removals or None in self._removals:
-            return False
+        return key in self._known and self._is_findable(key)
+
+    def refresh(self, search: KeySearch) -> None:
+        slow = self._slow_search
+        if not self._is_on or (slow is not None and not slow.done()):
+            return
         try:
-            return bool(self._connector.lookup(key))
-        except BaseException as error:
-            self._disable("lookup", error)
-            return False
+            call = self._lookups.submit(self._search, search)
+        except RuntimeError:  # closed
+            return
+        try:
+            call.result(_LOOKUP_WAIT_S)
+        except FutureTimeout:
+            if slow is None:
+                problem = "KV connector %s: lookups of a prompt take over %g s: requests continue without them"
+                logger.warning(problem, self._name, _LOOKUP_WAIT_S)
+            self._slow_search = call
 
     def load(self, key: bytes, into: memoryview) -> bool:
-        if not self.lookup(key):
+        if not self._is_findable(key):
             return False
         value, begin_s = bytearray(self._bytes_per_block + CHECKSUM_BYTES), time.monotonic()
+        num_removals = self._num_removals
         try:
             with self._timed("load"):
                 is_found = bool(self._connector.load(key, memoryview(value)))
@@ -314,19 +354,24 @@ class ConnectorGuard:
             return False
         contents, checksum = memoryview(value)[: self._bytes_per_block], value[self._bytes_per_block :]
         if not is_found:
-            self._notify(key)
+            self._remove_known(key)
             return False
         if self._checksum(key, contents) != checksum:
             self._drop(key)
             return False
         into[:] = contents
+        self._add_known([key], num_removals)
         self._count(num_read=1, read_bytes=self._bytes_per_block, read_s=time.monotonic() - begin_s)
         return True
 
     def save(self, key: bytes, contents: memoryview, is_wanted: Callable[[], bool] = lambda: True) -> bool:
-        if not self._is_on or self.lookup(key):
+        begin_s, num_removals = time.monotonic(), self._num_removals
+        with self._timed("lookup"):
+            is_stored = self._query(key)
+        if is_stored:
+            self._add_known([key], num_removals)
+        if is_stored or not self._is_on:
             return False
-        begin_s = time.monotonic()
         value = bytearray(self._bytes_per_block + CHECKSUM_BYTES)
         value[: self._bytes_per_block] = contents
         value[self._bytes_per_block :] = self._checksum(key, contents)
@@ -340,19 +385,20 @@ class ConnectorGuard:
         except BaseException as error:
             self._disable("save", error)
             return False
+        self._add_known([key], num_removals)
         self._count(num_written=1, written_bytes=self._bytes_per_block, write_s=time.monotonic() - begin_s)
+        self._count_blocks()
         return self._is_on
 
     def touch(self, keys: Iterable[bytes]) -> None:
         self._call("touch", lambda: self._connector.touch(keys))
 
     def remove(self, key: bytes) -> None:
-        if self.lookup(key):
-            self._remove(key, "remove", lambda: self._connector.remove(key))
+        self._remove(key, "remove", lambda: self._connector.remove(key))
 
     def reset(self) -> int:
-        num_blocks = self.counts.num_blocks
-        self._remove(None, "reset", self._connector.reset)
+        num_blocks, known = self.counts.num_blocks, [*self._known]
+        self._remove(None, "reset", lambda: self._reset(known))
         return num_blocks
 
     def add_removal_listener(self, listener: Callable[[bytes | None], None]) -> None:
@@ -372,8 +418,11 @@ class ConnectorGuard:
             self._num_users -= 1
             if self._num_users:
                 return
+        self._lookups.shutdown(wait=False)
         closed = self._threads.submit(self._close)  # after pending removals
         self._threads.shutdown(wait=False)
+        if self._counts.num_dropped:
+            logger.warning("KV connector %s: dropped %d damaged blocks in all", self._name, self._counts.num_dropped)
         try:
             error = closed.exception(_CLOSE_S)
         except FutureTimeout:
@@ -386,7 +435,78 @@ class ConnectorGuard:
 
     def _close(self) -> None:
         self._is_on = False
+        if self._slow_search is not None:
+            wait_for([self._slow_search])
         self._connector.close()
+
+    def _reset(self, known: Iterable[bytes]) -> None:
+        """Remove all keys; if that fails, remove the known ones singly and raise the error."""
+        try:
+            self._connector.reset()
+        except BaseException:
+            num_removed = 0
+            with suppress(Exception):
+                for key in known:
+                    self._connector.remove(key)
+                    num_removed += 1
+            problem = "KV connector %s: reset failed; removed %d keys instead: the next start finds any others"
+            logger.error(problem, self._name, num_removed)
+            raise
+
+    def _is_findable(self, key: bytes) -> bool:
+        """Return False if the connector is off, or a removal of the key is pending."""
+        return self._is_on and key not in self._removals and None not in self._removals
+
+    def _search(self, search: KeySearch) -> None:
+        found: dict[bytes, None] = {}
+        num_removals = self._num_removals
+
+        def is_stored(key: bytes) -> bool:
+            if self._query(key):
+                found[key] = None
+            return key in found
+
+        with self._timed("lookup"):
+            search(is_stored)
+        self._add_known(found, num_removals)
+        self._count_blocks()
+
+    def _query(self, key: bytes) -> bool:
+        """Return True if the connector has a key. May block."""
+        try:
+            return self._is_findable(key) and bool(self._connector.lookup(key))
+        except BaseException as error:
+            self._disable("lookup", error)
+            return False
+
+    def _add_known(self, keys: Iterable[bytes], num_removals: int) -> None:
+        """Enter keys in the index, unless a removal began or ended since `num_removals` was read."""
+        with self._lock:
+            if num_removals != self._num_removals:
+                return
+            for key in keys:
+                self._known.pop(key, None)
+                self._known[key] = None
+            for _ in range(len(self._known) - _MAX_KNOWN):
+                del self._known[next(iter(self._known))]
+
+    def _remove_known(self, key: bytes) -> None:
+        with self._lock:
+            self._known.pop(key, None)
+        self._notify(key)
+
+    def _count_blocks(self) -> None:
+        """Read the connector's number of blocks, after a call that may have changed it."""
+        if not self._is_on:
+            return
+        try:
+            with self._timed("num_blocks"):
+                num_blocks = _num_blocks(self._connector)
+        except BaseException as error:
+            self._disable("num_blocks", error)
+            return
+        with self._lock:
+            self._counts = replace(self._counts, num_blocks=num_blocks)
 
     def _checksum(self, key: bytes, contents: memoryview) -> bytes:
         """Return the hash of a block; releases the GIL."""
@@ -396,12 +516,23 @@ class ConnectorGuard:
 
     def _remove(self, key: bytes | None, name: str, call: Callable[[], None]) -> None:
         """Run a removal on a thread; `lookup` is False until it has run."""
+
+        def clear() -> None:
+            self._num_removals += 1
+            if key is None:
+                self._known.clear()
+            else:
+                self._known.pop(key, None)
+
         with self._lock:
+            clear()
             self._removals[key] = self._removals.get(key, 0) + 1
 
         def run() -> None:
             self._call(name, call)
+            self._count_blocks()
             with self._lock:
+                clear()  # a save may have entered it while the removal was pending
                 self._removals[key] -= 1
                 if not self._removals[key]:
                     del self._removals[key]
@@ -413,10 +544,11 @@ class ConnectorGuard:
         self._notify(key)
 
     def _drop(self, key: bytes) -> None:
-        logger.warning("KV connector %s: dropped a damaged block", self._name)
         self._count(num_dropped=1)
+        if self._counts.num_dropped == 1:
+            logger.warning("KV connector %s: dropped a damaged block; further ones are only counted", self._name)
         self._call("remove", lambda: self._connector.remove(key))
-        self._notify(key)
+        self._remove_known(key)
 
     def _call(self, name: str, call: Callable[[], None]) -> None:
         """Run a call that may raise."""
@@ -442,7 +574,7 @@ class ConnectorGuard:
 
     def _on_removed(self, key: bytes) -> None:
         self._count(num_evicted=1)
-        self._notify(key)
+        self._remove_known(key)
 
     def _notify(self, key: bytes | None) -> None:
         for listener in self._listeners:
@@ -463,6 +595,20 @@ class ConnectorGuard:
                 logger.error("KV connector %s is now off: %s failed", self._name, name, exc_info=error)
             self._is_on = False
         self._count(num_failures=1)
+
+
+def _num_blocks(connector: Any) -> int:
+    """Return the number of blocks of a connector.
+
+    Raises:
+        InvalidArgument: it has none, or not as a number.
+    """
+    try:
+        found = connector.num_blocks
+        return operator.index(found() if callable(found) else found)
+    except (AttributeError, TypeError) as error:
+        problem = f"{type(connector).__name__}.num_blocks must be an int, as an attribute, property or plain method"
+        raise InvalidArgument("kv_transfer_config.kv_connector", f"{problem}: {error}") from error
 
 
 _Call = tuple[Future[Any], Callable[[], Any]]

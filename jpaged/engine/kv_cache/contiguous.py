@@ -116,7 +116,7 @@ class ContiguousKVCacheManager:
         self.connectors: tuple[ConnectorTier, ...] = ()
         self.swapping = None
         self.windows = None
-        self.aside = None
+        self.limiter = None
         self.num_blocks = self.limit = geometry.num_blocks
         self._block_size = geometry.block_size
         self._max_model_len = geometry.max_model_len
@@ -231,7 +231,7 @@ class ContiguousKVCacheManager:
             cached=nothing,
             host_cached=np.zeros(1, np.uint8),
             pinned=none,
-            aside=none,
+            withheld=none,
             reserved=np.concatenate([none, *runs]),
         )
 

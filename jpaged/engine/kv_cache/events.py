@@ -4,14 +4,25 @@
     it is reissued, or forgotten                              Removed
 
 Events are collected until they are published at the end of a step. Without a sink nothing is recorded.
+
+Events of a store below host memory (`ConnectorKVEvents`), for example of the tier "disk":
+
+    in memory, and in the store                  Stored("disk")     when it is saved, and when it is loaded to memory
+    evicted, removed; the store failed           Removed("disk")    in the next steps, up to _MAX_REMOVED in each
+
+Subscribers identify a block by the tokens in its device event. Blocks that an earlier run or another replica stored are
+therefore published only when they are loaded to memory here.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 from jpaged.engine.kv_cache.blocks import BlockHash
+from jpaged.engine.kv_cache.connector import ConnectorStore
 from jpaged.pool import Change, Removed, Stored, Tier
 
 
@@ -85,3 +96,72 @@ class KVEventRecorder:
 def parted(key: BlockHash) -> tuple[BlockHash, int]:
     """Return the block hash and the KV group of a cache key; the inverse of `group_block_hash`."""
     return (key[:-1], key[-1]) if len(key) % 2 else (key, 0)
+
+
+_MAX_REMOVED = 1024
+"""Maximum number of removals published per step."""
+
+
+class ConnectorKVEvents:
+    """Publisher of the keys in a store. The engine thread calls it; the store reports removals from any thread.
+
+    Args:
+        tier: name of the store in the events.
+        is_in_memory: returns True if the device or host memory has a key.
+    """
+
+    def __init__(
+        self, store: ConnectorStore, tier: Tier, changes: KVEventRecorder, is_in_memory: Callable[[BlockHash], bool]
+    ) -> None:
+        self._store = store
+        self._tier = tier
+        self._changes = changes
+        self._is_in_memory = is_in_memory
+        self._published: set[BlockHash] = set()
+        self._lock = threading.Lock()
+        self._gone: set[BlockHash] = set()
+        self._is_reset = False
+        self._going: deque[BlockHash] = deque()
+        store.add_removal_listener(self._note_gone)
+
+    @property
+    def is_busy(self) -> bool:
+        """Return True if removals are not yet published."""
+        return bool(self._gone or self._going or self._is_reset)
+
+    def may_hold(self, key: BlockHash) -> None:
+        """Publish that the store has a key, if memory has it too."""
+        if (
+            not self._changes.is_on
+            or key in self._published
+            or not self._store.lookup(key)
+            or not self._is_in_memory(key)
+        ):
+            return
+        self._published.add(key)
+        if self._store.lookup(key):  # removals from here on are recorded
+            self._changes.stored(self._tier, key)
+        else:
+            self._published.remove(key)
+
+    def advance(self) -> None:
+        """Publish what the store no longer has, up to the limit per step."""
+        if self._gone:
+            with self._lock:
+                gone, self._gone = self._gone, set()
+            self._going += gone
+        is_reset, self._is_reset = self._is_reset, False
+        if self._published and (is_reset or not (self._going or self._store.is_on)):
+            self._going += self._published
+        for _ in range(min(_MAX_REMOVED, len(self._going))):
+            key = self._going.popleft()
+            if key in self._published and not self._store.lookup(key):
+                self._published.remove(key)
+                self._changes.removed(self._tier, key)
+
+    def _note_gone(self, key: BlockHash | None) -> None:
+        if key is None:
+            self._is_reset = True
+        elif key in self._published:
+            with self._lock:
+                self._gone.add(key)

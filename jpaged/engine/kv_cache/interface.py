@@ -72,7 +72,7 @@ class KVCacheManager(Protocol):
         ...
 
     @property
-    def aside(self) -> PoolLimiter | None:
+    def limiter(self) -> PoolLimiter | None:
         """Return the limiter of the pool; None if the pool cannot shrink."""
         ...
 

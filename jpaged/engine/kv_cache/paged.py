@@ -106,7 +106,7 @@ class PagedKVCacheManager:
     connectors: tuple[ConnectorTier, ...]
     swapping: Swapper | None
     windows: SlidingWindows | None
-    aside: PoolLimiter
+    limiter: PoolLimiter
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class PagedKVCacheManager:
             self._pool = self.prefixes.pool
         else:
             self._pool = BlockPool(num_blocks=self.num_blocks, block_size=self.block_size)
-        self.aside = PoolLimiter(self._pool)
+        self.limiter = PoolLimiter(self._pool)
         self._needs = BlockDemand(self._pool, self._reaches)
         if any(reach.num_seen is not None for reach in self._reaches):
             self.windows = SlidingWindows(self._pool, self._reaches)
@@ -172,7 +172,7 @@ class PagedKVCacheManager:
 
     @property
     def limit(self) -> int:
-        return self.aside.limit
+        return self.limiter.limit
 
     def can_admit(self, group: SequenceGroup, num_spare_blocks: int) -> bool:
         match = None if self.prefixes is None else self.prefixes.match(group)
@@ -232,7 +232,7 @@ class PagedKVCacheManager:
         if self.prefixes is not None and num_tail_tokens and num_full < kv.num_registered_blocks:
             for table in kv.tables:
                 if self._pool.ref_count(table.block_id(num_full)) == 1:  # else it is copied before it is written
-                    self.prefixes.forget_block(table.block_id(num_full))
+                    self.prefixes.remove_block(table.block_id(num_full))
         self._pool.release(*kv.tables, num_kept=self._pool.num_blocks_for(sequence.num_computed_tokens))
         kv.rewind(num_full)
 
@@ -245,7 +245,7 @@ class PagedKVCacheManager:
         sequence.set_num_computed_tokens(0)
 
     def num_reserved_slots(self) -> int:
-        return (self._pool.num_used - self.aside.num_blocks) * self.block_size
+        return (self._pool.num_used - self.limiter.num_blocks) * self.block_size
 
     def num_stored_tokens(self, sequences: Iterable[Sequence], own_lens_s: I32) -> int:
         """Return the number of stored tokens: every block in use is full except the last of a table.
@@ -274,8 +274,8 @@ class PagedKVCacheManager:
             num_blocks=self.num_blocks,
             num_free=self._pool.num_free - num_cached,
             num_cached=num_cached,
-            num_referenced=self._pool.num_used - self.aside.num_blocks,
-            num_reserved=self.aside.num_blocks,
+            num_referenced=self._pool.num_used - self.limiter.num_blocks,
+            num_reserved=self.limiter.num_blocks,
         )
 
     def marks(self) -> BlockFlags:
@@ -286,7 +286,7 @@ class PagedKVCacheManager:
             cached=np.frombuffer(known, np.uint8),
             host_cached=np.frombuffer(bytes(self._host.marks), np.uint8),
             pinned=np.concatenate([none, *(table.ids_m[: table.num_blocks] for table in pins)]),
-            aside=self.aside.table.ids_m[: self.aside.num_blocks].copy(),
+            withheld=self.limiter.table.ids_m[: self.limiter.num_blocks].copy(),
             reserved=none,
         )
 
@@ -298,7 +298,7 @@ class PagedKVCacheManager:
         pinned = () if self.prefixes is None else self.prefixes.pinned_tables()
         tables = (table for sequence in sequences for table in sequence.kv.tables)
         held = () if self.held is None else self.held.tables()
-        self._pool.check([*tables, *pinned, *held, self.aside.table])
+        self._pool.check([*tables, *pinned, *held, self.limiter.table])
         if self.host is not None:
             self.host.check(table for sequence in sequences for table in sequence.kv.host_tables)
         if self.prefixes is not None:

@@ -126,7 +126,7 @@ class BlockHashIndex:
         before_last = keys[: (len(token_ids) - 1) // self._block_size]
         num_blocks = num_usable(before_last, self._reaches, self._blocks.__contains__)
         block_ids = tuple(
-            [self._blocks[group_block_hash(keys[place], group)] for place in reach.seen(num_blocks)]
+            [self._blocks[group_block_hash(keys[index], group)] for index in reach.seen(num_blocks)]
             for group, reach in enumerate(self._reaches)
         )
         start = num_blocks * self._block_size
@@ -164,19 +164,19 @@ class BlockHashIndex:
             self._changes.filled(Stored("device", key, group, parent if index else None, tokens, sequence.kv.owner))
         if is_new and self._ranked is not None:
             # In a sliding window no block needs those before it, except attention sinks.
-            place = self._reaches[group].above(index)
-            above = None if place is None else group_block_hash(sequence.kv.parent(place + 1), group)
+            needed = self._reaches[group].above(index)
+            above = None if needed is None else group_block_hash(sequence.kv.parent(needed + 1), group)
             entry = CachedBlock(group_block_hash(key, group), above, index, sequence.kv.root or b"", times_seen)
             self._ranked.enter(block_id, entry)
 
     def _tokens_at(self, sequence: TokenSequence, index: int) -> list[int]:
         return sequence.token_ids[index * self._block_size : (index + 1) * self._block_size]
 
-    def forget(self, block_id: int) -> BlockHash | None:
+    def remove(self, block_id: int) -> BlockHash | None:
         """Remove a block from the index and the free list's ranking; return its key, if any."""
         key = self.evict(block_id)
         if key is not None and self._ranked is not None:
-            self._ranked.forget(block_id)
+            self._ranked.discard(block_id)
         return key
 
     def evict(self, block_id: int) -> BlockHash | None:
@@ -232,26 +232,26 @@ def num_usable(keys: Sequence[BlockHash], reaches: Sequence[WindowSpec], is_know
     for kv_group, reach in enumerate(reaches):
         if reach.num_seen is not None:
             windows.append((kv_group, reach))
-        for place in range(num_blocks if reach.num_seen is None else min(num_blocks, reach.num_sinks)):
-            if not is_known(group_block_hash(keys[place], kv_group)):
-                num_blocks = place
+        for index in range(num_blocks if reach.num_seen is None else min(num_blocks, reach.num_sinks)):
+            if not is_known(group_block_hash(keys[index], kv_group)):
+                num_blocks = index
                 break
     # A gap that is visible from the end of a prefix is visible from every later end too: the prefix ends there.
-    for place in range(num_blocks - 1, -1, -1):
-        seen = [kv_group for kv_group, reach in windows if reach.first_block(num_blocks) <= place]
+    for index in range(num_blocks - 1, -1, -1):
+        seen = [kv_group for kv_group, reach in windows if reach.first_block(num_blocks) <= index]
         if not seen:
             break
-        if not all(is_known(group_block_hash(keys[place], kv_group)) for kv_group in seen):
-            num_blocks = place
+        if not all(is_known(group_block_hash(keys[index], kv_group)) for kv_group in seen):
+            num_blocks = index
     return num_blocks
 
 
 def keys_seen(keys: Sequence[BlockHash], num_blocks: int, reaches: Sequence[WindowSpec]) -> list[BlockHash]:
     """Return the keys of the blocks visible after num_blocks blocks, KV group by KV group."""
     return [
-        group_block_hash(keys[place], kv_group)
+        group_block_hash(keys[index], kv_group)
         for kv_group, reach in enumerate(reaches)
-        for place in reach.seen(num_blocks)
+        for index in reach.seen(num_blocks)
     ]
 
 
@@ -418,7 +418,7 @@ class PrefixCacheManager:
                         connector.on_block_stored(group_block_hash(keys[i], kv_group))
         kv.registered(num_full)
 
-    def forget(self, sequence: TokenSequence) -> None:
+    def remove_prefix(self, sequence: TokenSequence) -> None:
         """Remove a sequence's prefix from all tiers, and exclude the sequence from the cache.
 
         Blocks that it shares with others are removed too, except pinned ones.
@@ -426,18 +426,18 @@ class PrefixCacheManager:
         pinned = self.pinned_blocks
         keys = _keys(self._block_size, sequence, len(sequence.token_ids) // self._block_size)
         for key in (group_block_hash(key, kv_group) for key in keys for kv_group in range(len(self.reaches))):
-            self._host.forget(key)
+            self._host.remove(key)
             for connector in self._connectors:
                 connector.remove(key)
             block_id = self._cache.find(key)
             if block_id is not None and block_id not in pinned:
-                self._cache.forget(block_id)
+                self._cache.remove(block_id)
                 self.num_cached -= self.pool.is_free(block_id)
         sequence.kv.leave_cache()
 
-    def forget_block(self, block_id: int) -> None:
+    def remove_block(self, block_id: int) -> None:
         """Remove a block that its sequence is about to overwrite from the cache."""
-        self._cache.forget(block_id)
+        self._cache.remove(block_id)
 
     def reset(self) -> int:
         """Remove all unreferenced prefixes, in lower tiers too; return the number of their blocks.
@@ -446,7 +446,7 @@ class PrefixCacheManager:
         """
         free = [block_id for block_id in self._cache.block_ids() if self.pool.is_free(block_id)]
         for block_id in free:
-            self._cache.forget(block_id)
+            self._cache.remove(block_id)
         self.num_cached -= len(free)
         return len(free) + self._host.reset() + sum(connector.reset() for connector in self._connectors)
 
@@ -474,8 +474,8 @@ class PrefixCacheManager:
         keys = _keys(self._block_size, sequence, self.num_cacheable_blocks(sequence.num_prompt_tokens))
         table = BlockTable(len(self.reaches) * len(keys))
         for kv_group, reach in enumerate(self.reaches):
-            for place in reach.seen(len(keys)):
-                block_id = self._cache.find(group_block_hash(keys[place], kv_group))
+            for index in reach.seen(len(keys)):
+                block_id = self._cache.find(group_block_hash(keys[index], kv_group))
                 assert block_id is not None
                 self.num_cached -= self.pool.acquire(block_id)
                 table.extend([block_id])

@@ -196,7 +196,7 @@ class _PromptResults:
         return tuple(mean)
 
 
-class PromptLogprobsCollector:
+class AuxOutputCollector:
     """Collector of aux outputs of requests in flight.
 
     Attributes:
@@ -221,22 +221,22 @@ class PromptLogprobsCollector:
                     if request.position + 1 == request.sequence.prompt_logprobs_end:
                         self.ready[request.group] = self._prompts.pop(request.group)
 
-    def forget(self, group: SequenceGroup) -> None:
+    def discard(self, group: SequenceGroup) -> None:
         """Remove a request that has ended."""
         self._prompts.pop(group, None)
         self.ready.pop(group, None)
 
     def position(self, row: int, outputs: StepOutputs, sampling: SamplingParams) -> PositionLogprobs:
         """Return the log-probabilities of a row's sample, for a request that needs aux outputs."""
-        of_row, place = self._samples[row]
+        aux, aux_row = self._samples[row]
         token_id = outputs.token(row)
         if not sampling.logprob_token_ids:
-            return PositionLogprobs(of_row.chosen(place, token_id), of_row.top(place, sampling.logprobs or 0))
-        assert of_row.logprobs_rk is not None
-        values = of_row.logprobs_rk[place, 1 : 1 + len(sampling.logprob_token_ids)].tolist()
+            return PositionLogprobs(aux.chosen(aux_row, token_id), aux.top(aux_row, sampling.logprobs or 0))
+        assert aux.logprobs_rk is not None
+        values = aux.logprobs_rk[aux_row, 1 : 1 + len(sampling.logprob_token_ids)].tolist()
         pairs = zip(sampling.logprob_token_ids, values, strict=True)
-        asked = tuple(TokenLogprob(asked_id, value) for asked_id, value in pairs)
-        return PositionLogprobs(outputs.position(row, 0).chosen, asked=asked)
+        requested = tuple(TokenLogprob(token_id, value) for token_id, value in pairs)
+        return PositionLogprobs(outputs.position(row, 0).chosen, asked=requested)
 
 
 class StopStrings:
@@ -467,7 +467,7 @@ class OutputProcessor:
         self._states: dict[Sequence, OutputState] = {}
         self._searches: dict[SequenceGroup, BeamSearch] = {}
         self._last_events: dict[SequenceGroup, OutputEvent] = {}
-        self.prompt_logprobs = PromptLogprobsCollector()
+        self.aux_outputs = AuxOutputCollector()
 
     def open(self, group: SequenceGroup) -> None:
         """Start a request; no event is sent."""
@@ -492,7 +492,7 @@ class OutputProcessor:
         for sequence in group.sequences:
             self._states.pop(sequence, None)
         self._searches.pop(group, None)
-        self.prompt_logprobs.forget(group)
+        self.aux_outputs.discard(group)
         if (event := self._last_events.pop(group, None)) is not None:
             group.sink(event)
 
@@ -520,8 +520,8 @@ class OutputProcessor:
             text, finish = state.push(token_id) if is_checked or state.has_text else state.passed()
             positions = () if state.num_top is None else (outputs.position(row, max(0, state.num_top)),)
             if state.needs_aux_outputs:
-                positions = (self.prompt_logprobs.position(row, outputs, group.request.sampling),)
-            if self.prompt_logprobs.ready and group in self.prompt_logprobs.ready and state.held is None:
+                positions = (self.aux_outputs.position(row, outputs, group.request.sampling),)
+            if self.aux_outputs.ready and group in self.aux_outputs.ready and state.held is None:
                 self._send_prompt_results(group)
             reported_sum = sequence.cumulative_logprob if state.needs_logprobs else None
             if state.held is not None:
@@ -628,7 +628,7 @@ class OutputProcessor:
 
     def _send_prompt_results(self, group: SequenceGroup) -> None:
         """Send the prompt log-probabilities or embedding, in events of bounded size."""
-        results, request_id = self.prompt_logprobs.ready.pop(group), group.request.request_id
+        results, request_id = self.aux_outputs.ready.pop(group), group.request.request_id
         for begin in range(0, max(1, len(results.logprobs)), _MAX_TOKENS_PER_EVENT):
             part = tuple(results.logprobs[begin : begin + _MAX_TOKENS_PER_EVENT])
             embedding = results.embedding if not begin else ()
@@ -645,7 +645,7 @@ class OutputProcessor:
     def _show(
         self, group: SequenceGroup, index: int, piece: _OutputPart, *, is_last: bool, error: Exception | None = None
     ) -> None:
-        if group in self.prompt_logprobs.ready and error is None:
+        if group in self.aux_outputs.ready and error is None:
             self._send_prompt_results(group)
         event = OutputEvent(
             request_id=group.request.request_id,

@@ -50,13 +50,13 @@ def build_aux_inputs(schedule: SchedulerOutput, geometry: Geometry) -> list[Step
         one = AuxRequest(row.group, row.sequence, position, 0)
         requests.setdefault(_build_prompt_aux(row.group), []).append((first + number, following, one))
     needs_aux = any(row.group.request.sampling.needs_extra_logprobs for row in schedule.rows)
-    for place in range(schedule.num_rows) if needs_aux else ():
-        row = schedule.row_at(place)
+    for row_index in range(schedule.num_rows) if needs_aux else ():
+        row = schedule.row_at(row_index)
         sampling = row.group.request.sampling
         if row.samples_token and sampling.needs_extra_logprobs:
             kind = AuxKind.LOGPROBS if sampling.logprob_token_ids else AuxKind.ALL_LOGPROBS
             ids = [NO_ID, *sampling.logprob_token_ids]
-            requests.setdefault(kind, []).append((place, ids, AuxRequest(row.group, row.sequence, None, place)))
+            requests.setdefault(kind, []).append((row_index, ids, AuxRequest(row.group, row.sequence, None, row_index)))
     return [part for kind, rows in requests.items() for part in _parts(kind, rows)]
 
 
@@ -74,5 +74,5 @@ def _build_prompt_aux(group: SequenceGroup) -> AuxKind:
 def _parts(kind: AuxKind, rows: list[tuple[int, list[int], AuxRequest]]) -> Iterator[StepAux]:
     size = AUX_SIZES[kind]
     for begin in range(0, len(rows), size):
-        places, ids, requests = zip(*rows[begin : begin + size], strict=True)
-        yield StepAux(AuxInputs.padded(kind, list(places), list(ids), size), list(requests))
+        row_indices, ids, requests = zip(*rows[begin : begin + size], strict=True)
+        yield StepAux(AuxInputs.padded(kind, list(row_indices), list(ids), size), list(requests))

@@ -111,29 +111,29 @@ def _share_prefixes(schedule: SchedulerOutput, costs: CascadeCosts, block_size: 
     if not alike:
         return
     finder = _Finder(schedule, costs, width, block_size)
-    plans = [finder.best(finder.tree(places, 0), 0) for places in alike]
+    plans = [finder.best(finder.tree(row_indices, 0), 0) for row_indices in alike]
     chosen = [run for plan in plans for run in plan.runs]
     if sum(plan.gain for plan in plans) > costs.step_tokens:
         _arrange(schedule, chosen)
 
 
 def _rows_by_prefix(schedule: SchedulerOutput, granule_tokens: int, block_size: int) -> list[RowIndices]:
-    """Return places of rows that may share a granule: those whose first granule ends with the same block."""
+    """Return indices of rows that may share a granule: those whose first granule ends with the same block."""
     decodes, last = schedule.decodes, granule_tokens // block_size - 1
     where = np.flatnonzero(decodes.starts_s >= granule_tokens)
     block_ids = decodes.block_tables_gsm[0, where, last].tolist() if len(where) else []
-    all_places = where.tolist()
-    for place, row in enumerate(schedule.rows, len(decodes)):
+    all_row_indices = where.tolist()
+    for row_index, row in enumerate(schedule.rows, len(decodes)):
         if row.start >= granule_tokens and row.num_tokens:
             block_ids.append(row.sequence.kv.tables[0].block_id(last))
-            all_places.append(place)
+            all_row_indices.append(row_index)
     if len(set(block_ids)) == len(block_ids):
         return []
-    places: dict[int, RowIndices] = {}
-    for place, block_id in zip(all_places, block_ids, strict=True):
+    row_indices: dict[int, RowIndices] = {}
+    for row_index, block_id in zip(all_row_indices, block_ids, strict=True):
         if block_id != NULL_BLOCK:  # with sliding windows in all layers, the first granule may have been freed
-            places.setdefault(block_id, []).append(place)
-    return [found for found in places.values() if len(found) > 1]
+            row_indices.setdefault(block_id, []).append(row_index)
+    return [found for found in row_indices.values() if len(found) > 1]
 
 
 class _Finder:
@@ -149,19 +149,19 @@ class _Finder:
         self._only_decodes = all(row.num_tokens == 1 for row in rows)
         self._granule_blocks = costs.granule_tokens // block_size
 
-    def tree(self, places: RowIndices, depth: int) -> _Node:
+    def tree(self, row_indices: RowIndices, depth: int) -> _Node:
         """Return the tree of rows that have at least `depth` granules in common."""
-        fulls = [self._starts[place] // self._costs.granule_tokens for place in places]
-        tables = self._tables(places, max(fulls))
+        fulls = [self._starts[row_index] // self._costs.granule_tokens for row_index in row_indices]
+        tables = self._tables(row_indices, max(fulls))
         depth = self._common_granules(tables, depth, min(fulls))
         begin, end = depth * self._granule_blocks, (depth + 1) * self._granule_blocks
         leaves = []
         alike: dict[bytes, RowIndices] = {}
-        for place, full, table_m in zip(places, fulls, tables, strict=True):
+        for row_index, full, table_m in zip(row_indices, fulls, tables, strict=True):
             if full == depth:
-                leaves.append(place)
+                leaves.append(row_index)
             else:
-                alike.setdefault(table_m[begin:end].tobytes(), []).append(place)
+                alike.setdefault(table_m[begin:end].tobytes(), []).append(row_index)
         leaves += [found[0] for found in alike.values() if len(found) == 1]
         children = [self.tree(found, depth + 1) for found in alike.values() if len(found) > 1]
         return _Node(depth * self._costs.granule_tokens, leaves, children)
@@ -189,12 +189,12 @@ class _Finder:
 
     def _gather(self, node: _Node, num_tokens: int) -> _Plan:
         plans = [self.best(child, num_tokens) for child in node.children]
-        rest = [*node.leaves, *(place for plan in plans for place in plan.rest)]
+        rest = [*node.leaves, *(row_index for plan in plans for row_index in plan.rest)]
         return _Plan([run for plan in plans for run in plan.runs], sum(plan.gain for plan in plans), rest)
 
-    def _tables(self, places: RowIndices, num_granules: int) -> NDArray[np.int32]:
+    def _tables(self, row_indices: RowIndices, num_granules: int) -> NDArray[np.int32]:
         end = num_granules * self._granule_blocks
-        return np.stack([self._sequences[place].kv.ids_gm[0, :end] for place in places])
+        return np.stack([self._sequences[row_index].kv.ids_gm[0, :end] for row_index in row_indices])
 
     def _common_granules(self, tables: NDArray[np.int32], depth: int, limit: int) -> int:
         """Return the number of granules that all tables share, at least `depth` (already known) and at most `limit`."""
@@ -203,38 +203,42 @@ class _Finder:
         common = (begin + int(differ[0])) // self._granule_blocks if len(differ) else limit
         return min(common, limit)
 
-    def _gain(self, places: RowIndices, num_tokens: int) -> float:
+    def _gain(self, row_indices: RowIndices, num_tokens: int) -> float:
         """Return the gain of reading num_tokens tokens together; see `CascadeCosts`."""
-        num_queries = len(places) if self._only_decodes else sum(self._lens[place] for place in places)
+        num_queries = (
+            len(row_indices) if self._only_decodes else sum(self._lens[row_index] for row_index in row_indices)
+        )
         together = self._costs.tile_cost(num_queries, self._width)
-        saved = (self._alone(places) - together) * self._seen(places, num_tokens)
+        saved = (self._alone(row_indices) - together) * self._seen(row_indices, num_tokens)
         return saved - num_queries * self._costs.query_tokens
 
-    def _seen(self, places: RowIndices, num_tokens: int) -> float:
+    def _seen(self, row_indices: RowIndices, num_tokens: int) -> float:
         """Return how many of num_tokens tokens are read together."""
-        if not self._costs.windows or not places:
+        if not self._costs.windows or not row_indices:
             return num_tokens
-        return self._costs.seen_tokens(num_tokens, max(self._starts[place] + self._lens[place] for place in places))
+        return self._costs.seen_tokens(
+            num_tokens, max(self._starts[row_index] + self._lens[row_index] for row_index in row_indices)
+        )
 
-    def _alone(self, places: RowIndices) -> float:
+    def _alone(self, row_indices: RowIndices) -> float:
         """Return the cost of a token if each row reads it separately."""
         if self._only_decodes:
-            return float(len(places))
-        return sum(self._costs.tile_cost(self._lens[place], self._width) for place in places)
+            return float(len(row_indices))
+        return sum(self._costs.tile_cost(self._lens[row_index], self._width) for row_index in row_indices)
 
 
 def _arrange(schedule: SchedulerOutput, chosen: list[tuple[RowIndices, int]]) -> None:
     """Move the rows of a run to its first row; the others keep their order, in runs that share nothing."""
-    runs_at = {places[0]: (places, num_tokens) for places, num_tokens in chosen}
-    taken = {place for places, _ in chosen for place in places}
+    runs_at = {row_indices[0]: (row_indices, num_tokens) for row_indices, num_tokens in chosen}
+    taken = {row_index for row_indices, _ in chosen for row_index in row_indices}
     order: list[int] = []
-    for place in range(schedule.num_rows):
-        if place in runs_at:
-            places, num_tokens = runs_at[place]
-            schedule.runs.append(SharedPrefixGroup(len(places), num_tokens))
-            order += places
-        elif place not in taken:
-            order.append(place)
+    for row_index in range(schedule.num_rows):
+        if row_index in runs_at:
+            row_indices, num_tokens = runs_at[row_index]
+            schedule.runs.append(SharedPrefixGroup(len(row_indices), num_tokens))
+            order += row_indices
+        elif row_index not in taken:
+            order.append(row_index)
             if schedule.runs and not schedule.runs[-1].num_tokens:
                 schedule.runs[-1].add_row()
             else:

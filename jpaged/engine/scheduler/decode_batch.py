@@ -179,7 +179,7 @@ class PersistentDecodeBatch:
         self.long_rope = long_rope
         self._sequences: list[Sequence] = []
         self._groups: list[SequenceGroup] = []
-        self._places: dict[Sequence, int] = {}
+        self._rows: dict[Sequence, int] = {}
         most = geometry.max_num_seqs
         self._starts_s = np.zeros(most, np.int32)
         self._prompt_lens_s = np.zeros(most, np.int32)
@@ -199,7 +199,7 @@ class PersistentDecodeBatch:
         return len(self._sequences)
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._places
+        return sequence in self._rows
 
     @property
     def lens_s(self) -> I32:
@@ -209,56 +209,56 @@ class PersistentDecodeBatch:
     def others(self, groups: Iterable[SequenceGroup]) -> list[Sequence]:
         """Return the sequences of some groups that have no rows here."""
         rest = [group for group in groups if group not in self.fully_batched_groups]
-        return [sequence for group in rest for sequence in group.sequences if sequence not in self._places]
+        return [sequence for group in rest for sequence in group.sequences if sequence not in self._rows]
 
     def add(self, entrants: list[tuple[SequenceGroup, Sequence]]) -> None:
         """Add rows for sequences, each of which has written its last token to a block that it does not share."""
         random = []
         for group, sequence in entrants:
-            place, params = len(self._sequences), group.request.sampling
-            self._places[sequence] = place
+            row, params = len(self._sequences), group.request.sampling
+            self._rows[sequence] = row
             self._sequences.append(sequence)
             self._groups.append(group)
-            self._starts_s[place] = sequence.num_computed_tokens
-            self._prompt_lens_s[place] = sequence.num_prompt_tokens
-            self._num_left_s[place] = _num_left(group, sequence, self.long_rope)
-            self._block_tables_gsm[:, place] = sequence.kv.ids_gm
-            self._adapters_s[place] = group.adapter_slot
-            self._sampling.rows_r[place] = self._neutral
-            self._details_s[place] = Detail.of(params)
-            self._is_random_s[place] = not params.is_greedy
-            self._are_bound_s[place] = sequence.grammar is not None
+            self._starts_s[row] = sequence.num_computed_tokens
+            self._prompt_lens_s[row] = sequence.num_prompt_tokens
+            self._num_left_s[row] = _num_left(group, sequence, self.long_rope)
+            self._block_tables_gsm[:, row] = sequence.kv.ids_gm
+            self._adapters_s[row] = group.adapter_slot
+            self._sampling.rows_r[row] = self._neutral
+            self._details_s[row] = Detail.of(params)
+            self._is_random_s[row] = not params.is_greedy
+            self._are_bound_s[row] = sequence.grammar is not None
             ending_ids = sorted(params.ending_ids(self._eos_token_ids))[:BANNED_WIDTH]
-            self._ending_ids_sx[place] = BEYOND_TOKENS
-            self._ending_ids_sx[place, : len(ending_ids)] = ending_ids
-            self._may_end_s[place] = bool(ending_ids or params.stop)
+            self._ending_ids_sx[row] = BEYOND_TOKENS
+            self._ending_ids_sx[row, : len(ending_ids)] = ending_ids
+            self._may_end_s[row] = bool(ending_ids or params.stop)
             if not params.is_greedy:
-                random.append((place, params, sequence.index))
+                random.append((row, params, sequence.index))
         if random:
-            places, params_r, indices = zip(*random, strict=True)
-            self._sampling.fill_columns(places, random_columns(params_r, indices, [0] * len(random)))
+            rows, params_r, indices = zip(*random, strict=True)
+            self._sampling.fill_columns(rows, random_columns(params_r, indices, [0] * len(random)))
         for group, _ in entrants:
             self._judge(group)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence's row, if it has one; the last row moves to its place."""
-        place = self._places.pop(sequence, None)
-        if place is None:
+        row = self._rows.pop(sequence, None)
+        if row is None:
             return
-        group, last = self._groups[place], len(self._sequences) - 1
-        if place != last:
+        group, last = self._groups[row], len(self._sequences) - 1
+        if row != last:
             moved = self._sequences[last]
-            self._sequences[place], self._groups[place], self._places[moved] = moved, self._groups[last], place
+            self._sequences[row], self._groups[row], self._rows[moved] = moved, self._groups[last], row
             for column in self._columns():
-                column[place] = column[last]
-            self._block_tables_gsm[:, place] = self._block_tables_gsm[:, last]
+                column[row] = column[last]
+            self._block_tables_gsm[:, row] = self._block_tables_gsm[:, last]
         del self._sequences[last], self._groups[last]
         self._judge(group)
 
     def clear(self) -> None:
         """Remove every row."""
         self.fully_batched_groups.clear()
-        self._places.clear()
+        self._rows.clear()
         self._sequences.clear()
         self._groups.clear()
 
@@ -291,14 +291,14 @@ class PersistentDecodeBatch:
         Args:
             num_accepted: accepted draft tokens, by which it is ahead of the step.
         """
-        place = self._places[sequence]
-        self._starts_s[place] += num_accepted
-        self._num_left_s[place] -= num_accepted
-        self._block_tables_gsm[:, place] = sequence.kv.ids_gm
+        row = self._rows[sequence]
+        self._starts_s[row] += num_accepted
+        self._num_left_s[row] -= num_accepted
+        self._block_tables_gsm[:, row] = sequence.kv.ids_gm
 
     def get_group(self, sequence: Sequence) -> SequenceGroup:
         """Return the group of a sequence that has a row."""
-        return self._groups[self._places[sequence]]
+        return self._groups[self._rows[sequence]]
 
     def take(self, num_steps: int = 1, rounds: tuple[int, list[int]] | None = None) -> DecodeBatch:
         """Return every row as input of the next dispatch, and advance all of them past its steps.
@@ -347,24 +347,24 @@ class PersistentDecodeBatch:
 
     def check(self) -> None:
         """Raise InternalError if a row differs from its sequence."""
-        for place, (sequence, group) in enumerate(zip(self._sequences, self._groups, strict=True)):
-            kept = self._starts_s[place], self._num_left_s[place], self._places[sequence]
+        for row, (sequence, group) in enumerate(zip(self._sequences, self._groups, strict=True)):
+            kept = self._starts_s[row], self._num_left_s[row], self._rows[sequence]
             num_left = _num_left(group, sequence, self.long_rope)
-            if kept != (sequence.num_computed_tokens, num_left, place) or sequence.status is not Status.RUNNING:
-                raise InternalError(f"row {place} of a {sequence.status.value} sequence has {kept}, not {num_left}")
-            if not np.array_equal(self._block_tables_gsm[:, place], sequence.kv.ids_gm):
-                raise InternalError(f"row {place} has other blocks than {sequence.kv.block_ids()}")
-            if self._adapters_s[place] != group.adapter_slot:
-                raise InternalError(f"row {place} has adapter slot {self._adapters_s[place]}")
-        if len(self._places) != len(self._sequences):
-            raise InternalError(f"{len(self._places)} sequences have {len(self._sequences)} rows")
+            if kept != (sequence.num_computed_tokens, num_left, row) or sequence.status is not Status.RUNNING:
+                raise InternalError(f"row {row} of a {sequence.status.value} sequence has {kept}, not {num_left}")
+            if not np.array_equal(self._block_tables_gsm[:, row], sequence.kv.ids_gm):
+                raise InternalError(f"row {row} has other blocks than {sequence.kv.block_ids()}")
+            if self._adapters_s[row] != group.adapter_slot:
+                raise InternalError(f"row {row} has adapter slot {self._adapters_s[row]}")
+        if len(self._rows) != len(self._sequences):
+            raise InternalError(f"{len(self._rows)} sequences have {len(self._sequences)} rows")
 
     def _where(self, is_meant_s: Bool) -> list[Sequence]:
-        return [self._sequences[place] for place in np.flatnonzero(is_meant_s).tolist()]
+        return [self._sequences[row] for row in np.flatnonzero(is_meant_s).tolist()]
 
     def _judge(self, group: SequenceGroup) -> None:
         live = group.live
-        if live and all(sequence in self._places for sequence in live):
+        if live and all(sequence in self._rows for sequence in live):
             self.fully_batched_groups.add(group)
         else:
             self.fully_batched_groups.discard(group)

@@ -131,12 +131,12 @@ def nothing_left(
     if left - ending:
         return None
     tokens = "every token" if allowed is None else "every token of allowed_token_ids"
-    place = f"no token can be sampled as output token {number + 1}"
+    refusal = f"no token can be sampled as output token {number + 1}"
     if not left:
-        return InvalidArgument("sampling.bad_words", f"forbid {tokens}: {place}")
+        return InvalidArgument("sampling.bad_words", f"forbid {tokens}: {refusal}")
     ends = "is a stop token or an end-of-sequence token" if sampling.stop_token_ids else "is an end-of-sequence token"
     also = ", or a bad word" if banned else ""
-    problem = f"{sampling.min_tokens} forbids tokens that end the text, but {tokens} {ends}{also}: {place}"
+    problem = f"{sampling.min_tokens} forbids tokens that end the text, but {tokens} {ends}{also}: {refusal}"
     return InvalidArgument("sampling.min_tokens", problem)
 
 
@@ -148,11 +148,11 @@ class ProcessedRow(NamedTuple):
     """A row that samples, and whose logits are changed.
 
     Attributes:
-        place: the row in the step.
+        row_index: the row in the step.
         is_last_known: the host knows the sequence's last token; otherwise it is in flight.
     """
 
-    place: int
+    row_index: int
     group: SequenceGroup
     sequence: Sequence
     is_last_known: bool
@@ -183,21 +183,21 @@ class LogitsProcessorState:
         records, due = LogitsProcessorInputs.neutral(num_padded).rows_r, list[TokenCountReset]()
         singles_rx: NDArray[np.void] | None = None
         mask_rw = no_masks(num_padded, self.vocab_size) if has_masks else None
-        for place, group, sequence, is_last_known in rows:
+        for row_index, group, sequence, is_last_known in rows:
             constant = self._constant(group)
-            records[place] = constant.record
+            records[row_index] = constant.record
             if group.request.sampling.needs_counts:
-                records["slots_r"][place] = self._slot(sequence, due, is_last_known=is_last_known)
+                records["slots_r"][row_index] = self._slot(sequence, due, is_last_known=is_last_known)
             found = constant.singles(sequence.token_ids, is_last_known=is_last_known)
             num_constant = len(constant.singles_x)
             if num_constant or found:
                 singles_rx = no_singles(num_padded) if singles_rx is None else singles_rx
-                singles_rx[place, :num_constant] = constant.singles_x
-                singles_rx[place, num_constant : num_constant + len(found)] = found
+                singles_rx[row_index, :num_constant] = constant.singles_x
+                singles_rx[row_index, num_constant : num_constant + len(found)] = found
             if constant.mask_w is not None or sequence.grammar is not None:
                 mask_rw = no_masks(num_padded, self.vocab_size) if mask_rw is None else mask_rw
                 if constant.mask_w is not None:
-                    mask_rw[place] = constant.mask_w
+                    mask_rw[row_index] = constant.mask_w
         return LogitsProcessorInputs(records, singles_rx, mask_rw, tuple(due))
 
     def give_back(self, group: SequenceGroup) -> None:
@@ -205,7 +205,7 @@ class LogitsProcessorState:
         for sequence in group.sequences:
             self.slots.give_back(sequence)
 
-    def forget(self, group: SequenceGroup) -> None:
+    def discard(self, group: SequenceGroup) -> None:
         """Drop the slots and constants of a request that has ended."""
         self.give_back(group)
         self._constants.pop(group, None)

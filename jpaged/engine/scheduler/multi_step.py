@@ -237,7 +237,7 @@ class StepTimeEstimator:
                                            ^ one in eight is ignored: another process had the processor
 
     A bucket starts with the ratio of the nearest observed one. A bucket that has not been observed for long is
-    forgotten, because the cause of slow steps may be gone: it is tried again, and its first step sets the ratio.
+    dropped, because the cause of slow steps may be gone: it is tried again, and its first step sets the ratio.
     """
 
     def __init__(self, rates: DeviceRates) -> None:
@@ -245,7 +245,7 @@ class StepTimeEstimator:
         self._seconds = [max(seconds, _SHORTEST_S) for _, seconds in rates.forward_s]
         self._pair_s = rates.pair_s
         self._seen: dict[int, _ObservedTime] = {}
-        self._forgotten: set[int] = set()
+        self._dropped: set[int] = set()
         self._num_seen = 0
 
     def seconds(self, num_padded: int, num_pairs: float) -> float:
@@ -263,12 +263,12 @@ class StepTimeEstimator:
             return
         share = seconds / self._timed_at(num_padded, num_pairs)
         if num_padded not in self._seen:  # a bucket that is tried again starts with this ratio
-            self._seen[num_padded] = _ObservedTime(share if num_padded in self._forgotten else self._share(num_padded))
+            self._seen[num_padded] = _ObservedTime(share if num_padded in self._dropped else self._share(num_padded))
         self._num_seen += 1
         self._seen[num_padded].add(share, self._num_seen)
         for known in [known for known, seen in self._seen.items() if seen.at < self._num_seen - _NUM_STEPS_TRUSTED]:
             del self._seen[known]
-            self._forgotten.add(known)
+            self._dropped.add(known)
 
     def _timed_at(self, num_padded: int, num_pairs: float) -> float:
         """Interpolate the times measured at start-up linearly; beyond the measured sizes, scale in proportion."""

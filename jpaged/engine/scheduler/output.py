@@ -77,14 +77,14 @@ class ScheduledDraft:
     """Draft tokens after the row of a sequence, each in a separate row; see `drafts.py`.
 
     Attributes:
-        place: index of the sequence's row, in the order of addition.
+        row_index: index of the sequence's row, in the order of addition.
         rows: indices of the draft rows.
         num_accepted: number of accepted draft tokens, once the step's results are processed.
     """
 
     group: SequenceGroup
     sequence: Sequence
-    place: int
+    row_index: int
     token_ids: list[int]
     rows: range
     num_accepted: int = 0
@@ -108,16 +108,16 @@ class SampledRows:
     sequences: list[Sequence] = field(default_factory=list)
     are_last: list[bool] = field(default_factory=list)
 
-    def add(self, place: int, row: ScheduledRow) -> None:
+    def add(self, row_index: int, row: ScheduledRow) -> None:
         """Add a row with its index."""
-        self.rows.append(place)
+        self.rows.append(row_index)
         self.groups.append(row.group)
         self.sequences.append(row.sequence)
         self.are_last.append(row.output_index + 1 >= row.group.request.sampling.max_tokens)
 
-    def move(self, new_places: dict[int, int]) -> None:
+    def move(self, new_row_indices: dict[int, int]) -> None:
         """Map the rows to their places on the device."""
-        self.rows = [new_places[place] for place in self.rows]
+        self.rows = [new_row_indices[row_index] for row_index in self.rows]
 
     @property
     def has_grammars(self) -> bool:
@@ -209,7 +209,7 @@ class SchedulerOutput:
         Args:
             sample_row: row whose last token the sample reads; None for the row itself.
         """
-        place, start = self.num_rows, sequence.num_computed_tokens
+        row_index, start = self.num_rows, sequence.num_computed_tokens
         samples_token = start + num_tokens == sequence.num_tokens
         is_fed_back = num_tokens > 0 and samples_token and sequence.num_in_flight_tokens > 0
         row = ScheduledRow(
@@ -218,20 +218,20 @@ class SchedulerOutput:
             start=start,
             num_tokens=num_tokens,
             samples_token=samples_token,
-            sample_row=place if sample_row is None else sample_row,
+            sample_row=row_index if sample_row is None else sample_row,
             prev_sampled_row=sequence.in_flight_row if is_fed_back else None,
             output_index=sequence.num_output_tokens,
             logprob_positions=sequence.take_logprob_positions(start, start + num_tokens),
         )
         self.rows.append(row)
-        sequence.dispatched(num_tokens, place, samples_token=samples_token)
+        sequence.dispatched(num_tokens, row_index, samples_token=samples_token)
         return row
 
     def add_draft(
         self,
         group: SequenceGroup,
         sequence: Sequence,
-        place: int,
+        row_index: int,
         token_ids: list[int],
         states: list[GrammarState | None],
     ) -> None:
@@ -251,7 +251,7 @@ class SchedulerOutput:
                 grammar=state,
             )
             self.rows.append(row)
-        self.drafts.append(ScheduledDraft(group, sequence, place, token_ids, range(first, first + len(token_ids))))
+        self.drafts.append(ScheduledDraft(group, sequence, row_index, token_ids, range(first, first + len(token_ids))))
         self.num_tokens += len(token_ids)
 
     def rerun(self, group: SequenceGroup, sequence: Sequence, start: int, num_tokens: int) -> None:
@@ -288,10 +288,10 @@ class SchedulerOutput:
         """Reorder the rows on the device: `order[new] = index of addition`."""
         self.order = order
         num_decodes = len(self.decodes)
-        for new, place in enumerate(order):
-            if place < num_decodes:
-                self.decodes.sequences[place].moved_to_row(new)
-            elif (row := self.rows[place - num_decodes]).samples_token and row.proposed is None:
+        for new, row_index in enumerate(order):
+            if row_index < num_decodes:
+                self.decodes.sequences[row_index].moved_to_row(new)
+            elif (row := self.rows[row_index - num_decodes]).samples_token and row.proposed is None:
                 row.sequence.moved_to_row(new)
 
     @property
@@ -299,37 +299,37 @@ class SchedulerOutput:
         """The device row of each row, in the order of addition."""
         return np.argsort(self.order).tolist() if self.order else list(range(self.num_rows))
 
-    def entered(self, place: int) -> ScheduledRow:
+    def entered(self, row_index: int) -> ScheduledRow:
         """Return the row added at an index that is not in the persistent decode batch."""
-        return self.rows[place - len(self.decodes)]
+        return self.rows[row_index - len(self.decodes)]
 
     def num_usable(self, draft: ScheduledDraft) -> int:
         """Return how many of a draft's tokens may be accepted: those before the first one that allows no next token."""
         rows = map(self.entered, draft.rows)
         return next((number for number, row in enumerate(rows) if not row.is_usable), len(draft.rows))
 
-    def know_token(self, place: int) -> None:
+    def know_token(self, row_index: int) -> None:
         """Mark the next token of a row as known, so that the row's sample is discarded."""
-        if place < len(self.decodes):
-            self.decodes.known.add(place)
+        if row_index < len(self.decodes):
+            self.decodes.known.add(row_index)
         else:
-            self.entered(place).samples_for_nobody()
+            self.entered(row_index).samples_for_nobody()
 
     def row_at(self, row: int, step: int = 0) -> ScheduledRow:
         """Return the row at a device index, in one of the steps of the dispatch."""
-        place, decodes = self.order[row] if self.order else row, self.decodes
-        if place >= len(decodes):
-            return self.rows[place - len(decodes)]
-        start = decodes.starts_s.item(place) + step
+        row_index, decodes = self.order[row] if self.order else row, self.decodes
+        if row_index >= len(decodes):
+            return self.rows[row_index - len(decodes)]
+        start = decodes.starts_s.item(row_index) + step
         return ScheduledRow(
-            group=decodes.groups[place],
-            sequence=decodes.sequences[place],
+            group=decodes.groups[row_index],
+            sequence=decodes.sequences[row_index],
             start=start,
             num_tokens=1,
-            samples_token=place not in decodes.known,
-            sample_row=place,
-            prev_sampled_row=decodes.prev_rows[place] if decodes.prev_rows else None,
-            output_index=start + 1 - decodes.prompt_lens_s.item(place),
+            samples_token=row_index not in decodes.known,
+            sample_row=row_index,
+            prev_sampled_row=decodes.prev_rows[row_index] if decodes.prev_rows else None,
+            output_index=start + 1 - decodes.prompt_lens_s.item(row_index),
         )
 
     def live_tokens(self, step: int = 0) -> tuple[SampledRows, SampledRows]:
@@ -339,23 +339,23 @@ class SchedulerOutput:
             step: index in the dispatch.
         """
         decodes, is_last_step = self.decodes, step + 1 == self.num_steps
-        live = [place for place, one in enumerate(decodes.sequences) if one.status is not Status.FINISHED]
+        live = [row_index for row_index, one in enumerate(decodes.sequences) if one.status is not Status.FINISHED]
         if decodes.known:
-            live = [place for place in live if place not in decodes.known]
+            live = [row_index for row_index in live if row_index not in decodes.known]
         groups, sequences = [*decodes.groups], [*decodes.sequences]
         are_last = decodes.are_last_s.tolist() if is_last_step else [False] * len(decodes)
         if len(live) < len(decodes):
-            groups = [groups[place] for place in live]
-            sequences = [sequences[place] for place in live]
-            are_last = [are_last[place] for place in live]
+            groups = [groups[row_index] for row_index in live]
+            sequences = [sequences[row_index] for row_index in live]
+            are_last = [are_last[row_index] for row_index in live]
         tokens, beams = SampledRows(live, groups, sequences, are_last), SampledRows()
-        for place, row in enumerate(self.rows, len(decodes)):
+        for row_index, row in enumerate(self.rows, len(decodes)):
             if row.samples_token and row.sequence.is_live and row.proposed is None:
-                (beams if row.group.request.sampling.beam_width else tokens).add(place, row)
+                (beams if row.group.request.sampling.beam_width else tokens).add(row_index, row)
         if self.order:
-            new_places = {place: new for new, place in enumerate(self.order)}
-            tokens.move(new_places)
-            beams.move(new_places)
+            new_row_indices = {row_index: new for new, row_index in enumerate(self.order)}
+            tokens.move(new_row_indices)
+            beams.move(new_row_indices)
         return tokens, beams
 
     def aux_tokens(self) -> Iterator[tuple[int, ScheduledRow, int]]:
@@ -459,10 +459,10 @@ def build_sampling_inputs(
         if lists := row_lists(params, eos_token_ids, row.output_index):
             inputs.fill_lists(i, lists)
     if random := [one for one in sampled if not one[2].is_greedy]:
-        places, random_rows, params_r = zip(*random, strict=True)
+        row_indices, random_rows, params_r = zip(*random, strict=True)
         indices = [row.sequence.index for row in random_rows]
         positions = [row.start + row.num_tokens for row in random_rows]
-        inputs.fill_columns(places, random_columns(params_r, indices, positions))
+        inputs.fill_columns(row_indices, random_columns(params_r, indices, positions))
     inputs.rows_r["is_padding_r"][num_rows:] = 1
     if schedule.order:
         inputs.rows_r[:num_rows] = inputs.rows_r[schedule.order]
@@ -507,15 +507,15 @@ def _columns(schedule: SchedulerOutput) -> _Columns:
     )
     if not schedule.order:
         return columns
-    new_places = np.argsort(schedule.order).astype(np.int32)
+    new_row_indices = np.argsort(schedule.order).astype(np.int32)
     ordered = _Columns(*(column[schedule.order] for column in columns))
-    return ordered._replace(sample_rows=new_places[ordered.sample_rows])
+    return ordered._replace(sample_rows=new_row_indices[ordered.sample_rows])
 
 
 def _aux_tokens(schedule: SchedulerOutput, geometry: Geometry, starts: I32) -> I32:
     """Return the packed indices of the tokens with aux outputs, in the order of `SchedulerOutput.aux_tokens`."""
-    places = [starts.item(row) + position - one.start for row, one, position in schedule.aux_tokens()]
-    return _padded(places, geometry.num_aux)
+    row_indices = [starts.item(row) + position - one.start for row, one, position in schedule.aux_tokens()]
+    return _padded(row_indices, geometry.num_aux)
 
 
 def _adapters(schedule: SchedulerOutput, geometry: Geometry, rows_t: NDArray[np.int64], num_padded: int) -> I32:
@@ -534,8 +534,8 @@ def _block_tables(schedule: SchedulerOutput, geometry: Geometry) -> I32:
     block_tables_gsm = np.zeros(shape, np.int32)
     if len(decodes):
         block_tables_gsm[:, : len(decodes)] = decodes.block_tables_gsm
-    for place, row in enumerate(schedule.rows, len(decodes)):
-        block_tables_gsm[:, place] = row.sequence.kv.ids_gm
+    for row_index, row in enumerate(schedule.rows, len(decodes)):
+        block_tables_gsm[:, row_index] = row.sequence.kv.ids_gm
     if schedule.order:
         block_tables_gsm[:, :num_rows] = block_tables_gsm[:, schedule.order]
     return block_tables_gsm
@@ -559,7 +559,7 @@ def _known_tokens(schedule: SchedulerOutput) -> list[int]:
     if not schedule.order:
         return [*token_ids, *(token_id for row in schedule.rows for token_id in _tokens(row))]
     parts = [*([token_id] for token_id in token_ids), *(_tokens(row) for row in schedule.rows)]
-    return [token_id for place in schedule.order for token_id in parts[place]]
+    return [token_id for row_index in schedule.order for token_id in parts[row_index]]
 
 
 def _tokens(row: ScheduledRow) -> list[int]:

@@ -48,7 +48,7 @@ class FairByTenant(SchedulingPolicy):
 
     def __init__(self) -> None:
         self._served: dict[str, int] = {}
-        self._forgotten = 0
+        self._highest_dropped = 0
 
     def first_waiting(self, waiting: Collection[SequenceGroup]) -> SequenceGroup:
         return min(waiting, key=lambda group: (self._counter(group.request.tenant), group.arrival))
@@ -57,11 +57,11 @@ class FairByTenant(SchedulingPolicy):
         tenant = group.request.tenant
         others = {other.request.tenant for other in waiting if other is not group}
         if tenant not in others:
-            highest = max(self._served.values(), default=self._forgotten)
+            highest = max(self._served.values(), default=self._highest_dropped)
             floor = min((self._counter(other) for other in others), default=highest)
             self._served[tenant] = max(self._counter(tenant), floor)
         if len(self._served) > 2 * MAX_TENANTS:
-            self._forget(others | {tenant})
+            self._drop_counters(others | {tenant})
 
     def served(self, group: SequenceGroup, num_prompt_tokens: int, num_output_tokens: int) -> None:
         weighted = PROMPT_TOKEN_WEIGHT * num_prompt_tokens + OUTPUT_TOKEN_WEIGHT * num_output_tokens
@@ -73,14 +73,14 @@ class FairByTenant(SchedulingPolicy):
             self.served(group, 0, 1)
 
     def _counter(self, tenant: str) -> int:
-        return self._served.get(tenant, self._forgotten)
+        return self._served.get(tenant, self._highest_dropped)
 
-    def _forget(self, waiting: set[str]) -> None:
+    def _drop_counters(self, waiting: set[str]) -> None:
         """Drop the counters of tenants that do not wait and are not among the most served."""
         by_counter = sorted(self._served, key=lambda tenant: self._served[tenant])
         leaving = [tenant for tenant in by_counter[:-MAX_TENANTS] if tenant not in waiting]
         for tenant in leaving:
-            self._forgotten = max(self._forgotten, self._served.pop(tenant))
+            self._highest_dropped = max(self._highest_dropped, self._served.pop(tenant))
 
 
 POLICIES: dict[Policy, type[SchedulingPolicy]] = {

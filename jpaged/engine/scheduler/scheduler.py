@@ -361,7 +361,7 @@ class Scheduler:
         for sequence in group.sequences:
             self.rows.remove(sequence)
         if group.has_logits_processors:
-            self.rows.logits_processors.forget(group)
+            self.rows.logits_processors.discard(group)
         if not was_running:
             _release(group, self._memory)
         self._release_ended()

@@ -61,7 +61,7 @@ _KEPT_OF_SEQUENCE = 0.95
 """Decay of a sequence's failures per draft of that sequence."""
 _FADING = 0.995
 """Decay of a sequence's failures per step."""
-_LEAST_PLACES = 8
+_MIN_SLOTS = 8
 
 
 class Acceptance:
@@ -75,14 +75,14 @@ class Acceptance:
         self._trials = [0.0] * num_positions
         self._accepted = [0.0] * num_positions
         self._probabilities = [_FIRST_GUESS] * num_positions
-        self._places: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
         self._free: list[int] = []
         self._failed_s = np.zeros(0)
         self._expected_s = np.zeros(0)  # failures
 
     @property
     def num_sequences(self) -> int:
-        return len(self._places)
+        return len(self._slots)
 
     def of_method(self) -> list[float]:
         """Return [k] the probability that a draft token is accepted if those before it are, over all sequences.
@@ -93,8 +93,8 @@ class Acceptance:
 
     def probabilities(self, sequence_keys: Sequence[int]) -> F64:
         """Return [R, k] the same probability for each of the sequences."""
-        places = self._get_places(sequence_keys)
-        scale_r = (self._failed_s[places] + _SAME_FAILURES) / (self._expected_s[places] + _SAME_FAILURES)
+        slots = self._get_slots(sequence_keys)
+        scale_r = (self._failed_s[slots] + _SAME_FAILURES) / (self._expected_s[slots] + _SAME_FAILURES)
         failing_k = 1.0 - np.array(self._probabilities)
         return np.maximum(0.0, 1.0 - scale_r[:, None] * failing_k)
 
@@ -108,9 +108,9 @@ class Acceptance:
         trials_r = np.minimum(proposed_r, accepted_r + 1)
         expected = np.array([0.0, *accumulate(1.0 - probability for probability in self._probabilities)])
         kept_r = np.where(trials_r > 0, _KEPT_OF_SEQUENCE, 1.0)
-        places = self._get_places(sequence_keys)
-        self._failed_s[places] = self._failed_s[places] * kept_r + (accepted_r < proposed_r)
-        self._expected_s[places] = self._expected_s[places] * kept_r + expected[trials_r]
+        slots = self._get_slots(sequence_keys)
+        self._failed_s[slots] = self._failed_s[slots] * kept_r + (accepted_r < proposed_r)
+        self._expected_s[slots] = self._expected_s[slots] * kept_r + expected[trials_r]
         self._count(self._trials, trials_r)
         self._count(self._accepted, accepted_r)
         self._estimate()
@@ -123,11 +123,11 @@ class Acceptance:
         self._failed_s[:] = self._expected_s[:] = 0.0
         self._estimate()
 
-    def forget(self, sequence_key: int) -> None:
+    def remove(self, sequence_key: int) -> None:
         """Drop a sequence that has ended; no-op if it is unknown."""
-        place = self._places.pop(sequence_key, None)
-        if place is not None:
-            self._free.append(place)
+        slot = self._slots.pop(sequence_key, None)
+        if slot is not None:
+            self._free.append(slot)
 
     def _count(self, counts: list[float], reached_r: NDArray[np.int64]) -> None:
         """Decay the counts, and add the rows that reached beyond each position."""
@@ -143,21 +143,21 @@ class Acceptance:
             probability = (accepted + weight * probability) / (trials + weight)
             self._probabilities[position] = probability
 
-    def _get_places(self, sequence_keys: Sequence[int]) -> NDArray[np.int64]:
+    def _get_slots(self, sequence_keys: Sequence[int]) -> NDArray[np.int64]:
         """Return the array index of each sequence; new sequences are assigned one."""
-        known = self._places
+        known = self._slots
         return np.array([known[key] if key in known else self._begin(key) for key in sequence_keys], np.int64)
 
     def _begin(self, sequence_key: int) -> int:
         if not self._free:
-            num_places = len(self._failed_s)
-            more = np.zeros(max(_LEAST_PLACES, num_places))
+            num_slots = len(self._failed_s)
+            more = np.zeros(max(_MIN_SLOTS, num_slots))
             self._failed_s = np.concatenate([self._failed_s, more])
             self._expected_s = np.concatenate([self._expected_s, more])
-            self._free = list(reversed(range(num_places, len(self._failed_s))))
-        place = self._places[sequence_key] = self._free.pop()
-        self._failed_s[place] = self._expected_s[place] = 0.0
-        return place
+            self._free = list(reversed(range(num_slots, len(self._failed_s))))
+        slot = self._slots[sequence_key] = self._free.pop()
+        self._failed_s[slot] = self._expected_s[slot] = 0.0
+        return slot
 
 
 StepSeconds = Callable[[int, int], float]
@@ -206,8 +206,8 @@ class StepCosts:
 
     def size(self, num_tokens: int) -> int:
         """Return the padded size of num_tokens; a number above the largest size is returned unchanged."""
-        place = bisect_left(self.sizes, num_tokens)
-        return self.sizes[place] if place < len(self.sizes) else num_tokens
+        index = bisect_left(self.sizes, num_tokens)
+        return self.sizes[index] if index < len(self.sizes) else num_tokens
 
     def plain_s(self, num_rows: int, num_other_tokens: int) -> float:
         """Return the time of a step without proposals."""
@@ -364,9 +364,9 @@ class AdaptiveSpeculation:
         expected_s = self._costs.plain_s(num_rows, num_other_tokens)
         self._plain_share = _mixed(self._plain_share, seconds / expected_s if expected_s > 0 else 0.0)
 
-    def forget(self, sequence_key: int) -> None:
+    def remove(self, sequence_key: int) -> None:
         """Drop a sequence that has ended."""
-        self.acceptance.forget(sequence_key)
+        self.acceptance.remove(sequence_key)
 
     def _gained(self, gain: float, num_rows: int) -> None:
         if self.state is not AdaptationState.ON:  # it was turned off after the step was dispatched

@@ -45,7 +45,7 @@ class SpecDecodeController:
     def observe(self, observers: StepObservers) -> None:
         """Add the callbacks of this controller."""
         observers.on_results.append(self.on_results)
-        observers.on_request_finished.append(self.forget)
+        observers.on_request_finished.append(self._remove)
 
     def limit(self, scheduler: Scheduler, geometry: Geometry) -> int:
         """Return the number of draft tokens for each row of the next step; with 0 it need not wait for results."""
@@ -93,13 +93,13 @@ class SpecDecodeController:
             schedule.num_tokens - len(decoding) - sum(num_run.values()),
         )
 
-    def forget(self, group: SequenceGroup) -> None:
+    def _remove(self, group: SequenceGroup) -> None:
         """Drop a request that has ended; the proposer may keep its output for requests that share it."""
         for sequence in group.sequences:
             if not group.request.sampling.beam_width:
-                self._proposer.forget(self._pass_tokens(sequence))
+                self._proposer.remove(self._pass_tokens(sequence))
             if (key := self._keys.pop(sequence, None)) is not None:
-                self._adaptation.forget(key)
+                self._adaptation.remove(key)
             self._num_reported.pop(sequence, None)
 
     def _pass_tokens(self, sequence: Sequence) -> int:

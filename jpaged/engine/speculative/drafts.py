@@ -97,7 +97,7 @@ def _up_to_end(token_ids: list[int], ending: frozenset[int]) -> list[int]:
     """Return the tokens up to and including the first that ends the row."""
     if ending.isdisjoint(token_ids):
         return token_ids
-    return token_ids[: next(place for place, token_id in enumerate(token_ids, start=1) if token_id in ending)]
+    return token_ids[: next(row_index for row_index, token_id in enumerate(token_ids, start=1) if token_id in ending)]
 
 
 Choose = Callable[[list[Sequence], list[int], int], list[int]]
@@ -170,7 +170,7 @@ class DraftRows:
                 self.memory.grow(one.sequence, count)
                 if one.sequence in self.rows:
                     self.rows.grown(one.sequence)
-                schedule.add_draft(one.group, one.sequence, one.place, token_ids[:count], states[:count])
+                schedule.add_draft(one.group, one.sequence, one.row_index, token_ids[:count], states[:count])
                 room -= count
 
     def ran(self, group: SequenceGroup, sequence: Sequence, num_accepted: int) -> None:
@@ -203,7 +203,7 @@ class Accepted:
         drawn_rn = np.zeros((len(drafts), width + 1), np.int32)
         for number, draft in enumerate(drafts):
             proposals_rk[number, : len(draft.token_ids)] = draft.token_ids
-            rows = [device_rows[place] for place in (draft.place, *draft.rows)]
+            rows = [device_rows[row_index] for row_index in (draft.row_index, *draft.rows)]
             drawn_rn[number, : len(rows)] = outputs.token_ids_rn[rows, 0]
         num_usable_r = np.array([schedule.num_usable(draft) for draft in drafts], np.int32)
         done = verify(proposals_rk, num_usable_r, drawn_rn, [frozenset()] * len(drafts))
@@ -221,18 +221,18 @@ class Accepted:
 
     def at(self, depth: int) -> dict[int, ScheduledRow]:
         """Return the rows of the depth-th accepted draft tokens of live sequences, by device row."""
-        places = [
+        row_indices = [
             draft.rows[depth - 1]
             for draft, count in zip(self.schedule.drafts, self.num_accepted, strict=True)
             if count >= depth and draft.sequence.is_live
         ]
-        return {self.device_rows[place]: self.schedule.entered(place) for place in places}
+        return {self.device_rows[row_index]: self.schedule.entered(row_index) for row_index in row_indices}
 
 
 class Decoding(NamedTuple):
-    """Decode row, and its place among the scheduled rows."""
+    """Decode row, and its index among the scheduled rows."""
 
-    place: int
+    row_index: int
     group: SequenceGroup
     sequence: Sequence
     start: int
@@ -242,15 +242,15 @@ def decoding_rows(schedule: SchedulerOutput) -> list[Decoding]:
     """Return the decode rows of a step in the order of scheduling."""
     decodes = schedule.decodes
     columns = decodes.groups, decodes.sequences, decodes.starts_s.tolist()
-    found = [Decoding(place, *columns) for place, columns in enumerate(zip(*columns, strict=True))]
-    for place, row in enumerate(schedule.rows, len(decodes)):
+    found = [Decoding(row_index, *columns) for row_index, columns in enumerate(zip(*columns, strict=True))]
+    for row_index, row in enumerate(schedule.rows, len(decodes)):
         if (
             row.samples_token
             and row.proposed is None
             and row.num_tokens == 1
             and row.start >= row.sequence.num_prompt_tokens
         ):
-            found.append(Decoding(place, row.group, row.sequence, row.start))
+            found.append(Decoding(row_index, row.group, row.sequence, row.start))
     return found
 
 

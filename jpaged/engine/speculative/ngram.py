@@ -87,7 +87,7 @@ class NgramProposer:
                     return token_ids[end : end + max(0, limit)]
         return []
 
-    def forget(self, sequence_key: int) -> None:
+    def remove(self, sequence_key: int) -> None:
         del self._sequences[sequence_key]
 
     def _tables(self) -> list[_Table]:

@@ -1,6 +1,6 @@
 """Protocol of a proposer that runs on the host.
 
-    begin(key, prompt, sharing)     extend(key, tokens)     propose(key, limit)     forget(key)
+    begin(key, prompt, sharing)     extend(key, tokens)     propose(key, limit)     remove(key)
     a sequence is admitted          tokens were accepted    before a step           it ended
 
 A proposer receives the tokens of a sequence and returns likely next ones. Proposals never change the output: a step
@@ -44,6 +44,6 @@ class Proposer(Protocol):
         """Return up to `limit` likely next tokens, in order; empty if there is no prediction."""
         ...
 
-    def forget(self, sequence_key: int) -> None:
+    def remove(self, sequence_key: int) -> None:
         """Remove a sequence that has ended; its output may be kept for others that share it."""
         ...

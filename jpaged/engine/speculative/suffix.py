@@ -239,8 +239,8 @@ class SuffixTree:
             return SuffixDraft(token_ids, float(len(token_ids)), leaves[0] >> _OFFSET_BITS)
         token_ids = []
         prob, score = 1.0, 0.0
-        for place in range(most):
-            column = [way[place] for way in ways if len(way) > place]
+        for offset in range(most):
+            column = [way[offset] for way in ways if len(way) > offset]
             if not column:
                 break
             token_id = column[0]
@@ -253,7 +253,7 @@ class SuffixTree:
             token_ids.append(token_id)
             score += prob
             if count < len(ways):
-                ways = [way for way in ways if len(way) > place and way[place] == token_id]
+                ways = [way for way in ways if len(way) > offset and way[offset] == token_id]
         return SuffixDraft(token_ids, score, leaves[0] >> _OFFSET_BITS)
 
     def _common_len(self, text: list[int], offset: int, token_ids: list[int]) -> int:
@@ -449,7 +449,7 @@ class SharedTexts:
 _MAX_OWN_TOKENS = 1 << 15
 """Maximum number of recent tokens in a sequence's own tree; one takes about 130 bytes."""
 _NUM_SETTLED = 16
-"""Tokens of earlier outputs that one `propose` indexes if `forget` left some: the end of a long one."""
+"""Tokens of earlier outputs that one `propose` indexes if `remove` left some: the end of a long one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -537,7 +537,7 @@ class SuffixProposer:
                 best = theirs
         return best.token_ids
 
-    def forget(self, sequence_key: int) -> None:
+    def remove(self, sequence_key: int) -> None:
         """Store the output, if any, for sequences that share it."""
         reader = self._readers.pop(sequence_key)
         if reader.sharing is not None and len(reader.token_ids) > reader.num_prompt_tokens:

@@ -166,5 +166,5 @@ def test_what_is_wrong_is_named_before_anything_is_started(words, message, monke
 def test_a_picture_without_matplotlib_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*SERVE, "--plot", "a.png"]) == 2
-    told = "--plot: a picture needs matplotlib, of the extra `bench`: pip install 'jpaged[bench]'"
+    told = "--plot: a plot requires matplotlib: pip install 'jpaged[bench]'"
     assert told in capsys.readouterr().err

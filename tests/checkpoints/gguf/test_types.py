@@ -103,9 +103,21 @@ def test_a_type_has_the_weights_of_its_blocks(kind: str, tmp_path: Path) -> None
     assert_same_weights(params, wanted)
     kept = {(leaf.values.dtype.name, leaf.group_size) for leaf in quantized(params)}
     assert kept == (set() if KEPT[kind] is None else {KEPT[kind]})
-    assert len(quantized(params)) == (0 if KEPT[kind] is None else 2 * 4 + 1)
+    assert len(quantized(params)) == (0 if KEPT[kind] is None else 2 * 4 + 2)
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params)
     assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), model.abstract_params("loop"))
+
+
+def test_an_embedding_that_is_not_multiplied_as_it_is_becomes_weights(tmp_path: Path) -> None:
+    file, folder = write_both(of_kind("Q8_0"), tmp_path)
+    config = read_config(file)
+    assert config.quantization is not None
+    dense_embedding = dataclasses.replace(config.quantization, has_embedding=False)
+    model = Model(dataclasses.replace(config, quantization=dense_embedding), FLOAT)
+    params, (_, wanted) = load_params(model, file, "loop"), load(folder)
+    assert_same_weights(params, wanted)
+    assert not is_quantized(params["embed"]["embedding"])
+    assert is_quantized(params["lm_head"]["embedding"])
 
 
 def test_matrices_of_one_leaf_get_the_form_that_holds_them_all(tmp_path: Path) -> None:

@@ -59,7 +59,25 @@ def test_the_matrices_of_layers_are_rounded_and_nothing_else(asked, layer_mode: 
     assert weight_bytes(read_config(folder), 4) == 4 * num_params(model.config)
 
 
-@pytest.mark.parametrize("asked", ["int8", "int4"])
+@pytest.mark.parametrize(("name", "asked"), [("llama3_tied", "int4-all"), ("gpt_neox", "fp8-all"), ("opt", "int8-all")])
+def test_all_includes_the_embedding_and_the_output_matrix(name: str, asked: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tiny_case(name), tmp_path)
+    plain = load_params(Model(read_config(folder), FLOAT), folder, "loop")
+    model = quantized(folder, asked)
+    params = load_params(model, folder, "loop")
+    found = {tree: params[tree]["embedding"] for tree in ("embed", "lm_head") if tree in params}
+    assert len(found) == 2 - model.config.tie_word_embeddings
+    for tree, matrix in found.items():
+        wanted = quantize(plain[tree]["embedding"], FORMATS["int8"], axis=-1)
+        jax.tree.map(np.testing.assert_array_equal, matrix, wanted)
+    if "positions" in params:
+        np.testing.assert_array_equal(params["positions"]["embedding"], plain["positions"]["embedding"])
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    if not asked.startswith("int4"):  # whose numbers take a byte here
+        assert weight_bytes(model.config, 4) == held
+
+
+@pytest.mark.parametrize("asked", ["int8", "int4", pytest.param("int8-all", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("num_parts", "layer_mode"), [(2, "scan"), pytest.param(4, "loop", marks=pytest.mark.long)])
 @pytest.mark.thinned(2)
 def test_parts_are_of_the_same_numbers(asked: str, num_parts: int, layer_mode: LayerMode, tmp_path: Path) -> None:
@@ -102,7 +120,13 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", ["int8", pytest.param("int4", marks=pytest.mark.long), pytest.param("fp8", marks=pytest.mark.long)]
+    "asked",
+    [
+        "int8",
+        pytest.param("int4", marks=pytest.mark.long),
+        pytest.param("fp8", marks=pytest.mark.long),
+        pytest.param("int8-all", marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.long
 def test_the_demo_tells_stories_in_fewer_bits(asked: str) -> None:

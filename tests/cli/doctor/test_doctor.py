@@ -22,6 +22,7 @@ KERNELS = {"library": "lib.so", "attention": "avx2", "products": "avx2"}
 MODEL = {
     "architecture": "A",
     "dtype": "float32",
+    "dtype_reason": "",
     "attention_backend": "cpu",
     "linear_backend": "cpu",
     "activation_dtype": "model",
@@ -170,6 +171,12 @@ def test_backends_that_are_passed_over_are_told_with_the_reason():
     answer = DoctorReport({**WHOLE.found, "model": {**MODEL, "passed_over": ["attention xla, not cpu: why"]}}, None)
     found = by_name(doctor.device_findings(answer))
     assert (found["passed over"].state, found["passed over"].value) == ("warn", "attention xla, not cpu: why")
+
+
+def test_a_data_type_that_is_not_the_checkpoints_is_told_with_the_reason():
+    answer = DoctorReport({**WHOLE.found, "model": {**MODEL, "dtype_reason": "no AMX"}}, None)
+    found = by_name(doctor.device_findings(answer))
+    assert (found["dtype"].state, found["dtype"].value, found["dtype"].note) == ("ok", "float32", "no AMX")
 
 
 # --- packages -----------------------------------------------------------------------------------------------------

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.cli.completion import SHELLS
+from jpaged.cli.completion import RECORD, SHELLS
 from jpaged.cli.main import main
 from jpaged.cli.options import to_flag
 from jpaged.config import iter_options
+from tests.cli.record_completion import record
 
 BASH = """
 source "$1"
@@ -79,6 +80,17 @@ def test_every_shell_gets_a_script_with_the_commands(capsys, shell):
     said = capsys.readouterr().out
     assert {"bash": "complete -o", "zsh": "#compdef jpaged", "tcsh": "complete jpaged"}[shell] in said
     assert "serve" in said
+
+
+def test_the_recorded_arguments_are_those_of_the_commands():
+    assert record() == RECORD.read_text(), "python -m tests.cli.record_completion"
+
+
+def test_commands_of_missing_parts_are_not_completed(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "jpaged.bench", None)
+    assert main(["completion", "zsh"]) == 0
+    said = capsys.readouterr().out
+    assert "jpaged_plan" in said and "jpaged_bench" not in said
 
 
 def test_options_whose_help_tells_of_a_file_or_a_folder_say_so_to_shells():

@@ -58,8 +58,9 @@ def test_prompts_that_begin_alike_have_one_key():
 
 @pytest.mark.parametrize("field", ["adapter", "cache_salt"])
 def test_options_of_calls_must_be_whole_characters(field: str) -> None:
+    options: dict[str, Any] = {field: "x\udcff"}
     with pytest.raises(InvalidArgument, match=f"{field}: is not UTF-8"):
-        convert.score_call("a", ["b"], convert.CallOptions(**{field: "x\udcff"}))
+        convert.score_call("a", ["b"], convert.CallOptions(**options))
 
 
 def test_one_that_does_not_say_how_busy_it_is_is_passed_over_where_others_are_there():

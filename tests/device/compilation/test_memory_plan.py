@@ -296,7 +296,7 @@ def test_what_edits_and_tells_keep_is_planned() -> None:
     num_slots, vocab_size = served.geometry.max_num_seqs + 1, tiny_model.CONFIG.vocab_size
     counts = num_slots * (2 * vocab_size + 4)
     edits = 3 * 4 * 8 * (len(EDIT_FIELDS) + 3 * NUM_SINGLES + num_mask_words(vocab_size))
-    num_hidden = served.step.num_places + served.step.num_aux
+    num_hidden = served.step.max_sample_rows + served.step.num_aux
     columns = 2 + AUX_IDS + 2 * TOP_WIDTH
     told = 2 * 4 * max(-(-num_hidden // 8) * 8 * vocab_size, -(-num_hidden // 64) * 64 * columns)
     assert served._edit_bytes({"count": ProgramReport.of(compiled[COUNT].executable)}) == counts + edits

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from jpaged.config import KVTransferOptions
+from jpaged.engine.kv_cache import connector
 from jpaged.engine.kv_cache.connector import ConnectorGuard, import_connector
 from jpaged.engine.kv_cache.offload import connector_tier
 from jpaged.errors import InvalidArgument
@@ -43,6 +44,12 @@ class FailingLoads(DictConnector):
 
     def load(self, key: bytes, into: memoryview) -> bool:
         raise ConnectionError("the store is gone")
+
+
+@pytest.fixture(autouse=True)
+def lookups_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine waits for lookups however busy the machine is."""
+    monkeypatch.setattr(connector, "_LOOKUP_WAIT_S", 60.0)
 
 
 @pytest.fixture

@@ -82,8 +82,8 @@ def test_a_forgotten_block_is_not_found():
     cache, tokens = BlockHashIndex([WindowSpec(2)], 200), [1, 2, 3]
     (key,) = chain(tokens, 2)
     cache.insert(5, root_block_hash(""), key, [1, 2])
-    assert cache.forget(5) == key
-    assert cache.forget(5) is None
+    assert cache.remove(5) == key
+    assert cache.remove(5) is None
     assert cache.match(root_block_hash(""), [key], tokens).block_ids == ([],)
     assert list(cache.block_ids()) == []
 

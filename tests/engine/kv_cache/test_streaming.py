@@ -37,9 +37,11 @@ def test_no_more_is_held_than_was_promised(num_tokens, window):
     reach = WindowSpec.of(window, 4, 8, num_sink_tokens=5)
     for start in range(num_tokens):
         end = min(num_tokens, start + 8)
-        num_held = len(reach.places(reach.first_block(start // 4), -(-end // 4)))
+        num_held = len(reach.visible_blocks(reach.first_block(start // 4), -(-end // 4)))
         assert num_held <= reach.num_held(-(-end // 4)) <= reach.num_blocks(num_tokens, [num_tokens])
-    assert len(reach.places(reach.first_block(num_tokens // 4), -(-num_tokens // 4))) == reach.num_kept(num_tokens)
+    assert len(reach.visible_blocks(reach.first_block(num_tokens // 4), -(-num_tokens // 4))) == reach.num_kept(
+        num_tokens
+    )
 
 
 def test_a_fork_holds_what_its_parent_holds():
@@ -89,7 +91,7 @@ def test_a_prefix_without_its_first_tokens_is_none():
         key = leader.kv.keys(leader.token_ids, 7, 4)[index]
         memory.release(leader)
         block_id = memory.prefixes.cache.find(key)
-        memory.prefixes.forget_block(block_id)
+        memory.prefixes.remove_block(block_id)
         memory.prefixes.num_cached -= 1
         again = group_of(range(30))
         assert memory.admit(again) // 4 == num_known, index

@@ -249,8 +249,8 @@ def test_what_arrives_is_what_leaves_and_what_is_here_stays_longest(kind):
     arriving, num_known = b.engine.kv_transfer.arrive(chain_of(b)), b.engine.kv_transfer.num_known(chain_of(b))
     assert num_known == 3
     leaving = leave(a, num_skipped=num_known)
-    assert arriving.missing(num_known) == leaving.places
-    reserved = arriving.reserve(len(leaving.places))
+    assert arriving.missing(num_known) == leaving.positions
+    reserved = arriving.reserve(len(leaving.positions))
     b.run()
     contents, homes = bytes_of(a, leaving), reserved.result(0)
     compute(b, "last", [9] * 40)  # evicts, and not what came first
@@ -307,7 +307,7 @@ def test_only_what_is_known_leaves_and_what_the_other_has_stays():
     compute(a, prompt=PROMPT[:25])
     leaving = leave(a, num_skipped=2)
     assert (leaving.num_found, leaving.num_blocks) == (6, 6)
-    assert leaving.places == tuple(BlockPosition(index, 0) for index in range(2, 6))
+    assert leaving.positions == tuple(BlockPosition(index, 0) for index in range(2, 6))
     leaving.close()
     nothing = leave(a, chain_of(a, [1] * 20))
     assert (nothing.num_found, nothing.num_blocks, nothing.num_parts) == (0, 0, 0)
@@ -322,7 +322,7 @@ def test_a_prefix_that_host_memory_has_no_room_for_leaves_in_part(num_host_block
     compute(a)
     leaving = leave(a)
     assert 0 < leaving.num_blocks < leaving.num_found == 10
-    assert len(leaving.places) <= num_host_blocks
+    assert len(leaving.positions) <= num_host_blocks
     contents = bytes_of(a, leaving)
     leaving.close()
     assert_nothing_is_held(a)

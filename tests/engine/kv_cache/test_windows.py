@@ -152,7 +152,7 @@ def test_a_prefix_ends_where_its_window_was_reissued():
     keys = sequence.kv.keys(range(30), 7, 4)
     reissued = memory.prefixes._cache.find(keys[5] + b"\x01")
     assert reissued is not None
-    memory.prefixes.forget_block(reissued)
+    memory.prefixes.remove_block(reissued)
     memory.prefixes.num_cached -= 1
     assert memory.admit(group_of(range(30))) == 5 * 4  # six and seven blocks in see the sixth
     memory.prefixes.check()

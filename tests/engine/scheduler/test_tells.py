@@ -127,7 +127,7 @@ def test_every_mix_in_a_short_memory(seed: int, mode: str) -> None:
     assert h.engine.load().num_preemptions > 0
     for name, positions in want.items():
         assert prompt_logprobs(h, name) == positions, name
-    assert not h.engine._loop._output.prompt_logprobs._prompts and not h.engine._loop._output.prompt_logprobs.ready
+    assert not h.engine._loop._output.aux_outputs._prompts and not h.engine._loop._output.aux_outputs.ready
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])

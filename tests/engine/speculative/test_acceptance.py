@@ -74,7 +74,7 @@ def test_ended_sequences_leave_their_places_to_others():
     acceptance = Acceptance(2)
     for key in range(1000):
         acceptance.observe([key], [2], [0])
-        acceptance.forget(key)
-    acceptance.forget(5)
+        acceptance.remove(key)
+    acceptance.remove(5)
     assert acceptance.num_sequences == 0
     np.testing.assert_allclose(acceptance.probabilities([7])[0], acceptance.of_method())

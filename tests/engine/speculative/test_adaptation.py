@@ -314,7 +314,7 @@ def test_ended_sequences_are_forgotten():
     one = run()
     one.steps(5, 8, 0.5)
     for key in range(8):
-        one.adaptation.forget(key)
+        one.adaptation.remove(key)
     assert one.adaptation.acceptance.num_sequences == 0
 
 

@@ -57,9 +57,9 @@ def test_sequences_do_not_see_each_other_and_are_forgotten():
     proposer.begin(2, [1, 2], b"all")
     assert (proposer.propose(1, 4), proposer.propose(2, 4)) == ([], [])
     assert proposer.num_entries == 4
-    proposer.forget(1)
+    proposer.remove(1)
     assert proposer.num_entries == 1
-    proposer.forget(2)
+    proposer.remove(2)
     assert proposer.num_entries == 0
     proposer.begin(1, [3, 4, 5, 3, 4], None)
     assert proposer.propose(1, 1) == [5]

@@ -96,7 +96,7 @@ def test_with_earlier_outputs_it_proposes_what_a_search_finds(outputs, chunks, r
             if i < len(outputs):
                 proposer.begin(50 + i, [1, 2, 0], b"x")
                 proposer.extend(50 + i, outputs[i])
-                proposer.forget(50 + i)
+                proposer.remove(50 + i)
                 if outputs[i]:
                     shared[len(shared) + 1] = [1, 2, 0, *outputs[i]]
             proposer.extend(1, chunk)
@@ -127,7 +127,7 @@ def test_the_likeliest_continuation_is_proposed_down_to_the_least_probability(al
 def forget_output(proposer: SuffixProposer, key: int, prompt: list[int], output: list[int], sharing: bytes | None):
     proposer.begin(key, prompt, sharing)
     proposer.extend(key, output)
-    proposer.forget(key)
+    proposer.remove(key)
 
 
 def test_the_same_prompt_finds_the_output_at_its_first_token():

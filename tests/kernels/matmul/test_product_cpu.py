@@ -152,9 +152,9 @@ def test_rows_that_are_not_in_use_are_zeros_whatever_lies_in_them(limited: Produ
         assert not got[num_rows:].any()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("depth", [96, 256, 97])
+@pytest.mark.thinned(17)
 def test_neither_the_batch_nor_the_threads_show_in_a_single_bit(limited: ProductKernel, depth: int, dtype: str) -> None:
     width = 200
     matrix, x = pack(numbers((depth, width), dtype)), numbers((512, depth), dtype, 1)

@@ -181,7 +181,7 @@ def test_listed_groups_of_several_sizes_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.thinned(76)
+@pytest.mark.thinned(19)
 def test_neither_the_batch_nor_the_threads_show_in_a_single_bit(limited: ProductKernel, name: str, dtype: str) -> None:
     depth = 160 if FORMATS[name].group_size is None else 192
     matrix, x = pack(quantize(numbers((depth, 200), "float32"), FORMATS[name])), numbers((200, depth), dtype, 1)

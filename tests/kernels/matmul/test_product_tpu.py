@@ -131,7 +131,6 @@ def test_parts_of_columns_stay_apart() -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
 
 
-@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("name", "is_static"), [("int4 rows", True), ("mxfp4", False), ("fp8 blocks", False)])
 def test_each_row_meets_its_own_matrix_alone(name: str, is_static: bool) -> None:
     """A matrix without rows, one with more than a tile, and rows behind those that are counted."""

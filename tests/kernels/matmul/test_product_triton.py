@@ -147,7 +147,6 @@ def test_parts_of_the_depth_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(got, expected(x, matrix), rtol=0, atol=1e-4)
 
 
-@pytest.mark.thinned(5)
 @pytest.mark.parametrize("counts", [(0, 0), (5,), (1, 2, 3), (16, 0, 17, 1), (0, 0, 64)], ids=str)
 def test_tiles_are_the_rows_of_each_matrix_in_turn(counts: tuple[int, ...]) -> None:
     rows, want, first = sum(counts) + 3, [], 0
@@ -203,7 +202,7 @@ def test_gpus_take_the_kernel_where_numbers_would_be_made_weights(
 
 @pytest.mark.parametrize("name", ["int4", "int4 groups", "int4 rows", "mxfp4", "fp8 blocks"])
 @pytest.mark.parametrize("split", ["depth", "columns"])
-@pytest.mark.thinned(12)
+@pytest.mark.thinned(4)
 def test_two_devices_multiply_with_a_part_each(name: str, split: str) -> None:
     depth, out = 256, (2, 26)
     whole = quantize(normal((depth, *out)), FORMATS[name], dtype=np.dtype(jnp.bfloat16))

@@ -130,7 +130,7 @@ async def test_of_replicas_the_one_that_reads_a_prefix_from_disk_sends_it(with_d
     await lived(NUM_FULL // 4)
     others = [executor(**OPTIONS)]
     async with running(executor=executor(**OPTIONS), others=others) as first, AsyncClient(first.target) as a:
-        monkeypatch.setattr(first.serving.engine.kv_transfer, "_place", lambda keys: place)
+        monkeypatch.setattr(first.serving.engine.kv_transfer, "_choose_replica", lambda keys: place)
         header = messages_of(await saved_by(a))[0].header
         assert (header.num_found_tokens, header.num_blocks) == (NUM_FULL, NUM_FULL // 4)
         first.serving.engine.check()

@@ -100,7 +100,7 @@ class CandidateBucket:
 
     Attributes:
         kind, cost, span: class, cost level, first span.
-        places: slot -> time at which it was freed; the oldest first.
+        slots: slot -> time at which it was freed; the oldest first.
         passed: the same for slots that were passed over.
         ripe: (time, slot) of slots in `passed` whose last child was evicted; some may have left the bucket since.
     """
@@ -108,42 +108,42 @@ class CandidateBucket:
     kind: int
     cost: int
     span: int
-    places: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    slots: OrderedDict[int, int] = field(default_factory=OrderedDict)
     passed: OrderedDict[int, int] = field(default_factory=OrderedDict)
     ripe: list[tuple[int, int]] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.places) + len(self.passed)
+        return len(self.slots) + len(self.passed)
 
-    def add(self, place: int, freed_at: int) -> None:
-        self.places[place] = freed_at
+    def add(self, slot: int, freed_at: int) -> None:
+        self.slots[slot] = freed_at
 
-    def remove(self, place: int) -> None:
-        if place in self.places:
-            del self.places[place]
+    def remove(self, slot: int) -> None:
+        if slot in self.slots:
+            del self.slots[slot]
         else:
-            del self.passed[place]
+            del self.passed[slot]
 
     def oldest(self) -> int | None:
         """Return the oldest slot that was not passed over or is ripe, or None."""
         while self.ripe and self.passed.get(self.ripe[0][1]) != self.ripe[0][0]:
             heapq.heappop(self.ripe)
-        first = next(iter(self.places.items()), None)
+        first = next(iter(self.slots.items()), None)
         if self.ripe and (first is None or self.ripe[0][0] < first[1]):
             return self.ripe[0][1]
         return None if first is None else first[0]
 
-    def pass_over(self, place: int) -> None:
+    def pass_over(self, slot: int) -> None:
         """Defer a slot whose block has cached children."""
-        if place in self.places:
-            self.passed[place] = self.places.pop(place)
+        if slot in self.slots:
+            self.passed[slot] = self.slots.pop(slot)
         else:
             heapq.heappop(self.ripe)
 
-    def mark_leaf(self, place: int) -> None:
+    def mark_leaf(self, slot: int) -> None:
         """Mark a slot as ripe because its last child was evicted; no-op if it was not passed over."""
-        if place in self.passed:
-            heapq.heappush(self.ripe, (self.passed[place], place))
+        if slot in self.passed:
+            heapq.heappush(self.ripe, (self.passed[slot], slot))
 
     def merge(self, younger: CandidateBucket, most: int) -> tuple[list[int], int]:
         """Move slots from a bucket of later spans to this one, in at most `most` operations.
@@ -154,22 +154,22 @@ class CandidateBucket:
             the moved slots, and the number of operations left.
         """
         moved: list[int] = []
-        while younger.places and most:
-            place, freed_at = younger.places.popitem(last=False)
-            self.places[place] = freed_at
-            moved.append(place)
+        while younger.slots and most:
+            slot, freed_at = younger.slots.popitem(last=False)
+            self.slots[slot] = freed_at
+            moved.append(slot)
             most -= 1
         while younger.ripe and most:
-            freed_at, place = heapq.heappop(younger.ripe)
-            if younger.passed.get(place) == freed_at:
-                self.passed[place] = younger.passed.pop(place)
-                heapq.heappush(self.ripe, (freed_at, place))
-                moved.append(place)
+            freed_at, slot = heapq.heappop(younger.ripe)
+            if younger.passed.get(slot) == freed_at:
+                self.passed[slot] = younger.passed.pop(slot)
+                heapq.heappush(self.ripe, (freed_at, slot))
+                moved.append(slot)
             most -= 1
         while younger.passed and most:
-            place, freed_at = younger.passed.popitem(last=False)
-            self.passed[place] = freed_at
-            moved.append(place)
+            slot, freed_at = younger.passed.popitem(last=False)
+            self.passed[slot] = freed_at
+            moved.append(slot)
             most -= 1
         return moved, most
 
@@ -194,21 +194,21 @@ class CandidateBuckets:
         """Return the time at which the first span of a bucket began."""
         return bucket.span * self._span
 
-    def get_bucket(self, place: int) -> CandidateBucket | None:
+    def get_bucket(self, slot: int) -> CandidateBucket | None:
         """Return the bucket of a free slot, or None if the slot is not free."""
-        return self._bucket_by_slot.get(place)
+        return self._bucket_by_slot.get(slot)
 
-    def add(self, place: int, kind: int, cost: int, freed_at: int) -> None:
+    def add(self, slot: int, kind: int, cost: int, freed_at: int) -> None:
         key = kind, cost, freed_at // self._span
         bucket = self._buckets.get(key)
         if bucket is None:
             self._drop_empty(key[2])
             bucket = self._buckets[key] = CandidateBucket(*key)
-        bucket.add(place, freed_at)
-        self._bucket_by_slot[place] = bucket
+        bucket.add(slot, freed_at)
+        self._bucket_by_slot[slot] = bucket
 
-    def remove(self, place: int) -> None:
-        self._bucket_by_slot.pop(place).remove(place)
+    def remove(self, slot: int) -> None:
+        self._bucket_by_slot.pop(slot).remove(slot)
 
     def settle(self, now: int) -> None:
         """Drop empty buckets and merge old ones; a class and cost keeps about eight buckets per doubling of age.
@@ -347,43 +347,43 @@ class CostAwareEviction:
     to num_places evicted blocks.
 
     Args:
-        num_places: slots of the tier.
+        num_slots: slots of the tier.
         fetch_s: returns the seconds to load a key from the tiers below, or None if none stores it; None without such
         tiers.
     """
 
     def __init__(
-        self, num_places: int, costs: BlockCosts, fetch_s: Callable[[BlockHash], float | None] | None = None
+        self, num_slots: int, costs: BlockCosts, fetch_s: Callable[[BlockHash], float | None] | None = None
     ) -> None:
-        self._num_places = num_places
+        self._num_slots = num_slots
         self._costs = costs
         self._fetch_s = fetch_s
         self._blocks: dict[int, _BlockStats] = {}
-        self._places: dict[BlockHash, int] = {}
+        self._slots: dict[BlockHash, int] = {}
         self._num_followers: dict[BlockHash, int] = {}  # blocks of the tier whose parent has the key
         self._gone: OrderedDict[BlockHash, _BlockStats] = OrderedDict()
         self._owners: OrderedDict[BlockHash, list[float]] = OrderedDict()  # [needed again, not needed]
-        self._buckets = CandidateBuckets(max(1, num_places // _SPANS_PER_POOL))
+        self._buckets = CandidateBuckets(max(1, num_slots // _SPANS_PER_POOL))
         self._ranking: list[CandidateBucket] = []  # the bucket with the least worth is last
         self._num_until_ranked = 0
         self._now = 0
-        self._learns_at = num_places
-        unit = max(1.0, num_places / _AGE_UNITS_PER_POOL)
+        self._learns_at = num_slots
+        unit = max(1.0, num_slots / _AGE_UNITS_PER_POOL)
         self._reuse = Reuse(PRIORS, unit, prior_blocks=max(4.0, unit))
 
-    def on_insert(self, place: int, entry: CachedBlock) -> None:
+    def on_insert(self, slot: int, entry: CachedBlock) -> None:
         block = _BlockStats(entry, entry.times_seen)
         gone = self._gone.pop(entry.key, None)
         if gone is not None:
             self._was_needed(gone)
             block.seen, block.is_shared = max(block.seen, gone.seen + 1), gone.is_shared
-        self._blocks[place] = block
-        self._places[entry.key] = place
+        self._blocks[slot] = block
+        self._slots[entry.key] = slot
         if entry.parent is not None:
             self._num_followers[entry.parent] = self._num_followers.get(entry.parent, 0) + 1
 
-    def on_hit(self, places: Sequence[int]) -> None:
-        blocks = [self._blocks[place] for place in places]
+    def on_hit(self, slots: Sequence[int]) -> None:
+        blocks = [self._blocks[slot] for slot in slots]
         # Children of the chain's last block are not what this request continues with.
         inner = {block.entry.parent for block in blocks}
         is_shared = any(block.entry.key in self._num_followers and block.entry.key not in inner for block in blocks)
@@ -394,45 +394,45 @@ class CostAwareEviction:
                 self._was_needed(block)
                 block.freed_at = None
 
-    def times_seen(self, place: int) -> int:
-        return self._blocks[place].seen
+    def times_seen(self, slot: int) -> int:
+        return self._blocks[slot].seen
 
-    def on_free(self, place: int) -> None:
-        block = self._blocks[place]
+    def on_free(self, slot: int) -> None:
+        block = self._blocks[slot]
         block.kind, block.freed_at = self._kind(block), self._now
-        self._buckets.add(place, block.kind, self._cost_level(block.entry), self._now)
+        self._buckets.add(slot, block.kind, self._cost_level(block.entry), self._now)
         self._now += 1
 
-    def on_acquire(self, place: int) -> None:
-        self._buckets.remove(place)
+    def on_acquire(self, slot: int) -> None:
+        self._buckets.remove(slot)
 
     def victim(self) -> int:
         if self._num_until_ranked <= 0:
             self._rank()
-        place = self._oldest_of_least()
-        if place is None:
+        slot = self._oldest_of_least()
+        if slot is None:
             self._rank()
-            place = self._oldest_of_least()
-        if place is None:  # every candidate has children that are in use
-            place = next(iter(next(bucket for bucket in self._buckets if bucket).passed))
+            slot = self._oldest_of_least()
+        if slot is None:  # every candidate has children that are in use
+            slot = next(iter(next(bucket for bucket in self._buckets if bucket).passed))
         self._num_until_ranked -= 1
-        self._buckets.remove(place)
-        return place
+        self._buckets.remove(slot)
+        return slot
 
-    def on_remove(self, place: int, *, is_evicted: bool) -> CachedBlock:
-        block = self._blocks.pop(place)
+    def on_remove(self, slot: int, *, is_evicted: bool) -> CachedBlock:
+        block = self._blocks.pop(slot)
         entry = block.entry
-        del self._places[entry.key]
+        del self._slots[entry.key]
         if entry.parent is not None:
             self._leave_parent(entry.parent)
         if is_evicted and block.freed_at is not None:
             self._gone[entry.key] = block
-            if len(self._gone) > self._num_places:
+            if len(self._gone) > self._num_slots:
                 self._was_not_needed(self._gone.popitem(last=False)[1])
         return entry.seen(block.seen)
 
     def candidates(self) -> set[int]:
-        return {place for bucket in self._buckets for place in (*bucket.places, *bucket.passed)}
+        return {slot for bucket in self._buckets for slot in (*bucket.slots, *bucket.passed)}
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -441,9 +441,9 @@ class CostAwareEviction:
         if num_followers:
             self._num_followers[parent] = num_followers
             return
-        place = self._places.get(parent)
-        if place is not None and (bucket := self._buckets.get_bucket(place)) is not None:
-            bucket.mark_leaf(place)
+        slot = self._slots.get(parent)
+        if slot is not None and (bucket := self._buckets.get_bucket(slot)) is not None:
+            bucket.mark_leaf(slot)
 
     def _was_needed(self, block: _BlockStats) -> None:
         assert block.freed_at is not None
@@ -488,10 +488,10 @@ class CostAwareEviction:
         """Return the oldest block without children in the lowest-ranked bucket that has one, or None."""
         while self._ranking:
             bucket = self._ranking[-1]
-            while (place := bucket.oldest()) is not None:
-                if self._blocks[place].entry.key not in self._num_followers:
-                    return place
-                bucket.pass_over(place)
+            while (slot := bucket.oldest()) is not None:
+                if self._blocks[slot].entry.key not in self._num_followers:
+                    return slot
+                bucket.pass_over(slot)
             self._ranking.pop()
         return None
 
@@ -509,7 +509,7 @@ class CostAwareEviction:
             for bucket, age in ages.items()
         ]
         self._ranking = [bucket for *_, bucket in sorted(worths, key=lambda worth: worth[:4], reverse=True)]
-        self._num_until_ranked = max(8, self._num_places // _RANKS_PER_POOL)
+        self._num_until_ranked = max(8, self._num_slots // _RANKS_PER_POOL)
 
     def _learn(self, ages: dict[CandidateBucket, int]) -> None:
         alive_ca = np.zeros((len(PRIORS), NUM_AGES))
@@ -518,4 +518,4 @@ class CostAwareEviction:
         self._reuse.learn(alive_ca)
         for counts in self._owners.values():
             counts[:] = [_FADE * count for count in counts]
-        self._learns_at = self._now + max(1, self._num_places // _LESSONS_PER_POOL)
+        self._learns_at = self._now + max(1, self._num_slots // _LESSONS_PER_POOL)

@@ -58,23 +58,23 @@ class CachedBlock:
 class EvictionPolicy(Protocol):
     """Ranking of the free slots of one tier that hold prefixes. Used by one thread."""
 
-    def on_insert(self, place: int, entry: CachedBlock) -> None:
+    def on_insert(self, slot: int, entry: CachedBlock) -> None:
         """Record that a slot in use now holds a prefix; no other slot of the tier has the same key."""
         ...
 
-    def on_hit(self, places: Sequence[int]) -> None:
+    def on_hit(self, slots: Sequence[int]) -> None:
         """Record a hit on free or referenced slots, which the request acquires; listed KV group by KV group."""
         ...
 
-    def times_seen(self, place: int) -> int:
+    def times_seen(self, slot: int) -> int:
         """Return the number of requests known to have computed or hit the content of a slot."""
         ...
 
-    def on_free(self, place: int) -> None:
+    def on_free(self, slot: int) -> None:
         """Record that the last reference to a slot was dropped: it is a candidate."""
         ...
 
-    def on_acquire(self, place: int) -> None:
+    def on_acquire(self, slot: int) -> None:
         """Record that a free slot is referenced again and no candidate any more."""
         ...
 
@@ -82,7 +82,7 @@ class EvictionPolicy(Protocol):
         """Choose and take the free slot that is worth least; there must be one."""
         ...
 
-    def on_remove(self, place: int, *, is_evicted: bool) -> CachedBlock:
+    def on_remove(self, slot: int, *, is_evicted: bool) -> CachedBlock:
         """Record that the content of a slot that is not free is gone, by eviction or because it was invalidated.
 
         Returns:
@@ -100,15 +100,15 @@ class FreeList(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __contains__(self, place: object, /) -> bool: ...
+    def __contains__(self, slot: object, /) -> bool: ...
 
     def __iter__(self) -> Iterator[int]: ...
 
-    def __setitem__(self, place: int, nothing: None, /) -> None:
+    def __setitem__(self, slot: int, nothing: None, /) -> None:
         """Add a slot that was in use."""
         ...
 
-    def __delitem__(self, place: int, /) -> None:
+    def __delitem__(self, slot: int, /) -> None:
         """Remove a slot that is in use from now on."""
         ...
 
@@ -121,74 +121,74 @@ class RankedFreeList:
     """Free list that implements `FreeList` with an eviction policy, and reports the contents of slots to it.
 
     Args:
-        places: all slots of the tier, free and empty.
+        slots: all slots of the tier, free and empty.
     """
 
-    def __init__(self, policy: EvictionPolicy, places: Iterable[int]) -> None:
+    def __init__(self, policy: EvictionPolicy, slots: Iterable[int]) -> None:
         self._policy = policy
         self._known: set[int] = set()
         self._ranked: set[int] = set()
-        self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(places)
+        self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(slots)
 
     def __len__(self) -> int:
         return len(self._blank) + len(self._ranked)
 
-    def __contains__(self, place: object) -> bool:
-        return place in self._ranked or place in self._blank
+    def __contains__(self, slot: object) -> bool:
+        return slot in self._ranked or slot in self._blank
 
     def __iter__(self) -> Iterator[int]:
         yield from self._blank
         yield from self._ranked
 
-    def __setitem__(self, place: int, nothing: None) -> None:
-        if place in self._known:
-            self._ranked.add(place)
-            self._policy.on_free(place)
+    def __setitem__(self, slot: int, nothing: None) -> None:
+        if slot in self._known:
+            self._ranked.add(slot)
+            self._policy.on_free(slot)
         else:
-            self._blank[place] = None
+            self._blank[slot] = None
 
-    def __delitem__(self, place: int) -> None:
-        if place in self._ranked:
-            self._ranked.remove(place)
-            self._policy.on_acquire(place)
+    def __delitem__(self, slot: int) -> None:
+        if slot in self._ranked:
+            self._ranked.remove(slot)
+            self._policy.on_acquire(slot)
         else:
-            del self._blank[place]
+            del self._blank[slot]
 
     def popitem(self, last: Literal[False]) -> tuple[int, None]:
         if self._blank:
             return self._blank.popitem(last=last)
-        place = self._policy.victim()
-        self._ranked.remove(place)
-        return place, None
+        slot = self._policy.victim()
+        self._ranked.remove(slot)
+        return slot, None
 
     # --- what places hold -------------------------------------------------------------------------------------------
 
-    def enter(self, place: int, entry: CachedBlock) -> None:
+    def enter(self, slot: int, entry: CachedBlock) -> None:
         """Record that a slot in use now holds a cached prefix."""
-        self._known.add(place)
-        self._policy.on_insert(place, entry)
+        self._known.add(slot)
+        self._policy.on_insert(slot, entry)
 
-    def found(self, places: Sequence[int]) -> None:
+    def found(self, slots: Sequence[int]) -> None:
         """Record a hit on these slots, which the request has already acquired; listed KV group by KV group."""
-        self._policy.on_hit(places)
+        self._policy.on_hit(slots)
 
-    def times_seen(self, place: int) -> int:
+    def times_seen(self, slot: int) -> int:
         """Return the number of requests that computed or hit the content of a slot."""
-        return self._policy.times_seen(place)
+        return self._policy.times_seen(slot)
 
-    def evicted(self, place: int) -> CachedBlock:
+    def evicted(self, slot: int) -> CachedBlock:
         """Record that the content of a slot was evicted, after `popitem` returned the slot or it was removed."""
-        self._known.remove(place)
-        return self._policy.on_remove(place, is_evicted=True)
+        self._known.remove(slot)
+        return self._policy.on_remove(slot, is_evicted=True)
 
-    def forget(self, place: int) -> None:
+    def discard(self, slot: int) -> None:
         """Record that the content of a slot must not be found any more; a free slot becomes an empty one."""
-        if place in self._ranked:
-            self._ranked.remove(place)
-            self._policy.on_acquire(place)
-            self._blank[place] = None
-        self._known.remove(place)
-        self._policy.on_remove(place, is_evicted=False)
+        if slot in self._ranked:
+            self._ranked.remove(slot)
+            self._policy.on_acquire(slot)
+            self._blank[slot] = None
+        self._known.remove(slot)
+        self._policy.on_remove(slot, is_evicted=False)
 
     def check(self, known: set[int], is_free: Callable[[int], bool]) -> None:
         """Check the list against the state of the tier.
@@ -203,7 +203,7 @@ class RankedFreeList:
             raise InternalError(
                 f"blocks {sorted(known ^ self._known)[:8]}: tier and policy disagree on whether they hold prefixes"
             )
-        ranked = {place for place in known if is_free(place)}
+        ranked = {slot for slot in known if is_free(slot)}
         if ranked != self._ranked:
             raise InternalError(
                 f"blocks {sorted(ranked ^ self._ranked)[:8]}: tier and policy disagree on whether they are free"

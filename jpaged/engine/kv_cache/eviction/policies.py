@@ -36,25 +36,25 @@ class LeastFrequentlyUsed:
         self._free: dict[int, OrderedDict[int, None]] = {}  # times seen -> slots, the oldest first; no queue is empty
         self._heap: list[int] = []  # these counts, and some whose queue is gone
 
-    def on_insert(self, place: int, entry: CachedBlock) -> None:
-        self._entries[place] = entry
-        self._counts[place] = entry.times_seen
+    def on_insert(self, slot: int, entry: CachedBlock) -> None:
+        self._entries[slot] = entry
+        self._counts[slot] = entry.times_seen
 
-    def on_hit(self, places: Sequence[int]) -> None:
-        for place in places:
-            queue = self._free.get(self._counts[place])
-            is_free = queue is not None and place in queue
+    def on_hit(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            queue = self._free.get(self._counts[slot])
+            is_free = queue is not None and slot in queue
             if is_free:
-                self.on_acquire(place)
-            self._counts[place] += 1
+                self.on_acquire(slot)
+            self._counts[slot] += 1
             if is_free:
-                self.on_free(place)
+                self.on_free(slot)
 
-    def times_seen(self, place: int) -> int:
-        return self._counts[place]
+    def times_seen(self, slot: int) -> int:
+        return self._counts[slot]
 
-    def on_free(self, place: int) -> None:
-        count = self._counts[place]
+    def on_free(self, slot: int) -> None:
+        count = self._counts[slot]
         queue = self._free.get(count)
         if queue is None:
             queue = self._free[count] = OrderedDict()
@@ -62,26 +62,26 @@ class LeastFrequentlyUsed:
                 self._heap = sorted(self._free)
             else:
                 heapq.heappush(self._heap, count)
-        queue[place] = None
+        queue[slot] = None
 
-    def on_acquire(self, place: int) -> None:
-        count = self._counts[place]
-        del self._free[count][place]
+    def on_acquire(self, slot: int) -> None:
+        count = self._counts[slot]
+        del self._free[count][slot]
         if not self._free[count]:
             del self._free[count]
 
     def victim(self) -> int:
         while self._heap[0] not in self._free:
             heapq.heappop(self._heap)
-        place = next(iter(self._free[self._heap[0]]))
-        self.on_acquire(place)
-        return place
+        slot = next(iter(self._free[self._heap[0]]))
+        self.on_acquire(slot)
+        return slot
 
-    def on_remove(self, place: int, *, is_evicted: bool) -> CachedBlock:
-        return self._entries.pop(place).seen(self._counts.pop(place))
+    def on_remove(self, slot: int, *, is_evicted: bool) -> CachedBlock:
+        return self._entries.pop(slot).seen(self._counts.pop(slot))
 
     def candidates(self) -> set[int]:
-        return {place for queue in self._free.values() for place in queue}
+        return {slot for queue in self._free.values() for slot in queue}
 
 
 _SHARE_OF_ONCE = 0.1
@@ -91,44 +91,44 @@ class TwoQueues:
     """Implementation of `jpaged.engine.kv_cache.eviction.free_list.EvictionPolicy`, in O(1).
 
     Args:
-        num_places: slots of the tier; the policy remembers the same number of evicted keys.
+        num_slots: slots of the tier; the policy remembers the same number of evicted keys.
     """
 
-    def __init__(self, num_places: int) -> None:
-        self._num_ghosts = num_places
-        self._max_once = max(1, int(_SHARE_OF_ONCE * num_places))
+    def __init__(self, num_slots: int) -> None:
+        self._num_ghosts = num_slots
+        self._max_once = max(1, int(_SHARE_OF_ONCE * num_slots))
         self._entries: dict[int, CachedBlock] = {}
         self._counts: dict[int, int] = {}
         self._once: OrderedDict[int, None] = OrderedDict()
         self._again: OrderedDict[int, None] = OrderedDict()
         self._ghosts: OrderedDict[BlockHash, int] = OrderedDict()
 
-    def on_insert(self, place: int, entry: CachedBlock) -> None:
-        self._entries[place] = entry
-        self._counts[place] = max(entry.times_seen, 1 + self._ghosts.pop(entry.key, 0))
+    def on_insert(self, slot: int, entry: CachedBlock) -> None:
+        self._entries[slot] = entry
+        self._counts[slot] = max(entry.times_seen, 1 + self._ghosts.pop(entry.key, 0))
 
-    def on_hit(self, places: Sequence[int]) -> None:
-        for place in places:
-            self._counts[place] += 1
-            if place in self._once:  # move it to the second queue, in case the request does not acquire it
-                del self._once[place]
-                self._again[place] = None
+    def on_hit(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._counts[slot] += 1
+            if slot in self._once:  # move it to the second queue, in case the request does not acquire it
+                del self._once[slot]
+                self._again[slot] = None
 
-    def times_seen(self, place: int) -> int:
-        return self._counts[place]
+    def times_seen(self, slot: int) -> int:
+        return self._counts[slot]
 
-    def on_free(self, place: int) -> None:
-        (self._again if self._counts[place] > 1 else self._once)[place] = None
+    def on_free(self, slot: int) -> None:
+        (self._again if self._counts[slot] > 1 else self._once)[slot] = None
 
-    def on_acquire(self, place: int) -> None:
-        del (self._again if place in self._again else self._once)[place]
+    def on_acquire(self, slot: int) -> None:
+        del (self._again if slot in self._again else self._once)[slot]
 
     def victim(self) -> int:
         queue = self._once if self._once and (len(self._once) > self._max_once or not self._again) else self._again
         return queue.popitem(last=False)[0]
 
-    def on_remove(self, place: int, *, is_evicted: bool) -> CachedBlock:
-        entry, count = self._entries.pop(place), self._counts.pop(place)
+    def on_remove(self, slot: int, *, is_evicted: bool) -> CachedBlock:
+        entry, count = self._entries.pop(slot), self._counts.pop(slot)
         if is_evicted:
             self._ghosts[entry.key] = count
             if len(self._ghosts) > self._num_ghosts:
@@ -143,8 +143,8 @@ FetchTime = Callable[[BlockHash], float | None]
 """Return the seconds to load the block of a key from the tiers below, or None if none of them stores it."""
 
 EVICTION_POLICIES: dict[str, Callable[[int, BlockCosts, FetchTime | None], EvictionPolicy]] = {
-    "lfu": lambda num_places, costs, fetch_s: LeastFrequentlyUsed(),
-    "2q": lambda num_places, costs, fetch_s: TwoQueues(num_places),
+    "lfu": lambda num_slots, costs, fetch_s: LeastFrequentlyUsed(),
+    "2q": lambda num_slots, costs, fetch_s: TwoQueues(num_slots),
     "worth": CostAwareEviction,
 }
 """Constructor of each eviction policy by name, for num_places slots; "lru" is the order of the free list itself."""
@@ -168,13 +168,13 @@ class Eviction:
         """Return the policy that an option names, with costs from measured device rates."""
         return cls(_AUTO if name == "auto" else name, BlockCosts.of(rates, block_size, bytes_per_block))
 
-    def policy(self, num_places: int, fetch_s: FetchTime | None = None) -> EvictionPolicy | None:
+    def policy(self, num_slots: int, fetch_s: FetchTime | None = None) -> EvictionPolicy | None:
         """Create the eviction policy of a tier of blocks or files; None for plain LRU.
 
         Args:
             fetch_s: None if there is no tier below.
         """
-        return None if self.name == "lru" else EVICTION_POLICIES[self.name](num_places, self.costs, fetch_s)
+        return None if self.name == "lru" else EVICTION_POLICIES[self.name](num_slots, self.costs, fetch_s)
 
     def free_list(self, num_blocks: int, fetch_s: FetchTime | None = None) -> RankedFreeList | None:
         """Create the free list of blocks 1 to num_blocks; None for the plain LRU list."""

@@ -13,7 +13,7 @@ share one store: each writes what it computes, and can load what the others wrot
 
 **Loads** while their groups wait and others run (`BlockReader`):
 
-    places    [0][1][2][3][4][5][6][7]      missing blocks of the prompt that the store has
+    blocks    [0][1][2][3][4][5][6][7]      missing blocks of the prompt that the store has
     reads      in  in  done .. .. ..        many concurrent loads, into staging blocks
     device    [a ][b ]                      cached and free, as after a request that computed them
 
@@ -28,14 +28,6 @@ for that group first.
 
 A key is due when its block enters the prefix cache, and again when it leaves the device. So the store follows memory
 with a small delay, and a killed process loses little. The tier limits how many bytes a step starts to write.
-
-**KV cache events** (`ConnectorKVEvents`), for example of the tier "disk":
-
-    in memory, and in the store                  Stored("disk")     when it is saved, and when it is loaded to memory
-    evicted, removed; the store failed           Removed("disk")    in the next steps, up to _MAX_REMOVED in each
-
-Subscribers identify a block by the tokens in its device event. Blocks that an earlier run or another replica stored are
-therefore published only when they are loaded to memory here.
 """
 
 from __future__ import annotations
@@ -55,12 +47,11 @@ from jpaged.config import CacheOptions
 from jpaged.engine.executor import DeviceRates, Geometry, HostBlocks, Move
 from jpaged.engine.kv_cache.blocks import BlockCopyPlan, BlockHash, BlockTable, group_block_hash
 from jpaged.engine.kv_cache.connector import ConnectorStore, DaemonThreadPool, StoreTier, open_store
-from jpaged.engine.kv_cache.events import KVEventRecorder
+from jpaged.engine.kv_cache.events import ConnectorKVEvents
 from jpaged.engine.kv_cache.offload.host import HostTier, Staging
 from jpaged.engine.kv_cache.prefix_cache import BlockHashIndex, PrefixCacheManager, num_usable
 from jpaged.engine.sequence import SequenceGroup
 from jpaged.errors import InternalError, InvalidArgument, Unavailable
-from jpaged.pool import Tier
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -97,13 +88,13 @@ class BlockLoader:
                 for kv_group, reach in enumerate(reaches)
                 for i in reach.seen(num_blocks)
             ]
-            places = sorted(place for place in seen if not prefixes.has_prefix(place.key))
-            if not places:
+            blocks = sorted(block for block in seen if not prefixes.has_prefix(block.key))
+            if not blocks:
                 return []
-            num_needed = sum(self._takes_room(place.key) for place in seen)
+            num_needed = sum(self._takes_room(block.key) for block in seen)
             if prefixes.pool.can_allocate(num_needed):
-                prefixes.touch([place.key for place in seen])
-                return places
+                prefixes.touch([block.key for block in seen])
+                return blocks
             num_blocks -= max(1, (num_needed - prefixes.pool.num_free) // len(reaches))
         return []
 
@@ -112,18 +103,18 @@ class BlockLoader:
         block_id = self._prefixes.cache.find(key)
         return block_id is None or self._prefixes.pool.is_free(block_id)
 
-    def bring_in(self, group: SequenceGroup, place: PromptBlock, home: int) -> bool:
+    def bring_in(self, group: SequenceGroup, block: PromptBlock, host_block_id: int) -> bool:
         """Insert a block that a reserved host block holds into the cache; return False if the pool has no room."""
         prefixes, leader = self._prefixes, group.live[0]
-        if prefixes.cache.find(place.key) is not None:
+        if prefixes.cache.find(block.key) is not None:
             return True
         if not prefixes.pool.can_allocate(1):
             return False
         table = BlockTable(1)
         table.extend(prefixes.pool.allocate(1))
-        self._ops.add(Move.SWAP_IN, home, table.block_id(0), passes=True)
-        key = prefixes.lookup_keys(group)[place.index]
-        prefixes.cache.insert_in_group(leader, place.index, table.block_id(0), key, place.kv_group)
+        self._ops.add(Move.SWAP_IN, host_block_id, table.block_id(0), passes=True)
+        key = prefixes.lookup_keys(group)[block.index]
+        prefixes.cache.insert_in_group(leader, block.index, table.block_id(0), key, block.kv_group)
         prefixes.pool.release(table)
         return True
 
@@ -144,18 +135,18 @@ class _Fetch:
     """Load for one group.
 
     Attributes:
-        homes, reads: of the first places: the staging block of each, and whether its read was valid.
-        num_in: number of places that are finished.
+        host_block_ids, reads: of the first blocks: the staging block of each, and whether its read was valid.
+        num_in: number of blocks that are finished.
         is_over: nothing more is inserted; only pending reads are awaited.
         began_s: time of the first step that processed it; None before that.
         until_s: deadline at which the group resumes in any case.
     """
 
     group: SequenceGroup
-    places: list[PromptBlock]
+    blocks: list[PromptBlock]
     longest_s: float
     behind: _Fetch | None = None
-    homes: list[int] = field(default_factory=list)
+    host_block_ids: list[int] = field(default_factory=list)
     reads: list[Future[bool]] = field(default_factory=list)
     num_in: int = 0
     is_over: bool = False
@@ -166,7 +157,7 @@ class _Fetch:
     @property
     def is_done(self) -> bool:
         """Return True if the group need not wait any more."""
-        return self.is_over or (self.behind is None and self.num_in == len(self.places))
+        return self.is_over or (self.behind is None and self.num_in == len(self.blocks))
 
     @property
     def is_empty(self) -> bool:
@@ -213,6 +204,11 @@ class BlockReader:
         return bool(self._fetches or self._leftover)
 
     @property
+    def has_waiting_groups(self) -> bool:
+        """Return True if a group waits, for at most as long as computing would take."""
+        return bool(self._fetches)
+
+    @property
     def under_way(self) -> list[Future[bool]]:
         """Return the reads whose results are not processed."""
         return [read for fetch in self._all() for read in fetch.reads[fetch.num_in :]]
@@ -228,16 +224,16 @@ class BlockReader:
 
     def start_load(self, group: SequenceGroup, loader: BlockLoader) -> bool:
         """Start to load a group's prompt; return False if the store has nothing that is faster than computing."""
-        places = loader.missing(group, self._store.lookup)
-        if not places:
+        blocks = loader.missing(group, self._store.lookup)
+        if not blocks:
             return False
-        begin, end = places[0].index, places[-1].index + 1
-        if not self.is_worth(begin, end, len(places)):
+        begin, end = blocks[0].index, blocks[-1].index + 1
+        if not self.is_worth(begin, end, len(blocks)):
             self._bytes_per_s = min(self._bytes_per_s * _BELIEF, max(self._bytes_per_s, _FIRST_BYTES_PER_S))
             return False
-        first = places[0].key
-        behind = next((other for other in self._wanting.get(first, ()) if other.places[0].key == first), None)
-        self._fetches[group] = fetch = _Fetch(group, places, max(self._compute_s(begin, end), _LEAST_WAIT_S), behind)
+        first = blocks[0].key
+        behind = next((other for other in self._wanting.get(first, ()) if other.blocks[0].key == first), None)
+        self._fetches[group] = fetch = _Fetch(group, blocks, max(self._compute_s(begin, end), _LEAST_WAIT_S), behind)
         self._want(fetch)
         return True
 
@@ -249,7 +245,7 @@ class BlockReader:
             fetch.is_over = fetch.has_gone_on = True
             self._leftover.append(fetch)
 
-    def forget(self, key: BlockHash | None) -> None:
+    def cancel_key(self, key: BlockHash | None) -> None:
         """Prevent pending loads from inserting a key; None stands for any key."""
         for fetch in self._fetches.values() if key is None else self._wanting.get(key, ()):
             fetch.is_over = True
@@ -265,7 +261,7 @@ class BlockReader:
                 if not fetch.behind.has_gone_on:
                     continue
                 self._want_no_more(fetch)
-                fetch.behind, fetch.places = None, loader.missing(fetch.group, self._store.lookup)
+                fetch.behind, fetch.blocks = None, loader.missing(fetch.group, self._store.lookup)
                 self._want(fetch)
             if fetch.began_s is None:
                 fetch.began_s, fetch.until_s = now_s, now_s + fetch.longest_s
@@ -279,15 +275,15 @@ class BlockReader:
         return going_on
 
     def _want(self, fetch: _Fetch) -> None:
-        for place in fetch.places:
-            self._wanting.setdefault(place.key, {})[fetch] = None
+        for block in fetch.blocks:
+            self._wanting.setdefault(block.key, {})[fetch] = None
 
     def _want_no_more(self, fetch: _Fetch) -> None:
-        for place in fetch.places:
-            wanting = self._wanting[place.key]
+        for block in fetch.blocks:
+            wanting = self._wanting[block.key]
             del wanting[fetch]
             if not wanting:
-                del self._wanting[place.key]
+                del self._wanting[block.key]
 
     def _end(self, fetch: _Fetch, now_s: float) -> None:
         fetch.has_gone_on = True
@@ -306,31 +302,31 @@ class BlockReader:
             read = fetch.reads[fetch.num_in]
             if not read.done():
                 break
-            place, home = fetch.places[fetch.num_in], fetch.homes[fetch.num_in]
-            if read.result() and loader.bring_in(fetch.group, place, home):
+            block, host_block_id = fetch.blocks[fetch.num_in], fetch.host_block_ids[fetch.num_in]
+            if read.result() and loader.bring_in(fetch.group, block, host_block_id):
                 num_bytes += self._blocks.bytes_per_block
-                self._came(place.key)
-                self._count(0 if place.kv_group else self._block_size, False)
+                self._came(block.key)
+                self._count(0 if block.kv_group else self._block_size, False)
             else:
                 fetch.is_over = True
-            self._staging.give_back(home)
+            self._staging.give_back(host_block_id)
             fetch.num_in += 1
         return num_bytes
 
     def _read_on(self, fetch: _Fetch) -> None:
-        while not fetch.is_over and len(fetch.reads) < len(fetch.places):
-            home = self._staging.take()
-            if home is None:
+        while not fetch.is_over and len(fetch.reads) < len(fetch.blocks):
+            host_block_id = self._staging.take()
+            if host_block_id is None:
                 return
-            key = fetch.places[len(fetch.reads)].key
-            fetch.homes.append(home)
-            fetch.reads.append(self._threads.submit(self._store.load, key, self._blocks.view(home)))
+            key = fetch.blocks[len(fetch.reads)].key
+            fetch.host_block_ids.append(host_block_id)
+            fetch.reads.append(self._threads.submit(self._store.load, key, self._blocks.view(host_block_id)))
 
     def _clear(self, fetch: _Fetch) -> None:
         """Return the staging blocks of finished reads that no group waits for."""
         while fetch.num_in < len(fetch.reads) and fetch.reads[fetch.num_in].done():
             fetch.reads[fetch.num_in].result()
-            self._staging.give_back(fetch.homes[fetch.num_in])
+            self._staging.give_back(fetch.host_block_ids[fetch.num_in])
             fetch.num_in += 1
 
     def check(self) -> None:
@@ -339,12 +335,12 @@ class BlockReader:
         Raises:
             InternalError: a block that is read into is free, or the waiting fetches of a key are wrong.
         """
-        wanted = {(place.key, fetch) for fetch in self._fetches.values() for place in fetch.places}
+        wanted = {(block.key, fetch) for fetch in self._fetches.values() for block in fetch.blocks}
         if wanted != {(key, fetch) for key, wanting in self._wanting.items() for fetch in wanting}:
             raise InternalError(
                 f"{len(wanted)} blocks are pending, which do not match those of {len(self._wanting)} keys"
             )
-        self._staging.check(home for fetch in self._all() for home in fetch.homes[fetch.num_in :])
+        self._staging.check(one for fetch in self._all() for one in fetch.host_block_ids[fetch.num_in :])
 
     def _all(self) -> Iterator[_Fetch]:
         yield from self._fetches.values()
@@ -366,13 +362,13 @@ class _Spill:
     """Write of one block.
 
     Attributes:
-        held: pinned cached block in host memory; None if the block is copied to the staging block `home`.
+        held: pinned cached block in host memory; None if the block is copied to the staging block `host_block_id`.
         since: `num_dispatched` when the copy was decided.
         is_wanted: False cancels the write; set by the engine thread, read by the writer thread.
     """
 
     key: BlockHash
-    home: int
+    host_block_id: int
     held: BlockTable | None
     since: int
     is_wanted: bool = True
@@ -420,6 +416,19 @@ class BlockWriter:
         """Return the pending calls of the writer thread."""
         return [spill.written for spill in self._writing if spill.written is not None]
 
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Return the numbers of due blocks, of those being copied and of those being written."""
+        return len(self._due), len(self._landing), len(self._writing)
+
+    @property
+    def num_unwritten(self) -> int:
+        """Return the number of blocks that must be written and are not."""
+        writes = [spill.written for spill in self._writing if spill.is_wanted]
+        num_written = sum(write is not None and write.done() and not write.cancelled() for write in writes)
+        num_due = sum(not self._store.lookup(key) for key in self._due)
+        return num_due + sum(spill.is_wanted for spill in self._landing) + len(writes) - num_written
+
     def note(self, key: BlockHash) -> None:
         """Mark a key as due, unless it is in the store or being written."""
         if key in self._due or key in self._under_way or self._store.lookup(key):
@@ -428,13 +437,13 @@ class BlockWriter:
         if len(self._due) > self._max_due:
             self._due.popitem(last=False)
 
-    def forget(self, key: BlockHash) -> None:
+    def cancel(self, key: BlockHash) -> None:
         """Prevent a key from being written, even if its write has started."""
         self._due.pop(key, None)
         if key in self._under_way:
             self._under_way[key].is_wanted = False
 
-    def forget_all(self) -> None:
+    def cancel_all(self) -> None:
         """Prevent all pending keys from being written."""
         self._due.clear()
         for spill in self._under_way.values():
@@ -450,7 +459,7 @@ class BlockWriter:
             written.result()  # an error of the thread is an error of the engine
             self._written(self._writing[0].key)
             self._end(self._writing.popleft())
-        while self._landing and self._host.is_settled([self._landing[0].home], self._landing[0].since):
+        while self._landing and self._host.is_settled([self._landing[0].host_block_id], self._landing[0].since):
             spill = self._landing.popleft()
             if spill.is_wanted:
                 spill.written = self._threads.submit(self._write, spill)
@@ -482,13 +491,13 @@ class BlockWriter:
             spill = _Spill(key, held.block_id(0), held, since)
         elif block_id is None:
             return False
-        elif (home := self._staging.take()) is None:
+        elif (host_block_id := self._staging.take()) is None:
             self._due[key] = None
             self._due.move_to_end(key, last=False)
             return False
         else:
-            self._host.copy_out(block_id, home)
-            spill = _Spill(key, home, None, since)
+            self._host.copy_out(block_id, host_block_id)
+            spill = _Spill(key, host_block_id, None, since)
         self._under_way[key] = spill
         self._landing.append(spill)
         return True
@@ -496,7 +505,7 @@ class BlockWriter:
     def _end(self, spill: _Spill) -> None:
         del self._under_way[spill.key]
         if spill.held is None:
-            self._staging.give_back(spill.home)
+            self._staging.give_back(spill.host_block_id)
         else:
             self._host.release(spill.held)
 
@@ -504,7 +513,7 @@ class BlockWriter:
         """Write a block; runs on the writer thread."""
         if not spill.is_wanted:
             return False
-        return self._store.save(spill.key, self._blocks.view(spill.home), lambda: spill.is_wanted)
+        return self._store.save(spill.key, self._blocks.view(spill.host_block_id), lambda: spill.is_wanted)
 
     def check(self) -> None:
         """Check the bookkeeping of writes.
@@ -517,76 +526,7 @@ class BlockWriter:
                 f"{len(self._landing)} blocks being copied and {len(self._writing)} being written are not "
                 f"{len(self._under_way)}"
             )
-        self._staging.check(spill.home for spill in self._under_way.values() if spill.held is None)
-
-
-_MAX_REMOVED = 1024
-"""Maximum number of removals published per step."""
-
-
-class ConnectorKVEvents:
-    """Publisher of the keys in a store. The engine thread calls it; the store reports removals from any thread.
-
-    Args:
-        tier: name of the store in the events.
-        is_in_memory: returns True if the device or host memory has a key.
-    """
-
-    def __init__(
-        self, store: ConnectorStore, tier: Tier, changes: KVEventRecorder, is_in_memory: Callable[[BlockHash], bool]
-    ) -> None:
-        self._store = store
-        self._tier = tier
-        self._changes = changes
-        self._is_in_memory = is_in_memory
-        self._published: set[BlockHash] = set()
-        self._lock = threading.Lock()
-        self._gone: set[BlockHash] = set()
-        self._is_reset = False
-        self._going: deque[BlockHash] = deque()
-        store.add_removal_listener(self._note_gone)
-
-    @property
-    def is_busy(self) -> bool:
-        """Return True if removals are not yet published."""
-        return bool(self._gone or self._going or self._is_reset)
-
-    def may_hold(self, key: BlockHash) -> None:
-        """Publish that the store has a key, if memory has it too."""
-        if (
-            not self._changes.is_on
-            or key in self._published
-            or not self._store.lookup(key)
-            or not self._is_in_memory(key)
-        ):
-            return
-        self._published.add(key)
-        if self._store.lookup(key):  # removals from here on are recorded
-            self._changes.stored(self._tier, key)
-        else:
-            self._published.remove(key)
-
-    def advance(self) -> None:
-        """Publish what the store no longer has, up to the limit per step."""
-        if self._gone:
-            with self._lock:
-                gone, self._gone = self._gone, set()
-            self._going += gone
-        is_reset, self._is_reset = self._is_reset, False
-        if self._published and (is_reset or not (self._going or self._store.is_on)):
-            self._going += self._published
-        for _ in range(min(_MAX_REMOVED, len(self._going))):
-            key = self._going.popleft()
-            if key in self._published and not self._store.lookup(key):
-                self._published.remove(key)
-                self._changes.removed(self._tier, key)
-
-    def _note_gone(self, key: BlockHash | None) -> None:
-        if key is None:
-            self._is_reset = True
-        elif key in self._published:
-            with self._lock:
-                self._gone.add(key)
+        self._staging.check(spill.host_block_id for spill in self._under_way.values() if spill.held is None)
 
 
 logger = logging.getLogger(__name__)
@@ -601,6 +541,8 @@ _OUT_BYTES, _IN_BYTES = 2 << 20, 4 << 20
 _BYTES_ALONE = 64 << 20
 _END_S = 5.0
 """Timeout at close for a store that does not respond."""
+_STALLED_S = 1.0
+"""Time without progress after which pending calls count as hung: an idle engine then polls them rarely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -717,7 +659,7 @@ class ConnectorTier:
         )
         self.is_worth = self._reader.is_worth
         self._counts = ConnectorCounts(store.counts)
-        self._cache: BlockHashIndex | None = None
+        self._prefixes: PrefixCacheManager | None = None
         self._loader: BlockLoader | None = None
         self._used: dict[BlockHash, None] = {}
         self._noting: Future[None] | None = None
@@ -725,11 +667,12 @@ class ConnectorTier:
         self._lent: list[Future[bool]] = []  # reads for other servers
         self._allowance_bytes = 0.0
         self._last_s = 0.0
+        self._progress_s = 0.0
         self._is_flushing = False
 
     def connect(self, prefixes: PrefixCacheManager, ops: BlockCopyPlan) -> None:
         """Connect the prefix cache whose blocks this tier stores and loads, with the queue of device moves."""
-        self._cache, self._loader = prefixes.cache, BlockLoader(prefixes, ops)
+        self._prefixes, self._loader = prefixes, BlockLoader(prefixes, ops)
         self._events = ConnectorKVEvents(self._store, self._tier, prefixes.changes, prefixes.has_prefix)
 
     # --- changes of prefixes --------------------------------------------------------------------------------------
@@ -738,6 +681,7 @@ class ConnectorTier:
         if self._store.is_on:
             self._may_hold(key)
             self._writer.note(key)
+            self._progress_s = self._last_s
 
     def on_blocks_hit(self, keys: Sequence[BlockHash]) -> None:
         for key in keys if self._store.is_on else ():
@@ -747,18 +691,29 @@ class ConnectorTier:
             del self._used[next(iter(self._used))]
 
     def remove(self, key: BlockHash) -> None:
-        self._writer.forget(key)
-        self._reader.forget(key)
+        self._writer.cancel(key)
+        self._reader.cancel_key(key)
         self._store.remove(key)
 
     def reset(self) -> int:
-        self._writer.forget_all()
-        self._reader.forget(None)
+        self._writer.cancel_all()
+        self._reader.cancel_key(None)
         return self._store.reset()
 
     def block_s(self, key: BlockHash) -> float | None:
         """Return the seconds to load a block; None if it is not there."""
         return self._reader.block_s(key)
+
+    def refresh(self, keys: Sequence[BlockHash]) -> None:
+        """Enter those of a chain of keys that the store has in its index, as far as a hit needs them.
+
+        Any thread may call. Returns after 50 ms in any case (`ConnectorStore.refresh`).
+        """
+        if self._prefixes is not None:
+            has_prefix, reaches = self._prefixes.has_prefix, self._prefixes.reaches
+            self._store.refresh(
+                lambda is_stored: num_usable(keys, reaches, lambda key: has_prefix(key) or is_stored(key))
+            )
 
     # --- exports to other servers ---------------------------------------------------------------------------------
 
@@ -785,7 +740,10 @@ class ConnectorTier:
 
     def start_load(self, group: SequenceGroup) -> bool:
         """Start to load a waiting group's prompt; return False if it need not wait, else `poll` returns it later."""
-        return self._loader is not None and self._store.is_on and self._reader.start_load(group, self._loader)
+        if self._prefixes is None or self._loader is None or not self._store.is_on:
+            return False
+        self.refresh(self._prefixes.lookup_keys(group))
+        return self._reader.start_load(group, self._loader)
 
     def on_request_finished(self, group: SequenceGroup) -> None:
         """Handle the end of a group, whether or not it was waiting for a load."""
@@ -799,16 +757,20 @@ class ConnectorTier:
         Args:
             is_alone: no group runs that the copies would delay.
         """
-        if self._cache is None or self._loader is None or self._events is None:
+        if self._prefixes is None or self._loader is None or self._events is None:
             return []
+        was_pending = self._pending
         self._events.advance()
         max_bytes = self._allowed_bytes(now_s, is_alone)
         if not self._store.is_on:
-            self._writer.forget_all()
+            self._writer.cancel_all()
         self._note_used()
-        num_begun = self._writer.advance(max_bytes // self._bytes_per_block, self._cache)
+        num_begun = self._writer.advance(max_bytes // self._bytes_per_block, self._prefixes.cache)
         self._allowance_bytes -= num_begun * self._bytes_per_block
-        return self._reader.advance(now_s, _BYTES_ALONE if is_alone else _IN_BYTES, self._loader)
+        going_on = self._reader.advance(now_s, _BYTES_ALONE if is_alone else _IN_BYTES, self._loader)
+        if self._pending != was_pending or not self._is_pending or self._reader.has_waiting_groups:
+            self._progress_s = now_s
+        return going_on
 
     def flush(self) -> bool:
         """Write cached blocks that the store lacks as fast as possible from now on; return True if none can follow."""
@@ -817,9 +779,16 @@ class ConnectorTier:
 
     @property
     def is_busy(self) -> bool:
-        """Return True if reads, writes or removals are pending: steps must run even if no group does."""
-        is_behind = self._events is not None and self._events.is_busy
-        return self._writer.is_busy or self._reader.is_busy or is_behind
+        """Return True if reads, writes or removals are pending: steps must run even if no group does.
+
+        Calls that hang in a store that is off need no steps.
+        """
+        return self._is_pending and (self._store.is_on or not self.is_stalled)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Return True if nothing that is pending has advanced for a second of steps: they may run rarely."""
+        return self._is_pending and self._last_s - self._progress_s > _STALLED_S
 
     @property
     def counts(self) -> ConnectorCounts:
@@ -861,16 +830,29 @@ class ConnectorTier:
         with self._lock:
             for threads in (self._load_threads, self._save_threads):
                 threads.shutdown(wait=False, cancel_futures=True)
-        asked: list[Future[Any]] = [*self._writer.under_way, *self._reader.under_way, *self._lent]
+        calls: list[Future[Any]] = [*self._writer.under_way, *self._reader.under_way, *self._lent]
         if self._noting is not None:
-            asked.append(self._noting)
-        left = wait_for(asked, _END_S).not_done
+            calls.append(self._noting)
+        left = wait_for(calls, _END_S).not_done
+        if num_unwritten := self._writer.num_unwritten:
+            logger.warning("KV connector (%s): %d blocks were not written", self._tier, num_unwritten)
         if left:
             logger.error("KV connector (%s): abandoned %d calls that did not return", self._tier, len(left))
             return
         self._store.close()
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_pending(self) -> bool:
+        is_behind = self._events is not None and self._events.is_busy
+        return self._writer.is_busy or self._reader.is_busy or is_behind
+
+    @property
+    def _pending(self) -> tuple[int, ...]:
+        """Return numbers that change when anything pending advances."""
+        is_behind = self._events is not None and self._events.is_busy
+        return *self._writer.progress, len(self._reader.under_way), is_behind
 
     def _note_used(self) -> None:
         """Submit the hits since the last call to the store, unless the previous update is still running."""

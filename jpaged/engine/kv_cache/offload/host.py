@@ -76,15 +76,15 @@ class HostTier:
         """
         if key in self.blocks or not self.pool.can_allocate(1):
             return
-        (home,) = self.pool.allocate(1)
-        self.blocks[key], self._keys[home] = home, key
-        self.marks[home] = 1
+        (host_block_id,) = self.pool.allocate(1)
+        self.blocks[key], self._keys[host_block_id] = host_block_id, key
+        self.marks[host_block_id] = 1
         if self._changes.is_on:
             self._changes.stored("host", key)
         if self._ranked is not None and entry is not None:
-            self._ranked.enter(home, entry)
-        self._ops.add(Move.SWAP_OUT, block_id, home)
-        _hand_back(self.pool, home)
+            self._ranked.enter(host_block_id, entry)
+        self._ops.add(Move.SWAP_OUT, block_id, host_block_id)
+        _hand_back(self.pool, host_block_id)
 
     def load(self, keys: Sequence[BlockHash], pool: BlockPool) -> list[int]:
         """Copy cached blocks to new device blocks, which are returned; the pool must have enough free ones."""
@@ -103,16 +103,16 @@ class HostTier:
         """Return the number of requests that computed or hit a cached block; 1 if blocks are not ranked."""
         return 1 if self._ranked is None else self._ranked.times_seen(self.blocks[key])
 
-    def forget(self, key: BlockHash) -> None:
+    def remove(self, key: BlockHash) -> None:
         """Remove a key, if it is cached."""
         if key in self.blocks:
-            home = self.blocks.pop(key)
-            del self._keys[home]
-            self.marks[home] = 0
+            host_block_id = self.blocks.pop(key)
+            del self._keys[host_block_id]
+            self.marks[host_block_id] = 0
             if self._changes.is_on:
                 self._changes.removed("host", key)
             if self._ranked is not None:
-                self._ranked.forget(home)
+                self._ranked.discard(host_block_id)
 
     # --- readers and writers other than the device ----------------------------------------------------------------
 
@@ -165,9 +165,9 @@ class HostTier:
             self._ranked.enter(block_id, entry or CachedBlock(key, None, 0, b""))
         return True
 
-    def copy_out(self, block_id: int, home: int) -> None:
+    def copy_out(self, block_id: int, host_block_id: int) -> None:
         """Copy a device block to a reserved one, before the next step."""
-        self._ops.add(Move.SWAP_OUT, block_id, home, passes=True)
+        self._ops.add(Move.SWAP_OUT, block_id, host_block_id, passes=True)
 
     @property
     def num_dispatched(self) -> int:
@@ -217,22 +217,22 @@ class HostTier:
         for key in self.blocks if self._changes.is_on else ():
             self._changes.removed("host", key)
         if self._ranked is not None:
-            for home in self._keys:
-                self._ranked.forget(home)
+            for host_block_id in self._keys:
+                self._ranked.discard(host_block_id)
         self.blocks.clear()
         self._keys.clear()
         self.marks = bytearray(len(self.marks))
         return num_kept
 
-    def _evict(self, home: int) -> None:
-        key = self._keys.pop(home, None)
+    def _evict(self, host_block_id: int) -> None:
+        key = self._keys.pop(host_block_id, None)
         if key is not None:
             del self.blocks[key]
-            self.marks[home] = 0
+            self.marks[host_block_id] = 0
             if self._changes.is_on:
                 self._changes.removed("host", key)
             if self._ranked is not None:
-                self._ranked.evicted(home)
+                self._ranked.evicted(host_block_id)
 
 
 def _hand_back(pool: BlockPool, block_id: int) -> None:

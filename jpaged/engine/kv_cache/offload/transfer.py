@@ -14,8 +14,8 @@ Import of a prefix from another server: written to host memory, and hit by the n
 
     reserve(n)              host blocks without pending copies, exclusive to the import; fewer if there is no room
     write(block_id, ...)    their bytes, on the receiver's thread
-    enter(places, ids)      insert complete, verified blocks into the cache
-    read(places, ids)       write and enter blocks from a connector, before a prefix that memory has in part is exported
+    enter(positions, ids)   insert complete, verified blocks into the cache
+    read(positions, ids)    write and enter blocks from a connector, before a prefix that memory has in part leaves
 
 Blocks that were entered or already in host memory are pinned until `close`, so no part of a prefix evicts another. The
 prefix's device blocks move to the end of the eviction order, and are evicted to host memory.
@@ -68,15 +68,15 @@ class BlockHashChain:
             keys.append(parent)
         return cls(root, tuple(token_ids[: num_blocks * block_size]), tuple(keys))
 
-    def key(self, place: BlockPosition) -> BlockHash:
+    def key(self, position: BlockPosition) -> BlockHash:
         """Return the cache key of a block."""
-        return group_block_hash(self.keys[place.index], place.kv_group)
+        return group_block_hash(self.keys[position.index], position.kv_group)
 
-    def entry(self, place: BlockPosition, reaches: Sequence[WindowSpec]) -> CachedBlock:
+    def entry(self, position: BlockPosition, reaches: Sequence[WindowSpec]) -> CachedBlock:
         """Return the eviction entry of a block; in a sliding window its only parents are attention sinks."""
-        needed = reaches[place.kv_group].above(place.index)
-        above = None if needed is None else group_block_hash(self.keys[needed], place.kv_group)
-        return CachedBlock(self.key(place), above, place.index, self.root)
+        needed = reaches[position.kv_group].above(position.index)
+        above = None if needed is None else group_block_hash(self.keys[needed], position.kv_group)
+        return CachedBlock(self.key(position), above, position.index, self.root)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -141,28 +141,32 @@ class Tiers:
         has_prefix = self.prefixes.has_prefix
         if not self.connectors:
             return self.num_known(chain), ()
+        for connector in self.connectors:
+            connector.refresh(chain.keys)
         num_blocks = num_usable(
             chain.keys, self.reaches, lambda key: has_prefix(key) or self.connector_with(key) is not None
         )
-        away = [place for place in self.places(chain, num_blocks, num_skipped) if not self.has(chain, place)]
-        return num_blocks, tuple(place for place in away if self.connector_with(chain.key(place)) is not None)
+        away = [
+            position for position in self.positions(chain, num_blocks, num_skipped) if not self.has(chain, position)
+        ]
+        return num_blocks, tuple(position for position in away if self.connector_with(chain.key(position)) is not None)
 
     def connector_with(self, key: BlockHash) -> ConnectorTier | None:
         """Return the first connector that stores a key; None if none does. Any thread may ask."""
         return next((connector for connector in self.connectors if connector.lookup(key)), None)
 
-    def has(self, chain: BlockHashChain, place: BlockPosition) -> bool:
+    def has(self, chain: BlockHashChain, position: BlockPosition) -> bool:
         """Return True if a block is on the device or in host memory. Any thread may ask."""
-        return self.prefixes.has_prefix(chain.key(place))
+        return self.prefixes.has_prefix(chain.key(position))
 
-    def places(self, chain: BlockHashChain, num_blocks: int, num_skipped: int) -> tuple[BlockPosition, ...]:
+    def positions(self, chain: BlockHashChain, num_blocks: int, num_skipped: int) -> tuple[BlockPosition, ...]:
         """Return the blocks visible after num_blocks blocks or after one fewer: a prompt's last token always runs."""
-        places = []
+        positions = []
         for kv_group, reach in enumerate(self.reaches):
             before = reach.first_block(max(0, num_blocks - 1))
-            kept = reach.places(before, num_blocks)
-            places += [BlockPosition(index, kv_group) for index in kept if index >= num_skipped]
-        return tuple(sorted(places))
+            kept = reach.visible_blocks(before, num_blocks)
+            positions += [BlockPosition(index, kv_group) for index in kept if index >= num_skipped]
+        return tuple(sorted(positions))
 
 
 @dataclass(slots=True, eq=False)
@@ -172,15 +176,15 @@ class _ExportPart:
     Attributes:
         at_device: pinned device blocks, until they are staged.
         kept, staged: host blocks that were already cached there, and those reserved as copy targets.
-        homes: host block of each place.
+        host_block_ids: host block of each position.
         is_there: done when the bytes may be read.
     """
 
-    places: tuple[BlockPosition, ...]
+    positions: tuple[BlockPosition, ...]
     at_device: BlockTable | None
     kept: BlockTable | None
     staged: BlockTable | None
-    homes: list[int]
+    host_block_ids: list[int]
     is_there: Future[None] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
@@ -194,7 +198,7 @@ class PrefixExport:
         chain: identity of the prefix.
         num_found: full blocks of the prompt that are cached here.
         num_blocks: exported ones of these; fewer if host memory has no room for the rest.
-        places: exported blocks, parents first.
+        positions: exported blocks, parents first.
 
     Args:
         num_skipped: leading blocks that are not exported.
@@ -208,7 +212,7 @@ class PrefixExport:
         self._lock = threading.Lock()
         self._is_closed = False
         self.num_found = tiers.num_known(chain)
-        self.num_blocks, self.places = _that_fit(tiers, chain, self.num_found, num_skipped)
+        self.num_blocks, self.positions = _that_fit(tiers, chain, self.num_found, num_skipped)
         self._parts = self._hold(chain)
         self._num_staged = 0
         self._stage()
@@ -218,9 +222,9 @@ class PrefixExport:
         """Return the number of parts, which are read in sequence."""
         return len(self._parts)
 
-    def get_places(self, part: int) -> Sequence[BlockPosition]:
+    def get_positions(self, part: int) -> Sequence[BlockPosition]:
         """Return the blocks of a part."""
-        return self._parts[part].places
+        return self._parts[part].positions
 
     def when_there(self, part: int) -> Future[None]:
         """Return a future that is done when the part may be read."""
@@ -239,8 +243,8 @@ class PrefixExport:
                 raise Cancelled("the outgoing prefix was canceled")
             if not one.is_there.done():
                 raise InternalError(f"part {part} of {len(self._parts)} is read before it is ready")
-            for place, home in zip(one.places, one.homes, strict=True):
-                take(place, self._tiers.blocks.view(home))
+            for position, host_block_id in zip(one.positions, one.host_block_ids, strict=True):
+                take(position, self._tiers.blocks.view(host_block_id))
         self._tiers.ask(lambda: self._let_go(one))
 
     def close(self) -> None:
@@ -256,21 +260,23 @@ class PrefixExport:
     def _hold(self, chain: BlockHashChain) -> list[_ExportPart]:
         host, size = self._tiers.host, self._num_at_once
         parts = []
-        for start in range(0, len(self.places), size):
-            places = self.places[start : start + size]
-            here = [place for place in places if chain.key(place) in host]
-            away = [place for place in places if chain.key(place) not in host]
-            kept = host.hold([chain.key(place) for place in here])
+        for start in range(0, len(self.positions), size):
+            positions = self.positions[start : start + size]
+            here = [position for position in positions if chain.key(position) in host]
+            away = [position for position in positions if chain.key(position) not in host]
+            kept = host.hold([chain.key(position) for position in here])
             parts.append(
-                _ExportPart(places, self._tiers.held.hold([chain.key(place) for place in away]), kept, None, [])
+                _ExportPart(
+                    positions, self._tiers.held.hold([chain.key(position) for position in away]), kept, None, []
+                )
             )
-            homes = dict(zip(here, kept.block_ids(), strict=True))
-            parts[-1].homes = [homes.get(place, 0) for place in places]
+            host_block_ids = dict(zip(here, kept.block_ids(), strict=True))
+            parts[-1].host_block_ids = [host_block_ids.get(position, 0) for position in positions]
         for part in parts:  # after all host blocks are pinned, because reserving evicts
             assert part.at_device is not None
             part.staged = host.reserve(part.at_device.num_blocks)
             free = iter(part.staged.block_ids())
-            part.homes = [home or next(free) for home in part.homes]
+            part.host_block_ids = [host_block_id or next(free) for host_block_id in part.host_block_ids]
         return parts
 
     def _stage(self) -> None:
@@ -280,11 +286,11 @@ class PrefixExport:
         part = self._parts[self._num_staged]
         assert part.at_device is not None
         assert part.staged is not None
-        for source, home in zip(part.at_device.block_ids(), part.staged.block_ids(), strict=True):
-            self._tiers.host.copy_out(source, home)
-        homes = BlockTable(len(part.homes))
-        homes.extend(part.homes)
-        self._tiers.host.on_transfers_done(homes, lambda: self._staged(part))
+        for source, host_block_id in zip(part.at_device.block_ids(), part.staged.block_ids(), strict=True):
+            self._tiers.host.copy_out(source, host_block_id)
+        host_block_ids = BlockTable(len(part.host_block_ids))
+        host_block_ids.extend(part.host_block_ids)
+        self._tiers.host.on_transfers_done(host_block_ids, lambda: self._staged(part))
 
     def _staged(self, part: _ExportPart) -> None:
         if part.at_device is None:  # it was closed in the meantime
@@ -313,17 +319,19 @@ class PrefixExport:
 def _that_fit(
     tiers: Tiers, chain: BlockHashChain, num_blocks: int, num_skipped: int
 ) -> tuple[int, tuple[BlockPosition, ...]]:
-    """Return the longest prefix, up to num_blocks, whose device blocks may be pinned and staged; and its places."""
+    """Return the longest prefix, up to num_blocks, whose device blocks may be pinned and staged; and its positions."""
     host, num_kv_groups = tiers.host, len(tiers.reaches)
     while True:
-        places = tuple(place for place in tiers.places(chain, num_blocks, num_skipped) if tiers.has(chain, place))
-        keys = [chain.key(place) for place in places]
+        positions = tuple(
+            position for position in tiers.positions(chain, num_blocks, num_skipped) if tiers.has(chain, position)
+        )
+        keys = [chain.key(position) for position in positions]
         kept = host.hold([key for key in keys if key in host])  # pinned blocks are no room for the others
         num_away = len(keys) - kept.num_blocks
         num_short = num_away - min(host.pool.num_free, tiers.num_free_to_leave)
         host.release(kept)
         if num_short <= 0:
-            return num_blocks, places
+            return num_blocks, positions
         fewer = max(0, num_blocks - max(1, num_short // num_kv_groups))
         num_blocks = tiers.num_known(BlockHashChain(chain.root, chain.token_ids, chain.keys[:fewer]))
 
@@ -356,16 +364,16 @@ class PrefixImport:
 
     def missing(self, num_skipped: int) -> tuple[BlockPosition, ...]:
         """Return the missing blocks from index num_skipped on that a request would need after the whole prefix."""
-        places = self._tiers.places(self.chain, len(self.chain.keys), num_skipped)
-        return tuple(place for place in places if not self.is_known(place))
+        positions = self._tiers.positions(self.chain, len(self.chain.keys), num_skipped)
+        return tuple(position for position in positions if not self.is_known(position))
 
     def lookup(self, num_skipped: int) -> tuple[int, tuple[BlockPosition, ...]]:
         """Return the length of the longest prefix, and its connector-only blocks from num_skipped on."""
         return self._tiers.lookup(self.chain, num_skipped)
 
-    def is_known(self, place: BlockPosition) -> bool:
+    def is_known(self, position: BlockPosition) -> bool:
         """Return True if the block is already here, so that receiving it is unnecessary."""
-        return self._tiers.has(self.chain, place)
+        return self._tiers.has(self.chain, position)
 
     def reserve(self, num_blocks: int, *, is_early: bool = False) -> Future[list[int]]:
         """Reserve up to num_blocks host blocks, as available; an empty list means there is no room.
@@ -393,20 +401,20 @@ class PrefixImport:
         self._tiers.ask(reserve)
         return future
 
-    def read(self, places: Sequence[BlockPosition], block_ids: Sequence[int]) -> int:
+    def read(self, positions: Sequence[BlockPosition], block_ids: Sequence[int]) -> int:
         """Load blocks from connectors and insert them, up to the first invalid one; return their number. May block.
 
         Raises:
             Cancelled: the import was closed.
             Unavailable: the engine has ended.
         """
-        found = [bytearray(self.bytes_per_block) for _ in places]
+        found = [bytearray(self.bytes_per_block) for _ in positions]
         reads: list[Future[bool]] = []
-        for place, one in zip(places, found, strict=True):
-            connector = self._tiers.connector_with(self.chain.key(place))
+        for position, one in zip(positions, found, strict=True):
+            connector = self._tiers.connector_with(self.chain.key(position))
             if connector is None:
                 break
-            reads.append(connector.load_block(self.chain.key(place), memoryview(one)))
+            reads.append(connector.load_block(self.chain.key(position), memoryview(one)))
         num_read = 0
         try:
             while num_read < len(reads) and reads[num_read].result():
@@ -414,7 +422,7 @@ class PrefixImport:
                 num_read += 1
         except CancelledError:
             raise Unavailable("the server is shutting down") from None
-        self.enter(places[:num_read], block_ids[:num_read])
+        self.enter(positions[:num_read], block_ids[:num_read])
         return num_read
 
     def write(self, block_id: int, start: int, contents: bytes | bytearray) -> None:
@@ -431,7 +439,7 @@ class PrefixImport:
                 raise InternalError(f"host block {block_id} is written at {start}, outside this prefix")
             self._tiers.blocks.view(block_id)[start : start + len(contents)] = contents
 
-    def enter(self, places: Sequence[BlockPosition], block_ids: Sequence[int]) -> None:
+    def enter(self, positions: Sequence[BlockPosition], block_ids: Sequence[int]) -> None:
         """Insert written blocks into the cache, after which they must not be written. Blocks cached since then stay."""
         with self._lock:
             if self._is_closed:
@@ -441,7 +449,8 @@ class PrefixImport:
             self._reserved.difference_update(block_ids)
         reaches = self._tiers.reaches
         named = [
-            (self.chain.entry(place, reaches), block_id) for place, block_id in zip(places, block_ids, strict=True)
+            (self.chain.entry(position, reaches), block_id)
+            for position, block_id in zip(positions, block_ids, strict=True)
         ]
         self._tiers.ask(lambda: self._enter(named))
 
@@ -560,14 +569,14 @@ class KVTransfer:
     """Transfers to and from every pool of a server: one, or one per replica.
 
     Args:
-        place: returns the index of the pool that a request with these block hashes would go to.
+        choose_replica: returns the index of the pool that a request with these block hashes would go to.
     """
 
     def __init__(
-        self, each: Iterable[ReplicaTransfer], place: Callable[[Sequence[BlockHash]], int] = lambda keys: 0
+        self, each: Iterable[ReplicaTransfer], choose_replica: Callable[[Sequence[BlockHash]], int] = lambda keys: 0
     ) -> None:
         self.each = tuple(each)
-        self._place = place
+        self._choose_replica = choose_replica
 
     @property
     def block_size(self) -> int:
@@ -627,4 +636,4 @@ class KVTransfer:
         Raises:
             Unsupported: prefixes cannot be transferred.
         """
-        return PrefixImport(self.each[self._place(chain.keys)].tiers, chain)
+        return PrefixImport(self.each[self._choose_replica(chain.keys)].tiers, chain)

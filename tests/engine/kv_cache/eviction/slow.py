@@ -17,28 +17,28 @@ class Slow:
     def __init__(self):
         self.entries, self.seen, self.free = {}, {}, []
 
-    def on_insert(self, place, entry):
-        self.entries[place], self.seen[place] = entry, entry.times_seen
+    def on_insert(self, slot, entry):
+        self.entries[slot], self.seen[slot] = entry, entry.times_seen
 
-    def on_hit(self, places):
-        for place in places:
-            self.seen[place] += 1
+    def on_hit(self, slots):
+        for slot in slots:
+            self.seen[slot] += 1
 
-    def on_free(self, place):
-        self.free.append(place)
+    def on_free(self, slot):
+        self.free.append(slot)
 
-    def on_acquire(self, place):
-        self.free.remove(place)
+    def on_acquire(self, slot):
+        self.free.remove(slot)
 
-    def on_remove(self, place, *, is_evicted):
-        return dataclasses.replace(self.entries.pop(place), times_seen=self.seen.pop(place))
+    def on_remove(self, slot, *, is_evicted):
+        return dataclasses.replace(self.entries.pop(slot), times_seen=self.seen.pop(slot))
 
     def candidates(self):
         return set(self.free)
 
-    def is_leaf(self, place):
+    def is_leaf(self, slot):
         """No block that is kept follows it."""
-        return all(entry.parent != self.entries[place].key for entry in self.entries.values())
+        return all(entry.parent != self.entries[slot].key for entry in self.entries.values())
 
 
 class SlowLfu(Slow):
@@ -47,85 +47,85 @@ class SlowLfu(Slow):
 
 
 class SlowTwoQueues(Slow):
-    def __init__(self, num_places):
+    def __init__(self, num_slots):
         super().__init__()
-        self.num_places, self.gone = num_places, []
+        self.num_slots, self.gone = num_slots, []
 
-    def on_insert(self, place, entry):
-        super().on_insert(place, entry)
+    def on_insert(self, slot, entry):
+        super().on_insert(slot, entry)
         for key, seen in self.gone:
             if key == entry.key:
-                self.seen[place] = max(entry.times_seen, seen + 1)
+                self.seen[slot] = max(entry.times_seen, seen + 1)
         self.gone = [one for one in self.gone if one[0] != entry.key]
 
     def victims(self):
-        once = [place for place in self.free if self.seen[place] == 1]
-        again = [place for place in self.free if self.seen[place] > 1]
-        return (once if once and (len(once) > max(1, self.num_places // 10) or not again) else again)[:1]
+        once = [slot for slot in self.free if self.seen[slot] == 1]
+        again = [slot for slot in self.free if self.seen[slot] > 1]
+        return (once if once and (len(once) > max(1, self.num_slots // 10) or not again) else again)[:1]
 
-    def on_remove(self, place, *, is_evicted):
-        entry = super().on_remove(place, is_evicted=is_evicted)
+    def on_remove(self, slot, *, is_evicted):
+        entry = super().on_remove(slot, is_evicted=is_evicted)
         if is_evicted:
-            self.gone = [*self.gone, (entry.key, entry.times_seen)][-self.num_places :]
+            self.gone = [*self.gone, (entry.key, entry.times_seen)][-self.num_slots :]
         return entry
 
 
 class SlowWorth(Slow):
     """Ranks all free places whenever it is asked, by the buckets that `CostAwareEviction` had at the last ranking."""
 
-    def __init__(self, num_places, costs, fetch_s):
+    def __init__(self, num_slots, costs, fetch_s):
         super().__init__()
-        self.num_places, self.costs, self.fetch_s = num_places, costs, fetch_s
-        self.span = max(1, num_places // 8)
+        self.num_slots, self.costs, self.fetch_s = num_slots, costs, fetch_s
+        self.span = max(1, num_slots // 8)
         self.shared, self.kinds, self.freed_at, self.buckets = {}, {}, {}, {}
-        self.gone, self.owners, self.now, self.learns_at = [], {}, 0, num_places
+        self.gone, self.owners, self.now, self.learns_at = [], {}, 0, num_slots
         self.ranking, self.num_until_ranked = [], 0
-        unit = max(1.0, num_places / 32)
+        unit = max(1.0, num_slots / 32)
         self.reuse = Reuse(cost_aware.PRIORS, unit, max(4.0, unit))
 
-    def on_insert(self, place, entry):
-        super().on_insert(place, entry)
-        self.shared[place] = False
+    def on_insert(self, slot, entry):
+        super().on_insert(slot, entry)
+        self.shared[slot] = False
         for old in [one for one in self.gone if one["key"] == entry.key]:
             self.gone.remove(old)
             self.ended(old, 0)
-            self.seen[place], self.shared[place] = max(entry.times_seen, old["seen"] + 1), old["shared"]
+            self.seen[slot], self.shared[slot] = max(entry.times_seen, old["seen"] + 1), old["shared"]
 
-    def on_hit(self, places):
-        super().on_hit(places)
-        parents = [self.entries[place].parent for place in places]
-        ends = [place for place in places if self.entries[place].key not in parents]
+    def on_hit(self, slots):
+        super().on_hit(slots)
+        parents = [self.entries[slot].parent for slot in slots]
+        ends = [slot for slot in slots if self.entries[slot].key not in parents]
         is_shared = not all(map(self.is_leaf, ends))
-        for place in places:
-            self.shared[place] = self.shared[place] or is_shared
-            if place in self.freed_at:
-                self.ended(self.life(place), 0)
-                del self.freed_at[place]
+        for slot in slots:
+            self.shared[slot] = self.shared[slot] or is_shared
+            if slot in self.freed_at:
+                self.ended(self.life(slot), 0)
+                del self.freed_at[slot]
 
-    def life(self, place):
+    def life(self, slot):
         """What is known of a block that was free and is not found again so far."""
-        entry = self.entries[place]
-        known = {"key": entry.key, "owner": entry.owner, "seen": self.seen[place], "shared": self.shared[place]}
-        return known | {"kind": self.kinds[place], "freed_at": self.freed_at[place]}
+        entry = self.entries[slot]
+        known = {"key": entry.key, "owner": entry.owner, "seen": self.seen[slot], "shared": self.shared[slot]}
+        return known | {"kind": self.kinds[slot], "freed_at": self.freed_at[slot]}
 
     def ended(self, life, which):
         (self.reuse.ended if which else self.reuse.found)(life["kind"], self.reuse.age(self.now - life["freed_at"]))
         self.owners.setdefault(life["owner"], [0.0, 0.0])[which] += 1
 
-    def on_free(self, place):
-        super().on_free(place)
-        entry, counts = self.entries[place], self.owners.get(self.entries[place].owner, [0.0, 0.0])
+    def on_free(self, slot):
+        super().on_free(slot)
+        entry, counts = self.entries[slot], self.owners.get(self.entries[slot].owner, [0.0, 0.0])
         share = 0.15 if sum(counts) < 32 else counts[0] / sum(counts)
-        seen = [n for n in (2, 4) if self.seen[place] >= n]
-        self.kinds[place] = (2 * len(seen) + self.shared[place]) * 3 + (share >= 0.15) + (share >= 0.5)
+        seen = [n for n in (2, 4) if self.seen[slot] >= n]
+        self.kinds[slot] = (2 * len(seen) + self.shared[slot]) * 3 + (share >= 0.15) + (share >= 0.5)
         cost = -16
         fetch_s, seconds = self.fetch_s(entry.key), self.costs.recompute_s(entry.index)
         if fetch_s is not None:
             seconds = min(seconds, fetch_s)
         while cost < 7 and self.costs.first_s * 1.5 ** (cost + 1) <= seconds:
             cost += 1
-        self.buckets[place] = (self.kinds[place], cost, self.now // self.span)
-        self.freed_at[place] = self.now
+        self.buckets[slot] = (self.kinds[slot], cost, self.now // self.span)
+        self.freed_at[slot] = self.now
         self.now += 1
 
     def victims(self):
@@ -141,20 +141,20 @@ class SlowWorth(Slow):
 
     def of_ranking(self):
         while self.ranking:
-            leaves = [place for place in self.free if self.buckets[place] == self.ranking[0] and self.is_leaf(place)]
+            leaves = [slot for slot in self.free if self.buckets[slot] == self.ranking[0] and self.is_leaf(slot)]
             if leaves:
                 return [min(leaves, key=self.freed_at.__getitem__)]
             self.ranking = self.ranking[1:]
         return []
 
     def rank(self):
-        for place in self.free:
-            kind, cost, span = self.buckets[place]
+        for slot in self.free:
+            kind, cost, span = self.buckets[slot]
             length = 1
             while self.now // self.span - span >= 16 * length:
                 length *= 2
-            self.buckets[place] = kind, cost, span // length * length
-        by_bucket = sorted(self.buckets[place] for place in self.free)
+            self.buckets[slot] = kind, cost, span // length * length
+        by_bucket = sorted(self.buckets[slot] for slot in self.free)
         sizes = {bucket: len(list(in_bucket)) for bucket, in_bucket in groupby(by_bucket)}
         ages = {bucket: self.reuse.age(self.now - bucket[2] * self.span) for bucket in sizes}
         if self.now >= self.learns_at:
@@ -163,7 +163,7 @@ class SlowWorth(Slow):
                 alive[bucket[0], ages[bucket]] += size
             self.reuse.learn(alive)
             self.owners = {owner: [0.8 * n for n in counts] for owner, counts in self.owners.items()}
-            self.learns_at = self.now + max(1, self.num_places // 2)
+            self.learns_at = self.now + max(1, self.num_slots // 2)
 
         def rank_of(bucket):
             kind, cost, span = bucket
@@ -171,15 +171,15 @@ class SlowWorth(Slow):
             return self.reuse.rates[kind][ages[bucket]] * seconds, span, kind, cost
 
         self.ranking = sorted(sizes, key=rank_of)
-        self.num_until_ranked = max(8, self.num_places // 64)
+        self.num_until_ranked = max(8, self.num_slots // 64)
 
-    def on_remove(self, place, *, is_evicted):
-        life = self.life(place) if is_evicted and place in self.freed_at else None
-        entry = super().on_remove(place, is_evicted=is_evicted)
-        self.shared.pop(place)
-        self.freed_at.pop(place, None)
+    def on_remove(self, slot, *, is_evicted):
+        life = self.life(slot) if is_evicted and slot in self.freed_at else None
+        entry = super().on_remove(slot, is_evicted=is_evicted)
+        self.shared.pop(slot)
+        self.freed_at.pop(slot, None)
         if life is not None:
             self.gone.append(life)
-            if len(self.gone) > self.num_places:
+            if len(self.gone) > self.num_slots:
                 self.ended(self.gone.pop(0), 1)
         return entry

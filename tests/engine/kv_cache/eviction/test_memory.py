@@ -130,8 +130,8 @@ def test_host_memory_keeps_by_the_same_policy(policy):
     h = make(policy, num_blocks=24, num_host_blocks=16)
     for i in range(6):
         ask(h, f"r{i}", [*SYSTEM, 40 + i, 41, 42])
-    h.engine._loop.memory.aside.leave(17)  # what is set aside goes on to host memory, the system's prompt too
-    h.engine._loop.memory.aside.leave(24)
+    h.engine._loop.memory.limiter.leave(17)  # what is set aside goes on to host memory, the system's prompt too
+    h.engine._loop.memory.limiter.leave(24)
     flood(h, 12)
     on_device, in_host = where(h, SYSTEM)
     assert all(device is not None or host is not None for device, host in zip(on_device, in_host, strict=True))
@@ -143,7 +143,7 @@ def test_what_host_memory_keeps_is_cheaper_to_lose():
     first, second = list(range(60, 77)), list(range(80, 97))
     ask(h, "first", first)
     for num_blocks in (0, 16):  # all is set aside for a moment, so that what was cached goes on to host memory
-        h.engine._loop.memory.aside.leave(num_blocks)
+        h.engine._loop.memory.limiter.leave(num_blocks)
     assert where(h, first[:16])[0] == [None] * 4 and None not in where(h, first[:16])[1]
     ask(h, "second", second)
     ask(h, "second again", second)
@@ -207,10 +207,10 @@ def test_a_policy_that_is_not_told_of_a_block_is_found_out():
     h = make("worth")
     ask(h, "r", SYSTEM)
     ranked = h.engine.prefixes._ranked
-    place = next(iter(ranked._ranked))
-    ranked.forget(place)
+    slot = next(iter(ranked._ranked))
+    ranked.discard(slot)
     with pytest.raises(
-        InternalError, match=rf"blocks \[{place}\]: tier and policy disagree on whether they hold prefixes"
+        InternalError, match=rf"blocks \[{slot}\]: tier and policy disagree on whether they hold prefixes"
     ):
         h.engine.check()
 

@@ -34,11 +34,11 @@ def fetch_s(key):
     return {0: COSTS.fetch_s, 1: 1.4}.get(sum(key) % 5)
 
 
-def slow_model(name, num_places):
+def slow_model(name, num_slots):
     return {
         "lfu": SlowLfu,
-        "2q": lambda: SlowTwoQueues(num_places),
-        "worth": lambda: SlowWorth(num_places, COSTS, fetch_s),
+        "2q": lambda: SlowTwoQueues(num_slots),
+        "worth": lambda: SlowWorth(num_slots, COSTS, fetch_s),
     }[name]()
 
 
@@ -57,115 +57,115 @@ class Pair:
         return both
 
     def victim(self):
-        place, allowed = self.policy.victim(), self.slow.victims()
-        assert place in allowed
-        self.slow.on_acquire(place)
+        slot, allowed = self.policy.victim(), self.slow.victims()
+        assert slot in allowed
+        self.slow.on_acquire(slot)
         self.num_chosen += 1
-        return place
+        return slot
 
 
 class Tier:
     """A tier of a few places, and requests that come, hold chains of blocks, and go."""
 
-    def __init__(self, name, num_places):
-        self.pair = Pair(Eviction(name, COSTS).policy(num_places, fetch_s), slow_model(name, num_places))
-        self.num_places = num_places
-        self.free = RankedFreeList(self.pair, range(num_places))
-        self.places, self.keys = {}, {}
-        self.holders = [0] * num_places
+    def __init__(self, name, num_slots):
+        self.pair = Pair(Eviction(name, COSTS).policy(num_slots, fetch_s), slow_model(name, num_slots))
+        self.num_slots = num_slots
+        self.free = RankedFreeList(self.pair, range(num_slots))
+        self.slots, self.keys = {}, {}
+        self.holders = [0] * num_slots
         self.held = []
 
     def request(self, family, length, branch):
         """The chain of a family, which after two blocks is one of several."""
-        names = [f"{family}.{place}.{branch if place > 1 else ''}".encode() for place in range(length)]
+        names = [f"{family}.{slot}.{branch if slot > 1 else ''}".encode() for slot in range(length)]
         known = []
         for name in names:
-            if name not in self.places:
+            if name not in self.slots:
                 break
-            known.append(self.places[name])
+            known.append(self.slots[name])
         if len(self.free) < length:
             return
-        for place in known:
-            if not self.holders[place]:
-                del self.free[place]
-            self.holders[place] += 1
+        for slot in known:
+            if not self.holders[slot]:
+                del self.free[slot]
+            self.holders[slot] += 1
         self.free.found(known)
         chain = known
         for i in range(len(known), length):
-            place, _ = self.free.popitem(last=False)
-            if place in self.keys:
-                assert self.free.evicted(place).key == self.keys[place]
-                del self.places[self.keys.pop(place)]
-            self.holders[place] = 1
-            chain.append(place)
-            if names[i] not in self.places:
-                self.places[names[i]], self.keys[place] = place, names[i]
-                self.free.enter(place, CachedBlock(names[i], names[i - 1] if i else None, i, OWNERS[family % 3]))
+            slot, _ = self.free.popitem(last=False)
+            if slot in self.keys:
+                assert self.free.evicted(slot).key == self.keys[slot]
+                del self.slots[self.keys.pop(slot)]
+            self.holders[slot] = 1
+            chain.append(slot)
+            if names[i] not in self.slots:
+                self.slots[names[i]], self.keys[slot] = slot, names[i]
+                self.free.enter(slot, CachedBlock(names[i], names[i - 1] if i else None, i, OWNERS[family % 3]))
         self.held.append(chain)
 
     def release(self, which):
         if self.held:
-            for place in reversed(self.held.pop(which % len(self.held))):
-                self.holders[place] -= 1
-                if not self.holders[place]:
-                    self.free[place] = None
+            for slot in reversed(self.held.pop(which % len(self.held))):
+                self.holders[slot] -= 1
+                if not self.holders[slot]:
+                    self.free[slot] = None
 
     def forget(self, which):
-        place = which % self.num_places
-        if place in self.keys:
-            del self.places[self.keys.pop(place)]
-            self.free.forget(place)
+        slot = which % self.num_slots
+        if slot in self.keys:
+            del self.slots[self.keys.pop(slot)]
+            self.free.discard(slot)
 
     def look(self, which):
         """Somebody holds a block for a moment, and is no request."""
-        place = which % self.num_places
-        if not self.holders[place]:
-            del self.free[place]
-            self.free[place] = None
+        slot = which % self.num_slots
+        if not self.holders[slot]:
+            del self.free[slot]
+            self.free[slot] = None
 
     def live(self, acts):
         for verb, *words in acts:
             getattr(self, verb)(*words)
-            self.free.check(set(self.keys), lambda place: not self.holders[place])
+            self.free.check(set(self.keys), lambda slot: not self.holders[slot])
             assert len(self.free) == self.holders.count(0)
-            assert sorted(self.free) == [place for place, count in enumerate(self.holders) if not count]
+            assert sorted(self.free) == [slot for slot, count in enumerate(self.holders) if not count]
 
 
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
-@given(num_places=st.integers(4, 30), acts=ACTS)
+@given(num_slots=st.integers(4, 30), acts=ACTS)
 @settings(max_examples=120)
-def test_a_policy_chooses_as_its_slow_model(name, num_places, acts):
-    Tier(name, num_places).live(acts)
+def test_a_policy_chooses_as_its_slow_model(name, num_slots, acts):
+    Tier(name, num_slots).live(acts)
 
 
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
-@pytest.mark.parametrize("num_places", [6, 24, 130])
+@pytest.mark.parametrize("num_slots", [6, 24, 130])
 @pytest.mark.thinned(5)
-def test_a_long_life_has_many_choices_all_as_the_slow_model(name, num_places):
-    draw, tier = random.Random(num_places), Tier(name, num_places)
+def test_a_long_life_has_many_choices_all_as_the_slow_model(name, num_slots):
+    draw, tier = random.Random(num_slots), Tier(name, num_slots)
     for _ in range(1500):
-        family = min(draw.randrange(num_places), draw.randrange(num_places))
+        family = min(draw.randrange(num_slots), draw.randrange(num_slots))
         acts = [("request", family, draw.randint(1, 6), draw.randrange(4)), ("release", draw.randrange(4))]
-        tier.live([draw.choice([*acts, *acts, ("look", draw.randrange(num_places))])])
+        tier.live([draw.choice([*acts, *acts, ("look", draw.randrange(num_slots))])])
         if draw.random() < 0.02:
-            tier.live([("forget", draw.randrange(num_places))])
+            tier.live([("forget", draw.randrange(num_slots))])
     assert tier.pair.num_chosen > 200
 
 
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_what_a_policy_keeps_does_not_grow_where_nothing_has_to_go(name):
     policy = EVICTION_POLICIES[name](100, COSTS, fetch_s)
-    for place in range(4):
-        policy.on_insert(place, CachedBlock(bytes([place]), bytes([place - 1]) if place else None, place, b"a"))
-        policy.on_free(place)
+    for slot in range(4):
+        policy.on_insert(slot, CachedBlock(bytes([slot]), bytes([slot - 1]) if slot else None, slot, b"a"))
+        policy.on_free(slot)
     sizes = []
     for _ in range(8):
         for _ in range(500):
-            for place in range(4):
-                policy.on_acquire(place)
+            for slot in range(4):
+                policy.on_acquire(slot)
             policy.on_hit(range(4))
-            for place in reversed(range(4)):
-                policy.on_free(place)
+            for slot in reversed(range(4)):
+                policy.on_free(slot)
         sizes.append(num_kept(policy))
     assert policy.candidates() == {0, 1, 2, 3}
     assert max(sizes) < 600
@@ -188,33 +188,33 @@ def test_old_lots_are_put_together_a_bounded_part_at_a_time(monkeypatch, most):
     monkeypatch.setattr("jpaged.engine.kv_cache.eviction.cost_aware._MOST_MOVED", most)
     choose = random.Random(0)
     buckets: Any = CandidateBuckets(span=4)
-    freed_at = {place: place for place in range(160)}
-    for place, when in freed_at.items():
-        buckets.add(place, choose.randrange(2), 0, when)
+    freed_at = {slot: slot for slot in range(160)}
+    for slot, when in freed_at.items():
+        buckets.add(slot, choose.randrange(2), 0, when)
     passed = choose.sample(range(100), 40)
-    for place in passed:
-        buckets.get_bucket(place).pass_over(place)
-    for place in passed[:20]:
-        buckets.get_bucket(place).mark_leaf(place)
-    for place in passed[10:15]:  # gone while it is ripe
-        buckets.remove(place)
-        del freed_at[place]
+    for slot in passed:
+        buckets.get_bucket(slot).pass_over(slot)
+    for slot in passed[:20]:
+        buckets.get_bucket(slot).mark_leaf(slot)
+    for slot in passed[10:15]:  # gone while it is ripe
+        buckets.remove(slot)
+        del freed_at[slot]
     now, ripe = 400, set(passed[:10] + passed[15:20])
     for _ in range(len(freed_at) + 50):
-        before = {place: buckets.get_bucket(place) for place in freed_at}
+        before = {slot: buckets.get_bucket(slot) for slot in freed_at}
         buckets.settle(now)
-        assert sum(buckets.get_bucket(place) is not before[place] for place in freed_at) <= most
-        assert sorted(place for bucket in buckets for place in (*bucket.places, *bucket.passed)) == sorted(freed_at)
+        assert sum(buckets.get_bucket(slot) is not before[slot] for slot in freed_at) <= most
+        assert sorted(slot for bucket in buckets for slot in (*bucket.slots, *bucket.passed)) == sorted(freed_at)
         for bucket in buckets:
-            assert all(buckets.get_bucket(place) is bucket for place in (*bucket.places, *bucket.passed))
-            assert list(bucket.places.values()) == sorted(bucket.places.values())
-            assert buckets.get_begin(bucket) <= min((*bucket.places.values(), *bucket.passed.values()))
+            assert all(buckets.get_bucket(slot) is bucket for slot in (*bucket.slots, *bucket.passed))
+            assert list(bucket.slots.values()) == sorted(bucket.slots.values())
+            assert buckets.get_begin(bucket) <= min((*bucket.slots.values(), *bucket.passed.values()))
     assert sorted((bucket.kind, bucket.span) for bucket in buckets) == [
         (kind, span) for kind in (0, 1) for span in SPANS
     ]
     found = set()
     for bucket in buckets:
-        while (place := bucket.oldest()) is not None:
-            found.add(place)
-            bucket.remove(place)
-    assert found == {place for place in freed_at if place not in passed or place in ripe}
+        while (slot := bucket.oldest()) is not None:
+            found.add(slot)
+            bucket.remove(slot)
+    assert found == {slot for slot in freed_at if slot not in passed or slot in ripe}

@@ -75,10 +75,12 @@ class Server:
         self.windows = windows
         self.tier: Any = "disk" if connector is None else "external"
         self.store: Any
+        self.lookups = Inline()
         if connector is None:
             self.store = BlockStore(path, IDENTITY, blocks.bytes_per_block, limit)
         else:
-            self.store = ConnectorGuard(connector, KVTransferOptions("Tested", "tests", {"name": str(path)}), blocks)
+            transfer = KVTransferOptions("Tested", "tests", {"name": str(path)})
+            self.store = ConnectorGuard(connector, transfer, blocks, self.lookups)
         self.readers, self.writers = Inline(), Inline()
         self.h = CheckedHarness(executor=executor, make_stores=self._stores, **options)
         self.memory: Any = self.h.engine._loop.memory

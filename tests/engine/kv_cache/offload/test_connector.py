@@ -13,10 +13,11 @@ import pytest
 from jpaged.config import KVTransferOptions
 from jpaged.engine.kv_cache import connector as connector_module
 from jpaged.engine.kv_cache.connector import CHECKSUM_BYTES, ConnectorGuard, import_connector
+from jpaged.engine.kv_cache.offload import connector_tier
 from jpaged.errors import InvalidArgument
 from jpaged.testing import FakeExecutor
 from tests.engine.kv_cache.offload.dict_connector import DictConnector, Hanging
-from tests.engine.kv_cache.offload.disks import PROMPT, Server
+from tests.engine.kv_cache.offload.disks import PROMPT, Inline, Server
 from tests.engine.kv_cache.offload.test_told import Reader
 
 OPTIONS = KVTransferOptions("DictConnector", "tests.engine.kv_cache.offload.dict_connector", {"name": "guard"})
@@ -192,6 +193,76 @@ def test_removals_that_hang_hold_up_no_request_and_nothing_is_found(tmp_path, mo
     assert "did not close within" in caplog.text
 
 
+def test_requests_continue_while_lookups_hang(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(connector_module, "_LOOKUP_WAIT_S", 0.0)
+    other = [50 - i for i in range(24)]
+    first = Server(tmp_path, connector=DictConnector)
+    first.ask("a", PROMPT)
+    first.ask("b", other)
+    first.kill()
+    server = Server(tmp_path, connector=DictConnector)
+    server.lookups.hold()
+    assert server.ask("a", PROMPT) == 0
+    assert server.ask("b", [9, *PROMPT]) == 0
+    assert len(server.lookups.held or ()) == 1  # no other starts until it ends
+    assert caplog.text.count("KV connector Tested: lookups of a prompt take over 0 s: requests continue") == 1
+    server.lookups.release()
+    assert server.ask("c", other) == 20
+    server.kill()
+
+
+def test_a_save_that_hangs_is_polled_rarely_and_not_at_all_in_a_store_that_is_off(tmp_path):
+    server = Server(tmp_path, connector=DictConnector)
+    loop = server.h.engine._loop
+    server.writers.hold()
+    server.submit("a", PROMPT)
+    server.step(20)
+    assert server.h.ended("a") and loop.awaits_tiers and loop.idle_budget_s == 0.001
+    for _ in range(3):
+        server.h.clock.advance(1.0)
+        loop.step()
+    assert loop.awaits_tiers and loop.idle_budget_s == 1.0
+    server.submit("b", [9, *PROMPT])
+    server.step(20)
+    assert server.h.ended("b") and loop.idle_budget_s == 0.001  # more to save
+    server.store._disable("save", TimeoutError())
+    for _ in range(3):
+        server.h.clock.advance(1.0)
+        loop.step()
+    assert not loop.awaits_tiers and loop.idle_budget_s == 0.0
+    server.writers.release()
+    server.run()
+    server.stop()
+
+
+def test_blocks_that_were_not_saved_are_counted_at_the_end(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(connector_tier, "_END_S", 0.0)
+    server = Server(tmp_path, connector=DictConnector)
+    server.writers.hold()
+    server.submit("a", PROMPT)
+    server.step(20)
+    server.stop()
+    assert caplog.text.count("KV connector (external): 7 blocks were not written") == 1
+    server.writers.release()
+    server.kill()
+
+
+def test_a_reset_that_fails_leaves_nothing_to_find(tmp_path, caplog):
+    def fails(_: Any) -> None:
+        raise ConnectionError("the store is gone")
+
+    server = Server(tmp_path, connector=type("Failing", (DictConnector,), {"reset": fails}))
+    server.ask("a", PROMPT)
+    server.h.engine.reset_prefix_cache()
+    server.run()
+    settle(server.store)
+    assert not server.store._connector.values
+    assert "KV connector Tested: reset failed; removed 7 keys instead" in caplog.text
+    assert "KV connector Tested is now off: reset failed" in caplog.text
+    assert server.ask("b", PROMPT) == 0 and not server.load().external_is_on
+    server.stop()
+
+
 def test_kv_events_name_what_the_connector_has(tmp_path):
     server = Server(tmp_path, connector=DictConnector, sizes={"num_blocks": 12, "num_host_blocks": 8})
     reader = Reader(server.memory.prefixes)
@@ -258,6 +329,73 @@ def test_a_call_that_hangs_turns_the_connector_off(monkeypatch, caplog):
     assert not guard._calls
 
 
+def test_a_lookup_that_hangs_turns_the_connector_off(monkeypatch, caplog):
+    monkeypatch.setattr(connector_module, "_LOOKUP_WAIT_S", 0.0)
+    guard, goes_on = guard_of(), threading.Event()
+    guard._connector.lookup = lambda key: goes_on.wait(5)
+    guard.refresh(lambda is_stored: is_stored(KEY))
+    while not guard._calls:
+        time.sleep(0.001)
+    monkeypatch.setattr(connector_module, "_CALL_TIMEOUT_S", 0.0)
+    assert guard.counts.num_failures == 1 and not guard.is_on
+    assert "KV connector DictConnector is now off: lookup failed" in caplog.text
+    goes_on.set()
+    guard.close()  # after the lookup
+    assert guard._connector.is_closed and not guard._calls and not guard.lookup(KEY)
+
+
+def test_what_is_looked_up_while_it_is_removed_is_not_found():
+    guard = ConnectorGuard(DictConnector, OPTIONS, Blocks(), Inline())  # type: ignore[arg-type]
+    save(guard)
+    guard._known.clear()
+
+    def lookup(key: bytes) -> bool:
+        guard.remove(KEY)
+        settle(guard)
+        return True
+
+    guard._connector.lookup = lookup  # type: ignore[method-assign]
+    guard.refresh(lambda is_stored: is_stored(KEY))
+    assert not guard.lookup(KEY)
+    guard.close()
+
+
+def test_the_index_is_limited(monkeypatch):
+    monkeypatch.setattr(connector_module, "_MAX_KNOWN", 2)
+    guard = guard_of()
+    keys = [bytes([number]) * 32 for number in range(3)]
+    assert all(save(guard, key) for key in keys)
+    assert [guard.lookup(key) for key in keys] == [False, True, True]
+    assert load(guard, keys[0]) is not None and guard.lookup(keys[0])
+    guard.close()
+
+
+def test_damaged_blocks_are_logged_once_and_counted(caplog):
+    guard = guard_of()
+    for key in (KEY, OTHER):
+        guard._connector.values[key] = bytes(SIZE + CHECKSUM_BYTES)
+        assert load(guard, key) is None
+    guard.close()
+    assert not guard._connector.values
+    assert caplog.text.count("dropped a damaged block") == 1 and guard.counts.num_dropped == 2
+    assert "KV connector DictConnector: dropped 2 damaged blocks in all" in caplog.text
+
+
+@pytest.mark.parametrize("num_blocks", [3, lambda self: 3, property(lambda self: 3)])
+def test_the_number_of_blocks_may_be_an_attribute_a_method_or_a_property(num_blocks):
+    guard = guard_of(type("Counting", (DictConnector,), {"num_blocks": num_blocks}))
+    assert guard.counts.num_blocks == 3
+    guard.close()
+
+
+@pytest.mark.parametrize("num_blocks", ["3", None, lambda self: 3.0, lambda self, other: 3])
+def test_a_number_of_blocks_that_is_none_is_refused(num_blocks):
+    with pytest.raises(InvalidArgument) as error:
+        guard_of(type("Counting", (DictConnector,), {"num_blocks": num_blocks}))
+    assert error.value.field == "kv_transfer_config.kv_connector"
+    assert "Counting.num_blocks must be an int, as an attribute, property or plain method: " in str(error.value)
+
+
 def test_what_is_removed_while_it_is_saved_is_not_stored():
     guard = guard_of()
     assert not guard.save(KEY, memoryview(bytes(SIZE)), lambda: False)
@@ -319,6 +457,11 @@ def test_a_class_is_imported_by_name():
             "from tests.engine.kv_cache.offload import dict_connector as given\n"
             "class DictConnector(given.DictConnector):\n    async def load(self, key, into): ...",
             "kv_connector: DictConnector.load is async: it must be a plain method",
+        ),
+        (
+            "from tests.engine.kv_cache.offload import dict_connector as given\n"
+            "class DictConnector(given.DictConnector):\n    async def num_blocks(self): ...",
+            "kv_connector: DictConnector.num_blocks is async: it must be a plain method",
         ),
     ],
 )

@@ -201,9 +201,9 @@ def test_what_disk_keeps_is_cheaper_to_lose(tmp_path):
     second = Server(tmp_path, eviction_policy="worth", sizes={"num_blocks": 20})
     assert second.ask("a", PROMPT) > 0
     assert min(bucket.cost for bucket in second.memory.prefixes._ranked._policy._buckets if bucket) < 0
-    second.memory.aside.leave(0)
+    second.memory.limiter.leave(0)
     assert min(bucket.cost for bucket in second.memory.host._ranked._policy._buckets if bucket) < 0
-    second.memory.aside.leave(20)
+    second.memory.limiter.leave(20)
     second.kill()
 
 
@@ -480,13 +480,13 @@ def test_who_waits_for_a_key_that_is_forgotten_is_found_without_looking_at_all_o
     second.step()
     fetches = [*second.disk._reader._fetches.values()]
     assert len(fetches) == 3
-    places = [fetch.places for fetch in fetches]
+    places = [fetch.blocks for fetch in fetches]
     for fetch in fetches:
-        fetch.places = Unseen(fetch.places)
+        fetch.blocks = Unseen(fetch.blocks)
     second.disk.remove(places[1][2].key)
     assert [fetch.is_over for fetch in fetches] == [False, True, False]
     for fetch, before in zip(fetches, places, strict=True):
-        fetch.places = before
+        fetch.blocks = before
     second.readers.release()
     for prompt in prompts:
         second.finish(f"{prompt[0]}")

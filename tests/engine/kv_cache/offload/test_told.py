@@ -6,10 +6,9 @@ from typing import Any, get_args
 import pytest
 
 from jpaged.blockstore.store import BlockStore
+from jpaged.engine.kv_cache import events as tellings
 from jpaged.engine.kv_cache.blocks import block_key, root_block_hash
-from jpaged.engine.kv_cache.events import KVEventRecorder
-from jpaged.engine.kv_cache.offload import connector_tier as tellings
-from jpaged.engine.kv_cache.offload.connector_tier import ConnectorKVEvents
+from jpaged.engine.kv_cache.events import ConnectorKVEvents, KVEventRecorder
 from jpaged.kvevents.directory import Directory
 from jpaged.kvevents.encoding import Encoder, decode
 from jpaged.pool import Change, Removed, Tier
