@@ -54,7 +54,7 @@ def choose_activation_dtype(chosen: str, linear_backend: LinearBackend, config: 
     reason = None
     if linear_backend != "cpu":
         reason = "it requires linear_backend cpu, which runs on one CPU device"
-    elif all(form.values == "fp8" or form.activations == "int8" for form in dense_formats(config)):
+    elif all(form.values == "fp8" or form.activations == "int8" for form in dense_formats(config, "layers")):
         reason = "the model has no quantized matrices whose rows it could round"
     if chosen == "int8" and reason is not None:
         raise Unsupported(f"activation_dtype: int8 cannot run here: {reason}")
