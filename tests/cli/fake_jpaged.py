@@ -17,7 +17,7 @@ from jpaged.testing import FakeExecutor, Faults
 from tests.server.harness import make_serving
 
 
-def build(options: EngineConfig, progress: Progress) -> LoadedModel:
+def build(options: EngineConfig, progress: Progress, **_: object) -> LoadedModel:
     """In the place of `assemble.build`."""
     progress("weights", 1, 2)
     progress("weights", 2, 2)
