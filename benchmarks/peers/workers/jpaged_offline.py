@@ -29,7 +29,7 @@ class Jpaged:
     """An LLM of jpaged."""
 
     def __init__(self, settings: Settings) -> None:
-        self._llm = LLM(settings.folder, dtype=settings.dtype, **settings.options)
+        self._llm = LLM(settings.folder, dtype=settings.dtype, **{"wait_for_all_programs": True, **settings.options})
 
     def about(self) -> dict[str, object]:
         return {"jpaged": jpaged.__version__, "jax": jax.__version__}
