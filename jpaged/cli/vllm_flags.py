@@ -127,7 +127,7 @@ class _Translation:
         self._rest: list[str] = []
         self._out: list[str] = []
         self._hosts: dict[str, str] = {}
-        self._has_keys = False
+        self._has_keys = self._has_model = False
 
     def run(self) -> None:
         """Translate all words up to `--`."""
@@ -139,6 +139,7 @@ class _Translation:
             if self._is_flag(word):
                 self._translate(word)
             else:
+                self._has_model = True
                 self._out.append(word)
 
     def finish(self) -> list[str]:
@@ -237,8 +238,23 @@ class _Translation:
             for one in _convert(flag.name, name, values):
                 self._out += [given, one]
             self._note(name, given)
+        elif flag.kind == "list":
+            self._repeat(flag, name, equals, value)
         else:
             self._map_value(flag, name, equals, value)
+
+    def _repeat(self, flag: VllmFlag, name: str, equals: str, value: str) -> None:
+        """Keep an option of the same name with its values; after one, further words are MODEL unless that is given.
+
+        Raises:
+            InvalidArgument: there are several values for an option that takes one.
+        """
+        values = [value] if equals else [self._left.popleft()] if self._has_value() else []
+        while not equals and self._has_value() and (self._has_model or self._is_given("--model")):
+            values.append(self._left.popleft())
+        if len(values) > 1 and not isinstance(self._native[flag.name], argparse._AppendAction):
+            raise InvalidArgument(name, f"{' '.join(values)}: only one is supported")
+        self._out += [f"{flag.name}={one}" for one in values] or [flag.name]
 
     def _map_value(self, flag: VllmFlag, name: str, equals: str, value: str) -> None:
         """Keep an option of the same name with its value, or ours for it."""
