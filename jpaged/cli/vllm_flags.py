@@ -37,6 +37,8 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 _COORDINATOR = {"--master-addr": "127.0.0.1", "--master-port": "29501", "--nnodes": "1", "--node-rank": "0"}
 """Flags of several hosts and vLLM's defaults."""
+_FURTHER = {"--served-model-name": "--served-model-aliases"}
+"""Options for the second and later values of a list."""
 _EVENTS = {
     "endpoint": "--kv-events-endpoint",
     "replay_endpoint": "--kv-events-replay-endpoint",
@@ -252,9 +254,13 @@ class _Translation:
         values = [value] if equals else [self._left.popleft()] if self._has_value() else []
         while not equals and self._has_value() and (self._has_model or self._is_given("--model")):
             values.append(self._left.popleft())
-        if len(values) > 1 and not isinstance(self._native[flag.name], argparse._AppendAction):
+        further = _FURTHER.get(flag.name, flag.name)
+        if len(values) > 1 and further not in self._native:
             raise InvalidArgument(name, f"{' '.join(values)}: only one is supported")
-        self._out += [f"{flag.name}={one}" for one in values] or [flag.name]
+        self._out += [f"{flag.name}={one}" for one in values[:1]] or [flag.name]
+        self._out += [f"{further}={one}" for one in values[1:]]
+        if values[1:]:
+            self._note(name, further)
 
     def _map_value(self, flag: VllmFlag, name: str, equals: str, value: str) -> None:
         """Keep an option of the same name with its value, or ours for it."""

@@ -19,6 +19,9 @@ class ServerOptions:
     """Served name, ports, and shutdown."""
 
     served_model_name: str | None = option(None, "model name in the API; the model's own name if unset")
+    served_model_aliases: tuple[str, ...] = option(
+        (), "further model name that requests may use; repeatable, as further values of --served-model-name in vLLM"
+    )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = option(50051, "port to listen on; 0 picks a free one", low=0, high=65535)
     max_request_size: float = option(

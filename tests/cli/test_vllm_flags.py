@@ -130,6 +130,10 @@ def test_every_flag_has_the_outcome_of_its_row(serve, outcome):
         ("--pipeline-parallel-size 1 --runner generate --no-enable-sleep-mode --hf-overrides {} m", {"model": "m"}),
         ('--structured-outputs-config {"backend":"xgrammar"} --hf-overrides {} m', {"model": "m"}),
         ("m --api-key a b", {"model": "m", "api_key": ["a", "b"]}),
+        (
+            "m --served-model-name a b c",
+            {"model": "m", "served_model_name": "a", "served_model_aliases": ["b", "c"]},
+        ),
         ("--api-key a --served-model-name n m", {"model": "m", "api_key": ["a"], "served_model_name": "n"}),
         ("--seed 1 -- --enforce-eager", {"seed": 1, "model": "--enforce-eager"}),
     ],
@@ -189,7 +193,6 @@ def test_notes_are_lines_of_standard_error(capsys):
         ("--allowed-origins [", "--allowed-origins: [ is not a JSON list"),
         ('--lora-modules {"name":"a"}', '--lora-modules: {"name":"a"} has no name or no path'),
         ("--attention-backend FLASH", "argument --attention-backend: invalid choice: 'FLASH'"),
-        ("m --served-model-name a b", "--served-model-name: a b: only one is supported"),
         ("--served-model-name", "argument --served-model-name: expected one argument"),
         ("--load-format", "argument --load-format: expected one argument"),
         ("--max-model-length 5", "unrecognized arguments: --max-model-length; did you mean --max-model-len?"),
