@@ -25,8 +25,11 @@ async def test_texts_and_chats_become_ids_and_ids_become_texts() -> None:
 
 
 async def test_a_model_has_every_served_name() -> None:
-    options = {"http_port": 0, "served_model_aliases": ["further"]}
-    async with running(**options) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+    aliases = ["further"]
+    async with (
+        running(http_port=0, served_model_aliases=aliases) as harness,
+        httpx2.AsyncClient(base_url=harness.http_url) as client,
+    ):
         for name in ("fake", "further"):
             body = {"model": name, "prompt": "a", "max_tokens": 1}
             assert (await client.post("/v1/completions", json=body)).json()["model"] == name
