@@ -248,7 +248,7 @@ def _adapters(
     if not lora.enable_lora:
         return Adapters()
     reader = AdapterReader(model, where.layer_mode, where.num_parts, lora.max_lora_rank)
-    adapters = Adapters(reader, lora.max_cpu_loras, model_name)
+    adapters = Adapters(reader, lora.max_cpu_loras, model_name, options.server.served_model_aliases)
     for done, (name, path) in enumerate(lora.adapters):
         progress(f"adapter {name}", done, len(lora.adapters))
         try:

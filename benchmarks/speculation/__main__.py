@@ -21,7 +21,7 @@ from benchmarks.record import save
 from benchmarks.speculation.replay import Replayed, replay
 from benchmarks.speculation.streams import Stream, code_edits, stories
 from jpaged.config import SpeculativeOptions
-from jpaged.engine.speculative.methods import make_proposer
+from jpaged.engine.speculative.drafter import make_proposer
 from jpaged.engine.speculative.proposer import Proposer
 
 _METHODS: dict[str, dict[str, object]] = {

@@ -30,7 +30,7 @@ from enum import Enum
 from typing import Any, Final
 
 from jpaged import json_text
-from jpaged.access.keys import ApiKey, ApiKeys, Role, TenantLimits, read_keys
+from jpaged.access.keys import ApiKey, ApiKeys, Role, TenantLimits, make_keys, read_keys
 from jpaged.access.quotas import Quotas
 from jpaged.access.tls import BackgroundLook, CertificateFiles, FileWatch, is_pipe
 from jpaged.config import AccessOptions
@@ -469,7 +469,7 @@ class Authenticator:
         self.options = options
         self.certificates: CertificateFiles | None = None
         self._defaults = default_limits(options)
-        has_limits = options.api_keys is not None or self._defaults != TenantLimits()
+        has_limits = options.has_keys or self._defaults != TenantLimits()
         self.quotas = Quotas(self._get_limits) if has_limits else None
         self._keys: ApiKeys | None = None
         self._watch: FileWatch | None = None
@@ -490,6 +490,8 @@ class Authenticator:
         if self.options.api_keys is not None:
             self._watch = FileWatch([self.options.api_keys])
             self._keys = read_keys(self.options.api_keys)
+        elif self.options.api_key:
+            self._keys = make_keys(self.options.api_key)
 
     def _get_limits(self, tenant: str) -> TenantLimits:
         return self._defaults if self._keys is None else self._keys.get_limits(tenant).over(self._defaults)

@@ -22,7 +22,7 @@ import hashlib
 import hmac
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from pathlib import Path
@@ -152,6 +152,19 @@ def read_keys(path: str) -> ApiKeys:
         return _get_keys(table)
     except InvalidArgument as error:
         raise InvalidArgument("api_keys", f"{path}: {error}") from None
+
+
+def make_keys(tokens: Sequence[str]) -> ApiKeys:
+    """Return keys of the role inference and the tenant "default", without a file.
+
+    Raises:
+        InvalidArgument: a token has the wrong form or is given twice; never includes it.
+    """
+    listed = [{"id": f"api-key-{i}", "tenant": "default", "token": token} for i, token in enumerate(tokens)]
+    try:
+        return _get_keys({"keys": listed})
+    except InvalidArgument as error:
+        raise InvalidArgument("api_key", f"{error}") from None
 
 
 def _get_keys(table: Mapping[str, Any]) -> ApiKeys:

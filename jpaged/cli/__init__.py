@@ -5,6 +5,7 @@ Optional parts have their own commands: `jpaged.bench.cli`, `jpaged.plan.cli`, `
 
 main.py            table of commands; parses the command line, runs one subcommand, reports errors
 options.py         flags: derived from the options' definitions; API key and TLS of client commands
+vllm_flags.py      flags of vLLM: table and translation
 startup.py         startup messages on stderr
 serve.py           serve
 multihost.py       serve as one of several processes

@@ -90,9 +90,31 @@ class LateParser(argparse.ArgumentParser):
             self.take_arguments()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse a command line after adding all arguments."""
+        """Parse a command line after adding all arguments; vLLM's flags are replaced by the command's own.
+
+        Ends the program with this command's usage if an argument is unrecognized. The result has `notes`, a line for
+        each replaced flag.
+        """
         self.complete()
-        return super().parse_known_args(args, namespace)
+        words, notes = list(sys.argv[1:] if args is None else args), list[str]()
+        is_help = any(word.partition("=")[0] in ("-h", "--help") for word in words)
+        if has_engine_options(self) and not is_help:
+            from jpaged.cli.vllm_flags import translate  # imports the configuration
+
+            words, notes = translate(self, words)
+        found, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            from jpaged.cli.vllm_flags import suggest
+
+            hint = suggest(self, unknown, has_vllm_flags=has_engine_options(self))
+            self.error("; ".join(filter(None, (f"unrecognized arguments: {' '.join(unknown)}", hint))))
+        found.notes = [*getattr(found, "notes", ()), *notes]
+        return found, unknown
+
+
+def has_engine_options(parser: argparse.ArgumentParser) -> bool:
+    """Return True if a command has the options of an engine, and so accepts vLLM's flags."""
+    return any(action.dest == "config_model" for action in parser._actions)
 
 
 def get_commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

@@ -136,6 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     try:
         arguments = make_parser().parse_args(words)
+        for note in getattr(arguments, "notes", ()):
+            print(f"jpaged {arguments.command}: {printable(note)}", file=sys.stderr)
         return int(load(arguments.command).run(arguments))
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # rich ends the program this way if the reader has gone

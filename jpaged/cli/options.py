@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from jpaged.client import Tls
 
 _UNITS = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20, "g": 1000**3, "G": 1 << 30, "t": 1000**4, "T": 1 << 40}
+_COUNTS_WITH_UNITS = ("max_model_len", "max_num_batched_tokens")
+"""Options that accept units, as in vLLM."""
 _OF_PATHS = {"file": "FILE", "folder": "DIR", "new file": "FILE", "new folder": "DIR"}
 """Metavars of paths in the help; shells complete options that have them."""
 _EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
@@ -57,6 +59,8 @@ def add_config_flags(
             keywords["action"] = argparse.BooleanOptionalAction
         elif spec.metadata["unit"] == "bytes":
             keywords.update(type=_parse_bytes, metavar="BYTES")
+        elif name in _COUNTS_WITH_UNITS:
+            keywords.update(type=_parse_count, metavar="N")
         else:
             keywords["type"] = option_type(spec)
             keywords["metavar"] = _metavar(spec)
@@ -246,14 +250,26 @@ def _early_stopping(word: str) -> bool | str:
     return _EARLY_STOPPING[word]
 
 
-def _parse_bytes(word: str) -> int:
-    """Parse a number of bytes as vLLM does: 4096, 512M (1024), 512m (1000), 1.5G; fractions of a byte are dropped."""
+def _parse_number(word: str) -> int:
+    """Parse a number as vLLM does: 4096, 512M (1024), 512m (1000), 1.5G; a fraction of the result is dropped.
+
+    Raises:
+        ValueError, ArithmeticError: it is not a number.
+    """
     factor = _UNITS.get(word[-1:], 1)
-    number = word[:-1] if factor > 1 else word
+    return int(word) if factor == 1 else int(Decimal(word[:-1]) * factor)
+
+
+def _parse_count(word: str) -> int:
     try:
-        if factor == 1:
-            return int(number)
-        return int(Decimal(number) * factor)
+        return _parse_number(word)
+    except (ValueError, ArithmeticError):
+        raise argparse.ArgumentTypeError(f"invalid int value: {word!r}; such as 4096 or 32k") from None
+
+
+def _parse_bytes(word: str) -> int:
+    try:
+        return _parse_number(word)
     except (ValueError, ArithmeticError):
         units = ", ".join(_UNITS)
         raise argparse.ArgumentTypeError(

@@ -29,6 +29,8 @@ NOT_SERVING.
 
 With several processes (--coordinator, --num-processes, --process-id, or a launcher's environment variables), process 0
 opens the port and the others follow it.
+
+Flags of `vllm serve` are accepted, replaced or rejected by name: docs/from_vllm.md.
 """
 GIVE_UP_S = 15.0
 """Maximum time of shutdown if a step hangs."""

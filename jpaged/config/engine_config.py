@@ -268,11 +268,15 @@ class EngineConfig:
         return EngineConfig(**sections)
 
     def explain(self) -> list[tuple[str, str, str]]:
-        """Return (option, value, source) for every option; the values of a resolved configuration are final."""
+        """Return (option, value, source) for every option; the values of a resolved configuration are final.
+
+        An API key is shown as `(set)`.
+        """
         rows = []
         for name, section, spec in iter_options():
             given = getattr(getattr(self, section), name)
             value = (", ".join(given) or None) if isinstance(given, tuple) else given
+            value = "(set)" if given and name == "api_key" else value
             unit = f" {spec.metadata['unit']}" if spec.metadata["unit"] and value is not None else ""
             rows.append((name, f"{value}{unit}", "default" if given == spec.default else "set or resolved"))
         return rows

@@ -48,8 +48,11 @@ class ModelOptions:
     quantization: str = option(
         "auto",
         "quantization of the layers' weight matrices while they load; auto: none beyond the checkpoint's own; -all: "
-        "embedding and output matrix too, to int8",
-        choices=("auto", "int8", "int4", "fp8", "int8-all", "int4-all", "fp8-all"),
+        "embedding and output matrix too, to int8; other names must be those of the checkpoint's own method",
+        choices=(
+            *("auto", "int8", "int4", "fp8", "int8-all", "int4-all", "fp8-all"),
+            *("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "auto-round", "mxfp4", "gguf"),
+        ),
     )
     load_format: str = option(
         "auto", "auto: load the checkpoint; dummy: random weights of the right shapes", choices=("auto", "dummy")

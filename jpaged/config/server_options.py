@@ -19,6 +19,9 @@ class ServerOptions:
     """Served name, ports, and shutdown."""
 
     served_model_name: str | None = option(None, "model name in the API; the model's own name if unset")
+    served_model_aliases: tuple[str, ...] = option(
+        (), "further model name that requests may use; repeatable, as further values of --served-model-name in vLLM"
+    )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = option(50051, "port to listen on; 0 picks a free one", low=0, high=65535)
     max_request_size: float = option(
@@ -152,6 +155,11 @@ class AccessOptions:
         "`authorization: Bearer KEY`, and runs as its tenant; no authentication if unset (docs/access.md)",
         path="file",
     )
+    api_key: tuple[str, ...] = option(
+        (),
+        "API key of the role inference, instead of a file of api_keys; repeatable. The process list shows it: prefer "
+        "api_keys",
+    )
     public_metrics: bool = option(False, "with api_keys: serve /metrics and /version of the HTTP port without a key")
     public_page: bool = option(
         True, "with api_keys: show the live page of the HTTP port, which shows the KV pool and no text, without a key"
@@ -213,8 +221,15 @@ class AccessOptions:
         path="file",
     )
 
+    @property
+    def has_keys(self) -> bool:
+        """True if calls need an API key."""
+        return self.api_keys is not None or bool(self.api_key)
+
     def check(self) -> None:
         """Reject conflicting options; raise InvalidArgument."""
+        if self.api_key and self.api_keys is not None:
+            raise InvalidArgument("api_key", f"is given together with api_keys ({self.api_keys}): give only one")
         if (self.tls_cert is None) != (self.tls_key is None):
             missing, given = ("tls_cert", "tls_key") if self.tls_cert is None else ("tls_key", "tls_cert")
             raise InvalidArgument(missing, f"is missing: {given} ({getattr(self, given)}) requires it")

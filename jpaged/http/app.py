@@ -137,7 +137,8 @@ def model_routes(service: Service) -> list[Route]:
         adapters = [
             {"id": one.name, **shared, "root": one.path, "parent": model.model.name} for one in model.adapters.loaded()
         ]
-        return [own, *adapters]
+        aliases = [{**own, "id": name} for name in model.names[1:]]
+        return [own, *aliases, *adapters]
 
     async def models(request: Request) -> Response:
         return JSON({"object": "list", "data": listed()})

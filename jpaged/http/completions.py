@@ -178,7 +178,7 @@ async def parse_job(
 
 def _adapter(model: LoadedModel, job: Job) -> LoadedAdapter | None:
     """Return the adapter of a job, named by `adapter` or, for OpenAI's clients, by `model`."""
-    if job.model in (None, model.model.name):
+    if job.model is None or job.model in model.names:
         return model.adapters.named(job.adapter or "")
     if job.model not in {one.name for one in model.adapters.loaded()}:
         raise ModelNotFound(f"model: {shown(job.model)} is not served; {model.model.name!r} is")

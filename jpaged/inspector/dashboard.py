@@ -305,7 +305,7 @@ def page_routes(service: Service) -> list[Route]:
 
     async def about(request: Request) -> Response:
         model = service.state.loaded()
-        has_keys = model.config.access.api_keys is not None  # the page sends the key that the user enters later
+        has_keys = model.config.access.has_keys  # the page sends the key that the user enters later
         return JSON(
             {
                 "model": model.model.name,

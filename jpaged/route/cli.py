@@ -29,6 +29,7 @@ SIGTERM or Ctrl-C drains; a second one cuts the drain short. See docs/route.md.
 SECTIONS = ("server", "access", "telemetry")
 NOT_HERE = (
     "served_model_name",
+    "served_model_aliases",
     "max_messages_per_second",
     "enable_open_inference",
     "enable_vllm_engine",

@@ -47,12 +47,17 @@ class Adapters:
         read: reads the matrices of a path; None if the model takes no adapters.
         max_num: maximum number of loaded adapters.
         model_name: name of the model; no adapter may use it, because the `model` field of a body selects either.
+        aliases: further names of the model.
     """
 
     def __init__(
-        self, read: Callable[[str], Adapter] | None = None, max_num: int = 0, model_name: str | None = None
+        self,
+        read: Callable[[str], Adapter] | None = None,
+        max_num: int = 0,
+        model_name: str | None = None,
+        aliases: tuple[str, ...] = (),
     ) -> None:
-        self._model_name = model_name
+        self._model_names = (model_name, *aliases)
         self._read = read
         self._max_num = max_num
         self._numbers = itertools.count(1)
@@ -86,7 +91,7 @@ class Adapters:
         """
         read = self._require_on()
         require_name("name", name)
-        if name == self._model_name:
+        if name in self._model_names:
             raise InvalidArgument("name", f"{name!r} is the name of the model: choose another for the adapter")
         if not path:
             raise InvalidArgument("path", "is empty: name the folder of the adapter")
@@ -299,3 +304,8 @@ class LoadedModel:
     grammars: ServedGrammars | None = None
     role_counts: RoleCounts = field(default_factory=RoleCounts)
     checkpoint: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names that requests may use for the model; the first one is its own."""
+        return (self.model.name, *self.config.server.served_model_aliases)

@@ -485,7 +485,7 @@ class Service:
 
     def _model(self, name: str | None) -> LoadedModel:
         model = self.state.serving()
-        if name is not None and name != model.model.name:
+        if name is not None and name not in model.names:
             raise ModelNotFound(f"model: {name!r} is not served here; {model.model.name!r} is")
         return model
 

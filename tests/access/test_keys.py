@@ -276,3 +276,31 @@ async def test_a_reload_reads_a_file_that_looks_the_same(path: Path) -> None:
     gate.reload_files()
     assert gate._keys is not before
     assert gate._keys == before
+
+
+def test_keys_may_be_options_instead_of_a_file():
+    config = EngineConfig.load({"api_key": [TOKEN, OTHER]})
+    gate = Authenticator(config.access)
+    gate.read()
+    entry = CallContext(face="grpc", method="/x/Y", peer="")
+    gate.open(entry, [f"Bearer {OTHER}"], [])
+    assert entry.key == ApiKey("api-key-1", "default", Role.INFERENCE)
+    with pytest.raises(Unauthenticated, match="the key is not one of this server's"):
+        gate.open(CallContext(face="grpc", method="", peer=""), ["Bearer another-token-1234"], [])
+    assert ("api_key", "(set)", "set or resolved") in config.explain()
+    assert ("api_key", "None", "default") in EngineConfig.load({}).explain()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"api_key": ["short"]}, r"api_key: keys\[0\].token: must be 16 to 512 of the characters"),
+        ({"api_key": [TOKEN, TOKEN]}, r"api_key: keys\[1\].token: is also that of another key"),
+        ({"api_key": [TOKEN], "api_keys": "keys.toml"}, "api_key: is given together with api_keys"),
+    ],
+)
+def test_keys_of_options_are_checked_and_never_shown(options, problem):
+    with pytest.raises(InvalidArgument, match=problem) as refusal:
+        Authenticator(EngineConfig.load(options).access).read()
+    assert TOKEN not in str(refusal.value)
+    assert "short" not in str(refusal.value)

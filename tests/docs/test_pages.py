@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
-from docs.site import links, references
+from docs.site import links, references, vllm_flags
 from jpaged.cli.main import COMMANDS
 from jpaged.cli.options import to_flag
 from jpaged.config import ENVIRONMENT, iter_options
@@ -36,6 +36,11 @@ def test_every_command_is_on_its_page():
     assert "bench serve" in told
     assert "--request-rate" in page
     assert "--max-model-len N" not in page  # it is on the page of options
+
+
+def test_the_page_of_vllm_has_the_tables_of_its_flags():
+    assert vllm_flags.PAGE.read_text() == vllm_flags.page(), "python -m docs.site.vllm_flags writes it"
+    assert "| `--gpu-memory-utilization`, `--device-memory-utilization` | `--memory-utilization` |" in vllm_flags.page()
 
 
 async def test_every_metric_is_on_its_page():

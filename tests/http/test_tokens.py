@@ -24,6 +24,21 @@ async def test_texts_and_chats_become_ids_and_ids_become_texts() -> None:
         assert bare.json() == {"prompt": "héy"}
 
 
+async def test_a_model_has_every_served_name() -> None:
+    aliases = ["further"]
+    async with (
+        running(http_port=0, served_model_aliases=aliases) as harness,
+        httpx2.AsyncClient(base_url=harness.http_url) as client,
+    ):
+        for name in ("fake", "further"):
+            body = {"model": name, "prompt": "a", "max_tokens": 1}
+            assert (await client.post("/v1/completions", json=body)).json()["model"] == name
+            assert (await client.post("/tokenize", json={"model": name, "prompt": "a"})).status_code == 200
+            assert (await client.get(f"/v1/models/{name}")).json()["root"] == "fake"
+        assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["fake", "further"]
+        assert (await client.post("/tokenize", json={"model": "other", "prompt": "a"})).status_code == 404
+
+
 async def test_large_ones_go_over_threads_and_are_the_same() -> None:
     text = "long text " * 2000
     async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:

@@ -2,6 +2,7 @@
 
 SERVER_VALUES = {
     "served_model_name": "another",
+    "served_model_aliases": ("further",),
     "host": "0.0.0.0",
     "port": 1,
     "max_request_size": 2.0,
@@ -30,6 +31,7 @@ SERVER_VALUES = {
     "log_format": "json",
     "enable_log_requests": True,
     "api_keys": "keys.toml",
+    "api_key": ("a-token-of-acme-1234",),
     "public_metrics": True,
     "public_page": False,
     "tenant_requests_per_minute": 9,

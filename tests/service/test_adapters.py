@@ -31,7 +31,9 @@ def test_a_name_is_taken_while_its_adapter_is_read() -> None:
 
 
 def test_no_adapter_has_the_name_of_the_model() -> None:
-    adapters = Adapters(lambda path: FakeAdapter(1), 2, "base")
+    adapters = Adapters(lambda path: FakeAdapter(1), 2, "base", ("further",))
     with pytest.raises(InvalidArgument, match="'base' is the name of the model"):
         adapters.load("base", "somewhere")
+    with pytest.raises(InvalidArgument, match="'further' is the name of the model"):
+        adapters.load("further", "somewhere")
     assert adapters.names() == frozenset()

@@ -49,6 +49,13 @@ FORMATS: Mapping[Asked, MatrixFormat] = {
     "fp8": MatrixFormat("fp8", activations="fp8"),
 }
 
+_OWN: Mapping[str, str] = {
+    **{name: name for name in ("auto-round", "awq", "compressed-tensors", "gguf", "gptq", "mxfp4")},
+    "awq_marlin": "awq",
+    "gptq_marlin": "gptq",
+}
+"""Names of a checkpoint's own method that the option accepts, vLLM's among them, and the method."""
+
 _ALL = "-all"
 _OUTER_FORMAT = MatrixFormat("int8")
 """Format of embedding and output matrix; with a single scale per row, every platform multiplies with the codes."""
@@ -57,17 +64,21 @@ _OUTER_FORMAT = MatrixFormat("int8")
 def quantized_here(config: ModelConfig, asked: str) -> ModelConfig:
     """Return the config of a model quantized at loading by an option: `auto`, or one of `ASKED`, also with `-all`.
 
+    An option may also name the checkpoint's own method; then nothing changes.
+
     Raises:
-        InvalidArgument: the checkpoint is quantized already.
+        InvalidArgument: the checkpoint is quantized already, or not with the method that the option names.
     """
+    own = None if config.quantization is None else config.quantization.method
+    if asked in _OWN and own != _OWN[asked]:
+        problem = "is not quantized" if own is None else f"is quantized with {own}"
+        raise InvalidArgument("quantization", f"is {asked}, but the checkpoint {problem}: remove the option")
+    if own is not None and asked == own:
+        return config
     form = {**FORMATS}.get(cast(Asked, asked.removesuffix(_ALL)))
     if form is None:
         return config
-    if config.quantization is not None:
-        raise InvalidArgument(
-            "quantization",
-            f"is {asked}, but the checkpoint is already quantized with {config.quantization.method}: remove the option",
-        )
+    _require_exact(config, asked)
     rules: tuple[tuple[str, MatrixFormat | None], ...] = (("", form),)
     is_all = asked.endswith(_ALL)
     if is_all:
@@ -76,6 +87,13 @@ def quantized_here(config: ModelConfig, asked: str) -> ModelConfig:
         ends = sorted({re.escape(get_module(name).rpartition(".")[2]) for name in names})
         rules = ((rf"(^|\.)({'|'.join(ends)})$", _OUTER_FORMAT), *rules)
     return replace(config, quantization=Quantization(asked, rules, has_output=is_all, has_embedding=is_all))
+
+
+def _require_exact(config: ModelConfig, asked: str) -> None:
+    """Raise InvalidArgument if the matrices of a checkpoint are quantized."""
+    if config.quantization is not None:
+        problem = f"is {asked}, but the checkpoint is already quantized with {config.quantization.method}"
+        raise InvalidArgument("quantization", f"{problem}: remove the option")
 
 
 def round_matrix(
@@ -118,6 +136,7 @@ class Rounded:
             InvalidArgument: its matrices are quantized already.
             Unsupported: it has matrices of all experts in one tensor, for which the layouts have no names.
         """
+        _require_exact(config, asked)
         quantization = quantized_here(config, asked).quantization
         leaves = model_leaves(config, source.names)
         matrices: dict[str, tuple[int, MatrixFormat]] = {}

@@ -10,8 +10,10 @@ from jpaged.engine.scheduler.scheduler import Scheduler
 from jpaged.engine.sequence import Sequence, SequenceGroup
 from jpaged.engine.speculative.controller import AdaptiveSpeculation, StepCosts
 from jpaged.engine.speculative.drafts import DraftTokens, decoding_rows, takes_drafts
-from jpaged.engine.speculative.methods import make_proposer
+from jpaged.engine.speculative.ngram import NgramProposer
 from jpaged.engine.speculative.proposer import Proposer
+from jpaged.engine.speculative.suffix import SuffixProposer
+from jpaged.errors import InternalError
 
 _ROW_S = 1e-5
 """Proposer time per row, by benchmarks/results/speculation.json: 7 to 12 us without a result, 35 with one."""
@@ -126,3 +128,16 @@ class SpecDecodeController:
             key = self._keys[sequence] = self._num_begun
             self._num_begun += 1
         return key
+
+
+def make_proposer(options: SpeculativeOptions) -> Proposer:
+    """Create the proposer of a method that runs on the host.
+
+    Raises:
+        InternalError: the method runs on the device.
+    """
+    if options.method == "ngram":
+        return NgramProposer.of(options)
+    if options.method == "suffix":
+        return SuffixProposer.of(options)
+    raise InternalError(f"{options.method} proposes on the device, not on the host")

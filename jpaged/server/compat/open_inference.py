@@ -430,8 +430,9 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
 
     def _named(self, name: str, version: str) -> str:
         """Return the model's name; raise NotFound if `name` is another model."""
-        served = self._service.state.loaded().model.name
-        if name != served:
+        model = self._service.state.loaded()
+        served = model.model.name
+        if name not in model.names:
             raise NotFound(f"model_name: {name!r} is not served here; {served!r} is")
         require_version(version)
         return served

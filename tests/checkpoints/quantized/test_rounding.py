@@ -109,6 +109,22 @@ def test_what_is_quantized_is_not_rounded_again(tmp_path: Path) -> None:
         quantized_here(read_config(tmp_path), "int8")
 
 
+def test_the_option_may_name_the_method_of_the_checkpoint(tmp_path: Path) -> None:
+    awq = next(layout for layout in LAYOUTS if layout.name == "awq")
+    write_quantized(tiny_case("llama_mha"), dataclasses.replace(awq, left=("mlp",)), tmp_path)
+    config = read_config(tmp_path)
+    assert quantized_here(config, "awq") is config
+    assert quantized_here(config, "awq_marlin") is config
+    with pytest.raises(InvalidArgument, match="is gptq_marlin, but the checkpoint is quantized with awq: remove"):
+        quantized_here(config, "gptq_marlin")
+    plain = dataclasses.replace(config, quantization=None)
+    with pytest.raises(InvalidArgument, match="quantization: is awq, but the checkpoint is not quantized"):
+        quantized_here(plain, "awq")
+    rounded = quantized_here(plain, "fp8")
+    assert rounded.quantization is not None
+    assert quantized_here(rounded, "fp8") is rounded
+
+
 def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     case = tiny_case("llama_mha")
     folder = write_checkpoint(case, tmp_path)

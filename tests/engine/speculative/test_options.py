@@ -6,7 +6,7 @@ import pytest
 
 from jpaged import json_text
 from jpaged.config import SpeculativeOptions
-from jpaged.engine.speculative.methods import make_proposer
+from jpaged.engine.speculative.drafter import make_proposer
 from jpaged.engine.speculative.ngram import NgramProposer
 from jpaged.engine.speculative.suffix import SuffixProposer
 from jpaged.errors import InternalError, InvalidArgument

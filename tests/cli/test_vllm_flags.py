@@ -1,0 +1,215 @@
+"""Flags of `vllm serve`: none is unknown, and each has one of four outcomes."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from jpaged.cli.help import get_commands
+from jpaged.cli.main import main, make_parser
+from jpaged.cli.options import config_values, to_flag
+from jpaged.cli.vllm_flags import OUTCOMES, VERSION, find_flag, read_flags, translate
+from jpaged.config import iter_options
+from jpaged.errors import InvalidArgument
+
+RECORDED = (Path(__file__).with_name(f"vllm_serve_{VERSION}.txt")).read_text().split()
+"""Every spelling that `vllm serve --help=all` lists."""
+OPTIONS = {to_flag(name) for name, _, _ in iter_options()}
+VALUES = {
+    "--kv-events-config": '{"endpoint": "tcp://*:1"}',
+    "--nnodes": "2",
+    "--attention-backend": "auto",
+    "--dtype": "float32",
+    "--load-format": "auto",
+    "--scheduling-policy": "fcfs",
+    "--preemption-mode": "swap",
+    "--linear-backend": "auto",
+    "--quantization": "int8",
+    "--kv-cache-dtype": "fp8",
+    "--tool-call-parser": "hermes",
+    "--reasoning-parser": "qwen3",
+    "--lora-modules": "a=b",
+    "--speculative-config": '{"method": "ngram"}',
+    "--kv-transfer-config": "{}",
+}
+
+
+@pytest.fixture(scope="module")
+def serve():
+    return get_commands(make_parser())["serve"]
+
+
+def parse(parser, *words):
+    """Return the options and the notes of a command line."""
+    arguments = parser.parse_args(list(words))
+    return config_values(arguments), arguments.notes
+
+
+def test_the_table_has_every_flag_of_vllm():
+    assert [name for name in RECORDED if find_flag(name) is None] == []
+    recorded = {name for flag in read_flags() if flag.version == VERSION for name in flag.names}
+    assert recorded == {name for name in RECORDED if not name.startswith("--no-") or name in recorded}
+
+
+def test_rows_are_complete_and_unique():
+    names = [name for flag in read_flags() for name in flag.names]
+    assert len(names) == len(set(names))
+    assert names[0] == min(names)
+    for flag in read_flags():
+        assert flag.kind in ("switch", "value", "optional", "list", "json")
+        assert flag.version in (VERSION, "older")
+        assert flag.reason or flag.outcome in ("same", "alias"), flag.name
+        option = flag.option.lstrip("!").partition(".")[0]
+        assert option in OPTIONS or (not option and flag.outcome != "alias"), flag.name
+        assert flag.outcome != "same" or flag.name in OPTIONS
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_every_flag_has_the_outcome_of_its_row(serve, outcome):
+    wrong = []
+    for flag in read_flags():
+        if flag.outcome != outcome:
+            continue
+        for name in flag.names:
+            values = [] if flag.kind == "switch" else [VALUES.get(flag.name, "7")]
+            try:
+                words, notes = translate(serve, [name, *values])
+                _, unknown = super(type(serve), serve).parse_known_args(words)
+            except InvalidArgument as error:
+                found = "unsupported" if error.field == name and flag.reason in error.problem else str(error)
+            else:
+                is_dropped = any(f"{name} has no effect" in re.sub(r" \S+ has", " has", note) for note in notes)
+                is_dropped = is_dropped or any(note.startswith(f"{name} has no effect") for note in notes)
+                renamed = "alias" if notes and name not in OPTIONS and flag.outcome == "alias" else "same"
+                found = str(unknown) if unknown else "unnecessary" if is_dropped else renamed
+            if found != outcome:
+                wrong.append((name, found))
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("--gpu-memory-utilization 0.8", {"memory_utilization": 0.8}),
+        ("--device-memory-utilization=0.8", {"memory_utilization": 0.8}),
+        ("-tp 2 -dp=3 -ep", {"tensor_parallel_size": 2, "data_parallel_size": 3, "enable_expert_parallel": True}),
+        ("-tp=2 m", {"tensor_parallel_size": 2, "model": "m"}),
+        ("--no-async-scheduling", {"overlap": False}),
+        ("--disable-cascade-attn", {"enable_cascade_attention": False}),
+        ("--no-disable-cascade-attn", {"enable_cascade_attention": True}),
+        ("--lora-modules a=b c=d m", {"lora": ["a=b", "c=d"], "model": "m"}),
+        ('--lora-modules {"name":"a","path":"b","base_model_name":"c"} m', {"lora": ["a=b"], "model": "m"}),
+        ('--allowed-origins ["https://a","https://b"]', {"http_cors_origins": ["https://a", "https://b"]}),
+        (
+            "--nnodes 2 --node-rank 1 --master-addr h",
+            {"coordinator": "h:29501", "num_processes": 2, "process_id": 1},
+        ),
+        ("--nnodes 1 --node-rank 0 --master-port 5", {}),
+        (
+            "--spec-method ngram --spec-tokens 3",
+            {"speculative_config": '{"method":"ngram","num_speculative_tokens":3}'},
+        ),
+        ("-sc.method suffix", {"speculative_config": '{"method":"suffix"}'}),
+        (
+            '--kv-events-config {"publisher":"zmq","endpoint":"tcp://*:7","topic":"t","buffer_steps":9}',
+            {"kv_events_endpoint": "tcp://*:7", "kv_events_topic": "t", "kv_events_buffer": 9},
+        ),
+        ("--kv-events-config.replay_endpoint tcp://*:8", {"kv_events_replay_endpoint": "tcp://*:8"}),
+        ('--kv-events-config {"enable_kv_cache_events":false}', {}),
+        ("--kv-cache-dtype fp8_e4m3 --load-format safetensors", {"kv_cache_dtype": "fp8", "load_format": "auto"}),
+        ("--attention-backend FLASH_ATTN", {"attention_backend": "auto"}),
+        ("--max-model-len auto", {}),
+        ("--max-model-len -1 m", {"model": "m"}),
+        ("--max-model-len=32k", {"max_model_len": 32000}),
+        ("--max-model-len 1.5K --max-num-batched-tokens 8K", {"max_model_len": 1536, "max_num_batched_tokens": 8192}),
+        ("-q gptq_marlin", {"quantization": "gptq_marlin"}),
+        ("--max-model-len=32", {"max_model_len": 32}),
+        ("--enforce-eager --cudagraph-capture-sizes 1 2 4 --swap-space 4", {"swap_space": 4.0}),
+        ("-O3 m", {"model": "m"}),
+        ("-O 2 -cc.mode 3 --compilation-config {} m", {"model": "m"}),
+        ("--pipeline-parallel-size 1 --runner generate --no-enable-sleep-mode --hf-overrides {} m", {"model": "m"}),
+        ('--structured-outputs-config {"backend":"xgrammar"} --hf-overrides {} m', {"model": "m"}),
+        ("m --api-key a b", {"model": "m", "api_key": ["a", "b"]}),
+        (
+            "m --served-model-name a b c",
+            {"model": "m", "served_model_name": "a", "served_model_aliases": ["b", "c"]},
+        ),
+        ("--api-key a --served-model-name n m", {"model": "m", "api_key": ["a"], "served_model_name": "n"}),
+        ("--seed 1 -- --enforce-eager", {"seed": 1, "model": "--enforce-eager"}),
+    ],
+)
+def test_flags_of_vllm_set_options(serve, words, values):
+    found, _ = parse(serve, *words.split())
+    assert {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()} == {
+        name: value.replace(":", ": ").replace(',"', ', "') if name == "speculative_config" else value
+        for name, value in values.items()
+    }
+
+
+def test_every_replaced_flag_is_logged_once(serve):
+    words = ["--gpu-memory-utilization", "0.8", "--enforce-eager", "--enforce-eager", "--http-port", "0"]
+    _, notes = parse(serve, *words)
+    assert notes == [
+        "--gpu-memory-utilization is --memory-utilization here",
+        "--enforce-eager has no effect: every step runs a compiled program, on every device",
+    ]
+    _, notes = parse(serve, "-tp", "2")
+    assert notes == [
+        "-tp is --tensor-parallel-size here",
+        "the OpenAI API is off: --http-port PORT serves it; --port is the gRPC port",
+    ]
+    assert parse(serve, "--port", "1", "--max-num-seqs=4")[1] == []
+
+
+def test_notes_are_lines_of_standard_error(capsys):
+    assert main(["generate", "--enforce_eager", "--gpu_memory_utilization=2", "--prompt", "x"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "jpaged generate: --enforce-eager has no effect: every step runs a compiled program, on every device",
+        "jpaged generate: --gpu-memory-utilization is --memory-utilization here",
+        "jpaged generate: error: --memory-utilization: 2.0 is above the limit of 1.0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--pipeline-parallel-size 2",
+            "--pipeline-parallel-size: 2 is not supported, only 1: layers are not split over devices; the nearest "
+            "option is --tensor-parallel-size",
+        ),
+        (
+            "--enable-sleep-mode",
+            "--enable-sleep-mode: this flag of vLLM is not supported: a server releases its memory by exiting",
+        ),
+        ("--grpc-port 1", "the nearest option is --http-port"),
+        ('--hf-overrides {"a":1}', "--hf-overrides: this flag of vLLM is not supported: config.json"),
+        ("--structured-outputs-config.disable_any_whitespace true", "the nearest option is --whitespace-pattern"),
+        ("--revision", "--revision: has no value"),
+        ("--pin-prefix --enforce-eager", "argument --pin-prefix: expected one argument"),
+        ("--kv-events-config 7", "--kv-events-config: 7 is not a JSON object"),
+        ("--kv-events-config {", "--kv-events-config: { is not JSON"),
+        ("--kv-events-config.port 7", "--kv-events-config.port: is unknown: must be one of endpoint"),
+        ("--allowed-origins [", "--allowed-origins: [ is not a JSON list"),
+        ('--lora-modules {"name":"a"}', '--lora-modules: {"name":"a"} has no name or no path'),
+        ("--attention-backend FLASH", "argument --attention-backend: invalid choice: 'FLASH'"),
+        ("--served-model-name", "argument --served-model-name: expected one argument"),
+        ("--load-format", "argument --load-format: expected one argument"),
+        ("--max-model-length 5", "unrecognized arguments: --max-model-length; did you mean --max-model-len?"),
+        ("--gpu-memory-utilisation 5", "did you mean --memory-utilization?"),
+        ("--enforce-eagr --max-num-seq=4", "did you mean --enforce-eager, --max-num-seqs?"),
+        ("--nothing-of-the-kind", "unrecognized arguments: --nothing-of-the-kind\n"),
+    ],
+)
+def test_other_flags_are_rejected_by_name(capsys, words, message):
+    assert main(["serve", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_mistyped_option_shows_the_usage_of_its_command(capsys):
+    assert main(["bench", "serve", "--request-rat", "5"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: jpaged bench serve ")
+    assert "jpaged bench serve: error: unrecognized arguments: --request-rat; did you mean --request-rate?" in said
+    assert main(["plan", "--tensor-parallel", "5", "--topology", "v5e:1x1"]) == 2
+    assert "did you mean --tensor-parallel-size?" in capsys.readouterr().err
