@@ -30,9 +30,14 @@ class Jpaged:
 
     def __init__(self, settings: Settings) -> None:
         self._llm = LLM(settings.folder, dtype=settings.dtype, **settings.options)
+        self._is_default_dtype = settings.dtype == "auto"
 
     def about(self) -> dict[str, object]:
-        return {"jpaged": jpaged.__version__, "jax": jax.__version__}
+        versions: dict[str, object] = {"jpaged": jpaged.__version__, "jax": jax.__version__}
+        if not self._is_default_dtype:
+            return versions
+        config = self._llm.config
+        return {**versions, "activations": config.model.dtype, "kv_cache": config.cache.kv_cache_dtype}
 
     def forget(self) -> None:
         self._llm.reset_prefix_cache()
