@@ -14,7 +14,7 @@ import openvino_genai
 from benchmarks.peers.workers.protocol import Answer, Settings, serve
 from benchmarks.peers.workloads import Job
 
-TOLD = {
+REPORTED = {
     "activations": "INFERENCE_PRECISION_HINT",
     "dynamic_quantization_group": "DYNAMIC_QUANTIZATION_GROUP_SIZE",
     "kv_cache": "KV_CACHE_PRECISION",
@@ -36,8 +36,8 @@ class OpenVino:
 
     def about(self) -> dict[str, object]:
         core = openvino.Core()
-        told = {name: _plain(core.get_property("CPU", key)) for name, key in TOLD.items()}
-        return {"openvino": openvino.__version__, "openvino-genai": openvino_genai.__version__, **told}
+        reported = {name: _plain(core.get_property("CPU", key)) for name, key in REPORTED.items()}
+        return {"openvino": openvino.__version__, "openvino-genai": openvino_genai.__version__, **reported}
 
     def forget(self) -> None:
         """Do nothing: the prefix cache is off."""
