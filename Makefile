@@ -30,12 +30,30 @@ DOCS := $(VENV)/docs
 ENVOY := $(VENV)/envoy
 RELEASE := $(VENV)/release
 STAMP := $(VENV)/.installed
+CORE := $(VENV)/.installed-core
 CHOICES := $(VENV)/.choices
 CONSTRAINTS := $(VENV)/constraints.txt
 QUICK := not long and not deep
 KERNELS := $(wildcard jpaged/kernels/*/*/*.cc jpaged/kernels/*/*/*.h jpaged/kernels/cpu/*.h)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALL := $(PIP) install --no-compile   # what is imported is compiled then: a fraction of what is installed
+# The first installation: by uv, which takes a tenth of pip's processor time. .venv gets one if there is none. pip installs
+# if uv cannot, or if pip has an index of its own, which uv would not ask.
+define install
+	uv="$$(command -v uv || true)"; \
+	if [ -z "$$uv" ] && ! $(PIP) config list | grep -q '[.]index-url='; then \
+	    $(INSTALL) uv --constraint $(CONSTRAINTS) 2>/dev/null && uv=$(BIN)/uv; \
+	fi; \
+	if [ -z "$$uv" ] || ! "$$uv" pip install --quiet --python $(BIN)/python $(1) 2>/dev/null; then $(INSTALL) $(1); fi
+endef
+# What jpaged requires with these extras, and what builds it; the headers for its kernels are those of the jaxlib here.
+define requirements
+	$(BIN)/python -c 'import sys, tomllib; \
+	    given = tomllib.load(sys.stdin.buffer); project = given["project"]; \
+	    found = [one for one in given["build-system"]["requires"] if not one.startswith("jax")]; \
+	    extras = [project["optional-dependencies"][one] for one in sys.argv[1].split(",") if one]; \
+	    print(*sum(extras, found + project["dependencies"]), sep="\n")' "$(1)" < pyproject.toml
+endef
 
 unexport JAX EXTRAS ARGS JOBS TORCH VENV
 # Bytecode is kept, also where the caller's shell wants none: else each process of the tests compiles everything that
@@ -51,16 +69,30 @@ help: ## this list
 setup: $(STAMP) ## build .venv (nothing happens when it is current)
 
 # .choices keeps JAX and EXTRAS between calls; it changes, and so does .venv, only when a call names others.
-$(STAMP): pyproject.toml setup.py $(KERNELS) constraints.txt $(CHOICES)
-	@echo "==> installing jpaged and its dependencies into $(VENV) (the first time takes minutes)"
+define install_packages
 	@. $(CHOICES); cp constraints.txt $(CONSTRAINTS); \
 	if [ -n "$$CHOSEN_JAX" ]; then \
 	    sed -i -E '/^(jax|jaxlib)==/d' $(CONSTRAINTS); \
 	    printf "jax==$$CHOSEN_JAX\njaxlib==$$CHOSEN_JAX\n" >> $(CONSTRAINTS); \
 	fi; \
-	$(INSTALL) --editable ".[dev$${CHOSEN_EXTRAS:+,$$CHOSEN_EXTRAS}]" --constraint $(CONSTRAINTS)
+	extras="$(1)$${CHOSEN_EXTRAS:+,$$CHOSEN_EXTRAS}"; \
+	$(call requirements,$$extras) > $(VENV)/requirements.txt; \
+	$(call install,--requirement $(VENV)/requirements.txt --constraint $(CONSTRAINTS))
+endef
+
+# What serving needs. jpaged comes last, built with the packages here: a build of its own would install jaxlib again.
+$(CORE): pyproject.toml setup.py $(KERNELS) constraints.txt $(CHOICES)
+	@echo "==> installing jpaged and its dependencies into $(VENV) (the first time takes a minute)"
+	$(call install_packages,)
+	@$(INSTALL) --no-build-isolation --no-deps --editable .
 	@touch $@
 	@echo "==> ready: $(BIN)/jpaged"
+
+# And what tests and tools need.
+$(STAMP): $(CORE)
+	@echo "==> installing the packages of tests and tools"
+	$(call install_packages,dev)
+	@touch $@
 
 $(CHOICES): FORCE
 	@if [ ! -x $(BIN)/python ]; then \
@@ -82,7 +114,7 @@ $(CHOICES): FORCE
 .PHONY: FORCE
 FORCE:
 
-demo: $(STAMP) ## serve the embedded model and stream from it
+demo: $(CORE) ## serve the embedded model and stream from it
 	@$(BIN)/jpaged demo $(ARGS)
 
 demo-model: $(STAMP) ## train the embedded model again

@@ -81,6 +81,7 @@ def _open(folder: str, options: argparse.Namespace, *, enabled: bool) -> LLM:
         load_format="dummy",
         attention_backend=options.attention_backend,
         enable_cascade_attention=enabled,
+        wait_for_all_programs=True,
         max_model_len=options.prompt + 64,
         max_num_seqs=options.samples,
         max_num_batched_tokens=128,

@@ -111,6 +111,7 @@ def measure(folder: str, arguments: argparse.Namespace, bytes_per_s: float) -> t
         "max_num_batched_tokens": max(2048, *arguments.batch),
         "swap_space": 0.0,
         "enable_prefix_caching": False,
+        "wait_for_all_programs": True,
     }
     with LLM(folder, **options) as llm:
         geometry = llm._serving.engine.geometry

@@ -33,7 +33,10 @@ def main() -> None:
     arguments = parser.parse_args()
     rates: dict[str, dict[int, list[float]]] = {name: {n: [] for n in arguments.batch} for name in arguments.backend}
     with ExitStack() as stack:
-        llms = {name: stack.enter_context(LLM("demo", attention_backend=name)) for name in arguments.backend}
+        llms = {
+            name: stack.enter_context(LLM("demo", attention_backend=name, wait_for_all_programs=True))
+            for name in arguments.backend
+        }
         for turn in range(NUM_TURNS + 1):
             for batch in arguments.batch:
                 for name, llm in llms.items():

@@ -3,6 +3,7 @@
 The public names. Each is imported on first use, so that values, errors and the client do not import jax.
 """
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,13 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'jpaged' has no attribute {name!r}")
-    return getattr(import_module(_HOME.get(name, "jpaged.errors")), name)
+    was_enabled = gc.isenabled()
+    gc.disable()  # an import makes many objects that stay: collections would add a quarter
+    try:
+        return getattr(import_module(_HOME.get(name, "jpaged.errors")), name)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -7,8 +7,11 @@ With `data_parallel_size` there are several executors and engines, on separate d
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -44,7 +47,6 @@ from jpaged.engine.kv_cache.pinned import pin_limit
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.kvevents.encoding import Encoder
-from jpaged.kvevents.publisher import Publisher
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import streaming_llm
 from jpaged.models.layers import Params
@@ -62,7 +64,7 @@ from jpaged.types import ModelInfo
 logger = logging.getLogger(__name__)
 
 
-def _silent(what: str, done: int, total: int) -> None:
+def ignore_progress(what: str, done: int, total: int) -> None:
     """Ignore progress."""
 
 
@@ -81,20 +83,46 @@ class ModelSource:
         return frozenset(self.config.eos_token_ids) or self.tokenizer.eos_token_ids
 
 
-def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | None = None) -> LoadedModel:
+def build(
+    options: EngineConfig,
+    progress: Progress = ignore_progress,
+    leader: Leader | None = None,
+    *,
+    is_offline: bool = False,
+) -> LoadedModel:
     """Load a model and compile its programs; return it with an engine that is ready but not started.
 
     Args:
         options: the options as given; the result has the resolved ones.
         progress: receives the progress: weights, programs, the pool.
         leader: this process's role as process 0 of several; the others run `follow`.
+        is_offline: unless an option decides, wait for all programs if their sizes could affect results.
 
     Raises:
         InvalidArgument, NotFound, Unsupported: the model or an option is invalid; states which and why.
     """
+    with _paused_gc():
+        return _build(options, progress, leader, is_offline=is_offline)
+
+
+@contextlib.contextmanager
+def _paused_gc() -> Iterator[None]:
+    """Pause the garbage collector: a start makes a million objects that stay, and would look at each several times."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, is_offline: bool) -> LoadedModel:
     if (transfer := options.cache.kv_transfer) is not None:
         import_connector(transfer)  # errors before weights are read
-    source, model, places = _place(options, progress)
+    source, model, places = _place(options, progress, starts_templates=not is_offline)
+    if is_offline and options.startup.wait_for_all_programs is None:
+        options = options.replace(wait_for_all_programs=not _has_equal_programs(model, options, places[0]))
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
     adapters = _adapters(options, options.server.served_model_name or source.name, model, places[0], progress)
     executors = _make_executors(source, model, options, places, progress, leader)
@@ -115,6 +143,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         block_size=geometry.block_size,
         max_num_seqs=geometry.max_num_seqs,
         max_num_batched_tokens=geometry.max_num_batched_tokens,
+        wait_for_all_programs=executor.waits_for_all,
         dtype=model.dtype.name,
         tensor_parallel_size=places[0].num_parts,
         attention_backend=executor.step.backend,
@@ -122,6 +151,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         kv_cache_dtype=name_of_kv_dtype(executor.step.layout.dtype),
         lossy_kv_sinks=geometry.num_sink_tokens if options.lossy.lossy_kv_window else None,
         served_model_name=options.server.served_model_name or source.name,
+        overlap=has_overlap(options.scheduler.overlap, device.platform, len(os.sched_getaffinity(0))),
         max_messages_per_second=options.server.max_messages_per_second
         or platform_default("max_messages_per_second", device.platform),
     )
@@ -132,7 +162,7 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         engine=engines[0] if len(engines) == 1 else DataParallelEngine(engines),
         input_processor=_input_processor(source, geometry, options.model, answer_format),
         tokenizer=source.tokenizer,
-        model=_model_info(source, resolved, geometry, answer_format),
+        model=_model_info(source, resolved, geometry, answer_format, is_offline=is_offline),
         backend=BackendFacts(
             platform=device.platform,
             device_kind=device.device_kind,
@@ -145,6 +175,22 @@ def build(options: EngineConfig, progress: Progress = _silent, leader: Leader | 
         grammars=grammars,
         checkpoint=fingerprint(source.folder),
     )
+
+
+def has_overlap(given: bool | None, platform: str, num_cores: int) -> bool:
+    """Return whether steps overlap: on one core, host and device take turns anyway, and a new request waits longer."""
+    return given if given is not None else platform != "cpu" or num_cores > 1
+
+
+def _has_equal_programs(model: Model, options: EngineConfig, where: MeshPlacement) -> bool:
+    """Return True if a row's results have the same bits in programs of all sizes.
+
+    XLA may sum in another order in a program of another size; the CPU's kernels do not. Rounds of a draft model sample
+    with other noise than single steps, which run until their program is ready.
+    """
+    attention = DeviceAttention.on(model, options, where.mesh)
+    linear = choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode)
+    return linear == attention.choose(attention.sizes()).backend == "cpu" and not options.has_draft
 
 
 def _make_engines(
@@ -176,6 +222,8 @@ def _build_kv_events(options: EngineConfig, engines: list[Engine]) -> list[Engin
     """Attach a KV event publisher to each replica if configured."""
     if options.kv_events.kv_events_endpoint is None:
         return engines
+    from jpaged.kvevents.publisher import Publisher  # imports pyzmq
+
     publishers: list[Publisher] = []
     try:
         for rank, engine in enumerate(engines):
@@ -288,7 +336,9 @@ def follow(options: EngineConfig, progress: Progress, follower: Follower) -> Non
     run_steps(executor, follower)
 
 
-def _place(options: EngineConfig, progress: Progress) -> tuple[ModelSource, Model, list[MeshPlacement]]:
+def _place(
+    options: EngineConfig, progress: Progress, *, starts_templates: bool = False
+) -> tuple[ModelSource, Model, list[MeshPlacement]]:
     """Return the model, and the devices of each replica; report why its data type is not the checkpoint's."""
     parallel = options.parallel
     meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size)
@@ -298,6 +348,7 @@ def _place(options: EngineConfig, progress: Progress) -> tuple[ModelSource, Mode
         skip_tokenizer=options.model.skip_tokenizer_init,
         chat_template=_template_in(options.model.chat_template),
         trusts_request_templates=options.model.trust_request_chat_template,
+        starts_templates=starts_templates,
     )
     source = replace(source, config=quantized_here(source.config, options.model.quantization))
     config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config
@@ -329,6 +380,7 @@ def find_source(
     skip_tokenizer: bool = False,
     chat_template: str | None = None,
     trusts_request_templates: bool = False,
+    starts_templates: bool = False,
 ) -> ModelSource:
     """Find a model by name (`demo`, a folder, a GGUF file or a hub id) and its tokenizer; see `load_tokenizer`."""
     folder = find_folder(name)
@@ -342,6 +394,7 @@ def find_source(
         parse_special_tokens=parse_special_tokens,
         chat_template=chat_template,
         trusts_request_templates=trusts_request_templates,
+        starts_templates=starts_templates,
     )
     return ModelSource(name, folder, config, tokenizer)
 
@@ -537,9 +590,11 @@ def _input_processor(
 
 
 def _model_info(
-    source: ModelSource, resolved: EngineConfig, geometry: Geometry, answer_format: AnswerFormat
+    source: ModelSource, resolved: EngineConfig, geometry: Geometry, answer_format: AnswerFormat, *, is_offline: bool
 ) -> ModelInfo:
-    config = source.config
+    """Return the facts about a model for clients; offline, its chat template is not tried before the first chat."""
+    config, tokenizer = source.config, source.tokenizer
+    has_template = isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.chat_template is not None
     return ModelInfo(
         name=str(resolved.server.served_model_name),
         architecture=config.architecture,
@@ -551,7 +606,7 @@ def _model_info(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         eos_token_ids=tuple(sorted(source.eos_token_ids)),
-        has_chat_template=source.tokenizer.has_chat_template,
+        has_chat_template=has_template if is_offline else tokenizer.has_chat_template,
         max_loras=geometry.max_loras,
         max_lora_rank=resolved.lora.max_lora_rank if geometry.max_loras else 0,
         tool_call_parser=answer_format.tools.name if answer_format.tools else "",

@@ -27,7 +27,7 @@ from concurrent.futures import CancelledError
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypedDict, Unpack
 
-from jpaged.build import build
+from jpaged.build import build, ignore_progress
 from jpaged.chat import ChatKwargs, build_chat_options
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names
 from jpaged.engine.engine import THREAD_NAME as ENGINE_THREAD
@@ -95,7 +95,7 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
 
 
-_DEFAULTS = {"wait_for_all_programs": True, "num_scheduler_steps": -1}
+_DEFAULTS = {"num_scheduler_steps": -1}
 """Defaults that differ from a server's, because no requests arrive later."""
 GivenPrompt = str | TextPrompt | TokensPrompt
 Messages = Sequence[Mapping[str, Any]]
@@ -208,8 +208,9 @@ class LLM:
         model: `demo`, a folder in Hugging Face layout or from `jpaged convert`, a GGUF file, or a Hugging Face hub id.
         options: command-line options with underscores (`dtype`, `max_model_len`, `block_size`, `num_blocks`,
             `max_num_seqs`, `max_num_batched_tokens`, `seed`, ...). Two defaults differ from the server's.
-            `wait_for_all_programs` is True: all programs are compiled first, so that results do not depend on timing.
-            `num_scheduler_steps` is -1 (automatic), because no requests arrive later.
+            `wait_for_all_programs` is False only if programs of all sizes return the same bits (the CPU's kernels
+            without a draft model), so that results do not depend on timing. `num_scheduler_steps` is -1 (automatic),
+            because no requests arrive later.
         progress: called with (what, done, total) while the model loads and its programs compile.
 
     Raises:
@@ -221,7 +222,7 @@ class LLM:
             if name in options:
                 raise InvalidArgument(name, "is an option of `jpaged serve`, not of LLM")
         config = EngineConfig.load({"model": model, **_DEFAULTS, **options})
-        self._serving = build(config) if progress is None else build(config, progress)
+        self._serving = build(config, progress or ignore_progress, is_offline=True)
         self._numbers = itertools.count(1)
         self._admission = _Admission(self._serving.engine)
         self._process_id = os.getpid()

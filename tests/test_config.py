@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from jpaged.build import has_overlap
 from jpaged.config import (
     CacheOptions,
     EngineConfig,
@@ -104,7 +105,7 @@ def test_resolving_leaves_nothing_open():
     sizes = {"block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 8, "max_messages_per_second": 10}
     sizes |= {"num_blocks": 9, "kv_cache_memory_bytes": 4096}
     config = EngineConfig().replace(max_model_len=64, served_model_name="demo", max_pinned_blocks=2, **sizes)
-    config = config.replace(memory_utilization=0.9)
+    config = config.replace(memory_utilization=0.9, overlap=True, wait_for_all_programs=False)
     assert (config.model.max_model_len, config.cache.num_blocks) == (64, 9)
     left_out = {name for name, value, _ in config.explain() if value == "None"}
     several = {"coordinator", "num_processes", "process_id"}
@@ -355,3 +356,18 @@ def test_what_does_not_go_with_a_head_is_refused(options, problem):
     with pytest.raises(InvalidArgument, match=problem) as error:
         EngineConfig.load({"speculative_config": EAGLE3, **options})
     assert error.value.field == "speculative_config.method"
+
+
+@pytest.mark.parametrize(
+    ("given", "platform", "num_cores", "expected"),
+    [
+        (None, "cpu", 1, False),
+        (None, "cpu", 2, True),
+        (None, "gpu", 1, True),
+        (None, "tpu", 1, True),
+        (True, "cpu", 1, True),
+        (False, "tpu", 64, False),
+    ],
+)
+def test_steps_overlap_by_default_unless_one_core_does_everything(given, platform, num_cores, expected):
+    assert has_overlap(given, platform, num_cores) is expected

@@ -69,7 +69,7 @@ def measure(fields: dict[str, object], dtype: str, rank: int, num_turns: int) ->
     """Seconds of a step of each way, turn after turn."""
     sizes = {"max_model_len": 64, "num_blocks": 4 * NUM_ROWS, "block_size": 16, "max_num_seqs": NUM_ROWS}
     options = {**sizes, "max_num_batched_tokens": NUM_ROWS, "dtype": dtype, "swap_space": 0.0}
-    options |= {"enable_prefix_caching": False}
+    options |= {"enable_prefix_caching": False, "wait_for_all_programs": True}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_random(fields, folder)

@@ -91,6 +91,7 @@ def seconds(llm: LLM, max_tokens: int) -> float:
 def measure(folder: str, kinds: list[str], num_turns: int) -> list[Stream]:
     sizes = {"max_model_len": 128, "num_blocks": 16, "block_size": 16, "max_num_seqs": 1, "max_num_batched_tokens": 64}
     options = {**sizes, "dtype": "bfloat16", "swap_space": 0.0, "enable_prefix_caching": False}
+    options |= {"wait_for_all_programs": True}
     with ExitStack() as stack:
         llms = {kind: stack.enter_context(LLM(folder, quantization=kind, **options)) for kind in (BF16, *kinds)}
         for llm in llms.values():

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,7 @@ class Engine:
     Attributes:
         peer: its worker and options.
         weights, activations, accumulation, kv_cache: data types of products and of the cache.
+        start_options: options that replace the peer's own when starts are measured.
     """
 
     peer: Peer
@@ -80,6 +82,7 @@ class Engine:
     activations: str
     accumulation: str
     kv_cache: str
+    start_options: Mapping[str, object] = field(default_factory=dict)
 
     def describe(self, about: Mapping[str, object]) -> dict[str, str]:
         """Return the data types, completed with what the engine reported."""
@@ -104,6 +107,7 @@ def get_engines(num_cores: int) -> dict[str, Engine]:
             "{activations}",
             "float32",
             "{kv_cache}",
+            {"wait_for_all_programs": False},  # jpaged's default; rates are measured after all programs are compiled
         ),
         Engine(
             Peer(
@@ -201,6 +205,7 @@ class Measurement:
     ) -> None:
         self._model = model
         self._peers = {name: replace(engine.peer, weights=model.weights) for name, engine in engines.items()}
+        self._start_options = {name: engine.start_options for name, engine in engines.items()}
         self._home = home
         self._cores = cores
         self._report = report
@@ -237,7 +242,7 @@ class Measurement:
 
     def _start(self, name: str, path: Path, cell: Cell) -> float:
         """Return the seconds from a new process to its first token."""
-        session = self._open(name, cell)
+        session = self._open(name, cell, self._start_options[name])
         try:
             return session.ready_s + session.run(path, limit_s=LIMIT_S).wall_s
         finally:
@@ -266,10 +271,10 @@ class Measurement:
                 cell.runs[workload] = Timed((*before.wall_s, run.wall_s), (*before.processor_s, run.processor_s))
                 self._report(f"{workload} {turn} of {name}: {run.wall_s:.2f} s, processor {run.processor_s:.2f} s")
 
-    def _open(self, name: str, cell: Cell) -> Session:
+    def _open(self, name: str, cell: Cell, options: Mapping[str, object] = MappingProxyType({})) -> Session:
         peer = self._peers[name]
         caches = {"JPAGED_CACHE_DIR": str(self._cache(name))} if peer.is_ours else {}
-        peer = replace(peer, variables={**peer.variables, **caches})
+        peer = replace(peer, variables={**peer.variables, **caches}, options={**peer.options, **options})
         session = Session(peer, self._model, self._home, self._cores)
         cell.about = session.about
         return session
@@ -297,6 +302,7 @@ def to_entry(engine: Engine, cell: Cell) -> dict[str, Any]:
     runs = {name: {"wall_s": run.wall_s, "processor_s": run.processor_s} for name, run in cell.runs.items()}
     return {
         "options": dict(engine.peer.options),
+        "start_options": dict(engine.start_options),
         "about": cell.about,
         "dtypes": engine.describe(cell.about),
         "runs": runs,

@@ -5,6 +5,8 @@ and take turns at each rate:
 
     inf      all requests at once: what vLLM answers of them in a second is the rate at which it saturates
     0.5 ..   multiples of that rate
+
+The prompts of each rate are new, and the same for both servers, so no server answers from its prefix cache.
 """
 
 from __future__ import annotations
@@ -100,14 +102,18 @@ def server_command(name: str, shape: Shape, home: Home, core: int, port: int) ->
     return [*python, *server.module, *model, *flags, *server.flags]
 
 
-def client_command(name: str, port: int, shape: Shape, home: Home, rate: str, output: Path) -> list[str]:
-    """Returns the command line of one run of the client."""
+def client_command(name: str, port: int, shape: Shape, home: Home, rate: str, seed: int, output: Path) -> list[str]:
+    """Returns the command line of one run of the client.
+
+    Args:
+        seed: of the prompts and the arrivals.
+    """
     folder = str(home.folder / "models" / shape.name)
     url = f"http://127.0.0.1:{port}"
     to_ours = SERVERS[name].backend == "jpaged"
     target = ["--target", f"127.0.0.1:{port}"] if to_ours else ["--base-url", url, "--model", folder]
     lengths = {"random-input-len": 128, "random-output-len": 128, "random-range-ratio": 0.5, "num-prompts": 128}
-    flags = [part for key, value in lengths.items() for part in (f"--{key}", str(value))]
+    flags = [part for key, value in {**lengths, "seed": seed}.items() for part in (f"--{key}", str(value))]
     client = [sys.executable, "-P", "-m", "jpaged", "bench", "serve", "--backend", SERVERS[name].backend]
     load = ["--tokenizer", folder, "--hardware", "none", "--request-rate", rate, "--output-json", str(output)]
     return [*client, *target, *load, *flags]
@@ -127,17 +133,17 @@ def measure(
         with ExitStack() as stack:
             ports = {name: stack.enter_context(running(name, shape, home, core)) for name in SERVERS}
 
-            def run(name: str, rate: str) -> dict:
-                point = _run(name, ports[name], shape, home, rate, core)
+            def run(name: str, rate: str, seed: int) -> dict:
+                point = _run(name, ports[name], shape, home, rate, seed, core)
                 points[name].append(point)
                 tpot_ms, answered = point["median_tpot_ms"], point["request_throughput"]
                 report(f"serve {name} at {rate} a second: {answered:.2f} answered, {tpot_ms:.1f} ms a token")
                 return point
 
-            at_once = {name: run(name, AT_ONCE) for name in SERVERS}
-            for multiple in MULTIPLES:
+            at_once = {name: run(name, AT_ONCE, 0) for name in SERVERS}
+            for seed, multiple in enumerate(MULTIPLES, start=1):
                 for name in SERVERS:
-                    run(name, f"{multiple * at_once[REFERENCE]['request_throughput']:.3f}")
+                    run(name, f"{multiple * at_once[REFERENCE]['request_throughput']:.3f}", seed)
     except PeerFailed as error:
         report(str(error))
         return {"points": points, "missing": str(error)}
@@ -155,11 +161,11 @@ def sustained(points: Sequence[Mapping], limit_ms: float) -> float:
     return max((float(point["rate"]) for point in paced if point["median_tpot_ms"] <= limit_ms), default=0.0)
 
 
-def _run(name: str, port: int, shape: Shape, home: Home, rate: str, core: int) -> dict:
+def _run(name: str, port: int, shape: Shape, home: Home, rate: str, seed: int, core: int) -> dict:
     output = home.folder / "logs" / f"serve_{name}.json"
     others = sorted(os.sched_getaffinity(0) - {core}) or [core]
     command = ["taskset", "-c", ",".join(map(str, others))]
-    command += client_command(name, port, shape, home, rate, output)
+    command += client_command(name, port, shape, home, rate, seed, output)
     log = home.log(f"client_{name}")
     with log.open("w") as file:
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -107,7 +107,7 @@ def offline(pipe: Connection, load: Load, model: str) -> None:
     """Answers each question with a run of `LLM.generate`."""
     from jpaged import LLM
 
-    with LLM(model) as llm:
+    with LLM(model, wait_for_all_programs=True) as llm:
         while pipe.recv() is not None:
             begin = time.perf_counter()
             outputs = llm.generate(load.prompts, load.sampling)

@@ -99,7 +99,7 @@ def main() -> None:
     }
     rows = []
     print(f"{'temperature':>12}{'rows':>6}{'tokens/s':>10}{'speedup':>9}   (quartiles)   accepted of a round")
-    with LLM("demo") as plain, LLM("demo", speculative_config=config) as drafted:
+    with LLM("demo", wait_for_all_programs=True) as plain, LLM("demo", speculative_config=config) as drafted:
         cases = [(temperature, 1) for temperature in TEMPERATURES] + [(0.8, num) for num in NUMS_ROWS[1:]]
         for temperature, num_rows in cases:
             row = compare(plain, drafted, temperature, num_rows, arguments.num_texts)

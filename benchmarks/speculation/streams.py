@@ -39,7 +39,9 @@ class Stream:
 def stories(temperature: float = 0.0) -> list[Stream]:
     """What the demo model makes of each prompt, greedily or with seed 1."""
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=_MAX_TOKENS)
-    outputs = LLM("demo", max_num_seqs=len(PROMPTS)).generate(list(PROMPTS), params, use_tqdm=False)
+    outputs = LLM("demo", max_num_seqs=len(PROMPTS), wait_for_all_programs=True).generate(
+        list(PROMPTS), params, use_tqdm=False
+    )
     return [Stream(list(one.prompt_token_ids), list(one.outputs[0].token_ids)) for one in outputs]
 
 

@@ -44,7 +44,7 @@ def main() -> None:
 
 def _jumping_from(share: float) -> LLM:
     with mock.patch.object(multi_step, "_JUMPING_SHARE_OF_FED", share):
-        return LLM("demo", max_num_seqs=NUM_ROWS)
+        return LLM("demo", max_num_seqs=NUM_ROWS, wait_for_all_programs=True)
 
 
 def _case(engines: dict[float, LLM], schema_of: Callable[[int], Any], num_rows: int, num_rounds: int) -> dict[str, Any]:

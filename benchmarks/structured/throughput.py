@@ -105,7 +105,7 @@ def _in_child(num_rounds: int, processors: list[int]) -> dict[str, Any]:
 
 def _measure(num_rounds: int) -> dict[str, dict[str, Any]]:
     prompts = prompts_of(NUM_ROWS)
-    with LLM("demo", max_num_seqs=NUM_ROWS) as llm:
+    with LLM("demo", max_num_seqs=NUM_ROWS, wait_for_all_programs=True) as llm:
         return {name: dataclasses.asdict(_case(llm, prompts, of_row, num_rounds)) for name, of_row in CASES.items()}
 
 

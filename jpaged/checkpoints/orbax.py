@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
 from jpaged import json_text
 from jpaged.checkpoints.tensor_files import (
@@ -109,6 +108,8 @@ class OrbaxTensors:
         self._folder = folder / PARAMS_FOLDER
         for path in self._folder.glob("**/manifest.ocdbt"):
             require_bounded(path, MAX_INDEX_BYTES)
+        import tensorstore as ts
+
         self._context = ts.Context()
         self._arrays: dict[str, Any] = {}
         self.names = _names(self._folder)
@@ -138,6 +139,8 @@ class OrbaxTensors:
         return self._folder
 
     def _array(self, name: str) -> Any:
+        import tensorstore as ts
+
         if name not in self._arrays:
             base = {"driver": "file", "path": f"{self._folder.resolve()}/"}
             spec = {

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from huggingface_hub import split_state_dict_into_shards_factory
 
 from jpaged import json_text
 from jpaged.checkpoints.tensor_files import FORMAT_DTYPES, INDEX_FILE
@@ -52,6 +51,8 @@ def write_tensor_files(tensors: Sequence[StoredTensor], folder: Path, max_shard_
     Raises:
         OSError: a file could not be written.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
     by_name = {tensor.name: tensor for tensor in tensors}
     split = split_state_dict_into_shards_factory(
         by_name,

@@ -46,6 +46,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     With several processes, 4 means that another one failed: docs/health.md has the table.
     """
+    gc.disable()  # until the server is ready: nearly all objects of a start stay
+    try:
+        return _run(arguments)
+    finally:
+        gc.enable()
+
+
+def _run(arguments: argparse.Namespace) -> int:
     from jpaged.cli.multihost import follow  # and the server, before asyncio takes Ctrl-C
 
     config = config_from(arguments)
@@ -60,7 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
         # the field is an environment variable or an option
         name = error.field if error.field.isupper() else to_flag(error.field)
         raise InvalidArgument(name, error.problem) from error
-    return asyncio.run(_serve(config, multihost)) if multihost.is_leader else follow(config, multihost)
+    if multihost.is_leader:
+        return asyncio.run(_serve(config, multihost))
+    gc.enable()
+    return follow(config, multihost)
 
 
 async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
@@ -92,6 +103,7 @@ async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
             report.line(f"metrics on http://{host}:{server.metrics_port}/metrics")
         report.line(f"ready on {host}:{port}")
         gc.freeze()  # loaded objects stay: a full collection would delay a step by 0.2 s
+        gc.enable()
 
     def give_up() -> None:
         """Print the stacks of hanging threads, and force the exit if they prevent it."""

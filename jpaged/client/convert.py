@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, Generic, Literal, TypeVar
 
 from google.protobuf.message import Message
@@ -281,7 +282,15 @@ def _add_generated(message: inference_pb2.GenerateRequest, generated: Sequence[P
 
 
 def sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
-    """Convert all fields including defaults, so that the meaning does not depend on the server's version."""
+    """Convert all fields including defaults, so that the meaning does not depend on the server's version.
+
+    Many requests have the same parameters, so messages are cached; do not change them.
+    """
+    is_hashable = sampling.logit_bias is None and sampling.structured_outputs is None
+    return _build_sampling_once(sampling) if is_hashable else _build_sampling(sampling)
+
+
+def _build_sampling(sampling: SamplingParams) -> inference_pb2.SamplingParams:
     given: dict[str, Any] = {one.name: getattr(sampling, one.name) for one in fields(SamplingParams)}
     values = {name: value for name, value in given.items() if value is not None}
     for name in ("max_tokens", "min_tokens"):
@@ -301,6 +310,9 @@ def sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
     if sampling.structured_outputs is not None:
         values["structured_outputs"] = _structured_message(sampling.structured_outputs)
     return inference_pb2.SamplingParams(**values)
+
+
+_build_sampling_once = lru_cache(maxsize=64)(_build_sampling)
 
 
 def _structured_message(outputs: StructuredOutputs) -> inference_pb2.StructuredOutputs:

@@ -363,12 +363,16 @@ class SchedulerOptions:
         "(a baseline for benchmarks)",
         choices=get_args(Batching),
     )
-    overlap: bool = option(True, "prepare a step while the device still runs the previous one")
+    overlap: bool | None = option(
+        None,
+        "prepare a step while the device still runs the previous one; if unset, on, except on a CPU of which this "
+        "process may use one core: there overlap gains no throughput, and a new request waits for two steps",
+    )
     num_scheduler_steps: int = option(
         0,
         "decode steps per dispatch while no request can join; 0: up to 8 on CPUs and 2 elsewhere, within 0.02 s, "
-        "or 0.05 s if all rows are taken and none may end early; -1: like 0, but without the time limit in that "
-        "case (default of LLM)",
+        "0.003 s while requests keep arriving and few rows are taken, 0.05 s if all are taken, or 0.1 s if in "
+        "addition none may end early; -1: like 0, but without a time limit if none may end early (default of LLM)",
         low=-1,
         high=16,
     )
@@ -488,8 +492,10 @@ class ParallelOptions:
 class StartupOptions:
     """Requirements before the first step."""
 
-    wait_for_all_programs: bool = option(
-        False, "start only after every program is compiled, instead of after the subset to which any step can be padded"
+    wait_for_all_programs: bool | None = option(
+        None,
+        "start only after every program is compiled, instead of after the subset to which any step can be padded "
+        "(default: on for GPUs, whose compiler times kernels on the serving device, and for several processes)",
     )
     compiled: str | None = option(
         None,

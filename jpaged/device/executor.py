@@ -238,13 +238,17 @@ class JaxExecutor:
         memory_plan = plan_memory(request, memory, programs)
         memory_plan = dataclasses.replace(memory_plan, num_blocks=least(memory_plan.num_blocks))
         served = ServerPrograms.of(*assemble(memory_plan.num_blocks), params, saved, keep)
-        # Process 0 pads steps to the shapes that it has ready: the other processes need them, too.
-        waits_for_all = options.startup.wait_for_all_programs or jax.process_count() > 1
+        waits_for_all = waits_for_all_programs(options, mesh)
         return cls(served, params, memory_plan, least=least, waits_for_all=waits_for_all)
 
     @property
     def geometry(self) -> Geometry:
         return self._geometry
+
+    @property
+    def waits_for_all(self) -> bool:
+        """True if `warm_up` returns after all programs are compiled; False if some follow in the background."""
+        return self._waits_for_all
 
     @property
     def memory_plan(self) -> MemoryPlan:
@@ -278,7 +282,13 @@ class JaxExecutor:
         self._memory_plan = self._memory_plan.verified(self._served.memory(self._programs.ready))
         self._least(0)  # all processes wait here: the following calls wait inside collectives
         with self._calling("measuring rates failed"):
-            self._rates = measure_rates(self._runner, self._mover, self._programs, self._geometry)
+            self._rates = measure_rates(
+                self._runner,
+                self._mover,
+                self._programs,
+                self._geometry,
+                is_padding_free=self.step.linear_backend == "cpu",
+            )
         self._programs.compile_rest(progress)
 
     def _note_ready(self) -> None:
@@ -472,6 +482,18 @@ class JaxExecutor:
             raise InternalError(f"{failure}: {error}") from error
         finally:
             self.num_compiles_after_warm_up += told.num_compiled - num_before
+
+
+def waits_for_all_programs(options: EngineConfig, mesh: Mesh) -> bool:
+    """Return True if a server on these devices compiles all programs before its first step.
+
+    Process 0 of several pads steps to its ready programs, which the other processes must have, too. On GPUs the
+    compiler times kernels on the serving device, which would delay steps.
+    """
+    if jax.process_count() > 1:
+        return True
+    chosen = options.startup.wait_for_all_programs
+    return first_device(mesh).platform == "gpu" if chosen is None else chosen
 
 
 def _require_alive(is_shut_down: bool) -> None:

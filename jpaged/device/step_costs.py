@@ -35,7 +35,7 @@ from jpaged.config import Backend
 from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.device.model_runner import ModelRunner
 from jpaged.device.transfers import BlockMover
-from jpaged.engine.executor import BlockMoves, DeviceRates, Geometry, Move, SamplingInputs, StepInputs
+from jpaged.engine.executor import MIN_BUCKET, BlockMoves, DeviceRates, Geometry, Move, SamplingInputs, StepInputs
 from jpaged.engine.executor.io import CascadeCosts
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
@@ -49,18 +49,31 @@ _ENOUGH_S = 0.03
 """Time after which no further run is made. The first-touch cost of memory is a small part of it."""
 _CONTEXT_SHARE = 4
 """Context tokens per query token when attention is timed. A larger context would take too long on a slow device."""
+_SIZE_FACTOR = 4
+"""Ratio of the sizes that are timed if padding takes no time."""
 NO_RATE = 1.0
 """The swap rate in bytes per second without host memory: recomputing is then always faster than swapping."""
 
 
-def measure_rates(runner: ModelRunner, mover: BlockMover, programs: ProgramStore, geometry: Geometry) -> DeviceRates:
-    """Time steps of the sizes compiled so far, and swaps of blocks that are not in use yet."""
+def measure_rates(
+    runner: ModelRunner,
+    mover: BlockMover,
+    programs: ProgramStore,
+    geometry: Geometry,
+    *,
+    is_padding_free: bool = False,
+) -> DeviceRates:
+    """Time steps of the sizes compiled so far, and swaps of blocks that are not in use yet.
+
+    Args:
+        is_padding_free: the duration of a step depends on the tokens in use, not on the padded size.
+    """
 
     def step_s(inputs: StepInputs) -> float:
         sampling = SamplingInputs.neutral(geometry.buckets.num_rows(inputs.num_rows))
         return _measure_seconds(lambda: np.asarray(runner.sample(runner.forward(runner.pack(inputs)), sampling)))
 
-    forward_s, pair_s = measure_steps(geometry, step_s)
+    forward_s, pair_s = measure_used_tokens(geometry, step_s) if is_padding_free else measure_steps(geometry, step_s)
     swap_out = swap_in = NO_RATE
     swap_sizes = programs.sizes(Move.SWAP_IN.value)
     if swap_sizes:
@@ -100,6 +113,36 @@ def measure_steps(
     return tuple((size, timed[size] - pair_s * inputs.num_pairs) for size, inputs in steps.items()), pair_s
 
 
+def measure_used_tokens(
+    geometry: Geometry, step_s: Callable[[StepInputs], float]
+) -> tuple[tuple[tuple[int, float], ...], float]:
+    """Measure as `measure_steps` if padding takes no time, in the largest program and without long steps.
+
+    Sizes grow until a step takes `_ENOUGH_S`. Larger steps are extrapolated, as a start must not wait for the largest:
+    on a CPU it takes seconds.
+
+        timed        8 ── 32 ── 128          512 is on the line through the last two
+    """
+    largest = geometry.buckets.tokens[-1]
+    timed: dict[int, float] = {}
+    size = min(MIN_BUCKET, largest)
+    while size not in timed:
+        timed[size] = step_s(null_prefill(geometry, largest, num_tokens=size))
+        if len(timed) == 1 or timed[size] < _ENOUGH_S:
+            size = min(_SIZE_FACTOR * size, largest)
+    start = min(_CONTEXT_SHARE * size, geometry.max_model_len // 2)
+    near, far = (null_prefill(geometry, largest, begin, num_tokens=size) for begin in (0, start))
+    num_more = far.num_pairs - near.num_pairs
+    pair_s = max(0.0, step_s(far) - timed[size]) / num_more if num_more > 0 else 0.0
+    pairs = {size: null_prefill(geometry, largest, num_tokens=size).num_pairs for size in timed}
+    pair_s = min(pair_s, *(seconds / 2 / pairs[size] for size, seconds in timed.items()))
+    points = [(size, seconds - pair_s * pairs[size]) for size, seconds in timed.items()]
+    if size < largest:
+        (small, small_s), (_, large_s) = points[-2:] if len(points) > 1 else ((0, 0.0), points[0])
+        points.append((largest, large_s + max(0.0, large_s - small_s) / (size - small) * (largest - size)))
+    return tuple(points), pair_s
+
+
 def _measure_seconds(act: Callable[[], object]) -> float:
     """Return the fastest of up to `_NUM_RUNS` runs; a run that takes `_ENOUGH_S` is the last one.
 
@@ -117,15 +160,16 @@ def _measure_seconds(act: Callable[[], object]) -> float:
     return quickest
 
 
-def null_prefill(geometry: Geometry, num_padded: int, start: int = 0) -> StepInputs:
+def null_prefill(geometry: Geometry, num_padded: int, start: int = 0, *, num_tokens: int | None = None) -> StepInputs:
     """Build a prefill step of a given size whose prompts use only the null block, so that it disturbs no cached block.
 
     Args:
         num_padded: one of the geometry's buckets.
         start: number of computed tokens of every prompt; below `max_model_len`.
+        num_tokens: tokens in use, at most num_padded; None fills the step.
     """
     max_rows, row_len = geometry.max_num_seqs, geometry.max_model_len - start
-    num_tokens = min(num_padded, max_rows * row_len)
+    num_tokens = min(num_padded if num_tokens is None else num_tokens, max_rows * row_len)
     num_rows = -(-num_tokens // row_len)
     starts_s1 = np.minimum(np.arange(max_rows + 1) * row_len, num_tokens).astype(np.int32)
     positions_t = (start + np.arange(num_padded) % row_len).astype(np.int32)

@@ -191,7 +191,7 @@ class EngineCore:
         self.groups: dict[str, SequenceGroup] = {}
         self._clock = clock
         self._executor = executor
-        self._overlap = config.scheduler.overlap
+        self._overlap = config.scheduler.overlap is not False
         self._output = OutputProcessor(tokenizer, eos_token_ids)
         self._deadlines, self._queue_timeouts = Deadlines(), Deadlines()
         self._queue_timeout_s = config.timeouts.queue_timeout
@@ -235,7 +235,7 @@ class EngineCore:
             observers.on_begin.append(lambda now_s: budget.steps.set_buckets(executor.geometry.buckets))
             observers.on_results.append(budget.steps.on_results)
         if num_scheduler_steps != 1:
-            observers.on_begin.append(lambda now_s: scheduler.multi_step_policy.set_programs(executor.geometry))
+            observers.on_begin.append(lambda now_s: scheduler.multi_step_policy.begin_step(now_s, executor.geometry))
             observers.on_results.append(scheduler.multi_step_policy.on_results)
         if self._deadline_estimator is not None:
             observers.on_results.append(self._deadline_estimator.least_times.on_results)
@@ -391,6 +391,8 @@ class EngineCore:
                 self._fail([group], late)
                 return
         self.groups[request.request_id] = group
+        if self.scheduler.queues.running:
+            self.scheduler.multi_step_policy.arrivals.add(arrival_s)
         self._output.open(group)
         is_pending = any(connector.start_load(group) for connector in self.memory.connectors)
         (self.scheduler.queues.add_pending_fetch if is_pending else self.scheduler.queues.add)(group)

@@ -6,6 +6,7 @@ Quantization is rules over the names of modules in a checkpoint.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -94,11 +95,15 @@ class Quantization:
 
     def get_rule(self, module: str) -> int | None:
         """Return the index of the rule that applies to a module, under any equivalent name; None if none does."""
-        names = _get_names(module)
-        return next(
-            (place for place, (pattern, _) in enumerate(self.rules) if any(re.search(pattern, name) for name in names)),
-            None,
-        )
+        return _find_rule(tuple(pattern for pattern, _ in self.rules), module)
+
+
+@functools.lru_cache(maxsize=1 << 14)  # a start looks up each of hundreds of names ten times
+def _find_rule(patterns: tuple[str, ...], module: str) -> int | None:
+    names = _get_names(module)
+    return next(
+        (place for place, pattern in enumerate(patterns) if any(re.search(pattern, name) for name in names)), None
+    )
 
 
 def _get_names(module: str) -> list[str]:

@@ -14,9 +14,7 @@ from jpaged.models.layer_kinds import LayerKind
 from jpaged.models.param_specs import LM_HEAD, Leaf
 
 if TYPE_CHECKING:
-    from flax import nnx
-
-    from jpaged.models.layers import Ends, EndsKeys
+    from jpaged.models.layers import Ends, EndsKeys, Module, RandomKeys
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 
@@ -36,7 +34,7 @@ class Modules(Generic[ConfigT]):
     """
 
     ends: Callable[[ConfigT, np.dtype, EndsKeys], Ends]
-    layer: Callable[[ConfigT, np.dtype, nnx.Rngs, LayerKind], nnx.Module]
+    layer: Callable[[ConfigT, np.dtype, RandomKeys, LayerKind], Module]
 
 
 @dataclass(frozen=True, slots=True)

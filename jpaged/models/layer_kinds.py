@@ -144,7 +144,12 @@ def group_layers(windows: Sequence[int | None], max_model_len: int, units: Units
         max_model_len: maximum tokens of a sequence; a window of at least this length counts as none.
         units: every layer once, each with others of the same window; None is each layer alone.
     """
-    units = [[layer] for layer in range(len(windows))] if units is None else units
+    units = [(layer,) for layer in range(len(windows))] if units is None else [tuple(unit) for unit in units]
+    return _group_layers(tuple(windows), max_model_len, tuple(units))
+
+
+@functools.lru_cache(maxsize=16)  # the search takes a tenth of a second for 100 layers
+def _group_layers(windows: tuple[int | None, ...], max_model_len: int, units: tuple[tuple[int, ...], ...]) -> KVGroups:
     seen: dict[int | None, list[Sequence[int]]] = {}
     for unit in sorted(units, key=lambda unit: (-len(unit), unit[0])):
         window = windows[unit[0]]

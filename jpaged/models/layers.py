@@ -6,15 +6,16 @@ The matmul is accumulated in float32, and has its own gradient.
 from __future__ import annotations
 
 import abc
+import copy
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import EllipsisType
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jpaged.errors import InternalError
@@ -119,14 +120,76 @@ Params = dict[str, Any]
 _INIT_STD = 0.02
 
 
-class RMSNorm(nnx.Module):
+class Param:
+    """A parameter of a module: an array, or a matrix in another form that takes its place."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __getitem__(self, index: EllipsisType) -> Any:
+        """Return the array."""
+        return self._value
+
+    def __setitem__(self, index: EllipsisType, value: Any) -> None:
+        """Replace the array."""
+        self._value = value
+
+    def get_value(self) -> Any:
+        """Return the array or the matrix."""
+        return self._value
+
+
+class RandomKeys:
+    """A sequence of independent random keys."""
+
+    def __init__(self, key: jax.Array) -> None:
+        self._key = key
+        self._num_taken = 0
+
+    def next_key(self) -> jax.Array:
+        """Return a key that differs from all earlier ones."""
+        key = jax.random.fold_in(self._key, np.uint32(self._num_taken))
+        self._num_taken += 1
+        return key
+
+
+class Module:
+    """A part of a model: its attributes are parameters, other modules, and constants.
+
+    Flax's modules would do the same, but importing them takes as long as importing jax.
+    """
+
+    def params(self) -> Params:
+        """Return the values of all parameters by attribute, as nested dictionaries without empty ones."""
+        found: Params = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Param):
+                found[name] = value.get_value()
+            elif isinstance(value, Module) and (inside := value.params()):
+                found[name] = inside
+        return found
+
+    def with_params(self, params: Params | None) -> Self:
+        """Return a copy with these parameters, a tree as `params` returns; None removes the values."""
+        made = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Param):
+                setattr(made, name, Param(None if params is None else params[name]))
+            elif isinstance(value, Module):
+                setattr(made, name, value.with_params(None if params is None else params.get(name, {})))
+        return made
+
+
+class RMSNorm(Module):
     """Computes x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32, returned in x's type.
 
     The stored weight is the scale less the offset, if there is one: Gemma's weights are near 0, not near 1.
     """
 
     def __init__(self, width: int, eps: float, dtype: np.dtype, offset: float = 0.0) -> None:
-        self.scale = nnx.Param(jnp.ones((width,), dtype))
+        self.scale = Param(jnp.ones((width,), dtype))
         self.eps = eps
         self.offset = offset
 
@@ -191,15 +254,15 @@ class MeasuredNorm:
         return self.norm.for_kernel
 
 
-class LayerNorm(nnx.Module):
+class LayerNorm(Module):
     """Computes (x - mean) / sqrt(var + eps) * scale + bias over the last axis, in float32, returned in x's type.
 
     A norm that is not affine has neither scale nor bias.
     """
 
     def __init__(self, width: int, eps: float, is_affine: bool, dtype: np.dtype) -> None:
-        self.scale = nnx.Param(jnp.ones((width,), dtype)) if is_affine else None
-        self.bias = nnx.Param(jnp.zeros((width,), dtype)) if is_affine else None
+        self.scale = Param(jnp.ones((width,), dtype)) if is_affine else None
+        self.bias = Param(jnp.zeros((width,), dtype)) if is_affine else None
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -237,16 +300,16 @@ def _fused(norm: Norm | None, x: jax.Array) -> tuple[matmul_module.Norm | None, 
     return before, x if norm is None or before is not None else norm(x)
 
 
-class Linear(nnx.Module):
+class Linear(Module):
     """`norm(x)[T, in] @ kernel[in, *out] + bias[*out]`, accumulated in float32, returned in x's type.
 
     The kernel may be packed (`jpaged.kernels.matmul`): the operations around the matmul are then fused into it. It may
     have adapters (`jpaged.kernels.lora`), which add to the sums before anything else.
     """
 
-    def __init__(self, width: int, out: tuple[int, ...], use_bias: bool, dtype: np.dtype, rngs: nnx.Rngs) -> None:
-        self.kernel = nnx.Param(normal(rngs.params(), (width, *out), dtype))
-        self.bias = nnx.Param(jnp.zeros(out, dtype)) if use_bias else None
+    def __init__(self, width: int, out: tuple[int, ...], use_bias: bool, dtype: np.dtype, rngs: RandomKeys) -> None:
+        self.kernel = Param(normal(rngs.next_key(), (width, *out), dtype))
+        self.bias = Param(jnp.zeros(out, dtype)) if use_bias else None
 
     @property
     def is_packed(self) -> bool:
@@ -317,7 +380,7 @@ class GatedLinear(Linear):
     """act(first half) * second half of a matmul whose kernel is `[E, 2, F]`: `[T, E]` to `[T, F]`."""
 
     def __init__(
-        self, width: int, inner: int, use_bias: bool, activation: Activation, dtype: np.dtype, rngs: nnx.Rngs
+        self, width: int, inner: int, use_bias: bool, activation: Activation, dtype: np.dtype, rngs: RandomKeys
     ) -> None:
         super().__init__(width, (2, inner), use_bias, dtype, rngs)
         self.activation = activation
@@ -351,7 +414,7 @@ class QKVLinear(Linear):
     """
 
     def __init__(
-        self, config: ModelConfig, use_bias: bool, dtype: np.dtype, rngs: nnx.Rngs, num_inputs: int | None = None
+        self, config: ModelConfig, use_bias: bool, dtype: np.dtype, rngs: RandomKeys, num_inputs: int | None = None
     ) -> None:
         of_group = config.num_heads // config.num_kv_heads + 2
         self.groups = config.num_kv_heads, of_group, config.head_dim
@@ -408,11 +471,11 @@ class QKVLinear(Linear):
 EndsKeys = tuple[jax.Array, jax.Array]
 
 
-class TokenEmbedding(nnx.Module):
+class TokenEmbedding(Module):
     """A matrix with a row for each id: an embedding of ids, and an output matrix for hidden states."""
 
     def __init__(self, size: int, width: int, dtype: np.dtype, key: jax.Array) -> None:
-        self.embedding = nnx.Param(normal(key, (size, width), dtype))
+        self.embedding = Param(normal(key, (size, width), dtype))
 
     def __call__(self, ids_t: jax.Array) -> jax.Array:
         """Map `[T]` to `[T, width]`."""
@@ -432,7 +495,7 @@ class TokenEmbedding(nnx.Module):
         return dot(hidden_re if norm is None else norm(hidden_re), embedding, 1)
 
 
-class Ends(nnx.Module):
+class Ends(Module, abc.ABC):
     """The modules around the layers: the embedding before them and the output matrix after them, which may be tied.
 
     Families subclass it to add their other modules there.

@@ -6,26 +6,26 @@ The parameter tree of a quantized model has the shapes and the names of axes of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.matmul.quantized import abstract_matrix, component_axes
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.models.config import ModelConfig, Quantization
 from jpaged.models.layer_kinds import KVPlace, LayerKind, get_stacks
-from jpaged.models.layers import Attend, Ends, Params
+from jpaged.models.layers import Attend, Ends, Module, Params, RandomKeys
 from jpaged.models.param_specs import EXPERT_AXES, Leaf, LogicalAxes, contracted_axis, is_uniform, leaf_format
 from jpaged.models.registry import find_family
 from jpaged.models.stack import LayerMode, LayerPlace, run_layers
 from jpaged.models.tokens import Rows, TokenBatch
 
+ModuleT = TypeVar("ModuleT", bound=Module)
 MatricesOf = Literal["layers", "head", "all"]
 LeafPath = tuple[str | int, ...]
 """Place of a leaf in the tree: ("layers", 3, "mlp", "down", "kernel"), in scan mode with the name of a stack."""
@@ -49,6 +49,13 @@ def placed_leaves(config: ModelConfig, layer_mode: LayerMode) -> Iterator[tuple[
                 yield ("layers", index, *leaf.path), (leaf,)
     for leaf in family.outer_leaves(config, prefix):
         yield leaf.path, (leaf,)
+
+
+def insert(tree: Any, path: Sequence[str | int], value: Any) -> None:
+    """Set a value at a path in a tree; lists must exist, dictionaries are created."""
+    for key in path[:-1]:
+        tree = tree[key] if isinstance(key, int) else tree.setdefault(key, {})
+    tree[path[-1]] = value
 
 
 def dense_formats(config: ModelConfig, part: MatricesOf = "all") -> frozenset[MatrixFormat]:
@@ -113,10 +120,14 @@ class Model:
 
     def abstract_params(self, layer_mode: LayerMode) -> Params:
         """Return shapes and types of the parameter tree, with its quantized matrices."""
-        key = jax.eval_shape(jax.random.key, 0)  # a real key would need a program to be compiled
-        params: Params = jax.eval_shape(functools.partial(self.init_params, layer_mode=layer_mode), key)
-        if self.config.quantization is not None:
-            put_quantized(params, self.config, layer_mode, self.dtype)
+        config = self.config
+        params: Params = {"layers": {} if layer_mode == "scan" else [{} for _ in range(config.num_layers)]}
+        for path, (leaf, *others) in placed_leaves(config, layer_mode):
+            is_stacked = layer_mode == "scan" and path[0] == "layers"
+            shape = (1 + len(others), *leaf.shape) if is_stacked else leaf.shape
+            insert(params, path, jax.ShapeDtypeStruct(shape, leaf.dtype or self.dtype))
+        if config.quantization is not None:
+            put_quantized(params, config, layer_mode, self.dtype)
         return params
 
     def init_params(self, key: jax.Array, layer_mode: LayerMode) -> Params:
@@ -129,13 +140,13 @@ class Model:
 
         @functools.partial(jax.jit, static_argnames="kind")
         def init_layer(key: jax.Array, kind: LayerKind) -> Params:
-            return _arrays(modules.layer(config, dtype, nnx.Rngs(key), kind))
+            return modules.layer(config, dtype, RandomKeys(key), kind).params()
 
         keys, kinds = jax.random.split(layers_key, config.num_layers), config.layer_kinds
         layers: Any = [init_layer(keys[i], kind=kind) for i, kind in enumerate(kinds)] if layer_mode == "loop" else {}
         for name, stacked in get_stacks(kinds).items() if layer_mode == "scan" else ():
             layers[name] = jax.vmap(functools.partial(init_layer, kind=kinds[stacked[0]]))(keys[np.array(stacked)])
-        return {**_arrays(modules.ends(config, dtype, (begin_key, end_key))), "layers": layers}
+        return {**modules.ends(config, dtype, (begin_key, end_key)).params(), "layers": layers}
 
     def run(
         self,
@@ -183,8 +194,8 @@ class Model:
         x, shared = ends.begin(tokens)
 
         def layer(params: Params, x: Any, carry: Any, place: LayerPlace) -> tuple[Any, Any]:
-            graph = _layer_graph(config, self.dtype, place.kind)
-            return nnx.merge(graph, nnx.State(params))(x, shared, attend, carry, place)
+            module: Any = _layer_structure(config, self.dtype, place.kind).with_params(params)
+            return module(x, shared, attend, carry, place)
 
         places = [(0, index) for index in range(config.num_layers)] if kv_places is None else kv_places
         x, carry, seen = run_layers(
@@ -211,29 +222,33 @@ class Model:
         return self._ends(params).normed(hidden_re)
 
     def _ends(self, params: Params) -> Ends:
-        graph, names = _ends_graph(self.config, self.dtype)
-        return nnx.merge(graph, nnx.State({name: params[name] for name in names}))
+        return _ends_structure(self.config, self.dtype).with_params(params)
 
 
-def _arrays(module: nnx.Module) -> Params:
-    return nnx.to_pure_dict(nnx.state(module))
-
-
-# The structure of modules without their arrays; parameters are merged into it only while tracing.
+# Modules without their arrays: parameters are merged into copies of them while tracing.
 @functools.lru_cache(maxsize=64)
-def _layer_graph(config: ModelConfig, dtype: np.dtype, kind: LayerKind) -> nnx.GraphDef:
+def _layer_structure(config: ModelConfig, dtype: np.dtype, kind: LayerKind) -> Module:
     layer = find_family(config.architecture).modules().layer
-    return nnx.split(nnx.eval_shape(lambda: layer(config, dtype, nnx.Rngs(0), kind)))[0]
+    return _without_arrays(lambda key: layer(config, dtype, RandomKeys(key), kind))
 
 
 @functools.lru_cache(maxsize=32)
-def _ends_graph(config: ModelConfig, dtype: np.dtype) -> tuple[nnx.GraphDef, tuple[str, ...]]:
-    """Return the structure, and the names of the parameter trees that belong in it."""
+def _ends_structure(config: ModelConfig, dtype: np.dtype) -> Ends:
     ends = find_family(config.architecture).modules().ends
 
-    def make() -> Ends:
-        begin_key, end_key = jax.random.split(jax.random.key(0))
+    def make(key: jax.Array) -> Ends:
+        begin_key, end_key = jax.random.split(key)
         return ends(config, dtype, (begin_key, end_key))
 
-    graph, state = nnx.split(nnx.eval_shape(make))
-    return graph, tuple(state)
+    return _without_arrays(make)
+
+
+def _without_arrays(make: Callable[[jax.Array], ModuleT]) -> ModuleT:
+    """Return the module that `make` builds from a random key, without computing an array."""
+    made: list[ModuleT] = []
+
+    def build(key: jax.Array) -> None:
+        made.append(make(key).with_params(None))
+
+    jax.eval_shape(build, jax.eval_shape(jax.random.key, 0))  # a real key would need a program to be compiled
+    return made[0]

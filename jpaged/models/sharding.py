@@ -14,15 +14,13 @@ divide evenly, and reading a checkpoint fills it (`jpaged.checkpoints.weights`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from jpaged.errors import InvalidArgument
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
-from jpaged.models.model import leaf_axes, placed_leaves
+from jpaged.models.model import insert, leaf_axes, placed_leaves
 from jpaged.models.param_specs import GroupedHeads, Leaf
 from jpaged.models.stack import LayerMode
 
@@ -42,13 +40,6 @@ def logical_axes(config: ModelConfig, layer_mode: LayerMode, dtype: np.dtype = _
         is_stacked = layer_mode == "scan" and path[0] == "layers"
         insert(axes, path, leaf_axes(config.quantization, leaf, dtype, is_stacked=is_stacked))
     return axes
-
-
-def insert(tree: Any, path: Sequence[str | int], value: Any) -> None:
-    """Set a value at a path in a tree; lists must exist, dictionaries are created."""
-    for key in path[:-1]:
-        tree = tree[key] if isinstance(key, int) else tree.setdefault(key, {})
-    tree[path[-1]] = value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -26,9 +26,10 @@ import math
 import resource
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
+from functools import partial
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -306,9 +307,8 @@ def make_server(options: ServerOptions, max_message_bytes: int, door: AuthInterc
     logging.getLogger(_CORE_NAME).addFilter(_is_ours)
     core, _core.AioServer = _core.AioServer, _Core
     try:
-        decoding = _Decoding(max_message_bytes, door)
-        server = aio.server(options=_arguments(options, max_message_bytes), interceptors=(decoding,))
-        server._server.unknown = door.unknown()  # type: ignore[attr-defined]  # a `_Core`
+        server = aio.server(options=_arguments(options, max_message_bytes))
+        server._server.decoding = _Decoding(max_message_bytes, door)  # type: ignore[attr-defined]  # a `_Core`
         return server
     finally:
         _core.AioServer = core
@@ -344,22 +344,21 @@ def _max_connections(asked: int) -> int:
     return most
 
 
-class _Decoding(aio.ServerInterceptor):
-    """Interceptor that authorizes calls and decodes their requests: gRPC passes bytes."""
+class _Decoding:
+    """Makes handlers that authorize calls and decode their requests: gRPC passes bytes."""
 
     def __init__(self, max_message_bytes: int, door: AuthInterceptor) -> None:
         self._door = door
         self._freed = FreedMemory()
         self._in_hand = MessagesInHand(max_message_bytes)
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        """Return the method's handler, with messages in place of bytes."""
-        reading = _reading(await continuation(handler_call_details), self._freed, self._in_hand)
-        return self._door.guarded(handler_call_details.method, reading)
+    def handler(self, method: str, handler: Any) -> Any:
+        """Return the handler of a method, with messages in place of bytes."""
+        return self._door.guarded(method, _reading(handler, self._freed, self._in_hand))
+
+    def unknown(self) -> Any:
+        """Return the handler of all unknown methods."""
+        return self._door.unknown()
 
 
 class MessagesInHand:
@@ -462,33 +461,43 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 class _Core(_AioServer):
-    """gRPC's server, except for unknown methods.
+    """gRPC's server, with its own loops that accept calls.
+
+    grpc.aio accepts all calls in one loop, which waits for the next call of any method: for each call it registers and
+    removes a callback for every method. Here each method has its own loop and one handler.
 
     gRPC core dispatches registered methods. For others, grpc.aio decodes the name as UTF-8 in its accept loop, and a
     failure ends the loop: a single call would end the server. This class never reads the name.
 
     Attributes:
-        unknown: the handler of those methods.
+        decoding: makes the handlers.
     """
 
-    unknown: Any = None
+    decoding: _Decoding
+    _handlers: Mapping[str, Any] = MappingProxyType({})
+
+    def add_registered_method_handlers(self, method_handlers: Mapping[str, Any]) -> None:
+        """Register methods, by their full names."""
+        super().add_registered_method_handlers(method_handlers)
+        self._handlers = {**self._handlers, **method_handlers}
 
     def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[Any]:
-        if method is not None:
-            future: asyncio.Future[Any] = super()._make_request_call_future(method)
-            return future
-        return asyncio.ensure_future(self._refuse_others())
+        """Start to accept calls of a method, or of unknown ones; the future ends with the server."""
+        if method is None:
+            return asyncio.ensure_future(self._accept("unknown", self._request_call, self.decoding.unknown()))
+        name = method.decode()
+        handler = self.decoding.handler(name, self._handlers[name])
+        return asyncio.ensure_future(self._accept(name, partial(self._request_registered_call, method), handler))
 
-    async def _refuse_others(self) -> None:
-        """Answer unknown methods with `unknown` until the server stops."""
-        methods = SimpleNamespace(resolve_handler=lambda details: self.unknown)
-        loop, name, refusals = asyncio.get_running_loop(), "unknown", set[asyncio.Task[None]]()
+    async def _accept(self, name: str, request: Callable[[], Awaitable[Any]], handler: Any) -> None:
+        methods = SimpleNamespace(resolve_handler=lambda details: handler)
+        loop, answers = asyncio.get_running_loop(), set[asyncio.Task[None]]()
         while True:
-            call = await self._request_call()
-            refusal = _core._handle_rpc(name, methods, (), call, loop, False)
-            task = loop.create_task(_core._schedule_rpc_coro(refusal, call, loop, name))
-            refusals.add(task)  # the loop keeps no reference to its tasks
-            task.add_done_callback(refusals.discard)
+            call = await request()
+            answer = _core._handle_rpc(name, methods, (), call, loop, False)
+            task = loop.create_task(_core._schedule_rpc_coro(answer, call, loop, name))
+            answers.add(task)  # the loop keeps no reference to its tasks
+            task.add_done_callback(answers.discard)
 
 
 def bind(server: aio.Server, field: str, host: str, port: int, certificates: CertificateFiles | None) -> int:

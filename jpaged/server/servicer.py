@@ -9,7 +9,6 @@ Score and Embed are calls of several requests: see `jpaged.service.score_embed`.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -334,11 +333,15 @@ def call_from(
     peer: str = "",
 ) -> Call:
     """Convert a request to a call of the service; the prompt is decoded later."""
+
+    def read() -> tuple[Prompt, SamplingParams]:
+        prompt = prompt_from(message)
+        if message.generated_token_ids:
+            prompt = replace(prompt, generated=generated_from(message))
+        return prompt, sampling_from(message.sampling)
+
     return Call(
-        read=lambda: (
-            replace(prompt_from(message), generated=generated_from(message)),
-            sampling_from(message.sampling),
-        ),
+        read=read,
         size=prompt_size(message),
         request_id=message.request_id if message.HasField("request_id") else None,
         model=model_from(message),
@@ -506,13 +509,10 @@ def _build_finish(finish: SequenceFinish, cumulative_logprob: float | None) -> i
 
 
 async def responses(
-    service: Service, message: inference_pb2.GenerateRequest, call: Call, context: ServicerContext | None = None
+    service: Service, message: inference_pb2.GenerateRequest, call: Call
 ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-    """Stream one request; closing the iterator aborts it. The initial metadata has its id and trace headers."""
+    """Stream one request; closing the iterator aborts it."""
     async with service.generate(call) as generation:
-        if context is not None:
-            ahead = {REQUEST_ID_KEY: generation.request_id, **generation.record.headers}
-            await context.send_initial_metadata(tuple(ahead.items()))
         first_ids, seed = generation.prompt_token_ids if message.return_prompt_token_ids else (), generation.seed
         async for event in generation:
             yield build_response(event, generation.request_id, first_ids, seed)
@@ -557,13 +557,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._service = service
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: ServicerContext) -> None:
-        """Stream one request; its blocks are free within a step, however the call ends."""
+        """Stream one request; its blocks are free within a step, however the call ends.
+
+        The initial metadata has its id and trace headers.
+        """
         async with status_on_error(context):
             metadata = context.invocation_metadata() or ()
             call = call_from(request, metadata, context.time_remaining(), context.peer())
-            async with aclosing(responses(self._service, request, call, context)) as messages:
-                async for message in messages:
-                    await context.write(message)
+            async with self._service.generate(call) as generation:
+                ahead = {REQUEST_ID_KEY: generation.request_id, **generation.record.headers}
+                await context.send_initial_metadata(tuple(ahead.items()))
+                first_ids = generation.prompt_token_ids if request.return_prompt_token_ids else ()
+                seed = generation.seed
+                async for event in generation:
+                    await context.write(build_response(event, generation.request_id, first_ids, seed))
+                    first_ids, seed = (), None
 
     async def Score(self, request: inference_pb2.ScoreRequest, context: ServicerContext) -> inference_pb2.ScoreResponse:
         """Score each continuation as a request; a client disconnect aborts all of them."""

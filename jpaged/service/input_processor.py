@@ -218,7 +218,7 @@ class InputProcessor:
         bad_word_ids = self._bad_word_ids(sampling)
         number = next(self._counter)
         if sampling.seed is None and not sampling.beam_width:
-            sampling = dataclasses.replace(sampling, seed=_derived_seed(self._seed, number))
+            sampling = sampling.with_seed(_derived_seed(self._seed, number))
         request = Request(
             request_id=request_id or f"request-{number}",
             prompt_token_ids=tuple(token_ids),

@@ -296,7 +296,8 @@ class Service:
             JpagedError: the request is refused; or, during iteration, it has failed.
         """
         access.require(Role.INFERENCE, "a request")
-        call = dataclasses.replace(call, tenant=access.owner(call.tenant))
+        if (tenant := access.owner(call.tenant)) != call.tenant:
+            call = dataclasses.replace(call, tenant=tenant)
         self._num_calls += 1
         self.is_idle.clear()
         try:

@@ -260,6 +260,7 @@ class HuggingFaceTokenizer:
             are always parsed.
         chat_template: source of a template that replaces the model's; None for the model's.
         trusts_request_templates: a chat request may bring a template.
+        starts_templates: start the process that renders the model's template at once, not at the first chat.
 
     Attributes:
         folder: source folder, or the GGUF file.
@@ -277,9 +278,11 @@ class HuggingFaceTokenizer:
         parse_special_tokens: bool = True,
         chat_template: str | None = None,
         trusts_request_templates: bool = False,
+        starts_templates: bool = True,
     ) -> None:
         # The process takes a second to start, in parallel to the rest; a server without text never starts one.
-        if chat_template is not None or _may_have_chat_template(folder):
+        has_template = parts is not None and parts.chat_template is not None
+        if chat_template is not None or (starts_templates and (has_template or _may_have_chat_template(folder))):
             template_process()
         keep_tokenizers_on_their_thread()
         self.folder = folder
@@ -290,7 +293,7 @@ class HuggingFaceTokenizer:
         # call and fails
         # with "Already borrowed" under threads.
         self._fast, self._slow = parts.fast, parts.slow
-        self._lock = threading.Lock()
+        self._lock, self._trial = threading.Lock(), threading.Lock()
         self.max_token_bytes = GENEROUS_BYTES
         self._token_bytes = None if self._fast is None else TokenBytes(self._fast)
         if self._fast is not None:
@@ -308,19 +311,25 @@ class HuggingFaceTokenizer:
         self._variables = parts.special_tokens
         self._trusts_request_templates = trusts_request_templates
         self._request_chats: OrderedDict[str, ChatTemplate] = OrderedDict()
-        self._chat: ChatTemplate | Unsupported
-        self._tool_chat: ChatTemplate | Unsupported
+        self._templates = parts.chat_template, parts.chat_template_problem, parts.tool_chat_template
+        self._chats: tuple[ChatTemplate | Unsupported, ChatTemplate | Unsupported] | None = None
         if chat_template is not None:
-            self._chat = self._tool_chat = self._made(chat_template, field="chat_template")
-            return
-        self._chat = self._model_chat(parts.chat_template, parts.chat_template_problem)
-        self._tool_chat = self._chat
-        if parts.tool_chat_template is not None:
-            self._tool_chat = self._model_chat(parts.tool_chat_template, None, is_for_tools=True)
+            made = self._made(chat_template, field="chat_template")
+            self._templates, self._chats = (chat_template, None, None), (made, made)
 
     @property
     def has_chat_template(self) -> bool:
-        return isinstance(self._chat, ChatTemplate)
+        return isinstance(self._tried_chats()[0], ChatTemplate)
+
+    def _tried_chats(self) -> tuple[ChatTemplate | Unsupported, ChatTemplate | Unsupported]:
+        """Return the chat templates without and with tools; the first call tries them, which waits for the process."""
+        with self._trial:
+            if self._chats is None:
+                source, problem, with_tools = self._templates
+                plain = self._model_chat(source, problem)
+                tools = plain if with_tools is None else self._model_chat(with_tools, None, is_for_tools=True)
+                self._chats = plain, tools
+            return self._chats
 
     def to_json(self) -> str | None:
         """Return the tokenizer as a tokenizer.json; None if it is implemented in Python."""
@@ -335,8 +344,9 @@ class HuggingFaceTokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Source of the chat template for conversations with tools; None if there is none."""
-        return self._tool_chat.source if isinstance(self._tool_chat, ChatTemplate) else None
+        """Source of the chat template for conversations with tools, broken or not; None if there is none."""
+        source, _, with_tools = self._templates
+        return source if with_tools is None else with_tools
 
     @property
     def special_tokens(self) -> frozenset[str]:
@@ -412,7 +422,7 @@ class HuggingFaceTokenizer:
         """Return the template of a chat: the request's, or the model's for chats with or without tools."""
         source = options.chat_template
         if source is None:
-            chat = self._tool_chat if options.shown_tools else self._chat
+            chat = self._tried_chats()[1 if options.shown_tools else 0]
             if isinstance(chat, Unsupported):
                 raise Unsupported(str(chat))
             return chat
@@ -482,12 +492,13 @@ def load_tokenizer(
     parse_special_tokens: bool = True,
     chat_template: str | None = None,
     trusts_request_templates: bool = False,
+    starts_templates: bool = True,
 ) -> Tokenizer:
     """Load the tokenizer of a model's folder; without tokenizer files, return one that handles only ids.
 
     Args:
         parts: tokenizer parts from elsewhere than the folder's files, such as a GGUF file's metadata.
-        chat_template, trusts_request_templates: as in `HuggingFaceTokenizer`.
+        chat_template, trusts_request_templates, starts_templates: as in `HuggingFaceTokenizer`.
 
     Raises:
         InvalidArgument: a file is broken.
@@ -503,6 +514,7 @@ def load_tokenizer(
             parse_special_tokens=parse_special_tokens,
             chat_template=chat_template,
             trusts_request_templates=trusts_request_templates,
+            starts_templates=starts_templates,
         )
     except (JpagedError, KeyboardInterrupt, SystemExit):
         raise

@@ -268,6 +268,14 @@ class SamplingParams:
         self._check_sequences()
         self._check_sharing()
 
+    def with_seed(self, seed: int) -> SamplingParams:
+        """Return the same parameters with another seed, from 0 to 2**64 - 1; the others need no second check."""
+        copied = object.__new__(SamplingParams)
+        for name in SamplingParams.__slots__:
+            object.__setattr__(copied, name, getattr(self, name))
+        object.__setattr__(copied, "seed", seed)
+        return copied
+
     def _check_lengths(self) -> None:
         _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer >= 1")
         _require(

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jpaged.device.step_costs import _measure_seconds, measure_steps, null_prefill
+from jpaged.device.step_costs import _measure_seconds, measure_steps, measure_used_tokens, null_prefill
 from jpaged.engine.executor import BucketTable, Geometry, StepInputs
 from jpaged.testing import FakeExecutor
 
@@ -89,3 +89,31 @@ def test_the_shortest_model_can_be_timed() -> None:
     forward_s, pair_s = measure_steps(geometry, Device().step_s)
     assert pair_s >= 0
     assert all(seconds > 0 for _, seconds in forward_s)
+
+
+class FreePadding(Device):
+    """Takes a millisecond and more for each token in use, whatever the size of its program."""
+
+    def step_s(self, inputs: StepInputs) -> float:
+        self.ran.append((len(inputs.token_ids_t), inputs.num_tokens))
+        return 1e-3 * (1 + inputs.num_tokens) + self.pair_s * inputs.num_pairs
+
+
+def test_if_padding_is_free_the_largest_program_is_timed_with_few_tokens() -> None:
+    device = FreePadding()
+    geometry = dataclasses.replace(GEOMETRY, buckets=BucketTable((8, 128), (8,)))
+    forward_s, pair_s = measure_used_tokens(geometry, device.step_s)
+    assert device.ran == [(128, 8), (128, 32), (128, 32)]  # the second step was long enough
+    assert pair_s == pytest.approx(1e-6)
+    assert [size for size, _ in forward_s] == [8, 32, 128]
+    np.testing.assert_allclose([seconds for _, seconds in forward_s], [0.009, 0.033, 0.129])
+
+
+def test_a_device_that_is_quick_is_timed_up_to_the_largest_step() -> None:
+    device = FreePadding(pair_s=0.0)
+    geometry = dataclasses.replace(GEOMETRY, buckets=BucketTable((16,), (8,)))
+    forward_s, pair_s = measure_used_tokens(geometry, device.step_s)
+    assert [num_tokens for _, num_tokens in device.ran] == [8, 16, 16]
+    assert pair_s == 0
+    assert [size for size, _ in forward_s] == [8, 16]
+    np.testing.assert_allclose([seconds for _, seconds in forward_s], [0.009, 0.017])

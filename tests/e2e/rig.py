@@ -38,7 +38,7 @@ def write_model(name: str, folder: Path, *, with_tokenizer: bool = False) -> Pat
 @contextmanager
 def open_llm(folder: Path | str, **options: Any) -> Iterator[LLM]:
     """An LLM in float32 with the fewest programs that serve; afterwards no block is lost and nothing was compiled."""
-    few = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 8}
+    few = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 8, "wait_for_all_programs": True}
     with LLM(str(folder), **{**few, **options}) as llm:
         yield llm
         check_at_rest(llm)

@@ -31,17 +31,18 @@ def test_a_server_has_one_core_and_its_own_options(tmp_path):
 
 @pytest.mark.parametrize(("name", "expected"), [("jpaged", ["--target", "127.0.0.1:77"]), ("vllm", ["--base-url"])])
 def test_the_client_speaks_each_servers_language(tmp_path, name, expected):
-    command = client_command(name, 77, SHAPE, Home(tmp_path), "1.5", tmp_path / "out.json")
+    command = client_command(name, 77, SHAPE, Home(tmp_path), "1.5", 3, tmp_path / "out.json")
     begin = command.index(expected[0])
     assert command[begin : begin + len(expected)] == expected
     assert command[command.index("--request-rate") + 1] == "1.5"
+    assert command[command.index("--seed") + 1] == "3"
 
 
 def test_servers_take_turns_at_multiples_of_the_others_saturation(tmp_path, monkeypatch):
     turns = []
 
-    def run(name, port, shape, home, rate, core):
-        turns.append((name, rate))
+    def run(name, port, shape, home, rate, seed, core):
+        turns.append((name, rate, seed))
         return point(rate, answered={"jpaged": 30.0, "vllm": 20.0}[name])
 
     @contextmanager
@@ -53,7 +54,8 @@ def test_servers_take_turns_at_multiples_of_the_others_saturation(tmp_path, monk
     monkeypatch.setattr(serving, "MULTIPLES", (0.5, 1.4))
     row = measure(SHAPE, {}, Home(tmp_path), CORE, lambda line: None)
     rates = ["inf", "10.000", "28.000"]
-    assert turns == [(name, rate) for rate in rates for name in ("jpaged", "vllm")]
+    # Each rate has its own prompts, which both servers get: neither has them in its prefix cache.
+    assert turns == [(name, rate, seed) for seed, rate in enumerate(rates) for name in ("jpaged", "vllm")]
     assert [one["rate"] for one in row["points"]["vllm"]] == rates
     assert "missing" not in row
 

@@ -1,5 +1,6 @@
 """Bad input is refused with the field, the value and the limit."""
 
+import dataclasses
 import math
 
 import pytest
@@ -62,6 +63,13 @@ def test_a_sampling_value_out_of_range_is_named(field, value):
 
 def test_a_single_stop_string_is_a_list_of_one():
     assert SamplingParams(stop="END").stop == ("END",)
+
+
+def test_parameters_with_another_seed_differ_in_nothing_else():
+    params = SamplingParams(max_tokens=7, temperature=0.5, stop=["a"], logit_bias={3: 1.0}, stop_token_ids=[4])
+    assert params.seed is None
+    assert params.with_seed(2**64 - 1) == dataclasses.replace(params, seed=2**63 - 1).with_seed(2**64 - 1)
+    assert dataclasses.replace(params.with_seed(5), seed=None) == params
 
 
 def test_a_tokenizer_of_more_tokens_than_the_model_has_is_told_of(input_processor):

@@ -29,7 +29,7 @@ class Jpaged:
     """An LLM of jpaged."""
 
     def __init__(self, settings: Settings) -> None:
-        self._llm = LLM(settings.folder, dtype=settings.dtype, **settings.options)
+        self._llm = LLM(settings.folder, dtype=settings.dtype, **{"wait_for_all_programs": True, **settings.options})
         self._is_default_dtype = settings.dtype == "auto"
 
     def about(self) -> dict[str, object]:

@@ -88,7 +88,7 @@ class Offline:
         from jpaged.llm import LLM  # imports jax
 
         report = StartupReport(stream)
-        values = {**defaults, **config_values(arguments)}
+        values = {"wait_for_all_programs": True, **defaults, **config_values(arguments)}
         model = values.pop("model")
         parallel = config.parallel
         num_devices = parallel.tensor_parallel_size * parallel.context_parallel_size * parallel.data_parallel_size

@@ -306,7 +306,7 @@ def _listed_merges(file: GgufFile, vocab: Mapping[str, int]) -> list[tuple[str, 
     for line in lines:
         left, _, right = line[1:].partition(" ")
         left = line[:1] + left
-        if not right or not {left, right, left + right} <= vocab.keys():
+        if not right or left not in vocab or right not in vocab or left + right not in vocab:
             raise InvalidArgument(
                 str(file.path), f"tokenizer.ggml.merges has {line!r}; each entry must be two tokens that form one"
             )

@@ -60,6 +60,7 @@ from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_ke
 from jpaged.models.layer_kinds import get_stacks, group_layers
 from jpaged.models.layers import Params
 from jpaged.models.model import MatricesOf, Model, dense_formats
+from jpaged.models.sharding import pad_for_sharding
 from jpaged.models.stack import LayerMode
 
 _HALVES_FROM = 256
@@ -102,7 +103,7 @@ def _sized_step(
     attention = DeviceAttention.on(model, options, mesh)
     sizes = attention.sizes()
     chosen = attention.choose(sizes)
-    vocab_size, model = model.config.vocab_size, MeshPlacement.of(model, mesh, layer_mode).model
+    vocab_size, model = model.config.vocab_size, Model(pad_for_sharding(model.config, num_parts), model.dtype)
     config, kinds = model.config, model.config.attention_kinds  # the chosen layout is one device's part
     stacks = list(get_stacks(config.layer_kinds).values()) if layer_mode == "scan" else None
     groups = group_layers([kind.sliding_window for kind in kinds], sizes.max_model_len, stacks)

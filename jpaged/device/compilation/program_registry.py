@@ -10,8 +10,10 @@ shapes of a single decoding request, of a full decoding batch, and everything be
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -28,6 +30,10 @@ from jpaged.errors import InternalError
 _LOG = logging.getLogger(__name__)
 NUM_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
 """Tracing holds the GIL, XLA does not: with two threads the two overlap, more compile in parallel."""
+NUM_BACKGROUND_THREADS = max(1, min(4, (os.cpu_count() or 2) // 4))
+"""Threads that compile while requests run, which need most processors themselves."""
+_BACKGROUND_NICENESS = 5
+"""A thread of this niceness gets a quarter of a processor that it shares with a thread of niceness 0."""
 
 Origin = Literal["compiled", "cache", "saved"]
 """Where a program came from: the compiler, the cache on disk, or a folder of saved programs."""
@@ -67,7 +73,7 @@ class ProgramStore:
     Args:
         sources: of every program, most needed first.
         on_ready: called after each program is ready, one call at a time, on the thread that made it.
-        num_threads: programs that are made concurrently.
+        num_threads: programs that are made concurrently; in the background they are at most `NUM_BACKGROUND_THREADS`.
     """
 
     def __init__(
@@ -82,7 +88,7 @@ class ProgramStore:
         self._num_threads = num_threads
         self._landing = threading.Lock()
         self.ready: dict[ProgramSpec, CompiledProgram] = {}
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: list[ThreadPoolExecutor] = []
         self.num_failed = 0
 
     def sizes(self, kind: str, *, detail: Detail = Detail.TOKENS) -> tuple[int, ...]:
@@ -106,7 +112,8 @@ class ProgramStore:
     def compile(self, specs: Collection[ProgramSpec], progress: Progress) -> None:
         """Make these programs, a few at a time, and return when all are ready. The first failure ends it."""
         progress("compiling", 0, len(specs))
-        futures = self._submit(specs, lambda num_ready: progress("compiled", num_ready, len(specs)))
+        threads = ThreadPoolExecutor(self._num_threads, "jpaged-compile")
+        futures = self._submit(threads, specs, lambda num_ready: progress("compiled", num_ready, len(specs)))
         try:
             for future in as_completed(futures):
                 future.result()
@@ -115,7 +122,7 @@ class ProgramStore:
             raise
 
     def compile_rest(self, progress: Progress) -> None:
-        """Make all other programs in the background, and report progress when the last one is done."""
+        """Make all other programs on threads of low priority, and report progress when the last one is done."""
         rest = [spec for spec in self._sources if spec not in self.ready]
         begin = time.perf_counter()
 
@@ -125,10 +132,10 @@ class ProgramStore:
 
         if not rest:
             report(len(self.ready))
-        for future in self._submit(rest, report):
+        num_threads = min(self._num_threads, NUM_BACKGROUND_THREADS)
+        threads = ThreadPoolExecutor(num_threads, "jpaged-background-compile", initializer=_lower_priority)
+        for future in self._submit(threads, rest, report):
             future.add_done_callback(lambda done: self._note_failure(done, report))
-        if self._threads is not None:
-            self._threads.shutdown(wait=False)  # its threads end with the last program
 
     def summary(self, background_s: float) -> str:
         """Return a text with the number of programs and their origins."""
@@ -140,21 +147,24 @@ class ProgramStore:
 
     def close(self) -> None:
         """Start no more programs; programs still being made are dropped."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in self._threads:
+            threads.shutdown(wait=False, cancel_futures=True)
         self._sources = {}
 
     def release(self) -> None:
         """Close, free all programs, and wait for those still being made, so that no thread runs afterwards."""
         self.close()
         self.ready = {}
-        if self._threads is not None:
-            self._threads.shutdown(wait=True)
+        for threads in self._threads:
+            threads.shutdown(wait=True)
 
-    def _submit(self, specs: Collection[ProgramSpec], report: Callable[[int], None]) -> list[Future[None]]:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="jpaged-compile")
-        return [self._threads.submit(self._make, spec, self._sources[spec], report) for spec in specs]
+    def _submit(
+        self, threads: ThreadPoolExecutor, specs: Collection[ProgramSpec], report: Callable[[int], None]
+    ) -> list[Future[None]]:
+        self._threads.append(threads)
+        futures = [threads.submit(self._make, spec, self._sources[spec], report) for spec in specs]
+        threads.shutdown(wait=False)  # its threads end with the last program
+        return futures
 
     def _make(self, spec: ProgramSpec, source: ProgramSource, report: Callable[[int], None]) -> None:
         begin, num_cached = time.perf_counter(), told.num_from_cache
@@ -177,6 +187,13 @@ class ProgramStore:
             self.num_failed += 1
             _LOG.error("a program failed to compile, so steps are padded to larger ones: %s", error)
             report(len(self.ready))
+
+
+def _lower_priority() -> None:
+    """Give the calling thread the priority of background work, on Linux, where threads have their own."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
 
 
 _ORIGIN_NAMES: Mapping[Origin, str] = {

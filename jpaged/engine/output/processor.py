@@ -65,11 +65,16 @@ class RememberedTexts:
 
     Each token of a sequence needs two decodes: the token with the one before it, and the token alone as the context of
     the next. Both recur soon, in this sequence or another; a cache hit takes a tenth of the tokenizer's time.
+
+    Attributes:
+        transitions: by `skip_special_tokens`, the transitions of detokenizers that have occurred: from the last token
+            and the next one to the text to send and the text of the next token alone.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[bool, dict[tuple[int, ...], str]] = {False: {}, True: {}}
+        self.transitions: dict[bool, dict[tuple[int, int], tuple[str, str]]] = {False: {}, True: {}}
 
     def decode(self, token_ids: SequenceOf[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text, as the tokenizer does."""
@@ -94,6 +99,9 @@ class IncrementalDetokenizer:
         self._window = self._context(prompt_token_ids)
         self._num_read = len(self._window)
         self._text_read = self._decode(self._window)
+        self._transitions: dict[tuple[int, int], tuple[str, str]] = {}
+        if isinstance(tokenizer, RememberedTexts):
+            self._transitions = tokenizer.transitions[skip_special_tokens]
 
     def go_on(self, state: TextState) -> None:
         """Restore a state from another detokenizer."""
@@ -105,6 +113,23 @@ class IncrementalDetokenizer:
 
     def push(self, token_id: int) -> str:
         """Return the characters that this token completes."""
+        window = self._window
+        if len(window) != 1 or self._num_read != 1:
+            return self._push(token_id)
+        key = window[0], token_id  # the text read is that of the only token, so they decide everything
+        transition = self._transitions.get(key)
+        if transition is not None:
+            window[0] = token_id
+            text, self._text_read = transition
+            return text
+        text = self._push(token_id)
+        if self._num_read == 1 and self._window == [token_id]:
+            if len(self._transitions) >= _MAX_REMEMBERED:
+                self._transitions.clear()
+            self._transitions[key] = text, self._text_read
+        return text
+
+    def _push(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode(self._window)
         if text == self._text_read and not self._decode([token_id, token_id]):

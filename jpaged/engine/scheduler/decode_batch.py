@@ -300,18 +300,25 @@ class PersistentDecodeBatch:
         """Return the group of a sequence that has a row."""
         return self._groups[self._rows[sequence]]
 
-    def take(self, num_steps: int = 1, rounds: tuple[int, list[int]] | None = None) -> DecodeBatch:
+    def take(
+        self, num_steps: int = 1, rounds: tuple[int, list[int]] | None = None, *, is_alone: bool = False
+    ) -> DecodeBatch:
         """Return every row as input of the next dispatch, and advance all of them past its steps.
 
         Args:
+            is_alone: no other rows run in the dispatch, and the program of several steps is available: even a single
+                step runs as one program.
             rounds: number of draft-model rounds in place of steps, and the tokens that each row may sample in them; a
                 row samples at least one.
         """
         num_rows, sequences = len(self._sequences), list(self._sequences)
         # Each row was in the previous step and in no later one, so the tokens of all rows are in flight, or of none.
-        kind = StepKind.DRAFT_MODEL if rounds else StepKind.MULTI_STEP if num_steps > 1 else StepKind.SINGLE_STEP
-        if kind is StepKind.MULTI_STEP and self._are_bound_s[:num_rows].any():
-            kind = StepKind.MASKED_MULTI_STEP if self._has_fed_steps else StepKind.ALTERNATING
+        kind = StepKind.DRAFT_MODEL if rounds else StepKind.SINGLE_STEP
+        if self._are_bound_s[:num_rows].any():
+            if num_steps > 1:
+                kind = StepKind.MASKED_MULTI_STEP if self._has_fed_steps else StepKind.ALTERNATING
+        elif num_steps > 1 or (is_alone and num_rows > 0):
+            kind = StepKind.MULTI_STEP
         is_in_flight = num_rows > 0 and sequences[0].num_in_flight_tokens > 0
         decodes = DecodeBatch(
             sequences,

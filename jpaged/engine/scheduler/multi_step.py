@@ -4,9 +4,14 @@
     several of them           | host | step   step   step |                     is paid once
 
 A new request waits for the steps already dispatched. Unless a number of steps is configured, the duration of a dispatch
-is bounded, so steps of a large model, for which the host's overhead is negligible, are dispatched one by one. The bound
-is higher if no row may end within the dispatch, because no step is wasted, and all rows are taken, so that a new
-request must wait for a row anyway. There is no bound if no row may end and no request arrives (`NO_NEWCOMERS`).
+is bounded, so steps of a large model, for which the host's overhead is negligible, are dispatched one by one:
+
+    rows are free    requests keep arriving, few rows run      0.003 s    a first token waits for half of it
+                     otherwise                                 0.02 s
+    all are taken    some row may end early                    0.05 s     a new request waits for a row anyway
+                     none may: no step is wasted               0.1 s      tokens wait this long for their message
+
+There is no bound if no row may end and no request arrives later (`NO_NEWCOMERS`).
 
 Limit of the prefill tokens in a step, so that streams in it keep their inter-token latency.
 
@@ -37,8 +42,19 @@ NO_NEWCOMERS = -1
 """Number of steps: chosen by time if rows may end early, the maximum if none may."""
 _LONGEST_S = 0.02
 """Maximum seconds of a dispatch of several steps; tokens that arrive this close together are read as one."""
-_LONGEST_WITHOUT_ROOM_S = 0.05
-"""The same if no row is free for a new request: tokens arrive close enough to be read as a flow."""
+_LONGEST_BEFORE_ARRIVAL_S = 0.003
+"""The same if another request is likely to arrive soon."""
+_LONGEST_WITHOUT_ROOM_S, _LONGEST_WITHOUT_ENDS_S = 0.05, 0.1
+"""The same if no row is free for a new request, and if in addition none may end early."""
+_BURST_S = 0.02
+"""Requests that arrive this close together count as one arrival."""
+_NUM_ARRIVALS, _MIN_ARRIVALS = 8, 3
+_MAX_GAP_S = 2.0
+"""Mean seconds between arrivals above which the next one is not expected."""
+_FEW_ROWS_SHARE = 0.25
+"""Share of all rows up to which arrivals shorten a dispatch; with more, throughput matters more."""
+_NUM_GAPS = 3
+"""Mean gaps since the last arrival after which no further one is expected."""
 _NUM_KEPT = 5
 _JUMPING_SHARE, _JUMPING_SHARE_OF_FED = 0.125, 0.5
 """Share of grammar rows with one allowed token above which jumps save more than multi-step dispatches.
@@ -51,8 +67,37 @@ _SPARE_SHARE = 0.65
 """Share of a dispatch during which the next one is not decided yet; the rest is for preparing it."""
 
 
+class ArrivalTimes:
+    """Recent times at which requests arrived while others were running.
+
+    Only these requests wait for a dispatch. A client that sends one request after another never does.
+    """
+
+    def __init__(self) -> None:
+        self._times_s: deque[float] = deque(maxlen=_NUM_ARRIVALS)
+
+    def add(self, now_s: float) -> None:
+        """Record an arrival."""
+        times_s = self._times_s
+        if times_s and now_s - times_s[-1] > _NUM_GAPS * _MAX_GAP_S:
+            times_s.clear()
+        if not times_s or now_s - times_s[-1] >= _BURST_S:
+            times_s.append(now_s)
+
+    def is_next_expected(self, now_s: float) -> bool:
+        """Return True if requests keep arriving, so that another one is likely to arrive soon."""
+        times_s = self._times_s
+        if len(times_s) < _MIN_ARRIVALS:
+            return False
+        gap_s = (times_s[-1] - times_s[0]) / (len(times_s) - 1)
+        return gap_s <= _MAX_GAP_S and now_s - times_s[-1] <= _NUM_GAPS * gap_s
+
+
 class MultiStepPolicy:
     """Chooses the number of steps, from the times measured at start-up and the recent durations of dispatches.
+
+    Attributes:
+        arrivals: arrivals next to running requests.
 
     Args:
         num_steps: fixed maximum, independent of time; 0 chooses by time, and NO_NEWCOMERS may.
@@ -61,19 +106,26 @@ class MultiStepPolicy:
 
     def __init__(self, num_steps: int, bound_s: float, rates: DeviceRates, geometry: Geometry) -> None:
         self._chosen = num_steps
-        longest_s = _LONGEST_S, _LONGEST_WITHOUT_ROOM_S
-        self._longest_s, self._longest_without_room_s = (min(s, bound_s or s) for s in longest_s)
+        self._bound_s = bound_s or math.inf
+        self._now_s = 0.0
+        self.arrivals = ArrivalTimes()
         self.set_programs(geometry)
         self._forward_s = rates.forward_s
         self._seen_s: dict[int, deque[float]] = {}
         self._forced_share = 0.0
         self._jumping_share = _JUMPING_SHARE_OF_FED if geometry.has_fed_steps else _JUMPING_SHARE
 
+    def begin_step(self, now_s: float, geometry: Geometry) -> None:
+        """Update the time, and the available sizes and step counts of compiled programs."""
+        self._now_s = now_s
+        self.set_programs(geometry)
+
     def set_programs(self, geometry: Geometry) -> None:
         """Update the available sizes and step counts of compiled programs."""
         chosen, most = self._chosen, geometry.max_num_steps
         self._most = min(chosen, most) if chosen > 0 else most
         self._buckets = geometry.buckets
+        self._max_num_rows = geometry.max_num_seqs
 
     def num_steps(
         self,
@@ -96,19 +148,34 @@ class MultiStepPolicy:
                 return 1
             may_end = False
         most = min(self._most, least_left)
-        size = self._buckets.num_decode_rows(num_rows) if most > 1 else None
-        if size is None:
+        size = self._buckets.num_decode_rows(num_rows)
+        if size is None or most <= 1:
             return 1
         if self._chosen > 0 or (self._chosen == NO_NEWCOMERS and not may_end):
             return most
         seen_s = self._seen_s.get(size)
         step_s = median(seen_s) if seen_s else self._timed_s(size)
-        longest_s = self.longest_s(may_end=may_end, has_room=has_room)
+        longest_s = self.longest_s(num_rows, may_end=may_end, has_room=has_room)
         return most if step_s * most <= longest_s else max(1, int(longest_s / step_s))
 
-    def longest_s(self, *, may_end: bool, has_room: bool) -> float:
+    def has_program(self, num_rows: int) -> bool:
+        """Return True if the program of several decode steps is available for these rows."""
+        return self._most > 1 and self._buckets.num_decode_rows(num_rows) is not None
+
+    def longest_s(self, num_rows: int, *, may_end: bool, has_room: bool) -> float:
         """Return the maximum seconds of a dispatch whose number of steps is chosen by time."""
-        return self._longest_s if has_room or may_end else self._longest_without_room_s
+        if not has_room:
+            longest_s = _LONGEST_WITHOUT_ROOM_S if may_end else _LONGEST_WITHOUT_ENDS_S
+        elif num_rows <= _FEW_ROWS_SHARE * self._max_num_rows and self._expects_arrival:
+            longest_s = _LONGEST_BEFORE_ARRIVAL_S
+        else:
+            longest_s = _LONGEST_S
+        return min(longest_s, self._bound_s)
+
+    @property
+    def _expects_arrival(self) -> bool:
+        """True if a request is likely to arrive soon that has to wait for the dispatch in flight."""
+        return self._chosen != NO_NEWCOMERS and self.arrivals.is_next_expected(self._now_s)
 
     def observe_forced_share(self, num_rows: int, num_forced: int) -> None:
         """Record the number of rows with grammars in a step, and how many of them had one allowed token."""

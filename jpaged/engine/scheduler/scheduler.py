@@ -458,7 +458,8 @@ class Scheduler:
             self._memory.grow(sequence, num_steps)
         for sequence in changed:
             self.rows.grown(sequence)
-        schedule.decode(self.rows.take(num_steps))
+        has_program = is_alone and self.multi_step_policy.has_program(len(rows))
+        schedule.decode(self.rows.take(num_steps, is_alone=has_program))
         self._policy.decoded(schedule.decodes.groups * (1 if schedule.decodes.are_masked else num_steps))
         return True
 

@@ -256,7 +256,7 @@ class DraftModelSpeculation:
         if size is None or not scheduler.rounds.may_run(scheduler.queues, has_room=has_room):
             return 0
         longest_s = scheduler.multi_step_policy.longest_s(
-            may_end=scheduler.rows.multi_step_limits.may_end, has_room=has_room
+            num_rows, may_end=scheduler.rows.multi_step_limits.may_end, has_room=has_room
         )
         return self._rule.num_rounds(num_rows, size, longest_s)
 

@@ -329,13 +329,13 @@ class Packer:
     def _take(self, num_bytes: int) -> np.ndarray:
         """Return new bytes, aligned to a cache line."""
         if num_bytes > len(self._chunk):
-            self._chunk = _map_huge_pages(max(num_bytes, _CHUNK))
+            self._chunk = map_huge_pages(max(num_bytes, _CHUNK))
         taken = self._chunk[:num_bytes]
         self._chunk = self._chunk[-(-num_bytes // _LINE) * _LINE :]
         return taken
 
 
-def _map_huge_pages(num_bytes: int) -> np.ndarray:
+def map_huge_pages(num_bytes: int) -> np.ndarray:
     """Return bytes that begin with a huge page; they take memory when they are written to."""
     # Shared pages, mmap's default, are huge only if the system is configured for that.
     how = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}

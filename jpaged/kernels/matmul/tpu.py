@@ -11,6 +11,7 @@ depth 1  │    │    │    │      chunk. After the last tile with rows noth
          └────┴────┴────┘
 
 Calls take rows of several matrices, or rows of one. `GroupedForm` has the sizes of the blocks of a supported matrix.
+Only functions that trace import Pallas: it takes a third as long as jax, and every model imports this module.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, rows_on_device
 from jpaged.kernels.matmul.triton.form import TileField, list_tiles
@@ -141,6 +140,9 @@ def run(
         sums_pg: if there are zero points and matmuls of groups are scaled, the sum of each row's group, float32 `[P,
             G]`.
     """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
     matrices_i, num_used = tiles
     values, scales, zeros = arrays
     depth, columns = values.shape[1:]
@@ -198,6 +200,8 @@ def run(
 
 def _scratch(form: GroupedForm, dtype: np.dtype, num_zeros: int) -> tuple[Any, ...]:
     """Return scratch memory for the weights of a block, and for the zero points of the columns."""
+    from jax.experimental.pallas import tpu as pltpu
+
     if form.scales_products:
         return ()
     weights = pltpu.VMEM((form.block_depth, form.block_columns), dtype)
@@ -219,6 +223,8 @@ def _kernel(
     has_zeros: bool,
     has_sums: bool,
 ) -> None:
+    from jax.experimental import pallas as pl
+
     del matrices_ref
     refs = list(others)
     zeros_ref = refs.pop(0) if has_zeros else None
@@ -275,6 +281,8 @@ def _kernel(
 
 def get_codes(values: jax.Array) -> jax.Array:
     """Return 4-bit numbers as int4: Mosaic converts float4_e2m1fn only on TPU7x, and XLA would copy all of them."""
+    from jax.experimental.pallas import tpu as pltpu
+
     codes: jax.Array = pltpu.bitcast(values, jnp.int4)
     return codes
 

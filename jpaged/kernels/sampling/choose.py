@@ -5,7 +5,6 @@ from __future__ import annotations
 from jpaged.config import Backend
 from jpaged.kernels.sampling.cpu import sampling as cpu
 from jpaged.kernels.sampling.rows import SamplingKernel
-from jpaged.kernels.sampling.tpu import sampling as tpu
 
 
 def choose_kernel(attention_backend: Backend, num_devices: int, vocab_size: int) -> SamplingKernel | None:
@@ -18,6 +17,8 @@ def choose_kernel(attention_backend: Backend, num_devices: int, vocab_size: int)
     if attention_backend == "cpu":
         found = cpu.kernel()
         return None if isinstance(found, str) else found
-    if attention_backend == "pallas-tpu" and tpu.unsupported_reason(vocab_size) is None:
-        return tpu.TpuSampling()
+    if attention_backend == "pallas-tpu":
+        from jpaged.kernels.sampling.tpu import sampling as tpu  # imports Pallas
+
+        return tpu.TpuSampling() if tpu.unsupported_reason(vocab_size) is None else None
     return None

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jpaged.kernels import matmul
 from jpaged.kernels.experts import ExpertsKernel, ExpertWeights, apply_experts, route
@@ -29,8 +28,11 @@ from jpaged.models.layers import (
     Linear,
     Measured,
     MeasuredNorm,
+    Module,
     Norm,
+    Param,
     QKVLinear,
+    RandomKeys,
     RMSNorm,
     TokenEmbedding,
     activate,
@@ -42,15 +44,15 @@ from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import HeadsKernel, Rows, TokenBatch
 
 
-class ExpertRouter(nnx.Module):
+class ExpertRouter(Module):
     """A score for each row and expert, in float32."""
 
-    def __init__(self, width: int, mixture: Mixture, dtype: np.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, width: int, mixture: Mixture, dtype: np.dtype, rngs: RandomKeys) -> None:
         num_experts = mixture.routing.num_experts
-        self.kernel = nnx.Param(normal(rngs.params(), (width, num_experts), dtype))
-        self.bias = nnx.Param(jnp.zeros((num_experts,), dtype)) if mixture.router_bias else None
+        self.kernel = Param(normal(rngs.next_key(), (width, num_experts), dtype))
+        self.bias = Param(jnp.zeros((num_experts,), dtype)) if mixture.router_bias else None
         # Added to scores whose differences may be below the resolution of bfloat16.
-        self.choice_bias = nnx.Param(jnp.zeros((num_experts,), jnp.float32)) if mixture.choice_bias else None
+        self.choice_bias = Param(jnp.zeros((num_experts,), jnp.float32)) if mixture.choice_bias else None
 
     def __call__(self, x_te: jax.Array, rows: Rows) -> jax.Array:
         """Map `[T, E]` to `[T, X]`."""
@@ -62,20 +64,20 @@ class ExpertRouter(nnx.Module):
         return logits_tx if self.bias is None else logits_tx + self.bias[...].astype(jnp.float32)
 
 
-class ExpertLinear(nnx.Module):
+class ExpertLinear(Module):
     """One matrix for each expert, `[X, in, out]`, and biases `[X, out]`."""
 
     def __init__(
-        self, num_experts: int, widths: tuple[int, int], use_bias: bool, dtype: np.dtype, rngs: nnx.Rngs
+        self, num_experts: int, widths: tuple[int, int], use_bias: bool, dtype: np.dtype, rngs: RandomKeys
     ) -> None:
-        self.kernel = nnx.Param(normal(rngs.params(), (num_experts, *widths), dtype))
-        self.bias = nnx.Param(jnp.zeros((num_experts, widths[1]), dtype)) if use_bias else None
+        self.kernel = Param(normal(rngs.next_key(), (num_experts, *widths), dtype))
+        self.bias = Param(jnp.zeros((num_experts, widths[1]), dtype)) if use_bias else None
 
 
-class Experts(nnx.Module):
+class Experts(Module):
     """The matrices of all experts."""
 
-    def __init__(self, width: int, mixture: Mixture, dtype: np.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, width: int, mixture: Mixture, dtype: np.dtype, rngs: RandomKeys) -> None:
         num_experts, inner, use_bias = mixture.routing.num_experts, mixture.width, mixture.has_biases
         self.gate = ExpertLinear(num_experts, (width, inner), use_bias, dtype, rngs)
         self.up = ExpertLinear(num_experts, (width, inner), use_bias, dtype, rngs)
@@ -89,10 +91,10 @@ class Experts(nnx.Module):
         return ExpertWeights(*(linear.kernel.get_value() for linear in linears), *biases)
 
 
-class SharedExpert(nnx.Module):
+class SharedExpert(Module):
     """An expert that all rows use, optionally weighted by a score."""
 
-    def __init__(self, width: int, mixture: Mixture, dtype: np.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, width: int, mixture: Mixture, dtype: np.dtype, rngs: RandomKeys) -> None:
         self.gate_up = GatedLinear(width, mixture.shared_width, False, "silu", dtype, rngs)
         self.down = Linear(mixture.shared_width, (width,), False, dtype, rngs)
         self.score = Linear(width, (1,), False, dtype, rngs) if mixture.shared_is_weighed else None
@@ -105,10 +107,10 @@ class SharedExpert(nnx.Module):
         return jax.nn.sigmoid(self.score(x_te, rows).astype(jnp.float32)) * y_te
 
 
-class MixtureOfExperts(nnx.Module):
+class MixtureOfExperts(Module):
     """The weighted sum of the outputs of each row's experts, plus the shared expert's."""
 
-    def __init__(self, width: int, mixture: Mixture, dtype: np.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, width: int, mixture: Mixture, dtype: np.dtype, rngs: RandomKeys) -> None:
         self.router = ExpertRouter(width, mixture, dtype, rngs)
         self.experts = Experts(width, mixture, dtype, rngs)
         self.shared = SharedExpert(width, mixture, dtype, rngs) if mixture.shared_width else None
@@ -164,7 +166,7 @@ def make_norm(config: DecoderConfig, dtype: np.dtype) -> RMSNorm | LayerNorm:
     return RMSNorm(config.hidden_size, config.norm_eps, dtype, config.norm_offset)
 
 
-class Attention(nnx.Module):
+class Attention(Module):
     """Projections around an injected attention.
 
     Args:
@@ -172,7 +174,7 @@ class Attention(nnx.Module):
     """
 
     def __init__(
-        self, config: DecoderConfig, dtype: np.dtype, rngs: nnx.Rngs, *, num_inputs: int | None = None
+        self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys, *, num_inputs: int | None = None
     ) -> None:
         head_dim, eps, offset = config.head_dim, config.norm_eps, config.norm_offset
         self.qkv = QKVLinear(config, config.attention_bias, dtype, rngs, num_inputs)
@@ -180,7 +182,7 @@ class Attention(nnx.Module):
         self.out = Linear(width, (config.hidden_size,), config.attention_output_bias, dtype, rngs)
         self.q_norm = RMSNorm(head_dim, eps, dtype, offset) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps, dtype, offset) if config.qk_norm else None
-        self.sinks = nnx.Param(jnp.zeros((config.num_heads,), dtype)) if config.has_sinks else None
+        self.sinks = Param(jnp.zeros((config.num_heads,), dtype)) if config.has_sinks else None
 
     def attend(
         self, x_te: jax.Array, norm: Norm | None, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
@@ -206,10 +208,10 @@ class Attention(nnx.Module):
         return self.qkv.project_rotated(x_te, shared.rows, angles, norm, head_norms, shared.heads)
 
 
-class MLP(nnx.Module):
+class MLP(Module):
     """down(act(gate(x)) * up(x)), with gate and up in one kernel `[E, 2, F]`, or down(act(up(x)))."""
 
-    def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> None:
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         is_gated = config.is_gated
         self.gate_up = GatedLinear(width, inner, bias, config.activation, dtype, rngs) if is_gated else None
@@ -238,10 +240,10 @@ class AttentionModule(Protocol):
         """Return the heads' outputs, concatenated, `[T, width]`, and the carry."""
 
 
-class DecoderLayer(nnx.Module):
+class DecoderLayer(Module):
     """Attention and a feed-forward, each after a norm, with the residual sums of the config."""
 
-    def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: nnx.Rngs, kind: LayerKind) -> None:
+    def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys, kind: LayerKind) -> None:
         has_two = config.residual != "shared"
         self.attention_norm = make_norm(config, dtype)
         self.attention = self.make_attention(config, dtype, rngs)
@@ -256,7 +258,7 @@ class DecoderLayer(nnx.Module):
         self.is_sequential = config.residual == "sequential"
 
     @staticmethod
-    def make_attention(config: DecoderConfig, dtype: np.dtype, rngs: nnx.Rngs) -> AttentionModule:
+    def make_attention(config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> AttentionModule:
         """Return the attention of a layer; families may override it."""
         return Attention(config, dtype, rngs)
 

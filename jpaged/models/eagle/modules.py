@@ -9,13 +9,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jpaged.errors import InternalError
 from jpaged.models.decoder.modules import MLP, Attention, DecoderEnds, Shared, make_norm
 from jpaged.models.eagle.config import NUM_WATCHED, EagleConfig
 from jpaged.models.layer_kinds import LayerKind
-from jpaged.models.layers import Attend, EndsKeys, Linear, Measured, TokenEmbedding
+from jpaged.models.layers import (
+    Attend,
+    EndsKeys,
+    Linear,
+    Measured,
+    Module,
+    Param,
+    RandomKeys,
+    TokenEmbedding,
+)
 from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import Rows, TokenBatch
 
@@ -33,10 +41,10 @@ class HeadShared(Shared):
         return cls(shared.angles, shared.rows, shared.heads, shared.experts, embedded_te=embedded_te)
 
 
-class EagleLayer(nnx.Module):
+class EagleLayer(Module):
     """A Llama layer whose queries, keys and values are computed from embeddings and states, concatenated."""
 
-    def __init__(self, config: EagleConfig, dtype: np.dtype, rngs: nnx.Rngs, kind: LayerKind) -> None:
+    def __init__(self, config: EagleConfig, dtype: np.dtype, rngs: RandomKeys, kind: LayerKind) -> None:
         self.embedding_norm = make_norm(config, dtype)
         self.state_norm = make_norm(config, dtype)
         self.attention = Attention(config, dtype, rngs, num_inputs=2 * config.hidden_size)
@@ -62,10 +70,10 @@ class EagleEnds(DecoderEnds):
 
     def __init__(self, config: EagleConfig, dtype: np.dtype, keys: EndsKeys) -> None:
         super().__init__(config, dtype, keys)
-        rngs = nnx.Rngs(jax.random.fold_in(keys[0], 2))
+        rngs = RandomKeys(jax.random.fold_in(keys[0], 2))
         self.lm_head = TokenEmbedding(config.draft_vocab_size, config.hidden_size, dtype, keys[1])
         self.fc = Linear(NUM_WATCHED * config.target_hidden_size, (config.hidden_size,), False, dtype, rngs)
-        self.ids = nnx.Param(jnp.arange(config.draft_vocab_size, dtype=jnp.int32)) if config.has_ids else None
+        self.ids = Param(jnp.arange(config.draft_vocab_size, dtype=jnp.int32)) if config.has_ids else None
         if not config.has_embedding:
             del self.embed
         self.vocab_size = config.vocab_size

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable
 
@@ -13,9 +16,9 @@ import numpy as np
 import pytest
 
 from jpaged.device.compilation.compile import ProgramSpec
-from jpaged.device.compilation.program_registry import NUM_THREADS, ProgramSource, ProgramStore
+from jpaged.device.compilation.program_registry import NUM_BACKGROUND_THREADS, ProgramSource, ProgramStore
 from jpaged.device.executor import JaxExecutor
-from jpaged.engine.executor import BlockMoves, Detail, Move
+from jpaged.engine.executor import BlockMoves, Detail, Move, StepOutputs
 from jpaged.errors import InternalError
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
@@ -122,7 +125,7 @@ def test_a_released_ledger_makes_nothing_more_and_leaves_nothing_behind() -> Non
     specs = [ProgramSpec("sample", size) for size in range(3, 20)]
     store = ProgramStore({spec: ProgramSource(functools.partial(gated, spec.size)) for spec in specs})
     store.compile_rest(tiny_model.quiet)
-    for _ in range(NUM_THREADS):
+    for _ in range(NUM_BACKGROUND_THREADS):
         assert begun.acquire(timeout=TIMEOUT_S)
     release = threading.Thread(target=store.release)
     release.start()
@@ -131,8 +134,26 @@ def test_a_released_ledger_makes_nothing_more_and_leaves_nothing_behind() -> Non
     gate.set()
     release.join(TIMEOUT_S)
     assert not release.is_alive()
-    assert len(made) == NUM_THREADS  # those that its threads had begun
+    assert len(made) == NUM_BACKGROUND_THREADS  # those that its threads had begun
     assert not store.ready
+
+
+def test_what_is_waited_for_is_compiled_at_the_usual_priority_and_the_rest_below_it() -> None:
+    priorities: dict[ProgramSpec, int] = {}
+
+    def noted(spec: ProgramSpec) -> jax.stages.Compiled:
+        priorities[spec] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        return compiled(spec.size)
+
+    store = ProgramStore({spec: ProgramSource(functools.partial(noted, spec)) for spec in (FIRST, SECOND, THIRD)})
+    report = Report()
+    store.compile([FIRST], report)
+    store.compile_rest(report)
+    assert report.summary.startswith("3 programs: 3 compiled")
+    usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert priorities[FIRST] == usual
+    # Elsewhere threads have no priorities of their own.
+    assert priorities[SECOND] == priorities[THIRD] == (max(usual, 5) if sys.platform == "linux" else usual)
 
 
 NUM_LEAST = 10
@@ -186,3 +207,35 @@ def test_steps_run_on_the_least_set_as_on_all(gate: threading.Event, detail: Det
     assert tokens_of(early, detail=detail) == on_least
     assert early.num_compiles_after_warm_up == 0
     early.shutdown()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_bit_of_a_row_depends_on_the_sizes_of_its_programs(gate: threading.Event, dtype: str) -> None:
+    model = tiny_model.model(dtype)
+    scheduler = dataclasses.replace(tiny_model.OPTIONS.scheduler, max_num_seqs=12, max_num_batched_tokens=20)
+    options = dataclasses.replace(tiny_model.WITHOUT_WAITING, scheduler=scheduler)
+    executor = JaxExecutor.create(model, tiny_model.params(dtype=dtype, of=model), options)
+    assert executor.step.linear_backend == "cpu"
+    report = Report()
+    executor.warm_up(report)
+
+    def outputs() -> list[StepOutputs]:
+        driver = Driver(executor)
+        first, second = driver.sequence([5, 6, 7, 8, 9]), driver.sequence([3, 4])
+        rows = [Row(first, 5)], [Row(first, 1), Row(second, 2)]
+        first.tokens.append(11)
+        return [driver.run(list(step), detail=Detail.TOP_LOGPROBS) for step in rows]
+
+    assert (executor.geometry.buckets.tokens, executor.geometry.buckets.rows) == ((20,), (12,))
+    on_largest = outputs()
+    gate.set()
+    assert report.is_complete.wait(TIMEOUT_S)
+    assert (executor.geometry.buckets.tokens, executor.geometry.buckets.rows) == ((8, 16, 20), (8, 12))
+    for num_rows, of_largest, of_small in zip((1, 2), on_largest, outputs(), strict=True):
+        for field in dataclasses.fields(StepOutputs):
+            small, large = getattr(of_small, field.name), getattr(of_largest, field.name)
+            assert (small is None) == (large is None)
+            if small is not None:
+                np.testing.assert_array_equal(small[:num_rows], large[:num_rows])
+    executor.shutdown()

@@ -1,5 +1,6 @@
 """Characters come whole and once; nothing of a stop string is ever sent."""
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -164,6 +165,32 @@ def test_texts_that_come_again_are_not_asked_for_again(monkeypatch):
     for token_id in range(100):
         assert texts.decode([token_id]) == TOKENIZER.decode([token_id])
         assert sum(map(len, texts._texts.values())) <= 6
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("begin", [b"", b"o", "ł".encode()[:1], b"once"])
+def test_what_is_remembered_of_pairs_of_tokens_changes_no_text(monkeypatch, begin, skips):
+    """Sequences of bytes, of parts of characters and of tokens without text; a small cache is emptied now and then."""
+    monkeypatch.setattr("jpaged.engine.output.processor._MAX_REMEMBERED", 20)
+    texts, rng = RememberedTexts(TOKENIZER), random.Random(7)
+    parts = [*b"ab", *"ł𝄞".encode(), ByteTokenizer.EOS]
+    for _ in range(20):
+        plain, remembering = (
+            IncrementalDetokenizer(one, tuple(begin), skip_special_tokens=skips) for one in (TOKENIZER, texts)
+        )
+        plain._transitions = Forgetful()
+        for token_id in rng.choices(parts, k=40):
+            assert remembering.push(token_id) == plain.push(token_id)
+            assert remembering.state("") == plain.state("")
+        assert remembering.flush() == plain.flush()
+    assert 0 < len(texts.transitions[skips]) <= 20
+
+
+class Forgetful(dict):
+    """Remembers nothing."""
+
+    def __setitem__(self, key, value):
+        pass
 
 
 @pytest.mark.parametrize("token_id", [ByteTokenizer.EOS, 999])

@@ -290,9 +290,64 @@ def test_where_nobody_arrives_a_dispatch_is_short_only_if_a_row_may_end_in_it(se
 def test_with_all_rows_taken_a_dispatch_is_longer_unless_a_row_may_end_in_it():
     one = lookahead(0, 0.009)
     assert one.num_steps(3, 99, may_end=False, has_room=True) == 2
-    assert one.num_steps(3, 99, may_end=False, has_room=False) == 5
-    assert one.num_steps(3, 99, may_end=True, has_room=False) == 2
+    assert one.num_steps(3, 99, may_end=False, has_room=False) == 11
+    assert one.num_steps(3, 99, may_end=True, has_room=False) == 5
     assert lookahead(0, 0.009, 0.03).num_steps(3, 99, may_end=False, has_room=False) == 3
+
+
+def arrive(one, *times_s):
+    for time_s in times_s:
+        one.arrivals.add(time_s)
+        one.begin_step(time_s, SeveralStepsExecutor().geometry)
+
+
+def test_while_requests_arrive_next_to_others_a_dispatch_is_short_if_they_find_a_row():
+    one = lookahead(0, 0.002)
+    arrive(one, 1.0, 1.3)
+    assert one.num_steps(2, 99) == 10, "two arrivals are no sequence yet"
+    arrive(one, 1.6)
+    assert one.num_steps(2, 99) == 1
+    assert one.num_steps(2, 99, may_end=False, has_room=False) == 16
+    assert one.num_steps(3, 99) == 10, "more than a quarter of the rows"
+    one.begin_step(2.4, SeveralStepsExecutor().geometry)
+    assert one.num_steps(2, 99) == 1
+    one.begin_step(2.6, SeveralStepsExecutor().geometry)
+    assert one.num_steps(2, 99) == 10, "three mean gaps have passed without one"
+
+
+@pytest.mark.parametrize(
+    "times_s",
+    [(1.0, 1.001, 1.002, 1.003), (1.0, 4.0, 7.0, 10.0), (1.0, 1.3, 1.6, 9.0)],
+    ids=["a burst", "rare ones", "after a pause"],
+)
+def test_a_burst_or_rare_arrivals_announce_no_further_one(times_s):
+    one = lookahead(0, 0.002)
+    arrive(one, *times_s)
+    assert one.num_steps(2, 99) == 10
+
+
+def test_offline_no_arrival_is_expected():
+    one = lookahead(NO_NEWCOMERS, 0.002)
+    arrive(one, 1.0, 1.3, 1.6)
+    assert one.num_steps(2, 99) == 10
+
+
+def test_only_requests_that_find_others_running_count_as_arrivals():
+    h = make(0)
+    for number in range(4):
+        h.submit(str(number), [number + 1], max_tokens=4)
+        h.run()
+        h.clock.advance(0.5)
+    arrivals = h.engine._loop.scheduler.multi_step_policy.arrivals
+    assert not arrivals.is_next_expected(h.clock())
+    h.submit("long", [9], max_tokens=40)
+    h.step()
+    for number in range(4, 7):
+        h.clock.advance(0.5)
+        h.submit(str(number), [number + 1], max_tokens=4)
+        h.step()
+    assert arrivals.is_next_expected(h.clock())
+    h.run()
 
 
 def test_rows_with_grammars_go_as_if_none_ended_and_singly_where_they_have_little_choice():

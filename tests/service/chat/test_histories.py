@@ -334,7 +334,7 @@ async def test_any_answer_is_accepted_back(tmp_path: Path, monkeypatch: pytest.M
     answer_format = AnswerFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
     sizes = {"num_blocks": 4096, "max_model_len": 4096}
 
-    def build(config: EngineConfig) -> LoadedModel:
+    def build(config: EngineConfig, **_: object) -> LoadedModel:
         return make_serving(kind(**sizes), config, answer_format=answer_format)
 
     monkeypatch.setattr("jpaged.llm.build", build)

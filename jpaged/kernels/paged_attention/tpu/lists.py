@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows
-from jpaged.kernels.paged_attention.tpu import tables
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
@@ -68,6 +67,8 @@ def prepare(rows: RaggedRows, slots_t: Int[Array, "T"] | None, spec: AttentionSp
 
 def step_lists(rows: RaggedRows, slots_t: Int[Array, "T"] | None, spec: AttentionSpec, queries: Queries) -> StepLists:
     """Return all lists; those of writes only if the step's tokens have slots."""
+    from jpaged.kernels.paged_attention.tpu import tables  # imports Pallas
+
     writes: tuple[jax.Array, ...] = ()
     if slots_t is not None:
         slots_t = slots_t.astype(jnp.int32)

@@ -7,26 +7,35 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jpaged.models import rope
 from jpaged.models.decoder.modules import DecoderLayer, Shared
 from jpaged.models.families.deepseek.config import DeepseekConfig
-from jpaged.models.layers import Attend, Linear, Norm, RMSNorm, accumulate, normal
+from jpaged.models.layers import (
+    Attend,
+    Linear,
+    Module,
+    Norm,
+    Param,
+    RandomKeys,
+    RMSNorm,
+    accumulate,
+    normal,
+)
 from jpaged.models.stack import LayerPlace
 
 _EPS = 1e-6
 """Added to the mean square in the norms within attention, whatever config.json has for the others."""
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(Module):
     """Projections around an injected attention, whose keys are latents.
 
     A head's key is `key_up` times the latent, and a rotated part that all heads share. The query's score with both
     equals that of the query times `key_up` with the latent: so only latents are stored, as in DeepSeek-V2 (2024).
     """
 
-    def __init__(self, config: DeepseekConfig, dtype: np.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DeepseekConfig, dtype: np.dtype, rngs: RandomKeys) -> None:
         width, num_heads, rank = config.hidden_size, config.num_heads, config.query_rank
         self.q_down = None if rank is None else Linear(width, (rank,), False, dtype, rngs)
         self.q_norm = None if rank is None else RMSNorm(rank, _EPS, dtype)
@@ -35,7 +44,7 @@ class LatentAttention(nnx.Module):
         self.kv_down = Linear(width, (config.head_dim,), False, dtype, rngs)
         self.kv_norm = RMSNorm(config.latent_dim, _EPS, dtype)
         ups = (num_heads, config.nope_dim, config.latent_dim), (num_heads, config.latent_dim, config.v_head_dim)
-        self.key_up, self.value_up = (nnx.Param(normal(rngs.params(), shape, dtype)) for shape in ups)
+        self.key_up, self.value_up = (Param(normal(rngs.next_key(), shape, dtype)) for shape in ups)
         self.out = Linear(num_heads * config.v_head_dim, (width,), False, dtype, rngs)
         self.num_heads, self.num_kv_heads = num_heads, config.num_kv_heads
         self.latent_dim, self.nope_dim = config.latent_dim, config.nope_dim
@@ -73,6 +82,6 @@ class LatentLayer(DecoderLayer):
     """A decoder's layer with latent attention."""
 
     @staticmethod
-    def make_attention(config: Any, dtype: np.dtype, rngs: nnx.Rngs) -> LatentAttention:
+    def make_attention(config: Any, dtype: np.dtype, rngs: RandomKeys) -> LatentAttention:
         """See `DecoderLayer`."""
         return LatentAttention(config, dtype, rngs)

@@ -6,29 +6,39 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from jpaged.models.families.opt.config import POSITION_OFFSET, OptConfig
 from jpaged.models.layer_kinds import LayerKind
-from jpaged.models.layers import Attend, Ends, EndsKeys, LayerNorm, Linear, QKVLinear, TokenEmbedding, activate
+from jpaged.models.layers import (
+    Attend,
+    Ends,
+    EndsKeys,
+    LayerNorm,
+    Linear,
+    Module,
+    QKVLinear,
+    RandomKeys,
+    TokenEmbedding,
+    activate,
+)
 from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import Rows, TokenBatch
 
 _NORM_EPS = 1e-5
 
 
-class OptAttention(nnx.Module):
+class OptAttention(Module):
     """Projections around an injected attention."""
 
-    def __init__(self, config: OptConfig, dtype: np.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: OptConfig, dtype: np.dtype, rngs: RandomKeys) -> None:
         self.qkv = QKVLinear(config, config.use_bias, dtype, rngs)
         self.out = Linear(config.hidden_size, (config.hidden_size,), config.use_bias, dtype, rngs)
 
 
-class OptMLP(nnx.Module):
+class OptMLP(Module):
     """down(activation(up(x)))."""
 
-    def __init__(self, config: OptConfig, dtype: np.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: OptConfig, dtype: np.dtype, rngs: RandomKeys) -> None:
         self.up = Linear(config.hidden_size, (config.intermediate_size,), config.use_bias, dtype, rngs)
         self.down = Linear(config.intermediate_size, (config.hidden_size,), config.use_bias, dtype, rngs)
         self.activation = config.activation
@@ -41,14 +51,14 @@ class OptMLP(nnx.Module):
         return self.down(inner_tf, rows, residual=x_te, norm_after=norm_after)
 
 
-class OptLayer(nnx.Module):
+class OptLayer(Module):
     """Attention and feed-forward, each with a residual sum and a norm.
 
     norm_first      x + f(norm(x))       all sizes but one
     otherwise       norm(x + f(x))       350M
     """
 
-    def __init__(self, config: OptConfig, dtype: np.dtype, rngs: nnx.Rngs, kind: LayerKind) -> None:
+    def __init__(self, config: OptConfig, dtype: np.dtype, rngs: RandomKeys, kind: LayerKind) -> None:
         self.attention_norm = LayerNorm(config.hidden_size, _NORM_EPS, config.norm_affine, dtype)
         self.attention = OptAttention(config, dtype, rngs)
         self.mlp_norm = LayerNorm(config.hidden_size, _NORM_EPS, config.norm_affine, dtype)
@@ -83,8 +93,8 @@ class OptEnds(Ends):
         num_positions = config.max_position_embeddings + POSITION_OFFSET
         self.positions = TokenEmbedding(num_positions, width, dtype, position_key)
         is_narrow = embed_size != width
-        self.project_in = Linear(embed_size, (width,), False, dtype, nnx.Rngs(in_key)) if is_narrow else None
-        self.project_out = Linear(width, (embed_size,), False, dtype, nnx.Rngs(out_key)) if is_narrow else None
+        self.project_in = Linear(embed_size, (width,), False, dtype, RandomKeys(in_key)) if is_narrow else None
+        self.project_out = Linear(width, (embed_size,), False, dtype, RandomKeys(out_key)) if is_narrow else None
         self.norm = LayerNorm(width, _NORM_EPS, config.norm_affine, dtype) if config.final_norm else None
 
     def begin(self, tokens: TokenBatch) -> tuple[jax.Array, Rows]:
