@@ -235,7 +235,7 @@ class Measurement:
                         seconds = self._start(name, path, cell)
                     except PeerFailed as error:
                         self._report(f"{name}: {error}")
-                        cell.set_missing(str(error))
+                        cell.set_missing(_reason(error))
                         continue
                     cell.starts_s.setdefault(kind, []).append(seconds)
                     self._report(f"{kind} start {turn + 1} of {name}: {seconds:.2f} s")
@@ -264,7 +264,7 @@ class Measurement:
                     run = sessions[name].run(path, limit_s=LIMIT_S)
                 except PeerFailed as error:
                     self._report(f"{workload} {name}: {error}")
-                    cell.missing[workload] = str(error)
+                    cell.missing[workload] = _reason(error)
                     sessions.pop(name, None)
                     continue
                 before = cell.runs.get(workload, Timed(()))
@@ -295,6 +295,11 @@ class Measurement:
         path = self._home.folder / "jobs" / f"pretrained_{workload}_{turn}.jsonl"
         workloads.write(path, make_jobs(shape, seed))
         return path
+
+
+def _reason(error: PeerFailed) -> str:
+    """Return an error without the path of its log, for a page."""
+    return str(error).partition(" (all of it: ")[0]
 
 
 def to_entry(engine: Engine, cell: Cell) -> dict[str, Any]:
@@ -335,6 +340,8 @@ def table(record: Mapping[str, Any]) -> str:
                 if entry["about"]:
                     lines[f"{peer} {label} {entry['dtypes']}"] = _describe(peer, label, entry)
             parts += [title, "\n".join(rows)]
+    if any("\\*" in part for part in parts):
+        parts.append("\\* other processes used the core for part of the time.")
     head = "| engine | cores | weights | activations | accumulation | KV cache | options |"
     parts.append("\n".join([head, "|---|---|---|---|---|---|---|", *lines.values()]))
     reasons += [f"- {name}: {reason}" for name, reason in NOT_MEASURED.items()]
