@@ -331,7 +331,7 @@ def table(record: Mapping[str, Any]) -> str:
                 continue
             rows = ["| engine | stream | prefill | batch | cold start | warm start |", "|---|---|---|---|---|---|"]
             for peer, entry in model["peers"].items():
-                cells = [*(_rate(entry, workload, label) for workload in WORKLOADS)]
+                cells = [*(_rate(entry, workload) for workload in WORKLOADS)]
                 cells += [_seconds(entry["starts_s"].get(kind)) for kind in STARTS]
                 rows.append(f"| {peer} | {' | '.join(cells)} |")
                 for reason in dict.fromkeys(entry["missing"].values()):
@@ -341,7 +341,7 @@ def table(record: Mapping[str, Any]) -> str:
                     lines[f"{peer} {label} {entry['dtypes']}"] = _describe(peer, label, entry)
             parts += [title, "\n".join(rows)]
     if any("\\*" in part for part in parts):
-        parts.append("\\* other processes used the core for part of the time.")
+        parts.append("\\* other processes used the cores for part of the time.")
     head = "| engine | cores | weights | activations | accumulation | KV cache | options |"
     parts.append("\n".join([head, "|---|---|---|---|---|---|---|", *lines.values()]))
     reasons += [f"- {name}: {reason}" for name, reason in NOT_MEASURED.items()]
@@ -349,14 +349,14 @@ def table(record: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _rate(entry: Mapping[str, Any], workload: str, label: str) -> str:
-    """Return tokens/s as median and range; * marks runs that shared their core."""
+def _rate(entry: Mapping[str, Any], workload: str) -> str:
+    """Return tokens/s as median and range; * marks runs that had less processor time than one core has."""
     if (run := entry["runs"].get(workload)) is None:
         return "-"
     num_jobs, num_prompt, num_output = SHAPES[workload]
     num_tokens = num_jobs * (num_prompt if workload == PREFILL else num_output)
     spread = Spread.over([num_tokens / wall_s for wall_s in run["wall_s"]])
-    mark = "\\*" if label == "one core" and Timed(run["wall_s"], run["processor_s"]).is_disturbed else ""
+    mark = "\\*" if Timed(run["wall_s"], run["processor_s"]).is_disturbed else ""
     digits = 0 if spread.median >= 100 else 1
     return f"{spread.median:.{digits}f}{mark} ({spread.least:.{digits}f} to {spread.most:.{digits}f})"
 

@@ -194,7 +194,7 @@ def test_the_table_has_rates_ranges_and_data_types(tmp_path):
         "| jpaged | 64.0 (32.0 to 128.0) | 200 (200 to 200) | 256\\* (256 to 256) | "
         "10.00 s (9.00 to 11.00) | 2.00 s (2.00 to 2.00) |"
     ) in lines
-    assert "\\* other processes used the core for part of the time." in lines
+    assert "\\* other processes used the cores for part of the time." in lines
     dtypes = "as stored | bfloat16 | float32 | unknown | kv_cache_memory_bytes 1073741824 |"
     assert f"| jpaged 0.1.0 | one core | {dtypes}" in lines
     assert all(any(name in line for line in lines) for name in NOT_MEASURED)
