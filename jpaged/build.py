@@ -31,7 +31,7 @@ from jpaged.device.compilation.compile import set_up_compile_cache
 from jpaged.device.compilation.memory_plan import DeviceMemory
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.kv_scales import kv_dtype, name_of_kv_dtype
-from jpaged.device.linear import choose_linear_backend, served_config
+from jpaged.device.linear import choose_activation_dtype, choose_linear_backend, served_config
 from jpaged.device.mesh import MeshPlacement, first_device, serving_meshes
 from jpaged.device.multihost.executor import MultiHostExecutor
 from jpaged.device.multihost.executor import follow as run_steps
@@ -148,6 +148,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         tensor_parallel_size=places[0].num_parts,
         attention_backend=executor.step.backend,
         linear_backend=executor.step.linear_backend,
+        activation_dtype=executor.step.activation_dtype,
         kv_cache_dtype=name_of_kv_dtype(executor.step.layout.dtype),
         lossy_kv_sinks=geometry.num_sink_tokens if options.lossy.lossy_kv_window else None,
         served_model_name=options.server.served_model_name or source.name,
@@ -275,6 +276,7 @@ class Preview:
     dtype_reason: str
     attention_backend: str
     linear_backend: str
+    activation_dtype: str
     kv_cache_dtype: str
     max_model_len: int
     block_size: int
@@ -302,12 +304,14 @@ def preview(options: EngineConfig) -> Preview:
     sizes = attention.sizes()
     held = int(weight_bytes(model.config, model.dtype.itemsize) / where.num_parts)
     memory = DeviceMemory.of(device, 0, where.mesh.size * num_places)
+    linear_backend = choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode)
     return Preview(
         architecture=source.config.architecture,
         dtype=model.dtype.name,
         dtype_reason=" ".join(reasons),
         attention_backend=attention.choose(sizes).backend,
-        linear_backend=choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode),
+        linear_backend=linear_backend,
+        activation_dtype=choose_activation_dtype(options.model.activation_dtype, linear_backend, model.config),
         kv_cache_dtype=name_of_kv_dtype(kv_dtype(options.cache.kv_cache_dtype, model.dtype)),
         max_model_len=sizes.max_model_len,
         block_size=sizes.block_size,
@@ -368,6 +372,7 @@ def _findings(source: ModelSource, executor: JaxExecutor) -> dict[str, str]:
         "dtype": executor.step.model.dtype.name,
         "attention_backend": executor.step.backend,
         "linear_backend": executor.step.linear_backend,
+        "activation_dtype": executor.step.activation_dtype,
         "kv_cache_dtype": name_of_kv_dtype(executor.step.layout.dtype),
         **sizes,
     }

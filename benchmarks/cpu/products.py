@@ -42,11 +42,16 @@ FORMATS = {
     "int8g128": MatrixFormat("int8", 128),
     "int4": MatrixFormat("int4", 128),
     "int4g32": MatrixFormat("int4", 32),
+    "int8g32": MatrixFormat("int8", 32),
+    "int4m32": MatrixFormat("int4", 32, has_zeros=True, has_whole_zeros=False),
     "int4z": MatrixFormat("int4", 128, has_zeros=True),
     "mxfp4": MatrixFormat("mxfp4", 32),
     "fp8": MatrixFormat("fp8"),
     "fp8b128": MatrixFormat("fp8", 128),
 }
+A8 = "-a8"
+"""Suffix of a format whose rows are rounded to int8 (`--activation-dtype int8`)."""
+NAMES = (*FORMATS, *(f"{name}{A8}" for name, form in FORMATS.items() if not form.activations and form.values != "fp8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +93,14 @@ def seconds(x: jax.Array, matrices: list[PackedMatrix], run: ProductKernel) -> f
 
 def measure(shape: str, rows: list[int], formats: list[str], run: ProductKernel) -> list[Point]:
     depth, width = (int(size) for size in shape.split("x"))
-    packer = run.packer(SingleDeviceSharding(jax.devices()[0]))
+    sharding = SingleDeviceSharding(jax.devices()[0])
     weights = np.random.default_rng(0).normal(scale=0.02, size=(depth, width)).astype(ml_dtypes.bfloat16)
     num_copies = -(-LEAST_BYTES // weights.nbytes)
     names = [BF16, *formats]
     matrices = {}
     for name in names:
-        leaf = jnp.asarray(weights) if name == BF16 else quantize(weights, FORMATS[name])
+        packer = run.packer(sharding, rounds_rows=name.endswith(A8))
+        leaf = jnp.asarray(weights) if name == BF16 else quantize(weights, FORMATS[name.removesuffix(A8)])
         matrices[name] = [packer.pack(leaf) for _ in range(num_copies)]
     points = []
     for num_rows in rows:
@@ -115,7 +121,7 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 128])
     parser.add_argument("--shapes", nargs="+", default=["2048x2560", "2048x11264", "5632x2048"], help="KxN")
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--formats", nargs="+", default=list(NAMES), choices=NAMES)
     options = parser.parse_args()
     run = kernel()
     if isinstance(run, str):

@@ -42,6 +42,7 @@ _ASKED: Mapping[str, str] = {
 }
 _INSTRUCTIONS: Mapping[str, str] = {
     "avx512bf16": "AVX-512 with bfloat16",
+    "avx512vnni": "AVX-512 with VNNI",
     "avx512": "AVX-512",
     "avx2": "AVX2",
     "baseline": "no wide vectors",
@@ -137,7 +138,7 @@ def _model(found: Mapping[str, Any]) -> Iterator[Finding]:
         return
     yield Finding("model", "architecture", "ok", found["architecture"])
     yield Finding("model", "dtype", "ok", str(found["dtype"]), found["dtype_reason"])
-    for name in ("attention_backend", "linear_backend", "kv_cache_dtype", "max_model_len"):
+    for name in ("attention_backend", "linear_backend", "activation_dtype", "kv_cache_dtype", "max_model_len"):
         yield Finding("model", name, "ok", str(found[name]))
     for line in found["passed_over"]:
         yield Finding("model", "passed over", "warn", line)

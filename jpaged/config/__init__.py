@@ -28,6 +28,7 @@ from jpaged.config.engine_config import (
     tpu_library,
 )
 from jpaged.config.engine_options import (
+    ActivationDtype,
     Backend,
     Batching,
     CacheOptions,
@@ -66,6 +67,7 @@ __all__ = [
     "PROCESS_OPTIONS",
     "SECTIONS",
     "AccessOptions",
+    "ActivationDtype",
     "Backend",
     "Batching",
     "CacheOptions",

@@ -26,6 +26,8 @@ ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "mi
 ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "openai_gptoss"]
 """Formats of reasoning."""
 LinearBackend = Literal["cpu", "xla"]
+ActivationDtype = Literal["model", "int8"]
+"""Types of the rows that quantized matrices multiply."""
 Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "pallas-triton", "cpu"]
 """Attention backends."""
 
@@ -65,6 +67,13 @@ class ModelOptions:
         "auto",
         "kernels of the matrix products; cpu: weights packed for a kernel that runs on one CPU device",
         choices=("auto", "cpu", "xla"),
+    )
+    activation_dtype: str = option(
+        "auto",
+        "data type of the rows that quantized weight matrices multiply; model: the model's, exact; int8: integers with "
+        "a scale for every 64 numbers or fewer, which requires linear_backend cpu; auto: int8 on CPUs that multiply "
+        "bytes quickly (AVX512-VNNI), otherwise model",
+        choices=("auto", *get_args(ActivationDtype)),
     )
     seed: int = option(0, "seed for requests that set none", low=0, high=2**64 - 1)
     max_logprobs: int = option(

@@ -37,7 +37,8 @@ def kv_fingerprint(step: Step, params: Params) -> bytes:
     """
     device = first_device(step.mesh)
     layout = dataclasses.replace(step.layout, num_blocks=1)
-    kernels = (step.backend, step.linear_backend, step.layer_mode, dict(step.mesh.shape), step.kv_groups)
+    matmuls = step.linear_backend, step.activation_dtype
+    kernels = (step.backend, *matmuls, step.layer_mode, dict(step.mesh.shape), step.kv_groups)
     found = hashlib.sha256(b"jpaged/kv/1\0")
     found.update(repr((step.model.config, np.dtype(step.model.dtype).name, layout, kernels)).encode())
     where = (device.platform, device.device_kind, processor_features() if device.platform == "cpu" else "")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jpaged.config import LinearBackend
+from jpaged.config import ActivationDtype, LinearBackend
 from jpaged.device.mesh import first_device, layer_mode_for, num_context_parts, num_shards, replicated
 from jpaged.device.step import Step
 from jpaged.errors import Unsupported
@@ -18,7 +18,7 @@ from jpaged.kernels import matmul as matmul_module
 from jpaged.kernels.matmul import Packer, QuantizedMatrix, can_pack
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
-from jpaged.models.model import placed_leaves
+from jpaged.models.model import dense_formats, placed_leaves
 from jpaged.models.param_specs import leaf_format
 from jpaged.models.stack import LayerMode
 
@@ -41,6 +41,26 @@ def choose_linear_backend(chosen: str, mesh: Mesh, layer_mode: LayerMode) -> Lin
     if chosen == "cpu" and reason is not None:
         raise Unsupported(f"linear_backend: cpu cannot run here: {reason}")
     return "xla" if chosen == "xla" or reason is not None else "cpu"
+
+
+def choose_activation_dtype(chosen: str, linear_backend: LinearBackend, config: ModelConfig) -> ActivationDtype:
+    """Resolve the option `activation_dtype` for a model and its matmul backend.
+
+    Raises:
+        Unsupported: int8 was chosen but cannot run.
+    """
+    if chosen == "model":
+        return "model"
+    reason = None
+    if linear_backend != "cpu":
+        reason = "it requires linear_backend cpu, which runs on one CPU device"
+    elif all(form.values == "fp8" or form.activations == "int8" for form in dense_formats(config, "layers")):
+        reason = "the model has no quantized matrices whose rows it could round"
+    if chosen == "int8" and reason is not None:
+        raise Unsupported(f"activation_dtype: int8 cannot run here: {reason}")
+    if chosen == "auto" and (reason is not None or not matmul_module.loaded().has_byte_products):
+        return "model"
+    return "int8"
 
 
 def served_config(config: ModelConfig, chosen: str, mesh: Mesh) -> ModelConfig:
@@ -70,7 +90,9 @@ def served_config(config: ModelConfig, chosen: str, mesh: Mesh) -> ModelConfig:
 def params_for(step: Step, params: Params) -> Params:
     """Return the parameters, or their shapes, as a step's programs take them; see `pack_params` and `AdapterRoom`."""
     if step.linear_backend == "cpu":
-        params = pack_params(params, step.model.config, matmul_module.loaded().packer(replicated(step.mesh)))
+        rounds_rows = step.activation_dtype == "int8"
+        packer = matmul_module.loaded().packer(replicated(step.mesh), rounds_rows=rounds_rows)
+        params = pack_params(params, step.model.config, packer)
     if first_device(step.mesh).platform == "cpu":
         params = whole_bytes(params)
     return params if step.slots is None else step.slots.add_to(params, step.model, step.layer_mode, step.mesh)

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpaged.config import Backend, LinearBackend
+from jpaged.config import ActivationDtype, Backend, LinearBackend
 from jpaged.device import sampling
 from jpaged.device.context import ContextOrder, kind_of_part, merged, own_slots
 from jpaged.device.logits_processors import RowEdits, TokenCounts, edited
@@ -115,6 +115,7 @@ class Step:
         mesh: the devices that each run their part.
         backend: the attention backend.
         linear_backend: the matmul backend, and so whether weights are packed.
+        activation_dtype: of the rows that packed quantized matrices multiply.
         sampler: the sampling kernel; None for XLA.
         slots: the capacity for adapters; None takes none.
         draft: the draft model or head; None if there is none.
@@ -129,6 +130,7 @@ class Step:
     mesh: Mesh
     backend: Backend
     linear_backend: LinearBackend
+    activation_dtype: ActivationDtype
     sampler: SamplingKernel | None
     num_aux: int
     slots: AdapterRoom | None = None

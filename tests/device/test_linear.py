@@ -19,7 +19,7 @@ from jpaged.checkpoints.weights import load_params
 from jpaged.config import EngineConfig
 from jpaged.device.compilation.lowering import abstract_serving
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.linear import choose_linear_backend, pack_params, served_config
+from jpaged.device.linear import choose_activation_dtype, choose_linear_backend, pack_params, served_config
 from jpaged.device.mesh import build_mesh, replicated, serving_mesh
 from jpaged.engine.executor import Detail
 from jpaged.errors import Unsupported
@@ -68,6 +68,21 @@ def test_a_model_that_is_split_or_scanned_has_not() -> None:
         choose_linear_backend("cpu", split, "loop")
     with pytest.raises(Unsupported, match="linear_backend: cpu cannot run here: weights of scanned layers"):
         choose_linear_backend("cpu", serving_mesh(1), "scan")
+
+
+def test_rows_are_rounded_for_matrices_of_integers() -> None:
+    plain = tiny_model.model().config
+    int8, fp8 = (quantized_here(plain, name) for name in ("int8", "fp8"))
+    assert choose_activation_dtype("auto", "cpu", int8) == ("int8" if matmul.loaded().has_byte_products else "model")
+    assert choose_activation_dtype("int8", "cpu", int8) == "int8"
+    assert choose_activation_dtype("model", "cpu", int8) == "model"
+    assert choose_activation_dtype("auto", "xla", int8) == "model"
+    with pytest.raises(Unsupported, match="activation_dtype: int8 cannot run here: it requires linear_backend cpu"):
+        choose_activation_dtype("int8", "xla", int8)
+    for config in (plain, fp8):
+        assert choose_activation_dtype("auto", "cpu", config) == "model"
+        with pytest.raises(Unsupported, match="int8 cannot run here: the model has no quantized matrices"):
+            choose_activation_dtype("int8", "cpu", config)
 
 
 def test_an_embedding_stays_quantized_where_it_is_multiplied_so() -> None:

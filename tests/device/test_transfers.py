@@ -17,8 +17,9 @@ from benchmarks.made_arrays import made_arrays
 from jpaged.config import EngineConfig
 from jpaged.device import kv_fingerprint, transfers
 from jpaged.device.compilation.compile import ProgramSpec, told
+from jpaged.device.compilation.lowering import abstract_serving
 from jpaged.device.executor import JaxExecutor
-from jpaged.device.mesh import build_mesh, replicated
+from jpaged.device.mesh import build_mesh, replicated, serving_mesh
 from jpaged.device.step_costs import NO_RATE, measure_rates
 from jpaged.device.transfers import (
     MAX_ON_THE_WAY,
@@ -456,3 +457,10 @@ def test_an_identity_is_of_all_that_the_bytes_of_a_block_depend_on(monkeypatch: 
             patch.setattr(kv_fingerprint, what, lambda: "another")
             others.append(_identity())
     assert len({same, *others}) == 7
+
+
+def test_an_identity_is_of_the_type_of_activations() -> None:
+    step, _, _ = abstract_serving(tiny_model.model(), tiny_model.OPTIONS, serving_mesh(1), "loop")
+    params = tiny_model.params("loop", "float32")
+    other = dataclasses.replace(step, activation_dtype="int8")
+    assert kv_fingerprint.kv_fingerprint(step, params) != kv_fingerprint.kv_fingerprint(other, params)

@@ -177,6 +177,21 @@ def test_backends_are_those_that_were_named(base: LLM, folder: Path) -> None:
         LLM(str(folder), attention_backend="pallas-tpu")
 
 
+@flips("activation_dtype")
+def test_activation_dtype_rounds_the_rows_of_quantized_matrices(base: LLM, folder: Path) -> None:
+    prompt, options = random_prompts([20]), {"quantization": "int8", **BASE}
+    logprobs = {}
+    for name in ("model", "int8"):
+        with open_llm(folder, activation_dtype=name, **options) as llm:
+            assert llm.config.model.activation_dtype == name
+            logprobs[name] = chosen_logprobs(generate(llm, prompt, GREEDY)[0])[0]
+    assert 1e-6 < abs(logprobs["model"] - logprobs["int8"]) < 0.05
+    assert base.config.model.activation_dtype == "model"  # nothing is quantized
+    for backend, reason in (("cpu", "no quantized matrices"), ("xla", "requires linear_backend cpu")):
+        with pytest.raises(Unsupported, match=f"activation_dtype: int8 cannot run here: .*{reason}"):
+            LLM(str(folder), activation_dtype="int8", linear_backend=backend)
+
+
 def test_a_size_that_nobody_chose_is_found_and_told(base: LLM) -> None:
     assert base.config.cache.block_size == engine_of(base).geometry.block_size == 16
 

@@ -70,6 +70,7 @@ class CompileTarget:
     context_parallel_size: int
     attention_backend: str
     linear_backend: str
+    activation_dtype: str
     kv_cache_dtype: str
     block_size: int
     num_blocks: int
@@ -101,6 +102,7 @@ class CompileTarget:
             context_parallel_size=num_context_parts(step.mesh),
             attention_backend=step.backend,
             linear_backend=step.linear_backend,
+            activation_dtype=step.activation_dtype,
             kv_cache_dtype=name_of_kv_dtype(step.layout.dtype),
             block_size=geometry.block_size,
             num_blocks=geometry.num_blocks,
@@ -232,7 +234,7 @@ def _digest_of_model(config: ModelConfig) -> str:
 
 def _digest_of_draft(draft: DraftStep) -> str:
     step = draft.step
-    how = (step.model.dtype, step.layout, step.layer_mode, step.backend, step.linear_backend)
+    how = (step.model.dtype, step.layout, step.layer_mode, step.backend, step.linear_backend, step.activation_dtype)
     beside = draft.group, draft.num_tokens, draft.watched, draft.shares_embedding
     return _digest(repr((_digest_of_model(step.model.config), how, *beside)))
 

@@ -27,7 +27,7 @@ from jpaged.device.compilation.compile import TELLS, ProgramSpec, compiler_optio
 from jpaged.device.compilation.executable_cache import ExecutableCache
 from jpaged.device.compilation.memory_plan import PoolRequest, ProgramMemory, ProgramReport
 from jpaged.device.compilation.program_registry import NUM_THREADS, CompiledProgram, ProgramSource, ProgramStore
-from jpaged.device.linear import choose_linear_backend, params_for
+from jpaged.device.linear import choose_activation_dtype, choose_linear_backend, params_for
 from jpaged.device.lora import AdapterRoom, fill_slot, get_matrices
 from jpaged.device.mesh import (
     LOGITS_SPEC,
@@ -60,7 +60,6 @@ from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_ke
 from jpaged.models.layer_kinds import get_stacks, group_layers
 from jpaged.models.layers import Params
 from jpaged.models.model import MatricesOf, Model, dense_formats
-from jpaged.models.sharding import pad_for_sharding
 from jpaged.models.stack import LayerMode
 
 _HALVES_FROM = 256
@@ -101,9 +100,8 @@ def _sized_step(
 ) -> tuple[Step, Geometry]:
     num_parts, num_contexts = num_shards(mesh), num_context_parts(mesh)
     attention = DeviceAttention.on(model, options, mesh)
-    sizes = attention.sizes()
-    chosen = attention.choose(sizes)
-    vocab_size, model = model.config.vocab_size, Model(pad_for_sharding(model.config, num_parts), model.dtype)
+    chosen = attention.choose(sizes := attention.sizes())
+    vocab_size, model = model.config.vocab_size, MeshPlacement.of(model, mesh, layer_mode).model
     config, kinds = model.config, model.config.attention_kinds  # the chosen layout is one device's part
     stacks = list(get_stacks(config.layer_kinds).values()) if layer_mode == "scan" else None
     groups = group_layers([kind.sliding_window for kind in kinds], sizes.max_model_len, stacks)
@@ -151,7 +149,8 @@ def _sized_step(
         vocab_size=vocab_size,
         mesh=mesh,
         backend=chosen.backend,
-        linear_backend=choose_linear_backend(options.model.linear_backend, mesh, layer_mode),
+        linear_backend=(linear := choose_linear_backend(options.model.linear_backend, mesh, layer_mode)),
+        activation_dtype=choose_activation_dtype(options.model.activation_dtype, linear, model.config),
         sampler=sampler,
         slots=AdapterRoom(geometry.max_loras, options.lora.max_lora_rank) if geometry.max_loras else None,
     )

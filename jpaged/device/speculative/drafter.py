@@ -15,7 +15,7 @@ from jpaged.config import EngineConfig, SpeculativeOptions
 from jpaged.device.compilation.compile import ProgramSpec
 from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.device.context import most_rows
-from jpaged.device.linear import choose_linear_backend, params_for
+from jpaged.device.linear import choose_activation_dtype, choose_linear_backend, params_for
 from jpaged.device.mesh import POOL_SPEC, MeshPlacement, check_params, first_device, num_shards, replicated
 from jpaged.device.model_runner import DonatedArray, DraftPool, KVPool, ModelRunner, PackedForward
 from jpaged.device.speculative.dispatch import SpeculatePacking
@@ -212,6 +212,9 @@ def _draft_step(step: Step, geometry: Geometry, draft: Model, options: EngineCon
         num_context_parts=step.layout.num_context_parts,
     )
     sampler = choose_kernel(chosen.backend, step.mesh.size, step.vocab_size)
+    linear_backend = choose_linear_backend(options.model.linear_backend, step.mesh, where.layer_mode)
+    # A draft model need not be quantized if the target is.
+    activations = "model" if options.model.activation_dtype == "model" else "auto"
     return dataclasses.replace(
         step,
         model=where.model,
@@ -219,7 +222,8 @@ def _draft_step(step: Step, geometry: Geometry, draft: Model, options: EngineCon
         kv_groups=groups,
         layer_mode=where.layer_mode,
         backend=chosen.backend,
-        linear_backend=choose_linear_backend(options.model.linear_backend, step.mesh, where.layer_mode),
+        linear_backend=linear_backend,
+        activation_dtype=choose_activation_dtype(activations, linear_backend, where.model.config),
         sampler=sampler,
     )
 

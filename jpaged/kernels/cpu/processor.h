@@ -12,8 +12,13 @@ inline bool has_avx512() {
   return has;
 }
 
+inline bool has_avx512_vnni() {
+  static const bool has = has_avx512() && __builtin_cpu_supports("avx512vnni");
+  return has;
+}
+
 inline bool has_avx512_bf16() {
-  static const bool has = has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  static const bool has = has_avx512_vnni() && __builtin_cpu_supports("avx512bf16");
   return has;
 }
 

@@ -66,6 +66,27 @@ inline Floats lane_sums(Floats* x) {
   return x[0];
 }
 
+// Lane j is lane j ^ stride.
+template <int stride, int... lane>
+inline Ints swap(Ints x, std::integer_sequence<int, lane...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(x, x, (lane ^ stride)...);
+#else
+  return __builtin_shuffle(x, Ints{(lane ^ stride)...});
+#endif
+}
+
+// combine(..., of all lanes), for operations whose result does not depend on their order.
+template <class Combine, int stride = kWidth / 2>
+inline int32_t combine_lanes(Ints x, const Combine& combine) {
+  x = combine(x, swap<stride>(x, std::make_integer_sequence<int, kWidth>{}));
+  if constexpr (stride > 1) {
+    return combine_lanes<Combine, stride / 2>(x, combine);
+  } else {
+    return x[0];
+  }
+}
+
 inline float sum(Floats x) {
   float lanes[kWidth];
   store(lanes, x);

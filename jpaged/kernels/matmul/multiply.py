@@ -17,13 +17,15 @@ import numpy as np
 
 from jpaged.errors import InternalError
 from jpaged.kernels.cpu.library import MAX_WIDTH, NAME, register
-from jpaged.kernels.matmul.packed import PackedMatrix, Packer
+from jpaged.kernels.matmul.packed import ROUNDINGS, PackedMatrix, Packer
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
-_PLAIN = {"code": np.int64(-1), "group": np.int64(1), "is_int8": np.int64(0)}
+_PLAIN = {"code": np.int64(-1), "group": np.int64(1), "rounding": np.int64(0)}
 """The form of a matrix that is not quantized."""
+_BYTE_CORES = ("avx512bf16", "avx512vnni")
+"""Cores whose `has_rounded` is set (core.h)."""
 _NORMS = ("none", "rms", "layer")
 """In the order of `Norm` in core.h."""
 
@@ -61,7 +63,7 @@ class ProductKernel:
     """The library's functions, as registered with XLA.
 
     Attributes:
-        core: the code that this processor runs: avx512bf16, avx512, avx2 or baseline.
+        core: the code that this processor runs: avx512bf16, avx512vnni, avx512, avx2 or baseline.
         max_width: floats of the widest vectors to use, if the processor has them: 16, 8 or 4.
         max_threads: maximum threads of XLA's pool; 0 is all.
     """
@@ -71,9 +73,14 @@ class ProductKernel:
     max_width: int = MAX_WIDTH
     max_threads: int = 0
 
-    def packer(self, sharding: jax.sharding.Sharding) -> Packer:
-        """Return a packer for the matrices of one model, for one device."""
-        return Packer(self.library, sharding)
+    @property
+    def has_byte_products(self) -> bool:
+        """True if this processor multiplies rows of int8 by bytes; if not, it multiplies them as floats."""
+        return self.core in _BYTE_CORES
+
+    def packer(self, sharding: jax.sharding.Sharding, *, rounds_rows: bool = False) -> Packer:
+        """Return a packer for the matrices of one model, for one device; see `Packer`."""
+        return Packer(self.library, sharding, rounds_rows=rounds_rows)
 
     def multiply(
         self,
@@ -171,7 +178,7 @@ def _scale_operands(matrix: PackedMatrix) -> tuple[tuple[jax.Array, ...], dict[s
     of_none = {"zeros": jnp.int8, "order": jnp.int32, "step": jnp.float32}
     others = {name: getattr(packed, name) for name in of_none}
     filled = (jnp.zeros((0,), of_none[name]) if array is None else array for name, array in others.items())
-    form = {"code": packed.code, "group": packed.group, "is_int8": packed.has_int8_rows}
+    form = {"code": packed.code, "group": packed.group, "rounding": ROUNDINGS.index(packed.rounding)}
     return (packed.scales, *filled), {name: np.int64(value) for name, value in form.items()}
 
 

@@ -20,7 +20,7 @@ import math
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,13 @@ if TYPE_CHECKING:
 
 CODES: tuple[Values, ...] = ("int8", "int4", "mxfp4", "fp8")
 """In the order of `Code` in quantised.h."""
+Rounding = Literal["none", "row", "spans"]
+"""Rounding of rows to int8 before the product: with one step for all of a row, or one for each span of k.
+
+A span is a group of the matrix, or 64 numbers if groups are larger. The largest magnitude of a span is 127 steps.
+"""
+ROUNDINGS: tuple[Rounding, ...] = ("none", "row", "spans")
+"""In the order of `Rounding` in core.h."""
 _KINDS = {dtype: kind for kind, dtype in VALUE_DTYPES.items()}
 _LANE_BITS = 32
 _MXFP4_NUMBERS = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
@@ -54,7 +61,7 @@ class PackedScales:
         step: float32 `[1]`: the scale of rounded rows, if the checkpoint has one.
         kind: of the codes.
         group: numbers of a column that share a scale.
-        has_int8_rows: rows are rounded to int8, with the step or a scale per row.
+        rounding: of rows to int8.
         dtype: of the model.
     """
 
@@ -64,7 +71,7 @@ class PackedScales:
     step: Any
     kind: Values = dataclasses.field(metadata={"static": True})
     group: int = dataclasses.field(metadata={"static": True})
-    has_int8_rows: bool = dataclasses.field(metadata={"static": True})
+    rounding: Rounding = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
     @property
@@ -108,10 +115,19 @@ def get_code(matrix: QuantizedMatrix) -> int:
     return CODES.index(_kind(matrix))
 
 
-def describe(matrix: QuantizedMatrix, scales: Any, zeros: Any, order: Any, step: Any) -> PackedScales:
-    """Return the description of a matrix with these arrays, which may be shapes."""
-    has_int8_rows = matrix.activations == "int8"
-    return PackedScales(scales, zeros, order, step, _kind(matrix), matrix.group_size, has_int8_rows, matrix.dtype)
+def describe(
+    matrix: QuantizedMatrix, scales: Any, zeros: Any, order: Any, step: Any, *, rounds_rows: bool
+) -> PackedScales:
+    """Return the description of a matrix with these arrays, which may be shapes.
+
+    Args:
+        rounds_rows: round rows by spans unless the checkpoint requires another rounding or the codes are floats.
+    """
+    kind = _kind(matrix)
+    rounding: Rounding = "spans" if rounds_rows and kind != "fp8" else "none"
+    if matrix.activations == "int8":
+        rounding = "row"
+    return PackedScales(scales, zeros, order, step, kind, matrix.group_size, rounding, matrix.dtype)
 
 
 def scale_dtype(matrix: QuantizedMatrix) -> np.dtype:
@@ -239,10 +255,15 @@ class Packer:
 
     A core reads 22 GB/s from pages of 4 KiB and 30 from pages of 2 MiB (Zen 4), and reading limits a decode of one row.
     The arrays are used in place, without a copy; a chunk is freed with the last of them.
+
+    Args:
+        rounds_rows: rows are rounded to int8 for quantized matrices of integers, except output matrices: rounding the
+            last hidden states as well raised the perplexity of SmolLM2 by 0.51 % instead of 0.35 %.
     """
 
-    def __init__(self, library: ctypes.CDLL, sharding: jax.sharding.Sharding) -> None:
+    def __init__(self, library: ctypes.CDLL, sharding: jax.sharding.Sharding, *, rounds_rows: bool = False) -> None:
         self._library = library
+        self._rounds_rows = rounds_rows
         self._sharding = sharding
         self._chunk = np.empty(0, np.uint8)
 
@@ -284,7 +305,7 @@ class Packer:
             self._leaf(step, (1,), np.dtype(np.float32), lambda: np.asarray(step)[None]),
         )
 
-        described = describe(matrix, *arrays[1:])
+        described = describe(matrix, *arrays[1:], rounds_rows=self._rounds_rows and not matrix.is_embedding)
         return PackedMatrix(arrays[0], described, matrix.shape, matrix.is_embedding, num_parts)
 
     def _leaf(self, leaf: Any, shape: tuple[int, ...], dtype: np.dtype, make: Callable[[], np.ndarray]) -> Any:

@@ -52,8 +52,9 @@ def numbers(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(jnp.dtype(dtype))
 
 
-def pack(matrix: QuantizedMatrix, num_parts: int = 1) -> PackedMatrix:
-    return found_kernel().packer(SingleDeviceSharding(jax.devices()[0])).pack(matrix, num_parts=num_parts)
+def pack(matrix: QuantizedMatrix, num_parts: int = 1, *, rounds_rows: bool = False) -> PackedMatrix:
+    packer = found_kernel().packer(SingleDeviceSharding(jax.devices()[0]), rounds_rows=rounds_rows)
+    return packer.pack(matrix, num_parts=num_parts)
 
 
 def multiply(run: ProductKernel, x: np.ndarray, matrix: PackedMatrix, **around: Any) -> np.ndarray:
@@ -66,6 +67,21 @@ def rounded(x: np.ndarray, step: float | None = None) -> np.ndarray:
     x32 = x.astype(np.float32)
     steps = np.abs(x32).max(1, keepdims=True) / np.float32(127) if step is None else np.float32(step)
     return np.clip(np.rint(x32 / steps), -128, 127).astype(np.float64) * steps
+
+
+def rounded_by_spans(x: np.ndarray, group: int) -> np.ndarray:
+    """Rows as int8 activations are: a step for each group of the matrix, or for 64 numbers if groups are larger."""
+    x32 = x.astype(np.float32)
+    rounded = np.zeros(x.shape, np.float64)
+    for begin in range(0, x.shape[1], group):
+        for at in range(begin, min(begin + group, x.shape[1]), 64):
+            span = slice(at, min(at + 64, begin + group))
+            largest = np.abs(x32[:, span]).max(1, keepdims=True)
+            is_negligible = largest < 2.0**-100
+            largest = np.where(is_negligible, np.float32(1), largest)
+            integers = np.where(is_negligible, 0, np.rint(x32[:, span] * (np.float32(127) / largest)))
+            rounded[:, span] = integers * (largest / np.float32(127)).astype(np.float64)
+    return rounded
 
 
 def weights(matrix: QuantizedMatrix) -> np.ndarray:
@@ -176,6 +192,72 @@ def test_neither_the_batch_nor_the_threads_show_in_a_single_bit(limited: Product
         assert multiply(threads, x[:num_rows], matrix)[0].tobytes() == alone.tobytes(), num_rows
 
 
+ROUNDED = [name for name in FORMATS if not name.startswith("fp8") and name != "int8 rows"]
+"""Formats whose rows int8 activations round."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [*ROUNDED, "int8 large groups"])
+@pytest.mark.thinned(7)
+def test_int8_activations_are_rounded_by_spans(limited: ProductKernel, name: str, dtype: str) -> None:
+    form = FORMATS.get(name, MatrixFormat("int8", 96))
+    for depth, width, num_rows in ((192, 33, 14), (384, 64, 1)) if form.group_size else ((3, 1, 3), (301, 40, 14)):
+        matrix = quantize(numbers((depth, width), "float32"), form)
+        x = numbers((num_rows, depth), dtype, 1)
+        x[0, : depth // 2] = 0
+        want = rounded_by_spans(x, matrix.group_size) @ weights(matrix)
+        got = multiply(limited, x, pack(matrix, rounds_rows=True), dtype=np.dtype("float32"))
+        assert_near(got, want, 1e-6)
+
+
+def test_int8_activations_differ_little_from_exact_ones(limited: ProductKernel) -> None:
+    matrix, x = quantize(numbers((256, 64), "float32"), FORMATS["int4 zeros"]), numbers((9, 256), "float32", 1)
+    exact, rounded_ = (multiply(limited, x, pack(matrix, rounds_rows=rounds)) for rounds in (False, True))
+    error = np.sqrt(np.square(rounded_ - exact).mean() / np.square(exact).mean())
+    assert 1e-4 < error < 8e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.thinned(13)
+def test_int8_activations_of_a_row_do_not_depend_on_others(limited: ProductKernel, name: str, dtype: str) -> None:
+    depth = 160 if FORMATS[name].group_size is None else 192
+    matrix = pack(quantize(numbers((depth, 2, 70), "float32"), FORMATS[name]), 2, rounds_rows=True)
+    norm, x = Norm("rms", 1e-5, jnp.asarray(numbers((depth,), dtype, 4))), numbers((200, depth), dtype, 1)
+    alone, last = multiply(limited, x[:1], matrix, norm=norm)[0], multiply(limited, x[199:], matrix, norm=norm)[0]
+    for num_rows in (2, 6, 7, 13, 97, 200):
+        threads = dataclasses.replace(limited, max_threads=1 + num_rows % 3)
+        assert multiply(threads, x[200 - num_rows :], matrix, norm=norm)[-1].tobytes() == last.tobytes(), num_rows
+        assert multiply(threads, x[:num_rows], matrix, norm=norm)[0].tobytes() == alone.tobytes(), num_rows
+
+
+def test_int8_activations_are_those_of_a_listed_order(limited: ProductKernel) -> None:
+    """A span has numbers of one group, which lie apart in the row."""
+    matrix = quantize(numbers((160, 40), "float32"), MatrixFormat("int4", 32, has_zeros=True))
+    group_ids = np.random.default_rng(0).permutation(np.repeat(np.arange(5), 32)).astype(np.int32)
+    matrix = dataclasses.replace(matrix, group_ids=jnp.asarray(group_ids))
+    x, order = numbers((7, 160), "float32", 1), np.argsort(group_ids, kind="stable")
+    want = rounded_by_spans(x[:, order], 32) @ weights(matrix)[order]
+    assert_near(multiply(limited, x, pack(matrix, rounds_rows=True)), want, 1e-6)
+
+
+def test_int8_activations_of_numbers_that_are_tiny_or_not_finite(limited: ProductKernel) -> None:
+    x = numbers((6, 192), "float32")
+    x[1, 150], x[2, 5], x[3], x[4] = np.nan, np.inf, 1e-35, x[4] * np.float32(1e30)
+    matrix = quantize(numbers((192, 33), "float32", 1), FORMATS["int4 zeros"])
+    got = multiply(limited, x, pack(matrix, rounds_rows=True))
+    assert not np.isfinite(got[[1, 2]]).any()
+    assert not got[3].any()
+    for row in (0, 4, 5):
+        assert_near(got[row], rounded_by_spans(x[[row]], 32)[0] @ weights(matrix), 1e-6)
+
+
+def test_matrices_of_floats_leave_rows_unrounded() -> None:
+    matrix, x = quantize(numbers((128, 33), "float32"), FORMATS["fp8"]), numbers((3, 128), "float32", 1)
+    exact, rounds = (multiply(found_kernel(), x, pack(matrix, rounds_rows=rounds)) for rounds in (False, True))
+    assert exact.tobytes() == rounds.tobytes()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["int8 rows", "int4 zeros", "mxfp4", "fp8"])
 @pytest.mark.thinned(5)
@@ -251,7 +333,8 @@ def test_operands_that_contradict_each_other_are_refused() -> None:
         "the zeros do not fit": changed(matrix, zeros=jnp.ones((1, 2, 32), jnp.int8)),
         "the order does not fit": changed(matrix, order=jnp.arange(63, dtype=jnp.int32)),
         "rows have no step": changed(matrix, step=jnp.ones(1)),
-        "rows of int8 want whole": changed(eight, has_int8_rows=True),
+        "rows of int8 want whole": changed(eight, rounding="row"),
+        "rows of int8 want whole numbers": changed(eight, rounding="spans"),
     }
     with pytest.raises(jax.errors.JaxRuntimeError, match="rows and matrix differ in depth"):
         multiply(found_kernel(), x[:, :40], matrix)

@@ -19,8 +19,8 @@ namespace {
 
 constexpr int kVectors = 2;                        // vectors of a row's sums at once
 constexpr int kStrip = kVectors * kWidth;          // columns
-constexpr int kRows = kWidth == kMaxWidth ? 12 : 6;  // rows that leave registers for the block and a number of x
 constexpr int kStreamedRows = 8;                   // up to this number, memory is the bottleneck
+constexpr int kRows = kWidth == kMaxWidth ? 12 : 6;  // rows that leave registers for the block and a number of x
 
 using TwoHalves = uint32_t;  // numbers k and k + 1 of a column
 
@@ -145,6 +145,7 @@ void multiply_bf16(const void* x, int64_t stride, int64_t num_rows, int64_t dept
 
 #include "digits.h"
 #include "panels.h"
+#include "rounded.h"
 
 namespace jpaged::product {
 namespace {
@@ -156,13 +157,29 @@ float number_at(const void* from, Number number, int64_t i) {
   return decode_bf16(static_cast<const uint16_t*>(from)[i]);
 }
 
+// Load some of a vector's numbers of a row; the others are 0.
+Floats load_some(const void* from, Number number, int64_t begin, int64_t count) {
+  float lanes[kWidth] = {};
+  for (int64_t i = 0; i < count; ++i) lanes[i] = number_at(from, number, begin + i);
+  return load(lanes);
+}
+
+Floats load_numbers(const void* from, Number number, int64_t begin, int64_t count) {
+  if (count < kWidth) return load_some(from, number, begin, count);
+  if (number == Number::kF32) return load(static_cast<const float*>(from) + begin);
+  return BF16::decode(static_cast<const uint16_t*>(from) + begin);
+}
+
 // Convert to floats, padded with zeros to a whole vector; return the padded number.
 int64_t decode(const void* from, Number number, int64_t count, float* to) {
   const int64_t padded = (count + kWidth - 1) / kWidth * kWidth;
   if (number == Number::kF32) {
     __builtin_memcpy(to, from, 4 * count);
   } else {
-    for (int64_t i = 0; i < count; ++i) to[i] = decode_bf16(static_cast<const uint16_t*>(from)[i]);
+    const uint16_t* halves = static_cast<const uint16_t*>(from);
+    int64_t i = 0;
+    for (; i + kWidth <= count; i += kWidth) store(to + i, BF16::decode(halves + i));
+    for (; i < count; ++i) to[i] = decode_bf16(halves[i]);
   }
   for (int64_t i = count; i < padded; ++i) to[i] = 0;
   return padded;
@@ -189,7 +206,9 @@ float inverse_root(float x) { return 1.0f / __builtin_sqrtf(x); }
 // x / sqrt(mean(x^2) + eps) * scale
 void normalise_rms(float* x, int64_t count, int64_t padded, float eps, const void* scale, Number number) {
   const float factor = inverse_root(sum_of_squares(x, padded) / static_cast<float>(count) + eps);
-  for (int64_t i = 0; i < count; ++i) x[i] = x[i] * factor * number_at(scale, number, i);
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) store(x + i, load(x + i) * factor * load_numbers(scale, number, i, kWidth));
+  for (; i < count; ++i) x[i] = x[i] * factor * number_at(scale, number, i);
 }
 
 // (x - mean) / sqrt(variance + eps) * scale + bias
@@ -215,9 +234,16 @@ float* normalise(const Before& before, const void* x, float* row) {
   return ordered;
 }
 
+// The bits of bfloat16 numbers, rounded as `encode_bf16` does.
+Uints encode_halves(Floats x) {
+  const Uints bits = bits_of(x), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  return x != x ? (bits >> 16 | 0x40u) : rounded;
+}
+
+// Round a row, which has room for whole vectors, after a norm; without one its numbers have their type.
 void round_to_type(const Before& before, float* row) {
-  if (before.number == Number::kF32) return;
-  for (int64_t i = 0; i < before.depth; ++i) row[i] = decode_bf16(encode_bf16(row[i]));
+  if (before.number == Number::kF32 || before.norm == Norm::kNone) return;
+  for (int64_t i = 0; i < before.depth; i += kWidth) store(row + i, floats_of(encode_halves(load(row + i)) << 16));
 }
 
 // The step of a row's integers; not finite if a number of the row is not finite.
@@ -228,9 +254,15 @@ float step_of(const Before& before, const float* row) {
   return largest ? jpaged::float_of(largest) / 127.0f : 1.0f;
 }
 
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+
+// Not inlined: a multiplication must not be fused with the addition that rounds its result.
+[[gnu::noinline]] void scale(float* x, int64_t count, float factor) {
+  for (int64_t i = 0; i < count; ++i) x[i] *= factor;
+}
+
 // Round to multiples of the step and convert them back to floats.
-void round_to_steps(const Before& before, float* row) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+void round_to_step(const Before& before, float* row) {
   const float step = step_of(before, row);
   for (int64_t i = 0; i < before.depth; ++i) {
     const float steps = row[i] / step, bounded = steps > 127.0f ? 127.0f : steps < -128.0f ? -128.0f : steps;
@@ -238,14 +270,29 @@ void round_to_steps(const Before& before, float* row) {
   }
 }
 
+// The same with a step per span.
+void round_to_steps(const Before& before, float* row) {
+  const int64_t span = rounded_span(before.group);
+  for (int64_t begin = 0; begin < before.depth; begin += before.group) {
+    const int64_t end = lesser(before.depth, begin + before.group);
+    for (int64_t at = begin; at < end; at += span) {
+      const int64_t count = lesser(span, end - at);
+      const Scaling scaling = scaling_for(largest_bits(row + at, count));
+      scale(row + at, count, scaling.factor);
+      for (int64_t i = at; i < at + count; ++i) row[i] = (row[i] + kRound - kRound) * scaling.step;
+    }
+  }
+}
+
 void prepare(const Before& before, const void* x, float* row, void* to, int64_t padded) {
   const int64_t count = before.depth;
   row = normalise(before, x, row);
-  if (before.is_int8) {
+  const bool is_rounded = before.rounding != Rounding::kNone;
+  if (is_rounded) {
     round_to_type(before, row);
-    round_to_steps(before, row);
+    before.rounding == Rounding::kRow ? round_to_step(before, row) : round_to_steps(before, row);
   }
-  if (before.number == Number::kF32 || before.is_int8) {
+  if (before.number == Number::kF32 || is_rounded) {
     float* singles = static_cast<float*>(to);
     for (int64_t i = 0; i < count; ++i) singles[i] = row[i];
     for (int64_t i = count; i < padded; ++i) singles[i] = 0;
@@ -273,20 +320,14 @@ void split(const Before& before, const void* x, float* row, [[maybe_unused]] con
 #endif
 }
 
+void round(const Before& before, const void* x, float* row, const Quantised& q, const RoundedRows& to, int64_t at) {
+  row = normalise(before, x, row);
+  round_to_type(before, row);
+  for (int64_t i = before.depth; i < q.depth; ++i) row[i] = 0;
+  round_row(q, row, to, at);
+}
+
 // --- results -----------------------------------------------------------------------------------------------------
-
-// Load some of a vector's numbers of a row; the others are 0.
-Floats load_some(const void* from, Number number, int64_t begin, int64_t count) {
-  float lanes[kWidth] = {};
-  for (int64_t i = 0; i < count; ++i) lanes[i] = number_at(from, number, begin + i);
-  return load(lanes);
-}
-
-Floats load_numbers(const void* from, Number number, int64_t begin, int64_t count) {
-  if (count < kWidth) return load_some(from, number, begin, count);
-  if (number == Number::kF32) return load(static_cast<const float*>(from) + begin);
-  return BF16::decode(static_cast<const uint16_t*>(from) + begin);
-}
 
 void store_numbers(void* to, Number number, int64_t begin, int64_t count, Floats x) {
   if (number == Number::kF32) {
@@ -297,9 +338,7 @@ void store_numbers(void* to, Number number, int64_t begin, int64_t count, Floats
     __builtin_memcpy(at, lanes, 4 * count);
     return;
   }
-  const Uints bits = bits_of(x), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-  const Uints kept = x != x ? (bits >> 16 | 0x40u) : rounded;
-  const Halves halves = __builtin_convertvector(kept, Halves);
+  const Halves halves = __builtin_convertvector(encode_halves(x), Halves);
   __builtin_memcpy(static_cast<uint16_t*>(to) + begin, &halves, count < kWidth ? 2 * count : sizeof halves);
 }
 
@@ -375,7 +414,8 @@ void rotate(const Heads& heads, int64_t token) {
 }  // namespace
 
 extern const Core JPAGED_CORE;
-const Core JPAGED_CORE = {JPAGED_NAME,  kWidth,     kRows, sizeof(Pairs::X) == 2, prepare,         multiply_f32,
-                          multiply_bf16, kHasDigits, split, multiply_digits,        multiply_panels, finish, rotate};
+const Core JPAGED_CORE = {JPAGED_NAME,   kWidth,     kRows, sizeof(Pairs::X) == 2, prepare,     multiply_f32,
+                          multiply_bf16, kHasDigits, split, multiply_digits,        kHasRounded, round,
+                          multiply_rounded, multiply_panels, finish, rotate};
 
 }  // namespace jpaged::product

@@ -25,6 +25,10 @@ constexpr int64_t kMaxWidth = 16;  // floats of the widest vector
 
 enum class Norm : int64_t { kNone, kRms, kLayer };
 
+// Rows that become integers, -128 to 127, before a quantized product: with one step per row, or one per span of k (see
+// `rounded_span`). The largest magnitude is 127 steps. In the order of ROUNDINGS in packed.py.
+enum class Rounding : int64_t { kNone, kRow, kSpans };
+
 // Operations on a row before the product.
 struct Before {
   Norm norm;
@@ -32,11 +36,10 @@ struct Before {
   const void *scale, *bias;  // [K], of the type of x; those of the layer norm may be null
   Number number;             // of x
   int64_t depth;             // K
-  // For quantized products whose rows become integers, -128 to 127, with one step per row: the largest magnitude is
-  // 127 steps, unless `step` is given.
-  bool is_int8;
-  const float* step;
-  const int32_t* order;  // final order of a row's numbers, or null: number k is the former number order[k]
+  Rounding rounding;         // kNone if the product is not quantized
+  const float* step;         // of all rows rounded with kRow, or null
+  int64_t group;             // of the matrix, for kSpans
+  const int32_t* order;      // final order of a row's numbers, or null: number k is the former number order[k]
 };
 
 // Operations on sums before they are stored.
@@ -86,6 +89,12 @@ struct Core {
   // sums[r, 32] of rows [row, row + num_rows), of up to kMaxRows digits, times one block of a quantized matrix.
   void (*multiply_digits)(const Quantised&, int64_t block, const DigitRows&, int64_t row, int64_t num_rows,
                           float* sums);
+  // The same for rows that are rounded by spans (`round`, `multiply_rounded`): up to kPanelRows rows. `bytes` has room
+  // for the block's numbers, a byte each. If not, they are multiplied with panels, too.
+  bool has_rounded;
+  void (*round)(const Before&, const void* x, float* row, const Quantised&, const RoundedRows& to, int64_t at);
+  void (*multiply_rounded)(const Quantised&, int64_t block, const RoundedRows&, int64_t row, int64_t num_rows,
+                           uint8_t* bytes, float* sums);
   // The same for up to kPanelRows rows of this type from `prepare`.
   void (*multiply_panels)(const Quantised&, int64_t block, const void* x, int64_t stride, Number, int64_t num_rows,
                           float* sums);

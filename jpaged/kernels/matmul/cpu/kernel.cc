@@ -17,7 +17,7 @@
 namespace jpaged::product {
 
 #if defined(__x86_64__)
-extern const Core kProductAvx512Bf16, kProductAvx512, kProductAvx2;
+extern const Core kProductAvx512Bf16, kProductAvx512Vnni, kProductAvx512, kProductAvx2;
 #endif
 extern const Core kProductBaseline;
 
@@ -38,6 +38,7 @@ constexpr int64_t kLine = 64;
 const Core& choose_core(int64_t width, bool has_bf16) {
 #if defined(__x86_64__)
   if (has_avx512_bf16() && has_bf16 && width >= kProductAvx512Bf16.width) return kProductAvx512Bf16;
+  if (has_avx512_vnni() && has_bf16 && width >= kProductAvx512Vnni.width) return kProductAvx512Vnni;
   if (has_avx512() && width >= kProductAvx512.width) return kProductAvx512;
   if (has_avx2() && width >= kProductAvx2.width) return kProductAvx2;
 #endif
@@ -80,8 +81,9 @@ Rows prepare_rows(ffi::ThreadPool& pool, const Core& core, const Before& before,
                   int64_t padded, int64_t num_threads) {
   const int64_t depth = before.depth, stored_bytes = depth * bytes_of(before.number);
   const bool is_bf16 = before.number == Number::kBF16;
-  const bool is_as_it_is = before.norm == Norm::kNone && !(is_bf16 && !core.takes_bf16) && padded == depth &&
-                           !before.is_int8 && !before.order && !(num_rows > 1 && stored_bytes % kConflict == 0);
+  const bool is_same = before.norm == Norm::kNone && before.rounding == Rounding::kNone && !before.order;
+  const bool is_as_it_is = is_same && !(is_bf16 && !core.takes_bf16) && padded == depth &&
+                           !(num_rows > 1 && stored_bytes % kConflict == 0);
   if (is_as_it_is) return {static_cast<const char*>(x), depth, stored_bytes};
   const int64_t item_bytes = is_bf16 && core.takes_bf16 ? 2 : 4;
   const int64_t stride = spread_stride(padded, item_bytes), row_bytes = stride * item_bytes;
@@ -96,8 +98,9 @@ Rows prepare_rows(ffi::ThreadPool& pool, const Core& core, const Before& before,
 DigitRows split_rows(ffi::ThreadPool& pool, const Core& core, const Before& before, const Quantised& q, const void* x,
                      int64_t num_rows, int64_t num_threads) {
   DigitRows rows{};
-  rows.num_digits = before.is_int8 ? 1 : before.number == Number::kBF16 ? 2 : kMaxDigits;
-  rows.span = std::min(q.group, before.is_int8 ? kMaxWholeSpan : kMaxSpan);
+  const bool is_rounded = before.rounding == Rounding::kRow;
+  rows.num_digits = is_rounded ? 1 : before.number == Number::kBF16 ? 2 : kMaxDigits;
+  rows.span = std::min(q.group, is_rounded ? kMaxWholeSpan : kMaxSpan);
   rows.spans_of_group = (q.group + rows.span - 1) / rows.span;
   rows.num_spans = q.num_groups * rows.spans_of_group;
   rows.stride = spread_stride(q.depth, 1);
@@ -114,12 +117,26 @@ DigitRows split_rows(ffi::ThreadPool& pool, const Core& core, const Before& befo
   return rows;
 }
 
+// The rows of a call as integers with a step per span.
+RoundedRows round_rows(ffi::ThreadPool& pool, const Core& core, const Before& before, const Quantised& q, const void* x,
+                       int64_t num_rows, int64_t num_threads) {
+  const int64_t span = rounded_span(q.group), spans_of_group = (q.group + span - 1) / span;
+  const int64_t row_bytes = spread_stride(q.num_groups * spans_of_group * (span + kSpanBytes), 1);
+  int8_t* records = reinterpret_cast<int8_t*>(scratch_floats(num_rows * row_bytes / 4));
+  const RoundedRows rows{records, row_bytes, span, spans_of_group};
+  const int64_t stored_bytes = before.depth * bytes_of(before.number);
+  for_each_row(pool, num_rows, q.depth, num_threads, [&](int64_t r, float* row) {
+    core.round(before, static_cast<const char*>(x) + r * stored_bytes, row, q, rows, r);
+  });
+  return rows;
+}
+
 struct Attributes {
   float eps;
   int64_t norm, is_gated, max_width, max_threads;
   int64_t code;      // of a quantized matrix; kPlain if it is not quantized
   int64_t group;     // numbers of a column that share a scale; may exceed the depth
-  int64_t is_int8;   // rows are quantized to int8
+  int64_t rounding;  // of rows to int8
 };
 
 constexpr int64_t kPlain = -1;
@@ -167,8 +184,11 @@ const char* quantised_contradiction(const Operands& o, const Attributes& a) {
   if (count_of(o.order) && (o.order.element_type() != ffi::S32 || count_of(o.order) != x[1])) {
     return "the order does not fit the rows";
   }
-  if (count_of(o.step) && (o.step.element_type() != ffi::F32 || !a.is_int8)) return "rows have no step";
-  return a.is_int8 && !is_whole(static_cast<Code>(a.code)) ? "rows of int8 want whole numbers" : nullptr;
+  if (a.rounding < 0 || a.rounding > static_cast<int64_t>(Rounding::kSpans)) return "no such rounding";
+  const Rounding rounding = static_cast<Rounding>(a.rounding);
+  if (count_of(o.step) && (o.step.element_type() != ffi::F32 || rounding != Rounding::kRow)) return "rows have no step";
+  if (rounding != Rounding::kNone && !is_whole(static_cast<Code>(a.code))) return "rows of int8 want whole numbers";
+  return nullptr;
 }
 
 const char* plain_contradiction(const Operands& o) {
@@ -276,9 +296,21 @@ void multiply_plain(ffi::ThreadPool& pool, const Core& core, const Before& befor
   });
 }
 
-void multiply_quantised(ffi::ThreadPool& pool, const Core& core, const Before& before, const After& after, Tiles tiles,
+void multiply_quantised(ffi::ThreadPool& pool, const Core& core, Before before, const After& after, Tiles tiles,
                         const Quantised& q, const void* x) {
-  if (core.has_digits && is_whole(q.code)) {
+  before.group = q.group;
+  const bool is_rounded = before.rounding == Rounding::kSpans;
+  if (core.has_rounded && is_rounded) {
+    const RoundedRows rows = round_rows(pool, core, before, q, x, tiles.num_rows, tiles.num_threads);
+    tiles.rows_of_tile = kPanelRows;
+    multiply_tiles(pool, core, after, tiles, [&](int64_t block, int64_t row, int64_t count, float* sums) {
+      static thread_local std::vector<uint8_t> bytes;
+      if (static_cast<int64_t>(bytes.size()) < q.depth * kColumns) bytes.resize(q.depth * kColumns);
+      core.multiply_rounded(q, block, rows, row, count, bytes.data(), sums);
+    });
+    return;
+  }
+  if (core.has_digits && is_whole(q.code) && !is_rounded) {
     const DigitRows rows = split_rows(pool, core, before, q, x, tiles.num_rows, tiles.num_threads);
     tiles.rows_of_tile = kMaxRows / rows.num_digits;
     multiply_tiles(pool, core, after, tiles, [&](int64_t block, int64_t row, int64_t count, float* sums) {
@@ -312,7 +344,7 @@ ffi::Error multiply(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer matrix, Ints32 
   const int64_t num_blocks = (num_columns + kColumns - 1) / kColumns, parts = after.is_gated ? 2 : 1;
   const double work = 1.0 * rows_in_use * depth * num_blocks * kColumns * parts;
   const Before before{static_cast<Norm>(a.norm), a.eps, or_null(scale), or_null(norm_bias), number_of(x.element_type()),
-                      depth, a.is_int8 != 0, static_cast<const float*>(or_null(step)),
+                      depth, static_cast<Rounding>(a.rounding), static_cast<const float*>(or_null(step)), depth,
                       static_cast<const int32_t*>(or_null(order))};
   const Tiles tiles{rows_in_use, num_blocks, work > kLeastShared ? count_threads(pool, a.max_threads) : 1, 0,
                     {static_cast<const float*>(or_null(delta)), adapters.typed_data(), num_columns, parts}};
@@ -338,7 +370,7 @@ ffi::Error normalise(ffi::ThreadPool pool, AnyBuffer x, Ints32 num_rows, AnyBuff
   }
   const int64_t depth = shape[1], rows_in_use = std::clamp<int64_t>(num_rows.typed_data()[0], 0, shape[0]);
   const Before before{static_cast<Norm>(a.norm), a.eps, or_null(scale), or_null(norm_bias), number_of(x.element_type()),
-                      depth, false, nullptr, nullptr};
+                      depth, Rounding::kNone, nullptr, depth, nullptr};
   const int64_t row_bytes = depth * bytes_of(before.number);
   char* out = static_cast<char*>(y->untyped_data());
   std::memset(out + rows_in_use * row_bytes, 0, (shape[0] - rows_in_use) * row_bytes);
@@ -451,7 +483,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jpaged::product::Attributes, xla::ffi::Str
                                       xla::ffi::StructMember<int64_t>("max_width"),
                                       xla::ffi::StructMember<int64_t>("max_threads"),
                                       xla::ffi::StructMember<int64_t>("code"), xla::ffi::StructMember<int64_t>("group"),
-                                      xla::ffi::StructMember<int64_t>("is_int8"));
+                                      xla::ffi::StructMember<int64_t>("rounding"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jpaged::product::HeadAttributes, xla::ffi::StructMember<float>("eps"),
                                       xla::ffi::StructMember<int64_t>("max_width"),

@@ -15,6 +15,9 @@
 // Two digits represent bfloat16 (numbers down to 1 / 128 of a span's largest are exact), three represent float32 as
 // precisely as its own sums. Integer products are exact. Processors without byte products unpack a span into a panel of
 // floats, and all processors do so for numbers that are not integers.
+//
+// With int8 activations, rows become integers of one digit, with a step for each span of up to 64 numbers: the largest
+// magnitude is 127 steps. Processors without byte products multiply the same rounded rows as floats.
 
 #pragma once
 
@@ -28,9 +31,13 @@ namespace jpaged::product {
 enum class Code : int64_t { kInt8, kInt4, kE2M1, kE4M3 };
 
 constexpr int64_t kMaxDigits = 3;
-constexpr int64_t kMaxSpan = 128;        // numbers of a row that share a step; numbers of a panel
-constexpr int64_t kMaxWholeSpan = 65536;  // for rows with one digit: 255 * 128 * kMaxWholeSpan is below 2^31
-constexpr int64_t kPanelRows = 96;       // rows for which one panel is unpacked
+constexpr int64_t kMaxSpan = 128;         // numbers of a row that share a step; numbers of a panel
+constexpr int64_t kMaxRoundedSpan = 64;   // the same of rows that are rounded to int8 by spans
+constexpr int64_t kMaxWholeSpan = 65536;  // for rows with one step: 255 * 128 * kMaxWholeSpan is below 2^31
+constexpr int64_t kPanelRows = 96;        // rows for which one panel or block is unpacked
+
+// Numbers that share a step if rows are rounded by spans: none extends into another group of the matrix.
+constexpr int64_t rounded_span(int64_t group) { return group < kMaxRoundedSpan ? group : kMaxRoundedSpan; }
 
 inline bool is_whole(Code code) { return code != Code::kE4M3; }
 inline int64_t numbers_of_lane(Code code) { return code == Code::kInt8 || code == Code::kE4M3 ? 4 : 8; }
@@ -57,6 +64,15 @@ struct DigitRows {
   int8_t* digits;                       // [num_digits, stride]
   int32_t* totals;                      // [num_digits, num_spans], of the digits
   float *steps, *sums;                  // [num_spans]; sums of the numbers that the digits represent
+};
+
+constexpr int64_t kSpanBytes = 12;  // of a span's step and sums, after its numbers
+
+// Rows of int8 with a step per span, as rounded.h stores them, in a thread's scratch.
+struct RoundedRows {
+  int8_t* records;
+  int64_t row_bytes;
+  int64_t span, spans_of_group;  // numbers of a span; spans of a group, the last of which may be shorter
 };
 
 }  // namespace jpaged::product

@@ -1,0 +1,254 @@
+// Rows rounded to int8 with a step per span of k, and their products with bytes. Included only by core.cc.
+//
+// A row is a sequence of records, one per span, so that a row has a single address:
+//
+//     int8[span], `Span`        the numbers, and what the sums of their products need
+//
+// Products of a span are exact integers. A row's sum adds the spans in order, two operations each:
+//
+//     sum = fma(products * step, scale, sum)
+//     sum = fma(-sum of the span's numbers, zero * scale, sum)        if the matrix has zeros
+
+#pragma once
+
+#include "core.h"
+#include "scales.h"
+#include "vector.h"
+
+#if defined(__AVX512VNNI__)
+#include <immintrin.h>
+#endif
+
+namespace jpaged::product {
+namespace {
+
+// The end of a record.
+struct Span {
+  int32_t start;    // sums of products with codes begin with this, so that codes count from their offset
+  float step, sum;  // of the span's rounded numbers
+};
+static_assert(sizeof(Span) == kSpanBytes);
+
+#if defined(__AVX512VNNI__)
+constexpr bool kHasRounded = true;
+constexpr int kRoundedRows = 6;  // rows whose sums stay in registers, as integers and as floats
+
+// --- rows ------------------------------------------------------------------------------------------------------------
+
+// Round a span of whole vectors, padded with zeros, to integers.
+void round_span(const float* x, int64_t count, int32_t offset, float unit, int8_t* to, int8_t* info) {
+  Ints largest{}, totals{};
+  for (int64_t k = 0; k < count; k += kWidth) {
+    const Ints magnitude = load_as<Ints>(x + k) & 0x7fffffff;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  const Scaling scaling = scaling_for(combine_lanes(largest, [](Ints a, Ints b) { return a > b ? a : b; }));
+  for (int64_t k = 0; k < count; k += kWidth) {
+    // A product, rounded, and then the nearest integer: a multiplication fused with an addition would not be the same.
+    const __m512 scaled = _mm512_mul_ps(load_as<__m512>(x + k), reinterpret_cast<__m512>(all(scaling.factor)));
+    const Ints integers = reinterpret_cast<Ints>(_mm512_maskz_cvtps_epi32(0xffff, scaled));
+    const Chars bytes = __builtin_convertvector(integers, Chars);
+    __builtin_memcpy(to + k, &bytes, sizeof bytes);
+    totals += integers;
+  }
+  const int32_t total = combine_lanes(totals, [](Ints a, Ints b) { return a + b; });
+  const Span span{-offset * total, unit * scaling.step, static_cast<float>(total) * scaling.step};
+  __builtin_memcpy(info, &span, sizeof span);
+}
+
+void round_row(const Quantised& q, const float* x, const RoundedRows& rows, int64_t row) {
+  const int32_t offset = q.code == Code::kInt8 ? 128 : q.code == Code::kInt4 ? 8 : 12;
+  const float unit = q.code == Code::kE2M1 ? 0.5f : 1;  // E2M1 codes are doubled to be integers
+  int8_t* to = rows.records + row * rows.row_bytes;
+  for (int64_t group = 0; group < q.num_groups; ++group) {
+    const int64_t begin = group * q.group, end = lesser(q.depth, begin + q.group);
+    for (int64_t i = 0; i < rows.spans_of_group; ++i, to += rows.span + kSpanBytes) {
+      const int64_t at = lesser(begin + i * rows.span, end), count = lesser(rows.span, end - at);
+      if (count % kWidth == 0) {
+        round_span(x + at, count, offset, unit, to, to + rows.span);
+        continue;
+      }
+      alignas(64) float padded[kMaxRoundedSpan] = {};
+      int8_t bytes[kMaxRoundedSpan];
+      __builtin_memcpy(padded, x + at, 4 * count);
+      round_span(padded, (count + kWidth - 1) / kWidth * kWidth, offset, unit, bytes, to + rows.span);
+      __builtin_memcpy(to, bytes, count);
+    }
+  }
+}
+
+// --- products --------------------------------------------------------------------------------------------------------
+
+// sums += four products of each column. GCC 12 copies the sums before and after the intrinsic.
+inline void add_products(__m512i& sums, __m512i codes, __m512i four) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(four));
+}
+
+template <class T>
+inline T value_at(const int8_t* from) {
+  T value;
+  __builtin_memcpy(&value, from, sizeof value);
+  return value;
+}
+
+// Memory that a tile of rows prefetches: none, the bytes that it reads a little later, or its share of the next block.
+enum class Prefetch { kNone, kOwn, kNext };
+
+struct Next {
+  const uint8_t* at;
+  int64_t step;  // bytes for four numbers of each column
+};
+
+// Integer sums of one span for rows at a distance of `stride` bytes: [num_rows][2] vectors of columns.
+template <class C, int num_rows, Prefetch prefetch>
+[[gnu::always_inline]] inline void add_rounded(const int8_t* x, int64_t stride, const uint8_t* lanes, int64_t count,
+                                               Next& next, __m512i (*sums)[2]) {
+  for (int64_t k = 0; k < count; k += 4 * C::kParts, lanes += 128) {
+    if constexpr (prefetch == Prefetch::kOwn) {
+      __builtin_prefetch(lanes + kAhead);
+      __builtin_prefetch(lanes + kAhead + 64);
+    } else if constexpr (prefetch == Prefetch::kNext) {
+      __builtin_prefetch(next.at);
+      next.at += next.step;
+    }
+    const Uints first = load_as<Uints>(lanes), second = load_as<Uints>(lanes + 64);
+#pragma GCC unroll 2
+    for (int i = 0; i < C::kParts; ++i) {
+      const __m512i a = reinterpret_cast<__m512i>(C::part(first, i));
+      const __m512i b = reinterpret_cast<__m512i>(C::part(second, i));
+#pragma GCC unroll 6
+      for (int r = 0; r < num_rows; ++r) {
+        const __m512i same = _mm512_set1_epi32(value_at<int32_t>(x + r * stride + k + 4 * i));
+        add_products(sums[r][0], a, same);
+        add_products(sums[r][1], b, same);
+      }
+    }
+  }
+}
+
+// Not inlined: otherwise GCC 12 spills the sums.
+template <class C, int num_rows, Prefetch prefetch>
+[[gnu::noinline]] void multiply_rounded(const Quantised& q, int64_t block, const uint8_t* lanes,
+                                        const RoundedRows& rows, int64_t row, Next next, float* to) {
+  const int64_t stride = rows.row_bytes, span = rows.span;
+  const int8_t* x = rows.records + row * stride;
+  __m512 sums[num_rows][2];
+#pragma GCC unroll 6
+  for (int r = 0; r < num_rows; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+  for (int64_t group = 0, scale_at = block * q.num_groups * kColumns; group < q.num_groups; ++group) {
+    const int64_t begin = group * q.group, end = lesser(q.depth, begin + q.group);
+    const __m512 scales[2] = {reinterpret_cast<__m512>(load_scales(q.scales, q.number, scale_at)),
+                              reinterpret_cast<__m512>(load_scales(q.scales, q.number, scale_at + 16))};
+    __m512 zeros[2] = {};
+    if (q.zeros) {
+      zeros[0] = reinterpret_cast<__m512>(load_zeros(q, scale_at)) * scales[0];
+      zeros[1] = reinterpret_cast<__m512>(load_zeros(q, scale_at + 16)) * scales[1];
+    }
+    for (int64_t at = begin; at < end; at += span, x += span + kSpanBytes) {
+      const int8_t* info = x + span;
+      __m512i found[num_rows][2];
+#pragma GCC unroll 6
+      for (int r = 0; r < num_rows; ++r) {
+        found[r][0] = found[r][1] = _mm512_set1_epi32(value_at<int32_t>(info + r * stride + offsetof(Span, start)));
+      }
+      add_rounded<C, num_rows, prefetch>(x, stride, lanes + at * (32 / C::kParts), lesser(span, end - at), next, found);
+#pragma GCC unroll 6
+      for (int r = 0; r < num_rows; ++r) {
+        const __m512 step = _mm512_set1_ps(value_at<float>(info + r * stride + offsetof(Span, step)));
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          const Floats whole = __builtin_convertvector(reinterpret_cast<Ints>(found[r][v]), Floats);
+          sums[r][v] = _mm512_fmadd_ps(reinterpret_cast<__m512>(whole) * step, scales[v], sums[r][v]);
+        }
+      }
+      if (q.zeros) {
+#pragma GCC unroll 6
+        for (int r = 0; r < num_rows; ++r) {
+          const __m512 sum = _mm512_set1_ps(value_at<float>(info + r * stride + offsetof(Span, sum)));
+#pragma GCC unroll 2
+          for (int v = 0; v < 2; ++v) sums[r][v] = _mm512_fnmadd_ps(sum, zeros[v], sums[r][v]);
+        }
+      }
+    }
+    scale_at += kColumns;
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < num_rows; ++r) {
+    _mm512_storeu_ps(to + 32 * r, sums[r][0]);
+    _mm512_storeu_ps(to + 32 * r + 16, sums[r][1]);
+  }
+}
+
+template <class C, Prefetch prefetch, int most_rows = kRoundedRows>
+void multiply_tile(const Quantised& q, int64_t block, const uint8_t* lanes, const RoundedRows& rows, int64_t row,
+                   int64_t num_rows, Next next, float* sums) {
+  if constexpr (most_rows > 0) {
+    if (num_rows < most_rows) {
+      return multiply_tile<C, prefetch, most_rows - 1>(q, block, lanes, rows, row, num_rows, next, sums);
+    }
+    multiply_rounded<C, most_rows, prefetch>(q, block, lanes, rows, row, next, sums);
+  }
+}
+
+// Store a block's codes as bytes, in the order of Code::kInt8.
+template <class C>
+void unpack_bytes(const uint8_t* lanes, int64_t depth, uint8_t* to) {
+  for (int64_t k = 0; k < depth; k += 4 * C::kParts, lanes += 128, to += 128 * C::kParts) {
+#pragma GCC unroll 2
+    for (int v = 0; v < 128; v += 64) {
+      const Uints lane = load_as<Uints>(lanes + v);
+#pragma GCC unroll 2
+      for (int i = 0; i < C::kParts; ++i) {
+        const Uints part = C::part(lane, i);
+        __builtin_memcpy(to + 128 * i + v, &part, sizeof part);
+      }
+    }
+  }
+}
+
+// Few rows unpack the codes as they multiply. Many rows share the unpacked ones; the first of them prefetch the next
+// block: memory is read while they multiply.
+template <class C>
+void multiply_rounded_of(const Quantised& q, int64_t block, const RoundedRows& rows, int64_t row, int64_t num_rows,
+                         uint8_t* bytes, float* sums) {
+  constexpr int64_t kSharing = 4;  // tiles that prefetch
+  const uint8_t* lanes = lanes_at<C>(q, block, 0);
+  if (num_rows <= kRoundedRows) {
+    return multiply_tile<C, Prefetch::kOwn>(q, block, lanes, rows, row, num_rows, {}, sums);
+  }
+  const int64_t num_tiles = (num_rows + kRoundedRows - 1) / kRoundedRows, block_bytes = q.depth * (32 / C::kParts);
+  const int64_t num_sharing = row ? 0 : lesser(num_tiles, kSharing);
+  const uint8_t* next = lanes + block_bytes;
+  if constexpr (C::kParts > 1) {
+    unpack_bytes<C>(lanes, q.depth, bytes);
+    lanes = bytes;
+  }
+  for (int64_t tile = 0, r = 0, count = 0; tile < num_tiles; ++tile, r += count) {
+    count = (num_rows - r + num_tiles - tile - 1) / (num_tiles - tile);  // similar sizes: small tiles are slow
+    if (tile < num_sharing) {
+      const Next share{next + tile * block_bytes / num_sharing, 128 / C::kParts / num_sharing};
+      multiply_tile<Int8Bytes, Prefetch::kNext>(q, block, lanes, rows, row + r, count, share, sums + 32 * r);
+    } else {
+      multiply_tile<Int8Bytes, Prefetch::kNone>(q, block, lanes, rows, row + r, count, {}, sums + 32 * r);
+    }
+  }
+}
+
+void multiply_rounded(const Quantised& q, int64_t block, const RoundedRows& rows, int64_t row, int64_t num_rows,
+                      uint8_t* bytes, float* sums) {
+  switch (q.code) {
+    case Code::kInt8: return multiply_rounded_of<Int8Bytes>(q, block, rows, row, num_rows, bytes, sums);
+    case Code::kInt4: return multiply_rounded_of<Int4Bytes>(q, block, rows, row, num_rows, bytes, sums);
+    case Code::kE2M1: return multiply_rounded_of<E2M1Bytes>(q, block, rows, row, num_rows, bytes, sums);
+    case Code::kE4M3: return;
+  }
+}
+#else
+constexpr bool kHasRounded = false;
+
+void round_row(const Quantised&, const float*, const RoundedRows&, int64_t) {}
+void multiply_rounded(const Quantised&, int64_t, const RoundedRows&, int64_t, int64_t, uint8_t*, float*) {}
+#endif
+
+}  // namespace
+}  // namespace jpaged::product
