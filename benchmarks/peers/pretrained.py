@@ -104,8 +104,8 @@ def get_engines(num_cores: int) -> dict[str, Engine]:
         Engine(
             replace(ours, options={"kv_cache_memory_bytes": KV_CACHE_BYTES}),
             "as stored",
-            "{activations}",
-            "float32",
+            "{activations}; {products} in products of quantized weights",
+            "float32; int32 in a group of int8",
             "{kv_cache}",
             {"wait_for_all_programs": False},  # jpaged's default; rates are measured after all programs are compiled
         ),

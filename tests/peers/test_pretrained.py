@@ -184,7 +184,7 @@ def test_the_table_has_rates_ranges_and_data_types(tmp_path):
             BATCH: Timed((8.0,), (4.0,)),
         },
         {"cold": [9.0, 11.0], "warm": [2.0]},
-        {"jpaged": "0.1.0", "activations": "bfloat16"},
+        {"jpaged": "0.1.0", "activations": "bfloat16", "products": "int8"},
     )
     lines = table(save("one core", "tiny", {**ABOUT, "peers": {"jpaged": to_entry(engine, cell)}}, tmp_path)).split(
         "\n"
@@ -195,8 +195,8 @@ def test_the_table_has_rates_ranges_and_data_types(tmp_path):
         "10.00 s (9.00 to 11.00) | 2.00 s (2.00 to 2.00) |"
     ) in lines
     assert "\\* other processes used the cores for part of the time." in lines
-    dtypes = "as stored | bfloat16 | float32 | unknown | kv_cache_memory_bytes 1073741824 |"
-    assert f"| jpaged 0.1.0 | one core | {dtypes}" in lines
+    dtypes = "bfloat16; int8 in products of quantized weights | float32; int32 in a group of int8 | unknown"
+    assert f"| jpaged 0.1.0 | one core | as stored | {dtypes} | kv_cache_memory_bytes 1073741824 |" in lines
     assert all(any(name in line for line in lines) for name in NOT_MEASURED)
 
 

@@ -37,7 +37,9 @@ class Jpaged:
         if not self._is_default_dtype:
             return versions
         config = self._llm.config
-        return {**versions, "activations": config.model.dtype, "kv_cache": config.cache.kv_cache_dtype}
+        dtype, products = config.model.dtype, config.model.activation_dtype
+        reported = {"activations": dtype, "products": dtype if products == "model" else products}
+        return {**versions, **reported, "kv_cache": config.cache.kv_cache_dtype}
 
     def forget(self) -> None:
         self._llm.reset_prefix_cache()
