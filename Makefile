@@ -5,7 +5,7 @@
 #   EXTRAS=tpu          accelerator packages: tpu, cuda or cuda12 (several: EXTRAS=cuda,...)
 #   VENV=/path          where the environment lives (default: .venv)
 #   JOBS=2              processes that run the tests; 0 runs them in this one
-#   ARGS='...'          further arguments for test, test-long, test-deep, test-compat, aot-gpu, lm-eval, callers, accelerator, bench, bench-peers, paper, demo, demo-model
+#   ARGS='...'          further arguments for test, test-long, test-deep, test-compat, aot-gpu, lm-eval, callers, accelerator, bench, bench-peers, bench-pretrained, paper, demo, demo-model
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -60,7 +60,7 @@ unexport JAX EXTRAS ARGS JOBS TORCH VENV
 # it imports again, which is half of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-model demo-draft test test-long test-deep test-compat compat aot chromium aot-gpu ray lm-eval callers vllm-bench accelerator bench bench-peers paper docs dist check format proto torch clean
+.PHONY: help setup demo demo-model demo-draft test test-long test-deep test-compat compat aot chromium aot-gpu ray lm-eval callers vllm-bench accelerator bench bench-peers bench-pretrained paper docs dist check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -238,6 +238,9 @@ bench: $(STAMP) ## the benchmarks
 # Each peer in an environment of its own under .venv-peers; the command says beforehand how long it takes.
 bench-peers: $(STAMP) ## jpaged beside vLLM, Hugging Face and llama.cpp on one core (installs them: 7 GB)
 	@$(BIN)/python -m benchmarks.peers $(ARGS)
+
+bench-pretrained: $(STAMP) ## two pretrained models in jpaged, OpenVINO GenAI, llama.cpp and mistral.rs (installs them: 2 GB)
+	@$(BIN)/python -m benchmarks.peers.pretrained $(ARGS)
 
 paper: $(STAMP) ## the PagedAttention paper's tables and figures, simulated
 	@$(BIN)/python -m benchmarks.paper $(ARGS)

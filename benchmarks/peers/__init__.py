@@ -13,5 +13,8 @@ ratios.py         medians, ratios, agreement of greedy tokens
 limits.py         the least seconds that a workload can take on a core
 table.py          the record as markdown
 pictures.py       and as a picture
+pretrained.py     pretrained models in jpaged, OpenVINO GenAI, llama.cpp and mistral.rs: `make bench-pretrained`
+pretrained_models.py
+                  their files, from packages of the package index
 workers/          what runs in a peer's environment
 """

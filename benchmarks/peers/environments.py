@@ -6,6 +6,8 @@ Everything lies in one folder, which git ignores:
     venvs/vllm    vLLM's CPU build; beside it lib/zentorch, which PYTHONPATH switches on, and lib/tcmalloc
     venvs/lcpp    cmake, ninja, gguf; build/llama/bin has llama-server and llama-quantize, of the sources that
                   llama-cpp-python ships
+    venvs/openvino, venvs/mistralrs
+                  wheels alone
     models/ gguf/ jobs/ cache/ logs/
 
 Packages come from where pip is set up to look. vLLM's wheel wants PyTorch's CPU build, `torch==<version>+cpu`: if no
@@ -31,6 +33,16 @@ LLAMA_CPP = "0.3.36"
 """The release of llama-cpp-python, whose source package has llama.cpp with it."""
 LLAMA_TARGETS = ("llama-server", "llama-quantize")
 BUILD_TOOLS = ("scikit-build-core==1.1.2", "hatchling==1.33.0", "cmake==4.4.4", "ninja==1.13.2")
+WHEELS = {
+    "openvino": (
+        "openvino-genai==2026.4.1.0",
+        "openvino==2026.4.1",
+        "openvino-tokenizers==2026.4.1.0",
+        "numpy==2.4.6",
+    ),
+    "mistralrs": ("mistralrs==0.9.5", "numpy==2.4.6"),
+}
+"""Environments that pip installs without a further step."""
 TCMALLOC = "libtcmalloc-minimal4"
 COMPILERS = ("c++", "g++", "clang++")
 MAX_REASON_CHARS = 300
@@ -86,21 +98,26 @@ def install(home: Home, environment: str, report: Callable[[str], None]) -> None
     if not home.python(environment).exists():
         python = [sys.executable, "-m", "venv", str(home.folder / "venvs" / environment)]
         _run(home, f"install_{environment}", python)
-    recipes[environment](home)
-    _stamp(home, environment).write_text(_pins())
+    if environment in WHEELS:
+        _pip(home, environment, ["--only-binary", ":all:", *WHEELS[environment]])
+    else:
+        recipes[environment](home)
+    _stamp(home, environment).write_text(_pins(environment))
 
 
 def is_installed(home: Home, environment: str) -> bool:
     """Whether an environment is what this file says."""
     stamp = _stamp(home, environment)
-    return stamp.exists() and stamp.read_text() == _pins()
+    return stamp.exists() and stamp.read_text() == _pins(environment)
 
 
 def _stamp(home: Home, environment: str) -> Path:
     return home.folder / "venvs" / environment / ".installed"
 
 
-def _pins() -> str:
+def _pins(environment: str) -> str:
+    if environment in WHEELS:
+        return " ".join([*WHEELS[environment], sys.version.split()[0]])
     return " ".join(
         [TORCH, *TRANSFORMERS, VLLM, *ZENTORCH, LLAMA_CPP, *LLAMA_TARGETS, *BUILD_TOOLS, sys.version.split()[0]]
     )
@@ -171,6 +188,16 @@ def _install_llama_cpp(home: Home) -> None:
     _run(home, "install_lcpp", [str(tools / "cmake"), "-S", str(source), "-B", str(build), "-G", "Ninja", *flags])
     _run(home, "install_lcpp", [str(tools / "cmake"), "--build", str(build), "--target", *LLAMA_TARGETS])
     _pip(home, "lcpp", [str(source / "gguf-py"), "numpy"])
+
+
+def download_wheels(home: Home, requirements: Sequence[str], folder: Path) -> None:
+    """Download wheels without their dependencies into a folder.
+
+    Raises:
+        CannotInstall: pip failed; the message has its error.
+    """
+    options = ["--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
+    _run(home, "download", [*_pip_command(home, ""), "download", *options, *requirements])
 
 
 def _pip_command(home: Home, environment: str) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from benchmarks.peers.checkpoints import Shape
 
@@ -132,9 +133,21 @@ PEERS = {
 }
 
 
-def options_for(peer: Peer, shape: Shape) -> dict[str, object]:
+class Model(Protocol):
+    """A model by its name and the data type that peers compute in."""
+
+    @property
+    def name(self) -> str:
+        """Name of its files."""
+
+    @property
+    def dtype(self) -> str:
+        """float32, bfloat16, or auto for each peer's default."""
+
+
+def options_for(peer: Peer, shape: Model) -> dict[str, object]:
     """Returns the options for a model: jpaged's pool is counted in blocks."""
-    if not peer.is_ours:
+    if not peer.is_ours or not isinstance(shape, Shape):
         return dict(peer.options)
     head_values = 2 * shape.num_kv_heads * 64 * shape.bytes_per_value
     num_blocks = KV_CACHE_BYTES // (shape.num_layers * BLOCK_SIZE * head_values)

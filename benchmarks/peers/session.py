@@ -11,13 +11,13 @@ import selectors
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from benchmarks.peers.checkpoints import Shape
 from benchmarks.peers.environments import Home, reason, tcmalloc
-from benchmarks.peers.peers import LLAMA_SERVER, Peer, options_for
+from benchmarks.peers.peers import LLAMA_SERVER, Model, Peer, options_for
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 1200.0
@@ -47,7 +47,7 @@ class Session:
         PeerFailed: it ended, or was not ready in time.
     """
 
-    def __init__(self, peer: Peer, shape: Shape, home: Home, core: int) -> None:
+    def __init__(self, peer: Peer, shape: Model, home: Home, core: int | Sequence[int]) -> None:
         self._log = home.log(f"{peer.name}_{shape.name}")
         self._name = peer.name
         self._buffer = b""
@@ -120,32 +120,32 @@ class Session:
         return f"{self._name} ended with {status}: {said} (all of it: {self._log})"
 
 
-def command(peer: Peer, shape: Shape, home: Home, core: int) -> list[str]:
+def command(peer: Peer, shape: Model, home: Home, core: int | Sequence[int]) -> list[str]:
     """Returns the command line of a peer's worker."""
     path, options = home.folder / "models" / shape.name, options_for(peer, shape)
     if peer.weights or peer.worker == LLAMA_SERVER:
         path = home.gguf(shape.name, peer.weights)
     if peer.worker == LLAMA_SERVER:
         options["binary"] = str(home.llama_server)
-    settings = json.dumps({"folder": str(path), "dtype": shape.dtype, "core": core, "options": options})
+    cores = core if isinstance(core, int) else ",".join(map(str, core))
+    settings = json.dumps({"folder": str(path), "dtype": shape.dtype, "core": cores, "options": options})
     # -P: the process runs in the home's folder, whose parts are no packages.
     worker = [str(home.python(peer.environment)), "-P", "-m", peer.worker, settings]
     # The server is bound by its worker, which is a client and runs where it may.
-    return worker if peer.worker == LLAMA_SERVER else ["taskset", "-c", str(core), *worker]
+    return worker if peer.worker == LLAMA_SERVER else ["taskset", "-c", str(cores), *worker]
 
 
-def variables(peer: Peer, home: Home, core: int) -> dict[str, str]:
-    """Returns what is added to the environment of a peer's process: one thread, on its core; no network; own caches."""
-    paths = [str(ROOT)]
+def variables(peer: Peer, home: Home, core: int | Sequence[int]) -> dict[str, str]:
+    """Return the variables added to a peer's process: one thread per core; no network; own caches."""
+    paths, cores = [str(ROOT)], [core] if isinstance(core, int) else list(core)
     found: dict[str, str] = {
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": str(len(cores)),
         "OMP_PROC_BIND": "true",
-        "OMP_PLACES": f"{{{core}}}",
+        "OMP_PLACES": ",".join(f"{{{number}}}" for number in cores),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "PYTHONUNBUFFERED": "1",
-        **peer.variables,
     }
     if peer.is_ours:
         found |= {"JPAGED_CACHE_DIR": str(home.folder / "cache" / "jpaged"), "JAX_PLATFORMS": "cpu"}
@@ -154,7 +154,7 @@ def variables(peer: Peer, home: Home, core: int) -> dict[str, str]:
         found["LD_PRELOAD"] = ":".join(str(path) for path in (tcmalloc(home), _gomp(home)) if path)
     if peer.name == "vllm-zentorch":
         paths.append(str(home.zentorch))
-    return {**found, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**found, **peer.variables, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def require_taskset() -> None:

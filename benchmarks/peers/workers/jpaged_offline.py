@@ -30,9 +30,16 @@ class Jpaged:
 
     def __init__(self, settings: Settings) -> None:
         self._llm = LLM(settings.folder, dtype=settings.dtype, **{"wait_for_all_programs": True, **settings.options})
+        self._is_default_dtype = settings.dtype == "auto"
 
     def about(self) -> dict[str, object]:
-        return {"jpaged": jpaged.__version__, "jax": jax.__version__}
+        versions: dict[str, object] = {"jpaged": jpaged.__version__, "jax": jax.__version__}
+        if not self._is_default_dtype:
+            return versions
+        config = self._llm.config
+        dtype, products = config.model.dtype, config.model.activation_dtype
+        reported = {"activations": dtype, "products": dtype if products == "model" else products}
+        return {**versions, **reported, "kv_cache": config.cache.kv_cache_dtype}
 
     def forget(self) -> None:
         self._llm.reset_prefix_cache()

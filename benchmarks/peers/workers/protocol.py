@@ -27,14 +27,14 @@ class Settings:
 
     Attributes:
         folder: the checkpoint's; of llama.cpp the GGUF file.
-        dtype: float32 or bfloat16, of weights and computation.
-        core: the one that the peer may use.
+        dtype: float32 or bfloat16, of weights and computation; auto is the peer's default.
+        core: the one that the peer may use, or several as a list for taskset.
         options: the peer's own, by the names of its library.
     """
 
     folder: str
     dtype: str
-    core: int
+    core: int | str
     options: dict[str, Any]
 
 
