@@ -487,7 +487,7 @@ def test_overlap_dispatches_before_it_collects(folder: Path, monkeypatch: pytest
     calls: list[str] = []
     with open_llm(folder, overlap=overlap, **BASE) as llm:
         executor = engine_of(llm)._executor
-        forward, sample, collect = executor.forward, executor.sample, executor.collect
+        forward, sample, decode, collect = executor.forward, executor.sample, executor.decode, executor.collect
 
         def spied_forward(inputs: StepInputs) -> Any:
             calls.append("f")
@@ -497,12 +497,17 @@ def test_overlap_dispatches_before_it_collects(folder: Path, monkeypatch: pytest
             calls.append("s")
             return sample(hidden, inputs)
 
+        def spied_decode(*inputs: Any) -> Any:
+            calls.append("fs")  # both in one program
+            return decode(*inputs)
+
         def spied_collect(handle: Any) -> StepOutputs:
             calls.append("c")
             return collect(handle)
 
         monkeypatch.setattr(executor, "forward", spied_forward)
         monkeypatch.setattr(executor, "sample", spied_sample)
+        monkeypatch.setattr(executor, "decode", spied_decode)
         monkeypatch.setattr(executor, "collect", spied_collect)
         generate(llm, [[5]], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
     assert "".join(calls) == ("fsfscfscc" if overlap else "fscfscfsc")
