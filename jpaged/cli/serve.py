@@ -111,6 +111,9 @@ async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
         for name, value, source in loaded.config.explain():
             if source != "default":
                 report.line(f"  {name} = {value}")
+        if defaults := loaded.model.default_sampling:
+            texts = ", ".join(f"{name} {value}" for name, value in defaults.items())
+            report.line(f"  requests without these parameters get the model's: {texts} (--generation-config)")
         backend = loaded.backend
         num_replicas = loaded.config.parallel.data_parallel_size
         copies = f" in {num_replicas} replicas" if num_replicas > 1 else ""

@@ -139,7 +139,7 @@ def from_hf(config: Mapping[str, object], generation: Mapping[str, object] | Non
 
     Args:
         generation: the parsed generation_config.json next to it. Only its `eos_token_id` is read, which overrides that
-            of config.json, as in transformers' generate; its sampling defaults belong to requests. If neither has the
+            of config.json, as in transformers' generate; `read_default_sampling` reads its sampling defaults. If neither has the
             key, the family's default applies; null means none.
 
     Raises:
