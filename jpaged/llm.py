@@ -417,7 +417,7 @@ class LLM:
         defaults = self._serving.model.default_sampling
         given = SamplingParams(**with_defaults({}, defaults)) if sampling_params is None else sampling_params
         if sampling_params is None and (most := defaults.get("max_tokens")) is not None:
-            given = dataclasses.replace(given, max_tokens=1)  # as many as fit
+            given = dataclasses.replace(given, max_tokens=1)  # the minimum that must fit
             prompts = [dataclasses.replace(prompt, fills_length=True, max_filled=most) for prompt in prompts]
         params = _one_each("sampling_params", given, SamplingParams, len(prompts))
         names = _one_each("adapter", "" if adapter is None else adapter, str, len(prompts))

@@ -262,7 +262,7 @@ def read_default_sampling(folder: Path, options: ModelOptions) -> dict[str, Any]
 
 
 _SAMPLING_NAMES = {"max_new_tokens": "max_tokens"}
-"""Keys of a generation config and the fields of SamplingParams, where they differ."""
+"""Keys of a generation config whose fields of SamplingParams have other names."""
 
 
 def _parse_default_sampling(values: Mapping[str, Any], where: str, *, is_own: bool) -> dict[str, Any]:
