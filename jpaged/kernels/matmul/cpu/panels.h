@@ -1,4 +1,4 @@
-// Spans of a quantized matrix as floats or bfloat16, for rows of these types. Included only by core.cc, after the
+// Spans of a quantized matrix as floats or bfloat16, for rows of these types; float16 rows became floats. Included only by core.cc, after the
 // products.
 
 #pragma once
