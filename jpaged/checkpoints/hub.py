@@ -253,10 +253,11 @@ def choose_dtype(
             return DTYPES[name], None
         if problem is not None:
             raise InvalidArgument("dtype", f"is {chosen}, but {problem}; choose bfloat16")
-        stored = config.checkpoint_dtype or "no type"
-        return DTYPES[name], None if stored == name else (
-            f"dtype float16, not {stored} as in the checkpoint: float16 ends at {_LARGEST_FLOAT16}, and a request whose "
-            "activations exceed that ends with an error"
+        if config.checkpoint_dtype == name:
+            return DTYPES[name], None
+        return DTYPES[name], (
+            f"dtype float16, not {config.checkpoint_dtype or 'no type'} as in the checkpoint: float16 ends at "
+            f"{_LARGEST_FLOAT16}, and a request whose activations exceed that ends with an error"
         )
     is_cpu = platform == "cpu"
     name = config.checkpoint_dtype or ("float32" if is_cpu else "bfloat16")

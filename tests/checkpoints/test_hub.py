@@ -234,7 +234,7 @@ def test_families_that_overflow_float16_do_not_run_in_it(name: str) -> None:
         f"dtype bfloat16, not float16 as in the checkpoint: hidden states of {config.architecture} exceed 65504, the "
         "largest float16"
     )
-    with pytest.raises(InvalidArgument, match="dtype: is half, but hidden states of Gemma.* exceed 65504"):
+    with pytest.raises(InvalidArgument, match=r"dtype: is half, but hidden states of Gemma.* exceed 65504"):
         hub.choose_dtype("half", config, "gpu")
 
 

@@ -110,7 +110,9 @@ def test_all_rows_may_share_one_expert(who: Who) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("who", "dtype"), [("cpu", "float32"), ("cpu", "bfloat16"), ("cpu", "float16"), ("tiles", "float32")])
+@pytest.mark.parametrize(
+    ("who", "dtype"), [("cpu", "float32"), ("cpu", "bfloat16"), ("cpu", "float16"), ("tiles", "float32")]
+)
 def test_neither_the_other_rows_nor_their_number_show_in_a_bit(who: Who, dtype: str) -> None:
     weights, x, routes = mixture(8, 96, 200, dtype), numbers((128, 96), dtype), random_routes(128, 8, 3)
 

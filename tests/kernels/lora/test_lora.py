@@ -134,8 +134,7 @@ def test_packed_products_add_it_to_the_sums_of_rows_that_have_one(num_parts: int
     if num_parts == 2:
         want = want[:, :inner] / (1 + np.exp(-want[:, :inner])) * want[:, inner:]
     want += np.asarray(residual, np.float64)
-    np.testing.assert_allclose(
-        np.asarray(got[:13], np.float64), want[:13], rtol={"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-3}[dtype], atol=1e-3
-    )
+    rtol = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-3}[dtype]
+    np.testing.assert_allclose(np.asarray(got[:13], np.float64), want[:13], rtol=rtol, atol=1e-3)
     without = run.multiply(x, packed, jnp.int32(13), bias=bias, residual=residual)
     assert np.asarray(got)[slots == 0].tobytes() == np.asarray(without)[slots == 0].tobytes()
