@@ -136,8 +136,7 @@ def test_the_product_of_groups_of_rows_is_lowered(name: str, gpu: str) -> None:
 def test_the_product_of_groups_of_float16_rows_is_lowered(name: str, gpu: str) -> None:
     text = lowered_product(name, gpu, "float16")
     assert text.count(f"custom_call @{TRITON_CALL}(") == 1
-    # On an A100 rows of 8 bits stay as they are, and everything is multiplied in the model's type.
-    assert "bf16" not in text or (name, gpu) == ("fp8", "h200")
+    assert "bf16" not in text
 
 
 @pytest.mark.long

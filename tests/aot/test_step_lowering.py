@@ -324,10 +324,10 @@ FLOAT16_MODELS = {
 }
 
 
-@pytest.mark.parametrize("program", ["forward", pytest.param("decode", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("program", ["forward", "decode"])
 @pytest.mark.parametrize("name", FLOAT16_MODELS)
 @pytest.mark.parametrize("gpu", ["h200", "a100"])
-@pytest.mark.thinned(20)
 def test_a_step_in_float16_has_no_bfloat16_and_adds_in_float32(gpu: str, name: str, program: str) -> None:
     target, form = A100 if gpu == "a100" else TARGETS[gpu], FLOAT16_MODELS[name]
     config = KNOWN_MODELS[name.removesuffix("-int4")].config
