@@ -171,6 +171,12 @@ struct F16 {
     const Uints half = magnitude > 0x7f800000u ? Uints{} + 0x7e00u : bounded;
     return __builtin_convertvector(half | (bits >> 16 & 0x8000u), Halves);
   }
+  static Floats round(Floats x) {
+    const Halves halves = encode(x);
+    uint16_t lanes[kWidth];
+    __builtin_memcpy(lanes, &halves, sizeof halves);
+    return decode(lanes);
+  }
 };
 
 struct I8 {

@@ -264,23 +264,21 @@ float* normalise(const Before& before, const void* x, float* row) {
 }
 
 // The bits of bfloat16 numbers, rounded as `encode_bf16` does.
-Uints encode_pairs(Floats x) {
+Uints encode_bfloats(Floats x) {
   const Uints bits = bits_of(x), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
   return x != x ? (bits >> 16 | 0x40u) : rounded;
 }
 
 Halves encode_halves(Floats x, Number number) {
-  return number == Number::kBF16 ? __builtin_convertvector(encode_pairs(x), Halves) : F16::encode(x);
+  return number == Number::kBF16 ? __builtin_convertvector(encode_bfloats(x), Halves) : F16::encode(x);
 }
 
 // Round a row, which has room for whole vectors, after a norm; without one its numbers have their type.
 void round_to_type(const Before& before, float* row) {
   if (before.number == Number::kF32 || before.norm == Norm::kNone) return;
   for (int64_t i = 0; i < before.depth; i += kWidth) {
-    uint16_t lanes[kWidth];
-    const Halves halves = encode_halves(load(row + i), before.number);
-    __builtin_memcpy(lanes, &halves, sizeof halves);
-    store(row + i, decode_halves(lanes, before.number));
+    const Floats x = load(row + i);
+    store(row + i, before.number == Number::kBF16 ? floats_of(encode_bfloats(x) << 16) : F16::round(x));
   }
 }
 
