@@ -126,13 +126,12 @@ def test_a_matrix_of_two_parts_is_gated(limited: ProductKernel, inner: int, dtyp
 
 def test_every_float16_is_read_and_written_as_itself(limited: ProductKernel) -> None:
     """Subnormal, largest, infinite: a norm without a scale or a product with one changes none of them."""
-    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
-    halves = halves[np.isfinite(halves)].reshape(-1, 2048)
-    identity = pack(np.ones((1, 1), np.float16))
-    got = multiply(limited, halves.reshape(-1, 1), identity)
-    np.testing.assert_array_equal(got.reshape(-1), halves.reshape(-1))
-    of_weights = multiply(limited, np.ones((1, 1), np.float16), pack(halves[:1]))
-    np.testing.assert_array_equal(of_weights, halves[:1])
+    bits = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    halves = bits[np.isfinite(bits)]
+    got = multiply(limited, halves[:, None], pack(np.ones((1, 1), np.float16)))
+    np.testing.assert_array_equal(got[:, 0], halves)
+    got = multiply(limited, np.ones((1, 1), np.float16), pack(halves[None, :2048]))
+    np.testing.assert_array_equal(got[0], halves[:2048])
 
 
 def test_sums_are_rounded_to_float16_as_numpy_rounds_them(limited: ProductKernel) -> None:
