@@ -46,7 +46,6 @@ from jpaged.engine.kv_cache.offload.connector_tier import open_stores
 from jpaged.engine.kv_cache.pinned import pin_limit
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
-from jpaged.kvevents.encoding import Encoder
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import streaming_llm
 from jpaged.models.layers import Params
@@ -223,6 +222,7 @@ def _build_kv_events(options: EngineConfig, engines: list[Engine]) -> list[Engin
     """Attach a KV event publisher to each replica if configured."""
     if options.kv_events.kv_events_endpoint is None:
         return engines
+    from jpaged.kvevents.encoding import Encoder  # imports msgpack
     from jpaged.kvevents.publisher import Publisher  # imports pyzmq
 
     publishers: list[Publisher] = []
