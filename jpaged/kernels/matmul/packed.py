@@ -359,10 +359,11 @@ class Packer:
         else:
             with ThreadPoolExecutor(self._num_threads) as pool:
                 list(pool.map(pack_strip, strips))
-        arrays = [None if array is None else jax.device_put(array, self._sharding) for array in (blocks, scales, zeros)]
+        packed, of_scales = jax.device_put(blocks, self._sharding), jax.device_put(scales, self._sharding)
+        of_zeros = None if zeros is None else jax.device_put(zeros, self._sharding)
         rounds_rows = self._rounds_rows and not matrix.is_embedding
-        described = describe(matrix, arrays[1], arrays[2], None, None, rounds_rows=rounds_rows)
-        return PackedMatrix(arrays[0], described, matrix.shape, matrix.is_embedding, num_parts)
+        described = describe(matrix, of_scales, of_zeros, None, None, rounds_rows=rounds_rows)
+        return PackedMatrix(packed, described, matrix.shape, matrix.is_embedding, num_parts)
 
     def _pack_quantized(self, matrix: QuantizedMatrix, num_parts: int) -> PackedMatrix:
         depth, lanes = matrix.depth, num_lanes(matrix)
