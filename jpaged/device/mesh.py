@@ -278,7 +278,7 @@ class MeshPlacement:
     def put(self, params: Params) -> Params:
         """Return the parameters on these devices; those on other devices are copied from device to device.
 
-        Packed matrices stay where they are.
+        Packed matrices are returned unchanged.
         """
 
         def place(leaf: Any, shardings: Any) -> Any:

@@ -99,7 +99,7 @@ def _columns(
     buffers = threading.local()
 
     def buffer(num_bytes: int) -> np.ndarray:
-        """Return this thread's memory, which the next call overwrites: new pages cost as much as reading."""
+        """Return this thread's memory, which the next call overwrites: mapping new pages takes as long as reading."""
         if len(getattr(buffers, "bytes", ())) < num_bytes:
             buffers.bytes = np.empty(num_bytes, np.uint8)
         memory: np.ndarray = buffers.bytes

@@ -214,7 +214,7 @@ class GgufTokenizer:
 
     Attributes:
         fast: a tokenizer of the `tokenizers` library.
-        vocabulary: the tokens of its model and their ids.
+        vocabulary: ids by token, without added tokens.
         special_tokens: names in chat templates, like `bos_token`.
         chat_template: its source; None without one.
         tool_chat_template: template of conversations with tools; None if the file has no separate one.

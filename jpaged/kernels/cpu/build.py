@@ -2,7 +2,7 @@
 
     core.cc     of each operation, once for each kind of processor    (selected at run time)
     kernel.cc   of each operation, once, with the headers of jaxlib
-    *.cc        others of its folder and of this one, once, without headers
+    *.cc        other files in these folders and in this one, once, without headers
         -> libjpaged_cpu.so next to this file
 
 `setup.py` builds it during installation, and reads only this file, which imports neither jax nor jpaged. Run it

@@ -261,7 +261,7 @@ class StoredColumns:
         row_bytes: the most bytes of a row.
         read: (begin, end) -> the addresses of these columns' rows, uint64, and what keeps the rows in memory until it
             is dropped; called by several threads.
-        where: column -> its file and the name of its tensor, for errors.
+        where: column -> file and tensor name, for errors.
     """
 
     types: np.ndarray
@@ -317,7 +317,7 @@ class Packer:
         return hasattr(self._library, "jpaged_pack_stored")
 
     def pack_stored(self, matrix: QuantizedMatrix, columns: StoredColumns, *, num_parts: int = 1) -> PackedMatrix:
-        """Read, decode and pack a matrix in one pass, on all cores; `pack` of its decoded arrays has the same bits.
+        """Read, decode and pack a matrix in one pass, on all cores; `pack` of the decoded arrays has the same bits.
 
         Args:
             matrix: shapes of integers in groups, with float32 scales and zeros; `can_pack` must hold.
