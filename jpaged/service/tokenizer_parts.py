@@ -51,8 +51,8 @@ class TokenizerParts:
         tool_chat_template: the template for conversations with tools, if it is another one.
         chat_template_problem: why no template can be used; None if one can, or there is none.
         special_tokens: by name (`bos_token` etc.), as a chat template sees them.
-        vocabulary: ids by token of the model in `fast`; None if only `fast` has them. Copying a large vocabulary from there
-            takes a fifth of a second.
+        vocabulary: ids by token of the model in `fast`; None if only `fast` has them. Copying a large vocabulary from
+            there takes a fifth of a second.
     """
 
     fast: Any
