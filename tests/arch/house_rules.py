@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "config": {"errors", "types", "distributed_env", "json_text", "structured"},
     "kernels": VALUES,
     "models": VALUES | {"kernels"},
-    "checkpoints": VALUES | {"models", "demo", "kernels.matrix_format", "kernels.matmul"},
+    "checkpoints": VALUES | {"models", "demo", "kernels.matrix_format", "kernels.matmul", "kernels.cpu.library"},
     "device": VALUES | {"kernels", "models", "engine.executor", "engine.cascade_costs", "checkpoints.names"},
     "engine": VALUES | {"blockstore"},
     "_proto": set(),
