@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.choosing import is_in_part, part_of, thin
+from tests.choosing import is_in_part, is_long_file, part_of, thin
+
+QUICK = "not long and not deep"
+"""The marker expression of the quick suite."""
 
 # XLA's code generator does little of its optimising: the suite spends its time in compiles, and those of
 # tests/models took 43 s of CPU so, instead of 107 s. The long tests run what a server runs, but for those that compare
@@ -60,11 +63,21 @@ def pytest_configure(config: pytest.Config) -> None:
         # Of this run and this worker: no run finds what another left, and no reader half of what is being written.
         config.stash[_CACHE] = os.environ["JPAGED_CACHE_DIR"] = tempfile.mkdtemp(prefix="jpaged-tests-")
     flags = [os.environ.get("XLA_FLAGS", "")]
-    if config.option.markexpr == "not long and not deep" and "xla_backend_optimization_level" not in flags[0]:
-        flags.append(QUICK_XLA_FLAGS)
+    if config.option.markexpr == QUICK:
+        # transformers imports torch if it is installed, which takes a second; its own tests are long.
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+        if "xla_backend_optimization_level" not in flags[0]:
+            flags.append(QUICK_XLA_FLAGS)
     if "xla_force_host_platform_device_count" not in flags[0]:
         flags.append(DEVICES_XLA_FLAG)
     os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files without quick tests for the quick suite, unless they are named."""
+    if config.option.markexpr != QUICK or not is_long_file(collection_path):
+        return None
+    return None if any(Path(arg.partition("::")[0]).resolve() == collection_path for arg in config.args) else True
 
 
 @pytest.hookimpl(wrapper=True)
