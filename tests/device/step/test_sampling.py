@@ -232,7 +232,9 @@ def test_minus_infinity_is_a_token_that_cannot_be(detail: Detail) -> None:
     assert np.asarray(sampled.token_ids_r).tolist() == ([5] * 3 + [9] * 3 + [60] * 3) * 6
     assert np.asarray(sampled.is_sound_r).all()
     if detail > Detail.TOKENS:
-        np.testing.assert_allclose(np.asarray(sampled.logprobs_r), -np.log(np.tile(np.repeat([1, 2, 3], 3), 6)), atol=1e-6)
+        np.testing.assert_allclose(
+            np.asarray(sampled.logprobs_r), -np.log(np.tile(np.repeat([1, 2, 3], 3), 6)), atol=1e-6
+        )
         assert np.asarray(sampled.ranks_r).tolist() == [1] * 54
 
 
