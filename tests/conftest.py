@@ -1,12 +1,14 @@
 """Settings every test shares."""
 
 import gc
+import importlib.util
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from importlib import metadata
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -64,8 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_CACHE] = os.environ["JPAGED_CACHE_DIR"] = tempfile.mkdtemp(prefix="jpaged-tests-")
     flags = [os.environ.get("XLA_FLAGS", "")]
     if config.option.markexpr == QUICK:
-        # transformers imports torch if it is installed, which takes a second; its own tests are long.
-        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+        _hide_torch()
         if "xla_backend_optimization_level" not in flags[0]:
             flags.append(QUICK_XLA_FLAGS)
     if "xla_force_host_platform_device_count" not in flags[0]:
@@ -78,6 +79,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != QUICK or not is_long_file(collection_path):
         return None
     return None if any(Path(arg.partition("::")[0]).resolve() == collection_path for arg in config.args) else True
+
+
+def _hide_torch() -> None:
+    """Let transformers not find torch: it would import it, which takes a second. Tests with torch are long."""
+    find_spec = importlib.util.find_spec
+
+    def find_other(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name == "torch" else find_spec(name, package)
+
+    importlib.util.find_spec = find_other
 
 
 @pytest.hookimpl(wrapper=True)
