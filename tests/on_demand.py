@@ -68,14 +68,14 @@ def programs_on_demand(during: Callable[[], Context] = nullcontext) -> Iterator[
         return
     init, measure = ProgramStore.__init__, step_costs._measure_seconds
 
+    def on_demand(source: ProgramSource) -> ProgramSource:
+        make: Any = functools.partial(OnDemandProgram, source.make, during)
+        return source if source.is_saved else ProgramSource(make)
+
     def init_on_demand(
         store: ProgramStore, sources: Mapping[ProgramSpec, ProgramSource], *args: Any, **options: Any
     ) -> None:
-        lazy: dict[ProgramSpec, Any] = {
-            spec: source if source.is_saved else ProgramSource(functools.partial(OnDemandProgram, source.make, during))
-            for spec, source in sources.items()
-        }
-        init(store, lazy, *args, **options)
+        init(store, {spec: on_demand(source) for spec, source in sources.items()}, *args, **options)
 
     def measure_compiled(act: Callable[[], object]) -> float:
         act()
