@@ -1,0 +1,165 @@
+"""Runs the checks one after the other, each in a process group of its own that ends at the check's limit.
+
+    cells.jsonl   one line per cell, written by the checks' processes; and one per check, written here
+    log.txt       output of all processes, the first part of each check's
+    summary.txt   both as text, written at the end
+
+This process imports neither jax nor a check, so that no accelerator can make it hang. A check that hangs, crashes or
+raises costs its own limit and nothing else: its lines stay, and the next check runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.first_contact import summary
+from benchmarks.first_contact.cells import append_line
+
+CELLS, LOG, SUMMARY = "cells.jsonl", "log.txt", "summary.txt"
+_RESERVE_S = 4.0
+"""Time at the end for the last kill and the summary."""
+_LEAST_S = 5.0
+"""A check is not started with less time."""
+_KILL_S = 3.0
+"""Wait for a killed process: one that waits for a driver in the kernel may not end."""
+_MAX_LOG_BYTES = 1 << 20
+_ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check.
+
+    Attributes:
+        name: unique, in lines and options.
+        target: module and function, `package.module:function`, of (cells, size).
+        limit_s: seconds after which its processes are killed.
+    """
+
+    name: str
+    target: str
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of a run.
+
+    Attributes:
+        out: folder of the results.
+        seconds: duration of the whole run.
+        size: full or tiny.
+        platform: value of JAX_PLATFORMS for the checks; None leaves the choice to jax.
+    """
+
+    out: Path
+    seconds: float
+    size: str = "full"
+    platform: str | None = None
+
+
+def run(checks: Sequence[Check], settings: Settings) -> int:
+    """Run the checks in their order, and write the summary.
+
+    Returns:
+        0 if every check ended and no cell failed; 1 otherwise.
+    """
+    begin_s = time.monotonic()
+    deadline_s = begin_s + settings.seconds - _RESERVE_S
+    settings.out.mkdir(parents=True, exist_ok=True)
+    for name in (CELLS, LOG, SUMMARY):
+        (settings.out / name).unlink(missing_ok=True)
+    cells = settings.out / CELLS
+    append_line(cells, {"seconds": settings.seconds, "size": settings.size, "platform": settings.platform})
+    with _exit_at_sigterm(), tempfile.TemporaryDirectory(prefix="first-contact-") as cache:
+        environment = _environment(settings, cache)
+        try:
+            for check in checks:
+                limit_s = min(check.limit_s, deadline_s - time.monotonic())
+                if limit_s < min(_LEAST_S, check.limit_s):
+                    append_line(cells, {"check": check.name, "status": "not run", "problem": "no time was left"})
+                    continue
+                append_line(cells, run_check(check, settings, limit_s, environment))
+        finally:
+            read = summary.read(cells)
+            text = summary.text(read, [check.name for check in checks], time.monotonic() - begin_s)
+            (settings.out / SUMMARY).write_text(text)
+            print(text, flush=True)
+    return 1 if summary.failures(read, [check.name for check in checks]) else 0
+
+
+def run_check(check: Check, settings: Settings, limit_s: float, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Run one check and return its line: how it ended, and after how many seconds."""
+    begin_s = time.monotonic()
+    print(f"{check.name}: up to {limit_s:.0f} s", flush=True)
+    words = ["--target", check.target, "--name", check.name, "--size", settings.size]
+    words += ["--cells", str(settings.out / CELLS), "--limit", f"{limit_s:.1f}"]
+    ending: dict[str, Any] = {"status": "timed out", "problem": f"killed after {limit_s:.1f} s"}
+    with (settings.out / LOG).open("ab") as log:
+        log.write(f"\n===== {check.name}\n".encode())
+        log.flush()
+        start = log.tell()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.first_contact.child", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                ending = _ending(process.wait(limit_s))
+        finally:
+            _kill(process)
+        if os.fstat(log.fileno()).st_size > start + _MAX_LOG_BYTES:
+            log.truncate(start + _MAX_LOG_BYTES)
+    return {"check": check.name, **ending, "seconds": round(time.monotonic() - begin_s, 2)}
+
+
+def _ending(code: int) -> dict[str, Any]:
+    if code == 0:
+        return {"status": "ended"}
+    if code > 0:
+        return {"status": "raised", "problem": f"exit code {code}; {LOG} has the traceback"}
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = str(-code)
+    return {"status": "crashed", "problem": f"signal {name}; {LOG} has the stack"}
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the group of a process, also after the process itself has ended: it may have started others."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_KILL_S)
+
+
+def _environment(settings: Settings, cache: str) -> dict[str, str]:
+    """Return the environment of the checks: this repository first, and a cache of compiled programs for this run."""
+    chosen = {} if settings.platform is None else {"JAX_PLATFORMS": settings.platform}
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
+    fixed = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "JPAGED_CACHE_DIR": cache, "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **fixed, **chosen}
+
+
+@contextlib.contextmanager
+def _exit_at_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, so that the summary is written."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
