@@ -209,7 +209,9 @@ def compare(got: Sequence[np.ndarray], want: Sequence[np.ndarray], dtype: str) -
     relative = float(np.linalg.norm(o - want_o) / max(np.linalg.norm(want_o), 1e-30))
     values = {"max_error": float(errors.max()), "relative_error": relative, "lse_error": lse_error}
     excess = float((errors - TOLERANCE[dtype] * (1 + np.abs(want_o))).max())
-    lse_excess = float((np.abs(lse[seen] - want_lse[seen]) - LSE_TOLERANCE * (1 + np.abs(want_lse[seen]))).max(initial=0))
+    lse_excess = float(
+        (np.abs(lse[seen] - want_lse[seen]) - LSE_TOLERANCE * (1 + np.abs(want_lse[seen]))).max(initial=0)
+    )
     if excess > 0 or lse_excess > 0:
         raise WrongNumbers(", ".join(f"{name} {value:.3g}" for name, value in values.items()))
     return values

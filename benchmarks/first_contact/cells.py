@@ -1,8 +1,8 @@
 """The lines of a check's cells, and programs that compile on threads while others run.
 
     {"check": "mosaic", "planned": ["decode bfloat16", ...]}                        before the first
-    {"check": "mosaic", "cell": "decode bfloat16", "status": "begun"}
-    {"check": "mosaic", "cell": "decode bfloat16", "status": "ok", "seconds": ...}  or wrong, raised, ...
+    {"check": "mosaic", "cell": "decode bfloat16", "status": "compiling"}           then begun
+    {"check": "mosaic", "cell": "decode bfloat16", "status": "ok", "cell_s": ...}  or wrong, raised, ...
 
 Every line is one write to a file opened for appending, so that a crash or a kill loses no line.
 """
@@ -98,7 +98,7 @@ class Cells:
             traceback.print_exc()
             ending = {"status": "raised", "problem": f"{type(error).__name__}: {error}"[:600]}
             self.num_failed += 1
-        self.write(cell=name, **ending, seconds=round(time.monotonic() - begin_s, 3), **(values or {}))
+        self.write(**{**(values or {}), "cell": name, **ending, "cell_s": round(time.monotonic() - begin_s, 3)})
         return values
 
     def run_programs(self, programs: Mapping[str, Program], *, are_timed: bool = False) -> None:
@@ -111,7 +111,7 @@ class Cells:
         self.plan(list(programs))
         pool = ThreadPoolExecutor(MAX_COMPILING)
         names: dict[Future[tuple[Any, float]], str] = {
-            pool.submit(_timed, program.compile): name for name, program in programs.items()
+            pool.submit(self._compile, name, program): name for name, program in programs.items()
         }
         if are_timed:
             done, late = wait_for(names, timeout=max(0.0, self.left_s - (1 - COMPILE_SHARE) * self.limit_s))
@@ -123,14 +123,14 @@ class Cells:
             self.run(name, lambda name=name, compiled=compiled: _run(programs[name], compiled, self.left_s))
         pool.shutdown(wait=False, cancel_futures=True)
 
+    def _compile(self, name: str, program: Program) -> tuple[Any, float]:
+        self.write(cell=name, status="compiling")
+        begin_s = time.monotonic()
+        return program.compile(), time.monotonic() - begin_s
+
     def write(self, **values: Any) -> None:
         """Write one line of this check."""
         append_line(self.path, {"check": self.check, **values})
-
-
-def _timed(compile_one: Callable[[], Any]) -> tuple[Any, float]:
-    begin_s = time.monotonic()
-    return compile_one(), time.monotonic() - begin_s
 
 
 def _run(program: Program, compiled: Future[tuple[Any, float]], left_s: float) -> Values:

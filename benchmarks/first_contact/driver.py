@@ -90,12 +90,22 @@ def run(checks: Sequence[Check], settings: Settings) -> int:
                     append_line(cells, {"check": check.name, "status": "not run", "problem": "no time was left"})
                     continue
                 append_line(cells, run_check(check, settings, limit_s, environment))
+                if settings.size == "full" and (reason := _no_accelerator(cells)) is not None:
+                    print(reason, flush=True)
+                    break
         finally:
             read = summary.read(cells)
             text = summary.text(read, [check.name for check in checks], time.monotonic() - begin_s)
             (settings.out / SUMMARY).write_text(text)
             print(text, flush=True)
     return 1 if summary.failures(read, [check.name for check in checks]) else 0
+
+
+def _no_accelerator(cells: Path) -> str | None:
+    """Return why full sizes cannot run here, or None; known after the check of the device."""
+    if summary.cells_of(summary.read(cells), "device").get("devices", {}).get("platform") != "cpu":
+        return None
+    return "jax found a CPU only; `--platform cpu` runs tiny sizes"
 
 
 def run_check(check: Check, settings: Settings, limit_s: float, environment: Mapping[str, str]) -> dict[str, Any]:

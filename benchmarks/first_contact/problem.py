@@ -132,7 +132,9 @@ def draw(problem: Problem, form: KVForm, seed: int = 0) -> Numbers:
         value_dim=heads.value_dim,
     )
     is_latent = heads.value_dim is not None
-    return Numbers(q, tuple(contexts), scales, k_nkd, None if is_latent else v_nkd, np.concatenate(slots), tables, layout)
+    return Numbers(
+        q, tuple(contexts), scales, k_nkd, None if is_latent else v_nkd, np.concatenate(slots), tables, layout
+    )
 
 
 def _scales(heads: Heads, rng: np.random.Generator) -> np.ndarray | None:

@@ -88,15 +88,20 @@ def _program(compile_one: Callable[[], Callable[[], Values]]) -> Program:
     return Program(compile_one, lambda run: run())
 
 
-def _lowered(act: Callable[..., Any], *arguments: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Compile for the first device and return the program, and the arguments there."""
+def _compiled(act: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    """Compile for the first device, and return the call with the arguments there.
+
+    The first call compiles: a program that is compiled before its call does not accept numbers of 4 bits on CPUs.
+    """
     mesh = build_mesh(jax.devices()[:1])
-    arguments = jax.device_put(arguments, replicated(mesh))
-    # Numbers of 4 bits lie in memory as they are, and not as the compiler would choose.
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.format), arguments)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(act).lower(*shapes)
-    return lowered.compile(), arguments
+    arguments, jitted = jax.device_put(arguments, replicated(mesh)), jax.jit(act)
+
+    def call() -> Any:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return jitted(*arguments)
+
+    jax.block_until_ready(call())
+    return call
 
 
 def compare(got: np.ndarray, want: np.ndarray) -> Values:
@@ -125,11 +130,11 @@ def _product(form: MatrixFormat, num_rows: int, depth: int, columns: int) -> Cal
         y = multiply_one(rows, scales, matrix, is_interpreted=True) if is_cpu else multiply_on_device(x, matrix)
         return y, rows, scales
 
-    program, arguments = _lowered(act, x, matrix)
+    call = _compiled(act, x, matrix)
     weights = np.asarray(dequantize(matrix, np.dtype(np.float32)), np.float64)
 
     def run() -> Values:
-        y, rows, scales = program(*arguments)
+        y, rows, scales = call()
         wide = np.asarray(rows, np.float64)
         if scales is not None:
             wide = wide * np.repeat(np.asarray(scales, np.float64), depth // scales.shape[-1], axis=-1)
@@ -155,7 +160,7 @@ def _experts(form: MatrixFormat | None, shape: list[int], num_tokens: int) -> Ca
     ids = np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :top_k].astype(np.int32)
     weights = rng.uniform(0.1, 1, ids.shape).astype(np.float32)
     x = jnp.asarray(_normal((num_tokens, width), 5), jnp.bfloat16)
-    program, arguments = _lowered(_apply, x, Routes(jnp.asarray(ids), jnp.asarray(weights)), ExpertWeights(*matrices))
+    call = _compiled(_apply, x, Routes(jnp.asarray(ids), jnp.asarray(weights)), ExpertWeights(*matrices))
     want, x_te = np.zeros((num_tokens, width)), np.asarray(x, np.float64)
     for expert in range(num_experts):
         tokens, places = np.nonzero(ids == expert)
@@ -163,7 +168,7 @@ def _experts(form: MatrixFormat | None, shape: list[int], num_tokens: int) -> Ca
         hidden = (gates / (1 + np.exp(-gates)) * ups).astype(jnp.bfloat16).astype(np.float64)
         want[tokens] += weights[tokens, places, None] * (hidden @ wide[2][expert])
     tolerance = 1 if form is None or form.activations is None else 10
-    return lambda: _compare_experts(np.asarray(program(*arguments), np.float64), want, tolerance)
+    return lambda: _compare_experts(np.asarray(call(), np.float64), want, tolerance)
 
 
 def _compare_experts(got: np.ndarray, want: np.ndarray, factor: int) -> Values:
@@ -205,11 +210,11 @@ def _sampling(is_greedy: bool, detail: Detail, num_rows: int, vocab_size: int) -
         how = RowSampling(**unpack_rows(words))
         return sampling.sample(logits, how, SamplingVocabulary(vocab_size), detail, kernel)
 
-    program, arguments = _lowered(functools.partial(act, kernel), logits, words)
+    call = _compiled(functools.partial(act, kernel), logits, words)
     reference = jax.jit(functools.partial(act, None))
     on_cpu = jax.device_put((logits, words), jax.devices("cpu")[0])
     want = jax.block_until_ready(reference(*on_cpu))
-    return lambda: _compare_samples(program(*arguments), want, is_greedy=is_greedy)
+    return lambda: _compare_samples(call(), want, is_greedy=is_greedy)
 
 
 def _compare_samples(got: SampledTokens, want: SampledTokens, *, is_greedy: bool) -> Values:

@@ -9,8 +9,9 @@ from typing import Any
 
 Line = Mapping[str, Any]
 
-_MARKS = {"ok": "ok", "wrong": "WRONG", "raised": "RAISED", "begun": "UNFINISHED", "not on this platform": "n/a"}
+_MARKS = {"ok": "ok", "wrong": "WRONG", "raised": "RAISED", "not on this platform": "n/a"}
 _FAILED_CELLS = ("wrong", "raised")
+_UNFINISHED_CELLS = ("not begun", "compiling", "begun")
 _OF_EVERY_LINE = ("check", "cell", "status", "problem")
 _MAX_PROBLEM = 300
 
@@ -54,10 +55,8 @@ def failures(lines: Sequence[Line], checks: Sequence[str]) -> list[str]:
             status = cell["status"]
             if status in _FAILED_CELLS:
                 found.append(f"{check}, {name}: {status}, {str(cell.get('problem', ''))[:_MAX_PROBLEM]}")
-            elif status == "begun":
-                found.append(f"{check}, {name}: begun and not finished")
-            elif status == "not begun":
-                found.append(f"{check}, {name}: not begun")
+            elif status in _UNFINISHED_CELLS:
+                found.append(f"{check}, {name}: {status} and not finished")
     return found
 
 

@@ -192,8 +192,8 @@ def measure_limits(dtype: jnp.dtype, *, num_bytes: int, width: int) -> DeviceLim
     def product(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.matmul(x, y, preferred_element_type=jnp.float32).astype(dtype)
 
-    copied = _median([_looped(copy, jax.random.normal(jax.random.key(0), (num_bytes // 4,)))])[0]
-    multiplied = _median([_looped(product, *random_factors(width, dtype))])[0]
+    copied = median_seconds([looped(copy, jax.random.normal(jax.random.key(0), (num_bytes // 4,)))])[0]
+    multiplied = median_seconds([looped(product, *random_factors(width, dtype))])[0]
     return DeviceLimits(2 * num_bytes / copied, 2 * width**3 / multiplied)
 
 
@@ -245,7 +245,7 @@ def measure(cell: Cell, shape: AttentionShape, dtype: jnp.dtype, name: str, limi
             jnp.asarray(ids.reshape(cell.num_seqs, blocks_per_seq), jnp.int32),
             jnp.int32(cell.num_seqs),
         )
-        return _looped(functools.partial(_attend, spec, chosen.backend), q_thd, pool, rows)
+        return looped(functools.partial(_attend, spec, chosen.backend), q_thd, pool, rows)
 
     ids = np.arange(1, num_blocks + 1)
     runs = [paged(np.random.default_rng(0).permutation(ids)), paged(ids)]
@@ -253,8 +253,8 @@ def measure(cell: Cell, shape: AttentionShape, dtype: jnp.dtype, name: str, limi
     if num_scores <= _MAX_DENSE_SCORES:
         kv_shape = cell.num_seqs, cell.context, shape.num_kv_heads, shape.head_dim
         kv = (jax.random.normal(jax.random.key(seed), kv_shape, dtype) for seed in (2, 3))
-        runs.append(_looped(functools.partial(_dense, cell, spec), q_thd, *kv))
-    seconds = _median(runs)
+        runs.append(looped(functools.partial(_dense, cell, spec), q_thd, *kv))
+    seconds = median_seconds(runs)
     contiguous_s = seconds[2] if len(seconds) > 2 else None
     return Measurement(
         cell, chosen.backend, seconds[0], seconds[1], contiguous_s, compute_limit(cell, shape, dtype, limits)
@@ -290,7 +290,7 @@ def _dense(cell: Cell, spec: AttentionSpec, q_thd: jax.Array, k_stkd: jax.Array,
     return jax.nn.dot_product_attention(q_sqhd, k_stkd, v_stkd, mask=mask, scale=spec.kind.scale).reshape(q_thd.shape)
 
 
-def _looped(act: Callable[..., jax.Array], x: jax.Array, *rest: object, is_static: bool | None = None) -> TimedLoop:
+def looped(act: Callable[..., jax.Array], x: jax.Array, *rest: object, is_static: bool | None = None) -> TimedLoop:
     """Return a loop over an operation, each turn with the result of the previous one.
 
     Args:
@@ -317,7 +317,7 @@ def _looped(act: Callable[..., jax.Array], x: jax.Array, *rest: object, is_stati
     return TimedLoop(run, _STATIC_TURNS if is_static else 1)
 
 
-def _median(loops: Sequence[TimedLoop]) -> list[float]:
+def median_seconds(loops: Sequence[TimedLoop]) -> list[float]:
     """Return the median seconds of one turn of each; the loops alternate."""
     counts = [_count(loop.run) for loop in loops]
     slopes: list[list[float]] = [[] for _ in loops]

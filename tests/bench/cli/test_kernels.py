@@ -91,7 +91,7 @@ def test_a_static_loop_runs_a_known_number_of_turns_per_call() -> None:
         jax.debug.callback(seen.append, x, ordered=True)
         return x + 1
 
-    loop = measure._looped(act, jnp.zeros((), jnp.int32), is_static=True)
+    loop = measure.looped(act, jnp.zeros((), jnp.int32), is_static=True)
     assert loop.turns == measure._STATIC_TURNS > 1
     seen.clear()
     loop.run(3)
@@ -108,8 +108,8 @@ def test_a_turn_of_a_static_loop_is_a_part_of_a_call() -> None:
         calls.append(count)
         return 0.5 * count
 
-    assert measure._median([measure.TimedLoop(run, 10)]) == pytest.approx([0.05])
-    assert measure._median([measure.TimedLoop(run, 1)]) == pytest.approx([0.5])
+    assert measure.median_seconds([measure.TimedLoop(run, 10)]) == pytest.approx([0.05])
+    assert measure.median_seconds([measure.TimedLoop(run, 1)]) == pytest.approx([0.5])
     assert set(calls) == {1, 2}
 
 
