@@ -31,12 +31,8 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, metavar="DIR", help="run the checks, and write the results to this folder")
-    what.add_argument(
-        "--pack", type=Path, metavar="DIR", help="write source and packages for a machine without network"
-    )
-    what.add_argument(
-        "--compare", type=Path, metavar="DIR", help="compare the results of a run with the plan's estimates"
-    )
+    what.add_argument("--pack", type=Path, metavar="DIR", help="write source and packages for another machine")
+    what.add_argument("--compare", type=Path, metavar="DIR", help="compare results with the plan's estimates")
     parser.add_argument("--seconds", type=float, default=460.0, metavar="S", help="time of the run (default: 460)")
     parser.add_argument("--platform", choices=_PLATFORMS, help="platform of the devices (default: jax chooses)")
     parser.add_argument(

@@ -109,7 +109,6 @@ def choose_attend(backend: Backend, device: jax.Device) -> tuple[Attend, bool]:
     Raises:
         NotOnThisPlatform: the kernel does not run here.
     """
-    found = IMPLEMENTATIONS[backend]
     if device.platform == "cpu" and backend == "pallas-gpu":
         # Without a public name before jax 0.11.
         from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
@@ -121,8 +120,13 @@ def choose_attend(backend: Backend, device: jax.Device) -> tuple[Attend, bool]:
         from jpaged.kernels.paged_attention.triton import attention as triton
 
         return functools.partial(triton.attend_parts, is_interpreted=True), True
-    if (reason := found.unsupported_device_reason(device)) is not None:
+    if (reason := IMPLEMENTATIONS[backend].unsupported_device_reason(device)) is not None:
         raise NotOnThisPlatform(reason)
+    return compiled_attend(backend), False
+
+
+def compiled_attend(backend: Backend) -> Attend:
+    """Return the kernel's function for its own devices."""
 
     def attend(call: AttentionCall, parts: Sequence[ContextPart]) -> Attended:
         run = implementation(backend, call.spec, call.queries)
@@ -134,7 +138,7 @@ def choose_attend(backend: Backend, device: jax.Device) -> tuple[Attend, bool]:
         ]
         return functools.reduce(merge, results)
 
-    return attend, False
+    return attend
 
 
 def _compile(backend: Backend, problem: Problem) -> Callable[[], Values]:
@@ -143,7 +147,7 @@ def _compile(backend: Backend, problem: Problem) -> Callable[[], Values]:
     attend, is_interpreted = choose_attend(backend, device)
     form: KVForm = IMPLEMENTATIONS[backend].form or "gpu"
     numbers = draw(problem, form)
-    spec, dtype = spec_of(problem, numbers), problem.heads.dtype
+    spec, dtype = spec_of(problem, numbers.layout), problem.heads.dtype
     where = replicated(mesh := build_mesh([device]))
     filling = [None if x is None else jax.device_put(x, where) for x in (numbers.k_nkd, numbers.v_nkd, numbers.slots_n)]
     q_thd = jax.device_put(jnp.asarray(numbers.q_thd, dtype), where)
@@ -152,7 +156,7 @@ def _compile(backend: Backend, problem: Problem) -> Callable[[], Values]:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         fill_pool = jax.jit(functools.partial(fill, numbers.layout)).lower(*filling).compile()
         pool = jax.ShapeDtypeStruct(numbers.layout.shape, numbers.layout.storage_dtype, sharding=where)
-        act = functools.partial(_attend, attend, problem, spec)
+        act = functools.partial(attend_problem, attend, problem, spec)
         lowered = jax.jit(act).lower(q_thd, pool, tables, scales)
     program = lowered.compile()
     poison = jax.jit(functools.partial(_nans, lowered.out_info, program)).lower().compile()
@@ -172,7 +176,7 @@ def _compile(backend: Backend, problem: Problem) -> Callable[[], Values]:
     return run
 
 
-def _attend(
+def attend_problem(
     attend: Attend,
     problem: Problem,
     spec: AttentionSpec,
@@ -181,6 +185,7 @@ def _attend(
     tables_sm: jax.Array,
     scales_lk2: jax.Array | None,
 ) -> Attended:
+    """Attend to a problem's rows; the traced program that is checked."""
     parts = parts_of(problem, tables_sm, spec)
     return attend(AttentionCall(q_thd, pool, LAYER, parts[0].rows, parts[0].spec, scales_lk2), parts)
 
@@ -200,10 +205,11 @@ def compare(got: Sequence[np.ndarray], want: Sequence[np.ndarray], dtype: str) -
         WrongNumbers: a difference is above the limit, or a number is not finite where the oracle's is.
     """
     (o, lse), (want_o, want_lse) = got, want
-    if (np.isfinite(lse) != np.isfinite(want_lse)).any() or not np.isfinite(o).all():
-        wrong = int((np.isfinite(lse) != np.isfinite(want_lse)).sum()), int((~np.isfinite(o)).sum())
-        raise WrongNumbers(f"{wrong[0]} log-sum-exps and {wrong[1]} outputs are not finite, or should not be")
     seen = np.isfinite(want_lse)
+    is_wrong = np.where(seen, ~np.isfinite(lse), lse != -np.inf)
+    if is_wrong.any() or not np.isfinite(o).all():
+        wrong = int(is_wrong.sum()), int((~np.isfinite(o)).sum())
+        raise WrongNumbers(f"{wrong[0]} log-sum-exps and {wrong[1]} outputs are not finite, or should not be")
     errors = np.abs(o - want_o)
     lse_error = float(np.abs(lse[seen] - want_lse[seen]).max(initial=0))
     relative = float(np.linalg.norm(o - want_o) / max(np.linalg.norm(want_o), 1e-30))

@@ -26,6 +26,7 @@ MAX_COMPILING = 8
 """Programs that compile at once."""
 COMPILE_SHARE = 0.6
 """Share of a check's limit after which programs that compiled are timed, although others still compile."""
+_MAX_PROBLEM = 1000
 
 Values = Mapping[str, Any]
 
@@ -92,11 +93,11 @@ class Cells:
         except NotOnThisPlatform as error:
             ending = {"status": "not on this platform", "problem": str(error)}
         except WrongNumbers as error:
-            ending = {"status": "wrong", "problem": str(error)}
+            ending = {"status": "wrong", "problem": str(error)[:_MAX_PROBLEM]}
             self.num_failed += 1
         except Exception as error:  # any: the next cell runs
             traceback.print_exc()
-            ending = {"status": "raised", "problem": f"{type(error).__name__}: {error}"[:600]}
+            ending = {"status": "raised", "problem": f"{type(error).__name__}: {error}"[:_MAX_PROBLEM]}
             self.num_failed += 1
         self.write(**{**(values or {}), "cell": name, **ending, "cell_s": round(time.monotonic() - begin_s, 3)})
         return values

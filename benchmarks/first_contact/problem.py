@@ -98,16 +98,32 @@ class Numbers:
     layout: KVLayout
 
 
+def layout_of(problem: Problem, form: KVForm) -> KVLayout:
+    """Return the layout of a pool that holds the rows and a few blocks more."""
+    heads, num_shared = problem.heads, problem.shared // problem.heads.block_size
+    num_blocks = sum(-(-context // heads.block_size) - num_shared for _, context in problem.rows) + num_shared + 4
+    return KVLayout(
+        *(NUM_LAYERS, num_blocks, heads.block_size, heads.num_kv_heads, heads.head_dim),
+        *(jnp.dtype(heads.kv_dtype), form),
+        value_dim=heads.value_dim,
+    )
+
+
+def table_shape(problem: Problem) -> tuple[int, int]:
+    """Return rows and columns of the block tables."""
+    return len(problem.rows), -(-max(context for _, context in problem.rows) // problem.heads.block_size)
+
+
 def draw(problem: Problem, form: KVForm, seed: int = 0) -> Numbers:
     """Draw random queries, keys and values, and place the blocks of the rows at random."""
     heads, rng = problem.heads, np.random.default_rng(seed)
-    size, num_rows = heads.block_size, len(problem.rows)
+    size = heads.block_size
     num_shared = problem.shared // size
     needs = [-(-context // size) - num_shared for _, context in problem.rows]
-    num_blocks = sum(needs) + num_shared + 4
-    ids = rng.permutation(num_blocks).astype(np.int32) + 1
+    layout = layout_of(problem, form)
+    ids = rng.permutation(layout.num_blocks).astype(np.int32) + 1
     common, ids = ids[:num_shared], ids[num_shared:]
-    tables = np.zeros((num_rows, max(needs) + num_shared), np.int32)
+    tables = np.zeros(table_shape(problem), np.int32)
     scales = _scales(heads, rng)
     of_layer = None if scales is None else scales[LAYER]
     prefix, contexts, written, slots = _stored(heads, problem.shared, of_layer, rng), [], [], []
@@ -127,14 +143,8 @@ def draw(problem: Problem, form: KVForm, seed: int = 0) -> Numbers:
     q = rng.standard_normal((problem.num_tokens, heads.num_heads, heads.head_dim), np.float32) * 2
     q = q.astype(heads.dtype).astype(np.float32)
     q[sum(queries for queries, _ in problem.rows) :] = np.nan
-    layout = KVLayout(
-        *(NUM_LAYERS, num_blocks, size, heads.num_kv_heads, heads.head_dim, jnp.dtype(heads.kv_dtype), form),
-        value_dim=heads.value_dim,
-    )
-    is_latent = heads.value_dim is not None
-    return Numbers(
-        q, tuple(contexts), scales, k_nkd, None if is_latent else v_nkd, np.concatenate(slots), tables, layout
-    )
+    stored_v = v_nkd if heads.value_dim is None else None
+    return Numbers(q, tuple(contexts), scales, k_nkd, stored_v, np.concatenate(slots), tables, layout)
 
 
 def _scales(heads: Heads, rng: np.random.Generator) -> np.ndarray | None:
@@ -164,10 +174,10 @@ def _rounded(x_nkd: np.ndarray, heads: Heads, scales_k1: np.ndarray | None) -> n
     return x_nkd.astype(jnp.dtype(heads.kv_dtype)).astype(np.float32) * scales_k1
 
 
-def spec_of(problem: Problem, numbers: Numbers) -> AttentionSpec:
+def spec_of(problem: Problem, layout: KVLayout) -> AttentionSpec:
     """Return the static part of the call."""
     heads = problem.heads
-    return AttentionSpec(numbers.layout, AttentionKind(heads.head_dim**-0.5, heads.window, heads.soft_cap))
+    return AttentionSpec(layout, AttentionKind(heads.head_dim**-0.5, heads.window, heads.soft_cap))
 
 
 def parts_of(problem: Problem, tables_sm: jax.Array, spec: AttentionSpec) -> tuple[ContextPart, ...]:

@@ -198,7 +198,7 @@ _pools: list[SharedPool] = []
 def _allocate(shape: AttentionShape, num_tokens: int, max_rows: int, max_queries: int) -> Values:
     pool = SharedPool.allocate(shape, num_tokens, max_rows, max_queries)
     _pools.append(pool)
-    passed_over = {name: reason for name, reason in pool.choice.passed_over}
+    passed_over = dict(pool.choice.passed_over)
     return {"backend": pool.choice.backend, "gib": pool.pool.nbytes / 2**30, "passed_over": passed_over}
 
 

@@ -63,3 +63,7 @@ def compiles(cells: Cells, size: str) -> None:
 
     programs = {"stuck": Program(never, lambda made: {}), "broken": Program(lambda: 1 // 0, lambda made: {})}
     cells.run_programs({**programs, "first": ready({"x": 1}), "second": ready({"x": 2})}, are_timed=True)
+
+
+def is_a_cpu(cells: Cells, size: str) -> None:
+    cells.run("devices", lambda: {"platform": "cpu"})
