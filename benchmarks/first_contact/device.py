@@ -29,11 +29,11 @@ _COPY_BYTES = {"full": 256 << 20, "tiny": 1 << 20}
 
 def check(cells: Cells, size: str) -> None:
     """Write what the machine has; a missing package is a failure of this check already."""
-    cells.plan(["packages", "imports", "devices", "pinned_host"])
+    cells.plan(["packages", "devices", "pinned_host", "imports"])
     cells.run("packages", _packages)
-    cells.run("imports", _imports)
     cells.run("devices", _devices)
     cells.run("pinned_host", lambda: _pinned_host(_COPY_BYTES[size]))
+    cells.run("imports", _imports)
 
 
 def _packages() -> Values:

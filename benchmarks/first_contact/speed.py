@@ -79,7 +79,7 @@ def check_dispatch(cells: Cells, size: str) -> None:
 
 def _chain(act: Callable[..., jax.Array], x: jax.Array, *rest: jax.Array) -> Callable[[int], tuple[float, float]]:
     """Return a function that calls a program n times, and returns the seconds of the calls and of all."""
-    jitted = jax.jit(act, donate_argnums=0)
+    jitted = jax.jit(act, donate_argnums=0, keep_unused=True)
 
     def run(count: int) -> tuple[float, float]:
         result = jax.block_until_ready(x + 0)
