@@ -14,11 +14,12 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from concurrent.futures import TimeoutError as FuturesTimeout
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,15 @@ class Cells:
         check: the check's name.
         path: the file of all lines.
         limit_s: seconds of the check.
-        num_failed: cells that were wrong or raised.
+        skipped: cells that are not run.
+        num_threads: programs that compile at once.
     """
 
     check: str
     path: Path
     limit_s: float
-    num_failed: int = 0
+    skipped: Collection[str] = ()
+    num_threads: int = MAX_COMPILING
     _begin_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -78,12 +81,19 @@ class Cells:
         """Name the cells before the first begins, so that missing ones are noticed."""
         self.write(planned=list(names))
 
-    def run(self, name: str, act: Callable[[], Values | None]) -> Values | None:
+    def run(self, name: str, act: Callable[[], Values | None], *, is_needed: bool = False) -> Values | None:
         """Run a cell and write its lines. An exception ends the cell, and not the check.
 
+        Args:
+            name: unique in the check.
+            act: returns the values of the line.
+            is_needed: later cells need it: it runs even if it is skipped.
+
         Returns:
-            the values; None if the cell has none, or failed.
+            the values; None if the cell has none, is skipped, or failed.
         """
+        if name in self.skipped and not is_needed:
+            return None
         self.write(cell=name, status="begun")
         begin_s = time.monotonic()
         values: Values | None = None
@@ -94,11 +104,9 @@ class Cells:
             ending = {"status": "not on this platform", "problem": str(error)}
         except WrongNumbers as error:
             ending = {"status": "wrong", "problem": str(error)[:_MAX_PROBLEM]}
-            self.num_failed += 1
         except Exception as error:  # any: the next cell runs
             traceback.print_exc()
             ending = {"status": "raised", "problem": f"{type(error).__name__}: {error}"[:_MAX_PROBLEM]}
-            self.num_failed += 1
         self.write(**{**(values or {}), "cell": name, **ending, "cell_s": round(time.monotonic() - begin_s, 3)})
         return values
 
@@ -110,13 +118,17 @@ class Cells:
                 disturb the times.
         """
         self.plan(list(programs))
-        pool = ThreadPoolExecutor(MAX_COMPILING)
+        pool = ThreadPoolExecutor(self.num_threads)
         names: dict[Future[tuple[Any, float]], str] = {
-            pool.submit(self._compile, name, program): name for name, program in programs.items()
+            pool.submit(self._compile, name, program): name
+            for name, program in programs.items()
+            if name not in self.skipped
         }
         if are_timed:
             done, late = wait_for(names, timeout=max(0.0, self.left_s - (1 - COMPILE_SHARE) * self.limit_s))
-            ready: Iterator[Future[tuple[Any, float]]] = iter([*(one for one in names if one in done), *late])
+            ready: Iterator[Future[tuple[Any, float]]] = chain(
+                (one for one in names if one in done), as_completed(late)
+            )
         else:
             ready = as_completed(names)
         for compiled in ready:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import importlib
+import json
 import os
 import sys
 import traceback
 from pathlib import Path
 
-from benchmarks.first_contact.cells import Cells
+from benchmarks.first_contact.cells import MAX_COMPILING, Cells
 
 _STACK_S = 1.0
 """Seconds before the limit at which the stacks are printed."""
@@ -27,11 +28,13 @@ def main() -> int:
     parser.add_argument("--cells", type=Path, required=True, help="file to append lines to")
     parser.add_argument("--limit", type=float, required=True, help="seconds until the process is killed")
     parser.add_argument("--size", choices=("full", "tiny"), required=True, help="sizes of the cells")
+    parser.add_argument("--skip", default=[], type=json.loads, help="cells not to run, as JSON")
+    parser.add_argument("--threads", type=int, default=MAX_COMPILING, help="programs that compile at once")
     arguments = parser.parse_args()
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(0.1, arguments.limit - _STACK_S))
     module, _, function = arguments.target.partition(":")
-    cells = Cells(arguments.name, arguments.cells, arguments.limit)
+    cells = Cells(arguments.name, arguments.cells, arguments.limit, arguments.skip, arguments.threads)
     getattr(importlib.import_module(module), function)(cells, arguments.size)
     return 0
 

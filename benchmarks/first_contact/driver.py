@@ -5,12 +5,15 @@
     summary.txt   both as text, written at the end
 
 This process imports neither jax nor a check, so that no accelerator can make it hang. A check that hangs, crashes or
-raises costs its own limit and nothing else: its lines stay, and the next check runs.
+raises costs its own limit and nothing else: its lines stay, and the next check runs. A check that crashes is started
+again within its limit, without the cells that ended. From then on one program compiles at a time, so that the cell of
+the next crash is known; it is not run again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -32,6 +35,8 @@ _LEAST_S = 5.0
 """A check is not started with less time."""
 _KILL_S = 3.0
 """Wait for a killed process: one that waits for a driver in the kernel may not end."""
+_MAX_CRASHES = 3
+"""Crashes after which a check is started again."""
 _MAX_LOG_BYTES = 1 << 20
 _ROOT = Path(__file__).parents[2]
 
@@ -109,10 +114,34 @@ def _no_accelerator(cells: Path) -> str | None:
 
 
 def run_check(check: Check, settings: Settings, limit_s: float, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Run one check and return its line: how it ended, and after how many seconds."""
+    """Run one check, again after each crash, and return its line: how it ended, and after how many seconds."""
     begin_s = time.monotonic()
     print(f"{check.name}: up to {limit_s:.0f} s", flush=True)
-    words = ["--target", check.target, "--name", check.name, "--size", settings.size]
+    cells, words, crashes = settings.out / CELLS, list[str](), list[str]()
+    while True:
+        left_s = limit_s - (time.monotonic() - begin_s)
+        ending = _run_once(check, settings, left_s, words, environment)
+        if ending["status"] != "crashed":
+            break
+        crashes.append(ending["problem"])
+        if len(crashes) > _MAX_CRASHES or limit_s - (time.monotonic() - begin_s) < _LEAST_S:
+            break
+        states = {name: cell["status"] for name, cell in summary.cells_of(summary.read(cells), check.name).items()}
+        # With many programs in flight each may be the cause: all of them run again, one at a time.
+        tried = ("not begun",) if words else ("not begun", "compiling", "begun")
+        skipped = [name for name, status in states.items() if status not in tried]
+        append_line(cells, {"check": check.name, "restarted": ending["problem"], "skipped": skipped})
+        words = ["--threads", "1", "--skip", json.dumps(skipped)]
+    if crashes and ending["status"] == "ended":
+        ending = {"status": "crashed", "problem": f"{'; '.join(crashes)}; the other cells ran"}
+    return {"check": check.name, **ending, "seconds": round(time.monotonic() - begin_s, 2)}
+
+
+def _run_once(
+    check: Check, settings: Settings, limit_s: float, more: Sequence[str], environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Run the process of a check, and return how it ended."""
+    words = ["--target", check.target, "--name", check.name, "--size", settings.size, *more]
     words += ["--cells", str(settings.out / CELLS), "--limit", f"{limit_s:.1f}"]
     ending: dict[str, Any] = {"status": "timed out", "problem": f"killed after {limit_s:.1f} s"}
     with (settings.out / LOG).open("ab") as log:
@@ -134,7 +163,7 @@ def run_check(check: Check, settings: Settings, limit_s: float, environment: Map
             _kill(process)
         if os.fstat(log.fileno()).st_size > start + _MAX_LOG_BYTES:
             log.truncate(start + _MAX_LOG_BYTES)
-    return {"check": check.name, **ending, "seconds": round(time.monotonic() - begin_s, 2)}
+    return ending
 
 
 def _ending(code: int) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def check(cells: Cells, size: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(fields))
         loaded: list[LLM] = []
-        cells.run("start", lambda: _start(folder, sizes, loaded))
+        cells.run("start", lambda: _start(folder, sizes, loaded), is_needed=True)
         for llm in loaded:
             for rows in sizes.rows:
                 cells.run(f"prefill, {rows} rows", functools.partial(_prefill, llm, fields, sizes, rows))

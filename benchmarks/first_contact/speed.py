@@ -169,7 +169,8 @@ def check_decode(cells: Cells, size: str) -> None:
     all_rows, contexts = _DECODE[size]
     shape = _SHAPE[size]
     cells.run("limits", functools.partial(_limits, size))
-    made = cells.run("pool", lambda: _allocate(shape, max(all_rows) * max(contexts), max(all_rows), max(all_rows)))
+    num_tokens, most = max(all_rows) * max(contexts), max(all_rows)
+    made = cells.run("pool", lambda: _allocate(shape, num_tokens, most, most), is_needed=True)
     if made is None:
         return
     pool: SharedPool = _pools.pop()
@@ -227,7 +228,7 @@ def check_prefill(cells: Cells, size: str) -> None:
     """Measure the FLOP/s of chunks over paged contexts, and those of cuDNN over contiguous ones."""
     chunk, contexts = _PREFILL[size]
     shape = _SHAPE[size]
-    made = cells.run("pool", lambda: _allocate(shape, 2 * max(contexts), 1, chunk))
+    made = cells.run("pool", lambda: _allocate(shape, 2 * max(contexts), 1, chunk), is_needed=True)
     if made is None:
         return
     pool = _pools.pop()

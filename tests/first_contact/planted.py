@@ -27,6 +27,19 @@ def crashes(cells: Cells, size: str) -> None:
     cells.run("second", lambda: os.kill(os.getpid(), signal.SIGSEGV))
 
 
+def crashes_once(cells: Cells, size: str) -> None:
+    """Some programs compile, and one of them ends the process."""
+
+    def crash() -> None:
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    programs = {name: Program(dict, lambda made: {}) for name in ("a", "b", "d", "e")}
+    items = [*list(programs.items())[:2], ("c", Program(crash, lambda made: {})), *list(programs.items())[2:]]
+    cells.run_programs(dict(items))
+    cells.run("last", dict)
+
+
 def raises(cells: Cells, size: str) -> None:
     cells.run("first", dict)
     raise OSError("planted")

@@ -72,6 +72,17 @@ def test_checks_that_hang_crash_or_raise_end_alone(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) <= 8
 
 
+def test_a_check_that_crashes_continues_without_the_cell_that_did_it(tmp_path: Path) -> None:
+    code, lines = run(tmp_path, planted("crashes_once"))
+    states = {name: cell["status"] for name, cell in summary.cells_of(lines, "crashes_once").items()}
+    assert code == 1
+    assert states == {"a": "ok", "b": "ok", "c": "compiling", "d": "ok", "e": "ok", "last": "ok"}
+    ending = summary.ending_of(lines, "crashes_once")
+    assert ending["status"] == "crashed"
+    assert ending["problem"].count("signal SIGKILL") == 2
+    assert summary.failures(lines, ["crashes_once"])[1:] == ["crashes_once, c: compiling and not finished"]
+
+
 def test_cells_that_fail_do_not_keep_others_from_running(tmp_path: Path) -> None:
     code, lines = run(tmp_path, planted("fails"))
     cells = summary.cells_of(lines, "fails")
