@@ -1,12 +1,4 @@
-"""The first run on an accelerator, in one command that ends in time and keeps its results.
-
-    python -m benchmarks.first_contact --pack first-contact       here, with a network: source and missing packages
-    cd first-contact && PYTHONPATH=.:site python -m benchmarks.first_contact --out $OUT --seconds 460       there
-    python -m benchmarks.first_contact --compare DIR              deviations from the plan's estimates
-    python -m benchmarks.first_contact --out DIR --platform cpu   a rehearsal with tiny sizes
-
-Exit code 1: a check did not end, a number was wrong, or a cell is missing; summary.txt lists them.
-"""
+"""The command line."""
 
 from __future__ import annotations
 
@@ -19,6 +11,16 @@ from pathlib import Path
 from benchmarks.first_contact import driver
 from benchmarks.first_contact.checks import CHECKS
 
+DESCRIPTION = """\
+Run the first checks on an accelerator, in one command that ends in time and keeps its results.
+
+    python -m benchmarks.first_contact --pack first-contact       with a network: source and missing packages
+    cd first-contact && PYTHONPATH=$PWD:$PWD/site python3 -m benchmarks.first_contact --out "$OUT" --seconds 460
+    python -m benchmarks.first_contact --compare DIR              deviations from the plan's estimates
+    python -m benchmarks.first_contact --out DIR --platform cpu   a rehearsal with tiny sizes
+
+Exit code 1: a check did not end, a number was wrong, or a cell is missing; summary.txt lists them.
+"""
 _MIN_SECONDS = 30.0
 _TINY_PATIENCE = 20
 """Factor of the limits of tiny sizes, which rehearse on machines that may be busy."""
@@ -27,7 +29,9 @@ _PLATFORMS = {"cpu": "cpu", "cuda": "cuda,cpu", "gpu": "cuda,cpu", "tpu": "tpu,c
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.first_contact", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m benchmarks.first_contact",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, metavar="DIR", help="run the checks, and write the results to this folder")

@@ -22,7 +22,7 @@ _STACK_S = 1.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_contact.child", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_contact.child", description="Run one check.")
     parser.add_argument("--target", required=True, help="module:function of the check")
     parser.add_argument("--name", required=True, help="name of the check")
     parser.add_argument("--cells", type=Path, required=True, help="file to append lines to")

@@ -9,8 +9,9 @@
 A program runs the operation in a loop in which each turn reads the output of the previous one. The time of one is the
 slope between two counts, which excludes the start of a program. The variants alternate, and medians are compared.
 
-On GPUs a loop whose number of turns the program computes waits for the host in each turn. The loop is static there, and
-a count is a number of calls, which do not wait for each other. Operands are random: an H200 multiplied zeros 13 % faster.
+On GPUs a loop whose number of turns the program computes waits for the host in each turn. The loop is static there,
+and a count is a number of calls, which do not wait for each other. Operands are random, because zeros take less power:
+an H200 multiplied them 13 % faster.
 
 `SHAPES` are the head shapes of real models, for tests and benchmarks.
 """
