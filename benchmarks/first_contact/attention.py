@@ -212,7 +212,7 @@ def compare(got: Sequence[np.ndarray], want: Sequence[np.ndarray], dtype: str) -
         raise WrongNumbers(f"{wrong[0]} log-sum-exps and {wrong[1]} outputs are not finite, or should not be")
     errors = np.abs(o - want_o)
     lse_error = float(np.abs(lse[seen] - want_lse[seen]).max(initial=0))
-    relative = float(np.linalg.norm(o - want_o) / max(np.linalg.norm(want_o), 1e-30))
+    relative = float(np.linalg.norm(o - want_o) / max(float(np.linalg.norm(want_o)), 1e-30))
     values = {"max_error": float(errors.max()), "relative_error": relative, "lse_error": lse_error}
     excess = float((errors - TOLERANCE[dtype] * (1 + np.abs(want_o))).max())
     lse_excess = float(

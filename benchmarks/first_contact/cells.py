@@ -10,13 +10,13 @@ Every line is one write to a file opened for appending, so that a crash or a kil
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from concurrent.futures import TimeoutError as FuturesTimeout
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from itertools import chain
@@ -132,8 +132,7 @@ class Cells:
         else:
             ready = as_completed(names)
         for compiled in ready:
-            name = names[compiled]
-            self.run(name, lambda name=name, compiled=compiled: _run(programs[name], compiled, self.left_s))
+            self.run(names[compiled], functools.partial(self._run, programs[names[compiled]], compiled))
         pool.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, name: str, program: Program) -> tuple[Any, float]:
@@ -141,17 +140,13 @@ class Cells:
         begin_s = time.monotonic()
         return program.compile(), time.monotonic() - begin_s
 
+    def _run(self, program: Program, compiled: Future[tuple[Any, float]]) -> Values:
+        made, compile_s = compiled.result()
+        return {"compile_s": round(compile_s, 2), **program.run(made)}
+
     def write(self, **values: Any) -> None:
         """Write one line of this check."""
         append_line(self.path, {"check": self.check, **values})
-
-
-def _run(program: Program, compiled: Future[tuple[Any, float]], left_s: float) -> Values:
-    try:
-        made, compile_s = compiled.result(left_s)
-    except FuturesTimeout:
-        raise TimeoutError("it still compiles") from None
-    return {"compile_s": round(compile_s, 2), **program.run(made)}
 
 
 def append_line(path: Path, values: Mapping[str, Any]) -> None:

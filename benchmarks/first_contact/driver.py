@@ -126,15 +126,28 @@ def run_check(check: Check, settings: Settings, limit_s: float, environment: Map
         crashes.append(ending["problem"])
         if len(crashes) > _MAX_CRASHES or limit_s - (time.monotonic() - begin_s) < _LEAST_S:
             break
-        states = {name: cell["status"] for name, cell in summary.cells_of(summary.read(cells), check.name).items()}
-        # With many programs in flight each may be the cause: all of them run again, one at a time.
-        tried = ("not begun",) if words else ("not begun", "compiling", "begun")
-        skipped = [name for name, status in states.items() if status not in tried]
+        skipped = _skipped(summary.read(cells), check.name)
         append_line(cells, {"check": check.name, "restarted": ending["problem"], "skipped": skipped})
         words = ["--threads", "1", "--skip", json.dumps(skipped)]
     if crashes and ending["status"] == "ended":
         ending = {"status": "crashed", "problem": f"{'; '.join(crashes)}; the other cells ran"}
     return {"check": check.name, **ending, "seconds": round(time.monotonic() - begin_s, 2)}
+
+
+def _skipped(lines: Sequence[summary.Line], check: str) -> list[str]:
+    """Return the cells not to run after a crash: those that ended, and those that crashed the process by themselves.
+
+    In the first process many programs compile at once, and each may be the cause: they run again, one at a time.
+    """
+    ours = [line for line in lines if line.get("check") == check]
+    starts = [i for i, line in enumerate(ours) if "restarted" in line]
+    ended = [name for name, cell in summary.cells_of(ours, check).items() if cell["status"] in summary.ENDED_CELLS]
+    if not starts:
+        return ended
+    last = {line["cell"]: line["status"] for line in ours[starts[-1] :] if "cell" in line}
+    in_flight = {state: [name for name, status in last.items() if status == state] for state in ("begun", "compiling")}
+    culprits = in_flight["begun"] or in_flight["compiling"]
+    return list(dict.fromkeys([*ours[starts[-1]]["skipped"], *ended, *culprits]))
 
 
 def _run_once(

@@ -11,6 +11,7 @@ Line = Mapping[str, Any]
 
 _MARKS = {"ok": "ok", "wrong": "WRONG", "raised": "RAISED", "not on this platform": "n/a"}
 _FAILED_CELLS = ("wrong", "raised")
+ENDED_CELLS = ("ok", "not on this platform", *_FAILED_CELLS)
 _UNFINISHED_CELLS = ("not begun", "compiling", "begun")
 _OF_EVERY_LINE = ("check", "cell", "status", "problem")
 _MAX_PROBLEM = 300

@@ -83,6 +83,18 @@ def test_a_check_that_crashes_continues_without_the_cell_that_did_it(tmp_path: P
     assert summary.failures(lines, ["crashes_once"])[1:] == ["crashes_once, c: compiling and not finished"]
 
 
+def test_cells_in_flight_at_a_first_crash_run_again_and_those_at_a_later_one_do_not() -> None:
+    def line(cell: str, status: str) -> dict[str, Any]:
+        return {"check": "x", "cell": cell, "status": status}
+
+    first = [line("a", "ok"), *(line(cell, "compiling") for cell in ("b", "c", "d")), line("b", "begun")]
+    assert driver._skipped(first, "x") == ["a"]
+    second = [*first, {"check": "x", "restarted": "", "skipped": ["a"]}, line("b", "ok"), line("c", "compiling")]
+    assert driver._skipped(second, "x") == ["a", "b", "c"]
+    beside = [*second[:-1], line("c", "begun"), line("d", "compiling")]
+    assert driver._skipped(beside, "x") == ["a", "b", "c"]
+
+
 def test_cells_that_fail_do_not_keep_others_from_running(tmp_path: Path) -> None:
     code, lines = run(tmp_path, planted("fails"))
     cells = summary.cells_of(lines, "fails")

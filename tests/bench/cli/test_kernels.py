@@ -85,7 +85,7 @@ def test_the_limit_is_what_must_be_moved_or_multiplied() -> None:
 
 def test_a_static_loop_runs_a_known_number_of_turns_per_call() -> None:
     """Else a GPU waits for the host in each turn."""
-    seen = []
+    seen: list[jax.Array] = []
 
     def act(x: jax.Array) -> jax.Array:
         jax.debug.callback(seen.append, x, ordered=True)
