@@ -1,7 +1,7 @@
 """Runs the checks one after the other, each in a process group of its own that ends at the check's limit.
 
     cells.jsonl   one line per cell, written by the checks' processes; and one per check, written here
-    log.txt       output of all processes, the first part of each check's
+    log.txt       output of all processes; of a long one the beginning and the end
     summary.txt   both as text, written at the end
 
 This process imports neither jax nor a check, so that no accelerator can make it hang. A check that hangs, crashes or
@@ -37,7 +37,8 @@ _KILL_S = 3.0
 """Wait for a killed process: one that waits for a driver in the kernel may not end."""
 _MAX_CRASHES = 3
 """Crashes after which a check is started again."""
-_MAX_LOG_BYTES = 1 << 20
+_MAX_LOG_BYTES = 300_000
+"""Output of a process that is kept."""
 _ROOT = Path(__file__).parents[2]
 
 
@@ -174,9 +175,20 @@ def _run_once(
                 ending = _ending(process.wait(limit_s))
         finally:
             _kill(process)
-        if os.fstat(log.fileno()).st_size > start + _MAX_LOG_BYTES:
-            log.truncate(start + _MAX_LOG_BYTES)
+    shorten(settings.out / LOG, start)
     return ending
+
+
+def shorten(path: Path, start: int) -> None:
+    """Cut the middle out of what a file has from a byte on, if that is too long: causes come first, and stacks last."""
+    with path.open("r+b") as file:
+        if file.seek(0, os.SEEK_END) <= start + _MAX_LOG_BYTES:
+            return
+        file.seek(-_MAX_LOG_BYTES // 2, os.SEEK_END)
+        last = file.read()
+        file.truncate(start + _MAX_LOG_BYTES // 2)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n[...]\n" + last)
 
 
 def _ending(code: int) -> dict[str, Any]:

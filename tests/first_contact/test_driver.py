@@ -156,6 +156,18 @@ def test_a_run_that_is_terminated_writes_its_summary(tmp_path: Path) -> None:
     assert "hangs, second: begun and not finished" in (tmp_path / SUMMARY).read_text()
 
 
+def test_a_long_log_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
+    path, size = tmp_path / "log", driver._MAX_LOG_BYTES
+    path.write_bytes(b"before" + b"a" * size + b"b" * size + b"end")
+    driver.shorten(path, len(b"before"))
+    data = path.read_bytes()
+    assert data.startswith(b"before" + b"a" * (size // 2) + b"\n[...]\nb")
+    assert data.endswith(b"bend")
+    assert len(data) == len(b"before\n[...]\n") + size
+    driver.shorten(path, 1000)
+    assert path.read_bytes() == data
+
+
 def test_a_line_that_a_kill_cut_off_costs_no_other(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     append_line(path, {"a": 1})

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.first_contact import checks, driver, pack
+from benchmarks.first_contact import checks, driver, estimates, pack
 from benchmarks.first_contact.__main__ import main
 from benchmarks.first_contact.cells import append_line
 from benchmarks.first_contact.driver import CELLS, Settings
+from jpaged.hardware import HARDWARE
+from jpaged.plan.cost import ASSUMED
+from jpaged.plan.known_models import KNOWN_MODELS
 
 H200 = {"check": "device", "cell": "devices", "status": "ok", "kind": "NVIDIA H200", "hardware": "h200"}
 
@@ -103,3 +106,19 @@ def test_full_sizes_end_after_the_first_check_on_a_cpu(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / CELLS).read_text().splitlines()]
     assert {line.get("check") for line in lines} == {None, "device"}
     assert driver.run([device, other], Settings(tmp_path, 100, "tiny", "cpu")) == 0
+
+
+@pytest.mark.parametrize("name", ["h200", "tpu-v6e"])
+def test_steps_of_llama_are_estimated_as_by_the_plan(name: str) -> None:
+    """On a GPU by a roofline; on a TPU its attention takes longer than the bytes alone."""
+    config, hardware = KNOWN_MODELS["llama-3-8b"].config, HARDWARE[name]
+    times = estimates.step_times(config, hardware, 32)
+    step = estimates.decode_step(times, 64, 1024)
+    kv_bytes = 64 * 1024 * 32 * 2 * 1024 * 2
+    assert step["bytes"] == pytest.approx(2 * (8.03e9 - 128_256 * 4096) + kv_bytes, rel=0.01)
+    at_peak_s = step["bytes"] / hardware.hbm_bytes_per_s
+    assert step["planned_s"] > at_peak_s
+    if name == "h200":
+        assert step["planned_s"] == pytest.approx(at_peak_s / ASSUMED.bandwidth_efficiency)
+    prefill = estimates.prefill_step(times, 2048, 512)
+    assert prefill["planned_s"] > prefill["flops"] / hardware.flops
