@@ -35,8 +35,8 @@ _OPTIONS: Mapping[str, Any] = {
     "block_size": 16,
     "enable_prefix_caching": False,
 }
-_NUM_BLOCKS = {"full": 44, "tiny": 12}
-"""Enough for all prompts, and not for all sequences at their ends: some are preempted."""
+_NUM_BLOCKS = {"full": 36, "tiny": 10}
+"""Too few for the ends of the sequences whose prompts fit, so that some are preempted."""
 _CHUNKED = {"max_num_batched_tokens": 16}
 _SWAPPED = {"preemption_mode": "swap", "swap_space": 0.05}
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
