@@ -15,7 +15,8 @@ import pytest
 from jpaged.device.compilation import compile as ahead
 from jpaged.device.compilation.compile import ProgramSpec, least_programs, program_specs, told
 from jpaged.device.executor import JaxExecutor
-from jpaged.engine.executor import BucketTable
+from jpaged.device.sampling import SamplingStages
+from jpaged.engine.executor import BucketTable, Detail
 from jpaged.kernels.matrix_format import MatrixFormat
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
@@ -52,6 +53,32 @@ def test_every_second_number_of_rows_has_a_program_that_edits() -> None:
     assert buckets.rows == (8, 16, 32, 64, 100)
     specs = program_specs(buckets, (8,), has_host_blocks=False)
     assert [str(spec) for spec in specs if spec.kind == "edited"] == ["edited[100]", "edited[32]", "edited[8]"]
+
+
+def test_the_list_of_programs_without_branches() -> None:
+    """Two more for each number of rows and for each that edits, and none of several steps."""
+    buckets = BucketTable.build(max_num_batched_tokens=32, max_num_seqs=64, max_num_steps=2)
+    with_branches, without = (
+        program_specs(buckets, (8,), has_host_blocks=False, has_branches=has_branches) for has_branches in (True, False)
+    )
+    names = list(map(str, without))
+    assert names[:3] == ["forward[32]", "sample[64, top]", "edited[64, top]"]
+    assert {name for name in names if name.startswith(("sample[8", "edited[16"))} == {
+        *("sample[8, greedy]", "sample[8, random]", "sample[8]", "sample[8, logprobs]", "sample[8, top]"),
+        *("edited[16, random]", "edited[16]", "edited[16, top]"),
+    }
+    assert not any(name.startswith("decode") for name in names)
+    num_rows, num_edited = len(buckets.rows), 2
+    assert len(without) == len(with_branches) + 2 * num_rows + 2 * num_edited - len(buckets.decodes)
+    least = least_programs(buckets, (8,), has_host_blocks=False, has_branches=False)
+    assert without[: len(least)] == least
+
+
+def test_programs_that_compute_more_stand_in_the_least_first() -> None:
+    spec = ProgramSpec("sample", 8, Detail.LOGPROBS, stages=SamplingStages.RANDOM)
+    assert list(map(str, spec.stand_ins)) == ["sample[8, logprobs]", "sample[8, random, top]", "sample[8, top]"]
+    assert list(map(str, ProgramSpec("sample", 8).stand_ins)) == ["sample[8, logprobs]", "sample[8, top]"]
+    assert ProgramSpec("sample", 8, Detail.TOP_LOGPROBS).stand_ins == ()
 
 
 def test_several_steps_are_compiled_last_but_for_the_fewest_rows() -> None:
