@@ -52,7 +52,7 @@ from jpaged.device.speculative.drafter import (
 from jpaged.device.speculative.step import lower_speculation
 from jpaged.device.step import Step, forward_packing, packed_decode
 from jpaged.device.step_costs import cascade_costs
-from jpaged.device.step_sizes import DeviceAttention
+from jpaged.device.step_sizes import DeviceAttention, StepSizes
 from jpaged.device.transfers import MAX_ON_THE_WAY, content_bytes, lower_move, move_sizes, num_host_blocks
 from jpaged.engine.executor import BucketTable, Geometry, Progress
 from jpaged.engine.executor.io import AUX_IDS, NUM_SINGLES, AuxKind, num_mask_words
@@ -117,14 +117,6 @@ def _sized_step(
     cascade = cascade_costs(chosen.backend, layout.local, kinds, config.num_heads // num_parts, num_contexts)
     max_num_steps = max_steps_of_dispatch(options, mesh)
     sampler = choose_kernel(chosen.backend, mesh.size, vocab_size)
-    buckets = BucketTable.build(
-        max_num_batched_tokens=sizes.max_num_batched_tokens,
-        max_num_seqs=sizes.max_num_seqs,
-        max_num_steps=max_num_steps,
-        halves_from=None if first_device(mesh).platform == "cpu" else _HALVES_FROM,
-    )
-    if not has_cheap_branches(mesh):  # a decode is several forwards and samples of its size
-        buckets = dataclasses.replace(buckets, decodes=tuple(n for n in buckets.decodes if n in buckets.tokens))
     geometry = Geometry(
         num_blocks=num_blocks,
         block_size=layout.block_size,
@@ -132,7 +124,7 @@ def _sized_step(
         max_model_len=sizes.max_model_len,
         vocab_size=vocab_size,
         bytes_per_block=layout.bytes_per_block,
-        buckets=buckets,
+        buckets=_buckets(sizes, max_num_steps, mesh),
         num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
         cascade=cascade if options.cache.enable_cascade_attention else None,
         max_num_steps=max_num_steps,
@@ -159,6 +151,19 @@ def _sized_step(
         has_branches=has_cheap_branches(mesh),
     )
     return step, geometry
+
+
+def _buckets(sizes: StepSizes, max_num_steps: int, mesh: Mesh) -> BucketTable:
+    buckets = BucketTable.build(
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_steps=max_num_steps,
+        halves_from=None if first_device(mesh).platform == "cpu" else _HALVES_FROM,
+    )
+    if has_cheap_branches(mesh):
+        return buckets
+    # Steps of R rows run as forward[R] and sample[R].
+    return dataclasses.replace(buckets, decodes=tuple(size for size in buckets.decodes if size in buckets.tokens))
 
 
 def has_cheap_branches(mesh: Mesh) -> bool:
