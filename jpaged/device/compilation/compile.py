@@ -200,6 +200,23 @@ def _is_for_cublas(device: jax.Device, formats: Collection[MatrixFormat]) -> boo
     return bool(ours) and all(form.activations and (form.values == "int8" or has_fp8) for form in ours)
 
 
+def program_caches(
+    folder: Path | None, replicas: Sequence[Sequence[jax.Device]]
+) -> tuple[Path | None, list[Path | None]]:
+    """Return the folder of JAX's cache, and that of the executables of each replica; None for no cache.
+
+    A TPU v6e halts when it runs a cached program on devices without device 0 (https://github.com/jax-ml/jax/issues/38004).
+    So replicas without it compile at each start. JAX's cache belongs to the process, so it is off if there is one.
+
+    Args:
+        folder: of both caches; None for no cache.
+        replicas: devices of each copy of the model.
+    """
+    can_load = [devices[0].platform != "tpu" or any(device.id == 0 for device in devices) for devices in replicas]
+    kept = None if folder is None else folder / "kept"
+    return (folder if all(can_load) else None), [kept if one else None for one in can_load]
+
+
 def set_up_compile_cache(folder: Path | None) -> None:
     """Cache compiled programs in a folder, including small and quickly compiled ones; None turns the cache off.
 

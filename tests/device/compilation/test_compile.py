@@ -10,11 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+# The options that JAX gives to XLA have no public name.
+from jax._src.compiler import get_compile_options
+
+from jpaged.config import EngineConfig
 from jpaged.device.compilation import compile as ahead
 from jpaged.device.compilation.compile import ProgramSpec, least_programs, program_specs, told
-from jpaged.device.executor import JaxExecutor
+from jpaged.device.executor import JaxExecutor, waits_for_all_programs
 from jpaged.device.sampling import SamplingStages
 from jpaged.engine.executor import BucketTable, Detail
 from jpaged.kernels.matrix_format import MatrixFormat
@@ -123,6 +128,39 @@ def test_no_folder_means_no_cache(tmp_path: Path) -> None:
     ahead.set_up_compile_cache(None)
     _lower(7, 5.0).compile()
     assert not list(tmp_path.iterdir())
+
+
+def devices_of(platform: str, *ids: int) -> list[Any]:
+    return [SimpleNamespace(platform=platform, id=index) for index in ids]
+
+
+def test_tpus_without_device_0_run_no_program_from_a_cache(tmp_path: Path) -> None:
+    """jax-ml/jax issue 38004: a warm start would halt them."""
+    kept = tmp_path / "kept"
+    assert ahead.program_caches(tmp_path, [devices_of("tpu", 0, 1)]) == (tmp_path, [kept])
+    assert ahead.program_caches(tmp_path, [devices_of("tpu", 0, 1), devices_of("tpu", 2, 3)]) == (None, [kept, None])
+    for platform in ("cpu", "gpu"):
+        replicas = [devices_of(platform, 0), devices_of(platform, 1)]
+        assert ahead.program_caches(tmp_path, replicas) == (tmp_path, [kept, kept])
+    assert ahead.program_caches(None, [devices_of("gpu", 0)]) == (None, [None])
+
+
+def test_programs_compiled_one_after_another_share_the_tiles_that_were_timed(cache: Path) -> None:
+    """Replicas of a process, and later starts: XLA for GPUs reads and writes a folder beside the programs."""
+    options = get_compile_options(1, 1).executable_build_options.debug_options
+    assert options.xla_gpu_per_fusion_autotune_cache_dir == str(cache / "xla_gpu_per_fusion_autotune_cache_dir")
+
+
+@pytest.mark.parametrize(
+    ("platform", "chosen", "want"),
+    [("gpu", None, True), ("gpu", False, False), ("tpu", None, False), ("cpu", True, True)],
+)
+def test_gpus_wait_for_all_programs_unless_an_option_says_otherwise(
+    platform: str, chosen: bool | None, want: bool
+) -> None:
+    mesh: Any = SimpleNamespace(devices=np.array(devices_of(platform, 0)))
+    options = EngineConfig.load({} if chosen is None else {"wait_for_all_programs": chosen})
+    assert waits_for_all_programs(options, mesh) is want
 
 
 def test_a_folder_that_cannot_be_written_turns_the_cache_off(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
