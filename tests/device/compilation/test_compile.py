@@ -147,8 +147,9 @@ def test_tpus_without_device_0_run_no_program_from_a_cache(tmp_path: Path) -> No
 
 def test_programs_compiled_one_after_another_share_the_tiles_that_were_timed(cache: Path) -> None:
     """Replicas of a process, and later starts: XLA for GPUs reads and writes a folder beside the programs."""
-    options = get_compile_options(1, 1).executable_build_options.debug_options
-    assert options.xla_gpu_per_fusion_autotune_cache_dir == str(cache / "xla_gpu_per_fusion_autotune_cache_dir")
+    options = get_compile_options(1, 1)  # owns those that it returns
+    folder = options.executable_build_options.debug_options.xla_gpu_per_fusion_autotune_cache_dir
+    assert folder == str(cache / "xla_gpu_per_fusion_autotune_cache_dir")
 
 
 @pytest.mark.parametrize(
