@@ -109,7 +109,9 @@ def test_each_platform_has_its_own() -> None:
 
 def test_rows_of_an_unknown_device_follow_from_the_memory_that_it_reports() -> None:
     small, large = (
-        dataclasses.replace(attention(platform="gpu"), device=Device("gpu", "NVIDIA Z1", bytes_limit=size << 30))
+        dataclasses.replace(
+            attention(platform="gpu", max_model_len=8192), device=Device("gpu", "NVIDIA Z1", bytes_limit=size << 30)
+        )
         for size in (24, 120)
     )
     assert (small.sizes().max_num_seqs, small.sizes().max_num_batched_tokens) == (128, 1024)
@@ -132,7 +134,7 @@ def test_devices_without_plans_are_known(kind: str) -> None:
     hardware = find_hardware(kind)
     assert hardware is not None
     assert hardware.usable_bytes <= hardware.hbm_bytes
-    assert 40 < hardware.ridge_tokens < 450
+    assert 30 < hardware.ridge_tokens < 450
 
 
 def on_device(name: str, kind: str, num_parts: int = 1, **options: Any) -> tuple[int, int, int]:
