@@ -272,15 +272,15 @@ def compute_aux(
 
     is_sound_r = sampled.is_sound_r & vocabulary.all_below_infinity(logits_rv)[:, 0]
     if isinstance(detail, Detail):
-        told = SampledTokens(sampled.token_ids_r, is_sound_r)
+        outputs = SampledTokens(sampled.token_ids_r, is_sound_r)
         if detail < Detail.LOGPROBS:
-            return told
+            return outputs
         log_total_r1, logprobs_r1, ranks_r = of_tokens()
-        told = dataclasses.replace(told, logprobs_r=logprobs_r1[:, 0], ranks_r=ranks_r)
+        outputs = dataclasses.replace(outputs, logprobs_r=logprobs_r1[:, 0], ranks_r=ranks_r)
         if detail < Detail.TOP_LOGPROBS:
-            return told
+            return outputs
         top_logprobs_rk, top_ids_rk = of_top()
-        return dataclasses.replace(told, top_ids_rk=top_ids_rk, top_logprobs_rk=top_logprobs_rk)
+        return dataclasses.replace(outputs, top_ids_rk=top_ids_rk, top_logprobs_rk=top_logprobs_rk)
     log_total_r1, logprobs_r1, ranks_r = lax.cond(detail >= Detail.LOGPROBS, of_tokens, of_none)
     top_logprobs_rk, top_ids_rk = lax.cond(detail >= Detail.TOP_LOGPROBS, of_top, of_no_top)
     return SampledTokens(sampled.token_ids_r, is_sound_r, logprobs_r1[:, 0], ranks_r, top_ids_rk, top_logprobs_rk)

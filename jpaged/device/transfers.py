@@ -101,7 +101,7 @@ class AddressableShards:
 
 
 def copy_to(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Start the copy of an array to another memory of its devices, and return the copy. Compiles nothing.
+    """Start the copy of an array to another memory of the same devices, and return the copy. Compiles nothing.
 
     Each shard is copied by itself: `device_put` of an array over several processes would compile a program.
     """
