@@ -27,7 +27,7 @@ from jpaged.checkpoints.quantized.quantizer import quantized_here
 from jpaged.checkpoints.weights import PackStored, load_params, random_params, read_head
 from jpaged.config import EngineConfig, ModelOptions, compile_cache_dir, platform_default
 from jpaged.config.speculative import NAME as SPECULATIVE
-from jpaged.device.compilation.compile import set_up_compile_cache
+from jpaged.device.compilation.compile import program_caches, set_up_compile_cache
 from jpaged.device.compilation.memory_plan import DeviceMemory
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.kv_scales import kv_dtype, name_of_kv_dtype
@@ -460,7 +460,11 @@ def _make_executors(
     # sums
     # (jaxlib 0.10.2). Gloo identifies collectives only by their order, which loading seems to lose.
     is_told_by_order = other is not None and first_device(places[0].mesh).platform == "cpu"
-    cache = None if is_told_by_order else compile_cache_dir()
+    cache, kept = program_caches(
+        None if is_told_by_order else compile_cache_dir(), [list(where.mesh.devices.flat) for where in places]
+    )
+    if any(kept) and not all(kept):
+        progress("replicas without device 0 do not cache programs: cached ones could halt these TPUs", 1, 1)
     set_up_compile_cache(cache)
     draft = _draft(source, model, options, places[0], progress)
     pack_stored = _pack_stored(model, options, places[0]) if len(places) == 1 else None
@@ -476,7 +480,7 @@ def _make_executors(
             mesh=where.mesh,
             num_pools=len(places) - index,
             least=None if other is None else other.least,
-            keep=None if cache is None else cache / "kept",
+            keep=kept[index],
             draft=draft,
         )
         _report_sizes(executor, _get_progress(index, len(places), progress))

@@ -75,7 +75,10 @@ class Hardware:
 HARDWARE: Mapping[str, Hardware] = {
     device.name: device
     for device in (
-        Hardware("a100-40gb", 40e9, 30_000_000_000, 1555e9, 312e12, 32e9, 300e9, ("NVIDIA A100-SXM4-40GB",)),
+        Hardware(
+            *("a100-40gb", 40e9, 30_000_000_000, 1555e9, 312e12, 32e9, 300e9),
+            kinds=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
+        ),
         Hardware("a100-80gb", 80e9, 60_000_000_000, 2039e9, 312e12, 32e9, 300e9, ("NVIDIA A100-SXM4-80GB",)),
         Hardware("b200", 180e9, 142_500_000_000, 8000e9, 2250e12, 64e9, 900e9, ("NVIDIA B200",), None, True),
         Hardware(
@@ -103,9 +106,34 @@ HARDWARE: Mapping[str, Hardware] = {
 }
 
 
+OTHER_HARDWARE: Mapping[str, Hardware] = {
+    device.name: device
+    for device in (
+        Hardware("a10", 24e9, 18_000_000_000, 600e9, 125e12, 32e9, 32e9, ("NVIDIA A10",)),
+        Hardware("a100-80gb-pcie", 80e9, 60_000_000_000, 1935e9, 312e12, 32e9, 32e9, ("NVIDIA A100 80GB PCIe",)),
+        Hardware("b300", 288e9, 216_000_000_000, 8000e9, 2250e12, 64e9, 900e9, ("NVIDIA B300 SXM6 AC",), None, True),
+        Hardware("gb200", 186e9, 139_500_000_000, 8000e9, 2500e12, 450e9, 900e9, ("NVIDIA GB200",), None, True),
+        Hardware(
+            *("gh200", 96e9, 72_000_000_000, 4000e9, 989e12, 450e9, 450e9),
+            kinds=("NVIDIA GH200 480GB", "NVIDIA GH200 120GB"),
+            multiplies_fp8=True,
+        ),
+        Hardware("h100-nvl", 94e9, 70_500_000_000, 3900e9, 835e12, 64e9, 300e9, ("NVIDIA H100 NVL",), None, True),
+        Hardware("h100-pcie", 80e9, 60_000_000_000, 2000e9, 756e12, 64e9, 64e9, ("NVIDIA H100 PCIe",), None, True),
+        Hardware("h20", 96e9, 72_000_000_000, 4000e9, 148e12, 64e9, 450e9, ("NVIDIA H20",), None, True),
+        Hardware("l40s", 48e9, 36_000_000_000, 864e9, 362e12, 32e9, 32e9, ("NVIDIA L40S",), None, True),
+        Hardware("t4", 16e9, 12_000_000_000, 320e9, 65e12, 16e9, 16e9, ("Tesla T4",)),
+        Hardware("tpu-v4", 32e9, 32_000_000_000, 1228e9, 275e12, 16e9, 300e9, ("TPU v4",)),
+    )
+}
+"""Devices that nothing compiles for without them, so they have no plans. Numbers are those of data sheets."""
+
+
 def find_hardware(device_kind: str) -> Hardware | None:
-    """Return the properties of a device by jax's name for it; None if it is not in the table."""
-    return next((device for device in HARDWARE.values() if device_kind in device.kinds), None)
+    """Return the properties of a device by jax's name for it; None if it is unknown."""
+    return next(
+        (device for device in (*HARDWARE.values(), *OTHER_HARDWARE.values()) if device_kind in device.kinds), None
+    )
 
 
 def multiplies_bfloat16(cpu_info: Path = _CPU_INFO) -> bool:

@@ -43,6 +43,7 @@ def compile_case(case: Case, saved: Path | None) -> dict[str, Any]:
     text = compiled.as_text() or ""
     found["big_copies"] = _big_copies(text, program)
     found["calls"] = calls(text)
+    found["host_waits"] = host_waits(text)
     if program.has_weights:
         found["big_copies"] += made_of_weights(text, program.pool_shape)
     found["pool_writes"] = pool_writes(text, program.pool_shape)
@@ -64,6 +65,15 @@ def calls(text: str) -> dict[str, int]:
     targets = (re.search(r'custom_call_target="([^"]+)"', line) for line in text.splitlines())
     names = (_KERNEL.search(target.string) or target for target in targets if target)
     return dict(sorted(Counter(name[1] for name in names).items()))
+
+
+def host_waits(text: str) -> list[str]:
+    """Return the branches of a program, and its loops without a known number of turns.
+
+    XLA's runtime for GPUs copies the predicate of each to the host, which waits for it.
+    """
+    found = re.findall(r"^\s*(?:ROOT )?%(\S+) = .*? (conditional|while)\((.*)$", text, re.MULTILINE)
+    return [f"{kind} {name}" for name, kind, rest in found if kind == "conditional" or "known_trip_count" not in rest]
 
 
 def _memory(compiled: jax.stages.Compiled) -> dict[str, int]:

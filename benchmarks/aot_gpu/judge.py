@@ -28,6 +28,8 @@ def judge(found: dict[str, Any], expected_error: str) -> list[str]:
         failures.append(f"the pool of {limits['pool_bytes']} bytes is not updated in place: {found['alias_bytes']}")
     if found["temp_bytes"] > limits["max_temp_bytes"]:
         failures.append(f"{found['temp_bytes']} bytes of working memory; the limit is {limits['max_temp_bytes']}")
+    if found["host_waits"]:
+        failures.append(f"the host would wait for the device: {', '.join(found['host_waits'])}")
     if found["big_copies"]:
         failures.append(f"copies of the pool or of weights: {', '.join(found['big_copies'])}")
     if found["pool_writes"] > limits["num_writes"]:

@@ -18,6 +18,8 @@ from jpaged.device.aot.topology import compile_only_gpus
 from jpaged.device.compilation.compile import ProgramSpec
 from jpaged.device.compilation.lowering import abstract_serving, program_lowerings
 from jpaged.device.mesh import build_mesh
+from jpaged.device.sampling import SamplingStages
+from jpaged.engine.executor import Detail
 from jpaged.kernels.matrix_format import NUM_BITS, MatrixFormat
 from jpaged.models.config import ModelConfig, Quantization
 from jpaged.models.hf_config import from_hf
@@ -51,12 +53,19 @@ class ModelCase:
     num_parts: int = 1
     gpu: str = "h200"
     expected_error: str = ""
+    stages: SamplingStages = SamplingStages.ALL
+    detail: Detail = Detail.TOKENS
 
     @property
     def name(self) -> str:
-        """Model, numbers, parts, program and its size."""
+        """Model, numbers, parts, program, its size and its variant."""
         parts = f"-in-{self.num_parts}" if self.num_parts > 1 else ""
-        return f"model-{self.gpu}-{self.model}-{self.numbers}{parts}-{self.program}-{self.num_tokens}"
+        variant = "" if self.program == "tell" else "".join(f"-{word}" for word in self.spec().variant)
+        return f"model-{self.gpu}-{self.model}-{self.numbers}{parts}-{self.program}-{self.num_tokens}{variant}"
+
+    def spec(self) -> ProgramSpec:
+        """The program in the list of a server."""
+        return ProgramSpec(self.program, self.num_tokens, self.detail, stages=self.stages)
 
     def config(self) -> ModelConfig:
         """The published one with two layers; where dense layers come before those of experts, with one more."""
@@ -103,7 +112,7 @@ class ModelCase:
         lowerings = program_lowerings(step, params, geometry)
         is_step, is_counting = self.program == "forward", self.program in ("edited", "count")
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            lowered = lowerings[ProgramSpec(self.program, self.num_tokens)]()
+            lowered = lowerings[self.spec()]()
         layout, counts = step.layout, step.abstract_counts(geometry.max_num_seqs).counts_pv
         in_place = layout.local.shape
         num_bytes = layout.num_bytes // self.num_parts if is_step else 0
@@ -134,6 +143,7 @@ _QUANTISED: tuple[tuple[str, Numbers], ...] = (
     ("gpt-oss-20b", "mxfp4"),
     ("deepseek-v3", "fp8-blocks"),
 )
+_GREEDY, _RANDOM = SamplingStages.GREEDY, SamplingStages.RANDOM
 MODEL_CASES: tuple[ModelCase, ...] = (
     *(ModelCase(model) for model in (*_DENSE, *_EXPERTS)),
     *(ModelCase(model, numbers) for model, numbers in _QUANTISED),
@@ -143,6 +153,16 @@ MODEL_CASES: tuple[ModelCase, ...] = (
     ModelCase("qwen3-30b-a3b", num_tokens=2048),
     *(ModelCase(model, program="sample") for model in ("llama-3-8b", "gemma-2-9b", "gpt2-xl")),
     *(ModelCase("llama-3-8b", program="edited", num_parts=num_parts) for num_parts in (1, 2)),
+    *(
+        ModelCase("llama-3-8b", program=program, gpu=gpu)
+        for program in ("sample", "edited")
+        for gpu in ("h100", "a100")
+    ),
+    *(ModelCase("llama-3-8b", program="sample", stages=stages) for stages in (_GREEDY, _RANDOM)),
+    ModelCase("llama-3-8b", program="edited", stages=_RANDOM),
+    ModelCase("llama-3-8b", program="sample", detail=Detail.TOP_LOGPROBS),
+    ModelCase("llama-3-8b", program="edited", detail=Detail.TOP_LOGPROBS),
+    ModelCase("llama-3-8b", program="sample", num_parts=2),
     ModelCase("llama-3-8b", program="count", num_tokens=256),
     ModelCase("llama-3-8b", program="tell"),
 )

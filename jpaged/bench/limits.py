@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.bench.metrics import Trace
-from jpaged.hardware import HARDWARE
+from jpaged.hardware import HARDWARE, OTHER_HARDWARE
 from jpaged.plan.cost import ModelShape
 
 _PROBE_BYTES = 512 << 20
@@ -141,7 +141,7 @@ def _covered_s(traces: Sequence[Trace]) -> float:
 
 def of_accelerator(name: str, num_devices: int) -> HardwareLimits:
     """Return the limits of an accelerator in the table."""
-    device = HARDWARE[name]
+    device = HARDWARE.get(name) or OTHER_HARDWARE[name]
     count = f"{num_devices} x " if num_devices > 1 else ""
     return HardwareLimits(
         num_devices * device.hbm_bytes_per_s, num_devices * device.flops, f"data sheet of {count}{name}"

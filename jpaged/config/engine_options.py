@@ -521,7 +521,7 @@ class StartupOptions:
     compiled: str | None = option(
         None,
         "folder of programs saved by `jpaged plan --save` for this model, these options and these devices, loaded "
-        "instead of compiled; num_blocks defaults to the saved one",
+        "instead of compiled; num_blocks defaults to the saved one; not for GPUs",
         path="folder",
     )
 

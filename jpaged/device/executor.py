@@ -5,6 +5,7 @@
     forward      StepInputs -> one buffer -> forward[T] -> hidden states                     returns at once
     sample       hidden states, SamplingInputs -> sample[R] -> copy to host begins           returns at once
     decode       StepInputs, ... -> one buffer -> decode[R] -> copy to host begins           returns at once
+                 on GPUs: forward[R] and sample[R] for each step                             returns at once
     decode_with_masks  the same, with a channel of masks for which its steps wait            returns at once
     speculate    StepInputs, ... -> one buffer -> speculate[R] -> copy to host begins        returns at once
     collect      waits for that copy -> StepOutputs; finishes completed swap-outs
@@ -49,6 +50,7 @@ from jpaged.device.mesh import (
     serving_mesh,
 )
 from jpaged.device.model_runner import (
+    NUM_TOKEN_COLUMNS,
     DecodePacking,
     KVPool,
     ModelRunner,
@@ -113,6 +115,9 @@ class ProgramFeed:
 
 
 _LOG = logging.getLogger(__name__)
+
+JaxHandle = jax.Array | tuple[jax.Array, ...]
+"""The outputs of a dispatch: of one program, or of the samples of several steps."""
 
 Least = Callable[[int], int]
 """Return the minimum of a value over all processes. Every process calls it, in the same order, and waits for the
@@ -275,8 +280,13 @@ class JaxExecutor:
         buckets, layout = self._geometry.buckets, self.step.layout
         has_host_blocks = self._geometry.num_host_blocks > 0
         make = program_specs if self._waits_for_all else least_programs
-        has_adapters = self._geometry.max_loras > 0
-        specs = make(buckets, move_sizes(layout), has_host_blocks=has_host_blocks, has_adapters=has_adapters)
+        specs = make(
+            buckets,
+            move_sizes(layout),
+            has_host_blocks=has_host_blocks,
+            has_adapters=self._geometry.max_loras > 0,
+            has_branches=self.step.has_branches,
+        )
         with memory_refusals():
             self._programs.compile(specs, progress)
         self._memory_plan = self._memory_plan.verified(self._served.memory(self._programs.ready))
@@ -301,7 +311,11 @@ class JaxExecutor:
         if self.step.draft is not None:  # the draft model sees all tokens that the model runs
             tokens = tuple(size for size in tokens if size in sizes("draft"))
         if tokens and rows:
-            buckets = BucketTable(tokens, rows, sizes("decode"), sizes("speculate"))
+            decodes = sizes("decode")
+            if not self.step.has_branches:
+                known = self._served.geometry.buckets.decodes
+                decodes = tuple(size for size in known if size in tokens and size in rows)
+            buckets = BucketTable(tokens, rows, decodes, sizes("speculate"))
             self._geometry = dataclasses.replace(self._geometry, buckets=buckets)
         if len(self._programs.ready) == len(self._programs.specs):
             try:
@@ -369,14 +383,26 @@ class JaxExecutor:
 
     def decode(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
-    ) -> jax.Array:
+    ) -> JaxHandle:
         """Start several decode steps, and the copy of their tokens to the host.
+
+        On GPUs the steps are dispatched one after another, and all of them run, whether rows end or not: the host
+        cannot know without waiting, and a program that decides would make it wait.
 
         Raises:
             InternalError: shapes of no compiled program, or the device failed, after which the pool is lost.
         """
+        if not self.step.has_branches:
+            return self._decode_singly(inputs, sampling, num_steps)
         with self._calling(f"{num_steps} steps of {len(sampling.rows_r)} rows failed"):
             return self._runner.decode(inputs, sampling, ending_token_ids_rx, num_steps)
+
+    def _decode_singly(self, inputs: StepInputs, sampling: SamplingInputs, num_steps: int) -> tuple[jax.Array, ...]:
+        outputs = [self.sample(self.forward(inputs), sampling)]
+        for following in inputs.further(num_steps, self._geometry.block_size):
+            sampling = sampling.of_next_step()
+            outputs.append(self.sample(self.forward(following), sampling))
+        return tuple(outputs)
 
     def decode_with_masks(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
@@ -437,19 +463,22 @@ class JaxExecutor:
 
         return collect
 
-    def is_done(self, handle: jax.Array) -> bool:
-        """Return True if the step has run. Its results may not have reached the host yet."""
-        array: Any = handle  # jax's annotations lack the method
+    def is_done(self, handle: JaxHandle) -> bool:
+        """Return True if the dispatch has run. Its results may not have reached the host yet."""
+        array: Any = handle[-1] if isinstance(handle, tuple) else handle  # jax's annotations lack the method
         return bool(array.is_ready())
 
-    def collect(self, handle: jax.Array) -> StepOutputs:
+    def collect(self, handle: JaxHandle) -> StepOutputs:
         """Wait for a step's results, and finish the swap-outs that have arrived.
 
         Raises:
             InternalError: the device failed in the step.
         """
         with self._calling("the device failed during a step"):
-            array, has_draft = np.asarray(handle), self._drafter is not None
+            steps = [np.asarray(outputs) for outputs in (handle if isinstance(handle, tuple) else (handle,))]
+            # Programs with log-probabilities stand in for others until those are compiled.
+            array = np.stack([outputs[:, :NUM_TOKEN_COLUMNS] for outputs in steps]) if len(steps) > 1 else steps[0]
+            has_draft = self._drafter is not None
             outputs = unpack_rounds(array) if has_draft and is_of_rounds(array) else unpack_outputs(array)
             if self._host.on_the_way:
                 self._host.land_ready()

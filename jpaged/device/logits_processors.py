@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpaged.device.sampling import SamplingVocabulary, largest_threshold
+from jpaged.device.sampling import SamplingStages, SamplingVocabulary, largest_threshold, run_stage
 from jpaged.engine.executor.io import ANY_TOKEN, MASK_BITS
 from jpaged.kernels.sampling.rows import SMALLEST
 
@@ -114,24 +114,33 @@ def edited(
     counts: TokenCounts,
     temperature_r: Float[Array, "R"],
     vocabulary: SamplingVocabulary,
+    stages: SamplingStages | None = None,
 ) -> Float[Array, "R V"]:
-    """Return the logits to sample from; minus infinity for tokens that cannot be sampled."""
+    """Return the logits to sample from; minus infinity for tokens that cannot be sampled.
+
+    Args:
+        stages: the stages that the program has; None for conditionals that skip what no row needs. Without conditionals
+            each program has all processors but typical_p, which take a few passes over the logits.
+    """
     x_rv = jnp.where(_is_allowed(edits.mask_rw, logits_rv.shape[1], vocabulary), logits_rv, -jnp.inf)
-    x_rv = _with_single_tokens(x_rv, edits, counts.last_tokens_p[edits.slots_r], vocabulary)
-    has_penalties = (edits.repetition_r != 1) | (edits.frequency_r != 0) | (edits.presence_r != 0)
-    x_rv = lax.cond(
-        jnp.any(has_penalties), lambda x_rv: _penalised(x_rv, edits, counts.at(edits.slots_r)), lambda x_rv: x_rv, x_rv
+    x_rv = _with_single_tokens(x_rv, edits, counts.last_tokens_p[edits.slots_r], vocabulary, stages)
+    has_penalties_r = (edits.repetition_r != 1) | (edits.frequency_r != 0) | (edits.presence_r != 0)
+    always, all_stages = SamplingStages.GREEDY, SamplingStages.ALL
+    x_rv = run_stage(
+        always, stages, has_penalties_r, lambda x_rv: _penalised(x_rv, edits, counts.at(edits.slots_r)), x_rv
     )
-    x_rv = lax.cond(
-        jnp.any(edits.top_n_sigma_r > 0),
-        lambda x: _near_the_largest(x, edits.top_n_sigma_r, vocabulary),
-        lambda x: x,
+    x_rv = run_stage(
+        always,
+        stages,
+        edits.top_n_sigma_r > 0,
+        lambda x_rv: _near_the_largest(x_rv, edits.top_n_sigma_r, vocabulary),
         x_rv,
     )
-    return lax.cond(
-        jnp.any(edits.typical_p_r < 1),
+    return run_stage(
+        all_stages,
+        stages,
+        edits.typical_p_r < 1,
         lambda x_rv: _typical(x_rv, edits.typical_p_r, temperature_r, vocabulary),
-        lambda x_rv: x_rv,
         x_rv,
     )
 
@@ -149,12 +158,18 @@ def _is_allowed(mask_rw: Int[Array, "R W"], num_columns: int, vocabulary: Sampli
 
 
 def _with_single_tokens(
-    x_rv: jax.Array, edits: RowEdits, last_tokens_r: jax.Array, vocabulary: SamplingVocabulary
+    x_rv: jax.Array,
+    edits: RowEdits,
+    last_tokens_r: jax.Array,
+    vocabulary: SamplingVocabulary,
+    stages: SamplingStages | None,
 ) -> Float[Array, "R V"]:
     ids_rx, after_rx, bits_rx = (edits.singles_rx3[..., i] for i in range(3))
     applies_rx = (after_rx == ANY_TOKEN) | (after_rx == last_tokens_r[:, None])
     columns_rx = jnp.where(applies_rx, vocabulary.columns(ids_rx, x_rv.shape[1]), x_rv.shape[1])
     values_rx = lax.bitcast_convert_type(bits_rx, jnp.float32)
+    if stages is not None:
+        return _scattered(x_rv, columns_rx, values_rx)
     num_used = jnp.max(jnp.where(ids_rx < vocabulary.size, jnp.arange(1, ids_rx.shape[1] + 1), 0))
     return lax.platform_dependent(x_rv, columns_rx, values_rx, num_used, tpu=_added_in_passes, default=_added_singly)
 
@@ -162,10 +177,11 @@ def _with_single_tokens(
 def _added_singly(
     x_rv: jax.Array, columns_rx: jax.Array, values_rx: jax.Array, num_used: jax.Array
 ) -> Float[Array, "R V"]:
-    rows_r1 = jnp.arange(len(x_rv))[:, None]
-    return lax.cond(
-        num_used > 0, lambda x_rv: x_rv.at[rows_r1, columns_rx].add(values_rx, mode="drop"), lambda x_rv: x_rv, x_rv
-    )
+    return lax.cond(num_used > 0, lambda x_rv: _scattered(x_rv, columns_rx, values_rx), lambda x_rv: x_rv, x_rv)
+
+
+def _scattered(x_rv: jax.Array, columns_rx: jax.Array, values_rx: jax.Array) -> Float[Array, "R V"]:
+    return x_rv.at[jnp.arange(len(x_rv))[:, None], columns_rx].add(values_rx, mode="drop")
 
 
 def _added_in_passes(

@@ -13,12 +13,13 @@ number of device bytes in flight.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,8 @@ from jpaged.device.compilation.compile import COUNT, LOAD_ADAPTER, TELLS, Progra
 from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.device.logits_processors import TokenCounts
 from jpaged.device.lora import get_arguments, get_matrices, with_matrices
-from jpaged.engine.executor import BANNED_WIDTH, I32, ROW_FIELDS, SamplingInputs, StepInputs, StepOutputs
+from jpaged.device.sampling import SamplingStages
+from jpaged.engine.executor import BANNED_WIDTH, I32, ROW_FIELDS, Detail, SamplingInputs, StepInputs, StepOutputs
 from jpaged.engine.executor.io import (
     AUX_IDS,
     EDIT_FIELDS,
@@ -248,7 +250,7 @@ NUM_LOGPROB_COLUMNS = 4
 
 
 def unpack_outputs(outputs_rc: NDArray[np.int32]) -> StepOutputs:
-    """Parse the columns of `packed_sample` on the host, for its `Detail`; or those of `packed_decode`, `[n, R, C]`."""
+    """Parse the columns of `packed_sample` on the host, for its `Detail`; or those of several steps, `[n, R, C]`."""
     if outputs_rc.ndim > 2:
         return StepOutputs(outputs_rc[..., 0].T, outputs_rc[..., 1].T != 0)
     num_columns, logprobs_rc = outputs_rc.shape[1], outputs_rc.view(np.float32)
@@ -316,6 +318,7 @@ class ModelRunner:
         self._last_tokens = last_tokens
         self._counts = counts
         self._num_mask_words = num_mask_words(vocab_size)
+        self._has_stages = any(spec.stages < SamplingStages.ALL for spec in programs.specs)
         self._nothing: dict[int, tuple[jax.Array, jax.Array]] = {}  # neutral token biases and masks
         self._features: list[jax.Array] = []
 
@@ -354,22 +357,30 @@ class ModelRunner:
         if inputs.edits is not None:
             outputs_rc = self._sample_edited(hidden_se, inputs, inputs.edits)
         else:
-            spec = ProgramSpec("sample", len(inputs.rows_r), inputs.detail)
-            ready = self._programs.ready
-            if spec not in ready:
-                spec = next((one for one in spec.stand_ins if one in ready), spec)
-            self._last_tokens, outputs_rc = self._find(spec)(self._head_params, hidden_se, inputs.words)
+            program = self._find_sample("sample", inputs, inputs.detail)
+            self._last_tokens, outputs_rc = program(self._head_params, hidden_se, inputs.words)
         outputs_rc.copy_to_host_async()
         return outputs_rc
+
+    def _find_sample(
+        self, kind: Literal["sample", "edited"], inputs: SamplingInputs, detail: Detail
+    ) -> jax.stages.Compiled:
+        """Find the program of a sample, or one that computes more."""
+        stages = SamplingStages.of(inputs) if self._has_stages else SamplingStages.ALL
+        spec, ready = ProgramSpec(kind, len(inputs.rows_r), detail, stages=stages), self._programs.ready
+        if spec not in ready:
+            spec = next((one for one in spec.stand_ins if one in ready), spec)
+        return self._find(spec)
 
     def _sample_edited(self, hidden_se: jax.Array, inputs: SamplingInputs, edits: LogitsProcessorInputs) -> jax.Array:
         for due in edits.due:
             self._count(due)
-        num_rows = len(inputs.rows_r)
-        size = next((size for size in self._programs.sizes("edited") if size >= num_rows), num_rows)
-        inputs, edits = inputs.padded(size), edits.padded(size)
+        num_rows, detail = len(inputs.rows_r), inputs.detail if self._has_stages else Detail.TOKENS
+        sizes = self._programs.sizes("edited", detail=Detail.TOP_LOGPROBS if self._has_stages else detail)
+        size = next((size for size in sizes if size >= num_rows), num_rows)
+        inputs, edits = dataclasses.replace(inputs.padded(size), edits=edits), edits.padded(size)
         no_singles_rx3, no_mask_rw = self._make_empty(size)
-        self._counts, self._last_tokens, outputs_rc = self._find(ProgramSpec("edited", size))(
+        self._counts, self._last_tokens, outputs_rc = self._find_sample("edited", inputs, detail)(
             self._head_params,
             self._counts,
             hidden_se,

@@ -21,8 +21,12 @@ KB for 32 rows; the logits of 32 rows over a vocabulary of 128k would be 16 MB.
 On CPUs and TPUs a kernel does all of this if one device has all columns (`jpaged.kernels.sampling`). The code here is
 its specification, and runs elsewhere.
 
-No step sorts the vocabulary: on CPUs a sort of 64 x 4096 takes 140 ms, and 32 passes of a bisection 6. Stages that no
-row of the batch needs are skipped.
+No step sorts the vocabulary: on CPUs a sort of 64 x 4096 takes 140 ms, and 32 passes of a bisection 6.
+
+Stages that no row of the batch needs are skipped. On CPUs and TPUs the program decides that, by conditionals. On GPUs
+each conditional, and each loop whose number of turns the program computes, would make the host wait for the device. So
+there the host chooses a program with the stages that the rows need (`SamplingStages`), and the program has neither. A
+stage that no row needs changes no bit of a row, so the tokens do not depend on the program that samples them.
 
 A `SamplingVocabulary` is the columns of an array, whole or split over devices, with reductions over all of them:
 
@@ -35,6 +39,7 @@ No reduction moves more than a few numbers per row between devices.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import operator
 from collections.abc import Callable
@@ -46,12 +51,32 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jpaged.engine.executor import TOP_WIDTH, Detail
+from jpaged.engine.executor import BEYOND_TOKENS, TOP_WIDTH, Detail, SamplingInputs
 from jpaged.kernels.sampling import RowSampling, SampledTokens, SamplingKernel, noise
 from jpaged.kernels.sampling.rows import SMALLEST
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Num
+
+
+class SamplingStages(enum.IntEnum):
+    """Stages of sampling in a program. A higher level also serves lower ones, with the same tokens."""
+
+    GREEDY = 0
+    RANDOM = 1
+    """Temperature, min_p and noise as well."""
+    ALL = 2
+    """Top_k, top_p and typical_p as well."""
+
+    @classmethod
+    def of(cls, inputs: SamplingInputs) -> SamplingStages:
+        """Return the level that the rows of a batch need."""
+        rows_r, edits = inputs.rows_r, inputs.edits
+        if (rows_r["top_p_r"] < 1).any() or (rows_r["top_k_r"] < BEYOND_TOKENS).any():
+            return cls.ALL
+        if edits is not None and (edits.rows_r["typical_p_r"] < 1).any():
+            return cls.ALL
+        return cls.RANDOM if (rows_r["temperature_r"] > 0).any() else cls.GREEDY
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +186,7 @@ def sample(
     vocabulary: SamplingVocabulary,
     detail: Detail,
     kernel: SamplingKernel | None = None,
+    stages: SamplingStages | None = None,
 ) -> SampledTokens:
     """Sample one token per row.
 
@@ -170,6 +196,7 @@ def sample(
         vocabulary: the tokens of the columns.
         detail: additional outputs.
         kernel: does all of it if all columns are here; None leaves it to XLA.
+        stages: the stages that XLA's program has, without conditionals; None for conditionals that skip stages.
     """
     if kernel is not None:
         num_top = min(TOP_WIDTH, logits_rv.shape[1]) if detail == Detail.TOP_LOGPROBS else 0
@@ -184,13 +211,8 @@ def sample(
         is_read_r1 = is_below_r1 & jnp.isfinite(largest_r1)
     # All uses of the full logits precede the loop, which depends on them: so it may change them in place.
     banned_token_ids_rx = jnp.where(is_read_r1, how.banned_token_ids_rx, vocabulary.size)
-    allowed_rv, taken_rx = without_banned(logits_rv, banned_token_ids_rx, vocabulary)
-    token_ids_r = lax.cond(
-        jnp.any(how.temperature_r > 0),
-        lambda x_rv: _sample(x_rv, how, vocabulary),
-        lambda x_rv: first_largest(x_rv, vocabulary),
-        allowed_rv,
-    )
+    allowed_rv, taken_rx = without_banned(logits_rv, banned_token_ids_rx, vocabulary, stages)
+    token_ids_r = _choose_tokens(allowed_rv, how, vocabulary, stages)
     chosen_r1 = vocabulary.pick(allowed_rv, token_ids_r)
     sampled = SampledTokens(token_ids_r, (is_below_r1 & jnp.isfinite(chosen_r1))[:, 0])
     if largest_r1 is None:
@@ -204,15 +226,31 @@ def sample(
     return dataclasses.replace(sampled, top_ids_rk=top_ids_rk, top_logprobs_rk=top_rk - log_total_r1)
 
 
+def _choose_tokens(
+    x_rv: jax.Array, how: RowSampling, vocabulary: SamplingVocabulary, stages: SamplingStages | None
+) -> Int[Array, "R"]:
+    if stages is None:
+        return lax.cond(
+            jnp.any(how.temperature_r > 0),
+            lambda x_rv: _sample(x_rv, how, vocabulary, stages),
+            lambda x_rv: first_largest(x_rv, vocabulary),
+            x_rv,
+        )
+    return first_largest(x_rv, vocabulary) if stages < SamplingStages.RANDOM else _sample(x_rv, how, vocabulary, stages)
+
+
 def compute_aux(
-    logits_rv: Float[Array, "R V"], sampled: SampledTokens, vocabulary: SamplingVocabulary, detail: Int[Array, ""]
+    logits_rv: Float[Array, "R V"],
+    sampled: SampledTokens,
+    vocabulary: SamplingVocabulary,
+    detail: Detail | Int[Array, ""],
 ) -> SampledTokens:
     """Return the model's own log-probabilities of tokens that were sampled after logits processors.
 
     Args:
         logits_rv: the model's logits.
         sampled: tokens alone.
-        detail: a `Detail`; excluded outputs are 0.
+        detail: a `Detail`. Outputs that it excludes are None, or 0 if it is an array.
     """
     num_rows, num_top = len(logits_rv), min(TOP_WIDTH, vocabulary.size)
     no_floats_r1 = jnp.zeros((num_rows, 1), logits_rv.dtype)
@@ -232,9 +270,19 @@ def compute_aux(
     def of_no_top() -> tuple[jax.Array, ...]:
         return jnp.zeros((num_rows, num_top), logits_rv.dtype), jnp.zeros((num_rows, num_top), jnp.int32)
 
+    is_sound_r = sampled.is_sound_r & vocabulary.all_below_infinity(logits_rv)[:, 0]
+    if isinstance(detail, Detail):
+        outputs = SampledTokens(sampled.token_ids_r, is_sound_r)
+        if detail < Detail.LOGPROBS:
+            return outputs
+        log_total_r1, logprobs_r1, ranks_r = of_tokens()
+        outputs = dataclasses.replace(outputs, logprobs_r=logprobs_r1[:, 0], ranks_r=ranks_r)
+        if detail < Detail.TOP_LOGPROBS:
+            return outputs
+        top_logprobs_rk, top_ids_rk = of_top()
+        return dataclasses.replace(outputs, top_ids_rk=top_ids_rk, top_logprobs_rk=top_logprobs_rk)
     log_total_r1, logprobs_r1, ranks_r = lax.cond(detail >= Detail.LOGPROBS, of_tokens, of_none)
     top_logprobs_rk, top_ids_rk = lax.cond(detail >= Detail.TOP_LOGPROBS, of_top, of_no_top)
-    is_sound_r = sampled.is_sound_r & vocabulary.all_below_infinity(logits_rv)[:, 0]
     return SampledTokens(sampled.token_ids_r, is_sound_r, logprobs_r1[:, 0], ranks_r, top_ids_rk, top_logprobs_rk)
 
 
@@ -269,25 +317,20 @@ def first_largest(x_rv: Float[Array, "R V"], vocabulary: SamplingVocabulary) -> 
     return jnp.minimum(first_r, vocabulary.size - 1)
 
 
-def _if_any(
-    is_needed: jax.Array,
-    change: Callable[[jax.Array, RowSampling, SamplingVocabulary], jax.Array],
-    x: jax.Array,
-    how: RowSampling,
-    vocabulary: SamplingVocabulary,
-) -> jax.Array:
-    return lax.cond(jnp.any(is_needed), lambda x: change(x, how, vocabulary), lambda x: x, x)
-
-
 def without_banned(
-    logits_rv: jax.Array, ids_rx: Int[Array, "R X"], vocabulary: SamplingVocabulary
+    logits_rv: jax.Array,
+    ids_rx: Int[Array, "R X"],
+    vocabulary: SamplingVocabulary,
+    stages: SamplingStages | None = None,
 ) -> tuple[Float[Array, "R V"], Float[Array, "R X"]]:
     """Return the logits with minus infinity for banned tokens, and the original logits of those that this device has.
 
     It is a loop over the columns in use, without a branch: XLA runs a loop in place, and with nothing banned it makes
     no pass. A branch returns a new array, so that a branch that does nothing copies its input: on a TPU v6e 0.2 ms for
-    256 rows of Llama 3.
+    256 rows of Llama 3. A program of given stages has no such loop, but a scatter.
     """
+    if stages is not None:
+        return _without_banned_at_once(logits_rv, ids_rx, vocabulary)
     is_used_x = jnp.any(ids_rx < vocabulary.size, axis=0)
     num_columns = jnp.max(jnp.where(is_used_x, jnp.arange(1, len(is_used_x) + 1), 0))
     ids_v = vocabulary.ids(logits_rv.shape[1])
@@ -303,7 +346,22 @@ def without_banned(
     return lax.fori_loop(0, num_columns, take, (logits_rv, jnp.full(ids_rx.shape, -jnp.inf, logits_rv.dtype)))
 
 
-def _sample(logits_rv: jax.Array, how: RowSampling, vocabulary: SamplingVocabulary) -> jax.Array:
+def _without_banned_at_once(
+    logits_rv: jax.Array, ids_rx: Int[Array, "R X"], vocabulary: SamplingVocabulary
+) -> tuple[Float[Array, "R V"], Float[Array, "R X"]]:
+    """Return the same as the loop, which finds minus infinity for an id that comes again."""
+    num_ids = ids_rx.shape[1]
+    is_again_rx = jnp.any((ids_rx[:, :, None] == ids_rx[:, None, :]) & jnp.tri(num_ids, k=-1, dtype=jnp.bool_), axis=2)
+    ids_rx = jnp.where(is_again_rx, vocabulary.size, ids_rx)
+    taken_rx = vocabulary.pick_here(logits_rv, ids_rx, -jnp.inf)
+    rows_r1 = jnp.arange(len(logits_rv))[:, None]
+    columns_rx = jnp.where(taken_rx > -jnp.inf, vocabulary.columns(ids_rx, logits_rv.shape[1]), logits_rv.shape[1])
+    return logits_rv.at[rows_r1, columns_rx].set(-jnp.inf, mode="drop"), taken_rx
+
+
+def _sample(
+    logits_rv: jax.Array, how: RowSampling, vocabulary: SamplingVocabulary, stages: SamplingStages | None
+) -> jax.Array:
     is_greedy_r1 = how.temperature_r[:, None] == 0
     scaled_rv = logits_rv / jnp.where(is_greedy_r1, 1, jnp.maximum(how.temperature_r[:, None], SMALLEST))
     key = how.seeds_r2, how.sequence_indices_r, how.positions_r
@@ -311,25 +369,50 @@ def _sample(logits_rv: jax.Array, how: RowSampling, vocabulary: SamplingVocabula
         waits_rv = noise.exponentials(*key, vocabulary.size)
     else:
         waits_rv = noise.get_exponentials(*key, vocabulary.ids(logits_rv.shape[1]), vocabulary.size)
-    is_kept_rv = scaled_rv >= truncation_floor(scaled_rv, how, vocabulary)
+    is_kept_rv = scaled_rv >= truncation_floor(scaled_rv, how, vocabulary, stages)
     noisy_rv = jnp.where(is_kept_rv, scaled_rv - jnp.log(waits_rv), -jnp.inf)
     return first_largest(jnp.where(is_greedy_r1, logits_rv, noisy_rv), vocabulary)
 
 
 def truncation_floor(
-    scaled_rv: Float[Array, "R V"], how: RowSampling, vocabulary: SamplingVocabulary
+    scaled_rv: Float[Array, "R V"],
+    how: RowSampling,
+    vocabulary: SamplingVocabulary,
+    stages: SamplingStages | None = None,
 ) -> Float[Array, "R 1"]:
-    """Return the smallest logit (after temperature) that min_p, top_k and top_p keep in each row."""
+    """Return the smallest logit (after temperature) that min_p, top_k and top_p keep in each row.
 
-    def at_least_top_k(floor_r1: jax.Array, how: RowSampling, vocabulary: SamplingVocabulary) -> jax.Array:
+    Args:
+        stages: as of `sample`.
+    """
+
+    def at_least_top_k(floor_r1: jax.Array) -> jax.Array:
         return jnp.maximum(floor_r1, _top_k_floor(scaled_rv, how.top_k_r, vocabulary))
 
-    def at_least_top_p(floor_r1: jax.Array, how: RowSampling, vocabulary: SamplingVocabulary) -> jax.Array:
+    def at_least_top_p(floor_r1: jax.Array) -> jax.Array:
         return jnp.maximum(floor_r1, _top_p_floor(scaled_rv, floor_r1, how.top_p_r, vocabulary))
 
     floor_r1 = vocabulary.max(scaled_rv) + jnp.log(how.min_p_r)[:, None]
-    floor_r1 = _if_any(how.top_k_r < vocabulary.size, at_least_top_k, floor_r1, how, vocabulary)
-    return _if_any(how.top_p_r < 1, at_least_top_p, floor_r1, how, vocabulary)
+    floor_r1 = run_stage(SamplingStages.ALL, stages, how.top_k_r < vocabulary.size, at_least_top_k, floor_r1)
+    return run_stage(SamplingStages.ALL, stages, how.top_p_r < 1, at_least_top_p, floor_r1)
+
+
+def run_stage(
+    stage: SamplingStages,
+    stages: SamplingStages | None,
+    is_needed_r: Bool[Array, "R"],
+    change: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+) -> jax.Array:
+    """Return the changed array if the program has the stage, else the array.
+
+    Args:
+        stages: of the program; None for a conditional.
+        is_needed_r: rows that need the stage; it changes no bit of the others.
+    """
+    if stages is None:
+        return lax.cond(jnp.any(is_needed_r), change, lambda x: x, x)
+    return change(x) if stages >= stage else x
 
 
 def _top_k_floor(x_rv: jax.Array, top_k_r: jax.Array, vocabulary: SamplingVocabulary) -> jax.Array:

@@ -3,7 +3,7 @@
 A step has two programs so that tokens and rows are bucketed separately:
 
     forward[T]   (params, pool, last tokens, inputs) -> (pool, hidden)      pool donated, updated in place
-    sample[R]    (params, hidden, sampling) -> (last tokens, outputs)       a variant for each `Detail`
+    sample[R]    (params, hidden, sampling) -> (last tokens, outputs)       variants: `Detail` and `SamplingStages`
 
 The last tokens stay on the device: a decode row of the next step names its input by its row among them, so that the
 next step can be dispatched before the host has seen a token.
@@ -20,7 +20,8 @@ Several decode steps are a loop of forward and sampler until all rows have ended
 Rows with grammars wait in the loop for their masks, if the sampling kernel supports that (`engine/executor/verbs.py`).
 
 The loop computes what single steps compute. It pays off because on one core two dispatches and the copy of a token to
-the host take half a millisecond, while a step of a small model takes one.
+the host take half a millisecond, while a step of a small model takes one. On GPUs a loop that ends when the rows have
+ended would make the host wait for the device in each turn. So there several steps are dispatched one after another.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ from jpaged.device.model_runner import (
     unpack_edits,
     unpack_rows,
 )
-from jpaged.device.sampling import SamplingVocabulary
+from jpaged.device.sampling import SamplingStages, SamplingVocabulary
 from jpaged.device.sharded_matmul import experts_kernel, in_parts
 from jpaged.engine.executor import MAX_NUM_STEPS, Detail, Geometry, StepDirective, StepInputs
 from jpaged.engine.executor.io import AUX_IDS, AuxKind
@@ -119,6 +120,8 @@ class Step:
         sampler: the sampling kernel; None for XLA.
         slots: the capacity for adapters; None takes none.
         draft: the draft model or head; None if there is none.
+        has_branches: programs decide which stages of sampling and how many steps the rows need. On GPUs the host does,
+            because it would wait for each decision of a program.
     """
 
     model: Model
@@ -135,6 +138,7 @@ class Step:
     num_aux: int
     slots: AdapterRoom | None = None
     draft: DraftStep | None = None
+    has_branches: bool = True
 
     def packed_forward(
         self,
@@ -233,16 +237,25 @@ class Step:
         return hidden_te[order.places_t], pool, [states[order.places_t] for states in seen]
 
     def packed_sample(
-        self, params: Params, hidden_se: Float[Array, "S E"], words: Int[Array, "W"], *, detail: Detail
+        self,
+        params: Params,
+        hidden_se: Float[Array, "S E"],
+        words: Int[Array, "W"],
+        *,
+        detail: Detail,
+        stages: SamplingStages | None = None,
     ) -> tuple[Int[Array, "S"], Int[Array, "R C"]]:
         """Sample a token for each of the first R rows; the size of `words` determines R.
+
+        Args:
+            stages: as of `sampling.sample`.
 
         Returns:
             the tokens, and all outputs in one array, which `unpack_outputs` parses.
         """
         how = RowSampling(**unpack_rows(words))
         num_rows = how.temperature_r.shape[0]
-        return self._told(self.sample(params, hidden_se[:num_rows], how, detail))
+        return self._told(self.sample(params, hidden_se[:num_rows], how, detail, stages))
 
     def packed_edited_sample(
         self,
@@ -253,24 +266,36 @@ class Step:
         edit_words: Int[Array, "W"],
         singles_rx3: Int[Array, "R X 3"],
         mask_rw: Int[Array, "R W"],
+        *,
+        fixed: tuple[Detail, SamplingStages] | None = None,
     ) -> tuple[TokenCounts, Int[Array, "S"], Int[Array, "R C"]]:
         """Sample as `packed_sample`, after logits processors. The counts are donated, and updated in place.
 
         Args:
-            edit_words: the `Detail` comes last. Outputs always have all columns; those that the detail excludes hold 0.
+            edit_words: the `Detail` comes last.
+            fixed: the detail and the stages of the program. If None, the last edit word decides: outputs have all
+                columns, and those that it excludes hold 0.
         """
-        how, detail = RowSampling(**unpack_rows(words)), edit_words[-1]
+        how = RowSampling(**unpack_rows(words))
         edits = RowEdits(**unpack_edits(edit_words[:-1]), singles_rx3=singles_rx3, mask_rw=mask_rw)
-        num_rows = how.temperature_r.shape[0]
-        counts, sampled = self.sample_edited(params, counts, hidden_se[:num_rows], how, edits, detail)
+        hidden_re = hidden_se[: how.temperature_r.shape[0]]
+        detail, stages = (edit_words[-1], None) if fixed is None else fixed
+        counts, sampled = self.sample_edited(params, counts, hidden_re, how, edits, detail, stages)
         return counts, *self._told(sampled)
 
-    def sample(self, params: Params, hidden_re: Float[Array, "R E"], how: RowSampling, detail: Detail) -> SampledTokens:
+    def sample(
+        self,
+        params: Params,
+        hidden_re: Float[Array, "R E"],
+        how: RowSampling,
+        detail: Detail,
+        stages: SamplingStages | None = None,
+    ) -> SampledTokens:
         """Sample a token for each row, from the hidden state at the row's last token."""
         vocabulary = self._vocabulary
 
         def sample(logits_rv: jax.Array, how: RowSampling) -> SampledTokens:
-            return sampling.sample(logits_rv, how, vocabulary, detail, self.sampler)
+            return sampling.sample(logits_rv, how, vocabulary, detail, self.sampler, stages)
 
         logits_rv, whole = self._logits(params, hidden_re, how.num_in_use), PartitionSpec()
         return on_shards(sample, self.mesh, (LOGITS_SPEC, whole), whole)(logits_rv, how)
@@ -303,26 +328,27 @@ class Step:
         hidden_re: Float[Array, "R E"],
         how: RowSampling,
         edits: RowEdits,
-        detail: Int[Array, ""],
+        detail: Detail | Int[Array, ""],
+        stages: SamplingStages | None = None,
     ) -> tuple[TokenCounts, SampledTokens]:
         """Sample as `sample`, after logits processors; also return the counts with the sampled tokens."""
-        vocabulary = self._vocabulary
+        vocabulary, fixed = self._vocabulary, detail if isinstance(detail, Detail) else None
 
         def sample(
             logits_rv: jax.Array, counts: TokenCounts, how: RowSampling, edits: RowEdits, detail: jax.Array
         ) -> tuple[TokenCounts, SampledTokens]:
             logits_rv = vocabulary.without_padding(logits_rv)
             # Tokens that cannot be sampled must not affect the statistics of the rest.
-            allowed_rv, _ = sampling.without_banned(logits_rv, how.banned_token_ids_rx, vocabulary)
-            x_rv = edited(allowed_rv, edits, counts, how.temperature_r, vocabulary)
-            found = sampling.sample(x_rv, how, vocabulary, Detail.TOKENS, self.sampler)
-            told = sampling.compute_aux(logits_rv, found, vocabulary, detail)
+            allowed_rv, _ = sampling.without_banned(logits_rv, how.banned_token_ids_rx, vocabulary, stages)
+            x_rv = edited(allowed_rv, edits, counts, how.temperature_r, vocabulary, stages)
+            found = sampling.sample(x_rv, how, vocabulary, Detail.TOKENS, self.sampler, stages)
+            told = sampling.compute_aux(logits_rv, found, vocabulary, detail if fixed is None else fixed)
             return counts.counted(edits.slots_r, told.token_ids_r, vocabulary), told
 
         logits_rv, whole = self._logits(params, hidden_re, how.num_in_use), PartitionSpec()
         of_counts = _of_counts(LOGITS_SPEC, whole)
         run = on_shards(sample, self.mesh, (LOGITS_SPEC, of_counts, whole, whole, whole), (of_counts, whole))
-        return run(logits_rv, counts, how, edits, detail)
+        return run(logits_rv, counts, how, edits, jnp.int32(detail))
 
     def count(self, counts: TokenCounts, words: Int[Array, "W"]) -> TokenCounts:
         """Count a part of a sequence's tokens.

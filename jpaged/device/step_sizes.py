@@ -7,7 +7,7 @@ Options that are not set follow this rule:
    MiB of block tables, which go to the device whole with every step.
 2. Tokens: as many as matmuls need to take twice the time of reading the weights, rounded up to a power of two, up to
    4096. They are at least four times the rows, so that prompts have room next to decoding rows. If the device is not
-   in the table of `jpaged.hardware`, rows and tokens are the platform's.
+   in the table of `jpaged.hardware`, tokens are the platform's, and the device's allocator reports its memory.
 3. A step has a token for every row: more tokens than these if more rows were chosen, and fewer rows if fewer tokens
    were.
 4. On a TPU blocks of 128 if one device's part of a smaller one is below 64 KiB, or if the block tables of the
@@ -39,7 +39,7 @@ from jpaged.device.context import check_windows, most_rows
 from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import first_device, num_context_parts, num_shards
 from jpaged.errors import InvalidArgument, Unsupported
-from jpaged.hardware import Hardware, find_hardware
+from jpaged.hardware import find_hardware
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import Choice, Queries, choose
 from jpaged.models.model import Model
@@ -142,21 +142,27 @@ class DeviceAttention:
         chosen = (self.options.cache.block_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         if self.device.platform == "cpu" or None not in chosen:
             return []
-        hardware, sizes = find_hardware(self.device.device_kind), self.sizes()
+        hardware, sizes, usable_bytes = find_hardware(self.device.device_kind), self.sizes(), self._usable_bytes()
         steps = f"{sizes.max_num_seqs} rows, {sizes.max_num_batched_tokens} tokens and blocks of {sizes.block_size}"
-        if hardware is None:
+        if usable_bytes is None:
             return [
                 f"{steps}: the default for any {self.device.platform.upper()}; {self.device.device_kind} is not in "
                 "the table"
             ]
         length = min(_SEQUENCE_TOKENS, sizes.max_model_len)
+        num_fitting = self._num_fitting(usable_bytes, sizes.max_model_len)
+        if hardware is None:
+            return [
+                f"{steps}: {self.device.device_kind} is not in the table; its allocator has room for {num_fitting} "
+                f"sequences of {length} tokens after the weights"
+            ]
         block_kib = (
             self._layout(sizes.block_size // self.num_context_parts).bytes_per_block
             / self.model.config.num_layers
             / 1024
         )
         return [
-            f"{steps}: {hardware.name} has room for {self._num_fitting(hardware, sizes.max_model_len)} sequences of "
+            f"{steps}: {hardware.name} has room for {num_fitting} sequences of "
             f"{length} tokens after the weights, and {hardware.ridge_tokens:.0f} FLOPs per byte of memory; a block is "
             f"{block_kib:.0f} KiB per layer"
         ]
@@ -182,21 +188,30 @@ class DeviceAttention:
         platform = self.device.platform
         least_rows = platform_default("max_num_seqs", platform)
         least_tokens = platform_default("max_num_batched_tokens", platform)
-        hardware = find_hardware(self.device.device_kind)
-        if hardware is None:
+        hardware, usable_bytes = find_hardware(self.device.device_kind), self._usable_bytes()
+        if usable_bytes is None:
             return least_rows, least_tokens
-        num_fitting = self._num_fitting(hardware, max_model_len)
+        num_fitting = self._num_fitting(usable_bytes, max_model_len)
         rows = min(_MOST_ROWS, _power_of_two(num_fitting), _power_of_two(_MOST_TABLE_ENTRIES // table_width))
         rows = max(least_rows, rows)
-        of_products = min(_MOST_TOKENS, max(least_tokens, _power_of_two(math.ceil(2 * hardware.ridge_tokens))))
+        ridge_tokens = 0 if hardware is None else math.ceil(2 * hardware.ridge_tokens)
+        of_products = min(_MOST_TOKENS, max(least_tokens, _power_of_two(ridge_tokens)))
         return rows, max(of_products, _TOKENS_OF_ROW * (self.options.scheduler.max_num_seqs or rows))
 
-    def _num_fitting(self, hardware: Hardware, max_model_len: int) -> int:
+    def _usable_bytes(self) -> int | None:
+        """Return the memory of the device that programs may use; None if it is neither known nor reported."""
+        hardware = find_hardware(self.device.device_kind)
+        if hardware is not None:
+            return hardware.usable_bytes
+        stats = None if self.device.platform == "cpu" else self.device.memory_stats()
+        return stats.get("bytes_limit") if stats else None
+
+    def _num_fitting(self, usable_bytes: int, max_model_len: int) -> int:
         """Return how many sequences of 1024 tokens fit into one device's memory next to its weights."""
         share = self.options.cache.memory_utilization or platform_default("memory_utilization", self.device.platform)
         held = weight_bytes(self.model.config, self.model.dtype.itemsize) / self.num_parts
         sequence_bytes = self._layout(1).bytes_per_block * min(_SEQUENCE_TOKENS, max_model_len)
-        return max(0, int((share * hardware.usable_bytes - held) * self.num_context_parts // sequence_bytes))
+        return max(0, int((share * usable_bytes - held) * self.num_context_parts // sequence_bytes))
 
     def _layout(self, block_size: int) -> KVLayout:
         config = pad_for_sharding(self.model.config, self.num_parts)

@@ -36,7 +36,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from numpy.typing import NDArray
 
 from jpaged.device.compilation.compile import ProgramSpec
@@ -100,6 +100,19 @@ class AddressableShards:
         return {device: (index or ())[self._axis].start or 0 for device, index in indices.items()}
 
 
+def copy_to(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Start the copy of an array to another memory of the same devices, and return the copy. Compiles nothing.
+
+    Each shard is copied by itself: `device_put` of an array over several processes would compile a program.
+    """
+    kind = sharding.memory_kind
+    parts = [
+        jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind=kind))
+        for shard in array.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
+
+
 def _num_parts(sharding: NamedSharding, name: str | tuple[str, ...] | None) -> int:
     """Return the number of parts that an axis is split into by the mesh axes of this name."""
     names = (name,) if isinstance(name, str) else name or ()
@@ -138,7 +151,7 @@ class HostPool:
         while len(self.on_the_way) >= MAX_ON_THE_WAY:
             self._land()
         if self._staging is not None:
-            contents = jax.device_put(contents, self._staging)
+            contents = copy_to(contents, self._staging)
         else:
             contents.copy_to_host_async()
         self.on_the_way.append(_Transfer(contents, block_ids))

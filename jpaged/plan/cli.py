@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--save",
         metavar="DIR",
-        help="write every program to a new folder, for `jpaged serve --compiled DIR` on the target machine",
+        help="write every program to a new folder, for `jpaged serve --compiled DIR` on the target (not for GPUs)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object to stdout")
     add_config_flags(parser, without={name for name, _, _ in iter_options()} - _OPTIONS)
@@ -104,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from jpaged.plan.compilation import (
         Question,  # imports jax
+        check_can_be_saved,
         compile_plan,
         find_config,
     )
@@ -120,6 +121,8 @@ def run(arguments: argparse.Namespace) -> int:
         _, model_config = find_config(model)
         for name in names:
             find_target(name)
+            if arguments.save is not None:
+                check_can_be_saved(name)
         lengths = _lengths(arguments, options.get("max_model_len") or model_config.max_model_len)
         workload = PlanWorkload(lengths, _load(arguments, lengths), prices, goals)
         for name in names:

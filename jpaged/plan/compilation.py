@@ -34,6 +34,7 @@ from jpaged.device.aot.topology import (
     find_library,
     find_topology,
 )
+from jpaged.device.compilation.aot_bundle import check_saved_platform
 from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.linear import served_config
 from jpaged.device.mesh import build_mesh
@@ -126,6 +127,15 @@ class CompiledPlan:
     def num_copies(self) -> int:
         """Copies of the model on all devices of the target. A copy takes num_devices; a remainder stays idle."""
         return self.target.num_devices // self.num_devices
+
+
+def check_can_be_saved(target: str) -> None:
+    """Check that programs for a target can be saved.
+
+    Raises:
+        InvalidArgument: they cannot, or there is no such target.
+    """
+    check_saved_platform("save", find_target(target).platform)
 
 
 def answer(question: Question, progress: Progress) -> CompiledPlan:

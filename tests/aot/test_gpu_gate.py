@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.aot_gpu.compile_case import calls, pool_writes
+from benchmarks.aot_gpu.compile_case import calls, host_waits, pool_writes
 from benchmarks.aot_gpu.copies import made_of_weights
 from benchmarks.aot_gpu.gate import regressions
 from benchmarks.aot_gpu.judge import judge
 from benchmarks.aot_gpu.models import MODEL_CASES
 from benchmarks.aot_gpu.sass import kernels
+from jpaged.device.compilation.compile import program_specs
+from jpaged.engine.executor import BucketTable, Detail
 
 # As Mosaic and nvdisasm print them: an outer loop, an inner one with two products, a third product behind both.
 OUTPUT = """
@@ -210,7 +212,7 @@ def test_a_step_without_its_kernels_fails() -> None:
     found = calls(CALLS)
     assert found == {"attend": 1, "__gpu$xla.gpu.triton": 1, "product": 2, "__cublas$lt$matmul$f8": 1}
     limits = {"pool_bytes": 0, "max_temp_bytes": 0, "num_kernels": 0, "num_writes": 0}
-    of_nothing = {"alias_bytes": 0, "temp_bytes": 0, "big_copies": [], "pool_writes": 0, "kernels": 0}
+    of_nothing = {"alias_bytes": 0, "temp_bytes": 0, "big_copies": [], "pool_writes": 0, "kernels": 0, "host_waits": []}
     step = {**of_nothing, "spilled_bytes": 0, "calls": found}
     assert judge(step | {"limits": limits | {"calls": {"product": 2, "attend": 1}}}, "") == []
     (failure,) = judge(step | {"limits": limits | {"calls": {"product": 3}}}, "")
@@ -223,3 +225,35 @@ def test_a_case_asks_for_the_kernels_of_its_model() -> None:
     assert wanted["llama-3-8b", "int8"] == {"paged_attention": 2}
     assert wanted["llama-3-8b", "fp8"] == {"paged_attention": 2, "__cublas$lt$matmul$f8": 8}
     assert wanted["qwen3-30b-a3b", "int4"] == {"paged_attention": 2, "grouped_product": 10}
+
+
+BRANCHES = """
+%region_9 (arg: (s32[], u32[64])) -> pred[] {
+  ROOT %compare.1 = pred[] compare(%get-tuple-element.1, %constant.1), direction=LT
+}
+
+ENTRY %main (words: s32[3136]) -> s32[64] {
+  %while.2 = (s32[], u32[64]{0}) while(%tuple.1), condition=%region_9, body=%region_8, backend_config={"known_trip_count":{"n":"8"}}
+  %while.3 = (s32[], f32[64,8]{1,0}) while(%tuple.2), condition=%region_6, body=%region_4, metadata={op_name="jit(f)/while"}
+  %cond.13 = (s32[64]{0}) conditional(%p, %a, %b), true_computation=%region_11, false_computation=%region_12
+  ROOT %cond.14 = s32[64]{0} conditional(%q, %a, %b), true_computation=%region_13, false_computation=%region_14
+}
+"""  # noqa: E501
+
+
+def test_branches_and_loops_that_the_host_waits_for_are_found() -> None:
+    assert host_waits(BRANCHES) == ["while while.3", "conditional cond.13", "conditional cond.14"]
+    assert host_waits(PROGRAM) == []
+    nothing = {"alias_bytes": 0, "temp_bytes": 0, "big_copies": [], "pool_writes": 0, "kernels": 0, "spilled_bytes": 0}
+    limits = {"pool_bytes": 0, "max_temp_bytes": 0, "num_kernels": 0, "num_writes": 0, "calls": {}}
+    (failure,) = judge(nothing | {"limits": limits, "host_waits": host_waits(BRANCHES), "calls": {}}, "")
+    assert failure == "the host would wait for the device: while while.3, conditional cond.13, conditional cond.14"
+
+
+def test_every_variant_of_a_sample_is_compiled_for_gpus() -> None:
+    cases = [case for case in MODEL_CASES if case.program in ("sample", "edited")]
+    specs = program_specs(BucketTable((64,), (64,)), (8,), has_host_blocks=False, has_branches=False)
+    # Log-probabilities alone are a part of those with the likeliest tokens.
+    wanted = {str(spec) for spec in specs if spec.kind in ("sample", "edited") and spec.detail != Detail.LOGPROBS}
+    assert {str(case.spec()) for case in cases} == wanted
+    assert {case.gpu for case in cases} >= {"a100", "h100", "h200"}

@@ -14,6 +14,7 @@ from jpaged.config import EngineConfig
 from jpaged.device.aot.topology import TOPOLOGIES, Topology
 from jpaged.device.step_sizes import DeviceAttention, StepSizes
 from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.hardware import find_hardware
 from jpaged.models.config import ModelConfig
 from jpaged.models.model import Model
 from jpaged.models.sharding import largest_split
@@ -28,6 +29,10 @@ class Device:
     platform: str
     device_kind: str = "a device that is not in the table"
     compute_capability: str = "9.0"
+    bytes_limit: int | None = None
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return None if self.bytes_limit is None else {"bytes_limit": self.bytes_limit}
 
 
 def attention(
@@ -100,6 +105,36 @@ def test_each_platform_has_its_own() -> None:
     assert sizes("llama-2-7b", "cpu") == (16, 64, 512)
     assert sizes("llama-2-7b", "gpu") == (32, 128, 1024)
     assert sizes("llama-2-7b", "tpu") == (64, 128, 1024)
+
+
+def test_rows_of_an_unknown_device_follow_from_the_memory_that_it_reports() -> None:
+    small, large = (
+        dataclasses.replace(
+            attention(platform="gpu", max_model_len=8192), device=Device("gpu", "NVIDIA Z1", bytes_limit=size << 30)
+        )
+        for size in (24, 120)
+    )
+    assert (small.sizes().max_num_seqs, small.sizes().max_num_batched_tokens) == (128, 1024)
+    assert (large.sizes().max_num_seqs, large.sizes().max_num_batched_tokens) == (512, 2048)
+    (line,) = large.reasons()
+    assert line.startswith(
+        "512 rows, 2048 tokens and blocks of 32: NVIDIA Z1 is not in the table; its allocator has room"
+    )
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H20", "NVIDIA GH200 480GB", "NVIDIA GB200"),
+        *("NVIDIA B300 SXM6 AC", "NVIDIA L40S", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA A10"),
+        *("Tesla T4", "TPU v4"),
+    ],
+)
+def test_devices_without_plans_are_known(kind: str) -> None:
+    hardware = find_hardware(kind)
+    assert hardware is not None
+    assert hardware.usable_bytes <= hardware.hbm_bytes
+    assert 30 < hardware.ridge_tokens < 450
 
 
 def on_device(name: str, kind: str, num_parts: int = 1, **options: Any) -> tuple[int, int, int]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
@@ -466,3 +470,44 @@ def test_an_identity_is_of_the_type_of_activations() -> None:
     params = tiny_model.params("loop", "float32")
     other = dataclasses.replace(step, activation_dtype="int8")
     assert kv_fingerprint.kv_fingerprint(step, params) != kv_fingerprint.kv_fingerprint(other, params)
+
+
+_STAGING = """
+import sys
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+port, process = sys.argv[1:]
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process), cluster_detection_method="deactivate")
+from jpaged.device.compilation.compile import told
+from jpaged.device.transfers import AddressableShards, copy_to
+sharding = NamedSharding(Mesh(np.array(jax.devices()), ("model",)), PartitionSpec(None, "model"))
+whole = np.arange(24, dtype=np.float32).reshape(3, 8)
+array = jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+num_before = told.num_compiled
+copy = copy_to(array, sharding.with_memory_kind("pinned_host"))
+local = AddressableShards(sharding).to_host(copy)
+assert copy.sharding.memory_kind == "pinned_host", copy.sharding
+begin = 4 * int(process)
+assert np.array_equal(local, whole[:, begin : begin + 4]), local
+assert told.num_compiled == num_before, f"{told.num_compiled - num_before} programs were compiled"
+"""
+
+
+@pytest.mark.long
+def test_blocks_of_two_processes_are_staged_without_a_compilation() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _STAGING, str(port), str(process)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    errors = [process.communicate(timeout=240)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors

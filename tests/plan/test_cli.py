@@ -51,6 +51,7 @@ MIB = 1 << 20
             "--output-len: 3 values for 2 of --input-len",
         ),
         (["demo", "--topology", "v6e:1x1,v5e:1x1", "--save", "x"], 2, "--save: supports one topology; 2 are"),
+        (["demo", "--topology", "h100:8", "--save", "x"], 2, "--save: saved programs are not supported for GPUs"),
         (["demo", "--topology", "v6e:1x1", "--block-size", "0"], 2, "--block-size: 0 is below the limit of 1"),
     ],
 )

@@ -7,6 +7,9 @@
 A program runs only on the exact target that it was compiled for: every field of `CompileTarget` must match the
 server's; an error names the one that does not. The files are pickles: load only folders that you trust as you trust
 code.
+
+GPUs are not supported. XLA chooses the tiles of GPU kernels by timing them on the device, so programs that were
+compiled without it would keep untuned tiles. The compiler also reports another platform version than a client does.
 """
 
 from __future__ import annotations
@@ -40,6 +43,20 @@ from jpaged.version import __version__
 MANIFEST = "programs.json"
 FORMAT = 2
 _SOURCES = ("device/**/*.py", "kernels/**/*.py", "kernels/**/*.json", "models/**/*.py", "engine/executor/*.py")
+
+
+def check_saved_platform(option: str, platform: str) -> None:
+    """Check that programs of a platform can be saved and loaded.
+
+    Raises:
+        InvalidArgument: they cannot; names the option.
+    """
+    if platform in ("gpu", "cuda"):
+        raise InvalidArgument(
+            option,
+            "saved programs are not supported for GPUs, whose compiler times kernels on the device: `jpaged serve` "
+            "compiles at its first start there, and stores the programs for the next starts (JPAGED_CACHE_DIR)",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +171,9 @@ class AOTBundle:
         """Check that the programs match this server's target.
 
         Raises:
-            InvalidArgument: a field differs; names it, with both values and advice.
+            InvalidArgument: the server's devices are GPUs, or a field differs; names it, with both values and advice.
         """
+        check_saved_platform("compiled", target.platform)
         for field in dataclasses.fields(CompileTarget):
             saved, here = getattr(self.target, field.name), getattr(target, field.name)
             if saved != here:
@@ -193,9 +211,10 @@ def save_programs(folder: Path, target: CompileTarget, programs: Mapping[Program
         bytes of all programs.
 
     Raises:
-        InvalidArgument: the folder is not empty, or cannot be written.
+        InvalidArgument: the folder is not empty, or cannot be written; or the programs are for GPUs.
         InternalError: a program was loaded, not compiled: on CPUs it would lack functions when it is loaded again.
     """
+    check_saved_platform("save", target.platform)
     loaded = [str(spec) for spec, program in programs.items() if program.origin != "compiled"]
     if loaded:
         raise InternalError(f"programs that were loaded instead of compiled cannot be saved: {', '.join(loaded)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -14,6 +15,7 @@ import jax
 from jax import monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
+from jpaged.device.sampling import SamplingStages
 from jpaged.engine.executor import MIN_BUCKET, BucketTable, Detail
 from jpaged.engine.executor.io import AuxKind
 from jpaged.hardware import find_hardware
@@ -35,12 +37,16 @@ class ProgramSpec:
     outputs (see `jpaged.engine.executor.io`) have programs for `size` positions. `load_adapter` fills one adapter
     slot. If there is a draft model, `speculate` is rounds of R rows, `draft` runs the draft over the tokens of a
     forward, and `draft_copy` copies blocks in its pool.
+
+    On devices whose programs have no branches, samples of some stages only are separate programs, the level of
+    log-probabilities of `edited` is fixed, and there is no `decode`.
     """
 
     kind: Literal["forward", "sample", "decode", "edited", "count", "tell", "load_adapter"] | DraftKind | MoveKind
     size: int
     detail: Detail = Detail.TOKENS
     tell: AuxKind = AuxKind.LOGPROBS
+    stages: SamplingStages = SamplingStages.ALL
 
     def __str__(self) -> str:
         return f"{self.kind}[{', '.join((str(self.size), *self.variant))}]"
@@ -48,12 +54,17 @@ class ProgramSpec:
     @property
     def variant(self) -> tuple[str, ...]:
         """Words that distinguish it from other programs of the same kind and size, if there are any."""
-        return (self.tell.name.lower().replace("_", "-"),) if self.kind == "tell" else _VARIANTS[self.detail]
+        if self.kind == "tell":
+            return (self.tell.name.lower().replace("_", "-"),)
+        return (*_STAGES[self.stages], *_VARIANTS[self.detail])
 
     @property
     def stand_ins(self) -> tuple[ProgramSpec, ...]:
         """Programs that compute what it does and more, the least of them first."""
-        return tuple(dataclasses.replace(self, detail=detail) for detail in Detail if detail > self.detail)
+        more = itertools.product(range(self.detail, len(Detail)), range(self.stages, len(SamplingStages)))
+        return tuple(
+            dataclasses.replace(self, detail=Detail(detail), stages=SamplingStages(stages)) for detail, stages in more
+        )[1:]
 
 
 LOAD_ADAPTER = ProgramSpec("load_adapter", 1)
@@ -68,13 +79,33 @@ _VARIANTS: Mapping[Detail, tuple[str, ...]] = {
     Detail.LOGPROBS: ("logprobs",),
     Detail.TOP_LOGPROBS: ("top",),
 }
+_STAGES: Mapping[SamplingStages, tuple[str, ...]] = {
+    SamplingStages.GREEDY: ("greedy",),
+    SamplingStages.RANDOM: ("random",),
+    SamplingStages.ALL: (),
+}
 
 
 def program_specs(
-    buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool, has_adapters: bool = False
+    buckets: BucketTable,
+    move_sizes: Sequence[int],
+    *,
+    has_host_blocks: bool,
+    has_adapters: bool = False,
+    has_branches: bool = True,
 ) -> list[ProgramSpec]:
-    """Return every program that serves, most needed first; the list begins with `least_programs`."""
-    least = least_programs(buckets, move_sizes, has_host_blocks=has_host_blocks, has_adapters=has_adapters)
+    """Return every program that serves, most needed first; the list begins with `least_programs`.
+
+    Args:
+        has_branches: as of `Step`.
+    """
+    least = least_programs(
+        buckets,
+        move_sizes,
+        has_host_blocks=has_host_blocks,
+        has_adapters=has_adapters,
+        has_branches=has_branches,
+    )
     tokens, rows = list(buckets.tokens), list(buckets.rows)
     has_draft = bool(buckets.speculates)
     decodes = _forwards((tokens[0], buckets.num_tokens(min(rows[-1], tokens[-1]))), has_draft=has_draft)
@@ -82,8 +113,17 @@ def program_specs(
     details = (Detail.TOP_LOGPROBS, Detail.TOKENS, Detail.LOGPROBS)
     samples = [ProgramSpec("sample", size, detail) for detail in details for size in rows]
     edited = [ProgramSpec("edited", size) for size in rows[::-1][::_EDITED_EVERY]]
+    if not has_branches:
+        # Rows with log-probabilities run all stages: few requests have them, and the additional passes cost little.
+        greedy, random = SamplingStages.GREEDY, SamplingStages.RANDOM
+        samples = [*(ProgramSpec("sample", size, stages=one) for one in (greedy, random) for size in rows), *samples]
+        edited = [
+            variant
+            for spec in edited
+            for variant in (_with_logprobs(spec), spec, dataclasses.replace(spec, stages=random))
+        ]
     moves = [ProgramSpec(kind, size) for size in move_sizes for kind in _move_kinds(has_host_blocks, has_draft)]
-    several = [ProgramSpec("decode", size) for size in buckets.decodes]
+    several = [ProgramSpec("decode", size) for size in buckets.decodes if has_branches]
     rounds = [ProgramSpec("speculate", size) for size in buckets.speculates]
     first = [ProgramSpec("sample", rows[0], Detail.TOP_LOGPROBS), ProgramSpec("sample", rows[0])]
     first += [*rounds[:1], *several[:1]]
@@ -91,19 +131,28 @@ def program_specs(
 
 
 def least_programs(
-    buckets: BucketTable, move_sizes: Sequence[int], *, has_host_blocks: bool, has_adapters: bool = False
+    buckets: BucketTable,
+    move_sizes: Sequence[int],
+    *,
+    has_host_blocks: bool,
+    has_adapters: bool = False,
+    has_branches: bool = True,
 ) -> list[ProgramSpec]:
     """Return the programs that any step can be padded to, one of each kind; large moves repeat the smallest program."""
-    has_draft = bool(buckets.speculates)
+    has_draft, edited = bool(buckets.speculates), ProgramSpec("edited", buckets.rows[-1])
     return [
         *_forwards(buckets.tokens[-1:], has_draft=has_draft),
         ProgramSpec("sample", buckets.rows[-1], Detail.TOP_LOGPROBS),
-        ProgramSpec("edited", buckets.rows[-1]),
+        edited if has_branches else _with_logprobs(edited),
         *TELLS.values(),
         COUNT,
         *(ProgramSpec(kind, move_sizes[0]) for kind in _move_kinds(has_host_blocks, has_draft)),
         *((LOAD_ADAPTER,) if has_adapters else ()),
     ]
+
+
+def _with_logprobs(spec: ProgramSpec) -> ProgramSpec:
+    return dataclasses.replace(spec, detail=Detail.TOP_LOGPROBS)
 
 
 def _forwards(sizes: Sequence[int], *, has_draft: bool) -> list[ProgramSpec]:
@@ -149,6 +198,23 @@ def _is_for_cublas(device: jax.Device, formats: Collection[MatrixFormat]) -> boo
     hardware = find_hardware(device.device_kind)
     has_fp8 = hardware is not None and hardware.multiplies_fp8
     return bool(ours) and all(form.activations and (form.values == "int8" or has_fp8) for form in ours)
+
+
+def program_caches(
+    folder: Path | None, replicas: Sequence[Sequence[jax.Device]]
+) -> tuple[Path | None, list[Path | None]]:
+    """Return the folder of JAX's cache, and that of the executables of each replica; None for no cache.
+
+    A TPU v6e halts when it runs a cached program on devices without device 0 (https://github.com/jax-ml/jax/issues/38004).
+    So replicas without it compile at each start. JAX's cache belongs to the process, so it is off if there is one.
+
+    Args:
+        folder: of both caches; None for no cache.
+        replicas: devices of each copy of the model.
+    """
+    can_load = [devices[0].platform != "tpu" or any(device.id == 0 for device in devices) for devices in replicas]
+    kept = None if folder is None else folder / "kept"
+    return (folder if all(can_load) else None), [kept if one else None for one in can_load]
 
 
 def set_up_compile_cache(folder: Path | None) -> None:

@@ -52,7 +52,7 @@ from jpaged.device.speculative.drafter import (
 from jpaged.device.speculative.step import lower_speculation
 from jpaged.device.step import Step, forward_packing, packed_decode
 from jpaged.device.step_costs import cascade_costs
-from jpaged.device.step_sizes import DeviceAttention
+from jpaged.device.step_sizes import DeviceAttention, StepSizes
 from jpaged.device.transfers import MAX_ON_THE_WAY, content_bytes, lower_move, move_sizes, num_host_blocks
 from jpaged.engine.executor import BucketTable, Geometry, Progress
 from jpaged.engine.executor.io import AUX_IDS, NUM_SINGLES, AuxKind, num_mask_words
@@ -124,12 +124,7 @@ def _sized_step(
         max_model_len=sizes.max_model_len,
         vocab_size=vocab_size,
         bytes_per_block=layout.bytes_per_block,
-        buckets=BucketTable.build(
-            max_num_batched_tokens=sizes.max_num_batched_tokens,
-            max_num_seqs=sizes.max_num_seqs,
-            max_num_steps=max_num_steps,
-            halves_from=None if first_device(mesh).platform == "cpu" else _HALVES_FROM,
-        ),
+        buckets=_buckets(sizes, max_num_steps, mesh),
         num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
         cascade=cascade if options.cache.enable_cascade_attention else None,
         max_num_steps=max_num_steps,
@@ -153,8 +148,27 @@ def _sized_step(
         activation_dtype=choose_activation_dtype(options.model.activation_dtype, linear, model.config),
         sampler=sampler,
         slots=AdapterRoom(geometry.max_loras, options.lora.max_lora_rank) if geometry.max_loras else None,
+        has_branches=has_cheap_branches(mesh),
     )
     return step, geometry
+
+
+def _buckets(sizes: StepSizes, max_num_steps: int, mesh: Mesh) -> BucketTable:
+    buckets = BucketTable.build(
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_steps=max_num_steps,
+        halves_from=None if first_device(mesh).platform == "cpu" else _HALVES_FROM,
+    )
+    if has_cheap_branches(mesh):
+        return buckets
+    # Steps of R rows run as forward[R] and sample[R].
+    return dataclasses.replace(buckets, decodes=tuple(size for size in buckets.decodes if size in buckets.tokens))
+
+
+def has_cheap_branches(mesh: Mesh) -> bool:
+    """Return False for GPUs: XLA copies the predicate of each branch and loop to the host, which waits for it."""
+    return first_device(mesh).platform != "gpu"
 
 
 def _can_be_fed(sampler: SamplingKernel | None) -> bool:
@@ -264,11 +278,12 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
         if spec.kind == "count":
             jitted = jax.jit(step.count, donate_argnums=0, out_shardings=of_counts)
             return jitted.lower(counts, shape((NUM_COUNT_WORDS + spec.size,), np.int32))
+        stages = None if step.has_branches else spec.stages
         if spec.kind == "edited":
             results, of_head = (of_counts, whole, whole), options["sample"]
-            jitted = jax.jit(
-                step.packed_edited_sample, donate_argnums=1, out_shardings=results, compiler_options=of_head
-            )
+            fixed = None if stages is None else (spec.detail, stages)
+            edited = functools.partial(step.packed_edited_sample, fixed=fixed)
+            jitted = jax.jit(edited, donate_argnums=1, out_shardings=results, compiler_options=of_head)
             words = shape((spec.size * ROW_WORDS,), np.int32)
             edit_words = shape((spec.size * EDIT_WORDS + 1,), np.int32)
             mask = shape((spec.size, num_mask_words(step.vocab_size)), np.int32)
@@ -276,7 +291,7 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
             return jitted.lower(head, counts, hidden, words, edit_words, singles, mask)
         if spec.kind != "sample":
             return lower_move(spec, layout, step.mesh)
-        sample = functools.partial(step.packed_sample, detail=spec.detail)
+        sample = functools.partial(step.packed_sample, detail=spec.detail, stages=stages)
         jitted = jax.jit(sample, out_shardings=whole, compiler_options=options["sample"])
         return jitted.lower(head, hidden, shape((spec.size * ROW_WORDS,), np.int32))
 
@@ -287,7 +302,11 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
 
     has_host_blocks, has_adapters = geometry.num_host_blocks > 0, geometry.max_loras > 0
     specs = program_specs(
-        geometry.buckets, move_sizes(layout), has_host_blocks=has_host_blocks, has_adapters=has_adapters
+        geometry.buckets,
+        move_sizes(layout),
+        has_host_blocks=has_host_blocks,
+        has_adapters=has_adapters,
+        has_branches=step.has_branches,
     )
     return {spec: functools.partial(lower_for_devices, spec) for spec in specs}
 
@@ -343,8 +362,8 @@ class ServerPrograms:
     def decisive_specs(self) -> list[ProgramSpec]:
         """The largest program of each kind, in the order of the list; all programs of auxiliary outputs.
 
-        Of `sample` it is the one with top log-probabilities; of `decode` none, which is a forward and a sample of no
-        more tokens and rows.
+        Of `sample` it is the one with top log-probabilities and all stages; of `decode` none, which is a forward and a
+        sample of no more tokens and rows.
         """
         return _decisive(self.sources)
 
@@ -407,6 +426,8 @@ class ServerPrograms:
         results = {kind: report.output_bytes - report.alias_bytes for kind, report in of_kind.items()}
         outputs = results["forward"] + max(results["sample"], results["edited"], results.get("speculate", 0))
         words = forward_packing(buckets.tokens[-1], self.geometry).size + buckets.rows[-1] * ROW_WORDS
+        if not self.step.has_branches:  # each of several steps has its own
+            words *= self.geometry.max_num_steps
         # several in flight to the host, one being read from the pool, one from the host
         moving = (MAX_ON_THE_WAY + 2) * content_bytes(layout) * layout.local.bytes_per_block // layout.bytes_per_block
         last_tokens = 4 * self.step.max_sample_rows
@@ -420,7 +441,7 @@ class ServerPrograms:
 
         The words of logits processors accompany each step: records, token biases and masks.
         """
-        sizes = [spec.size for spec in self.sources if spec.kind == "edited"]
+        sizes = sorted({spec.size for spec in self.sources if spec.kind == "edited"})
         row_words = EDIT_WORDS + 3 * NUM_SINGLES + num_mask_words(self.step.vocab_size)
         return of_kind["count"].alias_bytes + 4 * row_words * (sum(sizes) + _OVERLAPPED * max(sizes))
 
@@ -441,6 +462,6 @@ def _decisive(specs: Collection[ProgramSpec]) -> list[ProgramSpec]:
         if spec.kind == "decode":
             continue
         best = largest.setdefault((spec.kind, spec.tell), spec)
-        if (spec.size, spec.detail) > (best.size, best.detail):
+        if (spec.size, spec.detail, spec.stages) > (best.size, best.detail, best.stages):
             largest[spec.kind, spec.tell] = spec
     return [spec for spec in specs if largest.get((spec.kind, spec.tell)) == spec]

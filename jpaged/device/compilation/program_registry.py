@@ -93,7 +93,7 @@ class ProgramStore:
 
     def sizes(self, kind: str, *, detail: Detail = Detail.TOKENS) -> tuple[int, ...]:
         """Return the sizes of the ready programs of a kind, ascending."""
-        found = [spec.size for spec in tuple(self.ready) if spec.kind == kind and spec.detail == detail]
+        found = {spec.size for spec in tuple(self.ready) if spec.kind == kind and spec.detail == detail}
         return tuple(sorted(found))
 
     def find(self, spec: ProgramSpec) -> jax.stages.Compiled:

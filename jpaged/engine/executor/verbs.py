@@ -157,8 +157,8 @@ class Executor(Protocol[Hidden, Handle]):
         """Start several decode steps; returns before they are done. The next forward can use the last tokens.
 
         Row i has only token i in each step, is of Detail.TOKENS, and its block table has room for all steps. A row that
-        samples an ending id (BEYOND_TOKENS is padding) keeps that token, as does a row that an earlier decode ended in
-        this way; the row's later samples are finite and undefined. No further step runs when all rows have ended.
+        samples an ending id (BEYOND_TOKENS is padding) has ended, as has a row that an earlier decode ended in this
+        way; its later samples are undefined. A device may skip the steps after all rows have ended.
         """
         ...
 

@@ -10,12 +10,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+# The options that JAX gives to XLA have no public name.
+from jax._src.compiler import get_compile_options
+
+from jpaged.config import EngineConfig
 from jpaged.device.compilation import compile as ahead
 from jpaged.device.compilation.compile import ProgramSpec, least_programs, program_specs, told
-from jpaged.device.executor import JaxExecutor
-from jpaged.engine.executor import BucketTable
+from jpaged.device.executor import JaxExecutor, waits_for_all_programs
+from jpaged.device.sampling import SamplingStages
+from jpaged.engine.executor import BucketTable, Detail
 from jpaged.kernels.matrix_format import MatrixFormat
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
@@ -52,6 +58,32 @@ def test_every_second_number_of_rows_has_a_program_that_edits() -> None:
     assert buckets.rows == (8, 16, 32, 64, 100)
     specs = program_specs(buckets, (8,), has_host_blocks=False)
     assert [str(spec) for spec in specs if spec.kind == "edited"] == ["edited[100]", "edited[32]", "edited[8]"]
+
+
+def test_the_list_of_programs_without_branches() -> None:
+    """Two more for each number of rows and for each that edits, and none of several steps."""
+    buckets = BucketTable.build(max_num_batched_tokens=32, max_num_seqs=64, max_num_steps=2)
+    with_branches, without = (
+        program_specs(buckets, (8,), has_host_blocks=False, has_branches=has_branches) for has_branches in (True, False)
+    )
+    names = list(map(str, without))
+    assert names[:3] == ["forward[32]", "sample[64, top]", "edited[64, top]"]
+    assert {name for name in names if name.startswith(("sample[8", "edited[16"))} == {
+        *("sample[8, greedy]", "sample[8, random]", "sample[8]", "sample[8, logprobs]", "sample[8, top]"),
+        *("edited[16, random]", "edited[16]", "edited[16, top]"),
+    }
+    assert not any(name.startswith("decode") for name in names)
+    num_rows, num_edited = len(buckets.rows), 2
+    assert len(without) == len(with_branches) + 2 * num_rows + 2 * num_edited - len(buckets.decodes)
+    least = least_programs(buckets, (8,), has_host_blocks=False, has_branches=False)
+    assert without[: len(least)] == least
+
+
+def test_programs_that_compute_more_stand_in_the_least_first() -> None:
+    spec = ProgramSpec("sample", 8, Detail.LOGPROBS, stages=SamplingStages.RANDOM)
+    assert list(map(str, spec.stand_ins)) == ["sample[8, logprobs]", "sample[8, random, top]", "sample[8, top]"]
+    assert list(map(str, ProgramSpec("sample", 8).stand_ins)) == ["sample[8, logprobs]", "sample[8, top]"]
+    assert ProgramSpec("sample", 8, Detail.TOP_LOGPROBS).stand_ins == ()
 
 
 def test_several_steps_are_compiled_last_but_for_the_fewest_rows() -> None:
@@ -96,6 +128,40 @@ def test_no_folder_means_no_cache(tmp_path: Path) -> None:
     ahead.set_up_compile_cache(None)
     _lower(7, 5.0).compile()
     assert not list(tmp_path.iterdir())
+
+
+def devices_of(platform: str, *ids: int) -> list[Any]:
+    return [SimpleNamespace(platform=platform, id=index) for index in ids]
+
+
+def test_tpus_without_device_0_run_no_program_from_a_cache(tmp_path: Path) -> None:
+    """jax-ml/jax issue 38004: a warm start would halt them."""
+    kept = tmp_path / "kept"
+    assert ahead.program_caches(tmp_path, [devices_of("tpu", 0, 1)]) == (tmp_path, [kept])
+    assert ahead.program_caches(tmp_path, [devices_of("tpu", 0, 1), devices_of("tpu", 2, 3)]) == (None, [kept, None])
+    for platform in ("cpu", "gpu"):
+        replicas = [devices_of(platform, 0), devices_of(platform, 1)]
+        assert ahead.program_caches(tmp_path, replicas) == (tmp_path, [kept, kept])
+    assert ahead.program_caches(None, [devices_of("gpu", 0)]) == (None, [None])
+
+
+def test_programs_compiled_one_after_another_share_the_tiles_that_were_timed(cache: Path) -> None:
+    """Replicas of a process, and later starts: XLA for GPUs reads and writes a folder beside the programs."""
+    options = get_compile_options(1, 1)  # owns those that it returns
+    folder = options.executable_build_options.debug_options.xla_gpu_per_fusion_autotune_cache_dir
+    assert folder == str(cache / "xla_gpu_per_fusion_autotune_cache_dir")
+
+
+@pytest.mark.parametrize(
+    ("platform", "chosen", "want"),
+    [("gpu", None, True), ("gpu", False, False), ("tpu", None, False), ("cpu", True, True)],
+)
+def test_gpus_wait_for_all_programs_unless_an_option_says_otherwise(
+    platform: str, chosen: bool | None, want: bool
+) -> None:
+    mesh: Any = SimpleNamespace(devices=np.array(devices_of(platform, 0)))
+    options = EngineConfig.load({} if chosen is None else {"wait_for_all_programs": chosen})
+    assert waits_for_all_programs(options, mesh) is want
 
 
 def test_a_folder_that_cannot_be_written_turns_the_cache_off(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

@@ -118,6 +118,15 @@ def test_every_field_of_the_target_is_held_to(folder: Path) -> None:
             saved.check(other)
 
 
+def test_programs_of_gpus_are_neither_saved_nor_loaded(tmp_path: Path) -> None:
+    target = dataclasses.replace(target_of(), platform="gpu")
+    with pytest.raises(InvalidArgument, match=r"^save: saved programs are not supported for GPUs"):
+        save_programs(tmp_path / "programs", target, {})
+    assert not (tmp_path / "programs").exists()
+    with pytest.raises(InvalidArgument, match=r"^compiled: saved programs are not supported for GPUs"):
+        AOTBundle(tmp_path, target, {}).check(target)
+
+
 def test_what_a_sequence_ends_with_is_no_part_of_a_program() -> None:
     model = tiny_model.model()
     other = type(model)(dataclasses.replace(model.config, eos_token_ids=(5,), checkpoint_dtype="float16"), model.dtype)
