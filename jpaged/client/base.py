@@ -201,7 +201,9 @@ class BaseClient(Generic[_StreamT]):
         )
         self._require_open()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        tries = RetryState(self._servers.endpoints, get_key(request), timeout_s, self._resuming)
+        endpoints = self._servers.endpoints
+        key = get_key(request) if len(endpoints) > 1 else None
+        tries = RetryState(endpoints, key, timeout_s, self._resuming)
         return self._stream(
             lambda: ResumableStream(request, tries, self._metadata), self._require_open, request.request_id
         )

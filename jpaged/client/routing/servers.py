@@ -15,6 +15,7 @@ from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S, Tls, open_channe
 from jpaged.client.convert import UnaryCall
 from jpaged.client.errors import translated
 from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, Endpoints, Question, build_query, get_key
+from jpaged.client.routing.multiplexed_call import MultiplexedGenerate
 from jpaged.client.routing.retry import RetryState, with_trace
 from jpaged.errors import Cancelled, DeadlineExceeded, NotFound, Unavailable
 
@@ -142,7 +143,11 @@ class Servers:
 
 
 class AsyncServers:
-    """Connections, and calls to them; see `Servers`."""
+    """Connections, and calls to them; see `Servers`.
+
+    Args:
+        max_requests_per_call: concurrent requests that share a call; see `MultiplexedGenerate`.
+    """
 
     def __init__(
         self,
@@ -152,6 +157,7 @@ class AsyncServers:
         require_open: Callable[[], None],
         tls: Tls | None,
         proxy: str | None = None,
+        max_requests_per_call: int = 1,
     ) -> None:
         self._metadata = metadata
         self._timeout_s = timeout_s
@@ -159,6 +165,9 @@ class AsyncServers:
         self._asking = set[asyncio.Task[None]]()
         channels = {name: open_channel(aio, name, tls, proxy=proxy) for name in targets}
         made = [Endpoint(name, channel, proxy=proxy_name(name, proxy)) for name, channel in channels.items()]
+        for endpoint in made:
+            generate = MultiplexedGenerate(endpoint, max_requests_per_call)
+            endpoint.methods = {**endpoint.methods, "Generate": generate}
         self.endpoints = Endpoints(made, self.ask)
 
     async def run(self, call: UnaryCall[_T]) -> _T:
