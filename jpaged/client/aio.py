@@ -11,11 +11,9 @@ from grpc import aio
 
 from jpaged.chat import ChatKwargs, ChatOptions, build_chat_options
 from jpaged.client import convert
-from jpaged.client.base import DEFAULT_RESUMING, BaseClient, BaseStream
-from jpaged.client.channel import Tls
+from jpaged.client.base import BaseClient, BaseStream, ClientOptions
 from jpaged.client.convert import AdapterInfo, Assembler, GenerateChunk, ServerInfo, UnaryCall
 from jpaged.client.prefixes import AsyncPrefixCalls
-from jpaged.client.routing.retry import ResumePolicy
 from jpaged.client.routing.servers import AsyncServers, refuse_closed
 from jpaged.errors import InvalidArgument
 from jpaged.output_assembler import Evaluated
@@ -81,31 +79,12 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
     _prefix_calls = AsyncPrefixCalls
 
     def __init__(
-        self,
-        target: str | Sequence[str],
-        *,
-        timeout_s: float | None = None,
-        model: str | None = None,
-        tenant: str = "",
-        api_key: str = "",
-        tls: Tls | None = None,
-        proxy: str | None = None,
-        resuming: ResumePolicy | None = DEFAULT_RESUMING,
-        max_requests_per_call: int = 64,
+        self, target: str | Sequence[str], *, max_requests_per_call: int = 64, **options: Unpack[ClientOptions]
     ) -> None:
         if max_requests_per_call < 1:
             raise InvalidArgument("max_requests_per_call", f"{max_requests_per_call} is below the limit of 1")
         self._reach = partial(AsyncServers, max_requests_per_call=max_requests_per_call)
-        super().__init__(
-            target,
-            timeout_s=timeout_s,
-            model=model,
-            tenant=tenant,
-            api_key=api_key,
-            tls=tls,
-            proxy=proxy,
-            resuming=resuming,
-        )
+        super().__init__(target, **options)
 
     async def complete(
         self,
