@@ -519,7 +519,7 @@ class Service:
             request_id=request_id,
             engine_id=f"{next(self._counter)}/{request_id}",
             cache_tenant=cache_tenant,
-            stream=OutputStream(self._bridge, is_whole=call.is_whole),
+            stream=OutputStream(self._bridge, is_whole=call.is_whole, interval=model.config.server.stream_interval),
             forget=self._forget,
             record=record,
         )
