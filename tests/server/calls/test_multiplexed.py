@@ -124,10 +124,15 @@ async def test_the_deadline_of_a_request_ends_it_alone(harness):
 
 async def test_the_deadline_of_the_call_ends_all_requests(harness):
     harness.faults.hold_after(2)
-    call = harness.inference.GenerateMultiplexed(timeout=0.2)
-    await call.write(starts(request(max_tokens=100), timeout_s=20))
+
+    async def messages() -> AsyncIterator[Any]:
+        yield starts(request(max_tokens=100), timeout_s=20)
+
+    async def read_all() -> int:
+        return sum([1 async for _ in harness.inference.GenerateMultiplexed(messages(), timeout=0.2)])
+
     with pytest.raises(aio.AioRpcError, match="DEADLINE_EXCEEDED"):
-        await read(call)
+        await read_all()
     harness.faults.release()
     await eventually(lambda: harness.num_open_calls == harness.num_blocks_used == 0)
 
