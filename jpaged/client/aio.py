@@ -64,8 +64,8 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
             output = await client.complete("Hello", SamplingParams(max_tokens=32))
             async for chunk in client.generate("Hello"): ...
 
-    Concurrent requests to one server share calls (GenerateMultiplexed), which takes a tenth of the processor time per
-    request. A request that runs alone has a call of its own.
+    Concurrent requests to one server share calls (GenerateMultiplexed), which takes less processor time. A request that
+    runs alone has a call of its own.
 
     Args:
         max_requests_per_call: requests that share one call; 1 makes a call for each. A proxy that balances calls sends

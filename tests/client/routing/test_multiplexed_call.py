@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jpaged.client import AsyncClient, GenerateChunk
-from jpaged.client.routing.multiplexed_call import MultiplexedGenerate
+from jpaged.client.routing.servers import MultiplexedGenerate
 from jpaged.errors import Cancelled, DeadlineExceeded, InternalError, InvalidArgument, Unavailable, Unsupported
 from jpaged.server.servicer import InferenceServicer
 from jpaged.testing import FakeExecutor, expected_tokens
