@@ -95,7 +95,8 @@ async def test_errors_are_those_of_single_calls_with_their_fields():
             client.complete("x", GREEDY),
             return_exceptions=True,
         )
-        *outputs, too_long, no_adapter, last = await reading
+        found: list[Any] = await reading
+        *outputs, too_long, no_adapter, last = found
         assert isinstance(too_long, InvalidArgument)
         assert too_long.field == "sampling.max_tokens"
         assert isinstance(no_adapter, Unsupported)
@@ -126,7 +127,8 @@ async def test_a_reader_that_is_cancelled_cancels_its_request():
         harness.faults.release()
         with pytest.raises(asyncio.CancelledError):
             await reading[1]
-        assert await asyncio.gather(reading[0], reading[2]) == [expected(f"prompt {i}", 100) for i in (0, 2)]
+        others = [await reading[0], await reading[2]]
+        assert others == [expected(f"prompt {i}", 100) for i in (0, 2)]
         await eventually(lambda: harness.num_open_calls == harness.num_blocks_used == 0)
 
 
