@@ -65,7 +65,7 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
             async for chunk in client.generate("Hello"): ...
 
     Concurrent requests to one server share calls (GenerateMultiplexed), which takes less processor time. A request that
-    runs alone has a call of its own.
+    runs alone has a separate call.
 
     Args:
         max_requests_per_call: requests that share one call; 1 makes a call for each. A proxy that balances calls sends

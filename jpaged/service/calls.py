@@ -21,7 +21,7 @@ is followed by n / rate seconds in which tokens accumulate. Each step is a round
 first and last tokens never wait, and others wait at most MAX_WAIT_S. Rounds need fewer wake-ups and writes than single
 messages.
 
-With a stream interval of n, a sequence's tokens become due in groups of n; its first and its last ones at once. Tokens
+A sequence's tokens become due in groups of n if the stream interval is n; the first and the last ones at once. Tokens
 that are not due neither wake the loop nor wait for a round.
 
 A slow reader also finds the events since its last read merged. A stream's memory is bounded by what its request may

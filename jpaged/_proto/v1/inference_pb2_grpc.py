@@ -96,9 +96,9 @@ class InferenceServiceServicer:
 
         The call ends with OK after the client has closed its side and every request has ended. If the call ends in any
         other way, the requests that have not ended are cancelled. A message with a duplicate number, or with more than 256
-        starts, ends the call with INVALID_ARGUMENT. Metadata and deadline of the call apply to each of its requests.
+        starts, ends the call with INVALID_ARGUMENT. Metadata and deadline of the call apply to each request.
 
-        A slow reader delays all requests of its call: what is ready is merged, as for Generate. A proxy that balances
+        A slow reader delays all requests of the call: what is ready is merged, as for Generate. A proxy that balances
         calls sends all requests of a call to one server, so clients should start a new call after some requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -1,6 +1,6 @@
 """The servers of a client: calls and waiting, on threads for a `Client`, and in asyncio tasks for an `AsyncClient`.
 
-    request ── no other is open ──> Generate, a call of its own
+    request ── no other is open ──> Generate, a separate call
             ── others are open ───> GenerateMultiplexed ── up to `max_requests` ──> a new call
 
 A call costs 0.6 ms of processor time in gRPC, client and server together, and a message 0.05 ms. What is ready of all
@@ -170,9 +170,7 @@ class MultiplexedStream:
         request, timeout, metadata: arguments of the call.
     """
 
-    def __init__(
-        self, owner: MultiplexedCall, request: Any, timeout: float | None, metadata: Metadata, number: int
-    ) -> None:
+    def __init__(self, owner: SharedCall, request: Any, timeout: float | None, metadata: Metadata, number: int) -> None:
         self.request, self.timeout, self.metadata = request, timeout, metadata
         self.number = number
         self._owner = owner
@@ -235,7 +233,7 @@ class MultiplexedStream:
             self._wake()
 
     def fail_with_call(self, error: BaseException) -> None:
-        """End the stream with the error of its call, as its own call would raise it."""
+        """End the stream with the error of the call, as a separate call would raise it."""
         if isinstance(error, aio.AioRpcError):
             self.fail(aio.AioRpcError(error.code(), self._accepted, error.trailing_metadata(), error.details()))
         else:
@@ -273,13 +271,13 @@ def _build_error(content: bytes, accepted: aio.Metadata) -> aio.AioRpcError:
     return aio.AioRpcError(code, accepted, aio.Metadata((_DETAILS_KEY, content)), status.message)
 
 
-class MultiplexedCall:
+class SharedCall:
     """One call of GenerateMultiplexed. The client closes its side when no request is open.
 
     Args:
         method: the method of the channel.
-        metadata: metadata of the call, without the traces of its requests.
-        on_unsupported: called if the server does not know the method, with the streams that need a call of their own.
+        metadata: metadata of the call, without the traces of the requests.
+        on_unsupported: called if the server does not know the method, with the streams that need separate calls.
     """
 
     def __init__(
@@ -392,7 +390,7 @@ class MultiplexedGenerate:
         self._max_requests = max_requests
         self._single = endpoint.methods["Generate"]
         self._shared = endpoint.methods["GenerateMultiplexed"]
-        self._call: MultiplexedCall | None = None
+        self._call: SharedCall | None = None
         self._is_supported = max_requests > 1
 
     def __call__(self, request: Any, *, timeout: float | None = None, metadata: Metadata = ()) -> Any:
@@ -402,11 +400,11 @@ class MultiplexedGenerate:
         of_call = tuple((key, value) for key, value in metadata if key not in _TRACE_KEYS)
         call = self._call
         if call is None or not call.accepts_requests or call.metadata != of_call:
-            call = self._call = MultiplexedCall(self._shared, of_call, self._max_requests, self._use_single_calls)
+            call = self._call = SharedCall(self._shared, of_call, self._max_requests, self._use_single_calls)
         return call.start(request, timeout, metadata)
 
     def _use_single_calls(self, streams: list[MultiplexedStream]) -> None:
-        """Start the requests again on calls of their own: the server does not know the method and has run none."""
+        """Start the requests again on separate calls: the server does not know the method and has run none."""
         self._is_supported = False
         for stream in streams:
             stream.continue_on(self._single(stream.request, timeout=stream.timeout, metadata=stream.metadata))
