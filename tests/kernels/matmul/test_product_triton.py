@@ -75,7 +75,12 @@ def expected(x: jax.Array, matrix: QuantizedMatrix) -> np.ndarray:
     return wide @ np.asarray(dequantize(matrix, np.dtype(np.float32)), np.float64).reshape(DEPTH, -1)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, jnp.bfloat16) for name in FORMATS), ("int4 groups", jnp.float32)])
+IN_FLOAT16 = [pytest.param(name, jnp.float16, marks=pytest.mark.long) for name in FORMATS]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, jnp.bfloat16) for name in FORMATS), ("int4 groups", jnp.float32), *IN_FLOAT16]
+)
 @pytest.mark.thinned(5)
 def test_rows_of_one_matrix_are_multiplied_with_what_it_stands_for(name: str, dtype: Any) -> None:
     matrix = jax.tree.map(lambda array: array[0], matrices_of(name, 1, dtype))
@@ -202,7 +207,7 @@ def test_gpus_take_the_kernel_where_numbers_would_be_made_weights(
 
 @pytest.mark.parametrize("name", ["int4", "int4 groups", "int4 rows", "mxfp4", "fp8 blocks"])
 @pytest.mark.parametrize("split", ["depth", "columns"])
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 def test_two_devices_multiply_with_a_part_each(name: str, split: str) -> None:
     depth, out = 256, (2, 26)
     whole = quantize(normal((depth, *out)), FORMATS[name], dtype=np.dtype(jnp.bfloat16))
