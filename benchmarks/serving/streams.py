@@ -2,11 +2,13 @@
 
     llm       one process, no server
     batch     `jpaged serve` and `jpaged batch`, as the command runs it
-    streams   `jpaged serve` and a client with so many streams open at a time, which reads every message
+    streams   `jpaged serve` and an `AsyncClient` with many open streams, which share calls; it reads every message
+    calls     as streams, each on a call of its own
 
-All are on the same model and the same processors, and take turns: llm batch streams llm batch streams. A ratio is of
-tokens a second in one round, over those of `LLM.generate` in it. Processor time is of server and client together, all
-threads. Texts are compared: all three must be the same.
+All are on the same model and the same processors, and take turns: llm batch streams calls llm batch streams calls. A
+ratio is of tokens a second in one round, over those of `LLM.generate` in it; a processor ratio is of processor time per
+token, server and client together, all threads. It does not depend on the machine's other work, except that messages
+are limited by wall-clock time. Texts are compared: all must be the same.
 
     python -m benchmarks.serving.streams [--model demo|S|M] [--rounds 5] [--requests 256] [--tokens 64] [--streams 128]
 
@@ -43,7 +45,7 @@ from jpaged.cli.main import main as run_command
 from jpaged.client import AsyncClient
 from jpaged.types import SamplingParams
 
-WAYS = ("llm", "batch", "streams")
+WAYS = ("llm", "batch", "streams", "calls")
 TARGET_RATIO = 0.95
 MODELS = ("demo", *SHAPES)
 _READY = re.compile(r"^ready on \S*:(?P<port>\d+)")
@@ -120,6 +122,7 @@ def online(pipe: Connection, load: Load, target: str) -> None:
     ways: dict[str, Callable[[], Run]] = {
         "batch": lambda: batch(load, target),
         "streams": lambda: asyncio.run(streams(load, target)),
+        "calls": lambda: asyncio.run(streams(load, target, max_requests_per_call=1)),
     }
     while (way := pipe.recv()) is not None:
         pipe.send(ways[way]())
@@ -147,7 +150,7 @@ def batch(load: Load, target: str) -> Run:
     return Run(wall_s, digest_of(texts))
 
 
-async def streams(load: Load, target: str) -> Run:
+async def streams(load: Load, target: str, **options: Any) -> Run:
     """Reads so many streams at a time, message by message."""
     texts = [""] * load.num_requests
     first_s, gaps_s, num_messages = list[float](), list[float](), 0
@@ -166,7 +169,7 @@ async def streams(load: Load, target: str) -> Run:
             num_messages += len(parts)
             texts[index] = "".join(parts)
 
-    async with AsyncClient(target) as client:
+    async with AsyncClient(target, **options) as client:
         await client.server_info()
         begin = time.perf_counter()
         await asyncio.gather(*(read(client) for _ in range(load.num_streams)))
@@ -295,6 +298,9 @@ def summary_of(rounds: list[list[Measured]]) -> dict[str, dict[str, float]]:
             "ratio": statistics.median(ratios),
             "ratio_least": min(ratios),
             "ratio_greatest": max(ratios),
+            "processor_ratio": statistics.median(
+                results[0].engine_us / (results[index].engine_us + results[index].client_us) for results in rounds
+            ),
             "engine_us": statistics.median(one.engine_us for one in mine),
             "client_us": statistics.median(one.client_us for one in mine),
         }
@@ -324,9 +330,11 @@ def main() -> None:
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     rounds = measure(load, options.model, options.rounds)
     summary = summary_of(rounds)
-    print(f"{'':8} {'tok/s':>7} {'ratio':>6} {'least':>6} {'most':>6} {'engine us/token':>16} {'client us/token':>16}")
+    columns = f"{'ratio':>6} {'least':>6} {'most':>6} {'processor':>9}"
+    print(f"{'':8} {'tok/s':>7} {columns} {'engine us/token':>16} {'client us/token':>16}")
     for way, row in summary.items():
         ratios = f"{row['ratio']:6.2f} {row['ratio_least']:6.2f} {row['ratio_greatest']:6.2f}"
+        ratios += f" {row['processor_ratio']:9.2f}"
         print(f"{way:8} {row['tokens_per_s']:7.0f} {ratios} {row['engine_us']:16.0f} {row['client_us']:16.0f}")
     row = summary["streams"]
     told = f"first message {row['first_ms']:.0f} ms (median), gap of {row['gap_p99_ms']:.0f} ms (99 %)"

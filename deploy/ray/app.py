@@ -46,6 +46,7 @@ _KEPT_SERVER_OPTIONS = (
     "served_model_name",
     "isolate_tenants",
     "max_messages_per_second",
+    "stream_interval",
     "max_pinned_blocks",
     "pin_prefix",
     "shutdown_timeout",
@@ -58,8 +59,8 @@ class Settings(BaseModel):
 
     Attributes:
         engine: options of the engine, named as in `jpaged.LLM` (`model`, `tensor_parallel_size`, `num_blocks`, ...),
-            and `served_model_name`, `isolate_tenants`, `max_messages_per_second`, `max_pinned_blocks`,
-            `pin_prefix`, `shutdown_timeout`.
+            and `served_model_name`, `isolate_tenants`, `max_messages_per_second`, `stream_interval`,
+            `max_pinned_blocks`, `pin_prefix`, `shutdown_timeout`.
         num_replicas: how many engines; leave it out for autoscaling.
         min_replicas: with `max_replicas`: autoscaling on requests that run or wait in a replica.
         max_replicas: see `min_replicas`.

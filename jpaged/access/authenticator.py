@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import Enum
 from typing import Any, Final
@@ -52,6 +52,7 @@ class CallContext:
         began_s: arrival time on the system clock.
         error: error name of the requests; "" on success.
         is_closed: it has been answered.
+        is_part: it is one of several requests of a call, each of which gets its own audit line.
     """
 
     face: str
@@ -68,6 +69,7 @@ class CallContext:
     completion_tokens: int = 0
     act: str = ""
     is_closed: bool = False
+    is_part: bool = False
     began_s: float = field(default_factory=time.time)
 
     def authenticated(self, key: ApiKey | None, tenant: str) -> None:
@@ -126,6 +128,13 @@ def current() -> CallContext | None:
 def enter(entry: CallContext) -> None:
     """Set the current call of this task, and of tasks that it starts."""
     _ENTRY.set(entry)
+
+
+def enter_part() -> None:
+    """Set the current call of this task to a part of it: one request of several."""
+    entry = _ENTRY.get()
+    if entry is not None:
+        _ENTRY.set(replace(entry, is_part=True))
 
 
 def background(key: ApiKey | None, tenant: str) -> CallContext:
@@ -265,6 +274,7 @@ _METHODS: Final[dict[str, dict[str, Permission]]] = {
     "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": _OBSERVE},
     "jpaged.v1.InferenceService": {
         "Generate": _INFERENCE,
+        "GenerateMultiplexed": _INFERENCE,
         "Score": _INFERENCE,
         "Embed": _INFERENCE,
         "Tokenize": _OBSERVE,

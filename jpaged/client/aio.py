@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Self, TypeVar, Unpack
 
 from grpc import aio
 
 from jpaged.chat import ChatKwargs, ChatOptions, build_chat_options
 from jpaged.client import convert
-from jpaged.client.base import BaseClient, BaseStream
+from jpaged.client.base import BaseClient, BaseStream, ClientOptions
 from jpaged.client.convert import AdapterInfo, Assembler, GenerateChunk, ServerInfo, UnaryCall
 from jpaged.client.prefixes import AsyncPrefixCalls
 from jpaged.client.routing.servers import AsyncServers, refuse_closed
+from jpaged.errors import InvalidArgument
 from jpaged.output_assembler import Evaluated
 from jpaged.server_load import Load
 from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
@@ -62,13 +64,27 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
             output = await client.complete("Hello", SamplingParams(max_tokens=32))
             async for chunk in client.generate("Hello"): ...
 
-    Arguments and errors: see `BaseClient`.
+    Concurrent requests to one server share calls (GenerateMultiplexed), which takes less processor time. A request that
+    runs alone has a separate call.
+
+    Args:
+        max_requests_per_call: requests that share one call; 1 makes a call for each. A proxy that balances calls sends
+            all requests of a call to one server.
+
+    Other arguments and errors: see `BaseClient`.
     """
 
     prefixes: AsyncPrefixCalls
-    _reach = AsyncServers
     _stream = AsyncGenerateStream
     _prefix_calls = AsyncPrefixCalls
+
+    def __init__(
+        self, target: str | Sequence[str], *, max_requests_per_call: int = 64, **options: Unpack[ClientOptions]
+    ) -> None:
+        if max_requests_per_call < 1:
+            raise InvalidArgument("max_requests_per_call", f"{max_requests_per_call} is below the limit of 1")
+        self._reach = partial(AsyncServers, max_requests_per_call=max_requests_per_call)
+        super().__init__(target, **options)
 
     async def complete(
         self,

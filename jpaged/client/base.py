@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar, Unpack
+from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 import grpc
 
@@ -23,6 +23,18 @@ DEFAULT_RESUMING = ResumePolicy()
 """By default, streams look for another server for a minute."""
 _StreamT = TypeVar("_StreamT", bound="BaseStream")
 _T = TypeVar("_T")
+
+
+class ClientOptions(TypedDict, total=False):
+    """Options of `BaseClient`, by name."""
+
+    timeout_s: float | None
+    model: str | None
+    tenant: str
+    api_key: str
+    tls: Tls | None
+    proxy: str | None
+    resuming: ResumePolicy | None
 
 
 class BaseStream:
@@ -201,7 +213,9 @@ class BaseClient(Generic[_StreamT]):
         )
         self._require_open()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        tries = RetryState(self._servers.endpoints, get_key(request), timeout_s, self._resuming)
+        endpoints = self._servers.endpoints
+        key = get_key(request) if len(endpoints) > 1 else None
+        tries = RetryState(endpoints, key, timeout_s, self._resuming)
         return self._stream(
             lambda: ResumableStream(request, tries, self._metadata), self._require_open, request.request_id
         )

@@ -121,6 +121,7 @@ def _reasoning_message(options: ChatOptions) -> inference_pb2.ReasoningOptions:
 
 _T = TypeVar("_T")
 
+_DEFAULT_CHAT_OPTIONS = ChatOptions()
 TENANT_KEY = "x-jpaged-tenant"
 """Metadata key of the request's tenant."""
 MAX_TENANT_CHARS = 128
@@ -226,7 +227,7 @@ def get_prompt(
         prompt,
         None if prompt_token_ids is None else tuple(prompt_token_ids),
         None if messages is None else tuple(messages),
-        chat_options=chat_options or ChatOptions(),
+        chat_options=chat_options or _DEFAULT_CHAT_OPTIONS,
     )
 
 

@@ -51,6 +51,13 @@ class ServerOptions:
         high=1_000_000,
         by_platform={"cpu": 500, "gpu": 5000, "tpu": 5000},
     )
+    stream_interval: int = option(
+        1,
+        "number of tokens per message of a stream, under any load: larger values take less CPU and delay tokens until "
+        "that many have been generated. The first and the last tokens of a sequence are never delayed",
+        low=1,
+        high=1 << 16,
+    )
     shutdown_timeout: float = option(
         30.0, "time for running requests to finish after SIGTERM", low=0.0, high=86400.0, unit="s"
     )

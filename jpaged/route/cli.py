@@ -31,6 +31,7 @@ NOT_HERE = (
     "served_model_name",
     "served_model_aliases",
     "max_messages_per_second",
+    "stream_interval",
     "enable_open_inference",
     "enable_vllm_engine",
     "disable_control",

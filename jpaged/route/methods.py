@@ -68,6 +68,8 @@ def channel_methods(channel: Any) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for service in SERVICES:
         for method in service.methods:
+            if method.client_streaming:
+                continue
             path = f"/{service.full_name}/{method.name}"
             if method.server_streaming:
                 write = _MESSAGES[method.input_type.name].SerializeToString

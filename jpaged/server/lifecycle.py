@@ -52,7 +52,7 @@ from jpaged.engine.executor import Progress
 from jpaged.errors import EngineHung, InternalError, InvalidArgument, JpagedError, Unavailable, describe_error
 from jpaged.http.port import HttpPort
 from jpaged.server.compat.faces import Faces, descriptors
-from jpaged.server.grpc_server import AuthInterceptor, bind, make_server
+from jpaged.server.grpc_server import AuthInterceptor, MessagesInHand, bind, make_server
 from jpaged.server.health import LIVENESS, READINESS, Health, HealthServicer, ProbeServer
 from jpaged.server.kv_transfer import SERVICE_NAME as PREFILL_NAME
 from jpaged.server.kv_transfer import PeerServers, PrefillServicer, PrefixServicer
@@ -207,7 +207,8 @@ class Server:
         self._grpc = make_server(
             self._config.server, max_bytes, AuthInterceptor(self._gate, takes_control=with_control)
         )
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self._service), self._grpc)
+        self._inference = InferenceServicer(self._service, MessagesInHand(max_bytes))
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, self._grpc)
         control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(self._service), self._grpc)
         self._peers = PeerServers(self._config.access)
         self._travelling = PrefixTransferService(self._service, self._peers)
@@ -410,6 +411,7 @@ class Server:
         if not await _wait(self._service.is_idle, _FLUSH_TIMEOUT_S):
             _LOG.warning("closed the streams of clients that do not read them")
         await self._health.end_watches(_FLUSH_TIMEOUT_S)
+        await self._inference.end(_FLUSH_TIMEOUT_S)
         await self._faces.end(_FLUSH_TIMEOUT_S)
         if self._http is not None:
             await self._http.stop(_FLUSH_TIMEOUT_S)

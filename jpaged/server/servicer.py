@@ -8,7 +8,9 @@ Score and Embed are calls of several requests: see `jpaged.service.score_embed`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -16,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from google.protobuf.message import Message
 
 from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, prefixes_pb2
-from jpaged.access.authenticator import key_id, owner
+from jpaged.access.authenticator import enter_part, key_id, owner
 from jpaged.chat import (
     MAX_DOCUMENTS,
     MAX_DOCUMENTS_BYTES,
@@ -33,8 +35,8 @@ from jpaged.chat import (
     json_object,
 )
 from jpaged.config import EngineConfig
-from jpaged.errors import InvalidArgument
-from jpaged.server.grpc_server import ServicerContext, status_on_error
+from jpaged.errors import InvalidArgument, JpagedError, Unavailable
+from jpaged.server.grpc_server import MessagesInHand, ServicerContext, error_for, get_status, status_on_error
 from jpaged.server_load import EngineLoad
 from jpaged.service.calls import NOBODY, TRACE_KEYS, Call, Caller, require_name
 from jpaged.service.score_embed import CallerOptions, GivenContinuation, embed, require_parts, score
@@ -562,11 +564,185 @@ async def detokenized(service: Service, message: inference_pb2.DetokenizeRequest
     return await service.run_blocking(build, len(token_bytes))
 
 
-class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """jpaged.v1.InferenceService."""
+_MAX_STARTS = 256
+"""Maximum requests that one message starts."""
+_MAX_RESPONSES_BYTES = 1 << 20
+"""Size from which the responses that are ready take a further message: clients accept 4 MiB by default."""
+_MAX_READY = 1024
+"""Responses that may wait for a slow reader before no more requests are read: those of requests that are refused."""
 
-    def __init__(self, service: Service) -> None:
+
+class MultiplexedCall:
+    """One call of GenerateMultiplexed: each request is a task, and responses that are ready share messages.
+
+        client ──starts──> read ──> request 1 ──┐
+                                ──> request 2 ──┴──> ready ──one message──> client
+
+    While a message is being written, each request may add one more response; its further output is merged by its
+    `OutputStream`. Bound to one event loop.
+
+    Args:
+        messages: the client's messages.
+        in_hand: limits the total size of the requests.
+        context: has metadata, deadline and peer of the call.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        messages: AsyncIterator[inference_pb2.GenerateMultiplexedRequest],
+        in_hand: MessagesInHand,
+        context: ServicerContext,
+    ) -> None:
         self._service = service
+        self._messages = messages
+        self._in_hand = in_hand
+        self._context = context
+        metadata = tuple(context.invocation_metadata() or ())
+        self._metadata = tuple((key, value) for key, value in metadata if key not in TRACE_KEYS)
+        self._peer = context.peer()
+        self._ready: list[inference_pb2.MultiplexedResponse] = []
+        self._has_changed = asyncio.Event()
+        self._is_writable = asyncio.Event()
+        self._is_writable.set()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._last_number = -1
+        self._error: JpagedError | None = None
+        self._reading = asyncio.create_task(self._read())
+        self._reading.add_done_callback(lambda _: self._has_changed.set())
+
+    async def responses(self) -> AsyncGenerator[inference_pb2.GenerateMultiplexedResponse, None]:
+        """Yield messages until the client has closed its side and all requests have ended; closing aborts the others.
+
+        Raises:
+            Exception: the error of reading messages, or the one passed to `end`.
+        """
+        try:
+            while not (self._reading.done() and self._has_ended()):
+                await self._has_changed.wait()
+                self._has_changed.clear()
+                while self._ready:
+                    self._is_writable.clear()
+                    yield self._take()
+                    self._is_writable.set()
+        finally:
+            tasks = [self._reading, *self._tasks.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def end(self, error: JpagedError) -> None:
+        """Read no more messages, and end the call with an error after the open requests."""
+        self._error = error
+        self._reading.cancel()
+
+    def _has_ended(self) -> bool:
+        """Return True if no request is open; raise the error that ends the call, if any."""
+        if not self._reading.cancelled() and (failure := self._reading.exception()) is not None:
+            raise failure
+        if self._tasks or self._ready:
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    async def _read(self) -> None:
+        async for message in self._messages:
+            if len(message.starts) > _MAX_STARTS:
+                raise InvalidArgument("starts", f"{len(message.starts)} requests; at most {_MAX_STARTS} in a message")
+            for start in message.starts:
+                if start.number <= self._last_number:
+                    raise InvalidArgument("starts.number", f"{start.number} is not above {self._last_number}")
+                self._last_number = start.number
+                self._start(start)
+            for number in message.cancels:
+                if (task := self._tasks.get(number)) is not None:
+                    task.cancel()
+            if len(self._ready) >= _MAX_READY:
+                await self._is_writable.wait()
+
+    def _start(self, start: inference_pb2.MultiplexedStart) -> None:
+        number = start.number
+
+        def forget(_: object) -> None:
+            del self._tasks[number]
+            self._has_changed.set()
+
+        task = self._tasks[number] = asyncio.create_task(self._run(start, number))
+        task.add_done_callback(forget)
+
+    async def _run(self, start: inference_pb2.MultiplexedStart, number: int) -> None:
+        enter_part()
+        try:
+            with self._in_hand.counted(start.ByteSize()) as too_much:
+                if too_much is not None:
+                    raise too_much
+                call, request = self._call_from(start), start.request
+                async with self._service.generate(call) as generation:
+                    ahead = {REQUEST_ID_KEY: generation.request_id, **generation.record.headers}
+                    self._add(number, accepted=inference_pb2.MultiplexedAcceptance(metadata=ahead))
+                    first_ids = generation.prompt_token_ids if request.return_prompt_token_ids else ()
+                    seed = generation.seed
+                    async for event in generation:
+                        response = build_response(event, generation.request_id, first_ids, seed)
+                        self._add(number, response=response)
+                        first_ids, seed = (), None
+                        await self._is_writable.wait()
+        except Exception as error:
+            self._add(number, status=get_status(error_for(error)).SerializeToString())
+
+    def _call_from(self, start: inference_pb2.MultiplexedStart) -> Call:
+        if not start.HasField("request"):
+            raise InvalidArgument("request", "is missing")
+        limits_s = [] if (left_s := self._context.time_remaining()) is None else [left_s]
+        if start.HasField("timeout_s"):
+            if not start.timeout_s >= 0:
+                raise InvalidArgument("timeout_s", f"{start.timeout_s} is not a number of at least 0")
+            limits_s.append(start.timeout_s)
+        metadata = (*self._metadata, *start.trace.items()) if start.trace else self._metadata
+        defaults = self._service.state.default_sampling
+        return call_from(start.request, metadata, min(limits_s, default=None), self._peer, defaults)
+
+    def _add(self, number: int, **content: Any) -> None:
+        self._ready.append(inference_pb2.MultiplexedResponse(number=number, **content))
+        self._has_changed.set()
+
+    def _take(self) -> inference_pb2.GenerateMultiplexedResponse:
+        """Remove the responses that fit into one message, and return the message."""
+        num_bytes = 0
+        for count, one in enumerate(self._ready):
+            num_bytes += one.ByteSize()
+            if count and num_bytes > _MAX_RESPONSES_BYTES:
+                break
+        else:
+            count = len(self._ready)
+        taken, self._ready = self._ready[:count], self._ready[count:]
+        return inference_pb2.GenerateMultiplexedResponse(responses=taken)
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """jpaged.v1.InferenceService.
+
+    Args:
+        in_hand: limits the total size of the requests of GenerateMultiplexed.
+    """
+
+    def __init__(self, service: Service, in_hand: MessagesInHand) -> None:
+        self._service = service
+        self._in_hand = in_hand
+        self._calls: set[MultiplexedCall] = set()
+        self._are_closed = asyncio.Event()
+        self._are_closed.set()
+        self._has_ended = False
+
+    async def end(self, timeout_s: float) -> None:
+        """End the calls of GenerateMultiplexed with UNAVAILABLE, and wait up to `timeout_s` until they have ended."""
+        self._has_ended = True
+        for call in self._calls:
+            call.end(_shutting_down())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._are_closed.wait()
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: ServicerContext) -> None:
         """Stream one request; its blocks are free within a step, however the call ends.
@@ -586,6 +762,25 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 async for event in generation:
                     await context.write(build_response(event, generation.request_id, first_ids, seed))
                     first_ids, seed = (), None
+
+    async def GenerateMultiplexed(
+        self, request_iterator: AsyncIterator[inference_pb2.GenerateMultiplexedRequest], context: ServicerContext
+    ) -> AsyncIterator[inference_pb2.GenerateMultiplexedResponse]:
+        """Run requests concurrently on one call; a client disconnect aborts all of them."""
+        async with status_on_error(context):
+            if self._has_ended:
+                raise _shutting_down()
+            call = MultiplexedCall(self._service, request_iterator, self._in_hand, context)
+            self._calls.add(call)
+            self._are_closed.clear()
+            try:
+                async with contextlib.aclosing(call.responses()) as responses:
+                    async for response in responses:
+                        yield response
+            finally:
+                self._calls.discard(call)
+                if not self._calls:
+                    self._are_closed.set()
 
     async def Score(self, request: inference_pb2.ScoreRequest, context: ServicerContext) -> inference_pb2.ScoreResponse:
         """Score each continuation as a request; a client disconnect aborts all of them."""
@@ -612,6 +807,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Detokenize; accepts more ids than a sequence has."""
         async with status_on_error(context):
             return await detokenized(self._service, request)
+
+
+def _shutting_down() -> Unavailable:
+    return Unavailable("the server is shutting down: it accepts no new requests")
 
 
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):

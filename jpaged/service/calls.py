@@ -21,6 +21,9 @@ is followed by n / rate seconds in which tokens accumulate. Each step is a round
 first and last tokens never wait, and others wait at most MAX_WAIT_S. Rounds need fewer wake-ups and writes than single
 messages.
 
+A sequence's tokens become due in groups of n if the stream interval is n; the first and the last ones at once. Tokens
+that are not due neither wake the loop nor wait for a round.
+
 A slow reader also finds the events since its last read merged. A stream's memory is bounded by what its request may
 generate.
 
@@ -265,34 +268,52 @@ class OutputStream:
 
     Args:
         is_whole: the reader gets nothing before the last event.
+        interval: tokens of a sequence that become due together, after the first ones.
 
     Attributes:
         is_ended: the last event has arrived, read or not.
     """
 
-    def __init__(self, bridge: OutputDispatcher, *, is_whole: bool = False) -> None:
+    def __init__(self, bridge: OutputDispatcher, *, is_whole: bool = False, interval: int = 1) -> None:
         self._bridge = bridge
         self._buffer: dict[int, deque[OutputEvent]] = {}
         self._usage = Usage()
         self._has_events = asyncio.Event()
         self._is_whole = is_whole
         self._has_begun = False
-        self._has_put = False  # used by the engine thread
+        self._is_due = False
+        self._interval = interval
+        self._has_put = False  # used by the engine thread, as `_num_held`
+        self._num_held: dict[int, int] = {}
         self.is_ended = False
 
     def put(self, event: OutputEvent) -> None:
         """Queue an event. Called by the engine thread."""
         is_urgent = event.is_last or not (self._has_put or self._is_whole)
         self._has_put = True
-        self._bridge.put(self, event, is_urgent=is_urgent)
+        is_due = is_urgent or not self._is_whole
+        if self._interval > 1 and is_due:
+            is_due = self._completes_interval(event)
+        self._bridge.put(self, event, is_urgent=is_urgent, is_due=is_due)
+
+    def _completes_interval(self, event: OutputEvent) -> bool:
+        """Return True if the tokens of a sequence are due with this event; count them otherwise."""
+        is_first = event.index not in self._num_held
+        num_held = self._num_held.get(event.index, 0) + len(event.token_ids)
+        is_due = is_first or event.is_last or event.finish is not None or num_held >= self._interval
+        self._num_held[event.index] = 0 if is_due else num_held
+        return is_due
 
     @property
     def is_waiting(self) -> bool:
         """True if there are events that the reader may get and has not been woken for."""
-        return bool(self._buffer) and not (self._is_whole or self._has_events.is_set())
+        return self._is_due and bool(self._buffer) and not (self._is_whole or self._has_events.is_set())
 
-    def add(self, event: OutputEvent) -> int:
+    def add(self, event: OutputEvent, *, is_due: bool = True) -> int:
         """Buffer an event, on the event loop; the first and the last event release the buffer.
+
+        Args:
+            is_due: the buffered events may be sent in the next round.
 
         Returns:
             the number of messages released.
@@ -300,6 +321,7 @@ class OutputStream:
         if self.is_ended:
             return 0
         self._buffer.setdefault(event.index, deque()).append(event)
+        self._is_due = self._is_due or is_due
         self.is_ended = event.is_last
         if event.is_last or (self.is_waiting and not self._has_begun):
             self._has_begun = True
@@ -316,6 +338,7 @@ class OutputStream:
         if self._has_events.is_set() or not self._buffer:
             return 0
         self._has_events.set()
+        self._is_due = False
         return len(self._buffer)
 
     async def read(self) -> OutputEvent:
@@ -367,7 +390,7 @@ class OutputDispatcher:
         self._loop = loop
         self._message_s = 1.0 / messages_per_s
         self._lock = threading.Lock()
-        self._pending: list[tuple[OutputStream, OutputEvent]] = []
+        self._pending: list[tuple[OutputStream, OutputEvent, bool]] = []
         self._is_woken = False
         self._is_pause = False
         # Streams with events that their readers were not woken for.
@@ -375,15 +398,16 @@ class OutputDispatcher:
         self._next_round_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def put(self, stream: OutputStream, event: OutputEvent, *, is_urgent: bool) -> None:
+    def put(self, stream: OutputStream, event: OutputEvent, *, is_urgent: bool, is_due: bool = True) -> None:
         """Queue an event for a stream. Called by the engine thread; never blocks.
 
         Args:
             is_urgent: wake the loop; other events wait for the next round if one is scheduled.
+            is_due: the event may be sent in the next round; others wait for a later one of the stream.
         """
         with self._lock:
-            self._pending.append((stream, event))
-            if self._is_woken or (self._is_pause and not is_urgent):
+            self._pending.append((stream, event, is_due))
+            if self._is_woken or not is_due or (self._is_pause and not is_urgent):
                 return
             self._is_woken = True
         try:
@@ -397,14 +421,14 @@ class OutputDispatcher:
             pending, self._pending = self._pending, []
             self._is_woken = False
         now_s = self._loop.time()
-        is_due = now_s >= self._next_round_s
+        is_round = now_s >= self._next_round_s
         num_told = 0
-        for stream, event in pending:
-            num_told += stream.add(event)
+        for stream, event, is_due in pending:
+            num_told += stream.add(event, is_due=is_due)
             if stream.is_waiting:
                 self._waiting[stream] = None
         self._postpone(num_told, now_s)
-        if self._waiting and is_due:
+        if self._waiting and is_round:
             self._flush(now_s)
         if self._timer is None and (self._waiting or self._next_round_s >= now_s + _LONG_PAUSE_S):
             self._timer = self._loop.call_at(self._next_round_s, self._end_pause)

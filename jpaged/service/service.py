@@ -17,7 +17,7 @@ STARTING ──loaded──> SERVING ──no step ends──> STALLED          
   └──────────────────┴───failed──> FAILED
 
 `AuditObserver` copies the record of a request to the call's audit entry. A request gets a separate audit line if its
-call was answered before it ended (as in a batch), or if there is no call.
+call was answered before it ended (as in a batch), if it is one of several of a call, or if there is no call.
 """
 
 from __future__ import annotations
@@ -525,7 +525,7 @@ class Service:
             request_id=request_id,
             engine_id=f"{next(self._counter)}/{request_id}",
             cache_tenant=cache_tenant,
-            stream=OutputStream(self._bridge, is_whole=call.is_whole),
+            stream=OutputStream(self._bridge, is_whole=call.is_whole, interval=model.config.server.stream_interval),
             forget=self._forget,
             record=record,
         )
@@ -629,8 +629,8 @@ class AuditObserver:
     def end(self, record: RequestRecord) -> None:
         """Note the request's model and adapter, its token counts and its outcome."""
         entry = current()
-        is_apart = entry is None or entry.is_closed
-        if entry is None or entry.is_closed:
+        is_apart = entry is None or entry.is_closed or entry.is_part
+        if entry is None or (entry.is_closed and not entry.is_part):
             key = None if entry is None else entry.key
             entry = CallContext(face="background", method=record.operation, peer="", key=key, tenant=record.tenant)
         entry.note_request(record.request_id, record.model, record.adapter)

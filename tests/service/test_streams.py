@@ -242,3 +242,59 @@ async def test_a_stream_that_was_ended_from_outside_is_not_told_again(loop):
     assert other.token_ids == [[1], [2]]
     other.sample(is_last=True)
     await loop.advance(0.0)
+
+
+async def test_an_interval_groups_tokens_after_the_first(loop):
+    bridge = OutputDispatcher(loop, math.inf)
+    reader, other = Reader(bridge, interval=3), Reader(bridge, interval=4)
+    await steps(loop, [reader, other], 9, last=True)
+    assert reader.token_ids == [[1], [2, 3, 4], [5, 6, 7], [8, 9]]
+    assert other.token_ids == [[1], [2, 3, 4, 5], [6, 7, 8, 9]]
+    assert [message.text for message in reader.messages] == ["1 ", "2 3 4 ", "5 6 7 ", "8 9 "]
+
+
+async def test_tokens_that_are_not_due_do_not_wake_the_loop(loop):
+    reader = Reader(OutputDispatcher(loop, math.inf), interval=5)
+    await steps(loop, [reader], 1)
+    assert loop.num_wake_ups == 1
+    await steps(loop, [reader], 4)
+    assert loop.num_wake_ups == 1
+    await steps(loop, [reader], 1)
+    assert loop.num_wake_ups == 2
+    assert reader.token_ids == [[1], [2, 3, 4, 5, 6]]
+    reader.sample(is_last=True)
+    await loop.advance(0.0)
+
+
+async def test_an_interval_counts_each_sequence_and_its_end_is_due(loop):
+    reader = Reader(OutputDispatcher(loop, math.inf), interval=3)
+    for index, finishes in ((0, False), (1, False), (0, False), (1, True), (0, False), (0, False)):
+        reader.sample(index, finishes=finishes)
+        await loop.advance(0.0)
+    assert [(message.index, list(message.token_ids)) for message in reader.messages] == [
+        (0, [1]),
+        (1, [2]),
+        (0, [3]),
+        (1, [4]),
+        (0, [5, 6]),
+    ]
+    reader.sample(is_last=True)
+    await loop.advance(0.0)
+    assert reader.token_ids[-1] == [7]
+
+
+async def test_an_interval_and_a_rate_hold_together(loop):
+    bridge = OutputDispatcher(loop, 4 / STEP_S)  # a round every four steps
+    readers = [Reader(bridge, interval=2) for _ in range(16)]
+    await steps(loop, readers, 13, last=True)
+    for reader in readers:
+        assert reader.token_ids[0] == [1]
+        assert [token_id for message in reader.token_ids for token_id in message] == list(range(1, 14))
+        assert all(len(message) >= 2 for message in reader.token_ids[1:])
+
+
+async def test_who_reads_nothing_along_wakes_the_loop_once(loop):
+    reader = Reader(OutputDispatcher(loop, math.inf), is_whole=True)
+    await steps(loop, [reader], 6, last=True)
+    assert reader.token_ids == [[1, 2, 3, 4, 5, 6]]
+    assert loop.num_wake_ups == 1

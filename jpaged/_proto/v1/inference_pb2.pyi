@@ -77,6 +77,64 @@ class GenerateRequest(_message.Message):
     generated_token_ids: _containers.RepeatedCompositeFieldContainer[GeneratedTokens]
     def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., return_prompt_token_ids: _Optional[bool] = ..., whole: _Optional[bool] = ..., adapter: _Optional[str] = ..., generated_token_ids: _Optional[_Iterable[_Union[GeneratedTokens, _Mapping]]] = ...) -> None: ...
 
+class GenerateMultiplexedRequest(_message.Message):
+    __slots__ = ("starts", "cancels")
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    CANCELS_FIELD_NUMBER: _ClassVar[int]
+    starts: _containers.RepeatedCompositeFieldContainer[MultiplexedStart]
+    cancels: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, starts: _Optional[_Iterable[_Union[MultiplexedStart, _Mapping]]] = ..., cancels: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class MultiplexedStart(_message.Message):
+    __slots__ = ("number", "request", "timeout_s", "trace")
+    class TraceEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    request: GenerateRequest
+    timeout_s: float
+    trace: _containers.ScalarMap[str, str]
+    def __init__(self, number: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_s: _Optional[float] = ..., trace: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class GenerateMultiplexedResponse(_message.Message):
+    __slots__ = ("responses",)
+    RESPONSES_FIELD_NUMBER: _ClassVar[int]
+    responses: _containers.RepeatedCompositeFieldContainer[MultiplexedResponse]
+    def __init__(self, responses: _Optional[_Iterable[_Union[MultiplexedResponse, _Mapping]]] = ...) -> None: ...
+
+class MultiplexedResponse(_message.Message):
+    __slots__ = ("number", "accepted", "response", "status")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    accepted: MultiplexedAcceptance
+    response: GenerateResponse
+    status: bytes
+    def __init__(self, number: _Optional[int] = ..., accepted: _Optional[_Union[MultiplexedAcceptance, _Mapping]] = ..., response: _Optional[_Union[GenerateResponse, _Mapping]] = ..., status: _Optional[bytes] = ...) -> None: ...
+
+class MultiplexedAcceptance(_message.Message):
+    __slots__ = ("metadata",)
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    metadata: _containers.ScalarMap[str, str]
+    def __init__(self, metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
 class GeneratedTokens(_message.Message):
     __slots__ = ("index", "ids", "cumulative_logprob", "finished")
     INDEX_FIELD_NUMBER: _ClassVar[int]

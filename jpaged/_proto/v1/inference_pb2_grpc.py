@@ -40,6 +40,11 @@ class InferenceServiceStub:
                 request_serializer=jpaged_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=jpaged_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMultiplexed = channel.stream_stream(
+                '/jpaged.v1.InferenceService/GenerateMultiplexed',
+                request_serializer=jpaged_dot_v1_dot_inference__pb2.GenerateMultiplexedRequest.SerializeToString,
+                response_deserializer=jpaged_dot_v1_dot_inference__pb2.GenerateMultiplexedResponse.FromString,
+                _registered_method=True)
         self.Score = channel.unary_unary(
                 '/jpaged.v1.InferenceService/Score',
                 request_serializer=jpaged_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
@@ -84,6 +89,22 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateMultiplexed(self, request_iterator, context):
+        """Runs many requests on one call, each as Generate does: a call costs more processor time than a small model's
+        tokens. A message of the client starts and cancels any number of requests; a message of the server has what is
+        ready of any number of requests. An error of a request ends that request only.
+
+        The call ends with OK after the client has closed its side and every request has ended. If the call ends in any
+        other way, the requests that have not ended are cancelled. A message with a duplicate number, or with more than 256
+        starts, ends the call with INVALID_ARGUMENT. Metadata and deadline of the call apply to each request.
+
+        A slow reader delays all requests of the call: what is ready is merged, as for Generate. A proxy that balances
+        calls sends all requests of a call to one server, so clients should start a new call after some requests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Score(self, request, context):
         """Returns the log-probability of each token of each continuation, given the prompt and the tokens before it. The
         server computes the prompt once, through the prefix cache, and scores many continuations in one step.
@@ -122,6 +143,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=jpaged_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=jpaged_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateMultiplexed': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMultiplexed,
+                    request_deserializer=jpaged_dot_v1_dot_inference__pb2.GenerateMultiplexedRequest.FromString,
+                    response_serializer=jpaged_dot_v1_dot_inference__pb2.GenerateMultiplexedResponse.SerializeToString,
             ),
             'Score': grpc.unary_unary_rpc_method_handler(
                     servicer.Score,
@@ -172,6 +198,33 @@ class InferenceService:
             '/jpaged.v1.InferenceService/Generate',
             jpaged_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             jpaged_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMultiplexed(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/jpaged.v1.InferenceService/GenerateMultiplexed',
+            jpaged_dot_v1_dot_inference__pb2.GenerateMultiplexedRequest.SerializeToString,
+            jpaged_dot_v1_dot_inference__pb2.GenerateMultiplexedResponse.FromString,
             options,
             channel_credentials,
             insecure,
