@@ -107,14 +107,6 @@ void load_rows(const Call& call, const Tile& tile, int64_t kv_head, const Scratc
   }
 }
 
-void load_queries(const Call& call, const Tile& tile, int64_t kv_head, float* memory) {
-  const Scratch scratch(memory, call.head_dim);
-  for (int64_t d = 0; d < padded(call.head_dim); d += kWidth) store(scratch.zeros + d, Floats{});
-  if (call.q_number == Number::kF32) return load_rows<F32>(call, tile, kv_head, scratch);
-  if (call.q_number == Number::kBF16) return load_rows<BF16>(call, tile, kv_head, scratch);
-  load_rows<F16>(call, tile, kv_head, scratch);
-}
-
 // `count` keys or values in float32: in place if stored as float32, else converted into the scratch.
 template <class N>
 inline void decode_rows(const char* const* from, int64_t count, int64_t width, int64_t offset,
@@ -329,6 +321,14 @@ void add_tile(Weights weights, int64_t num_rows, const float* const* values, int
   }
 }
 
+}  // namespace
+}  // namespace jpaged
+
+#include "pairs.h"
+
+namespace jpaged {
+namespace {
+
 // --- a chunk -----------------------------------------------------------------------------------------------------
 
 template <class N>
@@ -377,9 +377,19 @@ void attend_to(const Call& call, const Piece& piece, const Keys& keys, const Key
   }
 }
 
+void load_queries(const Call& call, const Tile& tile, int64_t kv_head, float* memory) {
+  const Scratch scratch(memory, call.head_dim);
+  for (int64_t d = 0; d < padded(call.head_dim); d += kWidth) store(scratch.zeros + d, Floats{});
+  if (has_pairs(call)) return load_pairs(call, tile, kv_head, PairScratch(scratch));
+  if (call.q_number == Number::kF32) return load_rows<F32>(call, tile, kv_head, scratch);
+  if (call.q_number == Number::kBF16) return load_rows<BF16>(call, tile, kv_head, scratch);
+  load_rows<F16>(call, tile, kv_head, scratch);
+}
+
 void attend(const Call& call, const Piece& piece, const Keys& keys, const Keys* next, float* memory,
             Partial part) {
   const Scratch scratch(memory, call.head_dim);
+  if (has_pairs(call)) return attend_pairs(call, piece, keys, next, PairScratch(scratch), part);
   switch (call.kv_number) {
     case Number::kF32: return attend_to<F32>(call, piece, keys, next, scratch, part);
     case Number::kBF16: return attend_to<BF16>(call, piece, keys, next, scratch, part);
