@@ -130,8 +130,8 @@ FAULTS = (
     Fault(
         "the sum keeps its scale when the maximum grows",
         _CORE,
-        "into.sum[i] * fade + later.sum[i] * gain",
-        "into.sum[i] + later.sum[i] * gain",
+        "load(into.sum + first) * fades + load(later.sum + first) * gains",
+        "load(into.sum + first) + load(later.sum + first) * gains",
         "many_chunks",
     ),
     Fault(

@@ -401,8 +401,6 @@ void attend(const Call& call, const Piece& piece, const Keys& keys, const Keys* 
 
 // --- partial results ---------------------------------------------------------------------------------------------
 
-inline float scalar_exponential(float x) { return exponential(all(x))[0]; }
-
 void clear(const Tile& tile, int64_t value_dim, Partial part) {
   for (int64_t i = 0; i < tile.num_rows; ++i) {
     part.max[i] = kLowest;
@@ -413,18 +411,28 @@ void clear(const Tile& tile, int64_t value_dim, Partial part) {
 
 void merge(const Tile& tile, int64_t value_dim, Partial into, Partial later) {
   const int64_t depth = padded(value_dim);
-  for (int64_t i = 0; i < tile.num_rows; ++i) {
-    const float max = into.max[i] > later.max[i] ? into.max[i] : later.max[i];
-    const float fade = scalar_exponential(into.max[i] - max), gain = scalar_exponential(later.max[i] - max);
-    into.max[i] = max;
-    into.sum[i] = into.sum[i] * fade + later.sum[i] * gain;
-    float *out = into.out + i * depth, *more = later.out + i * depth;
-    for (int64_t d = 0; d < depth; d += kWidth) store(out + d, load(out + d) * fade + load(more + d) * gain);
+  for (int64_t first = 0; first < tile.num_rows; first += kWidth) {
+    const Floats a = load(into.max + first), b = load(later.max + first), max = larger(a, b);
+    const Floats fades = exponential(a - max), gains = exponential(b - max);
+    store(into.max + first, max);
+    store(into.sum + first, load(into.sum + first) * fades + load(later.sum + first) * gains);
+    for (int64_t i = first; i < lesser(tile.num_rows, first + kWidth); ++i) {
+      const float fade = fades[i - first], gain = gains[i - first];
+      float *out = into.out + i * depth, *more = later.out + i * depth;
+      for (int64_t d = 0; d < depth; d += kWidth) store(out + d, load(out + d) * fade + load(more + d) * gain);
+    }
   }
 }
 
 void store_row(const float* row, float factor, int64_t count, Number number, void* out, int64_t at) {
-  for (int64_t d = 0; d < count; ++d) {
+  int64_t d = 0;
+#ifdef __AVX512BF16__
+  for (; number == Number::kBF16 && d + kWidth <= count; d += kWidth) {
+    const __m256bh halves = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(load(row + d) * factor));
+    __builtin_memcpy(static_cast<uint16_t*>(out) + at + d, &halves, sizeof halves);
+  }
+#endif
+  for (; d < count; ++d) {
     const float x = row[d] * factor;
     if (number == Number::kF32) {
       static_cast<float*>(out)[at + d] = x;

@@ -1,7 +1,7 @@
 // Attention of bfloat16 queries, keys and values with instructions that add the products of two pairs of numbers.
 // Included only by core.cc.
 //
-//     scores    pairs of a head's numbers      sums and their order are those of core.cc, for pairs instead of numbers
+//     scores    pairs of a head's numbers      every fourth pair has the same sum; (0 + 2) + (1 + 3) are added
 //     values    pairs of consecutive keys      weights are rounded to bfloat16
 //
 // Scores become weights in place. The maximum of a row is kept in units of log 2 until its chunk ends.
@@ -56,19 +56,44 @@ struct PairScratch {
         zeros(reinterpret_cast<const Half*>(scratch.zeros)) {}
 };
 
+// Exchange lane i of vector j with lane j of vector i for indices that differ by `stride`, and by less.
+template <int stride, int... lane>
+inline void transpose_step(Uints* x, std::integer_sequence<int, lane...> lanes) {
+  const Ints low = {(lane & stride ? kWidth + (lane ^ stride) : lane)...};
+  const Ints high = {(lane & stride ? kWidth + lane : lane ^ stride)...};
+#pragma GCC unroll 16
+  for (int i = 0; i < kWidth; ++i) {
+    if (i & stride) continue;
+    const __m512i a = reinterpret_cast<__m512i>(x[i]), b = reinterpret_cast<__m512i>(x[i | stride]);
+    x[i] = reinterpret_cast<Uints>(_mm512_permutex2var_epi32(a, reinterpret_cast<__m512i>(low), b));
+    x[i | stride] = reinterpret_cast<Uints>(_mm512_permutex2var_epi32(a, reinterpret_cast<__m512i>(high), b));
+  }
+  if constexpr (stride > 1) transpose_step<stride / 2>(x, lanes);
+}
+
 void load_pairs(const Call& call, const Tile& tile, int64_t kv_head, const PairScratch& scratch) {
   const int64_t group = call.group(), num_lanes = padded(tile.num_rows), num_pairs = call.head_dim / 2;
   const bool is_many = has_many_rows(tile);
-  Pair* const pairs = reinterpret_cast<Pair*>(scratch.q);
-  for (int64_t i = 0; i < num_lanes; ++i) {
-    const int64_t token = tile.token + (tile.first + i) / group, head = kv_head * group + (tile.first + i) % group;
-    const Half* q = static_cast<const Half*>(call.q) + (token * call.num_heads + head) * call.head_dim;
-    if (i >= tile.num_rows) q = scratch.zeros;  // idle rows must not contain NaN
-    if (!is_many) {
-      __builtin_memcpy(scratch.q + i * call.head_dim, q, 2 * call.head_dim);
-      continue;
+  for (int64_t first = 0; first < num_lanes; first += kWidth) {
+    const Half* rows[kWidth];
+    for (int64_t i = 0; i < kWidth; ++i) {
+      const int64_t pair = tile.first + first + i, head = kv_head * group + pair % group;
+      const Half* q = static_cast<const Half*>(call.q);
+      // Idle rows must not contain NaN.
+      rows[i] = first + i < tile.num_rows
+                    ? q + ((tile.token + pair / group) * call.num_heads + head) * call.head_dim
+                    : scratch.zeros;
+      if (!is_many) __builtin_memcpy(scratch.q + i * call.head_dim, rows[i], 2 * call.head_dim);
     }
-    for (int64_t p = 0; p < num_pairs; ++p) pairs[p * num_lanes + i] = pair_at(q + 2 * p);
+    for (int64_t p = 0; is_many && p < num_pairs; p += kPairsOfVector) {
+      Uints pairs[kWidth];
+#pragma GCC unroll 16
+      for (int i = 0; i < kWidth; ++i) pairs[i] = load_as<Uints>(rows[i] + 2 * p);
+      transpose_step<kWidth / 2>(pairs, std::make_integer_sequence<int, kWidth>{});
+      Pair* const to = reinterpret_cast<Pair*>(scratch.q) + p * num_lanes + first;
+#pragma GCC unroll 16
+      for (int i = 0; i < kWidth; ++i) store_pairs(to + i * num_lanes, pairs[i]);
+    }
   }
 }
 
@@ -79,23 +104,62 @@ inline void point(const char* const* from, int64_t count, int64_t offset, const 
 
 // --- scores of few rows ------------------------------------------------------------------------------------------
 
-// The dot products of `rows` queries with width / rows keys.
+constexpr int kParts = 4;                       // of a vector, four pairs each
+constexpr int kPairsOfPart = kPairsOfVector / kParts;
+
+// Part i of four keys' vectors at `at`, for each i.
+template <int distance>
+inline void load_parts(const Half* const* keys, int64_t at, Uints* to) {
+  __m512i key[kParts];
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) key[i] = _mm512_loadu_si512(keys[i * distance] + at);
+  const __m512i a = _mm512_maskz_shuffle_i32x4(0xffff, key[0], key[1], 0x44);
+  const __m512i b = _mm512_maskz_shuffle_i32x4(0xffff, key[2], key[3], 0x44);
+  const __m512i c = _mm512_maskz_shuffle_i32x4(0xffff, key[0], key[1], 0xee);
+  const __m512i d = _mm512_maskz_shuffle_i32x4(0xffff, key[2], key[3], 0xee);
+  to[0] = reinterpret_cast<Uints>(_mm512_maskz_shuffle_i32x4(0xffff, a, b, 0x88));
+  to[1] = reinterpret_cast<Uints>(_mm512_maskz_shuffle_i32x4(0xffff, a, b, 0xdd));
+  to[2] = reinterpret_cast<Uints>(_mm512_maskz_shuffle_i32x4(0xffff, c, d, 0x88));
+  to[3] = reinterpret_cast<Uints>(_mm512_maskz_shuffle_i32x4(0xffff, c, d, 0xdd));
+}
+
+// The lane of product `to`, in the order of rows and keys, after `score_pairs` has added the lanes of each part.
+constexpr int lane_from(int to, int keys, int groups) {
+  return to % keys / groups * kParts + to / keys * groups + to % keys % groups;
+}
+
+template <int keys, int groups, int... lane>
+inline Floats order_products(Floats x, std::integer_sequence<int, lane...>) {
+  const Ints from = {lane_from(lane, keys, groups)...};
+  return reinterpret_cast<Floats>(
+      _mm512_maskz_permutexvar_ps(0xffff, reinterpret_cast<__m512i>(from), reinterpret_cast<__m512>(x)));
+}
+
+// The dot products of `rows` queries with width / rows keys. A sum has a lane for each pair of a part, and a vector of
+// sums has four keys.
 template <int rows>
 inline void score_pairs(const Half* q, const Half* const* keys, int64_t head_dim, float* scores) {
-  constexpr int kKeys = kWidth / rows;
-  Floats sums[kWidth] = {};
+  constexpr int kKeys = kWidth / rows, kGroups = kKeys / kParts;
+  Floats sums[kParts] = {};
   for (int64_t d = 0; d < head_dim; d += kHalvesOfVector) {
-    Uints queries[rows];
 #pragma GCC unroll 4
-    for (int i = 0; i < rows; ++i) queries[i] = load_as<Uints>(q + i * head_dim + d);
-#pragma GCC unroll 16
-    for (int j = 0; j < kKeys; ++j) {
-      const Uints key = load_as<Uints>(keys[j] + d);
+    for (int group = 0; group < kGroups; ++group) {
+      Uints parts[kParts];
+      load_parts<kGroups>(keys + group, d, parts);
 #pragma GCC unroll 4
-      for (int i = 0; i < rows; ++i) add_pairs(sums[i * kKeys + j], key, queries[i]);
+      for (int part = 0; part < kParts; ++part) {
+#pragma GCC unroll 4
+        for (int i = 0; i < rows; ++i) {
+          const __m128i query = _mm_loadu_si128(
+              reinterpret_cast<const __m128i*>(q + i * head_dim + d + 2 * kPairsOfPart * part));
+          const __m512i same = _mm512_maskz_broadcast_i32x4(0xffff, query);
+          add_pairs(sums[i * kGroups + group], parts[part], reinterpret_cast<Uints>(same));
+        }
+      }
     }
   }
-  const Floats products = lane_sums(sums);
+  const Floats sum = lane_sums<kPairsOfPart / 2>(sums);
+  const Floats products = order_products<kKeys, kGroups>(sum, std::make_integer_sequence<int, kWidth>{});
   for (int i = 0; i < rows; ++i) {
     __builtin_memcpy(scores + i * kChunk, reinterpret_cast<const float*>(&products) + i * kKeys, 4 * kKeys);
   }
@@ -127,6 +191,12 @@ inline Floats power_of_two(Floats x) {
       _mm512_maskz_scalef_ps(0xffff, reinterpret_cast<__m512>(series), reinterpret_cast<__m512>(x)));
 }
 
+// The rounded product: it must not be fused with an addition.
+inline Floats scaled(Floats x, float factor) {
+  return reinterpret_cast<Floats>(
+      _mm512_maskz_mul_ps(0xffff, reinterpret_cast<__m512>(x), reinterpret_cast<__m512>(all(factor))));
+}
+
 // From products to scores in units of log 2.
 struct ScoreScale {
   float factor, cap;
@@ -135,7 +205,7 @@ struct ScoreScale {
       : factor(call.soft_cap > 0 ? call.scale : call.scale * kLog2E), cap(call.soft_cap) {}
 
   Floats apply(Floats products) const {
-    const Floats scores = products * factor;
+    const Floats scores = scaled(products, factor);
     return cap > 0 ? cap_scores(scores, cap) * kLog2E : scores;
   }
 };
@@ -164,43 +234,39 @@ void weigh_few_pairs(const Sight& sight, int64_t num_rows, const ScoreScale& sca
 
 // --- scores of many rows -----------------------------------------------------------------------------------------
 
-// The dot products of some vectors of queries with some keys, in the order of `score_pairs`: the pairs of each lane of a
-// head first, then lanes half the width apart, and so on.
+// The dot products of some vectors of queries with some keys, in the order of `score_pairs`: every fourth pair first.
 template <int vectors, int keys>
 [[gnu::noinline]] void score_many_keys(const Pair* q, int64_t num_lanes, const Half* const* k, int64_t num_keys,
                                        int64_t num_pairs, float* scores) {
-  constexpr int kFold = 4, kGroups = kWidth / kFold;  // lanes g, g + kGroups, g + 2 kGroups and g + 3 kGroups at once
+  constexpr int kProducts = vectors * keys, kHalf = kPairsOfPart / 2;
   for (int64_t first = 0; first < num_keys; first += keys, k += keys, scores += keys * num_lanes) {
-    Floats groups[kGroups][vectors * keys];
-    for (int g = 0; g < kGroups; ++g) {
-      Floats sums[kFold][vectors * keys];
-#pragma GCC unroll 4
-      for (int f = 0; f < kFold; ++f) {
-#pragma GCC unroll 4
-        for (int i = 0; i < vectors * keys; ++i) sums[f][i] = Floats{};
-      }
-      for (int64_t pair = g; pair < num_pairs; pair += kWidth) {
-#pragma GCC unroll 4
-        for (int f = 0; f < kFold; ++f) {
-          const int64_t p = pair + f * kGroups;
+    Floats halves[kHalf][kProducts];
+#pragma GCC unroll 2
+    for (int half = 0; half < kHalf; ++half) {
+      Floats sums[2][kProducts];
+#pragma GCC unroll 8
+      for (int i = 0; i < kProducts; ++i) sums[0][i] = sums[1][i] = Floats{};
+      for (int64_t part = half; part < num_pairs; part += kPairsOfPart) {
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; ++h) {
+          const int64_t p = part + h * kHalf;
           Uints queries[vectors];
-#pragma GCC unroll 4
+#pragma GCC unroll 2
           for (int v = 0; v < vectors; ++v) queries[v] = load_as<Uints>(q + p * num_lanes + v * kWidth);
 #pragma GCC unroll 4
           for (int j = 0; j < keys; ++j) {
             const Uints key = Uints{} + pair_at(k[j] + 2 * p);
-#pragma GCC unroll 4
-            for (int v = 0; v < vectors; ++v) add_pairs(sums[f][v * keys + j], key, queries[v]);
+#pragma GCC unroll 2
+            for (int v = 0; v < vectors; ++v) add_pairs(sums[h][v * keys + j], key, queries[v]);
           }
         }
       }
-#pragma GCC unroll 4
-      for (int i = 0; i < vectors * keys; ++i) groups[g][i] = (sums[0][i] + sums[2][i]) + (sums[1][i] + sums[3][i]);
+#pragma GCC unroll 8
+      for (int i = 0; i < kProducts; ++i) halves[half][i] = sums[0][i] + sums[1][i];
     }
-#pragma GCC unroll 4
-    for (int i = 0; i < vectors * keys; ++i) {
-      const Floats products = (groups[0][i] + groups[2][i]) + (groups[1][i] + groups[3][i]);
-      store(scores + i % keys * num_lanes + i / keys * kWidth, products);
+#pragma GCC unroll 8
+    for (int i = 0; i < kProducts; ++i) {
+      store(scores + i % keys * num_lanes + i / keys * kWidth, halves[0][i] + halves[1][i]);
     }
   }
 }
@@ -209,7 +275,7 @@ void score_many_pairs(const Pair* q, int64_t num_lanes, const Half* const* k, in
                       float* scores) {
   int64_t lane = 0;
   for (; lane + 2 * kWidth <= num_lanes; lane += 2 * kWidth) {
-    score_many_keys<2, 2>(q + lane, num_lanes, k, num_keys, num_pairs, scores + lane);
+    score_many_keys<2, 4>(q + lane, num_lanes, k, num_keys, num_pairs, scores + lane);
   }
   if (lane < num_lanes) score_many_keys<1, 4>(q + lane, num_lanes, k, num_keys, num_pairs, scores + lane);
 }
@@ -229,26 +295,31 @@ inline Uints pair_weights(Floats even, Floats odd) {
 }
 
 void weigh_many_pairs(const Sight& sight, int64_t num_lanes, const ScoreScale& scale, float* scores, Partial part) {
-  const bool is_whole = sight.is_whole();
+  // If every row sees every key, the largest product has the largest score.
+  const bool is_whole = sight.is_whole() && scale.cap <= 0 && scale.factor > 0;
+  const float factor = is_whole ? scale.factor : 1.0f;
   for (int64_t lane = 0; lane < num_lanes; lane += kWidth) {
     const Ints first = load_as<Ints>(sight.first + lane), last = load_as<Ints>(sight.last + lane);
     Floats most = all(kLowest);
     for (int64_t key = sight.begin; key < sight.end; ++key) {
       float* row = scores + key * num_lanes + lane;
-      Floats seen = scale.apply(load(row));
-      if (!is_whole) {
-        const Ints place = Ints{} + static_cast<int32_t>(key);
-        seen = (place >= first) & (place < last) ? seen : all(-kInfinity);
+      if (is_whole) {
+        most = larger(load(row), most);
+        continue;
       }
+      const Ints place = Ints{} + static_cast<int32_t>(key);
+      const Floats seen = (place >= first) & (place < last) ? scale.apply(load(row)) : all(-kInfinity);
       most = larger(seen, most);
       store(row, seen);
     }
+    most = most * factor;
     Floats totals[kWidth] = {};  // in the order of the lanes of `weigh_few_pairs`
     for (int64_t key = sight.begin; key < sight.end; key += kWidth) {
 #pragma GCC unroll 8
       for (int i = 0; i < kWidth; i += 2) {
         const float* row = scores + (key + i) * num_lanes + lane;
-        const Floats even = power_of_two(load(row) - most), odd = power_of_two(load(row + num_lanes) - most);
+        const Floats even = power_of_two(scaled(load(row), factor) - most);
+        const Floats odd = power_of_two(scaled(load(row + num_lanes), factor) - most);
         totals[i] += even;
         totals[i + 1] += odd;
         store_pairs(scores + (key + i) / 2 * num_lanes + lane, pair_weights(even, odd));
