@@ -96,7 +96,7 @@ class Fault:
     tests: str
 
 
-_CORE, _KERNEL = "paged_attention/cpu/core.cc", "paged_attention/cpu/kernel.cc"
+_CORE, _KERNEL, _PAIRS = (f"paged_attention/cpu/{name}" for name in ("core.cc", "kernel.cc", "pairs.h"))
 
 FAULTS = (
     Fault(
@@ -260,6 +260,21 @@ FAULTS = (
         "split.num_left.fetch_sub(1, std::memory_order_acq_rel) < tile.num_chunks()",
         "single_bit",
     ),
+    Fault(
+        "many rows add pairs in another order",
+        _PAIRS,
+        "halves[half][i] = sums[0][i] + sums[1][i];",
+        "halves[half][i] = sums[0][i] + sums[1][i] * 1.0001f;",
+        "same_bits",
+    ),
+    Fault(
+        "weights of a pair are exchanged",
+        _PAIRS,
+        "cvtne2ps_pbh(reinterpret_cast<__m512>(odd)",
+        "cvtne2ps_pbh(reinterpret_cast<__m512>(even)",
+        "ragged_rows",
+    ),
+    Fault("pairs forget the soft cap", _PAIRS, "return cap > 0 ? cap_scores", "return false ? cap_scores", "soft_cap"),
 )
 
 _PRODUCT, _CALL = "matmul/cpu/core.cc", "matmul/cpu/kernel.cc"

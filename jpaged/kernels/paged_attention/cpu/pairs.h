@@ -21,7 +21,6 @@ using Half = uint16_t;
 using Pair = uint32_t;  // two bfloat16 numbers
 
 constexpr int kPairsOfVector = kWidth;
-constexpr int64_t kBlockRows = 2 * kWidth;  // of many rows: their scores of a chunk fit into the L1 cache
 constexpr int kHalvesOfVector = 2 * kWidth;
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
@@ -46,7 +45,7 @@ inline void store_pairs(void* to, Uints pairs) { __builtin_memcpy(to, &pairs, si
 // The scratch of `Scratch`, with other contents.
 struct PairScratch {
   Half* q;        // [rows, D], or pairs [D / 2, rows]
-  float* scores;  // [rows, kChunk], or [kChunk, rows of a block]; weights are pairs of keys, at the beginning of each
+  float* scores;  // [rows, kChunk] or [kChunk, rows]; weights are pairs of keys, in the first half of a row or all rows
   Half* values;   // [kStep / 2, D, 2]
   const Half* zeros;
 
@@ -229,7 +228,7 @@ template <int vectors, int keys>
 [[gnu::noinline]] void score_many_keys(const Pair* q, int64_t num_lanes, const Half* const* k, int64_t num_keys,
                                        int64_t num_pairs, float* scores) {
   constexpr int kProducts = vectors * keys, kHalf = kPairsOfPart / 2;
-  for (int64_t first = 0; first < num_keys; first += keys, k += keys, scores += kProducts * kWidth) {
+  for (int64_t first = 0; first < num_keys; first += keys, k += keys, scores += keys * num_lanes) {
     Floats halves[kHalf][kProducts];
 #pragma GCC unroll 2
     for (int half = 0; half < kHalf; ++half) {
@@ -256,9 +255,18 @@ template <int vectors, int keys>
     }
 #pragma GCC unroll 8
     for (int i = 0; i < kProducts; ++i) {
-      store(scores + (i % keys * vectors + i / keys) * kWidth, halves[0][i] + halves[1][i]);
+      store(scores + i % keys * num_lanes + i / keys * kWidth, halves[0][i] + halves[1][i]);
     }
   }
+}
+
+void score_many_pairs(const Pair* q, int64_t num_lanes, const Half* const* k, int64_t num_keys, int64_t num_pairs,
+                      float* scores) {
+  int64_t lane = 0;
+  for (; lane + 2 * kWidth <= num_lanes; lane += 2 * kWidth) {
+    score_many_keys<2, 4>(q + lane, num_lanes, k, num_keys, num_pairs, scores + lane);
+  }
+  if (lane < num_lanes) score_many_keys<1, 4>(q + lane, num_lanes, k, num_keys, num_pairs, scores + lane);
 }
 
 // Numbers i and i + 16 next to each other.
@@ -275,14 +283,12 @@ inline Uints pair_weights(Floats even, Floats odd) {
   return reinterpret_cast<Uints>(_mm512_maskz_permutexvar_epi16(~0u, load_order(), halves));
 }
 
-// Convert the scores [kChunk, num_lanes] of the rows from `begin` to weights.
-void weigh_many_pairs(const Sight& sight, int64_t begin, int64_t num_lanes, const ScoreScale& scale, float* scores,
-                      Partial part) {
+void weigh_many_pairs(const Sight& sight, int64_t num_lanes, const ScoreScale& scale, float* scores, Partial part) {
   // If every row sees every key, the largest product has the largest score.
   const bool is_whole = sight.is_whole() && scale.cap <= 0 && scale.factor > 0;
   const float factor = is_whole ? scale.factor : 1.0f;
   for (int64_t lane = 0; lane < num_lanes; lane += kWidth) {
-    const Ints first = load_as<Ints>(sight.first + begin + lane), last = load_as<Ints>(sight.last + begin + lane);
+    const Ints first = load_as<Ints>(sight.first + lane), last = load_as<Ints>(sight.last + lane);
     Floats most = all(kLowest);
     for (int64_t key = sight.begin; key < sight.end; ++key) {
       float* row = scores + key * num_lanes + lane;
@@ -311,8 +317,8 @@ void weigh_many_pairs(const Sight& sight, int64_t begin, int64_t num_lanes, cons
     for (int stride = kWidth / 2; stride > 0; stride /= 2) {
       for (int i = 0; i < stride; ++i) totals[i] += totals[i + stride];
     }
-    store(part.max + begin + lane, most * kLn2);
-    store(part.sum + begin + lane, totals[0]);
+    store(part.max + lane, most * kLn2);
+    store(part.sum + lane, totals[0]);
   }
 }
 
@@ -398,32 +404,26 @@ void attend_pairs(const Call& call, const Piece& piece, const Keys& keys, const 
   // A latent's value was loaded with it.
   const int64_t value_bytes = call.value_offset ? 2 * dim : 0;
 
-  const ScoreScale scale(call);
   const Half* rows[kStep];
-  // Blocks of many rows, or all of few.
-  for (int64_t row = 0; row < num_lanes; row += is_many ? kBlockRows : num_lanes) {
-    const int64_t width = lesser(kBlockRows, num_lanes - row);
-    float* const scores = scratch.scores + row * kChunk;
-    for (int64_t i = sight.begin; i < sight.end; i += kStep) {
-      const int64_t count = lesser(kStep, sight.end - i);
-      point(keys.at + i, count, 0, scratch.zeros, rows);
-      if (row == 0) fetch(keys, i, i + count, 2 * call.value_offset, value_bytes);
-      const Pair* const q = reinterpret_cast<const Pair*>(scratch.q) + row;
-      if (!is_many) {
-        for (int64_t j = 0; j < count; j += kFetch) {
-          score_few_pairs(scratch.q, tile.num_rows, rows + j, call.head_dim, scores + i + j);
-        }
-      } else if (width == kBlockRows) {
-        score_many_keys<2, 4>(q, num_lanes, rows, count, call.head_dim / 2, scores + i * width);
-      } else {
-        score_many_keys<1, 4>(q, num_lanes, rows, count, call.head_dim / 2, scores + i * width);
-      }
-    }
+  for (int64_t i = sight.begin; i < sight.end; i += kStep) {
+    const int64_t count = lesser(kStep, sight.end - i);
+    point(keys.at + i, count, 0, scratch.zeros, rows);
     if (is_many) {
-      weigh_many_pairs(sight, row, width, scale, scores, part);
-    } else {
-      weigh_few_pairs(sight, tile.num_rows, scale, scores, part);
+      fetch(keys, i, i + count, 2 * call.value_offset, value_bytes);
+      score_many_pairs(reinterpret_cast<const Pair*>(scratch.q), num_lanes, rows, count, call.head_dim / 2,
+                       scratch.scores + i * num_lanes);
+      continue;
     }
+    for (int64_t j = 0; j < count; j += kFetch) {
+      fetch(keys, i + j, i + j + kFetch, 2 * call.value_offset, value_bytes);
+      score_few_pairs(scratch.q, tile.num_rows, rows + j, call.head_dim, scratch.scores + i + j);
+    }
+  }
+  const ScoreScale scale(call);
+  if (is_many) {
+    weigh_many_pairs(sight, num_lanes, scale, scratch.scores, part);
+  } else {
+    weigh_few_pairs(sight, tile.num_rows, scale, scratch.scores, part);
   }
   for (int64_t i = 0; i < tile.num_rows * dim; i += kWidth) store(part.out + i, Floats{});
   const int64_t num_keys = sight.end - sight.begin;
@@ -434,12 +434,9 @@ void attend_pairs(const Call& call, const Piece& piece, const Keys& keys, const 
     point(keys.at + sight.begin + i, count, call.value_offset, scratch.zeros, rows);
     interleave(rows, count, dim, scratch.values);
     if (next) fetch(*next, next_key(i), next_key(i + count), 0, 2 * call.head_dim);
-    for (int64_t row = 0; row < tile.num_rows; row += kBlockRows) {
-      const int64_t width = lesser(kBlockRows, num_lanes - row);
-      const PairWeights from = is_many ? PairWeights{weights + row * kChunk + pair * width, 1, width}
-                                       : PairWeights{weights + pair, kChunk, 1};
-      add_pair_tile(from, lesser(kBlockRows, tile.num_rows - row), scratch.values, count / 2, dim, part.out + row * dim);
-    }
+    const PairWeights from = is_many ? PairWeights{weights + pair * num_lanes, 1, num_lanes}
+                                     : PairWeights{weights + pair, kChunk, 1};
+    add_pair_tile(from, tile.num_rows, scratch.values, count / 2, dim, part.out);
   }
 }
 
