@@ -310,8 +310,8 @@ PRODUCT_FAULTS = (
     Fault(
         "heads turn backwards",
         _PRODUCT,
-        "x[half + i] * cos[i] + x[i] * sin[i]",
-        "x[half + i] * cos[i] - x[i] * sin[i]",
+        "store(to + half + i, b * c + a * s);",
+        "store(to + half + i, b * c - a * s);",
         "turned",
     ),
     Fault(
