@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +34,8 @@ from jpaged.checkpoints.tensor_files import (
     read_bounded,
     unreadable,
 )
+from jpaged.config import ModelOptions
+from jpaged.config.option import parse_json_object
 from jpaged.demo import DRAFT_FOLDER, FOLDER
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.hardware import multiplies_bfloat16
@@ -39,6 +43,7 @@ from jpaged.models.config import ModelConfig, Quantization
 from jpaged.models.hf_config import from_hf
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.param_specs import EXPERT_AXES, get_module, leaf_format
+from jpaged.types.sampling import DEFAULT_SAMPLING_FIELDS, SamplingParams
 
 QUANTISATION_KEYS = ("quantization_config", "compression_config")
 """Keys of the quantization config; the second one in old checkpoints of compressed-tensors."""
@@ -84,6 +89,8 @@ def find_scheme(config: Mapping[str, object]) -> Scheme | None:
     fields.finish()
     return scheme
 
+
+_LOG = logging.getLogger(__name__)
 
 DEMO = "demo"
 """Name of the packaged checkpoint; takes precedence over a folder or a hub model of that name."""
@@ -217,6 +224,60 @@ def read_config(folder: Path) -> ModelConfig:
     if scheme is None:
         return result
     return replace(result, quantization=_without_mixed_orders(folder, result, scheme))
+
+
+_NO_GENERATION_CONFIG = ("none", "vllm")
+
+
+def read_default_sampling(folder: Path, options: ModelOptions) -> dict[str, Any]:
+    """Return the sampling defaults of a checkpoint: fields of SamplingParams, as its generation config has them.
+
+    An invalid value of the checkpoint's own file is logged and left out.
+
+    Raises:
+        InvalidArgument: the file that generation_config names is missing or invalid, or override_generation_config is.
+    """
+    name = options.generation_config
+    found: dict[str, Any] = {}
+    if name == "auto":
+        path = folder / GENERATION_CONFIG_FILE
+        if not is_gguf(folder) and path.is_file():
+            found = _parse_default_sampling(read_json(path), GENERATION_CONFIG_FILE, is_own=True)
+    elif name not in _NO_GENERATION_CONFIG:
+        path = expand_home(name, "generation_config")
+        path = path / GENERATION_CONFIG_FILE if path.is_dir() else path
+        if not path.is_file():
+            problem = f"{path} does not exist: give auto, none, a file or a folder with {GENERATION_CONFIG_FILE}"
+            raise InvalidArgument("generation_config", problem)
+        found = _parse_default_sampling(read_json(path), "generation_config", is_own=False)
+    if options.override_generation_config is not None:
+        field = "override_generation_config"
+        given = parse_json_object(field, options.override_generation_config, '{"temperature": 0.6}')
+        unknown = [key for key in given if _SAMPLING_NAMES.get(key, key) not in DEFAULT_SAMPLING_FIELDS]
+        if unknown:
+            known = ", ".join((*DEFAULT_SAMPLING_FIELDS, *_SAMPLING_NAMES))
+            raise InvalidArgument(f"{field}.{unknown[0][:80]}", f"is unknown: must be one of {known}")
+        found |= _parse_default_sampling(given, field, is_own=False)
+    return found
+
+
+_SAMPLING_NAMES = {"max_new_tokens": "max_tokens"}
+"""Keys of a generation config whose fields of SamplingParams have other names."""
+
+
+def _parse_default_sampling(values: Mapping[str, Any], where: str, *, is_own: bool) -> dict[str, Any]:
+    found = {}
+    for key, value in values.items():
+        name = _SAMPLING_NAMES.get(key, key)
+        if name not in DEFAULT_SAMPLING_FIELDS or value is None:
+            continue
+        try:
+            found[name] = getattr(SamplingParams(**{name: value}), name)
+        except InvalidArgument as error:
+            if not is_own:
+                raise InvalidArgument(f"{where}.{key}", error.problem) from error
+            _LOG.warning("%s: %s %s; it is ignored", where, key, error.problem)
+    return found
 
 
 _SERVED_DTYPES = ("float32", "bfloat16")

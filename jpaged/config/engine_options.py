@@ -98,6 +98,15 @@ class ModelOptions:
     chat_template: str | None = option(
         None, "file with the chat template to use instead of the model's own", path="file"
     )
+    generation_config: str = option(
+        "auto",
+        "defaults of temperature, top_p, top_k, min_p, repetition_penalty and max_tokens for requests that leave them "
+        "out: auto reads the model's generation_config.json, none (or vllm) keeps those of the API; otherwise a file, "
+        "or a folder with that file",
+    )
+    override_generation_config: JsonText | None = option(
+        None, 'JSON object of such defaults, such as {"temperature": 0.6}; replaces those of generation_config'
+    )
     trust_request_chat_template: bool = option(
         False, "accept chat templates in chat requests (`chat_template`), rendered in a process with resource limits"
     )
