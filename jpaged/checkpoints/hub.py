@@ -43,6 +43,7 @@ from jpaged.models.config import ModelConfig, Quantization
 from jpaged.models.hf_config import from_hf
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.param_specs import EXPERT_AXES, get_module, leaf_format
+from jpaged.models.registry import find_family
 from jpaged.types.sampling import DEFAULT_SAMPLING_FIELDS, SamplingParams
 
 QUANTISATION_KEYS = ("quantization_config", "compression_config")
@@ -280,8 +281,9 @@ def _parse_default_sampling(values: Mapping[str, Any], where: str, *, is_own: bo
     return found
 
 
-_SERVED_DTYPES = ("float32", "bfloat16")
+_SERVED_DTYPES = ("float32", "bfloat16", "float16")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
+_LARGEST_FLOAT16 = 65504
 
 
 def choose_dtype(
@@ -289,24 +291,35 @@ def choose_dtype(
 ) -> tuple[np.dtype, str | None]:
     """Resolve the option `dtype` for a model on a platform.
 
-    `auto` is the checkpoint's type if it can be served: bfloat16 instead of float16, and float32 on a CPU without
-    instructions for bfloat16. A config without a type means float32 on CPUs, as in Hugging Face transformers, and
-    bfloat16 elsewhere. The packaged models run in float32 on all CPUs, so that their outputs are the same.
+    `auto` is the checkpoint's type if the device multiplies it. float16 runs in bfloat16 on TPUs, on CPUs, and for
+    families that overflow it; both run in float32 on a CPU without instructions for bfloat16. A config without a type
+    means float32 on CPUs, as in Hugging Face transformers, and bfloat16 elsewhere. The packaged models run in float32
+    on all CPUs, so that their outputs are the same.
 
     Args:
         folder: of the checkpoint, if there is one.
 
     Returns:
-        the type, and the reason if `auto` is not the checkpoint's.
+        the type, and a line for the log: the reason if `auto` is not the checkpoint's, a warning if float16 is not.
 
     Raises:
-        InvalidArgument: the chosen type is not supported.
+        InvalidArgument: the chosen type is not supported, on this platform or for this model.
     """
+    problem = _float16_problem(config, platform)
     if chosen != "auto":
         name = _DTYPE_ALIASES.get(chosen, chosen)
         if name not in _SERVED_DTYPES:
-            raise InvalidArgument("dtype", f"is {chosen}; weights and activations must be float32 or bfloat16")
-        return DTYPES[name], None
+            raise InvalidArgument("dtype", f"is {chosen}; supported: {', '.join(_SERVED_DTYPES)}")
+        if name != "float16":
+            return DTYPES[name], None
+        if problem is not None:
+            raise InvalidArgument("dtype", f"is {chosen}, but {problem}; choose bfloat16")
+        if config.checkpoint_dtype == name:
+            return DTYPES[name], None
+        return DTYPES[name], (
+            f"dtype float16, not {config.checkpoint_dtype or 'no type'} as in the checkpoint: float16 ends at "
+            f"{_LARGEST_FLOAT16}, and a request whose activations exceed that ends with an error"
+        )
     is_cpu = platform == "cpu"
     name = config.checkpoint_dtype or ("float32" if is_cpu else "bfloat16")
     if name == "float32" or (is_cpu and folder in (FOLDER, DRAFT_FOLDER)):
@@ -315,9 +328,20 @@ def choose_dtype(
         return DTYPES["float32"], (
             f"dtype float32, not {name} as in the checkpoint: this processor has neither AVX512_BF16 nor AMX"
         )
-    if name == "bfloat16":
-        return DTYPES["bfloat16"], None
-    return DTYPES["bfloat16"], f"dtype bfloat16, not {name} as in the checkpoint, which is not supported"
+    if is_cpu:
+        problem = "this processor multiplies bfloat16 natively, and float16 only as float32"
+    if name == "bfloat16" or problem is None:
+        return DTYPES[name], None
+    return DTYPES["bfloat16"], f"dtype bfloat16, not {name} as in the checkpoint: {problem}"
+
+
+def _float16_problem(config: ModelConfig, platform: str) -> str | None:
+    """Return why a model does not run in float16 on a platform; None if it does."""
+    if platform == "tpu":
+        return "TPUs have no float16 arithmetic in their matrix unit"
+    if find_family(config.architecture).overflows_float16:
+        return f"hidden states of {config.architecture} exceed {_LARGEST_FLOAT16}, the largest float16"
+    return None
 
 
 def read_scheme(folder: Path, *, keeps_embedding: bool = True) -> Scheme | None:

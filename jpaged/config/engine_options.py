@@ -41,8 +41,8 @@ class ModelOptions:
     )
     dtype: str = option(
         "auto",
-        "data type of weights and activations; auto: the checkpoint's type, but bfloat16 in place of float16, and "
-        "float32 on CPUs without AVX512_BF16 or AMX",
+        "data type of weights and activations; auto: the checkpoint's type, but bfloat16 in place of float16 on TPUs "
+        "and CPUs, and float32 on CPUs without AVX512_BF16 or AMX; float16 runs on GPUs, and on CPUs for tests",
         choices=("auto", "float32", "float", "bfloat16", "float16", "half"),
     )
     quantization: str = option(
@@ -164,7 +164,7 @@ class CacheOptions:
     kv_cache_dtype: str = option(
         "auto",
         "data type of the KV cache; auto: as computed; int8 and fp8 hold two to four times as many tokens",
-        choices=("auto", "float32", "bfloat16", "int8", "fp8"),
+        choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8"),
     )
     swap_space: float = option(
         1.0,

@@ -43,7 +43,7 @@ class CpuExperts:
         """Return the weighted sum of the outputs of each row's experts, without the last bias, in float32.
 
         Args:
-            x_te: float32 or bfloat16, as the matrices.
+            x_te: float32, bfloat16 or float16, as the matrices.
             weights: matrices packed as `[K, X, N]` in X parts.
         """
         matrices = [matrix for matrix in (weights.gate, weights.up, weights.down) if isinstance(matrix, PackedMatrix)]

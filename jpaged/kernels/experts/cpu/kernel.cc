@@ -61,6 +61,9 @@ Cores choose_cores(int64_t width, bool is_bf16) {
   return {product::kProductBaseline, kExpertsBaseline};
 }
 
+Number number_of(ffi::DataType type) {
+  return type == ffi::F32 ? Number::kF32 : type == ffi::BF16 ? Number::kBF16 : Number::kF16;
+}
 int64_t count_of(const AnyBuffer& x) { return static_cast<int64_t>(x.element_count()); }
 int64_t rounded_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
@@ -87,10 +90,10 @@ struct Blocks {
   const void* at(int64_t expert, int64_t block) const { return begin + (expert * num_blocks + block) * block_bytes; }
 };
 
-Blocks blocks_of(const AnyBuffer& packed, int64_t num_experts, int64_t depth, bool is_bf16) {
-  const int64_t even_depth = is_bf16 ? depth + depth % 2 : depth;
+Blocks blocks_of(const AnyBuffer& packed, int64_t num_experts, int64_t depth, Number number) {
+  const int64_t even_depth = number == Number::kBF16 ? depth + depth % 2 : depth;
   return {static_cast<const char*>(packed.untyped_data()), packed.dimensions()[0] / num_experts,
-          even_depth * kColumns * (is_bf16 ? 2 : 4), even_depth};
+          even_depth * kColumns * bytes_of(number), even_depth};
 }
 
 // Rows in the form that a core multiplies.
@@ -148,7 +151,8 @@ const char* matrix_contradiction(const AnyBuffer& packed, const Operands& o, int
 // Return why shapes are inconsistent, or null; calls by experts.py are always consistent.
 const char* contradiction(const Operands& o, const Floats32& y) {
   const auto x = o.x.dimensions(), ids = o.ids.dimensions(), out = y.dimensions();
-  if (o.x.element_type() != ffi::BF16 && o.x.element_type() != ffi::F32) return "rows are not float32 or bfloat16";
+  const ffi::DataType type = o.x.element_type();
+  if (type != ffi::F32 && type != ffi::BF16 && type != ffi::F16) return "rows are not float32, bfloat16 or float16";
   if (x.size() != 2 || ids.size() != 2 || out.size() != 2) return "an operand has another rank";
   if (ids[0] != x[0] || o.weights.element_count() != o.ids.element_count()) return "rows and routes differ in number";
   if (out[0] != x[0] || out[1] != x[1]) return "rows and results differ in shape";
@@ -168,7 +172,8 @@ const char* contradiction(const Operands& o, const Floats32& y) {
 class Call {
  public:
   Call(ffi::ThreadPool& pool, const Operands& o, const Attributes& a, float* y)
-      : pool_(pool), o_(o), is_bf16_(o.x.element_type() == ffi::BF16), cores_(choose_cores(a.max_width, is_bf16_)),
+      : pool_(pool), o_(o), number_(number_of(o.x.element_type())),
+        cores_(choose_cores(a.max_width, number_ == Number::kBF16)),
         gate_{a.is_clamped != 0, a.alpha, a.limit}, num_tokens_(o.x.dimensions()[0]), width_(o.x.dimensions()[1]),
         top_k_(o.ids.dimensions()[1]),
         sorted_(sort_routes(o.ids.typed_data(), num_tokens_ * top_k_, top_k_, o.num_experts)), y_(y) {
@@ -199,11 +204,11 @@ class Call {
 
  private:
   int64_t num_rows() const { return static_cast<int64_t>(sorted_.tokens.size()); }
-  int64_t item_bytes() const { return is_bf16_ ? 2 : 4; }
-  Number number() const { return is_bf16_ ? Number::kBF16 : Number::kF32; }
+  int64_t item_bytes() const { return bytes_of(number_); }
 
   Rows plan_rows(int64_t depth) const {
-    const int64_t bytes = is_bf16_ && cores_.product.takes_bf16 ? 2 : 4, stride = spread_stride(depth + depth % 2, bytes);
+    const int64_t bytes = number_ == Number::kBF16 && cores_.product.takes_bf16 ? 2 : 4;
+    const int64_t stride = spread_stride(depth + depth % 2, bytes);
     return {nullptr, stride, stride * bytes, num_rows()};
   }
 
@@ -211,7 +216,7 @@ class Call {
   template <class From>
   void prepare(const Rows& rows, int64_t depth, const From& from) {
     product::Before before{};
-    before.number = number();
+    before.number = number_;
     before.depth = depth;
     constexpr int64_t kRowsOfTask = 16;
     const int64_t num_tasks = (rows.num_rows + kRowsOfTask - 1) / kRowsOfTask;
@@ -239,8 +244,11 @@ class Call {
 
   void multiply(const Rows& rows, int64_t row, int64_t count, const Blocks& blocks, const void* block, float* sums) {
     const char* from = rows.begin + row * rows.row_bytes;
-    if (is_bf16_) {
+    if (number_ == Number::kBF16) {
       cores_.product.multiply_bf16(from, rows.stride, count, blocks.depth, static_cast<const uint16_t*>(block), sums);
+    } else if (number_ == Number::kF16) {
+      cores_.product.multiply_f16(reinterpret_cast<const float*>(from), rows.stride, count, blocks.depth,
+                                  static_cast<const uint16_t*>(block), sums);
     } else {
       cores_.product.multiply_f32(reinterpret_cast<const float*>(from), rows.stride, count, blocks.depth,
                                   static_cast<const float*>(block), sums);
@@ -248,8 +256,8 @@ class Call {
   }
 
   void activate(const Rows& x, char* stored) {
-    const Blocks gates = blocks_of(o_.gate, o_.num_experts, width_, is_bf16_);
-    const Blocks ups = blocks_of(o_.up, o_.num_experts, width_, is_bf16_);
+    const Blocks gates = blocks_of(o_.gate, o_.num_experts, width_, number_);
+    const Blocks ups = blocks_of(o_.up, o_.num_experts, width_, number_);
     const auto bias_of = [&](const AnyBuffer& bias, int64_t expert) -> const void* {
       if (!count_of(bias)) return nullptr;
       return static_cast<const char*>(bias.untyped_data()) + expert * o_.inner * item_bytes();
@@ -261,14 +269,14 @@ class Call {
         multiply(x, row, count, gates, gates.at(run.expert, block), gate_sums);
         multiply(x, row, count, ups, ups.at(run.expert, block), up_sums);
         const Tile tile{gate_sums, up_sums, bias_of(o_.gate_bias, run.expert), bias_of(o_.up_bias, run.expert),
-                        number(), count, block * kColumns, o_.inner};
-        cores_.own.activate(gate_, tile, number(), stored + row * o_.inner * item_bytes());
+                        number_, count, block * kColumns, o_.inner};
+        cores_.own.activate(gate_, tile, number_, stored + row * o_.inner * item_bytes());
       }
     });
   }
 
   void project(const Rows& inner, float* sums) {
-    const Blocks downs = blocks_of(o_.down, o_.num_experts, o_.inner, is_bf16_);
+    const Blocks downs = blocks_of(o_.down, o_.num_experts, o_.inner, number_);
     for_blocks(downs.num_blocks, [&](const Run& run, int64_t block) {
       alignas(kLine) float tile[product::kMaxRows * kColumns];
       const int64_t column = block * kColumns, num_columns = std::min(kColumns, width_ - column);
@@ -297,7 +305,7 @@ class Call {
 
   ffi::ThreadPool& pool_;
   const Operands& o_;
-  const bool is_bf16_;
+  const Number number_;
   const Cores cores_;
   const Gate gate_;
   const int64_t num_tokens_, width_, top_k_;
