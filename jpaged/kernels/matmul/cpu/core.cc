@@ -394,7 +394,8 @@ void store_numbers(void* to, Number number, int64_t begin, int64_t count, Floats
 #ifdef __AVX512DQ__
 // x / (1 + e^-x), with a reciprocal that one step of Newton's method makes exact to the last bits.
 Floats silu(Floats x) {
-  const Floats power = x * -1.44269504f, sum = 1.0f + power_of_two(power < 126.0f ? power : all(126.0f));
+  x = x < -87.0f ? all(-87.0f) : x;  // the sum below stays finite
+  const Floats sum = 1.0f + power_of_two(x * -1.44269504f);
   const Floats inverse = reinterpret_cast<Floats>(_mm512_maskz_rcp14_ps(0xffff, reinterpret_cast<__m512>(sum)));
   return x * (inverse * (2.0f - sum * inverse));
 }
