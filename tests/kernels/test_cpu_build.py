@@ -96,7 +96,7 @@ class Fault:
     tests: str
 
 
-_CORE, _KERNEL = "paged_attention/cpu/core.cc", "paged_attention/cpu/kernel.cc"
+_CORE, _KERNEL, _PAIRS = (f"paged_attention/cpu/{name}" for name in ("core.cc", "kernel.cc", "pairs.h"))
 
 FAULTS = (
     Fault(
@@ -130,8 +130,8 @@ FAULTS = (
     Fault(
         "the sum keeps its scale when the maximum grows",
         _CORE,
-        "into.sum[i] * fade + later.sum[i] * gain",
-        "into.sum[i] + later.sum[i] * gain",
+        "load(into.sum + first) * fades + load(later.sum + first) * gains",
+        "load(into.sum + first) + load(later.sum + first) * gains",
         "many_chunks",
     ),
     Fault(
@@ -260,6 +260,21 @@ FAULTS = (
         "split.num_left.fetch_sub(1, std::memory_order_acq_rel) < tile.num_chunks()",
         "single_bit",
     ),
+    Fault(
+        "many rows add pairs in another order",
+        _PAIRS,
+        "halves[half][i] = sums[0][i] + sums[1][i];",
+        "halves[half][i] = sums[0][i] + sums[1][i] * 1.0001f;",
+        "same_bits",
+    ),
+    Fault(
+        "weights of a pair are exchanged",
+        _PAIRS,
+        "cvtne2ps_pbh(reinterpret_cast<__m512>(odd)",
+        "cvtne2ps_pbh(reinterpret_cast<__m512>(even)",
+        "ragged_rows",
+    ),
+    Fault("pairs forget the soft cap", _PAIRS, "return cap > 0 ? cap_scores", "return false ? cap_scores", "soft_cap"),
 )
 
 _PRODUCT, _CALL = "matmul/cpu/core.cc", "matmul/cpu/kernel.cc"
@@ -295,8 +310,8 @@ PRODUCT_FAULTS = (
     Fault(
         "heads turn backwards",
         _PRODUCT,
-        "x[half + i] * cos[i] + x[i] * sin[i]",
-        "x[half + i] * cos[i] - x[i] * sin[i]",
+        "store(to + half + i, b * c + a * s);",
+        "store(to + half + i, b * c - a * s);",
         "turned",
     ),
     Fault(

@@ -159,6 +159,23 @@ class TestCpu(PagedAttentionConformance):
                 for got, expected in zip(limited.run(each, shape), want, strict=True):
                     np.testing.assert_array_equal(got, expected)
 
+    @pytest.mark.parametrize(("head_dim", "soft_cap"), [(64, None), (32, 30.0), (20, None)])
+    def test_a_query_has_the_same_bits_in_a_chunk_as_alone(self, head_dim: int, soft_cap: float | None) -> None:
+        """Many and few rows have different code, for pairs of bfloat16 numbers if a head is whole vectors of them."""
+        shape = Shape(
+            dtype="bfloat16", max_len=320, num_tokens=32, num_heads=6, head_dim=head_dim, soft_cap=soft_cap, num_rows=1
+        )
+        case = make_case([(32, 290)], shape)
+        in_chunk = self.run(case, shape)
+        for query in (0, 13, 31):
+            q_thd = np.zeros_like(case.q_thd)
+            q_thd[0] = case.q_thd[query]
+            alone = dataclasses.replace(
+                case, q_thd=q_thd, query_starts_s1=np.array([0, 1]), kv_lens_s=np.array([290 - 31 + query])
+            )
+            for got, want in zip(self.run(alone, shape), in_chunk, strict=True):
+                np.testing.assert_array_equal(got[0], want[query])
+
     def test_many_calls_at_once(self) -> None:
         """Programs that compete for the threads of one pool all end, with the right numbers."""
         shape = Shape(max_len=640, num_tokens=64)

@@ -42,10 +42,11 @@ _Core = tuple[str, int, tuple[str, ...]]
 # Name, floats in a vector, and the processor's features; the names are declared in each kernel.cc.
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma")
 _X86_CORES: tuple[_Core, ...] = (("Avx512", 16, _AVX512), ("Avx2", 8, ("-mavx2", "-mfma")))
-_PRODUCT_CORES: tuple[_Core, ...] = (
-    ("Avx512Bf16", 16, (*_AVX512, "-mavx512bf16", "-mavx512vnni")),
-    ("Avx512Vnni", 16, (*_AVX512, "-mavx512vnni")),
-)
+_AVX512_BF16: _Core = ("Avx512Bf16", 16, (*_AVX512, "-mavx512bf16", "-mavx512vnni"))
+_OWN_CORES: dict[str, tuple[_Core, ...]] = {
+    "Attention": (_AVX512_BF16,),
+    "Product": (_AVX512_BF16, ("Avx512Vnni", 16, (*_AVX512, "-mavx512vnni"))),
+}
 _BASELINE: _Core = ("Baseline", 4, ())
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-psabi", "-ffp-contract=fast")
 _TIMEOUT_S = 600
@@ -119,7 +120,7 @@ def _cores(operation: str) -> Sequence[_Core]:
     is_x86 = platform.machine().lower() in {"x86_64", "amd64"}
     if not is_x86:
         return (_BASELINE,)
-    return (*(_PRODUCT_CORES if operation == "Product" else ()), *_X86_CORES, _BASELINE)
+    return (*_OWN_CORES.get(operation, ()), *_X86_CORES, _BASELINE)
 
 
 def _core(compile_: list[str], sources: Path, work: Path, operation: str, core: _Core) -> list[str]:

@@ -234,7 +234,7 @@ def test_a_system_without_huge_pages_packs_all_the_same(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.thinned(5)
 def test_heads_are_normalised_and_turned(limited: ProductKernel, has_norms: bool, dtype: str) -> None:
-    num_tokens, num_groups, group, dim = 20, 3, 2, 24
+    num_tokens, num_groups, group, dim = 20, 3, 2, 40
     qkv = numbers((num_tokens, num_groups, group + 2, dim), dtype)
     angles = np.random.default_rng(3).uniform(0, 6, (num_tokens, dim // 2)).astype(np.float32)
     cos_sin = jnp.cos(angles), jnp.sin(angles)

@@ -263,14 +263,24 @@ float* normalise(const Before& before, const void* x, float* row) {
   return ordered;
 }
 
-// The bits of bfloat16 numbers, rounded as `encode_bf16` does.
+// The bits of bfloat16 numbers, rounded as `encode_bf16` does; AVX512-BF16 makes zeros of subnormal ones.
 Uints encode_bfloats(Floats x) {
+#ifdef __AVX512BF16__
+  const __m256bh halves = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(x));
+  return reinterpret_cast<Uints>(_mm512_maskz_cvtepu16_epi32(0xffff, reinterpret_cast<__m256i>(halves)));
+#else
   const Uints bits = bits_of(x), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
   return x != x ? (bits >> 16 | 0x40u) : rounded;
+#endif
 }
 
 Halves encode_halves(Floats x, Number number) {
-  return number == Number::kBF16 ? __builtin_convertvector(encode_bfloats(x), Halves) : F16::encode(x);
+  if (number != Number::kBF16) return F16::encode(x);
+#ifdef __AVX512BF16__
+  return reinterpret_cast<Halves>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x)));
+#else
+  return __builtin_convertvector(encode_bfloats(x), Halves);
+#endif
 }
 
 // Round a row, which has room for whole vectors, after a norm; without one its numbers have their type.
@@ -373,29 +383,54 @@ void store_numbers(void* to, Number number, int64_t begin, int64_t count, Floats
     return;
   }
   const Halves halves = encode_halves(x, number);
-  __builtin_memcpy(static_cast<uint16_t*>(to) + begin, &halves, count < kWidth ? 2 * count : sizeof halves);
+  uint16_t* at = static_cast<uint16_t*>(to) + begin;
+  if (count >= kWidth) {
+    __builtin_memcpy(at, &halves, sizeof halves);  // copies of other sizes are loops
+  } else {
+    __builtin_memcpy(at, &halves, 2 * count);
+  }
 }
 
+#ifdef __AVX512DQ__
+// x / (1 + e^-x), with a reciprocal that one step of Newton's method makes exact to the last bits.
+Floats silu(Floats x) {
+  x = x < -87.0f ? all(-87.0f) : x;  // the sum below stays finite
+  const Floats sum = 1.0f + power_of_two(x * -1.44269504f);
+  const Floats inverse = reinterpret_cast<Floats>(_mm512_maskz_rcp14_ps(0xffff, reinterpret_cast<__m512>(sum)));
+  return x * (inverse * (2.0f - sum * inverse));
+}
+#else
 // x / (1 + e^-x), computed with an exponential of at most 1.
 Floats silu(Floats x) {
   const Floats power = exponential(x > 0.0f ? -x : x);
   return x * (x > 0.0f ? all(1.0f) : power) / (1.0f + power);
+}
+#endif
+
+template <bool is_gated>
+void finish_columns(const After& after, const Place& place, int64_t column, int64_t count, const float* sums,
+                    const float* ups) {
+  const auto bias_at = [&](int64_t at) {
+    return after.bias ? load_numbers(after.bias, after.bias_number, at, count) : Floats{};
+  };
+  const Floats bias = bias_at(column), up_bias = is_gated ? bias_at(after.num_columns + column) : Floats{};
+  for (int64_t r = 0; r < place.num_rows; ++r) {
+    const int64_t at = (place.row + r) * after.num_columns + column;
+    Floats x = load(sums + r * kColumns) + bias;
+    if constexpr (is_gated) x = silu(x) * (load(ups + r * kColumns) + up_bias);
+    if (after.residual) x = load_numbers(after.residual, after.number, at, count) + x;
+    store_numbers(after.y, after.number, at, count, x);
+  }
 }
 
 void finish(const After& after, const Place& place, const float* sums, const float* ups) {
   const int64_t end = after.num_columns - place.column < kColumns ? after.num_columns - place.column : kColumns;
   for (int64_t c = 0; c < end; c += kWidth) {
     const int64_t column = place.column + c, count = end - c < kWidth ? end - c : kWidth;
-    const auto bias_at = [&](int64_t at) {
-      return after.bias ? load_numbers(after.bias, after.bias_number, at, count) : Floats{};
-    };
-    const Floats bias = bias_at(column), up_bias = after.is_gated ? bias_at(after.num_columns + column) : Floats{};
-    for (int64_t r = 0; r < place.num_rows; ++r) {
-      const int64_t at = (place.row + r) * after.num_columns + column;
-      Floats x = load(sums + r * kColumns + c) + bias;
-      if (after.is_gated) x = silu(x) * (load(ups + r * kColumns + c) + up_bias);
-      if (after.residual) x = load_numbers(after.residual, after.number, at, count) + x;
-      store_numbers(after.y, after.number, at, count, x);
+    if (after.is_gated) {
+      finish_columns<true>(after, place, column, count, sums + c, ups + c);
+    } else {
+      finish_columns<false>(after, place, column, count, sums + c, ups + c);
     }
   }
 }
@@ -405,7 +440,9 @@ void finish(const After& after, const Place& place, const float* sums, const flo
 constexpr int64_t kMaxHeadDim = 1024;
 
 void store_head(const float* x, int64_t count, Number number, void* to, int64_t begin) {
-  for (int64_t i = 0; i < count; ++i) {
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) store_numbers(to, number, begin + i, kWidth, load(x + i));
+  for (; i < count; ++i) {
     if (number == Number::kF32) {
       static_cast<float*>(to)[begin + i] = x[i];
     } else {
@@ -416,7 +453,13 @@ void store_head(const float* x, int64_t count, Number number, void* to, int64_t 
 
 // Rotates dimension i with i + D/2.
 void turn(const float* x, const float* cos, const float* sin, int64_t half, float* to) {
-  for (int64_t i = 0; i < half; ++i) {
+  int64_t i = 0;
+  for (; i + kWidth <= half; i += kWidth) {
+    const Floats a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
+    store(to + i, a * c - b * s);
+    store(to + half + i, b * c + a * s);
+  }
+  for (; i < half; ++i) {
     to[i] = x[i] * cos[i] - x[half + i] * sin[i];
     to[half + i] = x[half + i] * cos[i] + x[i] * sin[i];
   }

@@ -257,6 +257,16 @@ struct Tiles {
   Delta delta;
 };
 
+// Prefetch the cache lines of a tile's results and residuals, which are a row apart: `finish` would wait for each.
+void prefetch_results(const After& after, int64_t row, int64_t count, int64_t column) {
+  const int64_t item_bytes = bytes_of(after.number);
+  for (int64_t r = row; r < row + count; ++r) {
+    const int64_t at = (r * after.num_columns + column) * item_bytes;
+    __builtin_prefetch(static_cast<const char*>(after.y) + at, 1, 2);
+    if (after.residual) __builtin_prefetch(static_cast<const char*>(after.residual) + at, 0, 2);
+  }
+}
+
 // Call sums_of(block, first row, number of rows, sums [rows, 32]) for each tile, and finish it.
 template <class SumsOf>
 void multiply_tiles(ffi::ThreadPool& pool, const Core& core, const After& after, const Tiles& tiles,
@@ -268,6 +278,7 @@ void multiply_tiles(ffi::ThreadPool& pool, const Core& core, const After& after,
     for (int64_t block = task * step; block < std::min(num_blocks, (task + 1) * step); ++block) {
       for (int64_t row = 0; row < tiles.num_rows; row += tiles.rows_of_tile) {
         const int64_t count = std::min(tiles.rows_of_tile, tiles.num_rows - row);
+        if (count > kMaxRows) prefetch_results(after, row, count, block * kColumns);
         sums_of(block, row, count, sums);
         tiles.delta.add(row, count, 0, block * kColumns, sums);
         if (after.is_gated) {

@@ -35,6 +35,13 @@ constexpr int kRoundedRows = 6;  // rows whose sums stay in registers, as intege
 
 // --- rows ------------------------------------------------------------------------------------------------------------
 
+// A product, rounded, and then the nearest integer: a multiplication fused with an addition would not be the same.
+inline Ints to_integers(Floats x, float factor) {
+  const __m512 scaled =
+      _mm512_maskz_mul_ps(0xffff, reinterpret_cast<__m512>(x), reinterpret_cast<__m512>(all(factor)));
+  return reinterpret_cast<Ints>(_mm512_maskz_cvtps_epi32(0xffff, scaled));
+}
+
 // Round a span of whole vectors, padded with zeros, to integers.
 void round_span(const float* x, int64_t count, int32_t offset, float unit, int8_t* to, int8_t* info) {
   Ints largest{}, totals{};
@@ -44,9 +51,7 @@ void round_span(const float* x, int64_t count, int32_t offset, float unit, int8_
   }
   const Scaling scaling = scaling_for(combine_lanes(largest, [](Ints a, Ints b) { return a > b ? a : b; }));
   for (int64_t k = 0; k < count; k += kWidth) {
-    // A product, rounded, and then the nearest integer: a multiplication fused with an addition would not be the same.
-    const __m512 scaled = _mm512_mul_ps(load_as<__m512>(x + k), reinterpret_cast<__m512>(all(scaling.factor)));
-    const Ints integers = reinterpret_cast<Ints>(_mm512_maskz_cvtps_epi32(0xffff, scaled));
+    const Ints integers = to_integers(load(x + k), scaling.factor);
     const Chars bytes = __builtin_convertvector(integers, Chars);
     __builtin_memcpy(to + k, &bytes, sizeof bytes);
     totals += integers;
@@ -56,10 +61,97 @@ void round_span(const float* x, int64_t count, int32_t offset, float unit, int8_
   __builtin_memcpy(info, &span, sizeof span);
 }
 
+// combine(lanes of a and of b), each with the lane `stride` apart: of a if lane & stride is 0, else of b.
+template <int stride, class Combine, int... lane>
+inline Ints fold_with(Ints a, Ints b, const Combine& combine, std::integer_sequence<int, lane...>) {
+  constexpr int kSecond = kWidth;
+  const Ints same = {(lane & stride ? kSecond + lane : lane)...};
+  const Ints other = {(lane & stride ? kSecond + (lane ^ stride) : lane ^ stride)...};
+  const __m512i first = reinterpret_cast<__m512i>(a), second = reinterpret_cast<__m512i>(b);
+  return combine(
+      reinterpret_cast<Ints>(_mm512_permutex2var_epi32(first, reinterpret_cast<__m512i>(same), second)),
+      reinterpret_cast<Ints>(_mm512_permutex2var_epi32(first, reinterpret_cast<__m512i>(other), second)));
+}
+
+constexpr int kSpansAtOnce = 8;
+
+// Lanes i and i + 8 are all lanes of vector i.
+template <int stride = kSpansAtOnce / 2, class Combine>
+inline Ints combine_spans(Ints* x, const Combine& combine) {
+  constexpr auto kAll = std::make_integer_sequence<int, kWidth>{};
+#pragma GCC unroll 4
+  for (int i = 0; i < stride; ++i) x[i] = fold_with<stride>(x[i], x[i + stride], combine, kAll);
+  if constexpr (stride > 1) {
+    return combine_spans<stride / 2>(x, combine);
+  } else {
+    return combine(x[0], swap<kSpansAtOnce>(x[0], kAll));
+  }
+}
+
+// `round_span` of up to kSpansAtOnce consecutive spans of whole vectors, with the same results.
+template <int vectors>
+void round_spans(const float* x, int64_t num_spans, int32_t offset, float unit, int8_t* to) {
+  constexpr int64_t kSpan = vectors * kWidth;
+  Ints totals[kSpansAtOnce];
+#pragma GCC unroll 8
+  for (int i = 0; i < kSpansAtOnce; ++i) {
+    totals[i] = Ints{};
+    if (i >= num_spans) continue;
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) {
+      const Ints magnitude = load_as<Ints>(x + i * kSpan + v * kWidth) & 0x7fffffff;
+      totals[i] = magnitude > totals[i] ? magnitude : totals[i];
+    }
+  }
+  const Ints largest = combine_spans(totals, [](Ints a, Ints b) { return a > b ? a : b; });
+  const Floats number = reinterpret_cast<Floats>(largest);
+  const auto is_infinite = largest >= static_cast<int32_t>(kInfinity);
+  const auto is_negligible = largest < static_cast<int32_t>(kNegligible);
+  alignas(64) float factors[kWidth];
+  const Floats factor = is_infinite | is_negligible ? Floats{} : 127.0f / number;
+  const Floats step = is_infinite ? all(__builtin_nanf("")) : is_negligible ? all(1.0f) : number / 127.0f;
+  store(factors, factor);
+#pragma GCC unroll 8
+  for (int i = 0; i < kSpansAtOnce; ++i) {
+    totals[i] = Ints{};
+    if (i >= num_spans) continue;
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) {
+      const Ints integers = to_integers(load(x + i * kSpan + v * kWidth), factors[i]);
+      totals[i] += integers;
+      const __m128i bytes = _mm512_maskz_cvtepi32_epi8(0xffff, reinterpret_cast<__m512i>(integers));
+      __builtin_memcpy(to + i * (kSpan + kSpanBytes) + v * kWidth, &bytes, sizeof bytes);
+    }
+  }
+  const Ints total = combine_spans(totals, [](Ints a, Ints b) { return a + b; });
+  const Ints start = -offset * total;
+  const Floats steps = unit * step, sums = __builtin_convertvector(total, Floats) * step;
+  for (int i = 0; i < num_spans; ++i) {
+    const Span span{start[i], steps[i], sums[i]};
+    __builtin_memcpy(to + i * (kSpan + kSpanBytes) + kSpan, &span, sizeof span);
+  }
+}
+
+// Round a row of equal spans of whole vectors. Return false if its spans are others.
+bool round_equal_spans(const Quantised& q, const float* x, const RoundedRows& rows, int32_t offset, float unit,
+                       int8_t* to) {
+  const int64_t span = rows.span, num_spans = q.depth / span;
+  if (q.depth % span || q.group % span || (span != 16 && span != 32 && span != 64)) return false;
+  for (int64_t i = 0; i < num_spans; i += kSpansAtOnce, x += kSpansAtOnce * span) {
+    const int64_t count = lesser(kSpansAtOnce, num_spans - i);
+    if (span == 16) round_spans<1>(x, count, offset, unit, to);
+    if (span == 32) round_spans<2>(x, count, offset, unit, to);
+    if (span == 64) round_spans<4>(x, count, offset, unit, to);
+    to += kSpansAtOnce * (span + kSpanBytes);
+  }
+  return true;
+}
+
 void round_row(const Quantised& q, const float* x, const RoundedRows& rows, int64_t row) {
   const int32_t offset = q.code == Code::kInt8 ? 128 : q.code == Code::kInt4 ? 8 : 12;
   const float unit = q.code == Code::kE2M1 ? 0.5f : 1;  // E2M1 codes are doubled to be integers
   int8_t* to = rows.records + row * rows.row_bytes;
+  if (round_equal_spans(q, x, rows, offset, unit, to)) return;
   for (int64_t group = 0; group < q.num_groups; ++group) {
     const int64_t begin = group * q.group, end = lesser(q.depth, begin + q.group);
     for (int64_t i = 0; i < rows.spans_of_group; ++i, to += rows.span + kSpanBytes) {

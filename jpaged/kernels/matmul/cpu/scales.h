@@ -23,6 +23,7 @@ inline uint32_t largest_bits(const float* x, int64_t count) {
 }
 
 constexpr uint32_t kInfinity = 0x7f800000u;
+constexpr uint32_t kNegligible = (127u - 100u) << 23;  // 2^-100
 
 // Scales numbers to integers: the number times the factor, rounded, is a multiple of the step.
 struct Scaling {
@@ -32,7 +33,6 @@ struct Scaling {
 // The scaling of numbers up to the one with these bits, which becomes 127; all become 0 if it is nearly zero. NaN if a
 // number is not finite.
 inline Scaling scaling_for(uint32_t largest) {
-  constexpr uint32_t kNegligible = (127u - 100u) << 23;  // 2^-100
   if (largest >= kInfinity) return {0, __builtin_nanf("")};
   const float number = jpaged::float_of(largest);
   return largest >= kNegligible ? Scaling{127.0f / number, number / 127.0f} : Scaling{0, 1};

@@ -2,7 +2,8 @@
 
 Queries are float32, bfloat16 or float16, the pool any type that a layout supports; head size, block size and group are
 arbitrary. The result for a query is a function of the row's context alone, to the last bit. It does not depend on the
-batch, the chunks of a prefill, or the number of threads. Vectors have the processor's width (16, 8 or 4 floats).
+batch, the chunks of a prefill, or the number of threads. Vectors have the processor's width (16, 8 or 4 floats). With
+AVX512_BF16, bfloat16 queries, keys and values are multiplied as they are, with weights of the same type (pairs.h).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class CpuKernel:
     """The library's two functions.
 
     Attributes:
-        vectors: the widest that this processor has: avx512, avx2 or baseline.
+        vectors: the widest that this processor has: avx512bf16, avx512, avx2 or baseline.
         max_width: floats of the widest vectors to use, if the processor has them: 16, 8 or 4.
         max_threads: maximum threads of XLA's pool; 0 is all.
     """

@@ -107,14 +107,6 @@ void load_rows(const Call& call, const Tile& tile, int64_t kv_head, const Scratc
   }
 }
 
-void load_queries(const Call& call, const Tile& tile, int64_t kv_head, float* memory) {
-  const Scratch scratch(memory, call.head_dim);
-  for (int64_t d = 0; d < padded(call.head_dim); d += kWidth) store(scratch.zeros + d, Floats{});
-  if (call.q_number == Number::kF32) return load_rows<F32>(call, tile, kv_head, scratch);
-  if (call.q_number == Number::kBF16) return load_rows<BF16>(call, tile, kv_head, scratch);
-  load_rows<F16>(call, tile, kv_head, scratch);
-}
-
 // `count` keys or values in float32: in place if stored as float32, else converted into the scratch.
 template <class N>
 inline void decode_rows(const char* const* from, int64_t count, int64_t width, int64_t offset,
@@ -329,6 +321,14 @@ void add_tile(Weights weights, int64_t num_rows, const float* const* values, int
   }
 }
 
+}  // namespace
+}  // namespace jpaged
+
+#include "pairs.h"
+
+namespace jpaged {
+namespace {
+
 // --- a chunk -----------------------------------------------------------------------------------------------------
 
 template <class N>
@@ -377,9 +377,19 @@ void attend_to(const Call& call, const Piece& piece, const Keys& keys, const Key
   }
 }
 
+void load_queries(const Call& call, const Tile& tile, int64_t kv_head, float* memory) {
+  const Scratch scratch(memory, call.head_dim);
+  for (int64_t d = 0; d < padded(call.head_dim); d += kWidth) store(scratch.zeros + d, Floats{});
+  if (has_pairs(call)) return load_pairs(call, tile, kv_head, PairScratch(scratch));
+  if (call.q_number == Number::kF32) return load_rows<F32>(call, tile, kv_head, scratch);
+  if (call.q_number == Number::kBF16) return load_rows<BF16>(call, tile, kv_head, scratch);
+  load_rows<F16>(call, tile, kv_head, scratch);
+}
+
 void attend(const Call& call, const Piece& piece, const Keys& keys, const Keys* next, float* memory,
             Partial part) {
   const Scratch scratch(memory, call.head_dim);
+  if (has_pairs(call)) return attend_pairs(call, piece, keys, next, PairScratch(scratch), part);
   switch (call.kv_number) {
     case Number::kF32: return attend_to<F32>(call, piece, keys, next, scratch, part);
     case Number::kBF16: return attend_to<BF16>(call, piece, keys, next, scratch, part);
@@ -391,8 +401,6 @@ void attend(const Call& call, const Piece& piece, const Keys& keys, const Keys* 
 
 // --- partial results ---------------------------------------------------------------------------------------------
 
-inline float scalar_exponential(float x) { return exponential(all(x))[0]; }
-
 void clear(const Tile& tile, int64_t value_dim, Partial part) {
   for (int64_t i = 0; i < tile.num_rows; ++i) {
     part.max[i] = kLowest;
@@ -403,18 +411,28 @@ void clear(const Tile& tile, int64_t value_dim, Partial part) {
 
 void merge(const Tile& tile, int64_t value_dim, Partial into, Partial later) {
   const int64_t depth = padded(value_dim);
-  for (int64_t i = 0; i < tile.num_rows; ++i) {
-    const float max = into.max[i] > later.max[i] ? into.max[i] : later.max[i];
-    const float fade = scalar_exponential(into.max[i] - max), gain = scalar_exponential(later.max[i] - max);
-    into.max[i] = max;
-    into.sum[i] = into.sum[i] * fade + later.sum[i] * gain;
-    float *out = into.out + i * depth, *more = later.out + i * depth;
-    for (int64_t d = 0; d < depth; d += kWidth) store(out + d, load(out + d) * fade + load(more + d) * gain);
+  for (int64_t first = 0; first < tile.num_rows; first += kWidth) {
+    const Floats a = load(into.max + first), b = load(later.max + first), max = larger(a, b);
+    const Floats fades = exponential(a - max), gains = exponential(b - max);
+    store(into.max + first, max);
+    store(into.sum + first, load(into.sum + first) * fades + load(later.sum + first) * gains);
+    for (int64_t i = first; i < lesser(tile.num_rows, first + kWidth); ++i) {
+      const float fade = fades[i - first], gain = gains[i - first];
+      float *out = into.out + i * depth, *more = later.out + i * depth;
+      for (int64_t d = 0; d < depth; d += kWidth) store(out + d, load(out + d) * fade + load(more + d) * gain);
+    }
   }
 }
 
 void store_row(const float* row, float factor, int64_t count, Number number, void* out, int64_t at) {
-  for (int64_t d = 0; d < count; ++d) {
+  int64_t d = 0;
+#ifdef __AVX512BF16__
+  for (; number == Number::kBF16 && d + kWidth <= count; d += kWidth) {
+    const __m256bh halves = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(load(row + d) * factor));
+    __builtin_memcpy(static_cast<uint16_t*>(out) + at + d, &halves, sizeof halves);
+  }
+#endif
+  for (; d < count; ++d) {
     const float x = row[d] * factor;
     if (number == Number::kF32) {
       static_cast<float*>(out)[at + d] = x;

@@ -27,7 +27,7 @@
 namespace jpaged {
 
 #if defined(__x86_64__)
-extern const Core kAttentionAvx512, kAttentionAvx2;
+extern const Core kAttentionAvx512Bf16, kAttentionAvx512, kAttentionAvx2;
 #endif
 extern const Core kAttentionBaseline;
 
@@ -44,6 +44,7 @@ constexpr int64_t kTasksPerThread = 4;
 // The widest vectors of this processor, up to `width`.
 const Core& choose_core(int64_t width) {
 #if defined(__x86_64__)
+  if (has_avx512_bf16() && width >= kAttentionAvx512Bf16.width) return kAttentionAvx512Bf16;
   if (has_avx512() && width >= kAttentionAvx512.width) return kAttentionAvx512;
   if (has_avx2() && width >= kAttentionAvx2.width) return kAttentionAvx2;
 #endif
