@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jpaged.config import ActivationDtype, LinearBackend
@@ -15,10 +14,10 @@ from jpaged.device.mesh import first_device, layer_mode_for, num_context_parts, 
 from jpaged.device.step import Step
 from jpaged.errors import Unsupported
 from jpaged.kernels import matmul as matmul_module
-from jpaged.kernels.matmul import Packer, QuantizedMatrix, can_pack
+from jpaged.kernels.matmul import Packer, QuantizedMatrix, can_pack, can_pack_experts, swap_experts
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
-from jpaged.models.model import dense_formats, placed_leaves
+from jpaged.models.model import layer_formats, placed_leaves
 from jpaged.models.param_specs import leaf_format
 from jpaged.models.stack import LayerMode
 
@@ -54,7 +53,7 @@ def choose_activation_dtype(chosen: str, linear_backend: LinearBackend, config: 
     reason = None
     if linear_backend != "cpu":
         reason = "it requires linear_backend cpu, which runs on one CPU device"
-    elif all(form.values == "fp8" or form.activations == "int8" for form in dense_formats(config, "layers")):
+    elif all(form.values == "fp8" or form.activations == "int8" for form in layer_formats(config)):
         reason = "the model has no quantized matrices whose rows it could round"
     if chosen == "int8" and reason is not None:
         raise Unsupported(f"activation_dtype: int8 cannot run here: {reason}")
@@ -122,20 +121,20 @@ def whole_bytes(params: Params) -> Params:
 def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
     """Return the tree, with layers in a list, with its matrices packed; its leaves may be shapes.
 
-    An embedding is packed if it is quantized or also the output matrix. Quantized matrices of experts, or with group
-    sizes that the kernel lacks, are not packed; XLA multiplies with them.
+    An embedding is packed if it is quantized or also the output matrix. Quantized matrices with group sizes that the
+    kernel lacks are not packed, nor is any matrix of experts if it has one such; XLA multiplies with them.
 
     The input tree is taken apart: each leaf is freed when it is packed, so that a model is never in memory twice.
     """
     output = _EMBEDDING if config.tie_word_embeddings else ("lm_head", "embedding")
 
     def pack(path: tuple[str, ...], leaf: Any) -> Any:
-        if isinstance(leaf, QuantizedMatrix) and (_EXPERTS in path or not can_pack(leaf)):
+        if path[-1] == "kernel" and _EXPERTS in path:
+            return packer.pack(swap_experts(leaf), num_parts=leaf.shape[0])
+        if isinstance(leaf, QuantizedMatrix) and not can_pack(leaf):
             return leaf
         if path == output or (path == _EMBEDDING and isinstance(leaf, QuantizedMatrix)):
             return packer.pack(leaf, is_embedding=True)
-        if path[-1] == "kernel" and _EXPERTS in path:
-            return packer.pack(_swapped(leaf), num_parts=leaf.shape[0])
         if path[-1] == "kernel":
             return packer.pack(leaf, num_parts=2 if path[-2] == _GATED and config.fuses_gate else 1)
         return leaf
@@ -144,7 +143,9 @@ def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
         packed: dict[str, Any] = {}
         for name in sorted(tree):  # JAX's flattening order, the same in every process
             leaf = tree.pop(name)
-            if isinstance(leaf, dict):
+            if name == _EXPERTS and not all(can_pack_experts(linear["kernel"]) for linear in leaf.values()):
+                packed[name] = leaf
+            elif isinstance(leaf, dict):
                 packed[name] = walk(leaf, (*path, name))
             elif isinstance(leaf, list):
                 packed[name] = [walk(layer, (*path, name)) for layer in leaf]
@@ -154,14 +155,6 @@ def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
         return packed
 
     return walk(params, ())
-
-
-def _swapped(experts_xio: Any) -> Any:
-    """Return the experts' matrices as one matrix of X parts, `[in, X, out]`."""
-    if isinstance(experts_xio, jax.ShapeDtypeStruct):
-        num_experts, width, num_columns = experts_xio.shape
-        return jax.ShapeDtypeStruct((width, num_experts, num_columns), experts_xio.dtype)
-    return np.swapaxes(np.asarray(experts_xio), 0, 1)
 
 
 def _unsupported_reason(mesh: Mesh, layer_mode: LayerMode) -> str | None:

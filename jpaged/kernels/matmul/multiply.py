@@ -113,7 +113,7 @@ class ProductKernel:
             none if bias is None else bias.reshape(-1),
             no_residual if residual is None else residual,
         )
-        scales, form = _scale_operands(matrix)
+        scales, form = scale_operands(matrix)
         is_gated = np.int64(matrix.num_parts == 2)
         none32 = jnp.zeros((0,), jnp.float32), jnp.zeros((0,), jnp.int32)
         added = none32 if delta is None else (delta.sums_tn, delta.adapters_t)
@@ -169,8 +169,8 @@ class ProductKernel:
         return {"max_width": np.int64(self.max_width), "max_threads": np.int64(self.max_threads)}
 
 
-def _scale_operands(matrix: PackedMatrix) -> tuple[tuple[jax.Array, ...], dict[str, np.int64]]:
-    """Return the kernel's scale arguments of a quantized matrix; empty for other matrices."""
+def scale_operands(matrix: PackedMatrix) -> tuple[tuple[jax.Array, ...], dict[str, np.int64]]:
+    """Return the scales, zeros, order and step of a quantized matrix, empty for others, and the form of its codes."""
     packed = matrix.scales
     if packed is None:
         none = jnp.zeros((0,), jnp.float32)
