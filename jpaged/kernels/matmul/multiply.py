@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _PLAIN = {"code": np.int64(-1), "group": np.int64(1), "rounding": np.int64(0)}
 """The form of a matrix that is not quantized."""
-_BYTE_CORES = ("avx512bf16", "avx512vnni")
-"""Cores whose `has_rounded` is set (core.h)."""
+_BYTE_CORES = ("avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2")
+"""Cores that multiply rows of int8 faster than floats, as measured."""
 _NORMS = ("none", "rms", "layer")
 """In the order of `Norm` in core.h."""
 
@@ -63,7 +63,7 @@ class ProductKernel:
     """The library's functions, as registered with XLA.
 
     Attributes:
-        core: the code that this processor runs: avx512bf16, avx512vnni, avx512, avx2 or baseline.
+        core: the code that this processor runs: baseline, or an instruction set in `ISAS` of library.py.
         max_width: floats of the widest vectors to use, if the processor has them: 16, 8 or 4.
         max_threads: maximum threads of XLA's pool; 0 is all.
     """
@@ -75,7 +75,7 @@ class ProductKernel:
 
     @property
     def has_byte_products(self) -> bool:
-        """True if this processor multiplies rows of int8 by bytes; if not, it multiplies them as floats."""
+        """True if this processor multiplies rows of int8 faster than rows of floats."""
         return self.core in _BYTE_CORES
 
     def packer(self, sharding: jax.sharding.Sharding, *, rounds_rows: bool = False) -> Packer:

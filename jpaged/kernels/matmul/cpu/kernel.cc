@@ -239,9 +239,8 @@ void multiply_plain(ffi::ThreadPool& pool, const Core& core, const Before& befor
   });
 }
 
-void multiply_quantised(ffi::ThreadPool& pool, const Core& core, Before before, const After& after, Tiles tiles,
+void multiply_quantised(ffi::ThreadPool& pool, const Core& core, const Before& before, const After& after, Tiles tiles,
                         const Quantised& q, const void* x) {
-  before.group = q.group;
   QuantisedRows rows(core, before, q, tiles.num_rows);
   tiles.rows_of_tile = rows.rows_of_tile();
   if (rows.has_numbers()) {
@@ -280,7 +279,7 @@ ffi::Error multiply(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer matrix, Ints32 
   const int64_t num_blocks = (num_columns + kColumns - 1) / kColumns, parts = after.is_gated ? 2 : 1;
   const double work = 1.0 * rows_in_use * depth * num_blocks * kColumns * parts;
   const Before before{static_cast<Norm>(a.norm), a.eps, or_null(scale), or_null(norm_bias), number_of(x.element_type()),
-                      depth, static_cast<Rounding>(a.rounding), static_cast<const float*>(or_null(step)), depth,
+                      depth, static_cast<Rounding>(a.rounding), static_cast<const float*>(or_null(step)),
                       static_cast<const int32_t*>(or_null(order))};
   const Tiles tiles{rows_in_use, num_blocks, work > kLeastShared ? count_threads(pool, a.max_threads) : 1, 0,
                     {static_cast<const float*>(or_null(delta)), adapters.typed_data(), num_columns, parts}};
@@ -306,7 +305,7 @@ ffi::Error normalise(ffi::ThreadPool pool, AnyBuffer x, Ints32 num_rows, AnyBuff
   }
   const int64_t depth = shape[1], rows_in_use = std::clamp<int64_t>(num_rows.typed_data()[0], 0, shape[0]);
   const Before before{static_cast<Norm>(a.norm), a.eps, or_null(scale), or_null(norm_bias), number_of(x.element_type()),
-                      depth, Rounding::kNone, nullptr, depth, nullptr};
+                      depth, Rounding::kNone, nullptr, nullptr};
   const int64_t row_bytes = depth * bytes_of(before.number);
   char* out = static_cast<char*>(y->untyped_data());
   std::memset(out + rows_in_use * row_bytes, 0, (shape[0] - rows_in_use) * row_bytes);

@@ -22,17 +22,15 @@ class QuantisedRows {
  public:
   QuantisedRows(const Core& core, const Before& before, const Quantised& q, int64_t num_rows)
       : core_(&core), before_(before), num_rows_(num_rows), depth_(q.depth) {
-    before_.group = q.group;
-    const bool is_rounded = before.rounding == Rounding::kSpans;
-    if (core.has_rounded && is_rounded) {
+    if (before.rounding == Rounding::kSpans) {
       form_ = Form::kRounded;
       const int64_t span = rounded_span(q.group), spans_of_group = (q.group + span - 1) / span;
       rounded_ = {nullptr, spread_stride(q.num_groups * spans_of_group * (span + kSpanBytes), 1), span, spans_of_group};
-    } else if (core.has_digits && is_whole(q.code) && !is_rounded) {
+    } else if (core.has_digits && is_whole(q.code)) {
       form_ = Form::kDigits;
       plan_digits(q);
     } else {
-      item_bytes_ = before.number == Number::kBF16 && core.takes_bf16 && !is_rounded ? 2 : 4;
+      item_bytes_ = before.number == Number::kBF16 && core.takes_bf16 ? 2 : 4;
       stride_ = spread_stride(depth_, item_bytes_);
     }
   }
