@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -65,6 +66,8 @@ NOT_MEASURED = {
     "SGLang 0.5.23": "its package requires CUDA (cuda-python, flash-attn-4, flashinfer); its build for CPUs is not on "
     "the package index: `No matching distribution found for sglang-cpu`",
 }
+_FOLDERS = re.compile(r"(?<!\S)/(?:[^\s/]+/)+")
+"""Folders of an absolute path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +301,8 @@ class Measurement:
 
 
 def _reason(error: PeerFailed) -> str:
-    """Return an error without the path of its log, for a page."""
-    return str(error).partition(" (all of it: ")[0]
+    """Return an error without the path of its log and without folders, for a page."""
+    return _FOLDERS.sub("", str(error).partition(" (all of it: ")[0])
 
 
 def to_entry(engine: Engine, cell: Cell) -> dict[str, Any]:

@@ -15,6 +15,11 @@ from jpaged.client import AsyncClient
 
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 60.0
+_STEADY_FLAGS = ("--wait-for-all-programs", "--num-blocks", "768", "--swap-space", "0.03")
+"""Flags of the server whose memory must not grow: compiled programs, pool (48 MiB) and host blocks take theirs early.
+
+The pages of a pool become resident when its blocks are first used.
+"""
 
 
 class Child:
@@ -111,7 +116,7 @@ async def pair(folder: Path, flags: tuple[str, ...]) -> AsyncIterator[tuple[Chil
 
     The one that lives has made all its programs before: what that takes is not memory that grows with requests.
     """
-    steady = Child(folder / "steady.log", ("--wait-for-all-programs", *flags))
+    steady = Child(folder / "steady.log", (*_STEADY_FLAGS, *flags))
     children = steady, Child(folder / "mortal.log", flags)
     try:
         for child in children:

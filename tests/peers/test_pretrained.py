@@ -264,3 +264,8 @@ def test_an_environment_of_wheels_alone_has_its_own_pins(tmp_path, monkeypatch):
     assert is_installed(home, "openvino")
     monkeypatch.setitem(environments.WHEELS, "openvino", ("openvino-genai==0",))
     assert not is_installed(home, "openvino")
+
+
+def test_a_reason_names_no_folder():
+    error = PeerFailed("failed at /somewhere/on/a/machine/gguf.cpp:84: (all of it: /tmp/x.log)")
+    assert pretrained._reason(error) == "failed at gguf.cpp:84:"
