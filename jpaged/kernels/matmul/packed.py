@@ -118,9 +118,10 @@ def can_pack_experts(matrices: Any) -> bool:
 def swap_experts(matrices: Any) -> Any:
     """Return the matrices of experts `[X, K, N]`, or their shapes, as one matrix of X parts, `[K, X, N]`."""
     if isinstance(matrices, QuantizedMatrix):
-        names = ("values", "scales", "zeros")
-        arrays = {name: getattr(matrices, name) for name in names}
-        swapped = {name: None if array is None else swap_experts(array) for name, array in arrays.items()}
+        arrays: dict[str, Any] = {name: getattr(matrices, name) for name in ("values", "scales", "zeros")}
+        swapped: dict[str, Any] = {
+            name: None if array is None else swap_experts(array) for name, array in arrays.items()
+        }
         return dataclasses.replace(matrices, **swapped, input_scale=None, axis=-3)
     if isinstance(matrices, jax.ShapeDtypeStruct):
         num_experts, depth, num_columns = matrices.shape
