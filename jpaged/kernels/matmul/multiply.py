@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _PLAIN = {"code": np.int64(-1), "group": np.int64(1), "rounding": np.int64(0)}
 """The form of a matrix that is not quantized."""
-_BYTE_CORES = ("avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2")
+_BYTE_CORES = ("avx512bf16", "avx512vnni", "avxvnni", "avx2")
 """Cores that multiply rows of int8 faster than floats, as measured."""
 _NORMS = ("none", "rms", "layer")
 """In the order of `Norm` in core.h."""
