@@ -21,7 +21,7 @@ from jpaged.chat import MAX_CHAT_TEMPLATE_BYTES
 from jpaged.checkpoints.adapters import AdapterReader
 from jpaged.checkpoints.gguf.file import is_gguf
 from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
-from jpaged.checkpoints.hub import choose_dtype, find_folder, fingerprint, read_config
+from jpaged.checkpoints.hub import choose_dtype, find_folder, fingerprint, read_config, read_default_sampling
 from jpaged.checkpoints.names import weight_bytes
 from jpaged.checkpoints.quantized.quantizer import quantized_here
 from jpaged.checkpoints.weights import load_params, random_params, read_head
@@ -619,4 +619,5 @@ def _model_info(
         max_logprobs=resolved.model.max_logprobs,
         lossy_kv_window=resolved.lossy.lossy_kv_window or 0,
         lossy_kv_sinks=geometry.num_sink_tokens,
+        default_sampling=read_default_sampling(source.folder, resolved.model),
     )

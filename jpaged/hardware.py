@@ -47,7 +47,7 @@ class Hardware:
         hbm_bytes: memory by the data sheet.
         usable_bytes: memory that programs may use.
         hbm_bytes_per_s: peak memory bandwidth.
-        flops: peak of bfloat16 matrix multiplication.
+        flops: peak of bfloat16 matrix multiplication; GPUs multiply float16 as fast.
         host_bytes_per_s: bandwidth to host memory, one way.
         link_bytes_per_s: bandwidth to other devices over all links together, one way.
         kinds: jax's names of the device.

@@ -39,6 +39,7 @@ from jpaged.service.chat.output_parser import ChatOutputParser
 from jpaged.service.loaded_model import EngineClient, LoadedModel
 from jpaged.service.score_embed import EMBED_SAMPLING, SCORE_SAMPLING, continued, errors_named, get_embedding, get_score
 from jpaged.types import Embedding, OutputEvent, Pooling, Prompt, Request, RequestOutput, SamplingParams, Score, Usage
+from jpaged.types.sampling import with_defaults
 
 MakeBar = Callable[..., Any]
 """Creates a bar like `tqdm(total=..., desc=..., dynamic_ncols=...)`, with `update`, `postfix` and `close`."""
@@ -235,6 +236,10 @@ class LLM:
         """The resolved options."""
         return self._serving.config
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a request without any: the model's generation config, then the API's defaults."""
+        return SamplingParams(**self._serving.model.default_sampling)
+
     def generate(
         self,
         prompts: GivenPrompt | Sequence[GivenPrompt],
@@ -250,7 +255,7 @@ class LLM:
 
         Args:
             prompts: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`; one or a sequence.
-            sampling_params: one for all prompts, or one for each; `SamplingParams()` by default.
+            sampling_params: one for all prompts, or one for each; `get_default_sampling_params()` by default.
             use_tqdm: progress bar. True shows one on stderr if that is a terminal; False shows none. A callable that
                 creates the bar, such as `functools.partial(tqdm, leave=False)`, is always used.
             adapter: name of a LoRA adapter for all prompts, or one for each; None for the base model.
@@ -409,7 +414,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         adapter: GivenAdapter,
     ) -> list[_Asked]:
-        given = SamplingParams() if sampling_params is None else sampling_params
+        defaults = self._serving.model.default_sampling
+        given = SamplingParams(**with_defaults({}, defaults)) if sampling_params is None else sampling_params
+        if sampling_params is None and (most := defaults.get("max_tokens")) is not None:
+            given = dataclasses.replace(given, max_tokens=1)  # the minimum that must fit
+            prompts = [dataclasses.replace(prompt, fills_length=True, max_filled=most) for prompt in prompts]
         params = _one_each("sampling_params", given, SamplingParams, len(prompts))
         names = _one_each("adapter", "" if adapter is None else adapter, str, len(prompts))
         return [self._request(*one) for one in zip(params, prompts, names, strict=True)]

@@ -57,14 +57,17 @@ def _is_finite(flat: np.ndarray) -> bool:
 def refuse_tensor(files: TensorSource, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
     """Raise InvalidArgument if a tensor, cast to the type that it is loaded in, is not finite."""
     stored = files.read(name, shape)
-    is_bad = ~np.isfinite(stored.astype(dtype))
+    with np.errstate(over="ignore"):
+        is_bad = ~np.isfinite(stored.astype(dtype))
     if not is_bad.any():
         return
     first = tuple(int(i) for i in np.argwhere(is_bad)[0])
+    remedy = f"; {dtype} ends at {np.finfo(dtype).max:.0f}: choose --dtype bfloat16" if dtype == np.float16 else ""
+    remedy = remedy if np.isfinite(stored[first]) else ""
     raise InvalidArgument(
         str(files.where(name)),
         f"tensor {name} has {is_bad.sum()} of {is_bad.size} numbers that are not finite as {dtype}: the first is "
-        f"{float(stored[first])} at {list(first)}",
+        f"{float(stored[first])} at {list(first)}{remedy}",
     )
 
 

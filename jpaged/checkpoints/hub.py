@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +34,8 @@ from jpaged.checkpoints.tensor_files import (
     read_bounded,
     unreadable,
 )
+from jpaged.config import ModelOptions
+from jpaged.config.option import parse_json_object
 from jpaged.demo import DRAFT_FOLDER, FOLDER
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.hardware import multiplies_bfloat16
@@ -39,6 +43,8 @@ from jpaged.models.config import ModelConfig, Quantization
 from jpaged.models.hf_config import from_hf
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.param_specs import EXPERT_AXES, get_module, leaf_format
+from jpaged.models.registry import find_family
+from jpaged.types.sampling import DEFAULT_SAMPLING_FIELDS, SamplingParams
 
 QUANTISATION_KEYS = ("quantization_config", "compression_config")
 """Keys of the quantization config; the second one in old checkpoints of compressed-tensors."""
@@ -84,6 +90,8 @@ def find_scheme(config: Mapping[str, object]) -> Scheme | None:
     fields.finish()
     return scheme
 
+
+_LOG = logging.getLogger(__name__)
 
 DEMO = "demo"
 """Name of the packaged checkpoint; takes precedence over a folder or a hub model of that name."""
@@ -219,8 +227,63 @@ def read_config(folder: Path) -> ModelConfig:
     return replace(result, quantization=_without_mixed_orders(folder, result, scheme))
 
 
-_SERVED_DTYPES = ("float32", "bfloat16")
+_NO_GENERATION_CONFIG = ("none", "vllm")
+
+
+def read_default_sampling(folder: Path, options: ModelOptions) -> dict[str, Any]:
+    """Return the sampling defaults of a checkpoint: fields of SamplingParams, as its generation config has them.
+
+    An invalid value of the checkpoint's own file is logged and left out.
+
+    Raises:
+        InvalidArgument: the file that generation_config names is missing or invalid, or override_generation_config is.
+    """
+    name = options.generation_config
+    found: dict[str, Any] = {}
+    if name == "auto":
+        path = folder / GENERATION_CONFIG_FILE
+        if not is_gguf(folder) and path.is_file():
+            found = _parse_default_sampling(read_json(path), GENERATION_CONFIG_FILE, is_own=True)
+    elif name not in _NO_GENERATION_CONFIG:
+        path = expand_home(name, "generation_config")
+        path = path / GENERATION_CONFIG_FILE if path.is_dir() else path
+        if not path.is_file():
+            problem = f"{path} does not exist: give auto, none, a file or a folder with {GENERATION_CONFIG_FILE}"
+            raise InvalidArgument("generation_config", problem)
+        found = _parse_default_sampling(read_json(path), "generation_config", is_own=False)
+    if options.override_generation_config is not None:
+        field = "override_generation_config"
+        given = parse_json_object(field, options.override_generation_config, '{"temperature": 0.6}')
+        unknown = [key for key in given if _SAMPLING_NAMES.get(key, key) not in DEFAULT_SAMPLING_FIELDS]
+        if unknown:
+            known = ", ".join((*DEFAULT_SAMPLING_FIELDS, *_SAMPLING_NAMES))
+            raise InvalidArgument(f"{field}.{unknown[0][:80]}", f"is unknown: must be one of {known}")
+        found |= _parse_default_sampling(given, field, is_own=False)
+    return found
+
+
+_SAMPLING_NAMES = {"max_new_tokens": "max_tokens"}
+"""Keys of a generation config whose fields of SamplingParams have other names."""
+
+
+def _parse_default_sampling(values: Mapping[str, Any], where: str, *, is_own: bool) -> dict[str, Any]:
+    found = {}
+    for key, value in values.items():
+        name = _SAMPLING_NAMES.get(key, key)
+        if name not in DEFAULT_SAMPLING_FIELDS or value is None:
+            continue
+        try:
+            found[name] = getattr(SamplingParams(**{name: value}), name)
+        except InvalidArgument as error:
+            if not is_own:
+                raise InvalidArgument(f"{where}.{key}", error.problem) from error
+            _LOG.warning("%s: %s %s; it is ignored", where, key, error.problem)
+    return found
+
+
+_SERVED_DTYPES = ("float32", "bfloat16", "float16")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
+_LARGEST_FLOAT16 = 65504
 
 
 def choose_dtype(
@@ -228,24 +291,35 @@ def choose_dtype(
 ) -> tuple[np.dtype, str | None]:
     """Resolve the option `dtype` for a model on a platform.
 
-    `auto` is the checkpoint's type if it can be served: bfloat16 instead of float16, and float32 on a CPU without
-    instructions for bfloat16. A config without a type means float32 on CPUs, as in Hugging Face transformers, and
-    bfloat16 elsewhere. The packaged models run in float32 on all CPUs, so that their outputs are the same.
+    `auto` is the checkpoint's type if the device multiplies it. float16 runs in bfloat16 on TPUs, on CPUs, and for
+    families that overflow it; both run in float32 on a CPU without instructions for bfloat16. A config without a type
+    means float32 on CPUs, as in Hugging Face transformers, and bfloat16 elsewhere. The packaged models run in float32
+    on all CPUs, so that their outputs are the same.
 
     Args:
         folder: of the checkpoint, if there is one.
 
     Returns:
-        the type, and the reason if `auto` is not the checkpoint's.
+        the type, and a line for the log: the reason if `auto` is not the checkpoint's, a warning if float16 is not.
 
     Raises:
-        InvalidArgument: the chosen type is not supported.
+        InvalidArgument: the chosen type is not supported, on this platform or for this model.
     """
+    problem = _float16_problem(config, platform)
     if chosen != "auto":
         name = _DTYPE_ALIASES.get(chosen, chosen)
         if name not in _SERVED_DTYPES:
-            raise InvalidArgument("dtype", f"is {chosen}; weights and activations must be float32 or bfloat16")
-        return DTYPES[name], None
+            raise InvalidArgument("dtype", f"is {chosen}; supported: {', '.join(_SERVED_DTYPES)}")
+        if name != "float16":
+            return DTYPES[name], None
+        if problem is not None:
+            raise InvalidArgument("dtype", f"is {chosen}, but {problem}; choose bfloat16")
+        if config.checkpoint_dtype == name:
+            return DTYPES[name], None
+        return DTYPES[name], (
+            f"dtype float16, not {config.checkpoint_dtype or 'no type'} as in the checkpoint: float16 ends at "
+            f"{_LARGEST_FLOAT16}, and a request whose activations exceed that ends with an error"
+        )
     is_cpu = platform == "cpu"
     name = config.checkpoint_dtype or ("float32" if is_cpu else "bfloat16")
     if name == "float32" or (is_cpu and folder in (FOLDER, DRAFT_FOLDER)):
@@ -254,9 +328,20 @@ def choose_dtype(
         return DTYPES["float32"], (
             f"dtype float32, not {name} as in the checkpoint: this processor has neither AVX512_BF16 nor AMX"
         )
-    if name == "bfloat16":
-        return DTYPES["bfloat16"], None
-    return DTYPES["bfloat16"], f"dtype bfloat16, not {name} as in the checkpoint, which is not supported"
+    if is_cpu:
+        problem = "this processor multiplies bfloat16 natively, and float16 only as float32"
+    if name == "bfloat16" or problem is None:
+        return DTYPES[name], None
+    return DTYPES["bfloat16"], f"dtype bfloat16, not {name} as in the checkpoint: {problem}"
+
+
+def _float16_problem(config: ModelConfig, platform: str) -> str | None:
+    """Return why a model does not run in float16 on a platform; None if it does."""
+    if platform == "tpu":
+        return "TPUs have no float16 arithmetic in their matrix unit"
+    if find_family(config.architecture).overflows_float16:
+        return f"hidden states of {config.architecture} exceed {_LARGEST_FLOAT16}, the largest float16"
+    return None
 
 
 def read_scheme(folder: Path, *, keeps_embedding: bool = True) -> Scheme | None:

@@ -372,7 +372,8 @@ class _LeafSource:
         read = read_weight if jnp.issubdtype(self.dtype, jnp.floating) else read_integers
         for array, leaf in zip(stack, self.leaves, strict=True):
             tensors = [read(self.files, name, stored, self._cut(leaf, stored, part)) for name, stored in leaf.tensors]
-            leaf.pack(tensors, array)
+            with np.errstate(over="ignore"):  # float16: infinities are refused with the tensor's name
+                leaf.pack(tensors, array)
         return stack if self.is_stacked else stack[0]
 
     def _cut(self, leaf: Leaf, stored: tuple[int, ...], part: slice) -> tuple[slice, ...]:

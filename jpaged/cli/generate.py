@@ -13,7 +13,7 @@ from jpaged.cli.startup import StartupReport
 from jpaged.config import PROCESS_OPTIONS
 from jpaged.errors import InvalidArgument
 from jpaged.output_assembler import without_errors
-from jpaged.types import CompletionOutput, RequestOutput, SamplingParams, require_whole_characters
+from jpaged.types import CompletionOutput, RequestOutput, require_whole_characters
 
 DESCRIPTION = """\
 Generate from prompts in this process, without a server.
@@ -61,12 +61,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument("--chat", "requires --prompt: token ids are not formatted by the chat template")
     for prompt in prompts:
         _check(prompt)
-    sampling = sampling_from(arguments)
+    sampling_from(arguments)  # reports invalid values before the model is loaded
     config = config_from(arguments)  # reports invalid values as flags
     names = [name for name, _ in config.lora.adapters]
     if arguments.adapter is not None and arguments.adapter not in names:
         raise InvalidArgument("--adapter", f"{arguments.adapter!r} is not one of --lora ({', '.join(names) or 'none'})")
-    outputs = _outputs(arguments, prompts, sampling)
+    outputs = _outputs(arguments, prompts)
     for number, output in enumerate(outputs):
         if arguments.json:
             print(json_text.dumps(_as_json(output), ensure_ascii=False))
@@ -85,7 +85,7 @@ def _check(prompt: dict[str, Any]) -> None:
             raise InvalidArgument("--prompt", "is empty: give at least one character")
 
 
-def _outputs(arguments: argparse.Namespace, prompts: Any, sampling: SamplingParams) -> list[RequestOutput]:
+def _outputs(arguments: argparse.Namespace, prompts: Any) -> list[RequestOutput]:
     from jpaged.llm import LLM  # imports jax
 
     report = StartupReport(sys.stderr)
@@ -93,6 +93,7 @@ def _outputs(arguments: argparse.Namespace, prompts: Any, sampling: SamplingPara
     model = values.pop("model", "demo")
     report.line(f"loading {model}")
     with LLM(model, progress=report.progress, **values) as llm:
+        sampling = sampling_from(arguments, llm.get_default_sampling_params())
         report.line(f"generating from {len(prompts)} prompt{'s' if len(prompts) > 1 else ''}")
         if arguments.chat:
             turns = [[{"role": "user", "content": prompt["prompt"]}] for prompt in prompts]

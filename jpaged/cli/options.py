@@ -20,6 +20,7 @@ from jpaged.config.option import is_json, option_type
 from jpaged.errors import InvalidArgument, describe_error
 from jpaged.structured import StructuredOutputs, get_structured_outputs
 from jpaged.types import SamplingParams
+from jpaged.types.sampling import DEFAULT_SAMPLING_FIELDS, with_defaults
 
 if TYPE_CHECKING:
     from jpaged.client import Tls
@@ -191,8 +192,11 @@ def _structured_outputs(word: str) -> StructuredOutputs | None:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def sampling_from(arguments: argparse.Namespace) -> SamplingParams:
+def sampling_from(arguments: argparse.Namespace, model: SamplingParams | None = None) -> SamplingParams:
     """Return the sampling parameters of a command line.
+
+    Args:
+        model: the model's defaults, for flags that are not given, except --max-tokens.
 
     Raises:
         InvalidArgument: a value is out of range; named as a flag.
@@ -200,7 +204,9 @@ def sampling_from(arguments: argparse.Namespace) -> SamplingParams:
     given = {spec.name: getattr(arguments, f"sampling_{spec.name}") for spec in fields(SamplingParams)}
     given["logit_bias"] = given["logit_bias"] and dict(given["logit_bias"])
     try:
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        defaults = {} if model is None else {name: getattr(model, name) for name in DEFAULT_SAMPLING_FIELDS}
+        known = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(**with_defaults(known, defaults))
     except InvalidArgument as error:
         raise InvalidArgument(to_flag(error.field.removeprefix("sampling.")), error.problem) from error
 

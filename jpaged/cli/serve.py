@@ -6,10 +6,12 @@ import argparse
 import asyncio
 import gc
 import os
+import shlex
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from jpaged import json_text
 from jpaged.cli.options import add_config_flags, config_from, to_flag
 from jpaged.cli.startup import PROBES, Progress, StartupReport
 from jpaged.config import EngineConfig
@@ -76,6 +78,22 @@ def _run(arguments: argparse.Namespace) -> int:
     return follow(config, multihost)
 
 
+def _example_call(url: str, loaded: LoadedModel) -> str:
+    """Return a shell command that calls the OpenAI API."""
+    access = loaded.config.access
+    path, key, prompt = "completions", "prompt", "Once upon a time"
+    text: Any = prompt
+    if loaded.model.has_chat_template:
+        path, key, text = "chat/completions", "messages", [{"role": "user", "content": "Hello"}]
+    words = ["curl", f"{url}/{path}"]
+    if access.tls_cert is not None:
+        words += ["--cacert", access.tls_cert]
+    if access.has_keys:
+        words += ["-H", "Authorization: Bearer KEY"]
+    body = {"model": loaded.model.name, key: text, "max_tokens": 16}
+    return shlex.join([*words, "-H", "Content-Type: application/json", "-d", json_text.dumps(body)])
+
+
 async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
     from jpaged.cli.multihost import Leading
     from jpaged.peers import Prefills
@@ -91,16 +109,22 @@ async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
 
     def on_serving(port: int, loaded: LoadedModel) -> None:
         for name, value, source in loaded.config.explain():
-            report.line(f"  {name} = {value} ({source})")
+            if source != "default":
+                report.line(f"  {name} = {value}")
+        if defaults := loaded.model.default_sampling:
+            texts = ", ".join(f"{name} {value}" for name, value in defaults.items())
+            report.line(f"  requests without these parameters get the model's: {texts} (--generation-config)")
         backend = loaded.backend
         num_replicas = loaded.config.parallel.data_parallel_size
         copies = f" in {num_replicas} replicas" if num_replicas > 1 else ""
         report.line(f"  {backend.num_devices} x {backend.device_kind}{copies}, attention {backend.attention}")
+        report.line(f"gRPC on {host}:{port}")
         if server.control_port is not None:
             report.line(f"control on {config.access.control_host}:{server.control_port}")
         if server.http_port is not None:
-            scheme = "http" if config.access.tls_cert is None else "https"
-            report.line(f"OpenAI's API on {scheme}://{host}:{server.http_port}/v1")
+            url = f"{'http' if config.access.tls_cert is None else 'https'}://{host}:{server.http_port}/v1"
+            report.line(f"OpenAI's API on {url}")
+            report.line(f"try: {_example_call(url, loaded)}")
         if server.metrics_port is not None:
             report.line(f"metrics on http://{host}:{server.metrics_port}/metrics")
         report.line(f"ready on {host}:{port}")

@@ -18,6 +18,7 @@ from jpaged.client import Client
 from jpaged.config import child_environment
 from jpaged.errors import DeadlineExceeded, JpagedError, Unavailable
 
+NO_HTTP = "--no-enable-http"
 START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 30.0
 _LOOK_S = 0.3
@@ -117,8 +118,9 @@ class ServerProcess:
 
 
 def command(model: str, flags: Sequence[str]) -> list[str]:
-    """Return the command that starts a server of `model` on a free port."""
-    return [sys.executable, "-m", "jpaged", "serve", model, "--port", "0", *flags]
+    """Return the command that starts a server of `model` on a free port; HTTP is off unless the flags name its port."""
+    has_http = any(flag.partition("=")[0] == "--http-port" for flag in flags)
+    return [sys.executable, "-m", "jpaged", "serve", model, "--port", "0", *([] if has_http else [NO_HTTP]), *flags]
 
 
 def startup_texts(client: Client, server: ServerProcess) -> Iterator[str]:

@@ -152,8 +152,8 @@ class _Translation:
             hosts = {**_COORDINATOR, **self._hosts}
             self._out += ["--coordinator", f"{hosts['--master-addr']}:{hosts['--master-port']}"]
             self._out += ["--num-processes", hosts["--nnodes"], "--process-id", hosts["--node-rank"]]
-        if self.notes and "--http-port" in self._native and not self._is_given("--http-port"):
-            self.notes.append("the OpenAI API is off: --http-port PORT serves it; --port is the gRPC port")
+        if self.notes and self._is_given("--port") and not self._is_given("--http-port"):
+            self.notes.append("--port is the gRPC port; the OpenAI API has its own (--http-port, 8000 by default)")
         words = [*self._out, *self._rest]
         return merge_json_flags(words) if self._has_keys else words
 

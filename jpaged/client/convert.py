@@ -245,7 +245,7 @@ def generate_request(
     message = inference_pb2.GenerateRequest(
         request_id=request_id or uuid.uuid4().hex,
         text=prompt.text,
-        sampling=sampling_message(sampling or SamplingParams()),
+        sampling=None if sampling is None else sampling_message(sampling),
         model=model,
         return_prompt_token_ids=prompt.token_ids is None,
         whole=whole,
@@ -485,7 +485,10 @@ def _parse_server_info(message: control_pb2.GetServerInfoResponse) -> ServerInfo
 
 
 def _parse_model_info(message: control_pb2.GetModelInfoResponse) -> ModelInfo:
-    return ModelInfo(**{**_parse_fields(message), "eos_token_ids": tuple(message.eos_token_ids)})
+    fields = {**_parse_fields(message), "eos_token_ids": tuple(message.eos_token_ids)}
+    return ModelInfo(
+        **fields, default_sampling={field.name: value for field, value in message.default_sampling.ListFields()}
+    )
 
 
 def _parse_adapters(message: control_pb2.ListAdaptersResponse) -> tuple[AdapterInfo, ...]:

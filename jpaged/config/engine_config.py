@@ -2,7 +2,7 @@
 
     options as given        EngineConfig.load(...)     names and limits are checked, nothing is inferred
     -> resolved             .replace(num_blocks=9)     values that depend on the model and the device are filled in
-    -> explained            .explain()                 printed at startup, line by line
+    -> explained            .explain()                 those set or resolved are printed at startup
 
 A section (`jpaged.config`) is a frozen dataclass whose fields carry help and limits, so that the command line,
 `LLM(...)` and the documentation share one source. The command line spells `max_model_len` as `--max-model-len`.
@@ -141,6 +141,7 @@ class EngineConfig:
         self.parallel.check()
         self.lora.check()
         self.timeouts.check()
+        self.http.check()
         self._check_draft()
 
     def _check_draft(self) -> None:

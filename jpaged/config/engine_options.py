@@ -41,8 +41,8 @@ class ModelOptions:
     )
     dtype: str = option(
         "auto",
-        "data type of weights and activations; auto: the checkpoint's type, but bfloat16 in place of float16, and "
-        "float32 on CPUs without AVX512_BF16 or AMX",
+        "data type of weights and activations; auto: the checkpoint's type, but bfloat16 in place of float16 on TPUs "
+        "and CPUs, and float32 on CPUs without AVX512_BF16 or AMX; float16 runs on GPUs, and on CPUs for tests",
         choices=("auto", "float32", "float", "bfloat16", "float16", "half"),
     )
     quantization: str = option(
@@ -97,6 +97,15 @@ class ModelOptions:
     )
     chat_template: str | None = option(
         None, "file with the chat template to use instead of the model's own", path="file"
+    )
+    generation_config: str = option(
+        "auto",
+        "defaults of temperature, top_p, top_k, min_p, repetition_penalty and max_tokens for requests that leave them "
+        "out: auto reads the model's generation_config.json, none (or vllm) keeps those of the API; otherwise a file, "
+        "or a folder with that file",
+    )
+    override_generation_config: JsonText | None = option(
+        None, 'JSON object of such defaults, such as {"temperature": 0.6}; replaces those of generation_config'
     )
     trust_request_chat_template: bool = option(
         False, "accept chat templates in chat requests (`chat_template`), rendered in a process with resource limits"
@@ -155,7 +164,7 @@ class CacheOptions:
     kv_cache_dtype: str = option(
         "auto",
         "data type of the KV cache; auto: as computed; int8 and fp8 hold two to four times as many tokens",
-        choices=("auto", "float32", "bfloat16", "int8", "fp8"),
+        choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8"),
     )
     swap_space: float = option(
         1.0,

@@ -98,9 +98,11 @@ class ServerOptions:
 class HttpOptions:
     """The HTTP frontend."""
 
+    enable_http: bool = option(True, "serve the OpenAI-compatible HTTP API, on the same host")
     http_port: int | None = option(
         None,
-        "port of the OpenAI-compatible HTTP API, on the same host; 0 picks a free one; off if unset",
+        "port of the OpenAI-compatible HTTP API; 0 picks a free one; if unset, 8000, or the next free one if that is "
+        "taken",
         low=0,
         high=65535,
     )
@@ -143,6 +145,16 @@ class HttpOptions:
         low=0.01,
         high=1.0,
     )
+
+    def check(self) -> None:
+        """Reject options of HTTP if it is off.
+
+        Raises:
+            InvalidArgument: names the option.
+        """
+        for name in ("http_port", "batch_dir"):
+            if not self.enable_http and getattr(self, name) is not None:
+                raise InvalidArgument(name, f"{getattr(self, name)} requires HTTP, but enable_http is False")
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,11 +133,16 @@ class CompletionJob:
 
 
 async def parse_job(
-    service: Service, request: Request, read: Callable[[Mapping[str, Any]], Job], *, is_kept: bool = False
+    service: Service,
+    request: Request,
+    read: Callable[[Mapping[str, Any], Mapping[str, Any]], Job],
+    *,
+    is_kept: bool = False,
 ) -> CompletionJob:
     """Parse a request.
 
     Args:
+        read: reads a body, given the model's sampling defaults.
         is_kept: a stream's last event repeats the whole answer.
 
     Raises:
@@ -146,7 +151,7 @@ async def parse_job(
     began_s = time.monotonic()
     model = service.state.serving()
     request_id, tenant, remaining_s = get_request_id(request), get_tenant(request), get_remaining_s(request)
-    job = await read_body(service, request, read)
+    job = await read_body(service, request, lambda body: read(body, model.model.default_sampling))
     try:
         size = AnswerSize(
             job.sampling,
@@ -160,7 +165,11 @@ async def parse_job(
     except InvalidArgument as error:
         raise renamed(error, job.names) from error
     if size.max_filled is not None:
-        prompts = tuple(replace(one, max_filled=size.max_filled) if one.fills_length else one for one in job.prompts)
+        most = size.max_filled
+        prompts = tuple(
+            replace(one, max_filled=min(most, one.max_filled or most)) if one.fills_length else one
+            for one in job.prompts
+        )
         job = replace(job, prompts=prompts)
     return CompletionJob(
         size=size,
@@ -400,7 +409,7 @@ def completion_routes(service: Service) -> list[Route]:
     """Return the routes of /v1/completions and /v1/chat/completions."""
     texts = TokenTexts()
 
-    def answering(read: Callable[[Mapping[str, Any]], Job]) -> Callable[[Request], Awaitable[Any]]:
+    def answering(read: Callable[[Mapping[str, Any], Mapping[str, Any]], Job]) -> Callable[[Request], Awaitable[Any]]:
         async def answer(request: Request) -> Response | EventStream:
             asked = await parse_job(service, request, read)
             if asked.job.streaming is not None:

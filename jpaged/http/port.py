@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import logging
 import socket
@@ -20,6 +21,10 @@ from jpaged.http.batches.job import BatchJobRunner
 from jpaged.http.connections import PortConfig, num_connections
 from jpaged.service.service import Service
 
+_LOG = logging.getLogger(__name__)
+
+DEFAULT_PORTS = range(8000, 8100)
+"""Ports to try, in this order, if http_port is unset."""
 _BACKLOG = 2048
 _LAST_S = 2.0
 """Maximum wait at the end for tasks of aborted connections."""
@@ -30,7 +35,10 @@ _TICKS_OF_A_DAY = 864_000
 
 
 class HttpPort:
-    """Serves HTTP on a port until it is stopped; 0 is a free port.
+    """Serves HTTP on a port until it is stopped.
+
+    The port is the option http_port, where 0 is a free one. If it is unset, the port is the first one from 8000 that no
+    other program has and no other option names.
 
     Raises:
         InvalidArgument: the port cannot be bound, or the folder of batches is unusable.
@@ -40,7 +48,7 @@ class HttpPort:
         server = options.server
         self._batches = _get_batches(service)
         try:
-            self._socket = _bound(server.host, options.http.http_port or 0)
+            self._socket = _bind(options)
         except InvalidArgument:
             if self._batches is not None:
                 self._batches.store.close()
@@ -118,12 +126,39 @@ def _get_batches(service: Service) -> BatchJobRunner | None:
     return None if options.batch_dir is None else BatchJobRunner(service, options, Path(options.batch_dir))
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise InvalidArgument("http_port", f"cannot listen on port {port} of {host}: {error}") from error
+def _bind(options: EngineConfig) -> socket.socket:
+    """Listen on the port of the options.
+
+    Raises:
+        InvalidArgument: it cannot be bound, or none of the default ports is free.
+    """
+    host, port = options.server.host, options.http.http_port
+    if port is not None:
+        try:
+            return _listen(host, port)
+        except OSError as error:
+            raise InvalidArgument("http_port", f"cannot listen on port {port} of {host}: {error}") from error
+    server = options.server
+    named = {server.port, server.metrics_port, server.probe_port, options.access.control_port}
+    for port in DEFAULT_PORTS:
+        if port in named:
+            continue
+        try:
+            listening = _listen(host, port)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                continue
+            raise InvalidArgument("http_port", f"cannot listen on port {port} of {host}: {error}") from error
+        if port != DEFAULT_PORTS[0]:
+            _LOG.warning("port %d is taken: the OpenAI API listens on port %d (--http-port)", DEFAULT_PORTS[0], port)
+        return listening
+    taken = f"all ports from {DEFAULT_PORTS[0]} to {DEFAULT_PORTS[-1]} are taken"
+    raise InvalidArgument("http_port", f"{taken}: name a free one, or turn HTTP off (--no-enable-http)")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted connections inherit it
     for name, value in _PROBES:
         if (number := getattr(socket, name, None)) is not None:

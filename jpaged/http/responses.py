@@ -26,8 +26,8 @@ def response_routes(service: Service) -> list[Route]:
     async def create(request: Request) -> Response | EventStream:
         echoed: dict[str, Any] = {}
 
-        def read(body: Mapping[str, Any]) -> Job:
-            asking = parse_responses_request(body)
+        def read(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
+            asking = parse_responses_request(body, defaults)
             echoed.update(asking.echoed)
             return asking.job
 
@@ -38,7 +38,7 @@ def response_routes(service: Service) -> list[Route]:
         return await while_there(request, _whole(service, asked, echoed, texts), asked.left_s())
 
     async def count(request: Request) -> Response:
-        asked = await parse_job(service, request, lambda body: parse_responses_request(body).job)
+        asked = await parse_job(service, request, lambda body, defaults: parse_responses_request(body, defaults).job)
         token_ids = await service.tokenize(lambda: asked.job.prompts[0], None)
         return JSON({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 

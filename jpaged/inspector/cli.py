@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from jpaged.inspector.frames import FrameReader
 
 DESCRIPTION = """\
-Watch the KV pool of a server that runs with --http-port: blocks colored by request, queues and events.
+Watch the KV pool of a server through its HTTP port: blocks colored by request, queues and events.
 
-    jpaged serve demo --http-port 8000
+    jpaged serve demo
     jpaged top http://127.0.0.1:8000
 
 q quits; tab shows the next replica. If the output is not a terminal, one line is printed per second.

@@ -54,6 +54,7 @@ class Family(Generic[ConfigT]):
         lm_head: the name of the output matrix.
         name_prefix: prefix of all names except the output matrix, given the names in a checkpoint.
         ignores_later_layers: checkpoints have layers after those of the model, for drafts.
+        overflows_float16: hidden states of trained models exceed float16's largest number.
         language: for a multimodal model, returns the fields of the language model, given those of the whole; it also
             marks the fields that it reads of the whole.
     """
@@ -69,6 +70,7 @@ class Family(Generic[ConfigT]):
     ignored: tuple[str, ...] = ()
     lm_head: str = LM_HEAD
     ignores_later_layers: bool = False
+    overflows_float16: bool = False
     language: Callable[[JsonFields], JsonFields] | None = None
 
 

@@ -138,9 +138,9 @@ def from_hf(config: Mapping[str, object], generation: Mapping[str, object] | Non
     """Read a Hugging Face config.json; the result has the architecture's subclass.
 
     Args:
-        generation: the parsed generation_config.json next to it. Only its `eos_token_id` is read, which overrides that
-            of config.json, as in transformers' generate; its sampling defaults belong to requests. If neither has the
-            key, the family's default applies; null means none.
+        generation: the parsed generation_config.json next to it. Only its `eos_token_id` is read here, which overrides
+            that of config.json, as in transformers' generate. If neither has the key, the family's default applies;
+            null means none.
 
     Raises:
         Unsupported: an architecture or a setting that is not implemented.

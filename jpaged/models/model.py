@@ -104,15 +104,19 @@ def put_quantized(shapes: Any, config: ModelConfig, layer_mode: LayerMode, dtype
             inside[path[-1]] = abstract_matrix(form, inside[path[-1]].shape, contracted_axis(leaf), dtype)
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""Types of parameters and activations; matmuls, norms and softmax compute in float32 in each of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """A model as a description: hashable, without arrays, static under jit.
 
     It is independent of blocks, batches and sampling: tokens come packed in one axis T, and attention is injected.
-    T is at least 2 in bfloat16: on CPUs a matmul with one row is ten times slower than with two.
+    T is at least 2 in 16 bits: on CPUs a matmul with one row is ten times slower than with two.
 
     Attributes:
-        dtype: type of parameters and activations, float32 or bfloat16.
+        dtype: type of parameters and activations, one of `DTYPES`.
 
     Raises:
         InvalidArgument: dtype is another.
@@ -123,8 +127,8 @@ class Model:
 
     def __post_init__(self) -> None:
         dtype = np.dtype(self.dtype)
-        if dtype not in (np.dtype(jnp.float32), np.dtype(jnp.bfloat16)):
-            raise InvalidArgument("dtype", f"is {dtype.name}; it must be float32 or bfloat16")
+        if dtype.name not in DTYPES:
+            raise InvalidArgument("dtype", f"is {dtype.name}; it must be one of {', '.join(DTYPES)}")
         object.__setattr__(self, "dtype", dtype)
 
     def abstract_params(self, layer_mode: LayerMode) -> Params:

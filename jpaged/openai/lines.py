@@ -59,6 +59,7 @@ from jpaged.openai.response import (
 )
 from jpaged.output_assembler import Evaluated
 from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
+from jpaged.types.sampling import NO_DEFAULTS
 
 COMPLETIONS_URL = "/v1/completions"
 CHAT_URL = "/v1/chat/completions"
@@ -220,14 +221,17 @@ def of_body() -> Iterator[None]:
         raise type(error)(f"body.{error.field}", error.problem) from error
 
 
-def parse_job(line: Line) -> Job:
+def parse_job(line: Line, defaults: Mapping[str, Any] = NO_DEFAULTS) -> Job:
     """Parse the body of a line of completions or chats.
+
+    Args:
+        defaults: the model's sampling defaults, for fields that the body leaves out.
 
     Raises:
         InvalidArgument: a field of the body is unknown, invalid, or not supported in a file.
     """
     with of_body():
-        job = chat_job(line.body) if line.url == CHAT_URL else completion_job(line.body)
+        job = (chat_job if line.url == CHAT_URL else completion_job)(line.body, defaults)
         if len(job.prompts) > 1:
             raise InvalidArgument(
                 "prompt", "must be one string or one list of token ids: write one line for each prompt"
@@ -402,7 +406,8 @@ class Answers:
         """Run a line; raise the JpagedError that it failed with, InvalidArgument if the line is invalid."""
         if line.url in (EMBEDDINGS_URL, SCORE_URL):
             return await self._scored(server, line)
-        job = await self._work(partial(parse_job, line), estimate_size(line.body))
+        read = partial(parse_job, line, self._model.default_sampling)
+        job = await self._work(read, estimate_size(line.body))
         job = replace(job, adapter=self._adapter(job.model, job.adapter))
         output = await self._complete(server, line.custom_id, job)
         await self._name_tokens(server, output)
@@ -420,6 +425,7 @@ class Answers:
             if prompt.token_ids is None:
                 num_tokens = len(await server.tokenize(prompt.text, messages=prompt.messages, chat_options=options))
             most = self._model.max_model_len - num_tokens
+            most = min(most, prompt.max_filled or most)
             if self._max_bytes is not None:
                 is_chat, vocab_size = prompt.messages is not None, self._model.vocab_size
                 size = AnswerSize(sampling, vocab_size=vocab_size, is_chat=is_chat, max_bytes=self._max_bytes)

@@ -25,6 +25,7 @@ from jpaged.chat import ChatOptions, build_chat_options, parse_reasoning, read_m
 from jpaged.errors import InvalidArgument, RequestTooLong
 from jpaged.structured import StructuredOutputs, get_response_format, get_structured_outputs
 from jpaged.types import CompletionOutput, Prompt, SamplingParams
+from jpaged.types.sampling import NO_DEFAULTS, with_defaults
 
 _PLAIN = (
     *("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "chat_template", "documents"),
@@ -455,8 +456,11 @@ def without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
-def completion_job(given: Mapping[str, Any]) -> Job:
+def completion_job(given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DEFAULTS) -> Job:
     """Read a body of /v1/completions.
+
+    Args:
+        defaults: the model's sampling defaults, for fields that the body leaves out.
 
     Raises:
         InvalidArgument: a field is unknown, wrong, or cannot be honoured.
@@ -472,12 +476,12 @@ def completion_job(given: Mapping[str, Any]) -> Job:
         if not has_echo:
             raise InvalidArgument("max_tokens", "0 needs echo to be true: otherwise there is nothing to return")
         body["max_tokens"] = 1
-    fills_length = _fills_length(body)
+    length = _length(body, defaults)
     names = _names(body)
     prompts = _prompts(body.get("prompt"))
     return Job(
-        _sampling(body, logprobs, names),
-        tuple(replace(one, fills_length=fills_length, is_only_told=is_only_told) for one in prompts),
+        _sampling(body, logprobs, names, defaults),
+        tuple(replace(one, **length, is_only_told=is_only_told) for one in prompts),
         has_echo=has_echo,
         is_only_told=is_only_told,
         names=names,
@@ -485,8 +489,11 @@ def completion_job(given: Mapping[str, Any]) -> Job:
     )
 
 
-def chat_job(given: Mapping[str, Any]) -> Job:
+def chat_job(given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DEFAULTS) -> Job:
     """Read a body of /v1/chat/completions; one without a limit fills the model's length.
+
+    Args:
+        defaults: the model's sampling defaults, for fields that the body leaves out.
 
     Raises:
         InvalidArgument: a field is unknown, wrong, or cannot be honoured.
@@ -499,20 +506,20 @@ def chat_job(given: Mapping[str, Any]) -> Job:
     wants_logprobs, num_top = flag_in(body, "logprobs"), _int_or_none(body, "top_logprobs")
     if num_top and not wants_logprobs:
         raise InvalidArgument("top_logprobs", "needs logprobs to be true")
-    fills_length = _fills_length(body)
-    prompt = Prompt(messages=messages_in(body), chat_options=chat_options_in(body), fills_length=fills_length)
+    length = _length(body, defaults)
+    prompt = Prompt(messages=messages_in(body), chat_options=chat_options_in(body), **length)
     names = {"prompt": "messages", **_names(body), **({"logprobs": "top_logprobs"} if num_top else {})}
-    sampling = _sampling(body, (num_top or 0) if wants_logprobs else None, names)
+    sampling = _sampling(body, (num_top or 0) if wants_logprobs else None, names, defaults)
     return Job(sampling, (prompt,), names=names, **_of_both(body))
 
 
-def _fills_length(body: dict[str, Any]) -> bool:
-    """Return True if a body has no token limit, and set the minimum that must fit."""
+def _length(body: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Prompt that limit the output, if the body has no limit; set the minimum that must fit."""
     if "max_tokens" in body:
-        return False
+        return {}
     if type(least := body.get("min_tokens", 1)) is int:
         body["max_tokens"] = max(1, least)
-    return True
+    return {"fills_length": True, "max_filled": defaults.get("max_tokens")}
 
 
 def _names(body: Mapping[str, Any]) -> dict[str, str]:
@@ -588,7 +595,9 @@ def _prompt_of_ids(where: str, given: Any) -> Prompt:
     return Prompt(token_ids=tuple(given))
 
 
-def _sampling(body: Mapping[str, Any], logprobs: int | None, names: Mapping[str, str]) -> SamplingParams:
+def _sampling(
+    body: Mapping[str, Any], logprobs: int | None, names: Mapping[str, str], defaults: Mapping[str, Any]
+) -> SamplingParams:
     values = {name: value for name, value in body.items() if name in _SAMPLING}
     for name in _LISTS & values.keys():
         if not isinstance(values[name], list | (str if name in _TEXTS else list)):
@@ -600,7 +609,7 @@ def _sampling(body: Mapping[str, Any], logprobs: int | None, names: Mapping[str,
     try:
         if "response_format" in body:
             values["structured_outputs"] = _constraint(body["response_format"], values.get("structured_outputs"))
-        return SamplingParams(**values, logprobs=logprobs)
+        return SamplingParams(**with_defaults(values, defaults), logprobs=logprobs)
     except InvalidArgument as error:
         raise renamed(error, names) from error
 

@@ -36,6 +36,7 @@ from jpaged.json_text import Items
 from jpaged.openai.request import OF_CHATS, Job, chat_job, own_fields, without_nulls
 from jpaged.openai.response import ResponseMetadata, TokenText, chat_logprobs
 from jpaged.types import CompletionOutput, FinishReason, OutputEvent, PositionLogprobs, RequestOutput, Usage
+from jpaged.types.sampling import NO_DEFAULTS
 
 _MAX_SHOWN = 80
 _ECHOED = frozenset({"id", "status", "phase"})
@@ -220,8 +221,11 @@ class ResponsesRequest:
     echoed: Mapping[str, Any]
 
 
-def parse_responses_request(given: Mapping[str, Any]) -> ResponsesRequest:
+def parse_responses_request(given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DEFAULTS) -> ResponsesRequest:
     """Parse a body of /v1/responses.
+
+    Args:
+        defaults: the model's sampling defaults, for fields that the body leaves out.
 
     Raises:
         InvalidArgument: a field is unknown, invalid, or cannot be honored.
@@ -245,7 +249,7 @@ def parse_responses_request(given: Mapping[str, Any]) -> ResponsesRequest:
         **_logprobs(body),
     }
     try:
-        job = chat_job(chat)
+        job = chat_job(chat, defaults)
     except InvalidArgument as error:
         raise _in_their_words(error) from error
     names = {"max_tokens": "max_output_tokens", "structured_outputs": "text.format", "prompt": "input"}

@@ -141,7 +141,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             self._role.check_identity(request.kv_identity)
             metadata = context.invocation_metadata() or ()
             call = dataclasses.replace(
-                call_from(request.request, metadata, context.time_remaining(), context.peer()),
+                call_from(
+                    request.request,
+                    metadata,
+                    context.time_remaining(),
+                    context.peer(),
+                    self._service.state.default_sampling,
+                ),
                 asked=RemotePrefillRequest(request.cache_tenant, request.adapter_digest, request.num_known_blocks),
             )
             async with self._service.generate(call) as generation:

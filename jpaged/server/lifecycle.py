@@ -186,7 +186,7 @@ class Server:
 
     @property
     def http_port(self) -> int | None:
-        """The port of the HTTP frontend; None if not configured."""
+        """The port of the HTTP frontend; None if it is off."""
         return None if self._http is None else self._http.port
 
     @property
@@ -227,7 +227,7 @@ class Server:
         await self._enter(Stage.STARTING)
         options, certificates = self._config, self._gate.certificates
         self._port = bind(self._grpc, "port", options.server.host, options.server.port, certificates)
-        if options.http.http_port is not None:
+        if options.http.enable_http:
             self._http = HttpPort(self._service, self._gate, options)
             await self._http.start()
         await self._open_control(max_bytes, prefixes)

@@ -78,7 +78,8 @@ class Replica:
         """
         # No deadline: hosts cancel overdue calls themselves.
         with self._answering():
-            async with aclosing(responses(self._service, request, call_from(request, metadata, None))) as messages:
+            call = call_from(request, metadata, None, defaults=self._service.state.default_sampling)
+            async with aclosing(responses(self._service, request, call)) as messages:
                 async for message in messages:
                     yield message
 

@@ -8,7 +8,7 @@ Score and Embed are calls of several requests: see `jpaged.service.score_embed`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -55,6 +55,7 @@ from jpaged.types import (
     TokenLogprob,
     Usage,
 )
+from jpaged.types.sampling import NO_DEFAULTS, with_defaults
 from jpaged.version import __version__
 
 _MODES = {
@@ -331,14 +332,23 @@ def call_from(
     metadata: Iterable[tuple[str, str | bytes]],
     remaining_s: float | None,
     peer: str = "",
+    defaults: Mapping[str, Any] = NO_DEFAULTS,
 ) -> Call:
-    """Convert a request to a call of the service; the prompt is decoded later."""
+    """Convert a request to a call of the service; the prompt is decoded later.
+
+    Args:
+        defaults: the model's sampling defaults, for fields that the request leaves out.
+    """
 
     def read() -> tuple[Prompt, SamplingParams]:
         prompt = prompt_from(message)
         if message.generated_token_ids:
             prompt = replace(prompt, generated=generated_from(message))
-        return prompt, sampling_from(message.sampling)
+        sampling = sampling_from(message.sampling, defaults)
+        if not message.sampling.HasField("max_tokens") and (most := defaults.get("max_tokens")) is not None:
+            prompt = replace(prompt, fills_length=True, max_filled=most)
+            sampling = replace(sampling, max_tokens=max(1, sampling.min_tokens))
+        return prompt, sampling
 
     return Call(
         read=read,
@@ -392,7 +402,7 @@ def generated_from(message: inference_pb2.GenerateRequest) -> tuple[PriorOutput,
     )
 
 
-def sampling_from(message: inference_pb2.SamplingParams) -> SamplingParams:
+def sampling_from(message: inference_pb2.SamplingParams, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
     """Convert sampling parameters, with defaults for unset fields; raise InvalidArgument for values out of range."""
     values: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     values["beam_width"] = message.beam_width or None
@@ -402,7 +412,7 @@ def sampling_from(message: inference_pb2.SamplingParams) -> SamplingParams:
     if "structured_outputs" in values:
         given = {field.name: value for field, value in message.structured_outputs.ListFields()}
         values["structured_outputs"] = get_structured_outputs(given)
-    return SamplingParams(**values)
+    return SamplingParams(**with_defaults(values, defaults))
 
 
 def build_response(
@@ -429,7 +439,9 @@ def build_response(
 
 def build_model_info(model: ModelInfo) -> control_pb2.GetModelInfoResponse:
     """Convert the model's properties to a message."""
-    return _build_message(control_pb2.GetModelInfoResponse, model)
+    message = _build_message(control_pb2.GetModelInfoResponse, model)
+    message.default_sampling.MergeFrom(inference_pb2.SamplingParams(**model.default_sampling))
+    return message
 
 
 def build_load(load: EngineLoad, replica_loads: Iterable[EngineLoad]) -> control_pb2.GetLoadResponse:
@@ -563,7 +575,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """
         async with status_on_error(context):
             metadata = context.invocation_metadata() or ()
-            call = call_from(request, metadata, context.time_remaining(), context.peer())
+            call = call_from(
+                request, metadata, context.time_remaining(), context.peer(), self._service.state.default_sampling
+            )
             async with self._service.generate(call) as generation:
                 ahead = {REQUEST_ID_KEY: generation.request_id, **generation.record.headers}
                 await context.send_initial_metadata(tuple(ahead.items()))

@@ -30,7 +30,7 @@ import functools
 import itertools
 import math
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -76,6 +76,7 @@ from jpaged.types import (
     RequestOutput,
     SequenceFinish,
 )
+from jpaged.types.sampling import NO_DEFAULTS
 
 
 class AdmittedCall(Protocol):
@@ -233,6 +234,11 @@ class ServiceState:
             startup = self.startup
             raise Unavailable(f"the server is starting: {startup.what}, {startup.done} of {startup.total}")
         return self.model
+
+    @property
+    def default_sampling(self) -> Mapping[str, Any]:
+        """The model's sampling defaults, by fields of SamplingParams; empty while it loads."""
+        return NO_DEFAULTS if self.model is None else self.model.model.default_sampling
 
     def enter(self, stage: Stage) -> None:
         """Enter a stage."""

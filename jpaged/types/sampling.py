@@ -6,6 +6,7 @@ import ipaddress
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, TypeGuard
 
 from jpaged.errors import InvalidArgument
@@ -104,6 +105,23 @@ _NO_EDITS: Mapping[str, object] = {
 def param(default: Any, help: str) -> Any:
     """Declare a field of SamplingParams: its default, and its command-line help."""
     return field(default=default, metadata={"help": help})
+
+
+DEFAULT_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+"""Fields of SamplingParams for which a checkpoint may have defaults."""
+
+NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
+
+
+def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete the fields that a request sets by the checkpoint's defaults, except max_tokens.
+
+    A beam search samples nothing, so it keeps the defaults of SamplingParams. Prompt.max_filled applies max_tokens,
+    because a prompt may leave room for fewer.
+    """
+    if given.get("beam_width"):
+        return dict(given)
+    return {name: value for name, value in defaults.items() if name != "max_tokens"} | dict(given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,8 @@ class ModelInfo:
         lossy_kv_window: StreamingLLM: number of recent tokens visible to each token, in addition to the sinks; 0 for
             all.
         lossy_kv_sinks: StreamingLLM: number of first tokens that stay visible.
+        default_sampling: fields of SamplingParams and their values for requests that leave them out: those of the
+            checkpoint's generation config.
     """
 
     name: str
@@ -121,6 +123,7 @@ class ModelInfo:
     max_logprobs: int = 20
     lossy_kv_window: int = 0
     lossy_kv_sinks: int = 0
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

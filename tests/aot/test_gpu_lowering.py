@@ -111,19 +111,32 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("gpu", ["h200", "a100"])
-@pytest.mark.parametrize("name", FORMS)
-def test_the_product_of_groups_of_rows_is_lowered(name: str, gpu: str) -> None:
-    matrices = abstract_matrix(FORMS[name], (8, 256, 512), -2, np.dtype(jnp.bfloat16))
-    rows = jax.ShapeDtypeStruct((128, 256), np.dtype(jnp.bfloat16))
+def lowered_product(name: str, gpu: str, dtype: str) -> str:
+    matrices = abstract_matrix(FORMS[name], (8, 256, 512), -2, np.dtype(jnp.dtype(dtype)))
+    rows = jax.ShapeDtypeStruct((128, 256), np.dtype(jnp.dtype(dtype)))
     counts, owners = (jax.ShapeDtypeStruct((size,), np.dtype(np.int32)) for size in (8, 128))
     device = AbstractDevice(KINDS[gpu], 100, "gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("model",), abstract_device=device)):
         checks = [export.DisabledSafetyCheck.custom_call(TRITON_CALL)]
         lowered = export.export(jax.jit(multiply_sorted), platforms=["cuda"], disabled_checks=checks)
-        text = lowered(rows, counts, owners, matrices).mlir_module()
+        return lowered(rows, counts, owners, matrices).mlir_module()
+
+
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+@pytest.mark.parametrize("name", FORMS)
+def test_the_product_of_groups_of_rows_is_lowered(name: str, gpu: str) -> None:
+    text = lowered_product(name, gpu, "bfloat16")
     assert text.count(f"custom_call @{TRITON_CALL}(") == 1
     assert "grouped_product" in text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+@pytest.mark.parametrize("name", FORMS)
+def test_the_product_of_groups_of_float16_rows_is_lowered(name: str, gpu: str) -> None:
+    text = lowered_product(name, gpu, "float16")
+    assert text.count(f"custom_call @{TRITON_CALL}(") == 1
+    assert "bf16" not in text
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -312,6 +313,53 @@ def test_a_step_with_adapters_lowers_and_multiplies_with_all_of_them_at_once(for
     assert text.count("stablehlo.dot_general") == without.count("stablehlo.dot_general") + NUM_ADAPTED
     assert text.count("custom_call") == without.count("custom_call"), "no product with the base is another"
     assert (TRITON_CALL in text) == (form is not None)
+
+
+FLOAT16_MODELS = {
+    "llama-2-7b": None,
+    "mixtral-8x7b": None,
+    "deepseek-v2-lite": None,
+    "llama-2-7b-int4": MatrixFormat("int4", 128, has_zeros=True),
+    "mixtral-8x7b-int4": MatrixFormat("int4", 128, has_zeros=True),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("program", ["forward", "decode"])
+@pytest.mark.parametrize("name", FLOAT16_MODELS)
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_a_step_in_float16_has_no_bfloat16_and_adds_in_float32(gpu: str, name: str, program: str) -> None:
+    target, form = A100 if gpu == "a100" else TARGETS[gpu], FLOAT16_MODELS[name]
+    config = KNOWN_MODELS[name.removesuffix("-int4")].config
+    if form is not None:
+        config = dataclasses.replace(config, quantization=Quantization("int4", (("", form),)))
+    model = Model(config, jnp.dtype("float16"))
+    step, geometry, _ = abstract_serving(model, EngineConfig.load(OPTIONS), build_mesh(jax.devices()[:1]))
+    assert step.layout.dtype == jnp.float16, "of the KV pool, by default"
+    # Hopper's kernel has no latents.
+    has_latents = step.layout.value_dim is not None
+    backend, call = (A100.backend, A100.call) if has_latents else (target.backend, target.call)
+    layout = dataclasses.replace(step.layout, form=target.form)
+    step = dataclasses.replace(step, layout=layout, backend=backend, layer_mode="scan")
+    packing = forward_packing(NUM_TOKENS, geometry)
+    several = DecodePacking(forward_packing(8, geometry), 8)
+    forward = functools.partial(step.packed_forward, packing=packing)
+    decode = functools.partial(packed_decode, step, packing=several)
+    jitted = jax.jit(forward if program == "forward" else decode, donate_argnums=1)
+    with on(target):
+        checks = [export.DisabledSafetyCheck.custom_call(name) for name in ("LayoutConstraint", TRITON_CALL)]
+        text = export.export(jitted, platforms=[target.platform], disabled_checks=checks)(
+            step.model.abstract_params("scan"),
+            jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype),
+            jax.ShapeDtypeStruct((step.max_sample_rows,), np.int32),
+            jax.ShapeDtypeStruct((packing.size if program == "forward" else several.size,), np.int32),
+        ).mlir_module()
+    assert call in text
+    assert TRITON_CALL in text or form is None, "groups are dequantized by the kernel"
+    assert "bf16" not in text
+    products = re.findall(r"stablehlo\.dot_general .*-> tensor<(?:\d+x)*(\w+)>", text)
+    assert set(products) <= {"f32"}
+    assert products or form is not None
 
 
 def test_a_slot_is_filled_in_place() -> None:

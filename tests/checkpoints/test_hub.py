@@ -165,12 +165,15 @@ def config_in(dtype: str | None) -> ModelConfig:
     ("chosen", "stored", "on_cpu", "on_old_cpu", "on_gpu"),
     [
         ("auto", "bfloat16", "bfloat16", "float32", "bfloat16"),
-        ("auto", "float16", "bfloat16", "float32", "bfloat16"),
+        ("auto", "float16", "bfloat16", "float32", "float16"),
         ("auto", "float32", "float32", "float32", "float32"),
         ("auto", None, "float32", "float32", "bfloat16"),
         ("float", "bfloat16", "float32", "float32", "float32"),
         ("float32", "bfloat16", "float32", "float32", "float32"),
         ("bfloat16", "float32", "bfloat16", "bfloat16", "bfloat16"),
+        ("bfloat16", "float16", "bfloat16", "bfloat16", "bfloat16"),
+        ("half", "float16", "float16", "float16", "float16"),
+        ("float16", "float16", "float16", "float16", "float16"),
     ],
 )
 def test_the_data_type_is_the_checkpoints_if_the_processor_multiplies_it(
@@ -192,13 +195,47 @@ def test_another_data_type_than_the_checkpoints_is_explained(monkeypatch: pytest
         "dtype float32, not bfloat16 as in the checkpoint: this processor has neither AVX512_BF16 nor AMX"
     )
     _, reason = hub.choose_dtype("auto", config_in("float16"), "tpu")
-    assert reason == "dtype bfloat16, not float16 as in the checkpoint, which is not supported"
+    assert reason == (
+        "dtype bfloat16, not float16 as in the checkpoint: TPUs have no float16 arithmetic in their matrix unit"
+    )
+    monkeypatch.setattr(hub, "multiplies_bfloat16", lambda: True)
+    _, reason = hub.choose_dtype("auto", config_in("float16"), "cpu")
+    assert reason == (
+        "dtype bfloat16, not float16 as in the checkpoint: this processor multiplies bfloat16 natively, and float16 "
+        "only as float32"
+    )
 
 
 @pytest.mark.parametrize("chosen", ["half", "float16"])
 def test_a_data_type_that_was_chosen_and_is_not_supported_is_an_error(chosen: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"dtype: is {chosen}; weights and activations must be float32 or bfl"):
-        hub.choose_dtype(chosen, config_in("float16"), "gpu")
+    with pytest.raises(InvalidArgument, match=f"dtype: is {chosen}, but TPUs have no float16 .*; choose bfloat16"):
+        hub.choose_dtype(chosen, config_in("float16"), "tpu")
+    with pytest.raises(InvalidArgument, match="dtype: is int8; supported: float32, bfloat16, float16"):
+        hub.choose_dtype("int8", config_in("float16"), "gpu")
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float32", None])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_float16_in_place_of_a_type_with_a_larger_range_is_explained(platform: str, stored: str | None) -> None:
+    dtype, reason = hub.choose_dtype("float16", config_in(stored), platform)
+    assert (dtype.name, reason) == (
+        "float16",
+        f"dtype float16, not {stored or 'no type'} as in the checkpoint: float16 ends at 65504, and a request whose "
+        "activations exceed that ends with an error",
+    )
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_families_that_overflow_float16_do_not_run_in_it(name: str) -> None:
+    config = from_hf({**tiny_case(name).config, "torch_dtype": "float16"})
+    dtype, reason = hub.choose_dtype("auto", config, "gpu")
+    assert dtype.name == "bfloat16"
+    assert reason == (
+        f"dtype bfloat16, not float16 as in the checkpoint: hidden states of {config.architecture} exceed 65504, the "
+        "largest float16"
+    )
+    with pytest.raises(InvalidArgument, match=r"dtype: is half, but hidden states of Gemma.* exceed 65504"):
+        hub.choose_dtype("half", config, "gpu")
 
 
 def test_the_packaged_models_are_float32_on_every_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,6 +269,11 @@ def spoil(name: str, place: tuple[int, ...], value: float) -> Callable[[Tensors]
         ("model.norm.weight", (5,), np.inf, "float32", "inf at [5]"),
         ("model.layers.2.self_attn.v_proj.weight", (63, 1), np.nan, "bfloat16", "nan at [63, 1]"),
         ("model.layers.1.mlp.down_proj.weight", (2, 87), 3.4e38, "bfloat16", "3.3999999521443642e+38 at [2, 87]"),
+        (
+            *("model.layers.1.mlp.up_proj.weight", (3, 1), -65520.0, "float16"),
+            "-65520.0 at [3, 1]; float16 ends at 65504: choose --dtype bfloat16",
+        ),
+        ("model.layers.1.mlp.up_proj.weight", (3, 1), np.nan, "float16", "nan at [3, 1]"),
     ],
 )
 def test_a_tensor_that_is_not_finite_is_refused_by_name(

@@ -7,16 +7,18 @@ from jpaged.cli import serve
 from jpaged.cli.main import make_parser
 from jpaged.config import EngineConfig
 from jpaged.service.loaded_model import BackendFacts
+from tests.server.harness import MODEL
 
 
 def test_what_was_loaded_is_left_out_of_collections(monkeypatch, capsys):
-    loaded = SimpleNamespace(config=EngineConfig(), backend=BackendFacts("cpu", "cpu", 1, "xla", "0"))
+    loaded = SimpleNamespace(config=EngineConfig(), backend=BackendFacts("cpu", "cpu", 1, "xla", "0"), model=MODEL)
     frozen = []
 
     class Serving:
         """Stands in for a server that is told to end as soon as its model is loaded."""
 
-        metrics_port = http_port = control_port = probe_port = None
+        metrics_port = control_port = probe_port = None
+        http_port = 8001
         leaves_threads = False
 
         def __init__(self, config, load, *, on_progress, on_serving, on_hang, prefills):
@@ -40,4 +42,11 @@ def test_what_was_loaded_is_left_out_of_collections(monkeypatch, capsys):
     finally:
         gc.unfreeze()
     assert frozen[0] < frozen[1]
-    assert "ready on" in capsys.readouterr().err
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-5:-1] == [
+        "gRPC on 127.0.0.1:1",
+        "OpenAI's API on http://127.0.0.1:8001/v1",
+        "try: curl http://127.0.0.1:8001/v1/chat/completions -H 'Content-Type: application/json' "
+        """-d '{"model": "fake", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}'""",
+        "ready on 127.0.0.1:1",
+    ]

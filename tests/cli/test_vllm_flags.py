@@ -153,10 +153,10 @@ def test_every_replaced_flag_is_logged_once(serve):
         "--gpu-memory-utilization is --memory-utilization here",
         "--enforce-eager has no effect: every step runs a compiled program, on every device",
     ]
-    _, notes = parse(serve, "-tp", "2")
+    _, notes = parse(serve, "-tp", "2", "--port", "8000")
     assert notes == [
         "-tp is --tensor-parallel-size here",
-        "the OpenAI API is off: --http-port PORT serves it; --port is the gRPC port",
+        "--port is the gRPC port; the OpenAI API has its own (--http-port, 8000 by default)",
     ]
     assert parse(serve, "--port", "1", "--max-num-seqs=4")[1] == []
 

@@ -111,16 +111,11 @@ def test_steps_without_overlap_change_nothing(folder: Path, alone: list[Completi
         assert_same([generate(llm, [PROMPTS[4]], PARAMS[4])[0]], alone[4:5])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "mode", "num_blocks"), [("gemma3", "recompute", 24), ("qwen3_tied", "swap", 10)])
-def test_company_and_preemption_change_nothing_in_bfloat16(
-    tmp_path: Path, name: str, mode: str, num_blocks: int
-) -> None:
+def check_company_and_preemption(folder: Path, dtype: str, mode: str, num_blocks: int) -> None:
     """What is computed again is rounded as before: not a bit of a log-probability changes."""
-    folder = write_checkpoint(tiny_case(name), tmp_path)
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "block_size": 8, "max_model_len": 64}
     prompts, how = PROMPTS[4:12], PARAMS[4:12]
-    with open_llm(folder, num_blocks=num_blocks, dtype="bfloat16", preemption_mode=mode, **sizes) as llm:
+    with open_llm(folder, num_blocks=num_blocks, dtype=dtype, preemption_mode=mode, **sizes) as llm:
         alone = [generate(llm, [prompt], one)[0] for prompt, one in zip(prompts, how, strict=True)]
         assert engine_of(llm).load().num_preemptions == 0
         assert_same(generate(llm, prompts[::-1], how[::-1]), alone[::-1], atol=0.0)
@@ -129,10 +124,38 @@ def test_company_and_preemption_change_nothing_in_bfloat16(
 
 
 @pytest.mark.long
-def test_larger_chunks_change_nothing_in_bfloat16(folder: Path) -> None:
-    options = {**OPTIONS, "dtype": "bfloat16", "num_blocks": ENOUGH_BLOCKS}
+@pytest.mark.parametrize(("name", "mode", "num_blocks"), [("gemma3", "recompute", 24), ("qwen3_tied", "swap", 10)])
+def test_company_and_preemption_change_nothing_in_bfloat16(
+    tmp_path: Path, name: str, mode: str, num_blocks: int
+) -> None:
+    check_company_and_preemption(write_checkpoint(tiny_case(name), tmp_path), "bfloat16", mode, num_blocks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "mode", "num_blocks"),
+    [("qwen3_tied", "recompute", 10), ("mixtral", "swap", 10), ("deepseek_v2", "recompute", 10)],
+)
+def test_company_and_preemption_change_nothing_in_float16(
+    tmp_path: Path, name: str, mode: str, num_blocks: int
+) -> None:
+    check_company_and_preemption(write_checkpoint(tiny_case(name), tmp_path), "float16", mode, num_blocks)
+
+
+def check_larger_chunks(folder: Path, dtype: str) -> None:
+    options = {**OPTIONS, "dtype": dtype, "num_blocks": ENOUGH_BLOCKS}
     with open_llm(folder, **options) as small, open_llm(folder, **{**options, "max_num_batched_tokens": 32}) as large:
         assert_same(generate(large, PROMPTS, PARAMS), generate(small, PROMPTS, PARAMS), atol=0.0)
+
+
+@pytest.mark.long
+def test_larger_chunks_change_nothing_in_bfloat16(folder: Path) -> None:
+    check_larger_chunks(folder, "bfloat16")
+
+
+@pytest.mark.long
+def test_larger_chunks_change_nothing_in_float16(folder: Path) -> None:
+    check_larger_chunks(folder, "float16")
 
 
 @pytest.mark.long

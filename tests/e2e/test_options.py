@@ -149,6 +149,11 @@ def test_dtype_is_that_of_weights_and_pool(base: LLM, folder: Path) -> None:
         rounded = chosen_logprobs(generate(llm, prompt, GREEDY)[0])[0]
         assert engine_of(llm).geometry.bytes_per_block * 2 == engine_of(base).geometry.bytes_per_block
     assert 1e-4 < abs(exact - rounded) < 0.2
+    with open_llm(folder, dtype="half", **BASE) as llm:
+        half = chosen_logprobs(generate(llm, prompt, GREEDY)[0])[0]
+        assert (llm.config.model.dtype, llm.config.cache.kv_cache_dtype) == ("float16", "float16")
+        assert engine_of(llm).geometry.bytes_per_block * 2 == engine_of(base).geometry.bytes_per_block
+    assert 1e-6 < abs(exact - half) < 0.2 / 8
     with open_llm(folder, dtype="auto", **BASE) as llm:
         assert llm.config.model.dtype == "float32"  # the config has none
 

@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import json
+import socket
 
 import httpx2
 import pytest
 
-from jpaged.http import connections
+from jpaged.errors import InvalidArgument
+from jpaged.http import connections, port
 from tests.server.harness import Harness, eventually, running
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -150,3 +152,29 @@ async def test_a_head_of_more_than_64_kib_is_refused_however_many_lines_it_has(h
         writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n" + head + (b"\r\n\r\n" if ends else b""))
         assert (await rest(reader)).startswith(b"HTTP/1.1 400")
         writer.close()
+
+
+async def test_http_is_on_by_default_and_takes_the_next_free_port(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.create_server(("127.0.0.1", 0)) as free:
+        taken, next_port = other.getsockname()[1], free.getsockname()[1]
+        free.close()
+        monkeypatch.setattr(port, "DEFAULT_PORTS", (taken, next_port))
+        async with running(enable_http=True) as harness:
+            assert harness.server.http_port == next_port
+            assert f"port {taken} is taken: the OpenAI API listens on port {next_port}" in caplog.text
+            with pytest.raises(InvalidArgument, match=f"http_port: all ports from {taken} to {next_port} are taken"):
+                async with running(enable_http=True):
+                    raise AssertionError
+        with pytest.raises(InvalidArgument, match=f"http_port: cannot listen on port {taken} of 127.0.0.1"):
+            async with running(http_port=taken):
+                raise AssertionError
+
+
+async def test_a_default_port_is_not_that_of_another_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        ports = first.getsockname()[1], second.getsockname()[1]
+    monkeypatch.setattr(port, "DEFAULT_PORTS", ports)
+    async with running(enable_http=True, metrics_port=ports[0]) as harness:
+        assert (harness.server.http_port, harness.server.metrics_port) == (ports[1], ports[0])

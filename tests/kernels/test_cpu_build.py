@@ -82,7 +82,7 @@ def test_a_library_that_cannot_be_loaded_refuses_too(no_library: Path) -> None:
 def product_cores(machine: str, monkeypatch: pytest.MonkeyPatch, *, has_avx_vnni: bool = True) -> dict[str, list[str]]:
     """The commands that compile products for a machine, by the core's name."""
     jobs: list[list[str]] = []
-    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(build, "_accepts", lambda compiler, flags: has_avx_vnni)
     monkeypatch.setattr(build, "_run_all", jobs.extend)
     with pytest.raises(FileNotFoundError):  # nothing was linked

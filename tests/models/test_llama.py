@@ -184,5 +184,5 @@ def test_a_model_is_a_static_value() -> None:
 
 
 def test_other_types_than_float32_and_bfloat16_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="dtype: is float16; it must be float32 or bfloat16"):
-        model_of(tiny_case("llama_mha"), jnp.float16)
+    with pytest.raises(InvalidArgument, match="dtype: is int8; it must be one of float32, bfloat16, float16"):
+        model_of(tiny_case("llama_mha"), jnp.int8)

@@ -127,9 +127,12 @@ async def running(
     others: Sequence[FakeExecutor] = (),
     **options: Any,
 ) -> AsyncIterator[Harness]:
-    """A server that takes requests; stopped at the end, whatever happened. `options` are EngineConfig's."""
+    """A server that takes requests; stopped at the end, whatever happened. `options` are EngineConfig's.
+
+    HTTP is on if its port is given.
+    """
     executor = executor or FakeExecutor()
-    config = EngineConfig.load({"port": 0, **options})
+    config = EngineConfig.load({"port": 0, "enable_http": "http_port" in options, **options})
 
     def load(progress: Progress) -> LoadedModel:
         return make_serving(executor, config, tokenizer, answer_format, others)

@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", default="llama-3-8b", help="model whose attention heads are used (default: llama-3-8b)"
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="(default: bfloat16)")
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="(default: bfloat16)")
     backends = ("auto", *get_args(Backend))
     parser.add_argument("--backend", choices=backends, default="auto", help="attention kernels (default: auto)")
     parser.add_argument("--kind", choices=("decode", "prefill"), nargs="+", default=["decode", "prefill"])

@@ -103,7 +103,7 @@ def timed_start(model: str, flags: list[str], cache: str) -> Start:
     Raises:
         Unavailable: it ended early; includes its last output.
     """
-    server = ServerProcess.start(model, flags, {"JPAGED_CACHE_DIR": str(Path(cache))})
+    server = ServerProcess.start(model, ["--http-port", "0", *flags], {"JPAGED_CACHE_DIR": str(Path(cache))})
     try:
         with Client(server.target()) as client:
             for _ in startup_texts(client, server):

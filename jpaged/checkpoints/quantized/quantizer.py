@@ -107,7 +107,8 @@ def round_matrix(
     Raises:
         InvalidArgument: it is not finite, missing or misshapen.
     """
-    weights = np.swapaxes(read_weight(files, name, shape).astype(dtype), axis, 1)
+    with np.errstate(over="ignore"):
+        weights = np.swapaxes(read_weight(files, name, shape).astype(dtype), axis, 1)
     if not np.isfinite(weights).all():
         refuse_tensor(files, name, shape, dtype)
     form = form.split(weights.shape[1], 1)

@@ -8,6 +8,10 @@
 
 #include "numbers.h"
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 namespace jpaged {
 namespace {
 
@@ -147,11 +151,31 @@ struct BF16 {
 struct F16 {
   using Stored = uint16_t;
   static Floats decode(const uint16_t* from) {
+#ifdef __AVX512F__
+    return reinterpret_cast<Floats>(_mm512_maskz_cvtph_ps(0xffff, load_as<__m256i>(from)));
+#else
     const Uints stored = __builtin_convertvector(load_as<Halves>(from), Uints), magnitude = stored & 0x7fffu;
     const Uints bias = magnitude < 0x7c00u ? Uints{} + (112u << 23) : Uints{} + (224u << 23);  // infinity, NaN
     const Floats normal = floats_of((magnitude << 13) + bias);
     const Floats x = magnitude < 0x0400u ? numbers(magnitude) * 0x1p-24f : normal;
     return floats_of(bits_of(x) | (stored & 0x8000u) << 16);
+#endif
+  }
+  // Rounds as `encode_f16` does.
+  static Halves encode(Floats x) {
+    const Uints bits = bits_of(x), magnitude = bits & 0x7fffffffu;
+    const Uints normal = ((magnitude + 0xfffu + (magnitude >> 13 & 1u)) >> 13) - (112u << 10);
+    const Uints small = bits_of(floats_of(magnitude) + 0.5f) - 0x3f000000u;  // multiples of 2^-24
+    const Uints finite = magnitude < 0x38800000u ? small : normal;
+    const Uints bounded = magnitude < 0x477ff000u ? finite : Uints{} + 0x7c00u;
+    const Uints half = magnitude > 0x7f800000u ? Uints{} + 0x7e00u : bounded;
+    return __builtin_convertvector(half | (bits >> 16 & 0x8000u), Halves);
+  }
+  static Floats round(Floats x) {
+    const Halves halves = encode(x);
+    uint16_t lanes[kWidth];
+    __builtin_memcpy(lanes, &halves, sizeof halves);
+    return decode(lanes);
   }
 };
 

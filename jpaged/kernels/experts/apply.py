@@ -42,7 +42,7 @@ def apply_experts(
     that are sent nowhere are zeros.
 
     Args:
-        x_te: float32 or bfloat16, as the matrices; values between the two matmuls are rounded to that.
+        x_te: float32, bfloat16 or float16, as the matrices; values between the two matmuls are rounded to that.
         kernel: computes everything except the last bias; None is `sum_experts`.
     """
     without_bias = dataclasses.replace(weights, down_bias=None)

@@ -32,7 +32,7 @@ class AdaptedMatrix:
 
     Attributes:
         base: an array, a `QuantizedMatrix`, a `StackedMatrix` or a `PackedMatrix`.
-        a: `[slots, parts * rank, in]`; float32 or bfloat16, as rows are.
+        a: `[slots, parts * rank, in]`; float32, bfloat16 or float16, as rows are.
         b: for each part `[slots, rank, its columns]`, including the adapter's scale.
         num_groups: groups of columns of the matrix; each has a share of each part, in order.
     """

@@ -99,7 +99,7 @@ class ProductKernel:
         A matrix of two parts is gated: act(x) is silu(first part) * second part. Otherwise it is x.
 
         Args:
-            x_tk: float32 or bfloat16, as the matrix if that is not quantized.
+            x_tk: float32, bfloat16 or float16, as the matrix if that is not quantized.
             num_rows: rows in use, the first ones.
             bias: one number per column of the matrix.
             dtype: of the result, and of the residual; x's by default.

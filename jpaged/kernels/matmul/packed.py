@@ -1,7 +1,8 @@
 """A matrix in the order in which the CPU kernel reads it, and the memory of such matrices.
 
-float32    [parts * ceil(N / 32), K, 32] bfloat16   [parts * ceil(N / 32), ceil(K / 2), 32, 2]     two of a column side
-by side, as AVX512_BF16 multiplies quantized  codes and scales, as follows
+float32    [parts * ceil(N / 32), K, 32]                and float16
+bfloat16   [parts * ceil(N / 32), ceil(K / 2), 32, 2]   two of a column side by side, as AVX512_BF16 multiplies
+quantized  codes and scales, as follows
 
 int8      [parts * ceil(N / 32), ceil(K / 4), 32, 4]    four of a column side by side
 fp8       [parts * ceil(N / 32), ceil(K / 4), 32, 4]    k, k + 2, k + 1, k + 3
@@ -271,7 +272,7 @@ def packed_shape(shape: tuple[int, ...], dtype: np.dtype, *, is_embedding: bool,
     """Return the shape of the blocks of a leaf."""
     depth = shape[-1] if is_embedding else shape[0]
     num_blocks = num_parts * -(-(math.prod(shape) // depth // num_parts) // COLUMNS)
-    return (num_blocks, depth, COLUMNS) if dtype.itemsize == 4 else (num_blocks, -(-depth // 2), COLUMNS, 2)
+    return (num_blocks, -(-depth // 2), COLUMNS, 2) if dtype == ml_dtypes.bfloat16 else (num_blocks, depth, COLUMNS)
 
 
 class Packer:
@@ -292,7 +293,7 @@ class Packer:
         self._chunk = np.empty(0, np.uint8)
 
     def pack(self, leaf: Any, *, is_embedding: bool = False, num_parts: int = 1) -> PackedMatrix:
-        """Pack a leaf of float32 or bfloat16 onto one CPU device; packs a shape into a shape.
+        """Pack a leaf of float32, bfloat16 or float16 onto one CPU device; packs a shape into a shape.
 
         Args:
             leaf: `[K, *out]`, with the parts as the first axis of `out` if there are several; or `[N, K]`. Or a
@@ -367,8 +368,12 @@ class Packer:
         blocks = self._take(math.prod(shape) * leaf.itemsize).view(leaf.dtype).reshape(num_parts, -1)
         for part in range(num_parts):
             begin = leaf.ctypes.data + part * num_columns * steps[1] * leaf.itemsize
-            numbers = (ctypes.c_int64(n) for n in (depth, num_columns, *steps, leaf.itemsize))
-            self._library.jpaged_pack(ctypes.c_void_p(begin), *numbers, ctypes.c_void_p(blocks[part].ctypes.data))
+            numbers = [ctypes.c_int64(n) for n in (depth, num_columns, *steps)]
+            end = ctypes.c_void_p(blocks[part].ctypes.data)
+            if leaf.dtype == np.float16:
+                self._library.jpaged_pack_f16(ctypes.c_void_p(begin), *numbers, end)
+            else:
+                self._library.jpaged_pack(ctypes.c_void_p(begin), *numbers, ctypes.c_int64(leaf.itemsize), end)
         return blocks.reshape(shape)
 
     def _take(self, num_bytes: int) -> np.ndarray:

@@ -228,8 +228,10 @@ _IMAGES = decoder_family(
     ignored=("vision_tower.", "multi_modal_projector."),
 )
 
-ARCHITECTURES = {
+_FAMILIES = {
     "Gemma2ForCausalLM": decoder_family("gemma2", functools.partial(_read, version=2), _to_hf, _NAMES),
     "Gemma3ForCausalLM": decoder_family("gemma3_text", functools.partial(_read, version=3), _to_hf, _NAMES),
     "Gemma3ForConditionalGeneration": dataclasses.replace(_IMAGES, language=_language),
 }
+# The sums of layers exceed 65504 (google/gemma_pytorch and vLLM reject float16 for the same reason).
+ARCHITECTURES = {name: dataclasses.replace(family, overflows_float16=True) for name, family in _FAMILIES.items()}

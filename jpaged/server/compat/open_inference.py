@@ -346,7 +346,9 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         """Run a request and respond when it has ended; a client disconnect aborts it."""
         async with status_on_error(context):
             model = self._serving(request)
-            ask = await self._service.run_blocking(lambda: parse_ask(request), request.ByteSize())
+            ask = await self._service.run_blocking(
+                lambda: parse_ask(request, self._service.state.default_sampling), request.ByteSize()
+            )
             if ask.is_streamed:
                 raise InvalidArgument("inputs.stream", "true requires ModelStreamInfer")
             responses = Responses(ask, model.model.name, _token_text(model))
@@ -408,7 +410,9 @@ class OpenInferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         self, request: inference_pb2.ModelInferRequest, asker: tuple[str, Caller], remaining_s: float | None
     ) -> AsyncGenerator[inference_pb2.ModelInferResponse, None]:
         model = self._serving(request)
-        ask = await self._service.run_blocking(lambda: parse_ask(request), request.ByteSize())
+        ask = await self._service.run_blocking(
+            lambda: parse_ask(request, self._service.state.default_sampling), request.ByteSize()
+        )
         responses = Responses(ask, model.model.name, _token_text(model))
         with naming(ask.get_name):
             call = _call(ask, asker, remaining_s, model=request.model_name)

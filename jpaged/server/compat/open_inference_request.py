@@ -31,6 +31,7 @@ from jpaged._proto.open_inference import inference_pb2
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.server.compat.calls import SAMPLING, naming
 from jpaged.types import Prompt, SamplingParams
+from jpaged.types.sampling import NO_DEFAULTS, with_defaults
 
 VERSION = "1"
 """The only version of a model."""
@@ -205,6 +206,10 @@ class Parameters:
         """Remove and return a value that is not a field of SamplingParams; None if not given."""
         return self._left.pop(name, None)
 
+    def has(self, name: str) -> bool:
+        """Return True if a value is given and was not taken."""
+        return name in self._left
+
     def get_name(self, field: str) -> str:
         """Return the caller's name of a field of SamplingParams, or of a part of it; other names are unchanged."""
         if not field.startswith(SAMPLING):
@@ -213,8 +218,8 @@ class Parameters:
         name = path.partition(".")[0].partition("[")[0]
         return f"{OF_TENSOR if name in self._in_tensor else 'parameters'}.{path}"
 
-    def sampling(self) -> SamplingParams:
-        """Return SamplingParams of all values that were not taken.
+    def sampling(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
+        """Return SamplingParams of all values that were not taken, completed by the model's sampling defaults.
 
         Raises:
             InvalidArgument: one is unknown, or out of range.
@@ -222,8 +227,12 @@ class Parameters:
         with naming(self.get_name):
             for name, value in self._left.items():
                 _check(name, value)
-            biases = self._left.get("logit_bias")
-            return SamplingParams(**self._left if biases is None else {**self._left, "logit_bias": _biases(biases)})
+            values = with_defaults(self._left, defaults)
+            if (biases := values.get("logit_bias")) is not None:
+                values["logit_bias"] = _biases(biases)
+            if values.get("max_tokens") is None and "max_tokens" in defaults:
+                values["max_tokens"] = max(1, values.get("min_tokens", 0))
+            return SamplingParams(**values)
 
 
 def _read(value: Any, name: str) -> Any:
@@ -393,8 +402,11 @@ class Ask:
         return self.parameters.get_name(field)
 
 
-def parse_ask(request: inference_pb2.ModelInferRequest) -> Ask:
+def parse_ask(request: inference_pb2.ModelInferRequest, defaults: Mapping[str, Any] = NO_DEFAULTS) -> Ask:
     """Parse a request.
+
+    Args:
+        defaults: the model's sampling defaults, for parameters that the request leaves out.
 
     Raises:
         InvalidArgument: an input, an output or a parameter is unknown, invalid or missing.
@@ -410,8 +422,11 @@ def parse_ask(request: inference_pb2.ModelInferRequest) -> Ask:
     parameters = Parameters(of_request, object_in(given[OF_TENSOR][0]) if OF_TENSOR in given else {})
     given_adapter = parameters.take("lora_name")
     adapter = "" if given_adapter is None else _text("parameters.lora_name", given_adapter)
-    sampling = parameters.sampling()
+    has_length = parameters.has("max_tokens")
+    sampling = parameters.sampling(defaults)
     prompt, is_streamed = _prompt(given), _one(given, "stream", default=False)
+    if not has_length and (most := defaults.get("max_tokens")) is not None:
+        prompt = dataclasses.replace(prompt, fills_length=True, max_filled=most)
     outputs = _outputs(request, given)
     has_logprobs = sampling.logprobs is not None or bool(sampling.logprob_token_ids)
     if "cumulative_logprob" in outputs and not sampling.needs_logprobs:

@@ -54,6 +54,7 @@ from jpaged.service.service import SMALL, Service, ServiceState, Stage
 from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.structured import StructuredOutputs
 from jpaged.types import OutputEvent, PositionLogprobs, Prompt, RequestOutput, SamplingParams, TokenLogprob, Usage
+from jpaged.types.sampling import NO_DEFAULTS
 from jpaged.version import __version__
 
 SERVER_TYPE = "jpaged-grpc"
@@ -180,12 +181,14 @@ _CONSTRAINTS = {
 }
 """Names of constraints -> names in StructuredOutputs."""
 _SAME = (
-    *("min_p", "frequency_penalty", "presence_penalty", "min_tokens", "stop", "stop_token_ids"),
-    *("skip_special_tokens", "ignore_eos", "include_stop_str_in_output", "top_k"),
+    *("frequency_penalty", "presence_penalty", "min_tokens", "stop", "stop_token_ids"),
+    *("skip_special_tokens", "ignore_eos", "include_stop_str_in_output"),
 )
 """Fields copied unchanged."""
 _OPTIONAL = ("logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens", "temperature")
 _ONE_AT_ZERO = ("top_p", "repetition_penalty", "n")
+_ZERO_AT_ZERO = ("min_p", "top_k")
+"""Fields of which 0 is the unset value."""
 
 
 def get_name(field: str) -> str:
@@ -228,19 +231,31 @@ def estimate_request_size(request: vllm_engine_pb2.GenerateRequest) -> int:
     return len(request.text) + len(request.tokenized.input_ids)
 
 
-def read(request: vllm_engine_pb2.GenerateRequest) -> tuple[Prompt, SamplingParams]:
-    """Return prompt and parameters; raise InvalidArgument for invalid fields."""
+def read(
+    request: vllm_engine_pb2.GenerateRequest, defaults: Mapping[str, Any] = NO_DEFAULTS
+) -> tuple[Prompt, SamplingParams]:
+    """Return prompt and parameters; raise InvalidArgument for invalid fields.
+
+    Args:
+        defaults: the model's sampling defaults, for zero and unset fields.
+    """
     given, prompt = request.sampling_params, _parse_prompt(request)
     if given.HasField("max_tokens"):
-        return prompt, parse_sampling(given, given.max_tokens)
-    return dataclasses.replace(prompt, fills_length=True), parse_sampling(given, max(1, given.min_tokens))
+        return prompt, parse_sampling(given, given.max_tokens, defaults)
+    prompt = dataclasses.replace(prompt, fills_length=True, max_filled=defaults.get("max_tokens"))
+    return prompt, parse_sampling(given, max(1, given.min_tokens), defaults)
 
 
-def parse_sampling(given: vllm_engine_pb2.SamplingParams, max_tokens: int) -> SamplingParams:
+def parse_sampling(
+    given: vllm_engine_pb2.SamplingParams, max_tokens: int, defaults: Mapping[str, Any] = NO_DEFAULTS
+) -> SamplingParams:
     """Return the parameters, with the defaults of zero and unset fields; raise InvalidArgument if out of range."""
     values: dict[str, Any] = {name: getattr(given, name) for name in _SAME}
     values |= {name: getattr(given, name) for name in _OPTIONAL if given.HasField(name)}
-    values |= {name: getattr(given, name) or 1 for name in _ONE_AT_ZERO}
+    values |= {name: getattr(given, name) or defaults.get(name, 1) for name in _ONE_AT_ZERO}
+    values |= {name: getattr(given, name) or defaults.get(name, 0) for name in _ZERO_AT_ZERO}
+    if "temperature" in defaults:
+        values.setdefault("temperature", defaults["temperature"])
     values["logit_bias"] = given.logit_bias or None
     values["structured_outputs"] = _parse_constraint(given)
     return SamplingParams(**values, max_tokens=max_tokens, detokenize=bool(given.stop))
@@ -581,7 +596,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         model = self._receive()
         refuse_unsupported(request, len(model.engine.replica_loads()))
         call = Call(
-            read=lambda: read(request),
+            read=lambda: read(request, model.model.default_sampling),
             size=estimate_request_size(request),
             request_id=request.request_id or None,
             tenant=get_tenant(context),

@@ -83,7 +83,7 @@ def assert_alike(got: Sequence[RequestOutput], want: Sequence[RequestOutput], at
 
 def check(folder: Path, parts: dict[str, Any], options: dict[str, Any], atol: float = 3e-5) -> None:
     """The answers are those of one device, which has the options that change numbers too."""
-    alone = {name: options[name] for name in ("kv_cache_dtype", "quantization") if name in options}
+    alone: dict[str, Any] = {name: options[name] for name in ("kv_cache_dtype", "quantization") if name in options}
     alone["activation_dtype"] = "model"  # as on several devices
     with open_llm(folder, **SIZES, **alone) as llm:
         want = answers(llm)

@@ -18,7 +18,8 @@ from jpaged.models import rope
 
 ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 16, 24, 25, 31, 64, 100, 128, 256, 512)
 SHAPES = ((1, 1), (2, 31), (7, 32), (64, 33), (97, 100), (256, 64), (384, 96))
-TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2}
+TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 1e-3}
+DTYPES = ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.long)]
 
 
 def found_kernel() -> ProductKernel:
@@ -66,7 +67,7 @@ def multiply(
     return np.asarray(called(jnp.asarray(x), matrix, jnp.int32(len(x) if num_rows is None else num_rows)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.thinned(7)
 def test_products_are_those_of_float64(limited: ProductKernel, shape: tuple[int, int], dtype: str) -> None:
@@ -78,7 +79,7 @@ def test_products_are_those_of_float64(limited: ProductKernel, shape: tuple[int,
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * shape[0] ** 0.5 * 3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["rms", "layer", "plain layer"])
 @pytest.mark.thinned(5)
 def test_what_is_around_a_product_is_computed_with_it(limited: ProductKernel, kind: str, dtype: str) -> None:
@@ -98,7 +99,7 @@ def test_what_is_around_a_product_is_computed_with_it(limited: ProductKernel, ki
     assert got.dtype == jnp.dtype(dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_norm_alone(limited: ProductKernel, dtype: str) -> None:
     x = numbers((40, 51), dtype)
     norm = Norm("layer", 1e-5, jnp.asarray(numbers((51,), dtype, 1)), jnp.asarray(numbers((51,), dtype, 2)))
@@ -108,7 +109,7 @@ def test_a_norm_alone(limited: ProductKernel, dtype: str) -> None:
     assert not got[38:].any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inner", [32, 48, 5])
 @pytest.mark.thinned(5)
 def test_a_matrix_of_two_parts_is_gated(limited: ProductKernel, inner: int, dtype: str) -> None:
@@ -123,6 +124,25 @@ def test_a_matrix_of_two_parts_is_gated(limited: ProductKernel, inner: int, dtyp
     )
 
 
+def test_every_float16_is_read_and_written_as_itself(limited: ProductKernel) -> None:
+    """Subnormal, largest, infinite: a norm without a scale or a product with one changes none of them."""
+    bits = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    halves = bits[np.isfinite(bits)]
+    got = multiply(limited, halves[:, None], pack(np.ones((1, 1), np.float16)))
+    np.testing.assert_array_equal(got[:, 0], halves)
+    got = multiply(limited, np.ones((1, 1), np.float16), pack(halves[None, :2048]))
+    np.testing.assert_array_equal(got[0], halves[:2048])
+
+
+def test_sums_are_rounded_to_float16_as_numpy_rounds_them(limited: ProductKernel) -> None:
+    edges = [2.0**-24, 2.0**-25, 1.5 * 2.0**-25, 2.0**-14, 2.0**-14 * (1 - 2.0**-12), 65504, 65519.9, 65520, 1e30]
+    x = np.concatenate([edges, np.random.default_rng(0).standard_normal(500) * 10.0 ** np.arange(-9, 1).repeat(50)])
+    x32 = np.concatenate([x, -x]).astype(np.float32)[:, None]
+    got = multiply(limited, x32, pack(np.ones((1, 1), np.float32)), dtype=np.dtype("float16"))
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(got, x32.astype(np.float16))
+
+
 def test_gates_far_from_zero_are_finite(limited: ProductKernel) -> None:
     gates = np.array([-1e30, -200, -88, -87, 0, 87, 88, 200, 1e30], np.float32)[:, None]
     matrix = np.ones((1, 2, 1), np.float32)
@@ -132,7 +152,7 @@ def test_gates_far_from_zero_are_finite(limited: ProductKernel) -> None:
     np.testing.assert_allclose(got, np.where(gates < -80, 0, silu(np.maximum(gates, -80.0))), rtol=1e-6, atol=1e-30)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_that_are_not_finite_stay_in_their_row(limited: ProductKernel, dtype: str) -> None:
     x = numbers((4, 40), dtype)
     x[1, 3], x[2, 5] = np.nan, np.inf
@@ -141,7 +161,7 @@ def test_numbers_that_are_not_finite_stay_in_their_row(limited: ProductKernel, d
     assert np.isnan(got[[1, 2]].astype(np.float32)).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_are_not_in_use_are_zeros_whatever_lies_in_them(limited: ProductKernel, dtype: str) -> None:
     x, matrix = numbers((16, 40), dtype), pack(numbers((40, 50), dtype, 1))
     whole = multiply(limited, x, matrix)
@@ -152,7 +172,7 @@ def test_rows_that_are_not_in_use_are_zeros_whatever_lies_in_them(limited: Produ
         assert not got[num_rows:].any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("depth", [96, 256, 97])
 @pytest.mark.thinned(17)
 def test_neither_the_batch_nor_the_threads_show_in_a_single_bit(limited: ProductKernel, depth: int, dtype: str) -> None:
@@ -172,7 +192,7 @@ def test_neither_the_batch_nor_the_threads_show_in_a_single_bit(limited: Product
         assert got[0].tobytes() == alone.tobytes(), num_rows
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_embeddings_multiply_and_give_their_rows(dtype: str) -> None:
     embedding, x = numbers((77, 31), dtype), numbers((3, 31), dtype, 1)
     packed = pack(embedding, is_embedding=True)
@@ -210,7 +230,7 @@ def test_a_system_without_huge_pages_packs_all_the_same(monkeypatch: pytest.Monk
     np.testing.assert_allclose(multiply(found_kernel(), x, pack(matrix)), x @ matrix, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.thinned(5)
 def test_heads_are_normalised_and_turned(limited: ProductKernel, has_norms: bool, dtype: str) -> None:

@@ -33,9 +33,9 @@ FORMATS = {
     "fp8": MatrixFormat("fp8"),
     "fp8 groups": MatrixFormat("fp8", 64),
 }
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.long))
 # Of the largest result. Two digits of rows of bfloat16 hold 15 bits of a span's largest number.
-TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-5}
+TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-5, "float16": 1e-6}
 
 
 def found_kernel() -> ProductKernel:
@@ -117,7 +117,7 @@ def test_every_code_is_its_number(limited: ProductKernel, kind: Any) -> None:
     scales = np.full((1, 8), 2.0, np.float32)
     arrays = (jnp.asarray(values), jnp.asarray(scales), None, None, None)
     matrix = QuantizedMatrix(*arrays, axis=-2, activations=None, dtype=np.dtype("float32"))
-    for dtype_of_rows in DTYPES:
+    for dtype_of_rows in TOLERANCE:
         rows = np.eye(depth, dtype=jnp.dtype(dtype_of_rows))
         got = multiply(limited, rows, pack(matrix), dtype=np.dtype("float32"))
         np.testing.assert_array_equal(got, 2 * values.astype(np.float32))
@@ -139,7 +139,7 @@ def test_norm_gate_bias_and_sum_are_computed_around_it(limited: ProductKernel, n
     x64 = x64.astype(np.float32).astype(jnp.dtype(dtype)).astype(np.float64)
     gate, up = np.moveaxis(np.einsum("te,epf->tpf", x64, weights(matrix)) + bias.astype(np.float64), 1, 0)
     want = residual.astype(np.float64) + gate / (1 + np.exp(-gate)) * up
-    assert_near(got, want, {"float32": 2e-6, "bfloat16": 5e-3}[dtype])
+    assert_near(got, want, {"float32": 2e-6, "bfloat16": 5e-3, "float16": 6e-4}[dtype])
 
 
 @pytest.mark.parametrize("step", [None, 0.02])
@@ -322,12 +322,14 @@ def test_numbers_that_are_not_finite_stay_in_their_row(limited: ProductKernel, n
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_of_any_size_multiply(limited: ProductKernel, dtype: str) -> None:
     """Rows of one size each, from nearly the smallest to nearly the largest, and what is far apart in one."""
-    x = numbers((5, 256), dtype, 1) * np.array([[1e-25], [1e-6], [1], [1e6], [1e30]]).astype(jnp.dtype(dtype))
+    sizes = [1e-6, 1e-4, 1, 10, 1e4] if dtype == "float16" else [1e-25, 1e-6, 1, 1e6, 1e30]
+    x = numbers((5, 256), dtype, 1) * np.array(sizes)[:, None].astype(jnp.dtype(dtype))
     x[2, ::16] *= 500
     matrix = quantize(numbers((256, 40), "float32"), FORMATS["int8"])
     got = multiply(limited, x, pack(matrix), dtype=np.dtype("float32"))
     for row in range(5):
-        assert_near(got[row], x[row].astype(np.float64) @ weights(matrix), {"float32": 2e-6, "bfloat16": 3e-4}[dtype])
+        tolerance = 3e-4 if dtype == "bfloat16" else 2e-6
+        assert_near(got[row], x[row].astype(np.float64) @ weights(matrix), tolerance)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -75,7 +75,12 @@ def expected(x: jax.Array, matrix: QuantizedMatrix) -> np.ndarray:
     return wide @ np.asarray(dequantize(matrix, np.dtype(np.float32)), np.float64).reshape(DEPTH, -1)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, jnp.bfloat16) for name in FORMATS), ("int4 groups", jnp.float32)])
+IN_FLOAT16 = [pytest.param(name, jnp.float16, marks=pytest.mark.long) for name in FORMATS]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, jnp.bfloat16) for name in FORMATS), ("int4 groups", jnp.float32), *IN_FLOAT16]
+)
 @pytest.mark.thinned(5)
 def test_rows_of_one_matrix_are_multiplied_with_what_it_stands_for(name: str, dtype: Any) -> None:
     matrix = jax.tree.map(lambda array: array[0], matrices_of(name, 1, dtype))

@@ -70,6 +70,18 @@ class Together(Interpreted, PagedAttentionPromises):
     def test_sizes_and_types_together(self, shape: Shape) -> None:
         self.check(RAGGED["mixed"], shape)
 
+    @pytest.mark.parametrize(
+        "shape",
+        [
+            Shape(num_heads=6, num_kv_heads=3, head_dim=80, block_size=8, dtype="float16", kv_dtype="int8"),
+            Shape(dtype="float16", sliding_window=20, soft_cap=5.0),
+            dataclasses.replace(LATENTS["small"], dtype="float16"),
+        ],
+        ids=["8 bits", "window", "latents"],
+    )
+    def test_float16_together_with_sizes(self, shape: Shape) -> None:
+        self.check(RAGGED["mixed"], shape)
+
 
 @pytest.mark.long
 class TestPallasTriton(Together):

@@ -16,8 +16,10 @@ Floats load_bias(const void* from, Number number, int64_t begin, int64_t count) 
   float lanes[kWidth] = {};
   if (from) {
     for (int64_t i = 0; i < count; ++i) {
-      lanes[i] = number == Number::kF32 ? static_cast<const float*>(from)[begin + i]
-                                        : decode_bf16(static_cast<const uint16_t*>(from)[begin + i]);
+      const uint16_t* halves = static_cast<const uint16_t*>(from) + begin;
+      lanes[i] = number == Number::kF32    ? static_cast<const float*>(from)[begin + i]
+                 : number == Number::kBF16 ? decode_bf16(halves[i])
+                                           : decode_f16(halves[i]);
     }
   }
   return load(lanes);
@@ -56,7 +58,10 @@ void activate(const Gate& gate, const Tile& tile, Number number, void* rows) {
       if (number == Number::kF32) {
         __builtin_memcpy(static_cast<float*>(rows) + at, lanes, 4 * count);
       } else {
-        for (int64_t i = 0; i < count; ++i) static_cast<uint16_t*>(rows)[at + i] = encode_bf16(lanes[i]);
+        for (int64_t i = 0; i < count; ++i) {
+          const uint16_t half = number == Number::kBF16 ? encode_bf16(lanes[i]) : encode_f16(lanes[i]);
+          static_cast<uint16_t*>(rows)[at + i] = half;
+        }
       }
     }
   }

@@ -43,7 +43,7 @@ class CpuExperts:
         """Return the weighted sum of the outputs of each row's experts, without the last bias, in float32.
 
         Args:
-            x_te: float32 or bfloat16, as matrices that are not quantized.
+            x_te: float32, bfloat16 or float16, as matrices that are not quantized.
             weights: matrices packed as `[K, X, N]` in X parts; quantized ones have neither an order nor a step.
         """
         found = {"gate": weights.gate, "up": weights.up, "down": weights.down}

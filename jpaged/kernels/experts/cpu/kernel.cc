@@ -45,6 +45,9 @@ const Core& choose_core([[maybe_unused]] int64_t width) {
   return kExpertsBaseline;
 }
 
+Number number_of(ffi::DataType type) {
+  return type == ffi::F32 ? Number::kF32 : type == ffi::BF16 ? Number::kBF16 : Number::kF16;
+}
 int64_t count_of(const AnyBuffer& x) { return static_cast<int64_t>(x.element_count()); }
 int64_t rounded_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
@@ -168,7 +171,8 @@ const char* matrix_contradiction(const Matrix& m, const Operands& o, int64_t dep
 // Return why shapes are inconsistent, or null; calls by experts.py are always consistent.
 const char* contradiction(const Operands& o, const Floats32& y) {
   const auto x = o.x.dimensions(), ids = o.ids.dimensions(), out = y.dimensions();
-  if (o.x.element_type() != ffi::BF16 && o.x.element_type() != ffi::F32) return "rows are not float32 or bfloat16";
+  const ffi::DataType type = o.x.element_type();
+  if (type != ffi::F32 && type != ffi::BF16 && type != ffi::F16) return "rows are not float32, bfloat16 or float16";
   if (x.size() != 2 || ids.size() != 2 || out.size() != 2) return "an operand has another rank";
   if (ids[0] != x[0] || o.weights.element_count() != o.ids.element_count()) return "rows and routes differ in number";
   if (out[0] != x[0] || out[1] != x[1]) return "rows and results differ in shape";
@@ -189,13 +193,13 @@ class Product {
  public:
   Product(const Matrix& m, int64_t num_experts, int64_t depth, Number number, int64_t num_rows, int64_t max_width)
       : core_(product::choose_core(max_width, !m.form.is_plain() || number == Number::kBF16)), form_(m.form),
-        is_bf16_(number == Number::kBF16), num_rows_(num_rows), num_blocks_(m.blocks.dimensions()[0] / num_experts),
+        num_rows_(num_rows), num_blocks_(m.blocks.dimensions()[0] / num_experts),
         blocks_(static_cast<const char*>(m.blocks.untyped_data())) {
     before_.number = number;
     before_.depth = depth;
     if (form_.is_plain()) {
-      padded_ = is_bf16_ ? depth + depth % 2 : depth;
-      item_bytes_ = is_bf16_ && core_.takes_bf16 ? 2 : 4;
+      padded_ = number == Number::kBF16 ? depth + depth % 2 : depth;
+      item_bytes_ = number == Number::kBF16 && core_.takes_bf16 ? 2 : 4;
       stride_ = product::spread_stride(padded_, item_bytes_);
     } else {
       before_.rounding = static_cast<product::Rounding>(form_.rounding);
@@ -240,9 +244,12 @@ class Product {
     const int64_t at = run.expert * num_blocks_ + block;
     if (rows_) return rows_->multiply(quantised_, at, run.begin, row, count, sums);
     const char* x = numbers_ + (run.begin + row) * stride_ * item_bytes_;
-    const char* numbers = blocks_ + at * padded_ * kColumns * (is_bf16_ ? 2 : 4);
-    if (is_bf16_) {
+    const char* numbers = blocks_ + at * padded_ * kColumns * bytes_of(before_.number);
+    if (before_.number == Number::kBF16) {
       core_.multiply_bf16(x, stride_, count, padded_, reinterpret_cast<const uint16_t*>(numbers), sums);
+    } else if (before_.number == Number::kF16) {
+      core_.multiply_f16(reinterpret_cast<const float*>(x), stride_, count, padded_,
+                         reinterpret_cast<const uint16_t*>(numbers), sums);
     } else {
       core_.multiply_f32(reinterpret_cast<const float*>(x), stride_, count, padded_,
                          reinterpret_cast<const float*>(numbers), sums);
@@ -252,7 +259,6 @@ class Product {
  private:
   const product::Core& core_;
   const Form form_;
-  const bool is_bf16_;
   const int64_t num_rows_, num_blocks_;
   const char* const blocks_;
   product::Before before_{};
@@ -266,7 +272,7 @@ class Product {
 class Call {
  public:
   Call(ffi::ThreadPool& pool, const Operands& o, const Attributes& a, float* y)
-      : pool_(pool), o_(o), number_(o.x.element_type() == ffi::BF16 ? Number::kBF16 : Number::kF32),
+      : pool_(pool), o_(o), number_(number_of(o.x.element_type())),
         core_(choose_core(a.max_width)), gate_{a.is_clamped != 0, a.alpha, a.limit}, num_tokens_(o.x.dimensions()[0]),
         width_(o.x.dimensions()[1]), top_k_(o.ids.dimensions()[1]),
         sorted_(sort_routes(o.ids.typed_data(), num_tokens_ * top_k_, top_k_, o.num_experts)), y_(y),

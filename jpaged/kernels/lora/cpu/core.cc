@@ -111,11 +111,14 @@ void expand_as(const Tile& tile, const void* b, int64_t stride, int64_t rank, in
 }
 
 void shrink(const Tile& tile, const void* a, Number number, int64_t depth, int64_t count) {
-  number == Number::kF32 ? shrink_as<F32>(tile, a, depth, count) : shrink_as<BF16>(tile, a, depth, count);
+  if (number == Number::kF32) return shrink_as<F32>(tile, a, depth, count);
+  number == Number::kBF16 ? shrink_as<BF16>(tile, a, depth, count) : shrink_as<F16>(tile, a, depth, count);
 }
 
 void expand(const Tile& tile, const void* b, Number number, int64_t stride, int64_t rank, int64_t count) {
-  number == Number::kF32 ? expand_as<F32>(tile, b, stride, rank, count) : expand_as<BF16>(tile, b, stride, rank, count);
+  if (number == Number::kF32) return expand_as<F32>(tile, b, stride, rank, count);
+  number == Number::kBF16 ? expand_as<BF16>(tile, b, stride, rank, count)
+                          : expand_as<F16>(tile, b, stride, rank, count);
 }
 
 }  // namespace

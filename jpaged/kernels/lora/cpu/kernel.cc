@@ -63,7 +63,7 @@ struct Operands {
 const char* contradiction(const Operands& o, const Attributes& attributes, const Floats32& y) {
   const auto x = o.x.dimensions(), a = o.a.dimensions(), out = y.dimensions();
   const ffi::DataType type = o.x.element_type();
-  if (type != ffi::BF16 && type != ffi::F32) return "rows are not float32 or bfloat16";
+  if (type != ffi::F32 && type != ffi::BF16 && type != ffi::F16) return "rows are not float32, bfloat16 or float16";
   if (x.size() != 2 || a.size() != 3 || out.size() != 2) return "an operand has another rank";
   if (static_cast<int64_t>(o.adapters.element_count()) != x[0] || out[0] != x[0]) return "rows differ in number";
   if (o.num_rows.element_count() != 1) return "the number of rows is no scalar";
@@ -79,6 +79,10 @@ const char* contradiction(const Operands& o, const Attributes& attributes, const
     num_columns += b[2];
   }
   return num_columns != out[1] ? "the result has another number of columns" : nullptr;
+}
+
+float round_to(Number number, float x) {
+  return number == Number::kBF16 ? decode_bf16(encode_bf16(x)) : decode_f16(encode_f16(x));
 }
 
 // Columns [begin, begin + count) of a part's b, and their position in a result.
@@ -133,8 +137,8 @@ ffi::Error adapt(ffi::ThreadPool pool, AnyBuffer x, Ints32 adapters, Ints32 num_
   const Operands o{x, adapters, num_rows, a, {b0, b1, b2}};
   if (const char* reason = contradiction(o, attributes, *y)) return ffi::Error::InvalidArgument(reason);
   const Core& core = choose_core(attributes.max_width);
-  const bool is_bf16 = x.element_type() == ffi::BF16;
-  const Number number = is_bf16 ? Number::kBF16 : Number::kF32;
+  const ffi::DataType type = x.element_type();
+  const Number number = type == ffi::F32 ? Number::kF32 : type == ffi::BF16 ? Number::kBF16 : Number::kF16;
   const int64_t item_bytes = bytes_of(number), depth = x.dimensions()[1], num_slots = a.dimensions()[0];
   const int64_t rows_in_use = std::clamp<int64_t>(num_rows.typed_data()[0], 0, x.dimensions()[0]);
   const Sorted sorted = sort_rows(adapters.typed_data(), rows_in_use, num_slots);
@@ -168,8 +172,8 @@ ffi::Error adapt(ffi::ThreadPool pool, AnyBuffer x, Ints32 adapters, Ints32 num_
     const char* from = as + (run.adapter * num_ranks + first) * depth * item_bytes;
     for_tiles(run, first, 0, [&](const Tile& tile) {
       core.shrink(tile, from, number, depth, some);
-      for (int64_t r = 0; is_bf16 && r < tile.num_rows; ++r) {
-        for (int64_t i = 0; i < some; ++i) tile.ranks[r][i] = decode_bf16(encode_bf16(tile.ranks[r][i]));
+      for (int64_t r = 0; number != Number::kF32 && r < tile.num_rows; ++r) {
+        for (int64_t i = 0; i < some; ++i) tile.ranks[r][i] = round_to(number, tile.ranks[r][i]);
       }
     });
   });

@@ -45,6 +45,26 @@ struct Singles {
   }
 };
 
+// Halves are widened as they are loaded: a product of two has 22 bits and is exact in float32.
+struct Halved {
+  using X = float;
+  using Stored = uint16_t;
+  static constexpr int64_t kDeep = 1;
+
+  template <int rows>
+  static inline void add(const X* x, int64_t stride, const Stored* block, Floats (*sums)[kVectors]) {
+    Floats w[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) w[v] = F16::decode(block + v * kWidth);
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; ++r) {
+      const Floats b = all(x[r * stride]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sums[r][v] += b * w[v];
+    }
+  }
+};
+
 #ifdef __AVX512BF16__
 struct Pairs {
   using X = uint16_t;
@@ -134,6 +154,10 @@ void multiply_f32(const float* x, int64_t stride, int64_t num_rows, int64_t dept
   multiply<Singles>(x, stride, num_rows, depth, block, sums);
 }
 
+void multiply_f16(const float* x, int64_t stride, int64_t num_rows, int64_t depth, const uint16_t* block, float* sums) {
+  multiply<Halved>(x, stride, num_rows, depth, block, sums);
+}
+
 void multiply_bf16(const void* x, int64_t stride, int64_t num_rows, int64_t depth, const uint16_t* block,
                    float* sums) {
   multiply<Pairs>(static_cast<const Pairs::X*>(x), stride, num_rows, depth,
@@ -155,7 +179,12 @@ namespace {
 
 float number_at(const void* from, Number number, int64_t i) {
   if (number == Number::kF32) return static_cast<const float*>(from)[i];
-  return decode_bf16(static_cast<const uint16_t*>(from)[i]);
+  const uint16_t stored = static_cast<const uint16_t*>(from)[i];
+  return number == Number::kBF16 ? decode_bf16(stored) : decode_f16(stored);
+}
+
+Floats decode_halves(const uint16_t* from, Number number) {
+  return number == Number::kBF16 ? BF16::decode(from) : F16::decode(from);
 }
 
 // Load some of a vector's numbers of a row; the others are 0.
@@ -168,7 +197,7 @@ Floats load_some(const void* from, Number number, int64_t begin, int64_t count) 
 Floats load_numbers(const void* from, Number number, int64_t begin, int64_t count) {
   if (count < kWidth) return load_some(from, number, begin, count);
   if (number == Number::kF32) return load(static_cast<const float*>(from) + begin);
-  return BF16::decode(static_cast<const uint16_t*>(from) + begin);
+  return decode_halves(static_cast<const uint16_t*>(from) + begin, number);
 }
 
 // Convert to floats, padded with zeros to a whole vector; return the padded number.
@@ -179,8 +208,8 @@ int64_t decode(const void* from, Number number, int64_t count, float* to) {
   } else {
     const uint16_t* halves = static_cast<const uint16_t*>(from);
     int64_t i = 0;
-    for (; i + kWidth <= count; i += kWidth) store(to + i, BF16::decode(halves + i));
-    for (; i < count; ++i) to[i] = decode_bf16(halves[i]);
+    for (; i + kWidth <= count; i += kWidth) store(to + i, decode_halves(halves + i, number));
+    for (; i < count; ++i) to[i] = number_at(from, number, i);
   }
   for (int64_t i = count; i < padded; ++i) to[i] = 0;
   return padded;
@@ -236,15 +265,22 @@ float* normalise(const Before& before, const void* x, float* row) {
 }
 
 // The bits of bfloat16 numbers, rounded as `encode_bf16` does.
-Uints encode_halves(Floats x) {
+Uints encode_bfloats(Floats x) {
   const Uints bits = bits_of(x), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
   return x != x ? (bits >> 16 | 0x40u) : rounded;
+}
+
+Halves encode_halves(Floats x, Number number) {
+  return number == Number::kBF16 ? __builtin_convertvector(encode_bfloats(x), Halves) : F16::encode(x);
 }
 
 // Round a row, which has room for whole vectors, after a norm; without one its numbers have their type.
 void round_to_type(const Before& before, float* row) {
   if (before.number == Number::kF32 || before.norm == Norm::kNone) return;
-  for (int64_t i = 0; i < before.depth; i += kWidth) store(row + i, floats_of(encode_halves(load(row + i)) << 16));
+  for (int64_t i = 0; i < before.depth; i += kWidth) {
+    const Floats x = load(row + i);
+    store(row + i, before.number == Number::kBF16 ? floats_of(encode_bfloats(x) << 16) : F16::round(x));
+  }
 }
 
 // The step of a row's integers; not finite if a number of the row is not finite.
@@ -270,11 +306,9 @@ void prepare(const Before& before, const void* x, float* row, void* to, int64_t 
   const int64_t count = before.depth;
   row = normalise(before, x, row);
   const bool is_rounded = before.rounding == Rounding::kRow;
-  if (is_rounded) {
-    round_to_type(before, row);
-    round_to_step(before, row);
-  }
-  if (before.number == Number::kF32 || is_rounded) {
+  if (is_rounded || before.number == Number::kF16) round_to_type(before, row);
+  if (is_rounded) round_to_step(before, row);
+  if (before.number != Number::kBF16 || is_rounded) {
     float* singles = static_cast<float*>(to);
     for (int64_t i = 0; i < count; ++i) singles[i] = row[i];
     for (int64_t i = count; i < padded; ++i) singles[i] = 0;
@@ -320,7 +354,7 @@ void store_numbers(void* to, Number number, int64_t begin, int64_t count, Floats
     __builtin_memcpy(at, lanes, 4 * count);
     return;
   }
-  const Halves halves = __builtin_convertvector(encode_halves(x), Halves);
+  const Halves halves = encode_halves(x, number);
   __builtin_memcpy(static_cast<uint16_t*>(to) + begin, &halves, count < kWidth ? 2 * count : sizeof halves);
 }
 
@@ -357,7 +391,7 @@ void store_head(const float* x, int64_t count, Number number, void* to, int64_t 
     if (number == Number::kF32) {
       static_cast<float*>(to)[begin + i] = x[i];
     } else {
-      static_cast<uint16_t*>(to)[begin + i] = encode_bf16(x[i]);
+      static_cast<uint16_t*>(to)[begin + i] = number == Number::kBF16 ? encode_bf16(x[i]) : encode_f16(x[i]);
     }
   }
 }
@@ -396,8 +430,8 @@ void rotate(const Heads& heads, int64_t token) {
 }  // namespace
 
 extern const Core JPAGED_CORE;
-const Core JPAGED_CORE = {JPAGED_NAME,   kWidth,     kRows, sizeof(Pairs::X) == 2, prepare, multiply_f32,
-                          multiply_bf16, kHasDigits, split, multiply_digits,        round,   multiply_rounded,
-                          multiply_panels, finish, rotate};
+const Core JPAGED_CORE = {JPAGED_NAME,  kWidth,        kRows,      sizeof(Pairs::X) == 2, prepare,         multiply_f32,
+                          multiply_f16, multiply_bf16, kHasDigits, split,                 multiply_digits, round,
+                          multiply_rounded, multiply_panels, finish, rotate};
 
 }  // namespace jpaged::product

@@ -4,6 +4,7 @@
 //     y[T, N] = after(before(x)[T, K] W[K, N])        W in consecutive blocks of 32 columns:
 //
 //     float32    [N / 32, K, 32]
+//     float16    [N / 32, K, 32]                      rows become float32
 //     bfloat16   [N / 32, K / 2, 32, 2]               two adjacent numbers of a column, for its dot products
 //     8, 4 bits                                       see quantised.h
 //
@@ -78,6 +79,8 @@ struct Core {
   void (*prepare)(const Before&, const void* x, float* row, void* to, int64_t padded);
   // sums[r, 32] of rows at a distance of `stride` numbers, times one block.
   void (*multiply_f32)(const float* x, int64_t stride, int64_t num_rows, int64_t depth, const float* block, float* sums);
+  void (*multiply_f16)(const float* x, int64_t stride, int64_t num_rows, int64_t depth, const uint16_t* block,
+                       float* sums);
   void (*multiply_bf16)(const void* x, int64_t stride, int64_t num_rows, int64_t depth, const uint16_t* block,
                         float* sums);
   // True if rows become digits for a matrix of integers (`split`, `multiply_digits`), instead of being multiplied with

@@ -31,8 +31,10 @@ constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kConflict = 1024;
 constexpr int64_t kLine = 64;
 
-bool is_number(ffi::DataType type) { return type == ffi::F32 || type == ffi::BF16; }
-Number number_of(ffi::DataType type) { return type == ffi::F32 ? Number::kF32 : Number::kBF16; }
+bool is_number(ffi::DataType type) { return type == ffi::F32 || type == ffi::BF16 || type == ffi::F16; }
+Number number_of(ffi::DataType type) {
+  return type == ffi::F32 ? Number::kF32 : type == ffi::BF16 ? Number::kBF16 : Number::kF16;
+}
 const void* or_null(const AnyBuffer& x) { return x.element_count() ? x.untyped_data() : nullptr; }
 int64_t count_of(const AnyBuffer& x) { return static_cast<int64_t>(x.element_count()); }
 
@@ -60,12 +62,13 @@ void for_each_row(ffi::ThreadPool& pool, int64_t num_rows, int64_t depth, int64_
 Rows prepare_rows(ffi::ThreadPool& pool, const Core& core, const Before& before, const void* x, int64_t num_rows,
                   int64_t padded, int64_t num_threads) {
   const int64_t depth = before.depth, stored_bytes = depth * bytes_of(before.number);
-  const bool is_bf16 = before.number == Number::kBF16;
+  const bool is_half = before.number != Number::kF32;
+  const bool keeps_halves = before.number == Number::kBF16 && core.takes_bf16;
   const bool is_same = before.norm == Norm::kNone && before.rounding == Rounding::kNone && !before.order;
-  const bool is_as_it_is = is_same && !(is_bf16 && !core.takes_bf16) && padded == depth &&
+  const bool is_as_it_is = is_same && is_half == keeps_halves && padded == depth &&
                            !(num_rows > 1 && stored_bytes % kConflict == 0);
   if (is_as_it_is) return {static_cast<const char*>(x), depth, stored_bytes};
-  const int64_t item_bytes = is_bf16 && core.takes_bf16 ? 2 : 4;
+  const int64_t item_bytes = keeps_halves ? 2 : 4;
   const int64_t stride = spread_stride(padded, item_bytes), row_bytes = stride * item_bytes;
   char* to = reinterpret_cast<char*>(scratch_floats(num_rows * row_bytes / 4));
   for_each_row(pool, num_rows, padded, num_threads, [&](int64_t r, float* row) {
@@ -146,7 +149,7 @@ const char* plain_contradiction(const Operands& o) {
 // Return why shapes are inconsistent, or null; calls by multiply.py are always consistent.
 const char* contradiction(const Operands& o, const AnyBuffer& y, const Attributes& a) {
   const auto x = o.x.dimensions(), matrix = o.matrix.dimensions(), out = y.dimensions();
-  if (!is_number(o.x.element_type()) || !is_number(y.element_type())) return "rows are not float32 or bfloat16";
+  if (!is_number(o.x.element_type()) || !is_number(y.element_type())) return "rows are not float32, bfloat16 or float16";
   if (x.size() != 2 || out.size() != 2) return "an operand has another rank";
   if (x[0] != out[0]) return "rows or blocks differ in shape";
   if (const char* reason = a.code == kPlain ? plain_contradiction(o) : quantised_contradiction(o, a)) return reason;
@@ -232,6 +235,9 @@ void multiply_plain(ffi::ThreadPool& pool, const Core& core, const Before& befor
     const char *from = rows.x + row * rows.row_bytes, *columns = blocks + block * block_bytes;
     if (is_bf16) {
       core.multiply_bf16(from, rows.stride, count, depth, reinterpret_cast<const uint16_t*>(columns), sums);
+    } else if (before.number == Number::kF16) {
+      core.multiply_f16(reinterpret_cast<const float*>(from), rows.stride, count, depth,
+                        reinterpret_cast<const uint16_t*>(columns), sums);
     } else {
       core.multiply_f32(reinterpret_cast<const float*>(from), rows.stride, count, depth,
                         reinterpret_cast<const float*>(columns), sums);
@@ -313,7 +319,8 @@ ffi::Error normalise(ffi::ThreadPool pool, AnyBuffer x, Ints32 num_rows, AnyBuff
   const Core& core = choose_core(a.max_width, before.number == Number::kBF16);
   const Rows rows = prepare_rows(pool, core, before, x.untyped_data(), rows_in_use, depth + depth % 2,
                                  count_threads(pool, a.max_threads));
-  const bool is_widened = before.number == Number::kBF16 && !core.takes_bf16;
+  const bool is_bf16 = before.number == Number::kBF16;
+  const bool is_widened = is_bf16 ? !core.takes_bf16 : before.number == Number::kF16;
   for (int64_t r = 0; r < rows_in_use; ++r) {
     const char* row = rows.x + r * rows.row_bytes;
     if (!is_widened) {
@@ -321,7 +328,8 @@ ffi::Error normalise(ffi::ThreadPool pool, AnyBuffer x, Ints32 num_rows, AnyBuff
       continue;
     }
     for (int64_t i = 0; i < depth; ++i) {
-      reinterpret_cast<uint16_t*>(out)[r * depth + i] = encode_bf16(reinterpret_cast<const float*>(row)[i]);
+      const float x = reinterpret_cast<const float*>(row)[i];
+      reinterpret_cast<uint16_t*>(out)[r * depth + i] = is_bf16 ? encode_bf16(x) : encode_f16(x);
     }
   }
   return ffi::Error::Success();
@@ -480,6 +488,12 @@ extern "C" void jpaged_pack(const void* matrix, int64_t depth, int64_t num_colum
     jpaged::product::pack(static_cast<const uint16_t*>(matrix), depth, num_columns, k_step, n_step, 2,
                           static_cast<uint16_t*>(blocks));
   }
+}
+
+extern "C" void jpaged_pack_f16(const void* matrix, int64_t depth, int64_t num_columns, int64_t k_step, int64_t n_step,
+                                void* blocks) {
+  jpaged::product::pack(static_cast<const uint16_t*>(matrix), depth, num_columns, k_step, n_step, 1,
+                        static_cast<uint16_t*>(blocks));
 }
 
 extern "C" void jpaged_pack_codes(const void* codes, int64_t depth, int64_t num_columns, int64_t k_step, int64_t n_step,

@@ -1,5 +1,5 @@
-// Spans of a quantized matrix as floats or bfloat16, for rows of these types. Included only by core.cc, after the
-// products.
+// Spans of a quantized matrix as floats or bfloat16, for rows of these types; rows of float16 have become floats.
+// Included only by core.cc, after the products.
 
 #pragma once
 

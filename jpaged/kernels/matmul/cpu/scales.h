@@ -5,10 +5,6 @@
 #include "core.h"
 #include "vector.h"
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
 namespace jpaged::product {
 namespace {
 
@@ -42,17 +38,9 @@ inline Scaling scaling_for(uint32_t largest) {
   return largest >= kNegligible ? Scaling{127.0f / number, number / 127.0f} : Scaling{0, 1};
 }
 
-inline Floats load_halves(const uint16_t* from) {
-#ifdef __AVX512F__
-  return reinterpret_cast<Floats>(_mm512_maskz_cvtph_ps(0xffff, load_as<__m256i>(from)));
-#else
-  return F16::decode(from);
-#endif
-}
-
 inline Floats load_scales(const void* from, Number number, int64_t at) {
   if (number == Number::kF32) return load(static_cast<const float*>(from) + at);
-  if (number == Number::kF16) return load_halves(static_cast<const uint16_t*>(from) + at);
+  if (number == Number::kF16) return F16::decode(static_cast<const uint16_t*>(from) + at);
   return BF16::decode(static_cast<const uint16_t*>(from) + at);
 }
 
