@@ -2,7 +2,9 @@
 
     cold    nothing was compiled before: the cache folder is empty
     warm    the second start: every program is in the cache
+    listening   the server's port is open (servers only)
     ready   the server takes requests, or the first token of an `LLM` is here
+    token   a request that is sent when the server is ready has its first token (servers only)
     cpu     seconds of processor time of the process and its children until then, on a shared machine the better measure
     all     every program is there (servers only)
 
@@ -29,8 +31,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.record import machine, save
+from jpaged import Client, SamplingParams
 
-_READY = re.compile(r"^ready on ")
+_LISTENING = re.compile(r"^listening on ")
+_READY = re.compile(r"^ready on (?P<address>\S+)")
 _ALL = re.compile(r"(?P<count>\d+) programs: (?P<origins>[^\n]*)")
 _FIRST_TOKEN = """
 import sys
@@ -62,6 +66,8 @@ class Start:
         all_s: seconds until all programs were there; 0 for an `LLM`.
         num_programs: how many there are; 0 for an `LLM`.
         origins: where they came from, as the server says it.
+        listening_s, listening_cpu_s: seconds until the port was open, and of processor time; 0 for an `LLM`.
+        token_s, token_cpu_s: the same until the first token of a request; 0 for an `LLM`.
     """
 
     ready_s: float
@@ -69,6 +75,10 @@ class Start:
     all_s: float = 0.0
     num_programs: int = 0
     origins: str = ""
+    listening_s: float = 0.0
+    listening_cpu_s: float = 0.0
+    token_s: float = 0.0
+    token_cpu_s: float = 0.0
 
 
 def start_process(model: str, way: str, cache: str) -> Start:
@@ -83,10 +93,21 @@ def start_process(model: str, way: str, cache: str) -> Start:
         assert process.stderr is not None
         assert process.stdin is not None
         ready_s = all_s = cpu_s = 0.0
+        listening = token = (0.0, 0.0)
         found: re.Match[str] | None = None
+
+        def now() -> tuple[float, float]:
+            return time.perf_counter() - begin, processor_s(process.pid)
+
         for line in process.stderr:
-            if _READY.match(line):
-                ready_s, cpu_s = time.perf_counter() - begin, processor_s(process.pid)
+            if _LISTENING.match(line):
+                listening = now()
+            elif ready := _READY.match(line):
+                ready_s, cpu_s = now()
+                if is_server:
+                    with Client(ready["address"]) as client:
+                        client.complete("Once upon a time", SamplingParams(max_tokens=1, temperature=0.0))
+                    token = now()
             elif match := _ALL.search(line):
                 found, all_s = match, time.perf_counter() - begin
             if ready_s and (found or not is_server):
@@ -99,7 +120,7 @@ def start_process(model: str, way: str, cache: str) -> Start:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode} before it was ready")
     if found is None:
         return Start(ready_s, cpu_s)
-    return Start(ready_s, cpu_s, all_s, int(found["count"]), found["origins"])
+    return Start(ready_s, cpu_s, all_s, int(found["count"]), found["origins"], *listening, *token)
 
 
 def processor_s(pid: int) -> float:
@@ -138,13 +159,14 @@ def main() -> None:
                 if way == "first-token":  # it ends before its last program is compiled
                     start_process(options.model, "all-first", cache)
                 starts["warm", way].append(start_process(options.model, way, cache))
-    print(f"{'start':>5} {'way':>12} {'ready s':>22} {'cpu s':>22} {'all s':>6}   of the last round")
+    names = ("listening_s", "listening_cpu_s", "ready_s", "cpu_s", "token_s", "token_cpu_s")
+    print(f"{'start':>5} {'way':>12}", *(f"{name:>22}" for name in names), f"{'all s':>6}   of the last round")
     results = []
     for (temperature, way), rounds in starts.items():
-        ready, cpu = (spread([getattr(start, name) for start in rounds]) for name in ("ready_s", "cpu_s"))
+        spreads = (spread([getattr(start, name) for start in rounds]) for name in names)
         all_s = statistics.median(start.all_s for start in rounds)
         last = f"{rounds[-1].num_programs}: {rounds[-1].origins}" if rounds[-1].num_programs else ""
-        print(f"{temperature:>5} {way:>12} {ready:>22} {cpu:>22} {all_s:>6.2f}   {last}")
+        print(f"{temperature:>5} {way:>12}", *(f"{each:>22}" for each in spreads), f"{all_s:>6.2f}   {last}")
         results.append({"start": temperature, "way": way, "rounds": [asdict(start) for start in rounds]})
     if not options.no_save:
         command = f"python -m benchmarks.startup --model {options.model}"

@@ -24,14 +24,14 @@ from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
 from jpaged.checkpoints.hub import choose_dtype, find_folder, fingerprint, read_config, read_default_sampling
 from jpaged.checkpoints.names import weight_bytes
 from jpaged.checkpoints.quantized.quantizer import quantized_here
-from jpaged.checkpoints.weights import load_params, random_params, read_head
+from jpaged.checkpoints.weights import PackStored, load_params, random_params, read_head
 from jpaged.config import EngineConfig, ModelOptions, compile_cache_dir, platform_default
 from jpaged.config.speculative import NAME as SPECULATIVE
 from jpaged.device.compilation.compile import set_up_compile_cache
 from jpaged.device.compilation.memory_plan import DeviceMemory
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.kv_scales import kv_dtype, name_of_kv_dtype
-from jpaged.device.linear import choose_activation_dtype, choose_linear_backend, served_config
+from jpaged.device.linear import choose_activation_dtype, choose_linear_backend, leaf_packer, served_config
 from jpaged.device.mesh import MeshPlacement, first_device, serving_meshes
 from jpaged.device.multihost.executor import MultiHostExecutor
 from jpaged.device.multihost.executor import follow as run_steps
@@ -46,7 +46,6 @@ from jpaged.engine.kv_cache.offload.connector_tier import open_stores
 from jpaged.engine.kv_cache.pinned import pin_limit
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
-from jpaged.kvevents.encoding import Encoder
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import streaming_llm
 from jpaged.models.layers import Params
@@ -223,6 +222,7 @@ def _build_kv_events(options: EngineConfig, engines: list[Engine]) -> list[Engin
     """Attach a KV event publisher to each replica if configured."""
     if options.kv_events.kv_events_endpoint is None:
         return engines
+    from jpaged.kvevents.encoding import Encoder  # imports msgpack
     from jpaged.kvevents.publisher import Publisher  # imports pyzmq
 
     publishers: list[Publisher] = []
@@ -432,6 +432,7 @@ def _gguf_parts(folder: Path) -> TokenizerParts | None:
     return TokenizerParts(
         fast=found.fast,
         slow=None,
+        vocabulary=found.vocabulary,
         vocab_size=found.vocab_size,
         eos_token_id=found.eos_token_id,
         chat_template=found.chat_template,
@@ -462,7 +463,8 @@ def _make_executors(
     cache = None if is_told_by_order else compile_cache_dir()
     set_up_compile_cache(cache)
     draft = _draft(source, model, options, places[0], progress)
-    params = _load(model, source, options, places[0], progress)
+    pack_stored = _pack_stored(model, options, places[0]) if len(places) == 1 else None
+    params = _load(model, source, options, places[0], progress, pack_stored)
     copies = [where.put(params) for where in places]
     del params
     executors: list[JaxExecutor] = []
@@ -502,7 +504,23 @@ def _get_progress(index: int, num_replicas: int, progress: Progress) -> Progress
     return lambda what, done, total: progress(f"replica {index}: {what}", done, total)
 
 
-def _load(model: Model, source: ModelSource, options: EngineConfig, where: MeshPlacement, progress: Progress) -> Params:
+def _pack_stored(model: Model, options: EngineConfig, where: MeshPlacement) -> PackStored | None:
+    """Return the packing of matrices that the CPU's kernel multiplies with; None for other backends."""
+    linear = choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode)
+    if linear != "cpu":
+        return None
+    activations = choose_activation_dtype(options.model.activation_dtype, linear, model.config)
+    return leaf_packer(model.config, where.mesh, activations).pack_stored
+
+
+def _load(
+    model: Model,
+    source: ModelSource,
+    options: EngineConfig,
+    where: MeshPlacement,
+    progress: Progress,
+    pack_stored: PackStored | None = None,
+) -> Params:
     layer_mode, num_parts, shardings = where.layer_mode, where.num_parts, where.shardings
     if options.model.load_format == "dummy":
         progress("random weights", 1, 1)
@@ -511,7 +529,15 @@ def _load(model: Model, source: ModelSource, options: EngineConfig, where: MeshP
     def tensor(done: int, total: int, name: str) -> None:
         progress(f"weights {name}", done, total)
 
-    return load_params(model, source.folder, layer_mode, num_parts=num_parts, shardings=shardings, progress=tensor)
+    return load_params(
+        model,
+        source.folder,
+        layer_mode,
+        num_parts=num_parts,
+        shardings=shardings,
+        progress=tensor,
+        pack_stored=pack_stored,
+    )
 
 
 def _draft(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from zlib import crc32
 
 import pytest
@@ -23,6 +25,14 @@ def thin(items: Iterable[pytest.Item]) -> None:
         if num_seen[name] % mark.args[0]:
             item.add_marker(pytest.mark.long)
         num_seen[name] += 1
+
+
+def is_long_file(path: Path) -> bool:
+    """Tell whether a file marks all of its tests as long or deep: the quick suite need not import it."""
+    return path.suffix == ".py" and _LONG_FILE.search(path.read_text(encoding="utf-8")) is not None
+
+
+_LONG_FILE = re.compile(r"^pytestmark = (\[.*)?pytest\.mark\.(long|deep)\b", re.MULTILINE)
 
 
 def part_of(asked: str) -> tuple[int, int]:

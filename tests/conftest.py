@@ -1,18 +1,23 @@
 """Settings every test shares."""
 
 import gc
+import importlib.util
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from importlib import metadata
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.choosing import is_in_part, part_of, thin
+from tests.choosing import is_in_part, is_long_file, part_of, thin
+
+QUICK = "not long and not deep"
+"""The marker expression of the quick suite."""
 
 # XLA's code generator does little of its optimising: the suite spends its time in compiles, and those of
 # tests/models took 43 s of CPU so, instead of 107 s. The long tests run what a server runs, but for those that compare
@@ -60,11 +65,30 @@ def pytest_configure(config: pytest.Config) -> None:
         # Of this run and this worker: no run finds what another left, and no reader half of what is being written.
         config.stash[_CACHE] = os.environ["JPAGED_CACHE_DIR"] = tempfile.mkdtemp(prefix="jpaged-tests-")
     flags = [os.environ.get("XLA_FLAGS", "")]
-    if config.option.markexpr == "not long and not deep" and "xla_backend_optimization_level" not in flags[0]:
-        flags.append(QUICK_XLA_FLAGS)
+    if config.option.markexpr == QUICK:
+        _hide_torch()
+        if "xla_backend_optimization_level" not in flags[0]:
+            flags.append(QUICK_XLA_FLAGS)
     if "xla_force_host_platform_device_count" not in flags[0]:
         flags.append(DEVICES_XLA_FLAG)
     os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files without quick tests for the quick suite, unless they are named."""
+    if config.option.markexpr != QUICK or not is_long_file(collection_path):
+        return None
+    return None if any(Path(arg.partition("::")[0]).resolve() == collection_path for arg in config.args) else True
+
+
+def _hide_torch() -> None:
+    """Let transformers not find torch: it would import it, which takes a second. Tests with torch are long."""
+    find_spec = importlib.util.find_spec
+
+    def find_other(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name == "torch" else find_spec(name, package)
+
+    importlib.util.find_spec = find_other
 
 
 @pytest.hookimpl(wrapper=True)

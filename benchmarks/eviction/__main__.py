@@ -23,7 +23,6 @@ from pathlib import Path
 from benchmarks.eviction import decisions
 from benchmarks.eviction.device import measured_costs
 from benchmarks.eviction.hindsight import bound
-from benchmarks.eviction.plots import draw
 from benchmarks.eviction.rows import BOUND, Row, decision_table, gains, seconds_table, table
 from benchmarks.eviction.serving import DEVICE, HINDSIGHT, MODEL, costs_of_device, serve
 from benchmarks.eviction.traces import BLOCK_SIZE, TRACES, Coming, make_trace
@@ -136,6 +135,8 @@ def _measure(trace: list[Coming], policy: str, num_blocks: int, num_host_blocks:
 
 def _show(record: Row) -> None:
     """Puts the tables on the page, and draws the picture."""
+    from benchmarks.eviction.plots import draw  # matplotlib takes a second to import
+
     draw(record["rows"], RESULTS / "eviction.png")
     texts = {
         "eviction": table(record["rows"]),

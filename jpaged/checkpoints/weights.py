@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jpaged.checkpoints.finite import check_finite, refuse_tensor
 from jpaged.checkpoints.gguf.file import is_gguf
-from jpaged.checkpoints.gguf.scheme import read_model
+from jpaged.checkpoints.gguf.scheme import GgufScheme, get_columns, read_model
+from jpaged.checkpoints.gguf.tensors import GgufTensors
 from jpaged.checkpoints.hub import CONFIG_FILE, read_json, read_scheme
 from jpaged.checkpoints.names import is_ignored, model_leaves
 from jpaged.checkpoints.orbax import OrbaxTensors, is_orbax_folder, refuse_other_orbax
@@ -28,16 +29,16 @@ from jpaged.checkpoints.quantized.quantizer import round_matrix
 from jpaged.checkpoints.quantized.scheme import UNUSED, Scheme, StoredMatrix, check_parts, read_matrix
 from jpaged.checkpoints.tensor_files import TensorFiles, TensorSource, check_shape, read_integers, read_weight
 from jpaged.errors import InternalError, InvalidArgument, Unsupported
-from jpaged.kernels.matmul.packed import map_huge_pages
-from jpaged.kernels.matmul.quantized import QuantizedMatrix
-from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES
+from jpaged.kernels.matmul.packed import PackedMatrix, StoredColumns, map_huge_pages
+from jpaged.kernels.matmul.quantized import QuantizedMatrix, abstract_matrix
+from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES, MatrixFormat
 from jpaged.models.config import ModelConfig, Quantization
 from jpaged.models.eagle import EagleConfig
 from jpaged.models.hf_config import head_from_hf
 from jpaged.models.layer_kinds import get_stacks
 from jpaged.models.layers import Params, normal
 from jpaged.models.model import Model, insert
-from jpaged.models.param_specs import Leaf, get_module, leaf_format, stored_formats
+from jpaged.models.param_specs import EXPERT_AXES, Leaf, contracted_axis, get_module, leaf_format, stored_formats
 from jpaged.models.registry import find_family
 from jpaged.models.sharding import PaddedAxis, padded_axis
 from jpaged.models.stack import LayerMode
@@ -48,6 +49,8 @@ LeafGroup = tuple[LeafPath, Sequence[Leaf]]
 # Returns a part of a leaf as a new array, given a slice for each axis.
 Read = Callable[[tuple[slice, ...]], np.ndarray]
 Progress = Callable[[int, int, str], None]
+# Packs a leaf from its file, or returns None; the matrix has shapes as arrays.
+PackStored = Callable[[LeafPath, QuantizedMatrix, StoredColumns], PackedMatrix | None]
 _LOG = logging.getLogger(__name__)
 _MAX_SHOWN = 5
 
@@ -118,6 +121,7 @@ def load_params(
     num_parts: int = 1,
     shardings: Params | None = None,
     progress: Progress = no_progress,
+    pack_stored: PackStored | None = None,
 ) -> Params:
     """Load a checkpoint folder (safetensors or Orbax) or a GGUF file into the tree of `abstract_params(layer_mode)`.
 
@@ -130,6 +134,7 @@ def load_params(
         num_parts: the tree is that of the model padded for this number of parts (`jpaged.models.sharding`).
         shardings: a tree of shardings; only parts of this process's devices are read. None for the default device.
         progress: called after each leaf with (done, total, name).
+        pack_stored: packs matrices of a GGUF file without decoding them to arrays first; the tree has its results.
 
     Raises:
         InvalidArgument: a tensor is missing, superfluous, misshapen, not finite or not tied as promised; it is named,
@@ -149,7 +154,12 @@ def load_params(
             split = padded_axis(leaves[0], num_parts)
             placed = None if shardings is None else _find(shardings, path)
             form = leaf_format(None if quantization is None else quantization.split(num_parts), leaves[0])
-            if form is None:
+            packed = None
+            if form is not None and pack_stored is not None and not is_stacked and num_parts == 1:
+                packed = _packed_leaf(pack_stored, files, scheme, path, leaves[0], form, model.dtype)
+            if packed is not None:
+                insert(params, path, packed)
+            elif form is None:
                 weights = files if scheme is None else Dequantized(files, scheme, tuple(leaves))
                 source = _LeafSource(weights, leaves, is_stacked, leaves[0].dtype or model.dtype, split)
                 array = put(source.shape, source.read, placed)
@@ -165,6 +175,22 @@ def load_params(
             if not is_finite():
                 _refuse_not_finite(weights, leaves, model.dtype)
     return params
+
+
+def _packed_leaf(
+    pack_stored: PackStored,
+    files: TensorSource,
+    scheme: Scheme | None,
+    path: LeafPath,
+    leaf: Leaf,
+    form: MatrixFormat,
+    dtype: np.dtype,
+) -> PackedMatrix | None:
+    """Return a leaf packed from a GGUF file; None for other files and leaves."""
+    if not (isinstance(files, GgufTensors) and isinstance(scheme, GgufScheme)) or leaf.axes[0] in EXPERT_AXES:
+        return None
+    matrix = abstract_matrix(form, leaf.shape, contracted_axis(leaf), dtype)
+    return pack_stored(path, matrix, get_columns(files, scheme, leaf, form))
 
 
 def _read_matrix(

@@ -14,7 +14,15 @@ from jpaged.device.mesh import first_device, layer_mode_for, num_context_parts, 
 from jpaged.device.step import Step
 from jpaged.errors import Unsupported
 from jpaged.kernels import matmul as matmul_module
-from jpaged.kernels.matmul import Packer, QuantizedMatrix, can_pack, can_pack_experts, swap_experts
+from jpaged.kernels.matmul import (
+    PackedMatrix,
+    Packer,
+    QuantizedMatrix,
+    StoredColumns,
+    can_pack,
+    can_pack_experts,
+    swap_experts,
+)
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
 from jpaged.models.model import layer_formats, placed_leaves
@@ -89,9 +97,7 @@ def served_config(config: ModelConfig, chosen: str, mesh: Mesh) -> ModelConfig:
 def params_for(step: Step, params: Params) -> Params:
     """Return the parameters, or their shapes, as a step's programs take them; see `pack_params` and `AdapterRoom`."""
     if step.linear_backend == "cpu":
-        rounds_rows = step.activation_dtype == "int8"
-        packer = matmul_module.loaded().packer(replicated(step.mesh), rounds_rows=rounds_rows)
-        params = pack_params(params, step.model.config, packer)
+        params = pack_params(params, step.model.config, _packer(step.mesh, step.activation_dtype))
     if first_device(step.mesh).platform == "cpu":
         params = whole_bytes(params)
     return params if step.slots is None else step.slots.add_to(params, step.model, step.layer_mode, step.mesh)
@@ -118,26 +124,61 @@ def whole_bytes(params: Params) -> Params:
     return widened
 
 
-def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
-    """Return the tree, with layers in a list, with its matrices packed; its leaves may be shapes.
+class LeafPacker:
+    """Packs the leaves of a model for the kernel, by their paths.
 
     An embedding is packed if it is quantized or also the output matrix. Quantized matrices with group sizes that the
     kernel lacks are not packed, nor is any matrix of experts if it has one such; XLA multiplies with them.
+    """
+
+    def __init__(self, packer: Packer, config: ModelConfig) -> None:
+        self._packer, self._fuses_gate = packer, config.fuses_gate
+        self._output = _EMBEDDING if config.tie_word_embeddings else ("lm_head", "embedding")
+
+    def pack(self, path: tuple[str, ...], leaf: Any) -> Any:
+        """Return a leaf as the kernel reads it, or as it is; leaves may be shapes."""
+        if path[-1] == "kernel" and _EXPERTS in path:
+            return self._packer.pack(swap_experts(leaf), num_parts=leaf.shape[0])
+        if isinstance(leaf, PackedMatrix) or (isinstance(leaf, QuantizedMatrix) and not can_pack(leaf)):
+            return leaf
+        if path == self._output or (path == _EMBEDDING and isinstance(leaf, QuantizedMatrix)):
+            return self._packer.pack(leaf, is_embedding=True)
+        return self._packer.pack(leaf, num_parts=self._num_parts(path)) if path[-1] == "kernel" else leaf
+
+    def pack_stored(
+        self, path: tuple[str | int, ...], matrix: QuantizedMatrix, columns: StoredColumns
+    ) -> PackedMatrix | None:
+        """Return `pack` of a matrix that is still in a file; None if it is not packed, or has another layout there."""
+        names = tuple(name for name in path if isinstance(name, str))
+        is_embedding = names in (self._output, _EMBEDDING)
+        if not self._packs(names, matrix) or not (is_embedding or names[-1] == "kernel"):
+            return None
+        if not self._packer.can_pack_stored or matrix.group_ids is not None or matrix.input_scale is not None:
+            return None
+        return self._packer.pack_stored(matrix, columns, num_parts=1 if is_embedding else self._num_parts(names))
+
+    def _packs(self, path: tuple[str, ...], matrix: QuantizedMatrix) -> bool:
+        return _EXPERTS not in path and can_pack(matrix)
+
+    def _num_parts(self, path: tuple[str, ...]) -> int:
+        return 2 if path[-2] == _GATED and self._fuses_gate else 1
+
+
+def leaf_packer(config: ModelConfig, mesh: Mesh, activation_dtype: ActivationDtype) -> LeafPacker:
+    """Return the packer of a model's leaves for one CPU device."""
+    return LeafPacker(_packer(mesh, activation_dtype), config)
+
+
+def _packer(mesh: Mesh, activation_dtype: ActivationDtype) -> Packer:
+    return matmul_module.loaded().packer(replicated(mesh), rounds_rows=activation_dtype == "int8")
+
+
+def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
+    """Return the tree, with layers in a list, with its matrices packed as by `LeafPacker`; its leaves may be shapes.
 
     The input tree is taken apart: each leaf is freed when it is packed, so that a model is never in memory twice.
     """
-    output = _EMBEDDING if config.tie_word_embeddings else ("lm_head", "embedding")
-
-    def pack(path: tuple[str, ...], leaf: Any) -> Any:
-        if path[-1] == "kernel" and _EXPERTS in path:
-            return packer.pack(swap_experts(leaf), num_parts=leaf.shape[0])
-        if isinstance(leaf, QuantizedMatrix) and not can_pack(leaf):
-            return leaf
-        if path == output or (path == _EMBEDDING and isinstance(leaf, QuantizedMatrix)):
-            return packer.pack(leaf, is_embedding=True)
-        if path[-1] == "kernel":
-            return packer.pack(leaf, num_parts=2 if path[-2] == _GATED and config.fuses_gate else 1)
-        return leaf
+    pack = LeafPacker(packer, config).pack
 
     def walk(tree: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
         packed: dict[str, Any] = {}

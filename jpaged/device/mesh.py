@@ -22,7 +22,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.errors import InvalidArgument
-from jpaged.kernels.matmul import QuantizedMatrix
+from jpaged.kernels.matmul import PackedMatrix, QuantizedMatrix
 from jpaged.kernels.matmul.triton.form import lies_by_columns
 from jpaged.models.layers import Params
 from jpaged.models.model import Model, can_stack
@@ -276,8 +276,20 @@ class MeshPlacement:
         return num_shards(self.mesh)
 
     def put(self, params: Params) -> Params:
-        """Return the parameters on these devices; those on other devices are copied from device to device."""
-        placed: Params = jax.device_put(params, self.shardings)
+        """Return the parameters on these devices; those on other devices are copied from device to device.
+
+        Packed matrices are returned unchanged.
+        """
+
+        def place(leaf: Any, shardings: Any) -> Any:
+            return leaf if isinstance(leaf, PackedMatrix) else jax.device_put(leaf, shardings)
+
+        has_packed = any(map(_is_packed, jax.tree.leaves(params, is_leaf=_is_packed)))
+        placed: Params = (
+            jax.tree.map(place, params, self.shardings, is_leaf=_is_packed)
+            if has_packed
+            else jax.device_put(params, self.shardings)
+        )
         return placed
 
     def abstract_params(self) -> Params:
@@ -291,13 +303,17 @@ class MeshPlacement:
 
 
 def check_params(params: Params, expected: Params) -> None:
-    """Check a parameter tree against its description.
+    """Check a parameter tree, some of whose matrices may be packed, against its description.
 
     Raises:
         InvalidArgument: names the first leaf that is missing, unknown, or of another shape or type.
     """
-    got = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    want = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(expected)}
+    got = _by_path(params, _is_packed)
+    packed = {path for path, leaf in got.items() if isinstance(leaf, PackedMatrix)}
+    want: dict[str, Any] = {}
+    for path, leaf in _by_path(expected, lambda leaf: isinstance(leaf, QuantizedMatrix)).items():
+        arrays = _by_path(leaf) if isinstance(leaf, QuantizedMatrix) and path not in packed else {"": leaf}
+        want.update({path + end: array for end, array in arrays.items()})
     for path in sorted(got.keys() | want.keys()):
         if path not in got or path not in want:
             raise InvalidArgument(f"params{path}", "is missing" if path in want else "is not part of this model")
@@ -306,6 +322,15 @@ def check_params(params: Params, expected: Params) -> None:
                 f"params{path}",
                 f"is {got[path].dtype}{got[path].shape}; the model has {want[path].dtype}{want[path].shape}",
             )
+
+
+def _by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def _is_packed(leaf: Any) -> bool:
+    return isinstance(leaf, PackedMatrix)
 
 
 def local_bytes(params: Params) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jpaged.device.aot.deployment import StartEstimate
 from jpaged.plan.compilation import CompiledPlan
 from jpaged.plan.estimate import (
     MAX_LOAD,
@@ -27,6 +28,8 @@ from jpaged.plan.estimate import (
 from jpaged.plan.estimate import lines as role_lines
 
 _GIB = 1 << 30
+LOAD_BYTES_PER_S = 2e9
+"""Assumed rate at which a server reads its weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +154,27 @@ def lines(found: Assessment) -> list[str]:
         f"  {len(deployment.programs)} of {deployment.num_programs} programs compiled in {deployment.seconds:.1f} s"
         + ("" if slowest is None else f", the slowest {slowest.name} in {slowest.seconds:.1f} s")
     )
+    if deployment.start is not None and deployment.fits:
+        text += [f"  {line}" for line in _start_lines(deployment.start, memory.request.weight_bytes, plan.num_devices)]
     if found.service is not None:
         text.append(f"  to serve the load: {_service(found.service, plan)}")
     if found.goals is not None and deployment.fits:
         text += _role_lines(found.roles, found.goals)
     return text
+
+
+def _start_lines(start: StartEstimate, weight_bytes: int, num_devices: int) -> list[str]:
+    """Return the estimated time to ready of a server without a compile cache."""
+    read_bytes = weight_bytes * num_devices
+    read_s = read_bytes / LOAD_BYTES_PER_S
+    return [
+        f"estimated start without a compile cache: ready in about {read_s + start.first_s:.0f} s",
+        f"  {read_s:.0f} s to read {read_bytes / _GIB:.2f} GiB of weights at {LOAD_BYTES_PER_S / 1e9:g} GB/s",
+        f"  {start.first_s:.0f} s to compile {start.num_first} programs that the first request needs, on processors "
+        "like this machine's",
+        f"  {start.num_later} more are compiled in the background, in about {start.later_s:.0f} s; {start.num_timed} "
+        "of all were timed",
+    ]
 
 
 def _role_lines(roles: RoleComparison | None, goals: PlanGoals) -> list[str]:
@@ -241,6 +260,7 @@ def as_json(found: Assessment) -> dict[str, Any]:
         "num_programs": deployment.num_programs,
         "compiled_programs": [dataclasses.asdict(program) for program in deployment.programs],
         "compile_seconds": round(deployment.seconds, 1),
+        "estimated_start": None if deployment.start is None else dataclasses.asdict(deployment.start),
         "bytes_of_a_summed_number": deployment.number_bytes,
         "versions": dict(plan.versions),
     }

@@ -123,15 +123,19 @@ _KEEPING = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}
 """Pre-tokenizers that only split, or replace a space by something longer."""
 
 
-def max_token_bytes(tokenizer: Any) -> int:
-    """Return the maximum bytes of text that one token of a `tokenizers.Tokenizer` stands for."""
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+def max_token_bytes(tokenizer: Any, vocabulary: Mapping[str, int] | None = None) -> int:
+    """Return the maximum bytes of text that one token of a `tokenizers.Tokenizer` stands for.
+
+    Args:
+        vocabulary: of the tokenizer's model; None reads it from there.
+    """
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False) if vocabulary is None else vocabulary
     steps = _steps(tokenizer.pre_tokenizer, "pretokenizers")
     is_byte_level = any(step["type"] == "ByteLevel" for step in (*steps, *_steps(tokenizer.normalizer, "normalizers")))
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    longest = max(
-        (len(token) if is_byte_level and token not in added else len(token.encode()) for token in vocabulary), default=1
-    )
+    # Letters of a byte-level vocabulary stand for a byte each, except in added tokens.
+    of_model = map(len, vocabulary) if is_byte_level else map(len, map(str.encode, vocabulary))
+    longest = max(max(of_model, default=1), max((len(token.encode()) for token in added), default=1))
     shrinking = _shrinking(_steps(tokenizer.normalizer, "normalizers"))
     is_sound = (
         all(_is_keeping(step) for step in steps)
@@ -215,7 +219,7 @@ def _is_keeping(step: dict[str, Any]) -> bool:
     return step["type"] in _KEEPING
 
 
-def _has_every_byte(model: Any, vocabulary: dict[str, int], is_byte_level: bool) -> bool:
+def _has_every_byte(model: Any, vocabulary: Mapping[str, int], is_byte_level: bool) -> bool:
     """Return True if each unknown character counts separately: no run of them becomes a single token, or none."""
     if is_byte_level:
         from tokenizers.pre_tokenizers import ByteLevel
@@ -299,7 +303,7 @@ class HuggingFaceTokenizer:
         if self._fast is not None:
             self._fast.no_truncation()  # the wrapper's default too: a prompt is whole or refused
             self._fast.no_padding()
-            self.max_token_bytes = max_token_bytes(self._fast)
+            self.max_token_bytes = max_token_bytes(self._fast, parts.vocabulary)
             self._fast.encode("")  # fail now if a part names tokens that do not exist
         self._literal: LiteralText | None = None
         if not parse_special_tokens:

@@ -51,6 +51,8 @@ class TokenizerParts:
         tool_chat_template: the template for conversations with tools, if it is another one.
         chat_template_problem: why no template can be used; None if one can, or there is none.
         special_tokens: by name (`bos_token` etc.), as a chat template sees them.
+        vocabulary: ids by token of the model in `fast`; None if only `fast` has them. Copying a large vocabulary from
+            there takes a fifth of a second.
     """
 
     fast: Any
@@ -61,6 +63,7 @@ class TokenizerParts:
     special_tokens: Mapping[str, str | list[str]]
     tool_chat_template: str | None = None
     chat_template_problem: str | None = None
+    vocabulary: Mapping[str, int] | None = None
 
 
 def read_parts(folder: Path) -> TokenizerParts:

@@ -19,6 +19,8 @@ _LOG = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 16
 TIMEOUT_S = 10.0
+_STOP_INTERVAL_S = 0.05
+"""Interval at which the thread looks for `stop`, which waits for it; the default of socketserver is half a second."""
 _PAUSE_S = 0.1
 """Pause if no file descriptor is left for the next connection: it stays pending, so select would return at once."""
 
@@ -47,7 +49,9 @@ class ScrapeServer(ThreadingMixIn, WSGIServer):
         self._places = threading.Semaphore(MAX_CONNECTIONS)
         super().__init__((host, port), _Handler)
         self.set_app(app)
-        self._thread = threading.Thread(target=self.serve_forever, name="jpaged-metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(_STOP_INTERVAL_S,), name="jpaged-metrics", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:

@@ -6,7 +6,7 @@
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "config": {"errors", "types", "distributed_env", "json_text", "structured"},
     "kernels": VALUES,
     "models": VALUES | {"kernels"},
-    "checkpoints": VALUES | {"models", "demo", "kernels.matrix_format", "kernels.matmul"},
+    "checkpoints": VALUES | {"models", "demo", "kernels.matrix_format", "kernels.matmul", "kernels.cpu.library"},
     "device": VALUES | {"kernels", "models", "engine.executor", "engine.cascade_costs", "checkpoints.names"},
     "engine": VALUES | {"blockstore"},
     "_proto": set(),
@@ -140,11 +140,12 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One parsed file; `module` is dotted, and empty for a file outside jpaged."""
+    """One parsed file with all nodes of its tree; `module` is dotted, and empty for a file outside jpaged."""
 
     path: str
     text: str
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
 
     @property
     def module(self) -> str:
@@ -171,7 +172,7 @@ def sources(root: Path) -> list[Source]:
     folders = ("jpaged", "tests", "protos", "benchmarks", "docs")
     paths = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
     texts = [(path.relative_to(root).as_posix(), path.read_text()) for path in paths]
-    return [Source(path, text, ast.parse(text)) for path, text in texts]
+    return [Source(path, text, tree := ast.parse(text), tuple(ast.walk(tree))) for path, text in texts]
 
 
 def violations(root: Path) -> list[str]:
@@ -226,7 +227,7 @@ def _in_one_file(source: Source, modules: set[str]) -> Iterator[str]:
     if source.module:
         yield from _imports(source, modules)
     if source.module and source.path != ENVIRONMENT_HOME:
-        for line in _environment_reads(source.tree):
+        for line in _environment_reads(source.nodes):
             yield f"{source.path}:{line}: only {ENVIRONMENT_HOME} reads the environment"
     if not source.path.startswith("tests/"):
         yield from _lost_when_optimized(source)
@@ -239,7 +240,7 @@ def _in_one_file(source: Source, modules: set[str]) -> Iterator[str]:
 
 def _bare_docstrings(source: Source) -> Iterator[str]:
     """Yield the docstrings, those below constants too, that leave open what they are about."""
-    strings = (node.value for node in ast.walk(source.tree) if isinstance(node, ast.Expr))
+    strings = (node.value for node in source.nodes if isinstance(node, ast.Expr))
     for string in strings:
         if isinstance(string, ast.Constant) and str(string.value).lstrip().startswith(BARE_OPENINGS):
             yield f"{source.path}:{string.lineno}: a docstring names its subject"
@@ -247,7 +248,7 @@ def _bare_docstrings(source: Source) -> Iterator[str]:
 
 def _json_writes(source: Source) -> Iterator[str]:
     """Python's own writer has names for numbers that are not finite, which JSON has not."""
-    for node in ast.walk(source.tree) if source.module and source.path != JSON_HOME else ():
+    for node in source.nodes if source.module and source.path != JSON_HOME else ():
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("json.dump", "json.dumps"):
             yield f"{source.path}:{node.lineno}: only {JSON_HOME} writes JSON"
 
@@ -255,14 +256,14 @@ def _json_writes(source: Source) -> Iterator[str]:
 def _own_imports(source: Source, modules: set[str]) -> dict[tuple[int, str], str]:
     """Return the imported modules of jpaged, by line and dotted name; imports inside functions count."""
     found = {}
-    for line, name in _imported_names(source.tree):
+    for line, name in _imported_names(source.nodes):
         if name.partition(".")[0] == "jpaged":
             found[line, name] = name if name in modules else name.rpartition(".")[0]
     return found
 
 
-def _imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+def _imported_names(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -280,18 +281,18 @@ def _imports(source: Source, modules: set[str]) -> Iterator[str]:
         elif source.key in OPTIONAL and source.key == source.top and module.startswith(f"jpaged.{source.top}.cli"):
             yield f"{source.path}:{line}: jpaged.{source.top} may not import its command"
     if source.top not in OPTIONAL and source.path not in OPTIONAL_HOOKS:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and _PART.match(node.value):
                 yield f"{source.path}:{node.lineno}: only {sorted(OPTIONAL_HOOKS)} name an optional part"
-    for line, name in _imported_names(source.tree):
+    for line, name in _imported_names(source.nodes):
         library = name.partition(".")[0]
         if source.top not in LIBRARY_HOMES.get(library, {source.top}):
             yield f"{source.path}:{line}: jpaged.{source.top} may not import {library}"
 
 
-def _environment_reads(tree: ast.AST) -> Iterator[int]:
+def _environment_reads(nodes: Iterable[ast.AST]) -> Iterator[int]:
     readers = {"environ", "environb", "getenv", "getenvb", "putenv"}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if node.value.id == "os" and node.attr in readers:
                 yield node.lineno
@@ -301,7 +302,7 @@ def _environment_reads(tree: ast.AST) -> Iterator[int]:
 
 def _lost_when_optimized(source: Source) -> Iterator[str]:
     """Yield what `python -OO` changes: texts read from docstrings, asserts that do more than narrow a type."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute | ast.Name):
             if (node.attr if isinstance(node, ast.Attribute) else node.id) in DOCSTRING_READERS:
                 yield f"{source.path}:{node.lineno}: a docstring is not data"
@@ -310,7 +311,7 @@ def _lost_when_optimized(source: Source) -> Iterator[str]:
 
 
 def _skips(source: Source) -> Iterator[str]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute) and SKIPS.fullmatch(ast.unparse(node)):
             yield f"{source.path}:{node.lineno}: no test is skipped or expected to fail"
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("importorskip"):
@@ -322,7 +323,7 @@ def _skips(source: Source) -> Iterator[str]:
 def _sizes(source: Source) -> Iterator[str]:
     if (lines := source.text.count("\n")) > MAX_FILE_LINES:
         yield f"{source.path}:1: {lines} lines, over the limit of {MAX_FILE_LINES}"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not isinstance(node, _Function):
             continue
         if (lines := own_lines(node)) > MAX_FUNCTION_LINES:
@@ -339,26 +340,26 @@ def _foreign_writes(files: list[Source]) -> Iterator[str]:
     ours = [source for source in files if source.module and not source.path.startswith(GENERATED)]
     fields: dict[Path, set[str]] = {}
     for source in ours:
-        fields.setdefault(Path(source.path).parent, set()).update(_fields(source.tree))
+        fields.setdefault(Path(source.path).parent, set()).update(_fields(source.nodes))
     everywhere = set().union(*fields.values())
     for source in ours:
         foreign = everywhere - fields[Path(source.path).parent]
-        for node in _writes(source.tree):
+        for node in _writes(source.nodes):
             if node.attr in foreign and ast.unparse(node.value) not in ("self", "cls"):
                 yield f"{source.path}:{node.lineno}: {ast.unparse(node)} is written outside of its class's folder"
 
 
-def _fields(tree: ast.Module) -> set[str]:
+def _fields(nodes: Iterable[ast.AST]) -> set[str]:
     """Return the fields that the classes of a module declare, in their bodies or by assigning them to self."""
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     declared = (node.target for one in classes for node in ast.walk(one) if isinstance(node, ast.AnnAssign))
-    assigned = (node for one in classes for node in _writes(one))
+    assigned = (node for one in classes for node in _writes(ast.walk(one)))
     names = {target.id for target in declared if isinstance(target, ast.Name)}
     return names | {field.attr for field in assigned if ast.unparse(field.value) == "self"}
 
 
-def _writes(tree: ast.AST) -> Iterator[ast.Attribute]:
-    for node in ast.walk(tree):
+def _writes(nodes: Iterable[ast.AST]) -> Iterator[ast.Attribute]:
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             yield node
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.choosing import is_in_part, part_of, thin
+from tests.choosing import is_in_part, is_long_file, part_of, thin
 
 NAMES = [f"tests/test_{i % 7}.py::test_{i % 31}[{i}]" for i in range(500)]
 
@@ -34,6 +34,22 @@ def test_every_test_is_in_one_part_and_none_has_most_of_a_tests_cases(num_parts)
 def test_what_is_no_part_is_refused(asked):
     with pytest.raises(pytest.UsageError, match="--part"):
         part_of(asked)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_long"),
+    [
+        ("pytestmark = pytest.mark.long", True),
+        ('pytestmark = [pytest.mark.deep, pytest.mark.usefixtures("a")]', True),
+        ('pytestmark = pytest.mark.usefixtures("a")', False),
+        ("@pytest.mark.long", False),
+        ("    pytestmark = pytest.mark.long", False),
+    ],
+)
+def test_a_file_is_long_if_all_of_its_tests_are(line, is_long, tmp_path):
+    path = tmp_path / "test_a.py"
+    path.write_text(f"import pytest\n\n{line}\ndef test_a():\n    pass\n")
+    assert is_long_file(path) is is_long
 
 
 def test_parts_are_counted_from_1():

@@ -36,6 +36,7 @@ from tests.checkpoints.quantized.test_layouts import case_of
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row, Sequence
 from tests.models.tiny import tiny_case, write_checkpoint
+from tests.on_demand import programs_on_demand
 
 NUM_BESIDE = (0, 1, 2, 4, 7, 8, 12, 15, 20, 32, 47, 63)
 NUM_BESIDE_LONG = (100, 127, 200, 256, 300, 511)
@@ -220,9 +221,10 @@ def check_bits(case: str, dtype: str, tmp_path: Path, max_rows: int, num_beside:
 def check_bits_of(model: Model, params: Params, prompt: list[int], max_rows: int, num_beside: tuple[int, ...]) -> None:
     options = {"max_num_seqs": max_rows, "max_num_batched_tokens": max_rows, "max_model_len": 24, "block_size": 8}
     options |= {"num_blocks": 3 * (max_rows + 2), "wait_for_all_programs": True}
-    executor = JaxExecutor.create(model, params, EngineConfig.load(options))
-    assert executor.step.linear_backend == "cpu"
-    executor.warm_up(tiny_model.quiet)
+    with programs_on_demand():
+        executor = JaxExecutor.create(model, params, EngineConfig.load(options))
+        assert executor.step.linear_backend == "cpu"
+        executor.warm_up(tiny_model.quiet)
     driver = Driver(executor)
     # The prompt whole, then in chunks that end where it was cut before: the last state of each is comparable.
     alone = bits_of_each_token(driver, prompt, [1] * 16, 0)

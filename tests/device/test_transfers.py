@@ -37,6 +37,7 @@ from jpaged.models.layers import Params
 from tests.device import tiny_model
 from tests.device.compilation.hlo import pool_sized_operations
 from tests.device.driver import Driver, Row
+from tests.on_demand import programs_on_demand
 
 MoveKind = Literal["copy", "swap_out", "swap_in"]
 NUM_LAYERS, NUM_BLOCKS, NUM_HOST_BLOCKS = 3, 150, 100
@@ -53,11 +54,12 @@ def _executor(dtype: str) -> JaxExecutor:
             swap_space=(NUM_HOST_BLOCKS + 0.5) * (6144 if dtype == "float32" else 3072) / 2**30,
         ),
     )
-    executor = JaxExecutor.create(tiny_model.model(dtype), tiny_model.params("loop", dtype), options)
-    with pytest.raises(InternalError, match="rates are not measured: warm_up has not run"):
-        _ = executor.rates
-    before = fill(executor, 1)
-    executor.warm_up(tiny_model.quiet)
+    with programs_on_demand():
+        executor = JaxExecutor.create(tiny_model.model(dtype), tiny_model.params("loop", dtype), options)
+        with pytest.raises(InternalError, match="rates are not measured: warm_up has not run"):
+            _ = executor.rates
+        before = fill(executor, 1)
+        executor.warm_up(tiny_model.quiet)
     np.testing.assert_array_equal(contents(executor)[1:], before[1:])
     return executor
 

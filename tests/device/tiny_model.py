@@ -15,6 +15,7 @@ from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.rope_config import RopeConfig
 from jpaged.models.stack import LayerMode
+from tests.on_demand import programs_on_demand
 
 CONFIG = DecoderConfig(
     architecture="LlamaForCausalLM",
@@ -64,6 +65,13 @@ def quiet(what: str, done: int, total: int) -> None:
 
 
 def warm_executor(options: EngineConfig = OPTIONS, layer_mode: LayerMode = "loop") -> JaxExecutor:
+    """Return an executor that compiles its programs on demand in the quick suite."""
+    with programs_on_demand():
+        return compiled_executor(options, layer_mode)
+
+
+def compiled_executor(options: EngineConfig = OPTIONS, layer_mode: LayerMode = "loop") -> JaxExecutor:
+    """Return an executor with all programs."""
     executor = JaxExecutor.create(model(), params(layer_mode), options)
     executor.warm_up(quiet)
     return executor

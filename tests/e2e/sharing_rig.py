@@ -36,6 +36,7 @@ from jpaged.server_load import EngineLoad
 from jpaged.service.input_processor import InputProcessor
 from jpaged.types import Adapter, OutputEvent, Prompt, SamplingParams
 from tests.models.tiny import TinyCase, tiny_case, write_checkpoint
+from tests.on_demand import programs_on_demand
 
 VOCAB_SIZE = 131
 BLOCK_SIZE = 8
@@ -52,16 +53,17 @@ ANY_SHARING = CascadeCosts(
 
 
 def make_executor(case: TinyCase, folder: Path, **options: Any) -> JaxExecutor:
-    """An executor of a tiny checkpoint in float32 with few shapes, warmed up."""
+    """An executor of a tiny checkpoint in float32 with few shapes, warmed up; in the quick suite on demand."""
     (executor,) = make_executors(case, folder, **options)
     return executor
 
 
 def make_executors(case: TinyCase, folder: Path, **options: Any) -> list[JaxExecutor]:
     """One for each replica."""
-    executors = cold_executors(case, folder, **options)
-    for executor in executors:
-        executor.warm_up(lambda what, done, total: None)
+    with programs_on_demand():
+        executors = cold_executors(case, folder, **options)
+        for executor in executors:
+            executor.warm_up(lambda what, done, total: None)
     return executors
 
 

@@ -121,7 +121,9 @@ class Watcher:
         assert {one["number"] for one in view.last["requests"]} == {group.arrival for group in groups}
 
 
-@pytest.mark.parametrize("misses", [False, True], ids=["every frame", "frames are missed"])
+@pytest.mark.parametrize(
+    "misses", [pytest.param(False, marks=pytest.mark.long), True], ids=["every frame", "frames are missed"]
+)
 def test_every_cell_and_table_is_what_the_engine_has(misses: bool) -> None:
     kinds: Counter[str] = Counter()
     for seed in range(60, 66):

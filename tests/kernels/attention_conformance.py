@@ -172,7 +172,7 @@ def as_stored(kv_2kd: np.ndarray, dtype: str, scales_k2: np.ndarray | None) -> n
 
 _attention = jax.jit(paged_attention, static_argnames=("spec", "backend"))
 _update = jax.jit(paged_attention_update, static_argnames=("spec", "backend"), donate_argnames="pool")
-_write = jax.jit(KVLayout.write, static_argnames=("self", "layer"))
+_write = jax.jit(KVLayout.write, static_argnames="self")
 
 
 class BackendUnderTest:
@@ -211,7 +211,7 @@ class BackendUnderTest:
         slots = jnp.arange((layout.num_blocks + 1) * layout.block_size)
         for layer in range(layout.num_layers):
             k, v = (jnp.asarray(x[layer].reshape(-1, *x.shape[3:])) for x in (k_lnbkd, v_lnbkd))
-            pool = _write(layout, pool, layer, k, v if layout.value_dim is None else None, slots)
+            pool = _write(layout, pool, jnp.int32(layer), k, v if layout.value_dim is None else None, slots)
         return pool
 
     def rows(self, case: oracle.Case) -> RaggedRows:

@@ -22,6 +22,8 @@ from jpaged.kernels.paged_attention.gpu.kernel import GpuItemField
 from jpaged.kernels.paged_attention.gpu.work import (
     NUM_PROCESSORS,
     SHARED_BYTES,
+    QueryPlaces,
+    Tiling,
     choose_tiling,
     fixed_bytes,
     stage_bytes,
@@ -226,6 +228,12 @@ def _rows(counts: list[int], kv_lens: list[int], used: int, **fields: Any) -> Ra
     return RaggedRows(jnp.array(starts), jnp.array(kv_lens, jnp.int32), tables, jnp.int32(used), **fields)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _plan(rows: RaggedRows, spec: AttentionSpec, tiling: Tiling, num_tokens: int) -> tuple[jax.Array, QueryPlaces]:
+    """One program: outside of one, each operation would be compiled by itself."""
+    return work.plan([ContextPart(rows, spec)], tiling, num_tokens)
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.thinned(8)
 def test_every_key_of_every_query_is_in_one_item_at_its_place(seed: int) -> None:
@@ -242,7 +250,7 @@ def test_every_key_of_every_query_is_in_one_item_at_its_place(seed: int) -> None
     assert tiling.tile_rows == tile_rows
     tiling = dataclasses.replace(tiling, max_parts=1 + seed // 2, wanted_items=int(rng.integers(1, 20)), min_chunks=1)
     rows = _rows(counts.tolist(), kv_lens.tolist(), used)
-    items, places = work.plan([ContextPart(rows, spec)], tiling, num_tokens)
+    items, places = _plan(rows, spec, tiling, num_tokens)
     chunks: dict[int, list[int]] = {}
     places_t: dict[int, list[int]] = {}
     for index, fields in enumerate(np.asarray(items).tolist()):
@@ -284,7 +292,8 @@ def _parts(kv_lens: list[int], bucket: int, num_kv_heads: int = 8) -> list[int]:
     spec, unused = _spec(num_kv_heads), bucket - len(kv_lens)
     tiling = choose_tiling(spec, 4 * num_kv_heads, bucket, bucket, 8192)
     rows = _rows([1] * len(kv_lens) + [0] * unused, kv_lens + [0] * unused, len(kv_lens))
-    return np.asarray(work.plan([ContextPart(rows, spec)], tiling, bucket)[1].parts_lt[0]).tolist()[: len(kv_lens)]
+    _, places = _plan(rows, spec, tiling, bucket)
+    return np.asarray(places.parts_lt[0]).tolist()[: len(kv_lens)]
 
 
 @pytest.mark.parametrize("num_rows", range(1, 9))

@@ -26,6 +26,8 @@ from tests.models.tiny import TinyCase, tiny_case, write_checkpoint
 from tests.parity import cases
 from tests.parity.cases import BeamCase, check_search
 
+pytestmark = pytest.mark.long
+
 torch = pytest.importorskip("torch")
 make: Any = importlib.import_module("tests.parity.make")
 FLOAT32 = np.dtype(jnp.float32)
@@ -38,7 +40,6 @@ def random_ids(num_tokens: int, vocab_size: int = 131) -> np.ndarray:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("case", cases.MODELS.values(), ids=lambda case: case.name)
 def test_logits_equal_those_of_transformers_at_any_length(case: TinyCase, tmp_path: Path) -> None:
     """At 131 tokens after each of them, and where the length itself turns positions at short ones, too."""
@@ -56,7 +57,6 @@ def test_logits_equal_those_of_transformers_at_any_length(case: TinyCase, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["mistral_yarn", "qwen2_tied_yarn", "opt_post_norm", *cases.FAMILIES])
-@pytest.mark.thinned(30)
 def test_a_checkpoint_that_we_write_is_read_by_transformers_to_the_same_logits(name: str, tmp_path: Path) -> None:
     case = tiny_case(name)
     model = Model(from_hf(case.config), FLOAT32)
@@ -67,7 +67,6 @@ def test_a_checkpoint_that_we_write_is_read_by_transformers_to_the_same_logits(n
     np.testing.assert_allclose(make.logits(make.load(tmp_path / "ours"), token_ids), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", cases.FAMILIES)
 def test_a_checkpoint_that_transformers_writes_is_read_to_its_logits(name: str, tmp_path: Path) -> None:
     """As its own `save_pretrained` lays it out: config, names and types of tensors."""
@@ -127,7 +126,6 @@ def test_positions_far_out_keep_their_frequencies(tmp_path: Path) -> None:
 # --- the packaged model -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("num_tokens", [1, 100, 384])
 def test_logits_of_the_packaged_model_equal_those_of_transformers(num_tokens: int) -> None:
     config = read_config(demo.FOLDER)
@@ -137,7 +135,6 @@ def test_logits_of_the_packaged_model_equal_those_of_transformers(num_tokens: in
     np.testing.assert_allclose(logits, make.logits(make.load(demo.FOLDER), token_ids), rtol=0, atol=1e-4)
 
 
-@pytest.mark.long
 def test_the_name_the_folder_and_transformers_are_one_model_to_their_ends() -> None:
     """By its name, by its folder, and as transformers tells it, the story ends at the same token."""
     messages = [{"role": "user", "content": "Please tell me a bedtime story about a little star."}]
@@ -156,7 +153,6 @@ def test_the_name_the_folder_and_transformers_are_one_model_to_their_ends() -> N
 # --- beam searches ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_a_random_search_finds_what_transformers_finds_now(executor: JaxExecutor, seed: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(seed)

@@ -148,6 +148,10 @@ def test_topologies_are_compared_and_the_cheapest_that_fits_is_named(capsys: pyt
     assert v6e["service"] == {"num_slices": 1, "num_chips": 1, "usd_per_hour": 2.0}
     assert v5p["usd_per_million_output_tokens"] > 0
     assert len(v6e["compiled_programs"]) < v6e["num_programs"]
+    start = v6e["estimated_start"]
+    assert start["num_first"] + start["num_later"] == v6e["num_programs"]
+    assert 0 < start["num_first"] < v6e["num_programs"]
+    assert v5e["estimated_start"] is None
 
 
 @pytest.mark.usefixtures("on_cpus")
@@ -157,6 +161,8 @@ def test_the_text_says_what_fits_and_by_how_much(capsys: pytest.CaptureFixture[s
     assert "demo on v6e:1x1: fits, " in said
     assert "demo on v5e:1x1: does not fit, over by " in said
     assert "the weights alone are" in said
+    assert said.count("estimated start without a compile cache: ready in about ") == 1
+    assert "of weights at 2 GB/s" in said
     assert "products at 70% of the bfloat16 peak, weights at 90% of the HBM's bandwidth" in said
     assert "decode attention, cycles: " in said
     assert "  decode, ms: products " in said

@@ -63,6 +63,7 @@ def test_a_sampling_value_out_of_range_is_named(field, value):
 
 def test_a_single_stop_string_is_a_list_of_one():
     assert SamplingParams(stop="END").stop == ("END",)
+    assert SamplingParams(bad_words="END").bad_words == ("END",)
 
 
 def test_parameters_with_another_seed_differ_in_nothing_else():

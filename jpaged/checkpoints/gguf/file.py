@@ -1,12 +1,14 @@
 """A GGUF file: metadata and tensor locations.
 
-The `gguf` package reads it. A model in several parts (`NAME-00001-of-00003.gguf`) is named by its first part.
+Only its header is read here. A model in several parts (`NAME-00001-of-00003.gguf`) is named by its first part.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import re
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.checkpoints.gguf.blocks import READ
+from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES, FLOATS, READ
 from jpaged.checkpoints.tensor_files import MAX_HEADER_BYTES, StableFile
 from jpaged.errors import InvalidArgument, Unsupported
 
@@ -30,10 +32,36 @@ _REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"
 """Types removed from llama.cpp, by number."""
 _MAGIC = b"GGUF"
 _VERSION_BYTES, _VERSIONS = 4, (2, 3)
+_ALIGNMENT = 32
+"""Alignment of the data, and with it of offsets, if the metadata has none."""
 _FIRST_BYTES = 1 << 20
 """Bytes of a header that are read at first; vocabularies make it 2 to 16 MiB."""
+_NUMBERS = {
+    number: struct.Struct(f"<{code}")
+    for number, code in {
+        0: "B",
+        1: "b",
+        2: "H",
+        3: "h",
+        4: "I",
+        5: "i",
+        6: "f",
+        7: "?",
+        10: "Q",
+        11: "q",
+        12: "d",
+    }.items()
+}
+_STRING, _ARRAY = 8, 9
+"""Types of values in the metadata, by number."""
+_UINT32, _UINT64 = _NUMBERS[4], _NUMBERS[10]
+_PLAIN, _BF16 = {0: "F32", 1: "F16"}, 30
+_BLOCKS = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
+"""Types of tensors that need no import, by number."""
+_WHOLE = {"F64": np.float64, "I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64}
+"""Types of tensors that are stored as numbers, except those above."""
 _UNREADABLE = (OSError, ValueError, LookupError, OverflowError, TypeError)
-"""Errors of the package, which has no error class."""
+"""Errors of parsing, and of the package's enumerations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,29 +211,13 @@ def _open(path: Path, parts: tuple[tuple[Path, int, int], ...]) -> GgufFile:
 def _read(path: Path, state: tuple[int, int]) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     file = StableFile(path, state)
     try:
-        reader = _reader()(path, _Header(path, file))
-        metadata = {name: _value(field) for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-        tensors = {
-            tensor.name: GgufTensor(
-                tensor.tensor_type.name,
-                tuple(int(n) for n in reversed(tensor.shape)),
-                tensor.data.shape,
-                tensor.data.dtype,
-                path,
-                int(tensor.data_offset),
-                state,
-            )
-            for tensor in reader.tensors
-        }
+        return _Reader(path, file).read()
     except InvalidArgument:
         raise
     except _UNREADABLE as error:
         raise InvalidArgument(str(path), _unreadable(path)) from error
     finally:
         file.close()
-    if getattr(reader, "byte_order", "I") != "I":
-        raise InvalidArgument(str(path), "has the wrong byte order for this machine; convert the model again")
-    return metadata, tensors
 
 
 def _unreadable(path: Path) -> str:
@@ -229,11 +241,16 @@ class _Header:
 
     def __init__(self, path: Path, file: StableFile) -> None:
         self._path, self._file, self.num_file_bytes = path, file, file.state[0]
-        self._data = np.empty(0, np.uint8)
+        self._data = b""
 
-    def until(self, end: int) -> np.ndarray:
-        """Return the bytes of the file up to `end` at least, or all if it is shorter."""
-        end = min(end, self.num_file_bytes)
+    def until(self, end: int) -> bytes:
+        """Return the bytes of the file up to `end` at least.
+
+        Raises:
+            ValueError: the file is shorter.
+        """
+        if end > self.num_file_bytes:
+            raise ValueError("ends in the header")
         if end > MAX_HEADER_BYTES:
             raise InvalidArgument(
                 str(self._path), f"its header is damaged, or over the limit of {MAX_HEADER_BYTES} bytes"
@@ -242,84 +259,130 @@ class _Header:
             most = min(self.num_file_bytes, MAX_HEADER_BYTES)
             data = np.empty(min(most, max(end, 2 * len(self._data), _FIRST_BYTES)), np.uint8)
             self._file.fill(data, 0)
-            self._data = data
+            self._data = data.tobytes()
         return self._data
 
 
-@functools.cache
-def _reader() -> Any:
-    """Return the package's reader with fast array parsing and without access to the file that it maps.
+class _Reader:
+    """Parser of a header: fields one after the other, then the places of the tensors.
 
-    A vocabulary takes the package 7 s, number by number; a mapped page of a truncated file ends the process.
+    The package's reader maps the file, so that a page of a truncated file ends the process. It parses a vocabulary
+    number by number, in 7 s, and takes a tenth of a second to import.
     """
-    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType  # takes a tenth of a second
 
-    known = {kind.value for kind in GGMLQuantizationType}
+    def __init__(self, path: Path, file: StableFile) -> None:
+        self._path, self._state = path, file.state
+        self._header, self._at = _Header(path, file), 0
 
-    class Reader(GGUFReader):
-        def __init__(self, path: Path, header: _Header) -> None:
-            self._path, self._header = path, header
-            self._is_in_header = True
-            super().__init__(path)
+    def read(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+        """Return metadata and tensors.
 
-        def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> np.ndarray:
-            kind, begin = np.dtype(dtype).newbyteorder(override_order or self.byte_order), int(offset)
-            count, end = int(count), begin + kind.itemsize * int(count)
-            if self._is_in_header:
-                return self._header.until(end)[begin:end].view(kind)
-            if end > self._header.num_file_bytes:
-                raise ValueError("ends in a tensor")
-            return np.broadcast_to(np.zeros((), kind), (count,))  # for its shape and type
+        Raises:
+            InvalidArgument: the byte order is not this machine's, or a limit is exceeded.
+            Unsupported: a tensor has an unknown type.
+            ValueError, LookupError: the file is not a complete GGUF file.
+        """
+        if self._take(len(_MAGIC)) != _MAGIC:
+            raise ValueError("has another magic number")
+        version = self._number(_UINT32)
+        if not version & 0xFFFF:
+            raise InvalidArgument(str(self._path), "has the wrong byte order for this machine; convert the model again")
+        if version not in _VERSIONS:
+            raise ValueError("has another version")
+        num_tensors, num_fields = self._number(_UINT64), self._number(_UINT64)
+        metadata: dict[str, Any] = {}
+        for _ in range(num_fields):
+            name = self._text()
+            if name in metadata:
+                raise ValueError("has a field twice")
+            metadata[name] = self._value(self._number(_UINT32))
+        found = [self._tensor() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment.bit_count() != 1:
+            raise ValueError("has an alignment that is no power of two")
+        begin = -(-self._at // alignment) * alignment
+        tensors: dict[str, GgufTensor] = {}
+        for name, shape, number, offset in found:
+            if name in tensors:
+                raise ValueError("has a tensor twice")
+            tensors[name] = self._placed(name, shape, number, begin + offset)
+        return metadata, tensors
 
-        def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
-            self._is_in_header = False
-            for field in fields:
-                _, name, _, _, (number,), _ = field.parts
-                if number not in known:
-                    kind = f"type {number} ({_REMOVED.get(int(number), 'unknown')})"
-                    raise Unsupported(
-                        f"{self._path}: tensor {bytes(name).decode()} has unsupported {kind}; supported GGUF types: "
-                        f"{', '.join(READ)}"
-                    )
-            super()._build_tensors(start_offs, fields)
+    def _take(self, num_bytes: int) -> bytes:
+        begin, self._at = self._at, self._at + num_bytes
+        return self._header.until(self._at)[begin : self._at]
 
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
-            if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
-                found: tuple[int, list[Any], list[int], list[Any]] = super()._get_field_parts(orig_offs, raw_type)
-                return found
-            inner = GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
-            count, begin = int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
-            kinds = [GGUFValueType.ARRAY, inner]
-            if inner != GGUFValueType.STRING:
-                numbers = self._get(begin, self.gguf_scalar_to_np[inner], count)
-                if len(numbers) != count:
-                    raise ValueError("ends in an array")
-                return 12 + numbers.nbytes, [numbers], [0], kinds
-            # Slices of bytes: those of an array take ten times as long, and a vocabulary has 100,000.
-            data, strings, at = self._header.until(begin).tobytes(), [], begin
-            for _ in range(count):
-                if at + 8 > len(data):
-                    data = self._header.until(at + 8).tobytes()
-                length = int.from_bytes(data[at : at + 8], "little")
-                at += 8
-                if at + length > len(data):
-                    data = self._header.until(at + length).tobytes()
-                strings.append(data[at : at + length])
-                at += length
-                if at > len(data):
-                    raise ValueError("ends in an array of texts")
-            return at - orig_offs, strings, list(range(count)), kinds
+    def _number(self, kind: struct.Struct) -> Any:
+        return kind.unpack(self._take(kind.size))[0]
 
-    return Reader
+    def _text(self) -> str:
+        return self._take(self._number(_UINT64)).decode()
 
+    def _value(self, kind: int) -> Any:
+        """Return a value; a single float32 as its shortest decimal, as in configs."""
+        if kind == _STRING:
+            return self._text()
+        if kind != _ARRAY:
+            value = self._number(_NUMBERS[kind])
+            return float(str(np.float32(value))) if _NUMBERS[kind].format == "<f" else value
+        inner, count = self._number(_UINT32), self._number(_UINT64)
+        if inner == _STRING:
+            return self._texts(count)
+        dtype = np.dtype(_NUMBERS[inner].format)
+        return np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
 
-def _value(field: Any) -> Any:
-    """Return a field's value; a single float32 as its shortest decimal, as in configs."""
-    kinds = [kind.name for kind in field.types]
-    if kinds == ["ARRAY", "STRING"]:
-        return [str(part, "utf-8") for part in (field.parts[index] for index in field.data)]
-    value = field.contents()
-    return float(str(np.float32(value))) if kinds == ["FLOAT32"] else value
+    def _texts(self, count: int) -> list[str]:
+        texts, at, data = [], self._at, self._header.until(self._at)
+        known, length_of = len(data), _UINT64.unpack_from
+        for _ in range(count):
+            begin = at + 8
+            if begin > known:
+                data = self._header.until(begin)
+                known = len(data)
+            at = begin + length_of(data, at)[0]
+            if at > known:
+                data = self._header.until(at)
+                known = len(data)
+            texts.append(data[begin:at].decode())
+        self._at = at
+        return texts
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Return name, shape with the contracted axis last, number of the type, and offset in the data."""
+        name, num_axes = self._text(), self._number(_UINT32)
+        shape = tuple(self._number(_UINT64) for _ in range(num_axes))[::-1]
+        return name, shape, self._number(_UINT32), self._number(_UINT64)
+
+    def _placed(self, name: str, shape: tuple[int, ...], number: int, begin: int) -> GgufTensor:
+        kind, dtype, size, num_bytes = self._type(name, number)
+        stored = shape
+        if dtype == np.uint8:
+            if shape[-1] % size:
+                raise ValueError("has a part of a block")
+            stored = (*shape[:-1], shape[-1] // size * num_bytes)
+        if begin + math.prod(stored) * dtype.itemsize > self._header.num_file_bytes:
+            raise ValueError("ends in a tensor")
+        return GgufTensor(kind, shape, stored, dtype, self._path, begin, self._state)
+
+    def _type(self, name: str, number: int) -> tuple[str, np.dtype, int, int]:
+        """Return name, dtype of the array in the file, and for uint8 numbers and bytes of a block."""
+        if number in _PLAIN:
+            kind = _PLAIN[number]
+            return kind, FLOATS[kind], 1, FLOATS[kind].itemsize
+        if number in _BLOCKS:
+            block = BLOCK_TYPES[_BLOCKS[number]]
+            return _BLOCKS[number], np.dtype(np.uint8), block.size, block.num_bytes
+        if number == _BF16:
+            return "BF16", np.dtype(np.uint8), 1, 2
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # takes a tenth of a second
+
+        if number not in {kind.value for kind in GGMLQuantizationType}:
+            kind = f"type {number} ({_REMOVED.get(number, 'unknown')})"
+            raise Unsupported(
+                f"{self._path}: tensor {name} has unsupported {kind}; supported GGUF types: {', '.join(READ)}"
+            )
+        found = GGMLQuantizationType(number)
+        return found.name, np.dtype(_WHOLE.get(found.name, np.uint8)), *GGML_QUANT_SIZES[found]
 
 
 def _first_part(path: Path) -> Path:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +22,13 @@ from jpaged.checkpoints.gguf.config import hf_config
 from jpaged.checkpoints.gguf.file import GgufFile, open_gguf
 from jpaged.checkpoints.gguf.tensors import GgufTensors, TensorLocation, places
 from jpaged.checkpoints.names import model_leaves
-from jpaged.checkpoints.quantized.scheme import MatrixPart, Parts, Shape, StoredMatrix
+from jpaged.checkpoints.quantized.scheme import MatrixPart, Parts, Shape, StoredMatrix, check_parts
+from jpaged.checkpoints.tensor_files import StableFile
+from jpaged.kernels.matmul.packed import StoredColumns
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.models.config import ModelConfig, Quantization
 from jpaged.models.hf_config import from_hf
-from jpaged.models.param_specs import Leaf, get_module, is_matrix, stored_formats
+from jpaged.models.param_specs import Leaf, contracted_axis, get_module, is_matrix, stored_formats
 
 _METHOD = "gguf"
 _EVERYTHING = Quantization(_METHOD, (("", MatrixFormat("int8")),), has_output=True, has_embedding=True)
@@ -53,6 +56,79 @@ class GgufScheme:
         """See `Scheme`."""
         ((kind, rows),) = tensors.items()
         return BLOCK_TYPES[kind].matrix(rows, form)
+
+
+def get_columns(files: GgufTensors, scheme: GgufScheme, leaf: Leaf, form: MatrixFormat) -> StoredColumns:
+    """Return the columns of a leaf, which is no expert's, as rows of blocks in the file.
+
+    Raises:
+        InvalidArgument: a tensor of it is missing or misshapen.
+    """
+    place = len(leaf.shape) + contracted_axis(leaf)
+    stored_axis = leaf.tensor_axes[place]
+    assert stored_axis is not None
+    numbered, tensors, num_rows = [], [], 0
+    for name, shape in leaf.tensors:
+        num_out, depth = shape if stored_axis == 1 else shape[::-1]
+        check_parts(files, scheme.parts(get_module(name), (num_out, depth), form), (num_out, depth))
+        tensors.append((name, files.places[name].rows, num_rows))
+        numbered.append(np.swapaxes(np.arange(num_rows, num_rows + num_out)[:, None], stored_axis, 1))
+        num_rows += num_out
+    # The leaf's own order of columns, from a column of row numbers in place of weights.
+    packed = np.empty((*leaf.shape[:place], 1, *leaf.shape[place + 1 :]), np.int64)
+    leaf.pack(numbered, packed)
+    return _columns(files, tensors, packed.reshape(-1))
+
+
+def _columns(
+    files: GgufTensors, tensors: Sequence[tuple[str, np.ndarray | None, int]], numbers: np.ndarray
+) -> StoredColumns:
+    """Return columns, by the numbers of their rows in several tensors.
+
+    Args:
+        tensors: name, index of each row in the file or None, and the number of the first row.
+    """
+    begins = np.array([begin for *_, begin in tensors])
+    owners = np.searchsorted(begins, numbers, side="right") - 1
+    rows = numbers - begins[owners]
+    for index, (_, order, _) in enumerate(tensors):
+        if order is not None:
+            rows[owners == index] = order[rows[owners == index]]
+    stored = [files.file.tensors[files.places[name].tensor] for name, *_ in tensors]
+    row_bytes = [tensor.stored_shape[-1] for tensor in stored]
+    buffers = threading.local()
+
+    def buffer(num_bytes: int) -> np.ndarray:
+        """Return this thread's memory, which the next call overwrites: mapping new pages takes as long as reading."""
+        if len(getattr(buffers, "bytes", ())) < num_bytes:
+            buffers.bytes = np.empty(num_bytes, np.uint8)
+        memory: np.ndarray = buffers.bytes
+        return memory
+
+    def read(begin: int, end: int) -> tuple[np.ndarray, object]:
+        own, at = owners[begin:end], rows[begin:end]
+        among = [(i, at[own == i]) for i in range(len(stored))]
+        spans = {i: (int(mine.min()), int(mine.max()) + 1) for i, mine in among if len(mine)}
+        memory = buffer(sum((last - first) * row_bytes[i] for i, (first, last) in spans.items()))
+        addresses, used = np.empty(end - begin, np.uint64), 0
+        for i, (first, last) in spans.items():
+            num_bytes = (last - first) * row_bytes[i]
+            file = StableFile(stored[i].path, stored[i].state)
+            try:
+                file.fill(memory[used : used + num_bytes], stored[i].begin + first * row_bytes[i])
+            finally:
+                file.close()
+            addresses[own == i] = memory.ctypes.data + used + (at[own == i] - first) * row_bytes[i]
+            used += num_bytes
+        return addresses, memory
+
+    kinds = np.array([list(BLOCK_TYPES).index(tensor.kind) for tensor in stored], np.uint8)
+    return StoredColumns(
+        kinds[owners],
+        max(row_bytes),
+        read,
+        lambda column: (str(stored[owners[column]].path), tensors[owners[column]][0]),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jpaged.checkpoints.gguf.file import GgufFile, open_gguf
 from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.kernels.cpu.library import find_merges
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 """Types of tokens."""
@@ -211,12 +214,14 @@ class GgufTokenizer:
 
     Attributes:
         fast: a tokenizer of the `tokenizers` library.
+        vocabulary: ids by token, without added tokens.
         special_tokens: names in chat templates, like `bos_token`.
         chat_template: its source; None without one.
         tool_chat_template: template of conversations with tools; None if the file has no separate one.
     """
 
     fast: Any
+    vocabulary: Mapping[str, int]
     vocab_size: int
     eos_token_id: int | None
     special_tokens: Mapping[str, str]
@@ -251,7 +256,12 @@ def read_tokenizer(path: Path) -> GgufTokenizer | None:
     if kind not in ("gpt2", "llama"):
         raise Unsupported(f"{path}: tokenizer.ggml.model is {kind!r}; supported: gpt2, llama")
     vocabulary = read_vocabulary(file)
-    fast, adds_bos = _byte_level(vocabulary, file) if kind == "gpt2" else (_sentence_piece(vocabulary, file), True)
+    tokens = vocabulary.tokens if kind == "gpt2" else _with_marked_spaces(vocabulary)
+    vocab = {token: index for index, token in enumerate(tokens)}
+    if kind == "gpt2":
+        fast, adds_bos = _byte_level(vocab, file)
+    else:
+        fast, adds_bos = _sentence_piece(vocabulary, tokens, vocab, file), True
     _add_tokens(fast, vocabulary, is_sentence_piece=kind == "llama", is_phi3=file.architecture == "phi3")
     _add_ends(fast, vocabulary, file, adds_bos)
     templates: list[str | None] = []
@@ -263,6 +273,7 @@ def read_tokenizer(path: Path) -> GgufTokenizer | None:
     named = {name: vocabulary.named(key) for name, key in _NAMED.items()}
     return GgufTokenizer(
         fast,
+        vocab,
         len(vocabulary.tokens),
         vocabulary.ids.get("eos"),
         {name: token for name, token in named.items() if token is not None},
@@ -270,7 +281,7 @@ def read_tokenizer(path: Path) -> GgufTokenizer | None:
     )
 
 
-def _byte_level(vocabulary: GgufVocabulary, file: GgufFile) -> tuple[Any, bool]:
+def _byte_level(vocab: dict[str, int], file: GgufFile) -> tuple[Any, bool]:
     """Return a byte-level BPE, and the default for adding the BOS token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -285,7 +296,6 @@ def _byte_level(vocabulary: GgufVocabulary, file: GgufFile) -> tuple[Any, bool]:
     cut = _CUTS.get(str(pre))
     if cut is None:
         raise Unsupported(f"{file.path}: tokenizer.ggml.pre is {pre!r}; supported: {', '.join(_CUTS)}")
-    vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
     merges = _listed_merges(file, vocab)
     fast = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=cut.ignores_merges))
     split = [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in cut.expressions]
@@ -314,20 +324,27 @@ def _listed_merges(file: GgufFile, vocab: Mapping[str, int]) -> list[tuple[str, 
     return merges
 
 
-def _sentence_piece(vocabulary: GgufVocabulary, file: GgufFile) -> Any:
+def _with_marked_spaces(vocabulary: GgufVocabulary) -> list[str]:
+    """Return the tokens as texts are split into them, with marks in place of spaces.
+
+    Converters write tokens of spaces literally. User-defined ones are matched as they are, and others are words.
+    """
+    return [
+        _SPACE * len(token) if token[:1] == " " and not token.strip(" ") and kind != USER_DEFINED else token
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+    ]
+
+
+def _sentence_piece(vocabulary: GgufVocabulary, tokens: list[str], vocab: dict[str, int], file: GgufFile) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = file.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
         raise InvalidArgument(str(file.path), "tokenizer.ggml.scores must have one number for each token")
-    # Converters write tokens of spaces literally. User-defined ones are matched as they are, and others are words.
-    tokens = [
-        _SPACE * len(token) if token and not token.strip(" ") and kind != USER_DEFINED else token
-        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
-    ]
-    vocab = {token: index for index, token in enumerate(tokens)}
-    ranked = sorted(_merges(tokens, vocabulary.types, scores, vocab))
-    merges = [(tokens[left], tokens[right]) for *_, left, right in ranked]
+    order = _merge_order(vocabulary.types, scores)
+    pairs = find_merges(tokens, order)
+    listed = _pairs(tokens, order, vocab) if pairs is None else pairs.tolist()
+    merges = [(tokens[left], tokens[right]) for left, right in listed]
     unknown = tokens[vocabulary.ids["unknown"]]
     fast = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     has_prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
@@ -338,17 +355,23 @@ def _sentence_piece(vocabulary: GgufVocabulary, file: GgufFile) -> Any:
     return fast
 
 
-def _merges(
-    tokens: list[str], types: list[int], scores: list[float], vocab: Mapping[str, int]
-) -> Iterator[tuple[bool, float, int, int, int]]:
-    """Yield pairs of tokens that form a token: user-defined ones first, then by score, then by index."""
-    for index, (token, kind, score) in enumerate(zip(tokens, types, scores, strict=True)):
-        if kind in (UNKNOWN, CONTROL, BYTE):
-            continue
+def _merge_order(types: list[int], scores: list[float]) -> np.ndarray:
+    """Return the tokens that others form: user-defined ones first, then by score, then by index; int64."""
+    kinds = np.asarray(types)
+    formed = np.flatnonzero(~np.isin(kinds, (UNKNOWN, CONTROL, BYTE)))
+    order: np.ndarray = formed[np.lexsort((-np.asarray(scores, np.float64)[formed], kinds[formed] != USER_DEFINED))]
+    return order
+
+
+def _pairs(tokens: list[str], order: np.ndarray, vocab: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    """Yield pairs of tokens as `find_merges` returns them."""
+    for index in order:
+        token, pairs = tokens[index], []
         for at in range(1, len(token)):
             left, right = vocab.get(token[:at]), vocab.get(token[at:])
             if left is not None and right is not None:
-                yield kind != USER_DEFINED, -score, index, left, right
+                pairs.append((left, right))
+        yield from sorted(pairs)
 
 
 def _add_tokens(fast: Any, vocabulary: GgufVocabulary, *, is_sentence_piece: bool, is_phi3: bool) -> None:
@@ -361,9 +384,9 @@ def _add_tokens(fast: Any, vocabulary: GgufVocabulary, *, is_sentence_piece: boo
     bare = ("<unk>", "<s>", "<|endoftext|>")
     added = []
     for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
-        is_special = kind in (CONTROL, UNKNOWN)
-        is_word = is_sentence_piece and not token.strip(" " + _SPACE)
-        if is_special or kind == USER_DEFINED:
+        if kind in (CONTROL, UNKNOWN, USER_DEFINED):
+            is_special = kind != USER_DEFINED
+            is_word = is_sentence_piece and not token.strip(" " + _SPACE)
             rstrip = is_phi3 and is_sentence_piece and token not in bare and not is_word
             added.append(AddedToken(token, normalized=False, special=is_special, rstrip=rstrip))
     fast.add_tokens(added)

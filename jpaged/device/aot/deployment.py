@@ -12,7 +12,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import statistics
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
 from jpaged.device.compilation.aot_bundle import CompileTarget, save_programs
-from jpaged.device.compilation.compile import ProgramSpec, set_up_compile_cache
+from jpaged.device.compilation.compile import ProgramSpec, least_programs, set_up_compile_cache
 from jpaged.device.compilation.lowering import ServerPrograms, abstract_serving
 from jpaged.device.compilation.memory_plan import (
     CompilerOutOfMemory,
@@ -32,8 +34,10 @@ from jpaged.device.compilation.memory_plan import (
     plan_memory,
     too_large,
 )
-from jpaged.device.compilation.program_registry import CompiledProgram
+from jpaged.device.compilation.program_registry import NUM_BACKGROUND_THREADS, NUM_THREADS, CompiledProgram
+from jpaged.device.executor import waits_for_all_programs
 from jpaged.device.step_sizes import DeviceAttention
+from jpaged.device.transfers import move_sizes
 from jpaged.engine.executor import Geometry, Progress
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.model import Model
@@ -188,6 +192,54 @@ class PlannedProgram:
 
 
 @dataclass(frozen=True, slots=True)
+class StartEstimate:
+    """Programs of a start without a compile cache, and estimated seconds of compiling them on a machine like this one.
+
+    Attributes:
+        num_first: programs that are needed before the first request.
+        first_s: seconds until those are compiled.
+        num_later: programs that are compiled in the background while requests run.
+        later_s: further seconds until those are compiled, on idle processors.
+        num_timed: programs whose compilation was timed; others count as the mean of their kind, or of all.
+    """
+
+    num_first: int
+    first_s: float
+    num_later: int
+    later_s: float
+    num_timed: int
+
+    @classmethod
+    def of(
+        cls, programs: Sequence[ProgramSpec], first: Collection[ProgramSpec], timed: Mapping[ProgramSpec, float]
+    ) -> StartEstimate | None:
+        """Return the estimate for a server's programs; None if nothing was timed.
+
+        Args:
+            first: programs that are needed before the first request.
+            timed: seconds of programs that were compiled.
+        """
+        if not timed:
+            return None
+        by_kind: dict[str, list[float]] = defaultdict(list)
+        for spec, seconds in timed.items():
+            by_kind[spec.kind].append(seconds)
+
+        def estimate(spec: ProgramSpec) -> float:
+            return timed[spec] if spec in timed else statistics.mean(by_kind.get(spec.kind) or timed.values())
+
+        early = [estimate(spec) for spec in programs if spec in first]
+        late = [estimate(spec) for spec in programs if spec not in first]
+        return cls(
+            num_first=len(early),
+            first_s=max((sum(early) / NUM_THREADS, *early)),
+            num_later=len(late),
+            later_s=max((sum(late) / NUM_BACKGROUND_THREADS, *late)),
+            num_timed=len(timed),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedDeployment:
     """A server planned on some devices; all bytes are of one device.
 
@@ -206,6 +258,7 @@ class PlannedDeployment:
         adapter_bytes: the part of the weights that adapter slots take.
         number_bytes: bytes of each number in a step's sums over devices (all-reduce), as compiled; None if there are
             none or nothing was compiled.
+        start: estimate of a server's start; None if nothing was compiled.
     """
 
     memory: MemoryPlan
@@ -221,6 +274,7 @@ class PlannedDeployment:
     passed_over: tuple[str, ...]
     adapter_bytes: int
     number_bytes: float | None
+    start: StartEstimate | None
 
     @property
     def fits(self) -> bool:
@@ -282,6 +336,16 @@ def compile_deployment(
     wanted = request.num_blocks or request.blocks_per_seq
     plan = MemoryPlan(request, hbm_bytes, wanted, what=_WHAT)
 
+    sizes = probe.geometry
+    first = list(probe.sources)
+    if not waits_for_all_programs(options, mesh):
+        first = least_programs(
+            sizes.buckets,
+            move_sizes(probe.step.layout),
+            has_host_blocks=sizes.num_host_blocks > 0,
+            has_adapters=sizes.max_loras > 0,
+        )
+
     def result(
         plan: MemoryPlan,
         programs: Collection[CompiledProgram],
@@ -305,6 +369,7 @@ def compile_deployment(
             passed_over=passed_over,
             adapter_bytes=probe.adapter_bytes,
             number_bytes=_number_bytes(programs),
+            start=StartEstimate.of(list(probe.sources), first, {one.spec: one.seconds for one in programs}),
         )
 
     if plan.usable_bytes is not None and request.weight_bytes >= plan.usable_bytes:

@@ -41,7 +41,8 @@ _PROBE_PART = 4  # of the memory left after weights
 _MAX_HOST_BYTES, _HOST_PART = 4 * _GIB, 4
 """Limits of a pool in host memory, which other processes need, too: bytes, and a divisor of the free memory.
 
-They apply unless the user sets a size.
+They apply unless the user sets a size. The smaller one is rounded down to 4, 5, 6 or 7 times a power of two: compiled
+programs contain the size of the pool, and a start whose free memory differs a little finds them in the cache.
 """
 
 
@@ -147,7 +148,7 @@ class PoolRequest:
         if memory.is_own or not self.has_default_share or memory.total_bytes is None:
             return most
         free = max(0, memory.total_bytes - self.weight_bytes)
-        limit = min(_MAX_HOST_BYTES, free // _HOST_PART) // self.bytes_per_block - 1
+        limit = _rounded_down(min(_MAX_HOST_BYTES, free // _HOST_PART)) // self.bytes_per_block - 1
         return max(self.blocks_per_seq, min(most, limit))
 
     def probe_blocks(self, memory: DeviceMemory) -> int:
@@ -244,13 +245,19 @@ class MemoryPlan:
         return plan
 
 
+def _rounded_down(num_bytes: int) -> int:
+    """Return the largest number of three significant bits that is not over `num_bytes`."""
+    shift = max(0, num_bytes.bit_length() - 3)
+    return num_bytes >> shift << shift
+
+
 def plan_memory(request: PoolRequest, memory: DeviceMemory, programs: Callable[[], ProgramMemory]) -> MemoryPlan:
     """Decide the number of blocks, and plan everything else.
 
     A pool takes all that is left of a device's own memory. In host memory it takes at most what max_num_seqs sequences
     of maximum length can use, and, unless the user chose memory_utilization, at most 4 GiB or a quarter of the free
-    memory. If that leaves a quarter of the usable memory in reserve, the plan omits the memory of programs until they
-    are compiled.
+    memory, rounded down. If that leaves a quarter of the usable memory in reserve, the plan omits the memory of
+    programs until they are compiled.
 
     Args:
         request: the sizes.

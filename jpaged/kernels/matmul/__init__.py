@@ -12,7 +12,7 @@ XLA's own `dot_general` (`jpaged.models.layers`) is the specification, and the f
 """
 
 from jpaged.kernels.matmul.multiply import Norm, ProductKernel, RowDelta, kernel, loaded, scale_operands
-from jpaged.kernels.matmul.packed import PackedMatrix, Packer, can_pack, can_pack_experts, swap_experts
+from jpaged.kernels.matmul.packed import PackedMatrix, Packer, StoredColumns, can_pack, can_pack_experts, swap_experts
 from jpaged.kernels.matmul.quantized import QuantizedMatrix
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "ProductKernel",
     "QuantizedMatrix",
     "RowDelta",
+    "StoredColumns",
     "can_pack",
     "can_pack_experts",
     "kernel",

@@ -19,7 +19,9 @@ import ctypes
 import dataclasses
 import math
 import mmap
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,7 +30,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jpaged.errors import Unsupported
+from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, num_outer
 from jpaged.kernels.matrix_format import NUM_BITS, VALUE_DTYPES, Values
 
@@ -275,6 +277,28 @@ def packed_shape(shape: tuple[int, ...], dtype: np.dtype, *, is_embedding: bool,
     return (num_blocks, -(-depth // 2), COLUMNS, 2) if dtype == ml_dtypes.bfloat16 else (num_blocks, depth, COLUMNS)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredColumns:
+    """The columns of a matrix as a GGUF file stores them: rows of blocks.
+
+    Attributes:
+        types: type of each column's blocks, by its number in stored.cc; uint8 `[N]`.
+        row_bytes: the most bytes of a row.
+        read: (begin, end) -> the addresses of these columns' rows, uint64, and what keeps the rows in memory until it
+            is dropped; called by several threads.
+        where: column -> file and tensor name, for errors.
+    """
+
+    types: np.ndarray
+    row_bytes: int
+    read: Callable[[int, int], tuple[np.ndarray, object]]
+    where: Callable[[int], tuple[str, str]]
+
+
+_STRIP_BYTES = 1 << 20
+"""Bytes of rows that are read and packed at once: they stay in a core's cache between the two."""
+
+
 class Packer:
     """Packs leaves one after the other into memory of huge pages, if the system has them.
 
@@ -291,6 +315,7 @@ class Packer:
         self._rounds_rows = rounds_rows
         self._sharding = sharding
         self._chunk = np.empty(0, np.uint8)
+        self._num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def pack(self, leaf: Any, *, is_embedding: bool = False, num_parts: int = 1) -> PackedMatrix:
         """Pack a leaf of float32, bfloat16 or float16 onto one CPU device; packs a shape into a shape.
@@ -310,6 +335,60 @@ class Packer:
         else:
             blocks = jax.device_put(self._packed(np.asarray(leaf), shape, is_embedding, num_parts), self._sharding)
         return PackedMatrix(blocks, None, tuple(leaf.shape), is_embedding, num_parts)
+
+    @property
+    def can_pack_stored(self) -> bool:
+        """True if the library has `pack_stored`; one that was built earlier has not."""
+        return hasattr(self._library, "jpaged_pack_stored")
+
+    def pack_stored(self, matrix: QuantizedMatrix, columns: StoredColumns, *, num_parts: int = 1) -> PackedMatrix:
+        """Read, decode and pack a matrix in one pass, on all cores; `pack` of the decoded arrays has the same bits.
+
+        Args:
+            matrix: shapes of integers in groups, with float32 scales and zeros; `can_pack` must hold.
+            num_parts: see `PackedMatrix`.
+
+        Raises:
+            InvalidArgument: scales are not finite.
+        """
+        depth, lanes, num_groups = matrix.depth, num_lanes(matrix), matrix.num_groups
+        num_columns = math.prod(matrix.shape) // depth // num_parts
+        num_blocks = num_parts * -(-num_columns // COLUMNS)
+        blocks = self._take(num_blocks * lanes * COLUMNS * 4).reshape(num_blocks, lanes, COLUMNS, 4)
+        of_groups = (num_blocks, num_groups, COLUMNS)
+        scales = self._take(4 * math.prod(of_groups)).view(np.float32).reshape(of_groups)
+        zeros = None if matrix.zeros is None else self._take(scales.nbytes).view(np.float32).reshape(of_groups)
+        numbers = [ctypes.c_int64(n) for n in (depth, NUM_BITS[_kind(matrix)], matrix.group_size)]
+        run = self._library.jpaged_pack_stored
+        run.restype = ctypes.c_int64
+        strip = max(1, _STRIP_BYTES // columns.row_bytes // COLUMNS) * COLUMNS
+        strips = [(part, begin) for part in range(num_parts) for begin in range(0, num_columns, strip)]
+
+        def pack_strip(of: tuple[int, int]) -> None:
+            part, first = of
+            block, begin = part * (num_blocks // num_parts) + first // COLUMNS, part * num_columns + first
+            end = begin + min(strip, num_columns - first)
+            addresses, kept = columns.read(begin, end)
+            types = np.ascontiguousarray(columns.types[begin:end])
+            into = [None if array is None else array[block:].ctypes.data for array in (blocks, scales, zeros)]
+            pointers = [ctypes.c_void_p(each) for each in (addresses.ctypes.data, types.ctypes.data, *into)]
+            bad = run(*pointers[:2], ctypes.c_int64(end - begin), *numbers, *pointers[2:])
+            del kept
+            if bad >= 0:
+                file, name = columns.where(begin + bad)
+                raise InvalidArgument(file, f"tensor {name} has block scales that are not finite")
+
+        if self._num_threads == 1 or len(strips) == 1:
+            for each in strips:
+                pack_strip(each)
+        else:
+            with ThreadPoolExecutor(self._num_threads) as pool:
+                list(pool.map(pack_strip, strips))
+        packed, of_scales = jax.device_put(blocks, self._sharding), jax.device_put(scales, self._sharding)
+        of_zeros = None if zeros is None else jax.device_put(zeros, self._sharding)
+        rounds_rows = self._rounds_rows and not matrix.is_embedding
+        described = describe(matrix, of_scales, of_zeros, None, None, rounds_rows=rounds_rows)
+        return PackedMatrix(packed, described, matrix.shape, matrix.is_embedding, num_parts)
 
     def _pack_quantized(self, matrix: QuantizedMatrix, num_parts: int) -> PackedMatrix:
         depth, lanes = matrix.depth, num_lanes(matrix)

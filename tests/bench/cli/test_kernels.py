@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jpaged.cli.main import main
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.paged_attention import measure
 from jpaged.kernels.paged_attention.measure import CHUNK_TOKENS, AttentionShape, Cell, DeviceLimits, compute_limit
 
 SMALL = ["bench", "kernels", "--shape", "demo", "--dtype", "float32", "--backend", "xla"]
@@ -77,3 +81,48 @@ def test_the_limit_is_what_must_be_moved_or_multiplied() -> None:
     window = AttentionShape(32, 8, 128, sliding_window=10)
     assert compute_limit(decode, window, dtype, by_flops) == pytest.approx(4 * 4 * 128 * 32 * 10 / 1e9)
     assert compute_limit(decode, window, dtype, by_bytes) == pytest.approx(4 * (2 * 10 * 8 * 256 + 2 * 32 * 256) / 1e9)
+
+
+def test_a_static_loop_runs_a_known_number_of_turns_per_call() -> None:
+    """Else a GPU waits for the host in each turn."""
+    seen: list[jax.Array] = []
+
+    def act(x: jax.Array) -> jax.Array:
+        jax.debug.callback(seen.append, x, ordered=True)
+        return x + 1
+
+    loop = measure.looped(act, jnp.zeros((), jnp.int32), is_static=True)
+    assert loop.turns == measure._STATIC_TURNS > 1
+    seen.clear()
+    loop.run(3)
+    jax.effects_barrier()
+    assert [int(x) for x in seen] == list(range(3 * loop.turns))
+    program = jax.jit(lambda x: jax.lax.fori_loop(0, loop.turns, lambda _, x: jnp.sin(x), x))
+    assert "known_trip_count" in str(program.lower(jnp.zeros(8)).compile().as_text())
+
+
+def test_a_turn_of_a_static_loop_is_a_part_of_a_call() -> None:
+    calls: list[int] = []
+
+    def run(count: int) -> float:
+        calls.append(count)
+        return 0.5 * count
+
+    assert measure.median_seconds([measure.TimedLoop(run, 10)]) == pytest.approx([0.05])
+    assert measure.median_seconds([measure.TimedLoop(run, 1)]) == pytest.approx([0.5])
+    assert set(calls) == {1, 2}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_operands_of_measurements_are_random_and_stay_so(dtype: str) -> None:
+    """Zeros, and what overflows, take less power than numbers: a device multiplies them faster."""
+    layout = KVLayout(1, 300, 8, 2, 32, jnp.dtype(dtype))
+    pool = np.asarray(layout.decode(measure.random_pool(layout)), np.float32)
+    assert pool.shape == layout.shape
+    assert abs(pool.mean()) < 0.1
+    assert pool.std() == pytest.approx(1, rel=0.2)
+    assert not np.array_equal(pool[0], pool[1])
+    x, y = measure.random_factors(64, jnp.dtype("float32"))
+    for _ in range(40):
+        x = x @ y
+    assert 1e-3 < float(x.std()) < 1e3

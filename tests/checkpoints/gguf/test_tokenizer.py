@@ -14,9 +14,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from jpaged.build import find_source
 from jpaged.chat import ChatOptions, Tool
 from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
-from jpaged.checkpoints.gguf.tokenizer import GgufTokenizer, read_tokenizer
+from jpaged.checkpoints.gguf.tokenizer import GgufTokenizer, _merge_order, _pairs, read_tokenizer
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, JpagedError, Unsupported
+from jpaged.kernels.cpu.library import find_merges
 from jpaged.service.tokenizer import load_tokenizer
 from jpaged.service.tokenizer_parts import read_parts
 from tests.checkpoints.gguf.files import checkpoint, of_kind, write_gguf
@@ -87,6 +88,17 @@ def read(folder: Path, metadata: dict[str, Any]) -> GgufTokenizer:
 
 def ids(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+
+def test_merges_are_found_as_python_finds_them() -> None:
+    """Among tokens of several bytes a character, duplicates, empty ones and long runs."""
+    words = ["", "a", "b", "ab", "ba", "aab", "abab", "é", "éa", "aé", "éaé", "日", "日本", "本", "🙂", "🙂日"]
+    words += ["a" * n for n in range(2, 40)] + ["ab", "é"]
+    order = _merge_order([3, *[1] * (len(words) - 2), 4], [float(n * 7 % 5) for n in range(len(words))])
+    found = find_merges(words, order)
+    assert found is not None
+    assert found.tolist() == [list(pair) for pair in _pairs(words, order, {word: n for n, word in enumerate(words)})]
+    assert len(found) > len(words)
 
 
 def test_byte_level_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:

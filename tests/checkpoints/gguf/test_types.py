@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 
 from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES
+from jpaged.checkpoints.gguf.file import open_gguf
 from jpaged.checkpoints.hub import find_folder, read_config
 from jpaged.checkpoints.weights import load_params
+from jpaged.device.linear import LeafPacker, pack_params
 from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.kernels import matmul
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, dequantize
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.models.layers import Params
@@ -106,6 +109,37 @@ def test_a_type_has_the_weights_of_its_blocks(kind: str, tmp_path: Path) -> None
     assert len(quantized(params)) == (0 if KEPT[kind] is None else 2 * 4 + 2)
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params)
     assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), model.abstract_params("loop"))
+
+
+@pytest.mark.parametrize("kinds", [*map(of_kind, BLOCK_TYPES), mixed])
+def test_matrices_packed_from_the_file_have_the_bits_of_decoded_and_packed_ones(kinds: Kinds, tmp_path: Path) -> None:
+    data = checkpoint("llama_mha", **{**WIDE, "num_hidden_layers": 1}, **HEADS)
+    file = tmp_path / "model.gguf"
+    write_gguf(data, file, kinds)
+    model = Model(read_config(file), FLOAT)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    packer = matmul.loaded().packer(sharding, rounds_rows=True)
+    found = load_params(model, file, "loop", pack_stored=LeafPacker(packer, model.config).pack_stored)
+    assert not quantized(found)
+    want = pack_params(load_params(model, file, "loop"), model.config, packer)
+    assert jax.tree.structure(found) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_a_scale_that_is_not_finite_is_found_while_a_matrix_is_packed(kind: str, tmp_path: Path) -> None:
+    data = checkpoint("llama_mha", **{**WIDE, "num_hidden_layers": 1}, **HEADS)
+    file = tmp_path / "model.gguf"
+    write_gguf(data, file, of_kind(kind))
+    model = Model(read_config(file), FLOAT)
+    packer = matmul.loaded().packer(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    stored = open_gguf(file).tensors["blk.0.ffn_up.weight"]
+    bad_row, contents = 37, bytearray(file.read_bytes())
+    at = stored.begin + bad_row * stored.stored_shape[-1] + HALVES[kind][-1]
+    contents[at : at + 2] = np.float16(np.inf).tobytes()
+    file.write_bytes(contents)
+    with pytest.raises(InvalidArgument, match=r"up_proj\.weight has block scales that are not finite"):
+        load_params(model, file, "loop", pack_stored=LeafPacker(packer, model.config).pack_stored)
 
 
 def test_an_embedding_that_is_not_multiplied_as_it_is_becomes_weights(tmp_path: Path) -> None:

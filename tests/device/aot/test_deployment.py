@@ -11,8 +11,10 @@ import jax
 import pytest
 
 from jpaged.config import EngineConfig, SchedulerOptions, StartupOptions
-from jpaged.device.aot.deployment import Models, PlannedDeployment, compile_deployment
+from jpaged.device.aot.deployment import Models, PlannedDeployment, StartEstimate, compile_deployment
 from jpaged.device.compilation.aot_bundle import AOTBundle
+from jpaged.device.compilation.compile import ProgramSpec
+from jpaged.device.compilation.program_registry import NUM_BACKGROUND_THREADS, NUM_THREADS
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import build_mesh
 from jpaged.errors import InvalidArgument
@@ -48,6 +50,20 @@ def deployment(
         progress=tiny_model.quiet,
         save=save,
     )
+
+
+def test_a_start_waits_for_its_first_programs_and_for_the_slowest_of_them() -> None:
+    forwards = [ProgramSpec("forward", size) for size in (8, 16, 512)]
+    samples = [ProgramSpec("sample", size) for size in (8, 64)]
+    timed = {forwards[0]: 2.0, forwards[2]: 4.0, samples[1]: 100.0}
+    found = StartEstimate.of([*forwards, *samples], [forwards[2], samples[1]], timed)
+    assert found is not None
+    assert (found.num_first, found.num_later, found.num_timed) == (2, 3, 3)
+    assert found.first_s == max(104.0 / NUM_THREADS, 100.0)
+    assert found.later_s == max((2.0 + 3.0 + 100.0) / NUM_BACKGROUND_THREADS, 100.0)
+    everything = StartEstimate.of(forwards, forwards, {samples[0]: 1.5})
+    assert everything == StartEstimate(3, max(4.5 / NUM_THREADS, 1.5), 0, 0.0, 1)
+    assert StartEstimate.of(forwards, forwards, {}) is None
 
 
 @pytest.mark.long

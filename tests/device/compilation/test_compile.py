@@ -119,7 +119,7 @@ def test_compiles_of_other_threads_are_not_counted() -> None:
 @pytest.mark.long
 def test_executors_one_after_the_other_count_for_themselves() -> None:
     """A second executor's warm-up and other work in the process are nobody's late compile."""
-    first = tiny_model.warm_executor()
+    first = tiny_model.compiled_executor()
     driver = Driver(first)
     driver.run([Row(driver.sequence([1, 2, 3]), 3)])
     first.shutdown()

@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 def test_a_second_start_traces_nothing_and_says_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = tiny_model.warm_executor()
+    plain = tiny_model.compiled_executor()
     monkeypatch.setattr(lowering, "program_lowerings", refuse_to_lower)
     executor = start(folder)
     assert origins(executor) == {"cache"}

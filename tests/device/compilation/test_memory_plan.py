@@ -147,6 +147,15 @@ def test_by_default_a_cpu_gets_at_most_4_gib_or_a_quarter_of_what_is_free() -> N
     assert plan_memory(more, DeviceMemory(101 * GIB), ProgramMemory).num_blocks > 80_000  # an accelerator's own
 
 
+def test_a_default_pool_keeps_its_size_if_free_memory_differs_a_little() -> None:
+    """Programs contain the size, so that a start with another one would compile them again."""
+    many = dataclasses.replace(REQUEST, max_num_seqs=256, memory_utilization=0.9, has_default_share=True)
+    pools = [
+        plan_memory(many, DeviceMemory(GIB + part * GIB // 8, is_own=False), ProgramMemory) for part in range(49, 56)
+    ]
+    assert {pool.pool_bytes for pool in pools} == {3 * GIB // 2}
+
+
 def test_an_accelerator_gets_its_share_less_every_consumer() -> None:
     found = plan(OWN, ProgramMemory(temp_bytes=100 * MIB, kept_bytes=20 * MIB, code_bytes=8 * MIB))
     assert found.num_blocks == 4096 - 1024 - 128 - 1

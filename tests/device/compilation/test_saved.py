@@ -52,7 +52,7 @@ def some_tokens(executor: JaxExecutor) -> list[int]:
 
 @pytest.fixture(scope="module")
 def warm() -> JaxExecutor:
-    return tiny_model.warm_executor()
+    return tiny_model.compiled_executor()
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from tests.device.driver import Driver, Row, Sequence
 from tests.models import dense
 from tests.models.adapters import TinyAdapter
 from tests.models.tiny import tiny_case, write_checkpoint
+from tests.on_demand import programs_on_demand
 
 CASE = tiny_case("llama_gqa_bias")
 MODEL = Model(from_hf(CASE.config), np.dtype(np.float32))
@@ -59,8 +60,9 @@ class Served:
             num_parts=where.num_parts,
             shardings=where.shardings,
         )
-        self.executor = JaxExecutor.create(MODEL, params, chosen, mesh=where.mesh)
-        self.executor.warm_up(tiny_model.quiet)
+        with programs_on_demand():
+            self.executor = JaxExecutor.create(MODEL, params, chosen, mesh=where.mesh)
+            self.executor.warm_up(tiny_model.quiet)
         read = AdapterReader(MODEL, where.layer_mode, where.num_parts, 5)
         self.adapters = [read(adapter.write(folder / adapter.name)) for adapter in ADAPTERS]
         self.driver = Driver(self.executor)

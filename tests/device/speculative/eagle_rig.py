@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,13 @@ from jpaged.models.stack import LayerMode
 from tests.device import tiny_model
 from tests.device.speculative.eagle_oracle import Head, Llama, Shape, Tensors
 from tests.models.eagle_heads import HeadSizes, finding_head, layer_tensors, write
+from tests.on_demand import programs_on_demand
 
 VOCAB_SIZE, NUM_LAYERS = tiny_model.CONFIG.vocab_size, 4
 SIZES = HeadSizes(VOCAB_SIZE, 32, inner=48, num_heads=4, num_kv_heads=2, head_dim=16, target_hidden_size=32)
 SHAPE = Shape(SIZES.num_heads, SIZES.num_kv_heads, SIZES.head_dim, eps=1e-5)
 WATCHED = (0, 2, 4)
+_PROPOSE = HeadProposer.propose
 HEAD = SIZES.config(eagle_aux_hidden_state_layer_ids=list(WATCHED))
 _NOT_OF_LLAMA = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
 LLAMA = {name: value for name, value in HEAD.items() if name not in _NOT_OF_LLAMA} | {
@@ -95,8 +99,14 @@ def serve(
     head = Model(read_head(found), jnp.dtype("float32"))
     of_head = load_params(head, found, "loop")
     proposals: list[tuple[np.ndarray, np.ndarray]] = []
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(HeadProposer, "propose", telling(proposals))
+
+    @contextmanager
+    def listening() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(HeadProposer, "propose", telling(proposals))
+            yield
+
+    with programs_on_demand(listening), listening():
         executor = JaxExecutor.create(model, params, options, draft=(head, of_head))
         executor.warm_up(tiny_model.quiet)
     shared = {"embed_tokens.weight": llama["model.embed_tokens.weight"]}
@@ -111,10 +121,9 @@ def rounded(tensors: Tensors) -> dict[str, np.ndarray]:
 
 def telling(into: list[tuple[np.ndarray, np.ndarray]]) -> Any:
     """Proposals that are told of when they are made."""
-    plain = HeadProposer.propose
 
     def propose(self: HeadProposer, kept: Any, reached: Any) -> Any:
-        proposals_rk, kept = plain(self, kept, reached)
+        proposals_rk, kept = _PROPOSE(self, kept, reached)
         jax.debug.callback(
             lambda done, proposed: into.append((np.array(done), np.array(proposed))), reached.num_done_r, proposals_rk
         )

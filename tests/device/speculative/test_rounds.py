@@ -30,6 +30,7 @@ from jpaged.models.model import Model
 from jpaged.testing.fake_steps import step_at
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row, Sequence
+from tests.on_demand import programs_on_demand
 
 NUM_ROWS, NUM_TOKENS, NUM_ROUNDS = 8, 3, 5
 SPECULATION = f'{{"method": "draft_model", "model": "draft", "num_speculative_tokens": {NUM_TOKENS}}}'
@@ -60,8 +61,9 @@ def spoilt_draft() -> tuple[Model, Params]:
 
 
 def make_executor(draft: tuple[Model, Params] | None, options: EngineConfig = OPTIONS) -> JaxExecutor:
-    executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), options, draft=draft)
-    executor.warm_up(tiny_model.quiet)
+    with programs_on_demand():
+        executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), options, draft=draft)
+        executor.warm_up(tiny_model.quiet)
     return executor
 
 

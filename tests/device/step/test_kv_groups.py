@@ -23,6 +23,7 @@ from jpaged.testing import ByteTokenizer
 from jpaged.types import OutputEvent, Request, SamplingParams
 from tests.device import tiny_model
 from tests.models import dense
+from tests.on_demand import programs_on_demand
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -48,8 +49,9 @@ MODEL = Model(MixedConfig(**FIELDS | {"num_layers": NUM_LAYERS}), jnp.dtype("flo
 @functools.cache
 def executor_of(layer_mode: LayerMode = "loop", backend: str = "auto", kv_cache_dtype: str = "auto") -> JaxExecutor:
     options = OPTIONS.replace(attention_backend=backend, kv_cache_dtype=kv_cache_dtype)
-    executor = JaxExecutor.create(MODEL, tiny_model.params(layer_mode, of=MODEL), options)
-    executor.warm_up(tiny_model.quiet)
+    with programs_on_demand():
+        executor = JaxExecutor.create(MODEL, tiny_model.params(layer_mode, of=MODEL), options)
+        executor.warm_up(tiny_model.quiet)
     return executor
 
 

@@ -172,12 +172,13 @@ def test_ties_at_a_threshold_are_kept() -> None:
 
 
 def test_zero_and_minus_zero_tie() -> None:
-    logits = np.array([[-1.0, 0.0, -0.0, -2.0]] * 200, np.float32)
-    assert set(sample(logits, [Params(top_k=1, position=i) for i in range(200)])) == {1, 2}
+    logits = np.array([[-1.0, 0.0, -0.0, -2.0, -3.0]] * 400, np.float32)
+    assert set(sample(logits, [Params(top_k=1, position=i) for i in range(400)])) == {1, 2}
 
 
 def test_greedy_ties_go_to_the_lowest_id() -> None:
-    assert sample(np.array([[0.0, 3.0, 3.0, 1.0]], np.float32), [Params(temperature=0.0)]) == [1]
+    logits = np.array([[0.0, 3.0, 3.0, 1.0, 2.0]] * 400, np.float32)
+    assert set(sample(logits, [Params(temperature=0.0)] * 400)) == {1}
 
 
 NAN, INF = np.nan, np.inf
@@ -226,12 +227,15 @@ def test_minus_infinity_is_a_token_that_cannot_be(detail: Detail) -> None:
     logits[:3, 5], logits[3:6, [2, 9]], logits[6:, [0, 1, 60]] = 3.0, 1.0, 2.0
     banned = ((), (2, 30), (0, 1))
     rows = [dataclasses.replace(way, banned=ids) for ids in banned for way in WAYS]
+    logits, rows = np.tile(logits, (6, 1)), rows * 6  # as many as the unsound rows, whose program is compiled
     sampled = _sample(logits, row_sampling(rows), detail)
-    assert np.asarray(sampled.token_ids_r).tolist() == [5] * 3 + [9] * 3 + [60] * 3
+    assert np.asarray(sampled.token_ids_r).tolist() == ([5] * 3 + [9] * 3 + [60] * 3) * 6
     assert np.asarray(sampled.is_sound_r).all()
     if detail > Detail.TOKENS:
-        np.testing.assert_allclose(np.asarray(sampled.logprobs_r), -np.log(np.repeat([1, 2, 3], 3)), atol=1e-6)
-        assert np.asarray(sampled.ranks_r).tolist() == [1] * 9
+        np.testing.assert_allclose(
+            np.asarray(sampled.logprobs_r), -np.log(np.tile(np.repeat([1, 2, 3], 3), 6)), atol=1e-6
+        )
+        assert np.asarray(sampled.ranks_r).tolist() == [1] * 54
 
 
 @pytest.mark.thinned(5)
@@ -287,12 +291,13 @@ def test_a_sample_depends_on_its_own_row_alone() -> None:
 
 
 def test_each_part_of_the_noises_name_matters() -> None:
-    logits = np.repeat(random_logits(1, 4) / 9, 5, axis=0)
+    logits = np.repeat(random_logits(1, 4) / 9, 8, axis=0)
     rows = [Params(seed=1), Params(seed=1 << 32), Params(index=1), Params(position=1), Params()]
+    rows += [Params(seed=2), Params(index=2), Params(position=2)]
     assert len(set(sample(logits, rows))) > 1
     how = row_sampling(rows)
     waits = np.asarray(noise.exponentials(how.seeds_r2, how.sequence_indices_r, how.positions_r, V))
-    assert len(np.unique(waits, axis=0)) == 5
+    assert len(np.unique(waits, axis=0)) == 8
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model("qwen3_tied", tmp_path_factory.mktemp("model"), with_tokenizer=True)
 
 
-LONG_WAYS = ("without overlap", "in a short memory")
+LONG_WAYS = ("without overlap", "in a short memory", "on two devices")
 
 
 @pytest.fixture(

@@ -90,7 +90,7 @@ def test_a_long_name_is_not_held_for_each_value_below_it() -> None:
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", [pytest.param("/v1/completions", marks=pytest.mark.long), "/v1/chat/completions"])
 async def test_no_body_is_a_fault_of_ours(path: str) -> None:
     read = chat_job if "chat" in path else completion_job
     understood, num_refused = [], 0

@@ -207,7 +207,7 @@ def test_gpus_take_the_kernel_where_numbers_would_be_made_weights(
 
 @pytest.mark.parametrize("name", ["int4", "int4 groups", "int4 rows", "mxfp4", "fp8 blocks"])
 @pytest.mark.parametrize("split", ["depth", "columns"])
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 def test_two_devices_multiply_with_a_part_each(name: str, split: str) -> None:
     depth, out = 256, (2, 26)
     whole = quantize(normal((depth, *out)), FORMATS[name], dtype=np.dtype(jnp.bfloat16))

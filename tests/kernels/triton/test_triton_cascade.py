@@ -29,8 +29,8 @@ CALLS: dict[str, tuple[str, Shape, int | None]] = {
 """With the chunks of the shortest part, where contexts are too short for the rule's."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.thinned(8)
 def test_all_parts_are_read_in_one_launch(name: str) -> None:
     """Each prefix through its first row: the others' tables name blocks that read as zeros there."""
     case_name, shape, part_chunks = CALLS[name]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,6 +31,11 @@ def decodes(lens: list[int], num_rows: int, table_width: int) -> RaggedRows:
     return RaggedRows(jnp.array(starts), jnp.array(kv_lens), tables, jnp.int32(len(lens)))
 
 
+def planned(parts: Sequence[ContextPart], cut: Cut, num_tokens: int) -> AttentionWork:
+    """Plan in one program: outside of one, each operation is compiled by itself."""
+    return jax.jit(lambda: plan(parts, cut, num_tokens))()
+
+
 def used(work: AttentionWork) -> list[list[int]]:
     """The items in use."""
     return [item for item in np.asarray(work.items).tolist() if item[TritonItemField.NUM_TOKENS]]
@@ -36,7 +43,7 @@ def used(work: AttentionWork) -> list[list[int]]:
 
 def items_of(rows: RaggedRows, cut: Cut, num_tokens: int, spec: AttentionSpec = SPEC) -> list[list[int]]:
     """The items in use of a call without shared prefixes."""
-    return used(plan([ContextPart(rows, spec)], cut, num_tokens))
+    return used(planned([ContextPart(rows, spec)], cut, num_tokens))
 
 
 class Draw:
@@ -95,7 +102,7 @@ def test_every_query_sees_each_of_its_keys_in_one_part(seed: int, are_shared: bo
     draw = Draw(seed, are_shared=are_shared)
     seen: dict[int, list[int]] = {token: [] for token in range(draw.num_tokens)}
     read: dict[tuple[int, int], list[int]] = {}
-    for item in used(plan(draw.parts, draw.cut, draw.num_tokens)):
+    for item in used(planned(draw.parts, draw.cut, draw.num_tokens)):
         spec = draw.parts[item[TritonItemField.LIST]].spec
         first_key = item[TritonItemField.FIRST_KEY]
         assert first_key % 16 == 0
@@ -122,7 +129,7 @@ def test_every_query_sees_each_of_its_keys_in_one_part(seed: int, are_shared: bo
 @pytest.mark.thinned(5)
 def test_results_that_are_merged_have_a_place_of_their_own_and_others_are_whole(seed: int, are_shared: bool) -> None:
     draw = Draw(seed, are_shared=are_shared)
-    work = plan(draw.parts, draw.cut, draw.num_tokens)
+    work = planned(draw.parts, draw.cut, draw.num_tokens)
     tiles, items = draw.cut.tiles, used(work)
     places: dict[tuple[int, int], list[int]] = {}
     num_results = dict.fromkeys(range(draw.num_tokens), 0)
@@ -156,7 +163,7 @@ def test_a_prefix_is_read_by_the_queries_of_all_its_rows_together() -> None:
     cascade = CascadeRows.of(rows, starts, jnp.int32(2), SPEC)
     cut = choose_cut(SPEC, BFLOAT16, 32, (64, 64, 512), (False, True))
     assert [tile.rows for tile in cut.tiles] == [16, 32]
-    work = plan(cascade.parts(SPEC), cut, 64)
+    work = planned(cascade.parts(SPEC), cut, 64)
     fields = (
         TritonItemField.LIST,
         TritonItemField.ROW,

@@ -31,7 +31,7 @@ def session(begin_s, said, answered, number=0, tenant=0, system_tokens=0):
 # --- the same result --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("rule", RULES)
 def test_processes_change_nothing(rule):
     options: dict[str, Any] = {"num_failures": 3, "num_drains": 2, "drain_s": 0.5, "cold_start_s": 1.0}

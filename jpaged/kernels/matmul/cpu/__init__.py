@@ -1,1 +1,1 @@
-"""The CPU kernel of matmuls: core.cc has the arithmetic, kernel.cc distributes the work."""
+"""The CPU kernel of matmuls: core.cc has the arithmetic, kernel.cc the tasks, stored.cc packs blocks of files."""
