@@ -47,7 +47,6 @@ ENVIRONMENT: Mapping[str, str] = {
     "JPAGED_CACHE_DIR": "directory of the compiled-program cache; empty disables the cache",
     "JPAGED_API_KEY": "API key that clients and commands send",
     "JPAGED_CLUSTER_SECRET": "secret shared by the processes that serve one model together; or --cluster-secret-file",
-    "JPAGED_MAX_CPU_ISA": "last instruction set that CPU kernels use, such as avx2 or avx512; by default all",
     "JPAGED_TRACEBACK": "1: print a traceback with each error",
     "XDG_CACHE_HOME": "base directory of the user's caches, including jpaged's",
     "TPU_LIBRARY_PATH": "path of the libtpu.so that compiles for TPUs",

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 
-from jpaged.errors import InvalidArgument
 from jpaged.kernels.cpu import build
 
 NAME = "jpaged"
@@ -21,31 +19,20 @@ MAX_WIDTH = 16
 
 ISAS = ("baseline", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "dotprod", "i8mm")
 """Instruction sets in the order in which a limit excludes them, as in processor.h."""
-ISA_LIMIT = "JPAGED_MAX_CPU_ISA"
-"""Environment variable: the last instruction set that kernels use."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """Return the package's library, or the reason why there is none.
-
-    Raises:
-        InvalidArgument: the environment's limit is no instruction set.
-    """
+    """Return the package's library, or the reason why there is none."""
     if not build.LIBRARY.exists():
         return (
             f"{build.LIBRARY.name} was not built: it requires a C++ compiler ({', '.join(build.COMPILERS)}) when "
             f"jpaged is installed; `python -m {build.__name__}` builds it now or reports what is missing"
         )
-    chosen = os.environ.get(ISA_LIMIT, "") or ISAS[-1]
-    if chosen not in ISAS:
-        raise InvalidArgument(ISA_LIMIT, f"is {chosen!r}; it must be one of {', '.join(ISAS)}")
     try:
-        found = ctypes.cdll.LoadLibrary(str(build.LIBRARY))
-        limit_isa(found, chosen)
-    except (AttributeError, OSError) as error:
+        return ctypes.cdll.LoadLibrary(str(build.LIBRARY))
+    except OSError as error:
         return _cannot_be_loaded(error)
-    return found
 
 
 def limit_isa(found: ctypes.CDLL, isa: str) -> None:

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jpaged.errors import InvalidArgument, Unsupported
-from jpaged.kernels.cpu import library as library_module
+from jpaged.errors import Unsupported
 from jpaged.kernels.cpu.library import ISAS, limit_isa
 from jpaged.kernels.matmul import Norm, PackedMatrix, ProductKernel, QuantizedMatrix, can_pack, kernel
 from jpaged.kernels.matmul.quantized import MatrixFormat, abstract_matrix, dequantize, quantize
@@ -244,18 +243,6 @@ def test_int8_activations_have_the_same_bits_with_every_instruction_set(
         rounded_by_spans(x, form.group_size or depth) @ weights(quantize(numbers((depth, 70), "float32"), form)),
         1e-6,
     )
-
-
-def test_the_environment_limits_the_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[str] = []
-    monkeypatch.setattr(library_module, "limit_isa", lambda library, isa: chosen.append(isa))
-    for value in ("", "avx2"):
-        monkeypatch.setenv("JPAGED_MAX_CPU_ISA", value)
-        assert not isinstance(library_module.library.__wrapped__(), str)
-    assert chosen == [ISAS[-1], "avx2"]
-    monkeypatch.setenv("JPAGED_MAX_CPU_ISA", "mmx")
-    with pytest.raises(InvalidArgument, match="JPAGED_MAX_CPU_ISA: is 'mmx'; it must be one of baseline, avx2,"):
-        library_module.library.__wrapped__()
 
 
 def test_int8_activations_differ_little_from_exact_ones(limited: ProductKernel) -> None:
