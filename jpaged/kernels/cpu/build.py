@@ -46,7 +46,7 @@ _PRODUCT_CORES: tuple[_Core, ...] = (
     ("Avx512Bf16", 16, (*_AVX512, "-mavx512bf16", "-mavx512vnni")),
     ("Avx512Vnni", 16, (*_AVX512, "-mavx512vnni")),
 )
-# Of products too, if the compiler has it: GCC since 11, clang since 12.
+# Another core of products, if the compiler has it: GCC since 11, clang since 12.
 _AVX_VNNI: _Core = ("AvxVnni", 8, ("-mavx2", "-mfma", "-mavxvnni"))
 _ARM_PRODUCT_CORES: tuple[_Core, ...] = (
     ("I8mm", 4, ("-march=armv8.2-a+dotprod+i8mm",)),
