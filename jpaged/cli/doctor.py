@@ -44,7 +44,10 @@ _INSTRUCTIONS: Mapping[str, str] = {
     "avx512bf16": "AVX-512 with bfloat16",
     "avx512vnni": "AVX-512 with VNNI",
     "avx512": "AVX-512",
+    "avxvnni": "AVX2 with VNNI",
     "avx2": "AVX2",
+    "i8mm": "NEON with integer matrix products",
+    "dotprod": "NEON with dot products",
     "baseline": "no wide vectors",
 }
 

@@ -74,8 +74,8 @@ class ModelOptions:
     activation_dtype: str = option(
         "auto",
         "data type of the rows that quantized weight matrices multiply; model: the model's, exact; int8: integers with "
-        "a scale for every 64 numbers or fewer, which requires linear_backend cpu; auto: int8 on CPUs that multiply "
-        "bytes quickly (AVX512-VNNI), otherwise model",
+        "a scale for every 64 numbers or fewer, which requires linear_backend cpu; auto: int8 on CPUs with "
+        "AVX512-VNNI or AVX2, otherwise model",
         choices=("auto", *get_args(ActivationDtype)),
     )
     seed: int = option(0, "seed for requests that set none", low=0, high=2**64 - 1)

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jpaged.config import ActivationDtype, LinearBackend
@@ -15,10 +14,18 @@ from jpaged.device.mesh import first_device, layer_mode_for, num_context_parts, 
 from jpaged.device.step import Step
 from jpaged.errors import Unsupported
 from jpaged.kernels import matmul as matmul_module
-from jpaged.kernels.matmul import PackedMatrix, Packer, QuantizedMatrix, StoredColumns, can_pack
+from jpaged.kernels.matmul import (
+    PackedMatrix,
+    Packer,
+    QuantizedMatrix,
+    StoredColumns,
+    can_pack,
+    can_pack_experts,
+    swap_experts,
+)
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
-from jpaged.models.model import dense_formats, placed_leaves
+from jpaged.models.model import layer_formats, placed_leaves
 from jpaged.models.param_specs import leaf_format
 from jpaged.models.stack import LayerMode
 
@@ -54,7 +61,7 @@ def choose_activation_dtype(chosen: str, linear_backend: LinearBackend, config: 
     reason = None
     if linear_backend != "cpu":
         reason = "it requires linear_backend cpu, which runs on one CPU device"
-    elif all(form.values == "fp8" or form.activations == "int8" for form in dense_formats(config, "layers")):
+    elif all(form.values == "fp8" or form.activations == "int8" for form in layer_formats(config)):
         reason = "the model has no quantized matrices whose rows it could round"
     if chosen == "int8" and reason is not None:
         raise Unsupported(f"activation_dtype: int8 cannot run here: {reason}")
@@ -120,8 +127,8 @@ def whole_bytes(params: Params) -> Params:
 class LeafPacker:
     """Packs the leaves of a model for the kernel, by their paths.
 
-    An embedding is packed if it is quantized or also the output matrix. Quantized matrices of experts, or with group
-    sizes that the kernel lacks, are not packed; XLA multiplies with them.
+    An embedding is packed if it is quantized or also the output matrix. Quantized matrices with group sizes that the
+    kernel lacks are not packed, nor is any matrix of experts if it has one such; XLA multiplies with them.
     """
 
     def __init__(self, packer: Packer, config: ModelConfig) -> None:
@@ -130,12 +137,12 @@ class LeafPacker:
 
     def pack(self, path: tuple[str, ...], leaf: Any) -> Any:
         """Return a leaf as the kernel reads it, or as it is; leaves may be shapes."""
-        if isinstance(leaf, PackedMatrix) or (isinstance(leaf, QuantizedMatrix) and not self._packs(path, leaf)):
+        if path[-1] == "kernel" and _EXPERTS in path:
+            return self._packer.pack(swap_experts(leaf), num_parts=leaf.shape[0])
+        if isinstance(leaf, PackedMatrix) or (isinstance(leaf, QuantizedMatrix) and not can_pack(leaf)):
             return leaf
         if path == self._output or (path == _EMBEDDING and isinstance(leaf, QuantizedMatrix)):
             return self._packer.pack(leaf, is_embedding=True)
-        if path[-1] == "kernel" and _EXPERTS in path:
-            return self._packer.pack(_swapped(leaf), num_parts=leaf.shape[0])
         return self._packer.pack(leaf, num_parts=self._num_parts(path)) if path[-1] == "kernel" else leaf
 
     def pack_stored(
@@ -177,7 +184,9 @@ def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
         packed: dict[str, Any] = {}
         for name in sorted(tree):  # JAX's flattening order, the same in every process
             leaf = tree.pop(name)
-            if isinstance(leaf, dict):
+            if name == _EXPERTS and not all(can_pack_experts(linear["kernel"]) for linear in leaf.values()):
+                packed[name] = leaf
+            elif isinstance(leaf, dict):
                 packed[name] = walk(leaf, (*path, name))
             elif isinstance(leaf, list):
                 packed[name] = [walk(layer, (*path, name)) for layer in leaf]
@@ -187,14 +196,6 @@ def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
         return packed
 
     return walk(params, ())
-
-
-def _swapped(experts_xio: Any) -> Any:
-    """Return the experts' matrices as one matrix of X parts, `[in, X, out]`."""
-    if isinstance(experts_xio, jax.ShapeDtypeStruct):
-        num_experts, width, num_columns = experts_xio.shape
-        return jax.ShapeDtypeStruct((width, num_experts, num_columns), experts_xio.dtype)
-    return np.swapaxes(np.asarray(experts_xio), 0, 1)
 
 
 def _unsupported_reason(mesh: Mesh, layer_mode: LayerMode) -> str | None:

@@ -71,6 +71,15 @@ def dense_formats(config: ModelConfig, part: MatricesOf = "all") -> frozenset[Ma
     return frozenset(form for form in found if form is not None)
 
 
+def layer_formats(config: ModelConfig) -> frozenset[MatrixFormat]:
+    """Return the formats of the quantized matrices of the layers, including those of experts."""
+    quantization = config.quantization
+    if quantization is None:
+        return frozenset()
+    of_layers = (leaf for path, leaves in placed_leaves(config, "loop") if path[0] == "layers" for leaf in leaves)
+    return frozenset(form for leaf in of_layers if (form := leaf_format(quantization, leaf)) is not None)
+
+
 def can_stack(config: ModelConfig) -> bool:
     """Return True if layers that would be stacked have the same formats."""
     quantization = config.quantization

@@ -25,6 +25,7 @@ from jpaged.engine.executor import Detail
 from jpaged.errors import Unsupported
 from jpaged.kernels import matmul
 from jpaged.kernels.cpu import build, library
+from jpaged.kernels.matmul.quantized import quantize
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.models.config import Quantization
 from jpaged.models.hf_config import from_hf
@@ -84,6 +85,30 @@ def test_rows_are_rounded_for_matrices_of_integers() -> None:
         assert choose_activation_dtype("auto", "cpu", config) == "model"
         with pytest.raises(Unsupported, match="int8 cannot run here: the model has no quantized matrices"):
             choose_activation_dtype("int8", "cpu", config)
+
+
+def test_rows_are_rounded_for_experts_too() -> None:
+    """Also if only the experts are quantized."""
+    config = from_hf(tiny_case("mixtral").config)
+    of_experts = dataclasses.replace(
+        config, quantization=Quantization("gptq", ((r".*experts.*", MatrixFormat("int4", 32)),))
+    )
+    assert choose_activation_dtype("int8", "cpu", of_experts) == "int8"
+    expected = "int8" if matmul.loaded().has_byte_products else "model"
+    assert choose_activation_dtype("auto", "cpu", of_experts) == expected
+
+
+def test_experts_are_packed_together_or_not_at_all() -> None:
+    def linear(form: MatrixFormat) -> dict[str, matmul.QuantizedMatrix]:
+        return {"kernel": quantize(np.ones((2, 64, 32), np.float32), form, axis=-2)}
+
+    int4, odd = MatrixFormat("int4", 32), MatrixFormat("int4", 4)
+    config = from_hf(tiny_case("mixtral").config)
+    for up, is_packed in ((int4, True), (odd, False)):
+        experts = {"gate": linear(int4), "up": linear(up), "down": linear(MatrixFormat("int8"))}
+        packed = pack_params({"layers": [{"mlp": {"experts": experts}}]}, config, packer())
+        kernels = [each["kernel"] for each in packed["layers"][0]["mlp"]["experts"].values()]
+        assert [isinstance(kernel, matmul.PackedMatrix) for kernel in kernels] == [is_packed] * 3
 
 
 def test_an_embedding_stays_quantized_where_it_is_multiplied_so() -> None:
@@ -230,6 +255,14 @@ def test_nor_in_one_of_a_model_of_fewer_bits(layout: str, dtype: str, tmp_path: 
     write_quantized(tiny, written, tmp_path)
     model = Model(read_config(tmp_path), np.dtype(jnp.dtype(dtype)))
     check_bits_of(model, load_params(model, tmp_path, "loop"), tiny.prompt()[:16], 16, (1, 4, 11))
+
+
+@pytest.mark.long
+def test_nor_in_one_of_a_model_whose_experts_are_quantized(tmp_path: Path) -> None:
+    tiny = tiny_case("mixtral")
+    model = Model(quantized_here(from_hf(tiny.config), "int8"), np.dtype(jnp.bfloat16))
+    params = load_params(model, write_checkpoint(tiny, tmp_path), "loop")
+    check_bits_of(model, params, tiny.prompt()[:16], 16, (1, 4, 11))
 
 
 @pytest.mark.long

@@ -79,6 +79,37 @@ def test_a_library_that_cannot_be_loaded_refuses_too(no_library: Path) -> None:
     assert "cannot be loaded" in reason
 
 
+def product_cores(machine: str, monkeypatch: pytest.MonkeyPatch, *, has_avx_vnni: bool = True) -> dict[str, list[str]]:
+    """The commands that compile products for a machine, by the core's name."""
+    jobs: list[list[str]] = []
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(build, "_accepts", lambda compiler, flags: has_avx_vnni)
+    monkeypatch.setattr(build, "_run_all", jobs.extend)
+    with pytest.raises(FileNotFoundError):  # nothing was linked
+        build.build(Path("library.so"), "c++", Path("headers"), operations=["Product"])
+    return {Path(job[-1]).stem.removeprefix("Product"): job for job in jobs}
+
+
+def test_products_are_compiled_for_each_instruction_set_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    x86 = product_cores("x86_64", monkeypatch)
+    assert {"Avx512Bf16", "Avx512Vnni", "Avx512", "AvxVnni", "Avx2", "Baseline"} <= set(x86)
+    assert "-mavxvnni" in x86["AvxVnni"]
+    assert "-DJPAGED_HAS_AVXVNNI" in x86[""]
+    for machine in ("aarch64", "arm64"):
+        arm = product_cores(machine, monkeypatch)
+        assert "-march=armv8.2-a+dotprod+i8mm" in arm["I8mm"]
+        assert "-march=armv8.2-a+dotprod" in arm["Dotprod"]
+        assert not any(flag.startswith("-m") for flag in arm["Baseline"])
+    assert "Baseline" in product_cores("riscv64", monkeypatch)
+
+
+def test_a_compiler_without_avx_vnni_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = product_cores("x86_64", monkeypatch, has_avx_vnni=False)
+    assert "AvxVnni" not in found
+    assert "Avx2" in found
+    assert "-DJPAGED_HAS_AVXVNNI" not in found[""]
+
+
 # --- planted faults ----------------------------------------------------------------------------------------------
 
 

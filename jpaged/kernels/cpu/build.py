@@ -43,10 +43,16 @@ _Core = tuple[str, int, tuple[str, ...]]
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma")
 _X86_CORES: tuple[_Core, ...] = (("Avx512", 16, _AVX512), ("Avx2", 8, ("-mavx2", "-mfma")))
 _AVX512_BF16: _Core = ("Avx512Bf16", 16, (*_AVX512, "-mavx512bf16", "-mavx512vnni"))
+# Another core of products, if the compiler has it: GCC since 11, clang since 12.
+_AVX_VNNI: _Core = ("AvxVnni", 8, ("-mavx2", "-mfma", "-mavxvnni"))
 _OWN_CORES: dict[str, tuple[_Core, ...]] = {
     "Attention": (_AVX512_BF16,),
-    "Product": (_AVX512_BF16, ("Avx512Vnni", 16, (*_AVX512, "-mavx512vnni"))),
+    "Product": (_AVX512_BF16, ("Avx512Vnni", 16, (*_AVX512, "-mavx512vnni")), _AVX_VNNI),
 }
+_ARM_PRODUCT_CORES: tuple[_Core, ...] = (
+    ("I8mm", 4, ("-march=armv8.2-a+dotprod+i8mm",)),
+    ("Dotprod", 4, ("-march=armv8.2-a+dotprod",)),
+)
 _BASELINE: _Core = ("Baseline", 4, ())
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-psabi", "-ffp-contract=fast")
 _TIMEOUT_S = 600
@@ -99,9 +105,12 @@ def build(
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         jobs = []
+        has_avx_vnni = _accepts(compiler, _AVX_VNNI[2])
+        defines = ("-DJPAGED_HAS_AVXVNNI",) if has_avx_vnni else ()
         for operation in operations:
-            compile_ = [compiler, *_FLAGS, "-I", str(sources / SHARED), "-c"]
-            jobs += [_core(compile_, sources, work, operation, core) for core in _cores(operation)]
+            compile_ = [compiler, *_FLAGS, *defines, "-I", str(sources / SHARED), "-c"]
+            cores = [core for core in _cores(operation) if core is not _AVX_VNNI or has_avx_vnni]
+            jobs += [_core(compile_, sources, work, operation, core) for core in cores]
             kernel = [str(sources / OPERATIONS[operation] / "kernel.cc"), "-o", str(work / f"{operation}.o")]
             jobs.append([*compile_, "-isystem", str(headers), *kernel])
         for place in (SHARED, *(OPERATIONS[operation] for operation in operations)):
@@ -117,10 +126,18 @@ def build(
 
 
 def _cores(operation: str) -> Sequence[_Core]:
-    is_x86 = platform.machine().lower() in {"x86_64", "amd64"}
-    if not is_x86:
+    machine, is_product = platform.machine().lower(), operation == "Product"
+    if machine in {"aarch64", "arm64"}:
+        return (*(_ARM_PRODUCT_CORES if is_product else ()), _BASELINE)
+    if machine not in {"x86_64", "amd64"}:
         return (_BASELINE,)
     return (*_OWN_CORES.get(operation, ()), *_X86_CORES, _BASELINE)
+
+
+def _accepts(compiler: str, flags: Sequence[str]) -> bool:
+    """Return True if a compiler knows these flags for the machine."""
+    probe = [compiler, *flags, "-E", "-x", "c++", os.devnull]
+    return subprocess.run(probe, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
 def _core(compile_: list[str], sources: Path, work: Path, operation: str, core: _Core) -> list[str]:

@@ -17,6 +17,10 @@ MAX_WIDTH = 16
 """Floats of the widest vectors that a core has."""
 
 
+ISAS = ("baseline", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "dotprod", "i8mm")
+"""Instruction sets in the order in which a limit excludes them, as in processor.h."""
+
+
 @functools.cache
 def library() -> ctypes.CDLL | str:
     """Return the package's library, or the reason why there is none."""
@@ -29,6 +33,11 @@ def library() -> ctypes.CDLL | str:
         return ctypes.cdll.LoadLibrary(str(build.LIBRARY))
     except OSError as error:
         return _cannot_be_loaded(error)
+
+
+def limit_isa(found: ctypes.CDLL, isa: str) -> None:
+    """Let the kernels of a library use no instruction set after this one in `ISAS`."""
+    found.jpaged_limit_isa(ctypes.c_int64(ISAS.index(isa)))
 
 
 def register(*verbs: str) -> ctypes.CDLL | str:

@@ -11,8 +11,8 @@ triton/       the kernel for GPUs: groups of rows, and numbers with scales per g
 XLA's own `dot_general` (`jpaged.models.layers`) is the specification, and the fallback.
 """
 
-from jpaged.kernels.matmul.multiply import Norm, ProductKernel, RowDelta, kernel, loaded
-from jpaged.kernels.matmul.packed import PackedMatrix, Packer, StoredColumns, can_pack
+from jpaged.kernels.matmul.multiply import Norm, ProductKernel, RowDelta, kernel, loaded, scale_operands
+from jpaged.kernels.matmul.packed import PackedMatrix, Packer, StoredColumns, can_pack, can_pack_experts, swap_experts
 from jpaged.kernels.matmul.quantized import QuantizedMatrix
 
 __all__ = [
@@ -24,6 +24,9 @@ __all__ = [
     "RowDelta",
     "StoredColumns",
     "can_pack",
+    "can_pack_experts",
     "kernel",
     "loaded",
+    "scale_operands",
+    "swap_experts",
 ]

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _PLAIN = {"code": np.int64(-1), "group": np.int64(1), "rounding": np.int64(0)}
 """The form of a matrix that is not quantized."""
-_BYTE_CORES = ("avx512bf16", "avx512vnni")
-"""Cores whose `has_rounded` is set (core.h)."""
+_BYTE_CORES = ("avx512bf16", "avx512vnni", "avxvnni", "avx2")
+"""Cores that multiply rows of int8 faster than floats, as measured."""
 _NORMS = ("none", "rms", "layer")
 """In the order of `Norm` in core.h."""
 
@@ -63,7 +63,7 @@ class ProductKernel:
     """The library's functions, as registered with XLA.
 
     Attributes:
-        core: the code that this processor runs: avx512bf16, avx512vnni, avx512, avx2 or baseline.
+        core: the code that this processor runs: baseline, or an instruction set in `ISAS` of library.py.
         max_width: floats of the widest vectors to use, if the processor has them: 16, 8 or 4.
         max_threads: maximum threads of XLA's pool; 0 is all.
     """
@@ -75,7 +75,7 @@ class ProductKernel:
 
     @property
     def has_byte_products(self) -> bool:
-        """True if this processor multiplies rows of int8 by bytes; if not, it multiplies them as floats."""
+        """True if this processor multiplies rows of int8 faster than rows of floats."""
         return self.core in _BYTE_CORES
 
     def packer(self, sharding: jax.sharding.Sharding, *, rounds_rows: bool = False) -> Packer:
@@ -113,7 +113,7 @@ class ProductKernel:
             none if bias is None else bias.reshape(-1),
             no_residual if residual is None else residual,
         )
-        scales, form = _scale_operands(matrix)
+        scales, form = scale_operands(matrix)
         is_gated = np.int64(matrix.num_parts == 2)
         none32 = jnp.zeros((0,), jnp.float32), jnp.zeros((0,), jnp.int32)
         added = none32 if delta is None else (delta.sums_tn, delta.adapters_t)
@@ -169,8 +169,8 @@ class ProductKernel:
         return {"max_width": np.int64(self.max_width), "max_threads": np.int64(self.max_threads)}
 
 
-def _scale_operands(matrix: PackedMatrix) -> tuple[tuple[jax.Array, ...], dict[str, np.int64]]:
-    """Return the kernel's scale arguments of a quantized matrix; empty for other matrices."""
+def scale_operands(matrix: PackedMatrix) -> tuple[tuple[jax.Array, ...], dict[str, np.int64]]:
+    """Return the scales, zeros, order and step of a quantized matrix, empty for others, and the form of its codes."""
     packed = matrix.scales
     if packed is None:
         none = jnp.zeros((0,), jnp.float32)

@@ -107,10 +107,29 @@ def num_lanes(matrix: QuantizedMatrix) -> int:
 
 def can_pack(matrix: QuantizedMatrix) -> bool:
     """Return True if the kernel supports a matrix: a single one, whose groups are whole lanes and divide the depth."""
-    if num_outer(matrix.ndim, matrix.axis):
-        return False
-    has_whole_lanes = matrix.depth % matrix.num_groups == 0 and matrix.group_size % _lane(matrix) == 0
-    return matrix.num_groups == 1 or has_whole_lanes
+    return not num_outer(matrix.ndim, matrix.axis) and _has_whole_lanes(matrix)
+
+
+def can_pack_experts(matrices: Any) -> bool:
+    """Return True if the kernel supports the matrices of experts `[X, K, N]`, each of which is like a part of one."""
+    if not isinstance(matrices, QuantizedMatrix):
+        return True
+    has_step = matrices.activations == "int8" and matrices.input_scale is not None
+    return matrices.group_ids is None and not has_step and _has_whole_lanes(matrices)
+
+
+def swap_experts(matrices: Any) -> Any:
+    """Return the matrices of experts `[X, K, N]`, or their shapes, as one matrix of X parts, `[K, X, N]`."""
+    if isinstance(matrices, QuantizedMatrix):
+        arrays: dict[str, Any] = {name: getattr(matrices, name) for name in ("values", "scales", "zeros")}
+        swapped: dict[str, Any] = {
+            name: None if array is None else swap_experts(array) for name, array in arrays.items()
+        }
+        return dataclasses.replace(matrices, **swapped, input_scale=None, axis=-3)
+    if isinstance(matrices, jax.ShapeDtypeStruct):
+        num_experts, depth, num_columns = matrices.shape
+        return jax.ShapeDtypeStruct((depth, num_experts, num_columns), matrices.dtype)
+    return np.swapaxes(np.asarray(matrices), 0, 1)
 
 
 def get_code(matrix: QuantizedMatrix) -> int:
@@ -185,6 +204,11 @@ def get_blocks(of_groups: np.ndarray, num_parts: int, columns: int, *, is_embedd
 
 def _kind(matrix: QuantizedMatrix) -> Values:
     return _KINDS[np.dtype(matrix.values.dtype)]
+
+
+def _has_whole_lanes(matrix: QuantizedMatrix) -> bool:
+    is_even = matrix.depth % matrix.num_groups == 0 and matrix.group_size % _lane(matrix) == 0
+    return matrix.num_groups == 1 or is_even
 
 
 def _lane(matrix: QuantizedMatrix) -> int:

@@ -32,12 +32,12 @@ def mixture(num_experts: int, width: int, inner: int, dtype: str, *, has_biases:
     return ExpertWeights(gate, up, down, gate_bias, up_bias, jnp.asarray(numbers((num_experts, width), dtype, 6)))
 
 
-def packed(weights: ExpertWeights) -> ExpertWeights:
+def packed(weights: ExpertWeights, *, rounds_rows: bool = False) -> ExpertWeights:
     """The weights as the CPU's kernel reads them."""
-    packer = matmul.loaded().packer(SingleDeviceSharding(jax.devices()[0]))
+    packer = matmul.loaded().packer(SingleDeviceSharding(jax.devices()[0]), rounds_rows=rounds_rows)
 
-    def pack(matrices_xio: jax.Array) -> matmul.PackedMatrix:
-        return packer.pack(jnp.swapaxes(matrices_xio, 0, 1), num_parts=len(matrices_xio))
+    def pack(matrices_xio: jax.Array | matmul.QuantizedMatrix) -> matmul.PackedMatrix:
+        return packer.pack(matmul.swap_experts(matrices_xio), num_parts=matrices_xio.shape[0])
 
     return dataclasses.replace(weights, gate=pack(weights.gate), up=pack(weights.up), down=pack(weights.down))
 

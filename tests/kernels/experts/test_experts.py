@@ -14,11 +14,13 @@ import pytest
 from jpaged.kernels.experts import ExpertWeights, Routes, StackedExperts, apply_experts, ragged, reference, sum_experts
 from jpaged.kernels.experts.cpu import experts as cpu
 from jpaged.kernels.experts.cpu.experts import CpuExperts
+from jpaged.kernels.matmul import can_pack_experts
 from jpaged.kernels.matmul.quantized import MatrixFormat, dequantize, quantize
 from jpaged.kernels.matmul.triton.grouped import multiply_sorted
 from jpaged.kernels.mixture_kind import SILU, GateFunction
 from tests.conftest import QUICK_XLA_OPTIONS
 from tests.kernels.experts.mixtures import CLAMPED, expected, mixture, numbers, packed, random_routes
+from tests.kernels.matmul.test_product_quantized_cpu import rounded_by_spans
 
 Who = Literal["reference", "tiles", "wide-tiles", "ragged", "triton", "cpu"]
 SHAPES = ((1, 1, 1, 1), (5, 40, 72, 3), (8, 97, 33, 2), (16, 64, 32, 16))
@@ -170,6 +172,111 @@ def test_quantized_experts_are_multiplied_as_what_they_stand_for(who: Who, form:
     want = expected(x, routes, dataclasses.replace(weights, **stands_for), SILU)
     got = run(who, x, routes, dataclasses.replace(weights, **quantized))
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+
+
+FORMS = {
+    "int8": MatrixFormat("int8"),
+    "int8 rows": MatrixFormat("int8", activations="int8"),
+    "int8 fractions": MatrixFormat("int8", 16, has_zeros=True, has_whole_zeros=False),
+    "int4 zeros": MatrixFormat("int4", 32, has_zeros=True),
+    "mxfp4": MatrixFormat("mxfp4", 32),
+    "fp8": MatrixFormat("fp8", 32),
+}
+
+
+def quantized(weights: ExpertWeights, forms: tuple[str, str, str]) -> ExpertWeights:
+    """The weights with gates, ups and downs of these formats."""
+    names = ("gate", "up", "down")
+    matrices: dict[str, Any] = {
+        name: quantize(getattr(weights, name), FORMS[form], axis=-2) for name, form in zip(names, forms, strict=True)
+    }
+    return dataclasses.replace(weights, **matrices)
+
+
+def with_spans(weights: ExpertWeights, x: np.ndarray, routes: Routes) -> np.ndarray:
+    """What experts of the gate SILU make of rows that are rounded to int8 before each matrix, one by one."""
+    kernels = {name: getattr(weights, name) for name in ("gate", "up", "down")}
+    arrays = {name: np.asarray(dequantize(kernel, np.dtype("float32")), np.float64) for name, kernel in kernels.items()}
+    groups = {name: kernel.group_size for name, kernel in kernels.items()}
+    y = np.zeros(x.shape)
+    for row, ids in enumerate(np.asarray(routes.ids_tk)):
+        for place, expert in enumerate(ids):
+            given = {name: rounded_by_spans(x[[row]], groups[name])[0] for name in ("gate", "up")}
+            gate, up = (given[name] @ arrays[name][expert] for name in ("gate", "up"))
+            inner = (gate / (1 + np.exp(-gate)) * up).astype(np.float32).astype(x.dtype)
+            own = rounded_by_spans(inner[None], groups["down"])[0]
+            y[row] += np.float64(routes.weights_tk[row, place]) * (own @ arrays["down"][expert])
+    return y
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.thinned(5)
+def test_quantized_experts_may_be_packed(form: str, dtype: str) -> None:
+    weights = quantized(mixture(6, 96, 64, dtype), (form, form, form))
+    x, routes = numbers((21, 96), dtype), random_routes(21, 6, 2, 20)
+    want = run("tiles", x, routes, weights)
+    got = run("cpu", x, routes, weights)
+    atol = {"float32": 2e-5, "bfloat16": 2e-2}[dtype] * (50 if form == "int8 rows" else 1)
+    np.testing.assert_allclose(got, want, rtol=0, atol=atol)
+    assert not got[20].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "forms",
+    [("int8", "int8", "int4 zeros"), ("mxfp4",) * 3, ("int8 fractions", "int4 zeros", "int8")],
+    ids=", ".join,
+)
+def test_rows_of_experts_are_rounded_by_spans(forms: tuple[str, str, str], dtype: str) -> None:
+    """As before dense matrices, and each row of the gates and ups before the downs by itself."""
+    weights = quantized(mixture(5, 96, 64, dtype, has_biases=False), forms)
+    x, routes = numbers((130, 96), dtype), random_routes(130, 5, 2)
+    got = np.asarray(sum_experts(jnp.asarray(x), routes, packed(weights, rounds_rows=True), SILU))
+    want = with_spans(weights, x, routes)
+    # A number between two integers may be rounded to the other one, or to the other number of bfloat16.
+    assert np.sqrt(np.square(got - want).mean() / np.square(want).mean()) < {"float32": 1e-3, "bfloat16": 4e-3}[dtype]
+    exact = run("cpu", x, routes, weights)
+    assert 2e-3 < np.sqrt(np.square(got - exact).mean() / np.square(exact).mean()) < 3e-2
+
+
+@pytest.mark.parametrize("rounds_rows", [False, True])
+@pytest.mark.parametrize("form", ["int8", "int4 zeros", "mxfp4", "fp8"])
+@pytest.mark.thinned(3)
+def test_a_row_of_quantized_experts_has_the_same_bits_among_others(form: str, rounds_rows: bool) -> None:
+    weights = packed(quantized(mixture(4, 64, 96, "float32"), (form,) * 3), rounds_rows=rounds_rows)
+    x, routes = jnp.asarray(numbers((220, 64), "float32")), random_routes(220, 4, 2)
+
+    def rows(part: slice) -> np.ndarray:
+        chosen = Routes(routes.ids_tk[part], routes.weights_tk[part])
+        return np.asarray(sum_experts(x[part], chosen, weights, SILU))
+
+    every = rows(slice(None))
+    for count in (1, 2, 7, 40):
+        assert rows(slice(count)).tobytes() == every[:count].tobytes(), count
+        assert rows(slice(-count, None)).tobytes() == every[-count:].tobytes(), count
+
+
+def test_experts_with_steps_or_listed_groups_are_not_packed() -> None:
+    matrices = quantize(numbers((3, 64, 8), "float32"), FORMS["int4 zeros"], axis=-2)
+    assert can_pack_experts(matrices)
+    listed = jnp.zeros((3, 64), jnp.int32)
+    assert not can_pack_experts(dataclasses.replace(matrices, group_ids=listed))
+    with_step = dataclasses.replace(matrices, activations="int8", input_scale=jnp.ones((3,)))
+    assert not can_pack_experts(with_step)
+    assert not can_pack_experts(quantize(numbers((3, 12, 8), "float32"), MatrixFormat("int4", 4), axis=-2))
+
+
+def test_quantized_operands_that_contradict_each_other_are_refused() -> None:
+    weights = packed(quantized(mixture(4, 64, 96, "float32"), ("int4 zeros",) * 3))
+    routes, gate = random_routes(3, 4, 2), weights.gate
+    with pytest.raises(jax.errors.JaxRuntimeError, match="rows and matrices differ in depth"):
+        sum_experts(jnp.ones((3, 72)), routes, weights, SILU)
+    fewer = dataclasses.replace(gate.scales, scales=gate.scales.scales[:-1])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the scales do not fit the matrices"):
+        sum_experts(
+            jnp.ones((3, 64)), routes, dataclasses.replace(weights, gate=dataclasses.replace(gate, scales=fewer)), SILU
+        )
 
 
 def test_operands_that_contradict_each_other_are_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import jax
@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jpaged.errors import Unsupported
+from jpaged.kernels.cpu.library import ISAS, limit_isa
 from jpaged.kernels.matmul import Norm, PackedMatrix, ProductKernel, QuantizedMatrix, can_pack, kernel
 from jpaged.kernels.matmul.quantized import MatrixFormat, abstract_matrix, dequantize, quantize
 from jpaged.kernels.matmul.quantized import multiply as multiply_in_xla
@@ -208,6 +209,40 @@ def test_int8_activations_are_rounded_by_spans(limited: ProductKernel, name: str
         want = rounded_by_spans(x, matrix.group_size) @ weights(matrix)
         got = multiply(limited, x, pack(matrix, rounds_rows=True), dtype=np.dtype("float32"))
         assert_near(got, want, 1e-6)
+
+
+@pytest.fixture
+def with_isa() -> Iterator[Callable[[str], str]]:
+    """Limit the instruction set; return the core that then runs."""
+    found = found_kernel()
+
+    def limit(isa: str) -> str:
+        limit_isa(found.library, isa)
+        return found.library.jpaged_product_core().decode()
+
+    yield limit
+    limit(ISAS[-1])
+
+
+@pytest.mark.parametrize("name", [*ROUNDED, "int8 large groups"])
+def test_int8_activations_have_the_same_bits_with_every_instruction_set(
+    name: str, with_isa: Callable[[str], str]
+) -> None:
+    form = FORMATS.get(name, MatrixFormat("int8", 96))
+    depth = 192 if form.group_size else 100
+    matrix = pack(quantize(numbers((depth, 70), "float32"), form), rounds_rows=True)
+    x = numbers((101, depth), "float32", 1)
+    x[3] = np.where(x[3] < 0, -1, 1)
+    every = {with_isa(isa): [multiply(found_kernel(), x[:count], matrix) for count in (1, 3, 101)] for isa in ISAS}
+    assert "baseline" in every
+    for core, results in every.items():
+        for got, want in zip(results, every["baseline"], strict=True):
+            assert got.tobytes() == want.tobytes(), core
+    assert_near(
+        every["baseline"][-1],
+        rounded_by_spans(x, form.group_size or depth) @ weights(quantize(numbers((depth, 70), "float32"), form)),
+        1e-6,
+    )
 
 
 def test_int8_activations_differ_little_from_exact_ones(limited: ProductKernel) -> None:

@@ -18,7 +18,7 @@ from jpaged.errors import InternalError
 from jpaged.kernels.cpu.library import MAX_WIDTH, NAME, register
 from jpaged.kernels.experts.routing import Routes
 from jpaged.kernels.experts.weights import ExpertWeights
-from jpaged.kernels.matmul import PackedMatrix
+from jpaged.kernels.matmul import PackedMatrix, scale_operands
 from jpaged.kernels.mixture_kind import GateFunction
 
 if TYPE_CHECKING:
@@ -43,19 +43,27 @@ class CpuExperts:
         """Return the weighted sum of the outputs of each row's experts, without the last bias, in float32.
 
         Args:
-            x_te: float32, bfloat16 or float16, as the matrices.
-            weights: matrices packed as `[K, X, N]` in X parts.
+            x_te: float32, bfloat16 or float16, as matrices that are not quantized.
+            weights: matrices packed as `[K, X, N]` in X parts; quantized ones have neither an order nor a step.
         """
-        matrices = [matrix for matrix in (weights.gate, weights.up, weights.down) if isinstance(matrix, PackedMatrix)]
-        if len(matrices) != 3:
+        found = {"gate": weights.gate, "up": weights.up, "down": weights.down}
+        matrices = {name: matrix for name, matrix in found.items() if isinstance(matrix, PackedMatrix)}
+        if len(matrices) != len(found):
             raise InternalError("some expert matrices are packed and others are not")
         none = jnp.zeros((0,), x_te.dtype)
         biases = (none if bias is None else bias for bias in (weights.gate_bias, weights.up_bias))
+        forms: dict[str, np.int64] = {}
+        operands: list[jax.Array] = []
+        for name, matrix in matrices.items():
+            (scales, zeros, *_), form = scale_operands(matrix)
+            operands += (matrix.blocks, scales, zeros)
+            forms |= {f"{name}_{key}": value for key, value in form.items()}
         run = jax.ffi.ffi_call(f"{NAME}_experts", jax.ShapeDtypeStruct(x_te.shape, jnp.float32))
         y_te: jax.Array = run(
-            *(x_te, routes.ids_tk, routes.weights_tk, *(matrix.blocks for matrix in matrices), *biases),
+            *(x_te, routes.ids_tk, routes.weights_tk, *operands, *biases),
+            **forms,
             num_experts=np.int64(weights.num_experts),
-            inner=np.int64(matrices[0].num_columns),
+            inner=np.int64(matrices["gate"].num_columns),
             is_clamped=np.int64(gate.kind == "clamped"),
             alpha=np.float32(gate.alpha),
             limit=np.float32(gate.limit),

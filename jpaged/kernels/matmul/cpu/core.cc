@@ -170,6 +170,7 @@ void multiply_bf16(const void* x, int64_t stride, int64_t num_rows, int64_t dept
 #include "digits.h"
 #include "panels.h"
 #include "rounded.h"
+#include "bytes.h"
 
 namespace jpaged::product {
 namespace {
@@ -302,11 +303,6 @@ float step_of(const Before& before, const float* row) {
 
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
 
-// Not inlined: a multiplication must not be fused with the addition that rounds its result.
-[[gnu::noinline]] void scale(float* x, int64_t count, float factor) {
-  for (int64_t i = 0; i < count; ++i) x[i] *= factor;
-}
-
 // Round to multiples of the step and convert them back to floats.
 void round_to_step(const Before& before, float* row) {
   const float step = step_of(before, row);
@@ -316,26 +312,12 @@ void round_to_step(const Before& before, float* row) {
   }
 }
 
-// The same with a step per span.
-void round_to_steps(const Before& before, float* row) {
-  const int64_t span = rounded_span(before.group);
-  for (int64_t begin = 0; begin < before.depth; begin += before.group) {
-    const int64_t end = lesser(before.depth, begin + before.group);
-    for (int64_t at = begin; at < end; at += span) {
-      const int64_t count = lesser(span, end - at);
-      const Scaling scaling = scaling_for(largest_bits(row + at, count));
-      scale(row + at, count, scaling.factor);
-      for (int64_t i = at; i < at + count; ++i) row[i] = (row[i] + kRound - kRound) * scaling.step;
-    }
-  }
-}
-
 void prepare(const Before& before, const void* x, float* row, void* to, int64_t padded) {
   const int64_t count = before.depth;
   row = normalise(before, x, row);
-  const bool is_rounded = before.rounding != Rounding::kNone;
+  const bool is_rounded = before.rounding == Rounding::kRow;
   if (is_rounded || before.number == Number::kF16) round_to_type(before, row);
-  if (is_rounded) before.rounding == Rounding::kRow ? round_to_step(before, row) : round_to_steps(before, row);
+  if (is_rounded) round_to_step(before, row);
   if (before.number != Number::kBF16 || is_rounded) {
     float* singles = static_cast<float*>(to);
     for (int64_t i = 0; i < count; ++i) singles[i] = row[i];
@@ -491,8 +473,8 @@ void rotate(const Heads& heads, int64_t token) {
 }  // namespace
 
 extern const Core JPAGED_CORE;
-const Core JPAGED_CORE = {JPAGED_NAME,   kWidth,     kRows, sizeof(Pairs::X) == 2, prepare,     multiply_f32,
-                          multiply_f16,  multiply_bf16, kHasDigits, split, multiply_digits,        kHasRounded, round,
+const Core JPAGED_CORE = {JPAGED_NAME,  kWidth,        kRows,      sizeof(Pairs::X) == 2, prepare,         multiply_f32,
+                          multiply_f16, multiply_bf16, kHasDigits, split,                 multiply_digits, round,
                           multiply_rounded, multiply_panels, finish, rotate};
 
 }  // namespace jpaged::product

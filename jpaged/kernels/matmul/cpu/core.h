@@ -39,7 +39,6 @@ struct Before {
   int64_t depth;             // K
   Rounding rounding;         // kNone if the product is not quantized
   const float* step;         // of all rows rounded with kRow, or null
-  int64_t group;             // of the matrix, for kSpans
   const int32_t* order;      // final order of a row's numbers, or null: number k is the former number order[k]
 };
 
@@ -92,9 +91,8 @@ struct Core {
   // sums[r, 32] of rows [row, row + num_rows), of up to kMaxRows digits, times one block of a quantized matrix.
   void (*multiply_digits)(const Quantised&, int64_t block, const DigitRows&, int64_t row, int64_t num_rows,
                           float* sums);
-  // The same for rows that are rounded by spans (`round`, `multiply_rounded`): up to kPanelRows rows. `bytes` has room
-  // for the block's numbers, a byte each. If not, they are multiplied with panels, too.
-  bool has_rounded;
+  // The same for rows that are rounded by spans: up to kPanelRows rows. `bytes` has room for the block's numbers, a byte
+  // each.
   void (*round)(const Before&, const void* x, float* row, const Quantised&, const RoundedRows& to, int64_t at);
   void (*multiply_rounded)(const Quantised&, int64_t block, const RoundedRows&, int64_t row, int64_t num_rows,
                            uint8_t* bytes, float* sums);

@@ -10,16 +10,12 @@
 #include <vector>
 
 #include "core.h"
-#include "processor.h"
+#include "cores.h"
+#include "rows.h"
 #include "tasks.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jpaged::product {
-
-#if defined(__x86_64__)
-extern const Core kProductAvx512Bf16, kProductAvx512Vnni, kProductAvx512, kProductAvx2;
-#endif
-extern const Core kProductBaseline;
 
 namespace {
 
@@ -35,16 +31,6 @@ constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kConflict = 1024;
 constexpr int64_t kLine = 64;
 
-const Core& choose_core(int64_t width, bool has_bf16) {
-#if defined(__x86_64__)
-  if (has_avx512_bf16() && has_bf16 && width >= kProductAvx512Bf16.width) return kProductAvx512Bf16;
-  if (has_avx512_vnni() && has_bf16 && width >= kProductAvx512Vnni.width) return kProductAvx512Vnni;
-  if (has_avx512() && width >= kProductAvx512.width) return kProductAvx512;
-  if (has_avx2() && width >= kProductAvx2.width) return kProductAvx2;
-#endif
-  return kProductBaseline;
-}
-
 bool is_number(ffi::DataType type) { return type == ffi::F32 || type == ffi::BF16 || type == ffi::F16; }
 Number number_of(ffi::DataType type) {
   return type == ffi::F32 ? Number::kF32 : type == ffi::BF16 ? Number::kBF16 : Number::kF16;
@@ -58,12 +44,6 @@ struct Rows {
   int64_t stride;      // numbers
   int64_t row_bytes;
 };
-
-// Stride of an odd number of cache lines that holds `depth` numbers.
-int64_t spread_stride(int64_t depth, int64_t item_bytes) {
-  const int64_t lines = (depth * item_bytes + kLine - 1) / kLine;
-  return (lines | 1) * kLine / item_bytes;
-}
 
 // Call run(r, scratch for twice `depth` floats in whole vectors) for each row.
 template <class Run>
@@ -95,43 +75,6 @@ Rows prepare_rows(ffi::ThreadPool& pool, const Core& core, const Before& before,
     core.prepare(before, static_cast<const char*>(x) + r * stored_bytes, row, to + r * row_bytes, padded);
   });
   return {to, stride, row_bytes};
-}
-
-// The rows of a call as digits.
-DigitRows split_rows(ffi::ThreadPool& pool, const Core& core, const Before& before, const Quantised& q, const void* x,
-                     int64_t num_rows, int64_t num_threads) {
-  DigitRows rows{};
-  const bool is_rounded = before.rounding == Rounding::kRow;
-  rows.num_digits = is_rounded ? 1 : before.number == Number::kBF16 ? 2 : kMaxDigits;
-  rows.span = std::min(q.group, is_rounded ? kMaxWholeSpan : kMaxSpan);
-  rows.spans_of_group = (q.group + rows.span - 1) / rows.span;
-  rows.num_spans = q.num_groups * rows.spans_of_group;
-  rows.stride = spread_stride(q.depth, 1);
-  const int64_t digit_floats = num_rows * rows.num_digits * rows.stride / 4, num_steps = num_rows * rows.num_spans;
-  float* at = scratch_floats(digit_floats + (2 + rows.num_digits) * num_steps);
-  rows.digits = reinterpret_cast<int8_t*>(at);
-  rows.steps = at + digit_floats;
-  rows.sums = rows.steps + num_steps;
-  rows.totals = reinterpret_cast<int32_t*>(rows.sums + num_steps);
-  const int64_t stored_bytes = before.depth * bytes_of(before.number);
-  for_each_row(pool, num_rows, q.depth, num_threads, [&](int64_t r, float* row) {
-    core.split(before, static_cast<const char*>(x) + r * stored_bytes, row, q, rows, r);
-  });
-  return rows;
-}
-
-// The rows of a call as integers with a step per span.
-RoundedRows round_rows(ffi::ThreadPool& pool, const Core& core, const Before& before, const Quantised& q, const void* x,
-                       int64_t num_rows, int64_t num_threads) {
-  const int64_t span = rounded_span(q.group), spans_of_group = (q.group + span - 1) / span;
-  const int64_t row_bytes = spread_stride(q.num_groups * spans_of_group * (span + kSpanBytes), 1);
-  int8_t* records = reinterpret_cast<int8_t*>(scratch_floats(num_rows * row_bytes / 4));
-  const RoundedRows rows{records, row_bytes, span, spans_of_group};
-  const int64_t stored_bytes = before.depth * bytes_of(before.number);
-  for_each_row(pool, num_rows, q.depth, num_threads, [&](int64_t r, float* row) {
-    core.round(before, static_cast<const char*>(x) + r * stored_bytes, row, q, rows, r);
-  });
-  return rows;
 }
 
 struct Attributes {
@@ -313,32 +256,24 @@ void multiply_plain(ffi::ThreadPool& pool, const Core& core, const Before& befor
   });
 }
 
-void multiply_quantised(ffi::ThreadPool& pool, const Core& core, Before before, const After& after, Tiles tiles,
+void multiply_quantised(ffi::ThreadPool& pool, const Core& core, const Before& before, const After& after, Tiles tiles,
                         const Quantised& q, const void* x) {
-  before.group = q.group;
-  const bool is_rounded = before.rounding == Rounding::kSpans;
-  if (core.has_rounded && is_rounded) {
-    const RoundedRows rows = round_rows(pool, core, before, q, x, tiles.num_rows, tiles.num_threads);
-    tiles.rows_of_tile = kPanelRows;
+  QuantisedRows rows(core, before, q, tiles.num_rows);
+  tiles.rows_of_tile = rows.rows_of_tile();
+  if (rows.has_numbers()) {
+    const Rows numbers = prepare_rows(pool, core, before, x, tiles.num_rows, q.depth, tiles.num_threads);
     multiply_tiles(pool, core, after, tiles, [&](int64_t block, int64_t row, int64_t count, float* sums) {
-      static thread_local std::vector<uint8_t> bytes;
-      if (static_cast<int64_t>(bytes.size()) < q.depth * kColumns) bytes.resize(q.depth * kColumns);
-      core.multiply_rounded(q, block, rows, row, count, bytes.data(), sums);
+      core.multiply_panels(q, block, numbers.x + row * numbers.row_bytes, numbers.stride, before.number, count, sums);
     });
     return;
   }
-  if (core.has_digits && is_whole(q.code) && !is_rounded) {
-    const DigitRows rows = split_rows(pool, core, before, q, x, tiles.num_rows, tiles.num_threads);
-    tiles.rows_of_tile = kMaxRows / rows.num_digits;
-    multiply_tiles(pool, core, after, tiles, [&](int64_t block, int64_t row, int64_t count, float* sums) {
-      core.multiply_digits(q, block, rows, row, count, sums);
-    });
-    return;
-  }
-  const Rows rows = prepare_rows(pool, core, before, x, tiles.num_rows, q.depth, tiles.num_threads);
-  tiles.rows_of_tile = kPanelRows;
+  rows.place(scratch_floats(rows.num_floats()));
+  const int64_t stored_bytes = before.depth * bytes_of(before.number);
+  for_each_row(pool, tiles.num_rows, q.depth, tiles.num_threads, [&](int64_t r, float* row) {
+    rows.prepare(q, static_cast<const char*>(x) + r * stored_bytes, row, r);
+  });
   multiply_tiles(pool, core, after, tiles, [&](int64_t block, int64_t row, int64_t count, float* sums) {
-    core.multiply_panels(q, block, rows.x + row * rows.row_bytes, rows.stride, before.number, count, sums);
+    rows.multiply(q, block, 0, row, count, sums);
   });
 }
 
@@ -361,7 +296,7 @@ ffi::Error multiply(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer matrix, Ints32 
   const int64_t num_blocks = (num_columns + kColumns - 1) / kColumns, parts = after.is_gated ? 2 : 1;
   const double work = 1.0 * rows_in_use * depth * num_blocks * kColumns * parts;
   const Before before{static_cast<Norm>(a.norm), a.eps, or_null(scale), or_null(norm_bias), number_of(x.element_type()),
-                      depth, static_cast<Rounding>(a.rounding), static_cast<const float*>(or_null(step)), depth,
+                      depth, static_cast<Rounding>(a.rounding), static_cast<const float*>(or_null(step)),
                       static_cast<const int32_t*>(or_null(order))};
   const Tiles tiles{rows_in_use, num_blocks, work > kLeastShared ? count_threads(pool, a.max_threads) : 1, 0,
                     {static_cast<const float*>(or_null(delta)), adapters.typed_data(), num_columns, parts}};
@@ -387,7 +322,7 @@ ffi::Error normalise(ffi::ThreadPool pool, AnyBuffer x, Ints32 num_rows, AnyBuff
   }
   const int64_t depth = shape[1], rows_in_use = std::clamp<int64_t>(num_rows.typed_data()[0], 0, shape[0]);
   const Before before{static_cast<Norm>(a.norm), a.eps, or_null(scale), or_null(norm_bias), number_of(x.element_type()),
-                      depth, Rounding::kNone, nullptr, depth, nullptr};
+                      depth, Rounding::kNone, nullptr, nullptr};
   const int64_t row_bytes = depth * bytes_of(before.number);
   char* out = static_cast<char*>(y->untyped_data());
   std::memset(out + rows_in_use * row_bytes, 0, (shape[0] - rows_in_use) * row_bytes);

@@ -7,17 +7,16 @@
 //     4 bits    [N / 32, K / 8, 32, 4]     eight: the low halves are k to k + 3, the high halves k + 4 to k + 7
 //     scales    [N / 32, groups, 32]       and zeros
 //
-// If the processor multiplies bytes, rows become integers of one to three digits, with a power of two as the step of
-// each span of k:
+// With AVX512-VNNI, rows become integers of one to three digits, with a power of two as the step of each span of k:
 //
 //     x[k] = step[k / span] * (digit[0, k] + 256 digit[1, k] + 65536 digit[2, k])
 //
 // Two digits represent bfloat16 (numbers down to 1 / 128 of a span's largest are exact), three represent float32 as
-// precisely as its own sums. Integer products are exact. Processors without byte products unpack a span into a panel of
-// floats, and all processors do so for numbers that are not integers.
+// precisely as its own sums. Integer products are exact. Other processors unpack a span into a panel of floats, and all
+// processors do so for numbers that are not integers.
 //
-// With int8 activations, rows become integers of one digit, with a step for each span of up to 64 numbers: the largest
-// magnitude is 127 steps. Processors without byte products multiply the same rounded rows as floats.
+// With int8 activations, rows become integers of one digit on all processors, with a step for each span of up to 64
+// numbers: the largest magnitude is 127 steps.
 
 #pragma once
 

@@ -1,4 +1,5 @@
-// Rows rounded to int8 with a step per span of k, and their products with bytes. Included only by core.cc.
+// Rows rounded to int8 with a step per span of k, and their products with bytes. Included only by core.cc. The products
+// here are those of AVX512-VNNI; bytes.h has the others.
 //
 // A row is a sequence of records, one per span, so that a row has a single address:
 //
@@ -11,12 +12,16 @@
 
 #pragma once
 
+#include <cstddef>
+
 #include "core.h"
 #include "scales.h"
 #include "vector.h"
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace jpaged::product {
@@ -29,17 +34,27 @@ struct Span {
 };
 static_assert(sizeof(Span) == kSpanBytes);
 
-#if defined(__AVX512VNNI__)
-constexpr bool kHasRounded = true;
-constexpr int kRoundedRows = 6;  // rows whose sums stay in registers, as integers and as floats
-
 // --- rows ------------------------------------------------------------------------------------------------------------
 
-// A product, rounded, and then the nearest integer: a multiplication fused with an addition would not be the same.
+// A product, rounded, and then the nearest integers, the even one of two: a multiplication fused with an addition would
+// not be the same.
 inline Ints to_integers(Floats x, float factor) {
-  const __m512 scaled =
+#if defined(__AVX512F__)
+  const __m512 product =
       _mm512_maskz_mul_ps(0xffff, reinterpret_cast<__m512>(x), reinterpret_cast<__m512>(all(factor)));
-  return reinterpret_cast<Ints>(_mm512_maskz_cvtps_epi32(0xffff, scaled));
+  return reinterpret_cast<Ints>(_mm512_maskz_cvtps_epi32(0xffff, product));
+#elif defined(__AVX2__)
+  const __m256 product = _mm256_mul_ps(reinterpret_cast<__m256>(x), reinterpret_cast<__m256>(all(factor)));
+  return reinterpret_cast<Ints>(_mm256_cvtps_epi32(product));
+#elif defined(__aarch64__)
+  return reinterpret_cast<Ints>(vcvtnq_s32_f32(vmulq_n_f32(reinterpret_cast<float32x4_t>(x), factor)));
+#else
+  float lanes[kWidth];
+  store(lanes, x);
+  int32_t integers[kWidth];
+  for (int i = 0; i < kWidth; ++i) integers[i] = static_cast<int32_t>(__builtin_rintf(lanes[i] * factor));
+  return load_as<Ints>(integers);
+#endif
 }
 
 // Round a span of whole vectors, padded with zeros, to integers.
@@ -61,6 +76,7 @@ void round_span(const float* x, int64_t count, int32_t offset, float unit, int8_
   __builtin_memcpy(info, &span, sizeof span);
 }
 
+#if defined(__AVX512F__)
 // combine(lanes of a and of b), each with the lane `stride` apart: of a if lane & stride is 0, else of b.
 template <int stride, class Combine, int... lane>
 inline Ints fold_with(Ints a, Ints b, const Combine& combine, std::integer_sequence<int, lane...>) {
@@ -146,6 +162,9 @@ bool round_equal_spans(const Quantised& q, const float* x, const RoundedRows& ro
   }
   return true;
 }
+#else
+bool round_equal_spans(const Quantised&, const float*, const RoundedRows&, int32_t, float, int8_t*) { return false; }
+#endif
 
 void round_row(const Quantised& q, const float* x, const RoundedRows& rows, int64_t row) {
   const int32_t offset = q.code == Code::kInt8 ? 128 : q.code == Code::kInt4 ? 8 : 12;
@@ -169,18 +188,21 @@ void round_row(const Quantised& q, const float* x, const RoundedRows& rows, int6
   }
 }
 
-// --- products --------------------------------------------------------------------------------------------------------
-
-// sums += four products of each column. GCC 12 copies the sums before and after the intrinsic.
-inline void add_products(__m512i& sums, __m512i codes, __m512i four) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(four));
-}
-
 template <class T>
 inline T value_at(const int8_t* from) {
   T value;
   __builtin_memcpy(&value, from, sizeof value);
   return value;
+}
+
+// --- products --------------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512VNNI__)
+constexpr int kRoundedRows = 6;  // rows whose sums stay in registers, as integers and as floats
+
+// sums += four products of each column. GCC 12 copies the sums before and after the intrinsic.
+inline void add_products(__m512i& sums, __m512i codes, __m512i four) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(four));
 }
 
 // Memory that a tile of rows prefetches: none, the bytes that it reads a little later, or its share of the next block.
@@ -336,10 +358,30 @@ void multiply_rounded(const Quantised& q, int64_t block, const RoundedRows& rows
   }
 }
 #else
-constexpr bool kHasRounded = false;
-
-void round_row(const Quantised&, const float*, const RoundedRows&, int64_t) {}
-void multiply_rounded(const Quantised&, int64_t, const RoundedRows&, int64_t, int64_t, uint8_t*, float*) {}
+// a * b + c, rounded once.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Floats>(
+      _mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Floats>(
+      _mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
+#elif defined(__aarch64__)
+  return reinterpret_cast<Floats>(vfmaq_f32(reinterpret_cast<float32x4_t>(c), reinterpret_cast<float32x4_t>(a),
+                                            reinterpret_cast<float32x4_t>(b)));
+#else
+  // In double a product is exact. An inexact sum is made odd: rounded again, it is as if it had been rounded once.
+  using Doubles [[gnu::vector_size(8 * kWidth)]] = double;
+  using Longs [[gnu::vector_size(8 * kWidth)]] = int64_t;
+  const Doubles product = __builtin_convertvector(a, Doubles) * __builtin_convertvector(b, Doubles);
+  const Doubles added = __builtin_convertvector(c, Doubles), sum = product + added;
+  const Doubles part = sum - product, error = (product - (sum - part)) + (added - part);
+  const Longs bits = reinterpret_cast<Longs>(sum), is_inexact = (error < 0.0) | (error > 0.0);
+  const Longs is_towards_zero = (error < 0.0) ^ (sum < 0.0), is_even = (bits & 1) == 0;
+  const Longs odd = bits + (is_inexact & is_even & (is_towards_zero | 1));
+  return __builtin_convertvector(reinterpret_cast<Doubles>(odd), Floats);
+#endif
+}
 #endif
 
 }  // namespace
