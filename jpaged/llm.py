@@ -415,10 +415,14 @@ class LLM:
         adapter: GivenAdapter,
     ) -> list[_Asked]:
         defaults = self._serving.model.default_sampling
-        given = SamplingParams(**with_defaults({}, defaults)) if sampling_params is None else sampling_params
-        if sampling_params is None and (most := defaults.get("max_tokens")) is not None:
-            given = dataclasses.replace(given, max_tokens=1)  # the minimum that must fit
+        given: SamplingParams | Sequence[SamplingParams]
+        if sampling_params is not None:
+            given = sampling_params
+        elif (most := defaults.get("max_tokens")) is not None:
+            given = SamplingParams(**with_defaults({}, defaults), max_tokens=1)  # the minimum that must fit
             prompts = [dataclasses.replace(prompt, fills_length=True, max_filled=most) for prompt in prompts]
+        else:
+            given = SamplingParams(**defaults)
         params = _one_each("sampling_params", given, SamplingParams, len(prompts))
         names = _one_each("adapter", "" if adapter is None else adapter, str, len(prompts))
         return [self._request(*one) for one in zip(params, prompts, names, strict=True)]

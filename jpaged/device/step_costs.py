@@ -85,7 +85,7 @@ def measure_rates(
         seconds, num_rows = _measure_seconds(forward), inputs.num_rows
         if num_rows not in sample_s:
             sampling = SamplingInputs.neutral(geometry.buckets.num_rows(num_rows))
-            sample_s[num_rows] = _measure_seconds(lambda: np.asarray(runner.sample(*hidden, sampling)))
+            sample_s[num_rows] = _measure_seconds(lambda: np.asarray(runner.sample(hidden[0], sampling)))
         return seconds + sample_s[num_rows]
 
     if is_padding_free:

@@ -34,7 +34,7 @@ class Planted(JaxExecutor):
             raise RuntimeError("a fault was planted here")
         return super().forward(inputs)
 
-    def collect(self, handle: jax.Array) -> StepOutputs:
+    def collect(self, handle: jax.Array | tuple[jax.Array, ...]) -> StepOutputs:
         outputs = super().collect(handle)
         if os.environ["PLANTED"] == "token" and self.num_steps > NUM_GOOD:
             return dataclasses.replace(outputs, token_ids_rn=outputs.token_ids_rn ^ 1)

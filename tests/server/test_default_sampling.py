@@ -16,8 +16,8 @@ from jpaged._proto.v1 import inference_pb2 as own_pb2
 from jpaged.checkpoints.hub import read_default_sampling
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
+from jpaged.openai.lines import Line, parse_line
 from jpaged.openai.lines import parse_job as parse_line_job
-from jpaged.openai.lines import parse_line
 from jpaged.service.input_processor import InputProcessor
 from tests.server import harness as harnesses
 from tests.server.harness import Harness, collect, running
@@ -121,7 +121,9 @@ def test_lines_of_a_batch() -> None:
         "url": "/v1/completions",
         "body": {"model": "m", "prompt": "x", "top_k": 2},
     }
-    job = parse_line_job(parse_line(1, json.dumps(line)), DEFAULTS)
+    parsed = parse_line(1, json.dumps(line))
+    assert isinstance(parsed, Line)
+    job = parse_line_job(parsed, DEFAULTS)
     assert (job.sampling.temperature, job.sampling.top_k, job.prompts[0].max_filled) == (0.5, 2, 3)
 
 

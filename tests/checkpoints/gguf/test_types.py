@@ -122,8 +122,7 @@ def test_matrices_packed_from_the_file_have_the_bits_of_decoded_and_packed_ones(
     found = load_params(model, file, "loop", pack_stored=LeafPacker(packer, model.config).pack_stored)
     assert not quantized(found)
     want = pack_params(load_params(model, file, "loop"), model.config, packer)
-    assert jax.tree.structure(found) == jax.tree.structure(want)
-    jax.tree.map(np.testing.assert_array_equal, found, want)
+    jax.tree.map(np.testing.assert_array_equal, found, want)  # of the same structure
 
 
 @pytest.mark.parametrize("kind", HALVES)
