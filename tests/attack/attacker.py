@@ -61,6 +61,15 @@ METHODS: tuple[Method, ...] = (
         weight=40,
         streams_out=True,
     ),
+    Method(
+        "/jpaged.v1.InferenceService/GenerateMultiplexed",
+        inference_pb2.GenerateMultiplexedRequest,
+        inference_pb2.GenerateMultiplexedResponse,
+        frozenset(),
+        weight=20,
+        streams_in=True,
+        streams_out=True,
+    ),
     _method(
         "/jpaged.v1.InferenceService/Score",
         inference_pb2.ScoreRequest,

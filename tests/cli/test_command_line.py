@@ -25,6 +25,7 @@ VALUES |= {"lora": ("name=path",), "max_cpu_loras": 300}
 VALUES |= {"coordinator": "host:1234", "join_timeout": 2.5, "num_scheduler_steps": 9}
 VALUES |= {"step_timeout": 99.5, "heartbeat_timeout": 9.5}
 VALUES |= {"http_cors_origins": ("https://example.com",), "tuple[str, ...]": ("localhost:1234",)}
+VALUES |= {"override_generation_config": '{"top_k": 9}'}
 VALUES |= {"speculative_config": '{"method": "suffix"}'}
 VALUES |= {"kv_transfer_config": '{"kv_connector": "A", "kv_connector_module_path": "b"}'}
 TOGETHER = (
@@ -266,6 +267,9 @@ class FakeLLM:
 
     def __exit__(self, *failure: object) -> None:
         """Nothing to close."""
+
+    def get_default_sampling_params(self):
+        return SamplingParams(temperature=0.5)
 
     def generate(self, prompts, sampling, adapter=None):
         return [self._output(p.get("prompt"), p.get("prompt_token_ids", [7]), sampling) for p in prompts]

@@ -52,7 +52,7 @@ def test_a_server_pins_a_prefix_and_answers_prometheus(tmp_path):
 def test_a_server_says_what_it_does_and_ends_on_a_signal(serve, number):
     address = serve.wait_for(r"^listening on (127\.0\.0\.1:\d+), loading fake-model$").group(1)
     serve.wait_for(r"weights: 2 of 2")
-    serve.wait_for(r"^  max_num_queued_reqs = 4096 \(default\)$")
+    serve.wait_for(r"^  model = fake-model$")
     serve.wait_for(rf"^ready on {address}$")
     with Client(address) as client:
         assert client.complete("hello", SamplingParams(max_tokens=3)).usage.prompt_tokens == 5

@@ -16,7 +16,8 @@ SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
     health_pb2.DESCRIPTOR.services_by_name["Health"],
 )
-NOT_OFFERED = {"List"}  # of grpc.health.v1: it is for servers of many services
+NOT_OFFERED = {"List", "GenerateMultiplexed"}
+"""List of grpc.health.v1 is for servers of many services; clients that share calls use Generate if it is missing."""
 
 
 def serve_yaml() -> dict[str, Any]:

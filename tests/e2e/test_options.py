@@ -292,6 +292,24 @@ def test_seed_is_where_requests_without_one_get_theirs(folder: Path) -> None:
 
 
 @pytest.mark.long
+@flips("generation_config", "override_generation_config")
+def test_the_generation_config_has_the_parameters_of_requests_without_any(tmp_path: Path) -> None:
+    folder = write_model("llama_mha", tmp_path)
+    (folder / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 5}')
+    greedy = SamplingParams(temperature=0.0, max_tokens=5)
+    with open_llm(folder, **BASE) as llm:
+        assert llm.get_default_sampling_params() == greedy
+        without, given = (
+            llm.generate({"prompt_token_ids": random_prompts([5])[0]}, sampling) for sampling in (None, greedy)
+        )
+        assert without[0].outputs[0].token_ids == given[0].outputs[0].token_ids
+        assert len(given[0].outputs[0].token_ids) == 5
+    options = {"generation_config": "none", "override_generation_config": {"top_k": 3}}
+    with open_llm(folder, **options, **BASE) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(top_k=3)
+
+
+@pytest.mark.long
 @flips("wait_for_all_programs")
 def test_without_waiting_for_all_programs_the_least_set_runs_everything(
     base: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch

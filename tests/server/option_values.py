@@ -19,6 +19,7 @@ SERVER_VALUES = {
     "metrics_port": 9090,
     "max_messages_per_second": 9,
     "stream_interval": 3,
+    "enable_http": False,
     "http_port": 8000,
     "http_keep_alive": 9.0,
     "http_cors_origins": ("https://example.org",),

@@ -170,7 +170,7 @@ class ProductKernel:
 
 
 def scale_operands(matrix: PackedMatrix) -> tuple[tuple[jax.Array, ...], dict[str, np.int64]]:
-    """Return the scales, zeros, order and step of a quantized matrix, empty for others, and the form of its codes."""
+    """Return the scales, zeros, order and step of a quantized matrix, empty for others, and the form of the codes."""
     packed = matrix.scales
     if packed is None:
         none = jnp.zeros((0,), jnp.float32)

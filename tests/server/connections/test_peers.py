@@ -24,6 +24,7 @@ from tests.server.harness import collect, error_details, eventually, failure_of,
 INFO = b"/jpaged.v1.ControlService/GetServerInfo"
 METHODS: dict[str, Any] = {
     "/jpaged.v1.InferenceService/Generate": inference_pb2.GenerateRequest,
+    "/jpaged.v1.InferenceService/GenerateMultiplexed": inference_pb2.GenerateMultiplexedRequest,
     "/jpaged.v1.InferenceService/Score": inference_pb2.ScoreRequest,
     "/jpaged.v1.InferenceService/Embed": inference_pb2.EmbedRequest,
     "/jpaged.v1.InferenceService/Tokenize": inference_pb2.TokenizeRequest,
@@ -51,7 +52,7 @@ METHODS |= {
     for method in service.methods
 }
 STREAMS = ("Generate", "Watch", "GetTokenizer", "SubscribeKvEvents")
-BOTH_WAYS = ("ServerReflectionInfo", "ModelStreamInfer")
+BOTH_WAYS = ("GenerateMultiplexed", "ServerReflectionInfo", "ModelStreamInfer")
 
 
 def test_every_method_of_our_services_is_here():
