@@ -302,8 +302,21 @@ def _empty(kind: type[Message]) -> Callable[[random.Random, Names], Message]:
     return lambda rng, names: kind()
 
 
+def _multiplexed(rng: random.Random, names: Names) -> Message:
+    message = inference_pb2.GenerateMultiplexedRequest()
+    for number in range(rng.randrange(4)):
+        start = message.starts.add(number=number + 1)
+        start.request.CopyFrom(_generate(rng, names))
+        if rng.random() < 0.2:
+            start.timeout_s = rng.choice((0.0, 0.01, 60.0))
+    if rng.random() < 0.3:
+        message.cancels.append(rng.randrange(4))
+    return message
+
+
 _VALID: dict[type[Message], Callable[[random.Random, Names], Message]] = {
     inference_pb2.GenerateRequest: _generate,
+    inference_pb2.GenerateMultiplexedRequest: _multiplexed,
     inference_pb2.ScoreRequest: _score,
     inference_pb2.EmbedRequest: _embed,
     inference_pb2.TokenizeRequest: _tokenize,
