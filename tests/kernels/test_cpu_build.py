@@ -305,7 +305,9 @@ FAULTS = (
         "cvtne2ps_pbh(reinterpret_cast<__m512>(even)",
         "ragged_rows",
     ),
-    Fault("pairs forget the soft cap", _PAIRS, "return cap > 0 ? cap_scores", "return false ? cap_scores", "soft_cap"),
+    Fault(
+        "pairs forget the soft cap", _PAIRS, "return cap > 0 ? cap_scores", "return false ? cap_scores", "cap_together"
+    ),
 )
 
 _PRODUCT, _CALL = "matmul/cpu/core.cc", "matmul/cpu/kernel.cc"
@@ -440,7 +442,7 @@ build.LIBRARY = pathlib.Path(sys.argv[1])
 kernels = {"matmul": multiply.kernel, "sampling": sampling.kernel, "attention": attention.kernel}
 (kernel,) = (kernel for name, kernel in kernels.items() if name in sys.argv[3])
 isinstance(kernel(), str) and sys.exit(9)
-sys.argv[1:] = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not long and not deep", "-k", sys.argv[2], sys.argv[3]]
+sys.argv[1:] = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not deep", "-k", sys.argv[2], sys.argv[3]]
 """
 _HUNG_S = 600.0
 
