@@ -197,7 +197,7 @@ def _text(rng: random.Random, length: int) -> str:
 # --- valid ones -------------------------------------------------------------------------------------------------------
 
 
-def _generate(rng: random.Random, names: Names) -> Message:
+def _generate(rng: random.Random, names: Names) -> inference_pb2.GenerateRequest:
     message = inference_pb2.GenerateRequest()
     match rng.randrange(3):
         case 0:
