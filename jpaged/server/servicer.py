@@ -699,7 +699,8 @@ class MultiplexedCall:
             if not start.timeout_s >= 0:
                 raise InvalidArgument("timeout_s", f"{start.timeout_s} is not a number of at least 0")
             limits_s.append(start.timeout_s)
-        metadata = (*self._metadata, *start.trace.items()) if start.trace else self._metadata
+        trace = [(key, start.trace[key]) for key in TRACE_KEYS if key in start.trace]
+        metadata = (*self._metadata, *trace)
         defaults = self._service.state.default_sampling
         return call_from(start.request, metadata, min(limits_s, default=None), self._peer, defaults)
 

@@ -1,5 +1,6 @@
 """Requests that leave sampling parameters out get those of the model's generation config, in every API."""
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncIterator
@@ -71,6 +72,13 @@ async def test_the_python_client_sends_what_it_is_given(harness: Harness, made: 
         await client.complete("x")
         await client.complete("x", SamplingParams(max_tokens=2))
     assert made == [DEFAULTS, {**API, "max_tokens": 2}]
+
+
+async def test_requests_that_share_a_call(harness: Harness, made: list[dict[str, Any]]) -> None:
+    given = [None, SamplingParams(max_tokens=2)] * 4
+    async with AsyncClient(harness.target) as client:
+        await asyncio.gather(*(client.complete("x", sampling) for sampling in given))
+    assert sorted(made, key=lambda one: one["max_tokens"]) == [{**API, "max_tokens": 2}] * 4 + [DEFAULTS] * 4
 
 
 @pytest.mark.parametrize(

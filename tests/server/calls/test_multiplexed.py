@@ -101,6 +101,12 @@ async def test_a_start_needs_a_request_and_a_valid_timeout(harness):
     assert status(parts[6]).message == "timeout_s: nan is not a number of at least 0"
 
 
+async def test_a_trace_has_no_other_metadata(harness):
+    trace = {"x-jpaged-tenant": "no\nname", "traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-01"}
+    parts = await run(harness, starts(request("a"), trace=trace))
+    assert tokens(parts[0]) == expected("a")
+
+
 async def test_a_cancelled_request_frees_its_blocks_and_says_no_more(harness):
     harness.faults.hold_after(4)
     call = harness.inference.GenerateMultiplexed()

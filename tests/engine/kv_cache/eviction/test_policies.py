@@ -140,7 +140,6 @@ def test_a_policy_chooses_as_its_slow_model(name, num_slots, acts):
 
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
 @pytest.mark.parametrize("num_slots", [6, 24, 130])
-@pytest.mark.thinned(5)
 def test_a_long_life_has_many_choices_all_as_the_slow_model(name, num_slots):
     draw, tier = random.Random(num_slots), Tier(name, num_slots)
     for _ in range(1500):
