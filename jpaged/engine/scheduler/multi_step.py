@@ -6,7 +6,8 @@
 A new request waits for the steps already dispatched. Unless a number of steps is configured, the duration of a dispatch
 is bounded, so steps of a large model, for which the host's overhead is negligible, are dispatched one by one:
 
-    rows are free    requests keep arriving, few rows run      0.003 s    a first token waits for half of it
+    rows are free    requests keep arriving, few rows run      a tenth of the recent prefill times, 0.003 to 0.02 s:
+                                                               a first token waits for half of it
                      otherwise                                 0.02 s
     all are taken    some row may end early                    0.05 s     a new request waits for a row anyway
                      none may: no step is wasted               0.1 s      tokens wait this long for their message
@@ -28,6 +29,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 from statistics import median
 from typing import NamedTuple
 
@@ -43,7 +45,9 @@ NO_NEWCOMERS = -1
 _LONGEST_S = 0.02
 """Maximum seconds of a dispatch of several steps; tokens that arrive this close together are read as one."""
 _LONGEST_BEFORE_ARRIVAL_S = 0.003
-"""The same if another request is likely to arrive soon."""
+"""The same if another request is likely to arrive soon and prompts are short."""
+_SHARE_OF_PREFILL = 0.1
+"""The same for longer prompts, as a share of the recent prefill times: a first token waits for half of it."""
 _LONGEST_WITHOUT_ROOM_S, _LONGEST_WITHOUT_ENDS_S = 0.05, 0.1
 """The same if no row is free for a new request, and if in addition none may end early."""
 _BURST_S = 0.02
@@ -53,8 +57,8 @@ _MAX_GAP_S = 2.0
 """Mean seconds between arrivals above which the next one is not expected."""
 _FEW_ROWS_SHARE = 0.25
 """Share of all rows up to which arrivals shorten a dispatch; with more, throughput matters more."""
-_NUM_GAPS = 3
-"""Mean gaps since the last arrival after which no further one is expected."""
+_NUM_GAPS = 8
+"""Mean gaps since the last arrival after which no further one is expected; one gap in 3,000 of Poisson arrivals."""
 _NUM_KEPT = 5
 _JUMPING_SHARE, _JUMPING_SHARE_OF_FED = 0.125, 0.5
 """Share of grammar rows with one allowed token above which jumps save more than multi-step dispatches.
@@ -112,6 +116,7 @@ class MultiStepPolicy:
         self.set_programs(geometry)
         self._forward_s = rates.forward_s
         self._seen_s: dict[int, deque[float]] = {}
+        self._prefills_s: deque[float] = deque(maxlen=_NUM_KEPT)
         self._forced_share = 0.0
         self._jumping_share = _JUMPING_SHARE_OF_FED if geometry.has_fed_steps else _JUMPING_SHARE
 
@@ -167,7 +172,7 @@ class MultiStepPolicy:
         if not has_room:
             longest_s = _LONGEST_WITHOUT_ROOM_S if may_end else _LONGEST_WITHOUT_ENDS_S
         elif num_rows <= _FEW_ROWS_SHARE * self._max_num_rows and self._expects_arrival:
-            longest_s = _LONGEST_BEFORE_ARRIVAL_S
+            longest_s = self._longest_before_arrival_s
         else:
             longest_s = _LONGEST_S
         return min(longest_s, self._bound_s)
@@ -177,12 +182,22 @@ class MultiStepPolicy:
         """True if a request is likely to arrive soon that has to wait for the dispatch in flight."""
         return self._chosen != NO_NEWCOMERS and self.arrivals.is_next_expected(self._now_s)
 
+    @property
+    def _longest_before_arrival_s(self) -> float:
+        """Maximum seconds of a dispatch for which an arrival waits."""
+        prefill_s = median(self._prefills_s) if self._prefills_s else 0.0
+        return min(max(_LONGEST_BEFORE_ARRIVAL_S, _SHARE_OF_PREFILL * prefill_s), _LONGEST_S)
+
     def observe_forced_share(self, num_rows: int, num_forced: int) -> None:
         """Record the number of rows with grammars in a step, and how many of them had one allowed token."""
         self._forced_share += _NEWEST_SHARE * (num_forced / num_rows - self._forced_share)
 
     def on_results(self, schedule: SchedulerOutput, outputs: StepOutputs, timing: StepTiming) -> None:
-        """Record the duration of a dispatch in which all rows decode."""
+        """Record the duration of a dispatch in which all rows decode, and of the prefills that end with this one."""
+        for row in schedule.rows:
+            started_s = row.group.first_scheduled_s
+            if row.num_tokens > 1 and row.samples_token and row.output_index == 0 and started_s is not None:
+                self._prefills_s.append(timing.end_s - started_s)
         if schedule.rows or schedule.decodes.num_rounds:
             return
         size = self._buckets.num_decode_rows(len(schedule.decodes))
@@ -241,11 +256,13 @@ class RanStep(NamedTuple):
         return num_pairs(self.query_starts, self.kv_lens)
 
 
-_MAX_RECENT_STEPS = 64
+_MAX_RECENT_STEPS = 8
 
 
 class RecentSteps:
-    """Recent steps that have not been read by `take`; the oldest are dropped.
+    """Recent steps that have not been read by `take`: the newest of each size.
+
+    An arrival reads them before its first step, so they are few.
 
     Attributes:
         buckets: the current sizes that steps are padded to.
@@ -253,7 +270,7 @@ class RecentSteps:
 
     def __init__(self, buckets: BucketTable) -> None:
         self.buckets = buckets
-        self._ran: deque[RanStep] = deque(maxlen=_MAX_RECENT_STEPS)
+        self._ran: dict[int, deque[RanStep]] = {}
 
     def set_buckets(self, buckets: BucketTable) -> None:
         """Set the current sizes."""
@@ -266,11 +283,12 @@ class RecentSteps:
         inputs = timing.inputs
         query_starts = inputs.query_starts_s1[: inputs.num_rows + 1].copy()
         kv_lens = inputs.kv_lens_s[: inputs.num_rows].copy()
-        self._ran.append(RanStep(timing.num_padded, query_starts, kv_lens, timing.seconds / timing.num_steps))
+        step = RanStep(timing.num_padded, query_starts, kv_lens, timing.seconds / timing.num_steps)
+        self._ran.setdefault(timing.num_padded, deque(maxlen=_MAX_RECENT_STEPS)).append(step)
 
     def take(self) -> list[RanStep]:
-        """Return and clear the recorded steps, in order."""
-        ran = list(self._ran)
+        """Return and clear the recorded steps, in order within each size."""
+        ran = list(chain.from_iterable(self._ran.values()))
         self._ran.clear()
         return ran
 
