@@ -6,13 +6,22 @@
 A new request waits for the steps already dispatched. Unless a number of steps is configured, the duration of a dispatch
 is bounded, so steps of a large model, for which the host's overhead is negligible, are dispatched one by one:
 
-    rows are free    requests keep arriving, few rows run      a tenth of the recent prefill times, 0.003 to 0.02 s:
-                                                               a first token waits for half of it
+    rows are free    requests keep arriving, few rows run,     a tenth of the recent prefill times, 0.003 to 0.02 s:
+                     and do not interrupt the dispatch         a first token waits for half of it
                      otherwise                                 0.02 s
     all are taken    some row may end early                    0.05 s     a new request waits for a row anyway
                      none may: no step is wasted               0.1 s      tokens wait this long for their message
 
 There is no bound if no row may end and no request arrives later (`NO_NEWCOMERS`).
+
+On a CPU an arrival can end a dispatch after the current step (`Executor.decode_interruptibly`):
+
+    one step a dispatch       | host | step | host | step | host | prefill
+    interruptible steps       | host | step   step   step | host | prefill        tokens cost less, and so does the wait
+                                                ^ arrival
+
+The number of steps is then known only at the end, so that no step overlaps with such a dispatch. If steps overlap, it
+is used only while arrivals are expected.
 
 Limit of the prefill tokens in a step, so that streams in it keep their inter-token latency.
 
@@ -106,11 +115,15 @@ class MultiStepPolicy:
     Args:
         num_steps: fixed maximum, independent of time; 0 chooses by time, and NO_NEWCOMERS may.
         bound_s: bound of the inter-token latency of streams; 0 for no bound.
+        has_overlap: the next step is scheduled while one runs.
     """
 
-    def __init__(self, num_steps: int, bound_s: float, rates: DeviceRates, geometry: Geometry) -> None:
+    def __init__(
+        self, num_steps: int, bound_s: float, rates: DeviceRates, geometry: Geometry, *, has_overlap: bool = True
+    ) -> None:
         self._chosen = num_steps
         self._bound_s = bound_s or math.inf
+        self._has_overlap = has_overlap
         self._now_s = 0.0
         self.arrivals = ArrivalTimes()
         self.set_programs(geometry)
@@ -131,6 +144,8 @@ class MultiStepPolicy:
         self._most = min(chosen, most) if chosen > 0 else most
         self._buckets = geometry.buckets
         self._max_num_rows = geometry.max_num_seqs
+        # The draft model must know which tokens the model computes when a step is dispatched.
+        self._can_interrupt = geometry.has_fed_steps and not geometry.num_speculative_tokens
 
     def num_steps(
         self,
@@ -171,11 +186,18 @@ class MultiStepPolicy:
         """Return the maximum seconds of a dispatch whose number of steps is chosen by time."""
         if not has_room:
             longest_s = _LONGEST_WITHOUT_ROOM_S if may_end else _LONGEST_WITHOUT_ENDS_S
-        elif num_rows <= _FEW_ROWS_SHARE * self._max_num_rows and self._expects_arrival:
+        elif num_rows <= _FEW_ROWS_SHARE * self._max_num_rows and self._expects_arrival and not self.is_interruptible:
             longest_s = self._longest_before_arrival_s
         else:
             longest_s = _LONGEST_S
         return min(longest_s, self._bound_s)
+
+    @property
+    def is_interruptible(self) -> bool:
+        """True if a request that arrives ends a dispatch of several steps, given a free row."""
+        if not self._can_interrupt or self._chosen == NO_NEWCOMERS:
+            return False
+        return not self._has_overlap or self._expects_arrival
 
     @property
     def _expects_arrival(self) -> bool:

@@ -309,10 +309,10 @@ def test_while_requests_arrive_next_to_others_a_dispatch_is_short_if_they_find_a
     assert one.num_steps(2, 99) == 1
     assert one.num_steps(2, 99, may_end=False, has_room=False) == 16
     assert one.num_steps(3, 99) == 10, "more than a quarter of the rows"
-    one.begin_step(2.4, SeveralStepsExecutor().geometry)
+    one.begin_step(3.9, SeveralStepsExecutor().geometry)
     assert one.num_steps(2, 99) == 1
-    one.begin_step(2.6, SeveralStepsExecutor().geometry)
-    assert one.num_steps(2, 99) == 10, "three mean gaps have passed without one"
+    one.begin_step(4.1, SeveralStepsExecutor().geometry)
+    assert one.num_steps(2, 99) == 10, "eight mean gaps have passed without one"
 
 
 @pytest.mark.parametrize(
