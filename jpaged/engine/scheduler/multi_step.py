@@ -443,6 +443,27 @@ class StepTimeFloor:
         return num_tokens * self._token_s + num_steps * self._step_s
 
 
+_FIXED_PARTS = 20
+"""Default bound in fixed parts of a step, so that larger steps take at most a twentieth less time for a token."""
+_LEAST_DEFAULT_S, _MOST_DEFAULT_S = 0.1, 1.0
+"""Range of the default: a message of a stream may wait for the first anyway (`jpaged.service.calls`)."""
+
+
+def choose_bound_s(rates: DeviceRates) -> float:
+    """Return the default bound of the inter-token latency of streams, from the times measured at start-up.
+
+        seconds  fixed + slope * tokens          reading the weights is the fixed part, and is paid by every step:
+                 └─ 0.002 ─> 0.1                 a model of 16 million parameters
+                 └─ 0.03  ─> 0.6                 one of 390 million: steps of 0.1 s would be weights for a third
+
+    Without a bound, streams would wait for the largest step.
+    """
+    (few, few_s), (many, many_s) = rates.forward_s[0], rates.forward_s[-1]
+    slope_s = (many_s - few_s) / (many - few) if many > few else 0.0
+    fixed_s = few_s - slope_s * few
+    return min(max(_FIXED_PARTS * fixed_s, _LEAST_DEFAULT_S), _MOST_DEFAULT_S)
+
+
 class PrefillBudget:
     """Chooses the prefill tokens of a step under a bound of the inter-token latency of streams.
 
@@ -450,11 +471,12 @@ class PrefillBudget:
 
     Attributes:
         steps: records the steps; they are evaluated when `within` is called.
+        bound_s: the bound in seconds.
     """
 
     def __init__(self, bound_s: float, rates: DeviceRates, buckets: BucketTable) -> None:
         self.steps = RecentSteps(buckets)
-        self._bound_s = bound_s
+        self.bound_s = bound_s
         self._times = StepTimeEstimator(rates)
 
     def within(
@@ -484,7 +506,7 @@ class PrefillBudget:
             return self._times.seconds(self.steps.buckets.num_tokens(num_decoding + num_tokens), num_pairs)
 
         sizes = self._sizes(budget, num_decoding)
-        most_s = max(self._bound_s, (1 + LEAST_SHARE) * seconds(0))
+        most_s = max(self.bound_s, (1 + LEAST_SHARE) * seconds(0))
         return next((size for size in sizes if seconds(size) <= most_s), sizes[-1])
 
     def _sizes(self, budget: int, num_decoding: int) -> list[int]:

@@ -41,7 +41,7 @@ from jpaged.engine.kv_cache.interface import KVCacheManager, Shares
 from jpaged.engine.kv_cache.long_rope import LongRopeRecompute
 from jpaged.engine.lora import LoRASlots
 from jpaged.engine.scheduler.decode_batch import PersistentDecodeBatch, commit_full_blocks
-from jpaged.engine.scheduler.multi_step import MultiStepPolicy, PrefillBudget
+from jpaged.engine.scheduler.multi_step import MultiStepPolicy, PrefillBudget, choose_bound_s
 from jpaged.engine.scheduler.output import ScheduledRow, SchedulerOutput
 from jpaged.engine.sequence import Sequence, SequenceGroup, Status, has_unknown_tokens
 from jpaged.engine.speculative.drafts import DraftRows, DraftTokens, RoundRows
@@ -296,6 +296,8 @@ class Scheduler:
         self._policy = policy
         self._preemption = Preemption(options.preemption_mode, geometry.bytes_per_block, rates)
         bound_s = options.max_inter_token_latency
+        if bound_s is None:
+            bound_s = choose_bound_s(rates)
         self.prefill_budget = PrefillBudget(bound_s, rates, geometry.buckets) if bound_s else None
         self.is_in_order = options.policy == "fcfs"
         self.queues = Queues(self._policy)
