@@ -6,8 +6,9 @@
 A new request waits for the steps already dispatched. Unless a number of steps is configured, the duration of a dispatch
 is bounded, so steps of a large model, for which the host's overhead is negligible, are dispatched one by one:
 
-    rows are free    requests keep arriving, few rows run,     a tenth of the recent prefill times, 0.003 to 0.02 s:
-                     and do not interrupt the dispatch         a first token waits for half of it
+    rows are free    requests keep arriving, few rows run      a tenth of the recent prefill times, 0.003 to 0.02 s:
+                                                               a first token waits for half of it
+                     the same, and they end a dispatch         twice that
                      otherwise                                 0.02 s
     all are taken    some row may end early                    0.05 s     a new request waits for a row anyway
                      none may: no step is wasted               0.1 s      tokens wait this long for their message
@@ -61,6 +62,8 @@ _LONGEST_WITHOUT_ROOM_S, _LONGEST_WITHOUT_ENDS_S = 0.05, 0.1
 """The same if no row is free for a new request, and if in addition none may end early."""
 _BURST_S = 0.02
 """Requests that arrive this close together count as one arrival."""
+_INTERRUPTIBLE_FACTOR = 2
+"""How much longer a dispatch may be that an arrival ends: its executed steps are still processed first."""
 _NUM_ARRIVALS, _MIN_ARRIVALS = 8, 3
 _MAX_GAP_S = 2.0
 """Mean seconds between arrivals above which the next one is not expected."""
@@ -186,7 +189,7 @@ class MultiStepPolicy:
         """Return the maximum seconds of a dispatch whose number of steps is chosen by time."""
         if not has_room:
             longest_s = _LONGEST_WITHOUT_ROOM_S if may_end else _LONGEST_WITHOUT_ENDS_S
-        elif num_rows <= _FEW_ROWS_SHARE * self._max_num_rows and self._expects_arrival and not self.is_interruptible:
+        elif num_rows <= _FEW_ROWS_SHARE * self._max_num_rows and self._expects_arrival:
             longest_s = self._longest_before_arrival_s
         else:
             longest_s = _LONGEST_S
@@ -206,9 +209,10 @@ class MultiStepPolicy:
 
     @property
     def _longest_before_arrival_s(self) -> float:
-        """Maximum seconds of a dispatch for which an arrival waits."""
+        """Maximum seconds of a dispatch for which an arrival waits, or whose tokens are processed before it runs."""
         prefill_s = median(self._prefills_s) if self._prefills_s else 0.0
-        return min(max(_LONGEST_BEFORE_ARRIVAL_S, _SHARE_OF_PREFILL * prefill_s), _LONGEST_S)
+        longest_s = max(_LONGEST_BEFORE_ARRIVAL_S, _SHARE_OF_PREFILL * prefill_s)
+        return min(_INTERRUPTIBLE_FACTOR * longest_s if self.is_interruptible else longest_s, _LONGEST_S)
 
     def observe_forced_share(self, num_rows: int, num_forced: int) -> None:
         """Record the number of rows with grammars in a step, and how many of them had one allowed token."""

@@ -592,11 +592,13 @@ def test_the_longer_prompts_take_the_longer_is_a_dispatch_before_an_arrival():
     assert steps == [3, 3, 8, 12, 16]
 
 
-def test_arrivals_that_interrupt_a_dispatch_do_not_shorten_it():
+def test_arrivals_that_interrupt_a_dispatch_shorten_it_less():
     geometry = dataclasses.replace(FedExecutor().geometry, max_num_steps=MAX_NUM_STEPS)
     one = MultiStepPolicy(0, 0.0, DeviceRates(1.0, 1.0, ((8, 0.002), (16, 0.002))), geometry, has_overlap=False)
     for time_s in (1.0, 1.3, 1.6):
         one.arrivals.add(time_s)
         one.begin_step(time_s, geometry)
     assert one.is_interruptible
-    assert one.num_steps(2, 99) == 10
+    assert one.num_steps(2, 99) == 3
+    prefilled(one, 0.08)
+    assert one.num_steps(2, 99) == 8
