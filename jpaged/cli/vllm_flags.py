@@ -2,7 +2,8 @@
 
 `vllm_flags.tsv` has one row per flag:
 
-    flags      all spellings, the first one in dashes; `--no-` forms of switches and underscores are accepted too
+    flags      all spellings, the first one in dashes; `--no-` and `--disable-` forms of switches, and underscores, are
+               accepted too
     kind       switch, value, optional, list or json
     outcome    same         the option exists under this name
                alias        the option has another name, which is logged
@@ -30,7 +31,7 @@ from jpaged.cli.options import merge_json_flags
 from jpaged.errors import InvalidArgument
 
 TABLE = Path(__file__).with_suffix(".tsv")
-VERSION = "0.32"
+VERSION = "0.33"
 """Version of vLLM whose flags the table has completely."""
 Outcome = Literal["same", "alias", "unnecessary", "unsupported"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -81,13 +82,18 @@ def _by_name() -> dict[str, VllmFlag]:
     return {name: flag for flag in read_flags() for name in flag.names}
 
 
+_INVERSES = {"--no-": "--", "--disable-": "--enable-", "--enable-": "--disable-"}
+"""Prefixes of a switch's negative form, and of the switch."""
+
+
 def find_flag(word: str) -> VllmFlag | None:
-    """Return the row of a spelling in dashes or of a `--no-` form; None if vLLM has no such flag."""
+    """Return the row of a spelling in dashes, or of a switch's negative form; None if vLLM has no such flag."""
     rows = _by_name()
     found = rows.get(word)
-    if found is None and word.startswith("--no-"):
-        found = rows.get(f"--{word.removeprefix('--no-')}")
-        return found if found is not None and found.kind == "switch" else None
+    for prefix, positive in _INVERSES.items():
+        if found is None and word.startswith(prefix):
+            switch = rows.get(positive + word.removeprefix(prefix))
+            found = switch if switch is not None and switch.kind == "switch" else None
     return found
 
 
@@ -222,7 +228,7 @@ class _Translation:
             self._keep(f"{name}{equals}{value}", name, equals)
             return
         if flag.kind == "switch":
-            is_off = (name.startswith("--no-") and name not in flag.names) != option.startswith("!")
+            is_off = (name not in flag.names) != option.startswith("!")
             given = f"--no-{target.removeprefix('--')}" if is_off else target
             self._out.append(f"{given}{equals}{value}")
             self._note(name, given)
