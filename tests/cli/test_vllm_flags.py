@@ -1,5 +1,6 @@
 """Flags of `vllm serve`: none is unknown, and each has one of four outcomes."""
 
+import os
 import re
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from jpaged.errors import InvalidArgument
 
 RECORDED = (Path(__file__).with_name(f"vllm_serve_{VERSION}.txt")).read_text().split()
 """Every spelling that `vllm serve` accepts: those that --help=all lists, and `--no-` forms that it hides."""
-OPTIONS = {to_flag(name) for name, _, _ in iter_options()}
+OPTIONS = {to_flag(name) for name, _, _ in iter_options()} | {"--config"}
 VALUES = {
     "--kv-events-config": '{"endpoint": "tcp://*:1"}',
     "--nnodes": "2",
@@ -31,6 +32,7 @@ VALUES = {
     "--lora-modules": "a=b",
     "--speculative-config": '{"method": "ngram"}',
     "--kv-transfer-config": "{}",
+    "--config": os.devnull,
 }
 
 
@@ -158,6 +160,123 @@ def test_flags_of_vllm_set_options(serve, words, values):
         name: value.replace(":", ": ").replace(',"', ', "') if name == "speculative_config" else value
         for name, value in values.items()
     }
+
+
+FILE = """\
+# as for `vllm serve --config`
+model: m
+port: 0
+max_model_len: 1k
+gpu-memory-utilization: 0.5
+http-cors-origins: [https://a, https://b]
+served-model-name: [x, y]
+lora-modules:
+  - {name: a, path: b}
+  - c=d
+speculative-config:
+  method: ngram
+  num_speculative_tokens: 3
+kv-events-config: {endpoint: "tcp://*:7"}
+master-addr: h
+nnodes: 2
+num_scheduler_steps: -1
+enable-prefix-caching: false
+disable-lora: false
+enforce-eager: true
+chat-template:
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "serve.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def test_a_file_sets_options(serve, file):
+    found, notes = parse(serve, "--config", str(file), "--node-rank", "1")
+    assert found == {
+        "model": "m",
+        "port": 0,
+        "max_model_len": 1000,
+        "memory_utilization": 0.5,
+        "http_cors_origins": ["https://a", "https://b"],
+        "served_model_name": "x",
+        "served_model_aliases": ["y"],
+        "lora": ["a=b", "c=d"],
+        "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
+        "kv_events_endpoint": "tcp://*:7",
+        "coordinator": "h:29501",
+        "num_processes": 2,
+        "process_id": 1,
+        "num_scheduler_steps": -1,
+        "enable_prefix_caching": False,
+        "enable_lora": True,
+    }
+    assert f"{file}: --gpu-memory-utilization is --memory-utilization here" in notes
+    assert "--node-rank is --process-id here" in notes
+
+
+def test_the_command_line_overrides_a_file(serve, file):
+    words = "n --memory-utilization=0.25 --http-cors-origins q --served-model-name z --enable-prefix-caching"
+    found, _ = parse(serve, f"--config={file}", *words.split(), "-sc.method", "suffix", "--nnodes", "1")
+    assert (found["model"], found["memory_utilization"], found["http_cors_origins"]) == ("n", 0.25, ["q"])
+    assert (found["served_model_name"], found["enable_prefix_caching"]) == ("z", True)
+    assert found["speculative_config"] == '{"method": "suffix"}'
+    assert found["max_model_len"] == 1000
+    assert {"served_model_aliases", "coordinator"}.isdisjoint(found)
+
+
+def test_commands_share_a_file(file):
+    file.write_text("model: m\nport: 0\nallowed-origins: [a]\nmax-num-seqs: 4\n")
+    generate = get_commands(make_parser())["generate"]
+    arguments = generate.parse_args(["--config", str(file), "--prompt", "x", "--max-tokens", "4"])
+    assert config_values(arguments) == {"model": "m", "max_num_seqs": 4}
+    assert arguments.notes == [
+        f"{file}: --port is not an option of `jpaged generate`",
+        f"{file}: --allowed-origins is not an option of `jpaged generate`",
+    ]
+    file.write_text("")
+    assert config_values(generate.parse_args(["--config", str(file), "--prompt", "x"])) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("max-model-length: 5", "max-model-length: is not an option; did you mean --max-model-len?"),
+        ("gpu_memory_utilisation: 5", "gpu_memory_utilisation: is not an option; did you mean --memory-utilization?"),
+        ("nothing: 1", "nothing: is not an option"),
+        ("7: 1", "7: is not an option"),
+        ("config: other.yaml", "config: is an option of the command line only"),
+        ("port: 1\nport: 2", "port: is given twice"),
+        ("max_num_seqs: 1\nmax-num-seqs: 2", "max_num_seqs: is given twice"),
+        ("max_num_seqs: 1\nmax_num_seqs: 2", "max_num_seqs: is given twice"),
+        ("max-num-seqs: many", "max-num-seqs: invalid int value: 'many'"),
+        ("max-num-seqs: [1, 2]", "max-num-seqs: invalid int value: '[1, 2]'"),
+        ("max-num-seqs: true", "max-num-seqs: takes a value; true is none"),
+        ("policy: lottery", "policy: invalid choice: 'lottery'"),
+        ("enable-prefix-caching: 'no'", "enable-prefix-caching: 'no' is not true or false"),
+        ("pipeline-parallel-size: 2", "--pipeline-parallel-size: 2 is not supported, only 1"),
+        ("speculative-config: {method: ngram}\nspeculative-config.method: suffix", "use one of them"),
+        ("- port", "--config: is not a YAML mapping of options, such as `max-model-len: 4096`"),
+        ("port: [", "--config: is not YAML"),
+    ],
+)
+def test_a_file_with_a_wrong_option_is_rejected_by_key(serve, file, text, problem):
+    file.write_text(text)
+    with pytest.raises(InvalidArgument, match=re.escape(problem)) as error:
+        parse(serve, "--config", str(file))
+    assert error.value.field.startswith(str(file))
+
+
+def test_a_file_of_options_must_exist_once(serve, file):
+    with pytest.raises(InvalidArgument, match=r"nowhere\.yaml: --config: .*nowhere"):
+        parse(serve, "--config", "nowhere.yaml")
+    with pytest.raises(InvalidArgument, match="--config: is given twice"):
+        parse(serve, "--config", str(file), f"--config={file}")
+    with pytest.raises(InvalidArgument, match="--config: has no value; it takes a YAML file of options"):
+        parse(serve, "--config")
 
 
 def test_every_replaced_flag_is_logged_once(serve):
