@@ -112,9 +112,9 @@ def translate(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[li
     translation.run()
     if translation.config_file is None:
         return translation.finish(), list(dict.fromkeys(translation.notes))
-    path = Path(translation.config_file)
+    path, left_out = Path(translation.config_file), list[str]()
     try:
-        filed = _Translation(parser, _words_of_file(parser, path, filed_notes := []), is_file=True)
+        filed = _Translation(parser, _words_of_file(parser, path, left_out), is_file=True)
         filed.run()
         translation.take_hosts(filed)
         of_file = filed.finish()
@@ -122,7 +122,7 @@ def translate(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[li
     except InvalidArgument as error:
         raise InvalidArgument(f"{path}: {error.field}", error.problem) from None
     own = translation.finish()
-    notes = [*translation.notes, *(f"{path}: {note}" for note in (*filed_notes, *filed.notes))]
+    notes = [*translation.notes, *(f"{path}: {note}" for note in (*left_out, *filed.notes))]
     return [*_without(parser, of_file, translation.options(own)), *own], list(dict.fromkeys(notes))
 
 
@@ -429,7 +429,10 @@ class _Translation:
         """Keep an option of the same name with its value, or ours for it."""
         if not equals:
             if not self._has_value():
-                self._out.append(flag.name)  # the parser reports it
+                if flag.kind == "optional":
+                    self.notes.append(f"{name} has no effect: {flag.reason}")
+                else:
+                    self._out.append(flag.name)  # the parser reports it
                 return
             value = self._left.popleft()
         ours = dict(pair.split("=") for pair in flag.values).get(value, value)
