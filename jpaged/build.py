@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from jpaged.chat import MAX_CHAT_TEMPLATE_BYTES
+from jpaged.chat import MAX_CHAT_TEMPLATE_BYTES, ChatOptions
 from jpaged.checkpoints.adapters import AdapterReader
 from jpaged.checkpoints.gguf.file import is_gguf
 from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
@@ -34,6 +34,7 @@ from jpaged.checkpoints.names import weight_bytes
 from jpaged.checkpoints.quantized.quantizer import quantized_here
 from jpaged.checkpoints.weights import PackStored, load_params, random_params, read_head
 from jpaged.config import EngineConfig, ModelOptions, compile_cache_dir, platform_default
+from jpaged.config.option import parse_json_object
 from jpaged.config.speculative import NAME as SPECULATIVE
 from jpaged.device.compilation.compile import program_caches, set_up_compile_cache
 from jpaged.device.compilation.memory_plan import DeviceMemory
@@ -64,7 +65,7 @@ from jpaged.service.chat.output_config import ChatOutputConfig
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import Adapters, BackendFacts, LoadedModel
 from jpaged.service.structured_output.compiler import ServedGrammars
-from jpaged.service.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from jpaged.service.tokenizer import HuggingFaceTokenizer, TemplateSettings, load_tokenizer
 from jpaged.service.tokenizer_parts import TokenizerParts
 from jpaged.types import ModelInfo
 
@@ -395,6 +396,9 @@ def find_source(options: ModelOptions, *, starts_templates: bool = False) -> Mod
             chat_template=_template_in(options.chat_template),
             trusts_request_templates=options.trust_request_chat_template,
             starts_templates=starts_templates,
+            templates=TemplateSettings(
+                options.chat_template_content_format, _default_template_kwargs(options.default_chat_template_kwargs)
+            ),
         )
     except InvalidArgument as error:
         if of_tokenizer == folder or error.field != "model":
@@ -441,6 +445,23 @@ def _template_in(path: str | None) -> str | None:
         problem = "is empty" if len(data) <= MAX_CHAT_TEMPLATE_BYTES else f"is over {MAX_CHAT_TEMPLATE_BYTES} bytes"
         raise InvalidArgument("chat_template", f"{path} {problem}")
     return text
+
+
+def _default_template_kwargs(text: str | None) -> dict[str, Any]:
+    """Return the variables of chat templates that the options set.
+
+    Raises:
+        InvalidArgument: they are not a JSON object, or over a limit of requests.
+    """
+    if text is None:
+        return {}
+    field = "default_chat_template_kwargs"
+    values = parse_json_object(field, text, '{"enable_thinking": false}')
+    try:
+        ChatOptions(template_kwargs=values)
+    except InvalidArgument as error:
+        raise InvalidArgument(field, error.problem) from error
+    return values
 
 
 def _gguf_parts(folder: Path) -> TokenizerParts | None:

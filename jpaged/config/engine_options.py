@@ -40,7 +40,7 @@ class ModelOptions:
         "demo", "model to load: `demo`, a folder (Hugging Face or jpaged layout), a GGUF file, or a Hugging Face Hub id"
     )
     tokenizer: str | None = option(
-        None, "folder, GGUF file or Hugging Face Hub id of the tokenizer and chat template, if not the model's own"
+        None, "tokenizer and chat template, if not the model's own: a folder, a GGUF file or a Hugging Face Hub id"
     )
     revision: str | None = option(None, "branch, tag or commit of a model on the Hugging Face Hub; main if unset")
     tokenizer_revision: str | None = option(
@@ -116,6 +116,17 @@ class ModelOptions:
     )
     chat_template: str | None = option(
         None, "file with the chat template to use instead of the model's own", path="file"
+    )
+    chat_template_content_format: str = option(
+        "auto",
+        "form of a message's text in chat templates: string, or openai (a list of parts); auto: string unless the "
+        "template prints a text only as a part",
+        choices=("auto", "string", "openai"),
+    )
+    default_chat_template_kwargs: JsonText | None = option(
+        None,
+        'JSON object of chat template variables, such as {"enable_thinking": false}, for requests that do not set '
+        "them (`chat_template_kwargs`)",
     )
     generation_config: str = option(
         "auto",

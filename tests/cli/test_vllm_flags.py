@@ -33,6 +33,8 @@ VALUES = {
     "--speculative-config": '{"method": "ngram"}',
     "--kv-transfer-config": "{}",
     "--hf-overrides": "{}",
+    "--default-chat-template-kwargs": "{}",
+    "--chat-template-content-format": "openai",
     "--config": os.devnull,
 }
 

@@ -12,7 +12,16 @@ from typing import Any, TypeVar
 
 import pytest
 
-from jpaged.config import PROCESS_OPTIONS, EngineConfig, LoraOptions, field_names, iter_options, server_field_names
+from jpaged.build import find_source
+from jpaged.config import (
+    PROCESS_OPTIONS,
+    EngineConfig,
+    LoraOptions,
+    ModelOptions,
+    field_names,
+    iter_options,
+    server_field_names,
+)
 from jpaged.device.compilation import memory_plan
 from jpaged.device.compilation.aot_bundle import CompileTarget, save_programs
 from jpaged.device.compilation.program_registry import ProgramStore
@@ -305,6 +314,24 @@ def test_tokenizer_is_that_of_another_folder(folder: Path, tmp_path: Path) -> No
         found = llm.generate(["3,4,5,"], GREEDY, use_tqdm=False)[0]
     assert found.prompt_token_ids == (3, 4, 5)
     assert found.outputs[0].text == "".join(f"{token}," for token in found.outputs[0].token_ids)
+
+
+@flips("default_chat_template_kwargs", "chat_template_content_format")
+@pytest.mark.long
+def test_chat_templates_get_their_variables_and_parts(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content is string }} {{ mood }}")
+    texts = []
+    for options in (
+        ModelOptions(),
+        ModelOptions(chat_template_content_format="openai", default_chat_template_kwargs='{"mood": "glad"}'),
+    ):
+        tokenizer = find_source(dataclasses.replace(options, chat_template=str(template))).tokenizer
+        texts.append(tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "a"}], max_bytes=99)))
+    assert texts == ["True ", "False glad"]
+    for value, problem in (("[]", "is not a JSON object, such as"), ('{"a b": 1}', "'a b' is no name of a variable")):
+        with pytest.raises(InvalidArgument, match=f"default_chat_template_kwargs: .*{problem}"):
+            find_source(ModelOptions(default_chat_template_kwargs=value))
 
 
 @flips("hf_overrides")
