@@ -33,6 +33,7 @@ VALUES = {
     "--speculative-config": '{"method": "ngram"}',
     "--kv-transfer-config": "{}",
     "--hf-overrides": "{}",
+    "--root-path": "/llm",
     "--default-chat-template-kwargs": "{}",
     "--chat-template-content-format": "openai",
     "--config": os.devnull,
