@@ -45,19 +45,32 @@ class ShownToken:
         data: the bytes that it adds to a text; None if unknown.
         alone: text of the single token, from which some tokenizers strip a space.
         is_special: texts without special tokens leave it out.
+        name: shown instead of the text; "" shows the text.
     """
 
     data: bytes | None
     alone: str
     is_special: bool = False
+    name: str = ""
 
     @property
     def text(self) -> str:
         """The text; invalid bytes are U+FFFD."""
+        if self.name:
+            return self.name
         return self.alone if self.data is None else self.data.decode(errors="replace")
 
 
 TokenText = Callable[[int], ShownToken]
+
+
+def _named_by(job: Job, token_text: TokenText) -> TokenText:
+    """Return the texts of a job's tokens: `token_id:N` if the caller asks for ids."""
+    if not job.names_token_ids:
+        return token_text
+    return lambda token_id: replace(token_text(token_id), name=f"token_id:{token_id}")
+
+
 MAX_CHARACTER_TOKENS = 4
 
 
@@ -202,6 +215,7 @@ def build_answer(
         token_text: returns the text of every token in the log-probabilities.
         prompt_texts: text of each prompt, if the job has an echo.
     """
+    token_text = _named_by(job, token_text)
 
     def choices() -> Iterator[dict[str, Any]]:
         for number, output in enumerate(outputs):
@@ -259,7 +273,9 @@ def _choice(
         told = echoed(output.prompt_token_ids, output.prompt_logprobs or ()) if job.has_echo else ()
         offsets = TextOffsets.of_answer(job, output.prompt_token_ids, token_text)
         logprobs = completion_logprobs((*told, *one.logprobs), token_text, offsets)
-    content: dict[str, Any] = {"message": build_message(one)} if job.is_chat else {"text": prompt_text + one.text}
+    content: dict[str, Any] = {"text": prompt_text + one.text}
+    if job.is_chat:
+        content = {"message": build_message(one, job.role, job.echoed)}
     choice = {
         "index": one.index,
         **content,
@@ -327,11 +343,13 @@ def completion_logprobs(positions: Sequence[Shown], token_text: TokenText, offse
     chosen = [position if isinstance(position, int) else position.chosen.token_id for position in positions]
     tokens = [token_text(token_id) for token_id in chosen]
 
-    # Two tokens can have the same text (a byte of a character, for example); the more likely one is kept.
+    # Two tokens can have the same text (a byte of a character, for example); the more likely one is kept. The chosen
+    # token is among them even if it is not one of the most likely, so they are never empty.
     def top(position: Shown) -> dict[str, float] | None:
         if isinstance(position, int):
             return None
-        return {token_text(t.token_id).text: t.logprob for t in reversed((*position.top, *position.asked))}
+        every = (position.chosen, *position.top, *position.asked)
+        return {token_text(t.token_id).text: t.logprob for t in sorted(every, key=lambda t: t.logprob)}
 
     return {
         "tokens": [token.text for token in tokens],
@@ -377,7 +395,7 @@ class ChunkBuilder:
 
     def __init__(self, heading: ResponseMetadata, job: Job, token_text: TokenText) -> None:
         self._job = job
-        self._token_text = token_text
+        self._token_text = _named_by(job, token_text)
         self._how = job.streaming or Streaming()
         self._heading = heading.as_json(is_chat=job.is_chat, is_chunk=True)
         self._usages = [Usage() for _ in job.prompts]
@@ -438,7 +456,7 @@ class ChunkBuilder:
             told = [None, *self._sent_positions[number]]
         fields = prompt_fields(job, prompt_token_ids, told, self._token_text)
         if job.is_chat:
-            choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+            choice = {"index": index, "delta": {"role": job.role, "content": job.echoed}, "logprobs": None}
             return self._chunk(choice | {"finish_reason": None}, number, fields)
         if not (job.has_echo or fields):
             return b""

@@ -195,7 +195,8 @@ _OWN = frozenset(
 )
 _OF_CHATS = OF_CHATS - {
     *("messages", "n", "best_of", "beam_width", "logprobs", "prompt_logprobs", "max_tokens", "max_completion_tokens"),
-    *("response_format", "reasoning_effort"),
+    *("response_format", "reasoning_effort", "echo", "return_token_ids", "return_tokens_as_token_ids"),
+    "use_beam_search",
 }
 """Fields that a chat has under the same name."""
 _THEIRS = {
