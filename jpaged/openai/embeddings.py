@@ -130,9 +130,9 @@ class SimilarityJob:
 
 
 _OF_ALL = {one.name for one in fields(How)}
-_OF_EMBEDDINGS = {*_OF_ALL, "input", "pooling", "encoding_format", "dimensions", "normalize", "user", "use_activation"}
-_OF_EMBEDDED_CHATS = {
-    *(_OF_EMBEDDINGS - {"input"}),
+OF_EMBEDDINGS = {*_OF_ALL, "input", "pooling", "encoding_format", "dimensions", "normalize", "user", "use_activation"}
+OF_EMBEDDED_CHATS = {
+    *(OF_EMBEDDINGS - {"input"}),
     *("messages", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
     "add_special_tokens",
 }
@@ -140,8 +140,8 @@ _TEXTS_1, _TEXTS_2 = ("text_1", "queries", "data_1"), ("text_2", "documents", "i
 """Names of the texts of pairs; vLLM accepts each."""
 _OF_SIMILARITIES = {*_OF_ALL, *_TEXTS_1, *_TEXTS_2, "pooling"}
 _OF_LOGLIKELIHOODS = {*_OF_ALL, "prompt", "continuations"} - {"truncate_prompt_tokens", "truncation_side"}
-_OF_RERANKING = {*_OF_ALL, "query", "documents", "top_n", "return_documents", "pooling"}
-_OF_SCORES = _OF_SIMILARITIES | _OF_LOGLIKELIHOODS
+OF_RERANKING = {*_OF_ALL, "query", "documents", "top_n", "return_documents", "pooling"}
+OF_SCORES = _OF_SIMILARITIES | _OF_LOGLIKELIHOODS
 ScoringJob = EmbedJob | ScoreJob | SimilarityJob
 
 
@@ -151,7 +151,7 @@ def score_job(given: Mapping[str, Any]) -> ScoreJob | SimilarityJob:
     Raises:
         InvalidArgument: a field is unknown, invalid, or cannot be honored.
     """
-    body = own_fields("/v1/score", given, _OF_SCORES)
+    body = own_fields("/v1/score", given, OF_SCORES)
     is_ours = "prompt" in body or "continuations" in body
     return _loglikelihood_job(body) if is_ours else _similarity_job(body)
 
@@ -163,7 +163,7 @@ def embed_job(as_given: Mapping[str, Any]) -> EmbedJob:
         InvalidArgument: as `score_job`.
     """
     is_chat = as_given.get("messages") is not None
-    own = _OF_EMBEDDED_CHATS if is_chat else _OF_EMBEDDINGS
+    own = OF_EMBEDDED_CHATS if is_chat else OF_EMBEDDINGS
     body = own_fields("/v1/embeddings", as_given, own)
     how = _how(body, own)
     name_in(body, "user")
@@ -192,8 +192,8 @@ def rerank_job(given: Mapping[str, Any]) -> SimilarityJob:
     Raises:
         InvalidArgument: as `score_job`.
     """
-    body = own_fields("/v1/rerank", given, _OF_RERANKING)
-    how = _how(body, _OF_RERANKING)
+    body = own_fields("/v1/rerank", given, OF_RERANKING)
+    how = _how(body, OF_RERANKING)
     query, documents = _strings("query", [body.get("query")]), body.get("documents")
     if isinstance(documents, list):
         documents = [one["text"] if isinstance(one, dict) and one.keys() == {"text"} else one for one in documents]
@@ -360,8 +360,9 @@ def _unit(vector: Sequence[float]) -> np.ndarray:
     return array / max(float(np.linalg.norm(array)), 1e-300)
 
 
-_OF_TEXTS = {"model", "prompt", "add_special_tokens", "return_token_strs"}
-_OF_CHATS = {"model", "return_token_strs", "add_special_tokens", *CHAT_FIELDS}
+OF_TOKENIZED_TEXTS = {"model", "prompt", "add_special_tokens", "return_token_strs"}
+OF_TOKENIZED_CHATS = {"model", "return_token_strs", "add_special_tokens", *CHAT_FIELDS}
+OF_DETOKENIZING = {"model", "tokens", "skip_special_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +397,7 @@ def parse_tokenize_job(given: Mapping[str, Any]) -> TokenizeJob:
     if (given.get("prompt") is None) == (given.get("messages") is None):
         raise InvalidArgument("prompt", "give exactly one of prompt and messages")
     is_text = given.get("prompt") is not None
-    body = own_fields("/tokenize", given, _OF_TEXTS if is_text else _OF_CHATS)
+    body = own_fields("/tokenize", given, OF_TOKENIZED_TEXTS if is_text else OF_TOKENIZED_CHATS)
     wants_texts, model = flag_in(body, "return_token_strs", default=False), name_in(body, "model")
     if is_text:
         if not isinstance(body["prompt"], str):
@@ -415,7 +416,7 @@ def tokenized_body(token_ids: Sequence[int], texts: Sequence[str] | None, *, max
 
 def parse_detokenize_job(given: Mapping[str, Any]) -> DetokenizeJob:
     """Parse a body of /detokenize; raise as `parse_tokenize_job` does."""
-    body = own_fields("/detokenize", given, {"model", "tokens", "skip_special_tokens"})
+    body = own_fields("/detokenize", given, OF_DETOKENIZING)
     token_ids = body.get("tokens")
     if not isinstance(token_ids, list) or not all(type(one) is int for one in token_ids):
         raise InvalidArgument("tokens", "must be a list of token ids")

@@ -175,6 +175,7 @@ VLLM: Mapping[str, Neutral] = {
     "return_token_ids": _OFF,
     "return_token_offsets": _OFF,
     "return_prompt_text": _OFF,
+    "return_weight_versions": _OFF,
     "return_mm_kwargs": hint(bool),
     "mm_payload": hint(str),
     "routed_experts_prompt_start": only(0),
