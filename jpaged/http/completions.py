@@ -304,10 +304,10 @@ async def get_prompt_text(
     service: Service, asked: CompletionJob, number: int, prompt_token_ids: tuple[int, ...]
 ) -> str:
     """Return the text of a prompt, as given or from the tokens after truncation."""
-    text, sampling = asked.job.prompts[number].text, asked.job.sampling
-    if text is not None and sampling.truncate_prompt_tokens is None:
-        return text
-    text = await service.detokenize(prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens)
+    given = asked.job.prompts[number].text
+    if given is not None and asked.job.echoes_text(number):
+        return given
+    text = await service.detokenize(prompt_token_ids, skip_special_tokens=False)
     if asked.job.is_only_told or not text.endswith("\ufffd"):
         return text
     return text.removesuffix(_begun_character(asked.model.tokenizer, prompt_token_ids))

@@ -410,7 +410,7 @@ class Streaming:
 
     Attributes:
         include_usage: the last chunk has the usage of the whole, and no choices.
-        continuous_usage_stats: every chunk has the usage so far.
+        continuous_usage_stats: every chunk has the usage so far; without `include_usage` none has.
     """
 
     include_usage: bool = False
@@ -424,6 +424,7 @@ class Job:
     Attributes:
         prompts: one request each; a chat is one.
         has_echo: prepend the prompt to the text, and its log-probabilities to the text's; for completions only.
+        shows_prompt_logprobs: return the prompt's log-probabilities by themselves, even if the text's include them.
         echoed: text before the answer of a chat, the content of its last message; "" for none.
         role: role of the answer of a chat.
         is_only_told: return only the prompt, without generated text: `max_tokens` of 0. `sampling` then samples one
@@ -441,6 +442,7 @@ class Job:
     model: str | None = None
     adapter: str | None = None
     has_echo: bool = False
+    shows_prompt_logprobs: bool = True
     is_only_told: bool = False
     has_token_ids: bool = False
     names_token_ids: bool = False
@@ -454,6 +456,10 @@ class Job:
     @property
     def is_chat(self) -> bool:
         return self.prompts[0].messages is not None
+
+    def echoes_text(self, number: int) -> bool:
+        """Return True if an echo of a prompt is the text that the caller sent, not the text of its tokens."""
+        return self.prompts[number].text is not None and self.sampling.truncate_prompt_tokens is None
 
 
 def loaded(where: str, text: str | bytes) -> dict[str, Any]:
@@ -524,10 +530,10 @@ def completion_job(given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DE
     """
     body = own_fields("/v1/completions", given, OF_COMPLETIONS)
     has_echo, logprobs = flag_in(body, "echo"), _int_or_none(body, "logprobs")
-    if has_echo and logprobs is not None:
-        if "prompt_logprobs" in body:
-            raise InvalidArgument("prompt_logprobs", "must be left out with echo and logprobs, which return them")
-        body["prompt_logprobs"] = logprobs
+    shows_prompt_logprobs = not has_echo or "prompt_logprobs" in body
+    if has_echo and logprobs is not None and body.setdefault("prompt_logprobs", logprobs) != logprobs:
+        problem = f"must be equal to logprobs ({logprobs}) with echo, which returns both"
+        raise InvalidArgument("prompt_logprobs", problem)
     is_only_told = type(body.get("max_tokens")) is int and body["max_tokens"] == 0
     if is_only_told:
         if not has_echo:
@@ -542,6 +548,7 @@ def completion_job(given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DE
         _sampling(body, logprobs, names, defaults),
         tuple(replace(one, **length, is_only_told=is_only_told) for one in prompts),
         has_echo=has_echo,
+        shows_prompt_logprobs=shows_prompt_logprobs,
         is_only_told=is_only_told,
         names=names,
         **_of_both(body),
@@ -638,7 +645,8 @@ def _streaming(body: Mapping[str, Any]) -> Streaming | None:
         if any(options.values()):
             raise InvalidArgument("stream_options", "needs stream to be true")
         return None
-    return Streaming(**{name: bool(value) for name, value in options.items() if name in known})
+    has_usage = bool(options.get("include_usage"))
+    return Streaming(has_usage, has_usage and bool(options.get("continuous_usage_stats")))
 
 
 def _prompts(given: Any) -> tuple[Prompt, ...]:
@@ -684,6 +692,8 @@ def _sampling(
             raise InvalidArgument("use_beam_search", "conflicts with beam_width: give only one of them")
         values["beam_width"] = values.get("n", 1)
         values.pop("temperature", None)
+    if values.get("logprob_token_ids"):
+        logprobs = None  # those of the named tokens take the place of the top ones
     try:
         if "response_format" in body:
             values["structured_outputs"] = _constraint(body["response_format"], values.get("structured_outputs"))

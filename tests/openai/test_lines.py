@@ -452,6 +452,7 @@ def test_a_completion_line_is_openais():
             },
             "finish_reason": "stop",
             "stop_reason": "END",
+            **dict.fromkeys(("token_ids", "prompt_token_ids", "prompt_logprobs")),
         }
     ]
     assert body["usage"]["total_tokens"] == 4

@@ -150,7 +150,7 @@ OF_PARTS = {"role": "user", "content": [{"type": "x"}]}
         ("/v1/completions", {"prompt": "x", "one": 1, "other": 1}, "one", "other: is not supported"),
         (
             "/v1/completions",
-            {"prompt": "x", "echo": True, "logprobs": 1, "prompt_logprobs": 1},
+            {"prompt": "x", "echo": True, "logprobs": 1, "prompt_logprobs": 2},
             "prompt_logprobs",
             "echo",
         ),

@@ -121,7 +121,7 @@ async def test_invocations_answer_every_kind_of_body(path: str, body: dict[str, 
         expected, given = await client.post(path, json=body), await client.post("/invocations", json=body)
         assert (given.status_code, given.headers["content-type"]) == (200, expected.headers["content-type"])
         if body.get("stream"):
-            assert given.text.count("data: ") == expected.text.count("data: ")
+            assert given.text.endswith("data: [DONE]\n\n") and expected.text.endswith("data: [DONE]\n\n")
             return
         varying = {"id", "created", "usage"}
         assert {k: v for k, v in given.json().items() if k not in varying} == {
@@ -184,3 +184,33 @@ def test_a_limit_of_minus_1_keeps_what_the_model_takes() -> None:
     assert How(truncate_prompt_tokens=-1).truncated(range(9), 4) == (5, 6, 7, 8)
     assert How(truncate_prompt_tokens=-1, truncation_side="right").truncated(range(9), 4) == (0, 1, 2, 3)
     assert How().truncated(range(3), 2) == (0, 1, 2)
+
+
+async def test_log_probabilities_of_named_tokens_take_the_place_of_the_top_ones() -> None:
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        named: Any = {"logprob_token_ids": [7, 8], "return_tokens_as_token_ids": True, **GREEDY}
+        body = {"prompt": "hello", "logprobs": 1, **named}
+        logprobs = (await client.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
+        assert [set(top) for top in logprobs["top_logprobs"]] == [
+            {"token_id:7", "token_id:8", chosen} for chosen in logprobs["tokens"]
+        ]
+        body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 3, **named}
+        (choice,) = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
+        for entry in choice["logprobs"]["content"]:
+            shown = [one["token"] for one in entry["top_logprobs"]]
+            assert len(shown) == len(set(shown)) and set(shown) == {"token_id:7", "token_id:8", entry["token"]}
+
+
+async def test_an_echo_of_ids_has_their_special_tokens_and_log_probabilities_twice() -> None:
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        ids = [256, *b"hi"]
+        body = {"prompt": ids, "echo": True, "logprobs": 1, "prompt_logprobs": 1, "max_tokens": 2, "temperature": 0.0}
+        (choice,) = (await client.post("/v1/completions", json=body)).json()["choices"]
+        assert choice["text"].startswith("<eos>hi")
+        assert choice["logprobs"]["text_offset"][:4] == [0, 5, 6, 7]
+        alone = [
+            None if one is None else one[str(i)]["logprob"]
+            for i, one in zip(ids, choice["prompt_logprobs"], strict=True)
+        ]
+        assert alone == choice["logprobs"]["token_logprobs"][:3]
+        assert choice["token_ids"] is choice["prompt_token_ids"] is None

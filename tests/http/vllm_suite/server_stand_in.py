@@ -1,6 +1,7 @@
 """Server of jpaged in place of vLLM's in vLLM's own tests, which import this file as `tests.utils`.
 
-Environment: JPAGED_COMMAND (a command, split at spaces), JPAGED_MODEL (a GGUF file or a folder), JPAGED_LOG (a file).
+Environment: JPAGED_COMMAND (a command, split at spaces), JPAGED_PYTHONPATH (its PYTHONPATH), JPAGED_MODEL (a GGUF file
+or a folder), JPAGED_LOG (a file).
 
 A server is kept for the next test file if its model name and arguments are the same. Only one runs at a time.
 """
@@ -67,7 +68,12 @@ class _Server:
         command += ["--port", str(free_port()), "--http-port", str(self.port), "--served-model-name", model]
         command += ["--max-num-seqs", "16", "--kv-cache-memory-bytes", "400M", "--dtype", "float32"]
         command += ["--override-generation-config", f'{{"max_new_tokens": {_MAX_TOKENS}}}', *arguments]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": "", **variables}
+        environment = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": os.environ.get("JPAGED_PYTHONPATH", ""),
+            **variables,
+        }
         with open(os.environ.get("JPAGED_LOG", "server.log"), "a") as log:
             log.write(f"{shlex.join(command)}\n")
             log.flush()
