@@ -258,10 +258,10 @@ def parse_scoring_job(line: Line) -> ScoringJob:
         return embed_job(line.body) if line.url == EMBEDDINGS_URL else score_job(line.body)
 
 
-def success_line(line: Line, output: RequestOutput, *, model: str, token_text: TokenText) -> str:
+def success_line(custom_id: str, job: Job, output: RequestOutput, *, model: str, token_text: TokenText) -> str:
     """Return the output line of a finished request; `token_text` must cover the tokens of the log-probabilities."""
-    body = build_answer(ResponseMetadata(output.request_id, model), parse_job(line), [output], token_text)
-    return response_line(line.custom_id, output.request_id, body)
+    body = build_answer(ResponseMetadata(output.request_id, model), job, [output], token_text)
+    return response_line(custom_id, output.request_id, body)
 
 
 def response_line(custom_id: str, request_id: str, body: Mapping[str, Any]) -> str:
@@ -418,7 +418,7 @@ class Answers:
         await self._name_tokens(server, output)
         name, texts = job.model or self._model.name, self._token_texts.__getitem__
         text = await self._work(
-            lambda: success_line(line, output, model=name, token_text=texts), _estimate_chars(output)
+            lambda: success_line(line.custom_id, job, output, model=name, token_text=texts), _estimate_chars(output)
         )
         return Answered(text, output.usage.prompt_tokens, output.usage.completion_tokens)
 

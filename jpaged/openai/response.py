@@ -207,6 +207,10 @@ def _width(asked: int | None, vocab_size: int) -> int:
     return 0 if asked is None else 1 + (vocab_size if asked < 0 else asked)
 
 
+_MAX_LISTED = 16
+"""Number of choices up to which a response is built at once, which is faster than while it is written."""
+
+
 def build_answer(
     heading: ResponseMetadata,
     job: Job,
@@ -232,7 +236,9 @@ def build_answer(
                 yield _choice(job, number, shown, one, token_text, prompt_text) | {"index": index}
 
     usages = [replace(one.usage, completion_tokens=0) if job.is_only_told else one.usage for one in outputs]
-    body = {**heading.as_json(is_chat=job.is_chat), "choices": Items(choices), "usage": build_usage(usages)}
+    is_short = sum(len(output.outputs) for output in outputs) <= _MAX_LISTED
+    answered = [*choices()] if is_short else Items(choices)
+    body = {**heading.as_json(is_chat=job.is_chat), "choices": answered, "usage": build_usage(usages)}
     if job.is_chat:
         body |= _of_prompt(job, outputs[0], token_text)
     return body

@@ -267,7 +267,9 @@ def test_a_chat_line_has_calls_and_reasoning_beside_the_content():
         finish_reason="tool_calls",
     )
     output = dataclasses.replace(OUTPUT, outputs=(called,))
-    choice = json.loads(success_line(chat(), output, model="m", token_text=shown))["response"]["body"]["choices"][0]
+    choice = json.loads(success_line("c", parse_job(chat()), output, model="m", token_text=shown))["response"]["body"][
+        "choices"
+    ][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"] == {
         "role": "assistant",
@@ -434,7 +436,9 @@ OUTPUT = RequestOutput(
 
 
 def test_a_completion_line_is_openais():
-    value = json.loads(success_line(completion(), OUTPUT, model="m", token_text=shown))
+    value = json.loads(
+        success_line(completion().custom_id, parse_job(completion()), OUTPUT, model="m", token_text=shown)
+    )
     assert (value["custom_id"], value["error"]) == ("a", None)
     assert (value["response"]["status_code"], value["response"]["request_id"]) == (200, "r")
     body = value["response"]["body"]
@@ -460,7 +464,7 @@ def test_a_completion_line_is_openais():
 
 
 def test_a_chat_line_is_openais():
-    body = json.loads(success_line(chat(), OUTPUT, model="m", token_text=shown))["response"]["body"]
+    body = json.loads(success_line("c", parse_job(chat()), OUTPUT, model="m", token_text=shown))["response"]["body"]
     assert body["object"] == "chat.completion"
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "ab"}
     first = body["choices"][0]["logprobs"]["content"][0]
@@ -473,7 +477,9 @@ def test_a_log_probability_that_is_not_finite_is_null(line):
     impossible = TokenLogprob(99, -math.inf, 3)
     position = PositionLogprobs(TokenLogprob(97, -1.0, 1), (TokenLogprob(97, -1.0, 1), impossible))
     one = dataclasses.replace(OUTPUT.outputs[0], cumulative_logprob=-math.inf, logprobs=(position,))
-    text = success_line(line, dataclasses.replace(OUTPUT, outputs=(one,)), model="m", token_text=shown)
+    text = success_line(
+        line.custom_id, parse_job(line), dataclasses.replace(OUTPUT, outputs=(one,)), model="m", token_text=shown
+    )
     (choice,) = json.loads(text)["response"]["body"]["choices"]
     assert "Infinity" not in text
     if line.url == "/v1/completions":
