@@ -86,7 +86,7 @@ def compare(expected: Expected, outcomes: Mapping[tuple[str, str], str]) -> list
 
 def read_outcomes(path: Path) -> dict[tuple[str, str], str]:
     """Return the outcome of each test of pytest's JUnit report, by file below `tests/entrypoints` and name."""
-    outcomes = {}
+    outcomes: dict[tuple[str, str], str] = {}
     for case in ET.parse(path).getroot().iter("testcase"):
         tags = {one.tag for one in case}
         outcome = _FAILED if tags & {"failure", "error"} else _SKIPPED if "skipped" in tags else _PASSED
