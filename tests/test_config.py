@@ -115,6 +115,7 @@ def test_resolving_leaves_nothing_open():
     sizes |= {"num_blocks": 9, "kv_cache_memory_bytes": 4096}
     config = EngineConfig().replace(max_model_len=64, served_model_name="demo", max_pinned_blocks=2, **sizes)
     config = config.replace(memory_utilization=0.9, overlap=True, wait_for_all_programs=False)
+    config = config.replace(max_inter_token_latency=0.2)
     assert (config.model.max_model_len, config.cache.num_blocks) == (64, 9)
     left_out = {name for name, value, _ in config.explain() if value == "None"}
     several = {"coordinator", "num_processes", "process_id"}

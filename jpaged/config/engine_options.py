@@ -431,15 +431,17 @@ class SchedulerOptions:
     num_scheduler_steps: int = option(
         0,
         "decode steps per dispatch while no request can join; 0: up to 8 on CPUs and 2 elsewhere, within 0.02 s, "
-        "0.003 s while requests keep arriving and few rows are taken, 0.05 s if all are taken, or 0.1 s if in "
-        "addition none may end early; -1: like 0, but without a time limit if none may end early (default of LLM)",
+        "less while requests keep arriving and few rows are taken, 0.05 s if all are taken, or 0.1 s if in "
+        "addition none may end early. On CPUs an arriving request ends a dispatch after the current step. "
+        "-1: like 0, but without a time limit if none may end early (default of LLM)",
         low=-1,
         high=16,
     )
-    max_inter_token_latency: float = option(
-        0.2,
+    max_inter_token_latency: float | None = option(
+        None,
         "target for the longest wait between tokens of running streams: prefill is chunked to meet it as far as "
-        "the device can, but may always lengthen a step by half. 0 is unlimited",
+        "the device can, but may always lengthen a step by half. If unset, 20 times the part of a step that does not "
+        "depend on its tokens, as measured at the start, within 0.1 to 1 s. 0 is unlimited",
         low=0.0,
         high=3600.0,
         unit="s",

@@ -113,6 +113,13 @@ class StepStats:
             self._counts["num_cascade_steps"] += schedule.num_steps
             self._counts["num_cascade_tokens"] += schedule.num_tokens_shared * schedule.num_steps
 
+    def discard_steps(self, schedule: SchedulerOutput, num_steps: int) -> None:
+        """Subtract steps that `count_steps` has counted and that were not executed."""
+        self._counts["num_steps"] -= num_steps
+        if schedule.runs:
+            self._counts["num_cascade_steps"] -= num_steps
+            self._counts["num_cascade_tokens"] -= schedule.num_tokens_shared * num_steps
+
     def count_tokens(self, groups: Sequence[SequenceGroup], now_s: float, num_steps: int = 1) -> None:
         """Count one token for each of these groups, in one of `num_steps` steps that end now.
 

@@ -47,7 +47,7 @@ class Harness:
     max_cached_tokens: int | None = None
     outgrown_len: int | None = None
     max_pinned_blocks: int | None = None
-    max_inter_token_latency: float = 0.0
+    max_inter_token_latency: float | None = 0.0
     num_scheduler_steps: int = 1
     refuse_late: bool = True
     queue_timeout: float | None = None

@@ -308,6 +308,20 @@ POLICY_FAULTS = (
         LOOKAHEAD,
     ),
     Fault(
+        "steps that an arrival has cancelled are processed",
+        "runners.py",
+        "truncate_steps(schedule, max(1, num_executed))",
+        "truncate_steps(schedule, num_planned)",
+        LOOKAHEAD,
+    ),
+    Fault(
+        "an arrival during a dispatch's start waits for all its steps",
+        "runners.py",
+        "        if self._has_arrival:\n",
+        "        if False:\n",
+        LOOKAHEAD,
+    ),
+    Fault(
         "tokens after an early stop of a dispatch are cached",
         "results.py",
         "                sequence.truncate_after_stop()\n",

@@ -41,7 +41,7 @@ from jpaged.engine.kv_cache.interface import KVCacheManager, Shares
 from jpaged.engine.kv_cache.long_rope import LongRopeRecompute
 from jpaged.engine.lora import LoRASlots
 from jpaged.engine.scheduler.decode_batch import PersistentDecodeBatch, commit_full_blocks
-from jpaged.engine.scheduler.multi_step import MultiStepPolicy, PrefillBudget
+from jpaged.engine.scheduler.multi_step import MultiStepPolicy, PrefillBudget, choose_bound_s
 from jpaged.engine.scheduler.output import ScheduledRow, SchedulerOutput
 from jpaged.engine.sequence import Sequence, SequenceGroup, Status, has_unknown_tokens
 from jpaged.engine.speculative.drafts import DraftRows, DraftTokens, RoundRows
@@ -296,10 +296,14 @@ class Scheduler:
         self._policy = policy
         self._preemption = Preemption(options.preemption_mode, geometry.bytes_per_block, rates)
         bound_s = options.max_inter_token_latency
+        if bound_s is None:
+            bound_s = choose_bound_s(rates)
         self.prefill_budget = PrefillBudget(bound_s, rates, geometry.buckets) if bound_s else None
         self.is_in_order = options.policy == "fcfs"
         self.queues = Queues(self._policy)
-        self.multi_step_policy = MultiStepPolicy(options.num_scheduler_steps, bound_s, rates, geometry)
+        self.multi_step_policy = MultiStepPolicy(
+            options.num_scheduler_steps, bound_s, rates, geometry, has_overlap=options.overlap is not False
+        )
         long_rope = None if outgrown_len is None else LongRopeRecompute(memory, outgrown_len)
         self.rows = PersistentDecodeBatch(geometry, long_rope, eos_token_ids)
         self.drafts = DraftRows(memory, self.rows, geometry, self._policy)
@@ -347,7 +351,7 @@ class Scheduler:
         return schedule
 
     def truncate_steps(self, schedule: SchedulerOutput, num_steps: int) -> None:
-        """Record how many steps of a masked multi-step schedule were executed."""
+        """Record how many steps of a schedule that may be cut short were executed."""
         self._policy.decoded(schedule.decodes.groups * (num_steps - 1))
         if num_steps < schedule.num_steps:
             self.rows.go_back(schedule.num_steps - num_steps)
@@ -459,8 +463,11 @@ class Scheduler:
         for sequence in changed:
             self.rows.grown(sequence)
         has_program = is_alone and self.multi_step_policy.has_program(len(rows))
-        schedule.decode(self.rows.take(num_steps, is_alone=has_program))
-        self._policy.decoded(schedule.decodes.groups * (1 if schedule.decodes.are_masked else num_steps))
+        decodes = self.rows.take(num_steps, is_alone=has_program)
+        if self.queues.num_rows < self.max_num_seqs and self.multi_step_policy.is_interruptible:
+            decodes.set_interruptible()
+        schedule.decode(decodes)
+        self._policy.decoded(decodes.groups * (1 if decodes.may_be_cut_short else num_steps))
         return True
 
     def _grow_running(self, parts: dict[SequenceGroup, Shares], schedule: SchedulerOutput) -> None:

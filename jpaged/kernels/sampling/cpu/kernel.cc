@@ -89,14 +89,16 @@ ffi::Error sample(ffi::ThreadPool pool, Floats32 logits, Floats32 temperatures, 
     *verdict->typed_data() = kStepIsVoid;
     return ffi::Error::Success();
   }
-  if (feed && (feed->num_rows() != num_rows || feed->num_words() * 32 < vocab_size)) {
+  const bool has_masks = feed && feed->num_words();
+  if (has_masks && (feed->num_rows() != num_rows || feed->num_words() * 32 < vocab_size)) {
     return ffi::Error::InvalidArgument("the masks of the feed have other rows or tokens");
   }
-  if (feed && feed->is_host() && !feed->has_given(step)) {
+  if (has_masks && feed->is_host() && !feed->has_given(step)) {
     return ffi::Error::Internal("the program runs on the thread that sends its masks, and would wait for itself");
   }
   const int32_t* mask_rw = nullptr;
-  *verdict->typed_data() = feed ? feed->await(step, &mask_rw) : kStepIsOneOfMore;
+  *verdict->typed_data() =
+      has_masks ? feed->await(step, &mask_rw) : feed ? feed->next(step) : kStepIsOneOfMore;
   if (*verdict->typed_data() == kStepIsVoid) mask_rw = nullptr;
   const bool has_logprobs = count(*logprobs) > 0;
   const SamplingCall call{
