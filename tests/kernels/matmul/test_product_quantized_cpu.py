@@ -15,6 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from jpaged.errors import Unsupported
 from jpaged.kernels.cpu.library import ISAS, limit_isa
 from jpaged.kernels.matmul import Norm, PackedMatrix, ProductKernel, QuantizedMatrix, can_pack, kernel
+from jpaged.kernels.matmul.multiply import Gate
 from jpaged.kernels.matmul.quantized import MatrixFormat, abstract_matrix, dequantize, quantize
 from jpaged.kernels.matmul.quantized import multiply as multiply_in_xla
 from jpaged.kernels.matrix_format import NUM_BITS, Values
@@ -183,6 +184,19 @@ def test_norm_gate_bias_and_sum_are_computed_around_it(limited: ProductKernel, n
     gate, up = np.moveaxis(np.einsum("te,epf->tpf", x64, weights(matrix)) + bias.astype(np.float64), 1, 0)
     want = residual.astype(np.float64) + gate / (1 + np.exp(-gate)) * up
     assert_near(got, want, {"float32": 2e-6, "bfloat16": 5e-3, "float16": 6e-4}[dtype])
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+def test_gates_have_the_activation_of_the_model(limited: ProductKernel, gate: Gate) -> None:
+    """Gates are those of a bias alone: from where the activation vanishes to where it is the identity."""
+    gates = np.concatenate([np.linspace(-9, 9, 181), [-1e30, -1e4, -87.5, -40, -1e-30, 0, 1e-30, 40, 1e4, 1e15]])
+    bias = np.stack([gates, np.full(len(gates), 1.5)]).astype(np.float32)
+    matrix = quantize(np.zeros((32, 2, len(gates)), np.float32), FORMATS["int8"])
+    run, x = dataclasses.replace(limited, gate=gate), numbers((2, 32), "float32")
+    got = multiply(run, x, pack(matrix, 2), bias=jnp.asarray(bias))
+    act = jax.nn.silu if gate == "silu" else jax.nn.gelu
+    want = np.asarray(act(jnp.asarray(bias[0]))) * np.float32(1.5)
+    np.testing.assert_allclose(got, np.broadcast_to(want, got.shape), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("step", [None, 0.02])
