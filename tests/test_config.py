@@ -74,6 +74,13 @@ def test_steps_have_a_token_for_every_row_where_both_are_chosen():
         assert EngineConfig.load({name: 1024}).scheduler is not None
 
 
+def test_a_part_of_a_prompt_is_no_longer_than_a_sequence():
+    with pytest.raises(InvalidArgument, match=r"65 is above max_model_len \(64\)") as error:
+        EngineConfig.load({"long_prefill_token_threshold": 65, "max_model_len": 64})
+    assert error.value.field == "long_prefill_token_threshold"
+    assert EngineConfig.load({"long_prefill_token_threshold": 64, "max_model_len": 64}).scheduler is not None
+
+
 def test_a_platform_has_values_of_its_own_within_the_limits():
     for name, _, spec in iter_options():
         of_each = spec.metadata["by_platform"]

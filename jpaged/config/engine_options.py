@@ -411,6 +411,13 @@ class SchedulerOptions:
         high=1 << 20,
         by_platform={"cpu": 512, "gpu": 1024, "tpu": 1024},
     )
+    long_prefill_token_threshold: int = option(
+        0,
+        "maximum number of tokens of one prompt per step, so that short prompts do not wait for the prefill of long "
+        "ones; 0 is unlimited",
+        low=0,
+        high=1 << 20,
+    )
     policy: Policy = option("fcfs", "admission order of waiting requests", choices=get_args(Policy))
     preemption_mode: PreemptionMode = option(
         "auto",

@@ -47,6 +47,7 @@ APART = {"enable_expert_parallel", "quantization", "max_logprobs", "kv_disk_dir"
 APART |= {*field_names(LoraOptions), "tool_call_parser", "reasoning_parser", "speculative_config", "kv_disk_space"}
 APART.add("kv_transfer_config")
 APART |= {"revision", "tokenizer_revision", "download_dir", "hf_token"}
+APART.add("long_prefill_token_threshold")
 APART |= {"chat_template", "trust_request_chat_template", "whitespace_pattern"}
 PROCESS_VALUES: dict[str, Any] = {"coordinator": "host:1234", "num_processes": 2, "process_id": 1, "join_timeout": 9.0}
 PROCESS_VALUES["cluster_secret_file"] = "secret"
