@@ -38,6 +38,7 @@ from jpaged.config.option import parse_json_object
 from jpaged.config.speculative import NAME as SPECULATIVE
 from jpaged.device.compilation.compile import program_caches, set_up_compile_cache
 from jpaged.device.compilation.memory_plan import DeviceMemory
+from jpaged.device.device_info import prepare_gpu_memory
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.kv_scales import kv_dtype, name_of_kv_dtype
 from jpaged.device.linear import choose_activation_dtype, choose_linear_backend, leaf_packer, served_config
@@ -354,6 +355,7 @@ def _place(
 ) -> tuple[ModelSource, Model, list[MeshPlacement]]:
     """Return the model, and the devices of each replica; report why its data type is not the checkpoint's."""
     parallel = options.parallel
+    prepare_gpu_memory()
     meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size)
     source = find_source(options.model, starts_templates=starts_templates)
     source = replace(source, config=quantized_here(source.config, options.model.quantization))
@@ -495,7 +497,8 @@ def _make_executors(
     the size of the others.
     """
     attention = DeviceAttention.on(model, options, places[0].mesh)
-    _say((*attention.reasons(), *attention.passed_over()), progress)
+    other_share = prepare_gpu_memory() if attention.device.platform == "gpu" else None
+    _say((*filter(None, (other_share,)), *attention.reasons(), *attention.passed_over()), progress)
     # With several processes on CPUs, do not use the cache: programs loaded from it returned log-probabilities of other
     # sums
     # (jaxlib 0.10.2). Gloo identifies collectives only by their order, which loading seems to lose.

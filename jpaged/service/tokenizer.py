@@ -257,7 +257,7 @@ _SHORT = 2000
 
 
 class TemplateSettings(NamedTuple):
-    """How chat templates are rendered.
+    """Options of rendering chat templates.
 
     Attributes:
         content_format: form of a message's text, as in `ChatTemplate`.
@@ -413,6 +413,16 @@ class HuggingFaceTokenizer:
             return self._token_bytes.of(token_id)
         return self.decode([token_id], skip_special_tokens=False).encode()
 
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        if self._fast is not None:
+            return [self._fast.id_to_token(one) or "" for one in token_ids]
+        with self._lock:
+            return [one or "" for one in self._slow.convert_ids_to_tokens(list(token_ids))]
+
+    def describe(self) -> dict[str, Any]:
+        kind = "PreTrainedTokenizerFast" if self._slow is None else type(self._slow).__name__
+        return {"tokenizer_class": kind, **self._variables, "chat_template": self.chat_template}
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
         return self.chat_ids(messages, ChatOptions(), max_bytes=max_bytes)
 
@@ -439,11 +449,12 @@ class HuggingFaceTokenizer:
                 plain, max_bytes=max_bytes, tools=tools, kwargs=kwargs, documents=documents, options=options
             )
             if self._fast is None:
-                return self.encode(text, add_special_tokens=False)
-            return _encode(self._fast, _MESSAGES, text, add_special_tokens=False)
+                return self.encode(text, add_special_tokens=options.add_special_tokens)
+            return _encode(self._fast, _MESSAGES, text, add_special_tokens=options.add_special_tokens)
         plain, tools, kwargs, documents = (self._literal.marked(one) for one in (plain, tools, kwargs, documents))
         text = chat.render(plain, max_bytes=max_bytes, tools=tools, kwargs=kwargs, documents=documents, options=options)
-        return _encode(self._literal.tokenizer, _MESSAGES, self._literal.unmarked(text), add_special_tokens=False)
+        text = self._literal.unmarked(text)
+        return _encode(self._literal.tokenizer, _MESSAGES, text, add_special_tokens=options.add_special_tokens)
 
     def _get_chat(self, options: ChatOptions) -> ChatTemplate:
         """Return the template of a chat: the request's, or the model's for chats with or without tools."""
