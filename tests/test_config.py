@@ -108,6 +108,19 @@ def test_the_engine_serves_as_a_plain_server_by_default():
     assert (scheduler.policy, scheduler.preemption_mode, scheduler.batching) == ("fcfs", "auto", "continuous")
 
 
+@pytest.mark.parametrize("name", ["hf_overrides", "default_chat_template_kwargs"])
+def test_values_of_a_model_are_a_json_object(name):
+    for value, problem in (
+        ("[1]", r"\[1\] is not a JSON object, such as"),
+        ("{", "{ is not JSON"),
+        (3, "3 is not of type"),
+    ):
+        with pytest.raises(InvalidArgument, match=problem) as error:
+            EngineConfig.load({name: value})
+        assert error.value.field == name
+    assert getattr(EngineConfig.load({name: {"a": 1}}).model, name) == '{"a": 1}'
+
+
 @pytest.mark.parametrize("value", ["llm", "/", "//llm", "/a b", "/a?b", "https://host/llm"])
 def test_the_path_of_a_proxy_is_a_path(value):
     with pytest.raises(InvalidArgument, match=r"root_path: .* is not a path, such as /llm"):

@@ -330,9 +330,8 @@ def test_chat_templates_get_their_variables_and_parts(tmp_path: Path) -> None:
         tokenizer = find_source(dataclasses.replace(options, chat_template=str(template))).tokenizer
         texts.append(tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "a"}], max_bytes=99)))
     assert texts == ["True ", "False glad"]
-    for value, problem in (("[]", "is not a JSON object, such as"), ('{"a b": 1}', "'a b' is no name of a variable")):
-        with pytest.raises(InvalidArgument, match=f"default_chat_template_kwargs: .*{problem}"):
-            find_source(ModelOptions(default_chat_template_kwargs=value))
+    with pytest.raises(InvalidArgument, match="default_chat_template_kwargs: 'a b' is no name of a variable"):
+        find_source(ModelOptions(default_chat_template_kwargs='{"a b": 1}'))
 
 
 @flips("hf_overrides")
