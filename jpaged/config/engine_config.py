@@ -60,6 +60,7 @@ _OF_LIBRARIES = (*_OF_COMPILERS, "JAX_", "HF_", "GRPC_", "OTEL_", "OMP_", "SLURM
 """Other environment variables that affect a server: those of libraries and launchers."""
 GPU_MEMORY_SHARE_VARIABLE = "XLA_CLIENT_MEM_FRACTION"
 DEPRECATED_GPU_MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_SECRETS = ("api_key", "hf_token")
 _SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|KEY|HEADERS)(_|$)")
 MIN_SECRET_BYTES = 16
 """Short secrets could be found by brute force from an observed handshake."""
@@ -276,13 +277,13 @@ class EngineConfig:
     def explain(self) -> list[tuple[str, str, str]]:
         """Return (option, value, source) for every option; the values of a resolved configuration are final.
 
-        An API key is shown as `(set)`.
+        An API key and a token of the hub are shown as `(set)`.
         """
         rows = []
         for name, section, spec in iter_options():
             given = getattr(getattr(self, section), name)
             value = (", ".join(given) or None) if isinstance(given, tuple) else given
-            value = "(set)" if given and name == "api_key" else value
+            value = "(set)" if given and name in _SECRETS else value
             unit = f" {spec.metadata['unit']}" if spec.metadata["unit"] and value is not None else ""
             rows.append((name, f"{value}{unit}", "default" if given == spec.default else "set or resolved"))
         return rows

@@ -302,7 +302,10 @@ def test_fields_that_ask_for_nothing_pass(body):
     [
         (completion(n=0), "body.n"),
         (completion(n=3, best_of=2), "body.best_of"),
-        (completion(use_beam_search=True), "body.use_beam_search"),
+        (completion(use_beam_search=True, beam_width=2), "body.use_beam_search"),
+        (completion(truncation_side="right"), "body.truncation_side"),
+        (completion(add_special_tokens=False), "body.add_special_tokens"),
+        (completion(guided_regex="a", structured_outputs={"regex": "b"}), "body.guided_regex"),
         (completion(beam_width=17), "body.beam_width"),
         (completion(length_penalty=2.0), "body.length_penalty"),
         (completion(beam_width=2, early_stopping="soon"), "body.early_stopping"),
@@ -453,6 +456,7 @@ def test_a_completion_line_is_openais():
             },
             "finish_reason": "stop",
             "stop_reason": "END",
+            **dict.fromkeys(("token_ids", "prompt_token_ids", "prompt_logprobs")),
         }
     ]
     assert body["usage"]["total_tokens"] == 4
