@@ -33,13 +33,13 @@ from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names
 from jpaged.engine.engine import THREAD_NAME as ENGINE_THREAD
 from jpaged.engine.executor import Progress
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable
-from jpaged.output_assembler import new_completions, without_errors
+from jpaged.outputs import new_completions, without_errors
 from jpaged.server_load import EngineLoad
 from jpaged.service.chat.output_parser import ChatOutputParser
 from jpaged.service.loaded_model import EngineClient, LoadedModel
 from jpaged.service.score_embed import EMBED_SAMPLING, SCORE_SAMPLING, continued, errors_named, get_embedding, get_score
 from jpaged.types import Embedding, OutputEvent, Pooling, Prompt, Request, RequestOutput, SamplingParams, Score, Usage
-from jpaged.types.sampling import with_defaults
+from jpaged.sampling_params import with_defaults
 
 MakeBar = Callable[..., Any]
 """Creates a bar like `tqdm(total=..., desc=..., dynamic_ncols=...)`, with `update`, `postfix` and `close`."""

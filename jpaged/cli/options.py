@@ -20,7 +20,7 @@ from jpaged.config.option import is_json, option_type
 from jpaged.errors import InvalidArgument, describe_error
 from jpaged.structured import StructuredOutputs, get_structured_outputs
 from jpaged.types import SamplingParams
-from jpaged.types.sampling import DEFAULT_SAMPLING_FIELDS, with_defaults
+from jpaged.sampling_params import DEFAULT_SAMPLING_FIELDS, with_defaults
 
 if TYPE_CHECKING:
     from jpaged.client import Tls

@@ -158,7 +158,7 @@ class StepStats:
         observed["request_prompt_tokens"].observe(len(group.request.prompt_token_ids))
         observed["request_generation_tokens"].observe(num_tokens)
         observed["request_n"].observe(sampling.n)
-        observed["request_max_tokens"].observe(sampling.max_tokens)
+        observed["request_max_tokens"].observe(sampling.max_num_tokens)
         began_s, first_s, last_s = group.first_scheduled_s, group.first_token_s, group.last_token_s
         if began_s is None or first_s is None or last_s is None:
             return

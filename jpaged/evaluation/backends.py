@@ -23,7 +23,7 @@ from jpaged.client.batch import compute_window
 from jpaged.config import api_key_from_environment
 from jpaged.errors import InvalidArgument, JpagedError, PermissionDenied, TryLater, Unsupported
 from jpaged.llm import LLM, MakeBar, ProgressBar, TokensPrompt
-from jpaged.output_assembler import without_errors
+from jpaged.outputs import without_errors
 from jpaged.types import ModelInfo, RequestOutput, SamplingParams, Usage
 
 TokenIds = tuple[int, ...]

@@ -36,7 +36,7 @@ from jpaged.json_text import Items
 from jpaged.openai.request import OF_CHATS, Job, chat_job, own_fields, without_nulls
 from jpaged.openai.response import ResponseMetadata, TokenText, chat_logprobs
 from jpaged.types import CompletionOutput, FinishReason, OutputEvent, PositionLogprobs, RequestOutput, Usage
-from jpaged.types.sampling import NO_DEFAULTS
+from jpaged.sampling_params import NO_DEFAULTS
 
 _MAX_SHOWN = 80
 _ECHOED = frozenset({"id", "status", "phase"})

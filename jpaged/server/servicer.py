@@ -57,7 +57,7 @@ from jpaged.types import (
     TokenLogprob,
     Usage,
 )
-from jpaged.types.sampling import NO_DEFAULTS, with_defaults
+from jpaged.sampling_params import NO_DEFAULTS, with_defaults
 from jpaged.version import __version__
 
 _MODES = {

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from jpaged.chat import ChatOptions, ToolCall, ToolCallPiece
 from jpaged.structured import Grammar, GrammarState, ThinkingBudget
-from jpaged.types.sampling import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

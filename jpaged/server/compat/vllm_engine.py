@@ -54,7 +54,7 @@ from jpaged.service.service import SMALL, Service, ServiceState, Stage
 from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.structured import StructuredOutputs
 from jpaged.types import OutputEvent, PositionLogprobs, Prompt, RequestOutput, SamplingParams, TokenLogprob, Usage
-from jpaged.types.sampling import NO_DEFAULTS
+from jpaged.sampling_params import NO_DEFAULTS
 from jpaged.version import __version__
 
 SERVER_TYPE = "jpaged-grpc"
