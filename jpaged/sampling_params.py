@@ -566,7 +566,8 @@ class SamplingParams(_StreamOptions):
         return self.best_of or self.n
 
 
-del SamplingParams.output_kind  # the class attribute with the default would hide the slot of _StreamOptions
+# The class attribute with the default would hide the slot of _StreamOptions.
+delattr(SamplingParams, "output_kind")
 _SLOTS = (*_StreamOptions.__slots__, *SamplingParams.__slots__)
 _DEFAULTS_OF_NONE = [(one.name, one.default) for one in fields(SamplingParams) if one.default is not None][1:]
 """Fields for which None is not a value of its own, and their defaults; not max_tokens, the first one."""
@@ -630,7 +631,9 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         if self.dimensions is not None:
-            raise Unsupported(f"pooling_params.dimensions: {self.dimensions} is not supported: vectors are not shortened")
+            raise Unsupported(
+                f"pooling_params.dimensions: {self.dimensions} is not supported: vectors are not shortened"
+            )
 
     def is_normalized(self, default: bool) -> bool:
         """Return True if vectors have length 1; `default` applies if neither field is set."""

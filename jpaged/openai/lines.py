@@ -58,8 +58,8 @@ from jpaged.openai.response import (
     build_answer,
 )
 from jpaged.outputs import Evaluated
-from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 from jpaged.sampling_params import NO_DEFAULTS
+from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 
 COMPLETIONS_URL = "/v1/completions"
 CHAT_URL = "/v1/chat/completions"

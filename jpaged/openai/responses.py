@@ -35,8 +35,8 @@ from jpaged.errors import InvalidArgument, JpagedError, get_reason
 from jpaged.json_text import Items
 from jpaged.openai.request import OF_CHATS, Job, chat_job, own_fields, without_nulls
 from jpaged.openai.response import ResponseMetadata, TokenText, chat_logprobs
-from jpaged.types import CompletionOutput, FinishReason, OutputEvent, PositionLogprobs, RequestOutput, Usage
 from jpaged.sampling_params import NO_DEFAULTS
+from jpaged.types import CompletionOutput, FinishReason, OutputEvent, PositionLogprobs, RequestOutput, Usage
 
 _MAX_SHOWN = 80
 _ECHOED = frozenset({"id", "status", "phase"})

@@ -199,7 +199,9 @@ class InputProcessor:
         """
         if sampling.max_tokens is None:
             prompt = dataclasses.replace(prompt, fills_length=True, max_filled=None)
-            sampling = dataclasses.replace(sampling, max_tokens=max(1, sampling.min_tokens))  # the minimum that must fit
+            sampling = dataclasses.replace(
+                sampling, max_tokens=max(1, sampling.min_tokens)
+            )  # the minimum that must fit
         self._check_fields(prompt, sampling)
         thinking: ThinkingBudget | None = None
         token_ids = self._prompt_ids(prompt, sampling)

@@ -53,6 +53,7 @@ from jpaged.errors import (
     Unavailable,
 )
 from jpaged.outputs import Completions
+from jpaged.sampling_params import NO_DEFAULTS
 from jpaged.service.calls import (
     Call,
     OutputDispatcher,
@@ -76,7 +77,6 @@ from jpaged.types import (
     RequestOutput,
     SequenceFinish,
 )
-from jpaged.sampling_params import NO_DEFAULTS
 
 
 class AdmittedCall(Protocol):

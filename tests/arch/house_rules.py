@@ -65,7 +65,8 @@ MAY_IMPORT = {
     "kvevents": VALUES,
     "build": VALUES
     | {"blockstore", "kvevents", "kernels", "models", "checkpoints", "device", "engine", "service", "testing"},
-    "llm": VALUES | {"engine", "service", "build", "client", "openai"},
+    "local_model": VALUES | {"engine", "service", "telemetry", "build", "cli.vllm_flags"},
+    "llm": VALUES | {"engine", "service", "local_model", "cli.vllm_flags"},
     "cli": VALUES
     | {
         "build",
