@@ -627,8 +627,9 @@ class AsyncLLM(LocalModel):
         (given,) = self._params([parsed.prompt], sampling_params)
         changes = get_sampling_changes(tokenization_kwargs, parsed.cache_salt, priority)
         sampling = dataclasses.replace(given.sampling, **changes)
-        async for output in self._stream(sampling, given.prompt, request_id, lora_request):
-            yield output
+        async with contextlib.aclosing(self._stream(sampling, given.prompt, request_id, lora_request)) as stream:
+            async for output in stream:
+                yield output
 
     async def encode(
         self,
@@ -646,10 +647,11 @@ class AsyncLLM(LocalModel):
         kind = RequestOutputKind.FINAL_ONLY
         sampling = dataclasses.replace(EMBED_SAMPLING, truncate_prompt_tokens=kept, output_kind=kind, **changes)
         pooled = dataclasses.replace(parsed.prompt, pooling="last")
-        async for output in self._stream(sampling, pooled, request_id, lora_request):
-            one = get_embedding(output, normalize=params.is_normalized(default=True))
-            data = PoolingOutput(one.values)
-            yield PoolingRequestOutput(request_id, data, one.prompt_token_ids, one.num_cached_tokens)
+        async with contextlib.aclosing(self._stream(sampling, pooled, request_id, lora_request)) as stream:
+            async for output in stream:
+                one = get_embedding(output, normalize=params.is_normalized(default=True))
+                data = PoolingOutput(one.values)
+                yield PoolingRequestOutput(request_id, data, one.prompt_token_ids, one.num_cached_tokens)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests by id; their last output has the finish reason "abort". Unknown ids have no effect."""
@@ -699,6 +701,10 @@ class AsyncLLM(LocalModel):
         self._check_usable()
         if (failure := self._serving.engine.failure) is not None:
             raise failure
+
+    def close(self) -> None:
+        super().close()
+        self._admission.resume()  # paused requests fail
 
     def shutdown(self) -> None:
         """Stop the engine, as `close`."""

@@ -156,12 +156,15 @@ class Admission:
     def resume(self) -> None:
         """Submit the requests that wait, and later ones."""
         self.is_paused = False
-        self._engine.call_soon(self._fill)
+        self._wake()
 
     def add(self, call: SubmittedCall) -> None:
         """Queue a call; each request ends in exactly one event with `is_last`."""
         with self._lock:
             self._calls.append(call)
+        self._wake()
+
+    def _wake(self) -> None:
         if self._engine.call_soon(self._fill).cancelled():
             self._fill()  # the engine has ended, so every request is refused individually
 
@@ -300,7 +303,9 @@ class LocalModel:
     def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter under a name; requires `enable_lora`. Errors are those of `Adapters.load`."""
         self._check_usable()
-        self._serving.adapters.load(name, path)
+        with self._lora_lock:
+            self._serving.adapters.load(name, path)
+            self._loras.pop(name, None)
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter; raise NotFound if there is none of that name."""

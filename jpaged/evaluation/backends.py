@@ -150,7 +150,7 @@ class OfflineBackend:
         """See `EvaluationBackend`."""
         contexts = _tokens([group.context for group in groups])
         continuations = [list(group.continuations) for group in groups]
-        scores = self._llm.score(contexts, continuations, use_tqdm=use_tqdm, adapter=self._adapter)
+        scores = self._llm.score_continuations(contexts, continuations, use_tqdm=use_tqdm, adapter=self._adapter)
         return [[(one.logprob, one.is_greedy) for one in each] for each in scores]
 
     def reset_prefix_cache(self) -> None:

@@ -441,7 +441,7 @@ def build_items(request_id: str, output: CompletionOutput, token_text: TokenText
     parts += [("call", call) for call in output.tool_calls]
     items = []
     for number, (kind, value) in enumerate(parts):
-        status = get_status(output.finish_reason) if number == len(parts) - 1 else "completed"
+        status = get_status(output.finish_reason or "") if number == len(parts) - 1 else "completed"
         if kind == "reasoning":
             items.append(reasoning_item(request_id, number, value, status))
         elif kind == "message":

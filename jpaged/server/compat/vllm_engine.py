@@ -353,7 +353,7 @@ def iter_ends(output: RequestOutput, num_prompt_logprobs: int | None) -> Iterato
         positions = [one for one in output.prompt_logprobs if one is not None]
         of_prompt = _input_logprobs(output.prompt_token_ids, positions)
     for one in output.outputs:
-        complete = _complete(one.index, one.token_ids, (one.finish_reason, one.matched_stop), output.usage)
+        complete = _complete(one.index, one.token_ids, (one.finish_reason or "", one.matched_stop), output.usage)
         if (logprobs := _output_logprobs(one.logprobs or ())) is not None:
             complete.output_logprobs.CopyFrom(logprobs)
         if of_prompt is not None:
