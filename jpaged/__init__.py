@@ -29,7 +29,17 @@ if TYPE_CHECKING:
         Unavailable,
         Unsupported,
     )
-    from jpaged.llm import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, LLMEngine, TextPrompt, TokensPrompt
+    from jpaged.llm import (
+        LLM,
+        AsyncEngineArgs,
+        AsyncLLM,
+        AsyncLLMEngine,
+        EngineArgs,
+        LLMEngine,
+        PromptType,
+        TextPrompt,
+        TokensPrompt,
+    )
     from jpaged.outputs import (
         CompletionOutput,
         EmbeddingOutput,
@@ -55,6 +65,7 @@ __all__ = [
     "AsyncClient",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchParams",
     "Cancelled",
     "Client",
@@ -75,6 +86,7 @@ __all__ = [
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "PromptType",
     "QueueFull",
     "QuotaExceeded",
     "RequestOutput",
@@ -95,7 +107,11 @@ __all__ = [
 
 _HOME = {
     **dict.fromkeys(
-        ("AsyncEngineArgs", "AsyncLLM", "EngineArgs", "LLM", "LLMEngine", "TextPrompt", "TokensPrompt"), "jpaged.llm"
+        (
+            *("AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "EngineArgs", "LLM", "LLMEngine"),
+            *("PromptType", "TextPrompt", "TokensPrompt"),
+        ),
+        "jpaged.llm",
     ),
     **dict.fromkeys(("AsyncClient", "Client"), "jpaged.client"),
     **dict.fromkeys(

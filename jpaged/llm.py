@@ -83,17 +83,36 @@ __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "EngineArgs",
     "LLMEngine",
     "MakeBar",
     "ProgressBar",
+    "PromptType",
     "TextPrompt",
     "TokensPrompt",
 ]
 
 AsyncEngineArgs = EngineArgs
+PromptType = GivenPrompt
 MakeBar = Callable[..., Any]
 """Creates a bar like `tqdm(total=..., desc=..., dynamic_ncols=...)`, with `update`, `postfix` and `close`."""
+
+
+class ChatCallKwargs(ChatKwargs, total=False):
+    """Options of `LLM.chat`: those of a chat, and of the call.
+
+    Attributes:
+        adapter: as in `LLM.generate`.
+        chat_template_content_format: "auto"; the chat template decides.
+        tokenization_kwargs: as in `LLM.generate`.
+        conversations: former name of `messages`.
+    """
+
+    adapter: GivenAdapter
+    chat_template_content_format: str
+    tokenization_kwargs: Mapping[str, Any] | None
+    conversations: Messages | Sequence[Messages]
 
 
 class ProgressBar:
@@ -185,10 +204,7 @@ class LLM(LocalModel):
         """
         many = [parse_prompt(one) for one in list_prompts(prompts)]
         params = self._params([one.prompt for one in many], sampling_params)
-        priorities = one_each("priority", priority, (int, NoneType), len(many))
-        for place, (one, first) in enumerate(zip(many, priorities, strict=True)):
-            if changes := get_sampling_changes(tokenization_kwargs, one.cache_salt, first):
-                params[place] = params[place]._replace(sampling=dataclasses.replace(params[place].sampling, **changes))
+        params = _with_changes(params, tokenization_kwargs, [one.cache_salt for one in many], priority)
         return self._run(self._requests(params, lora_request, adapter), use_tqdm)
 
     def chat(
@@ -197,12 +213,8 @@ class LLM(LocalModel):
         sampling_params: GivenParams = None,
         use_tqdm: bool | MakeBar = True,
         lora_request: GivenLora = None,
-        *,
-        adapter: GivenAdapter = None,
-        conversations: Messages | Sequence[Messages] | None = None,
-        chat_template_content_format: str = "auto",
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        **words: Unpack[ChatKwargs],
+        priority: int | Sequence[int] | None = None,
+        **options: Unpack[ChatCallKwargs],
     ) -> list[RequestOutput]:
         """Generate the assistant's next turn of every conversation, using the model's chat template.
 
@@ -211,25 +223,25 @@ class LLM(LocalModel):
 
         Args:
             messages: messages in OpenAI's format, of one conversation or of several.
-            conversations: former name of `messages`.
-            chat_template_content_format: "auto"; the chat template decides.
-            words: chat options for all conversations: tools, tool choice, reasoning, the chat template, ...
+            options: chat options for all conversations: tools, tool choice, reasoning, the chat template, ...
         """
+        words: dict[str, Any] = {**options}
+        conversations = words.pop("conversations", None)
+        adapter, content_format = words.pop("adapter", None), words.pop("chat_template_content_format", "auto")
+        tokenization: Any = words.pop("tokenization_kwargs", None)
         if conversations is not None:
             warnings.warn("LLM.chat: conversations is now messages", DeprecationWarning, stacklevel=2)
-            messages = conversations
-        if messages is None:
+        many: list[Any] = list(messages if messages is not None else conversations or ())
+        if messages is None and conversations is None:
             raise InvalidArgument("messages", "is missing")
-        if chat_template_content_format != "auto":
-            problem = f"{chat_template_content_format!r} is not supported, only 'auto': the chat template decides"
+        if content_format != "auto":
+            problem = f"{content_format!r} is not supported, only 'auto': the chat template decides"
             raise InvalidArgument("chat_template_content_format", problem)
-        many: list[Any] = list(messages)
         if many and isinstance(many[0], Mapping):
             many = [many]
-        options = build_chat_options(**words)
-        params = self._params([Prompt(messages=one, chat_options=options) for one in many], sampling_params)
-        if changes := get_sampling_changes(tokenization_kwargs):
-            params = [one._replace(sampling=dataclasses.replace(one.sampling, **changes)) for one in params]
+        chat_options = build_chat_options(**words)
+        params = self._params([Prompt(messages=one, chat_options=chat_options) for one in many], sampling_params)
+        params = _with_changes(params, tokenization, [None] * len(many), priority)
         return self._run(self._requests(params, lora_request, adapter), use_tqdm)
 
     def beam_search(
@@ -515,6 +527,21 @@ class LLM(LocalModel):
         return outputs
 
 
+def _with_changes(
+    params: Sequence[GivenRequest],
+    tokenization_kwargs: Mapping[str, Any] | None,
+    salts: Sequence[str | None],
+    priority: int | Sequence[int] | None,
+) -> list[GivenRequest]:
+    """Return requests with the sampling parameters that other arguments of a call set."""
+    priorities = one_each("priority", priority, (int, NoneType), len(params))
+    changed = []
+    for one, salt, first in zip(params, salts, priorities, strict=True):
+        changes = get_sampling_changes(tokenization_kwargs, salt, first)
+        changed.append(one._replace(sampling=dataclasses.replace(one.sampling, **changes)) if changes else one)
+    return changed
+
+
 class _AsyncStream:
     """A request of an event loop.
 
@@ -736,6 +763,9 @@ class AsyncLLM(LocalModel):
             del self._running[request_id]
             if not outputs.is_finished:
                 self._admission.remove(call)
+
+
+AsyncLLMEngine = AsyncLLM
 
 
 class LLMEngine(LocalModel):

@@ -144,6 +144,11 @@ _NOT_SUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "extra_args": ((None, {}), "plugins, which would read them, are not loaded"),
     "logits_processors": ((None, [], ()), f"code of a request does not run in the engine; {_LOGITS_PROCESSORS}"),
     "guided_decoding": ((None,), "use structured_outputs"),
+    "prompt_logprob_token_ids": ((None,), "use prompt_logprobs"),
+    "prompt_logprob_start": ((None, 0), "prompt_logprobs returns all positions"),
+    "watermarking": ((None, False), "outputs are not watermarked"),
+    "routed_experts_prompt_start": ((None, 0), "responses do not have the experts of tokens"),
+    "trace_decode_token_ids": ((None,), "use LLM.score_continuations for the log-probabilities of given tokens"),
 }
 """Parameters of vLLM that would change the result: values without an effect, and the reason or an alternative."""
 
@@ -315,6 +320,11 @@ class SamplingParams(_StreamOptions):
     extra_args: InitVar[Mapping[str, Any] | None] = None
     logits_processors: InitVar[Any] = None
     guided_decoding: InitVar[Any] = None
+    prompt_logprob_token_ids: InitVar[Any] = None
+    prompt_logprob_start: InitVar[int | None] = None
+    watermarking: InitVar[bool | None] = None
+    routed_experts_prompt_start: InitVar[int | None] = None
+    trace_decode_token_ids: InitVar[Sequence[int] | None] = None
 
     def __post_init__(
         self,
@@ -622,14 +632,18 @@ class PoolingParams:
         dimensions: only None: vectors have the model's width.
         truncate_prompt_tokens: keep only the last N prompt tokens; -1 keeps what fits into max_model_len.
         normalize: former name of use_activation.
+        task: None or "embed", the only task.
     """
 
     use_activation: bool | None = None
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None
     normalize: bool | None = None
+    task: str | None = None
 
     def __post_init__(self) -> None:
+        if self.task not in (None, "embed"):
+            raise Unsupported(f"pooling_params.task: {self.task!r} is not supported, only 'embed'")
         if self.dimensions is not None:
             raise Unsupported(
                 f"pooling_params.dimensions: {self.dimensions} is not supported: vectors are not shortened"
