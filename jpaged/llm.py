@@ -465,8 +465,12 @@ class LLM(LocalModel):
         """Raise Unsupported: reward models are not supported."""
         raise Unsupported("reward: models with a reward head are not supported")
 
-    def reset_prefix_cache(self) -> int:
-        """Drop all cached prefixes that are not in use; return the number of dropped blocks."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> int:
+        """Drop all cached prefixes that are not in use; return the number of dropped blocks.
+
+        Args:
+            reset_running_requests: has no effect: running requests keep their blocks, and no result depends on them.
+        """
         self._check_usable()
         forgotten = self._serving.engine.reset_prefix_cache()
         self._finish_step()
@@ -717,8 +721,8 @@ class AsyncLLM(LocalModel):
         """Return True between `pause_generation` and `resume_generation`."""
         return self._admission.is_paused
 
-    async def reset_prefix_cache(self) -> bool:
-        """Drop all cached prefixes that are not in use; return True."""
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Drop all cached prefixes that are not in use, as `LLM.reset_prefix_cache`; return True."""
         self._check_usable()
         await asyncio.wrap_future(self._serving.engine.reset_prefix_cache())
         return True
@@ -849,8 +853,8 @@ class LLMEngine(LocalModel):
         """Return the number of queued and running requests."""
         return len(self._streams)
 
-    def reset_prefix_cache(self) -> bool:
-        """Drop all cached prefixes that are not in use; runs one iteration and returns True."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Drop all cached prefixes that are not in use, as `LLM.reset_prefix_cache`; run one iteration, return True."""
         self._check_usable()
         dropped = self._serving.engine.reset_prefix_cache()
         self._serving.engine.step()

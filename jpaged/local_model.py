@@ -247,7 +247,7 @@ class LocalModel:
 
     def __init__(self, model: str = "demo", *, progress: Progress | None = None, **options: Any) -> None:
         for name in (*server_field_names(), *PROCESS_OPTIONS):
-            if name in options:
+            if options.get(name) is not None:
                 raise InvalidArgument(name, "is an option of `jpaged serve`, not of LLM")
         config = EngineConfig.load({"model": model, **self._defaults, **_get_options(options)})
         self._serving = build(config, progress or ignore_progress, is_offline=True)
