@@ -300,7 +300,7 @@ class LLM(LocalModel):
         """Return the similarity of texts: the cosine of their embeddings, -1 to 1, in `outputs.score`.
 
         Args:
-            data_1: one prompt, or as many as `data_2` has.
+            data_1: one prompt, or one for each of `data_2`.
             data_2: the prompts to compare with.
             use_tqdm: as in `generate`.
             pooling_params: as in `embed`, except that vectors always have length 1.

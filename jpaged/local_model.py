@@ -340,7 +340,7 @@ class LocalModel:
         self.close()
 
     def _params(self, prompts: Sequence[Prompt], sampling_params: GivenParams) -> list[GivenRequest]:
-        """Return each prompt with a copy of its parameters, which the caller may change afterwards."""
+        """Return each prompt with a copy of the parameters: the caller may change its object afterwards."""
         defaults = self._serving.model.default_sampling
         if sampling_params is not None:
             params = one_each("sampling_params", sampling_params, (SamplingParams,), len(prompts))

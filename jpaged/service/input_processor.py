@@ -197,11 +197,7 @@ class InputProcessor:
             Unsupported: messages, but the model has no chat template; or tools that the template ignores or whose calls
                 cannot be parsed.
         """
-        if sampling.max_tokens is None:
-            prompt = dataclasses.replace(prompt, fills_length=True, max_filled=None)
-            sampling = dataclasses.replace(
-                sampling, max_tokens=max(1, sampling.min_tokens)
-            )  # the minimum that must fit
+        prompt, sampling = _without_none(prompt, sampling)
         self._check_fields(prompt, sampling)
         thinking: ThinkingBudget | None = None
         token_ids = self._prompt_ids(prompt, sampling)
@@ -466,6 +462,14 @@ class InputProcessor:
             raise InvalidArgument("sampling.bad_words", "this model has no tokenizer: use logit_bias")
         if sampling.stop and isinstance(self.tokenizer, NoTokenizer):
             raise InvalidArgument("sampling.stop", "this model has no tokenizer, so no text: use stop_token_ids")
+
+
+def _without_none(prompt: Prompt, sampling: SamplingParams) -> tuple[Prompt, SamplingParams]:
+    """Return a prompt and its parameters; `max_tokens` of None becomes `fills_length`, with the minimum that must fit."""
+    if sampling.max_tokens is not None:
+        return prompt, sampling
+    prompt = dataclasses.replace(prompt, fills_length=True, max_filled=None)
+    return prompt, dataclasses.replace(sampling, max_tokens=max(1, sampling.min_tokens))
 
 
 def _derived_seed(engine_seed: int, number: int) -> int:
