@@ -465,7 +465,7 @@ class InputProcessor:
 
 
 def _without_none(prompt: Prompt, sampling: SamplingParams) -> tuple[Prompt, SamplingParams]:
-    """Return a prompt and its parameters; `max_tokens` of None becomes `fills_length`, with the minimum that must fit."""
+    """Return a prompt and its parameters, with `fills_length` if `max_tokens` is None."""
     if sampling.max_tokens is not None:
         return prompt, sampling
     prompt = dataclasses.replace(prompt, fills_length=True, max_filled=None)

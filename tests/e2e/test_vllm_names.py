@@ -29,6 +29,7 @@ from jpaged import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from jpaged.client.convert import sampling_message
 from jpaged.config import EngineConfig
 from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable, Unsupported
 from jpaged.llm import TokensPrompt
@@ -106,6 +107,16 @@ def test_parameters_without_an_effect_are_accepted() -> None:
     given: dict[str, Any] = {"spaces_between_special_tokens": False, "skip_clone": True, "stream_interval": 3}
     assert SamplingParams(**given, logits_processors=None, extra_args={}) == SamplingParams()
     assert not SamplingParams(skip_reading_prefix_cache=True).use_prefix_cache
+
+
+def test_a_client_needs_a_number_of_tokens() -> None:
+    with pytest.raises(InvalidArgument, match=r"sampling\.max_tokens: must be a number; only LLM and AsyncLLM"):
+        sampling_message(SamplingParams(max_tokens=None))
+    changed = SamplingParams()
+    assert sampling_message(changed).temperature == 1.0
+    changed.temperature, changed.stop = 0.5, ["a"]
+    message = sampling_message(changed)
+    assert (message.temperature, list(message.stop)) == (0.5, ["a"])
 
 
 def test_names_are_in_vllms_modules() -> None:
@@ -223,6 +234,11 @@ def test_adapters_are_loaded_on_first_use(open_model: Open, adapters: Callable[[
     llm.load_adapter("a", a.path)
     with pytest.raises(InvalidArgument, match=r"lora_request: 'a' is loaded from .*; choose another name"):
         llm.generate([IDS], GREEDY, lora_request=adapters("a", 8))
+
+
+def test_without_adapters_the_error_names_the_option(open_model: Open) -> None:
+    with pytest.raises(Unsupported, match="adapters are off: set enable_lora"):
+        open_model().generate([IDS], GREEDY, lora_request=LoRARequest("a", 1, "a"))
 
 
 def test_chats_take_vllms_arguments(open_model: Open) -> None:
