@@ -439,6 +439,7 @@ class ChatOptions:
         continue_final_message: continue the last message, which stays open, instead of a new turn.
         documents: JSON objects for a template that uses them.
         chat_template: replaces the model's, on servers that trust those of requests; None for the model's.
+        add_special_tokens: add the tokenizer's special tokens to those that the template writes.
 
     Raises:
         InvalidArgument: values too many or too large, an invalid name, two tools of one name, or a choice of a missing
@@ -454,9 +455,10 @@ class ChatOptions:
     continue_final_message: bool = False
     documents: Sequence[Mapping[str, Any]] = ()
     chat_template: str | None = None
+    add_special_tokens: bool = False
 
     def __post_init__(self) -> None:
-        for flag in ("add_generation_prompt", "continue_final_message"):
+        for flag in ("add_generation_prompt", "continue_final_message", "add_special_tokens"):
             if not isinstance(value := getattr(self, flag), bool):
                 raise InvalidArgument(flag, f"{str(value)[:_MAX_SHOWN]!r} is not true or false")
         if self.continue_final_message and self.add_generation_prompt:
@@ -520,7 +522,7 @@ class ChatOptions:
     @property
     def is_laid_out(self) -> bool:
         """True if the chat template must support it."""
-        is_usual = self.add_generation_prompt and not (self.documents or self.chat_template)
+        is_usual = self.add_generation_prompt and not (self.documents or self.chat_template or self.add_special_tokens)
         return not is_usual or bool(self.shown_tools or self.template_kwargs) or self.reasoning.sets_variables
 
     @property

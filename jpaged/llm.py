@@ -104,7 +104,7 @@ class ChatCallKwargs(ChatKwargs, total=False):
 
     Attributes:
         adapter: as in `LLM.generate`.
-        chat_template_content_format: "auto"; the chat template decides.
+        chat_template_content_format: "auto" or the model's option.
         tokenization_kwargs: as in `LLM.generate`.
         conversations: former name of `messages`.
     """
@@ -234,8 +234,8 @@ class LLM(LocalModel):
         many: list[Any] = list(messages if messages is not None else conversations or ())
         if messages is None and conversations is None:
             raise InvalidArgument("messages", "is missing")
-        if content_format != "auto":
-            problem = f"{content_format!r} is not supported, only 'auto': the chat template decides"
+        if content_format not in ("auto", own := self.config.model.chat_template_content_format):
+            problem = f"{content_format!r} is not 'auto' or {own!r}, which is set for the model: set it in LLM(...)"
             raise InvalidArgument("chat_template_content_format", problem)
         if many and isinstance(many[0], Mapping):
             many = [many]

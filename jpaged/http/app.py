@@ -30,10 +30,12 @@ from jpaged.config import AccessOptions
 from jpaged.errors import JpagedError, ModelNotFound, NotFound, PermissionDenied, Unsupported
 from jpaged.http.batches.job import BatchJobRunner
 from jpaged.http.batches.routes import batch_routes
-from jpaged.http.completions import completion_routes
-from jpaged.http.embeddings import scoring_routes, token_routes
-from jpaged.http.exchange import JSON, REQUEST_ID_HEADER, build_response, error_for
+from jpaged.http.completions import EventStream, TokenTexts, answer_job, completion_routes, parse_job
+from jpaged.http.embeddings import answer_scoring, scoring_routes, token_routes
+from jpaged.http.exchange import JSON, REQUEST_ID_HEADER, body_in, build_response, error_for
 from jpaged.http.responses import response_routes
+from jpaged.openai.embeddings import embed_job, rerank_job, score_job
+from jpaged.openai.request import chat_job, completion_job
 from jpaged.service.calls import is_name
 from jpaged.service.service import Service
 from jpaged.telemetry.metrics import EngineCollector
@@ -175,6 +177,16 @@ def operator_routes(service: Service) -> list[Route]:
     async def version(request: Request) -> Response:
         return JSON({"version": __version__})
 
+    async def load(request: Request) -> Response:
+        """Return the number of requests in the engine, as vLLM does."""
+        now = state.loaded().engine.load()
+        return JSON({"server_load": now.num_running + now.num_waiting})
+
+    async def server_info(request: Request) -> Response:
+        """Return every option with its value; keys are hidden."""
+        options = {name: value for name, value, _ in state.config.explain() if value != "None"}
+        return JSON({"version": __version__, "state": state.stage.value, "config": options})
+
     async def metrics(request: Request) -> Response:
         registry = CollectorRegistry()
         registry.register(EngineCollector(state.loaded()))
@@ -187,8 +199,26 @@ def operator_routes(service: Service) -> list[Route]:
         Route("/readyz", readyz, methods=["GET"]),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/version", version, methods=["GET"]),
+        Route("/load", load, methods=["GET"]),
+        Route("/server_info", server_info, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
     ]
+
+
+def invocation_routes(service: Service) -> list[Route]:
+    """Return the route of SageMaker: one path for every kind of body."""
+    texts = TokenTexts()
+
+    async def invoke(request: Request) -> Response | EventStream:
+        body, num_bytes = await body_in(service, request)
+        given = {name for name, value in body.items() if value is not None}
+        if given.isdisjoint({"input", "continuations"}) and given & {"messages", "prompt"}:
+            read = chat_job if "messages" in given else completion_job
+            return await answer_job(service, request, await parse_job(service, request, read, body=body), texts)
+        read_scoring = embed_job if given & {"input", "messages"} else rerank_job if "query" in given else score_job
+        return await answer_scoring(service, request, read_scoring, body, num_bytes)
+
+    return [Route("/invocations", invoke, methods=["POST"])]
 
 
 _DASHBOARD = "jpaged.inspector.dashboard"
@@ -209,7 +239,7 @@ def inspector_routes(service: Service) -> list[Route]:
 
 _ROUTES = (
     *(operator_routes, model_routes, completion_routes, response_routes),
-    *(scoring_routes, token_routes, inspector_routes),
+    *(scoring_routes, token_routes, invocation_routes, inspector_routes),
 )
 """Functions that return the routes of a service, except those of batches."""
 
@@ -232,7 +262,7 @@ def make_app(service: Service, gate: Authenticator, batches: BatchJobRunner | No
             allow_headers=("*",),
             expose_headers=(REQUEST_ID_HEADER, "retry-after", "retry-after-ms"),
         )
-    return _Named(guarded)
+    return _Named(guarded, (service.state.config.http.root_path or "").rstrip("/"))
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
@@ -254,10 +284,15 @@ async def _refuse_path(request: Request, error: Exception) -> Response:
 
 
 class _Named:
-    """Middleware that gives each request an id, and returns it in the response."""
+    """Middleware that gives each request an id, and returns it in the response.
 
-    def __init__(self, app: App) -> None:
+    Args:
+        root_path: removed from the start of paths; empty for none.
+    """
+
+    def __init__(self, app: App, root_path: str) -> None:
         self._app = app
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -268,6 +303,8 @@ class _Named:
         request_id = given if is_name(given) else uuid.uuid4().hex
         headers: dict[str, str] = {REQUEST_ID_HEADER: request_id}
         scope.setdefault("state", {}).update(request_id=request_id, answer_headers=headers)
+        if self._root_path and f"{scope['path']}/".startswith(f"{self._root_path}/"):
+            scope["path"] = scope["path"].removeprefix(self._root_path) or "/"
 
         has_begun = False
 

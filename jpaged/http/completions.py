@@ -28,8 +28,8 @@ from starlette.types import Receive, Scope, Send
 
 from jpaged.engine.tokenizer import Tokenizer, is_special_token
 from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument, ModelNotFound
-from jpaged.http.exchange import build_answer as json_answer_of
 from jpaged.http.exchange import (
+    REQUEST_ID_HEADER,
     error_for,
     get_answer_headers,
     get_caller,
@@ -40,12 +40,13 @@ from jpaged.http.exchange import (
     while_connected,
     while_there,
 )
+from jpaged.http.exchange import build_answer as json_answer_of
 from jpaged.json_text import PIECE_BYTES
 from jpaged.openai.lines import error_body
 from jpaged.openai.request import Job, chat_job, completion_job, renamed, shown
 from jpaged.openai.response import AnswerSize, ChunkBuilder, ResponseMetadata, ShownToken, build_answer, sent_event
 from jpaged.outputs import new_completions
-from jpaged.service.calls import Call, Caller, RequestHandle, RequestRecord
+from jpaged.service.calls import Call, Caller, RequestHandle, RequestRecord, require_name
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.score_embed import num_at_once, run_all
 from jpaged.service.service import Service
@@ -132,17 +133,23 @@ class CompletionJob:
             raise told from error
 
 
+JobReader = Callable[[Mapping[str, Any], Mapping[str, Any]], Job]
+"""Reads a body, given the model's sampling defaults."""
+
+
 async def parse_job(
     service: Service,
     request: Request,
-    read: Callable[[Mapping[str, Any], Mapping[str, Any]], Job],
+    read: JobReader,
     *,
+    body: Mapping[str, Any] | None = None,
     is_kept: bool = False,
 ) -> CompletionJob:
     """Parse a request.
 
     Args:
         read: reads a body, given the model's sampling defaults.
+        body: the request's, if it has been read.
         is_kept: a stream's last event repeats the whole answer.
 
     Raises:
@@ -151,7 +158,14 @@ async def parse_job(
     began_s = time.monotonic()
     model = service.state.serving()
     request_id, tenant, remaining_s = get_request_id(request), get_tenant(request), get_remaining_s(request)
-    job = await read_body(service, request, lambda body: read(body, model.model.default_sampling))
+    defaults = model.model.default_sampling
+    if body is None:
+        job = await read_body(service, request, lambda given: read(given, defaults))
+    else:
+        job = read(body, defaults)
+    if job.request_id is not None and REQUEST_ID_HEADER not in request.headers:
+        require_name("request_id", job.request_id)
+        request_id = get_answer_headers(request)[REQUEST_ID_HEADER] = job.request_id
     try:
         size = AnswerSize(
             job.sampling,
@@ -290,10 +304,10 @@ async def get_prompt_text(
     service: Service, asked: CompletionJob, number: int, prompt_token_ids: tuple[int, ...]
 ) -> str:
     """Return the text of a prompt, as given or from the tokens after truncation."""
-    text, sampling = asked.job.prompts[number].text, asked.job.sampling
-    if text is not None and sampling.truncate_prompt_tokens is None:
-        return text
-    text = await service.detokenize(prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens)
+    given = asked.job.prompts[number].text
+    if given is not None and asked.job.echoes_text(number):
+        return given
+    text = await service.detokenize(prompt_token_ids, skip_special_tokens=False)
     if asked.job.is_only_told or not text.endswith("\ufffd"):
         return text
     return text.removesuffix(_begun_character(asked.model.tokenizer, prompt_token_ids))
@@ -409,13 +423,9 @@ def completion_routes(service: Service) -> list[Route]:
     """Return the routes of /v1/completions and /v1/chat/completions."""
     texts = TokenTexts()
 
-    def answering(read: Callable[[Mapping[str, Any], Mapping[str, Any]], Job]) -> Callable[[Request], Awaitable[Any]]:
+    def answering(read: JobReader) -> Callable[[Request], Awaitable[Any]]:
         async def answer(request: Request) -> Response | EventStream:
-            asked = await parse_job(service, request, read)
-            if asked.job.streaming is not None:
-                keep_alive_s = service.state.config.http.http_keep_alive
-                return EventStream(_chunks(service, asked, texts), keep_alive_s, asked.left_s())
-            return await while_there(request, _whole(service, asked, texts), asked.left_s())
+            return await answer_job(service, request, await parse_job(service, request, read), texts)
 
         return answer
 
@@ -423,6 +433,16 @@ def completion_routes(service: Service) -> list[Route]:
         Route("/v1/completions", answering(completion_job), methods=["POST"]),
         Route("/v1/chat/completions", answering(chat_job), methods=["POST"]),
     ]
+
+
+async def answer_job(
+    service: Service, request: Request, asked: CompletionJob, texts: TokenTexts
+) -> Response | EventStream:
+    """Return the response to a job, whole or streamed."""
+    if asked.job.streaming is not None:
+        keep_alive_s = service.state.config.http.http_keep_alive
+        return EventStream(_chunks(service, asked, texts), keep_alive_s, asked.left_s())
+    return await while_there(request, _whole(service, asked, texts), asked.left_s())
 
 
 async def _whole(service: Service, asked: CompletionJob, texts: TokenTexts) -> Response:

@@ -1,7 +1,7 @@
-"""/v1/embeddings and /v1/score: calls of several requests, aborted if the client disconnects. /tokenize, /detokenize.
+"""/v1/embeddings, /v1/score, /v1/rerank: calls of several requests, aborted if the client disconnects. Tokens.
 
-The latter two are compatible with vLLM. `LocalServer` is an in-process client: the methods that OpenAI's bodies need,
-on the service of this process.
+/tokenize, /detokenize and /tokenizer_info are compatible with vLLM. `LocalServer` is an in-process client: the methods
+that OpenAI's bodies need, on the service of this process.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jpaged.chat import ChatOptions
 from jpaged.errors import InvalidArgument
 from jpaged.http.exchange import (
     CHARS_OF_NUMBER,
+    JSON,
     body_in,
     build_answer,
     get_caller,
@@ -31,6 +32,7 @@ from jpaged.openai.embeddings import (
     embed_job,
     parse_detokenize_job,
     parse_tokenize_job,
+    rerank_job,
     score_job,
     tokenized_body,
 )
@@ -183,38 +185,48 @@ def _usage(usages: Sequence[Usage]) -> Usage:
     )
 
 
-def scoring_routes(service: Service) -> list[Route]:
-    """Return the routes of /v1/embeddings and /v1/score."""
+ScoringReader = Callable[[Mapping[str, Any]], ScoringJob]
+"""Reads a body."""
 
-    def answering(url: str) -> Callable[[Request], Awaitable[Response]]:
+
+def scoring_routes(service: Service) -> list[Route]:
+    """Return the routes of /v1/embeddings, /v1/score and /v1/rerank."""
+
+    def answering(read: ScoringReader) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            body, num_bytes = await body_in(service, request)
-            read = embed_job if url == EMBEDDINGS_URL else score_job
-            job: ScoringJob = await service.run_blocking(lambda: read(body), num_bytes)
-            model = service.state.serving().model
-            remaining_s = get_remaining_s(request)
-            server = LocalServer(
-                service=service,
-                tenant=get_tenant(request),
-                caller=replace(get_caller(request), user=str(body.get("user") or "")),
-                until_s=None if remaining_s is None else time.monotonic() + remaining_s,
-            )
-            max_bytes = int(service.state.config.http.max_response_size * 2**20)
-            answers = Answers(model, service.run_blocking, service.state.loaded().adapters.names, max_bytes=max_bytes)
-            found = await while_there(request, answers.evaluate(server, job), remaining_s)
-            return await build_answer(service, found.body, CHARS_OF_NUMBER * found.size)
+            return await answer_scoring(service, request, read, *await body_in(service, request))
 
         return answer
 
-    return [
-        Route(EMBEDDINGS_URL, answering(EMBEDDINGS_URL), methods=["POST"]),
-        Route(SCORE_URL, answering(SCORE_URL), methods=["POST"]),
-        Route("/score", answering(SCORE_URL), methods=["POST"]),
-    ]
+    paths: dict[str, ScoringReader] = {
+        EMBEDDINGS_URL: embed_job,
+        **dict.fromkeys((SCORE_URL, "/score"), score_job),
+        **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), rerank_job),
+    }
+    return [Route(path, answering(read), methods=["POST"]) for path, read in paths.items()]
+
+
+async def answer_scoring(
+    service: Service, request: Request, read: ScoringReader, body: Mapping[str, Any], num_bytes: int
+) -> Response:
+    """Return the response to a body of embeddings, scores or ranks."""
+    job = await service.run_blocking(lambda: read(body), num_bytes)
+    model = service.state.serving().model
+    remaining_s = get_remaining_s(request)
+    server = LocalServer(
+        service=service,
+        tenant=get_tenant(request),
+        caller=replace(get_caller(request), user=str(body.get("user") or "")),
+        until_s=None if remaining_s is None else time.monotonic() + remaining_s,
+    )
+    max_bytes = int(service.state.config.http.max_response_size * 2**20)
+    answers = Answers(model, service.run_blocking, service.state.loaded().adapters.names, max_bytes=max_bytes)
+    found = await while_there(request, answers.evaluate(server, job), remaining_s)
+    return await build_answer(service, found.body, CHARS_OF_NUMBER * found.size)
 
 
 def token_routes(service: Service) -> list[Route]:
-    """Return the routes of /tokenize and /detokenize."""
+    """Return the routes of /tokenize, /detokenize and /tokenizer_info."""
 
     async def tokenize(request: Request) -> Response:
         body, num_bytes = await body_in(service, request)
@@ -229,10 +241,7 @@ def token_routes(service: Service) -> list[Route]:
             if len(token_ids) > MAX_DETOKENIZE_IDS:
                 problem = f"would return {len(token_ids)} tokens; at most {MAX_DETOKENIZE_IDS}"
                 raise InvalidArgument("return_token_strs", problem)
-            decode = model.tokenizer.decode
-            texts = await service.run_blocking(
-                lambda: [decode([one], skip_special_tokens=False) for one in token_ids], 8 * len(token_ids)
-            )
+            texts = await service.run_blocking(lambda: model.tokenizer.token_strings(token_ids), 8 * len(token_ids))
         max_model_len = model.model.max_model_len
         return await build_answer(
             service,
@@ -246,7 +255,12 @@ def token_routes(service: Service) -> list[Route]:
         text = await service.detokenize(job.token_ids, skip_special_tokens=job.skip_special_tokens, model=job.model)
         return await build_answer(service, lambda: {"prompt": text}, len(text))
 
+    async def tokenizer_info(request: Request) -> Response:
+        model = service.state.loaded()
+        return JSON({**model.tokenizer.describe(), "model_max_length": model.model.max_model_len})
+
     return [
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
     ]

@@ -3,9 +3,10 @@
     /v1/embeddings  {"input": text, texts, token ids or lists of them}   -> a vector for each
     /v1/score       {"text_1": text or texts, "text_2": likewise}        -> the cosine of each pair's vectors
     /v1/score       {"prompt": ..., "continuations": [...]}              -> the log-probability of each continuation
+    /v1/rerank      {"query": text, "documents": texts}                  -> the documents by similarity to the query
 
 Each may have `adapter`, `cache_salt` and `priority`, as completions, and embeddings `normalize`; `user` is ignored. The
-first is OpenAI's (https://platform.openai.com/docs/api-reference/embeddings), the second vLLM's
+first is OpenAI's (https://platform.openai.com/docs/api-reference/embeddings), the second and last vLLM's
 (https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_server.html), the third specific to jpaged.
 
     /tokenize    {"prompt": text, "add_special_tokens": true}   -> the ids of a text
@@ -19,15 +20,26 @@ from __future__ import annotations
 
 import base64
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from jpaged.chat import ChatOptions
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.json_text import Items
-from jpaged.openai.request import CHAT_FIELDS, chat_options_in, messages_in, name_in, own_fields, shown
+from jpaged.openai.request import (
+    CHAT_FIELDS,
+    chat_options_in,
+    flag_in,
+    messages_in,
+    name_in,
+    own_fields,
+    shown,
+    truncation_side_in,
+)
 from jpaged.types import Pooling, Prompt, SamplingParams, Score, TokenLogprob
 
 _T = TypeVar("_T")
@@ -44,12 +56,27 @@ ENCODINGS = ("float", "base64")
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """Common options of every body: fields as of a body of completions."""
+    """Common options of every body: fields as of a body of completions.
+
+    Attributes:
+        truncate_prompt_tokens: maximum tokens of an input, the last or the first by `truncation_side`; -1 for the
+            model's limit, None refuses longer inputs.
+    """
 
     model: str | None = None
     adapter: str = ""
     cache_salt: str = ""
     priority: int = 0
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
+
+    def truncated(self, token_ids: Sequence[int], max_model_len: int) -> tuple[int, ...]:
+        """Return the tokens of an input that are kept."""
+        limit = self.truncate_prompt_tokens
+        if limit is None:
+            return tuple(token_ids)
+        limit = max_model_len if limit == -1 else limit
+        return tuple(token_ids[:limit] if self.truncation_side == "right" else token_ids[-limit:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +87,7 @@ class EmbedJob:
         encoding: one of `ENCODINGS`: numbers, or float32 in little-endian order as base64.
         dimensions: required width of a vector; None for any.
         normalize: scale vectors to length 1.
+        messages: a chat instead of inputs; None for inputs.
     """
 
     inputs: tuple[Text, ...]
@@ -68,6 +96,8 @@ class EmbedJob:
     encoding: str = ENCODINGS[0]
     dimensions: int | None = None
     normalize: bool = False
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    chat_options: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +111,17 @@ class ScoreJob:
 
 @dataclass(frozen=True, slots=True)
 class SimilarityJob:
-    """Pairs of texts whose vectors are compared."""
+    """Pairs of texts whose vectors are compared.
+
+    Attributes:
+        top_n: number of documents to rank by their similarity to the query, which is the first text of each pair;
+            None returns similarities in the order of the pairs.
+    """
 
     pairs: tuple[tuple[str, str], ...]
     how: How = How()
     pooling: Pooling = POOLINGS[0]
+    top_n: int | None = None
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -94,10 +130,18 @@ class SimilarityJob:
 
 
 _OF_ALL = {one.name for one in fields(How)}
-_OF_EMBEDDINGS = {*_OF_ALL, "input", "pooling", "encoding_format", "dimensions", "normalize", "user"}
-_OF_SIMILARITIES = {*_OF_ALL, "text_1", "text_2", "pooling"}
-_OF_LOGLIKELIHOODS = {*_OF_ALL, "prompt", "continuations"}
-_OF_SCORES = _OF_SIMILARITIES | _OF_LOGLIKELIHOODS
+OF_EMBEDDINGS = {*_OF_ALL, "input", "pooling", "encoding_format", "dimensions", "normalize", "user", "use_activation"}
+OF_EMBEDDED_CHATS = {
+    *(OF_EMBEDDINGS - {"input"}),
+    *("messages", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    "add_special_tokens",
+}
+_TEXTS_1, _TEXTS_2 = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")
+"""Names of the texts of pairs; vLLM accepts each."""
+_OF_SIMILARITIES = {*_OF_ALL, *_TEXTS_1, *_TEXTS_2, "pooling"}
+_OF_LOGLIKELIHOODS = {*_OF_ALL, "prompt", "continuations"} - {"truncate_prompt_tokens", "truncation_side"}
+OF_RERANKING = {*_OF_ALL, "query", "documents", "top_n", "return_documents", "pooling"}
+OF_SCORES = _OF_SIMILARITIES | _OF_LOGLIKELIHOODS
 ScoringJob = EmbedJob | ScoreJob | SimilarityJob
 
 
@@ -107,7 +151,7 @@ def score_job(given: Mapping[str, Any]) -> ScoreJob | SimilarityJob:
     Raises:
         InvalidArgument: a field is unknown, invalid, or cannot be honored.
     """
-    body = own_fields("/v1/score", given, _OF_SCORES)
+    body = own_fields("/v1/score", given, OF_SCORES)
     is_ours = "prompt" in body or "continuations" in body
     return _loglikelihood_job(body) if is_ours else _similarity_job(body)
 
@@ -118,20 +162,48 @@ def embed_job(as_given: Mapping[str, Any]) -> EmbedJob:
     Raises:
         InvalidArgument: as `score_job`.
     """
-    body = own_fields("/v1/embeddings", as_given, _OF_EMBEDDINGS)
-    how = _how(body, _OF_EMBEDDINGS)
+    is_chat = as_given.get("messages") is not None
+    own = OF_EMBEDDED_CHATS if is_chat else OF_EMBEDDINGS
+    body = own_fields("/v1/embeddings", as_given, own)
+    how = _how(body, own)
     name_in(body, "user")
-    given = body.get("input")
-    is_one = isinstance(given, str) or (isinstance(given, list) and any(type(one) is int for one in given))
-    inputs = _texts("input", [given] if is_one else given)
+    messages, options = None, ChatOptions()
+    inputs: tuple[Text, ...] = ()
+    if is_chat:
+        body.setdefault("add_generation_prompt", False)
+        messages, options = messages_in(body), chat_options_in(body)
+    else:
+        given = body.get("input")
+        is_one = isinstance(given, str) or (isinstance(given, list) and any(type(one) is int for one in given))
+        inputs = _texts("input", [given] if is_one else given)
     dimensions = body.get("dimensions")
     if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
         raise InvalidArgument("dimensions", f"{shown(dimensions)} is not an integer of 1 or more")
-    normalize = body.get("normalize", False)
-    if not isinstance(normalize, bool):
-        raise InvalidArgument("normalize", f"{shown(normalize)} is not true or false")
-    encoding = _choice(body, "encoding_format", ENCODINGS)
-    return EmbedJob(inputs, how, _choice(body, "pooling", POOLINGS), encoding, dimensions, normalize)
+    normalize = flag_in(body, "normalize", default=flag_in(body, "use_activation", default=False))
+    if normalize is not flag_in(body, "use_activation", default=normalize):
+        raise InvalidArgument("use_activation", "conflicts with normalize: give only one of them")
+    encoding, pooling = _choice(body, "encoding_format", ENCODINGS), _choice(body, "pooling", POOLINGS)
+    return EmbedJob(inputs, how, pooling, encoding, dimensions, normalize, messages, options)
+
+
+def rerank_job(given: Mapping[str, Any]) -> SimilarityJob:
+    """Parse a body of /v1/rerank; the documents are compared with the query.
+
+    Raises:
+        InvalidArgument: as `score_job`.
+    """
+    body = own_fields("/v1/rerank", given, OF_RERANKING)
+    how = _how(body, OF_RERANKING)
+    query, documents = _strings("query", [body.get("query")]), body.get("documents")
+    if isinstance(documents, list):
+        documents = [one["text"] if isinstance(one, dict) and one.keys() == {"text"} else one for one in documents]
+    documents = _strings("documents", documents)
+    flag_in(body, "return_documents", default=True)
+    top_n = body.get("top_n", 0)
+    if type(top_n) is not int or top_n < 0:
+        raise InvalidArgument("top_n", f"{shown(top_n)} is not an integer of 0 or more")
+    pairs = tuple((query[0], one) for one in documents)
+    return SimilarityJob(pairs, how, _choice(body, "pooling", POOLINGS), top_n or len(pairs))
 
 
 def _loglikelihood_job(body: Mapping[str, Any]) -> ScoreJob:
@@ -142,26 +214,36 @@ def _loglikelihood_job(body: Mapping[str, Any]) -> ScoreJob:
 
 def _similarity_job(body: Mapping[str, Any]) -> SimilarityJob:
     how = _how(body, _OF_SIMILARITIES)
-    left, right = (_strings(f"{name}", body.get(name)) for name in ("text_1", "text_2"))
+    names = [_only_name(body, some) for some in (_TEXTS_1, _TEXTS_2)]
+    left, right = (_strings(name, body.get(name)) for name in names)
     if len(left) == 1:
         left *= len(right)
     if len(left) != len(right):
         raise InvalidArgument(
-            "text_2", f"{len(right)} texts for {len(left)} of text_1: give 1 text_1, or the same number"
+            names[1], f"{len(right)} texts for {len(left)} of {names[0]}: give 1 {names[0]}, or the same number"
         )
     pairs = tuple(zip(left, right, strict=True))
     return SimilarityJob(pairs, how, _choice(body, "pooling", POOLINGS))
+
+
+def _only_name(body: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return the name that a body uses of several for one field; the first one if it uses none."""
+    used = [name for name in names if body.get(name, []) != []]
+    if len(used) > 1:
+        raise InvalidArgument(used[1], f"conflicts with {used[0]}: give only one of them")
+    return (*used, *(name for name in names if name in body), names[0])[0]
 
 
 def _how(body: Mapping[str, Any], own: set[str]) -> How:
     """Return the common options of a body; reject unknown fields."""
     for name in body.keys() - own:
         raise InvalidArgument(name[:80], f"is not supported with {', '.join(sorted(own - _OF_ALL))}")
-    values = {name: body[name] for name in ("cache_salt", "priority") if name in body}
+    values = {name: body[name] for name in ("cache_salt", "priority", "truncate_prompt_tokens") if name in body}
     try:
         SamplingParams(**values)
     except InvalidArgument as error:
         raise InvalidArgument(error.field.replace("sampling.", ""), error.problem) from error
+    values["truncation_side"] = truncation_side_in(body)
     return How(name_in(body, "model"), name_in(body, "adapter") or "", **values)
 
 
@@ -247,10 +329,13 @@ def similarities_body(
     """Return the response to a SimilarityJob: the cosine of each pair, from the vectors of `job.texts`."""
     _require_one_each(job.texts, vectors)
     units = {text: _unit(vector) for text, vector in zip(job.texts, vectors, strict=True)}
-    data = [
-        {"object": "score", "index": i, "score": float(units[left] @ units[right])}
-        for i, (left, right) in enumerate(job.pairs)
-    ]
+    scores = [float(units[left] @ units[right]) for left, right in job.pairs]
+    if job.top_n is not None:
+        ranks = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: job.top_n]
+        results = [{"index": i, "document": {"text": job.pairs[i][1]}, "relevance_score": scores[i]} for i in ranks]
+        usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+        return {"id": f"rerank-{uuid.uuid4().hex}", "model": model, "usage": usage, "results": results}
+    data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]
     return _body(model, data, prompt_tokens)
 
 
@@ -275,10 +360,9 @@ def _unit(vector: Sequence[float]) -> np.ndarray:
     return array / max(float(np.linalg.norm(array)), 1e-300)
 
 
-_OF_TEXTS = {"model", "prompt", "add_special_tokens", "return_token_strs"}
-_ONLY_OF_CHATS = {"add_special_tokens": False}
-"""Fields of a chat that must have this value: the chat template writes the special tokens."""
-_OF_CHATS = {*CHAT_FIELDS, *_ONLY_OF_CHATS}
+OF_TOKENIZED_TEXTS = {"model", "prompt", "add_special_tokens", "return_token_strs"}
+OF_TOKENIZED_CHATS = {"model", "return_token_strs", "add_special_tokens", *CHAT_FIELDS}
+OF_DETOKENIZING = {"model", "tokens", "skip_special_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,16 +397,13 @@ def parse_tokenize_job(given: Mapping[str, Any]) -> TokenizeJob:
     if (given.get("prompt") is None) == (given.get("messages") is None):
         raise InvalidArgument("prompt", "give exactly one of prompt and messages")
     is_text = given.get("prompt") is not None
-    body = own_fields("/tokenize", given, _OF_TEXTS if is_text else {"model", "return_token_strs", *_OF_CHATS})
-    wants_texts, model = _flag(body, "return_token_strs", default=False), name_in(body, "model")
+    body = own_fields("/tokenize", given, OF_TOKENIZED_TEXTS if is_text else OF_TOKENIZED_CHATS)
+    wants_texts, model = flag_in(body, "return_token_strs", default=False), name_in(body, "model")
     if is_text:
         if not isinstance(body["prompt"], str):
             raise InvalidArgument("prompt", f"{str(body['prompt'])[:80]!r} is not a string")
-        adds = _flag(body, "add_special_tokens", default=True)
+        adds = flag_in(body, "add_special_tokens", default=True)
         return TokenizeJob(Prompt(text=body["prompt"]), adds, wants_texts, model)
-    for name, only in _ONLY_OF_CHATS.items():
-        if _flag(body, name, default=only) is not only:
-            raise InvalidArgument(name, f"must be {str(only).lower()} for a chat")
     prompt = Prompt(messages=messages_in(body), chat_options=chat_options_in(body))
     return TokenizeJob(prompt, wants_texts=wants_texts, model=model)
 
@@ -335,15 +416,8 @@ def tokenized_body(token_ids: Sequence[int], texts: Sequence[str] | None, *, max
 
 def parse_detokenize_job(given: Mapping[str, Any]) -> DetokenizeJob:
     """Parse a body of /detokenize; raise as `parse_tokenize_job` does."""
-    body = own_fields("/detokenize", given, {"model", "tokens", "skip_special_tokens"})
+    body = own_fields("/detokenize", given, OF_DETOKENIZING)
     token_ids = body.get("tokens")
     if not isinstance(token_ids, list) or not all(type(one) is int for one in token_ids):
         raise InvalidArgument("tokens", "must be a list of token ids")
-    return DetokenizeJob(tuple(token_ids), _flag(body, "skip_special_tokens", default=False), name_in(body, "model"))
-
-
-def _flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
-    value = body.get(name, default)
-    if not isinstance(value, bool):
-        raise InvalidArgument(name, f"{str(value)[:80]!r} is not true or false")
-    return value
+    return DetokenizeJob(tuple(token_ids), flag_in(body, "skip_special_tokens", default=False), name_in(body, "model"))

@@ -40,8 +40,10 @@ from jpaged.errors import (
 )
 from jpaged.openai.embeddings import (
     EmbedJob,
+    How,
     ScoreJob,
     ScoringJob,
+    Text,
     embed_job,
     embeddings_body,
     loglikelihoods_body,
@@ -236,10 +238,13 @@ def parse_job(line: Line, defaults: Mapping[str, Any] = NO_DEFAULTS) -> Job:
             raise InvalidArgument(
                 "prompt", "must be one string or one list of token ids: write one line for each prompt"
             )
+        (prompt,) = job.prompts
         elsewhere = {
-            "stream": job.streaming,
+            "stream": job.streaming is not None,
             "echo": job.has_echo,
             "return_token_ids": job.has_token_ids,
+            "truncation_side": prompt.truncation_side != "left",
+            "add_special_tokens": not prompt.add_special_tokens or prompt.chat_options.add_special_tokens,
         }
         for name, is_asked in elsewhere.items():
             if is_asked:
@@ -253,10 +258,10 @@ def parse_scoring_job(line: Line) -> ScoringJob:
         return embed_job(line.body) if line.url == EMBEDDINGS_URL else score_job(line.body)
 
 
-def success_line(line: Line, output: RequestOutput, *, model: str, token_text: TokenText) -> str:
+def success_line(custom_id: str, job: Job, output: RequestOutput, *, model: str, token_text: TokenText) -> str:
     """Return the output line of a finished request; `token_text` must cover the tokens of the log-probabilities."""
-    body = build_answer(ResponseMetadata(output.request_id, model), parse_job(line), [output], token_text)
-    return response_line(line.custom_id, output.request_id, body)
+    body = build_answer(ResponseMetadata(output.request_id, model), job, [output], token_text)
+    return response_line(custom_id, output.request_id, body)
 
 
 def response_line(custom_id: str, request_id: str, body: Mapping[str, Any]) -> str:
@@ -413,7 +418,7 @@ class Answers:
         await self._name_tokens(server, output)
         name, texts = job.model or self._model.name, self._token_texts.__getitem__
         text = await self._work(
-            lambda: success_line(line, output, model=name, token_text=texts), _estimate_chars(output)
+            lambda: success_line(line.custom_id, job, output, model=name, token_text=texts), _estimate_chars(output)
         )
         return Answered(text, output.usage.prompt_tokens, output.usage.completion_tokens)
 
@@ -487,6 +492,8 @@ class Answers:
             return await self._evaluate(server, job)
         except RequestTooLong as error:
             field = "input" if isinstance(job, EmbedJob) else "prompt" if isinstance(job, ScoreJob) else "text_1"
+            if isinstance(job, EmbedJob) and job.messages is not None:
+                field = "messages"
             raise RequestTooLong(field, error.problem) from error
 
     async def _evaluate(self, server: LineServer, job: ScoringJob) -> Evaluation:
@@ -495,26 +502,37 @@ class Answers:
         asked: dict[str, Any] = {"adapter": adapter, "cache_salt": how.cache_salt, "priority": how.priority}
         if isinstance(job, ScoreJob):
             scores, num_tokens = await _by_calls(
-                lambda some: server.score(job.prompt, some, **asked), job.continuations, self._check_scores
+                partial(server.score, job.prompt, **asked), job.continuations, self._check_scores
             )
             body = partial(loglikelihoods_body, job, scores, model=model, prompt_tokens=num_tokens)
             return Evaluation(body, 3 * sum(len(one.tokens) for one in scores), num_tokens)
         if isinstance(job, EmbedJob):
+            if job.messages is not None:
+                token_ids = await server.tokenize(messages=job.messages, chat_options=job.chat_options)
+                job = replace(job, inputs=(tuple(token_ids),))
+            job = replace(job, inputs=await self._truncated(server, how, job.inputs))
             num_bytes = _BYTES_OF_NUMBER if job.encoding == "float" else _BYTES_OF_BASE64_NUMBER
             vectors, num_tokens = await _by_calls(
-                lambda some: server.embed(some, pooling=job.pooling, normalize=job.normalize, **asked),
+                partial(server.embed, pooling=job.pooling, normalize=job.normalize, **asked),
                 job.inputs,
                 partial(self._check, "input", "numbers", num_bytes),
             )
             body = partial(embeddings_body, job, vectors, model=model, prompt_tokens=num_tokens)
         else:
             vectors, num_tokens = await _by_calls(
-                lambda some: server.embed(some, pooling=job.pooling, **asked),
-                job.texts,
+                partial(server.embed, pooling=job.pooling, **asked),
+                await self._truncated(server, how, job.texts),
                 lambda found, num: None,  # of a pair one number is written
             )
             body = partial(similarities_body, job, vectors, model=model, prompt_tokens=num_tokens)
         return Evaluation(body, sum(map(len, vectors)), num_tokens)
+
+    async def _truncated(self, server: LineServer, how: How, texts: Sequence[Text]) -> tuple[Text, ...]:
+        """Return inputs of the length that the caller asks for; texts become token ids if there is one."""
+        if how.truncate_prompt_tokens is None:
+            return tuple(texts)
+        every = [await server.tokenize(text) if isinstance(text, str) else text for text in texts]
+        return tuple(how.truncated(token_ids, self._model.max_model_len) for token_ids in every)
 
     def _check_scores(self, scores: Sequence[Score], num_parts: int) -> None:
         self._check("continuations", "tokens", _BYTES_OF_TOKEN, [score.tokens for score in scores], num_parts)

@@ -35,11 +35,17 @@ _PLAIN = (
 CHAT_FIELDS = frozenset(
     {
         *("messages", *_PLAIN),
-        *("reasoning", "reasoning_effort", "include_reasoning"),
+        *("reasoning", "reasoning_effort", "include_reasoning", "thinking_token_budget"),
     }
 )
-"""Fields of a body that are read here. The last two are OpenAI's and vLLM's words for fields of `reasoning`."""
-_OF_REASONING = {"reasoning_effort": "effort", "include_reasoning": "include"}
+"""Fields of a body that are read here. The last three are OpenAI's and vLLM's words for fields of `reasoning`."""
+_OF_REASONING = {
+    "reasoning_effort": "effort",
+    "include_reasoning": "include",
+    "thinking_token_budget": "thinking_token_budget",
+}
+_UNLIMITED = -1
+"""The thinking token budget that vLLM reads as none."""
 
 
 def messages_in(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -61,11 +67,14 @@ def chat_options_in(body: Mapping[str, Any]) -> ChatOptions:
         InvalidArgument: names the field, as in `tools[2].function.name`.
     """
     given: Any = {name: body.get(name) for name in _PLAIN}
-    return build_chat_options(**given, reasoning=parse_reasoning(_reasoning_in(body)))
+    options = build_chat_options(**given, reasoning=parse_reasoning(_reasoning_in(body)))
+    return replace(options, add_special_tokens=flag_in(body, "add_special_tokens"))
 
 
 def _reasoning_in(body: Mapping[str, Any]) -> Any:
     others = {key: body[name] for name, key in _OF_REASONING.items() if name in body}
+    if others.get("thinking_token_budget") == _UNLIMITED:
+        others["thinking_token_budget"] = None
     value = body.get("reasoning")
     if not others:
         return value
@@ -77,18 +86,25 @@ def _reasoning_in(body: Mapping[str, Any]) -> Any:
     return {**(value or {}), **others}
 
 
-def build_message(output: CompletionOutput) -> dict[str, Any]:
-    """Return an answer as a message: without content if it only calls tools."""
-    message: dict[str, Any] = {"role": "assistant", "content": output.text}
+def build_message(output: CompletionOutput, role: str = "assistant", echoed: str = "") -> dict[str, Any]:
+    """Return an answer as a message: without content if it only calls tools.
+
+    Args:
+        echoed: text before the answer's.
+    """
+    text = echoed + output.text
+    message: dict[str, Any] = {"role": role, "content": text}
     if output.reasoning_content:
         message["reasoning_content"] = output.reasoning_content
     if output.tool_calls:
-        message["content"] = output.text or None
+        message["content"] = text or None
         message["tool_calls"] = [call.as_json() for call in output.tool_calls]
     return message
 
 
 _MAX_SHOWN = 80
+_MAX_NAMED = 16
+"""Maximum wrong fields, or keys of one, that an error names after the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,35 +170,36 @@ OPENAI: Mapping[str, Neutral] = {
 }
 VLLM: Mapping[str, Neutral] = {
     "use_beam_search": only(False, advice="use beam_width"),
-    "spaces_between_special_tokens": _ON,
+    "spaces_between_special_tokens": hint(bool),
     "return_tokens_as_token_ids": only(False, advice="use return_token_ids"),
     "return_token_ids": _OFF,
     "return_token_offsets": _OFF,
     "return_prompt_text": _OFF,
+    "return_weight_versions": _OFF,
     "return_mm_kwargs": hint(bool),
+    "mm_payload": hint(str),
     "routed_experts_prompt_start": only(0),
     "add_generation_prompt": _ON,
     "continue_final_message": _OFF,
     "include_reasoning": _ON,
+    "thinking_token_budget": only(_UNLIMITED, advice="only chats have a reasoning budget"),
+    "repetition_detection": never("use max_tokens, or repetition_penalty"),
     "truncation_side": only("left", advice="truncate_prompt_tokens keeps the last tokens"),
+    "padding": only("do_not_pad", advice="inputs are never padded"),
     "stream_interval": hint(int),
     "session_id": hint(str),
     "watermarking": _OFF,
     "documents": only([]),
     "chat_template_kwargs": only({}),
-    "media_io_kwargs": only({}),
-    "mm_processor_kwargs": only({}),
+    "media_io_kwargs": hint(dict),
+    "mm_processor_kwargs": hint(dict),
     "kv_transfer_params": only({}),
     "ec_transfer_params": only({}),
     "vllm_xargs": only({}),
     "logits_processors": only([]),
     "prompt_embeds": only([]),
     "guided_decoding_backend": hint(str),
-    "guided_json": never("use structured_outputs.json"),
-    "guided_regex": never("use structured_outputs.regex"),
-    "guided_choice": never("use structured_outputs.choice"),
-    "guided_grammar": never("use structured_outputs.grammar"),
-    "request_id": never("use the header x-request-id"),
+    "request_id": hint(str),
     "embed_dtype": only("float32"),
     "endianness": only("native", "little"),
     "additional_data": _NOTHING,
@@ -252,14 +269,12 @@ LLAMA_CPP_AND_TGI: Mapping[str, Neutral] = {
 EVERYWHERE: Mapping[str, Neutral] = {**OPENAI, **VLLM, **SGLANG, **LLAMA_CPP_AND_TGI}
 
 _OF_TEXTS = {"add_special_tokens": _ON}
-_OF_CHATS = {"add_special_tokens": only(False, advice="the chat template writes special tokens")}
 _NO_STORE = "responses are not stored: send the whole conversation in `input`, with earlier outputs"
 _ONE_ANSWER = "a response has one output"
 OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
-    "/v1/completions": _OF_TEXTS,
-    "/v1/chat/completions": _OF_CHATS,
+    "/v1/completions": {},
+    "/v1/chat/completions": {},
     "/v1/responses": {
-        **_OF_CHATS,
         "background": only(
             False, advice="wait for the response, or stream it; /v1/batches runs requests in the background"
         ),
@@ -280,9 +295,25 @@ OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
         "response_format": only({"type": "text"}, advice="use `text.format`"),
         "reasoning_effort": never("use `reasoning.effort`"),
     },
-    "/v1/embeddings": _OF_TEXTS,
-    "/v1/score": _OF_TEXTS,
-    "/tokenize": _OF_TEXTS,
+    "/v1/embeddings": {
+        **_OF_TEXTS,
+        "task": only("embed", advice="only vectors of whole inputs are computed"),
+    },
+    "/v1/score": {
+        **_OF_TEXTS,
+        "use_activation": hint(bool),
+        "max_tokens_per_query": only(0, advice="use truncate_prompt_tokens"),
+        "max_tokens_per_doc": only(0, advice="use truncate_prompt_tokens"),
+        "instruction": only("", advice="write it into the texts"),
+    },
+    "/v1/rerank": {
+        **_OF_TEXTS,
+        "use_activation": hint(bool),
+        "max_tokens_per_query": only(0, advice="use truncate_prompt_tokens"),
+        "max_tokens_per_doc": only(0, advice="use truncate_prompt_tokens"),
+        "instruction": only("", advice="write it into the query"),
+    },
+    "/tokenize": {},
     "/detokenize": {},
 }
 """Rows for one path, which take precedence over `EVERYWHERE`. Each path handles its other fields itself."""
@@ -306,16 +337,21 @@ def own_fields(path: str, body: Mapping[str, Any], own: Iterable[str]) -> dict[s
         InvalidArgument: a field is unknown, or its value is not supported.
     """
     neutral, known = _NEUTRAL_FIELDS[path], frozenset(own)
-    found = {}
+    found, problems = {}, {}
     for name, value in body.items():
         if value is None:
             continue
         if name in known:
             found[name] = value
         elif (row := neutral.get(name)) is None:
-            raise InvalidArgument(name[:_MAX_SHOWN], "is not supported")
+            problems[name] = "is not supported"
         elif not row.has(value):
-            raise InvalidArgument(name, _problem(row, value))
+            problems[name] = _problem(row, value)
+        if len(problems) > _MAX_NAMED:
+            break
+    if problems:
+        (name, problem), *others = problems.items()
+        raise InvalidArgument(name[:_MAX_SHOWN], "; ".join([problem, *(f"{n[:_MAX_SHOWN]}: {p}" for n, p in others)]))
     return found
 
 
@@ -345,10 +381,23 @@ _REPLACED = (
 _MAX_PATH = 200
 """Maximum characters of a value's path in errors; names in it are the caller's."""
 
-_SHARED = {"model", "adapter", "stream", "stream_options", "return_token_ids", "user", "response_format"}
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+    "guided_whitespace_pattern": "whitespace_pattern",
+}
+"""Fields of older versions of vLLM: fields of `structured_outputs`."""
+_SHARED = {
+    *("model", "adapter", "stream", "stream_options", "return_token_ids", "user", "response_format", "request_id"),
+    *("return_tokens_as_token_ids", "use_beam_search", "truncation_side", "add_special_tokens", "echo", *GUIDED),
+}
 _SAMPLING = {f.name for f in fields(SamplingParams)} - {"logprobs"}
-OF_COMPLETIONS = {*_SAMPLING, *_SHARED, "prompt", "logprobs", "echo"}
+OF_COMPLETIONS = {*_SAMPLING, *_SHARED, "prompt", "logprobs"}
 OF_CHATS = {*_SAMPLING, *_SHARED, *CHAT_FIELDS, "logprobs", "top_logprobs", "max_completion_tokens"}
+TRUNCATION_SIDES = ("left", "right")
 _TEXTS = {"stop", "bad_words"}
 """Lists of texts, of which one may stand by itself."""
 _LISTS = _TEXTS | {"stop_token_ids", "allowed_token_ids", "logprob_token_ids"}
@@ -361,7 +410,7 @@ class Streaming:
 
     Attributes:
         include_usage: the last chunk has the usage of the whole, and no choices.
-        continuous_usage_stats: every chunk has the usage so far.
+        continuous_usage_stats: every chunk has the usage so far; without `include_usage` none has.
     """
 
     include_usage: bool = False
@@ -374,10 +423,15 @@ class Job:
 
     Attributes:
         prompts: one request each; a chat is one.
-        has_echo: prepend the prompt to the text, and its log-probabilities to the text's.
+        has_echo: prepend the prompt to the text, and its log-probabilities to the text's; for completions only.
+        shows_prompt_logprobs: return the prompt's log-probabilities by themselves, even if the text's include them.
+        echoed: text before the answer of a chat, which its last message contains; "" for none.
+        role: role of the answer of a chat.
         is_only_told: return only the prompt, without generated text: `max_tokens` of 0. `sampling` then samples one
             token, which is dropped.
         has_token_ids: return token ids in addition to the text.
+        names_token_ids: log-probabilities name a token `token_id:N` instead of by its text.
+        request_id: id of the request, if the caller's headers have none.
         user: the end user as named by the caller; has no effect.
         streaming: None for a single response.
         names: the caller's names of fields that have another name here.
@@ -388,8 +442,13 @@ class Job:
     model: str | None = None
     adapter: str | None = None
     has_echo: bool = False
+    shows_prompt_logprobs: bool = True
     is_only_told: bool = False
     has_token_ids: bool = False
+    names_token_ids: bool = False
+    request_id: str | None = None
+    echoed: str = ""
+    role: str = "assistant"
     user: str | None = None
     streaming: Streaming | None = None
     names: Mapping[str, str] = field(default_factory=dict)
@@ -397,6 +456,10 @@ class Job:
     @property
     def is_chat(self) -> bool:
         return self.prompts[0].messages is not None
+
+    def echoes_text(self, number: int) -> bool:
+        """Return True if an echo of a prompt is the text that the caller sent, not decoded from tokens."""
+        return self.prompts[number].text is not None and self.sampling.truncate_prompt_tokens is None
 
 
 def loaded(where: str, text: str | bytes) -> dict[str, Any]:
@@ -467,10 +530,10 @@ def completion_job(given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DE
     """
     body = own_fields("/v1/completions", given, OF_COMPLETIONS)
     has_echo, logprobs = flag_in(body, "echo"), _int_or_none(body, "logprobs")
-    if has_echo and logprobs is not None:
-        if "prompt_logprobs" in body:
-            raise InvalidArgument("prompt_logprobs", "must be left out with echo and logprobs, which return them")
-        body["prompt_logprobs"] = logprobs
+    shows_prompt_logprobs = not has_echo or "prompt_logprobs" in body
+    if has_echo and logprobs is not None and body.setdefault("prompt_logprobs", logprobs) != logprobs:
+        problem = f"must be equal to logprobs ({logprobs}) with echo, which returns both"
+        raise InvalidArgument("prompt_logprobs", problem)
     is_only_told = type(body.get("max_tokens")) is int and body["max_tokens"] == 0
     if is_only_told:
         if not has_echo:
@@ -478,11 +541,14 @@ def completion_job(given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DE
         body["max_tokens"] = 1
     length = _length(body, defaults)
     names = _names(body)
+    adds = flag_in(body, "add_special_tokens", default=True)
+    length |= {"add_special_tokens": adds, "truncation_side": truncation_side_in(body)}
     prompts = _prompts(body.get("prompt"))
     return Job(
         _sampling(body, logprobs, names, defaults),
         tuple(replace(one, **length, is_only_told=is_only_told) for one in prompts),
         has_echo=has_echo,
+        shows_prompt_logprobs=shows_prompt_logprobs,
         is_only_told=is_only_told,
         names=names,
         **_of_both(body),
@@ -507,10 +573,14 @@ def chat_job(given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DEFAULTS
     if num_top and not wants_logprobs:
         raise InvalidArgument("top_logprobs", "needs logprobs to be true")
     length = _length(body, defaults)
-    prompt = Prompt(messages=messages_in(body), chat_options=chat_options_in(body), **length)
+    messages, options = messages_in(body), chat_options_in(body)
+    prompt = Prompt(messages=messages, chat_options=options, truncation_side=truncation_side_in(body), **length)
     names = {"prompt": "messages", **_names(body), **({"logprobs": "top_logprobs"} if num_top else {})}
     sampling = _sampling(body, (num_top or 0) if wants_logprobs else None, names, defaults)
-    return Job(sampling, (prompt,), names=names, **_of_both(body))
+    last = messages[-1]
+    role = "assistant" if options.add_generation_prompt else last["role"]
+    echoed = (last["content"] or "") if flag_in(body, "echo") and last["role"] == role else ""
+    return Job(sampling, (prompt,), names=names, role=role, echoed=echoed, **_of_both(body))
 
 
 def _length(body: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -525,7 +595,9 @@ def _length(body: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]
 def _names(body: Mapping[str, Any]) -> dict[str, str]:
     """Return the caller's names of fields that have another name here."""
     names = {"structured_outputs": "response_format", "max_tokens": "max_completion_tokens"}
-    return {ours: theirs for ours, theirs in names.items() if theirs in body}
+    found = {ours: theirs for ours, theirs in names.items() if theirs in body}
+    guided = next((name for name in GUIDED if name in body), None)
+    return found if guided is None else {"structured_outputs": guided, **found}
 
 
 def renamed(error: InvalidArgument, names: Mapping[str, str]) -> InvalidArgument:
@@ -548,6 +620,8 @@ def _of_both(body: Mapping[str, Any]) -> dict[str, Any]:
         "model": name_in(body, "model"),
         "adapter": name_in(body, "adapter"),
         "has_token_ids": flag_in(body, "return_token_ids"),
+        "names_token_ids": flag_in(body, "return_tokens_as_token_ids"),
+        "request_id": name_in(body, "request_id") or None,
         "user": user,
         "streaming": _streaming(body),
     }
@@ -571,7 +645,8 @@ def _streaming(body: Mapping[str, Any]) -> Streaming | None:
         if any(options.values()):
             raise InvalidArgument("stream_options", "needs stream to be true")
         return None
-    return Streaming(**{name: bool(value) for name, value in options.items() if name in known})
+    has_usage = bool(options.get("include_usage"))
+    return Streaming(has_usage, has_usage and bool(options.get("continuous_usage_stats")))
 
 
 def _prompts(given: Any) -> tuple[Prompt, ...]:
@@ -606,6 +681,19 @@ def _sampling(
         flag_in(values, name)
     if "logit_bias" in values:
         values["logit_bias"] = _biases(values["logit_bias"])
+    if guided := {key: body[name] for name, key in GUIDED.items() if name in body}:
+        if "structured_outputs" in values:
+            raise InvalidArgument(
+                names["structured_outputs"], "conflicts with structured_outputs: give only one of them"
+            )
+        values["structured_outputs"] = guided
+    if flag_in(body, "use_beam_search"):
+        if "beam_width" in values:
+            raise InvalidArgument("use_beam_search", "conflicts with beam_width: give only one of them")
+        values["beam_width"] = values.get("n", 1)
+        values.pop("temperature", None)
+    if values.get("logprob_token_ids"):
+        logprobs = None  # those of the named tokens take the place of the top ones
     try:
         if "response_format" in body:
             values["structured_outputs"] = _constraint(body["response_format"], values.get("structured_outputs"))
@@ -629,9 +717,12 @@ def _biases(given: Any) -> dict[int, Any] | None:
     """Return token ids -> biases; JSON has the ids as strings."""
     if not isinstance(given, dict):
         raise InvalidArgument("logit_bias", f"{shown(given)} is not an object of token ids and numbers")
-    for name in given:
-        if not (name.isascii() and name.isdigit() and len(name) <= _MAX_ID_DIGITS):
-            raise InvalidArgument("logit_bias", f"{shown(name)} is not a token id")
+    wrong = [name for name in given if not (name.isascii() and name.isdigit() and len(name) <= _MAX_ID_DIGITS)]
+    if wrong:
+        named = ", ".join(map(shown, wrong[: 1 + _MAX_NAMED]))
+        raise InvalidArgument(
+            "logit_bias", f"{named} {'is not a token id' if len(wrong) == 1 else 'are not token ids'}"
+        )
     biases = {int(name): bias for name, bias in given.items()}
     if len(biases) < len(given):
         raise InvalidArgument("logit_bias", "has a token id twice")
@@ -646,9 +737,17 @@ def name_in(body: Mapping[str, Any], field: str) -> str | None:
     return name
 
 
-def flag_in(body: Mapping[str, Any], field: str) -> bool:
-    """Return the flag in a field, False if absent; raise InvalidArgument if it is not a boolean."""
-    value = body.get(field, False)
+def truncation_side_in(body: Mapping[str, Any]) -> Any:
+    """Return the side on which a body's prompts are truncated; raise InvalidArgument if it is neither."""
+    side = body.get("truncation_side", TRUNCATION_SIDES[0])
+    if side not in TRUNCATION_SIDES:
+        raise InvalidArgument("truncation_side", f"{shown(side)} is not one of {', '.join(TRUNCATION_SIDES)}")
+    return side
+
+
+def flag_in(body: Mapping[str, Any], field: str, *, default: bool = False) -> bool:
+    """Return the flag in a field, `default` if absent; raise InvalidArgument if it is not a boolean."""
+    value = body.get(field, default)
     if not isinstance(value, bool):
         raise InvalidArgument(field, f"{shown(value)} is not true or false")
     return value

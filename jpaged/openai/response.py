@@ -45,19 +45,32 @@ class ShownToken:
         data: the bytes that it adds to a text; None if unknown.
         alone: text of the single token, from which some tokenizers strip a space.
         is_special: texts without special tokens leave it out.
+        name: shown instead of the text; "" shows the text.
     """
 
     data: bytes | None
     alone: str
     is_special: bool = False
+    name: str = ""
 
     @property
     def text(self) -> str:
         """The text; invalid bytes are U+FFFD."""
+        if self.name:
+            return self.name
         return self.alone if self.data is None else self.data.decode(errors="replace")
 
 
 TokenText = Callable[[int], ShownToken]
+
+
+def _named_by(job: Job, token_text: TokenText) -> TokenText:
+    """Return the texts of a job's tokens: `token_id:N` if the caller asks for ids."""
+    if not job.names_token_ids:
+        return token_text
+    return lambda token_id: replace(token_text(token_id), name=f"token_id:{token_id}")
+
+
 MAX_CHARACTER_TOKENS = 4
 
 
@@ -68,28 +81,34 @@ class TextOffsets:
         before: bytes of the prompt's last tokens, which may begin a character that the text completes.
         is_whole: the text begins with the first token.
         skips_special: special tokens are not in the text.
+        num_whole: number of first tokens whose special tokens are in the text in any case.
     """
 
-    def __init__(self, before: bytes = b"", *, is_whole: bool = False, skips_special: bool = True) -> None:
+    def __init__(
+        self, before: bytes = b"", *, is_whole: bool = False, skips_special: bool = True, num_whole: int = 0
+    ) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoder.decode(before)
         self._is_whole = is_whole
         self._skips_special = skips_special
+        self._num_whole = num_whole
         self._num_chars = 0
 
     @classmethod
-    def of_answer(cls, job: Job, prompt_token_ids: Sequence[int], token_text: TokenText) -> TextOffsets:
-        """Return the offsets of an answer; the text includes the prompt if the job has an echo."""
+    def of_answer(cls, job: Job, number: int, prompt_token_ids: Sequence[int], token_text: TokenText) -> TextOffsets:
+        """Return the offsets of an answer to a prompt; the text includes the prompt if the job has an echo."""
         skips_special = job.sampling.skip_special_tokens
         if job.has_echo:
-            return cls(is_whole=True, skips_special=skips_special)
+            num_whole = 0 if job.echoes_text(number) else len(prompt_token_ids)
+            return cls(is_whole=True, skips_special=skips_special, num_whole=num_whole)
         last = [token_text(token_id) for token_id in prompt_token_ids[-MAX_CHARACTER_TOKENS:]]
         return cls(b"".join(token.data or b"" for token in last), skips_special=skips_special)
 
     def add(self, token: ShownToken) -> int:
         """Return the character offset of a token; a token inside a character has the offset of that character."""
         begin = self._num_chars
-        if not (token.is_special and self._skips_special):
+        self._num_whole -= 1
+        if not token.is_special or not self._skips_special or self._num_whole >= 0:
             data = token.alone.encode() if token.data is None else token.data
             if self._is_whole and data.startswith(b" ") and not token.alone.startswith(" "):
                 data = data[1:]
@@ -188,6 +207,10 @@ def _width(asked: int | None, vocab_size: int) -> int:
     return 0 if asked is None else 1 + (vocab_size if asked < 0 else asked)
 
 
+_MAX_LISTED = 16
+"""Number of choices up to which a response is built at once, which is faster than while it is written."""
+
+
 def build_answer(
     heading: ResponseMetadata,
     job: Job,
@@ -202,6 +225,7 @@ def build_answer(
         token_text: returns the text of every token in the log-probabilities.
         prompt_texts: text of each prompt, if the job has an echo.
     """
+    token_text = _named_by(job, token_text)
 
     def choices() -> Iterator[dict[str, Any]]:
         for number, output in enumerate(outputs):
@@ -209,10 +233,12 @@ def build_answer(
             prompt_text = prompt_texts[number] if job.has_echo else ""
             for one in shown.outputs:
                 index = number * job.sampling.n + one.index
-                yield _choice(job, shown, one, token_text, prompt_text) | {"index": index}
+                yield _choice(job, number, shown, one, token_text, prompt_text) | {"index": index}
 
     usages = [replace(one.usage, completion_tokens=0) if job.is_only_told else one.usage for one in outputs]
-    body = {**heading.as_json(is_chat=job.is_chat), "choices": Items(choices), "usage": build_usage(usages)}
+    is_short = sum(len(output.outputs) for output in outputs) <= _MAX_LISTED
+    answered = [*choices()] if is_short else Items(choices)
+    body = {**heading.as_json(is_chat=job.is_chat), "choices": answered, "usage": build_usage(usages)}
     if job.is_chat:
         body |= _of_prompt(job, outputs[0], token_text)
     return body
@@ -250,16 +276,18 @@ def _without_dropped_token(output: RequestOutput) -> RequestOutput:
 
 
 def _choice(
-    job: Job, output: RequestOutput, one: CompletionOutput, token_text: TokenText, prompt_text: str
+    job: Job, number: int, output: RequestOutput, one: CompletionOutput, token_text: TokenText, prompt_text: str
 ) -> dict[str, Any]:
     logprobs: dict[str, Any] | None = None
     if one.logprobs is not None and job.is_chat:
         logprobs = chat_logprobs(one.logprobs, token_text)
     elif one.logprobs is not None:
         told = echoed(output.prompt_token_ids, output.prompt_logprobs or ()) if job.has_echo else ()
-        offsets = TextOffsets.of_answer(job, output.prompt_token_ids, token_text)
+        offsets = TextOffsets.of_answer(job, number, output.prompt_token_ids, token_text)
         logprobs = completion_logprobs((*told, *one.logprobs), token_text, offsets)
-    content: dict[str, Any] = {"message": build_message(one)} if job.is_chat else {"text": prompt_text + one.text}
+    content: dict[str, Any] = {"text": prompt_text + one.text}
+    if job.is_chat:
+        content = {"message": build_message(one, job.role, job.echoed)}
     choice = {
         "index": one.index,
         **content,
@@ -267,16 +295,14 @@ def _choice(
         "finish_reason": one.finish_reason,
         "stop_reason": one.matched_stop,
     }
-    if job.has_token_ids:
-        choice["token_ids"] = list(one.token_ids)
+    choice["token_ids"] = list(one.token_ids) if job.has_token_ids else None
     return choice if job.is_chat else choice | _of_prompt(job, output, token_text)
 
 
 def _of_prompt(job: Job, output: RequestOutput, token_text: TokenText) -> dict[str, Any]:
-    """Return the fields about the prompt, for a chat's answer or each choice of a completion."""
-    return prompt_fields(
-        job, output.prompt_token_ids, None if output.prompt_logprobs is None else output.prompt_logprobs, token_text
-    )
+    """Return the fields about the prompt, for a chat's answer or each choice of a completion; null if not requested."""
+    absent = {"prompt_logprobs": None, "prompt_token_ids": None}
+    return absent | prompt_fields(job, output.prompt_token_ids, output.prompt_logprobs, token_text)
 
 
 def prompt_fields(
@@ -287,7 +313,7 @@ def prompt_fields(
 ) -> dict[str, Any]:
     """Return the fields about a prompt; with an echo its log-probabilities are part of the text's."""
     fields: dict[str, Any] = {}
-    if told is not None and not job.has_echo:
+    if told is not None and job.shows_prompt_logprobs:
         fields["prompt_logprobs"] = prompt_logprobs(told, token_text)
     if job.has_token_ids:
         fields["prompt_token_ids"] = list(prompt_token_ids)
@@ -327,11 +353,13 @@ def completion_logprobs(positions: Sequence[Shown], token_text: TokenText, offse
     chosen = [position if isinstance(position, int) else position.chosen.token_id for position in positions]
     tokens = [token_text(token_id) for token_id in chosen]
 
-    # Two tokens can have the same text (a byte of a character, for example); the more likely one is kept.
+    # Two tokens can have the same text (a byte of a character, for example); the more likely one is kept. The chosen
+    # token is among them even if it is not one of the most likely, so they are never empty.
     def top(position: Shown) -> dict[str, float] | None:
         if isinstance(position, int):
             return None
-        return {token_text(t.token_id).text: t.logprob for t in reversed((*position.top, *position.asked))}
+        every = (position.chosen, *position.top, *position.asked)
+        return {token_text(t.token_id).text: t.logprob for t in sorted(every, key=lambda t: t.logprob)}
 
     return {
         "tokens": [token.text for token in tokens],
@@ -350,9 +378,12 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], token_text: TokenText) 
         return {"token": token.text, "logprob": logprob, "bytes": None if token.data is None else list(token.data)}
 
     def entries(position: PositionLogprobs) -> dict[str, Any]:
+        chosen, shown = position.chosen, (*position.top, *position.asked)
+        if position.asked and chosen.token_id not in {token.token_id for token in shown}:
+            shown = (chosen, *shown)
         return {
-            **entry(position.chosen.token_id, position.chosen.logprob),
-            "top_logprobs": [entry(token.token_id, token.logprob) for token in (*position.top, *position.asked)],
+            **entry(chosen.token_id, chosen.logprob),
+            "top_logprobs": [entry(token.token_id, token.logprob) for token in shown],
         }
 
     return {"content": Items(lambda: map(entries, positions))}
@@ -377,7 +408,7 @@ class ChunkBuilder:
 
     def __init__(self, heading: ResponseMetadata, job: Job, token_text: TokenText) -> None:
         self._job = job
-        self._token_text = token_text
+        self._token_text = _named_by(job, token_text)
         self._how = job.streaming or Streaming()
         self._heading = heading.as_json(is_chat=job.is_chat, is_chunk=True)
         self._usages = [Usage() for _ in job.prompts]
@@ -399,7 +430,7 @@ class ChunkBuilder:
             number: index of the event's prompt in the job.
             prompt_text: text of that prompt, if the job has an echo.
         """
-        self._usages[number] = event.usage
+        usage_before, self._usages[number] = self._usages[number], event.usage
         index = number * self._job.sampling.n + event.index
         is_text = event.text and event.finish is None and not (event.reasoning_content or event.tool_calls)
         if is_text and self._is_plain and index in self._begun:
@@ -409,10 +440,12 @@ class ChunkBuilder:
         if not (event.token_ids or event.text or event.finish or event.reasoning_content or event.tool_calls):
             return b""
         if self._has_logprobs and index not in self._begun and not self._job.is_chat:
-            self._offsets[index] = TextOffsets.of_answer(self._job, prompt_token_ids, self._token_text)
+            self._offsets[index] = TextOffsets.of_answer(self._job, number, prompt_token_ids, self._token_text)
         begin = b""
         if index not in self._begun:
+            self._usages[number] = replace(event.usage, completion_tokens=usage_before.completion_tokens)
             begin = self._begin(number, index, prompt_token_ids, prompt_text)
+            self._usages[number] = event.usage
             self._begun.add(index)
             if self._begun.issuperset(range(first := number * self._job.sampling.n, first + self._job.sampling.n)):
                 self._sent_positions[number] = []  # no other choice of this prompt repeats them
@@ -438,7 +471,7 @@ class ChunkBuilder:
             told = [None, *self._sent_positions[number]]
         fields = prompt_fields(job, prompt_token_ids, told, self._token_text)
         if job.is_chat:
-            choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+            choice = {"index": index, "delta": {"role": job.role, "content": job.echoed}, "logprobs": None}
             return self._chunk(choice | {"finish_reason": None}, number, fields)
         if not (job.has_echo or fields):
             return b""

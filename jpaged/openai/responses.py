@@ -195,9 +195,11 @@ _OWN = frozenset(
 )
 _OF_CHATS = OF_CHATS - {
     *("messages", "n", "best_of", "beam_width", "logprobs", "prompt_logprobs", "max_tokens", "max_completion_tokens"),
-    *("response_format", "reasoning_effort"),
+    *("response_format", "reasoning_effort", "echo", "return_token_ids", "return_tokens_as_token_ids"),
+    "use_beam_search",
 }
 """Fields that a chat has under the same name."""
+OF_RESPONSES = _OWN | _OF_CHATS
 _THEIRS = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -230,7 +232,7 @@ def parse_responses_request(given: Mapping[str, Any], defaults: Mapping[str, Any
     Raises:
         InvalidArgument: a field is unknown, invalid, or cannot be honored.
     """
-    body = own_fields("/v1/responses", given, _OWN | _OF_CHATS)
+    body = own_fields("/v1/responses", given, OF_RESPONSES)
     instructions = body.get("instructions")
     if not isinstance(instructions, str | None):
         raise InvalidArgument("instructions", f"{str(instructions)[:_MAX_SHOWN]!r} is not a string")

@@ -281,8 +281,11 @@ class InputProcessor:
         num_kept, max_tokens = sampling.truncate_prompt_tokens, 0 if prompt.is_only_told else sampling.max_num_tokens
         if num_kept == -1:
             num_kept = max(1, self._geometry.max_model_len - max_tokens)
+        kept = slice(None) if num_kept is None else slice(-num_kept, None)
+        if num_kept is not None and prompt.truncation_side == "right":
+            kept = slice(num_kept)
         if prompt.token_ids is not None:
-            given = prompt.token_ids if num_kept is None else prompt.token_ids[-num_kept:]
+            given = prompt.token_ids[kept]
             self._check_length(len(given), sampling, max_tokens)
             return self._checked_ids("prompt.token_ids", given)
         max_bytes = self._max_prompt_bytes(max_tokens)
@@ -291,8 +294,9 @@ class InputProcessor:
         if prompt.messages is not None:
             token_ids = self._chat_ids(prompt.messages, prompt.chat_options, max_bytes)
         else:
-            token_ids = self._text_ids("sampling.max_tokens", prompt.text or "", max_bytes)
-        token_ids = token_ids if num_kept is None else token_ids[-num_kept:]
+            adds = prompt.add_special_tokens
+            token_ids = self._text_ids("sampling.max_tokens", prompt.text or "", max_bytes, add_special_tokens=adds)
+        token_ids = token_ids[kept]
         self._check_length(len(token_ids), sampling, max_tokens)
         return token_ids
 

@@ -178,6 +178,12 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < _NUM_BYTES else b"<eos>" if token_id == self.EOS else b""
 
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        return [chr(one) if one < _NUM_BYTES else "<eos>" if one == self.EOS else "" for one in token_ids]
+
+    def describe(self) -> dict[str, Any]:
+        return {"tokenizer_class": type(self).__name__, "eos_token": "<eos>", "chat_template": None}
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> list[int]:
         return self.chat_ids(messages, ChatOptions(), max_bytes=max_bytes)
 

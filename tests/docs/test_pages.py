@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
-from docs.site import links, references, vllm_flags
+from docs.site import links, references, vllm_fields, vllm_flags
 from jpaged.cli.main import COMMANDS
 from jpaged.cli.options import to_flag
 from jpaged.config import ENVIRONMENT, iter_options
@@ -41,6 +41,12 @@ def test_every_command_is_on_its_page():
 def test_the_page_of_vllm_has_the_tables_of_its_flags():
     assert vllm_flags.PAGE.read_text() == vllm_flags.page(), "python -m docs.site.vllm_flags writes it"
     assert "| `--gpu-memory-utilization`, `--device-memory-utilization` | `--memory-utilization` |" in vllm_flags.page()
+
+
+def test_the_page_of_http_has_the_table_of_vllms_fields():
+    assert vllm_fields.PAGE.read_text() == vllm_fields.page(), "python -m docs.site.vllm_fields writes it"
+    policies = [vllm_fields.policy(path, name) for path, some in vllm_fields.FIELDS.items() for name in some.split()]
+    assert all(policies) and {"yes", "no effect", "refused", "only `false`"} <= set(policies)
 
 
 async def test_every_metric_is_on_its_page():

@@ -249,7 +249,7 @@ def test_chats_take_vllms_arguments(open_model: Open) -> None:
     assert tokens(two) == tokens([one]) * 2
     with pytest.warns(DeprecationWarning, match="conversations is now messages"):
         assert tokens(llm.chat(conversations=[turn], sampling_params=GREEDY)) == tokens([one])
-    with pytest.raises(InvalidArgument, match="chat_template_content_format: 'openai' is not supported"):
+    with pytest.raises(InvalidArgument, match="chat_template_content_format: 'openai' is not 'auto'"):
         llm.chat(turn, GREEDY, chat_template_content_format="openai")
     with pytest.raises(InvalidArgument, match="messages: is missing"):
         llm.chat()

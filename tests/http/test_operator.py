@@ -34,3 +34,12 @@ async def test_an_answer_has_the_id_of_its_request() -> None:
         assert named.headers["x-request-id"] == "mine"
         made_up = {(await client.get("/health")).headers["x-request-id"] for _ in range(2)}
         assert len(made_up) == 2 and "" not in made_up
+
+
+async def test_load_options_and_tokenizer_are_told() -> None:
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        assert (await client.get("/load")).json() == {"server_load": 0}
+        info = (await client.get("/server_info")).json()
+        assert info["version"] == __version__ and info["state"] and info["config"]["dtype"] == "auto"
+        tokenizer = (await client.get("/tokenizer_info")).json()
+        assert tokenizer["tokenizer_class"] == "ByteTokenizer" and tokenizer["model_max_length"] == 128

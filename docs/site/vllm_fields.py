@@ -1,0 +1,135 @@
+"""The table of vLLM's request fields in docs/http.md: `python -m docs.site.vllm_fields` writes it."""
+
+from collections.abc import Collection, Iterator
+
+from docs.site.links import ROOT
+from jpaged.openai import embeddings, request, responses
+from jpaged.openai.request import Neutral, neutral_fields
+
+PAGE = ROOT / "docs" / "http.md"
+BEGIN, END = "<!-- fields: python -m docs.site.vllm_fields -->\n", "<!-- end of fields -->\n"
+VERSION = "0.33"
+FIELDS = {
+    "/v1/completions": """
+        add_special_tokens allowed_token_ids bad_words cache_salt ec_transfer_params echo frequency_penalty
+        ignore_eos include_stop_str_in_output kv_transfer_params length_penalty logit_bias logprob_token_ids
+        logprobs max_tokens min_p min_tokens mm_payload model n presence_penalty priority prompt prompt_embeds
+        prompt_logprobs repetition_detection repetition_penalty request_id response_format return_mm_kwargs
+        return_token_ids return_token_offsets return_tokens_as_token_ids return_weight_versions
+        routed_experts_prompt_start seed session_id skip_special_tokens spaces_between_special_tokens stop
+        stop_token_ids stream stream_interval stream_options structured_outputs suffix temperature
+        thinking_token_budget top_k top_p truncate_prompt_tokens truncation_side use_beam_search user vllm_xargs
+        watermarking
+    """,
+    "/v1/chat/completions": """
+        add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt chat_template
+        chat_template_kwargs continue_final_message documents ec_transfer_params echo frequency_penalty
+        ignore_eos include_reasoning include_stop_str_in_output kv_transfer_params length_penalty logit_bias
+        logprob_token_ids logprobs max_completion_tokens max_tokens media_io_kwargs messages min_p min_tokens
+        mm_payload mm_processor_kwargs model n parallel_tool_calls presence_penalty priority prompt_logprobs
+        reasoning_effort repetition_detection repetition_penalty request_id response_format return_mm_kwargs
+        return_prompt_text return_token_ids return_token_offsets return_tokens_as_token_ids
+        return_weight_versions routed_experts_prompt_start seed session_id skip_special_tokens
+        spaces_between_special_tokens stop stop_token_ids stream stream_interval stream_options
+        structured_outputs temperature thinking_token_budget tool_choice tools top_k top_logprobs top_p
+        truncate_prompt_tokens truncation_side use_beam_search user vllm_xargs watermarking
+    """,
+    "/v1/responses": """
+        background cache_salt chat_template_kwargs ec_transfer_params enable_response_messages frequency_penalty
+        ignore_eos include include_reasoning include_stop_str_in_output input instructions kv_transfer_params
+        logit_bias max_output_tokens max_tool_calls media_io_kwargs metadata min_p mm_payload
+        mm_processor_kwargs model parallel_tool_calls presence_penalty previous_input_messages
+        previous_response_id priority prompt prompt_cache_key prompt_cache_options prompt_cache_retention
+        reasoning repetition_penalty request_id return_mm_kwargs safety_identifier seed service_tier session_id
+        skip_special_tokens spaces_between_special_tokens stop stop_token_ids store stream structured_outputs
+        temperature text tool_choice tools top_k top_logprobs top_p truncation user vllm_xargs watermarking
+    """,
+    "/v1/embeddings": """
+        add_generation_prompt add_special_tokens cache_salt chat_template chat_template_kwargs
+        continue_final_message dimensions embed_dtype encoding_format endianness input media_io_kwargs messages
+        mm_processor_kwargs model padding priority request_id truncate_prompt_tokens truncation_side
+        use_activation user
+    """,
+    "/v1/score": """
+        cache_salt chat_template_kwargs data_1 data_2 documents instruction items max_tokens_per_doc
+        max_tokens_per_query mm_processor_kwargs model padding priority queries request_id text_1 text_2
+        truncate_prompt_tokens truncation_side use_activation user
+    """,
+    "/v1/rerank": """
+        cache_salt chat_template_kwargs documents instruction max_tokens_per_doc max_tokens_per_query
+        mm_processor_kwargs model padding priority query request_id top_n truncate_prompt_tokens truncation_side
+        use_activation user
+    """,
+    "/tokenize": """
+        add_generation_prompt add_special_tokens chat_template chat_template_kwargs continue_final_message
+        media_io_kwargs messages mm_processor_kwargs model prompt return_token_strs tools
+    """,
+    "/detokenize": """
+        model tokens
+    """,
+}
+"""Fields of vLLM's request classes of this version, by path."""
+OWN: dict[str, Collection[str]] = {
+    "/v1/completions": request.OF_COMPLETIONS,
+    "/v1/chat/completions": request.OF_CHATS,
+    "/v1/responses": responses.OF_RESPONSES,
+    "/v1/embeddings": embeddings.OF_EMBEDDINGS | embeddings.OF_EMBEDDED_CHATS,
+    "/v1/score": embeddings.OF_SCORES,
+    "/v1/rerank": embeddings.OF_RERANKING,
+    "/tokenize": embeddings.OF_TOKENIZED_TEXTS | embeddings.OF_TOKENIZED_CHATS | {"messages"},
+    "/detokenize": embeddings.OF_DETOKENIZING,
+}
+"""Fields that have an effect, by path."""
+COLUMNS = {
+    "/v1/completions": "completions",
+    "/v1/chat/completions": "chats",
+    "/v1/responses": "responses",
+    "/v1/embeddings": "embeddings",
+    "/v1/score": "scores",
+    "/v1/rerank": "ranks",
+    "/tokenize": "tokenize",
+}
+
+
+def policy(path: str, name: str) -> str:
+    """Return what a path does with a field of vLLM, as a cell; "" if vLLM's path does not have it."""
+    if name not in FIELDS[path].split():
+        return ""
+    if name in OWN[path]:
+        return "yes"
+    return _neutral(neutral_fields(path)[name])
+
+
+def _neutral(row: Neutral) -> str:
+    if row.types:
+        return "no effect"
+    return f"only {' or '.join(f'`{_json(value)}`' for value in row.values)}" if row.values else "refused"
+
+
+def _json(value: object) -> str:
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value).replace("'", '"')
+
+
+def table() -> str:
+    """Return the table: a row for all fields with the same policies."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted({name for path in COLUMNS for name in FIELDS[path].split()}):
+        groups.setdefault(tuple(policy(path, name) for path in COLUMNS), []).append(name)
+    yield f"\n| field of vLLM {VERSION} | {' | '.join(COLUMNS.values())} |\n|{'---|' * (1 + len(COLUMNS))}"
+    for cells, names in sorted(groups.items(), key=lambda group: (-len(group[1]), group[1])):
+        yield f"| {', '.join(f'`{name}`' for name in names)} | {' | '.join(cells)} |"
+    yield ""
+
+
+def page() -> str:
+    """Return the page with the current table."""
+    text = PAGE.read_text()
+    return f"{text[: text.index(BEGIN)]}{BEGIN}{table()}{text[text.index(END) :]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
