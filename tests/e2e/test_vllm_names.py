@@ -312,7 +312,7 @@ def test_engine_arguments_have_vllms_names(open_model: Open) -> None:
     assert llm.config.cache.memory_utilization == 0.5
     for given, named in (
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
-        ({"hf_overrides": {"a": 1}}, "hf_overrides"),
+        ({"cpu_offload_gb": 4}, "cpu_offload_gb"),
     ):
         with pytest.raises(InvalidArgument, match=f"{named}: .* not supported"):
             open_model(**given)
