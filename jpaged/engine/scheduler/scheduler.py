@@ -229,7 +229,7 @@ def should_wait_for_other_beams(pending: Mapping[SequenceGroup, Shares]) -> bool
 def _continues(group: SequenceGroup) -> bool:
     """Return True if a group's beams, whose tokens are in flight, need more tokens after these."""
     sampling = group.request.sampling
-    return bool(sampling.beam_width) and group.live[0].num_output_tokens < sampling.max_tokens
+    return bool(sampling.beam_width) and group.live[0].num_output_tokens < sampling.max_num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -640,7 +640,7 @@ def _decodes(row: ScheduledRow) -> bool:
         and row.start >= sequence.num_prompt_tokens
         and not row.group.needs_row_scheduling
         and row.output_index + 1 >= sampling.min_tokens
-        and sequence.num_output_tokens < sampling.max_tokens
+        and sequence.num_output_tokens < sampling.max_num_tokens
     )
 
 
@@ -651,7 +651,7 @@ def _num_to_run(group: SequenceGroup, sequence: Sequence) -> int:
         return 0  # the surviving beams are chosen when all samples are collected
     if not group.is_forked:
         return sequence.num_prompt_tokens - sequence.num_computed_tokens
-    if sequence.num_output_tokens >= sampling.max_tokens:
+    if sequence.num_output_tokens >= sampling.max_num_tokens:
         return 0  # its last token is in flight
     return sequence.num_uncomputed_tokens
 
