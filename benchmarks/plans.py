@@ -5,8 +5,10 @@
 
 Each plan is a call of `jpaged plan`, which compiles the programs that decide; with `--all-programs` every one.
 `--estimate` compiles nothing: it takes the memory that was recorded, and estimates again with the cycles of today, for
-both tables. The second has published figures of other engines on TPUs beside what the formula says of ours there: with
-the same lengths, rows and tokens a step, and the memory of the plan that was recorded for the slice.
+all tables. The second has published figures of other engines on TPUs beside what the formula says of ours there: with
+the same lengths, rows and tokens a step, and the memory of the plan that was recorded for the slice. The third has
+figures for devices and formats that no plan was recorded for: sizes follow from the config, and programs take
+`PROGRAM_BYTES`. It also states how fast steps have to be for `GOAL` times the figure.
 """
 
 from __future__ import annotations
@@ -21,9 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.record import RESULTS, put_on_page, save
+from jpaged.checkpoints.names import weight_bytes
+from jpaged.checkpoints.quantized.quantizer import quantized_here
 from jpaged.plan.cost import StepLoad
 from jpaged.plan.estimate import ConcurrencyLimits, Estimate, SequenceLengths, estimate
 from jpaged.plan.known_models import KNOWN_MODELS
@@ -75,6 +80,94 @@ PUBLISHED = (
     Published("llama-3.1-70b", "v6e:2x4", SequenceLengths(999, 1000), 64, 512, 2.49, f"{_RECIPES}, 64 clients"),
     Published("llama-3.1-70b", "v6e:2x4", SequenceLengths(999, 1000), 128, 512, 3.54, f"{_RECIPES}, 128 clients"),
 )
+
+
+PROGRAM_BYTES = 1.5 * _GIB
+"""Assumed memory of the programs of a device; those of the recorded plans take 0.5 to 1.0 GiB."""
+MEMORY_SHARE = 0.95
+GOAL = 1.1
+_IRONWOOD = "AI-Hypercomputer/tpu-recipes, inference/ironwood/vLLM/Qwen3-32B (6374419)"
+_SGLANG_JAX = "sgl-project/sglang-jax 0.1.0, docs/cookbook"
+_RED_HAT = "MLPerf Inference 5.1, Red Hat, vLLM 0.10.0 on one H100"
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A published figure for devices or formats without a recorded plan.
+
+    Attributes:
+        lengths: means, as far as the source states them.
+        num_rows: that run at once at most.
+        num_tokens: of a step at most; ours where the source states none.
+        tokens_per_s: output tokens of all devices, as published.
+        quantization: of the weights, as the option of jpaged.
+        kv_dtype: of the keys and values.
+        block_size: ours on these devices.
+    """
+
+    model: str
+    topology: str
+    lengths: SequenceLengths
+    num_rows: int
+    num_tokens: int
+    tokens_per_s: float
+    source: str
+    quantization: str = "auto"
+    kv_dtype: str = "bfloat16"
+    block_size: int = 128
+
+    @property
+    def planned(self) -> PlannedModel:
+        """The model on all devices of the target, with sizes from the config."""
+        config, target = quantized_here(KNOWN_MODELS[self.model].config, self.quantization), find_target(self.topology)
+        token_bytes = config.num_layers * config.kv_width * np.dtype(jnp.dtype(self.kv_dtype)).itemsize
+        return PlannedModel(
+            config=config,
+            kv_dtype=self.kv_dtype,
+            itemsize=2,
+            target=target,
+            num_devices=target.num_devices,
+            weight_bytes=int(weight_bytes(config, 2) / target.num_devices),
+            bytes_per_block=self.block_size * token_bytes // target.num_devices,
+            block_size=self.block_size,
+            number_bytes=2,
+        )
+
+    def estimate(self) -> tuple[Estimate, PlannedStepTimes]:
+        """Return the estimate of ours, and the times behind it."""
+        planned = self.planned
+        free = MEMORY_SHARE * planned.target.hardware.usable_bytes - planned.weight_bytes - PROGRAM_BYTES
+        num_blocks = int(free // planned.bytes_per_block)
+        sizes = ConcurrencyLimits(num_blocks, self.block_size, self.num_rows, self.num_tokens)
+        times = planned.step_times()
+        return estimate(self.lengths, sizes, times), times
+
+
+def _ironwood(input_len: int, output_len: int, tokens_per_s: float) -> Anchor:
+    """Return a figure of the recipe: lengths are uniform from 0.8 to 1 of the nominal ones; rows are its limit."""
+    lengths = SequenceLengths(round(0.9 * input_len), round(0.9 * output_len))
+    fp8 = ("fp8", "float8_e4m3fn")
+    return Anchor("qwen3-32b", "tpu7x:1x1x1", lengths, 135, 4096, tokens_per_s, _IRONWOOD, *fp8)
+
+
+ANCHORS = (
+    _ironwood(1024, 1024, 6556.72),
+    _ironwood(1024, 8192, 3959.56),
+    _ironwood(8192, 1024, 1382.18),
+    Anchor("llama-3.1-8b", "v6e:2x2", SequenceLengths(265, 258), 16, 2048, 1448.91, f"{_SGLANG_JAX}, 16 clients"),
+    Anchor("qwen3-8b", "v6e:2x2", SequenceLengths(1024, 1024), 64, 2048, 5296.60, f"{_SGLANG_JAX}, 64 clients"),
+    Anchor("qwen3-8b", "v6e:2x2", SequenceLengths(1024, 1024), 256, 2048, 7571.84, f"{_SGLANG_JAX}, 256 clients"),
+    Anchor("qwen3-32b", "v6e:2x2", SequenceLengths(1024, 1024), 256, 2048, 2123.0, f"{_SGLANG_JAX}, 256 clients"),
+    *(
+        Anchor(
+            *("llama-3.1-8b", "h100", SequenceLengths(778, 73), 512, 2048, tokens_per_s, f"{_RED_HAT}, {scenario}"),
+            quantization="fp8",
+            block_size=32,
+        )
+        for scenario, tokens_per_s in (("offline", 5777.0), ("server", 5103.0))
+    ),
+)
+"""The H100's lengths are about the means of CNN-DailyMail in Llama's tokens; the source states no limits of a step."""
 
 
 def command(model: str, topology: str, more: Sequence[str]) -> list[str]:
@@ -221,10 +314,73 @@ def published_table(plans: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def anchor_record(anchor: Anchor) -> dict[str, Any]:
+    """An anchor with our estimate, and what has to hold for `GOAL` times the published figure.
+
+    `slowdown` is how much longer steps may take than estimated. The shares are those of the peak bandwidth in a decode
+    step and of the peak FLOP/s in a prefill step, if all steps take so much longer.
+    """
+    one, times = anchor.estimate()
+    slowdown = one.tokens_per_s / (GOAL * anchor.tokens_per_s)
+    roofline, assumed = times.roofline, times.roofline.assumptions
+    context = anchor.lengths.input_len + anchor.lengths.output_len / 2
+    ideal_decode_s = roofline.bytes_s(one.num_running * context, one.num_running) * assumed.bandwidth_efficiency
+    prompts = StepLoad.prompts(anchor.num_tokens, anchor.lengths.input_len)
+    ideal_prefill_s = roofline.flops_s(prompts) * assumed.flops_efficiency
+    return {
+        **dataclasses.asdict(anchor),
+        "num_running": one.num_running,
+        "estimated_tokens_per_s": one.tokens_per_s,
+        "ratio": one.tokens_per_s / anchor.tokens_per_s,
+        "decode": dataclasses.asdict(one.decode) | {"seconds": one.decode.seconds},
+        "prefill": dataclasses.asdict(one.prefill) | {"seconds": one.prefill.seconds},
+        "goal": GOAL,
+        "slowdown": slowdown,
+        "decode_bandwidth_share": ideal_decode_s / (slowdown * one.decode.seconds),
+        "prefill_flops_share": ideal_prefill_s / (slowdown * one.prefill.seconds),
+        "estimated_decode_bandwidth_share": ideal_decode_s / one.decode.seconds,
+        "estimated_prefill_flops_share": ideal_prefill_s / one.prefill.seconds,
+    }
+
+
+def anchors_table(anchors: Sequence[Mapping[str, Any]]) -> str:
+    """Return a Markdown table: one row per anchor."""
+    rows = [
+        "| model | devices | weights, KV | prompt + output | rows, tokens per step | published, tokens/s "
+        "| jpaged, estimated | ratio | decode step, ms | bandwidth in decode | peak in prefill "
+        f"| for {GOAL:g} times: steps take | bandwidth | peak | source |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in anchors:
+        weights = "bfloat16" if one["quantization"] == "auto" else one["quantization"]
+        kv = "fp8" if one["kv_dtype"].startswith("float8") else one["kv_dtype"]
+        cells = [
+            one["model"],
+            one["topology"],
+            f"{weights}, {kv}",
+            f"{one['lengths']['input_len']} + {one['lengths']['output_len']}",
+            f"{one['num_rows']} ({one['num_running']} run), {one['num_tokens']}",
+            f"{one['tokens_per_s']:.0f}",
+            f"{one['estimated_tokens_per_s']:.0f}",
+            f"{one['ratio']:.2f}",
+            f"{one['decode']['seconds'] * 1e3:.2f}",
+            f"{one['estimated_decode_bandwidth_share']:.0%}",
+            f"{one['estimated_prefill_flops_share']:.0%}",
+            f"up to {one['slowdown']:.2f} times the estimate",
+            f"{one['decode_bandwidth_share']:.0%}",
+            f"{one['prefill_flops_share']:.0%}",
+            one["source"],
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def write(plans: Sequence[Mapping[str, Any]]) -> None:
-    """Records plans, and writes both tables between their marks on the page."""
-    save("plans", "python -m benchmarks.plans", {"plans": plans})
-    put_on_page({"plans": table(plans), "published": published_table(plans)})
+    """Records plans and anchors, and writes the tables between their marks on the page."""
+    anchors = [anchor_record(anchor) for anchor in ANCHORS]
+    save("plans", "python -m benchmarks.plans", {"plans": plans, "anchors": anchors})
+    tables = {"plans": table(plans), "published": published_table(plans), "anchors": anchors_table(anchors)}
+    put_on_page(tables)
 
 
 def main() -> None:

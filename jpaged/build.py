@@ -11,24 +11,34 @@ import contextlib
 import gc
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from jpaged.chat import MAX_CHAT_TEMPLATE_BYTES
+from jpaged.chat import MAX_CHAT_TEMPLATE_BYTES, ChatOptions
 from jpaged.checkpoints.adapters import AdapterReader
 from jpaged.checkpoints.gguf.file import is_gguf
 from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
-from jpaged.checkpoints.hub import choose_dtype, find_folder, fingerprint, read_config, read_default_sampling
+from jpaged.checkpoints.hub import (
+    choose_dtype,
+    find_folder,
+    find_model,
+    find_tokenizer,
+    fingerprint,
+    read_config,
+    read_default_sampling,
+)
 from jpaged.checkpoints.names import weight_bytes
 from jpaged.checkpoints.quantized.quantizer import quantized_here
 from jpaged.checkpoints.weights import PackStored, load_params, random_params, read_head
 from jpaged.config import EngineConfig, ModelOptions, compile_cache_dir, platform_default
+from jpaged.config.option import parse_json_object
 from jpaged.config.speculative import NAME as SPECULATIVE
 from jpaged.device.compilation.compile import program_caches, set_up_compile_cache
 from jpaged.device.compilation.memory_plan import DeviceMemory
+from jpaged.device.device_info import prepare_gpu_memory
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.kv_scales import kv_dtype, name_of_kv_dtype
 from jpaged.device.linear import choose_activation_dtype, choose_linear_backend, leaf_packer, served_config
@@ -56,7 +66,7 @@ from jpaged.service.chat.output_config import ChatOutputConfig
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import Adapters, BackendFacts, LoadedModel
 from jpaged.service.structured_output.compiler import ServedGrammars
-from jpaged.service.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from jpaged.service.tokenizer import HuggingFaceTokenizer, TemplateSettings, load_tokenizer
 from jpaged.service.tokenizer_parts import TokenizerParts
 from jpaged.types import ModelInfo
 
@@ -128,7 +138,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
     executor, geometry = executors[0], executors[0].geometry
     runs: list[Executor[Any, Any]] = [*executors]
     if leader is not None:
-        leader.agree(_findings(source, executor))
+        leader.agree(_findings(source, executor, options.model.overrides))
         runs = [MultiHostExecutor(executor, leader)]
     for index, one in enumerate(runs):
         one.warm_up(_get_progress(index, len(runs), progress))
@@ -173,7 +183,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         config=resolved,
         adapters=adapters,
         grammars=grammars,
-        checkpoint=fingerprint(source.folder),
+        checkpoint=fingerprint(source.folder, options.model.overrides),
     )
 
 
@@ -335,7 +345,7 @@ def follow(options: EngineConfig, progress: Progress, follower: Follower) -> Non
         import_connector(transfer)  # errors before weights are read
     source, model, places = _place(options, progress)
     (executor,) = _make_executors(source, model, options, places, progress, follower)
-    follower.agree(_findings(source, executor))
+    follower.agree(_findings(source, executor, options.model.overrides))
     executor.warm_up(progress)
     run_steps(executor, follower)
 
@@ -345,15 +355,9 @@ def _place(
 ) -> tuple[ModelSource, Model, list[MeshPlacement]]:
     """Return the model, and the devices of each replica; report why its data type is not the checkpoint's."""
     parallel = options.parallel
+    prepare_gpu_memory()
     meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size)
-    source = find_source(
-        options.model.model,
-        parse_special_tokens=options.model.parse_special_tokens,
-        skip_tokenizer=options.model.skip_tokenizer_init,
-        chat_template=_template_in(options.model.chat_template),
-        trusts_request_templates=options.model.trust_request_chat_template,
-        starts_templates=starts_templates,
-    )
+    source = find_source(options.model, starts_templates=starts_templates)
     source = replace(source, config=quantized_here(source.config, options.model.quantization))
     config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config
     config = served_config(streaming_llm.as_asked(config, options), options.model.linear_backend, meshes[0])
@@ -363,12 +367,12 @@ def _place(
     return source, model, [MeshPlacement.of(model, mesh) for mesh in meshes]
 
 
-def _findings(source: ModelSource, executor: JaxExecutor) -> dict[str, str]:
+def _findings(source: ModelSource, executor: JaxExecutor, overrides: Mapping[str, Any]) -> dict[str, str]:
     """Return the facts that every process determines itself and that must be equal in all."""
     geometry = executor.geometry
     sizes = {name: str(getattr(geometry, name)) for name in geometry.__slots__}
     return {
-        "checkpoint": fingerprint(source.folder),
+        "checkpoint": fingerprint(source.folder, overrides),
         "dtype": executor.step.model.dtype.name,
         "attention_backend": executor.step.backend,
         "linear_backend": executor.step.linear_backend,
@@ -378,30 +382,51 @@ def _findings(source: ModelSource, executor: JaxExecutor) -> dict[str, str]:
     }
 
 
-def find_source(
-    name: str,
-    *,
-    parse_special_tokens: bool = True,
-    skip_tokenizer: bool = False,
-    chat_template: str | None = None,
-    trusts_request_templates: bool = False,
-    starts_templates: bool = False,
-) -> ModelSource:
+def find_source(options: ModelOptions, *, starts_templates: bool = False) -> ModelSource:
     """Find a model by name (`demo`, a folder, a GGUF file or a hub id) and its tokenizer; see `load_tokenizer`."""
-    folder = find_folder(name)
-    config = read_config(folder)
-    if skip_tokenizer:
-        return ModelSource(name, folder, config, NoTokenizer(config.vocab_size))
-    tokenizer = load_tokenizer(
-        folder,
-        vocab_size=config.vocab_size,
-        parts=_gguf_parts(folder),
-        parse_special_tokens=parse_special_tokens,
-        chat_template=chat_template,
-        trusts_request_templates=trusts_request_templates,
-        starts_templates=starts_templates,
-    )
-    return ModelSource(name, folder, config, tokenizer)
+    folder = find_model(options)
+    config = read_config(folder, options.overrides)
+    if options.skip_tokenizer_init:
+        return ModelSource(options.model, folder, config, NoTokenizer(config.vocab_size))
+    of_tokenizer = find_tokenizer(options, folder)
+    try:
+        tokenizer = load_tokenizer(
+            of_tokenizer,
+            vocab_size=config.vocab_size,
+            parts=_gguf_parts(of_tokenizer),
+            parse_special_tokens=options.parse_special_tokens,
+            chat_template=_template_in(options.chat_template),
+            trusts_request_templates=options.trust_request_chat_template,
+            starts_templates=starts_templates,
+            templates=TemplateSettings(
+                options.chat_template_content_format, _default_template_kwargs(options.default_chat_template_kwargs)
+            ),
+        )
+    except InvalidArgument as error:
+        if of_tokenizer == folder or error.field != "model":
+            raise
+        raise InvalidArgument("tokenizer", error.problem) from error
+    if of_tokenizer != folder:
+        _check_tokenizer(tokenizer, of_tokenizer, config)
+    return ModelSource(options.model, folder, config, tokenizer)
+
+
+def _check_tokenizer(tokenizer: Tokenizer, folder: Path, config: ModelConfig) -> None:
+    """Check a tokenizer from elsewhere than the model's folder.
+
+    Raises:
+        InvalidArgument: there is none, or its tokens are not in the model's vocabulary.
+    """
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise InvalidArgument("tokenizer", f"{folder} has no tokenizer")
+    special = tokenizer.special_tokens  # some checkpoints have more of these than embeddings
+    largest = max((token_id for token, token_id in tokenizer.vocabulary.items() if token not in special), default=0)
+    if largest >= config.vocab_size:
+        raise InvalidArgument(
+            "tokenizer",
+            f"{folder} has token ids up to {largest}; the model's vocabulary of {config.vocab_size} tokens ends at "
+            f"{config.vocab_size - 1}",
+        )
 
 
 def _template_in(path: str | None) -> str | None:
@@ -422,6 +447,23 @@ def _template_in(path: str | None) -> str | None:
         problem = "is empty" if len(data) <= MAX_CHAT_TEMPLATE_BYTES else f"is over {MAX_CHAT_TEMPLATE_BYTES} bytes"
         raise InvalidArgument("chat_template", f"{path} {problem}")
     return text
+
+
+def _default_template_kwargs(text: str | None) -> dict[str, Any]:
+    """Return the variables of chat templates that the options set.
+
+    Raises:
+        InvalidArgument: they are not a JSON object, or over a limit of requests.
+    """
+    if text is None:
+        return {}
+    field = "default_chat_template_kwargs"
+    values = parse_json_object(field, text, '{"enable_thinking": false}')
+    try:
+        ChatOptions(template_kwargs=values)
+    except InvalidArgument as error:
+        raise InvalidArgument(field, error.problem) from error
+    return values
 
 
 def _gguf_parts(folder: Path) -> TokenizerParts | None:
@@ -455,7 +497,8 @@ def _make_executors(
     the size of the others.
     """
     attention = DeviceAttention.on(model, options, places[0].mesh)
-    _say((*attention.reasons(), *attention.passed_over()), progress)
+    other_share = prepare_gpu_memory() if attention.device.platform == "gpu" else None
+    _say((*filter(None, (other_share,)), *attention.reasons(), *attention.passed_over()), progress)
     # With several processes on CPUs, do not use the cache: programs loaded from it returned log-probabilities of other
     # sums
     # (jaxlib 0.10.2). Gloo identifies collectives only by their order, which loading seems to lose.
@@ -553,16 +596,18 @@ def _draft(
         InvalidArgument: it cannot be found or read, or its tokens differ from the model's.
         Unsupported: its kind is not supported.
     """
-    field = f"{SPECULATIVE}.model"
+    field, given = f"{SPECULATIVE}.model", options.model
     speculation = options.speculation
     if speculation is None or not options.has_draft or speculation.model is None:
         return None
     try:
         if options.has_head:
-            folder = find_folder(speculation.model)
+            folder = find_folder(speculation.model, download_dir=given.download_dir, token=given.hf_token)
             found = ModelSource(speculation.model, folder, read_head(folder), source.tokenizer)
         else:
-            found = find_source(speculation.model)
+            found = find_source(
+                ModelOptions(model=speculation.model, download_dir=given.download_dir, hf_token=given.hf_token)
+            )
         check_same_tokens(source.tokenizer, found.tokenizer)
         draft = Model(served_config(found.config, options.model.linear_backend, where.mesh), model.dtype)
         params = _load(draft, found, options, MeshPlacement.of(draft, where.mesh), progress)

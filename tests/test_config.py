@@ -101,6 +101,15 @@ def test_the_engine_serves_as_a_plain_server_by_default():
     assert (scheduler.policy, scheduler.preemption_mode, scheduler.batching) == ("fcfs", "auto", "continuous")
 
 
+@pytest.mark.parametrize("value", ["llm", "/", "//llm", "/a b", "/a?b", "https://host/llm"])
+def test_the_path_of_a_proxy_is_a_path(value):
+    with pytest.raises(InvalidArgument, match=r"root_path: .* is not a path, such as /llm"):
+        EngineConfig.load({"root_path": value})
+    assert EngineConfig.load({"root_path": "/some/llm/"}).http.root_path == "/some/llm/"
+    with pytest.raises(InvalidArgument, match="root_path: /llm requires HTTP, but enable_http is False"):
+        EngineConfig.load({"root_path": "/llm", "enable_http": False})
+
+
 def test_resolving_leaves_nothing_open():
     sizes = {"block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 8, "max_messages_per_second": 10}
     sizes |= {"num_blocks": 9, "kv_cache_memory_bytes": 4096}
@@ -113,7 +122,9 @@ def test_resolving_leaves_nothing_open():
     # Nothing of the kind unless asked for.
     lossy = {"lossy_kv_window", "lossy_kv_sinks"}
     others = {"chat_template", "compiled", "lora", "speculative_config", "cluster_secret_file", "kv_disk_dir"}
-    others |= {"kv_transfer_config", "override_generation_config"}
+    others |= {"kv_transfer_config", "override_generation_config", "hf_overrides"}
+    others.add("default_chat_template_kwargs")
+    others |= {"tokenizer", "revision", "tokenizer_revision", "download_dir", "hf_token"}
     assert left_out - of_server == others | several | lossy
     assert left_out.isdisjoint({"served_model_name", "max_messages_per_second", "max_pinned_blocks"})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -55,13 +56,15 @@ class ModelCase:
     expected_error: str = ""
     stages: SamplingStages = SamplingStages.ALL
     detail: Detail = Detail.TOKENS
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
 
     @property
     def name(self) -> str:
         """Model, numbers, parts, program, its size and its variant."""
+        numbers = self.numbers if self.dtype == "bfloat16" else self.numbers.replace("bfloat16", self.dtype)
         parts = f"-in-{self.num_parts}" if self.num_parts > 1 else ""
         variant = "" if self.program == "tell" else "".join(f"-{word}" for word in self.spec().variant)
-        return f"model-{self.gpu}-{self.model}-{self.numbers}{parts}-{self.program}-{self.num_tokens}{variant}"
+        return f"model-{self.gpu}-{self.model}-{numbers}{parts}-{self.program}-{self.num_tokens}{variant}"
 
     def spec(self) -> ProgramSpec:
         """The program in the list of a server."""
@@ -100,7 +103,7 @@ class ModelCase:
 
     def lower(self, mesh: jax.sharding.Mesh) -> Program:
         mesh = build_mesh(compile_only_gpus(self.num_parts, self.gpu))
-        model = Model(self.config(), jnp.dtype("bfloat16"))
+        model = Model(self.config(), jnp.dtype(self.dtype))
         options: dict[str, Any] = {
             "max_num_seqs": min(64, self.num_tokens),
             "max_num_batched_tokens": self.num_tokens,
@@ -144,6 +147,21 @@ _QUANTISED: tuple[tuple[str, Numbers], ...] = (
     ("deepseek-v3", "fp8-blocks"),
 )
 _GREEDY, _RANDOM = SamplingStages.GREEDY, SamplingStages.RANDOM
+
+
+def _variants(gpu: str) -> tuple[ModelCase, ...]:
+    """Variants that a server on this GPU runs: float16, log-probabilities, and the sampling stages on two devices."""
+    case = functools.partial(ModelCase, "llama-3-8b", gpu=gpu)
+    return (
+        *(case(dtype="float16", program=program) for program in ("forward", "sample", "edited")),
+        *(case(program="sample", detail=detail) for detail in (Detail.LOGPROBS, Detail.TOP_LOGPROBS)),
+        *(case(program="sample", num_parts=2, stages=stages) for stages in SamplingStages),
+        case(program="sample", num_parts=2, detail=Detail.LOGPROBS),
+        case(program="edited", num_parts=2),
+        case(num_parts=2),
+    )
+
+
 MODEL_CASES: tuple[ModelCase, ...] = (
     *(ModelCase(model) for model in (*_DENSE, *_EXPERTS)),
     *(ModelCase(model, numbers) for model, numbers in _QUANTISED),
@@ -163,6 +181,7 @@ MODEL_CASES: tuple[ModelCase, ...] = (
     ModelCase("llama-3-8b", program="sample", detail=Detail.TOP_LOGPROBS),
     ModelCase("llama-3-8b", program="edited", detail=Detail.TOP_LOGPROBS),
     ModelCase("llama-3-8b", program="sample", num_parts=2),
+    *(case for gpu in ("h100", "a100") for case in _variants(gpu)),
     ModelCase("llama-3-8b", program="count", num_tokens=256),
     ModelCase("llama-3-8b", program="tell"),
 )

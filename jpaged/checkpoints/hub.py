@@ -9,10 +9,11 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -114,34 +115,100 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096
 """Places, including the first and the last, and bytes per place that a fingerprint reads of each file."""
 
 # Weights, configs and tokenizers at the top of a repository; not the duplicates in other formats.
-_WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_WANTED_FILES = (*_TOKENIZER_FILES, "*.safetensors")
 _UNWANTED_FILES = ("*/*", "consolidated*")
 
 
-def find_folder(model: str) -> Path:
+def find_folder(
+    model: str, *, revision: str | None = None, download_dir: str | None = None, token: str | None = None
+) -> Path:
     """Return the folder of a checkpoint: a local one, or a snapshot of a hub id, downloaded if it is not cached.
 
     A name that exists as a folder or as a GGUF file, or that is written as a path (beginning with `.`, `/` or `~`, or
     ending in `.gguf`), is local. The environment variables of the hub client (token, cache, offline mode) apply.
 
+    Args:
+        revision: branch, tag or commit on the hub; main if None.
+        download_dir: cache folder of the hub's client; its own if None.
+        token: for the hub; the client's own if None.
+
     Raises:
-        InvalidArgument: a local folder without config.json, or an Orbax checkpoint of another program.
+        InvalidArgument: a local folder without config.json, an Orbax checkpoint of another program, or a revision of a
+            local folder.
         NotFound: no such folder exists, or the hub does not provide the model.
     """
     folder = find_local(model)
     if folder is not None:
+        _refuse_revision("revision", revision, folder)
         return folder
-    if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(SUFFIX):
-        raise NotFound(f"model: folder {model} does not exist")
+    return _download("model", model, _WANTED_FILES, revision, download_dir, token)
+
+
+def find_model(options: ModelOptions) -> Path:
+    """Return the folder of the model that the options name; see `find_folder`."""
+    return find_folder(
+        options.model, revision=options.revision, download_dir=options.download_dir, token=options.hf_token
+    )
+
+
+def find_tokenizer(options: ModelOptions, folder: Path) -> Path:
+    """Return the folder or the GGUF file of the tokenizer.
+
+    Args:
+        folder: that of the model, with its own tokenizer.
+
+    Raises:
+        InvalidArgument: a revision of a local folder.
+        NotFound: no such folder exists, or the hub does not provide the tokenizer.
+    """
+    is_own = options.tokenizer in (None, options.model)
+    revision = options.tokenizer_revision or (options.revision if is_own else None)
+    if is_own and revision == options.revision:
+        return folder
+    name = options.tokenizer or options.model
+    path = expand_home(name, "tokenizer")
+    found = {DEMO: FOLDER, DEMO_DRAFT: DRAFT_FOLDER}.get(name) or (path if path.is_dir() else find_gguf(path))
+    if found is not None:
+        _refuse_revision("tokenizer_revision", options.tokenizer_revision, found)
+        return found if list(found.glob("*token*")) else find_gguf(found) or found
+    return _download("tokenizer", name, _TOKENIZER_FILES, revision, options.download_dir, options.hf_token)
+
+
+_MAIN = "main"
+
+
+def _refuse_revision(field: str, revision: str | None, folder: Path) -> None:
+    if revision not in (None, _MAIN):
+        raise InvalidArgument(
+            field, f"{revision}: {folder} is local; only models on the Hugging Face Hub have revisions"
+        )
+
+
+def _download(
+    field: str, name: str, patterns: Sequence[str], revision: str | None, download_dir: str | None, token: str | None
+) -> Path:
+    """Return the folder of a snapshot with the files of these patterns.
+
+    Raises:
+        NotFound: the name is a path, or the hub does not provide the files.
+    """
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(SUFFIX):
+        raise NotFound(f"{field}: folder {name} does not exist")
     from huggingface_hub import snapshot_download  # slow to import, and only needed here
 
+    cache = None if download_dir is None else expand_home(download_dir, "download_dir")
+    given = {"revision": revision, "cache_dir": cache, "token": token}
+    keywords: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     try:
-        snapshot = snapshot_download(model, allow_patterns=list(_WANTED_FILES), ignore_patterns=list(_UNWANTED_FILES))
+        snapshot = snapshot_download(
+            name, allow_patterns=list(patterns), ignore_patterns=list(_UNWANTED_FILES), **keywords
+        )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise NotFound(
-            f"model: {model} is not a local folder, and the hub did not return it: {type(error).__name__}: {reason}"
-        ) from error
+        at = "" if revision is None else f" at revision {revision}"
+        problem = f"is not a local folder, and the hub did not return it: {type(error).__name__}: {reason}"
+        raise NotFound(f"{field}: {name}{at} {problem}") from error
     return Path(snapshot)
 
 
@@ -209,22 +276,88 @@ def expand_home(path: str, field: str) -> Path:
         raise InvalidArgument(field, f"{path} begins with an unknown user: write the path from /") from error
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> ModelConfig:
     """Return the config of a checkpoint folder; end-of-sequence tokens are those of transformers' generate.
 
+    Args:
+        overrides: values that replace those of config.json, as `override_config` takes them.
+
     Raises:
-        InvalidArgument: a file is missing or malformed.
+        InvalidArgument: a file is missing or malformed, or an overriding value is.
         Unsupported: the model needs an unsupported feature.
     """
+    try:
+        return _read_config(folder, overrides)
+    except InvalidArgument as error:
+        if not overrides or error.field.startswith(_OVERRIDES):
+            raise
+        raise InvalidArgument(error.field, f"{error.problem} ({_OVERRIDES}: {', '.join(overrides)})") from error
+    except Unsupported as error:
+        if not overrides:
+            raise
+        raise Unsupported(f"{error} ({_OVERRIDES}: {', '.join(overrides)})") from error
+
+
+def _read_config(folder: Path, overrides: Mapping[str, Any]) -> ModelConfig:
     if is_gguf(folder):
-        return read_model(folder).config
+        found = read_model(folder)
+        if not overrides:
+            return found.config
+        return replace(from_hf(override_config(found.hf, overrides)), quantization=found.config.quantization)
     generation, config = folder / GENERATION_CONFIG_FILE, read_json(folder / CONFIG_FILE)
     scheme = _find_scheme(folder, config)
-    plain = {key: value for key, value in config.items() if key not in QUANTISATION_KEYS}
+    plain = {key: value for key, value in override_config(config, overrides).items() if key not in QUANTISATION_KEYS}
     result = from_hf(plain, read_json(generation) if generation.is_file() else None)
     if scheme is None:
         return result
     return replace(result, quantization=_without_mixed_orders(folder, result, scheme))
+
+
+_OVERRIDES = "hf_overrides"
+_ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
+"""Keys of rotary embedding in transformers 4 and 5."""
+_ROPE_GEOMETRY = ("rope_theta", "partial_rotary_factor")
+"""Keys that may be in such a section or next to it; the section takes precedence."""
+
+
+def override_config(
+    config: Mapping[str, Any], overrides: Mapping[str, Any], where: str = _OVERRIDES
+) -> Mapping[str, Any]:
+    """Return a config.json with other values.
+
+    A value replaces that of its key; only a nested `*_config` is merged. A new section of rotary embedding replaces the
+    one there, in the layout of either version of transformers, and keeps its base and fraction unless it has others.
+
+    Args:
+        where: name of the overrides in errors.
+
+    Raises:
+        InvalidArgument: a key cannot be overridden; names it.
+    """
+    result = dict(config)
+    for key, value in overrides.items():
+        if key in QUANTISATION_KEYS:
+            raise InvalidArgument(f"{where}.{key}", "cannot be overridden: it describes the stored weights")
+        old: Any = config.get(key)
+        is_nested = key.endswith("_config") and isinstance(value, Mapping) and isinstance(old, Mapping)
+        result[key] = override_config(old, value, f"{where}.{key}") if is_nested else value
+    before: Mapping[str, Any] = next((config[key] for key in _ROPE_SECTIONS if config.get(key)), {})
+    given = [key for key in _ROPE_SECTIONS if key in overrides]
+    if len(given) == 1 and (overrides[given[0]] is None or isinstance(overrides[given[0]], Mapping)):
+        kept = {key: before[key] for key in _ROPE_GEOMETRY if key in before}
+        for key in _ROPE_SECTIONS:
+            result.pop(key, None)
+        result[given[0]] = {**kept, **(overrides[given[0]] or {})}
+    for key in _ROPE_SECTIONS:
+        section: Any = result.get(key)
+        for name in _ROPE_GEOMETRY if isinstance(section, Mapping) else ():
+            if name not in overrides or name in (overrides.get(key) or {}):
+                continue
+            if any(isinstance(value, Mapping) for value in section.values()):
+                raise InvalidArgument(f"{where}.{name}", f"{key} has one for each kind of layer: override {key}")
+            if name in section:
+                result[key] = section = {**section, name: overrides[name]}
+    return result
 
 
 _NO_GENERATION_CONFIG = ("none", "vllm")
@@ -391,8 +524,8 @@ def _without_mixed_orders(folder: Path, config: ModelConfig, scheme: Scheme) -> 
     return replace(quantization, rules=(*((rf"\.{re.escape(end)}$", None) for end in mixed), *quantization.rules))
 
 
-def fingerprint(folder: Path) -> str:
-    """Return a digest of a checkpoint without reading all weights.
+def fingerprint(folder: Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Return a digest of a checkpoint, and of the values that override its config, without reading all weights.
 
     It covers the config, and each file's name, size and contents at some places, which change if a model is trained
     further.
@@ -403,6 +536,8 @@ def fingerprint(folder: Path) -> str:
         digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
         of_orbax = (path for path in (folder / PARAMS_FOLDER).rglob("*") if path.is_file())
         files = sorted(of_orbax if is_orbax_folder(folder) else folder.glob("*.safetensors"))
+    if overrides:
+        digest.update(json.dumps(overrides, sort_keys=True).encode())
     for path in files:
         num_bytes = path.stat().st_size
         digest.update(f"{path.name} {num_bytes}\n".encode())

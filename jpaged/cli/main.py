@@ -56,7 +56,7 @@ COMMANDS: Mapping[str, Command] = {
 
 The core imports the modules of optional parts only through this table.
 """
-_PACKAGES_OF_EXTRAS = {"httpx2": "bench", "matplotlib": "bench", "yaml": "plan", "lm_eval": "lm-eval"}
+_PACKAGES_OF_EXTRAS = {"httpx2": "bench", "matplotlib": "bench", "lm_eval": "lm-eval"}
 """Packages that only optional parts import, and their extras."""
 
 _EPILOG = """\

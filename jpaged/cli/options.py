@@ -53,6 +53,12 @@ def add_config_flags(
         if name == "model":
             text = f"{spec.metadata['help']} (default: {spec.default})"
             parser.add_argument("model", nargs="?", metavar="MODEL", default=None, help=_escaped(text))
+            parser.add_argument(
+                "--config",
+                metavar="FILE",
+                help="YAML file of options, by names with dashes or underscores, such as `max-model-len: 4096`; the "
+                "command line overrides it",
+            )
         if section not in groups:
             groups[section] = parser.add_argument_group(section, section_help(section))
         keywords: dict[str, Any] = {"dest": f"config_{name}", "default": None, "help": _get_help(spec)}

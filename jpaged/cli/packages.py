@@ -56,7 +56,6 @@ EXTRAS: Mapping[str, tuple[str, str]] = {
     "ray": ("ray", "deploy/ray: a service and batches over a Ray cluster"),
     "batch": ("pyarrow", "Parquet input and output of `jpaged batch`"),
     "bench": ("matplotlib", "plots of `jpaged bench`"),
-    "plan": ("pyyaml", "`jpaged bench fleet --autoscale`"),
     "lm-eval": ("lm_eval", "`lm_eval --model jpaged`"),
 }
 """Extras for users: the package to look for, and its purpose."""

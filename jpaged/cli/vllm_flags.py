@@ -1,8 +1,9 @@
-"""Flags of vLLM's `vllm serve`: the table, and the translation of a command line that has some.
+"""Flags of vLLM's `vllm serve`: the table, and the translation of a command line or of a file of options (--config).
 
 `vllm_flags.tsv` has one row per flag:
 
-    flags      all spellings, the first one in dashes; `--no-` forms of switches and underscores are accepted too
+    flags      all spellings, the first one in dashes; `--no-` and `--disable-` forms of switches, and underscores, are
+               accepted too
     kind       switch, value, optional, list or json
     outcome    same         the option exists under this name
                alias        the option has another name, which is logged
@@ -26,11 +27,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from jpaged.cli.options import merge_json_flags
-from jpaged.errors import InvalidArgument
+from jpaged import json_text
+from jpaged.cli.options import merge_json_flags, to_flag
+from jpaged.config import iter_options
+from jpaged.errors import InvalidArgument, describe_error
 
 TABLE = Path(__file__).with_suffix(".tsv")
-VERSION = "0.32"
+VERSION = "0.33"
 """Version of vLLM whose flags the table has completely."""
 Outcome = Literal["same", "alias", "unnecessary", "unsupported"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -81,18 +84,23 @@ def _by_name() -> dict[str, VllmFlag]:
     return {name: flag for flag in read_flags() for name in flag.names}
 
 
+_INVERSES = {"--no-": "--", "--disable-": "--enable-", "--enable-": "--disable-"}
+"""Prefixes of a switch's negative form, and of the switch."""
+
+
 def find_flag(word: str) -> VllmFlag | None:
-    """Return the row of a spelling in dashes or of a `--no-` form; None if vLLM has no such flag."""
+    """Return the row of a spelling in dashes, or of a switch's negative form; None if vLLM has no such flag."""
     rows = _by_name()
     found = rows.get(word)
-    if found is None and word.startswith("--no-"):
-        found = rows.get(f"--{word.removeprefix('--no-')}")
-        return found if found is not None and found.kind == "switch" else None
+    for prefix, positive in _INVERSES.items():
+        if found is None and word.startswith(prefix):
+            switch = rows.get(positive + word.removeprefix(prefix))
+            found = switch if switch is not None and switch.kind == "switch" else None
     return found
 
 
 def translate(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Replace vLLM's flags by the options of a command.
+    """Replace vLLM's flags by the options of a command, and --config by the options of its file.
 
     Returns:
         The words for the parser, and a line for each flag that was replaced or dropped.
@@ -102,7 +110,141 @@ def translate(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[li
     """
     translation = _Translation(parser, words)
     translation.run()
-    return translation.finish(), list(dict.fromkeys(translation.notes))
+    if translation.config_file is None:
+        return translation.finish(), list(dict.fromkeys(translation.notes))
+    path, left_out = Path(translation.config_file), list[str]()
+    try:
+        filed = _Translation(parser, _words_of_file(parser, path, left_out), is_file=True)
+        filed.run()
+        translation.take_hosts(filed)
+        of_file = filed.finish()
+        _check_values(parser, of_file)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{path}: {error.field}", error.problem) from None
+    own = translation.finish()
+    notes = [*translation.notes, *(f"{path}: {note}" for note in (*left_out, *filed.notes))]
+    return [*_without(parser, of_file, translation.options(own)), *own], list(dict.fromkeys(notes))
+
+
+_Values = str | int | float | bool | list[Any] | dict[str, Any] | None
+
+
+def _words_of_file(parser: argparse.ArgumentParser, path: Path, notes: list[str]) -> list[str]:
+    """Return the options of a YAML file as words of a command line, in the order of the file.
+
+    Keys are names of options or flags of vLLM, without the first dashes. Options of other commands are left out, so
+    that commands can share a file.
+
+    Args:
+        notes: gets a line for each option that is left out.
+
+    Raises:
+        InvalidArgument: the file cannot be read, or has an unknown key or a value that its option does not take.
+    """
+    import yaml  # takes 20 ms to import
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        values, tree = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        problem = describe_error(error) if isinstance(error, OSError) else f"is not YAML: {error}"
+        raise InvalidArgument("--config", problem) from None
+    if values is None:
+        return []
+    if not isinstance(values, dict):
+        raise InvalidArgument("--config", "is not a YAML mapping of options, such as `max-model-len: 4096`")
+    names = [_name_of_key(key.value) for key, _ in tree.value]  # a mapping has only the last of equal keys
+    words = list[str]()
+    for key, value in values.items():
+        name = _name_of_key(key)
+        if names.count(name) > 1:
+            raise InvalidArgument(str(key), "is given twice")
+        if _is_known(parser, name.partition(".")[0], str(key)):
+            words += _words_of(parser, str(key), name, value)
+        else:
+            notes.append(f"{name} is not an option of `{parser.prog}`")
+    return words
+
+
+def _name_of_key(key: object) -> str:
+    base, dot, inner = str(key).partition(".")
+    return f"--{base.replace('_', '-')}{dot}{inner}"
+
+
+def _is_known(parser: argparse.ArgumentParser, name: str, key: str) -> bool:
+    """Return True if a flag in a file is one of this command, False if it is one of another command.
+
+    Raises:
+        InvalidArgument: there is no such flag, or it is one of the command line only.
+    """
+    native, flag = parser._option_string_actions, find_flag(name)
+    if name in ("--config", "--help"):
+        raise InvalidArgument(key, "is an option of the command line only")
+    if name in native or (flag is not None and flag.outcome not in ("same", "alias")):
+        return True
+    options = {to_flag(option) for option, _, _ in iter_options()}
+    if flag is not None:
+        return (flag.name if flag.outcome == "same" else flag.option.lstrip("!").partition(".")[0]) in native
+    if name in options or f"--{name.removeprefix('--no-')}" in options:
+        return False
+    hint = suggest(parser, [name], has_vllm_flags=True)
+    raise InvalidArgument(key, "; ".join(filter(None, ("is not an option", hint))))
+
+
+def _words_of(parser: argparse.ArgumentParser, key: str, name: str, value: _Values) -> list[str]:
+    """Return the words for a key of a file."""
+    flag, action = find_flag(name.partition(".")[0]), parser._option_string_actions.get(name)
+    is_switch = action.nargs == 0 if action is not None else flag is not None and flag.kind == "switch"
+    is_list = isinstance(action, argparse._AppendAction) or (flag is not None and flag.kind == "list")
+    if "." in name:  # a key of a JSON object
+        return [f"{name}={value if isinstance(value, str) else json_text.dumps(value)}"]
+    if value is None:
+        return []
+    if is_switch:
+        if not isinstance(value, bool):
+            raise InvalidArgument(key, f"{value!r} is not true or false")
+        is_negative = name.startswith("--no-") or (flag is not None and name not in flag.names)
+        positive = flag.name if flag is not None and is_negative else f"--{name.removeprefix('--no-')}"
+        return [name if value else positive if is_negative else f"--no-{name.removeprefix('--')}"]
+    if isinstance(value, bool):
+        if flag is not None and flag.kind == "optional":
+            return [name] if value else []
+        raise InvalidArgument(key, f"takes a value; {'true' if value else 'false'} is none")
+    if isinstance(value, list) and is_list:
+        texts = [json_text.dumps(one) if isinstance(one, dict) else str(one) for one in value]
+        if flag is not None and flag.kind == "list":
+            return [name, *texts] if texts else []
+        return [f"{name}={one}" for one in texts]
+    return [f"{name}={json_text.dumps(value) if isinstance(value, dict | list) else value}"]
+
+
+def _groups(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[list[str]]:
+    """Split words into one list per option, with its values."""
+    found: list[list[str]] = []
+    for word in words:
+        if word.partition("=")[0] in parser._option_string_actions or not found:
+            found.append([])
+        found[-1].append(word)
+    return found
+
+
+def _without(parser: argparse.ArgumentParser, words: Sequence[str], options: set[str]) -> list[str]:
+    """Return the words of a file except those of options that the command line sets."""
+    actions = parser._option_string_actions
+    kept = [group for group in _groups(parser, words) if actions[group[0].partition("=")[0]].dest not in options]
+    return [word for group in kept for word in group]
+
+
+def _check_values(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Raise InvalidArgument if a value in a file has the wrong type."""
+    for group in _groups(parser, words):
+        name, equals, value = group[0].partition("=")
+        action = parser._option_string_actions[name]
+        if action.nargs != 0:
+            try:
+                parser._check_value(action, parser._get_value(action, value if equals else group[1]))
+            except argparse.ArgumentError as error:
+                raise InvalidArgument(name.removeprefix("--"), error.message) from None
 
 
 def suggest(parser: argparse.ArgumentParser, words: Sequence[str], *, has_vllm_flags: bool) -> str:
@@ -120,16 +262,18 @@ def suggest(parser: argparse.ArgumentParser, words: Sequence[str], *, has_vllm_f
 
 
 class _Translation:
-    """The command line of one command, word by word."""
+    """The command line of one command, or the words of a file, one by one."""
 
-    def __init__(self, parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    def __init__(self, parser: argparse.ArgumentParser, words: Sequence[str], *, is_file: bool = False) -> None:
         self.notes: list[str] = []
+        self.config_file: str | None = None
         self._native: dict[str, argparse.Action] = parser._option_string_actions
         self._left = deque(words)
         self._rest: list[str] = []
         self._out: list[str] = []
         self._hosts: dict[str, str] = {}
-        self._has_keys = self._has_model = False
+        self._has_keys = False
+        self._has_model = is_file  # a list in a file ends with its key
 
     def run(self) -> None:
         """Translate all words up to `--`."""
@@ -143,6 +287,18 @@ class _Translation:
             else:
                 self._has_model = True
                 self._out.append(word)
+
+    def take_hosts(self, other: _Translation) -> None:
+        """Take the flags of several hosts from a file; those of the command line come first."""
+        self._hosts = {**other._hosts, **self._hosts}
+        other._hosts = {}
+
+    def options(self, words: Sequence[str]) -> set[str]:
+        """Return the parser's names of the options in translated words."""
+        names = {word.partition("=")[0] for word in words}
+        names |= {further for name, further in _FURTHER.items() if name in names}
+        found = {self._native[name].dest for name in names if name in self._native}
+        return found | ({"config_model"} if self._has_model or self._rest[1:] else set())
 
     def finish(self) -> list[str]:
         """Return the words for the parser."""
@@ -170,6 +326,13 @@ class _Translation:
     def _translate(self, word: str) -> None:
         name, equals, value = word.partition("=")
         flag, key = find_flag(name), ""
+        if name == "--config" and name in self._native:
+            if not equals and not self._has_value():
+                raise InvalidArgument(name, "has no value; it takes a YAML file of options")
+            if self.config_file is not None:
+                raise InvalidArgument(name, "is given twice")
+            self.config_file = value if equals else self._left.popleft()
+            return
         if flag is None and name not in self._native:
             base, _, key = name.partition(".")
             flag = find_flag(base)
@@ -222,7 +385,7 @@ class _Translation:
             self._keep(f"{name}{equals}{value}", name, equals)
             return
         if flag.kind == "switch":
-            is_off = (name.startswith("--no-") and name not in flag.names) != option.startswith("!")
+            is_off = (name not in flag.names) != option.startswith("!")
             given = f"--no-{target.removeprefix('--')}" if is_off else target
             self._out.append(f"{given}{equals}{value}")
             self._note(name, given)
@@ -266,7 +429,10 @@ class _Translation:
         """Keep an option of the same name with its value, or ours for it."""
         if not equals:
             if not self._has_value():
-                self._out.append(flag.name)  # the parser reports it
+                if flag.kind == "optional":
+                    self.notes.append(f"{name} has no effect: {flag.reason}")
+                else:
+                    self._out.append(flag.name)  # the parser reports it
                 return
             value = self._left.popleft()
         ours = dict(pair.split("=") for pair in flag.values).get(value, value)

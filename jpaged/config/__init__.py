@@ -8,7 +8,9 @@ server_options.py  the sections of a server, and timeouts of requests and steps
 """
 
 from jpaged.config.engine_config import (
+    DEPRECATED_GPU_MEMORY_SHARE,
     ENVIRONMENT,
+    GPU_MEMORY_SHARE_VARIABLE,
     PROCESS_OPTIONS,
     SECTIONS,
     EngineConfig,
@@ -18,12 +20,15 @@ from jpaged.config.engine_config import (
     compiler_environment_text,
     explain_environment,
     field_names,
+    gpu_memory_share,
     iter_options,
     keep_tokenizers_on_their_thread,
     platform_default,
+    preallocates_gpu_memory,
     proxy_from_environment,
     section_help,
     server_field_names,
+    set_gpu_memory_share,
     shows_traces,
     tpu_library,
 )
@@ -63,7 +68,9 @@ from jpaged.config.server_options import (
 from jpaged.config.speculative import SpeculativeOptions
 
 __all__ = [
+    "DEPRECATED_GPU_MEMORY_SHARE",
     "ENVIRONMENT",
+    "GPU_MEMORY_SHARE_VARIABLE",
     "PROCESS_OPTIONS",
     "SECTIONS",
     "AccessOptions",
@@ -99,14 +106,17 @@ __all__ = [
     "compiler_environment_text",
     "explain_environment",
     "field_names",
+    "gpu_memory_share",
     "iter_options",
     "keep_tokenizers_on_their_thread",
     "option",
     "option_type",
     "platform_default",
+    "preallocates_gpu_memory",
     "proxy_from_environment",
     "section_help",
     "server_field_names",
+    "set_gpu_memory_share",
     "shows_traces",
     "tpu_library",
 ]

@@ -50,11 +50,17 @@ ENVIRONMENT: Mapping[str, str] = {
     "JPAGED_TRACEBACK": "1: print a traceback with each error",
     "XDG_CACHE_HOME": "base directory of the user's caches, including jpaged's",
     "TPU_LIBRARY_PATH": "path of the libtpu.so that compiles for TPUs",
+    "XLA_CLIENT_MEM_FRACTION": "share of each GPU's memory for JAX's allocator; jpaged sets it to 0.95",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "deprecated name of XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false: JAX's allocator reserves a GPU's memory when it is needed",
     "TOKENIZERS_PARALLELISM": "whether tokenizers use threads of their own; jpaged sets it to false",
 }
 """Environment variables that are read here, and their meaning."""
 _OF_LIBRARIES = (*_OF_COMPILERS, "JAX_", "HF_", "GRPC_", "OTEL_", "OMP_", "SLURM_", "LWS_", "OMPI_", "MEGASCALE_")
 """Other environment variables that affect a server: those of libraries and launchers."""
+GPU_MEMORY_SHARE_VARIABLE = "XLA_CLIENT_MEM_FRACTION"
+DEPRECATED_GPU_MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_SECRETS = ("api_key", "hf_token")
 _SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|KEY|HEADERS)(_|$)")
 MIN_SECRET_BYTES = 16
 """Short secrets could be found by brute force from an observed handshake."""
@@ -271,13 +277,13 @@ class EngineConfig:
     def explain(self) -> list[tuple[str, str, str]]:
         """Return (option, value, source) for every option; the values of a resolved configuration are final.
 
-        An API key is shown as `(set)`.
+        An API key and a token of the hub are shown as `(set)`.
         """
         rows = []
         for name, section, spec in iter_options():
             given = getattr(getattr(self, section), name)
             value = (", ".join(given) or None) if isinstance(given, tuple) else given
-            value = "(set)" if given and name == "api_key" else value
+            value = "(set)" if given and name in _SECRETS else value
             unit = f" {spec.metadata['unit']}" if spec.metadata["unit"] and value is not None else ""
             rows.append((name, f"{value}{unit}", "default" if given == spec.default else "set or resolved"))
         return rows
@@ -357,6 +363,41 @@ def tpu_library() -> Path | None:
 def keep_tokenizers_on_their_thread() -> None:
     """Make the tokenizers library use the calling thread: a few long texts would occupy the whole thread pool."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def gpu_memory_share() -> tuple[str, float] | None:
+    """Return the variable that sets the share of a GPU for JAX's allocator, and its value; None if none is set.
+
+    Raises:
+        InvalidArgument: both variables are set, or the value is not a share.
+    """
+    text, deprecated = os.environ.get("XLA_CLIENT_MEM_FRACTION"), os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    if text and deprecated:
+        raise InvalidArgument(
+            DEPRECATED_GPU_MEMORY_SHARE,
+            f"{deprecated} is set next to {GPU_MEMORY_SHARE_VARIABLE}={text}, which JAX rejects; unset this one, which "
+            "is deprecated",
+        )
+    name, text = (GPU_MEMORY_SHARE_VARIABLE, text) if text else (DEPRECATED_GPU_MEMORY_SHARE, deprecated)
+    if not text:
+        return None
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise InvalidArgument(name, f"{text!r} is not a share of a GPU's memory: above 0, and at most 1")
+    return name, share
+
+
+def preallocates_gpu_memory() -> bool:
+    """Return True if JAX's allocator reserves a GPU's memory at once, which is JAX's default."""
+    return os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("false", "False", "0")
+
+
+def set_gpu_memory_share(share: float) -> None:
+    """Set the share of a GPU's memory for JAX's allocator, which reads it when JAX starts CUDA."""
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = str(share)
 
 
 def explain_environment() -> list[tuple[str, str | None, str]]:

@@ -39,6 +39,25 @@ class ModelOptions:
     model: str = option(
         "demo", "model to load: `demo`, a folder (Hugging Face or jpaged layout), a GGUF file, or a Hugging Face Hub id"
     )
+    tokenizer: str | None = option(
+        None, "tokenizer and chat template, if not the model's own: a folder, a GGUF file or a Hugging Face Hub id"
+    )
+    revision: str | None = option(None, "branch, tag or commit of a model on the Hugging Face Hub; main if unset")
+    tokenizer_revision: str | None = option(
+        None, "branch, tag or commit of a tokenizer on the Hugging Face Hub; that of the model if both are in one place"
+    )
+    download_dir: str | None = option(
+        None, "folder for downloads from the Hugging Face Hub; that of the hub's client if unset", path="new folder"
+    )
+    hf_token: str | None = option(
+        None, "token for the Hugging Face Hub; the process list shows it: prefer the variable HF_TOKEN"
+    )
+    hf_overrides: JsonText | None = option(
+        None,
+        "JSON object of values that replace those of config.json, such as "
+        '{"rope_parameters": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32768}}; '
+        "a nested *_config is merged",
+    )
     dtype: str = option(
         "auto",
         "data type of weights and activations; auto: the checkpoint's type, but bfloat16 in place of float16 on TPUs "
@@ -98,6 +117,17 @@ class ModelOptions:
     chat_template: str | None = option(
         None, "file with the chat template to use instead of the model's own", path="file"
     )
+    chat_template_content_format: str = option(
+        "auto",
+        "form of a message's text in chat templates: string, or openai (a list of parts); auto: string unless the "
+        "template prints a text only as a part",
+        choices=("auto", "string", "openai"),
+    )
+    default_chat_template_kwargs: JsonText | None = option(
+        None,
+        'JSON object of chat template variables, such as {"enable_thinking": false}, for requests that do not set '
+        "them (`chat_template_kwargs`)",
+    )
     generation_config: str = option(
         "auto",
         "defaults of temperature, top_p, top_k, min_p, repetition_penalty and max_tokens for requests that leave them "
@@ -121,8 +151,17 @@ class ModelOptions:
         choices=get_args(ReasoningParser),
     )
 
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The values of `hf_overrides`."""
+        return {} if self.hf_overrides is None else parse_json_object("hf_overrides", self.hf_overrides, "{}")
+
     def __post_init__(self) -> None:
-        """Raise InvalidArgument if the pattern of whitespace is not a regular expression."""
+        """Raise InvalidArgument if an option is invalid, or conflicts with another."""
+        parse_json_object("hf_overrides", self.hf_overrides or "{}", '{"max_position_embeddings": 65536}')
+        for name in ("tokenizer", "tokenizer_revision") if self.skip_tokenizer_init else ():
+            if (value := getattr(self, name)) is not None:
+                raise InvalidArgument(name, f"{value} is not used: skip_tokenizer_init is True")
         try:
             re.compile(self.whitespace_pattern)
         except re.error as error:

@@ -5,6 +5,7 @@ An in-process engine ignores names, ports, access and telemetry.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -12,6 +13,7 @@ from jpaged.config.option import option
 from jpaged.errors import InvalidArgument
 
 LogFormat = Literal["text", "json"]
+_ROOT_PATH = re.compile(r"(/[\w.~!$&'()*+,;=:@-]+)+/?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,11 @@ class HttpOptions:
         low=0,
         high=65535,
     )
+    root_path: str | None = option(
+        None,
+        "path under which a reverse proxy serves the HTTP API, such as /llm: requests may have it or not, so that the "
+        "proxy may remove it or not",
+    )
     http_keep_alive: float = option(
         15.0,
         "interval of keep-alive comments on idle streams, so that proxies do not close them",
@@ -154,12 +161,14 @@ class HttpOptions:
     )
 
     def check(self) -> None:
-        """Reject options of HTTP if it is off.
+        """Reject options of HTTP if it is off, and an invalid path.
 
         Raises:
             InvalidArgument: names the option.
         """
-        for name in ("http_port", "batch_dir"):
+        if self.root_path is not None and not _ROOT_PATH.fullmatch(self.root_path):
+            raise InvalidArgument("root_path", f"{self.root_path!r} is not a path, such as /llm")
+        for name in ("http_port", "batch_dir", "root_path"):
             if not self.enable_http and getattr(self, name) is not None:
                 raise InvalidArgument(name, f"{getattr(self, name)} requires HTTP, but enable_http is False")
 

@@ -1,6 +1,12 @@
-"""The devices that JAX finds on this machine, and the host memory that is available to this process.
+"""The devices that JAX finds on this machine, and the memory that is available to this process.
 
 The query for devices may take seconds, or hang if an accelerator's runtime hangs.
+
+JAX's allocator reserves a share of each GPU when JAX starts CUDA:
+
+    all memory of a GPU
+    |<------------ XLA_CLIENT_MEM_FRACTION of it ------------>|<---------- outside ---------->|
+    | weights, pool, temporaries, inputs and outputs of steps | CUDA, program code and graphs |
 
 Available host memory is free memory, within the container's limits. A container's limit is that of the control group or
 of an ancestor group: version 2 (one tree) or version 1 (a tree for memory). The usage of a group excludes page-cache
@@ -9,13 +15,21 @@ pages that the kernel would drop first.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+from jax._src import xla_bridge
 
-from jpaged.hardware import find_hardware
+from jpaged.config import (
+    DEPRECATED_GPU_MEMORY_SHARE,
+    GPU_MEMORY_SHARE_VARIABLE,
+    gpu_memory_share,
+    set_gpu_memory_share,
+)
+from jpaged.hardware import GPU_MEMORY_SHARE, find_hardware
 
 _ROOT = Path("/")
 _V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
@@ -76,6 +90,64 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
+_CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+_JAX_GPU_MEMORY_SHARE = 0.75
+"""Share of a GPU that JAX's allocator takes if the environment sets none."""
+
+
+def may_have_gpus() -> bool:
+    """Return True if JAX may start CUDA: a plugin is installed, and the platforms are not limited to others."""
+    platforms = str(jax.config.jax_platforms or "")
+    is_allowed = not platforms or not {"cuda", "gpu"}.isdisjoint(platforms.split(","))
+    return is_allowed and any(importlib.util.find_spec(name) is not None for name in _CUDA_PLUGINS)
+
+
+def prepare_gpu_memory() -> str | None:
+    """Let JAX's allocator take `GPU_MEMORY_SHARE` of each GPU, unless the environment sets a share.
+
+    The first call must be before JAX starts its platforms, at which it reads the environment. Later calls only return
+    the reason. Without CUDA it does nothing.
+
+    Returns:
+        Why the share is another one, as a line for the log; None if it is not.
+
+    Raises:
+        InvalidArgument: the environment sets no valid share, or sets both variables.
+    """
+    if not may_have_gpus():
+        return None
+    chosen = gpu_memory_share()
+    if chosen is not None:
+        name, share = chosen
+        if name == DEPRECATED_GPU_MEMORY_SHARE:
+            return (
+                f"JAX's allocator takes {share:g} of each GPU ({name}, which is deprecated: set "
+                f"{GPU_MEMORY_SHARE_VARIABLE} instead, or neither for {GPU_MEMORY_SHARE:g})"
+            )
+        if share == GPU_MEMORY_SHARE:
+            return None
+        return f"JAX's allocator takes {share:g} of each GPU ({name}; unset it for {GPU_MEMORY_SHARE:g})"
+    if xla_bridge.backends_are_initialized():
+        return (
+            f"JAX's allocator takes {_JAX_GPU_MEMORY_SHARE:g} of each GPU, not {GPU_MEMORY_SHARE:g}, because this "
+            "process used JAX before: load the model first, or set "
+            f"{GPU_MEMORY_SHARE_VARIABLE}={GPU_MEMORY_SHARE:g} in the environment"
+        )
+    set_gpu_memory_share(GPU_MEMORY_SHARE)
+    return None
+
+
+def memory_outside_allocator(bytes_limit: int) -> int:
+    """Return the bytes of a GPU that JAX's allocator leaves to CUDA, program code and graphs.
+
+    Args:
+        bytes_limit: of the allocator.
+    """
+    chosen = gpu_memory_share()
+    share = _JAX_GPU_MEMORY_SHARE if chosen is None else chosen[1]
+    return int(bytes_limit / share) - bytes_limit
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
     """The devices of the platform that JAX chose, and the host's memory.
@@ -99,8 +171,10 @@ def look() -> DeviceInfo:
     """Query JAX for its devices.
 
     Raises:
+        InvalidArgument: as `prepare_gpu_memory`.
         RuntimeError: no platform could be started; names the platform.
     """
+    prepare_gpu_memory()
     devices = jax.devices()
     known = find_hardware(devices[0].device_kind)
     return DeviceInfo(

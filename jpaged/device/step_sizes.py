@@ -7,7 +7,8 @@ Options that are not set follow this rule:
    MiB of block tables, which go to the device whole with every step.
 2. Tokens: as many as matmuls need to take twice the time of reading the weights, rounded up to a power of two, up to
    4096. They are at least four times the rows, so that prompts have room next to decoding rows. If the device is not
-   in the table of `jpaged.hardware`, tokens are the platform's, and the device's allocator reports its memory.
+   in the table of `jpaged.hardware`, its allocator reports the memory, and its multiprocessors and compute capability
+   give an estimate of both rates. Without those, tokens are the platform's.
 3. A step has a token for every row: more tokens than these if more rows were chosen, and fewer rows if fewer tokens
    were.
 4. On a TPU blocks of 128 if one device's part of a smaller one is below 64 KiB, or if the block tables of the
@@ -39,7 +40,7 @@ from jpaged.device.context import check_windows, most_rows
 from jpaged.device.kv_scales import kv_dtype
 from jpaged.device.mesh import first_device, num_context_parts, num_shards
 from jpaged.errors import InvalidArgument, Unsupported
-from jpaged.hardware import find_hardware
+from jpaged.hardware import Hardware, find_hardware, identify_hardware
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import Choice, Queries, choose
 from jpaged.models.model import Model
@@ -142,7 +143,8 @@ class DeviceAttention:
         chosen = (self.options.cache.block_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         if self.device.platform == "cpu" or None not in chosen:
             return []
-        hardware, sizes, usable_bytes = find_hardware(self.device.device_kind), self.sizes(), self._usable_bytes()
+        usable_bytes = self._usable_bytes()
+        hardware, sizes = self._hardware(usable_bytes), self.sizes()
         steps = f"{sizes.max_num_seqs} rows, {sizes.max_num_batched_tokens} tokens and blocks of {sizes.block_size}"
         if usable_bytes is None:
             return [
@@ -151,11 +153,17 @@ class DeviceAttention:
             ]
         length = min(_SEQUENCE_TOKENS, sizes.max_model_len)
         num_fitting = self._num_fitting(usable_bytes, sizes.max_model_len)
-        if hardware is None:
-            return [
+        if hardware is None or find_hardware(self.device.device_kind) is None:
+            line = (
                 f"{steps}: {self.device.device_kind} is not in the table; its allocator has room for {num_fitting} "
                 f"sequences of {length} tokens after the weights"
-            ]
+            )
+            if hardware is not None:
+                line += (
+                    f"; {self.device.core_count} multiprocessors of compute capability "
+                    f"{self.device.compute_capability} make about {hardware.ridge_tokens:.0f} FLOPs per byte of memory"
+                )
+            return [line]
         block_kib = (
             self._layout(sizes.block_size // self.num_context_parts).bytes_per_block
             / self.model.config.num_layers
@@ -188,7 +196,8 @@ class DeviceAttention:
         platform = self.device.platform
         least_rows = platform_default("max_num_seqs", platform)
         least_tokens = platform_default("max_num_batched_tokens", platform)
-        hardware, usable_bytes = find_hardware(self.device.device_kind), self._usable_bytes()
+        usable_bytes = self._usable_bytes()
+        hardware = self._hardware(usable_bytes)
         if usable_bytes is None:
             return least_rows, least_tokens
         num_fitting = self._num_fitting(usable_bytes, max_model_len)
@@ -197,6 +206,9 @@ class DeviceAttention:
         ridge_tokens = 0 if hardware is None else math.ceil(2 * hardware.ridge_tokens)
         of_products = min(_MOST_TOKENS, max(least_tokens, _power_of_two(ridge_tokens)))
         return rows, max(of_products, _TOKENS_OF_ROW * (self.options.scheduler.max_num_seqs or rows))
+
+    def _hardware(self, usable_bytes: int | None) -> Hardware | None:
+        return identify_hardware(self.device, usable_bytes or 0)
 
     def _usable_bytes(self) -> int | None:
         """Return the memory of the device that programs may use; None if it is neither known nor reported."""

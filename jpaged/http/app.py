@@ -262,7 +262,7 @@ def make_app(service: Service, gate: Authenticator, batches: BatchJobRunner | No
             allow_headers=("*",),
             expose_headers=(REQUEST_ID_HEADER, "retry-after", "retry-after-ms"),
         )
-    return _Named(guarded)
+    return _Named(guarded, (service.state.config.http.root_path or "").rstrip("/"))
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
@@ -284,10 +284,15 @@ async def _refuse_path(request: Request, error: Exception) -> Response:
 
 
 class _Named:
-    """Middleware that gives each request an id, and returns it in the response."""
+    """Middleware that gives each request an id, and returns it in the response.
 
-    def __init__(self, app: App) -> None:
+    Args:
+        root_path: removed from the start of paths; empty for none.
+    """
+
+    def __init__(self, app: App, root_path: str) -> None:
         self._app = app
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -298,6 +303,8 @@ class _Named:
         request_id = given if is_name(given) else uuid.uuid4().hex
         headers: dict[str, str] = {REQUEST_ID_HEADER: request_id}
         scope.setdefault("state", {}).update(request_id=request_id, answer_headers=headers)
+        if self._root_path and f"{scope['path']}/".startswith(f"{self._root_path}/"):
+            scope["path"] = scope["path"].removeprefix(self._root_path) or "/"
 
         has_begun = False
 

@@ -30,7 +30,7 @@ Times come from a roofline model with the efficiencies that are printed. Exit co
 """
 
 _OPTIONS = {
-    *("model", "dtype", "quantization"),
+    *("model", "dtype", "quantization", "hf_overrides"),
     *("max_model_len", "attention_backend", "block_size", "num_blocks", "memory_utilization"),
     "kv_cache_memory_bytes",
     *("kv_cache_dtype", "swap_space", "enable_cascade_attention", "max_num_seqs", "max_num_batched_tokens"),
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan of every topology; return 0 if one fits, else 1."""
-    config_from(arguments)  # reports invalid values as flags
+    config = config_from(arguments)  # reports invalid values as flags
     prices, goals = prices_from(arguments.price), _goals(arguments)
 
     from jpaged.plan.compilation import (
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument("--save", f"supports one topology; {len(names)} are given")
     report, found = StartupReport(sys.stderr), []
     try:
-        _, model_config = find_config(model)
+        _, model_config = find_config(model, config.model.overrides)
         for name in names:
             find_target(name)
             if arguments.save is not None:

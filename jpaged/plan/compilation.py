@@ -18,10 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from jpaged import errors, json_text
-from jpaged.checkpoints.hub import choose_dtype, expand_home, find_local, read_config, read_json
+from jpaged.checkpoints.hub import choose_dtype, expand_home, find_local, override_config, read_config, read_json
 from jpaged.checkpoints.quantized.quantizer import quantized_here
 from jpaged.checkpoints.weights import read_head
 from jpaged.config import EngineConfig, child_environment, tpu_library
@@ -43,18 +44,19 @@ from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError, InvalidArgument, NotFound
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import streaming_llm
-from jpaged.models.hf_config import from_hf
+from jpaged.models.hf_config import from_hf, to_hf
 from jpaged.models.model import Model
 from jpaged.models.sharding import largest_split, pad_for_sharding, with_parallel_experts
 from jpaged.plan.known_models import KNOWN_MODELS, find_known
 from jpaged.plan.step_times import PlannedModel, PlannedStepTimes, PlanTarget, find_target
 
 
-def find_config(name: str) -> tuple[str, ModelConfig]:
+def find_config(name: str, overrides: Mapping[str, Any] = MappingProxyType({})) -> tuple[str, ModelConfig]:
     """Return the model's name and config.
 
     Args:
         name: `demo`, a well-known model's name or hub id, a config.json or a folder that has one.
+        overrides: values that replace those of config.json (`hf_overrides`).
 
     Raises:
         NotFound: no model has that name; the message lists the well-known ones.
@@ -62,11 +64,14 @@ def find_config(name: str) -> tuple[str, ModelConfig]:
     """
     folder = find_local(name)
     if folder is not None:
-        return name, read_config(folder)
+        return name, read_config(folder, overrides)
     path = expand_home(name, "model")
     if path.is_file():
-        return name, from_hf(read_json(path))
+        return name, from_hf(override_config(read_json(path), overrides))
     known = find_known(name)
+    if known is not None and overrides:
+        config = from_hf(override_config(to_hf(known.config), overrides))
+        return known.name, dataclasses.replace(config, quantization=known.config.quantization)
     if known is None:
         raise NotFound(
             f"model: {name!r} is not a config.json, a folder or a built-in configuration; built in are "
@@ -144,10 +149,10 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     Raises:
         JpagedError: the model, an option or the target is invalid, or the compiler fails.
     """
-    name, config = find_config(question.model)
+    options = EngineConfig.load(question.options)
+    name, config = find_config(question.model, options.model.overrides)
     config = quantized_here(config, str(question.options.get("quantization", "auto")))
     target = find_target(question.target)
-    options = EngineConfig.load(question.options)
     if options.parallel.enable_expert_parallel:
         config = with_parallel_experts(config)
     config = streaming_llm.as_asked(config, options)

@@ -148,6 +148,7 @@ class ModelShape:
         adapter_params: parameters of the adapters of all slots, not in num_params; every token is multiplied with them,
             and weight_bytes includes them.
         windows: tokens that the queries of each layer see; empty if they see all.
+        fp8_share: share of the layers' parameters that rows of 8-bit floats are multiplied with, at twice the peak.
     """
 
     num_params: float
@@ -160,6 +161,7 @@ class ModelShape:
     expert_share: float = 1.0
     adapter_params: float = 0.0
     windows: tuple[int | None, ...] = ()
+    fp8_share: float = 0.0
 
     @property
     def token_params(self) -> float:
@@ -214,4 +216,7 @@ class Roofline:
         return flops / (self.num_devices * self.hardware.flops * self.assumptions.flops_efficiency)
 
     def _product_flops(self, load: StepLoad) -> float:
-        return 2 * (self.shape.token_params * load.num_tokens + self.shape.head_params * load.num_rows)
+        """Return the FLOPs at the 16-bit peak; products in 8 bits count half."""
+        shape = self.shape
+        halved = (shape.token_params - shape.adapter_params) * shape.fp8_share / 2
+        return 2 * ((shape.token_params - halved) * load.num_tokens + shape.head_params * load.num_rows)

@@ -249,6 +249,7 @@ def as_json(found: Assessment) -> dict[str, Any]:
             "bytes_per_block": memory.request.bytes_per_block,
             "programs": None if memory.programs is None else dataclasses.asdict(memory.programs),
             "free_bytes": memory.free_bytes,
+            "outside_allocator_bytes": memory.outside_bytes,
         },
         "estimates": [_estimate_json(one) for one in found.estimates],
         "assumptions": plan.step_times.assumptions(deployment.geometry.max_num_seqs),

@@ -29,11 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.checkpoints.hub import read_config
-from jpaged.checkpoints.names import embedding_bytes, num_params, weight_bytes
+from jpaged.checkpoints.names import embedding_bytes, model_leaves, num_params, weight_bytes
 from jpaged.device.aot.topology import GPUS, TOPOLOGIES, device_kind
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.hardware import HARDWARE, Hardware, find_hardware
 from jpaged.models.config import ModelConfig
+from jpaged.models.param_specs import leaf_format
 from jpaged.models.sharding import pad_for_sharding
 from jpaged.plan.cost import ASSUMED, HBM_EFFICIENCY, PRODUCTS_EFFICIENCY, ModelShape, Roofline, StepLoad
 from jpaged.plan.cycles import CountedCycles, CountedTimes, HeadShape, counted_cycles
@@ -185,6 +186,7 @@ class PlannedModel:
             head_params=head_params,
             adapter_params=self.adapter_bytes * num_devices / self.itemsize,
             windows=windows,
+            fp8_share=fp8_share(config) if hardware.multiplies_fp8 else 0.0,
             **expert_shape(config),
         )
         local = pad_for_sharding(config, num_devices)
@@ -265,14 +267,17 @@ class PlannedStepTimes:
     def assumptions(self, num_rows: int) -> list[str]:
         """Return lines that describe the assumptions, for steps of at most num_rows rows."""
         links = f"{LINK_EFFICIENCY:.0%} of the links between devices"
+        peak = "bfloat16 peak"
+        if share := self.roofline.shape.fp8_share:
+            peak += f" (twice that for the {share:.0%} of the layers' parameters that are multiplied in 8-bit floats)"
         if self.counted is None:
             return [
                 f"no cycles were counted for {self.target.family}: a roofline at {ASSUMED.bandwidth_efficiency:.0%} "
-                f"of the HBM's bandwidth, {ASSUMED.flops_efficiency:.0%} of the bfloat16 peak and {links}, including "
+                f"of the HBM's bandwidth, {ASSUMED.flops_efficiency:.0%} of the {peak} and {links}, including "
                 "attention but not sampling"
             ]
         return [
-            f"matrix products at {PRODUCTS_EFFICIENCY:.0%} of the bfloat16 peak, weights at {HBM_EFFICIENCY:.0%} of "
+            f"matrix products at {PRODUCTS_EFFICIENCY:.0%} of the {peak}, weights at {HBM_EFFICIENCY:.0%} of "
             f"the HBM's bandwidth, {links}, and {GLUE_SHARE:.0%} of products and attention for all else",
             *self.counted.lines(num_rows),
         ]
@@ -305,6 +310,15 @@ def expert_shape(config: ModelConfig) -> dict[str, Any]:
     routing, num_sparse = config.mixture.routing, sum(kind.is_sparse for kind in config.layer_kinds)
     expert_params = 3.0 * config.hidden_size * config.mixture.width * routing.num_experts * num_sparse
     return {"expert_params": expert_params, "expert_share": routing.top_k / routing.num_experts}
+
+
+def fp8_share(config: ModelConfig) -> float:
+    """Return the share of the layers' parameters in matrices whose rows are rounded to 8-bit floats as well."""
+    sizes = {True: 0, False: 0}
+    for leaf in (leaf for layer in model_leaves(config).layers for leaf in layer):
+        form = leaf_format(config.quantization, leaf)
+        sizes[form is not None and (form.activations or "").startswith("fp8")] += math.prod(leaf.shape)
+    return sizes[True] / sum(sizes.values())
 
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}

@@ -28,8 +28,6 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from jpaged.access import authenticator as access
-from jpaged.access.keys import Role
 from jpaged.config import RoleOptions
 from jpaged.engine.kv_cache.blocks import root_block_hash
 from jpaged.engine.kv_cache.offload.transfer import BlockHashChain, KVTransfer, PrefixExport, PrefixImport
@@ -153,8 +151,7 @@ class PrefillRole:
         self._identity = await compute_identity(model)
 
     def check_identity(self, kv_identity: bytes) -> None:
-        """Reject servers with incompatible blocks, and callers that may not act for all tenants."""
-        access.require(Role.CONTROL, "Prefill")
+        """Reject servers with incompatible blocks. Whether the caller may act for all tenants is checked before."""
         if kv_identity != self._identity:
             mine, other = self._identity.hex()[:16], kv_identity.hex()[:16]
             problem = f"{other}... is not {mine}...: model, weights, dtype, layout or block size differ"

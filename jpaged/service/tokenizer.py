@@ -31,7 +31,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from jpaged import json_text
 from jpaged.chat import ChatOptions
@@ -255,6 +256,21 @@ _SHORT = 2000
 """Characters or tokens that take 1 ms. The Rust tokenizer holds the GIL for a single text, but not for a batch."""
 
 
+class TemplateSettings(NamedTuple):
+    """How chat templates are rendered.
+
+    Attributes:
+        content_format: form of a message's text, as in `ChatTemplate`.
+        kwargs: variables of the template for chats that do not set them.
+    """
+
+    content_format: str = "auto"
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+
+
+_USUAL_TEMPLATES = TemplateSettings()
+
+
 class HuggingFaceTokenizer:
     """A tokenizer from a folder in Hugging Face layout.
 
@@ -265,6 +281,7 @@ class HuggingFaceTokenizer:
         chat_template: source of a template that replaces the model's; None for the model's.
         trusts_request_templates: a chat request may bring a template.
         starts_templates: start the process that renders the model's template at once, not at the first chat.
+        templates: how every template is rendered.
 
     Attributes:
         folder: source folder, or the GGUF file.
@@ -283,6 +300,7 @@ class HuggingFaceTokenizer:
         chat_template: str | None = None,
         trusts_request_templates: bool = False,
         starts_templates: bool = True,
+        templates: TemplateSettings = _USUAL_TEMPLATES,
     ) -> None:
         # The process takes a second to start, in parallel to the rest; a server without text never starts one.
         has_template = parts is not None and parts.chat_template is not None
@@ -314,11 +332,13 @@ class HuggingFaceTokenizer:
             self._literal = LiteralText(self._fast)
         self._variables = parts.special_tokens
         self._trusts_request_templates = trusts_request_templates
+        self._settings = templates
         self._request_chats: OrderedDict[str, ChatTemplate] = OrderedDict()
         self._templates = parts.chat_template, parts.chat_template_problem, parts.tool_chat_template
         self._chats: tuple[ChatTemplate | Unsupported, ChatTemplate | Unsupported] | None = None
         if chat_template is not None:
             made = self._made(chat_template, field="chat_template")
+            made.check_defaults(self._settings.kwargs)
             self._templates, self._chats = (chat_template, None, None), (made, made)
 
     @property
@@ -331,6 +351,8 @@ class HuggingFaceTokenizer:
             if self._chats is None:
                 source, problem, with_tools = self._templates
                 plain = self._model_chat(source, problem)
+                if isinstance(plain, ChatTemplate):
+                    plain.check_defaults(self._settings.kwargs)
                 tools = plain if with_tools is None else self._model_chat(with_tools, None, is_for_tools=True)
                 self._chats = plain, tools
             return self._chats
@@ -418,6 +440,7 @@ class HuggingFaceTokenizer:
         plain: Any = [dict(message) for message in messages]
         tools: Any = [tool.as_json() for tool in options.shown_tools]
         kwargs: Any = {
+            **self._settings.kwargs,
             **options.template_kwargs,
             **chat.reasoning_variables(options.reasoning, options.template_kwargs),
         }
@@ -474,9 +497,14 @@ class HuggingFaceTokenizer:
         return Unsupported(f"{problem}; {which} disabled: see --chat-template")
 
     def _made(self, source: str, *, field: str = "model", is_for_tools: bool = False) -> ChatTemplate:
-        name = self.folder.name
         return ChatTemplate(
-            template_process(), source, self._variables, name=name, field=field, is_for_tools=is_for_tools
+            template_process(),
+            source,
+            self._variables,
+            name=self.folder.name,
+            field=field,
+            is_for_tools=is_for_tools,
+            content_format=self._settings.content_format,
         )
 
 
@@ -508,12 +536,13 @@ def load_tokenizer(
     chat_template: str | None = None,
     trusts_request_templates: bool = False,
     starts_templates: bool = True,
+    templates: TemplateSettings = _USUAL_TEMPLATES,
 ) -> Tokenizer:
     """Load the tokenizer of a model's folder; without tokenizer files, return one that handles only ids.
 
     Args:
         parts: tokenizer parts from elsewhere than the folder's files, such as a GGUF file's metadata.
-        chat_template, trusts_request_templates, starts_templates: as in `HuggingFaceTokenizer`.
+        chat_template, trusts_request_templates, starts_templates, templates: as in `HuggingFaceTokenizer`.
 
     Raises:
         InvalidArgument: a file is broken.
@@ -530,6 +559,7 @@ def load_tokenizer(
             chat_template=chat_template,
             trusts_request_templates=trusts_request_templates,
             starts_templates=starts_templates,
+            templates=templates,
         )
     except (JpagedError, KeyboardInterrupt, SystemExit):
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from benchmarks.aot_gpu.gate import regressions
 from benchmarks.aot_gpu.judge import judge
 from benchmarks.aot_gpu.models import MODEL_CASES
 from benchmarks.aot_gpu.sass import kernels
+from benchmarks.record import RESULTS
 from jpaged.device.compilation.compile import program_specs
-from jpaged.engine.executor import BucketTable, Detail
+from jpaged.engine.executor import BucketTable
 
 # As Mosaic and nvdisasm print them: an outer loop, an inner one with two products, a third product behind both.
 OUTPUT = """
@@ -253,7 +255,20 @@ def test_branches_and_loops_that_the_host_waits_for_are_found() -> None:
 def test_every_variant_of_a_sample_is_compiled_for_gpus() -> None:
     cases = [case for case in MODEL_CASES if case.program in ("sample", "edited")]
     specs = program_specs(BucketTable((64,), (64,)), (8,), has_host_blocks=False, has_branches=False)
-    # Log-probabilities alone are a part of those with the likeliest tokens.
-    wanted = {str(spec) for spec in specs if spec.kind in ("sample", "edited") and spec.detail != Detail.LOGPROBS}
-    assert {str(case.spec()) for case in cases} == wanted
+    assert {str(case.spec()) for case in cases} == {str(spec) for spec in specs if spec.kind in ("sample", "edited")}
     assert {case.gpu for case in cases} >= {"a100", "h100", "h200"}
+
+
+def test_no_recorded_sample_makes_the_host_wait() -> None:
+    recorded = json.loads((RESULTS / "aot_gpu.json").read_text())["cases"]
+    names = [case.name for case in MODEL_CASES if case.program in ("sample", "edited")]
+    assert {name: recorded[name]["host_waits"] for name in names} == {name: [] for name in names}
+
+
+def test_float16_and_two_devices_are_compiled_for_gpus() -> None:
+    cases = [case for case in MODEL_CASES if case.model == "llama-3-8b" and case.numbers == "bfloat16"]
+    for gpu in ("a100", "h100"):
+        found = {(case.dtype, case.num_parts, str(case.spec())) for case in cases if case.gpu == gpu}
+        assert found >= {("float16", 1, name) for name in ("forward[64]", "sample[64]", "edited[64]")}
+        samples = ("sample[64, greedy]", "sample[64, random]", "sample[64]", "sample[64, logprobs]")
+        assert found >= {("bfloat16", 2, name) for name in ("forward[64]", "edited[64]", *samples)}

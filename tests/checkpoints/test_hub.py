@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -14,6 +16,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from jpaged.checkpoints import hub
 from jpaged.checkpoints.orbax import MANIFEST_FILE, PARAMS_FOLDER
+from jpaged.config import ModelOptions
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.hardware import multiplies_bfloat16
@@ -88,6 +91,123 @@ def test_a_hub_that_cannot_be_reached_is_named_as_the_cause(monkeypatch: pytest.
     assert "LocalEntryNotFoundError: cannot find the snapshot" in str(refusal.value)
 
 
+def test_the_hub_gets_the_revision_the_folder_and_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def download(model: str, **given: Any) -> str:
+        asked.append((model, given))
+        return str(tmp_path / model)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    options = ModelOptions(model="a/b", revision="v1", download_dir="~/hub", hf_token="hf_x")
+    assert hub.find_model(options) == tmp_path / "a" / "b"
+    assert hub.find_tokenizer(options, tmp_path) == tmp_path
+    assert hub.find_tokenizer(replace(options, tokenizer="a/b"), tmp_path) == tmp_path
+    assert len(asked) == 1
+    assert hub.find_tokenizer(replace(options, tokenizer_revision="v2"), tmp_path) == tmp_path / "a" / "b"
+    assert hub.find_tokenizer(replace(options, tokenizer="c/d"), tmp_path) == tmp_path / "c" / "d"
+    found = [(model, given.pop("revision", None), given.pop("allow_patterns")) for model, given in asked]
+    assert [(model, revision) for model, revision, _ in found] == [("a/b", "v1"), ("a/b", "v2"), ("c/d", None)]
+    assert ["*.safetensors" in patterns for *_, patterns in found] == [True, False, False]
+    for _, given in asked:
+        assert given.pop("ignore_patterns")
+        assert given == {"cache_dir": Path("~/hub").expanduser(), "token": "hf_x"}
+
+
+def test_a_local_folder_has_no_revisions(tmp_path: Path) -> None:
+    assert hub.find_folder("demo", revision="main") == FOLDER
+    with pytest.raises(
+        InvalidArgument, match=r"revision: v1: .* is local; only models on the Hugging Face Hub"
+    ) as error:
+        hub.find_folder("demo", revision="v1")
+    assert error.value.field == "revision"
+    with pytest.raises(InvalidArgument, match=r"tokenizer_revision: v1: .* is local"):
+        hub.find_tokenizer(ModelOptions(tokenizer=str(tmp_path), tokenizer_revision="v1"), FOLDER)
+
+
+def test_a_tokenizer_may_be_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    for name in ("demo", str(FOLDER)):
+        assert hub.find_tokenizer(ModelOptions(model="m", tokenizer=name), tmp_path) == FOLDER
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert hub.find_tokenizer(ModelOptions(tokenizer=str(tmp_path)), FOLDER) == tmp_path
+    with pytest.raises(NotFound, match=r"tokenizer: folder \./missing does not exist"):
+        hub.find_tokenizer(ModelOptions(tokenizer="./missing"), FOLDER)
+
+
+LLAMA = json.loads((FOLDER / "config.json").read_text())
+OLD_LLAMA = {key: value for key, value in LLAMA.items() if key != "rope_parameters"} | {"rope_theta": 5e5}
+SCALED = {**OLD_LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+"""Demo configs in the layouts of transformers 5 and 4."""
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "edited"),
+    [
+        (LLAMA, {"max_position_embeddings": 64}, {"max_position_embeddings": 64}),
+        (LLAMA, {"architectures": ["MistralForCausalLM"]}, {"architectures": ["MistralForCausalLM"]}),
+        (LLAMA, {"eos_token_id": [4, 5]}, {"eos_token_id": [4, 5]}),
+        (LLAMA, {"rope_theta": 2e4}, {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}),
+        (OLD_LLAMA, {"rope_theta": 2e4}, {"rope_theta": 2e4}),
+        (LLAMA, {"rope_scaling": YARN}, {"rope_parameters": {**YARN, "rope_theta": 1e4}}),
+        (LLAMA, {"rope_parameters": YARN}, {"rope_parameters": {**YARN, "rope_theta": 1e4}}),
+        (LLAMA, {"rope_scaling": YARN, "rope_theta": 7.0}, {"rope_parameters": {**YARN, "rope_theta": 7.0}}),
+        (
+            LLAMA,
+            {"rope_parameters": {**YARN, "rope_theta": 8.0}},
+            {"rope_parameters": {**YARN, "rope_theta": 8.0}},
+        ),
+        (OLD_LLAMA, {"rope_scaling": YARN}, {"rope_scaling": YARN}),
+        (OLD_LLAMA, {"rope_parameters": YARN}, {"rope_scaling": YARN}),
+        (SCALED, {"rope_parameters": YARN}, {"rope_scaling": YARN}),
+        (SCALED, {"rope_scaling": None}, {"rope_scaling": None}),
+        (SCALED, {"rope_theta": 9.0}, {"rope_theta": 9.0}),
+    ],
+)
+def test_overrides_are_edits_of_the_config(
+    config: dict[str, Any], overrides: dict[str, Any], edited: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    before, found = hub.read_config(tmp_path), hub.read_config(tmp_path, overrides)
+    path.write_text(json.dumps({**config, **edited}))
+    assert found == hub.read_config(tmp_path) != before
+
+
+def test_overrides_of_a_nested_config_are_merged() -> None:
+    config = {"model_type": "x", "text_config": {"a": 1, "rope_parameters": {"rope_theta": 3.0}}, "vision_config": None}
+    found = hub.override_config(config, {"text_config": {"b": 2, "rope_scaling": YARN}, "vision_config": {"c": 3}})
+    assert found == {
+        "model_type": "x",
+        "text_config": {"a": 1, "b": 2, "rope_scaling": {**YARN, "rope_theta": 3.0}},
+        "vision_config": {"c": 3},
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ({"quantization_config": {"bits": 4}}, r"hf_overrides\.quantization_config: cannot be overridden"),
+        (
+            {"text_config": {"rope_theta": 1.0}},
+            r"hf_overrides\.text_config\.rope_theta: rope_parameters has one for each",
+        ),
+        (
+            {"max_position_embeddings": 0},
+            r"max_position_embeddings: is 0; it must be .* \(hf_overrides: max_position_emb",
+        ),
+        ({"architectures": ["Unknown"]}, r"Unknown.*\(hf_overrides: architectures\)"),
+        ({"use_magic": True}, r"use_magic.*\(hf_overrides: use_magic\)"),
+    ],
+)
+def test_an_override_that_cannot_be_served_is_named(overrides: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    nested = {"text_config": {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | (nested if "text_config" in overrides else {})))
+    with pytest.raises((InvalidArgument, Unsupported), match=problem):
+        hub.read_config(tmp_path, overrides)
+
+
 @pytest.mark.parametrize(("text", "problem"), [("{", "cannot be read as JSON"), ("[]", "must hold a JSON object")])
 def test_a_config_that_is_not_an_object_is_refused(text: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
@@ -144,6 +264,7 @@ def test_a_fingerprint_is_of_the_contents_wherever_they_are(tmp_path: Path) -> N
     content[len(content) // 2 :] = bytes(byte ^ 1 for byte in content[len(content) // 2 :])
     weights.write_bytes(content)
     assert hub.fingerprint(mine) != hub.fingerprint(copy)
+    assert hub.fingerprint(mine) == hub.fingerprint(mine, {}) != hub.fingerprint(mine, {"rope_theta": 2.0})
 
 
 def test_a_fingerprint_of_orbax_is_of_its_arrays(tmp_path: Path) -> None:

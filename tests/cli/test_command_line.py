@@ -25,6 +25,9 @@ VALUES |= {"lora": ("name=path",), "max_cpu_loras": 300}
 VALUES |= {"coordinator": "host:1234", "join_timeout": 2.5, "num_scheduler_steps": 9}
 VALUES |= {"step_timeout": 99.5, "heartbeat_timeout": 9.5}
 VALUES |= {"http_cors_origins": ("https://example.com",), "tuple[str, ...]": ("localhost:1234",)}
+VALUES |= {"default_chat_template_kwargs": '{"enable_thinking": false}'}
+VALUES |= {"root_path": "/llm"}
+VALUES |= {"hf_overrides": '{"rope_theta": 2e6}'}
 VALUES |= {"override_generation_config": '{"top_k": 9}'}
 VALUES |= {"speculative_config": '{"method": "suffix"}'}
 VALUES |= {"kv_transfer_config": '{"kv_connector": "A", "kv_connector_module_path": "b"}'}

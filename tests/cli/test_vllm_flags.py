@@ -1,5 +1,6 @@
 """Flags of `vllm serve`: none is unknown, and each has one of four outcomes."""
 
+import os
 import re
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from jpaged.config import iter_options
 from jpaged.errors import InvalidArgument
 
 RECORDED = (Path(__file__).with_name(f"vllm_serve_{VERSION}.txt")).read_text().split()
-"""Every spelling that `vllm serve --help=all` lists."""
-OPTIONS = {to_flag(name) for name, _, _ in iter_options()}
+"""Every spelling that `vllm serve` accepts: those that --help=all lists, and `--no-` forms that it hides."""
+OPTIONS = {to_flag(name) for name, _, _ in iter_options()} | {"--config"}
 VALUES = {
     "--kv-events-config": '{"endpoint": "tcp://*:1"}',
     "--nnodes": "2",
@@ -31,6 +32,11 @@ VALUES = {
     "--lora-modules": "a=b",
     "--speculative-config": '{"method": "ngram"}',
     "--kv-transfer-config": "{}",
+    "--hf-overrides": "{}",
+    "--root-path": "/llm",
+    "--default-chat-template-kwargs": "{}",
+    "--chat-template-content-format": "openai",
+    "--config": os.devnull,
 }
 
 
@@ -48,7 +54,21 @@ def parse(parser, *words):
 def test_the_table_has_every_flag_of_vllm():
     assert [name for name in RECORDED if find_flag(name) is None] == []
     recorded = {name for flag in read_flags() if flag.version == VERSION for name in flag.names}
-    assert recorded == {name for name in RECORDED if not name.startswith("--no-") or name in recorded}
+    assert recorded <= set(RECORDED)
+    negative = [name for name in RECORDED if name not in recorded]
+    assert [name for name in negative if not re.match(r"--(no|enable|disable)-", name)] == []
+    assert [name for name in negative if find_flag(name).kind != "switch"] == []
+
+
+def test_the_negative_form_of_a_switch_turns_it_off(serve):
+    assert parse(serve, "--disable-prefix-caching")[0] == {"enable_prefix_caching": False}
+    assert parse(serve, "--enable-cascade-attn", "--disable-lora")[0] == {
+        "enable_cascade_attention": True,
+        "enable_lora": False,
+    }
+    assert parse(serve, "--disable-sleep-mode", "--enable-fastapi-docs", "m")[0] == {"model": "m"}
+    for word in ("--disable-max-model-len", "--enable-block-size", "--disable-everything"):
+        assert find_flag(word) is None
 
 
 def test_rows_are_complete_and_unique():
@@ -124,11 +144,17 @@ def test_every_flag_has_the_outcome_of_its_row(serve, outcome):
         ("--max-model-len 1.5K --max-num-batched-tokens 8K", {"max_model_len": 1536, "max_num_batched_tokens": 8192}),
         ("-q gptq_marlin", {"quantization": "gptq_marlin"}),
         ("--max-model-len=32", {"max_model_len": 32}),
+        (
+            '--rope-scaling {"rope_type":"yarn","factor":4} --rope-theta 1e6',
+            {"hf_overrides": '{"rope_scaling": {"rope_type": "yarn", "factor": 4}, "rope_theta": 1000000.0}'},
+        ),
+        ("--hf-token t --revision r m", {"hf_token": "t", "revision": "r", "model": "m"}),
+        ("m --hf-token --tokenizer=x", {"tokenizer": "x", "model": "m"}),
         ("--enforce-eager --cudagraph-capture-sizes 1 2 4 --swap-space 4", {"swap_space": 4.0}),
         ("-O3 m", {"model": "m"}),
         ("-O 2 -cc.mode 3 --compilation-config {} m", {"model": "m"}),
-        ("--pipeline-parallel-size 1 --runner generate --no-enable-sleep-mode --hf-overrides {} m", {"model": "m"}),
-        ('--structured-outputs-config {"backend":"xgrammar"} --hf-overrides {} m', {"model": "m"}),
+        ("--pipeline-parallel-size 1 --runner generate --no-enable-sleep-mode --reasoning-config {} m", {"model": "m"}),
+        ('--structured-outputs-config {"backend":"xgrammar"} --engram-config {} m', {"model": "m"}),
         ("m --api-key a b", {"model": "m", "api_key": ["a", "b"]}),
         (
             "m --served-model-name a b c",
@@ -144,6 +170,123 @@ def test_flags_of_vllm_set_options(serve, words, values):
         name: value.replace(":", ": ").replace(',"', ', "') if name == "speculative_config" else value
         for name, value in values.items()
     }
+
+
+FILE = """\
+# as for `vllm serve --config`
+model: m
+port: 0
+max_model_len: 1k
+gpu-memory-utilization: 0.5
+http-cors-origins: [https://a, https://b]
+served-model-name: [x, y]
+lora-modules:
+  - {name: a, path: b}
+  - c=d
+speculative-config:
+  method: ngram
+  num_speculative_tokens: 3
+kv-events-config: {endpoint: "tcp://*:7"}
+master-addr: h
+nnodes: 2
+num_scheduler_steps: -1
+enable-prefix-caching: false
+disable-lora: false
+enforce-eager: true
+chat-template:
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "serve.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def test_a_file_sets_options(serve, file):
+    found, notes = parse(serve, "--config", str(file), "--node-rank", "1")
+    assert found == {
+        "model": "m",
+        "port": 0,
+        "max_model_len": 1000,
+        "memory_utilization": 0.5,
+        "http_cors_origins": ["https://a", "https://b"],
+        "served_model_name": "x",
+        "served_model_aliases": ["y"],
+        "lora": ["a=b", "c=d"],
+        "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
+        "kv_events_endpoint": "tcp://*:7",
+        "coordinator": "h:29501",
+        "num_processes": 2,
+        "process_id": 1,
+        "num_scheduler_steps": -1,
+        "enable_prefix_caching": False,
+        "enable_lora": True,
+    }
+    assert f"{file}: --gpu-memory-utilization is --memory-utilization here" in notes
+    assert "--node-rank is --process-id here" in notes
+
+
+def test_the_command_line_overrides_a_file(serve, file):
+    words = "n --memory-utilization=0.25 --http-cors-origins q --served-model-name z --enable-prefix-caching"
+    found, _ = parse(serve, f"--config={file}", *words.split(), "-sc.method", "suffix", "--nnodes", "1")
+    assert (found["model"], found["memory_utilization"], found["http_cors_origins"]) == ("n", 0.25, ["q"])
+    assert (found["served_model_name"], found["enable_prefix_caching"]) == ("z", True)
+    assert found["speculative_config"] == '{"method": "suffix"}'
+    assert found["max_model_len"] == 1000
+    assert {"served_model_aliases", "coordinator"}.isdisjoint(found)
+
+
+def test_commands_share_a_file(file):
+    file.write_text("model: m\nport: 0\nallowed-origins: [a]\nmax-num-seqs: 4\n")
+    generate = get_commands(make_parser())["generate"]
+    arguments = generate.parse_args(["--config", str(file), "--prompt", "x", "--max-tokens", "4"])
+    assert config_values(arguments) == {"model": "m", "max_num_seqs": 4}
+    assert arguments.notes == [
+        f"{file}: --port is not an option of `jpaged generate`",
+        f"{file}: --allowed-origins is not an option of `jpaged generate`",
+    ]
+    file.write_text("")
+    assert config_values(generate.parse_args(["--config", str(file), "--prompt", "x"])) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("max-model-length: 5", "max-model-length: is not an option; did you mean --max-model-len?"),
+        ("gpu_memory_utilisation: 5", "gpu_memory_utilisation: is not an option; did you mean --memory-utilization?"),
+        ("nothing: 1", "nothing: is not an option"),
+        ("7: 1", "7: is not an option"),
+        ("config: other.yaml", "config: is an option of the command line only"),
+        ("port: 1\nport: 2", "port: is given twice"),
+        ("max_num_seqs: 1\nmax-num-seqs: 2", "max_num_seqs: is given twice"),
+        ("max_num_seqs: 1\nmax_num_seqs: 2", "max_num_seqs: is given twice"),
+        ("max-num-seqs: many", "max-num-seqs: invalid int value: 'many'"),
+        ("max-num-seqs: [1, 2]", "max-num-seqs: invalid int value: '[1, 2]'"),
+        ("max-num-seqs: true", "max-num-seqs: takes a value; true is none"),
+        ("policy: lottery", "policy: invalid choice: 'lottery'"),
+        ("enable-prefix-caching: 'no'", "enable-prefix-caching: 'no' is not true or false"),
+        ("pipeline-parallel-size: 2", "--pipeline-parallel-size: 2 is not supported, only 1"),
+        ("speculative-config: {method: ngram}\nspeculative-config.method: suffix", "use one of them"),
+        ("- port", "--config: is not a YAML mapping of options, such as `max-model-len: 4096`"),
+        ("port: [", "--config: is not YAML"),
+    ],
+)
+def test_a_file_with_a_wrong_option_is_rejected_by_key(serve, file, text, problem):
+    file.write_text(text)
+    with pytest.raises(InvalidArgument, match=re.escape(problem)) as error:
+        parse(serve, "--config", str(file))
+    assert error.value.field.startswith(str(file))
+
+
+def test_a_file_of_options_must_exist_once(serve, file):
+    with pytest.raises(InvalidArgument, match=r"nowhere\.yaml: --config: .*nowhere"):
+        parse(serve, "--config", "nowhere.yaml")
+    with pytest.raises(InvalidArgument, match="--config: is given twice"):
+        parse(serve, "--config", str(file), f"--config={file}")
+    with pytest.raises(InvalidArgument, match="--config: has no value; it takes a YAML file of options"):
+        parse(serve, "--config")
 
 
 def test_every_replaced_flag_is_logged_once(serve):
@@ -183,9 +326,12 @@ def test_notes_are_lines_of_standard_error(capsys):
             "--enable-sleep-mode: this flag of vLLM is not supported: a server releases its memory by exiting",
         ),
         ("--grpc-port 1", "the nearest option is --http-port"),
-        ('--hf-overrides {"a":1}', "--hf-overrides: this flag of vLLM is not supported: config.json"),
+        ('--reasoning-config {"a":1}', "--reasoning-config: this flag of vLLM is not supported: reasoning has no"),
+        ("--hf-overrides {", "--hf-overrides: { is not JSON"),
+        ("--hf-overrides 7", "--hf-overrides: 7 is not a JSON object, such as"),
         ("--structured-outputs-config.disable_any_whitespace true", "the nearest option is --whitespace-pattern"),
-        ("--revision", "--revision: has no value"),
+        ("--revision", "argument --revision: expected one argument"),
+        ("--code-revision", "--code-revision: has no value"),
         ("--pin-prefix --enforce-eager", "argument --pin-prefix: expected one argument"),
         ("--kv-events-config 7", "--kv-events-config: 7 is not a JSON object"),
         ("--kv-events-config {", "--kv-events-config: { is not JSON"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,10 +12,10 @@ import pytest
 
 from jpaged.checkpoints.names import num_params
 from jpaged.config import EngineConfig
-from jpaged.device.aot.topology import TOPOLOGIES, Topology
+from jpaged.device.aot.topology import GPUS, TOPOLOGIES, Topology, description, device_kind
 from jpaged.device.step_sizes import DeviceAttention, StepSizes
 from jpaged.errors import InvalidArgument, Unsupported
-from jpaged.hardware import find_hardware
+from jpaged.hardware import find_hardware, identify_hardware
 from jpaged.models.config import ModelConfig
 from jpaged.models.model import Model
 from jpaged.models.sharding import largest_split
@@ -30,6 +31,7 @@ class Device:
     device_kind: str = "a device that is not in the table"
     compute_capability: str = "9.0"
     bytes_limit: int | None = None
+    core_count: int | None = None
 
     def memory_stats(self) -> dict[str, int] | None:
         return None if self.bytes_limit is None else {"bytes_limit": self.bytes_limit}
@@ -122,6 +124,41 @@ def test_rows_of_an_unknown_device_follow_from_the_memory_that_it_reports() -> N
     )
 
 
+def test_an_unknown_gpu_is_estimated_from_its_multiprocessors_and_compute_capability() -> None:
+    device = Device("gpu", "NVIDIA Z1", "9.0", 120 << 30, core_count=132)
+    found = dataclasses.replace(attention(platform="gpu", max_model_len=8192), device=device)
+    assert (found.sizes().max_num_seqs, found.sizes().max_num_batched_tokens) == (512, 2048)
+    (line,) = found.reasons()
+    assert line.endswith("; 132 multiprocessors of compute capability 9.0 make about 249 FLOPs per byte of memory")
+    hardware = identify_hardware(device, 114 << 30)
+    assert hardware is not None
+    assert hardware.multiplies_fp8
+    assert hardware.hbm_bytes == pytest.approx(120 << 30)
+    assert not getattr(identify_hardware(Device("gpu", "NVIDIA Z1", "8.6", core_count=72)), "multiplies_fp8", True)
+    newer, oldest = (identify_hardware(Device("gpu", "NVIDIA Z1", text, core_count=100)) for text in ("13.0", "6.1"))
+    assert newer is not None
+    assert (newer.multiplies_fp8, oldest) == (True, None)
+    for other in (Device("gpu", "AMD Z1", "gfx942", core_count=304), Device("gpu"), Device("tpu", "TPU v9")):
+        assert identify_hardware(other) is None
+    assert identify_hardware(Device("gpu", "NVIDIA H200", "9.0", core_count=132)) is find_hardware("NVIDIA H200")
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_estimates_of_gpus_are_near_the_table(gpu: str) -> None:
+    known, text = find_hardware(device_kind(gpu)), description(gpu)
+    (major, minor), (cores,) = (
+        re.search(pattern, text).groups()  # type: ignore[union-attr]
+        for pattern in (r"cuda_compute_capability \{\s*major: (\d+)(?:\s+minor: (\d+))?", r"core_count: (\d+)")
+    )
+    kind = "NVIDIA GeForce Z1" if "GeForce" in device_kind(gpu) else "NVIDIA Z1"
+    found = identify_hardware(Device("gpu", kind, f"{major}.{minor or 0}", core_count=int(cores)))
+    assert known is not None
+    assert found is not None
+    assert found.multiplies_fp8 == known.multiplies_fp8
+    assert 0.6 < found.flops / known.flops < 1.7
+    assert 0.6 < found.hbm_bytes_per_s / known.hbm_bytes_per_s < 1.7
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -134,6 +171,7 @@ def test_devices_without_plans_are_known(kind: str) -> None:
     hardware = find_hardware(kind)
     assert hardware is not None
     assert hardware.usable_bytes <= hardware.hbm_bytes
+    assert hardware.usable_bytes / hardware.hbm_bytes > 0.94
     assert 30 < hardware.ridge_tokens < 450
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,16 @@ from typing import Any, TypeVar
 
 import pytest
 
-from jpaged.config import PROCESS_OPTIONS, EngineConfig, LoraOptions, field_names, iter_options, server_field_names
+from jpaged.build import find_source
+from jpaged.config import (
+    PROCESS_OPTIONS,
+    EngineConfig,
+    LoraOptions,
+    ModelOptions,
+    field_names,
+    iter_options,
+    server_field_names,
+)
 from jpaged.device.compilation import memory_plan
 from jpaged.device.compilation.aot_bundle import CompileTarget, save_programs
 from jpaged.device.compilation.program_registry import ProgramStore
@@ -36,6 +46,7 @@ OTHER_SIZES = {"max_model_len": 40, "block_size": 4, "num_blocks": 9, "max_num_s
 APART = {"enable_expert_parallel", "quantization", "max_logprobs", "kv_disk_dir", "lossy_kv_window", "lossy_kv_sinks"}
 APART |= {*field_names(LoraOptions), "tool_call_parser", "reasoning_parser", "speculative_config", "kv_disk_space"}
 APART.add("kv_transfer_config")
+APART |= {"revision", "tokenizer_revision", "download_dir", "hf_token"}
 APART |= {"chat_template", "trust_request_chat_template", "whitespace_pattern"}
 PROCESS_VALUES: dict[str, Any] = {"coordinator": "host:1234", "num_processes": 2, "process_id": 1, "join_timeout": 9.0}
 PROCESS_VALUES["cluster_secret_file"] = "secret"
@@ -289,6 +300,55 @@ def test_seed_is_where_requests_without_one_get_theirs(folder: Path) -> None:
             sampled.append([completion.token_ids for completion in generate(llm, random_prompts([5]) * 2, UNSEEDED)])
     assert sampled[0] == sampled[1]
     assert len({*sampled[0], *sampled[2]}) == 4
+
+
+@pytest.mark.long
+@flips("tokenizer")
+def test_tokenizer_is_that_of_another_folder(folder: Path, tmp_path: Path) -> None:
+    other = write_model("llama_mha", tmp_path / "other", with_tokenizer=True)
+    with pytest.raises(InvalidArgument, match=r"tokenizer: .* has no tokenizer"):
+        LLM(str(other), tokenizer=str(folder))
+    with pytest.raises(InvalidArgument, match=r"has token ids up to \d+; the model's vocabulary of 131 tokens ends at"):
+        LLM(str(folder), tokenizer="demo")
+    with open_llm(folder, tokenizer=str(other), **BASE) as llm:
+        found = llm.generate(["3,4,5,"], GREEDY, use_tqdm=False)[0]
+    assert found.prompt_token_ids == (3, 4, 5)
+    assert found.outputs[0].text == "".join(f"{token}," for token in found.outputs[0].token_ids)
+
+
+@flips("default_chat_template_kwargs", "chat_template_content_format")
+@pytest.mark.long
+def test_chat_templates_get_their_variables_and_parts(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content is string }} {{ mood }}")
+    texts = []
+    for options in (
+        ModelOptions(),
+        ModelOptions(chat_template_content_format="openai", default_chat_template_kwargs='{"mood": "glad"}'),
+    ):
+        tokenizer = find_source(dataclasses.replace(options, chat_template=str(template))).tokenizer
+        texts.append(tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "a"}], max_bytes=99)))
+    assert texts == ["True ", "False glad"]
+    for value, problem in (("[]", "is not a JSON object, such as"), ('{"a b": 1}', "'a b' is no name of a variable")):
+        with pytest.raises(InvalidArgument, match=f"default_chat_template_kwargs: .*{problem}"):
+            find_source(ModelOptions(default_chat_template_kwargs=value))
+
+
+@flips("hf_overrides")
+@pytest.mark.long
+def test_hf_overrides_change_what_an_edited_config_changes(base: LLM, folder: Path, tmp_path: Path) -> None:
+    edited = tmp_path / "edited"
+    shutil.copytree(folder, edited)
+    config = json.loads((edited / "config.json").read_text())
+    rope = {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}
+    plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta")}
+    (edited / "config.json").write_text(json.dumps({**plain, "rope_parameters": rope}))
+    with open_llm(folder, hf_overrides={"rope_parameters": rope}, **BASE) as llm, open_llm(edited, **BASE) as own:
+        found, same, before = (
+            chosen_logprobs(generate(one, random_prompts([20]), GREEDY)[0]) for one in (llm, own, base)
+        )
+        assert len({one._serving.checkpoint for one in (llm, own, base)}) == 3
+    assert found == same != before
 
 
 @pytest.mark.long

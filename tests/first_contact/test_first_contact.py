@@ -30,3 +30,6 @@ def test_a_rehearsal_on_a_cpu_checks_everything(tmp_path: Path, monkeypatch: pyt
     assert cells["demo"]["swapped"]["num_blocks_swapped_out"] > 0
     assert cells["serve"]["demo"]["completed"] > 0
     assert cells["llama"]["decode, 4 rows"]["step_s"] != 0
+    starts = [cell for name, cell in cells["serve"].items() if name.endswith("start")]
+    assert len(starts) == 3
+    assert [start["num_blocks"] for start in starts] == 3 * [starts[0]["num_blocks"]]

@@ -19,6 +19,18 @@ def keys(tmp_path: Path) -> str:
     return str(path)
 
 
+async def test_paths_of_a_proxy_are_those_of_the_server(keys: str) -> None:
+    options = {"api_keys": keys, "root_path": "/some/llm/", "public_page": True}
+    async with running(http_port=0, **options) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        for path in ("/health", "/some/llm/health", "/some/llm/", "/some/llm"):
+            assert (await client.get(path)).status_code == 200, path
+        for path in ("/v1/models", "/some/llm/v1/models", "/some/llmx/health", "/some/llm/some/llm/health"):
+            assert (await client.get(path)).status_code == 401, path
+        client.headers["Authorization"] = f"Bearer {TOKEN}"
+        assert (await client.get("/some/llm/v1/models")).json() == (await client.get("/v1/models")).json()
+        assert (await client.get("/some/llmx/health")).status_code == 404
+
+
 async def test_a_path_wants_a_key_unless_it_is_for_health(keys: str) -> None:
     async with running(http_port=0, api_keys=keys) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
         for path in ("/health", "/ping", "/livez", "/readyz"):

@@ -144,9 +144,9 @@ ROLE_FAULTS = (
     ),
     Fault(
         "a prefill server does not require the control role",
-        "service/roles.py",
-        '        access.require(Role.CONTROL, "Prefill")\n',
-        "",
+        "access/authenticator.py",
+        '"jpaged.v1.PrefillService": {"Prefill": _PEER},',
+        '"jpaged.v1.PrefillService": {"Prefill": _INFERENCE},',
         BETWEEN,
     ),
     Fault(

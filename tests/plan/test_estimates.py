@@ -141,7 +141,7 @@ def test_every_gpu_that_is_described_can_be_planned_for(gpu: str) -> None:
     found = find_target(f"{gpu}:4")
     assert (found.platform, found.family, found.num_devices, found.shape) == ("cuda", gpu, 4, (4,))
     assert found.hardware.name.startswith(gpu)
-    assert found.hardware.usable_bytes < found.hardware.hbm_bytes
+    assert 0.9 < found.hardware.usable_bytes / found.hardware.hbm_bytes < 1.02  # drivers report up to 7 % more
 
 
 @pytest.mark.parametrize("name", ["h200:9", "h200:0", "v100", "a100-80gb", "v6e:3x3", ""])

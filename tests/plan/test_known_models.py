@@ -6,6 +6,7 @@ import pytest
 
 from jpaged.checkpoints.names import num_params
 from jpaged.models.hf_config import from_hf
+from jpaged.plan.compilation import find_config
 from jpaged.plan.known_models import KNOWN_MODELS, find_known
 from tests.models.tiny import tensors, tiny_cases
 
@@ -133,3 +134,10 @@ def test_a_model_is_found_by_its_name_and_its_hub_ids(name: str, found: str | No
 def test_names_and_repositories_mean_their_own_models() -> None:
     for model in KNOWN_MODELS.values():
         assert find_known(model.name) is find_known(model.repository) is model
+
+
+def test_a_built_in_configuration_takes_overrides() -> None:
+    rope = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32768}
+    name, config = find_config("Qwen/Qwen3-8B", {"rope_scaling": rope})
+    assert (name, config.max_model_len) == ("qwen3-8b", 131072)
+    assert find_config("qwen3-8b", {"num_hidden_layers": 2})[1].num_layers == 2

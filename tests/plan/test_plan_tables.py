@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 
 from benchmarks.plans import (
+    ANCHORS,
     CELLS,
+    GOAL,
     GOOD_SHARE,
     PUBLISHED,
+    Anchor,
+    anchor_record,
+    anchors_table,
     beside_good_attention,
     command,
     estimated,
@@ -22,10 +27,12 @@ from benchmarks.plans import (
     table,
 )
 from benchmarks.record import RESULTS
+from jpaged.plan.cost import StepLoad
 from jpaged.plan.estimate import ConcurrencyLimits, SequenceLengths, estimate
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "performance.md").read_text()
-PLANS: list[dict[str, Any]] = json.loads((RESULTS / "plans.json").read_text())["plans"]
+RECORD: dict[str, Any] = json.loads((RESULTS / "plans.json").read_text())
+PLANS: list[dict[str, Any]] = RECORD["plans"]
 LLAMA_70B = next(found for found in PLANS if found["model"] == "llama-3.1-70b" and found["fits"])
 
 
@@ -73,3 +80,38 @@ def test_the_share_of_the_peak_is_products_and_half_of_the_scores() -> None:
     flops = 2 * (shape.num_params - shape.head_params) * 2048 + 2 * shape.head_params * 2
     flops += 4 * shape.num_layers * shape.query_width * 2048 * 512
     assert flops_share(one, times, 2048) == pytest.approx(flops / (8 * 918e12 * one.prefill.seconds))
+
+
+def test_the_page_has_the_recorded_anchors() -> None:
+    assert [one["source"] for one in RECORD["anchors"]] == [anchor.source for anchor in ANCHORS]
+    assert anchors_table(RECORD["anchors"]) in PAGE
+    for anchor, one in zip(ANCHORS, RECORD["anchors"], strict=True):
+        assert anchor.tokens_per_s == one["tokens_per_s"]
+        assert one["estimated_tokens_per_s"] == pytest.approx(anchor_record(anchor)["estimated_tokens_per_s"])
+
+
+def test_a_goal_is_reached_if_steps_take_as_long_as_they_may() -> None:
+    (anchor,) = (anchor for anchor in ANCHORS if anchor.lengths.output_len == 73 and anchor.tokens_per_s > 5500)
+    one, found = anchor.estimate()[0], anchor_record(anchor)
+    assert found["slowdown"] < 1
+    prefills = one.num_running * anchor.lengths.input_len / anchor.num_tokens
+    seconds = found["slowdown"] * (prefills * one.prefill.seconds + anchor.lengths.output_len * one.decode.seconds)
+    assert one.num_running * anchor.lengths.output_len / seconds == pytest.approx(GOAL * anchor.tokens_per_s)
+    # Without counted cycles the estimate itself is shares of both peaks.
+    assert found["estimated_decode_bandwidth_share"] == pytest.approx(0.7)
+    assert found["estimated_prefill_flops_share"] == pytest.approx(0.5)
+    assert found["decode_bandwidth_share"] == pytest.approx(0.7 / found["slowdown"])
+
+
+def test_products_in_8_bit_floats_have_twice_the_peak() -> None:
+    sizes = ("h100", SequenceLengths(778, 73), 512, 2048, 1.0, "nowhere")
+    plain, fp8 = (Anchor("llama-3.1-8b", *sizes, quantization=name).estimate()[1] for name in ("auto", "fp8"))
+    assert (plain.roofline.shape.fp8_share, fp8.roofline.shape.fp8_share) == (0.0, pytest.approx(1.0, abs=1e-3))
+    load = StepLoad.decoding(2048, 0)
+    shape = plain.roofline.shape
+    of_layers, of_head = (2 * params * 2048 / (989e12 * 0.5) for params in (shape.token_params, shape.head_params))
+    assert plain.roofline.flops_s(load) == pytest.approx(of_layers + of_head)
+    assert fp8.roofline.flops_s(load) == pytest.approx(of_layers / 2 + of_head, rel=1e-3)
+    assert "(twice that for the 100% of the layers' parameters" in fp8.assumptions(512)[0]
+    before_hopper = dataclasses.replace(Anchor("llama-3.1-8b", *sizes, quantization="fp8"), topology="a100")
+    assert before_hopper.estimate()[1].roofline.shape.fp8_share == 0.0

@@ -21,6 +21,7 @@ SERVER_VALUES = {
     "stream_interval": 3,
     "enable_http": False,
     "http_port": 8000,
+    "root_path": "/llm",
     "http_keep_alive": 9.0,
     "http_cors_origins": ("https://example.org",),
     "batch_dir": "folder",

@@ -57,10 +57,10 @@ def _dtype_on_cpu(config: EngineConfig) -> str:
 
     No device is queried: a child process may have to open it first.
     """
-    from jpaged.checkpoints.hub import choose_dtype, find_folder, read_config  # imports the hub's client
+    from jpaged.checkpoints.hub import choose_dtype, find_model, read_config  # imports the hub's client
 
-    folder = find_folder(config.model.model)
-    return choose_dtype(config.model.dtype, read_config(folder), "cpu", folder)[0].name
+    folder = find_model(config.model)
+    return choose_dtype(config.model.dtype, read_config(folder, config.model.overrides), "cpu", folder)[0].name
 
 
 class Offline:
@@ -127,11 +127,11 @@ class Offline:
         record = {"limits": as_record(self._limits, self._reason)}
         if self._limits is None:
             return record
-        from jpaged.checkpoints.hub import find_folder
+        from jpaged.checkpoints.hub import find_model
         from jpaged.plan.step_times import stored_shape
 
         config = self._llm.config
-        path, rounding = find_folder(self.model), config.model.quantization
+        path, rounding = find_model(config.model), config.model.quantization
         model = ServedModel(stored_shape(path, self.dtype, config.cache.kv_cache_dtype, rounding))
         max_num_seqs = self._llm.config.scheduler.max_num_seqs * self._llm.config.parallel.data_parallel_size
         return record | offline_shares(model, self._limits, lens, max_num_seqs, elapsed_s)

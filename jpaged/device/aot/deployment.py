@@ -36,10 +36,12 @@ from jpaged.device.compilation.memory_plan import (
 )
 from jpaged.device.compilation.program_registry import NUM_BACKGROUND_THREADS, NUM_THREADS, CompiledProgram
 from jpaged.device.executor import waits_for_all_programs
+from jpaged.device.mesh import first_device
 from jpaged.device.step_sizes import DeviceAttention
 from jpaged.device.transfers import move_sizes
 from jpaged.engine.executor import Geometry, Progress
 from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.hardware import GPU_MEMORY_SHARE
 from jpaged.models.model import Model
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[a-z][\w\-]*)\(")
@@ -330,11 +332,11 @@ def compile_deployment(
                 raise Unsupported(f"compilation for these devices failed: {reason}") from error
             return {}, refusal
 
-    request, memory = served(1).pool_request(options.cache), DeviceMemory(hbm_bytes, what=_WHAT)
+    request, memory = served(1).pool_request(options.cache), _memory_of_one_device(mesh, hbm_bytes)
     probe = served(request.probe_blocks(memory))
     passed_over = tuple(DeviceAttention.on(models.model, options, mesh).passed_over())
     wanted = request.num_blocks or request.blocks_per_seq
-    plan = MemoryPlan(request, hbm_bytes, wanted, what=_WHAT)
+    plan = MemoryPlan(request, hbm_bytes, wanted, what=_WHAT, outside_bytes=memory.outside_bytes)
 
     sizes = probe.geometry
     first = list(probe.sources)
@@ -398,6 +400,13 @@ def compile_deployment(
         num_bytes = save_programs(save, CompileTarget.of(server.step, server.geometry), compiled)
         progress(f"saved {num_bytes / (1 << 20):.1f} MiB of programs to {save}", len(specs), len(specs))
     return result(dataclasses.replace(plan, programs=server.memory(compiled)), compiled.values(), None)
+
+
+def _memory_of_one_device(mesh: Mesh, hbm_bytes: int) -> DeviceMemory:
+    """Return the memory that programs may use; a GPU's is the default share for JAX's allocator."""
+    is_gpu = first_device(mesh).platform == "gpu"
+    outside_bytes = int(hbm_bytes / GPU_MEMORY_SHARE) - hbm_bytes if is_gpu else None
+    return DeviceMemory(hbm_bytes, what=_WHAT, outside_bytes=outside_bytes)
 
 
 def _number_bytes(programs: Collection[CompiledProgram]) -> float | None:

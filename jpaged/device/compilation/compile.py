@@ -18,7 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jpaged.device.sampling import SamplingStages
 from jpaged.engine.executor import MIN_BUCKET, BucketTable, Detail
 from jpaged.engine.executor.io import AuxKind
-from jpaged.hardware import find_hardware
+from jpaged.hardware import identify_hardware
 from jpaged.kernels.matrix_format import MatrixFormat
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -195,7 +195,7 @@ def compiler_options(device: jax.Device, formats: Collection[MatrixFormat] = ())
 def _is_for_cublas(device: jax.Device, formats: Collection[MatrixFormat]) -> bool:
     """Return True if all matmuls with 8-bit matrices also have 8-bit rows, and the device multiplies those."""
     ours = [form for form in formats if form.group_size is None and form.values in ("int8", "fp8")]
-    hardware = find_hardware(device.device_kind)
+    hardware = identify_hardware(device)
     has_fp8 = hardware is not None and hardware.multiplies_fp8
     return bool(ours) and all(form.activations and (form.values == "int8" or has_fp8) for form in ours)
 

@@ -25,7 +25,13 @@ from jpaged.config import CacheOptions, EngineConfig, platform_default
 from jpaged.device.compilation.aot_bundle import AOTBundle
 from jpaged.device.compilation.compile import TELLS, ProgramSpec, compiler_options, program_specs
 from jpaged.device.compilation.executable_cache import ExecutableCache
-from jpaged.device.compilation.memory_plan import PoolRequest, ProgramMemory, ProgramReport
+from jpaged.device.compilation.memory_plan import (
+    GRAPH_NODE_BYTES,
+    PoolRequest,
+    ProgramMemory,
+    ProgramReport,
+    count_launches,
+)
 from jpaged.device.compilation.program_registry import NUM_THREADS, CompiledProgram, ProgramSource, ProgramStore
 from jpaged.device.linear import choose_activation_dtype, choose_linear_backend, params_for
 from jpaged.device.lora import AdapterRoom, fill_slot, get_matrices
@@ -419,7 +425,18 @@ class ServerPrograms:
         if len(reports) < len(self.sources):
             temp_bytes += temp_bytes // _MARGIN + _MARGIN_BYTES
             code_bytes += code_bytes // _MARGIN
-        return ProgramMemory(temp_bytes, self._kept_bytes(of_kind) + self._aux_bytes(reports), code_bytes)
+        kept_bytes = self._kept_bytes(of_kind) + self._aux_bytes(reports)
+        return ProgramMemory(temp_bytes, kept_bytes, code_bytes, self._graph_bytes(compiled))
+
+    def _graph_bytes(self, compiled: Mapping[ProgramSpec, CompiledProgram]) -> int:
+        """Return the estimated bytes of CUDA graphs of all programs; 0 on other devices.
+
+        The largest program of each kind stands for the others.
+        """
+        if first_device(self.step.mesh).platform != "gpu":
+            return 0
+        launches = {spec.kind: count_launches(compiled[spec].executable) for spec in _decisive(compiled)}
+        return GRAPH_NODE_BYTES * sum(launches.get(spec.kind, launches["forward"]) for spec in self.sources)
 
     def _kept_bytes(self, of_kind: Mapping[str, ProgramReport]) -> int:
         buckets, layout = self.geometry.buckets, self.step.layout

@@ -11,6 +11,9 @@
                   counts, log-probabilities and hidden states that the host has not read
     code          of all programs
 
+On GPUs the memory is that of JAX's allocator. Code is outside of it, next to CUDA's own memory and the CUDA graphs that
+XLA records from programs. The plan compares their estimate with what the allocator leaves (`outside_bytes`).
+
 All sizes of programs are the compiler's own (`memory_analysis`). They do not depend on the size of the pool once it is
 too large for the on-chip memory of a TPU, so they are taken from programs with a pool of a GiB. Nothing here compiles
 or allocates.
@@ -24,6 +27,7 @@ If a program does not fit into a device's memory, the compiler's error is parsed
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +36,8 @@ from weakref import WeakKeyDictionary
 
 import jax
 
-from jpaged.device.device_info import available_host_bytes
+from jpaged.config import GPU_MEMORY_SHARE_VARIABLE, preallocates_gpu_memory
+from jpaged.device.device_info import available_host_bytes, memory_outside_allocator
 from jpaged.errors import InternalError, InvalidArgument
 
 _GIB, _MIB = 1 << 30, 1 << 20
@@ -44,6 +49,11 @@ _MAX_HOST_BYTES, _HOST_PART = 4 * _GIB, 4
 They apply unless the user sets a size. The smaller one is rounded down to 4, 5, 6 or 7 times a power of two: compiled
 programs contain the size of the pool, and a start whose free memory differs a little finds them in the cache.
 """
+CUDA_BYTES = 512 * _MIB
+"""Memory of a CUDA context and its libraries, assumed; 330 MiB were seen before any graph (driver 470)."""
+GRAPH_NODE_BYTES = 64 << 10
+"""Memory of a node of a CUDA graph: graphs of 500, 1000 and 2000 kernels took 362, 395 and 458 MiB with CUDA 11.2
+(https://forums.developer.nvidia.com/t/increasing-memory-footprint-with-large-task-graphs/244901)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +64,13 @@ class DeviceMemory:
         total_bytes: None if the device does not report it.
         is_own: True for dedicated device memory, False for a CPU, which uses the host's memory.
         what: explains the total in messages.
+        outside_bytes: memory of a GPU outside JAX's allocator; None for other devices.
     """
 
     total_bytes: int | None
     is_own: bool = True
     what: str = field(default="", compare=False)
+    outside_bytes: int | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, device: jax.Device, weight_bytes: int, num_devices: int = 1) -> DeviceMemory:
@@ -79,7 +91,11 @@ class DeviceMemory:
             return cls(None)
         others = max(0, stats.get("bytes_in_use", 0) - weight_bytes)
         held = f", minus {_in_text(others)} used by others" if others else ""
-        return cls(stats["bytes_limit"] - others, what=f"all that the device's allocator may use{held}")
+        limit, reserved = stats["bytes_limit"], stats.get("pool_bytes", 0)
+        if 0 < reserved < limit and device.platform == "gpu" and preallocates_gpu_memory():
+            held += f"; it could reserve only {_in_text(reserved)} of {_in_text(limit)}: another process uses this GPU"
+        outside = memory_outside_allocator(limit) if device.platform == "gpu" else None
+        return cls(limit - others, what=f"all that the device's allocator may use{held}", outside_bytes=outside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +106,22 @@ class ProgramMemory:
         temp_bytes: working memory.
         kept_bytes: inputs and outputs of two steps, and blocks in flight.
         code_bytes: of the programs.
+        graph_bytes: of their CUDA graphs, estimated; 0 on other devices.
     """
 
     temp_bytes: int = 0
     kept_bytes: int = 0
     code_bytes: int = 0
+    graph_bytes: int = 0
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of loaded programs, which a GPU holds outside JAX's allocator."""
+        return self.code_bytes + self.graph_bytes
 
     @property
     def total_bytes(self) -> int:
-        return self.temp_bytes + self.kept_bytes + self.code_bytes
+        return self.temp_bytes + self.kept_bytes + self.loaded_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +191,7 @@ class MemoryPlan:
         num_blocks: usable blocks of the pool, without the null block.
         programs: memory of the programs; None until they have been compiled.
         what: explains the total in messages.
+        outside_bytes: memory of a GPU outside JAX's allocator, for CUDA and loaded programs; None for other devices.
     """
 
     request: PoolRequest
@@ -175,6 +199,7 @@ class MemoryPlan:
     num_blocks: int
     programs: ProgramMemory | None = None
     what: str = field(default="", compare=False)
+    outside_bytes: int | None = field(default=None, compare=False)
 
     @property
     def pool_bytes(self) -> int:
@@ -182,10 +207,15 @@ class MemoryPlan:
         return (self.num_blocks + 1) * self.request.bytes_per_block
 
     @property
-    def used_bytes(self) -> int:
-        """All planned bytes; excludes programs as long as their memory is unknown."""
+    def program_bytes(self) -> int:
+        """Bytes of the total that programs take; 0 as long as their memory is unknown."""
         programs = self.programs or ProgramMemory()
-        return self.request.weight_bytes + self.pool_bytes + programs.total_bytes
+        return programs.total_bytes - (0 if self.outside_bytes is None else programs.loaded_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """All planned bytes of the total; excludes programs as long as their memory is unknown."""
+        return self.request.weight_bytes + self.pool_bytes + self.program_bytes
 
     @property
     def usable_bytes(self) -> int | None:
@@ -215,7 +245,7 @@ class MemoryPlan:
             (f"pool of {self.num_blocks} blocks of {request.bytes_per_block} bytes", self.pool_bytes),
             ("temporaries of programs", programs.temp_bytes),
             ("inputs, outputs and blocks in flight", programs.kept_bytes),
-            ("code of programs", programs.code_bytes),
+            *([("code of programs", programs.loaded_bytes)] if self.outside_bytes is None else []),
         ]
         if self.total_bytes is not None and self.usable_bytes is not None and self.free_bytes is not None:
             over = "" if self.fits else " (exceeded)"
@@ -228,7 +258,23 @@ class MemoryPlan:
         rows = [*self.rows(), ("memory of one device", self.total_bytes)]
         width = max(len(name) for name, _ in rows)
         table = [f"  {name:<{width}} {_in_text(num_bytes):>14}" for name, num_bytes in rows]
-        return [*table, *([f"  which is {self.what}"] if self.what else [])]
+        return [*table, *([f"  which is {self.what}"] if self.what else []), *self._lines_outside()]
+
+    def _lines_outside(self) -> list[str]:
+        """Return lines on a GPU's memory outside the allocator: its use, and what to change if it may not suffice."""
+        if self.outside_bytes is None or self.programs is None or self.total_bytes is None:
+            return []
+        code, graphs = self.programs.code_bytes, self.programs.graph_bytes
+        lines = [
+            f"  outside of it {_in_text(self.outside_bytes)}: about {_in_text(CUDA_BYTES)} for CUDA, {_in_text(code)} "
+            f"for code and {_in_text(graphs)} for graphs"
+        ]
+        needed = CUDA_BYTES + self.programs.loaded_bytes
+        if needed > self.outside_bytes:
+            card_bytes = self.total_bytes + self.outside_bytes
+            share = math.floor(100 * (1 - needed / card_bytes)) / 100
+            lines.append(f"  which may not suffice: set {GPU_MEMORY_SHARE_VARIABLE}={share:g} in the environment")
+        return lines
 
     def verified(self, programs: ProgramMemory) -> MemoryPlan:
         """Return the plan with the memory of the compiled programs that serve.
@@ -270,10 +316,10 @@ def plan_memory(request: PoolRequest, memory: DeviceMemory, programs: Callable[[
     if memory.total_bytes is None:
         if request.num_blocks is None:
             raise InvalidArgument("num_blocks", "this device does not report its memory; choose a number")
-        return MemoryPlan(request, None, request.num_blocks, what=memory.what)
+        return MemoryPlan(request, None, request.num_blocks, what=memory.what, outside_bytes=memory.outside_bytes)
     most = request.most_blocks(memory)
     wanted = most if request.num_blocks is None else request.num_blocks
-    before = MemoryPlan(request, memory.total_bytes, wanted, what=memory.what)
+    before = MemoryPlan(request, memory.total_bytes, wanted, what=memory.what, outside_bytes=memory.outside_bytes)
     free = int(memory.total_bytes * request.memory_utilization) - request.weight_bytes
     if not memory.is_own and before.pool_bytes < free * 3 // 4:
         return before
@@ -293,7 +339,7 @@ def plan_memory(request: PoolRequest, memory: DeviceMemory, programs: Callable[[
 
 def too_large(plan: MemoryPlan) -> InvalidArgument:
     """Return the error of a plan that does not fit, with the numbers and what to change."""
-    request, programs = plan.request, plan.programs or ProgramMemory()
+    request = plan.request
     most, total = max(0, plan.most_blocks or 0), plan.total_bytes or 0
     what = f" ({plan.what})" if plan.what else ""
     if plan.usable_bytes is not None and request.weight_bytes >= plan.usable_bytes:
@@ -305,7 +351,7 @@ def too_large(plan: MemoryPlan) -> InvalidArgument:
         )
     spent = (
         f"{request.memory_utilization:g} of {total / _GIB:.2f} GiB{what}, minus {request.weight_bytes / _GIB:.2f} GiB "
-        f"for weights and {programs.total_bytes / _GIB:.2f} GiB for programs, leaves {most} blocks of "
+        f"for weights and {plan.program_bytes / _GIB:.2f} GiB for programs, leaves {most} blocks of "
         f"{request.bytes_per_block} bytes"
     )
     if request.pool_bytes is not None and most >= 1:
@@ -374,7 +420,7 @@ class ProgramReport:
             output_bytes=memory.output_size_in_bytes,
             alias_bytes=memory.alias_size_in_bytes,
             temp_bytes=memory.temp_size_in_bytes,
-            code_bytes=memory.generated_code_size_in_bytes,
+            code_bytes=memory.generated_code_size_in_bytes or _gpu_code_bytes(executable),
         )
 
     @property
@@ -384,6 +430,34 @@ class ProgramReport:
 
 
 _KNOWN: WeakKeyDictionary[jax.stages.Compiled, ProgramReport] = WeakKeyDictionary()
+_KNOWN_LAUNCHES: WeakKeyDictionary[jax.stages.Compiled, int] = WeakKeyDictionary()
+_LAUNCH = re.compile(r"^\s+(?:ROOT )?%\S+ = .*? (?:fusion|custom-call|copy|sort|scatter|all-reduce)\(", re.MULTILINE)
+
+
+def count_launches(executable: jax.stages.Compiled) -> int:
+    """Return the kernels that a program for GPUs launches, with each loop's body once: CUDA graph nodes."""
+    known = _KNOWN_LAUNCHES.get(executable)
+    if known is None:
+        known = _KNOWN_LAUNCHES[executable] = len(_LAUNCH.findall(executable.as_text() or ""))
+    return known
+
+
+def _gpu_code_bytes(executable: jax.stages.Compiled) -> int:
+    """Return the size of a GPU program's code, which its memory report omits; 0 on other devices."""
+    runtime = executable.runtime_executable() if _is_for_gpu(executable) else None
+    if runtime is None:
+        return 0
+    try:
+        size = getattr(runtime, "size_of_generated_code_in_bytes", None)  # only of a loaded program
+        num_bytes = 0 if size is None else int(size())
+        return num_bytes if num_bytes > 0 else len(runtime.serialize())
+    except (jax.errors.JaxRuntimeError, AttributeError):
+        return 0
+
+
+def _is_for_gpu(executable: jax.stages.Compiled) -> bool:
+    shardings = jax.tree.leaves(getattr(executable, "output_shardings", ()))
+    return any(device.platform == "gpu" for sharding in shardings[:1] for device in sharding.device_set)
 
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"

@@ -197,7 +197,7 @@ const ownerOfId = (id) => {
 async function begin() {
   for (;;) {
     try {
-      const answer = await fetch("/page/about");
+      const answer = await fetch("page/about");
       if (!answer.ok) throw new Error((await answer.json()).error?.message ?? answer.statusText);
       const about = await answer.json();
       text("model", `${about.model} · ${about.version}`);
@@ -208,7 +208,7 @@ async function begin() {
       await new Promise((resolve) => setTimeout(resolve, 1000));
     }
   }
-  follow("/page/events", () => play.headers(), take, (isUp, why) => {
+  follow("page/events", () => play.headers(), take, (isUp, why) => {
     $("link").className = `link ${isUp ? "up" : "down"}`;
     text("link", isUp ? "live" : why);
   });

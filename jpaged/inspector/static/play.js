@@ -115,7 +115,7 @@ export class Play {
       const isChat = this.about.has_chat && number === 1;
       if (isChat) body.messages = [{ role: "user", content: prompt }];
       else body.prompt = this.about.has_chat ? await Promise.all(prompts.map((one) => this.chatIds(one))) : prompts;
-      const answer = await this.post(isChat ? "/v1/chat/completions" : "/v1/completions", body, { "X-Request-Id": id });
+      const answer = await this.post(isChat ? "v1/chat/completions" : "v1/completions", body, { "X-Request-Id": id });
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       for await (const data of events(reader)) {
         if (data === "[DONE]") break;
@@ -148,7 +148,7 @@ export class Play {
 
   // The tokens of a prompt as the model's chats have it.
   async chatIds(prompt) {
-    const answer = await this.post("/tokenize", { model: this.about.model, messages: [{ role: "user", content: prompt }] });
+    const answer = await this.post("tokenize", { model: this.about.model, messages: [{ role: "user", content: prompt }] });
     return (await answer.json()).tokens;
   }
 
@@ -176,7 +176,7 @@ export class Play {
   }
 
   ask(blocks, keepalive = false) {
-    return fetch("/page/limit", {
+    return fetch("page/limit", {
       method: "POST",
       headers: { "Content-Type": "application/json", ...this.headers() },
       body: JSON.stringify({ blocks }),

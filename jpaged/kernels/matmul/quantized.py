@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.hardware import find_hardware
+from jpaged.hardware import identify_hardware
 from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES, Activations, MatrixFormat, Values
 
 __all__ = [
@@ -264,9 +264,16 @@ def rounds_rows(matrix: QuantizedMatrix) -> bool:
 
 
 def multiplies_fp8() -> bool:
-    """Return True if the device that is lowered for multiplies 8-bit floats; False for unknown devices."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    hardware = find_hardware((jax.devices()[0] if device is None else device).device_kind)
+    """Return True if the device that is lowered for multiplies 8-bit floats; False for unknown devices.
+
+    An abstract device has only a name. If it is not in the table, an attached device with this name decides.
+    """
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    hardware = None if abstract is None else identify_hardware(abstract)
+    if hardware is None:
+        attached = jax.devices()[0]
+        is_other = abstract is not None and abstract.device_kind != attached.device_kind
+        hardware = None if is_other else identify_hardware(attached)
     return hardware is not None and hardware.multiplies_fp8
 
 

@@ -203,7 +203,8 @@ def _as_object(arguments: Any) -> Any:
 
 
 _KWARGS = "chat_template_kwargs"
-_TRIAL = ({"role": "user", "content": "Hello"},)
+_TRIAL_TEXT = "Hello"
+_TRIAL = ({"role": "user", "content": _TRIAL_TEXT},)
 _TRIAL_TOOLS = (Tool("now", "Return the time.").as_json(),)
 _KNOWN_ROLES = ("user", "assistant")
 """Roles whose messages are not searched for in the rendered text: templates may legitimately drop earlier turns."""
@@ -238,10 +239,13 @@ class ChatTemplate:
         name: name of the template's owner, for errors.
         field: the field that errors of a broken template name.
         is_for_tools: the template is used only with tools, and is tried with one.
+        content_format: `string` or `openai`: a content is a text, or a list with a part of the type text. auto is
+            string unless the template prints a text only as a part.
 
     Attributes:
         source: its text.
         uses_tools: the template reads the tools that a caller sends.
+        content_format: the resolved one.
 
     Raises:
         InvalidArgument: it fails on a plain user message. A refusal by `raise_exception` is not a failure.
@@ -256,14 +260,28 @@ class ChatTemplate:
         name: str = "this model",
         field: str = "model",
         is_for_tools: bool = False,
+        content_format: str = "auto",
     ) -> None:
         self._process = process
         self._variables = variables
         self._name = name
         self.source = source
+        self.content_format = "openai" if content_format == "openai" else "string"
         try:
             tools = _TRIAL_TOOLS if is_for_tools else None
-            kind, text = process.render(source, variables, _TRIAL, _TRIAL_BYTES, tools=tools)
+
+            def trial() -> tuple[FrameKind, str]:
+                return process.render(source, variables, self._in_format(_TRIAL), _TRIAL_BYTES, tools=tools)
+
+            kind, text = trial()
+            is_missing = kind is FrameKind.FAILED or (kind is FrameKind.RENDERED and _TRIAL_TEXT not in text)
+            if content_format == "auto" and is_missing:
+                self.content_format = "openai"
+                as_parts = trial()
+                if as_parts[0] is FrameKind.RENDERED and _TRIAL_TEXT in as_parts[1]:
+                    kind, text = as_parts
+                else:
+                    self.content_format = "string"
             if kind in (FrameKind.RENDERED, FrameKind.RAISED):
                 kind, text = process.names(source)
         except OutOfTimeError:
@@ -277,6 +295,24 @@ class ChatTemplate:
         self._uses_documents = "documents" in names
         self._warned: set[str] = set()
         self._settable = names - _OURS - variables.keys()
+
+    def check_defaults(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise InvalidArgument if the server's defaults set a variable that callers may not set."""
+        for name in kwargs.keys() & (_OURS | self._variables.keys()):
+            known = ", ".join(sorted(self._settable)) or "none"
+            field = f"default_{_KWARGS}.{name}"
+            raise InvalidArgument(field, f"cannot be set; the variables of the chat template are {known}")
+
+    def _in_format(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return messages with their texts as the template takes them."""
+        if self.content_format == "string":
+            return messages
+        return [
+            {**one, "content": [{"type": "text", "text": one["content"]}]}
+            if isinstance(one.get("content"), str)
+            else one
+            for one in messages
+        ]
 
     def reasoning_variables(self, reasoning: ReasoningOptions, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the template variables that implement the requested reasoning options.
@@ -394,7 +430,7 @@ class ChatTemplate:
         layout: Mapping[str, Any],
     ) -> tuple[FrameKind, str]:
         try:
-            tools = list(tools)
+            tools, messages = list(tools), self._in_format(messages)
             return self._process.render(self.source, variables, messages, max_bytes, tools=tools or None, layout=layout)
         except OutOfTimeError as error:
             raise InvalidArgument(_FIELD, f"the chat template needs more than {CPU_S} s of processor time") from error

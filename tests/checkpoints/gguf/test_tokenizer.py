@@ -15,6 +15,7 @@ from jpaged.build import find_source
 from jpaged.chat import ChatOptions, Tool
 from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
 from jpaged.checkpoints.gguf.tokenizer import GgufTokenizer, _merge_order, _pairs, read_tokenizer
+from jpaged.config import ModelOptions
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, JpagedError, Unsupported
 from jpaged.kernels.cpu.library import find_merges
@@ -117,7 +118,7 @@ def test_byte_level_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
 def test_a_served_file_speaks_as_the_folder_that_it_was_made_of(tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     write_gguf(MODEL, file, of_kind("F32"), more=demo_metadata())
-    got = find_source(str(file)).tokenizer
+    got = find_source(ModelOptions(model=str(file))).tokenizer
     want = load_tokenizer(FOLDER, vocab_size=1)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell me <|pad|> more"}]
     assert got.has_chat_template
@@ -130,7 +131,7 @@ def test_a_file_has_a_template_for_tools(tmp_path: Path) -> None:
     write_gguf(MODEL, tmp_path / "tiny.gguf", of_kind("F32"), more={**demo_metadata(), **more})
     convert_folder(tmp_path / "tiny.gguf", tmp_path / "folder", ConversionOptions("safetensors"))
     for path in (tmp_path / "tiny.gguf", tmp_path / "folder"):
-        tokenizer: Any = find_source(str(path)).tokenizer
+        tokenizer: Any = find_source(ModelOptions(model=str(path))).tokenizer
         for tools, want in (((), "plain"), ((Tool("f"),), "function")):
             options = ChatOptions(tools=list(tools))
             said = tokenizer.chat_ids([{"role": "user", "content": "Hi."}], options, max_bytes=100)
@@ -150,7 +151,7 @@ def test_a_converted_file_keeps_its_tokenizer(metadata: dict[str, Any], tmp_path
 def test_a_file_without_a_tokenizer_takes_ids_alone(tmp_path: Path) -> None:
     write_gguf(MODEL, tmp_path / "tiny.gguf", of_kind("F32"))
     assert read_tokenizer(tmp_path / "tiny.gguf") is None
-    assert find_source(str(tmp_path / "tiny.gguf")).tokenizer.vocab_size == 131
+    assert find_source(ModelOptions(model=str(tmp_path / "tiny.gguf"))).tokenizer.vocab_size == 131
 
 
 def merged(text: str, metadata: dict[str, Any]) -> list[int]:

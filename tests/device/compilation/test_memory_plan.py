@@ -208,8 +208,8 @@ def test_what_a_total_is_made_of_is_told_in_tables_and_refusals(monkeypatch: pyt
     assert plan(host, ProgramMemory()).lines()[-1].strip() == free
     assert plan(shared, ProgramMemory(), memory_utilization=0.8).lines()[-1].strip() == f"{free}, shared by 4 devices"
     held = "all that the device's allocator may use, minus 2.000 GiB used by others"
-    assert plan(own, ProgramMemory()).lines()[-1].strip() == f"which is {held}"
-    assert plan(alone, ProgramMemory()).lines()[-1].strip() == "which is all that the device's allocator may use"
+    assert plan(own, ProgramMemory()).lines()[-2].strip() == f"which is {held}"
+    assert plan(alone, ProgramMemory()).lines()[-2].strip() == "which is all that the device's allocator may use"
     with pytest.raises(InvalidArgument, match=r"0\.5 of 8\.00 GiB \(all that .* used by others\), minus 1\.00 GiB for"):
         plan(own, ProgramMemory(), num_blocks=1 << 20)
     with pytest.raises(InvalidArgument, match=r"0\.1 of 5\.00 GiB \(the weights, and 4\.0.*\) may be used"):
@@ -250,6 +250,80 @@ def test_what_others_hold_of_a_device_is_not_ours() -> None:
 def test_virtual_devices_share_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 8 * GIB)
     assert DeviceMemory.of(Device("cpu"), GIB, 4) == DeviceMemory(3 * GIB, is_own=False)
+
+
+@pytest.fixture
+def share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX's allocator has 0.95 of a GPU."""
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.95")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "")
+
+
+@pytest.mark.usefixtures("share")
+def test_a_gpu_holds_code_and_graphs_outside_the_allocator() -> None:
+    memory = DeviceMemory.of(Device("gpu", {"bytes_limit": 19 * GIB, "bytes_in_use": GIB}), GIB)
+    assert memory.outside_bytes == pytest.approx(GIB, abs=1)
+    programs = ProgramMemory(temp_bytes=100 * MIB, kept_bytes=20 * MIB, code_bytes=200 * MIB, graph_bytes=90 * MIB)
+    found = plan(memory, programs, memory_utilization=1.0)
+    assert found.program_bytes == 120 * MIB
+    assert found.num_blocks == 18 * 1024 - 120 - 1  # neither code nor graphs take blocks
+    assert sum(num_bytes for _, num_bytes in found.rows()) == 19 * GIB
+    assert found.lines()[-1] == (
+        "  outside of it 1.000 GiB: about 512.00 MiB for CUDA, 200.00 MiB for code and 90.00 MiB for graphs"
+    )
+    more = found.verified(dataclasses.replace(programs, graph_bytes=400 * MIB))
+    assert more.fits
+    assert more.lines()[-1] == "  which may not suffice: set XLA_CLIENT_MEM_FRACTION=0.94 in the environment"
+    assert not any("outside of it" in line for line in plan(OWN, programs).lines())
+    assert ("code of programs", 290 * MIB) in plan(OWN, programs).rows()
+
+
+@pytest.mark.usefixtures("share")
+def test_a_gpu_that_another_process_uses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {"bytes_limit": 19 * GIB, "bytes_in_use": GIB, "pool_bytes": 12 * GIB}
+    said = "it could reserve only 12.000 GiB of 19.000 GiB: another process uses this GPU"
+    assert said in DeviceMemory.of(Device("gpu", stats), GIB).what
+    assert said not in DeviceMemory.of(Device("gpu", stats | {"pool_bytes": 19 * GIB}), GIB).what
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    assert said not in DeviceMemory.of(Device("gpu", stats), GIB).what
+
+
+GPU_PROGRAM = """
+%fused_add (p: f32[8]) -> f32[8] {
+  ROOT %add.1 = f32[8]{0} add(%p, %p)
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %copy.1 = f32[8]{0} copy(%p)
+  %fusion.1 = f32[8]{0} fusion(%copy.1), kind=kLoop, calls=%fused_add
+  %gemm.1 = (f32[8]{0}, s8[64]{0}) custom-call(%fusion.1), custom_call_target="__cublas$gemm"
+  ROOT %get-tuple-element.1 = f32[8]{0} get-tuple-element(%gemm.1), index=0
+}
+"""
+
+
+class GpuProgram(Reported):
+    """A program for a GPU, whose memory report has no code."""
+
+    output_shardings = (SimpleNamespace(device_set=[SimpleNamespace(platform="gpu")]),)
+
+    def as_text(self) -> str:
+        return GPU_PROGRAM
+
+    def runtime_executable(self) -> SimpleNamespace:
+        return SimpleNamespace(serialize=lambda: b"x" * 1000)
+
+
+def test_code_and_launches_of_a_gpu_program_are_counted() -> None:
+    program: Any = GpuProgram(ProgramReport(1, 2, 3, 4, 0))
+    assert ProgramReport.of(program).code_bytes == 1000
+    assert memory_plan.count_launches(program) == 3
+    loaded: Any = GpuProgram(ProgramReport(1, 2, 3, 4, 0))
+    loaded.runtime_executable = lambda: SimpleNamespace(size_of_generated_code_in_bytes=lambda: 700)
+    assert ProgramReport.of(loaded).code_bytes == 700
+    told: Any = GpuProgram(ProgramReport(1, 2, 3, 4, 5))
+    assert ProgramReport.of(told).code_bytes == 5
 
 
 def test_programs_that_take_more_than_there_is_end_the_start() -> None:

@@ -14,7 +14,7 @@ from jpaged.service.chat.output_config import ChatOutputConfig
 from jpaged.service.chat.sandbox import TemplateProcess
 from jpaged.service.chat.template import ChatTemplate, for_template, messages_bytes, read_messages
 from jpaged.service.input_processor import InputProcessor
-from jpaged.service.tokenizer import HuggingFaceTokenizer
+from jpaged.service.tokenizer import HuggingFaceTokenizer, TemplateSettings
 from jpaged.service.tokenizer_parts import read_parts
 from jpaged.testing import ByteTokenizer, FakeExecutor
 from jpaged.types import Prompt, SamplingParams
@@ -317,6 +317,57 @@ def test_reasoning_is_asked_of_a_template_by_the_variable_that_it_has(process):
         with pytest.raises(InvalidArgument, match=r"^reasoning\.effort: "):
             parse_reasoning({"effort": effort})
     assert [parse_reasoning({"effort": "x" * num_chars}).effort for num_chars in (1, 64)] == ["x", "x" * 64]
+
+
+PARTS = """\
+{%- for m in messages %}{% for part in m.content %}{{ m.role }}: {{ part['text'] }}
+{% endfor %}{% endfor %}"""
+EITHER = "{%- for m in messages %}{{ m.content if m.content is string else m.content[0].text ~ '!' }}{% endfor %}"
+FAILS_ON_TEXT = "{%- for m in messages %}{{ m.content[0].text.strip() }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "content_format", "resolved", "text"),
+    [
+        (PARTS, "auto", "openai", "user: Hi\n"),
+        (PARTS, "openai", "openai", "user: Hi\n"),
+        (PARTS, "string", "string", "user: \nuser: \n"),
+        (EITHER, "auto", "string", "Hi"),
+        (EITHER, "openai", "openai", "Hi!"),
+        (FAILS_ON_TEXT, "auto", "openai", "Hi"),
+        ("fixed", "auto", "string", "fixed"),
+    ],
+)
+def test_a_text_comes_in_the_form_that_a_template_prints(process, source, content_format, resolved, text):
+    template = ChatTemplate(process, source, {}, content_format=content_format)
+    assert template.content_format == resolved
+    assert template.render([{"role": "user", "content": "Hi"}], max_bytes=1000) == text
+
+
+def test_an_open_message_is_continued_in_parts(process):
+    template = ChatTemplate(process, PARTS, {})
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
+    options = ChatOptions(add_generation_prompt=False, continue_final_message=True)
+    assert template.render(talk, max_bytes=1000, options=options) == "user: Hi\nassistant: Well"
+    with pytest.raises(InvalidArgument, match=r"^model: its chat template fails for one plain user message"):
+        ChatTemplate(process, FAILS_ON_TEXT, {}, content_format="string")
+
+
+def test_variables_have_the_defaults_of_the_server(folder):
+    settings = TemplateSettings(kwargs={"enable_thinking": False, "unused": 1})
+    tokenizer = HuggingFaceTokenizer(with_template(folder, QWEN), templates=settings)
+
+    def ends(**options):
+        token_ids = tokenizer.chat_ids([USER], ChatOptions(**options), max_bytes=1000)
+        return tokenizer.decode(token_ids, skip_special_tokens=False).endswith("<think></think>")
+
+    assert tokenizer.has_chat_template
+    assert ends()
+    assert not ends(template_kwargs={"enable_thinking": True})
+    assert not ends(reasoning=ReasoningOptions(enabled=True))
+    wrong = HuggingFaceTokenizer(folder, templates=TemplateSettings(kwargs={"messages": []}))
+    with pytest.raises(InvalidArgument, match=r"default_chat_template_kwargs\.messages: cannot be set; the variables"):
+        assert wrong.has_chat_template
 
 
 @pytest.mark.long
