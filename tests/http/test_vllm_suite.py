@@ -38,7 +38,8 @@ def test_a_report_is_compared_with_the_expected_failures(tmp_path: Path) -> None
     assert compare(EXPECTED, {**outcomes, ("a.py", "test_two"): "passed"}) == [
         "passed, and is expected to fail: a.py::test_two"
     ]
-    assert compare(Expected("1", {"a.py": {"test_one[y]": "", "test_two": "", "test_old": "why"}}), outcomes) == [
+    chance = "depends on the model: it samples"
+    assert compare(Expected("1", {"a.py": {"test_one": chance, "test_two": "why", "test_old": "why"}}), outcomes) == [
         "did not run: a.py::test_old"
     ]
 

@@ -30,9 +30,7 @@ _WITH_VALUE = (
     *("--max-model-len", "--max-logprobs", "--root-path", "--tool-call-parser", "--reasoning-parser"),
     *("--chat-template", "--max-num-batched-tokens", "--stream-interval", "--api-key"),
 )
-_FLAGS = (
-    *("--enable-force-include-usage", "--trust-request-chat-template", "--return-tokens-as-token-ids"),
-)
+_FLAGS = (*("--enable-force-include-usage", "--trust-request-chat-template", "--return-tokens-as-token-ids"),)
 _F = TypeVar("_F")
 _MAX_TOKENS = 100
 """Tokens of a response whose request sets no limit."""
