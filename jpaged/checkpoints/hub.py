@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from jpaged import json_text
 from jpaged.checkpoints.gguf.file import SUFFIX, find_gguf, get_parts, is_gguf
 from jpaged.checkpoints.gguf.scheme import read_model
 from jpaged.checkpoints.names import model_leaves
@@ -325,8 +326,9 @@ def override_config(
 ) -> Mapping[str, Any]:
     """Return a config.json with other values.
 
-    A value replaces that of its key; only a nested `*_config` is merged. A new section of rotary embedding replaces the
-    one there, in the layout of either version of transformers, and keeps its base and fraction unless it has others.
+    A value replaces the one with the same key; only a nested `*_config` is merged. A new section of rotary embedding
+    replaces the one there, in the layout of either version of transformers, and keeps its base and fraction unless it
+    has others.
 
     Args:
         where: name of the overrides in errors.
@@ -537,7 +539,7 @@ def fingerprint(folder: Path, overrides: Mapping[str, Any] = MappingProxyType({}
         of_orbax = (path for path in (folder / PARAMS_FOLDER).rglob("*") if path.is_file())
         files = sorted(of_orbax if is_orbax_folder(folder) else folder.glob("*.safetensors"))
     if overrides:
-        digest.update(json.dumps(overrides, sort_keys=True).encode())
+        digest.update(json_text.dumps(overrides, sort_keys=True).encode())
     for path in files:
         num_bytes = path.stat().st_size
         digest.update(f"{path.name} {num_bytes}\n".encode())

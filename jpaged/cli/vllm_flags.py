@@ -100,7 +100,7 @@ def find_flag(word: str) -> VllmFlag | None:
 
 
 def translate(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Replace vLLM's flags by the options of a command, and --config by the options of its file.
+    """Replace vLLM's flags by the options of a command, and --config by the options in the file.
 
     Returns:
         The words for the parser, and a line for each flag that was replaced or dropped.
@@ -160,7 +160,7 @@ def _words_of_file(parser: argparse.ArgumentParser, path: Path, notes: list[str]
         if names.count(name) > 1:
             raise InvalidArgument(str(key), "is given twice")
         if _is_known(parser, name.partition(".")[0], str(key)):
-            words += _words_of(parser, str(key), name, value)
+            words += _option_words(parser, str(key), name, value)
         else:
             notes.append(f"{name} is not an option of `{parser.prog}`")
     return words
@@ -191,7 +191,7 @@ def _is_known(parser: argparse.ArgumentParser, name: str, key: str) -> bool:
     raise InvalidArgument(key, "; ".join(filter(None, ("is not an option", hint))))
 
 
-def _words_of(parser: argparse.ArgumentParser, key: str, name: str, value: _Values) -> list[str]:
+def _option_words(parser: argparse.ArgumentParser, key: str, name: str, value: _Values) -> list[str]:
     """Return the words for a key of a file."""
     flag, action = find_flag(name.partition(".")[0]), parser._option_string_actions.get(name)
     is_switch = action.nargs == 0 if action is not None else flag is not None and flag.kind == "switch"

@@ -97,7 +97,7 @@ _JAX_GPU_MEMORY_SHARE = 0.75
 
 def may_have_gpus() -> bool:
     """Return True if JAX may start CUDA: a plugin is installed, and the platforms are not limited to others."""
-    platforms = str(jax.config.jax_platforms or "")
+    platforms = str(getattr(jax.config, "jax_platforms", None) or "")  # mypy knows no option of jax.config
     is_allowed = not platforms or not {"cuda", "gpu"}.isdisjoint(platforms.split(","))
     return is_allowed and any(importlib.util.find_spec(name) is not None for name in _CUDA_PLUGINS)
 

@@ -425,7 +425,7 @@ class Job:
         prompts: one request each; a chat is one.
         has_echo: prepend the prompt to the text, and its log-probabilities to the text's; for completions only.
         shows_prompt_logprobs: return the prompt's log-probabilities by themselves, even if the text's include them.
-        echoed: text before the answer of a chat, the content of its last message; "" for none.
+        echoed: text before the answer of a chat, which its last message contains; "" for none.
         role: role of the answer of a chat.
         is_only_told: return only the prompt, without generated text: `max_tokens` of 0. `sampling` then samples one
             token, which is dropped.
@@ -458,7 +458,7 @@ class Job:
         return self.prompts[0].messages is not None
 
     def echoes_text(self, number: int) -> bool:
-        """Return True if an echo of a prompt is the text that the caller sent, not the text of its tokens."""
+        """Return True if an echo of a prompt is the text that the caller sent, not decoded from tokens."""
         return self.prompts[number].text is not None and self.sampling.truncate_prompt_tokens is None
 
 

@@ -300,7 +300,7 @@ def _choice(
 
 
 def _of_prompt(job: Job, output: RequestOutput, token_text: TokenText) -> dict[str, Any]:
-    """Return the fields about the prompt, for a chat's answer or each choice of a completion; null if not asked for."""
+    """Return the fields about the prompt, for a chat's answer or each choice of a completion; null if not requested."""
     absent = {"prompt_logprobs": None, "prompt_token_ids": None}
     return absent | prompt_fields(job, output.prompt_token_ids, output.prompt_logprobs, token_text)
 

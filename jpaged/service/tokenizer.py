@@ -257,7 +257,7 @@ _SHORT = 2000
 
 
 class TemplateSettings(NamedTuple):
-    """How chat templates are rendered.
+    """Options of rendering chat templates.
 
     Attributes:
         content_format: form of a message's text, as in `ChatTemplate`.

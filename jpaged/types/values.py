@@ -139,7 +139,7 @@ class Prompt:
         fills_length: generate up to the limits of the model's length and the pool; `SamplingParams.max_tokens` is then
             the minimum that must fit.
         max_filled: with `fills_length`, the maximum to generate; None for no limit.
-        add_special_tokens: add the tokenizer's special tokens to the text; messages have an option of their own.
+        add_special_tokens: add the tokenizer's special tokens to the text; messages have a separate option.
         truncation_side: side on which `SamplingParams.truncate_prompt_tokens` drops tokens.
         is_only_told: only prompt results are returned. The sampled token is dropped and needs no room, so the prompt
             may have `max_model_len` tokens.

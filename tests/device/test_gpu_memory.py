@@ -20,7 +20,7 @@ CURRENT, DEPRECATED = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX may start CUDA and has not started; the environment sets no share."""
     monkeypatch.setattr(device_info, "may_have_gpus", lambda: True)
-    monkeypatch.setattr(device_info.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr("jpaged.device.device_info.xla_bridge.backends_are_initialized", lambda: False)
     monkeypatch.setenv(CURRENT, "")
     monkeypatch.setenv(DEPRECATED, "")
 
@@ -33,8 +33,9 @@ def read_share() -> Any:
 def test_jax_takes_most_of_a_gpu_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (read_share(), memory_outside_allocator(3 << 30)) == (None, 1 << 30)
     assert prepare_gpu_memory() is None
-    assert (read_share(), memory_outside_allocator(19 << 30)) == (0.95, pytest.approx(1 << 30, abs=1))
-    monkeypatch.setattr(device_info.xla_bridge, "backends_are_initialized", lambda: True)
+    assert read_share() == 0.95
+    assert memory_outside_allocator(19 << 30) == pytest.approx(1 << 30, abs=1)
+    monkeypatch.setattr("jpaged.device.device_info.xla_bridge.backends_are_initialized", lambda: True)
     assert prepare_gpu_memory() is None  # the next model of this process
 
 
@@ -70,7 +71,7 @@ def test_what_is_no_share_is_rejected(text: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_process_that_used_jax_before_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_info.xla_bridge, "backends_are_initialized", lambda: True)
+    monkeypatch.setattr("jpaged.device.device_info.xla_bridge.backends_are_initialized", lambda: True)
     said = prepare_gpu_memory()
     assert said is not None
     assert said.startswith("JAX's allocator takes 0.75 of each GPU, not 0.95, because this process used JAX before:")
@@ -92,8 +93,8 @@ def test_cuda_may_start_if_it_is_installed_and_allowed(
     platforms: str, is_installed: bool, may: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(device_info.jax, "config", type("Config", (), {"jax_platforms": platforms}))
-    monkeypatch.setattr(device_info.importlib.util, "find_spec", lambda name: object() if is_installed else None)
+    monkeypatch.setattr("jpaged.device.device_info.jax.config", type("Config", (), {"jax_platforms": platforms}))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if is_installed else None)
     assert device_info.may_have_gpus() is may
 
 

@@ -20,7 +20,7 @@ def keys(tmp_path: Path) -> str:
 
 
 async def test_paths_of_a_proxy_are_those_of_the_server(keys: str) -> None:
-    options = {"api_keys": keys, "root_path": "/some/llm/", "public_page": True}
+    options: dict[str, Any] = {"api_keys": keys, "root_path": "/some/llm/", "public_page": True}
     async with running(http_port=0, **options) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
         for path in ("/health", "/some/llm/health", "/some/llm/", "/some/llm"):
             assert (await client.get(path)).status_code == 200, path
