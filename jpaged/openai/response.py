@@ -479,6 +479,8 @@ class ChunkBuilder:
         if job.has_echo and told is not None:
             logprobs = self._logprobs(index, echoed(prompt_token_ids, told))
         choice = {"index": index, "text": prompt_text, "logprobs": logprobs, "finish_reason": None}
+        if job.has_token_ids:
+            fields["token_ids"] = []
         return self._chunk(choice | {"stop_reason": None} | fields, number)
 
     def _added(self, number: int, index: int, event: SequenceDelta) -> bytes:
