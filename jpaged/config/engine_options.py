@@ -32,6 +32,13 @@ Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "pallas-triton", "cpu"]
 """Attention backends."""
 
 
+_EXAMPLES = {
+    "hf_overrides": '{"max_position_embeddings": 65536}',
+    "default_chat_template_kwargs": '{"enable_thinking": false}',
+}
+"""Options of the model that are JSON objects, with examples for errors."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """The model, and its data types."""
@@ -158,7 +165,8 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument if an option is invalid, or conflicts with another."""
-        parse_json_object("hf_overrides", self.hf_overrides or "{}", '{"max_position_embeddings": 65536}')
+        for name, example in _EXAMPLES.items():
+            parse_json_object(name, getattr(self, name) or "{}", example)
         for name in ("tokenizer", "tokenizer_revision") if self.skip_tokenizer_init else ():
             if (value := getattr(self, name)) is not None:
                 raise InvalidArgument(name, f"{value} is not used: skip_tokenizer_init is True")
@@ -410,6 +418,13 @@ class SchedulerOptions:
         low=8,
         high=1 << 20,
         by_platform={"cpu": 512, "gpu": 1024, "tpu": 1024},
+    )
+    long_prefill_token_threshold: int = option(
+        0,
+        "maximum number of tokens of one prompt per step, so that short prompts do not wait for the prefill of long "
+        "ones; 0 is unlimited",
+        low=0,
+        high=1 << 20,
     )
     policy: Policy = option("fcfs", "admission order of waiting requests", choices=get_args(Policy))
     preemption_mode: PreemptionMode = option(

@@ -139,6 +139,12 @@ class HttpOptions:
     http_cors_origins: tuple[str, ...] = option(
         (), "allowed CORS origins, such as https://example.com; * for all, none if unset"
     )
+    enable_force_include_usage: bool = option(
+        False, "end every stream of completions and chats with its usage, whether the request asks for it or not"
+    )
+    return_tokens_as_token_ids: bool = option(
+        False, "name tokens in log-probabilities of completions and chats token_id:N instead of by their text"
+    )
     batch_dir: str | None = option(
         None,
         "folder for the files and state of /v1/batches, which resume after a restart; used by one server at a "

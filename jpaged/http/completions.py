@@ -26,6 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from jpaged.config import HttpOptions
 from jpaged.engine.tokenizer import Tokenizer, is_special_token
 from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument, ModelNotFound
 from jpaged.http.exchange import (
@@ -45,7 +46,7 @@ from jpaged.json_text import PIECE_BYTES
 from jpaged.openai.lines import error_body
 from jpaged.openai.request import Job, chat_job, completion_job, renamed, shown
 from jpaged.openai.response import AnswerSize, ChunkBuilder, ResponseMetadata, ShownToken, build_answer, sent_event
-from jpaged.output_assembler import new_completions
+from jpaged.outputs import new_completions
 from jpaged.service.calls import Call, Caller, RequestHandle, RequestRecord, require_name
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.score_embed import num_at_once, run_all
@@ -163,6 +164,7 @@ async def parse_job(
         job = await read_body(service, request, lambda given: read(given, defaults))
     else:
         job = read(body, defaults)
+    job = with_server_defaults(job, service.state.config.http)
     if job.request_id is not None and REQUEST_ID_HEADER not in request.headers:
         require_name("request_id", job.request_id)
         request_id = get_answer_headers(request)[REQUEST_ID_HEADER] = job.request_id
@@ -197,6 +199,15 @@ async def parse_job(
         headers=get_answer_headers(request),
         began_s=began_s,
     )
+
+
+def with_server_defaults(job: Job, options: HttpOptions) -> Job:
+    """Return a job with what the server's options add to every request."""
+    if options.return_tokens_as_token_ids:
+        job = replace(job, names_token_ids=True)
+    if options.enable_force_include_usage and job.streaming is not None:
+        job = replace(job, streaming=replace(job.streaming, include_usage=True))
+    return job
 
 
 def _adapter(model: LoadedModel, job: Job) -> LoadedAdapter | None:

@@ -99,7 +99,7 @@ POLICY_FAULTS = (
     Fault(
         "beams wait for beam searches that are about to end",
         "scheduler/scheduler.py",
-        " and group.live[0].num_output_tokens < sampling.max_tokens",
+        " and group.live[0].num_output_tokens < sampling.max_num_tokens",
         "",
         COHORTS,
     ),
@@ -403,8 +403,8 @@ POLICY_FAULTS = (
     Fault(
         "the replica router counts the output of one sample only",
         "data_parallel.py",
-        "num_rows * sampling.max_tokens",
-        "sampling.max_tokens",
+        "num_rows * sampling.max_num_tokens",
+        "sampling.max_num_tokens",
         ("data_parallel/test_routing.py",),
     ),
     Fault(

@@ -6,8 +6,9 @@ import shutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from jpaged.chat import ChatOptions
 from jpaged.demo import FOLDER
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.tokenizer import HuggingFaceTokenizer, LiteralText, load_tokenizer
@@ -208,3 +209,26 @@ def test_an_interrupt_is_not_an_error_of_the_tokenizer(monkeypatch, parsing, int
         parsing.encode("a")
     with pytest.raises(interrupt):
         parsing.decode([1, 2])
+
+
+def test_tokens_are_spelled_and_described_as_in_the_vocabulary(parsing):
+    token_ids = parsing.encode("a story")
+    strings = parsing.token_strings([*token_ids, END])
+    assert [parsing.vocabulary[one] for one in strings] == [*token_ids, END]
+    told = parsing.describe()
+    assert told["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert told["chat_template"] == parsing.chat_template
+    assert told["eos_token"] == strings[-1]
+
+
+@pytest.mark.parametrize("parses", [True, False])
+def test_a_chat_gets_the_tokenizers_special_tokens_on_demand(parses):
+    tokenizer = HuggingFaceTokenizer(FOLDER, parse_special_tokens=parses)
+    literal = tokenizer._literal
+    fast = tokenizer._fast if literal is None else literal.tokenizer
+    end = fast.id_to_token(END)
+    fast.post_processor = processors.TemplateProcessing(single=f"{end} $A", special_tokens=[(end, END)])
+    messages = [{"role": "user", "content": "hey"}]
+    plain = tokenizer.chat_ids(messages, ChatOptions(), max_bytes=1000)
+    marked = tokenizer.chat_ids(messages, ChatOptions(add_special_tokens=True), max_bytes=1000)
+    assert marked == [END, *plain]

@@ -411,5 +411,5 @@ def commit_full_blocks(sequence: Sequence, memory: KVCacheManager) -> None:
 
 
 def _num_left(group: SequenceGroup, sequence: Sequence, long_rope: LongRopeRecompute | None) -> int:
-    num_left = group.request.sampling.max_tokens - sequence.num_output_tokens
+    num_left = group.request.sampling.max_num_tokens - sequence.num_output_tokens
     return num_left if long_rope is None else min(num_left, long_rope.num_left(sequence))

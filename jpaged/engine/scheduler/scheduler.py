@@ -229,7 +229,7 @@ def should_wait_for_other_beams(pending: Mapping[SequenceGroup, Shares]) -> bool
 def _continues(group: SequenceGroup) -> bool:
     """Return True if a group's beams, whose tokens are in flight, need more tokens after these."""
     sampling = group.request.sampling
-    return bool(sampling.beam_width) and group.live[0].num_output_tokens < sampling.max_tokens
+    return bool(sampling.beam_width) and group.live[0].num_output_tokens < sampling.max_num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +291,7 @@ class Scheduler:
         self.max_num_seqs = min(options.max_num_seqs or geometry.max_num_seqs, geometry.max_num_seqs)
         most = geometry.max_num_batched_tokens
         self._max_num_batched_tokens = min(options.max_num_batched_tokens or most, most)
+        self._max_prompt_tokens = options.long_prefill_token_threshold or most
         self._is_static = options.batching == "static"  # as request-level servers do
         self._memory = memory
         self._policy = policy
@@ -431,9 +432,13 @@ class Scheduler:
             context_lens = [*(self.rows.lens_s + 1).tolist(), *(sequence.num_tokens for sequence in others)]
             budget = self.prefill_budget.within(budget, context_lens, queues.running, prefilling)
         for group in prefilling:
-            parts[group] = _within(budget, group, parts[group])
+            parts[group] = _within(self._limited(budget, group), group, parts[group])
             budget -= _num_tokens(parts[group])
         return parts, budget
+
+    def _limited(self, budget: int, group: SequenceGroup) -> int:
+        """Return the tokens that a group may have in a step: its rows always sample together."""
+        return min(budget, max(self._max_prompt_tokens, group.num_rows))
 
     def _decode(self, parts: dict[SequenceGroup, Shares], schedule: SchedulerOutput, *, is_alone: bool) -> bool:
         """Schedule the decode batch. Return False, without changes, if its rows and the others do not all find blocks.
@@ -502,7 +507,7 @@ class Scheduler:
                 self._memory.swapping.swap_in(group)
             else:
                 self._admit(group, schedule)
-            parts = _within(budget, group, _pending_shares(group, self.rows, self._memory))
+            parts = _within(self._limited(budget, group), group, _pending_shares(group, self.rows, self._memory))
             budget -= _num_tokens(parts)
             self._enter(group, parts, schedule)
             outstanding += self._memory.num_outstanding_blocks(group)
@@ -635,7 +640,7 @@ def _decodes(row: ScheduledRow) -> bool:
         and row.start >= sequence.num_prompt_tokens
         and not row.group.needs_row_scheduling
         and row.output_index + 1 >= sampling.min_tokens
-        and sequence.num_output_tokens < sampling.max_tokens
+        and sequence.num_output_tokens < sampling.max_num_tokens
     )
 
 
@@ -646,7 +651,7 @@ def _num_to_run(group: SequenceGroup, sequence: Sequence) -> int:
         return 0  # the surviving beams are chosen when all samples are collected
     if not group.is_forked:
         return sequence.num_prompt_tokens - sequence.num_computed_tokens
-    if sequence.num_output_tokens >= sampling.max_tokens:
+    if sequence.num_output_tokens >= sampling.max_num_tokens:
         return 0  # its last token is in flight
     return sequence.num_uncomputed_tokens
 

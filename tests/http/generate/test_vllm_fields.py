@@ -214,3 +214,15 @@ async def test_an_echo_of_ids_has_their_special_tokens_and_log_probabilities_twi
         ]
         assert alone == choice["logprobs"]["token_logprobs"][:3]
         assert choice["token_ids"] is choice["prompt_token_ids"] is None
+
+
+async def test_options_of_the_server_add_usage_and_names_of_tokens() -> None:
+    options = {"enable_force_include_usage": True, "return_tokens_as_token_ids": True}
+    async with asking(**options) as (_, client):
+        how: Any = {"prompt": "hello", "max_tokens": 2, "temperature": 0.0, "model": "fake", "logprobs": 1}
+        (choice,) = (await client.completions.create(**how)).choices
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens == [f"token_id:{one}" for one in expected_tokens(list(b"hello"), 2)]
+        chunks = [chunk async for chunk in await client.completions.create(stream=True, **how)]
+        assert chunks[-1].choices == [] and chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 2 and all(chunk.usage is None for chunk in chunks[:-1])

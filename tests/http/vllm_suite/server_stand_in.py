@@ -9,6 +9,7 @@ A server is kept for the next test file if its model name and arguments are the 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import shlex
 import socket
@@ -16,6 +17,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import anthropic
@@ -28,10 +30,7 @@ _WITH_VALUE = (
     *("--max-model-len", "--max-logprobs", "--root-path", "--tool-call-parser", "--reasoning-parser"),
     *("--chat-template", "--max-num-batched-tokens", "--stream-interval", "--api-key"),
 )
-_FLAGS = (
-    *("--enable-force-include-usage", "--enable-tokenizer-info-endpoint", "--trust-request-chat-template"),
-    *("--return-tokens-as-token-ids", "--enable-server-load-tracking", "--enable-prompt-tokens-details"),
-)
+_FLAGS = (*("--enable-force-include-usage", "--trust-request-chat-template", "--return-tokens-as-token-ids"),)
 _F = TypeVar("_F")
 _MAX_TOKENS = 100
 """Tokens of a response whose request sets no limit."""
@@ -53,7 +52,19 @@ def kept_arguments(arguments: list[str]) -> list[str]:
     for name in _WITH_VALUE:
         if name in arguments:
             kept += [name, arguments[arguments.index(name) + 1]]
-    return [*kept, *(name for name in _FLAGS if name in arguments)]
+    kept += [name for name in _FLAGS if name in arguments]
+    for name in adapter_names(arguments):  # the tests only call adapters by name
+        kept += ["--served-model-aliases", name]
+    return kept
+
+
+def adapter_names(arguments: list[str]) -> list[str]:
+    """Return the names of the adapters that a vLLM server loads."""
+    if "--lora-modules" not in arguments:
+        return []
+    given = arguments[arguments.index("--lora-modules") + 1 :]
+    modules = list(takewhile(lambda one: not one.startswith("--"), given))
+    return [json.loads(one)["name"] if one.startswith("{") else one.partition("=")[0] for one in modules]
 
 
 class _Server:
