@@ -28,7 +28,7 @@ EXPECTED = HERE / "expected.toml"
 TESTS = "tests/entrypoints"
 _KEPT = ("tests/entrypoints/", "tests/models/", "tests/ci_envs.py")
 """Parts of the source package that the tests import."""
-_TEST_TIMEOUT_S = 120
+_TEST_TIMEOUT_S = 300
 _BY_CHANCE = "depends on the model"
 """Beginning of the reasons of tests that may also pass, because they sample."""
 _PASSED, _FAILED, _SKIPPED = "passed", "failed", "skipped"
