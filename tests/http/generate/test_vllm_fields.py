@@ -225,4 +225,4 @@ async def test_options_of_the_server_add_usage_and_names_of_tokens() -> None:
         assert choice.logprobs.tokens == [f"token_id:{one}" for one in expected_tokens(list(b"hello"), 2)]
         chunks = [chunk async for chunk in await client.completions.create(stream=True, **how)]
         assert chunks[-1].choices == [] and chunks[-1].usage is not None
-        assert chunks[-1].usage.completion_tokens == 2 and all(chunk.usage is None for chunk in chunks[:-1])
+        assert chunks[-1].usage.completion_tokens == 2 and all(chunk.usage for chunk in chunks)
