@@ -1,6 +1,7 @@
 """One model's programs, lowered as a server lowers them and compiled for the TPUs of a topology by libtpu.
 
     python -m benchmarks.tpu_programs CELL...      in a process of `compiler_environment`; prints a line of JSON each
+    python -m benchmarks.tpu_programs --exchange   counts what devices exchange in the steps that aot_tpu recorded
 
 A cell is spelled `model@topology#program,program`, with `/backend` behind the topology for another than `auto` takes:
 `llama-3-8b@v6e:2x4#forward[64],sample[64],sample[64, top]`. Weights are bfloat16, or as one of `FORMATS` has them
@@ -9,6 +10,9 @@ behind the topology has each context on two; the pool takes what a server would 
 without the weights. Where that is less than two of the model's longest sequences it takes those,
 and the compiler has to say that it does not fit. `+lora` comes last, and has adapters beside the weights: 8 slots of
 rank 16, as a server has them unless it is told otherwise (`llama-3-8b+int8+lora@v6e:1x1#forward[64],load_adapter[1]`).
+
+An exchange is exposed if its instruction is synchronous: the device computes nothing until it ends. A ring over n
+devices sends 2 (n - 1) / n of an all-reduce's bytes over each of its links (`_ring_share`).
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +36,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from benchmarks.made_arrays import MadeArray, made_arrays
+from benchmarks.record import RESULTS, put_on_page, save
 from jpaged import json_text
 from jpaged.config import EngineConfig
 from jpaged.device.aot.deployment import Collective, collectives, parse_computations
@@ -45,8 +51,9 @@ from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.models.config import Quantization
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
+from jpaged.plan.cost import StepLoad
 from jpaged.plan.known_models import KNOWN_MODELS
-from jpaged.plan.step_times import find_target
+from jpaged.plan.step_times import PlannedModel, StepParts, find_target
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "block_size": 32}
@@ -309,7 +316,126 @@ def _copied_logits(executable: jax.stages.Compiled, step: Step, spec: ProgramSpe
     return [array for array in made_arrays(executable, {size}) if array.opcode.startswith("copy")]
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What each device exchanges in a program, with the trips of loops.
+
+    Attributes:
+        num_collectives: by opcode.
+        link_bytes: over each link of a ring of all devices, one way.
+        exposed_bytes: the part of link_bytes that synchronous collectives send.
+        exposed_s: their estimated time, at the plan's share of the links.
+        step_s: the plan's estimate of the whole step, whose sums are exposed.
+    """
+
+    cell: str
+    program: str
+    num_devices: int
+    num_collectives: Mapping[str, int]
+    link_bytes: int
+    exposed_bytes: int
+    exposed_s: float
+    step_s: float
+
+    @classmethod
+    def count(cls, result: ProgramResult) -> Exchange:
+        """Count the collectives of a forward program.
+
+        Raises:
+            ValueError: a collective is in a loop whose trip count is unknown.
+        """
+        counts: Counter[str] = Counter()
+        link_bytes = exposed_bytes = 0
+        for one in result.collectives:
+            if None in one.loop_trips:
+                raise ValueError(f"{one.instruction} of {result.cell} is in a loop of unknown trip count")
+            trips = math.prod(trips or 0 for trips in one.loop_trips)
+            counts[one.opcode] += trips
+            num_bytes = round(trips * _ring_share(one.opcode, result.num_devices) * one.num_bytes)
+            link_bytes += num_bytes
+            exposed_bytes += 0 if one.is_async else num_bytes
+        step = _estimate_step(result)
+        exposed_s = step.sums_s * exposed_bytes / link_bytes if link_bytes else 0.0
+        cell, numbers = result.cell, dict(sorted(counts.items()))
+        return cls(
+            cell, result.program, result.num_devices, numbers, link_bytes, exposed_bytes, exposed_s, step.seconds
+        )
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of the step during which devices only exchange."""
+        return self.exposed_s / self.step_s
+
+
+def _ring_share(opcode: str, num_devices: int) -> float:
+    """Return the bytes over each link of a ring, as a multiple of those of the collective's result."""
+    share = (num_devices - 1) / num_devices
+    shares = {"all-reduce": 2 * share, "reduce-scatter": num_devices - 1.0, "collective-permute": 1.0}
+    return shares.get(opcode, share)
+
+
+def _number_bytes(collectives: Sequence[Collective]) -> float:
+    """Return the mean bytes of an exchanged number; 2 without collectives."""
+    num_numbers = sum(math.prod(dims) for one in collectives for dims in one.dims)
+    return sum(one.num_bytes for one in collectives) / num_numbers if num_numbers else 2.0
+
+
+def _estimate_step(result: ProgramResult) -> StepParts:
+    """Return the plan's parts of a step: decoding rows with 1024 tokens each, or prompts of 1024 tokens."""
+    name, _, topology = result.cell.partition("@")
+    config, num_devices, block_size = KNOWN_MODELS[name].config, result.num_devices, OPTIONS["block_size"]
+    planned = PlannedModel(
+        config=config,
+        kv_dtype="bfloat16",
+        itemsize=2,
+        target=find_target(topology),
+        num_devices=num_devices,
+        weight_bytes=result.weight_bytes,
+        bytes_per_block=2 * config.num_layers * config.kv_width * block_size // num_devices,
+        block_size=block_size,
+        number_bytes=_number_bytes(result.collectives),
+    )
+    num_tokens = int(result.program.removeprefix("forward[").removesuffix("]"))
+    is_decode = num_tokens <= OPTIONS["max_num_seqs"]
+    load = StepLoad.decoding(num_tokens, 1024) if is_decode else StepLoad.prompts(num_tokens, 1024)
+    return planned.step_times().parts(load)
+
+
+def recorded_steps() -> list[ProgramResult]:
+    """The forward programs for several devices in the record of `benchmarks.aot_tpu`."""
+    programs = json.loads((RESULTS / "aot_tpu.json").read_text())["programs"]
+    unnoted = {"adapter_bytes": 0, "adapter_bytes_read": 0, "products": []}  # by older records
+    results = [_parse(unnoted | fields) for fields in programs if fields["program"].startswith("forward[")]
+    return [result for result in results if result.report is not None and result.collectives and "/" not in result.cell]
+
+
+def exchange_table(exchanges: Sequence[Mapping[str, Any]]) -> str:
+    """Return a Markdown table: one row per program."""
+    rows = [
+        "| cell | program | devices | collectives | MiB over a link | exposed MiB | exposed, ms | of the step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in exchanges:
+        collectives = ", ".join(f"{count} {opcode}" for opcode, count in one["num_collectives"].items())
+        cells = [one["cell"], one["program"], str(one["num_devices"]), collectives]
+        cells += [f"{one[name] / 2**20:.1f}" for name in ("link_bytes", "exposed_bytes")]
+        cells += [f"{one['exposed_s'] * 1e3:.2f}", f"{one['exposed_share']:.0%}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def record_exchanges() -> None:
+    """Count the exchanges of the recorded steps; write results/tpu_exchange.json and the table of the page."""
+    found = [Exchange.count(result) for result in recorded_steps()]
+    programs = [{**dataclasses.asdict(one), "exposed_share": one.exposed_share} for one in found]
+    print(save("tpu_exchange", "python -m benchmarks.tpu_programs --exchange", {"programs": programs}))
+    put_on_page({"exchange": exchange_table(programs)})
+
+
 def main(cells: Sequence[str]) -> None:
+    if cells == ["--exchange"]:
+        record_exchanges()
+        return
     for cell in cells:
         for result in compile_cell(cell):
             print(_MARK + json_text.dumps(dataclasses.asdict(result)), flush=True)

@@ -29,29 +29,75 @@ if TYPE_CHECKING:
         Unavailable,
         Unsupported,
     )
-    from jpaged.llm import LLM
-    from jpaged.types import CompletionOutput, FinishReason, RequestOutput, SamplingParams
+    from jpaged.llm import (
+        LLM,
+        AsyncEngineArgs,
+        AsyncLLM,
+        AsyncLLMEngine,
+        EngineArgs,
+        LLMEngine,
+        PromptType,
+        TextPrompt,
+        TokensPrompt,
+    )
+    from jpaged.outputs import (
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
+    from jpaged.sampling_params import (
+        BeamSearchParams,
+        PoolingParams,
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
+    from jpaged.types import FinishReason, LoRARequest
 
 __all__ = [
     "LLM",
     "AlreadyExists",
     "AsyncClient",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "BeamSearchParams",
     "Cancelled",
     "Client",
     "CompletionOutput",
     "DeadlineExceeded",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "EngineArgs",
     "FinishReason",
     "InternalError",
     "InvalidArgument",
     "JpagedError",
+    "LLMEngine",
     "LimitExceeded",
+    "LoRARequest",
     "NotFound",
     "PermissionDenied",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
+    "PromptType",
     "QueueFull",
     "QuotaExceeded",
     "RequestOutput",
+    "RequestOutputKind",
     "RequestTooLong",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "TryLater",
     "Unauthenticated",
     "Unavailable",
@@ -60,13 +106,32 @@ __all__ = [
 ]
 
 _HOME = {
-    "LLM": "jpaged.llm",
-    "AsyncClient": "jpaged.client",
-    "Client": "jpaged.client",
-    "CompletionOutput": "jpaged.types",
-    "FinishReason": "jpaged.types",
-    "RequestOutput": "jpaged.types",
-    "SamplingParams": "jpaged.types",
+    **dict.fromkeys(
+        (
+            *("AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "EngineArgs", "LLM", "LLMEngine"),
+            *("PromptType", "TextPrompt", "TokensPrompt"),
+        ),
+        "jpaged.llm",
+    ),
+    **dict.fromkeys(("AsyncClient", "Client"), "jpaged.client"),
+    **dict.fromkeys(
+        (
+            "CompletionOutput",
+            "EmbeddingOutput",
+            "EmbeddingRequestOutput",
+            "PoolingOutput",
+            "PoolingRequestOutput",
+            "RequestOutput",
+            "ScoringOutput",
+            "ScoringRequestOutput",
+        ),
+        "jpaged.outputs",
+    ),
+    **dict.fromkeys(
+        ("BeamSearchParams", "PoolingParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"),
+        "jpaged.sampling_params",
+    ),
+    **dict.fromkeys(("FinishReason", "LoRARequest"), "jpaged.types"),
 }
 
 

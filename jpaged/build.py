@@ -54,6 +54,7 @@ from jpaged.engine.executor.io import RopeLengthLimits
 from jpaged.engine.kv_cache.connector import import_connector
 from jpaged.engine.kv_cache.offload.connector_tier import open_stores
 from jpaged.engine.kv_cache.pinned import pin_limit
+from jpaged.engine.scheduler.multi_step import choose_bound_s
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.models.config import ModelConfig
@@ -161,6 +162,9 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         kv_cache_dtype=name_of_kv_dtype(executor.step.layout.dtype),
         lossy_kv_sinks=geometry.num_sink_tokens if options.lossy.lossy_kv_window else None,
         served_model_name=options.server.served_model_name or source.name,
+        max_inter_token_latency=choose_bound_s(executor.rates)
+        if options.scheduler.max_inter_token_latency is None
+        else options.scheduler.max_inter_token_latency,
         overlap=has_overlap(options.scheduler.overlap, device.platform, len(os.sched_getaffinity(0))),
         max_messages_per_second=options.server.max_messages_per_second
         or platform_default("max_messages_per_second", device.platform),

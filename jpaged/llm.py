@@ -1,48 +1,118 @@
-"""Offline inference: a model and a batch of prompts in one process, without a server.
+"""A model in the caller's process, without a server: `LLM` for batches, `AsyncLLM` for streams, `LLMEngine` for steps.
 
     llm = LLM("demo", max_num_seqs=32)
     outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.8, max_tokens=64))
 
-Every command-line option except the server's is a keyword here. Threads and event loops may share an `LLM`:
+Every command-line option except the server's is a keyword here. Threads share an `LLM`, tasks an `AsyncLLM`:
 
-    thread ── generate ──> _Call ──┐                        engine thread
-    thread ── chat ──────> _Call ──┴─> _Admission ─ submit ─> one batch ─ events ─> each call's own queue
+    thread ── generate ──> SubmittedCall ──┐                        engine thread
+    task ──── generate ──> SubmittedCall ──┴─> Admission ─ submit ─> one batch ─ events ─> each call's own queue
 
 A progress bar on stderr, in the style of vLLM's `LLM`, shows finished prompts and tokens per second.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
-import itertools
-import os
+import math
 import threading
 import time
+import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TypedDict, Unpack
+from types import NoneType
+from typing import Any, NoReturn, Unpack
 
-from jpaged.build import build, ignore_progress
 from jpaged.chat import ChatKwargs, build_chat_options
-from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names
-from jpaged.engine.engine import THREAD_NAME as ENGINE_THREAD
 from jpaged.engine.executor import Progress
-from jpaged.errors import InvalidArgument, JpagedError, Unavailable
-from jpaged.output_assembler import new_completions, without_errors
-from jpaged.server_load import EngineLoad
-from jpaged.service.chat.output_parser import ChatOutputParser
-from jpaged.service.loaded_model import EngineClient, LoadedModel
+from jpaged.errors import AlreadyExists, InvalidArgument, JpagedError, Unavailable, Unsupported
+from jpaged.local_model import (
+    ONLINE_DEFAULTS,
+    Admission,
+    EngineArgs,
+    GivenAdapter,
+    GivenLora,
+    GivenParams,
+    GivenPrompt,
+    GivenRequest,
+    LocalModel,
+    Messages,
+    PreparedRequest,
+    SubmittedCall,
+    TextPrompt,
+    TokensPrompt,
+    get_sampling_changes,
+    is_prompt,
+    list_prompts,
+    one_each,
+    parse_prompt,
+)
+from jpaged.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutputStream,
+    ScoringOutput,
+    decode_output,
+    new_completions,
+    without_errors,
+)
+from jpaged.sampling_params import BeamSearchParams, PoolingParams, RequestOutputKind
 from jpaged.service.score_embed import EMBED_SAMPLING, SCORE_SAMPLING, continued, errors_named, get_embedding, get_score
-from jpaged.types import Embedding, OutputEvent, Pooling, Prompt, Request, RequestOutput, SamplingParams, Score, Usage
-from jpaged.types.sampling import with_defaults
+from jpaged.types import (
+    Embedding,
+    LoRARequest,
+    OutputEvent,
+    Pooling,
+    Prompt,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Score,
+    Usage,
+)
 
+__all__ = [
+    "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "EngineArgs",
+    "LLMEngine",
+    "MakeBar",
+    "ProgressBar",
+    "PromptType",
+    "TextPrompt",
+    "TokensPrompt",
+]
+
+AsyncEngineArgs = EngineArgs
+PromptType = GivenPrompt
 MakeBar = Callable[..., Any]
 """Creates a bar like `tqdm(total=..., desc=..., dynamic_ncols=...)`, with `update`, `postfix` and `close`."""
+
+
+class ChatCallKwargs(ChatKwargs, total=False):
+    """Options of `LLM.chat`: those of a chat, and of the call.
+
+    Attributes:
+        adapter: as in `LLM.generate`.
+        chat_template_content_format: "auto" or the model's option.
+        tokenization_kwargs: as in `LLM.generate`.
+        conversations: former name of `messages`.
+    """
+
+    adapter: GivenAdapter
+    chat_template_content_format: str
+    tokenization_kwargs: Mapping[str, Any] | None
+    conversations: Messages | Sequence[Messages]
 
 
 class ProgressBar:
@@ -84,168 +154,32 @@ class ProgressBar:
             self._bar.close()
 
 
-class TextPrompt(TypedDict):
-    """A prompt as text."""
-
-    prompt: str
-
-
-class TokensPrompt(TypedDict):
-    """A prompt as token ids."""
-
-    prompt_token_ids: Sequence[int]
-
-
-_DEFAULTS = {"num_scheduler_steps": -1}
-"""Defaults that differ from a server's, because no requests arrive later."""
-GivenPrompt = str | TextPrompt | TokensPrompt
-Messages = Sequence[Mapping[str, Any]]
-GivenAdapter = str | Sequence[str | None] | None
-
-
-class _Asked(NamedTuple):
-    """A request, and for chats the parser of the answers."""
-
-    request: Request
-    answers: ChatOutputParser | None
-
-
-class _Call:
-    """The requests of one call, and their events.
-
-    Attributes:
-        waiting: requests that are not submitted yet.
-        running: ids of the requests in the engine.
-        events: written by the engine thread, read by the caller.
-    """
-
-    __slots__ = ("events", "running", "waiting")
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.waiting = deque(requests)
-        self.running: set[str] = set()
-        self.events: SimpleQueue[OutputEvent] = SimpleQueue()
-
-
-class _Admission:
-    """Submits the requests of concurrent calls as the engine has capacity, one of each call in turn.
-
-    Requests are submitted on the engine thread: all requests of a call are there before the next step begins.
-    """
-
-    def __init__(self, engine: EngineClient) -> None:
-        self._engine = engine
-        self._lock = threading.Lock()
-        self._calls: deque[_Call] = deque()
-
-    def add(self, call: _Call) -> None:
-        """Queue a call; each request ends in exactly one event with `is_last`."""
-        with self._lock:
-            self._calls.append(call)
-        if self._engine.call_soon(self._fill).cancelled():
-            self._fill()  # the engine has ended, so every request is refused individually
-
-    def remove(self, call: _Call) -> None:
-        """Abort the requests of an abandoned call; their slots are free by the next step."""
-        with self._lock:
-            call.waiting.clear()
-            running = list(call.running)
-        for request_id in running:
-            self._engine.abort(request_id)
-
-    def _fill(self) -> None:
-        with self._lock:
-            while self._calls and not self._engine.is_full:
-                call = self._calls.popleft()
-                if call.waiting:
-                    self._submit(call, call.waiting.popleft())
-                if call.waiting:
-                    self._calls.append(call)
-
-    def _submit(self, call: _Call, request: Request) -> None:
-        def take(event: OutputEvent) -> None:
-            call.events.put(event)
-            if event.is_last:
-                with self._lock:
-                    call.running.discard(event.request_id)
-                if self._calls:
-                    self._fill()
-
-        call.running.add(request.request_id)
-        try:
-            self._engine.submit(request, take)
-        except JpagedError as error:
-            call.running.discard(request.request_id)
-            call.events.put(OutputEvent(request.request_id, is_last=True, error=error))
-
-
-def _stop(serving: LoadedModel, process_id: int) -> None:
-    """Stop the engine thread and its child processes; a forked child owns neither."""
-    if os.getpid() != process_id:
-        return
-    if (
-        threading.current_thread().name == ENGINE_THREAD
-    ):  # the garbage collector ran on that thread, which cannot join itself
-        threading.Thread(target=_stop, args=(serving, process_id), daemon=True).start()
-        return
-    serving.engine.stop()
-    if serving.grammars is not None:
-        serving.grammars.close()
-
-
-class LLM:
-    """A loaded model for offline inference on batches of prompts.
+class LLM(LocalModel):
+    """A loaded model for offline inference on batches of prompts; methods have vLLM's names.
 
         llm = LLM("demo")
         outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=64))
         print(outputs[0].outputs[0].text)
 
     The engine runs on a separate thread. All methods are thread-safe; concurrent calls share the engine's batch, which
-    does not change their results. On an event loop, use `await asyncio.to_thread(llm.generate, ...)`. The engine stops
-    with `close`, at the end of a `with` block, or when the object is garbage-collected. A forked child process cannot
-    use it.
-
-    Args:
-        model: `demo`, a folder in Hugging Face layout or from `jpaged convert`, a GGUF file, or a Hugging Face hub id.
-        options: command-line options with underscores (`dtype`, `max_model_len`, `block_size`, `num_blocks`,
-            `max_num_seqs`, `max_num_batched_tokens`, `seed`, ...). Two defaults differ from the server's.
-            `wait_for_all_programs` is False only if programs of all sizes return the same bits (the CPU's kernels
-            without a draft model), so that results do not depend on timing. `num_scheduler_steps` is -1 (automatic),
-            because no requests arrive later.
-        progress: called with (what, done, total) while the model loads and its programs compile.
-
-    Raises:
-        InvalidArgument: an option is unknown, out of range, or one of the server's.
+    does not change their results. On an event loop, use `AsyncLLM`. The engine stops with `close`, at the end of a
+    `with` block, or when the object is garbage-collected. A forked child process cannot use it. Arguments are those of
+    `LocalModel`.
     """
 
     def __init__(self, model: str = "demo", *, progress: Progress | None = None, **options: Any) -> None:
-        for name in (*server_field_names(), *PROCESS_OPTIONS):
-            if name in options:
-                raise InvalidArgument(name, "is an option of `jpaged serve`, not of LLM")
-        config = EngineConfig.load({"model": model, **_DEFAULTS, **options})
-        self._serving = build(config, progress or ignore_progress, is_offline=True)
-        self._numbers = itertools.count(1)
-        self._admission = _Admission(self._serving.engine)
-        self._process_id = os.getpid()
-        self._is_closed = False
-        self._serving.engine.start()
-        self._stop = weakref.finalize(self, _stop, self._serving, self._process_id)
-
-    @property
-    def config(self) -> EngineConfig:
-        """The resolved options."""
-        return self._serving.config
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a request without any: the model's generation config, then the API's defaults."""
-        return SamplingParams(**self._serving.model.default_sampling)
+        super().__init__(model, progress=progress, **options)
+        self._admission = Admission(self._serving.engine)
 
     def generate(
         self,
         prompts: GivenPrompt | Sequence[GivenPrompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
+        sampling_params: GivenParams = None,
         use_tqdm: bool | MakeBar = True,
+        lora_request: GivenLora = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        *,
         adapter: GivenAdapter = None,
     ) -> list[RequestOutput]:
         """Generate completions for every prompt; return the results in the order of the prompts.
@@ -254,46 +188,156 @@ class LLM:
         single prompt is raised, and so is a failure of the engine.
 
         Args:
-            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`; one or a sequence.
+            prompts: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, the last two also with
+                `cache_salt`; one or a sequence.
             sampling_params: one for all prompts, or one for each; `get_default_sampling_params()` by default.
             use_tqdm: progress bar. True shows one on stderr if that is a terminal; False shows none. A callable that
                 creates the bar, such as `functools.partial(tqdm, leave=False)`, is always used.
-            adapter: name of a LoRA adapter for all prompts, or one for each; None for the base model.
+            lora_request: LoRA adapter for all prompts, or one for each, loaded on first use; None for the base model.
+            priority: priority for all prompts, or one for each, under the policy `priority`; lower runs first.
+            tokenization_kwargs: `truncate_prompt_tokens` of the sampling parameters.
+            adapter: name of a loaded LoRA adapter instead of a `lora_request`; one for all, or one for each.
 
         Raises:
             InvalidArgument: a prompt or its parameters are invalid; nothing was generated.
             NotFound: there is no such adapter; nothing was generated.
         """
-        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        return self._run(self._requests([_get_prompt(one) for one in many], sampling_params, adapter), use_tqdm)
+        many = [parse_prompt(one) for one in list_prompts(prompts)]
+        params = self._params([one.prompt for one in many], sampling_params)
+        params = _with_changes(params, tokenization_kwargs, [one.cache_salt for one in many], priority)
+        return self._run(self._requests(params, lora_request, adapter), use_tqdm)
 
     def chat(
         self,
-        conversations: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
+        messages: Messages | Sequence[Messages] | None = None,
+        sampling_params: GivenParams = None,
         use_tqdm: bool | MakeBar = True,
-        adapter: GivenAdapter = None,
-        **words: Unpack[ChatKwargs],
+        lora_request: GivenLora = None,
+        priority: int | Sequence[int] | None = None,
+        **options: Unpack[ChatCallKwargs],
     ) -> list[RequestOutput]:
         """Generate the assistant's next turn of every conversation, using the model's chat template.
 
         If the model's format is known (`tool_call_parser`, `reasoning_parser`), outputs have tool calls in `tool_calls`
-        and reasoning in `reasoning_content`, and `text` has neither. `sampling_params`, `use_tqdm` and `adapter` are
-        those of `generate`.
+        and reasoning in `reasoning_content`, and `text` has neither. Other arguments are those of `generate`.
 
         Args:
-            conversations: messages in OpenAI's format, of one conversation or of several.
-            words: chat options for all conversations: tools, tool choice and reasoning.
+            messages: messages in OpenAI's format, of one conversation or of several.
+            options: chat options for all conversations: tools, tool choice, reasoning, the chat template, ...
         """
-        many: list[Any] = list(conversations)
+        words: dict[str, Any] = {**options}
+        conversations = words.pop("conversations", None)
+        adapter, content_format = words.pop("adapter", None), words.pop("chat_template_content_format", "auto")
+        tokenization: Any = words.pop("tokenization_kwargs", None)
+        if conversations is not None:
+            warnings.warn("LLM.chat: conversations is now messages", DeprecationWarning, stacklevel=2)
+        many: list[Any] = list(messages if messages is not None else conversations or ())
+        if messages is None and conversations is None:
+            raise InvalidArgument("messages", "is missing")
+        if content_format not in ("auto", own := self.config.model.chat_template_content_format):
+            problem = f"{content_format!r} is not 'auto' or {own!r}, which is set for the model: set it in LLM(...)"
+            raise InvalidArgument("chat_template_content_format", problem)
         if many and isinstance(many[0], Mapping):
             many = [many]
-        options = build_chat_options(**words)
-        prompts = [Prompt(messages=one, chat_options=options) for one in many]
-        return self._run(self._requests(prompts, sampling_params, adapter), use_tqdm)
+        chat_options = build_chat_options(**words)
+        params = self._params([Prompt(messages=one, chat_options=chat_options) for one in many], sampling_params)
+        params = _with_changes(params, tokenization, [None] * len(many), priority)
+        return self._run(self._requests(params, lora_request, adapter), use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: GivenPrompt | Sequence[GivenPrompt],
+        params: BeamSearchParams,
+        lora_request: GivenLora = None,
+        use_tqdm: bool | MakeBar = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Return the `beam_width` best sequences of every prompt, by the algorithm of Hugging Face's `generate`.
+
+        Args:
+            prompts: as in `generate`.
+            params: width, length and scoring.
+            lora_request: as in `generate`.
+            use_tqdm: as in `generate`.
+            concurrency_limit: has no effect: the engine limits how many searches run at once.
+
+        Raises:
+            InvalidArgument: a prompt or a parameter is invalid; nothing was generated.
+        """
+        sampling = params.to_sampling()
+        sampling = dataclasses.replace(sampling, logprobs=0)
+        outputs = without_errors(self.generate(list_prompts(prompts), sampling, use_tqdm, lora_request))
+        decode = self._serving.tokenizer.decode
+        return [
+            BeamSearchOutput(
+                tuple(
+                    BeamSearchSequence(
+                        tokens := (*output.prompt_token_ids, *one.token_ids),
+                        decode(tokens),
+                        one.cumulative_logprob or 0.0,
+                        one.logprobs,
+                        one.finish_reason,
+                        one.stop_reason,
+                        one.lora_request,
+                    )
+                    for one in output.outputs
+                )
+            )
+            for output in outputs
+        ]
 
     def score(
+        self,
+        data_1: GivenPrompt | Sequence[GivenPrompt],
+        data_2: GivenPrompt | Sequence[GivenPrompt] | None = None,
+        *,
+        use_tqdm: bool | MakeBar = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: GivenLora = None,
+        adapter: str | None = None,
+        continuations: Any = None,
+    ) -> Any:
+        """Return the similarity of texts: the cosine of their embeddings, -1 to 1, in `outputs.score`.
+
+        Args:
+            data_1: one prompt, or one for each of `data_2`.
+            data_2: the prompts to compare with.
+            use_tqdm: as in `generate`.
+            pooling_params: as in `embed`, except that vectors always have length 1.
+            lora_request: as in `generate`.
+            adapter: as in `generate`.
+            continuations: former argument; calls `score_continuations`.
+
+        Raises:
+            InvalidArgument: a prompt is invalid, or the numbers of prompts differ; nothing was computed.
+        """
+        if continuations is not None:
+            what = "LLM.score(continuations=...) is now LLM.score_continuations"
+            warnings.warn(what, DeprecationWarning, stacklevel=2)
+            return self.score_continuations(data_1, continuations, use_tqdm=use_tqdm, adapter=adapter)
+        if data_2 is None:
+            raise InvalidArgument("data_2", "is missing")
+        left, right = list_prompts(data_1), list_prompts(data_2)
+        if len(left) not in (1, len(right)):
+            raise InvalidArgument(
+                "data_1", f"{len(left)} prompts are given for {len(right)} in data_2; must be 1 or equal"
+            )
+        how: dict[str, Any] = {"normalize": True, "lora_request": lora_request, "adapter": adapter}
+        params = pooling_params and dataclasses.replace(pooling_params, use_activation=True)
+        vectors = self.embed([*left, *right], use_tqdm=use_tqdm, pooling_params=params, **how)
+        firsts, seconds = vectors[: len(left)], vectors[len(left) :]
+        firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
+        return [
+            PoolingRequestOutput(
+                f"{a.request_id}_{b.request_id}",
+                ScoringOutput(math.fsum(x * y for x, y in zip(a.values, b.values, strict=True))),
+                a.prompt_token_ids + b.prompt_token_ids,
+                a.num_cached_tokens + b.num_cached_tokens,
+            )
+            for a, b in zip(firsts, seconds, strict=True)
+        ]
+
+    def score_continuations(
         self,
         prompts: GivenPrompt | Sequence[GivenPrompt],
         continuations: Sequence[str | Sequence[int]] | Sequence[Sequence[str | Sequence[int]]],
@@ -317,14 +361,13 @@ class LLM:
             InvalidArgument: one of them is invalid; nothing was scored.
             NotFound: there is no such adapter; nothing was scored.
         """
-        is_one = isinstance(prompts, str | Mapping)
-        many: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        of_each: list[Any] = [continuations] if is_one else list(continuations)
+        many = list_prompts(prompts)
+        of_each: list[Any] = [continuations] if is_prompt(prompts) else list(continuations)
         if len(of_each) != len(many):
             raise InvalidArgument("continuations", f"{len(of_each)} are given for {len(many)} prompts")
-        requests: list[_Asked] = []
+        requests: list[PreparedRequest] = []
         for prompt, each in zip(many, of_each, strict=True):
-            given = continued(self._serving.input_processor, _get_prompt(prompt), list(each))
+            given = continued(self._serving.input_processor, parse_prompt(prompt).prompt, list(each))
             for i in range(len(given)):
                 with errors_named(f"continuations[{i}]"):
                     requests.append(self._request(SCORE_SAMPLING, given.prompt(i), adapter))
@@ -335,53 +378,99 @@ class LLM:
         self,
         prompts: GivenPrompt | Sequence[GivenPrompt],
         *,
+        use_tqdm: bool | MakeBar = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: GivenLora = None,
         pooling: Pooling = "last",
         normalize: bool = False,
-        use_tqdm: bool | MakeBar = True,
         adapter: str | None = None,
     ) -> list[Embedding]:
         """Return one vector per prompt: its hidden states after the model's final norm, pooled.
 
+        A vector is in `values`, and in `outputs.embedding` as in vLLM.
+
         Args:
             prompts: as in `generate`.
-            pooling: "last" for the last token, "mean" for the mean of all.
-            normalize: scale each vector to length 1.
             use_tqdm: as in `generate`.
-            adapter: name of an adapter for all; None for the base model.
+            pooling_params: `PoolingParams()` scales each vector to length 1, as in vLLM.
+            lora_request: as in `generate`.
+            pooling: "last" for the last token, "mean" for the mean of all.
+            normalize: without `pooling_params`: scale each vector to length 1.
+            adapter: name of a loaded adapter for all; None for the base model.
 
         Raises:
             InvalidArgument: a prompt is invalid; nothing was computed.
             NotFound: there is no such adapter; nothing was computed.
         """
-        many: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        requests: list[_Asked] = []
-        for i, one in enumerate(many):
+        many = list_prompts(prompts)
+        loras: list[Any] = one_each("lora_request", lora_request, (LoRARequest, NoneType), len(many))
+        given = pooling_params or PoolingParams(use_activation=normalize)
+        sampling = EMBED_SAMPLING
+        if given.truncate_prompt_tokens is not None:
+            sampling = dataclasses.replace(sampling, truncate_prompt_tokens=given.truncate_prompt_tokens)
+        requests: list[PreparedRequest] = []
+        for i, (one, lora) in enumerate(zip(many, loras, strict=True)):
             with errors_named(f"prompts[{i}]"):
-                pooled = dataclasses.replace(_get_prompt(one), pooling=pooling)
-                requests.append(self._request(EMBED_SAMPLING, pooled, adapter))
+                parsed = parse_prompt(one)
+                salted = (
+                    sampling
+                    if parsed.cache_salt is None
+                    else dataclasses.replace(sampling, cache_salt=parsed.cache_salt)
+                )
+                pooled = dataclasses.replace(parsed.prompt, pooling=pooling)
+                requests.append(self._request(salted, pooled, lora or adapter))
         outputs = without_errors(self._run(requests, use_tqdm))
-        return [get_embedding(output, normalize=normalize) for output in outputs]
+        is_normalized = given.is_normalized(default=True)
+        vectors = [get_embedding(output, normalize=is_normalized) for output in outputs]
+        return [
+            dataclasses.replace(one, request_id=output.request_id) for one, output in zip(vectors, outputs, strict=True)
+        ]
 
-    def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter under a name; requires `enable_lora`. Errors are those of `Adapters.load`."""
-        self._check_usable()
-        self._serving.adapters.load(name, path)
+    def encode(
+        self,
+        prompts: GivenPrompt | Sequence[GivenPrompt],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool | MakeBar = True,
+        lora_request: GivenLora = None,
+        pooling_task: str | None = "embed",
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return one vector per prompt, as `embed`, in `outputs.data`.
 
-    def unload_adapter(self, name: str) -> None:
-        """Unload an adapter; raise NotFound if there is none of that name."""
-        self._check_usable()
-        self._serving.adapters.unload(name)
+        Args:
+            prompts: as in `generate`.
+            pooling_params: as in `embed`.
+            use_tqdm: as in `generate`.
+            lora_request: as in `generate`.
+            pooling_task: "embed", the only task.
 
-    def load(self) -> EngineLoad:
-        """Return a snapshot of the engine's counters and of the pool's state; see `jpaged.server_load.EngineLoad`.
-
-        The difference of two snapshots covers the work between them.
+        Raises:
+            Unsupported: another task.
         """
-        self._finish_step()
-        return self._serving.engine.load()
+        if pooling_task not in (None, "embed"):
+            raise Unsupported(
+                f"pooling_task: {pooling_task!r} is not supported, only 'embed': models have no other pooler"
+            )
+        params = pooling_params or PoolingParams()
+        vectors = self.embed(prompts, use_tqdm=use_tqdm, pooling_params=params, lora_request=lora_request)
+        return [
+            PoolingRequestOutput(one.request_id, PoolingOutput(one.values), one.prompt_token_ids, one.num_cached_tokens)
+            for one in vectors
+        ]
 
-    def reset_prefix_cache(self) -> int:
-        """Drop all cached prefixes that are not in use; return the number of dropped blocks."""
+    def classify(self, prompts: GivenPrompt | Sequence[GivenPrompt], **options: Any) -> NoReturn:
+        """Raise Unsupported: models with a classification head are not supported."""
+        raise Unsupported("classify: models with a classification head are not supported; compare score_continuations")
+
+    def reward(self, prompts: GivenPrompt | Sequence[GivenPrompt], **options: Any) -> NoReturn:
+        """Raise Unsupported: reward models are not supported."""
+        raise Unsupported("reward: models with a reward head are not supported")
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> int:
+        """Drop all cached prefixes that are not in use; return the number of dropped blocks.
+
+        Args:
+            reset_running_requests: has no effect: running requests keep their blocks, and no result depends on them.
+        """
         self._check_usable()
         forgotten = self._serving.engine.reset_prefix_cache()
         self._finish_step()
@@ -389,70 +478,29 @@ class LLM:
             raise Unavailable("the engine has failed")
         return forgotten.result()
 
-    def close(self) -> None:
-        """Stop the engine thread and free the device's memory; the LLM cannot be used again, and calls in flight fail.
-
-        With a KV connector or a disk tier, pending blocks are written first.
-        """
-        if self._is_closed or os.getpid() != self._process_id:
-            return
-        self._is_closed = True
-        config = self._serving.config
-        if config.cache.store_option is not None:
-            self._serving.engine.drain(config.server.shutdown_timeout)
-        self._stop()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def _requests(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        adapter: GivenAdapter,
-    ) -> list[_Asked]:
-        defaults = self._serving.model.default_sampling
-        given: SamplingParams | Sequence[SamplingParams]
-        if sampling_params is not None:
-            given = sampling_params
-        elif (most := defaults.get("max_tokens")) is not None:
-            given = SamplingParams(**with_defaults({}, defaults), max_tokens=1)  # the minimum that must fit
-            prompts = [dataclasses.replace(prompt, fills_length=True, max_filled=most) for prompt in prompts]
-        else:
-            given = SamplingParams(**defaults)
-        params = _one_each("sampling_params", given, SamplingParams, len(prompts))
-        names = _one_each("adapter", "" if adapter is None else adapter, str, len(prompts))
-        return [self._request(*one) for one in zip(params, prompts, names, strict=True)]
+        self, params: Sequence[GivenRequest], lora_request: GivenLora, adapter: GivenAdapter
+    ) -> list[PreparedRequest]:
+        names = one_each("adapter", adapter, (str, NoneType), len(params))
+        loras = one_each("lora_request", lora_request, (LoRARequest, NoneType), len(params))
+        return [
+            self._request(one.sampling, one.prompt, lora or name)
+            for one, lora, name in zip(params, loras, names, strict=True)
+        ]
 
-    def _request(self, sampling: SamplingParams, prompt: Prompt, adapter: str | None = None) -> _Asked:
-        self._check_usable()
-        processor = self._serving.input_processor
-        request = processor.make_request(
-            request_id=f"llm-{next(self._numbers)}",
-            sampling=sampling,
-            prompt=prompt,
-            is_whole=True,
-            adapter=self._serving.adapters.find(adapter) if adapter else None,
-        )
-        grammars = self._serving.grammars
-        with processor.naming_errors(prompt, sampling, request):
-            request = request if grammars is None else grammars.bind_now(request)
-        return _Asked(request, processor.answers(prompt, sampling, request))
-
-    def _run(self, asked: list[_Asked], use_tqdm: bool | MakeBar) -> list[RequestOutput]:
+    def _run(self, asked: list[PreparedRequest], use_tqdm: bool | MakeBar) -> list[RequestOutput]:
         requests = [one.request for one in asked]
         answers = {one.request.request_id: one.answers for one in asked}
+        loras = {one.request.request_id: one.lora_request for one in asked}
         completions = {request.request_id: new_completions(request.sampling) for request in requests}
         failures: dict[str, Exception] = {}
-        call, num_left = _Call(requests), len(requests)
+        events: SimpleQueue[OutputEvent] = SimpleQueue()
+        call, num_left = SubmittedCall(requests, events.put), len(requests)
         bar = ProgressBar(use_tqdm, len(requests))
         try:
             self._admission.add(call)
             while num_left:
-                event = call.events.get()
+                event = events.get()
                 reader = answers[event.request_id]
                 completions[event.request_id].add(event if reader is None else reader.split(event))
                 if event.error is not None:
@@ -474,54 +522,348 @@ class LLM:
         for request in requests:
             name, prompt, ids = request.request_id, request.prompt, request.prompt_token_ids
             if (error := failures.get(name)) is None:
-                outputs.append(completions[name].output(name, prompt, ids))
+                output = completions[name].output(name, prompt, ids)
+                outputs.append(decode_output(output, self._decode_token, loras[name]))
             elif len(requests) == 1:
                 raise error
             else:
                 outputs.append(RequestOutput(name, prompt, ids, (), Usage(len(ids)), error=error))
         return outputs
 
-    def _check_usable(self) -> None:
-        """Raise an error if a call could never finish.
+
+def _with_changes(
+    params: Sequence[GivenRequest],
+    tokenization_kwargs: Mapping[str, Any] | None,
+    salts: Sequence[str | None],
+    priority: int | Sequence[int] | None,
+) -> list[GivenRequest]:
+    """Return requests with the sampling parameters that other arguments of a call set."""
+    priorities = one_each("priority", priority, (int, NoneType), len(params))
+    changed = []
+    for one, salt, first in zip(params, salts, priorities, strict=True):
+        changes = get_sampling_changes(tokenization_kwargs, salt, first)
+        changed.append(one._replace(sampling=dataclasses.replace(one.sampling, **changes)) if changes else one)
+    return changed
+
+
+class _AsyncStream:
+    """A request of an event loop.
+
+    Attributes:
+        outputs: assembles its outputs.
+        ready: set when there is something to take.
+        ended: done after the last event, on any thread.
+        error: the error that ended the request.
+    """
+
+    def __init__(self, outputs: RequestOutputStream) -> None:
+        self.outputs = outputs
+        self.ready = asyncio.Event()
+        self.ended: Future[None] = Future()
+        self.error: Exception | None = None
+
+    def add(self, event: OutputEvent) -> None:
+        """Add an event, on the event loop."""
+        self.error = self.error or event.error
+        self.outputs.add(event)
+        self.ready.set()
+
+
+class _EventDelivery:
+    """Delivers events of the engine thread to streams of one event loop, with one wake-up for all pending events."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._pending: list[tuple[_AsyncStream, OutputEvent]] = []
+
+    def put(self, stream: _AsyncStream, event: OutputEvent) -> None:
+        """Deliver an event soon; called on the engine thread."""
+        with self._lock:
+            self._pending.append((stream, event))
+            is_first = len(self._pending) == 1
+        if is_first:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its streams with it
+                self._loop.call_soon_threadsafe(self._deliver)
+        if event.is_last:
+            stream.ended.set_result(None)
+
+    def _deliver(self) -> None:
+        with self._lock:
+            pending, self._pending = self._pending, []
+        for stream, event in pending:
+            stream.add(event)
+
+
+class AsyncLLM(LocalModel):
+    """A loaded model in this process for asyncio; methods have vLLM's names.
+
+        llm = AsyncLLM("demo")
+        async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=64), "request-1"):
+            print(output.outputs[0].text)
+
+    Requests of all tasks, event loops and threads share one batch, which does not change their results. Arguments are
+    those of `LocalModel`.
+    """
+
+    _defaults = ONLINE_DEFAULTS
+
+    def __init__(self, model: str = "demo", *, progress: Progress | None = None, **options: Any) -> None:
+        super().__init__(model, progress=progress, **options)
+        self._admission = Admission(self._serving.engine)
+        self._deliveries: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _EventDelivery] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._running: dict[str, tuple[SubmittedCall, _AsyncStream]] = {}
+
+    @property
+    def errored(self) -> bool:
+        """True if the engine has failed."""
+        return self._serving.engine.failure is not None
+
+    @property
+    def is_running(self) -> bool:
+        """True until the engine fails or the object is closed."""
+        return not (self._is_closed or self.errored)
+
+    async def generate(
+        self,
+        prompt: GivenPrompt,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of one prompt while it runs; `sampling_params.output_kind` selects their content.
+
+        The request is aborted if the caller stops reading: when the generator is closed, or its task is cancelled.
+
+        Args:
+            prompt: as one prompt of `LLM.generate`.
+            sampling_params: `get_default_sampling_params()` by default.
+            request_id: id for `abort`; no other running request may have it.
+            lora_request: LoRA adapter, loaded on first use; None for the base model.
+            priority: priority under the policy `priority`; lower runs first.
+            tokenization_kwargs: `truncate_prompt_tokens` of the sampling parameters.
 
         Raises:
-            Unavailable: the LLM is closed, or belongs to the process that this one was forked from.
+            InvalidArgument: the prompt or a parameter is invalid.
+            AlreadyExists: a request with this id is running.
+            NotFound: there is no such adapter.
+            Unavailable: the engine has stopped.
         """
-        if os.getpid() != self._process_id:
-            raise Unavailable(
-                f"this LLM belongs to process {self._process_id}: its engine thread and device do not survive fork(); "
-                "create the LLM in the child process, or start children by the method 'spawn'"
-            )
-        if self._is_closed:
-            raise Unavailable("the LLM is closed")
+        parsed = parse_prompt(prompt)
+        (given,) = self._params([parsed.prompt], sampling_params)
+        changes = get_sampling_changes(tokenization_kwargs, parsed.cache_salt, priority)
+        sampling = dataclasses.replace(given.sampling, **changes)
+        async with contextlib.aclosing(self._stream(sampling, given.prompt, request_id, lora_request)) as stream:
+            async for output in stream:
+                yield output
 
-    def _finish_step(self) -> None:
-        """Wait for the end of the step in flight, so that the counters include all of an ended call."""
-        if self._is_closed:
-            return
+    async def encode(
+        self,
+        prompt: GivenPrompt,
+        pooling_params: PoolingParams | None,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Yield the vector of one prompt, as `LLM.encode`; arguments are those of `generate`."""
+        parsed, params = parse_prompt(prompt), pooling_params or PoolingParams()
+        changes = get_sampling_changes(None, parsed.cache_salt, priority)
+        kept = params.truncate_prompt_tokens
+        kind = RequestOutputKind.FINAL_ONLY
+        sampling = dataclasses.replace(EMBED_SAMPLING, truncate_prompt_tokens=kept, output_kind=kind, **changes)
+        pooled = dataclasses.replace(parsed.prompt, pooling="last")
+        async with contextlib.aclosing(self._stream(sampling, pooled, request_id, lora_request)) as stream:
+            async for output in stream:
+                one = get_embedding(output, normalize=params.is_normalized(default=True))
+                data = PoolingOutput(one.values)
+                yield PoolingRequestOutput(request_id, data, one.prompt_token_ids, one.num_cached_tokens)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Abort requests by id; their last output has the finish reason "abort". Unknown ids have no effect."""
+        for one in [request_id] if isinstance(request_id, str) else list(request_id):
+            if (found := self._running.get(one)) is not None:
+                self._admission.withdraw(found[0])
+                self._serving.engine.abort(one)
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Stop running requests, and let later ones wait until `resume_generation`.
+
+        Args:
+            mode: "abort" aborts running requests, "wait" waits until they finish.
+            clear_cache: drop all cached prefixes afterwards.
+
+        Raises:
+            InvalidArgument: the mode is not supported.
+        """
+        if mode not in ("abort", "wait"):
+            raise InvalidArgument("mode", f"{mode!r} is not supported; must be 'abort' or 'wait'")
         self._check_usable()
-        with contextlib.suppress(CancelledError):  # the engine has ended: no step is in flight
-            self._serving.engine.call_soon(_nothing).result()
+        self._admission.pause()
+        running = [(name, stream) for name, (call, stream) in self._running.items() if call.running]
+        if mode == "abort":
+            await self.abort([name for name, _ in running])
+        await asyncio.gather(*(asyncio.wrap_future(stream.ended) for _, stream in running))
+        if clear_cache:
+            await self.reset_prefix_cache()
+
+    async def resume_generation(self) -> None:
+        """Run requests again after `pause_generation`."""
+        self._check_usable()
+        self._admission.resume()
+
+    async def is_paused(self) -> bool:
+        """Return True between `pause_generation` and `resume_generation`."""
+        return self._admission.is_paused
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Drop all cached prefixes that are not in use, as `LLM.reset_prefix_cache`; return True."""
+        self._check_usable()
+        await asyncio.wrap_future(self._serving.engine.reset_prefix_cache())
+        return True
+
+    async def check_health(self) -> None:
+        """Raise an error if no request can run."""
+        self._check_usable()
+        if (failure := self._serving.engine.failure) is not None:
+            raise failure
+
+    def close(self) -> None:
+        super().close()
+        self._admission.resume()  # paused requests fail
+
+    def shutdown(self) -> None:
+        """Stop the engine, as `close`."""
+        self.close()
+
+    async def _stream(
+        self, sampling: SamplingParams, prompt: Prompt, request_id: str, lora_request: LoRARequest | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if request_id in self._running:
+            raise AlreadyExists(f"a request with the id {request_id!r} is running")
+        is_whole = sampling.output_kind is RequestOutputKind.FINAL_ONLY
+        prepared = await asyncio.to_thread(self._request, sampling, prompt, lora_request, request_id, is_whole=is_whole)
+        loop = asyncio.get_running_loop()
+        delivery = self._deliveries.setdefault(loop, _EventDelivery(loop))
+        outputs = RequestOutputStream(prepared.request, self._decode_token, sampling.output_kind, lora_request)
+        stream = _AsyncStream(outputs)
+        call = SubmittedCall([prepared.request], functools.partial(delivery.put, stream))
+        self._running[request_id] = call, stream
+        try:
+            self._admission.add(call)
+            while not outputs.is_finished or stream.ready.is_set():
+                await stream.ready.wait()
+                stream.ready.clear()
+                if stream.error is not None:
+                    raise Unavailable("the LLM was closed during the call") if self._is_closed else stream.error
+                if (output := outputs.take()) is not None:
+                    yield output
+        finally:
+            del self._running[request_id]
+            if not outputs.is_finished:
+                self._admission.remove(call)
 
 
-def _nothing() -> None:
-    """Do nothing, on the engine thread."""
+AsyncLLMEngine = AsyncLLM
 
 
-def _get_prompt(prompt: GivenPrompt) -> Prompt:
-    if isinstance(prompt, str):
-        return Prompt(text=prompt)
-    fields: dict[str, Any] = dict(prompt)
-    unknown = fields.keys() - {"prompt", "prompt_token_ids"}
-    if unknown or len(fields) != 1:
-        raise InvalidArgument("prompts", f"{sorted(fields)} given; must be one of prompt and prompt_token_ids")
-    return Prompt(fields.get("prompt"), fields.get("prompt_token_ids"))
+class LLMEngine(LocalModel):
+    """A loaded model whose loop the caller drives; methods have vLLM's names.
 
+        engine = LLMEngine("demo")
+        engine.add_request("0", "Once upon a time", SamplingParams(max_tokens=64))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                print(output.request_id, output.outputs[0].text)
 
-def _one_each(field: str, given: Any, kind: type, count: int) -> list[Any]:
-    """Return one value for each: the given one repeated, or the given list."""
-    if isinstance(given, kind):
-        return [given] * count
-    if len(given) != count:
-        raise InvalidArgument(field, f"{len(given)} given for {count} prompts")
-    return list(given)
+    Not thread-safe. Arguments are those of `LocalModel`.
+    """
+
+    _has_thread = False
+    _defaults = ONLINE_DEFAULTS
+
+    def __init__(self, model: str = "demo", *, progress: Progress | None = None, **options: Any) -> None:
+        super().__init__(model, progress=progress, **options)
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._streams: dict[str, RequestOutputStream] = {}
+        self._errors: dict[str, Exception] = {}
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: GivenPrompt,
+        params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Queue a request for the next steps; return its id. Arguments and errors are those of `AsyncLLM.generate`."""
+        if request_id in self._streams:
+            raise AlreadyExists(f"a request with the id {request_id!r} is running")
+        parsed = parse_prompt(prompt)
+        (given,) = self._params([parsed.prompt], params)
+        changes = get_sampling_changes(tokenization_kwargs, parsed.cache_salt, priority)
+        sampling = dataclasses.replace(given.sampling, **changes)
+        kind = sampling.output_kind
+        is_whole = kind is RequestOutputKind.FINAL_ONLY
+        request, *_ = self._request(sampling, given.prompt, lora_request, request_id, is_whole=is_whole)
+        self._streams[request_id] = RequestOutputStream(request, self._decode_token, kind, lora_request)
+        self._waiting[request_id] = request
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one iteration of the engine; return the outputs of requests that have new tokens or finished.
+
+        A failed request has an output with an `error` and no `outputs`.
+        """
+        self._check_usable()
+        engine = self._serving.engine
+        while self._waiting and not engine.is_full:
+            name, request = self._waiting.popitem(last=False)
+            try:
+                engine.submit(request, self._add)
+            except JpagedError as error:
+                self._add(OutputEvent(name, is_last=True, error=error))
+        engine.step()
+        outputs = [one for stream in self._streams.values() if (one := stream.take()) is not None]
+        for place, output in enumerate(outputs):
+            if output.finished:
+                del self._streams[output.request_id]
+                if (failure := self._errors.pop(output.request_id, None)) is not None:
+                    outputs[place] = dataclasses.replace(output, outputs=(), error=failure)
+        return outputs
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """Abort requests by id, without a further output. Unknown ids have no effect."""
+        for one in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            if self._streams.pop(one, None) is not None and self._waiting.pop(one, None) is None:
+                self._serving.engine.drop(one)
+
+    def has_unfinished_requests(self) -> bool:
+        """Return True if a request is queued or running."""
+        return bool(self._streams)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return the number of queued and running requests."""
+        return len(self._streams)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Drop all cached prefixes that are not in use, as `LLM.reset_prefix_cache`; run one iteration, return True."""
+        self._check_usable()
+        dropped = self._serving.engine.reset_prefix_cache()
+        self._serving.engine.step()
+        dropped.result()
+        return True
+
+    def _add(self, event: OutputEvent) -> None:
+        if (stream := self._streams.get(event.request_id)) is None:
+            return
+        stream.add(event)
+        if event.error is not None:
+            self._errors[event.request_id] = event.error

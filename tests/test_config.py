@@ -74,6 +74,13 @@ def test_steps_have_a_token_for_every_row_where_both_are_chosen():
         assert EngineConfig.load({name: 1024}).scheduler is not None
 
 
+def test_a_part_of_a_prompt_is_no_longer_than_a_sequence():
+    with pytest.raises(InvalidArgument, match=r"65 is above max_model_len \(64\)") as error:
+        EngineConfig.load({"long_prefill_token_threshold": 65, "max_model_len": 64})
+    assert error.value.field == "long_prefill_token_threshold"
+    assert EngineConfig.load({"long_prefill_token_threshold": 64, "max_model_len": 64}).scheduler is not None
+
+
 def test_a_platform_has_values_of_its_own_within_the_limits():
     for name, _, spec in iter_options():
         of_each = spec.metadata["by_platform"]
@@ -101,6 +108,19 @@ def test_the_engine_serves_as_a_plain_server_by_default():
     assert (scheduler.policy, scheduler.preemption_mode, scheduler.batching) == ("fcfs", "auto", "continuous")
 
 
+@pytest.mark.parametrize("name", ["hf_overrides", "default_chat_template_kwargs"])
+def test_values_of_a_model_are_a_json_object(name):
+    for value, problem in (
+        ("[1]", r"\[1\] is not a JSON object, such as"),
+        ("{", "{ is not JSON"),
+        (3, "3 is not of type"),
+    ):
+        with pytest.raises(InvalidArgument, match=problem) as error:
+            EngineConfig.load({name: value})
+        assert error.value.field == name
+    assert getattr(EngineConfig.load({name: {"a": 1}}).model, name) == '{"a": 1}'
+
+
 @pytest.mark.parametrize("value", ["llm", "/", "//llm", "/a b", "/a?b", "https://host/llm"])
 def test_the_path_of_a_proxy_is_a_path(value):
     with pytest.raises(InvalidArgument, match=r"root_path: .* is not a path, such as /llm"):
@@ -115,6 +135,7 @@ def test_resolving_leaves_nothing_open():
     sizes |= {"num_blocks": 9, "kv_cache_memory_bytes": 4096}
     config = EngineConfig().replace(max_model_len=64, served_model_name="demo", max_pinned_blocks=2, **sizes)
     config = config.replace(memory_utilization=0.9, overlap=True, wait_for_all_programs=False)
+    config = config.replace(max_inter_token_latency=0.2)
     assert (config.model.max_model_len, config.cache.num_blocks) == (64, 9)
     left_out = {name for name, value, _ in config.explain() if value == "None"}
     several = {"coordinator", "num_processes", "process_id"}

@@ -84,7 +84,7 @@ def measured(rows: Sequence[Sequence[int]], first: int, window: int, sinks: int)
     options: dict[str, Any] = {"lossy_kv_window": window, "lossy_kv_sinks": sinks} if window else {}
     with LLM("demo", block_size=BLOCK_SIZE, max_num_batched_tokens=STEP_TOKENS, **options) as llm:
         prompts = [TokensPrompt(prompt_token_ids=list(row[:first])) for row in rows]
-        each = llm.score(prompts, [[list(row[first:])] for row in rows], use_tqdm=False)
+        each = llm.score_continuations(prompts, [[list(row[first:])] for row in rows], use_tqdm=False)
         geometry = llm._serving.engine.geometry
     scores: list[Score] = [score for (score,) in each]
     num_tokens = sum(len(score.tokens) for score in scores)

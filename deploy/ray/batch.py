@@ -41,7 +41,7 @@ from jpaged.client.errors import build_error
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, QueueFull, describe_error
 from jpaged.openai.lines import Answers, BadLine, Line, failure_line
-from jpaged.output_assembler import Evaluated
+from jpaged.outputs import Evaluated
 from jpaged.server.replica import Refused, Replica
 from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 

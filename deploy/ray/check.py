@@ -96,7 +96,7 @@ def run_alone() -> tuple[list[tuple[int, ...]], list[float]]:
     """What one engine generates by itself, and the numbers of scores and embeddings."""
     with LLM(**ENGINE_ALONE) as llm:
         outputs = llm.generate(PROMPTS, [sampling(number) for number in range(len(PROMPTS))])
-        (scores,) = llm.score(PROMPTS[0], CONTINUATIONS)
+        (scores,) = llm.score_continuations(PROMPTS[0], CONTINUATIONS)
         embeddings = llm.embed(PROMPTS, pooling="mean", normalize=True)
     say(f"LLM generated {len(outputs)} answers to compare with")
     numbers = [score.logprob for score in scores] + [value for one in embeddings for value in one.values]

@@ -108,7 +108,7 @@ def generate_alone() -> dict[str, list[Any]]:
     with LLM(**ENGINE) as llm:
         outputs = llm.generate([line["body"]["prompt"] for line in lines], params)
         (embedding,) = llm.embed(vector["input"])
-        (scores,) = llm.score(likely["prompt"], likely["continuations"])
+        (scores,) = llm.score_continuations(likely["prompt"], likely["continuations"])
     say(f"LLM generated {len(outputs)} answers to compare with")
     found: dict[str, list[Any]] = {
         line["custom_id"]: [output.outputs[0].text, len(output.outputs[0].token_ids)]

@@ -46,7 +46,7 @@ from jpaged.models.hf_config import from_hf
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.param_specs import EXPERT_AXES, get_module, leaf_format
 from jpaged.models.registry import find_family
-from jpaged.types.sampling import DEFAULT_SAMPLING_FIELDS, SamplingParams
+from jpaged.sampling_params import DEFAULT_SAMPLING_FIELDS, SamplingParams
 
 QUANTISATION_KEYS = ("quantization_config", "compression_config")
 """Keys of the quantization config; the second one in old checkpoints of compressed-tensors."""

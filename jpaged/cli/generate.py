@@ -12,7 +12,7 @@ from jpaged.cli.options import add_config_flags, add_sampling_flags, config_from
 from jpaged.cli.startup import StartupReport
 from jpaged.config import PROCESS_OPTIONS
 from jpaged.errors import InvalidArgument
-from jpaged.output_assembler import without_errors
+from jpaged.outputs import without_errors
 from jpaged.types import CompletionOutput, RequestOutput, require_whole_characters
 
 DESCRIPTION = """\

@@ -18,9 +18,9 @@ from jpaged import json_text
 from jpaged.config import SECTIONS, EngineConfig, api_key_from_environment, iter_options, section_help
 from jpaged.config.option import is_json, option_type
 from jpaged.errors import InvalidArgument, describe_error
+from jpaged.sampling_params import DEFAULT_SAMPLING_FIELDS, with_defaults
 from jpaged.structured import StructuredOutputs, get_structured_outputs
 from jpaged.types import SamplingParams
-from jpaged.types.sampling import DEFAULT_SAMPLING_FIELDS, with_defaults
 
 if TYPE_CHECKING:
     from jpaged.client import Tls

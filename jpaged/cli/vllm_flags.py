@@ -23,12 +23,12 @@ import functools
 import json
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 from jpaged import json_text
-from jpaged.cli.options import merge_json_flags, to_flag
+from jpaged.cli.options import add_config_flags, config_values, merge_json_flags, to_flag
 from jpaged.config import iter_options
 from jpaged.errors import InvalidArgument, describe_error
 
@@ -245,6 +245,89 @@ def _check_values(parser: argparse.ArgumentParser, words: Sequence[str]) -> None
                 parser._check_value(action, parser._get_value(action, value if equals else group[1]))
             except argparse.ArgumentError as error:
                 raise InvalidArgument(name.removeprefix("--"), error.message) from None
+
+
+_OFFLINE = ("model", "cache", "lossy", "scheduler", "parallel", "lora", "startup", "timeouts")
+"""Sections of the options of a model in the caller's process."""
+
+
+class _EngineParser(argparse.ArgumentParser):
+    """Parser of engine options, which raises InvalidArgument instead of exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        flag = re.search(r"--[\w-]+", message)
+        raise InvalidArgument(flag[0] if flag else "options", message)
+
+
+def _engine_parser() -> argparse.ArgumentParser:
+    parser = _EngineParser(add_help=False, allow_abbrev=False)
+    add_config_flags(parser, _OFFLINE)
+    return parser
+
+
+def translate_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Replace vLLM's engine arguments, as keywords of `LLM`, by jpaged's options.
+
+    Returns:
+        The options, and a line for each argument that was replaced or dropped. Unknown names are kept.
+
+    Raises:
+        InvalidArgument: an argument is invalid or not supported; named as the keyword.
+    """
+    known = {name for name, _, _ in iter_options()}
+    options, words = dict(given), list[str]()
+    for name, value in given.items():
+        flag = find_flag(to_flag(name))
+        if flag is None or (name in known and not any(one.startswith(f"{value}=") for one in flag.values)):
+            continue
+        del options[name]
+        words += _to_words(to_flag(name), flag, value)
+    if not words:
+        return options, []
+    parser = _engine_parser()
+    try:
+        words, notes = translate(parser, words)
+        options |= config_values(parser.parse_args(words))
+    except InvalidArgument as error:
+        name = error.field.removeprefix("--").replace("-", "_")
+        raise InvalidArgument(name, error.problem.replace("this flag of vLLM", "this argument of vLLM")) from error
+    return options, notes
+
+
+def _to_words(name: str, flag: VllmFlag, value: Any) -> list[str]:
+    if isinstance(value, bool) and flag.kind in ("switch", "optional"):
+        return [name if value else f"--no-{name.removeprefix('--')}"]
+    if isinstance(value, Mapping):
+        return [name, json_text.dumps(value)]
+    if isinstance(value, list | tuple):
+        return [name, *map(str, value)]
+    return [f"{name}={value}"]
+
+
+def is_engine_argument(name: str) -> bool:
+    """Return True if a name is an option of a model, or the keyword of a flag of vLLM."""
+    return find_flag(to_flag(name)) is not None or any(name == one for one, _, _ in iter_options())
+
+
+def add_engine_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the options of a model in this process, and vLLM's flags, under the names of their keywords."""
+    taken = set()
+    for action in _engine_parser()._actions:
+        if action.option_strings:
+            action.dest = action.dest.removeprefix("config_")
+            parser._add_action(action)
+            taken |= {*action.option_strings}
+    for flag in read_flags():
+        names = [name for name in flag.names if name.startswith("--") and name not in taken]
+        if not names or flag.name in taken:
+            continue
+        taken |= {*names, *(f"--no-{name.removeprefix('--')}" for name in names)}
+        how: dict[str, Any] = {"default": None, "help": argparse.SUPPRESS}
+        if flag.kind == "switch":
+            how["action"] = argparse.BooleanOptionalAction
+        elif flag.kind in ("list", "optional"):
+            how["nargs"] = "+" if flag.kind == "list" else "?"
+        parser.add_argument(*names, **how)
 
 
 def suggest(parser: argparse.ArgumentParser, words: Sequence[str], *, has_vllm_flags: bool) -> str:

@@ -16,7 +16,7 @@ from jpaged.client.convert import AdapterInfo, Assembler, GenerateChunk, ServerI
 from jpaged.client.prefixes import AsyncPrefixCalls
 from jpaged.client.routing.servers import AsyncServers, refuse_closed
 from jpaged.errors import InvalidArgument
-from jpaged.output_assembler import Evaluated
+from jpaged.outputs import Evaluated
 from jpaged.server_load import Load
 from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 

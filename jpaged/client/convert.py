@@ -6,6 +6,7 @@ and the calls Score and Embed are converted here, too.
 
 from __future__ import annotations
 
+import operator
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -19,7 +20,7 @@ from jpaged import json_text
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.chat import MESSAGE_TEXTS, ChatOptions, Tool, ToolCallPiece, ToolChoice, ToolChoiceMode, read_message
 from jpaged.errors import InternalError, InvalidArgument, Unsupported
-from jpaged.output_assembler import Evaluated, new_completions
+from jpaged.outputs import Evaluated, new_completions
 from jpaged.server_load import Load, ReplicaLoad
 from jpaged.structured import StructuredOutputs
 from jpaged.types import (
@@ -287,13 +288,19 @@ def sampling_message(sampling: SamplingParams) -> inference_pb2.SamplingParams:
 
     Many requests have the same parameters, so messages are cached; do not change them.
     """
-    is_hashable = sampling.logit_bias is None and sampling.structured_outputs is None
-    return _build_sampling_once(sampling) if is_hashable else _build_sampling(sampling)
+    values: tuple[Any, ...] = _SAMPLING_VALUES(sampling)
+    try:
+        return _build_sampling_once(values)
+    except TypeError:  # a value cannot be hashed
+        return _build_sampling(values)
 
 
-def _build_sampling(sampling: SamplingParams) -> inference_pb2.SamplingParams:
-    given: dict[str, Any] = {one.name: getattr(sampling, one.name) for one in fields(SamplingParams)}
-    values = {name: value for name, value in given.items() if value is not None}
+def _build_sampling(given: tuple[Any, ...]) -> inference_pb2.SamplingParams:
+    sampling = SamplingParams(**dict(zip(_SAMPLING_NAMES, given, strict=True)))  # fields may have been assigned
+    if sampling.max_tokens is None:
+        raise InvalidArgument("sampling.max_tokens", "must be a number; only LLM and AsyncLLM accept None")
+    pairs = zip(_SAMPLING_NAMES, _SAMPLING_VALUES(sampling), strict=True)
+    values: dict[str, Any] = {name: value for name, value in pairs if value is not None}
     for name in ("max_tokens", "min_tokens"):
         values[name] = _checked_uint32(f"sampling.{name}", values[name])
     values["top_k"] = min(sampling.top_k, 2**31 - 1)  # no vocabulary is larger: all tokens are kept either way
@@ -313,6 +320,8 @@ def _build_sampling(sampling: SamplingParams) -> inference_pb2.SamplingParams:
     return inference_pb2.SamplingParams(**values)
 
 
+_SAMPLING_NAMES = tuple(one.name for one in fields(SamplingParams))
+_SAMPLING_VALUES = operator.attrgetter(*_SAMPLING_NAMES)
 _build_sampling_once = lru_cache(maxsize=64)(_build_sampling)
 
 

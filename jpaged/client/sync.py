@@ -14,7 +14,7 @@ from jpaged.client.base import BaseClient, BaseStream
 from jpaged.client.convert import AdapterInfo, Assembler, GenerateChunk, ServerInfo, UnaryCall
 from jpaged.client.prefixes import PrefixCalls
 from jpaged.client.routing.servers import Servers
-from jpaged.output_assembler import Evaluated
+from jpaged.outputs import Evaluated
 from jpaged.server_load import Load
 from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 

@@ -119,6 +119,9 @@ class EngineConfig:
             raise InvalidArgument(
                 "max_num_batched_tokens", f"{max_tokens} is below max_num_seqs ({max_rows}): every row needs one token"
             )
+        threshold, max_len = self.scheduler.long_prefill_token_threshold, self.model.max_model_len
+        if max_len is not None and threshold > max_len:
+            raise InvalidArgument("long_prefill_token_threshold", f"{threshold} is above max_model_len ({max_len})")
         caches_nothing = not self.cache.enable_prefix_caching or self.cache.kv_policy != "paged"
         if self.kv_events.kv_events_endpoint is not None and caches_nothing:
             raise InvalidArgument(

@@ -32,6 +32,13 @@ Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "pallas-triton", "cpu"]
 """Attention backends."""
 
 
+_EXAMPLES = {
+    "hf_overrides": '{"max_position_embeddings": 65536}',
+    "default_chat_template_kwargs": '{"enable_thinking": false}',
+}
+"""Options of the model that are JSON objects, with examples for errors."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """The model, and its data types."""
@@ -158,7 +165,8 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument if an option is invalid, or conflicts with another."""
-        parse_json_object("hf_overrides", self.hf_overrides or "{}", '{"max_position_embeddings": 65536}')
+        for name, example in _EXAMPLES.items():
+            parse_json_object(name, getattr(self, name) or "{}", example)
         for name in ("tokenizer", "tokenizer_revision") if self.skip_tokenizer_init else ():
             if (value := getattr(self, name)) is not None:
                 raise InvalidArgument(name, f"{value} is not used: skip_tokenizer_init is True")
@@ -411,6 +419,13 @@ class SchedulerOptions:
         high=1 << 20,
         by_platform={"cpu": 512, "gpu": 1024, "tpu": 1024},
     )
+    long_prefill_token_threshold: int = option(
+        0,
+        "maximum number of tokens of one prompt per step, so that short prompts do not wait for the prefill of long "
+        "ones; 0 is unlimited",
+        low=0,
+        high=1 << 20,
+    )
     policy: Policy = option("fcfs", "admission order of waiting requests", choices=get_args(Policy))
     preemption_mode: PreemptionMode = option(
         "auto",
@@ -431,15 +446,17 @@ class SchedulerOptions:
     num_scheduler_steps: int = option(
         0,
         "decode steps per dispatch while no request can join; 0: up to 8 on CPUs and 2 elsewhere, within 0.02 s, "
-        "0.003 s while requests keep arriving and few rows are taken, 0.05 s if all are taken, or 0.1 s if in "
-        "addition none may end early; -1: like 0, but without a time limit if none may end early (default of LLM)",
+        "less while requests keep arriving and few rows are taken, 0.05 s if all are taken, or 0.1 s if in "
+        "addition none may end early. On CPUs an arriving request ends a dispatch after the current step. "
+        "-1: like 0, but without a time limit if none may end early (default of LLM)",
         low=-1,
         high=16,
     )
-    max_inter_token_latency: float = option(
-        0.2,
+    max_inter_token_latency: float | None = option(
+        None,
         "target for the longest wait between tokens of running streams: prefill is chunked to meet it as far as "
-        "the device can, but may always lengthen a step by half. 0 is unlimited",
+        "the device can, but may always lengthen a step by half. If unset, 20 times the part of a step that does not "
+        "depend on its tokens, as measured at the start, within 0.1 to 1 s. 0 is unlimited",
         low=0.0,
         high=3600.0,
         unit="s",

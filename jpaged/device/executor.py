@@ -114,6 +114,21 @@ class ProgramFeed:
         self.feed.close()
 
 
+@dataclass(frozen=True, slots=True)
+class ProgramInterrupt:
+    """An `engine.executor.DecodeInterrupt`."""
+
+    feed: Feed
+
+    def interrupt(self) -> None:
+        self.feed.interrupt()
+
+    def close(self) -> int:
+        num_steps = self.feed.num_steps()
+        self.feed.close()
+        return num_steps
+
+
 _LOG = logging.getLogger(__name__)
 
 JaxHandle = jax.Array | tuple[jax.Array, ...]
@@ -403,6 +418,26 @@ class JaxExecutor:
             sampling = sampling.of_next_step()
             outputs.append(self.sample(self.forward(following), sampling))
         return tuple(outputs)
+
+    def decode_interruptibly(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> tuple[jax.Array, ProgramInterrupt]:
+        """Start several decode steps that can be ended early, and the copy of their tokens to the host.
+
+        Raises:
+            InternalError: as `decode`; also if the device does not support such steps.
+        """
+        num_rows = len(sampling.rows_r)
+        if not self._geometry.has_fed_steps:
+            raise InternalError(f"this device cannot interrupt a dispatch of {num_steps} steps")
+        feed = Feed.open(num_rows, 0)
+        try:
+            with self._calling(f"{num_steps} steps of {num_rows} rows failed"):
+                outputs = self._runner.decode(inputs, sampling, ending_token_ids_rx, num_steps, feed.number)
+        except InternalError:
+            feed.close()
+            raise
+        return outputs, ProgramInterrupt(feed)
 
     def decode_with_masks(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int

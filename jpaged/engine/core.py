@@ -24,7 +24,7 @@ from jpaged.engine.kv_cache.paged import make_memory
 from jpaged.engine.observers import StepObservers
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.results import NonFiniteLogitsGuard, ResultProcessor
-from jpaged.engine.runners import InFlightBatch, RunnerContext, make_runners
+from jpaged.engine.runners import ArrivalSignal, InFlightBatch, RunnerContext, make_runners
 from jpaged.engine.scheduler.cascade import CascadePlanner
 from jpaged.engine.scheduler.output import SchedulerOutput
 from jpaged.engine.scheduler.policies import POLICIES
@@ -162,6 +162,7 @@ class EngineCore:
         observers: callbacks of the features that are on.
         snapshotter: takes pool snapshots and records events between them.
         stall_detector: measures the time without progress while requests are pending.
+        arrivals: notified when a request has been posted to the loop.
     """
 
     def __init__(
@@ -206,8 +207,16 @@ class EngineCore:
         rounds = DraftModelSpeculation.of(options, geometry) if options and geometry.num_speculative_tokens else None
         drafting = SpecDecodeController.of(options, executor.rates, geometry) if options and rounds is None else None
         self._drafter: SpecDecodeController | DraftModelSpeculation | None = drafting or rounds
+        self.arrivals = ArrivalSignal()
         context = RunnerContext(
-            executor, self.scheduler, self._results, self._timer, clock, eos_token_ids, self._process_in_flight
+            executor,
+            self.scheduler,
+            self._results,
+            self._timer,
+            clock,
+            eos_token_ids,
+            self._process_in_flight,
+            self.arrivals,
         )
         self._runners = make_runners(context, rounds)
         max_tokens_per_step = 1 + (0 if options is None else options.num_speculative_tokens)

@@ -149,7 +149,7 @@ class ReplicaRouter:
     def _cost(self, request: Request) -> int:
         sampling = request.sampling
         num_rows = sampling.beam_width or sampling.num_samples
-        num_tokens = len(request.prompt_token_ids) + num_rows * sampling.max_tokens
+        num_tokens = len(request.prompt_token_ids) + num_rows * sampling.max_num_tokens
         return num_rows * self._num_slots + num_tokens * self._num_rows
 
 

@@ -199,5 +199,5 @@ def _least_steps(request: Request, num_tokens_at_once: int) -> int:
     if request.grammar is not None or sampling.beam_width or sampling.stop:
         return 0
     never_ends = sampling.ignore_eos and not sampling.stop_token_ids
-    num_tokens = sampling.max_tokens if never_ends else sampling.min_tokens
+    num_tokens = sampling.max_num_tokens if never_ends else sampling.min_tokens
     return max(0, num_tokens - 1) // num_tokens_at_once

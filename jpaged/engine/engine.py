@@ -158,6 +158,7 @@ class EngineThread:
         self._loop.fail_all(error)
 
     def _drain_inbox(self) -> None:
+        self._loop.arrivals.reset()
         while True:
             try:
                 command = self._inbox.get_nowait()
@@ -308,6 +309,7 @@ class Engine:
         def ask() -> None:
             arrival_s = self.clock()
             self._thread.call_soon(lambda: self._loop.add_request(request, sink, arrival_s))
+            self._loop.arrivals.notify()
 
         self._in_flight.admit(request.request_id, ask, self._loop.stats.seconds_per_request)
 

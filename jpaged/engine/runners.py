@@ -2,7 +2,7 @@
 
 kind                 programs                     masks of grammars
 single step          f s                          between f and s, from the tokens of the previous batch
-several steps        one                          none
+several steps        one, which an arrival ends   none
 masked steps         one, with a mask channel     m0 ── m1 ── m2      masks alone
 alternating steps    f s | f s | f s              m0 ─ process, start, m1 ─ ...
 draft-model rounds   one                          none
@@ -24,6 +24,7 @@ import numpy as np
 from jpaged.engine.executor import (
     I32,
     Bool,
+    DecodeInterrupt,
     Executor,
     Geometry,
     MaskChannel,
@@ -48,6 +49,41 @@ from jpaged.engine.speculative.draft_model import DraftModelSpeculation
 from jpaged.engine.stats import StepTimer
 from jpaged.engine.structured_output import ConstrainedRow, bound_rows
 from jpaged.errors import InternalError
+
+
+class ArrivalSignal:
+    """Ends an interruptible dispatch when a request arrives.
+
+    engine thread   reset ─ read the inbox ─ schedule ─ dispatch ─ arm ─ wait ─────── disarm
+    other threads                  request: in the inbox, then `notify` ^      ^ or here: the dispatch ends
+
+    `notify` sets the flag before it reads the armed dispatch, and `arm` sets the dispatch before it reads the flag, so
+    one of the two interrupts it.
+    """
+
+    def __init__(self) -> None:
+        self._interrupt: Callable[[], None] | None = None
+        self._has_arrival = False
+
+    def notify(self) -> None:
+        """Interrupt the current dispatch, or the next one if none is armed. Called by any thread."""
+        self._has_arrival = True
+        if (interrupt := self._interrupt) is not None:
+            interrupt()
+
+    def reset(self) -> None:
+        """Forget the arrivals so far, which the engine thread reads next."""
+        self._has_arrival = False
+
+    def arm(self, interrupt: Callable[[], None]) -> None:
+        """Set the function that ends the current dispatch."""
+        self._interrupt = interrupt
+        if self._has_arrival:
+            interrupt()
+
+    def disarm(self) -> None:
+        """Interrupt nothing from now on."""
+        self._interrupt = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +127,7 @@ class RunnerContext:
     Attributes:
         results: processes sampled tokens.
         finish_in_flight: waits for the batch in flight, if any, and processes it.
+        arrivals: ends an interruptible dispatch when a request arrives.
     """
 
     executor: Executor[Any, Any]
@@ -100,6 +137,7 @@ class RunnerContext:
     clock: Callable[[], float]
     eos_token_ids: frozenset[int]
     finish_in_flight: Callable[[], None]
+    arrivals: ArrivalSignal
 
     def build_inputs(self, schedule: SchedulerOutput) -> tuple[StepInputs, SamplingInputs]:
         """Return the inputs of a schedule that runs as one program.
@@ -179,10 +217,30 @@ class MultiStepRunner:
         inputs, sampling = context.build_inputs(schedule)
         ending_ids_rx = build_ending_ids(schedule, len(sampling.rows_r))
         context.timer.end_idle()
-        handle = executor.decode(inputs, sampling, ending_ids_rx, schedule.num_steps)
+        is_interruptible = schedule.decodes.is_interruptible
+        if is_interruptible:
+            handle, interrupt = executor.decode_interruptibly(inputs, sampling, ending_ids_rx, schedule.num_steps)
+            context.arrivals.arm(interrupt.interrupt)
+            wait = partial(self._wait, schedule, handle, interrupt)
+        else:
+            handle = executor.decode(inputs, sampling, ending_ids_rx, schedule.num_steps)
+            wait = partial(executor.collect, handle)
         context.timer.set_newest(handle)
-        wait = partial(executor.collect, handle)
-        return InFlightBatch(schedule, inputs, begin_s, handle, wait, context.results.process_steps)
+        process = context.results.process_steps
+        return InFlightBatch(schedule, inputs, begin_s, handle, wait, process, must_wait=is_interruptible)
+
+    def _wait(self, schedule: SchedulerOutput, handle: Any, interrupt: DecodeInterrupt) -> StepOutputs:
+        """Wait for an interruptible dispatch, and drop the steps that were not executed."""
+        context, num_planned = self.context, schedule.num_steps
+        try:
+            outputs = context.executor.collect(handle)
+        finally:
+            context.arrivals.disarm()
+            num_executed = interrupt.close()
+        # None is executed if the previous dispatch, whose results are known only now, ended all rows.
+        context.scheduler.truncate_steps(schedule, max(1, num_executed))
+        context.results.stats.discard_steps(schedule, num_planned - schedule.num_steps)
+        return outputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -349,7 +349,7 @@ class SequenceGroup:
     def num_blocks_alone(self, geometry: Geometry) -> int:
         """Return the maximum number of blocks that the group takes when it runs alone."""
         request = self.request
-        return geometry.num_blocks_alone(len(request.prompt_token_ids), request.sampling.max_tokens, self.num_rows)
+        return geometry.num_blocks_alone(len(request.prompt_token_ids), request.sampling.max_num_tokens, self.num_rows)
 
     def admitted(self, num_cached_tokens: int) -> bool:
         """Record an admission with `num_cached_tokens` cached prompt tokens. Return True the first time."""
@@ -424,7 +424,7 @@ def _begin(request: Request) -> GrammarState | None:
         return None
     state, outputs = request.grammar.start(), request.sampling.structured_outputs
     if outputs is not None and outputs.always_complete:
-        state.closing(request.sampling.max_tokens)
+        state.closing(request.sampling.max_num_tokens)
     return state
 
 

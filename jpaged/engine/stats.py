@@ -18,8 +18,7 @@ from jpaged.engine.observers import StepTiming
 from jpaged.engine.scheduler.output import SchedulerOutput
 from jpaged.engine.scheduler.scheduler import Scheduler
 from jpaged.engine.sequence import SequenceGroup
-from jpaged.engine.speculative.stats import SpeculationStats
-from jpaged.server_load import DISTRIBUTIONS, EngineLoad
+from jpaged.server_load import DISTRIBUTIONS, EngineLoad, SpeculationLoad
 from jpaged.types import FinishReason
 
 
@@ -36,6 +35,41 @@ class HistogramSnapshot:
         """Return the sum of histograms with the same bounds."""
         counts = zip(*(snapshot.cumulative_counts for snapshot in snapshots), strict=True)
         return cls(snapshots[0].bounds, tuple(map(sum, counts)), math.fsum(snapshot.sum for snapshot in snapshots))
+
+
+class SpeculationStats:
+    """Counters of drafts and their acceptance, written by one thread; any thread may take a snapshot.
+
+    Args:
+        num_speculative_tokens: maximum number of draft tokens per row, and of positions counted separately.
+    """
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self._num_drafts = 0
+        self._num_draft_tokens = 0
+        self._ends = [0] * (num_speculative_tokens + 1)  # drafts by number of accepted tokens
+        self._load = SpeculationLoad(num_accepted_tokens_per_pos=(0,) * num_speculative_tokens)
+
+    def count(self, num_proposals: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """Count the rows of a step and update the snapshot; rows without draft tokens are ignored."""
+        for proposed, accepted in zip(num_proposals, num_accepted, strict=True):
+            if proposed:
+                self._num_drafts += 1
+                self._num_draft_tokens += proposed
+                self._ends[accepted] += 1
+        at_least, per_position = 0, []
+        for ends in reversed(self._ends[1:]):
+            at_least += ends
+            per_position.append(at_least)
+        self._load = SpeculationLoad(
+            num_drafts=self._num_drafts,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=sum(per_position),
+            num_accepted_tokens_per_pos=tuple(reversed(per_position)),
+        )
+
+    def snapshot(self) -> SpeculationLoad:
+        return self._load
 
 
 class Histogram:
@@ -113,6 +147,13 @@ class StepStats:
             self._counts["num_cascade_steps"] += schedule.num_steps
             self._counts["num_cascade_tokens"] += schedule.num_tokens_shared * schedule.num_steps
 
+    def discard_steps(self, schedule: SchedulerOutput, num_steps: int) -> None:
+        """Subtract steps that `count_steps` has counted and that were not executed."""
+        self._counts["num_steps"] -= num_steps
+        if schedule.runs:
+            self._counts["num_cascade_steps"] -= num_steps
+            self._counts["num_cascade_tokens"] -= schedule.num_tokens_shared * num_steps
+
     def count_tokens(self, groups: Sequence[SequenceGroup], now_s: float, num_steps: int = 1) -> None:
         """Count one token for each of these groups, in one of `num_steps` steps that end now.
 
@@ -158,7 +199,7 @@ class StepStats:
         observed["request_prompt_tokens"].observe(len(group.request.prompt_token_ids))
         observed["request_generation_tokens"].observe(num_tokens)
         observed["request_n"].observe(sampling.n)
-        observed["request_max_tokens"].observe(sampling.max_tokens)
+        observed["request_max_tokens"].observe(sampling.max_num_tokens)
         began_s, first_s, last_s = group.first_scheduled_s, group.first_token_s, group.last_token_s
         if began_s is None or first_s is None or last_s is None:
             return

@@ -196,7 +196,7 @@ class StructuredOutputManager:
         state, num_known = sequence.grammar, len(sequence.token_ids) - sequence.num_prompt_tokens
         if state is None or not group.may_jump or num_known == 0:
             return []
-        token_ids = state.forced(group.request.sampling.max_tokens - num_known)
+        token_ids = state.forced(group.request.sampling.max_num_tokens - num_known)
         for token_id in token_ids:
             if not state.accept(token_id):
                 raise InternalError(f"the grammar does not accept its forced token {token_id}")

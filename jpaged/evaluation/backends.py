@@ -23,7 +23,7 @@ from jpaged.client.batch import compute_window
 from jpaged.config import api_key_from_environment
 from jpaged.errors import InvalidArgument, JpagedError, PermissionDenied, TryLater, Unsupported
 from jpaged.llm import LLM, MakeBar, ProgressBar, TokensPrompt
-from jpaged.output_assembler import without_errors
+from jpaged.outputs import without_errors
 from jpaged.types import ModelInfo, RequestOutput, SamplingParams, Usage
 
 TokenIds = tuple[int, ...]
@@ -150,7 +150,7 @@ class OfflineBackend:
         """See `EvaluationBackend`."""
         contexts = _tokens([group.context for group in groups])
         continuations = [list(group.continuations) for group in groups]
-        scores = self._llm.score(contexts, continuations, use_tqdm=use_tqdm, adapter=self._adapter)
+        scores = self._llm.score_continuations(contexts, continuations, use_tqdm=use_tqdm, adapter=self._adapter)
         return [[(one.logprob, one.is_greedy) for one in each] for each in scores]
 
     def reset_prefix_cache(self) -> None:

@@ -37,8 +37,8 @@ from jpaged.evaluation.backends import (
     grouped,
 )
 from jpaged.llm import MakeBar
+from jpaged.sampling_params import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 from jpaged.types import RequestOutput, SamplingParams
-from jpaged.types.sampling import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 
 _MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """The first one present is used."""
@@ -444,11 +444,10 @@ class EvaluationRunner:
         )
 
     def _prompt(self, context: str, generation: GenerationParams) -> TokenIds:
-        num_left = self._max_total - generation.sampling.max_tokens
+        num_left = self._max_total - generation.sampling.max_num_tokens
         if num_left < 1:
-            what = (
-                f"{generation.sampling.max_tokens} tokens to generate leave none of {self._max_total} for the context"
-            )
+            most = generation.sampling.max_num_tokens
+            what = f"{most} tokens to generate leave none of {self._max_total} for the context"
             raise InvalidArgument("max_gen_toks", what)
         return tuple(self._texts.encode(context)[-num_left:]) or (self._texts.prefix_token_id,)
 

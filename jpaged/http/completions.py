@@ -46,7 +46,7 @@ from jpaged.json_text import PIECE_BYTES
 from jpaged.openai.lines import error_body
 from jpaged.openai.request import Job, Streaming, chat_job, completion_job, renamed, shown
 from jpaged.openai.response import AnswerSize, ChunkBuilder, ResponseMetadata, ShownToken, build_answer, sent_event
-from jpaged.output_assembler import new_completions
+from jpaged.outputs import new_completions
 from jpaged.service.calls import Call, Caller, RequestHandle, RequestRecord, require_name
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.score_embed import num_at_once, run_all

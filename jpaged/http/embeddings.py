@@ -38,7 +38,7 @@ from jpaged.openai.embeddings import (
 )
 from jpaged.openai.lines import EMBEDDINGS_URL, SCORE_URL, Answers
 from jpaged.openai.response import AnswerSize
-from jpaged.output_assembler import Evaluated, new_completions
+from jpaged.outputs import Evaluated, new_completions
 from jpaged.service.calls import NOBODY, Call, Caller
 from jpaged.service.score_embed import CallerOptions, embed, score
 from jpaged.service.service import Service

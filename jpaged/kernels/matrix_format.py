@@ -38,6 +38,8 @@ class MatrixFormat:
         has_group_ids: the group of each number is listed, not derived from its position (GPTQ's desc_act).
         activations: the type that rows are rounded to before the matmul.
         has_input_scale: rows have one scale from the checkpoint, instead of a scale per row.
+        num_bits: bits of the numbers, 5 or 6, if they are int8 but need fewer bits; None is those of the type.
+        has_half_scales: every scale is a float16 number.
     """
 
     values: Values
@@ -47,11 +49,18 @@ class MatrixFormat:
     activations: Activations | None = None
     has_input_scale: bool = False
     has_whole_zeros: bool = True
+    num_bits: int | None = None
+    has_half_scales: bool = False
 
     @property
     def dtype(self) -> np.dtype:
         """Type of the values."""
         return VALUE_DTYPES[self.values]
+
+    @property
+    def largest(self) -> float:
+        """The largest number, to which the largest weight of a group is scaled."""
+        return LARGEST[self.values] if self.num_bits is None else 2.0 ** (self.num_bits - 1) - 1
 
     @property
     def zeros_dtype(self) -> np.dtype:

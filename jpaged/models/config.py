@@ -211,7 +211,7 @@ class ModelConfig:
 
     @property
     def fuses_gate(self) -> bool:
-        """True if a matmul kernel may apply the gate; kernels support only silu."""
+        """True if a matmul kernel may apply the gate."""
         return True
 
     @property

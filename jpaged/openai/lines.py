@@ -59,9 +59,9 @@ from jpaged.openai.response import (
     TokenText,
     build_answer,
 )
-from jpaged.output_assembler import Evaluated
+from jpaged.outputs import Evaluated
+from jpaged.sampling_params import NO_DEFAULTS
 from jpaged.types import ModelInfo, Pooling, RequestOutput, SamplingParams, Score
-from jpaged.types.sampling import NO_DEFAULTS
 
 COMPLETIONS_URL = "/v1/completions"
 CHAT_URL = "/v1/chat/completions"
@@ -435,7 +435,7 @@ class Answers:
                 is_chat, vocab_size = prompt.messages is not None, self._model.vocab_size
                 size = AnswerSize(sampling, vocab_size=vocab_size, is_chat=is_chat, max_bytes=self._max_bytes)
                 most = min(most, size.max_filled or most)
-            sampling = replace(sampling, max_tokens=max(sampling.max_tokens, most))
+            sampling = replace(sampling, max_tokens=max(sampling.max_num_tokens, most))
         try:
             return await server.complete(
                 prompt.text,

@@ -23,9 +23,9 @@ from typing import Any
 
 from jpaged.chat import ChatOptions, build_chat_options, parse_reasoning, read_message
 from jpaged.errors import InvalidArgument, RequestTooLong
+from jpaged.sampling_params import NO_DEFAULTS, with_defaults
 from jpaged.structured import StructuredOutputs, get_response_format, get_structured_outputs
 from jpaged.types import CompletionOutput, Prompt, SamplingParams
-from jpaged.types.sampling import NO_DEFAULTS, with_defaults
 
 _PLAIN = (
     *("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "chat_template", "documents"),

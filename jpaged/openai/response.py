@@ -181,11 +181,11 @@ class AnswerSize:
         )
         bytes_of_token = sampling.n * width * (_LONG_ENTRY_BYTES if is_chat else _ENTRY_BYTES)
         self._num_prompt_tokens = 0
-        generated = num_prompts * sampling.max_tokens * bytes_of_token if counts_generated else 0
+        generated = num_prompts * sampling.max_num_tokens * bytes_of_token if counts_generated else 0
         self._num_bytes = generated
         self.max_filled = max_bytes // bytes_of_token if counts_generated and bytes_of_token else None
         if generated > max_bytes:
-            what = f"{width} at each of {num_prompts * sampling.n} x {sampling.max_tokens} tokens (max_tokens)"
+            what = f"{width} at each of {num_prompts * sampling.n} x {sampling.max_num_tokens} tokens (max_tokens)"
             raise self._error("logprobs", what)
 
     def add_prompt(self, num_tokens: int) -> None:

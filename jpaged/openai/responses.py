@@ -35,8 +35,8 @@ from jpaged.errors import InvalidArgument, JpagedError, get_reason
 from jpaged.json_text import Items
 from jpaged.openai.request import OF_CHATS, Job, chat_job, own_fields, without_nulls
 from jpaged.openai.response import ResponseMetadata, TokenText, chat_logprobs
+from jpaged.sampling_params import NO_DEFAULTS
 from jpaged.types import CompletionOutput, FinishReason, OutputEvent, PositionLogprobs, RequestOutput, Usage
-from jpaged.types.sampling import NO_DEFAULTS
 
 _MAX_SHOWN = 80
 _ECHOED = frozenset({"id", "status", "phase"})
@@ -443,7 +443,7 @@ def build_items(request_id: str, output: CompletionOutput, token_text: TokenText
     parts += [("call", call) for call in output.tool_calls]
     items = []
     for number, (kind, value) in enumerate(parts):
-        status = get_status(output.finish_reason) if number == len(parts) - 1 else "completed"
+        status = get_status(output.finish_reason or "") if number == len(parts) - 1 else "completed"
         if kind == "reasoning":
             items.append(reasoning_item(request_id, number, value, status))
         elif kind == "message":

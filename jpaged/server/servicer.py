@@ -36,6 +36,7 @@ from jpaged.chat import (
 )
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable
+from jpaged.sampling_params import NO_DEFAULTS, with_defaults
 from jpaged.server.grpc_server import MessagesInHand, ServicerContext, error_for, get_status, status_on_error
 from jpaged.server_load import EngineLoad
 from jpaged.service.calls import NOBODY, TRACE_KEYS, Call, Caller, require_name
@@ -57,7 +58,6 @@ from jpaged.types import (
     TokenLogprob,
     Usage,
 )
-from jpaged.types.sampling import NO_DEFAULTS, with_defaults
 from jpaged.version import __version__
 
 _MODES = {

@@ -82,12 +82,12 @@ def _check_one(field: str, one: PriorOutput, sampling: SamplingParams) -> None:
         raise InvalidArgument(f"{field}.index", f"{one.index} is not from 0 to {sampling.n - 1}")
     if not math.isfinite(one.cumulative_logprob) or one.cumulative_logprob > 0:
         raise InvalidArgument(f"{field}.cumulative_logprob", f"{one.cumulative_logprob} is not a number up to 0")
-    most = sampling.max_tokens - (not one.has_finished)
+    most = sampling.max_num_tokens - (not one.has_finished)
     if not 1 <= len(one.token_ids) <= most:
         what = "" if one.has_finished else ", at which it would have finished"
         raise InvalidArgument(
             f"{field}.ids",
-            f"{len(one.token_ids)} tokens are not from 1 to {most}: max_tokens is {sampling.max_tokens}{what}",
+            f"{len(one.token_ids)} tokens are not from 1 to {most}: max_tokens is {sampling.max_num_tokens}{what}",
         )
 
 
@@ -131,7 +131,7 @@ def move_grammars(request: Request) -> Request:
             continue
         state = request.grammar.start()
         if outputs is not None and outputs.always_complete:
-            state.closing(request.sampling.max_tokens)
+            state.closing(request.sampling.max_num_tokens)
         for number, token_id in enumerate(one.generated.token_ids, start=1):
             if not state.accept(token_id):
                 problem = f"token {number}, {token_id}, is not allowed there by the grammar of this request"
@@ -197,6 +197,7 @@ class InputProcessor:
             Unsupported: messages, but the model has no chat template; or tools that the template ignores or whose calls
                 cannot be parsed.
         """
+        prompt, sampling = _without_none(prompt, sampling)
         self._check_fields(prompt, sampling)
         thinking: ThinkingBudget | None = None
         token_ids = self._prompt_ids(prompt, sampling)
@@ -205,7 +206,7 @@ class InputProcessor:
         if prompt.fills_length:
             most = self._max_tokens(len(token_ids), sampling)
             if prompt.max_filled is not None:
-                most = max(sampling.max_tokens, min(most, prompt.max_filled))
+                most = max(sampling.max_num_tokens, min(most, prompt.max_filled))
             sampling = dataclasses.replace(sampling, max_tokens=most)
         if prompt.messages is not None:
             sampling = self._answering.held(prompt.chat_options, sampling, token_ids)
@@ -277,7 +278,7 @@ class InputProcessor:
 
     def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams) -> list[int]:
         """Return the tokens of a prompt, truncated if requested, after checking that they fit into a sequence."""
-        num_kept, max_tokens = sampling.truncate_prompt_tokens, 0 if prompt.is_only_told else sampling.max_tokens
+        num_kept, max_tokens = sampling.truncate_prompt_tokens, 0 if prompt.is_only_told else sampling.max_num_tokens
         if num_kept == -1:
             num_kept = max(1, self._geometry.max_model_len - max_tokens)
         kept = slice(None) if num_kept is None else slice(-num_kept, None)
@@ -421,7 +422,7 @@ class InputProcessor:
     def _max_tokens(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
         """Return the largest max_tokens that fits after a prompt, given that `sampling.max_tokens` fits."""
         geometry, num_rows = self._geometry, sampling.beam_width or sampling.num_samples
-        lengths = range(sampling.max_tokens, geometry.max_model_len - num_prompt_tokens + 1)
+        lengths = range(sampling.max_num_tokens, geometry.max_model_len - num_prompt_tokens + 1)
         num_fitting = bisect.bisect_right(
             lengths, geometry.num_blocks, key=lambda most: geometry.num_blocks_alone(num_prompt_tokens, most, num_rows)
         )
@@ -465,6 +466,14 @@ class InputProcessor:
             raise InvalidArgument("sampling.bad_words", "this model has no tokenizer: use logit_bias")
         if sampling.stop and isinstance(self.tokenizer, NoTokenizer):
             raise InvalidArgument("sampling.stop", "this model has no tokenizer, so no text: use stop_token_ids")
+
+
+def _without_none(prompt: Prompt, sampling: SamplingParams) -> tuple[Prompt, SamplingParams]:
+    """Return a prompt and its parameters, with `fills_length` if `max_tokens` is None."""
+    if sampling.max_tokens is not None:
+        return prompt, sampling
+    prompt = dataclasses.replace(prompt, fills_length=True, max_filled=None)
+    return prompt, dataclasses.replace(sampling, max_tokens=max(1, sampling.min_tokens))
 
 
 def _derived_seed(engine_seed: int, number: int) -> int:

@@ -150,7 +150,7 @@ class Adapters:
 
     def _require_on(self) -> Callable[[str], Adapter]:
         if self._read is None:
-            raise Unsupported("adapters are off on this server: start it with --enable-lora")
+            raise Unsupported("adapters are off: set enable_lora (--enable-lora)")
         return self._read
 
 

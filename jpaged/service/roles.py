@@ -161,7 +161,7 @@ class PrefillRole:
         self, model: LoadedModel, request: Request, generation: AdmittedCall, asked: RemotePrefillRequest | None
     ) -> None:
         """Submit a request; one from another server holds its blocks from its first token on."""
-        max_tokens, put = request.sampling.max_tokens, generation.stream.put
+        max_tokens, put = request.sampling.max_num_tokens, generation.stream.put
         if max_tokens > 1:
             problem = f"{max_tokens} is over the limit of 1: this server only computes prompts (role prefill)"
             raise InvalidArgument("sampling.max_tokens", f"{problem}; servers of the role decode generate")

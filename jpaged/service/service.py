@@ -52,7 +52,8 @@ from jpaged.errors import (
     QueueFull,
     Unavailable,
 )
-from jpaged.output_assembler import Completions
+from jpaged.outputs import Completions
+from jpaged.sampling_params import NO_DEFAULTS
 from jpaged.service.calls import (
     Call,
     OutputDispatcher,
@@ -76,7 +77,6 @@ from jpaged.types import (
     RequestOutput,
     SequenceFinish,
 )
-from jpaged.types.sampling import NO_DEFAULTS
 
 
 class AdmittedCall(Protocol):
@@ -601,7 +601,7 @@ def _most_generated(request: Request) -> tuple[str, int, int]:
     """Return the parameter that sets the number of sequences, that number, and the maximum tokens of each."""
     sampling = request.sampling
     name = "beam_width" if sampling.beam_width else "best_of" if sampling.best_of else "n"
-    return name, sampling.beam_width or sampling.num_samples, sampling.max_tokens
+    return name, sampling.beam_width or sampling.num_samples, sampling.max_num_tokens
 
 
 def get_cache_tenant(model: LoadedModel, tenant: str) -> str:

@@ -287,7 +287,8 @@ class HuggingFaceTokenizer:
         folder: source folder, or the GGUF file.
 
     Raises:
-        InvalidArgument: `chat_template` is broken. If the model's template is broken, only chats are disabled.
+        InvalidArgument: `chat_template` is broken, or `templates` set a variable that is not theirs to set. If the
+            model's template is broken, only chats are disabled.
         Unsupported: this kind of tokenizer cannot distinguish special tokens from text.
     """
 
@@ -340,6 +341,8 @@ class HuggingFaceTokenizer:
             made = self._made(chat_template, field="chat_template")
             made.check_defaults(self._settings.kwargs)
             self._templates, self._chats = (chat_template, None, None), (made, made)
+        elif templates.kwargs:
+            self._tried_chats()  # an error before weights are read
 
     @property
     def has_chat_template(self) -> bool:

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.errors import InvalidArgument
+from jpaged.outputs import CounterMetric, GaugeMetric, HistogramMetric, VectorMetric
 from jpaged.server_load import (
     DISTRIBUTIONS,
     PER_POSITION,
@@ -137,6 +138,35 @@ class EngineCollector(Collector):
         }
         info.add_metric((self._serving.model.name,), sizes)
         return info
+
+
+def read_metrics(serving: LoadedModel) -> list[CounterMetric | GaugeMetric | HistogramMetric | VectorMetric]:
+    """Return the counters, gauges and distributions of a loaded model, one object for each set of labels."""
+    found: list[CounterMetric | GaugeMetric | HistogramMetric | VectorMetric] = []
+    for family in EngineCollector(serving).collect():
+        if family.type == "histogram":
+            found += _read_histograms(family)
+        elif family.name == PER_POSITION.name:
+            values = {int(one.labels["position"]): int(one.value) for one in family.samples}
+            labels = {name: value for name, value in family.samples[0].labels.items() if name != "position"}
+            found.append(VectorMetric(family.name, labels, [values[i] for i in sorted(values)]))
+        elif family.type == "counter":
+            found += [CounterMetric(family.name, dict(one.labels), int(one.value)) for one in family.samples]
+        elif family.type == "gauge":
+            found += [GaugeMetric(family.name, dict(one.labels), float(one.value)) for one in family.samples]
+    return found
+
+
+def _read_histograms(family: Metric) -> Iterator[HistogramMetric]:
+    parts: dict[tuple[tuple[str, str], ...], dict[str, float]] = {}
+    for sample in family.samples:
+        labels = tuple((name, value) for name, value in sample.labels.items() if name != "le")
+        key = sample.labels.get("le") or sample.name.removeprefix(family.name)
+        parts.setdefault(labels, {})[key] = sample.value
+    for labels, values in parts.items():
+        total, count = values.pop("_sum"), int(values.pop("_count"))
+        buckets = {bound: int(value) for bound, value in values.items()}
+        yield HistogramMetric(family.name, dict(labels), count, total, buckets)
 
 
 def serve_metrics(serving: LoadedModel, *, host: str, port: int) -> ScrapeServer:

@@ -157,7 +157,7 @@ def _encodable(value: Attribute) -> Attribute:
 def _sampling_attributes(sampling: SamplingParams) -> Mapping[str, Attribute | None]:
     has_signed_seed = sampling.seed is None or sampling.seed <= _MAX_INT
     return {
-        gen_ai.GEN_AI_REQUEST_MAX_TOKENS: sampling.max_tokens,
+        gen_ai.GEN_AI_REQUEST_MAX_TOKENS: sampling.max_num_tokens,
         gen_ai.GEN_AI_REQUEST_TEMPERATURE: sampling.temperature,
         gen_ai.GEN_AI_REQUEST_TOP_P: sampling.top_p,
         gen_ai.GEN_AI_REQUEST_TOP_K: sampling.top_k or None,

@@ -62,7 +62,7 @@ from jpaged.engine.executor.io import (
 )
 from jpaged.errors import InternalError
 from jpaged.testing.fake_model import NAN, ByteTokenizer, Script, SeenTokens, Window, places_seen, sampled
-from jpaged.testing.fake_steps import FakeDraft, FakeFeed, FakeRounds
+from jpaged.testing.fake_steps import FakeDraft, FakeFeed, FakeInterrupt, FakeRounds
 from jpaged.types import Adapter
 
 
@@ -431,6 +431,14 @@ class FakeExecutor:
     ) -> StepOutputs:
         """Run one step after the other at once, until every row has ended."""
         return FakeFeed(self, inputs, sampling, ending_token_ids_rx, num_steps).run()
+
+    def decode_interruptibly(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> tuple[FakeFeed, FakeInterrupt]:
+        """Run the steps when they are collected, so that a test can interrupt them."""
+        feed = FakeFeed(self, inputs, sampling, ending_token_ids_rx, num_steps)
+        feed.set_interruptible()
+        return feed, FakeInterrupt(feed)
 
     def decode_with_masks(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int

@@ -103,6 +103,12 @@ class FakeFeed:
         self._ended = inputs.is_prev_sampled_t[used] & self._end(self._kept)
         self._drawn: tuple[I32, Bool] | None = None
         self._place, self._num_steps = 0, num_steps
+        self._is_interruptible = self._is_interrupted = False
+
+    @property
+    def num_steps(self) -> int:
+        """Number of executed steps."""
+        return self._place
 
     @property
     def is_over(self) -> bool:
@@ -111,7 +117,11 @@ class FakeFeed:
 
     @property
     def outputs(self) -> StepOutputs:
-        """Outputs of the steps."""
+        """Outputs of the steps; those of an interruptible dispatch are run first."""
+        while self._is_interruptible and not self.is_over:
+            self._step(None, StepDirective.CONTINUE)
+            if self._is_interrupted:
+                self.close()
         if not self.is_over:
             raise InternalError(f"{self._num_steps} steps are collected, but only {self._place} were given masks")
         return StepOutputs(self._token_ids_rn, self._is_sound_rn)
@@ -121,6 +131,14 @@ class FakeFeed:
         while not self.is_over:
             self._step(None, StepDirective.CONTINUE)
         return self.outputs
+
+    def set_interruptible(self) -> None:
+        """Run the steps when the outputs are read, until `interrupt` is called."""
+        self._is_interruptible = True
+
+    def interrupt(self) -> None:
+        """Let the current step be the last."""
+        self._is_interrupted = True
 
     def give(self, mask_rw: I32, verdict: StepDirective) -> None:
         if self.is_over:
@@ -164,6 +182,19 @@ class FakeFeed:
     def _end(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         is_ending: NDArray[np.bool_] = (tokens[:, None] == self._ending_ids_rx).any(axis=1)
         return is_ending
+
+
+@dataclass(frozen=True, slots=True)
+class FakeInterrupt:
+    """A `jpaged.engine.executor.DecodeInterrupt`."""
+
+    feed: FakeFeed
+
+    def interrupt(self) -> None:
+        self.feed.interrupt()
+
+    def close(self) -> int:
+        return self.feed.num_steps
 
 
 RunStep = Callable[[StepInputs, SamplingInputs], StepOutputs]

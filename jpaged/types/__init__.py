@@ -1,12 +1,13 @@
 """Values that cross layers: requests and results. Frozen; no jax, no grpc.
 
-values.py     requests, events, outputs, sequences that resume after another server's tokens
-sampling.py   sampling parameters and stop conditions
+values.py   requests, events, outputs, sequences that resume after another server's tokens
+
+Sampling parameters and stop conditions are in `jpaged.sampling_params`, and exported from here too.
 """
 
 from typing import TYPE_CHECKING
 
-from jpaged.types.sampling import (
+from jpaged.sampling_params import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
     MAX_BEAM_WIDTH,
@@ -37,8 +38,10 @@ from jpaged.types.values import (
     Adapter,
     CompletionOutput,
     Embedding,
+    EmbeddingOutput,
     FinishReason,
     LoadedAdapter,
+    LoRARequest,
     ModelInfo,
     OutputEvent,
     Pooling,
@@ -47,6 +50,7 @@ from jpaged.types.values import (
     Prompt,
     Request,
     RequestOutput,
+    RequestStateStats,
     RequestTimes,
     ResumedSequence,
     Score,
@@ -82,7 +86,9 @@ __all__ = [
     "Adapter",
     "CompletionOutput",
     "Embedding",
+    "EmbeddingOutput",
     "FinishReason",
+    "LoRARequest",
     "LoadedAdapter",
     "ModelInfo",
     "OutputEvent",
@@ -92,6 +98,7 @@ __all__ = [
     "Prompt",
     "Request",
     "RequestOutput",
+    "RequestStateStats",
     "RequestTimes",
     "ResumedSequence",
     "SamplingParams",

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from jpaged.chat import ChatOptions, ToolCall, ToolCallPiece
+from jpaged.errors import InvalidArgument
+from jpaged.sampling_params import SamplingParams
 from jpaged.structured import Grammar, GrammarState, ThinkingBudget
-from jpaged.types.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +200,35 @@ class LoadedAdapter:
 
 
 @dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """A LoRA adapter for the requests of a call, loaded on first use.
+
+    Attributes:
+        lora_name: name of the adapter; an adapter that is loaded under this name from this path is used again.
+        lora_int_id: number of the adapter, >= 1; another number under the same name loads the adapter again.
+        lora_path: folder of the adapter in PEFT's format; "" for an adapter that is already loaded.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_int_id, int) or self.lora_int_id < 1:
+            raise InvalidArgument("lora_int_id", f"{self.lora_int_id!r} must be an integer >= 1")
+
+    @property
+    def name(self) -> str:
+        """`lora_name`."""
+        return self.lora_name
+
+    @property
+    def path(self) -> str:
+        """`lora_path`."""
+        return self.lora_path
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """A request as the engine accepts it: tokenized, validated, with a seed.
 
@@ -258,20 +289,55 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of one token; `rank` is 1 for the most likely."""
+    """Log-probability of one token; `rank` is 1 for the most likely.
+
+    `decoded_token` is the token's text, set by `LLM`; None from a server.
+    """
 
     token_id: int
     logprob: float
     rank: int | None = None
+    decoded_token: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class PositionLogprobs:
-    """Log-probabilities at one position: the actual token, the most likely in order, and the requested ones."""
+class PositionLogprobs(Mapping[int, TokenLogprob]):
+    """Log-probabilities at one position: the actual token, the most likely in order, and the requested ones.
+
+    Also a mapping from their token ids, with the actual token first, as in vLLM.
+    """
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
     asked: tuple[TokenLogprob, ...] = ()
+
+    def as_dict(self) -> dict[int, TokenLogprob]:
+        """Return the log-probabilities by token id."""
+        return {one.token_id: one for one in (self.chosen, *self.top, *self.asked)}
+
+    def __getitem__(self, token_id: int) -> TokenLogprob:
+        return self.as_dict()[token_id]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.as_dict())
+
+    def __len__(self) -> int:
+        return len(self.as_dict())
+
+    def __bool__(self) -> bool:
+        return True
+
+    def keys(self) -> KeysView[int]:
+        """Return the token ids."""
+        return self.as_dict().keys()
+
+    def values(self) -> ValuesView[TokenLogprob]:
+        """Return the log-probabilities."""
+        return self.as_dict().values()
+
+    def items(self) -> ItemsView[int, TokenLogprob]:
+        """Return the token ids with their log-probabilities."""
+        return self.as_dict().items()
 
 
 # Values created for every token are not frozen: constructing a frozen one takes eight times as long, 4 us of an event.
@@ -359,13 +425,17 @@ class OutputEvent(SequenceDelta):
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One finished sequence of a request.
+    """One sequence of a request.
 
     Attributes:
         cumulative_logprob: sum over its tokens; None unless the request set `logprobs`, a best_of above n, or a beam
             width.
+        logprobs: one entry per token, each also a mapping from token ids; None if not requested.
+        finish_reason: "stop", "length", "abort" or "tool_calls"; None while a stream continues.
+        matched_stop: stop string or token id that ended the sequence, if any.
         reasoning_content: chats: the reasoning; not part of `text`.
         tool_calls: chats: the calls; not part of `text`.
+        lora_request: adapter of the request, as the caller of `LLM` gave it.
     """
 
     index: int
@@ -373,21 +443,67 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     cumulative_logprob: float | None
     logprobs: tuple[PositionLogprobs, ...] | None
-    finish_reason: str
+    finish_reason: str | None = None
     matched_stop: str | int | None = None
     reasoning_content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    lora_request: LoRARequest | None = None
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """`matched_stop`, by vLLM's name."""
+        return self.matched_stop
+
+    def finished(self) -> bool:
+        """Return True if the sequence has ended."""
+        return self.finish_reason is not None
+
+
+_WALL_CLOCK_S = time.time() - time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStateStats:
+    """Times of a request's phases, by vLLM's names: `arrival_time` in Unix seconds, `*_ts` on the monotonic clock.
+
+    Attributes:
+        first_token_latency: seconds from arrival to the first token; 0 if there was none.
+    """
+
+    num_generation_tokens: int
+    arrival_time: float
+    queued_ts: float
+    scheduled_ts: float
+    first_token_ts: float
+    last_token_ts: float
+    first_token_latency: float
+
+    @classmethod
+    def from_times(cls, times: RequestTimes, usage: Usage) -> RequestStateStats:
+        """Return the times of a request; a phase that it did not reach has time 0."""
+        arrival_s, first_s = times.arrival_s, times.first_token_s
+        return cls(
+            num_generation_tokens=usage.completion_tokens,
+            arrival_time=arrival_s + _WALL_CLOCK_S,
+            queued_ts=arrival_s,
+            scheduled_ts=times.first_scheduled_s or 0.0,
+            first_token_ts=first_s or 0.0,
+            last_token_ts=times.last_token_s or 0.0,
+            first_token_latency=0.0 if first_s is None else first_s - arrival_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The complete result of one request, as `LLM.generate` returns it.
+    """The result of one request, as `LLM.generate` returns it; of a stream, the result so far or what is new.
 
     Attributes:
+        finished: False while a stream continues.
         times: times in the engine that ran it; None from a server that does not report them.
         prompt_logprobs: one entry per prompt token, None for the first; None if not requested.
         embedding: the pooled hidden states, if requested.
         error: why the request failed while the rest of the batch ran; `outputs` is then empty.
+        lora_request: its adapter, as the caller of `LLM` gave it.
     """
 
     request_id: str
@@ -400,6 +516,17 @@ class RequestOutput:
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
     embedding: tuple[float, ...] | None = None
     error: Exception | None = None
+    lora_request: LoRARequest | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that came from the prefix cache."""
+        return self.usage.cached_tokens
+
+    @property
+    def metrics(self) -> RequestStateStats | None:
+        """`times` by vLLM's names."""
+        return None if self.times is None else RequestStateStats.from_times(self.times, self.usage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,13 +555,42 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The vector of `Embedding.outputs`, by vLLM's names."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Length of the vector."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
 class Embedding:
     """A prompt as a vector: the model's pooled hidden states after the final norm, float32.
 
     Attributes:
         values: a vector of the model's width.
+        request_id: set by `LLM`.
     """
 
     prompt_token_ids: tuple[int, ...]
     values: tuple[float, ...]
     usage: Usage = field(default_factory=Usage)
+    request_id: str = ""
+
+    @property
+    def outputs(self) -> EmbeddingOutput:
+        """The vector, by vLLM's name."""
+        return EmbeddingOutput(list(self.values))
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that came from the prefix cache."""
+        return self.usage.cached_tokens
+
+    @property
+    def finished(self) -> bool:
+        """True."""
+        return True

@@ -7,6 +7,8 @@ A program takes half a minute: of each kind one is long, and the others are deep
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import sys
 from collections import Counter
@@ -15,7 +17,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.tpu_programs import ProgramResult, compile_cells, library
+from benchmarks.record import PAGE, RESULTS
+from benchmarks.tpu_programs import (
+    Exchange,
+    ProgramResult,
+    compile_cells,
+    exchange_table,
+    library,
+    recorded_steps,
+)
+from jpaged.device.aot.deployment import Collective
 from jpaged.models.config import ModelConfig
 from jpaged.plan.known_models import KNOWN_MODELS
 
@@ -315,3 +326,51 @@ def test_without_libtpu_the_error_names_the_target(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"libtpu\.so is missing: run `make aot`"):
         library()
+
+
+RECORDED: list[dict[str, Any]] = json.loads((RESULTS / "tpu_exchange.json").read_text())["programs"]
+"""The counts of recorded steps, which may fall."""
+
+
+def test_exchanges_are_counted_over_each_link_with_the_trips_of_loops() -> None:
+    sums = (
+        Collective("all-reduce", ((64, 4096),), 524_288, (), "a"),
+        Collective("all-reduce", ((64, 4096),), 524_288, (32,), "b"),
+        Collective("all-gather", ((64, 4096),), 524_288, (32,), "c", is_async=True),
+        Collective("reduce-scatter", ((8, 4096),), 65_536, (32,), "d", is_async=True),
+    )
+    cell = ("llama-3-8b@v6e:2x4", "forward[64]", 8, "pallas-tpu", 1000, 2 * 10**9, 0, 10**9)
+    result = ProgramResult(*cell, (), 0, (), sums, None, None, 0.0, 0.0, 0.0)
+    found = Exchange.count(result)
+    assert found.num_collectives == {"all-gather": 32, "all-reduce": 33, "reduce-scatter": 32}
+    ring = 524_288 * 7 // 8  # of a reduce-scatter or an all-gather
+    assert (found.link_bytes, found.exposed_bytes) == (2 * 33 * ring + 64 * ring, 2 * 33 * ring)
+    assert 0 < found.exposed_share < 1
+    none = Exchange.count(dataclasses.replace(result, collectives=()))
+    assert (none.link_bytes, none.exposed_s, none.exposed_share) == (0, 0.0, 0.0)
+    unknown = dataclasses.replace(sums[1], loop_trips=(None,))
+    with pytest.raises(ValueError, match="b of llama-3-8b@v6e:2x4 is in a loop of unknown trip count"):
+        Exchange.count(dataclasses.replace(result, collectives=(unknown,)))
+
+
+def test_recorded_exchanges_are_two_sums_a_layer_and_one_of_the_embedding() -> None:
+    found = [Exchange.count(result) for result in recorded_steps()]
+    assert [{**dataclasses.asdict(one), "exposed_share": one.exposed_share} for one in found] == RECORDED
+    assert exchange_table(RECORDED) in PAGE.read_text()
+    assert {"llama-3-70b@v6e:2x4", "llama-3-8b@v6e:2x4"} < {one.cell for one in found}
+    for one in found:
+        config, devices = KNOWN_MODELS[one.cell.partition("@")[0]].config, one.num_devices
+        num_sums, tokens = 2 * config.num_layers + 1, int(one.program[8:-1])
+        itemsize = 4 if one.cell.startswith("opt") else 2  # OPT's sums are in float32
+        assert one.num_collectives == {"all-reduce": num_sums}
+        assert one.link_bytes <= num_sums * tokens * config.hidden_size * itemsize * 2 * (devices - 1) // devices
+        assert one.exposed_bytes <= one.link_bytes
+
+
+@pytest.mark.parametrize("cell", long("llama-3-8b@v6e:2x4#forward[64]") + deep("llama-3-70b@v6e:2x4#forward[64]"))
+def test_programs_exchange_no_more_than_recorded(cell: str) -> None:
+    (result,) = compile_cells(cell)
+    found = Exchange.count(result)
+    (recorded,) = (one for one in RECORDED if (one["cell"], one["program"]) == (found.cell, found.program))
+    assert found.link_bytes <= recorded["link_bytes"]
+    assert found.exposed_bytes <= recorded["exposed_bytes"]

@@ -21,7 +21,8 @@ VALUES = {
         "version",
         "json_text",
         "server_load",
-        "output_assembler",
+        "outputs",
+        "sampling_params",
         "structured",
         "chat",
         "pool",
@@ -38,10 +39,11 @@ MAY_IMPORT = {
     "blockstore": {"errors"},  # files and bytes
     "structured": {"errors", "json_text", "version"},
     "chat": {"errors", "json_text", "version"},
-    "types": {"errors", "structured", "chat", "version"},
-    "output_assembler": {"errors", "types", "chat"},
+    "sampling_params": {"errors", "structured"},
+    "types": {"errors", "structured", "chat", "sampling_params", "version"},
+    "outputs": {"errors", "types", "chat", "sampling_params"},
     "distributed_env": {"errors"},
-    "config": {"errors", "types", "distributed_env", "json_text", "structured"},
+    "config": {"errors", "types", "sampling_params", "distributed_env", "json_text", "structured"},
     "kernels": VALUES,
     "models": VALUES | {"kernels"},
     "checkpoints": VALUES | {"models", "demo", "kernels.matrix_format", "kernels.matmul", "kernels.cpu.library"},
@@ -63,7 +65,8 @@ MAY_IMPORT = {
     "kvevents": VALUES,
     "build": VALUES
     | {"blockstore", "kvevents", "kernels", "models", "checkpoints", "device", "engine", "service", "testing"},
-    "llm": VALUES | {"engine", "service", "build", "client", "openai"},
+    "local_model": VALUES | {"engine", "service", "telemetry", "build", "cli.vllm_flags"},
+    "llm": VALUES | {"engine", "service", "local_model", "cli.vllm_flags"},
     "cli": VALUES
     | {
         "build",

@@ -285,7 +285,7 @@ class FakeLLM:
             CompletionOutput(i, str(prompt).upper(), (1, 2), self.cumulative_logprob, None, "length")
             for i in range(sampling.n)
         )
-        return RequestOutput("r", prompt, tuple(token_ids), completions, Usage(1, sampling.max_tokens, 0))
+        return RequestOutput("r", prompt, tuple(token_ids), completions, Usage(1, sampling.max_num_tokens, 0))
 
 
 @pytest.mark.long

@@ -20,6 +20,7 @@ from jpaged.engine.engine import Engine
 from jpaged.engine.executor import (
     I32,
     BlockMoves,
+    DecodeInterrupt,
     DeviceRates,
     Geometry,
     MaskChannel,
@@ -117,6 +118,11 @@ class Share:
 
     def decode(self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int) -> Any:
         return self._executor.decode(inputs, sampling, ending_token_ids_rx, num_steps)
+
+    def decode_interruptibly(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> tuple[Any, DecodeInterrupt]:
+        return self._executor.decode_interruptibly(inputs, sampling, ending_token_ids_rx, num_steps)
 
     def decode_with_masks(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int

@@ -41,7 +41,7 @@ def open_llm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     def open_one(faults: Faults | None = None) -> LLM:
         config = EngineConfig.load({"max_num_queued_reqs": 2})
         first, *others = (FakeExecutor(faults=faults, max_num_seqs=4) for _ in range(request.param))
-        monkeypatch.setattr("jpaged.llm.build", lambda *_, **__: make_serving(first, config, others=others))
+        monkeypatch.setattr("jpaged.local_model.build", lambda *_, **__: make_serving(first, config, others=others))
         opened.append(LLM())
         return opened[-1]
 
@@ -178,7 +178,7 @@ def test_after_close_calls_fail_at_once_and_the_thread_is_gone(open_llm: Open) -
 def test_the_thread_ends_with_an_object_that_is_collected(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     open_llm().close()  # so that `build` is replaced
     executor = FakeExecutor()
-    monkeypatch.setattr("jpaged.llm.build", lambda *_, **__: make_serving(executor, EngineConfig.load({})))
+    monkeypatch.setattr("jpaged.local_model.build", lambda *_, **__: make_serving(executor, EngineConfig.load({})))
     llm = LLM()
     tokens(llm, 0)
     gone = weakref.ref(llm)

@@ -47,6 +47,7 @@ APART = {"enable_expert_parallel", "quantization", "max_logprobs", "kv_disk_dir"
 APART |= {*field_names(LoraOptions), "tool_call_parser", "reasoning_parser", "speculative_config", "kv_disk_space"}
 APART.add("kv_transfer_config")
 APART |= {"revision", "tokenizer_revision", "download_dir", "hf_token"}
+APART.add("long_prefill_token_threshold")
 APART |= {"chat_template", "trust_request_chat_template", "whitespace_pattern"}
 PROCESS_VALUES: dict[str, Any] = {"coordinator": "host:1234", "num_processes": 2, "process_id": 1, "join_timeout": 9.0}
 PROCESS_VALUES["cluster_secret_file"] = "secret"
@@ -329,9 +330,8 @@ def test_chat_templates_get_their_variables_and_parts(tmp_path: Path) -> None:
         tokenizer = find_source(dataclasses.replace(options, chat_template=str(template))).tokenizer
         texts.append(tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "a"}], max_bytes=99)))
     assert texts == ["True ", "False glad"]
-    for value, problem in (("[]", "is not a JSON object, such as"), ('{"a b": 1}', "'a b' is no name of a variable")):
-        with pytest.raises(InvalidArgument, match=f"default_chat_template_kwargs: .*{problem}"):
-            find_source(ModelOptions(default_chat_template_kwargs=value))
+    with pytest.raises(InvalidArgument, match="default_chat_template_kwargs: 'a b' is no name of a variable"):
+        find_source(ModelOptions(default_chat_template_kwargs='{"a b": 1}'))
 
 
 @flips("hf_overrides")

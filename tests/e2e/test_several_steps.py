@@ -80,6 +80,38 @@ def test_the_tokens_are_the_same(
 
 
 @pytest.mark.long
+def test_dispatches_that_are_ended_early_change_no_token(
+    folder: Path, single: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_llm(folder, num_scheduler_steps=8, overlap=False, **OPTIONS) as llm:
+        executor = engine_of(llm)._executor
+        decode_interruptibly, executed = executor.decode_interruptibly, list[tuple[int, int]]()
+
+        class Counted:
+            def __init__(self, interrupt: Any, num_steps: int) -> None:
+                self._interrupt, self._num_planned = interrupt, num_steps
+                self.interrupt = interrupt.interrupt
+
+            def close(self) -> int:
+                num_steps: int = self._interrupt.close()
+                executed.append((num_steps, self._num_planned))
+                return num_steps
+
+        def interrupted(inputs: Any, sampling: Any, ending_token_ids_rx: Any, num_steps: int) -> Any:
+            handle, interrupt = decode_interruptibly(inputs, sampling, ending_token_ids_rx, num_steps)
+            if len(executed) % 3:
+                interrupt.interrupt()
+            return handle, Counted(interrupt, num_steps)
+
+        monkeypatch.setattr(executor, "decode_interruptibly", interrupted)
+        assert told(run(llm, list(range(len(PROMPTS))))) == single
+        engine_of(llm).check()
+        assert engine_of(llm).load().num_blocks_used == 0
+    assert any(num_steps == num_planned for num_steps, num_planned in executed)
+    assert all(1 <= num_steps <= num_planned for num_steps, num_planned in executed)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
 def test_preemption_changes_nothing(
     folder: Path, single: list[Any], preemption_mode: str, monkeypatch: pytest.MonkeyPatch
@@ -111,5 +143,12 @@ def spy(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         dispatches.append(num_steps)
         return decode(inputs, sampling, ending_token_ids_rx, num_steps)
 
+    decode_interruptibly = executor.decode_interruptibly
+
+    def spied_interruptibly(inputs: Any, sampling: Any, ending_token_ids_rx: Any, num_steps: int) -> Any:
+        dispatches.append(num_steps)
+        return decode_interruptibly(inputs, sampling, ending_token_ids_rx, num_steps)
+
     monkeypatch.setattr(executor, "decode", spied)
+    monkeypatch.setattr(executor, "decode_interruptibly", spied_interruptibly)
     return dispatches

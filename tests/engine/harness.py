@@ -47,8 +47,9 @@ class Harness:
     max_cached_tokens: int | None = None
     outgrown_len: int | None = None
     max_pinned_blocks: int | None = None
-    max_inter_token_latency: float = 0.0
+    max_inter_token_latency: float | None = 0.0
     num_scheduler_steps: int = 1
+    long_prefill_token_threshold: int = 0
     refuse_late: bool = True
     queue_timeout: float | None = None
     make_stores: Callable[[FakeExecutor], tuple[EngineStore, ...]] | None = None
@@ -71,6 +72,7 @@ class Harness:
             max_pinned_blocks=self.max_pinned_blocks,
             max_inter_token_latency=self.max_inter_token_latency,
             num_scheduler_steps=self.num_scheduler_steps,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
             refuse_late=self.refuse_late,
             queue_timeout=self.queue_timeout,
             speculative_config=_speculative_config(

@@ -8,7 +8,7 @@ import pytest
 
 from jpaged.client.routing.resumable_stream import Progress
 from jpaged.errors import InvalidArgument
-from jpaged.output_assembler import new_completions
+from jpaged.outputs import new_completions
 from jpaged.testing import ByteTokenizer, FakeExecutor, FedExecutor, SeveralStepsExecutor, seeing
 from jpaged.testing.fake_model import FakeGrammar
 from jpaged.types import OutputEvent, PriorOutput, RequestOutput, SamplingParams

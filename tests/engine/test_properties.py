@@ -69,6 +69,7 @@ class EngineMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.booleans(),
         max_cached_tokens=st.sampled_from([None, None, 7]),
         num_scheduler_steps=st.sampled_from([1, 2, 3, 8]),
+        long_prefill_token_threshold=st.sampled_from([0, 0, 1, 3]),
         num_speculative_tokens=st.sampled_from([0, 1, 3, 7]),
     )
     def start(self, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, num_host_blocks, **options):

@@ -8,8 +8,8 @@ import pytest
 
 from jpaged.errors import InvalidArgument
 from jpaged.evaluation.runner import cut, parse_generation_params, seeded
+from jpaged.sampling_params import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 from jpaged.types import SamplingParams
-from jpaged.types.sampling import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 
 
 def of(asked: dict[str, Any], *, eos_token_id: int | None = 7, is_thinking: bool = False) -> SamplingParams:

@@ -64,7 +64,7 @@ def runner_of(llm: LLM, folder: Path, **options: Any) -> tuple[EvaluationRunner,
 
 def alone(llm: LLM, pair: Pair) -> Likelihood:
     """The score of one pair by itself."""
-    (score,) = llm.score(TokensPrompt(prompt_token_ids=list(pair[0])), [list(pair[1])])[0]
+    (score,) = llm.score_continuations(TokensPrompt(prompt_token_ids=list(pair[0])), [list(pair[1])])[0]
     return score.logprob, score.is_greedy
 
 

@@ -16,7 +16,7 @@ from jpaged.http.exchange import build_answer
 from jpaged.openai.embeddings import embed_job
 from jpaged.openai.lines import Answers
 from jpaged.openai.response import AnswerSize
-from jpaged.output_assembler import Evaluated
+from jpaged.outputs import Evaluated
 from jpaged.types import SamplingParams, Usage
 from tests.server.harness import MODEL, Harness, running
 

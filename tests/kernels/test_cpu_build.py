@@ -336,7 +336,8 @@ PRODUCT_FAULTS = (
         "bias_at(column)",
         "gated",
     ),
-    Fault("the gate is not squashed", _PRODUCT, "x = silu(x) * (", "x = x * (", "gated"),
+    Fault("the gate is not squashed", _PRODUCT, "x = activate<gate>(x) * (", "x = x * (", "gated"),
+    Fault("the GELU has no cube", _PRODUCT, "0.0713548163f * (x * x)", "0.0713548163f * x", "activation_of_the_model"),
     Fault(
         "what is added is forgotten", _PRODUCT, "if (after.residual) x =", "if (after.residual && false) x =", "around"
     ),
@@ -372,7 +373,21 @@ PRODUCT_FAULTS = (
         "float64",
     ),
     Fault("digits overlap by a bit", _DIGITS, "(left - digit) >> 8", "(left - digit) >> 7", "in_float64"),
-    Fault("codes begin with 0", _DIGITS, "-C::kOffset * totals", "-0 * totals", "code_is"),
+    Fault("codes begin with 0", _DIGITS, "-offset_of(C::kCode) * totals", "-0 * totals", "code_is"),
+    Fault(
+        "high bits are a bit off",
+        "matmul/cpu/scales.h",
+        "kHighBits * i - 4;",
+        "kHighBits * i - 3;",
+        "five_and_six_bits",
+    ),
+    Fault(
+        "high bits are packed among the low ones",
+        _CALL,
+        "number >> 4 << high_shift % 8",
+        "number >> 4 << shift % 8",
+        "five_and_six_bits",
+    ),
     Fault("zeros are added", _DIGITS, "found -= zero", "found += zero", "in_float64"),
     Fault("panels have no zeros", _PANELS, "if (q.zeros) subtract", "if (false) subtract", "in_float64"),
     Fault(
@@ -427,6 +442,13 @@ SAMPLING_FAULTS = (
         "(task + 1) * num_rows / num_tasks;",
         "(task + 1) * num_rows / num_tasks - 1;",
         "among_others",
+    ),
+    Fault(
+        "rows of padding are sampled",
+        "sampling/cpu/kernel.cc",
+        "      if (is_padding_r[r]) {",
+        "      if (false) {",
+        "padding_rows",
     ),
 )
 

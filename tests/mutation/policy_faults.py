@@ -99,7 +99,7 @@ POLICY_FAULTS = (
     Fault(
         "beams wait for beam searches that are about to end",
         "scheduler/scheduler.py",
-        " and group.live[0].num_output_tokens < sampling.max_tokens",
+        " and group.live[0].num_output_tokens < sampling.max_num_tokens",
         "",
         COHORTS,
     ),
@@ -308,6 +308,20 @@ POLICY_FAULTS = (
         LOOKAHEAD,
     ),
     Fault(
+        "steps that an arrival has cancelled are processed",
+        "runners.py",
+        "truncate_steps(schedule, max(1, num_executed))",
+        "truncate_steps(schedule, num_planned)",
+        LOOKAHEAD,
+    ),
+    Fault(
+        "an arrival during a dispatch's start waits for all its steps",
+        "runners.py",
+        "        if self._has_arrival:\n",
+        "        if False:\n",
+        LOOKAHEAD,
+    ),
+    Fault(
         "tokens after an early stop of a dispatch are cached",
         "results.py",
         "                sequence.truncate_after_stop()\n",
@@ -389,8 +403,8 @@ POLICY_FAULTS = (
     Fault(
         "the replica router counts the output of one sample only",
         "data_parallel.py",
-        "num_rows * sampling.max_tokens",
-        "sampling.max_tokens",
+        "num_rows * sampling.max_num_tokens",
+        "sampling.max_num_tokens",
         ("data_parallel/test_routing.py",),
     ),
     Fault(

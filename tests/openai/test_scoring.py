@@ -17,7 +17,7 @@ from jpaged.client.results import failure_in
 from jpaged.errors import InternalError, InvalidArgument, NotFound
 from jpaged.openai.embeddings import EmbedJob, How, ScoreJob, SimilarityJob, embed_job
 from jpaged.openai.lines import MAX_PARTS_OF_CALL, Answers, Line, compute_seed, parse_scoring_job
-from jpaged.output_assembler import Evaluated
+from jpaged.outputs import Evaluated
 from jpaged.server.servicer import InferenceServicer
 from jpaged.types import Pooling, RequestOutput, SamplingParams, Score, TokenLogprob, Usage
 from tests.client.test_batch import ignore, results, write_input

@@ -11,12 +11,14 @@
 | Q6_K       | 256   | 128 with four bits of two numbers, 64 with two of four, 16    | int8, a scale for 16       |
 |            |       | int8 scales                                                   |                            |
 
-Scales of scales are multiplied exactly, in float32. If groups have a minimum, which is added to all their numbers, the
-zero point is derived from the minimum divided by the scale: a float32.
+Types of five and six bits are int8 here; the packed kernel of CPUs stores them in five and six bits, and float16 scales
+as such. Scales of scales are multiplied exactly, in float32. If groups have a minimum, which is added
+to all their numbers, the zero point is derived from the minimum divided by the scale: a float32.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ import ml_dtypes
 import numpy as np
 
 from jpaged.checkpoints.quantized.scheme import StoredMatrix
-from jpaged.kernels.matrix_format import MatrixFormat, Values
+from jpaged.kernels.matrix_format import NUM_BITS, MatrixFormat, Values
 
 FLOATS: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -91,7 +93,15 @@ def joint_form(forms: Sequence[MatrixFormat]) -> MatrixFormat:
     values: Values = "int8" if any(form.values == "int8" for form in forms) else "int4"
     size = math.gcd(*(form.group_size or 0 for form in forms))
     has_zeros = any(form.has_zeros for form in forms)
-    return MatrixFormat(values, size, has_zeros=has_zeros, has_whole_zeros=not has_zeros)
+    num_bits = max(form.num_bits or NUM_BITS[form.values] for form in forms)
+    return MatrixFormat(
+        values,
+        size,
+        has_zeros=has_zeros,
+        has_whole_zeros=not has_zeros,
+        num_bits=None if num_bits == NUM_BITS[values] else num_bits,
+        has_half_scales=all(form.has_half_scales for form in forms),
+    )
 
 
 def dequantize_blocks(kind: str, data: np.ndarray) -> np.ndarray:
@@ -198,17 +208,23 @@ def _q6_k(blocks: np.ndarray) -> Unpacked:
     return values, blocks[:, 192:208].view(np.int8) * _halves(blocks[:, 208:]), None
 
 
-_LEAST_4 = MatrixFormat("int4", 32, has_zeros=True, has_whole_zeros=False)
-_LEAST_8 = MatrixFormat("int8", 32, has_zeros=True, has_whole_zeros=False)
+_LEAST = MatrixFormat("int4", 32, has_zeros=True, has_whole_zeros=False)
+_HALVES = MatrixFormat("int8", 32, has_half_scales=True)
+
+
+def _of(form: MatrixFormat, **changes: Any) -> MatrixFormat:
+    return dataclasses.replace(form, **changes)
+
+
 BLOCK_TYPES: Mapping[str, BlockType] = {
-    "Q8_0": BlockType(32, 34, (0,), MatrixFormat("int8", 32), _q8_0),
-    "Q4_0": BlockType(32, 18, (0,), MatrixFormat("int4", 32), _q4_0),
-    "Q4_1": BlockType(32, 20, (0, 2), _LEAST_4, _q4_1),
-    "Q5_0": BlockType(32, 22, (0,), MatrixFormat("int8", 32), _q5_0),
-    "Q5_1": BlockType(32, 24, (0, 2), _LEAST_8, _q5_1),
-    "Q4_K": BlockType(256, 144, (0, 2), _LEAST_4, _q4_k),
-    "Q5_K": BlockType(256, 176, (0, 2), _LEAST_8, _q5_k),
-    "Q6_K": BlockType(256, 210, (208,), MatrixFormat("int8", 16), _q6_k),
+    "Q8_0": BlockType(32, 34, (0,), _HALVES, _q8_0),
+    "Q4_0": BlockType(32, 18, (0,), _of(_HALVES, values="int4"), _q4_0),
+    "Q4_1": BlockType(32, 20, (0, 2), _of(_LEAST, has_half_scales=True), _q4_1),
+    "Q5_0": BlockType(32, 22, (0,), _of(_HALVES, num_bits=5), _q5_0),
+    "Q5_1": BlockType(32, 24, (0, 2), _of(_LEAST, values="int8", num_bits=5, has_half_scales=True), _q5_1),
+    "Q4_K": BlockType(256, 144, (0, 2), _LEAST, _q4_k),
+    "Q5_K": BlockType(256, 176, (0, 2), _of(_LEAST, values="int8", num_bits=5), _q5_k),
+    "Q6_K": BlockType(256, 210, (208,), MatrixFormat("int8", 16, num_bits=6), _q6_k),
 }
 """Types that are kept without requantization."""
 READ = (*FLOATS, *BLOCK_TYPES)

@@ -63,6 +63,8 @@ _COLLECTIVES = {
     "send",
     "recv",
 }
+_STARTS = ("async-start", "call-start")
+"""Instructions that start a computation while others run."""
 _KNOWN_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _CONSTANT = re.compile(r" constant\((\d+)\)")
 
@@ -79,6 +81,7 @@ class Collective:
         num_bytes: of those arrays together, on one device.
         loop_trips: trip count of each enclosing loop, outermost first; None if unknown.
         instruction: the instruction's name in the program's text.
+        is_async: it has a start and a done, between which the device computes.
     """
 
     opcode: str
@@ -86,6 +89,7 @@ class Collective:
     num_bytes: int
     loop_trips: tuple[int | None, ...]
     instruction: str
+    is_async: bool = False
 
 
 def collectives(executable: jax.stages.Compiled) -> list[Collective]:
@@ -103,17 +107,21 @@ def collectives_in(text: str) -> Iterator[Collective]:
 
 
 def _collectives_from(
-    name: str, computations: Mapping[str, Sequence[Instruction]], loop_trips: tuple[int | None, ...]
+    name: str,
+    computations: Mapping[str, Sequence[Instruction]],
+    loop_trips: tuple[int | None, ...],
+    is_async: bool = False,
 ) -> Iterator[Collective]:
     for found in computations.get(name, ()):
         opcode = found.opcode.removesuffix("-start")
         if opcode in _COLLECTIVES:
             arrays = _exchanged(found)
             dims = tuple(dims for dims, _ in arrays)
-            yield Collective(opcode, dims, sum(size for _, size in arrays), loop_trips, found.name)
+            num_bytes, is_start = sum(size for _, size in arrays), found.opcode.endswith("-start")
+            yield Collective(opcode, dims, num_bytes, loop_trips, found.name, is_async or is_start)
         inner = (*loop_trips, _trips(found, computations)) if found.opcode == "while" else loop_trips
         for callee in found.all_called:
-            yield from _collectives_from(callee, computations, inner)
+            yield from _collectives_from(callee, computations, inner, is_async or found.opcode in _STARTS)
 
 
 def _exchanged(instruction: Instruction) -> list[tuple[tuple[int, ...], int]]:

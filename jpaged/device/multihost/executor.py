@@ -34,6 +34,7 @@ from jpaged.engine.executor import (
     I32,
     ROW_DTYPE,
     BlockMoves,
+    DecodeInterrupt,
     Detail,
     DeviceRates,
     Geometry,
@@ -338,6 +339,16 @@ class MultiHostExecutor:
         raise InternalError(
             f"multi-step scheduling is not supported with several processes: {num_steps} steps; the limit is 1"
         )
+
+    def decode_interruptibly(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> tuple[MultiHostHandle, DecodeInterrupt]:
+        """Raise: the geometry of several processes has one step per dispatch.
+
+        Raises:
+            InternalError: always.
+        """
+        raise InternalError(f"a dispatch of {num_steps} steps is not supported with several processes: the limit is 1")
 
     def decode_with_masks(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int

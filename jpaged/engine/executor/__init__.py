@@ -2,6 +2,7 @@
 
     forward(StepInputs) ── hidden ──> sample(hidden, SamplingInputs) ── handle ──> collect(handle) ──> StepOutputs
     decode(StepInputs, SamplingInputs, ...), the two in a loop ─────── handle ──┤
+    decode_interruptibly(StepInputs, ...), and a DecodeInterrupt ───── handle ──┤
     decode_with_masks(StepInputs, SamplingInputs, ...), and a MaskChannel ─ handle ──┤
     speculate(StepInputs, SamplingInputs, ...), with a draft model ─── handle ──┘
 
@@ -48,6 +49,7 @@ from jpaged.engine.executor.io import (
     row_lists,
 )
 from jpaged.engine.executor.verbs import (
+    DecodeInterrupt,
     Executor,
     Handle,
     Hidden,
@@ -72,6 +74,7 @@ __all__ = [
     "BlockMoves",
     "Bool",
     "BucketTable",
+    "DecodeInterrupt",
     "Detail",
     "DeviceRates",
     "Executor",

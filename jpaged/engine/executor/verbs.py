@@ -54,6 +54,18 @@ class MaskChannel(Protocol):
         ...
 
 
+class DecodeInterrupt(Protocol):
+    """Means to end a dispatch of several decode steps early."""
+
+    def interrupt(self) -> None:
+        """Let the current step be the last. Thread-safe; no-op if the dispatch has ended."""
+        ...
+
+    def close(self) -> int:
+        """Return the number of executed steps; call it once, after the results were collected."""
+        ...
+
+
 Hidden = TypeVar("Hidden")
 """Output of a forward, for its sample. Opaque to the engine; valid until the next forward."""
 
@@ -159,6 +171,16 @@ class Executor(Protocol[Hidden, Handle]):
         Row i has only token i in each step, is of Detail.TOKENS, and its block table has room for all steps. A row that
         samples an ending id (BEYOND_TOKENS is padding) has ended, as has a row that an earlier decode ended in this
         way; its later samples are undefined. A device may skip the steps after all rows have ended.
+        """
+        ...
+
+    def decode_interruptibly(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> tuple[Handle, DecodeInterrupt]:
+        """Start several steps like `decode`, which any thread can end after the current step.
+
+        Requires `Geometry.has_fed_steps`. The outputs of steps that were not executed are undefined. No other step may
+        be dispatched before the results are collected.
         """
         ...
 

@@ -256,7 +256,7 @@ class ContiguousKVCacheManager:
 
     def _num_group_blocks(self, group: SequenceGroup) -> int:
         """Return the number of blocks that each sequence of a group reserves."""
-        return self.num_region_blocks(len(group.request.prompt_token_ids), group.request.sampling.max_tokens)
+        return self.num_region_blocks(len(group.request.prompt_token_ids), group.request.sampling.max_num_tokens)
 
     def _reserved(self) -> Iterator[Region]:
         yield from self._regions.values()

@@ -45,7 +45,7 @@ class LongRopeRecompute:
 
     def _is_due(self, group: SequenceGroup) -> bool:
         """Return True if all unfinished sequences have computed up to the length and their tokens are known."""
-        most, live = group.request.sampling.max_tokens, group.live
+        most, live = group.request.sampling.max_num_tokens, group.live
         if not group.is_forked or any(sequence.num_in_flight_tokens > 1 for sequence in live):
             return False
         going = [sequence for sequence in live if sequence.num_output_tokens < most]

@@ -78,7 +78,7 @@ class BeamSearch:
         When the search is done no beam runs on, and `best` returns the results.
         """
         length = len(self.beams[0].token_ids) + 1
-        is_last = length >= self._sampling.max_tokens
+        is_last = length >= self._sampling.max_num_tokens
         ranked = self._rank(tops, length)
         ends = [is_last or candidate.token_id in self._ending_ids for candidate in ranked]
         running = [candidate for candidate, is_end in zip(ranked, ends, strict=True) if not is_end]
@@ -129,7 +129,7 @@ class BeamSearch:
             return False
         sampling = self._sampling
         looks_ahead = sampling.early_stopping == "never" and sampling.length_penalty > 0
-        best_length = sampling.max_tokens if looks_ahead else length
+        best_length = sampling.max_num_tokens if looks_ahead else length
         best = _score(self.beams[0].cumulative_logprob, best_length, sampling.length_penalty)
         return best > self.score(self._finished[-1])
 

@@ -425,7 +425,7 @@ class OutputState:
         # The text of the token that ends a sequence is not part of the answer, whether or not it is a special token.
         is_left_out = is_stop_token and not self._sampling.include_stop_str_in_output
         text = self._detokenizer.flush() if is_left_out else self._detokenizer.push(token_id)
-        if not is_left_out and (is_stop_token or self._num_tokens >= self._sampling.max_tokens):
+        if not is_left_out and (is_stop_token or self._num_tokens >= self._sampling.max_num_tokens):
             text += self._detokenizer.flush()
         if self._num_tokens < self._sampling.min_tokens:
             return text, None
@@ -436,7 +436,7 @@ class OutputState:
             is_named = token_id in self._stop_token_ids
             finish = SequenceFinish(FinishReason.STOP, token_id if is_named else None)
             return sent + self._stop_strings.flush(), finish
-        if self._num_tokens >= self._sampling.max_tokens:
+        if self._num_tokens >= self._sampling.max_num_tokens:
             return sent + self._stop_strings.flush(), SequenceFinish(FinishReason.LENGTH)
         return sent, None
 

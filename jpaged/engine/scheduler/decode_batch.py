@@ -102,6 +102,7 @@ class DecodeBatch:
         num_rounds: draft-model rounds in place of steps; if above 0, there are no other rows.
         num_left_s: tokens that each row has blocks for and may sample in those rounds; empty without rounds.
         kind: several steps or rounds are a kind of dispatch; any other one is a single step.
+        is_interruptible: a request that arrives while several steps run ends them after the current one.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -123,11 +124,21 @@ class DecodeBatch:
     num_rounds: int = 0
     num_left_s: I32 = field(default_factory=_none)
     kind: StepKind = StepKind.SINGLE_STEP
+    is_interruptible: bool = False
 
     @property
     def are_masked(self) -> bool:
-        """True if masks are made between several steps; the number of steps is then known only at the end."""
+        """True if masks are made between several steps."""
         return self.kind in (StepKind.MASKED_MULTI_STEP, StepKind.ALTERNATING)
+
+    @property
+    def may_be_cut_short(self) -> bool:
+        """True if the number of steps is known only at the end; `Scheduler.truncate_steps` sets it."""
+        return self.is_interruptible or self.are_masked
+
+    def set_interruptible(self) -> None:
+        """Let a request that arrives end the steps early, if they are one program without masks."""
+        self.is_interruptible = self.kind is StepKind.MULTI_STEP and self.num_steps > 1
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -400,5 +411,5 @@ def commit_full_blocks(sequence: Sequence, memory: KVCacheManager) -> None:
 
 
 def _num_left(group: SequenceGroup, sequence: Sequence, long_rope: LongRopeRecompute | None) -> int:
-    num_left = group.request.sampling.max_tokens - sequence.num_output_tokens
+    num_left = group.request.sampling.max_num_tokens - sequence.num_output_tokens
     return num_left if long_rope is None else min(num_left, long_rope.num_left(sequence))

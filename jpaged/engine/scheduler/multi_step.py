@@ -6,12 +6,23 @@
 A new request waits for the steps already dispatched. Unless a number of steps is configured, the duration of a dispatch
 is bounded, so steps of a large model, for which the host's overhead is negligible, are dispatched one by one:
 
-    rows are free    requests keep arriving, few rows run      0.003 s    a first token waits for half of it
+    rows are free    requests keep arriving, few rows run      a tenth of the recent prefill times, 0.003 to 0.02 s:
+                                                               a first token waits for half of it
+                     the same, and they end a dispatch         twice that
                      otherwise                                 0.02 s
     all are taken    some row may end early                    0.05 s     a new request waits for a row anyway
                      none may: no step is wasted               0.1 s      tokens wait this long for their message
 
 There is no bound if no row may end and no request arrives later (`NO_NEWCOMERS`).
+
+On a CPU an arrival can end a dispatch after the current step (`Executor.decode_interruptibly`):
+
+    one step a dispatch       | host | step | host | step | host | prefill
+    interruptible steps       | host | step   step   step | host | prefill        tokens cost less, and so does the wait
+                                                ^ arrival
+
+The number of steps is then known only at the end, so that no step overlaps with such a dispatch. If steps overlap, it
+is used only while arrivals are expected.
 
 Limit of the prefill tokens in a step, so that streams in it keep their inter-token latency.
 
@@ -28,6 +39,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 from statistics import median
 from typing import NamedTuple
 
@@ -43,18 +55,22 @@ NO_NEWCOMERS = -1
 _LONGEST_S = 0.02
 """Maximum seconds of a dispatch of several steps; tokens that arrive this close together are read as one."""
 _LONGEST_BEFORE_ARRIVAL_S = 0.003
-"""The same if another request is likely to arrive soon."""
+"""The same if another request is likely to arrive soon and prompts are short."""
+_SHARE_OF_PREFILL = 0.1
+"""The same for longer prompts, as a share of the recent prefill times: a first token waits for half of it."""
 _LONGEST_WITHOUT_ROOM_S, _LONGEST_WITHOUT_ENDS_S = 0.05, 0.1
 """The same if no row is free for a new request, and if in addition none may end early."""
 _BURST_S = 0.02
 """Requests that arrive this close together count as one arrival."""
+_INTERRUPTIBLE_FACTOR = 2
+"""How much longer a dispatch may be that an arrival ends: its executed steps are still processed first."""
 _NUM_ARRIVALS, _MIN_ARRIVALS = 8, 3
 _MAX_GAP_S = 2.0
 """Mean seconds between arrivals above which the next one is not expected."""
 _FEW_ROWS_SHARE = 0.25
 """Share of all rows up to which arrivals shorten a dispatch; with more, throughput matters more."""
-_NUM_GAPS = 3
-"""Mean gaps since the last arrival after which no further one is expected."""
+_NUM_GAPS = 8
+"""Mean gaps since the last arrival after which no further one is expected; one gap in 3,000 of Poisson arrivals."""
 _NUM_KEPT = 5
 _JUMPING_SHARE, _JUMPING_SHARE_OF_FED = 0.125, 0.5
 """Share of grammar rows with one allowed token above which jumps save more than multi-step dispatches.
@@ -102,16 +118,21 @@ class MultiStepPolicy:
     Args:
         num_steps: fixed maximum, independent of time; 0 chooses by time, and NO_NEWCOMERS may.
         bound_s: bound of the inter-token latency of streams; 0 for no bound.
+        has_overlap: the next step is scheduled while one runs.
     """
 
-    def __init__(self, num_steps: int, bound_s: float, rates: DeviceRates, geometry: Geometry) -> None:
+    def __init__(
+        self, num_steps: int, bound_s: float, rates: DeviceRates, geometry: Geometry, *, has_overlap: bool = True
+    ) -> None:
         self._chosen = num_steps
         self._bound_s = bound_s or math.inf
+        self._has_overlap = has_overlap
         self._now_s = 0.0
         self.arrivals = ArrivalTimes()
         self.set_programs(geometry)
         self._forward_s = rates.forward_s
         self._seen_s: dict[int, deque[float]] = {}
+        self._prefills_s: deque[float] = deque(maxlen=_NUM_KEPT)
         self._forced_share = 0.0
         self._jumping_share = _JUMPING_SHARE_OF_FED if geometry.has_fed_steps else _JUMPING_SHARE
 
@@ -126,6 +147,8 @@ class MultiStepPolicy:
         self._most = min(chosen, most) if chosen > 0 else most
         self._buckets = geometry.buckets
         self._max_num_rows = geometry.max_num_seqs
+        # The draft model must know which tokens the model computes when a step is dispatched.
+        self._can_interrupt = geometry.has_fed_steps and not geometry.num_speculative_tokens
 
     def num_steps(
         self,
@@ -167,22 +190,40 @@ class MultiStepPolicy:
         if not has_room:
             longest_s = _LONGEST_WITHOUT_ROOM_S if may_end else _LONGEST_WITHOUT_ENDS_S
         elif num_rows <= _FEW_ROWS_SHARE * self._max_num_rows and self._expects_arrival:
-            longest_s = _LONGEST_BEFORE_ARRIVAL_S
+            longest_s = self._longest_before_arrival_s
         else:
             longest_s = _LONGEST_S
         return min(longest_s, self._bound_s)
+
+    @property
+    def is_interruptible(self) -> bool:
+        """True if a request that arrives ends a dispatch of several steps, given a free row."""
+        if not self._can_interrupt or self._chosen == NO_NEWCOMERS:
+            return False
+        return not self._has_overlap or self._expects_arrival
 
     @property
     def _expects_arrival(self) -> bool:
         """True if a request is likely to arrive soon that has to wait for the dispatch in flight."""
         return self._chosen != NO_NEWCOMERS and self.arrivals.is_next_expected(self._now_s)
 
+    @property
+    def _longest_before_arrival_s(self) -> float:
+        """Maximum seconds of a dispatch for which an arrival waits, or whose tokens are processed before it runs."""
+        prefill_s = median(self._prefills_s) if self._prefills_s else 0.0
+        longest_s = max(_LONGEST_BEFORE_ARRIVAL_S, _SHARE_OF_PREFILL * prefill_s)
+        return min(_INTERRUPTIBLE_FACTOR * longest_s if self.is_interruptible else longest_s, _LONGEST_S)
+
     def observe_forced_share(self, num_rows: int, num_forced: int) -> None:
         """Record the number of rows with grammars in a step, and how many of them had one allowed token."""
         self._forced_share += _NEWEST_SHARE * (num_forced / num_rows - self._forced_share)
 
     def on_results(self, schedule: SchedulerOutput, outputs: StepOutputs, timing: StepTiming) -> None:
-        """Record the duration of a dispatch in which all rows decode."""
+        """Record the duration of a dispatch in which all rows decode, and of the prefills that end with this one."""
+        for row in schedule.rows:
+            started_s = row.group.first_scheduled_s
+            if row.num_tokens > 1 and row.samples_token and row.output_index == 0 and started_s is not None:
+                self._prefills_s.append(timing.end_s - started_s)
         if schedule.rows or schedule.decodes.num_rounds:
             return
         size = self._buckets.num_decode_rows(len(schedule.decodes))
@@ -241,11 +282,13 @@ class RanStep(NamedTuple):
         return num_pairs(self.query_starts, self.kv_lens)
 
 
-_MAX_RECENT_STEPS = 64
+_MAX_RECENT_STEPS = 8
 
 
 class RecentSteps:
-    """Recent steps that have not been read by `take`; the oldest are dropped.
+    """Recent steps that have not been read by `take`: the newest of each size.
+
+    An arrival reads them before its first step, so they are few.
 
     Attributes:
         buckets: the current sizes that steps are padded to.
@@ -253,7 +296,7 @@ class RecentSteps:
 
     def __init__(self, buckets: BucketTable) -> None:
         self.buckets = buckets
-        self._ran: deque[RanStep] = deque(maxlen=_MAX_RECENT_STEPS)
+        self._ran: dict[int, deque[RanStep]] = {}
 
     def set_buckets(self, buckets: BucketTable) -> None:
         """Set the current sizes."""
@@ -266,11 +309,12 @@ class RecentSteps:
         inputs = timing.inputs
         query_starts = inputs.query_starts_s1[: inputs.num_rows + 1].copy()
         kv_lens = inputs.kv_lens_s[: inputs.num_rows].copy()
-        self._ran.append(RanStep(timing.num_padded, query_starts, kv_lens, timing.seconds / timing.num_steps))
+        step = RanStep(timing.num_padded, query_starts, kv_lens, timing.seconds / timing.num_steps)
+        self._ran.setdefault(timing.num_padded, deque(maxlen=_MAX_RECENT_STEPS)).append(step)
 
     def take(self) -> list[RanStep]:
-        """Return and clear the recorded steps, in order."""
-        ran = list(self._ran)
+        """Return and clear the recorded steps, in order within each size."""
+        ran = list(chain.from_iterable(self._ran.values()))
         self._ran.clear()
         return ran
 
@@ -403,6 +447,27 @@ class StepTimeFloor:
         return num_tokens * self._token_s + num_steps * self._step_s
 
 
+_FIXED_PARTS = 20
+"""Default bound in fixed parts of a step, so that larger steps take at most a twentieth less time for a token."""
+_LEAST_DEFAULT_S, _MOST_DEFAULT_S = 0.1, 1.0
+"""Range of the default: a message of a stream may wait for the first anyway (`jpaged.service.calls`)."""
+
+
+def choose_bound_s(rates: DeviceRates) -> float:
+    """Return the default bound of the inter-token latency of streams, from the times measured at start-up.
+
+        seconds  fixed + slope * tokens          reading the weights is the fixed part, and is paid by every step:
+                 └─ 0.002 ─> 0.1                 a model of 16 million parameters
+                 └─ 0.03  ─> 0.6                 one of 390 million: steps of 0.1 s would be weights for a third
+
+    Without a bound, streams would wait for the largest step.
+    """
+    (few, few_s), (many, many_s) = rates.forward_s[0], rates.forward_s[-1]
+    slope_s = (many_s - few_s) / (many - few) if many > few else 0.0
+    fixed_s = few_s - slope_s * few
+    return min(max(_FIXED_PARTS * fixed_s, _LEAST_DEFAULT_S), _MOST_DEFAULT_S)
+
+
 class PrefillBudget:
     """Chooses the prefill tokens of a step under a bound of the inter-token latency of streams.
 
@@ -410,11 +475,12 @@ class PrefillBudget:
 
     Attributes:
         steps: records the steps; they are evaluated when `within` is called.
+        bound_s: the bound in seconds.
     """
 
     def __init__(self, bound_s: float, rates: DeviceRates, buckets: BucketTable) -> None:
         self.steps = RecentSteps(buckets)
-        self._bound_s = bound_s
+        self.bound_s = bound_s
         self._times = StepTimeEstimator(rates)
 
     def within(
@@ -444,7 +510,7 @@ class PrefillBudget:
             return self._times.seconds(self.steps.buckets.num_tokens(num_decoding + num_tokens), num_pairs)
 
         sizes = self._sizes(budget, num_decoding)
-        most_s = max(self._bound_s, (1 + LEAST_SHARE) * seconds(0))
+        most_s = max(self.bound_s, (1 + LEAST_SHARE) * seconds(0))
         return next((size for size in sizes if seconds(size) <= most_s), sizes[-1])
 
     def _sizes(self, budget: int, num_decoding: int) -> list[int]:

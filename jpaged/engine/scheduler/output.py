@@ -113,7 +113,7 @@ class SampledRows:
         self.rows.append(row_index)
         self.groups.append(row.group)
         self.sequences.append(row.sequence)
-        self.are_last.append(row.output_index + 1 >= row.group.request.sampling.max_tokens)
+        self.are_last.append(row.output_index + 1 >= row.group.request.sampling.max_num_tokens)
 
     def move(self, new_row_indices: dict[int, int]) -> None:
         """Map the rows to their places on the device."""

@@ -41,7 +41,7 @@ from jpaged.engine.kv_cache.interface import KVCacheManager, Shares
 from jpaged.engine.kv_cache.long_rope import LongRopeRecompute
 from jpaged.engine.lora import LoRASlots
 from jpaged.engine.scheduler.decode_batch import PersistentDecodeBatch, commit_full_blocks
-from jpaged.engine.scheduler.multi_step import MultiStepPolicy, PrefillBudget
+from jpaged.engine.scheduler.multi_step import MultiStepPolicy, PrefillBudget, choose_bound_s
 from jpaged.engine.scheduler.output import ScheduledRow, SchedulerOutput
 from jpaged.engine.sequence import Sequence, SequenceGroup, Status, has_unknown_tokens
 from jpaged.engine.speculative.drafts import DraftRows, DraftTokens, RoundRows
@@ -229,7 +229,7 @@ def should_wait_for_other_beams(pending: Mapping[SequenceGroup, Shares]) -> bool
 def _continues(group: SequenceGroup) -> bool:
     """Return True if a group's beams, whose tokens are in flight, need more tokens after these."""
     sampling = group.request.sampling
-    return bool(sampling.beam_width) and group.live[0].num_output_tokens < sampling.max_tokens
+    return bool(sampling.beam_width) and group.live[0].num_output_tokens < sampling.max_num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,15 +291,20 @@ class Scheduler:
         self.max_num_seqs = min(options.max_num_seqs or geometry.max_num_seqs, geometry.max_num_seqs)
         most = geometry.max_num_batched_tokens
         self._max_num_batched_tokens = min(options.max_num_batched_tokens or most, most)
+        self._max_prompt_tokens = options.long_prefill_token_threshold or most
         self._is_static = options.batching == "static"  # as request-level servers do
         self._memory = memory
         self._policy = policy
         self._preemption = Preemption(options.preemption_mode, geometry.bytes_per_block, rates)
         bound_s = options.max_inter_token_latency
+        if bound_s is None:
+            bound_s = choose_bound_s(rates)
         self.prefill_budget = PrefillBudget(bound_s, rates, geometry.buckets) if bound_s else None
         self.is_in_order = options.policy == "fcfs"
         self.queues = Queues(self._policy)
-        self.multi_step_policy = MultiStepPolicy(options.num_scheduler_steps, bound_s, rates, geometry)
+        self.multi_step_policy = MultiStepPolicy(
+            options.num_scheduler_steps, bound_s, rates, geometry, has_overlap=options.overlap is not False
+        )
         long_rope = None if outgrown_len is None else LongRopeRecompute(memory, outgrown_len)
         self.rows = PersistentDecodeBatch(geometry, long_rope, eos_token_ids)
         self.drafts = DraftRows(memory, self.rows, geometry, self._policy)
@@ -347,7 +352,7 @@ class Scheduler:
         return schedule
 
     def truncate_steps(self, schedule: SchedulerOutput, num_steps: int) -> None:
-        """Record how many steps of a masked multi-step schedule were executed."""
+        """Record how many steps of a schedule that may be cut short were executed."""
         self._policy.decoded(schedule.decodes.groups * (num_steps - 1))
         if num_steps < schedule.num_steps:
             self.rows.go_back(schedule.num_steps - num_steps)
@@ -427,9 +432,13 @@ class Scheduler:
             context_lens = [*(self.rows.lens_s + 1).tolist(), *(sequence.num_tokens for sequence in others)]
             budget = self.prefill_budget.within(budget, context_lens, queues.running, prefilling)
         for group in prefilling:
-            parts[group] = _within(budget, group, parts[group])
+            parts[group] = _within(self._limited(budget, group), group, parts[group])
             budget -= _num_tokens(parts[group])
         return parts, budget
+
+    def _limited(self, budget: int, group: SequenceGroup) -> int:
+        """Return the tokens that a group may have in a step: its rows always sample together."""
+        return min(budget, max(self._max_prompt_tokens, group.num_rows))
 
     def _decode(self, parts: dict[SequenceGroup, Shares], schedule: SchedulerOutput, *, is_alone: bool) -> bool:
         """Schedule the decode batch. Return False, without changes, if its rows and the others do not all find blocks.
@@ -459,8 +468,11 @@ class Scheduler:
         for sequence in changed:
             self.rows.grown(sequence)
         has_program = is_alone and self.multi_step_policy.has_program(len(rows))
-        schedule.decode(self.rows.take(num_steps, is_alone=has_program))
-        self._policy.decoded(schedule.decodes.groups * (1 if schedule.decodes.are_masked else num_steps))
+        decodes = self.rows.take(num_steps, is_alone=has_program)
+        if self.queues.num_rows < self.max_num_seqs and self.multi_step_policy.is_interruptible:
+            decodes.set_interruptible()
+        schedule.decode(decodes)
+        self._policy.decoded(decodes.groups * (1 if decodes.may_be_cut_short else num_steps))
         return True
 
     def _grow_running(self, parts: dict[SequenceGroup, Shares], schedule: SchedulerOutput) -> None:
@@ -495,7 +507,7 @@ class Scheduler:
                 self._memory.swapping.swap_in(group)
             else:
                 self._admit(group, schedule)
-            parts = _within(budget, group, _pending_shares(group, self.rows, self._memory))
+            parts = _within(self._limited(budget, group), group, _pending_shares(group, self.rows, self._memory))
             budget -= _num_tokens(parts)
             self._enter(group, parts, schedule)
             outstanding += self._memory.num_outstanding_blocks(group)
@@ -628,7 +640,7 @@ def _decodes(row: ScheduledRow) -> bool:
         and row.start >= sequence.num_prompt_tokens
         and not row.group.needs_row_scheduling
         and row.output_index + 1 >= sampling.min_tokens
-        and sequence.num_output_tokens < sampling.max_tokens
+        and sequence.num_output_tokens < sampling.max_num_tokens
     )
 
 
@@ -639,7 +651,7 @@ def _num_to_run(group: SequenceGroup, sequence: Sequence) -> int:
         return 0  # the surviving beams are chosen when all samples are collected
     if not group.is_forked:
         return sequence.num_prompt_tokens - sequence.num_computed_tokens
-    if sequence.num_output_tokens >= sampling.max_tokens:
+    if sequence.num_output_tokens >= sampling.max_num_tokens:
         return 0  # its last token is in flight
     return sequence.num_uncomputed_tokens
 

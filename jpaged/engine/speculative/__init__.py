@@ -7,5 +7,4 @@ proposer.py     protocol of a proposer on the host
 ngram.py        prompt lookup: what followed the same n-gram earlier in the sequence
 suffix.py       suffix decoding: what followed in this sequence and in earlier outputs
 controller.py   number of draft tokens for each row of a step, if any
-stats.py        counters under vLLM's names
 """

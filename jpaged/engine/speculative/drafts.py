@@ -259,7 +259,7 @@ def _cut(
 ) -> tuple[list[int], list[GrammarState | None]]:
     """Return the draft tokens that the sequence and its grammar allow, and the grammar state after each of them."""
     sequence = row.sequence
-    num_left = row.group.request.sampling.max_tokens - sequence.num_output_tokens
+    num_left = row.group.request.sampling.max_num_tokens - sequence.num_output_tokens
     if rows.long_rope is not None:
         num_left = min(num_left, rows.long_rope.num_left(sequence))
     token_ids = token_ids[: max(0, num_left)]

@@ -2,7 +2,7 @@
 
     core.cc     of each operation, once for each kind of processor    (selected at run time)
     kernel.cc   of each operation, once, with the headers of jaxlib
-    *.cc        other files in these folders and in this one, once, without headers
+    *.cc        other files in these folders and in this one, once, without jaxlib's headers
         -> libjpaged_cpu.so next to this file
 
 `setup.py` builds it during installation, and reads only this file, which imports neither jax nor jpaged. Run it
@@ -115,7 +115,8 @@ def build(
             jobs.append([*compile_, "-isystem", str(headers), *kernel])
         for place in (SHARED, *(OPERATIONS[operation] for operation in operations)):
             others = (path for path in sorted((sources / place).glob("*.cc")) if path.stem not in ("core", "kernel"))
-            jobs += [[compiler, *_FLAGS, "-c", str(path), "-o", str(work / f"{path.stem}.o")] for path in others]
+            compile_ = [compiler, *_FLAGS, "-I", str(sources / SHARED), "-c"]
+            jobs += [[*compile_, str(path), "-o", str(work / f"{path.stem}.o")] for path in others]
         _run_all(jobs)
         linked = work / library.name
         _run_all([[compiler, "-shared", "-pthread", *(job[-1] for job in jobs), "-o", str(linked)]])

@@ -1,7 +1,7 @@
 """Matmuls with adjacent operations in one call: a norm before, a bias, a gate and a sum after.
 
 Each row of a result is a function of that row and the matrix alone, to the last bit. It does not depend on the other
-rows, their number or the number of threads. Rows that are not in use cost nothing and become zeros.
+rows, their number or the number of threads. Rows that are not in use cost nothing and become zeros, or undefined.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,10 @@ _PLAIN = {"code": np.int64(-1), "group": np.int64(1), "rounding": np.int64(0)}
 """The form of a matrix that is not quantized."""
 _BYTE_CORES = ("avx512bf16", "avx512vnni", "avxvnni", "avx2")
 """Cores that multiply rows of int8 faster than floats, as measured."""
+Gate = Literal["silu", "gelu_tanh"]
+"""An activation of gates in the kernel."""
+GATES: tuple[Gate | None, ...] = (None, *get_args(Gate))
+"""In the order of `Gate` in core.h."""
 _NORMS = ("none", "rms", "layer")
 """In the order of `Norm` in core.h."""
 
@@ -66,12 +70,16 @@ class ProductKernel:
         core: the code that this processor runs: baseline, or an instruction set in `ISAS` of library.py.
         max_width: floats of the widest vectors to use, if the processor has them: 16, 8 or 4.
         max_threads: maximum threads of XLA's pool; 0 is all.
+        gate: the activation of matrices of two parts.
+        clears: `multiply` sets rows that are not in use to zeros; otherwise they are undefined.
     """
 
     library: ctypes.CDLL
     core: str
     max_width: int = MAX_WIDTH
     max_threads: int = 0
+    gate: Gate = "silu"
+    clears: bool = True
 
     @property
     def has_byte_products(self) -> bool:
@@ -96,7 +104,7 @@ class ProductKernel:
     ) -> Float[Array, "T N"]:
         """Compute residual + act(norm(x) W + delta + bias), accumulated in float32 and rounded once.
 
-        A matrix of two parts is gated: act(x) is silu(first part) * second part. Otherwise it is x.
+        A matrix of two parts is gated: act(x) is gate(first part) * second part. Otherwise it is x.
 
         Args:
             x_tk: float32, bfloat16 or float16, as the matrix if that is not quantized.
@@ -114,11 +122,11 @@ class ProductKernel:
             no_residual if residual is None else residual,
         )
         scales, form = scale_operands(matrix)
-        is_gated = np.int64(matrix.num_parts == 2)
+        gate = np.int64(GATES.index(self.gate if matrix.num_parts == 2 else None))
         none32 = jnp.zeros((0,), jnp.float32), jnp.zeros((0,), jnp.int32)
         added = none32 if delta is None else (delta.sums_tn, delta.adapters_t)
-        attributes = {**form, **self._norm_attributes(norm)}
-        y_tn: jax.Array = run(*operands, *scales, *added, is_gated=is_gated, **attributes)
+        attributes = {**form, **self._norm_attributes(norm), "clears": np.int64(self.clears)}
+        y_tn: jax.Array = run(*operands, *scales, *added, gate=gate, **attributes)
         return y_tn
 
     def normalise(self, x_tk: Float[Array, "T K"], norm: Norm, num_rows: Int[Array, ""]) -> Float[Array, "T K"]:
@@ -126,8 +134,8 @@ class ProductKernel:
         none = jnp.zeros((0,), x_tk.dtype)
         operands = (none if array is None else array for array in (norm.scale, norm.bias))
         run = jax.ffi.ffi_call(f"{NAME}_normalise", jax.ShapeDtypeStruct(x_tk.shape, x_tk.dtype))
-        attributes = self._norm_attributes(norm)
-        y_tk: jax.Array = run(x_tk, num_rows.astype(jnp.int32), *operands, is_gated=np.int64(0), **_PLAIN, **attributes)
+        attributes = {**_PLAIN, **self._norm_attributes(norm), "clears": np.int64(1)}
+        y_tk: jax.Array = run(x_tk, num_rows.astype(jnp.int32), *operands, gate=np.int64(0), **attributes)
         return y_tk
 
     def rotate(

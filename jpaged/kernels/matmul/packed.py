@@ -7,9 +7,11 @@ quantized  codes and scales, as follows
 int8      [parts * ceil(N / 32), ceil(K / 4), 32, 4]    four of a column side by side
 fp8       [parts * ceil(N / 32), ceil(K / 4), 32, 4]    k, k + 2, k + 1, k + 3
 4 bits    [parts * ceil(N / 32), ceil(K / 8), 32, 4]    eight: the low halves are four, the high halves the next four
+5 bits    [parts * ceil(N / 32), 5 K / 32, 32, 4]       32: four lanes of low bits as above, one of all fifth bits
+6 bits    [parts * ceil(N / 32), 3 K / 16, 32, 4]       16: two lanes of low bits, one of the two high bits of each
 scales    [parts * ceil(N / 32), groups, 32]            and zeros
 
-A code is a byte or half of one: integers are shifted to begin with 0, floats are their bits.
+A code is a byte or a part of one: integers are shifted to begin with 0, floats are their bits.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +34,14 @@ import numpy as np
 
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, num_outer
-from jpaged.kernels.matrix_format import NUM_BITS, VALUE_DTYPES, Values
+from jpaged.kernels.matrix_format import VALUE_DTYPES
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
-CODES: tuple[Values, ...] = ("int8", "int4", "mxfp4", "fp8")
+Code = Literal["int8", "int4", "mxfp4", "fp8", "int5", "int6"]
+"""The kinds of codes."""
+CODES: tuple[Code, ...] = get_args(Code)
 """In the order of `Code` in quantised.h."""
 Rounding = Literal["none", "row", "spans"]
 """Rounding of rows to int8 before the product: with one step for all of a row, or one for each span of k.
@@ -47,7 +51,18 @@ A span is a group of the matrix, or 64 numbers if groups are larger. The largest
 ROUNDINGS: tuple[Rounding, ...] = ("none", "row", "spans")
 """In the order of `Rounding` in core.h."""
 _KINDS = {dtype: kind for kind, dtype in VALUE_DTYPES.items()}
-_LANE_BITS = 32
+_NARROW: dict[int, Code] = {5: "int5", 6: "int6"}
+"""The kinds of int8 that need fewer bits."""
+_BITS: dict[Code, int] = {"int8": 8, "int4": 4, "mxfp4": 4, "fp8": 8, "int5": 5, "int6": 6}
+_CHUNKS: dict[Code, tuple[int, int]] = {
+    "int8": (4, 1),
+    "int4": (8, 1),
+    "mxfp4": (8, 1),
+    "fp8": (4, 1),
+    "int5": (32, 5),
+    "int6": (16, 3),
+}
+"""Numbers and lanes of a chunk of a column, the least that holds adjacent numbers."""
 _MXFP4_NUMBERS = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 _FP8_PLACES = (0, 2, 1, 3)
 
@@ -58,7 +73,7 @@ class PackedScales:
     """The scales of a packed matrix's codes, and the rounding of rows.
 
     Attributes:
-        scales: as above; bfloat16 if they are powers of two (MXFP4), otherwise float32.
+        scales: as above; bfloat16 if they are powers of two (MXFP4), float16 if all are, otherwise float32.
         zeros: int8 or float32; None is zero.
         order: int32 `[K]`, if the matrix's depth was sorted by groups: the original index of each k.
         step: float32 `[1]`: the scale of rounded rows, if the checkpoint has one.
@@ -72,7 +87,7 @@ class PackedScales:
     zeros: Any
     order: Any
     step: Any
-    kind: Values = dataclasses.field(metadata={"static": True})
+    kind: Code = dataclasses.field(metadata={"static": True})
     group: int = dataclasses.field(metadata={"static": True})
     rounding: Rounding = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
@@ -83,26 +98,40 @@ class PackedScales:
         return CODES.index(self.kind)
 
     def decode(self, lanes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
-        """Return the numbers `[T, K]` of lanes `[T, K / .., 4]`, given scales and zeros `[T, groups]`; K is padded."""
-        halves = [lanes & 15, lanes >> 4] if NUM_BITS[self.kind] == 4 else [lanes]
-        codes = jnp.stack(halves, axis=2).reshape(len(lanes), -1)
+        """Return the numbers `[T, K]` of lanes `[T, lanes, 4]`, given scales and zeros `[T, groups]`; K is padded."""
+        codes = self._codes(lanes).reshape(len(lanes), -1)
         if self.kind == "fp8":
             codes = lanes[:, :, jnp.array(_FP8_PLACES)].reshape(len(lanes), -1)
             numbers = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
         elif self.kind == "mxfp4":
             numbers = jnp.asarray(_MXFP4_NUMBERS)[codes]
         else:
-            numbers = codes.astype(jnp.float32) - 2.0 ** (NUM_BITS[self.kind] - 1)
+            numbers = codes.astype(jnp.float32) - 2.0 ** (_BITS[self.kind] - 1)
         depth = min(codes.shape[1], scales.shape[1] * self.group)
         numbers = numbers[:, :depth]
         if zeros is not None:
             numbers = numbers - jnp.repeat(zeros.astype(jnp.float32), self.group, axis=1)[:, :depth]
         return (numbers * jnp.repeat(scales.astype(jnp.float32), self.group, axis=1)[:, :depth]).astype(self.dtype)
 
+    def _codes(self, lanes: jax.Array) -> jax.Array:
+        """Return the codes of lanes `[T, lanes, 4]`, uint8 `[T, .., 4]`."""
+        if self.kind in ("int8", "fp8"):
+            return lanes
+        halves = [lanes & 15, lanes >> 4]
+        if self.kind not in _NARROW.values():
+            return jnp.stack(halves, axis=2)
+        num_high = _BITS[self.kind] - 4
+        chunks = lanes.reshape(len(lanes), -1, _CHUNKS[self.kind][1], 4)
+        low = jnp.stack([chunks[:, :, :-1] & 15, chunks[:, :, :-1] >> 4], axis=3)
+        low = low.reshape(*low.shape[:2], -1, 4)
+        shifts = num_high * jnp.arange(low.shape[2], dtype=jnp.uint8)[:, None]
+        return low | (chunks[:, :, -1:] >> shifts & (2**num_high - 1)) << 4
+
 
 def num_lanes(matrix: QuantizedMatrix) -> int:
     """Return the number of lanes of a column."""
-    return -(-matrix.depth // _lane(matrix))
+    numbers, lanes = _CHUNKS[get_kind(matrix)]
+    return -(-matrix.depth // numbers) * lanes
 
 
 def can_pack(matrix: QuantizedMatrix) -> bool:
@@ -125,7 +154,8 @@ def swap_experts(matrices: Any) -> Any:
         swapped: dict[str, Any] = {
             name: None if array is None else swap_experts(array) for name, array in arrays.items()
         }
-        return dataclasses.replace(matrices, **swapped, input_scale=None, axis=-3)
+        plain: dict[str, Any] = {"num_bits": None, "has_half_scales": False}  # the kernel of experts has no others
+        return dataclasses.replace(matrices, **swapped, input_scale=None, axis=-3, **plain)
     if isinstance(matrices, jax.ShapeDtypeStruct):
         num_experts, depth, num_columns = matrices.shape
         return jax.ShapeDtypeStruct((depth, num_experts, num_columns), matrices.dtype)
@@ -134,7 +164,7 @@ def swap_experts(matrices: Any) -> Any:
 
 def get_code(matrix: QuantizedMatrix) -> int:
     """Return the kernel's number of the kind of a matrix's codes."""
-    return CODES.index(_kind(matrix))
+    return CODES.index(get_kind(matrix))
 
 
 def describe(
@@ -145,7 +175,7 @@ def describe(
     Args:
         rounds_rows: round rows by spans unless the checkpoint requires another rounding or the codes are floats.
     """
-    kind = _kind(matrix)
+    kind = get_kind(matrix)
     rounding: Rounding = "spans" if rounds_rows and kind != "fp8" else "none"
     if matrix.activations == "int8":
         rounding = "row"
@@ -154,7 +184,9 @@ def describe(
 
 def scale_dtype(matrix: QuantizedMatrix) -> np.dtype:
     """Return the type that stores scales without loss."""
-    return np.dtype(ml_dtypes.bfloat16 if _kind(matrix) == "mxfp4" else np.float32)
+    if get_kind(matrix) == "mxfp4":
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(np.float16 if matrix.has_half_scales else np.float32)
 
 
 def zeros_dtype(matrix: QuantizedMatrix) -> np.dtype:
@@ -165,9 +197,12 @@ def zeros_dtype(matrix: QuantizedMatrix) -> np.dtype:
 def get_codes(matrix: QuantizedMatrix) -> np.ndarray:
     """Return a byte for each number, in the leaf's shape."""
     values = np.asarray(matrix.values).view(np.uint8)
-    match _kind(matrix):
+    match get_kind(matrix):
         case "int8":
             return values ^ np.uint8(128)
+        case "int5" | "int6" as kind:
+            middle = np.uint8(1 << (_BITS[kind] - 1))
+            return values + middle & np.uint8(2 * middle - 1)
         case "int4":
             return values & np.uint8(15) ^ np.uint8(8)
         case "mxfp4":
@@ -202,18 +237,20 @@ def get_blocks(of_groups: np.ndarray, num_parts: int, columns: int, *, is_embedd
     return np.ascontiguousarray(padded.transpose(1, 0, 2))
 
 
-def _kind(matrix: QuantizedMatrix) -> Values:
+def get_kind(matrix: QuantizedMatrix) -> Code:
+    """Return the kind of a matrix's codes: int5 or int6 only if groups are whole chunks, in the original order."""
+    narrow = None if matrix.num_bits is None else _NARROW.get(matrix.num_bits)
+    if narrow is not None and matrix.group_ids is None and _divides(_CHUNKS[narrow][0], matrix):
+        return narrow
     return _KINDS[np.dtype(matrix.values.dtype)]
 
 
+def _divides(numbers: int, matrix: QuantizedMatrix) -> bool:
+    return matrix.depth % matrix.num_groups == 0 and matrix.group_size % numbers == 0
+
+
 def _has_whole_lanes(matrix: QuantizedMatrix) -> bool:
-    is_even = matrix.depth % matrix.num_groups == 0 and matrix.group_size % _lane(matrix) == 0
-    return matrix.num_groups == 1 or is_even
-
-
-def _lane(matrix: QuantizedMatrix) -> int:
-    """Return the numbers of a lane."""
-    return _LANE_BITS // NUM_BITS[_kind(matrix)]
+    return matrix.num_groups == 1 or _divides(_CHUNKS[get_kind(matrix)][0], matrix)
 
 
 COLUMNS = 32
@@ -356,9 +393,13 @@ class Packer:
         num_blocks = num_parts * -(-num_columns // COLUMNS)
         blocks = self._take(num_blocks * lanes * COLUMNS * 4).reshape(num_blocks, lanes, COLUMNS, 4)
         of_groups = (num_blocks, num_groups, COLUMNS)
-        scales = self._take(4 * math.prod(of_groups)).view(np.float32).reshape(of_groups)
-        zeros = None if matrix.zeros is None else self._take(scales.nbytes).view(np.float32).reshape(of_groups)
-        numbers = [ctypes.c_int64(n) for n in (depth, NUM_BITS[_kind(matrix)], matrix.group_size)]
+        kept = scale_dtype(matrix)
+        scales = self._take(kept.itemsize * math.prod(of_groups)).view(kept).reshape(of_groups)
+        halves, singles = (scales, None) if kept == np.float16 else (None, scales)
+        zeros = None
+        if matrix.zeros is not None:
+            zeros = self._take(4 * math.prod(of_groups)).view(np.float32).reshape(of_groups)
+        numbers = [ctypes.c_int64(n) for n in (depth, _BITS[get_kind(matrix)], matrix.group_size)]
         run = self._library.jpaged_pack_stored
         run.restype = ctypes.c_int64
         strip = max(1, _STRIP_BYTES // columns.row_bytes // COLUMNS) * COLUMNS
@@ -370,7 +411,7 @@ class Packer:
             end = begin + min(strip, num_columns - first)
             addresses, kept = columns.read(begin, end)
             types = np.ascontiguousarray(columns.types[begin:end])
-            into = [None if array is None else array[block:].ctypes.data for array in (blocks, scales, zeros)]
+            into = [None if array is None else array[block:].ctypes.data for array in (blocks, singles, halves, zeros)]
             pointers = [ctypes.c_void_p(each) for each in (addresses.ctypes.data, types.ctypes.data, *into)]
             bad = run(*pointers[:2], ctypes.c_int64(end - begin), *numbers, *pointers[2:])
             del kept

@@ -68,6 +68,7 @@ class QuantizedMatrix:
         axis: the contracted one, counted from the end; -1 is an embedding's.
         activations: the type that rows are rounded to.
         dtype: of the model, to which dequantized weights are rounded.
+        num_bits, has_half_scales: as of `MatrixFormat`.
     """
 
     values: Any
@@ -78,6 +79,8 @@ class QuantizedMatrix:
     axis: int = dataclasses.field(metadata={"static": True})
     activations: Activations | None = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    num_bits: int | None = dataclasses.field(default=None, metadata={"static": True})
+    has_half_scales: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -140,6 +143,8 @@ def abstract_matrix(form: MatrixFormat, shape: tuple[int, ...], axis: int, dtype
         axis=axis,
         activations=form.activations,
         dtype=np.dtype(dtype),
+        num_bits=form.num_bits,
+        has_half_scales=form.has_half_scales,
     )
 
 
@@ -163,6 +168,8 @@ def component_axes(axes: tuple[str | None, ...], axis: int, form: MatrixFormat, 
         axis=axis,
         activations=form.activations,
         dtype=np.dtype(dtype),
+        num_bits=form.num_bits,
+        has_half_scales=form.has_half_scales,
     )
 
 
@@ -184,7 +191,14 @@ def quantize(
     values, scales, zeros = round_to(weights, form, axis)
     arrays = (jnp.asarray(values), jnp.asarray(scales), None if zeros is None else jnp.asarray(zeros))
     return QuantizedMatrix(
-        *arrays, None, None, axis=axis, activations=form.activations, dtype=np.dtype(dtype or weights.dtype)
+        *arrays,
+        None,
+        None,
+        axis=axis,
+        activations=form.activations,
+        dtype=np.dtype(dtype or weights.dtype),
+        num_bits=form.num_bits,
+        has_half_scales=form.has_half_scales,
     )
 
 
@@ -206,7 +220,7 @@ def round_to(weights: np.ndarray, form: MatrixFormat, axis: int) -> tuple[np.nda
     else:
         scales = _scales(np.abs(groups).max(place + 1, keepdims=True), form)
         groups /= scales
-    largest = LARGEST[form.values]
+    largest = form.largest
     if form.values in ("int8", "int4"):
         np.rint(groups, out=groups)
         np.clip(groups, -largest - 1, largest, out=groups)
@@ -220,16 +234,21 @@ def _scales(largest: np.ndarray, form: MatrixFormat) -> np.ndarray:
     if form.values == "mxfp4":
         exponents = np.floor(np.log2(np.where(largest > 0, largest, 4.0))) - 2
         return np.exp2(np.clip(exponents, -126, 127)).astype(np.float32)
-    return np.where(largest > 0, largest / LARGEST[form.values], 1.0).astype(np.float32)
+    return _kept_scales(np.where(largest > 0, largest / form.largest, 1.0), form)
+
+
+def _kept_scales(scales: np.ndarray, form: MatrixFormat) -> np.ndarray:
+    """Return scales as float32, rounded to float16 if the format's are."""
+    return (scales.astype(np.float16) if form.has_half_scales else scales).astype(np.float32)
 
 
 def _scales_and_zeros(groups: np.ndarray, form: MatrixFormat, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    least = -LARGEST[form.values] - 1
+    least = -form.largest - 1
     low = np.minimum(groups.min(axis, keepdims=True), 0)
     high = np.maximum(groups.max(axis, keepdims=True), 0)
-    scales = np.where(high > low, (high - low) / (LARGEST[form.values] - least), 1.0).astype(np.float32)
+    scales = _kept_scales(np.where(high > low, (high - low) / (form.largest - least), 1.0), form)
     zeros = least - low / scales
-    return scales, np.clip(np.rint(zeros), least, LARGEST[form.values]) if form.has_whole_zeros else zeros
+    return scales, np.clip(np.rint(zeros), least, form.largest) if form.has_whole_zeros else zeros
 
 
 def dequantize(matrix: QuantizedMatrix, dtype: np.dtype | None = None) -> jax.Array:

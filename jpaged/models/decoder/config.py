@@ -118,5 +118,5 @@ class DecoderConfig(ModelConfig):
 
     @property
     def fuses_gate(self) -> bool:
-        """True if a matmul kernel may apply the gate; kernels support only silu."""
-        return self.activation == "silu"
+        """True if a matmul kernel may apply the gate: one of `matmul.multiply.GATES`."""
+        return self.activation in ("silu", "gelu_tanh")

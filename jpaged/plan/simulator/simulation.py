@@ -37,6 +37,7 @@ from jpaged.engine.executor import (
     TOP_WIDTH,
     BlockMoves,
     BucketTable,
+    DecodeInterrupt,
     Detail,
     DeviceRates,
     Geometry,
@@ -278,6 +279,16 @@ class SimulatedExecutor:
             self.forward(step_at(place, inputs, sampling, self.geometry.block_size)[0])
         shape = len(ending_token_ids_rx), num_steps
         return StepOutputs(np.zeros(shape, np.int32), np.ones(shape, np.bool_))
+
+    def decode_interruptibly(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int
+    ) -> tuple[StepOutputs, DecodeInterrupt]:
+        """Raise an error, because no request arrives while a simulated step runs.
+
+        Raises:
+            InternalError: always.
+        """
+        raise InternalError(f"a simulated server cannot interrupt a dispatch of {num_steps} steps")
 
     def decode_with_masks(
         self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from jpaged.errors import InvalidArgument
-from jpaged.output_assembler import Completions
+from jpaged.outputs import Completions
 from jpaged.service.calls import Call
 from jpaged.service.service import Service
 from jpaged.types import PositionLogprobs, RequestOutput

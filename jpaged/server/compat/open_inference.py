@@ -94,7 +94,7 @@ class Responses:
                 text=self._ask.prefix + one.text,
                 token_ids=one.token_ids,
                 logprobs=one.logprobs or (),
-                finish_reason=one.finish_reason,
+                finish_reason=one.finish_reason or _UNFINISHED,
                 cumulative_logprob=one.cumulative_logprob or 0.0,
             )
             for one in output.outputs

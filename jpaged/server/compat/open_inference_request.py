@@ -29,9 +29,9 @@ import numpy as np
 
 from jpaged._proto.open_inference import inference_pb2
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
+from jpaged.sampling_params import NO_DEFAULTS, with_defaults
 from jpaged.server.compat.calls import SAMPLING, naming
 from jpaged.types import Prompt, SamplingParams
-from jpaged.types.sampling import NO_DEFAULTS, with_defaults
 
 VERSION = "1"
 """The only version of a model."""

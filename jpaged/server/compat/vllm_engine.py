@@ -43,6 +43,7 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb
 from jpaged.access import authenticator as access
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidArgument, NotFound, PermissionDenied, Unsupported
+from jpaged.sampling_params import NO_DEFAULTS
 from jpaged.server.compat.calls import SAMPLING, completed, estimate_size, naming, whole_size
 from jpaged.server.grpc_server import ServicerContext, status_on_error
 from jpaged.server.servicer import get_caller, get_tenant
@@ -54,7 +55,6 @@ from jpaged.service.service import SMALL, Service, ServiceState, Stage
 from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.structured import StructuredOutputs
 from jpaged.types import OutputEvent, PositionLogprobs, Prompt, RequestOutput, SamplingParams, TokenLogprob, Usage
-from jpaged.types.sampling import NO_DEFAULTS
 from jpaged.version import __version__
 
 SERVER_TYPE = "jpaged-grpc"
@@ -353,7 +353,7 @@ def iter_ends(output: RequestOutput, num_prompt_logprobs: int | None) -> Iterato
         positions = [one for one in output.prompt_logprobs if one is not None]
         of_prompt = _input_logprobs(output.prompt_token_ids, positions)
     for one in output.outputs:
-        complete = _complete(one.index, one.token_ids, (one.finish_reason, one.matched_stop), output.usage)
+        complete = _complete(one.index, one.token_ids, (one.finish_reason or "", one.matched_stop), output.usage)
         if (logprobs := _output_logprobs(one.logprobs or ())) is not None:
             complete.output_logprobs.CopyFrom(logprobs)
         if of_prompt is not None:

@@ -435,7 +435,7 @@ class ServedGrammars:
 
 
 def _bound(request: Request, grammar: CompiledGrammar) -> Request:
-    grammar.check_max_tokens(request.sampling.max_tokens)
+    grammar.check_max_tokens(request.sampling.max_num_tokens)
     bound: Grammar = grammar if request.thinking is None else ThinkingGrammar(request.thinking, grammar)
     _check_first_token(request, bound, grammar.vocabulary)
     return dataclasses.replace(request, grammar=bound)

@@ -72,7 +72,7 @@ def test_cold_and_warm_starts_are_timed(commands, tmp_path: Path, capsys):
     words = ["--model", "fake-model", *counts, "--output-json", f"{tmp_path}/a.json", "--", "--max-num-seqs", "2"]
     assert main(["bench", "startup", *words]) == 0
     result = json.loads((tmp_path / "a.json").read_text())
-    assert commands == [["fake-model", "--max-num-seqs", "2"]] * 3
+    assert commands == [["fake-model", "--http-port", "0", "--max-num-seqs", "2"]] * 3
     for temperature in ("cold", "warm"):
         (seconds,) = result[f"{temperature}_startup_times"]
         assert result[f"avg_{temperature}_startup_time"] == seconds > 0

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES
+from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES, joint_form
 from jpaged.checkpoints.gguf.file import open_gguf
 from jpaged.checkpoints.hub import find_folder, read_config
 from jpaged.checkpoints.weights import load_params
@@ -123,6 +123,20 @@ def test_matrices_packed_from_the_file_have_the_bits_of_decoded_and_packed_ones(
     assert not quantized(found)
     want = pack_params(load_params(model, file, "loop"), model.config, packer)
     jax.tree.map(np.testing.assert_array_equal, found, want)  # of the same structure
+
+
+@pytest.mark.parametrize(
+    ("kinds", "want"),
+    [
+        (("Q5_0", "Q5_0"), MatrixFormat("int8", 32, num_bits=5, has_half_scales=True)),
+        (("Q5_0", "Q8_0"), MatrixFormat("int8", 32, has_half_scales=True)),
+        (("Q4_0", "Q5_0"), MatrixFormat("int8", 32, num_bits=5, has_half_scales=True)),
+        (("Q4_K", "Q6_K"), MatrixFormat("int8", 16, has_zeros=True, has_whole_zeros=False, num_bits=6)),
+        (("Q4_0", "Q4_1"), MatrixFormat("int4", 32, has_zeros=True, has_whole_zeros=False, has_half_scales=True)),
+    ],
+)
+def test_the_format_of_several_types_holds_the_numbers_of_all(kinds: tuple[str, ...], want: MatrixFormat) -> None:
+    assert joint_form([BLOCK_TYPES[kind].form for kind in kinds]) == want
 
 
 @pytest.mark.parametrize("kind", HALVES)

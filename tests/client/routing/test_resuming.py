@@ -16,7 +16,7 @@ from jpaged._proto.v1 import inference_pb2, inference_pb2_grpc
 from jpaged.client import AsyncClient, Client, GenerateChunk, ResumePolicy
 from jpaged.client.channel import MAX_ATTEMPTS
 from jpaged.errors import DeadlineExceeded, InternalError, InvalidArgument, JpagedError, QueueFull, Unavailable
-from jpaged.output_assembler import new_completions
+from jpaged.outputs import new_completions
 from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.testing import FakeExecutor, scripted
 from jpaged.types import Prompt, RequestOutput, SamplingParams

@@ -145,10 +145,10 @@ ENTRY %main (a: s32[]) -> s32[] {
 def test_exchanges_are_found_in_loops_branches_and_beside_the_program() -> None:
     found = list(collectives_in(EXCHANGES))
     assert found == [
-        Collective("all-reduce", ((64, 4096),), 2 * 64 * 4096, (80,), "a.1"),
+        Collective("all-reduce", ((64, 4096),), 2 * 64 * 4096, (80,), "a.1", is_async=True),
         Collective("all-reduce", ((64, 4096), (8,)), 2 * (64 * 4096 + 8), (80,), "a.2"),
         *(
-            Collective(opcode, (dims,), num_bytes, trips, name)
+            Collective(opcode, (dims,), num_bytes, trips, name, is_async=True)
             for trips in ((None,), (7,))
             for opcode, dims, num_bytes, name in (
                 ("all-gather", (8, 128), 4096, "g"),

@@ -110,7 +110,7 @@ def check_texts(llm: LLM, bodies: dict[str, Any]) -> None:
 
 
 def check_numbers(llm: LLM, bodies: dict[str, Any]) -> None:
-    (scores,) = llm.score(PROMPTS[0], CONTINUATIONS)
+    (scores,) = llm.score_continuations(PROMPTS[0], CONTINUATIONS)
     data = bodies["score"]["data"]
     assert [entry["logprob"] for entry in data] == pytest.approx([score.logprob for score in scores], abs=1e-4)
     assert [entry["is_greedy"] for entry in data] == [score.is_greedy for score in scores]

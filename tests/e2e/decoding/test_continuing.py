@@ -8,7 +8,7 @@ import pytest
 
 from jpaged import LLM, SamplingParams
 from jpaged.client.routing.resumable_stream import Progress
-from jpaged.output_assembler import new_completions
+from jpaged.outputs import new_completions
 from jpaged.service.input_processor import move_grammars
 from jpaged.structured import StructuredOutputs
 from jpaged.types import OutputEvent, PriorOutput, Prompt, RequestOutput

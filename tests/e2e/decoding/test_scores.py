@@ -135,7 +135,7 @@ def test_continuations_are_scored_and_their_prompt_is_computed_once(llm: LLM, tr
     engine = engine_of(llm)
     before = engine.load()
     llm.reset_prefix_cache()
-    scores = llm.score(TokensPrompt(prompt_token_ids=prompt), continuations)
+    scores = llm.score_continuations(TokensPrompt(prompt_token_ids=prompt), continuations)
     for continuation, score in zip(continuations, scores[0], strict=True):
         want = truth.logprobs([*prompt, *continuation])[len(prompt) - 1 : -1]
         assert list(score.token_ids) == continuation
@@ -151,15 +151,15 @@ def test_the_likeliest_continuation_is_greedy(llm: LLM) -> None:
     prompt = TokensPrompt(prompt_token_ids=PROMPTS[2])
     (output,) = llm.generate([prompt], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
     tokens = output.outputs[0].token_ids
-    ((greedy, other),) = llm.score(prompt, [tokens, [*tokens[:-1], (tokens[-1] + 1) % VOCAB_SIZE]])
+    ((greedy, other),) = llm.score_continuations(prompt, [tokens, [*tokens[:-1], (tokens[-1] + 1) % VOCAB_SIZE]])
     assert (greedy.is_greedy, other.is_greedy) == (True, False)
     assert greedy.logprob > other.logprob
 
 
 def test_a_text_goes_on_with_its_prompt_as_one_text(llm: LLM) -> None:
-    (scores,) = llm.score("5,6,7,", ["8,9,", "1,"])
+    (scores,) = llm.score_continuations("5,6,7,", ["8,9,", "1,"])
     assert [score.token_ids for score in scores] == [(8, 9), (1,)]
-    of_many = llm.score(["5,6,7,", "3,"], [["8,9,"], ["4,", "5,"]])
+    of_many = llm.score_continuations(["5,6,7,", "3,"], [["8,9,"], ["4,", "5,"]])
     assert [[score.token_ids for score in each] for each in of_many] == [[(8, 9)], [(4,), (5,)]]
     assert of_many[0][0].logprob == pytest.approx(scores[0].logprob, abs=1e-4)
 
@@ -188,8 +188,8 @@ def test_embeddings_are_hidden_states(llm: LLM, truth: Truth, pooling: Any) -> N
 )
 def test_what_cannot_be_scored_is_refused(folder: Path, llm: LLM, continuations: list[Any], problem: str) -> None:
     with pytest.raises(InvalidArgument, match=problem):
-        llm.score(TokensPrompt(prompt_token_ids=[3, 4]), continuations)
+        llm.score_continuations(TokensPrompt(prompt_token_ids=[3, 4]), continuations)
     with pytest.raises(InvalidArgument, match="continuations: 1 are given for 2 prompts"):
-        llm.score(["5,", "6,"], [["7,"]])
+        llm.score_continuations(["5,", "6,"], [["7,"]])
     with pytest.raises(InvalidArgument, match="pooling: 'max' is neither"):
         llm.embed("5,", pooling="max")  # type: ignore[arg-type]

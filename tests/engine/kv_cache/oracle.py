@@ -17,7 +17,7 @@ def expected_outputs(
     samples = [
         expected_tokens(
             prompt,
-            sampling.max_tokens,
+            sampling.max_num_tokens,
             vocab_size=vocab_size,
             seed=seed,
             sequence_index=i,

@@ -53,7 +53,7 @@ def next_token(context: list[int], num_prompt: int, request: Request) -> int:
 
 def expected(prompt: list[int], request: Request) -> list[int]:
     context = list(prompt)
-    while len(context) < len(prompt) + request.sampling.max_tokens:
+    while len(context) < len(prompt) + request.sampling.max_num_tokens:
         context.append(next_token(context, len(prompt), request))
     return context[len(prompt) :]
 

@@ -2,16 +2,18 @@
 
 import dataclasses
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jpaged.engine.executor import MAX_NUM_STEPS, DeviceRates
 from jpaged.engine.observers import StepTiming
+from jpaged.engine.runners import ArrivalSignal
 from jpaged.engine.scheduler.decode_batch import DecodeBatch, StepKind
 from jpaged.engine.scheduler.multi_step import NO_NEWCOMERS, MultiStepPolicy
 from jpaged.engine.scheduler.output import SchedulerOutput
-from jpaged.testing import Faults, SeveralStepsExecutor, expected_tokens
+from jpaged.testing import Faults, FedExecutor, SeveralStepsExecutor, expected_tokens
 from jpaged.types import FinishReason
 from tests.engine.harness import Harness
 
@@ -309,10 +311,10 @@ def test_while_requests_arrive_next_to_others_a_dispatch_is_short_if_they_find_a
     assert one.num_steps(2, 99) == 1
     assert one.num_steps(2, 99, may_end=False, has_room=False) == 16
     assert one.num_steps(3, 99) == 10, "more than a quarter of the rows"
-    one.begin_step(2.4, SeveralStepsExecutor().geometry)
+    one.begin_step(3.9, SeveralStepsExecutor().geometry)
     assert one.num_steps(2, 99) == 1
-    one.begin_step(2.6, SeveralStepsExecutor().geometry)
-    assert one.num_steps(2, 99) == 10, "three mean gaps have passed without one"
+    one.begin_step(4.1, SeveralStepsExecutor().geometry)
+    assert one.num_steps(2, 99) == 10, "eight mean gaps have passed without one"
 
 
 @pytest.mark.parametrize(
@@ -448,3 +450,155 @@ def test_an_executor_may_have_fewer_steps_for_a_while():
     for most in (3, 1, 16):
         one.set_programs(dataclasses.replace(geometry, max_num_steps=most))
         assert one.num_steps(2, 99) == min(8, most)
+
+
+# --- ended by an arrival ----------------------------------------------------------------------------------------------
+
+
+class Interrupted(FedExecutor):
+    """Calls `during` in a step of an interruptible dispatch, and notes the steps that each of these executed."""
+
+    def __init__(self, step=None, during=None, **options):
+        super().__init__(**{"max_num_batched_tokens": 16, **options})
+        self.step, self.during = step, during
+        self.executed = []
+
+    def decode_interruptibly(self, inputs, sampling, ending_token_ids_rx, num_steps):
+        feed, interrupt = super().decode_interruptibly(inputs, sampling, ending_token_ids_rx, num_steps)
+        self.executed.append(feed)
+        return feed, interrupt
+
+    def sample(self, hidden, inputs):
+        outputs = super().sample(hidden, inputs)
+        is_inside = bool(self.executed) and not self.executed[-1].is_over
+        if is_inside and self.during is not None and self.executed[-1].num_steps == self.step:
+            during, self.during = self.during, None
+            during()
+        return outputs
+
+    @property
+    def nums_executed(self):
+        return [feed.num_steps for feed in self.executed]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "fair"])
+@pytest.mark.parametrize("step", range(8))
+def test_an_arrival_ends_a_dispatch_after_the_current_step(step, policy):
+    h = make(overlap=False, executor=Interrupted(step), policy=policy)
+    h.submit("a", [1, 2], max_tokens=40, temperature=1.0, seed=3)
+    h.submit("c", [7], max_tokens=30)
+    for _ in range(2):
+        h.step()
+    h.executor.during = lambda: h.submit("b", [5] * 9, max_tokens=20)
+    h.step()
+    assert h.executor.nums_executed == [step + 1]
+    num_tokens = len(h.tokens("a"))
+    h.step()
+    assert len(h.events["b"]) == 1, "its prompt runs next"
+    assert len(h.tokens("a")) == num_tokens + 1
+    h.engine.check()
+    h.run()
+    assert h.tokens("a") == expected_tokens([1, 2], 40, seed=3)
+    assert h.tokens("b") == expected_tokens([5] * 9, 20)
+    assert h.tokens("c") == expected_tokens([7], 30)
+    load = h.engine.load()
+    assert load.num_blocks_used == 0
+    assert load.num_steps == h.executor.num_steps, "steps that were not executed do not count"
+
+
+def test_a_dispatch_without_arrivals_runs_all_its_steps():
+    h = make(overlap=False, executor=Interrupted())
+    h.submit("a", [1, 2, 3], max_tokens=21, ignore_eos=True)
+    h.run()
+    assert h.executor.nums_executed == [8, 8, 3]
+    assert h.tokens("a") == expected_tokens([1, 2, 3], 21)
+    assert h.engine.load().num_steps == 21
+
+
+def test_rows_that_end_leave_an_interruptible_dispatch_no_further_step():
+    tokens = expected_tokens([1, 2], 20)
+    h = make(overlap=False, executor=Interrupted(), eos_token_ids=frozenset({tokens[4]}))
+    h.submit("a", [1, 2], max_tokens=60)
+    h.run()
+    assert h.tokens("a") == tokens[:5]
+    assert h.executor.nums_executed == [3]
+    assert h.engine.load().num_blocks_used == 0
+
+
+def test_a_dispatch_is_not_interrupted_if_all_rows_are_taken_or_nobody_arrives_later():
+    for num_steps, max_num_seqs in ((8, 2), (NO_NEWCOMERS, 8)):
+        h = make(num_steps, overlap=False, executor=Interrupted(max_num_seqs=max_num_seqs))
+        for name in "ab":
+            h.submit(name, [ord(name)], max_tokens=12)
+        h.run()
+        assert h.executor.nums_executed == []
+
+
+def test_with_overlap_a_dispatch_is_interruptible_only_while_arrivals_are_expected():
+    h = make(overlap=True, executor=Interrupted())
+    h.submit("a", [1], max_tokens=110)
+    for _ in range(4):
+        h.step()
+    assert h.executor.nums_executed == []
+    policy = h.engine._loop.scheduler.multi_step_policy
+    for _ in range(3):
+        policy.arrivals.add(h.clock())
+        h.clock.advance(0.5)
+    for _ in range(3):
+        h.step()
+    assert h.executor.nums_executed[:2] == [8, 8]
+    h.executor.step, h.executor.during = 2, lambda: h.submit("b", [5], max_tokens=20)
+    h.step()
+    assert h.executor.nums_executed[-1] == 3
+    for _ in range(2):
+        h.step()
+    assert len(h.events["b"]) == 1
+    h.run()
+    assert h.tokens("a") == expected_tokens([1], 110)
+    assert h.tokens("b") == expected_tokens([5], 20)
+
+
+def test_an_arrival_before_a_dispatch_is_armed_interrupts_it():
+    interrupted = []
+    signal = ArrivalSignal()
+    signal.notify()
+    signal.arm(lambda: interrupted.append("before"))
+    signal.disarm()
+    signal.reset()
+    signal.arm(lambda: interrupted.append("after"))
+    assert interrupted == ["before"]
+    signal.notify()
+    signal.disarm()
+    signal.notify()
+    assert interrupted == ["before", "after"]
+
+
+def prefilled(one, seconds):
+    """One prompt that took so long until its first token."""
+    group = SimpleNamespace(first_scheduled_s=1.0)
+    row = SimpleNamespace(group=group, num_tokens=64, samples_token=True, output_index=0)
+    schedule = SimpleNamespace(rows=[row], decodes=DecodeBatch())
+    one.on_results(schedule, None, StepTiming(None, 64, 64, 1, 1.0, 1.0 + seconds, seconds))  # type: ignore[arg-type]
+
+
+def test_the_longer_prompts_take_the_longer_is_a_dispatch_before_an_arrival():
+    one = lookahead(0, 0.001)
+    arrive(one, 1.0, 1.3, 1.6)
+    steps = [one.num_steps(2, 99)]
+    for seconds in (0.01, 0.08, 0.12, 5.0):
+        for _ in range(5):
+            prefilled(one, seconds)
+        steps.append(one.num_steps(2, 99))
+    assert steps == [3, 3, 8, 12, 16]
+
+
+def test_arrivals_that_interrupt_a_dispatch_shorten_it_less():
+    geometry = dataclasses.replace(FedExecutor().geometry, max_num_steps=MAX_NUM_STEPS)
+    one = MultiStepPolicy(0, 0.0, DeviceRates(1.0, 1.0, ((8, 0.002), (16, 0.002))), geometry, has_overlap=False)
+    for time_s in (1.0, 1.3, 1.6):
+        one.arrivals.add(time_s)
+        one.begin_step(time_s, geometry)
+    assert one.is_interruptible
+    assert one.num_steps(2, 99) == 3
+    prefilled(one, 0.08)
+    assert one.num_steps(2, 99) == 8

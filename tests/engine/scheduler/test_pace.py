@@ -6,7 +6,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import BucketTable, DeviceRates
-from jpaged.engine.scheduler.multi_step import LEAST_SHARE, LEAST_TOKENS, StepTimeEstimator
+from jpaged.engine.scheduler.multi_step import LEAST_SHARE, LEAST_TOKENS, StepTimeEstimator, choose_bound_s
 from jpaged.engine.scheduler.scheduler import _within
 from jpaged.hardware import HARDWARE
 from jpaged.plan.simulator.deployment import MODELS, deploy
@@ -232,3 +232,32 @@ def test_a_step_is_as_long_as_what_it_is_padded_to_and_that_is_what_was_compiled
     assert h.executor.sizes == [8] + [128] * 19
     assert len(h.events["prompt"]) == 1
     assert h.executor.num_tokens[2:4] == [121, 1]
+
+
+# --- the default bound ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("forward_s", "want_s"),
+    [
+        (((8, 0.003), (1024, 0.12)), 0.1),  # a small model: messages wait as long
+        (((8, 0.04), (1024, 4.0)), 0.1764),  # 8.8 ms do not depend on the tokens
+        (((8, 0.035), (1024, 0.3)), 0.6583),
+        (((8, 0.01), (2048, 0.048)), 0.1970),  # an accelerator: nearly all of a small step
+        (((8, 2.0), (1024, 250.0)), 0.9449),
+        (((8, 2.0), (1024, 100.0)), 1.0),
+        (((8, 0.05),), 1.0),
+        (((8, 0.01), (1024, 9.0)), 0.1),  # by its noise less than nothing
+    ],
+)
+def test_the_default_bound_is_twenty_times_what_a_step_takes_without_its_tokens(forward_s, want_s):
+    assert choose_bound_s(DeviceRates(1.0, 1.0, forward_s)) == pytest.approx(want_s, rel=1e-3)
+
+
+def test_unless_a_bound_is_set_the_measured_rates_choose_it():
+    budgets = {}
+    for bound_s in (None, 0.0, 0.3):
+        h = make(bound_s)
+        budget = h.engine._loop.scheduler.prefill_budget
+        budgets[bound_s] = budget and budget.bound_s
+    assert budgets == {None: 0.1, 0.0: None, 0.3: 0.3}

@@ -23,22 +23,22 @@ def sampled(*arguments, **options):
     return [sampling for _, sampling in both(*arguments, **options)]
 
 
-def scheduler_of(max_num_batched_tokens=16):
+def scheduler_of(max_num_batched_tokens=16, **options):
     executor = FakeExecutor(block_size=4, num_blocks=32, max_num_seqs=4, max_model_len=32)
     geometry = executor.geometry
     memory = PagedKVCacheManager(geometry)
     scheduler = Scheduler(
         memory,
         SchedulingPolicy(),
-        SchedulerOptions(max_num_batched_tokens=max_num_batched_tokens, preemption_mode="recompute"),
+        SchedulerOptions(max_num_batched_tokens=max_num_batched_tokens, preemption_mode="recompute", **options),
         geometry,
         executor.rates,
     )
     return scheduler, memory, geometry
 
 
-def both(prompts, *, max_num_batched_tokens=16, sampling=None, eos=frozenset(), steps=1):
-    scheduler, _, geometry = scheduler_of(max_num_batched_tokens)
+def both(prompts, *, max_num_batched_tokens=16, sampling=None, eos=frozenset(), steps=1, **options):
+    scheduler, _, geometry = scheduler_of(max_num_batched_tokens, **options)
     for i, prompt in enumerate(prompts):
         request = Request(str(i), tuple(prompt), sampling or SamplingParams(temperature=0.0))
         scheduler.queues.add(SequenceGroup(request, i, 0.0, lambda event: None, geometry.max_blocks_per_seq))
@@ -68,6 +68,22 @@ def test_a_long_prompt_goes_in_chunks_and_leaves_room_for_decoding_rows():
     assert second.token_ids_t.tolist() == [0, 7, 8, 9, 10, 11, 12, 13]
     assert second.is_prev_sampled_t.tolist() == [True] + [False] * 7
     assert third.kv_lens_s.tolist() == [3, 20, 0, 0]
+
+
+def test_a_long_prompt_leaves_tokens_to_short_ones():
+    prompts = [list(range(20)), [30, 31, 32]]
+    first, second = packed(prompts, max_num_batched_tokens=16, long_prefill_token_threshold=6, steps=2)
+    assert first.token_ids_t.tolist()[:9] == [0, 1, 2, 3, 4, 5, 30, 31, 32]
+    assert second.query_starts_s1.tolist()[-1] == 7  # six of the prompt, and the decoding row
+    (whole,) = packed(prompts, max_num_batched_tokens=16)
+    assert whole.num_rows == 1
+
+
+def test_rows_that_sample_together_exceed_the_limit_of_a_prompt():
+    sampling = SamplingParams(temperature=0.0, beam_width=3, max_tokens=3)
+    scheduler, _, geometry = scheduler_of(long_prefill_token_threshold=1)
+    group = SequenceGroup(Request("a", (1,), sampling), 0, 0.0, lambda event: None, geometry.max_blocks_per_seq)
+    assert [scheduler._limited(budget, group) for budget in (2, 16)] == [2, 3]
 
 
 def test_a_token_in_flight_is_named_by_its_row():

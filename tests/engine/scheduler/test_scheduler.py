@@ -11,10 +11,18 @@ from tests.engine.harness import Harness
 # --- who leaves -------------------------------------------------------------------------------------------------------
 
 
-def make(policy="fcfs", max_num_seqs=8, preemption_mode="recompute", enable_prefix_caching=False, **pool):
+def make(
+    policy="fcfs",
+    max_num_seqs=8,
+    preemption_mode="recompute",
+    enable_prefix_caching=False,
+    long_prefill_token_threshold=0,
+    **pool,
+):
     executor = FakeExecutor(max_num_seqs=max_num_seqs, block_size=4, **{"max_num_batched_tokens": 512} | pool)
     return Harness(
         executor=executor,
+        long_prefill_token_threshold=long_prefill_token_threshold,
         policy=policy,
         overlap=False,
         preemption_mode=preemption_mode,
@@ -260,3 +268,19 @@ def test_auto_counts_a_shared_block_and_the_prompt_once():
     assert preemption.recompute_s(group) == pytest.approx(10 / 10)
     assert not preemption.prefers_swap(group)
     assert Preemption("auto", 80, rates).prefers_swap(group)  # 0.96 s; six blocks, or no prompt, would say otherwise
+
+
+def test_parts_of_prompts_change_no_token_and_end_for_beams_that_are_recomputed():
+    found = []
+    for threshold in (0, 2):
+        h = make(num_blocks=9, long_prefill_token_threshold=threshold)
+        for place in range(3):
+            h.submit(f"r{place}", [place] * 7, max_tokens=9)
+        h.submit("beams", [9] * 5, max_tokens=6, beam_width=3)
+        h.run()
+        load = h.engine.load()
+        assert load.num_preemptions > 0
+        tokens = [h.tokens(f"r{place}") for place in range(3)] + [h.tokens("beams", place) for place in range(3)]
+        found.append((load.num_steps, tokens))
+    assert found[0][0] < found[1][0]
+    assert found[0][1] == found[1][1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from jpaged.engine.speculative.stats import SpeculationStats
+from jpaged.engine.stats import SpeculationStats
 from jpaged.server_load import PER_POSITION, SpeculationLoad
 
 

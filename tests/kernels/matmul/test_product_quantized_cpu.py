@@ -15,6 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from jpaged.errors import Unsupported
 from jpaged.kernels.cpu.library import ISAS, limit_isa
 from jpaged.kernels.matmul import Norm, PackedMatrix, ProductKernel, QuantizedMatrix, can_pack, kernel
+from jpaged.kernels.matmul.multiply import Gate
 from jpaged.kernels.matmul.quantized import MatrixFormat, abstract_matrix, dequantize, quantize
 from jpaged.kernels.matmul.quantized import multiply as multiply_in_xla
 from jpaged.kernels.matrix_format import NUM_BITS, Values
@@ -31,6 +32,10 @@ FORMATS = {
     "mxfp4": MatrixFormat("mxfp4", 32),
     "fp8": MatrixFormat("fp8"),
     "fp8 groups": MatrixFormat("fp8", 64),
+    "int5 groups": MatrixFormat("int8", 32, num_bits=5, has_half_scales=True),
+    "int5 fractions": MatrixFormat("int8", 32, has_zeros=True, has_whole_zeros=False, num_bits=5),
+    "int6 groups": MatrixFormat("int8", 16, num_bits=6),
+    "int6 zeros": MatrixFormat("int8", 64, has_zeros=True, num_bits=6, has_half_scales=True),
 }
 DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.long))
 # Of the largest result. Two digits of rows of bfloat16 hold 15 bits of a span's largest number.
@@ -122,6 +127,46 @@ def test_every_code_is_its_number(limited: ProductKernel, kind: Any) -> None:
         np.testing.assert_array_equal(got, 2 * values.astype(np.float32))
 
 
+@pytest.mark.parametrize("rounds_rows", [False, True])
+@pytest.mark.parametrize("num_bits", [5, 6])
+def test_every_code_of_five_and_six_bits_is_its_number(
+    limited: ProductKernel, num_bits: int, rounds_rows: bool
+) -> None:
+    """A column for each place of a chunk, as above."""
+    depth, num_places, least = 128, 32, -(1 << (num_bits - 1))
+    codes = np.arange(depth) % (1 << num_bits) + least
+    values = np.stack([np.roll(codes, place) for place in range(num_places)], axis=1).astype(np.int8)
+    arrays = (jnp.asarray(values), jnp.full((depth // 32, num_places), 2.0, np.float32), None, None, None)
+    of = {"axis": -2, "activations": None, "dtype": np.dtype("float32"), "num_bits": num_bits}
+    matrix = pack(QuantizedMatrix(*arrays, **of), rounds_rows=rounds_rows)
+    assert matrix.scales is not None
+    assert matrix.scales.kind == f"int{num_bits}"
+    assert matrix.blocks.nbytes == depth * num_places * num_bits // 8
+    got = multiply(limited, np.eye(depth, dtype=np.float32), matrix, dtype=np.dtype("float32"))
+    np.testing.assert_array_equal(got, 2 * values.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("num_bits", "group", "kind"),
+    [(5, 16, "int8"), (5, 96, "int5"), (6, 8, "int8"), (6, 48, "int6"), (None, 32, "int8")],
+)
+def test_groups_that_are_no_whole_chunks_keep_a_byte_per_number(num_bits: int | None, group: int, kind: str) -> None:
+    form = MatrixFormat("int8", group, num_bits=num_bits)
+    matrix, x = quantize(numbers((2 * group, 40), "float32"), form), numbers((3, 2 * group), "float32", 1)
+    packed = pack(matrix)
+    assert packed.scales is not None
+    assert packed.scales.kind == kind
+    assert_near(multiply(found_kernel(), x, packed), x.astype(np.float64) @ weights(matrix), TOLERANCE["float32"])
+
+
+def test_rows_that_are_not_in_use_may_stay_undefined() -> None:
+    matrix, x = pack(quantize(numbers((192, 40), "float32"), FORMATS["int8 groups"])), numbers((9, 192), "float32", 1)
+    kernel = dataclasses.replace(found_kernel(), clears=False)
+    called = jax.jit(kernel.multiply)
+    got = np.asarray(called(jnp.asarray(x), matrix, jnp.int32(4)))
+    assert got[:4].tobytes() == multiply(found_kernel(), x[:4], matrix).tobytes()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["int8", "int4 zeros", "fp8 groups"])
 @pytest.mark.thinned(5)
@@ -139,6 +184,19 @@ def test_norm_gate_bias_and_sum_are_computed_around_it(limited: ProductKernel, n
     gate, up = np.moveaxis(np.einsum("te,epf->tpf", x64, weights(matrix)) + bias.astype(np.float64), 1, 0)
     want = residual.astype(np.float64) + gate / (1 + np.exp(-gate)) * up
     assert_near(got, want, {"float32": 2e-6, "bfloat16": 5e-3, "float16": 6e-4}[dtype])
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+def test_gates_have_the_activation_of_the_model(limited: ProductKernel, gate: Gate) -> None:
+    """Gates are those of a bias alone: from where the activation vanishes to where it is the identity."""
+    gates = np.concatenate([np.linspace(-9, 9, 181), [-1e30, -1e4, -87.5, -40, -1e-30, 0, 1e-30, 40, 1e4, 1e15]])
+    bias = np.stack([gates, np.full(len(gates), 1.5)]).astype(np.float32)
+    matrix = quantize(np.zeros((32, 2, len(gates)), np.float32), FORMATS["int8"])
+    run, x = dataclasses.replace(limited, gate=gate), numbers((2, 32), "float32")
+    got = multiply(run, x, pack(matrix, 2), bias=jnp.asarray(bias))
+    act = jax.nn.silu if gate == "silu" else jax.nn.gelu
+    want = np.asarray(act(jnp.asarray(bias[0]))) * np.float32(1.5)
+    np.testing.assert_allclose(got, np.broadcast_to(want, got.shape), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("step", [None, 0.02])
@@ -365,7 +423,7 @@ def test_operands_that_contradict_each_other_are_refused() -> None:
 
     eight = pack(quantize(numbers((64, 50), "float32"), FORMATS["fp8"]))
     wrong = {
-        "groups are no whole lanes": changed(matrix, group=12),
+        "groups are no whole chunks": changed(matrix, group=12),
         "the scales do not fit": changed(matrix, scales=jnp.ones((1, 2, 32))),
         "the zeros do not fit": changed(matrix, zeros=jnp.ones((1, 2, 32), jnp.int8)),
         "the order does not fit": changed(matrix, order=jnp.arange(63, dtype=jnp.int32)),

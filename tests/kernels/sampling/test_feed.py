@@ -162,3 +162,22 @@ def test_masks_of_other_rows_or_tokens_are_refused(feed: Feed) -> None:
     how = how_of(random_rows(1, 65))
     with pytest.raises(jax.errors.JaxRuntimeError, match="masks of the feed have other rows or tokens"):
         jax.block_until_ready(sample(feed, np.zeros((NUM_ROWS, 65), np.float32), how))
+
+
+def test_a_feed_without_masks_counts_steps_until_it_is_interrupted() -> None:
+    logits, how = random_logits(0, 61), how_of(random_rows(0, 61))
+    want = run_sampling(logits, how, Detail.TOKENS, kernel_of_cpus())
+    feed = Feed.open(NUM_ROWS, 0)
+    assert feed.num_steps() == 0
+    for step in range(2):
+        sampled, directive = sample(feed, logits, how, step)
+        assert_same(sampled, want)
+        assert directive == StepDirective.CONTINUE
+    feed.interrupt()
+    sampled, directive = sample(feed, logits, how, 2)
+    assert_same(sampled, want)
+    assert directive == StepDirective.LAST
+    assert feed.num_steps() == 3
+    feed.close()
+    feed.interrupt()
+    assert feed.num_steps() == 0

@@ -118,6 +118,20 @@ def test_one_number_anywhere_makes_a_row_unsound_and_no_other(vocab_size: int, w
         assert np.asarray(sampled.is_sound_r).tolist() == [False, True] * len(places)
 
 
+@pytest.mark.parametrize("detail", [Detail.TOKENS, Detail.TOP_LOGPROBS])
+def test_the_logits_of_padding_rows_are_not_read(detail: Detail) -> None:
+    vocab_size, num_in_use = 300, 5
+    logits, inputs = random_logits(3, vocab_size), random_rows(3, vocab_size)
+    want = run_sampling(logits, how_of(inputs), detail, kernel_of_cpus())
+    inputs.rows_r["is_padding_r"][num_in_use:] = 1
+    logits[num_in_use:] = np.nan
+    got = run_sampling(logits, how_of(inputs), detail, kernel_of_cpus())
+    for its, whole in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(its[:num_in_use], whole[:num_in_use])
+    assert not np.asarray(got.token_ids_r[num_in_use:]).any()
+    assert np.asarray(got.is_sound_r[num_in_use:]).all()
+
+
 def test_rows_that_contradict_each_other_are_refused() -> None:
     how = how_of(SamplingInputs.neutral(3))
     with pytest.raises(jax.errors.JaxRuntimeError, match="the rows' arrays differ in length"):

@@ -74,7 +74,8 @@ def test_a_client_of_threads_and_an_llm_answer_alike(monkeypatch):
 
     assert told(asyncio.run(run())) == EXPECTED
     executor = scripted(TEXT)(num_blocks=4096, max_model_len=1024)
-    monkeypatch.setattr("jpaged.llm.build", lambda config, *_, **__: make_serving(executor, config, answer_format=QWEN))
+    build = "jpaged.local_model.build"
+    monkeypatch.setattr(build, lambda config, *_, **__: make_serving(executor, config, answer_format=QWEN))
     with LLM() as llm:
         outputs = llm.chat([[USER], [USER]], GREEDY, tools=TOOLS, use_tqdm=False)
         assert [told(output) for output in outputs] == [EXPECTED] * 2

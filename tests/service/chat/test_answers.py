@@ -4,7 +4,7 @@ import pytest
 
 from jpaged.chat import ChatAnswer, ChatOptions, ReasoningOptions, Tool, ToolCall, ToolChoice, ToolChoiceMode
 from jpaged.errors import InvalidArgument, Unsupported
-from jpaged.output_assembler import Completions
+from jpaged.outputs import Completions
 from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.service.chat.output_config import ChatOutputConfig
 from jpaged.service.chat.output_parser import ChatOutputParser, WithoutTokens

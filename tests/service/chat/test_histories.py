@@ -337,7 +337,7 @@ async def test_any_answer_is_accepted_back(tmp_path: Path, monkeypatch: pytest.M
     def build(config: EngineConfig, *_: object, **__: object) -> LoadedModel:
         return make_serving(kind(**sizes), config, answer_format=answer_format)
 
-    monkeypatch.setattr("jpaged.llm.build", build)
+    monkeypatch.setattr("jpaged.local_model.build", build)
     options: Any = {"http_port": 0, "batch_dir": str(tmp_path / "batches")}
     async with running(executor=kind(**sizes), answer_format=answer_format, **options) as harness:
         client = AsyncClient(harness.target)

@@ -119,7 +119,7 @@ Sorted sort_routes(const int32_t* ids, int64_t num_routes, int64_t top_k, int64_
 
 product::Quantised quantised_of(const Matrix& m, int64_t depth) {
   const product::Code code = static_cast<product::Code>(m.form.code);
-  const int64_t whole = rounded_up(depth, product::numbers_of_lane(code));
+  const int64_t whole = rounded_up(depth, product::chunk_of(code).numbers);
   const int64_t group = m.form.group < depth ? m.form.group : whole;
   return {code,
           m.scales.element_type() == ffi::BF16 ? Number::kBF16 : Number::kF32,
@@ -136,7 +136,7 @@ const char* quantised_contradiction(const Matrix& m, int64_t depth) {
   const auto shape = m.blocks.dimensions();
   if (m.form.code < 0 || m.form.code > static_cast<int64_t>(product::Code::kE4M3)) return "no such code";
   const product::Code code = static_cast<product::Code>(m.form.code);
-  const int64_t lane = product::numbers_of_lane(code);
+  const int64_t lane = product::chunk_of(code).numbers;
   if (m.blocks.element_type() != ffi::U8 || shape.size() != 4 || shape[2] != kColumns || shape[3] != 4) {
     return "the values are no blocks of bytes";
   }

@@ -48,24 +48,24 @@ inline Uints look_up(const uint8_t* table, Uints codes) {
 #endif
 }
 
-struct WideCodes {
-  static constexpr int kParts = 1;  // parts of a lane with four numbers
-  static constexpr bool kIsWide = true;
-  static inline Uints part(Uints lane, int) { return lane; }
+template <Code code>
+struct PackedCodes {
+  static constexpr int kQuads = chunk_of(code).numbers / 4;  // of a chunk: four numbers of each column
+  static constexpr int kChunkBytes = 4 * kColumns * chunk_of(code).lanes;
+  static constexpr int kDepthBytes = kChunkBytes / chunk_of(code).numbers;  // of a number of each column
+  static constexpr bool kIsWide = code == Code::kInt8;
+  static constexpr int kLargest = 2 * offset_of(code) - 1;
+  // Quad i of as many columns as a vector has lanes.
+  static inline Uints quad(const uint8_t* chunk, int i) { return quad_of<code>(chunk, i); }
 };
+using WideCodes = PackedCodes<Code::kInt8>;
+using NarrowCodes = PackedCodes<Code::kInt4>;
+using FiveBitCodes = PackedCodes<Code::kInt5>;
+using SixBitCodes = PackedCodes<Code::kInt6>;
 
-struct NarrowCodes {
-  static constexpr int kParts = 2;
-  static constexpr bool kIsWide = false;
-  static constexpr int kLargest = 15;
-  static inline Uints part(Uints lane, int i) { return lane >> 4 * i & 0x0f0f0f0fu; }
-};
-
-struct DoubledCodes {
-  static constexpr int kParts = 2;
-  static constexpr bool kIsWide = false;
+struct DoubledCodes : PackedCodes<Code::kE2M1> {
   static constexpr int kLargest = 24;
-  static inline Uints part(Uints lane, int i) { return look_up(kDoubled, NarrowCodes::part(lane, i)); }
+  static inline Uints quad(const uint8_t* chunk, int i) { return look_up(kDoubled, NarrowCodes::quad(chunk, i)); }
 };
 
 // Rows of four numbers whose products with codes up to kLargest have a sum of 16 bits, two of them in each.
@@ -283,15 +283,14 @@ template <class C>
 [[gnu::noinline]] const uint8_t* unpack_span(const uint8_t* lanes, int64_t count, uint8_t* room) {
   const uint8_t* begin = lanes;
   uint8_t* to = room;
-  for (int64_t k = 0; k < count; k += 4 * C::kParts, lanes += 4 * kColumns) {
-    __builtin_prefetch(lanes + kAhead);
-    __builtin_prefetch(lanes + kAhead + 64);
+  for (int64_t k = 0; k < count; k += 4 * C::kQuads, lanes += C::kChunkBytes) {
+    for (int at = 0; at < C::kChunkBytes; at += 64) __builtin_prefetch(lanes + kAhead + at);
     if constexpr (C::kIsWide && !kHasHalves<C> && !kIsSigned) continue;
-#pragma GCC unroll 2
-    for (int i = 0; i < C::kParts; ++i) {
+#pragma GCC unroll 8
+    for (int i = 0; i < C::kQuads; ++i) {
 #pragma GCC unroll 8
       for (int v = 0; v < kBlockVectors; ++v) {
-        const Uints codes = C::part(load_as<Uints>(lanes + 4 * kWidth * v), i);
+        const Uints codes = C::quad(lanes + 4 * kWidth * v, i);
         uint8_t* at = to + 4 * kWidth * v;
         if constexpr (kHasHalves<C>) {
           const Uints even = even_halves(codes), odd = odd_halves(codes);
@@ -383,7 +382,7 @@ template <class C>
 void multiply_rounded_of(const Quantised& q, int64_t block, const RoundedRows& rows, int64_t row, int64_t num_rows,
                          float* sums) {
   alignas(64) uint8_t room[kMaxQuads * 8 * kColumns];
-  const uint8_t* lanes = q.values + block * q.depth * (kColumns / C::kParts);
+  const uint8_t* lanes = q.values + block * q.depth * C::kDepthBytes;
   const int8_t* x = rows.records + row * rows.row_bytes;
   for (int64_t i = 0; i < num_rows * kColumns; ++i) sums[i] = 0;
   for (int64_t group = 0, scale_at = block * q.num_groups * kColumns; group < q.num_groups; ++group) {
@@ -398,7 +397,7 @@ void multiply_rounded_of(const Quantised& q, int64_t block, const RoundedRows& r
     const int64_t end = lesser(q.depth, (group + 1) * q.group);
     for (int64_t at = group * q.group; at < end; at += rows.span, x += rows.span + kSpanBytes) {
       const int64_t count = lesser(rows.span, end - at);
-      const uint8_t* panel = unpack_span<C>(lanes + at * (kColumns / C::kParts), count, room);
+      const uint8_t* panel = unpack_span<C>(lanes + at * C::kDepthBytes, count, room);
       for (int64_t r = 0; r < num_rows; r += kTileRows) {
         add_tile<C>(x + r * rows.row_bytes, rows.row_bytes, rows.span, panel, count, scales,
                     lesser(num_rows - r, kTileRows), sums + r * kColumns);
@@ -412,6 +411,8 @@ void multiply_rounded(const Quantised& q, int64_t block, const RoundedRows& rows
   switch (q.code) {
     case Code::kInt8: return multiply_rounded_of<WideCodes>(q, block, rows, row, num_rows, sums);
     case Code::kInt4: return multiply_rounded_of<NarrowCodes>(q, block, rows, row, num_rows, sums);
+    case Code::kInt5: return multiply_rounded_of<FiveBitCodes>(q, block, rows, row, num_rows, sums);
+    case Code::kInt6: return multiply_rounded_of<SixBitCodes>(q, block, rows, row, num_rows, sums);
     case Code::kE2M1: return multiply_rounded_of<DoubledCodes>(q, block, rows, row, num_rows, sums);
     case Code::kE4M3: return;
   }

@@ -374,32 +374,44 @@ void store_numbers(void* to, Number number, int64_t begin, int64_t count, Floats
 }
 
 #ifdef __AVX512DQ__
-// x / (1 + e^-x), with a reciprocal that one step of Newton's method makes exact to the last bits.
-Floats silu(Floats x) {
-  x = x < -87.0f ? all(-87.0f) : x;  // the sum below stays finite
-  const Floats sum = 1.0f + power_of_two(x * -1.44269504f);
+// x / (1 + e^-z) for z >= -87, with a reciprocal that one step of Newton's method makes exact to the last bits.
+Floats times_sigmoid(Floats x, Floats z) {
+  const Floats sum = 1.0f + power_of_two(z * -1.44269504f);
   const Floats inverse = reinterpret_cast<Floats>(_mm512_maskz_rcp14_ps(0xffff, reinterpret_cast<__m512>(sum)));
   return x * (inverse * (2.0f - sum * inverse));
 }
 #else
-// x / (1 + e^-x), computed with an exponential of at most 1.
-Floats silu(Floats x) {
-  const Floats power = exponential(x > 0.0f ? -x : x);
-  return x * (x > 0.0f ? all(1.0f) : power) / (1.0f + power);
+// x / (1 + e^-z), computed with an exponential of at most 1.
+Floats times_sigmoid(Floats x, Floats z) {
+  const Floats power = exponential(z > 0.0f ? -z : z);
+  return x * (z > 0.0f ? all(1.0f) : power) / (1.0f + power);
 }
 #endif
 
-template <bool is_gated>
+template <Gate gate>
+Floats activate(Floats x) {
+  if constexpr (gate == Gate::kSilu) {
+    x = x < -87.0f ? all(-87.0f) : x;
+    return times_sigmoid(x, x);
+  }
+  // x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) = x / (1 + e^-z)
+  const Floats z = x * (1.59576912f + 0.0713548163f * (x * x));
+  const Floats above = z < -87.0f ? all(-87.0f) : z;
+  return times_sigmoid(x, above > 87.0f ? all(87.0f) : above);
+}
+
+template <Gate gate>
 void finish_columns(const After& after, const Place& place, int64_t column, int64_t count, const float* sums,
                     const float* ups) {
   const auto bias_at = [&](int64_t at) {
     return after.bias ? load_numbers(after.bias, after.bias_number, at, count) : Floats{};
   };
-  const Floats bias = bias_at(column), up_bias = is_gated ? bias_at(after.num_columns + column) : Floats{};
+  constexpr bool kHasGate = gate != Gate::kNone;
+  const Floats bias = bias_at(column), up_bias = kHasGate ? bias_at(after.num_columns + column) : Floats{};
   for (int64_t r = 0; r < place.num_rows; ++r) {
     const int64_t at = (place.row + r) * after.num_columns + column;
     Floats x = load(sums + r * kColumns) + bias;
-    if constexpr (is_gated) x = silu(x) * (load(ups + r * kColumns) + up_bias);
+    if constexpr (kHasGate) x = activate<gate>(x) * (load(ups + r * kColumns) + up_bias);
     if (after.residual) x = load_numbers(after.residual, after.number, at, count) + x;
     store_numbers(after.y, after.number, at, count, x);
   }
@@ -409,10 +421,10 @@ void finish(const After& after, const Place& place, const float* sums, const flo
   const int64_t end = after.num_columns - place.column < kColumns ? after.num_columns - place.column : kColumns;
   for (int64_t c = 0; c < end; c += kWidth) {
     const int64_t column = place.column + c, count = end - c < kWidth ? end - c : kWidth;
-    if (after.is_gated) {
-      finish_columns<true>(after, place, column, count, sums + c, ups + c);
-    } else {
-      finish_columns<false>(after, place, column, count, sums + c, ups + c);
+    switch (after.gate) {
+      case Gate::kNone: finish_columns<Gate::kNone>(after, place, column, count, sums + c, ups + c); break;
+      case Gate::kSilu: finish_columns<Gate::kSilu>(after, place, column, count, sums + c, ups + c); break;
+      case Gate::kGelu: finish_columns<Gate::kGelu>(after, place, column, count, sums + c, ups + c); break;
     }
   }
 }

@@ -30,6 +30,9 @@ enum class Norm : int64_t { kNone, kRms, kLayer };
 // `rounded_span`). The largest magnitude is 127 steps. In the order of ROUNDINGS in packed.py.
 enum class Rounding : int64_t { kNone, kRow, kSpans };
 
+// The activation of gates, in the order of GATES in multiply.py; the GELU is that with a hyperbolic tangent.
+enum class Gate : int64_t { kNone, kSilu, kGelu };
+
 // Operations on a row before the product.
 struct Before {
   Norm norm;
@@ -44,12 +47,12 @@ struct Before {
 
 // Operations on sums before they are stored.
 struct After {
-  const void* bias;      // [N], or [2N] if gated, or null
+  const void* bias;      // [N], or [2N] with gates, or null
   const void* residual;  // [T, N] of y's type, or null
   void* y;               // [T, N]
   Number bias_number, number;
   int64_t num_columns;  // N
-  bool is_gated;        // y = silu(sums of the first tile) * sums of the second
+  Gate gate;            // y = activation(sums of the first tile) * sums of the second, unless kNone
 };
 
 // Position of a tile of sums.

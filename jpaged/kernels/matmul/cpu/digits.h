@@ -73,28 +73,28 @@ void split_row(const Quantised& q, const float* x, float whole, const DigitRows&
 
 // --- products --------------------------------------------------------------------------------------------------------
 
-struct Int8Bytes {
-  static constexpr int kParts = 1;  // parts of a lane with four numbers
-  static constexpr int32_t kOffset = 128;
-  static inline Uints part(Uints lane, int) { return lane; }
+template <Code code>
+struct PackedBytes {
+  static constexpr Code kCode = code;
+  static constexpr int kQuads = chunk_of(code).numbers / 4;  // of a chunk: four numbers of each column
+  static constexpr int kChunkBytes = 4 * kColumns * chunk_of(code).lanes;
+  static constexpr int kDepthBytes = kChunkBytes / chunk_of(code).numbers;  // of a number of each column
+  // Quad i of as many columns as a vector has lanes.
+  static inline Uints quad(const uint8_t* chunk, int i) { return quad_of<code>(chunk, i); }
 };
-
-struct Int4Bytes {
-  static constexpr int kParts = 2;
-  static constexpr int32_t kOffset = 8;
-  static inline Uints part(Uints lane, int i) { return lane >> 4 * i & 0x0f0f0f0fu; }
-};
+using Int8Bytes = PackedBytes<Code::kInt8>;
+using Int4Bytes = PackedBytes<Code::kInt4>;
+using Int5Bytes = PackedBytes<Code::kInt5>;
+using Int6Bytes = PackedBytes<Code::kInt6>;
 
 // 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign: doubled, plus 12.
-struct E2M1Bytes {
-  static constexpr int kParts = 2;
-  static constexpr int32_t kOffset = 12;
-  static inline Uints part(Uints lane, int i) {
+struct E2M1Bytes : PackedBytes<Code::kE2M1> {
+  static inline Uints quad(const uint8_t* chunk, int i) {
     constexpr uint32_t kFirst = 0x0f0e0d0c, kSecond = 0x18141210, kThird = 0x090a0b0c, kFourth = 0x00040608;
     constexpr Uints kTable = {kFirst, kSecond, kThird, kFourth, kFirst, kSecond, kThird, kFourth,
                               kFirst, kSecond, kThird, kFourth, kFirst, kSecond, kThird, kFourth};
     return reinterpret_cast<Uints>(_mm512_maskz_shuffle_epi8(
-        ~0ull, reinterpret_cast<__m512i>(kTable), reinterpret_cast<__m512i>(Int4Bytes::part(lane, i))));
+        ~0ull, reinterpret_cast<__m512i>(kTable), reinterpret_cast<__m512i>(Int4Bytes::quad(chunk, i))));
   }
 };
 
@@ -104,17 +104,17 @@ template <class C, int virtual_rows>
                                             const int32_t* totals, int64_t totals_stride, __m512i (*sums)[2]) {
 #pragma GCC unroll 12
   for (int r = 0; r < virtual_rows; ++r) {
-    sums[r][0] = sums[r][1] = _mm512_set1_epi32(-C::kOffset * totals[r * totals_stride]);
+    sums[r][0] = sums[r][1] = _mm512_set1_epi32(-offset_of(C::kCode) * totals[r * totals_stride]);
   }
-  for (int64_t k = 0; k < count; k += 4 * C::kParts, lanes += 128) {
+  for (int64_t k = 0; k < count; k += 4 * C::kQuads, lanes += C::kChunkBytes) {
     if constexpr (virtual_rows <= kStreamedRows) {
-      __builtin_prefetch(lanes + kAhead);
-      __builtin_prefetch(lanes + kAhead + 64);
+#pragma GCC unroll 10
+      for (int at = 0; at < C::kChunkBytes; at += 64) __builtin_prefetch(lanes + kAhead + at);
     }
-    const Uints first = load_as<Uints>(lanes), second = load_as<Uints>(lanes + 64);
-#pragma GCC unroll 2
-    for (int i = 0; i < C::kParts; ++i) {
-      const __m512i a = reinterpret_cast<__m512i>(C::part(first, i)), b = reinterpret_cast<__m512i>(C::part(second, i));
+#pragma GCC unroll 8
+    for (int i = 0; i < C::kQuads; ++i) {
+      const __m512i a = reinterpret_cast<__m512i>(C::quad(lanes, i));
+      const __m512i b = reinterpret_cast<__m512i>(C::quad(lanes + 64, i));
 #pragma GCC unroll 12
       for (int r = 0; r < virtual_rows; ++r) {
         int32_t four;
@@ -167,7 +167,7 @@ template <class Add>
 
 template <class C>
 inline const uint8_t* lanes_at(const Quantised& q, int64_t block, int64_t k) {
-  return q.values + (block * q.depth + k) * (32 / C::kParts);
+  return q.values + (block * q.depth + k) * C::kDepthBytes;
 }
 
 // One row, with sums in registers.
@@ -249,6 +249,8 @@ void multiply_digits(const Quantised& q, int64_t block, const DigitRows& rows, i
   switch (q.code) {
     case Code::kInt8: return multiply_digits_of<Int8Bytes>(q, block, rows, row, num_rows, sums);
     case Code::kInt4: return multiply_digits_of<Int4Bytes>(q, block, rows, row, num_rows, sums);
+    case Code::kInt5: return multiply_digits_of<Int5Bytes>(q, block, rows, row, num_rows, sums);
+    case Code::kInt6: return multiply_digits_of<Int6Bytes>(q, block, rows, row, num_rows, sums);
     case Code::kE2M1: return multiply_digits_of<E2M1Bytes>(q, block, rows, row, num_rows, sums);
     case Code::kE4M3: return;
   }

@@ -3,7 +3,7 @@
 //
 //     rows in use -> prepared once (norm, type) -> a task for some blocks of columns -> tiles of up to 12 rows
 //
-// Results of unused rows are zeros, whatever the rows contain.
+// Results of unused rows are zeros, whatever the rows contain, or undefined on request.
 
 #include <algorithm>
 #include <cstring>
@@ -79,10 +79,11 @@ Rows prepare_rows(ffi::ThreadPool& pool, const Core& core, const Before& before,
 
 struct Attributes {
   float eps;
-  int64_t norm, is_gated, max_width, max_threads;
+  int64_t norm, gate, max_width, max_threads;
   int64_t code;      // of a quantized matrix; kPlain if it is not quantized
   int64_t group;     // numbers of a column that share a scale; may exceed the depth
   int64_t rounding;  // of rows to int8
+  int64_t clears;    // results of rows that are not in use become zeros; otherwise they are undefined
 };
 
 constexpr int64_t kPlain = -1;
@@ -98,7 +99,7 @@ struct Operands {
 
 Quantised quantised_of(const Operands& o, const Attributes& a) {
   const Code code = static_cast<Code>(a.code);
-  const int64_t depth = o.matrix.dimensions()[1] * numbers_of_lane(code);
+  const int64_t depth = o.matrix.dimensions()[1] / chunk_of(code).lanes * chunk_of(code).numbers;
   const int64_t group = a.group < o.x.dimensions()[1] ? a.group : depth;
   return {code,
           number_of(o.scales.element_type()),
@@ -114,13 +115,13 @@ Quantised quantised_of(const Operands& o, const Attributes& a) {
 // Like `contradiction`, for the arguments of quantized matrices.
 const char* quantised_contradiction(const Operands& o, const Attributes& a) {
   const auto x = o.x.dimensions(), matrix = o.matrix.dimensions();
-  if (a.code < 0 || a.code > static_cast<int64_t>(Code::kE4M3)) return "no such code";
-  const int64_t lane = numbers_of_lane(static_cast<Code>(a.code));
+  if (a.code < 0 || a.code > static_cast<int64_t>(kLastCode)) return "no such code";
+  const Chunk chunk = chunk_of(static_cast<Code>(a.code));
   if (o.matrix.element_type() != ffi::U8 || matrix.size() != 4 || matrix[2] != kColumns || matrix[3] != 4) {
     return "the values are no blocks of bytes";
   }
-  if (matrix[1] != (x[1] + lane - 1) / lane) return "rows and matrix differ in depth";
-  if (a.group < 1 || (a.group < x[1] && a.group % lane)) return "groups are no whole lanes";
+  if (matrix[1] != (x[1] + chunk.numbers - 1) / chunk.numbers * chunk.lanes) return "rows and matrix differ in depth";
+  if (a.group < 1 || (a.group < x[1] && a.group % chunk.numbers)) return "groups are no whole chunks of lanes";
   const int64_t num_scales = matrix[0] * quantised_of(o, a).num_groups * kColumns;
   if (!is_number(o.scales.element_type()) || count_of(o.scales) != num_scales) return "the scales do not fit the matrix";
   const bool is_zero = o.zeros.element_type() == ffi::S8 || o.zeros.element_type() == ffi::F32;
@@ -153,7 +154,8 @@ const char* contradiction(const Operands& o, const AnyBuffer& y, const Attribute
   if (x.size() != 2 || out.size() != 2) return "an operand has another rank";
   if (x[0] != out[0]) return "rows or blocks differ in shape";
   if (const char* reason = a.code == kPlain ? plain_contradiction(o) : quantised_contradiction(o, a)) return reason;
-  const int64_t parts = a.is_gated ? 2 : 1;
+  if (a.gate < 0 || a.gate > static_cast<int64_t>(Gate::kGelu)) return "no such gate";
+  const int64_t parts = a.gate ? 2 : 1;
   if (matrix[0] != parts * ((out[1] + kColumns - 1) / kColumns)) return "matrix and result differ in columns";
   if (o.num_rows.element_count() != 1) return "the number of rows is no scalar";
   if (a.norm < 0 || a.norm > static_cast<int64_t>(Norm::kLayer)) return "no such norm";
@@ -224,7 +226,7 @@ void multiply_tiles(ffi::ThreadPool& pool, const Core& core, const After& after,
         if (count > kMaxRows) prefetch_results(after, row, count, block * kColumns);
         sums_of(block, row, count, sums);
         tiles.delta.add(row, count, 0, block * kColumns, sums);
-        if (after.is_gated) {
+        if (after.gate != Gate::kNone) {
           sums_of(num_blocks + block, row, count, ups);
           tiles.delta.add(row, count, 1, block * kColumns, ups);
         }
@@ -288,12 +290,14 @@ ffi::Error multiply(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer matrix, Ints32 
   const bool is_quantised = a.code != kPlain;
   const Core& core = choose_core(a.max_width, is_quantised || x.element_type() == ffi::BF16);
   const After after{or_null(bias), or_null(residual), y->untyped_data(), number_of(bias.element_type()),
-                    number_of(y->element_type()), num_columns, a.is_gated != 0};
+                    number_of(y->element_type()), num_columns, static_cast<Gate>(a.gate)};
   const int64_t y_row_bytes = num_columns * bytes_of(after.number);
-  std::memset(static_cast<char*>(after.y) + rows_in_use * y_row_bytes, 0, (num_tokens - rows_in_use) * y_row_bytes);
+  if (a.clears) {
+    std::memset(static_cast<char*>(after.y) + rows_in_use * y_row_bytes, 0, (num_tokens - rows_in_use) * y_row_bytes);
+  }
   if (!rows_in_use) return ffi::Error::Success();
 
-  const int64_t num_blocks = (num_columns + kColumns - 1) / kColumns, parts = after.is_gated ? 2 : 1;
+  const int64_t num_blocks = (num_columns + kColumns - 1) / kColumns, parts = a.gate ? 2 : 1;
   const double work = 1.0 * rows_in_use * depth * num_blocks * kColumns * parts;
   const Before before{static_cast<Norm>(a.norm), a.eps, or_null(scale), or_null(norm_bias), number_of(x.element_type()),
                       depth, static_cast<Rounding>(a.rounding), static_cast<const float*>(or_null(step)),
@@ -413,16 +417,22 @@ void pack(const T* matrix, int64_t depth, int64_t num_columns, int64_t k_step, i
 // One code per number, each in its own byte, at k * k_step + n * n_step.
 void pack_codes(const uint8_t* codes, int64_t depth, int64_t num_columns, int64_t k_step, int64_t n_step, Code code,
                 uint8_t* blocks) {
-  const int64_t lane = numbers_of_lane(code), num_lanes = (depth + lane - 1) / lane;
+  const Chunk chunk = chunk_of(code);
+  const int64_t num_high = num_high_bits(code), num_low = num_high ? 4 : 8;
   for (int64_t first = 0; first < num_columns; first += kColumns) {
     const int64_t columns = std::min(kColumns, num_columns - first);
-    for (int64_t at = 0; at < num_lanes; ++at, blocks += 4 * kColumns) {
-      std::memset(blocks, 0, 4 * kColumns);
-      for (int64_t i = 0; i < std::min(lane, depth - at * lane); ++i) {
-        const uint8_t* from = codes + (at * lane + i) * k_step + first * n_step;
-        const int64_t shift = shift_of(code, i);
-        uint8_t* to = blocks + shift / 8;
-        for (int64_t c = 0; c < columns; ++c) to[4 * c] |= static_cast<uint8_t>(from[c * n_step] << shift % 8);
+    for (int64_t at = 0; at < depth; at += chunk.numbers, blocks += 4 * kColumns * chunk.lanes) {
+      std::memset(blocks, 0, 4 * kColumns * chunk.lanes);
+      for (int64_t i = 0; i < std::min(chunk.numbers, depth - at); ++i) {
+        const uint8_t* from = codes + (at + i) * k_step + first * n_step;
+        const int64_t shift = shift_of(code, i), high_shift = high_shift_of(code, i);
+        uint8_t* low = blocks + (num_high ? i / 8 : 0) * 4 * kColumns + shift / 8;
+        uint8_t* high = blocks + (chunk.lanes - 1) * 4 * kColumns + high_shift / 8;
+        for (int64_t c = 0; c < columns; ++c) {
+          const uint8_t number = from[c * n_step];
+          low[4 * c] |= static_cast<uint8_t>((number & ((1 << num_low) - 1)) << shift % 8);
+          if (num_high) high[4 * c] |= static_cast<uint8_t>(number >> 4 << high_shift % 8);
+        }
       }
     }
   }
@@ -433,11 +443,12 @@ void pack_codes(const uint8_t* codes, int64_t depth, int64_t num_columns, int64_
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jpaged::product::Attributes, xla::ffi::StructMember<float>("eps"),
                                       xla::ffi::StructMember<int64_t>("norm"),
-                                      xla::ffi::StructMember<int64_t>("is_gated"),
+                                      xla::ffi::StructMember<int64_t>("gate"),
                                       xla::ffi::StructMember<int64_t>("max_width"),
                                       xla::ffi::StructMember<int64_t>("max_threads"),
                                       xla::ffi::StructMember<int64_t>("code"), xla::ffi::StructMember<int64_t>("group"),
-                                      xla::ffi::StructMember<int64_t>("rounding"));
+                                      xla::ffi::StructMember<int64_t>("rounding"),
+                                      xla::ffi::StructMember<int64_t>("clears"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jpaged::product::HeadAttributes, xla::ffi::StructMember<float>("eps"),
                                       xla::ffi::StructMember<int64_t>("max_width"),

@@ -24,6 +24,14 @@ struct Int4Code {
   static inline Floats decode(Uints code) { return numbers(code) - 8.0f; }
 };
 
+// Codes whose high bits are in the last lane of a chunk.
+template <Code code>
+struct SplitCode {
+  static constexpr Code kCode = code;
+  static constexpr int kBits = 4 + num_high_bits(code);
+  static inline Floats decode(Uints number) { return numbers(number) - static_cast<float>(offset_of(code)); }
+};
+
 // Sign, 2 bits of exponent with bias 1, 1 of mantissa.
 struct E2M1Code {
   static constexpr Code kCode = Code::kE2M1;
@@ -44,13 +52,23 @@ struct E4M3Code {
 // `count` numbers of 32 columns as [count, 32] floats.
 template <class C>
 void unpack_singles(const uint8_t* lanes, int64_t count, float* panel) {
-  constexpr int kOfLane = 32 / C::kBits;
-  for (int64_t k = 0; k < count; k += kOfLane, lanes += 4 * kColumns, panel += kOfLane * kColumns) {
+  constexpr Chunk kChunk = chunk_of(C::kCode);
+  constexpr int kOfLane = C::kBits == 8 ? 4 : 8, kLane = 4 * kColumns;
+  constexpr uint32_t kHigh = (1u << num_high_bits(C::kCode)) - 1;
+  for (int64_t k = 0; k < count; k += kChunk.numbers, lanes += kChunk.lanes * kLane) {
     for (int64_t c = 0; c < kColumns; c += kWidth) {
-      const Uints lane = load_as<Uints>(lanes + 4 * c);
+      for (int first = 0; first < kChunk.numbers; first += kOfLane) {
+        const Uints lane = load_as<Uints>(lanes + first / kOfLane * kLane + 4 * c);
+        float* to = panel + (k + first) * kColumns + c;
 #pragma GCC unroll 8
-      for (int i = 0; i < kOfLane; ++i) {
-        store(panel + i * kColumns + c, C::decode(lane >> shift_of(C::kCode, i) & (C::kBits == 8 ? 0xffu : 0xfu)));
+        for (int i = 0; i < kOfLane; ++i) {
+          Uints code = lane >> shift_of(C::kCode, i) & (C::kBits == 8 ? 0xffu : 0xfu);
+          if constexpr (kHigh != 0) {
+            const Uints high = load_as<Uints>(lanes + (kChunk.lanes - 1) * kLane + 4 * c);
+            code |= (high >> high_shift_of(C::kCode, first + i) & kHigh) << 4;
+          }
+          store(to + i * kColumns, C::decode(code));
+        }
       }
     }
   }
@@ -60,6 +78,8 @@ void unpack_singles(Code code, const uint8_t* lanes, int64_t count, float* panel
   switch (code) {
     case Code::kInt8: return unpack_singles<Int8Code>(lanes, count, panel);
     case Code::kInt4: return unpack_singles<Int4Code>(lanes, count, panel);
+    case Code::kInt5: return unpack_singles<SplitCode<Code::kInt5>>(lanes, count, panel);
+    case Code::kInt6: return unpack_singles<SplitCode<Code::kInt6>>(lanes, count, panel);
     case Code::kE2M1: return unpack_singles<E2M1Code>(lanes, count, panel);
     case Code::kE4M3: return unpack_singles<E4M3Code>(lanes, count, panel);
   }
@@ -133,13 +153,14 @@ inline void subtract_zeros(const Quantised& q, int64_t scale_at, int64_t count, 
 // Call add(panel of a span, its begin, its length, its scales) for each span.
 template <class Add>
 inline void for_each_span(const Quantised& q, int64_t block, const Add& add) {
-  const int64_t lane_numbers = numbers_of_lane(q.code);
-  const uint8_t* lanes = q.values + block * (q.depth / lane_numbers) * 4 * kColumns;
+  const Chunk chunk = chunk_of(q.code);
+  const int64_t chunk_bytes = chunk.lanes * 4 * kColumns;
+  const uint8_t* lanes = q.values + block * (q.depth / chunk.numbers) * chunk_bytes;
   for (int64_t group = 0; group < q.num_groups; ++group) {
     const int64_t end = lesser(q.depth, (group + 1) * q.group);
     for (int64_t at = group * q.group; at < end; at += kMaxSpan) {
       const int64_t scale_at = (block * q.num_groups + group) * kColumns;
-      add(lanes + at / lane_numbers * 4 * kColumns, at, lesser(kMaxSpan, end - at), scale_at);
+      add(lanes + at / chunk.numbers * chunk_bytes, at, lesser(kMaxSpan, end - at), scale_at);
     }
   }
 }

@@ -167,7 +167,7 @@ bool round_equal_spans(const Quantised&, const float*, const RoundedRows&, int32
 #endif
 
 void round_row(const Quantised& q, const float* x, const RoundedRows& rows, int64_t row) {
-  const int32_t offset = q.code == Code::kInt8 ? 128 : q.code == Code::kInt4 ? 8 : 12;
+  const int32_t offset = offset_of(q.code);
   const float unit = q.code == Code::kE2M1 ? 0.5f : 1;  // E2M1 codes are doubled to be integers
   int8_t* to = rows.records + row * rows.row_bytes;
   if (round_equal_spans(q, x, rows, offset, unit, to)) return;
@@ -217,19 +217,18 @@ struct Next {
 template <class C, int num_rows, Prefetch prefetch>
 [[gnu::always_inline]] inline void add_rounded(const int8_t* x, int64_t stride, const uint8_t* lanes, int64_t count,
                                                Next& next, __m512i (*sums)[2]) {
-  for (int64_t k = 0; k < count; k += 4 * C::kParts, lanes += 128) {
+  for (int64_t k = 0; k < count; k += 4 * C::kQuads, lanes += C::kChunkBytes) {
     if constexpr (prefetch == Prefetch::kOwn) {
-      __builtin_prefetch(lanes + kAhead);
-      __builtin_prefetch(lanes + kAhead + 64);
+#pragma GCC unroll 10
+      for (int at = 0; at < C::kChunkBytes; at += 64) __builtin_prefetch(lanes + kAhead + at);
     } else if constexpr (prefetch == Prefetch::kNext) {
       __builtin_prefetch(next.at);
       next.at += next.step;
     }
-    const Uints first = load_as<Uints>(lanes), second = load_as<Uints>(lanes + 64);
-#pragma GCC unroll 2
-    for (int i = 0; i < C::kParts; ++i) {
-      const __m512i a = reinterpret_cast<__m512i>(C::part(first, i));
-      const __m512i b = reinterpret_cast<__m512i>(C::part(second, i));
+#pragma GCC unroll 8
+    for (int i = 0; i < C::kQuads; ++i) {
+      const __m512i a = reinterpret_cast<__m512i>(C::quad(lanes, i));
+      const __m512i b = reinterpret_cast<__m512i>(C::quad(lanes + 64, i));
 #pragma GCC unroll 6
       for (int r = 0; r < num_rows; ++r) {
         const __m512i same = _mm512_set1_epi32(value_at<int32_t>(x + r * stride + k + 4 * i));
@@ -265,7 +264,7 @@ template <class C, int num_rows, Prefetch prefetch>
       for (int r = 0; r < num_rows; ++r) {
         found[r][0] = found[r][1] = _mm512_set1_epi32(value_at<int32_t>(info + r * stride + offsetof(Span, start)));
       }
-      add_rounded<C, num_rows, prefetch>(x, stride, lanes + at * (32 / C::kParts), lesser(span, end - at), next, found);
+      add_rounded<C, num_rows, prefetch>(x, stride, lanes + at * C::kDepthBytes, lesser(span, end - at), next, found);
 #pragma GCC unroll 6
       for (int r = 0; r < num_rows; ++r) {
         const __m512 step = _mm512_set1_ps(value_at<float>(info + r * stride + offsetof(Span, step)));
@@ -307,14 +306,13 @@ void multiply_tile(const Quantised& q, int64_t block, const uint8_t* lanes, cons
 // Store a block's codes as bytes, in the order of Code::kInt8.
 template <class C>
 void unpack_bytes(const uint8_t* lanes, int64_t depth, uint8_t* to) {
-  for (int64_t k = 0; k < depth; k += 4 * C::kParts, lanes += 128, to += 128 * C::kParts) {
+  for (int64_t k = 0; k < depth; k += 4 * C::kQuads, lanes += C::kChunkBytes, to += 128 * C::kQuads) {
 #pragma GCC unroll 2
     for (int v = 0; v < 128; v += 64) {
-      const Uints lane = load_as<Uints>(lanes + v);
-#pragma GCC unroll 2
-      for (int i = 0; i < C::kParts; ++i) {
-        const Uints part = C::part(lane, i);
-        __builtin_memcpy(to + 128 * i + v, &part, sizeof part);
+#pragma GCC unroll 8
+      for (int i = 0; i < C::kQuads; ++i) {
+        const Uints quad = C::quad(lanes + v, i);
+        __builtin_memcpy(to + 128 * i + v, &quad, sizeof quad);
       }
     }
   }
@@ -330,17 +328,17 @@ void multiply_rounded_of(const Quantised& q, int64_t block, const RoundedRows& r
   if (num_rows <= kRoundedRows) {
     return multiply_tile<C, Prefetch::kOwn>(q, block, lanes, rows, row, num_rows, {}, sums);
   }
-  const int64_t num_tiles = (num_rows + kRoundedRows - 1) / kRoundedRows, block_bytes = q.depth * (32 / C::kParts);
+  const int64_t num_tiles = (num_rows + kRoundedRows - 1) / kRoundedRows, block_bytes = q.depth * C::kDepthBytes;
   const int64_t num_sharing = row ? 0 : lesser(num_tiles, kSharing);
   const uint8_t* next = lanes + block_bytes;
-  if constexpr (C::kParts > 1) {
+  if constexpr (C::kCode != Code::kInt8) {
     unpack_bytes<C>(lanes, q.depth, bytes);
     lanes = bytes;
   }
   for (int64_t tile = 0, r = 0, count = 0; tile < num_tiles; ++tile, r += count) {
     count = (num_rows - r + num_tiles - tile - 1) / (num_tiles - tile);  // similar sizes: small tiles are slow
     if (tile < num_sharing) {
-      const Next share{next + tile * block_bytes / num_sharing, 128 / C::kParts / num_sharing};
+      const Next share{next + tile * block_bytes / num_sharing, 4 * C::kDepthBytes / num_sharing};
       multiply_tile<Int8Bytes, Prefetch::kNext>(q, block, lanes, rows, row + r, count, share, sums + 32 * r);
     } else {
       multiply_tile<Int8Bytes, Prefetch::kNone>(q, block, lanes, rows, row + r, count, {}, sums + 32 * r);
@@ -353,6 +351,8 @@ void multiply_rounded(const Quantised& q, int64_t block, const RoundedRows& rows
   switch (q.code) {
     case Code::kInt8: return multiply_rounded_of<Int8Bytes>(q, block, rows, row, num_rows, bytes, sums);
     case Code::kInt4: return multiply_rounded_of<Int4Bytes>(q, block, rows, row, num_rows, bytes, sums);
+    case Code::kInt5: return multiply_rounded_of<Int5Bytes>(q, block, rows, row, num_rows, bytes, sums);
+    case Code::kInt6: return multiply_rounded_of<Int6Bytes>(q, block, rows, row, num_rows, bytes, sums);
     case Code::kE2M1: return multiply_rounded_of<E2M1Bytes>(q, block, rows, row, num_rows, bytes, sums);
     case Code::kE4M3: return;
   }

@@ -49,5 +49,18 @@ inline Floats load_zeros(const Quantised& q, int64_t at) {
   return I8::decode(static_cast<const int8_t*>(q.zeros) + at);
 }
 
+// Codes of four numbers of each column, quad i of a chunk of lanes, as bytes.
+template <Code code>
+inline Uints quad_of(const uint8_t* chunk, int i) {
+  constexpr int kLane = 4 * kColumns, kHighBits = num_high_bits(code);
+  if constexpr (code == Code::kInt8) return load_as<Uints>(chunk);
+  const Uints low = load_as<Uints>(chunk + (kHighBits ? i / 2 * kLane : 0)) >> 4 * (i % 2) & 0x0f0f0f0fu;
+  if constexpr (kHighBits == 0) return low;
+  constexpr uint32_t kHigh = kHighBits == 1 ? 0x10101010u : 0x30303030u;
+  const Uints high = load_as<Uints>(chunk + (chunk_of(code).lanes - 1) * kLane);
+  const int shift = kHighBits * i - 4;  // to the right
+  return low | ((shift < 0 ? high << -shift : high >> shift) & kHigh);
+}
+
 }  // namespace
 }  // namespace jpaged::product

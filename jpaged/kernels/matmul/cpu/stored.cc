@@ -7,6 +7,8 @@
 #include <cstring>
 #include <vector>
 
+#include "numbers.h"
+
 namespace jpaged::product {
 namespace {
 
@@ -134,16 +136,20 @@ bool unpack(Type type, const uint8_t* block, uint8_t* numbers, float* scales, fl
 //
 //   rows, types   address and type of each column's row
 //   depth         numbers of a row
-//   bits          of a code: 8, or 4 if all types have 4 bits
+//   bits          of a code: 8, or 4 to 6 if no type has more
 //   group         numbers that share a scale: a divisor of every type's
-//   blocks        [ceil(N / 32), depth / 4 or 8, 32, 4]
-//   scales        [ceil(N / 32), depth / group, 32]; `zeros` likewise, or null
+//   blocks        [ceil(N / 32), lanes, 32, 4], as quantised.h describes them
+//   scales        [ceil(N / 32), depth / group, 32], or their halves, if all types' scales are halves; the other is null
+//   zeros         likewise, or null
 extern "C" int64_t jpaged_pack_stored(const uint8_t* const* rows, const uint8_t* types, int64_t num_columns,
                                       int64_t depth, int64_t bits, int64_t group, uint8_t* blocks, float* scales,
-                                      float* zeros) {
+                                      uint16_t* half_scales, float* zeros) {
   using namespace jpaged::product;
-  const int64_t lane = bits == 8 ? 4 : 8, num_lanes = depth / lane, num_groups = depth / group;
+  const int64_t num_groups = depth / group, num_high = bits == 8 ? 0 : bits - 4;
+  const int64_t chunk = bits == 8 ? 4 : num_high ? 32 / num_high : 8, lanes = num_high ? chunk / 8 + 1 : 1;
   std::vector<uint8_t> codes(kColumns * depth);
+  std::vector<float> kept(half_scales != nullptr ? num_groups * kColumns : 0);
+  if (half_scales != nullptr) scales = kept.data();
   for (int64_t first = 0; first < num_columns; first += kColumns) {
     const int64_t count = std::min(kColumns, num_columns - first);
     std::memset(scales, 0, 4 * num_groups * kColumns);
@@ -151,7 +157,7 @@ extern "C" int64_t jpaged_pack_stored(const uint8_t* const* rows, const uint8_t*
     for (int64_t c = 0; c < count; ++c) {
       const Type type = static_cast<Type>(types[first + c]);
       const Form form = kForms[static_cast<int>(type)];
-      const int bias = bits == 8 ? 128 - form.middle : 8 - form.middle;
+      const int bias = (1 << (bits - 1)) - form.middle;
       const int64_t repeats = form.group / group;
       const uint8_t* block = rows[first + c];
       uint8_t* to = codes.data() + c * depth;
@@ -178,18 +184,33 @@ extern "C" int64_t jpaged_pack_stored(const uint8_t* const* rows, const uint8_t*
         for (int64_t i = 0; i < form.size; ++i) to[i] = static_cast<uint8_t>(to[i] + bias);
       }
     }
-    for (int64_t l = 0; l < num_lanes; ++l, blocks += 4 * kColumns) {
-      if (count < kColumns) std::memset(blocks, 0, 4 * kColumns);
+    for (int64_t k = 0; k < depth; k += chunk, blocks += 4 * kColumns * lanes) {
+      if (count < kColumns) std::memset(blocks, 0, 4 * kColumns * lanes);
       for (int64_t c = 0; c < count; ++c) {
-        const uint8_t* from = codes.data() + c * depth + l * lane;
-        uint32_t low, high = 0;
-        std::memcpy(&low, from, 4);
-        if (lane == 8) std::memcpy(&high, from + 4, 4);
-        low |= high << 4;
-        std::memcpy(blocks + 4 * c, &low, 4);
+        const uint8_t* from = codes.data() + c * depth + k;
+        uint32_t fifth = 0;
+        for (int64_t i = 0; i < chunk; i += 8, from += 8) {
+          uint32_t first, second = 0;
+          std::memcpy(&first, from, 4);
+          if (chunk > 4) std::memcpy(&second, from + 4, 4);
+          if (num_high) {
+            constexpr uint32_t kLow = 0x0f0f0f0f;
+            fifth |= (first >> 4 & kLow) << num_high * (i / 4) | (second >> 4 & kLow) << num_high * (i / 4 + 1);
+            first &= kLow;
+            second &= kLow;
+          }
+          first |= second << 4;
+          std::memcpy(blocks + 4 * (i / 8 * kColumns + c), &first, 4);
+        }
+        if (num_high) std::memcpy(blocks + 4 * ((lanes - 1) * kColumns + c), &fifth, 4);
       }
     }
-    scales += num_groups * kColumns;
+    if (half_scales != nullptr) {
+      for (int64_t i = 0; i < num_groups * kColumns; ++i) half_scales[i] = jpaged::encode_f16(scales[i]);
+      half_scales += num_groups * kColumns;
+    } else {
+      scales += num_groups * kColumns;
+    }
     if (zeros != nullptr) zeros += num_groups * kColumns;
   }
   return -1;

@@ -4,6 +4,11 @@
 //     program   forward ─ await(0) ─ sample ─ post(0) ─ forward ─ await(1) ─ ...
 //     host          give(0) ┘                  └ wait(0) ─ masks ─ give(1) ┘
 //
+// A feed without masks, of 0 words, only ends a program early: its steps wait for nothing.
+//
+//     program   forward ─ next(0) ─ sample ─ forward ─ next(1) ─ sample      step 1 is the last
+//     host                                      interrupt
+//
 // Included only by kernel.cc.
 
 #pragma once
@@ -21,6 +26,7 @@ namespace jpaged {
 namespace {
 
 constexpr int32_t kStepIsVoid = 0;  // `jpaged.engine.executor.verbs.StepDirective`
+constexpr int32_t kStepIsLast = 1;
 constexpr int32_t kStepIsOneOfMore = 2;
 
 class Feed {
@@ -55,6 +61,13 @@ class Feed {
     changed_.notify_all();
   }
 
+  // Count a step without masks, and return its directive.
+  int32_t next(int64_t step) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    num_posted_ = step + 1;
+    return is_interrupted_ ? kStepIsLast : kStepIsOneOfMore;
+  }
+
   bool has_given(int64_t step) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return num_given_ > step || is_closed_;
@@ -80,6 +93,17 @@ class Feed {
     return true;
   }
 
+  // Let the current step be the last; called by any thread.
+  void interrupt() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_interrupted_ = true;
+  }
+
+  int64_t num_steps() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return num_posted_;
+  }
+
   void close() {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_closed_ = true;
@@ -94,7 +118,7 @@ class Feed {
   std::vector<int32_t> masks_, drawn_;
   int64_t num_given_ = 0, num_posted_ = 0;
   int32_t verdict_ = kStepIsVoid;
-  bool is_closed_ = false;
+  bool is_closed_ = false, is_interrupted_ = false;
 };
 
 // The open feeds by number. A program may still wait for a feed that was just closed.
@@ -149,6 +173,18 @@ bool jpaged_feed_give(int32_t number, const int32_t* mask_rw, int32_t verdict) {
 bool jpaged_feed_wait(int32_t number, int32_t* drawn, int64_t timeout_ms) {
   const auto feed = jpaged::feeds().find(number);
   return feed && feed->wait(drawn, timeout_ms);
+}
+
+bool jpaged_feed_interrupt(int32_t number) {
+  const auto feed = jpaged::feeds().find(number);
+  if (feed) feed->interrupt();
+  return feed != nullptr;
+}
+
+// Return the number of steps that have begun to sample; 0 if the feed does not exist.
+int64_t jpaged_feed_num_steps(int32_t number) {
+  const auto feed = jpaged::feeds().find(number);
+  return feed ? feed->num_steps() : 0;
 }
 
 void jpaged_feed_close(int32_t number) { jpaged::feeds().close(number); }

@@ -16,12 +16,12 @@ _TIMEOUT_MS = 50
 
 @dataclass(slots=True)
 class Feed:
-    """An open mask channel. Used by one thread at a time.
+    """An open mask channel. Used by one thread at a time, except for `interrupt`.
 
     Attributes:
         number: its name for a program; above 0.
         num_rows: rows of the masks (R).
-        num_words: words of a mask (W).
+        num_words: words of a mask (W); 0 for a program that waits for no masks, which only `interrupt` affects.
     """
 
     number: int
@@ -53,6 +53,14 @@ class Feed:
             return None
         return drawn_2r[0], drawn_2r[1] != 0
 
+    def interrupt(self) -> None:
+        """Let the current step of a program without masks be the last. Thread-safe; no-op if the channel is closed."""
+        _functions().jpaged_feed_interrupt(self.number)
+
+    def num_steps(self) -> int:
+        """Return the number of executed steps of a program without masks that has ended; 0 if the channel is closed."""
+        return int(_functions().jpaged_feed_num_steps(self.number))
+
     def close(self) -> None:
         """Close the channel: a waiting step becomes void. Idempotent."""
         _functions().jpaged_feed_close(self.number)
@@ -67,5 +75,7 @@ def _functions() -> ctypes.CDLL:
     found.jpaged_feed_open.argtypes, found.jpaged_feed_open.restype = (size, size), number
     found.jpaged_feed_give.argtypes, found.jpaged_feed_give.restype = (number, pointer, number), ctypes.c_bool
     found.jpaged_feed_wait.argtypes, found.jpaged_feed_wait.restype = (number, pointer, size), ctypes.c_bool
+    found.jpaged_feed_interrupt.argtypes, found.jpaged_feed_interrupt.restype = (number,), ctypes.c_bool
+    found.jpaged_feed_num_steps.argtypes, found.jpaged_feed_num_steps.restype = (number,), size
     found.jpaged_feed_close.argtypes, found.jpaged_feed_close.restype = (number,), None
     return found

@@ -34,16 +34,31 @@ const SamplingCore& choose_core(int64_t width) {
   return kSamplingBaseline;
 }
 
-void run_sampling(ffi::ThreadPool& pool, const SamplingCall& call, int64_t num_rows, const SamplingCore& core,
-                  int64_t max_threads) {
+// The result of a row that is not in use, whatever its logits are.
+void pad(const SamplingCall& call, int64_t r) {
+  call.token_ids_r[r] = 0;
+  call.is_sound_r[r] = true;
+  if (!call.logprobs_r) return;
+  call.logprobs_r[r] = 0;
+  call.ranks_r[r] = 1;
+  std::fill_n(call.top_ids_rk + r * call.num_top, call.num_top, 0);
+  std::fill_n(call.top_logprobs_rk + r * call.num_top, call.num_top, 0.0f);
+}
+
+void run_sampling(ffi::ThreadPool& pool, const SamplingCall& call, int64_t num_rows, const int32_t* is_padding_r,
+                  const SamplingCore& core, int64_t max_threads) {
   int64_t cost = 0;
-  for (int64_t r = 0; r < num_rows; ++r) cost += call.temperature_r[r] > 0 ? kDrawCost : 1;
+  for (int64_t r = 0; r < num_rows; ++r) cost += is_padding_r[r] ? 0 : call.temperature_r[r] > 0 ? kDrawCost : 1;
   const int64_t num_threads = cost * call.vocab_size < kLeastShared ? 1 : count_threads(pool, max_threads);
   const int64_t num_tasks = std::min(num_rows, num_threads * kTasksPerThread);
   run_tasks(pool, num_tasks, num_threads, [&](int64_t task) {
     float* scratch = scratch_floats(core.num_scratch_floats(call));
     for (int64_t r = task * num_rows / num_tasks; r < (task + 1) * num_rows / num_tasks; ++r) {
-      core.sample(call, r, scratch);
+      if (is_padding_r[r]) {
+        pad(call, r);
+      } else {
+        core.sample(call, r, scratch);
+      }
     }
   });
 }
@@ -63,7 +78,7 @@ const char* contradiction(int64_t num_rows, int64_t vocab_size, ffi::AnyBuffer::
 
 ffi::Error sample(ffi::ThreadPool pool, Floats32 logits, Floats32 temperatures, Ints32 top_ks, Floats32 top_ps,
                   Floats32 min_ps, ffi::Buffer<ffi::U32> seeds, Ints32 sequence_indices, Ints32 positions,
-                  Ints32 banned_token_ids, Ints32 fed, ffi::Result<Ints32> token_ids,
+                  Ints32 banned_token_ids, Ints32 is_padding, Ints32 fed, ffi::Result<Ints32> token_ids,
                   ffi::Result<ffi::Buffer<ffi::PRED>> is_sound, ffi::Result<Floats32> logprobs,
                   ffi::Result<Ints32> ranks, ffi::Result<Ints32> top_ids, ffi::Result<Floats32> top_logprobs,
                   ffi::Result<Ints32> verdict, int64_t max_width, int64_t max_threads) {
@@ -73,7 +88,7 @@ ffi::Error sample(ffi::ThreadPool pool, Floats32 logits, Floats32 temperatures, 
   const char* reason = contradiction(
       num_rows, vocab_size, shape,
       {count(temperatures), count(top_ks), count(top_ps), count(min_ps), count(seeds) / 2, count(sequence_indices),
-       count(positions), banned.size() == 2 ? banned[0] : -1, count(*token_ids), count(*is_sound)},
+       count(positions), count(is_padding), banned.size() == 2 ? banned[0] : -1, count(*token_ids), count(*is_sound)},
       {count(*logprobs), count(*ranks)});
   if (reason) return ffi::Error::InvalidArgument(reason);
   if (top.size() != 2 || count(*logprobs) != count(*ranks) || count(*top_ids) != count(*top_logprobs) || top[1] < 0 ||
@@ -89,14 +104,16 @@ ffi::Error sample(ffi::ThreadPool pool, Floats32 logits, Floats32 temperatures, 
     *verdict->typed_data() = kStepIsVoid;
     return ffi::Error::Success();
   }
-  if (feed && (feed->num_rows() != num_rows || feed->num_words() * 32 < vocab_size)) {
+  const bool has_masks = feed && feed->num_words();
+  if (has_masks && (feed->num_rows() != num_rows || feed->num_words() * 32 < vocab_size)) {
     return ffi::Error::InvalidArgument("the masks of the feed have other rows or tokens");
   }
-  if (feed && feed->is_host() && !feed->has_given(step)) {
+  if (has_masks && feed->is_host() && !feed->has_given(step)) {
     return ffi::Error::Internal("the program runs on the thread that sends its masks, and would wait for itself");
   }
   const int32_t* mask_rw = nullptr;
-  *verdict->typed_data() = feed ? feed->await(step, &mask_rw) : kStepIsOneOfMore;
+  *verdict->typed_data() =
+      has_masks ? feed->await(step, &mask_rw) : feed ? feed->next(step) : kStepIsOneOfMore;
   if (*verdict->typed_data() == kStepIsVoid) mask_rw = nullptr;
   const bool has_logprobs = count(*logprobs) > 0;
   const SamplingCall call{
@@ -112,7 +129,7 @@ ffi::Error sample(ffi::ThreadPool pool, Floats32 logits, Floats32 temperatures, 
       top[1],                   mask_rw,
       feed ? feed->num_words() : 0,
   };
-  run_sampling(pool, call, num_rows, choose_core(max_width), max_threads);
+  run_sampling(pool, call, num_rows, is_padding.typed_data(), choose_core(max_width), max_threads);
   if (mask_rw) feed->post(step, call.token_ids_r, call.is_sound_r);
   return ffi::Error::Success();
 }
@@ -134,6 +151,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_sample, jpaged::sample,
                                   .Arg<jpaged::Ints32>()         // sequence indices [R]
                                   .Arg<jpaged::Ints32>()         // positions [R]
                                   .Arg<jpaged::Ints32>()         // banned token ids [R, X]
+                                  .Arg<jpaged::Ints32>()         // rows of padding [R]
                                   .Arg<jpaged::Ints32>()         // feed, or 0; step of the program
                                   .Ret<jpaged::Ints32>()         // token ids [R]
                                   .Ret<ffi::Buffer<ffi::PRED>>() // rows with finite logits [R]

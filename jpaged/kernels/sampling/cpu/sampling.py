@@ -2,7 +2,7 @@
 
 The result of a row is a function of that row alone, to the last bit. Its token depends neither on the other rows, nor
 on threads, nor on the requested log-probabilities. The noise has the bits of the specification, which uses other
-logarithms: only if rounding decides between two tokens may the two differ.
+logarithms: only if rounding decides between two tokens may the two differ. Logits of padding rows are not read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _ARGUMENTS = (
     *("temperature_r", "top_k_r", "top_p_r", "min_p_r"),
-    *("seeds_r2", "sequence_indices_r", "positions_r", "banned_token_ids_rx"),
+    *("seeds_r2", "sequence_indices_r", "positions_r", "banned_token_ids_rx", "is_padding_r"),
 )
 """The function's arguments from `RowSampling`, in its order."""
 

@@ -1,15 +1,19 @@
-"""Sampling parameters and stop conditions of a request: `SamplingParams`, validated on construction."""
+"""Parameters of requests, by vLLM's names: `SamplingParams`, `BeamSearchParams` and `PoolingParams`.
+
+A value out of range raises an error on construction, and an assigned one when the parameters are used.
+"""
 
 from __future__ import annotations
 
+import enum
 import ipaddress
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeGuard
 
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.structured import ConstraintKind, StructuredOutputs, get_structured_outputs
 
 MAX_STOP_STRINGS = 16
@@ -124,15 +128,55 @@ def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
     return {name: value for name, value in defaults.items() if name != "max_tokens"} | dict(given)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Sampling parameters, stop conditions and other options of one request.
+class RequestOutputKind(enum.Enum):
+    """Content of each output of a stream: everything so far, what is new, or one output at the end."""
 
-    Frozen. Every field is checked on construction; a value out of range raises `InvalidArgument`, which names the
-    field. Defaults: 16 tokens at temperature 1.0, one sequence.
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+_LOGITS_PROCESSORS = "use logit_bias, allowed_token_ids, bad_words, structured_outputs or a penalty"
+_NOT_SUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "thinking_token_budget": ((None, -1), "LLM.chat has the option reasoning={'thinking_token_budget': ...}"),
+    "flat_logprobs": ((None, False), "log-probabilities are mappings from token ids"),
+    "repetition_detection": ((None,), "use a penalty or a stop string"),
+    "extra_args": ((None, {}), "plugins, which would read them, are not loaded"),
+    "logits_processors": ((None, [], ()), f"code of a request does not run in the engine; {_LOGITS_PROCESSORS}"),
+    "guided_decoding": ((None,), "use structured_outputs"),
+    "prompt_logprob_token_ids": ((None,), "use prompt_logprobs"),
+    "prompt_logprob_start": ((None, 0), "prompt_logprobs returns all positions"),
+    "watermarking": ((None, False), "outputs are not watermarked"),
+    "routed_experts_prompt_start": ((None, 0), "responses do not have the experts of tokens"),
+    "trace_decode_token_ids": ((None,), "use LLM.score_continuations for the log-probabilities of given tokens"),
+}
+"""Parameters of vLLM that would change the result: values without an effect, and the reason or an alternative."""
+
+
+class _StreamOptions:
+    """Options that concern only callers in the engine's process. They are not sent to a server.
 
     Attributes:
-        max_tokens: maximum tokens to generate per sequence, >= 1.
+        output_kind: content of each output of `AsyncLLM` and `LLMEngine`.
+    """
+
+    __slots__ = ("output_kind",)
+    output_kind: RequestOutputKind
+
+
+@dataclass(slots=True)
+class SamplingParams(_StreamOptions):
+    """Sampling parameters, stop conditions and other options of one request.
+
+    Every field is checked on construction; a value out of range raises `InvalidArgument`, which names the field.
+    Assigned values are checked when the parameters are used. None is the default of every field. Defaults: 16 tokens at
+    temperature 1.0, one sequence.
+
+    Keywords of vLLM without an effect here are accepted: `spaces_between_special_tokens`, `skip_clone` and
+    `stream_interval`. `skip_reading_prefix_cache` turns `use_prefix_cache` off.
+
+    Attributes:
+        max_tokens: maximum tokens to generate per sequence, >= 1; None for what fits after the prompt.
         min_tokens: no end-of-sequence or stop token is sampled before this number of tokens.
         temperature: 0 is greedy; otherwise logits are divided by it, up to 100.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
@@ -171,7 +215,7 @@ class SamplingParams:
         use_prefix_cache: if False, neither use the prefix cache nor add to it.
     """
 
-    max_tokens: int = param(16, "maximum number of tokens to generate, >= 1")
+    max_tokens: int | None = param(16, "maximum number of tokens to generate, >= 1")
     min_tokens: int = param(
         0,
         "minimum number of tokens before an end-of-sequence or stop token may be sampled; 0 <= min_tokens <= "
@@ -264,20 +308,57 @@ class SamplingParams:
     cache_salt: str = param("", "share cached prefixes only with requests that have the same salt")
     use_prefix_cache: bool = param(True, "False: neither read nor write the prefix cache")
 
-    def __post_init__(self) -> None:
+    _: KW_ONLY
+    output_kind: InitVar[RequestOutputKind | None] = RequestOutputKind.CUMULATIVE
+    skip_reading_prefix_cache: InitVar[bool | None] = None
+    spaces_between_special_tokens: InitVar[bool | None] = None
+    skip_clone: InitVar[bool | None] = None
+    stream_interval: InitVar[int | None] = None
+    thinking_token_budget: InitVar[int | None] = None
+    flat_logprobs: InitVar[bool | None] = None
+    repetition_detection: InitVar[Any] = None
+    extra_args: InitVar[Mapping[str, Any] | None] = None
+    logits_processors: InitVar[Any] = None
+    guided_decoding: InitVar[Any] = None
+    prompt_logprob_token_ids: InitVar[Any] = None
+    prompt_logprob_start: InitVar[int | None] = None
+    watermarking: InitVar[bool | None] = None
+    routed_experts_prompt_start: InitVar[int | None] = None
+    trace_decode_token_ids: InitVar[Sequence[int] | None] = None
+
+    def __post_init__(
+        self,
+        output_kind: RequestOutputKind | None,
+        skip_reading_prefix_cache: bool | None,
+        _spaces: bool | None,
+        _clone: bool | None,
+        _interval: int | None,
+        *unsupported: Any,
+    ) -> None:
+        for name, default in _DEFAULTS_OF_NONE:
+            if getattr(self, name) is None:
+                setattr(self, name, default)
+        for (name, (neutral, instead)), value in zip(_NOT_SUPPORTED.items(), unsupported, strict=True):
+            if value not in neutral:
+                raise Unsupported(f"sampling.{name}: is not supported: {instead}")
+        self.output_kind = RequestOutputKind.CUMULATIVE if output_kind is None else output_kind
+        is_kind = isinstance(self.output_kind, RequestOutputKind)
+        _require(is_kind, "output_kind", output_kind, "a RequestOutputKind")
+        if skip_reading_prefix_cache:
+            self.use_prefix_cache = False
         if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+            self.stop = (self.stop,)
         if isinstance(self.bad_words, str):
-            object.__setattr__(self, "bad_words", (self.bad_words,))
+            self.bad_words = (self.bad_words,)
         self._check_counts()
-        object.__setattr__(self, "logprob_token_ids", tuple(self.logprob_token_ids))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "bad_words", tuple(self.bad_words))
+        self.logprob_token_ids = tuple(self.logprob_token_ids)
+        self.stop = tuple(self.stop)
+        self.bad_words = tuple(self.bad_words)
         if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+            self.logit_bias = dict(self.logit_bias)
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+            self.allowed_token_ids = tuple(self.allowed_token_ids)
+        self.stop_token_ids = tuple(self.stop_token_ids)
         self._check_lengths()
         self._check_distribution()
         self._check_penalties()
@@ -286,22 +367,34 @@ class SamplingParams:
         self._check_sequences()
         self._check_sharing()
 
+    @classmethod
+    def from_optional(cls, **values: Any) -> SamplingParams:
+        """Return the parameters with these values; None is the default of a field."""
+        return cls(**values)
+
+    def clone(self) -> SamplingParams:
+        """Return a copy, after checking every field."""
+        return replace(self)
+
     def with_seed(self, seed: int) -> SamplingParams:
         """Return the same parameters with another seed, from 0 to 2**64 - 1; the others need no second check."""
         copied = object.__new__(SamplingParams)
-        for name in SamplingParams.__slots__:
-            object.__setattr__(copied, name, getattr(self, name))
-        object.__setattr__(copied, "seed", seed)
+        for name in _SLOTS:
+            setattr(copied, name, getattr(self, name))
+        copied.seed = seed
         return copied
 
+    @property
+    def max_num_tokens(self) -> int:
+        """`max_tokens` of a request that the engine runs: a number, also if the caller set none."""
+        assert self.max_tokens is not None
+        return self.max_tokens
+
     def _check_lengths(self) -> None:
-        _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer >= 1")
-        _require(
-            _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
-            "min_tokens",
-            self.min_tokens,
-            f"an integer from 0 to max_tokens ({self.max_tokens})",
-        )
+        most, least = self.max_tokens, self.min_tokens
+        _require(most is None or (_is_int(most) and most >= 1), "max_tokens", most, "an integer >= 1")
+        is_ok = _is_int(least) and least >= 0 and (most is None or least <= most)
+        _require(is_ok, "min_tokens", least, f"an integer from 0 to max_tokens ({most})")
 
     def _check_distribution(self) -> None:
         for name, low, high, limit in (
@@ -316,7 +409,7 @@ class SamplingParams:
         if self.seed is not None:
             is_ok = _is_int(self.seed) and MIN_SEED <= self.seed <= MAX_SEED
             _require(is_ok, "seed", self.seed, f"from {MIN_SEED} to {MAX_SEED}")
-            object.__setattr__(self, "seed", None if self.seed == -1 else self.seed % 2**64)
+            self.seed = None if self.seed == -1 else self.seed % 2**64
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(value is None or (_is_int(value) and value >= -1), name, value, "an integer >= 0, or -1 for all")
@@ -337,7 +430,7 @@ class SamplingParams:
     def _check_tokens(self) -> None:
         given = self.structured_outputs
         if isinstance(given, Mapping):
-            object.__setattr__(self, "structured_outputs", get_structured_outputs(given))
+            self.structured_outputs = get_structured_outputs(given)
         elif given is not None:
             limit = "an object that has one of " + ", ".join(kind.value for kind in ConstraintKind)
             _require(isinstance(given, StructuredOutputs), "structured_outputs", given, limit)
@@ -481,3 +574,82 @@ class SamplingParams:
     def num_samples(self) -> int:
         """Number of sequences to generate without beam search."""
         return self.best_of or self.n
+
+
+# The class attribute with the default would hide the slot of _StreamOptions.
+delattr(SamplingParams, "output_kind")
+_SLOTS = (*_StreamOptions.__slots__, *SamplingParams.__slots__)
+_DEFAULTS_OF_NONE = [(one.name, one.default) for one in fields(SamplingParams) if one.default is not None][1:]
+"""Fields for which None is not a value of its own, and their defaults; not max_tokens, the first one."""
+
+StructuredOutputsParams = StructuredOutputs
+
+
+@dataclass(slots=True)
+class BeamSearchParams:
+    """Parameters of `LLM.beam_search`.
+
+    Attributes:
+        beam_width: number of beams, 1 to 16, and of sequences to return.
+        max_tokens: maximum tokens to generate per sequence, >= 1.
+        ignore_eos: continue after the model's end-of-sequence tokens.
+        temperature: without an effect, as in vLLM: beams are ranked by the model's own log-probabilities.
+        length_penalty: a score is the cumulative log-probability / length ** length_penalty.
+        include_stop_str_in_output: keep the end-of-sequence token's text in the output.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def to_sampling(self) -> SamplingParams:
+        """Return the sampling parameters of a request with this search.
+
+        Raises:
+            InvalidArgument: a value is out of range.
+        """
+        is_ok = _is_int(self.beam_width) and 1 <= self.beam_width <= MAX_BEAM_WIDTH
+        _require(is_ok, "beam_width", self.beam_width, f"an integer from 1 to {MAX_BEAM_WIDTH}")
+        return SamplingParams(
+            beam_width=self.beam_width,
+            n=self.beam_width,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            length_penalty=self.length_penalty,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+        )
+
+
+@dataclass(slots=True)
+class PoolingParams:
+    """Parameters of `LLM.embed`, `LLM.encode` and `LLM.score`.
+
+    Attributes:
+        use_activation: scale the vector to length 1; None for the default of the method.
+        dimensions: only None: vectors have the model's width.
+        truncate_prompt_tokens: keep only the last N prompt tokens; -1 keeps what fits into max_model_len.
+        normalize: former name of use_activation.
+        task: None or "embed", the only task.
+    """
+
+    use_activation: bool | None = None
+    dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
+    normalize: bool | None = None
+    task: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.task not in (None, "embed"):
+            raise Unsupported(f"pooling_params.task: {self.task!r} is not supported, only 'embed'")
+        if self.dimensions is not None:
+            raise Unsupported(
+                f"pooling_params.dimensions: {self.dimensions} is not supported: vectors are not shortened"
+            )
+
+    def is_normalized(self, default: bool) -> bool:
+        """Return True if vectors have length 1; `default` applies if neither field is set."""
+        given = self.normalize if self.use_activation is None else self.use_activation
+        return default if given is None else given

@@ -1,0 +1,525 @@
+"""A loaded model with its engine in this process, and the prompts that its callers give.
+
+`LLM`, `AsyncLLM` and `LLMEngine` in `jpaged.llm` extend `LocalModel`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple, NotRequired, Self, TypedDict, TypeVar
+
+from jpaged.build import build, ignore_progress
+from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names
+from jpaged.engine.engine import THREAD_NAME as ENGINE_THREAD
+from jpaged.engine.executor import Progress
+from jpaged.engine.sequence import OutputCallback
+from jpaged.errors import InvalidArgument, JpagedError, Unavailable, Unsupported
+from jpaged.outputs import CounterMetric, GaugeMetric, HistogramMetric, VectorMetric
+from jpaged.sampling_params import with_defaults
+from jpaged.server_load import EngineLoad
+from jpaged.service.chat.output_parser import ChatOutputParser
+from jpaged.service.loaded_model import EngineClient, LoadedModel
+from jpaged.service.tokenizer import HuggingFaceTokenizer
+from jpaged.service.tokenizer_parts import keep_quiet_about_torch
+from jpaged.types import (
+    FinishReason,
+    LoadedAdapter,
+    LoRARequest,
+    OutputEvent,
+    Prompt,
+    Request,
+    SamplingParams,
+    SequenceFinish,
+)
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: Sequence[int]
+    cache_salt: NotRequired[str]
+
+
+_ParserT = TypeVar("_ParserT", argparse.ArgumentParser, argparse._ArgumentGroup)
+ONLINE_DEFAULTS: Mapping[str, Any] = {"trust_request_chat_template": True}
+"""Defaults that differ from a server's: the caller is trusted."""
+_DEFAULTS = {"num_scheduler_steps": -1, **ONLINE_DEFAULTS}
+"""Defaults of `LLM`, to which no requests arrive later."""
+GivenPrompt = str | TextPrompt | TokensPrompt | Sequence[int]
+GivenParams = SamplingParams | Sequence[SamplingParams] | None
+Messages = Sequence[Mapping[str, Any]]
+GivenAdapter = str | Sequence[str | None] | None
+GivenLora = LoRARequest | Sequence[LoRARequest | None] | None
+_NOT_PROMPTS = ("prompt_embeds", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "encoder_prompt")
+_LOG = logging.getLogger(__name__)
+
+
+class PreparedRequest(NamedTuple):
+    """A request, its adapter as the caller gave it, and for chats the parser of the answers."""
+
+    request: Request
+    answers: ChatOutputParser | None
+    lora_request: LoRARequest | None = None
+
+
+class ParsedPrompt(NamedTuple):
+    """A prompt, and its `cache_salt` if it has one."""
+
+    prompt: Prompt
+    cache_salt: str | None = None
+
+
+class GivenRequest(NamedTuple):
+    """A prompt with its parameters."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+
+
+class EngineArgs:
+    """Arguments of a model's engine: keywords of `LLM`, also from a command line.
+
+    Attributes:
+        options: keyword -> value.
+    """
+
+    def __init__(self, model: str = "demo", **options: Any) -> None:
+        self.options: Mapping[str, Any] = {"model": model, **options}
+
+    @staticmethod
+    def add_cli_args(parser: _ParserT) -> _ParserT:
+        """Add one flag for each option, and those of vLLM, to a parser or a group; return it."""
+        from jpaged.cli.vllm_flags import add_engine_arguments
+
+        add_engine_arguments(parser)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Return the arguments that a command line gives; other values of the namespace are ignored."""
+        from jpaged.cli.vllm_flags import is_engine_argument
+
+        given = vars(args).items()
+        return cls(**{name: value for name, value in given if value is not None and is_engine_argument(name)})
+
+
+class SubmittedCall:
+    """The requests of one call.
+
+    Attributes:
+        waiting: requests that are not submitted yet.
+        running: ids of the requests in the engine.
+        put: receives the events of the requests, on the engine thread.
+    """
+
+    __slots__ = ("put", "running", "waiting")
+
+    def __init__(self, requests: Sequence[Request], put: OutputCallback) -> None:
+        self.waiting = deque(requests)
+        self.running: set[str] = set()
+        self.put = put
+
+
+class Admission:
+    """Submits the requests of concurrent calls as the engine has capacity, one of each call in turn.
+
+    Requests are submitted on the engine thread: all requests of a call are there before the next step begins.
+    """
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._calls: deque[SubmittedCall] = deque()
+        self.is_paused = False
+
+    def pause(self) -> None:
+        """Submit no further request until `resume`."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Submit the requests that wait, and later ones."""
+        self.is_paused = False
+        self._wake()
+
+    def add(self, call: SubmittedCall) -> None:
+        """Queue a call; each request ends in exactly one event with `is_last`."""
+        with self._lock:
+            self._calls.append(call)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._engine.call_soon(self._fill).cancelled():
+            self._fill()  # the engine has ended, so every request is refused individually
+
+    def remove(self, call: SubmittedCall) -> None:
+        """Abort the requests of an abandoned call; their slots are free by the next step."""
+        with self._lock:
+            call.waiting.clear()
+            running = list(call.running)
+        for request_id in running:
+            self._engine.abort(request_id)
+
+    def withdraw(self, call: SubmittedCall) -> None:
+        """End the requests of a call that are not submitted yet, as aborted."""
+        with self._lock:
+            waiting = list(call.waiting)
+            call.waiting.clear()
+        for request in waiting:
+            finish = SequenceFinish(FinishReason.ABORT)
+            call.put(OutputEvent(request.request_id, finish=finish, is_last=True))
+
+    def _fill(self) -> None:
+        with self._lock:
+            while self._calls and not self._engine.is_full and not self.is_paused:
+                call = self._calls.popleft()
+                if call.waiting:
+                    self._submit(call, call.waiting.popleft())
+                if call.waiting:
+                    self._calls.append(call)
+
+    def _submit(self, call: SubmittedCall, request: Request) -> None:
+        def take(event: OutputEvent) -> None:
+            call.put(event)
+            if event.is_last:
+                with self._lock:
+                    call.running.discard(event.request_id)
+                if self._calls:
+                    self._fill()
+
+        call.running.add(request.request_id)
+        try:
+            self._engine.submit(request, take)
+        except JpagedError as error:
+            call.running.discard(request.request_id)
+            call.put(OutputEvent(request.request_id, is_last=True, error=error))
+
+
+def _stop(serving: LoadedModel, process_id: int) -> None:
+    """Stop the engine thread and its child processes; a forked child owns neither."""
+    if os.getpid() != process_id:
+        return
+    if (
+        threading.current_thread().name == ENGINE_THREAD
+    ):  # the garbage collector ran on that thread, which cannot join itself
+        threading.Thread(target=_stop, args=(serving, process_id), daemon=True).start()
+        return
+    serving.engine.stop()
+    if serving.grammars is not None:
+        serving.grammars.close()
+
+
+class LocalModel:
+    """A loaded model with its engine in this process: the base of `LLM`, `AsyncLLM` and `LLMEngine`.
+
+    Args:
+        model: `demo`, a folder in Hugging Face layout or from `jpaged convert`, a GGUF file, or a Hugging Face hub id.
+        options: command-line options with underscores (`dtype`, `max_model_len`, `block_size`, `num_blocks`,
+            `max_num_seqs`, `max_num_batched_tokens`, `seed`, ...), and vLLM's names of them, such as
+            `gpu_memory_utilization`. None is the default of each. Three defaults differ from the server's.
+            `wait_for_all_programs` is False only if programs of all sizes return the same bits (the CPU's kernels
+            without a draft model), so that results do not depend on timing. `num_scheduler_steps` is -1 (automatic),
+            because no requests arrive later. `trust_request_chat_template` is True.
+        progress: called with (what, done, total) while the model loads and its programs compile.
+
+    Raises:
+        InvalidArgument: an option is unknown, out of range, or one of the server's.
+    """
+
+    _defaults: ClassVar[Mapping[str, Any]] = _DEFAULTS
+    _has_thread = True
+
+    def __init__(self, model: str = "demo", *, progress: Progress | None = None, **options: Any) -> None:
+        for name in (*server_field_names(), *PROCESS_OPTIONS):
+            if options.get(name) is not None:
+                raise InvalidArgument(name, "is an option of `jpaged serve`, not of LLM")
+        config = EngineConfig.load({"model": model, **self._defaults, **_get_options(options)})
+        self._serving = build(config, progress or ignore_progress, is_offline=True)
+        self._numbers = itertools.count(1)
+        self._loras: OrderedDict[str, LoRARequest] = OrderedDict()
+        self._lora_lock = threading.Lock()
+        self._process_id = os.getpid()
+        self._is_closed = False
+        if self._has_thread:
+            self._serving.engine.start()
+        self._stop = weakref.finalize(self, _stop, self._serving, self._process_id)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Load the model of an `EngineArgs` with its options."""
+        return cls(**engine_args.options)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The resolved options."""
+        return self._serving.config
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a request without any: the model's generation config, then the API's defaults."""
+        return SamplingParams(**self._serving.model.default_sampling)
+
+    def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer, as transformers reads it; without tokenizer files, a placeholder."""
+        tokenizer = self._serving.tokenizer
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            return tokenizer
+        keep_quiet_about_torch()
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+        written = tokenizer.to_json()
+        if written is None or (tokenizer.folder / "tokenizer_config.json").is_file():
+            loaded: Any = AutoTokenizer.from_pretrained(str(tokenizer.folder), trust_remote_code=False)
+        else:
+            from tokenizers import Tokenizer
+
+            loaded = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(written))
+        if loaded.chat_template is None:
+            loaded.chat_template = tokenizer.chat_template
+        return loaded
+
+    def get_metrics(self) -> list[CounterMetric | GaugeMetric | HistogramMetric | VectorMetric]:
+        """Return the metrics of the engine, by the names that a server has in Prometheus' format."""
+        from jpaged.telemetry.metrics import read_metrics
+
+        self._check_usable()
+        return read_metrics(self._serving)
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter under a name; requires `enable_lora`. Errors are those of `Adapters.load`."""
+        self._check_usable()
+        with self._lora_lock:
+            self._serving.adapters.load(name, path)
+            self._loras.pop(name, None)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter; raise NotFound if there is none of that name."""
+        self._check_usable()
+        self._serving.adapters.unload(name)
+
+    def load(self) -> EngineLoad:
+        """Return a snapshot of the engine's counters and of the pool's state; see `jpaged.server_load.EngineLoad`.
+
+        The difference of two snapshots covers the work between them.
+        """
+        self._finish_step()
+        return self._serving.engine.load()
+
+    def close(self) -> None:
+        """Stop the engine and free the device's memory; the object cannot be used again, and calls in flight fail.
+
+        With a KV connector or a disk tier, pending blocks are written first.
+        """
+        if self._is_closed or os.getpid() != self._process_id:
+            return
+        self._is_closed = True
+        config = self._serving.config
+        if self._has_thread and config.cache.store_option is not None:
+            self._serving.engine.drain(config.server.shutdown_timeout)
+        self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _params(self, prompts: Sequence[Prompt], sampling_params: GivenParams) -> list[GivenRequest]:
+        """Return each prompt with a copy of the parameters: the caller may change its object afterwards."""
+        defaults = self._serving.model.default_sampling
+        if sampling_params is not None:
+            params = one_each("sampling_params", sampling_params, (SamplingParams,), len(prompts))
+            copies = {id(one): one.clone() for one in params}
+            return [GivenRequest(prompt, copies[id(one)]) for prompt, one in zip(prompts, params, strict=True)]
+        if (most := defaults.get("max_tokens")) is not None:
+            given = SamplingParams(**with_defaults({}, defaults), max_tokens=1)  # the minimum that must fit
+            prompts = [replace(prompt, fills_length=True, max_filled=most) for prompt in prompts]
+        else:
+            given = SamplingParams(**defaults)
+        return [GivenRequest(prompt, given) for prompt in prompts]
+
+    def _request(
+        self,
+        sampling: SamplingParams,
+        prompt: Prompt,
+        adapter: str | LoRARequest | None = None,
+        request_id: str | None = None,
+        *,
+        is_whole: bool = True,
+    ) -> PreparedRequest:
+        self._check_usable()
+        processor = self._serving.input_processor
+        request = processor.make_request(
+            request_id=request_id or f"llm-{next(self._numbers)}",
+            sampling=sampling,
+            prompt=prompt,
+            is_whole=is_whole,
+            adapter=self._find_adapter(adapter),
+        )
+        grammars = self._serving.grammars
+        with processor.naming_errors(prompt, sampling, request):
+            request = request if grammars is None else grammars.bind_now(request)
+        lora_request = adapter if isinstance(adapter, LoRARequest) else None
+        return PreparedRequest(request, processor.answers(prompt, sampling, request), lora_request)
+
+    def _find_adapter(self, given: str | LoRARequest | None) -> LoadedAdapter | None:
+        """Return the adapter of a name or a LoRARequest, which is loaded if needed.
+
+        If `max_cpu_loras` adapters are loaded, the one that was loaded by a LoRARequest and used longest ago is
+        unloaded.
+
+        Raises:
+            NotFound: no adapter of this name is loaded, and no path is given.
+            InvalidArgument: another adapter was loaded under this name by `load_adapter` or an option.
+        """
+        adapters = self._serving.adapters
+        if given is None or isinstance(given, str):
+            return adapters.find(given) if given else None
+        if not isinstance(given, LoRARequest):
+            raise InvalidArgument("lora_request", f"{given!r} is not a LoRARequest")
+        with self._lora_lock:
+            loaded = {one.name: one for one in adapters.loaded()}
+            mine, found = self._loras.get(given.name), loaded.get(given.name)
+            if found is not None and given.path in ("", found.path) and (mine is None or mine == given):
+                if mine is not None:
+                    self._loras.move_to_end(given.name)
+                return found
+            if found is not None and mine is None:
+                raise InvalidArgument(
+                    "lora_request", f"{given.name!r} is loaded from {found.path}; choose another name"
+                )
+            if not given.path:
+                return adapters.find(given.name)
+            if found is not None:
+                adapters.unload(given.name)
+            del loaded
+            while self._loras and len(adapters.loaded()) >= self._serving.config.lora.max_cpu_loras:
+                oldest, _ = self._loras.popitem(last=False)
+                if oldest in adapters.names():
+                    adapters.unload(oldest)
+            self._loras[given.name] = given
+            try:
+                return adapters.load(given.name, given.path)
+            except BaseException:
+                del self._loras[given.name]
+                raise
+
+    def _decode_token(self, token_id: int) -> str:
+        return self._serving.tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def _check_usable(self) -> None:
+        """Raise an error if a call could never finish.
+
+        Raises:
+            Unavailable: the LLM is closed, or belongs to the process that this one was forked from.
+        """
+        if os.getpid() != self._process_id:
+            raise Unavailable(
+                f"this LLM belongs to process {self._process_id}: its engine thread and device do not survive fork(); "
+                "create the LLM in the child process, or start children by the method 'spawn'"
+            )
+        if self._is_closed:
+            raise Unavailable("the LLM is closed")
+
+    def _finish_step(self) -> None:
+        """Wait for the end of the step in flight, so that the counters include all of an ended call."""
+        if self._is_closed:
+            return
+        self._check_usable()
+        if self._has_thread:
+            with contextlib.suppress(CancelledError):  # the engine has ended: no step is in flight
+                self._serving.engine.call_soon(_nothing).result()
+
+
+def _nothing() -> None:
+    """Do nothing, on the engine thread."""
+
+
+def is_prompt(given: Any) -> bool:
+    """Return True for one prompt, False for a sequence of prompts."""
+    return isinstance(given, str | Mapping) or (bool(given) and all(isinstance(one, int) for one in given))
+
+
+def list_prompts(prompts: Any) -> list[Any]:
+    """Return the prompts of a call, also if it has only one."""
+    return [prompts] if is_prompt(prompts) else list(prompts)
+
+
+def parse_prompt(prompt: GivenPrompt) -> ParsedPrompt:
+    """Return a prompt as the input processor takes it.
+
+    Raises:
+        InvalidArgument: it has several forms or none.
+        Unsupported: it is neither text nor token ids.
+    """
+    if isinstance(prompt, str):
+        return ParsedPrompt(Prompt(text=prompt))
+    if not isinstance(prompt, Mapping):
+        return ParsedPrompt(Prompt(token_ids=prompt))
+    fields: dict[str, Any] = {name: value for name, value in prompt.items() if value is not None}
+    for name in _NOT_PROMPTS:
+        if name in fields:
+            raise Unsupported(f"prompts: {name} is not supported: prompts are text or token ids")
+    salt = fields.pop("cache_salt", None)
+    unknown = fields.keys() - {"prompt", "prompt_token_ids"}
+    if unknown or len(fields) != 1:
+        raise InvalidArgument("prompts", f"{sorted(fields)} given; must be one of prompt and prompt_token_ids")
+    return ParsedPrompt(Prompt(fields.get("prompt"), fields.get("prompt_token_ids")), salt)
+
+
+def get_sampling_changes(
+    tokenization_kwargs: Mapping[str, Any] | None, cache_salt: str | None = None, priority: int | None = None
+) -> dict[str, Any]:
+    """Return the fields of the sampling parameters that other arguments of a call set.
+
+    Raises:
+        Unsupported: a keyword is not supported.
+    """
+    changes = dict(tokenization_kwargs or {})
+    for name in changes:
+        if name != "truncate_prompt_tokens":
+            raise Unsupported(f"tokenization_kwargs.{name}: is not supported, only truncate_prompt_tokens")
+    if cache_salt is not None:
+        changes["cache_salt"] = cache_salt
+    if priority is not None:
+        changes["priority"] = priority
+    return changes
+
+
+def _get_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return engine options by jpaged's names; vLLM's names are replaced, and logged.
+
+    Raises:
+        InvalidArgument: an option is invalid, or one of vLLM that is not supported; names it.
+    """
+    options = {name: value for name, value in given.items() if value is not None}
+    from jpaged.cli.vllm_flags import translate_options  # the table of vLLM's flags
+
+    options, notes = translate_options(options)
+    for note in notes:
+        _LOG.info("%s", note)
+    return options
+
+
+def one_each(field: str, given: Any, kinds: tuple[type, ...], count: int) -> list[Any]:
+    """Return one value for each: the given one repeated, or the given list."""
+    if isinstance(given, kinds):
+        return [given] * count
+    if len(given) != count:
+        raise InvalidArgument(field, f"{len(given)} given for {count} prompts")
+    return list(given)

@@ -1,0 +1,527 @@
+"""vLLM's Python API over an engine whose executor has no model: arguments, outputs, streams, steps."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jpaged.outputs
+import jpaged.sampling_params
+from jpaged import (
+    LLM,
+    AsyncLLM,
+    BeamSearchParams,
+    EngineArgs,
+    LLMEngine,
+    LoRARequest,
+    PoolingParams,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from jpaged.client.convert import sampling_message
+from jpaged.config import EngineConfig
+from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable, Unsupported
+from jpaged.llm import TokensPrompt
+from jpaged.local_model import LocalModel, SubmittedCall
+from jpaged.testing.fake_executor import FakeExecutor, with_adapters
+from jpaged.testing.fake_model import expected_tokens
+from tests.server.harness import EOS, make_serving
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+KINDS = RequestOutputKind
+IDS = [3, 1, 4, 1, 5]
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def open_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    """Opens an LLM, AsyncLLM or LLMEngine over a fake executor."""
+    opened: list[LocalModel] = []
+
+    def build(options: EngineConfig, *_: Any, **__: Any) -> Any:
+        kind = with_adapters(2) if options.lora.enable_lora else FakeExecutor
+        return make_serving(kind(max_num_seqs=8, num_blocks=256, max_model_len=32), options)
+
+    def open_one(kind: type[LocalModel] = LLM, **options: Any) -> Any:
+        monkeypatch.setattr("jpaged.local_model.build", build)
+        opened.append(kind(**{"max_num_queued_reqs": 4, **options}))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_none_is_the_default_of_every_field() -> None:
+    names = [name for name in SamplingParams.__slots__ if name != "max_tokens"]
+    nothing: dict[str, Any] = dict.fromkeys(names)
+    assert SamplingParams(**nothing) == SamplingParams()
+    assert SamplingParams.from_optional(temperature=None, n=2) == SamplingParams(n=2)
+    assert SamplingParams(max_tokens=None).max_tokens is None
+
+
+def test_fields_are_assigned_and_checked_when_used(open_model: Open) -> None:
+    params = SamplingParams(seed=3, output_kind=KINDS.DELTA)
+    params.max_tokens, params.stop = 3, ["x"]
+    cloned = params.clone()
+    assert (cloned.max_tokens, cloned.stop, cloned.output_kind) == (3, ("x",), KINDS.DELTA)
+    for copied in (copy.deepcopy(cloned), pickle.loads(pickle.dumps(cloned))):
+        assert (copied, copied.output_kind) == (cloned, KINDS.DELTA)
+    params.temperature = -1.0
+    with pytest.raises(InvalidArgument, match=r"sampling\.temperature: -1\.0"):
+        open_model().generate([IDS], params)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"logits_processors": [print]},
+        {"extra_args": {"a": 1}},
+        {"flat_logprobs": True},
+        {"repetition_detection": object()},
+        {"thinking_token_budget": 5},
+        {"guided_decoding": {"regex": "a"}},
+    ],
+)
+def test_parameters_that_would_change_the_result_are_refused_by_name(given: dict[str, Any]) -> None:
+    with pytest.raises(Unsupported, match=f"sampling.{next(iter(given))}: is not supported"):
+        SamplingParams(**given)
+
+
+def test_parameters_without_an_effect_are_accepted() -> None:
+    given: dict[str, Any] = {"spaces_between_special_tokens": False, "skip_clone": True, "stream_interval": 3}
+    assert SamplingParams(**given, logits_processors=None, extra_args={}) == SamplingParams()
+    assert not SamplingParams(skip_reading_prefix_cache=True).use_prefix_cache
+
+
+def test_a_client_needs_a_number_of_tokens() -> None:
+    with pytest.raises(InvalidArgument, match=r"sampling\.max_tokens: must be a number; only LLM and AsyncLLM"):
+        sampling_message(SamplingParams(max_tokens=None))
+    changed = SamplingParams()
+    assert sampling_message(changed).temperature == 1.0
+    changed.temperature, changed.stop = 0.5, ["a"]
+    message = sampling_message(changed)
+    assert (message.temperature, list(message.stop)) == (0.5, ["a"])
+
+
+def test_names_are_in_vllms_modules() -> None:
+    assert jpaged.sampling_params.StructuredOutputsParams(regex="a+") == StructuredOutputsParams(regex="a+")
+    assert jpaged.outputs.RequestOutput is RequestOutput
+    assert {"Logprob", "CompletionOutput", "EmbeddingRequestOutput"} <= set(jpaged.outputs.__all__)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [IDS, [IDS], {"prompt_token_ids": IDS}, [{"prompt_token_ids": IDS, "cache_salt": "s"}], bytes(IDS).decode()],
+)
+def test_every_form_of_a_prompt_gives_the_same_tokens(open_model: Open, prompts: Any) -> None:
+    outputs = open_model().generate(prompts, GREEDY, False)
+    assert tokens(outputs) == [expected_tokens(IDS, 5)]
+
+
+def test_max_tokens_of_none_fills_the_context(open_model: Open) -> None:
+    llm = open_model()
+    (output,) = llm.generate([IDS], SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True, min_tokens=2))
+    limit = llm._serving.engine.geometry.max_model_len
+    assert len(output.outputs[0].token_ids) == limit - len(IDS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "problem"),
+    [
+        ({"prompt_embeds": [1.0]}, Unsupported, "prompt_embeds is not supported"),
+        ({"prompt": "a", "multi_modal_data": {}}, Unsupported, "multi_modal_data is not supported"),
+        ({"prompt": "a", "prompt_token_ids": IDS}, InvalidArgument, "must be one of prompt and prompt_token_ids"),
+    ],
+)
+def test_other_prompts_are_refused_by_name(open_model: Open, prompt: Any, error: type, problem: str) -> None:
+    with pytest.raises(error, match=problem):
+        open_model().generate([prompt], GREEDY)
+
+
+def test_priorities_and_salts_reach_the_requests(open_model: Open) -> None:
+    llm = open_model()
+    requests, submit = [], llm._serving.engine.submit
+
+    def record(request: Any, sink: Any) -> None:
+        requests.append(request)
+        submit(request, sink)
+
+    llm._serving.engine.submit = record
+    salted: TokensPrompt = {"prompt_token_ids": IDS, "cache_salt": "s"}
+    llm.generate([salted, IDS], GREEDY, priority=[2, -1], tokenization_kwargs={"truncate_prompt_tokens": 3})
+    got = {(one.sampling.priority, one.sampling.cache_salt, one.prompt_token_ids) for one in requests}
+    assert got == {(2, "s", tuple(IDS[-3:])), (-1, "", tuple(IDS[-3:]))}
+    with pytest.raises(InvalidArgument, match="priority: 1 given for 2 prompts"):
+        llm.generate([IDS, IDS], GREEDY, priority=[1])
+    with pytest.raises(Unsupported, match=r"tokenization_kwargs\.padding: is not supported"):
+        llm.generate([IDS], GREEDY, tokenization_kwargs={"padding": True})
+
+
+def test_outputs_have_vllms_fields(open_model: Open) -> None:
+    llm = open_model()
+    params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    llm.generate([IDS], params)
+    (output,) = llm.generate([IDS], params)
+    (one,) = output.outputs
+    assert (output.finished, output.num_cached_tokens, one.finished()) == (True, output.usage.cached_tokens, True)
+    for token_id, position in zip(one.token_ids, one.logprobs, strict=True):
+        first, found = next(iter(position.items()))
+        assert (first, found.logprob) == (token_id, position[token_id].logprob)
+        assert {value.decoded_token for value in position.values()} == {
+            llm.get_tokenizer().decode([some], skip_special_tokens=False) for some in position
+        }
+        assert (len(position), 10**6 in position) == (len(set(position)), False)
+    assert output.prompt_logprobs[0] is None
+    assert [IDS[i] in output.prompt_logprobs[i] for i in range(1, len(IDS))] == [True] * 4
+    metrics = output.metrics
+    assert metrics.num_generation_tokens == 3
+    assert metrics.queued_ts <= metrics.scheduled_ts <= metrics.first_token_ts <= metrics.last_token_ts
+    assert metrics.first_token_latency == metrics.first_token_ts - metrics.queued_ts
+
+
+def test_a_named_stop_is_the_stop_reason(open_model: Open) -> None:
+    (stop,) = expected_tokens(IDS, 5)[2:3]
+    params = SamplingParams(temperature=0.0, max_tokens=5, stop_token_ids=[stop])
+    (output,) = open_model().generate([IDS], params)
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> Callable[[str, int], LoRARequest]:
+    """Writes an adapter of the fake model and returns its request."""
+
+    def write(name: str, weight: int) -> LoRARequest:
+        path = tmp_path / f"{name}-{weight}"
+        path.write_text(str(weight))
+        return LoRARequest(name, weight, str(path))
+
+    return write
+
+
+def test_adapters_are_loaded_on_first_use(open_model: Open, adapters: Callable[[str, int], LoRARequest]) -> None:
+    llm = open_model(enable_lora=True, max_loras=2, max_cpu_loras=2)
+    a, b, c = adapters("a", 7), adapters("b", 9), adapters("c", 11)
+    outputs = llm.generate([IDS] * 3, GREEDY, lora_request=[a, None, b])
+    assert tokens(outputs) == [expected_tokens(IDS, 5, weight=weight) for weight in (7, 0, 9)]
+    assert [one.lora_request for one in outputs] == [a, None, b]
+    assert outputs[0].outputs[0].lora_request == a
+    llm.generate([IDS], GREEDY, lora_request=a)
+    assert tokens(llm.generate([IDS], GREEDY, lora_request=c)) == [expected_tokens(IDS, 5, weight=11)]
+    assert llm._serving.adapters.names() == {"a", "c"}  # b was used longest ago
+    assert tokens(llm.generate([IDS], GREEDY, lora_request=adapters("a", 8))) == [expected_tokens(IDS, 5, weight=8)]
+    assert llm.generate([IDS], GREEDY, adapter="a")[0].lora_request is None
+    with pytest.raises(NotFound, match="no adapter 'x'"):
+        llm.generate([IDS], GREEDY, lora_request=LoRARequest("x", 1))
+    with pytest.raises(InvalidArgument, match="lora_int_id: 0 must be"):
+        LoRARequest("x", 0)
+    llm.unload_adapter("a")
+    llm.load_adapter("a", a.path)
+    with pytest.raises(InvalidArgument, match=r"lora_request: 'a' is loaded from .*; choose another name"):
+        llm.generate([IDS], GREEDY, lora_request=adapters("a", 8))
+
+
+def test_without_adapters_the_error_names_the_option(open_model: Open) -> None:
+    with pytest.raises(Unsupported, match="adapters are off: set enable_lora"):
+        open_model().generate([IDS], GREEDY, lora_request=LoRARequest("a", 1, "a"))
+
+
+def test_chats_take_vllms_arguments(open_model: Open) -> None:
+    llm = open_model()
+    turn = [{"role": "user", "content": "hi"}]
+    (one,) = llm.chat(turn, GREEDY, False)
+    two = llm.chat(messages=[turn, turn], sampling_params=GREEDY, use_tqdm=False, tools=None, chat_template_kwargs=None)
+    assert tokens(two) == tokens([one]) * 2
+    with pytest.warns(DeprecationWarning, match="conversations is now messages"):
+        assert tokens(llm.chat(conversations=[turn], sampling_params=GREEDY)) == tokens([one])
+    with pytest.raises(InvalidArgument, match="chat_template_content_format: 'openai' is not 'auto'"):
+        llm.chat(turn, GREEDY, chat_template_content_format="openai")
+    with pytest.raises(InvalidArgument, match="messages: is missing"):
+        llm.chat()
+
+
+def test_vectors_and_similarities(open_model: Open) -> None:
+    llm = open_model()
+    (raw,) = llm.embed([IDS])
+    assert raw.outputs.embedding == list(raw.values)
+    assert (raw.outputs.hidden_size, raw.finished, raw.num_cached_tokens) == (len(raw.values), True, 0)
+    (unit,) = llm.embed([IDS], pooling_params=PoolingParams())
+    assert sum(value * value for value in unit.values) == pytest.approx(1.0)
+    assert llm.encode([IDS])[0].outputs.data == unit.values
+    scores = llm.score("a", ["a", "bcd"])
+    assert scores[0].outputs.score == pytest.approx(1.0)
+    assert -1.0 <= scores[1].outputs.score <= 1.0
+    assert len(llm.score(["a", "b"], ["c", "d"])) == 2
+    with pytest.raises(InvalidArgument, match="data_1: 2 prompts are given for 3 in data_2"):
+        llm.score(["a", "b"], ["c", "d", "e"])
+    for call in (lambda: llm.classify("a"), lambda: llm.reward("a"), lambda: llm.encode("a", pooling_task="classify")):
+        with pytest.raises(Unsupported, match=r"classify|reward"):
+            call()
+    with pytest.raises(Unsupported, match=r"pooling_params\.dimensions"):
+        PoolingParams(dimensions=3)
+
+
+def test_the_former_meaning_of_score_is_an_alias(open_model: Open) -> None:
+    llm = open_model()
+    with pytest.warns(DeprecationWarning, match="score_continuations"):
+        former = llm.score("ab", continuations=["c", "d"])
+    now = llm.score_continuations("ab", ["c", "d"])
+    assert [[one.logprob for one in each] for each in former] == [[one.logprob for one in each] for each in now]
+
+
+def test_beam_search_returns_prompt_and_output(open_model: Open) -> None:
+    llm = open_model()
+    (found,) = llm.beam_search([{"prompt_token_ids": IDS}], BeamSearchParams(beam_width=2, max_tokens=4))
+    (same,) = llm.generate([IDS], SamplingParams(beam_width=2, n=2, max_tokens=4))
+    assert [one.tokens for one in found.sequences] == [(*IDS, *one.token_ids) for one in same.outputs]
+    assert [one.cum_logprob for one in found.sequences] == [one.cumulative_logprob for one in same.outputs]
+    with pytest.raises(InvalidArgument, match=r"sampling\.beam_width: 17"):
+        llm.beam_search(IDS, BeamSearchParams(17, 4))
+
+
+def test_metrics_have_the_names_of_the_server(open_model: Open) -> None:
+    llm = open_model()
+    llm.generate([IDS], GREEDY)
+    llm.load()
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
+    generated, running = metrics["vllm:generation_tokens"], metrics["vllm:num_requests_running"]
+    assert (type(generated), generated.value) == (jpaged.outputs.Counter, 5)
+    assert (type(running), running.value) == (jpaged.outputs.Gauge, 0.0)
+    lengths = metrics["vllm:request_generation_tokens"]
+    assert (type(lengths), lengths.count, lengths.sum) == (jpaged.outputs.Histogram, 1, 5.0)
+    assert lengths.buckets["+Inf"] == 1
+
+
+def test_engine_arguments_have_vllms_names(open_model: Open) -> None:
+    llm = open_model(gpu_memory_utilization=0.5, enforce_eager=True, dtype=None, runner="pooling", seed=3)
+    assert llm.config.cache.memory_utilization == 0.5
+    for given, named in (
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"cpu_offload_gb": 4}, "cpu_offload_gb"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"{named}: .* not supported"):
+            open_model(**given)
+    with pytest.raises(InvalidArgument, match="memory_utilisation: unknown option"):
+        open_model(memory_utilisation=1)
+
+
+def test_engine_arguments_come_from_a_command_line(open_model: Open) -> None:
+    import argparse
+
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    parser.add_argument("--own", default=1)
+    parser.set_defaults(model="fake")
+    arguments = parser.parse_args(["--max-num-seqs", "3", "--enforce-eager", "--gpu-memory-utilization", "0.4"])
+    args = EngineArgs.from_cli_args(arguments)
+    assert args.options == {
+        "model": "fake",
+        "max_num_seqs": 3,
+        "enforce_eager": True,
+        "gpu_memory_utilization": "0.4",
+    }
+    engine = open_model(LLMEngine, **args.options)
+    assert (engine.config.scheduler.max_num_seqs, engine.config.cache.memory_utilization) == (3, 0.4)
+
+
+async def read(llm: AsyncLLM, prompt: Any, params: SamplingParams, request_id: str) -> list[RequestOutput]:
+    return [output async for output in llm.generate(prompt, params, request_id)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_streams_have_every_kind_of_output(open_model: Open, kind: RequestOutputKind) -> None:
+    llm = open_model(AsyncLLM)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=5, ignore_eos=True, output_kind=kind, n=2, seed=1, logprobs=1, prompt_logprobs=0
+    )
+    outputs = await read(llm, IDS, params, "a")
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    found: dict[int, list[int]] = {0: [], 1: []}
+    texts, logprobs = {0: "", 1: ""}, {0: 0, 1: 0}
+    for output in outputs if kind is KINDS.DELTA else outputs[-1:]:
+        for one in output.outputs:
+            found[one.index] += one.token_ids
+            texts[one.index] += one.text
+            logprobs[one.index] += len(one.logprobs or ())
+    assert list(found.values()) == [expected_tokens(IDS, 5)] * 2
+    assert set(logprobs.values()) == {5}
+    (whole,) = open_model().generate([IDS], params)
+    assert list(texts.values()) == [one.text for one in whole.outputs]
+    assert outputs[0].prompt_logprobs is not None
+    assert kind is not KINDS.FINAL_ONLY or len(outputs) == 1
+
+
+@contextmanager
+def held(llm: LLM | AsyncLLM, num_calls: int) -> Iterator[None]:
+    """Holds the engine thread until this number of calls has arrived; afterwards their steps were those of a batch."""
+    before, arrived, add = llm.load().num_steps, threading.Semaphore(0), llm._admission.add
+
+    def count(call: SubmittedCall) -> None:
+        add(call)
+        arrived.release()
+
+    def hold() -> None:
+        for _ in range(num_calls):
+            arrived.acquire()
+
+    llm._admission.add = count  # type: ignore[method-assign]
+    llm._serving.engine.call_soon(hold)
+    yield
+    assert llm.load().num_steps - before < num_calls * NUM_TOKENS / 2  # eight rows run in a step
+
+
+NUM_CALLS, NUM_TOKENS = 64, 2
+EACH = [
+    SamplingParams(seed=i, max_tokens=NUM_TOKENS, ignore_eos=True, use_prefix_cache=False) for i in range(NUM_CALLS)
+]
+EXPECTED = [expected_tokens([1 + i, 2], NUM_TOKENS, seed=i) for i in range(NUM_CALLS)]
+
+
+async def test_asyncio_tasks_share_one_batch_and_get_their_own_tokens(open_model: Open) -> None:
+    llm = open_model(AsyncLLM)
+    with held(llm, NUM_CALLS):
+        together = await asyncio.gather(*(read(llm, [1 + i, 2], EACH[i], str(i)) for i in range(NUM_CALLS)))
+    assert [list(outputs[-1].outputs[0].token_ids) for outputs in together] == EXPECTED
+
+
+def test_threads_share_one_batch_and_get_their_own_tokens(open_model: Open) -> None:
+    llm = open_model()
+    with held(llm, NUM_CALLS), ThreadPoolExecutor(NUM_CALLS) as threads:
+        found = list(threads.map(lambda i: tokens(llm.generate([[1 + i, 2]], EACH[i], False)), range(NUM_CALLS)))
+    assert found == [[one] for one in EXPECTED]
+
+
+async def test_a_request_is_aborted_by_id_or_by_leaving_its_stream(open_model: Open) -> None:
+    llm = open_model(AsyncLLM)
+    long = SamplingParams(max_tokens=25, ignore_eos=True)
+    outputs, is_aborted, submit = [], threading.Event(), llm._serving.engine.submit
+
+    def submit_slowly(request: Any, sink: Callable[[Any], None]) -> None:
+        def take(event: Any) -> None:
+            sink(event)
+            is_aborted.wait()  # the engine thread waits after one token
+
+        submit(request, take)
+
+    llm._serving.engine.submit = submit_slowly
+    async for output in llm.generate(IDS, long, "a"):
+        outputs.append(output)
+        await llm.abort(["a", "unknown"])
+        is_aborted.set()
+    assert (outputs[-1].outputs[0].finish_reason, outputs[-1].finished) == ("abort", True)
+    stream = llm.generate(IDS, long, "a")
+    await anext(stream)
+    with pytest.raises(AlreadyExists, match="'a' is running"):
+        await anext(llm.generate(IDS, long, "a"))
+    await stream.aclose()
+    assert len((await read(llm, IDS, GREEDY, "a"))[-1].outputs[0].token_ids) == 5
+    assert llm.load().num_blocks_used == 0
+
+
+async def test_paused_requests_wait(open_model: Open) -> None:
+    llm = open_model(AsyncLLM)
+    added, add = asyncio.Semaphore(0), llm._admission.add
+
+    def count(call: SubmittedCall) -> None:
+        add(call)
+        added.release()
+
+    llm._admission.add = count
+    stream = llm.generate(IDS, SamplingParams(max_tokens=20, ignore_eos=True), "a")
+    first = await anext(stream)
+    await llm.pause_generation(mode="wait")
+    *_, last = [first, *[output async for output in stream]]
+    assert len(last.outputs[0].token_ids) == 20
+    assert await llm.is_paused()
+    waiting = [asyncio.create_task(read(llm, IDS, GREEDY, name)) for name in ("b", "c")]
+    for _ in range(3):
+        await added.acquire()
+    await llm.abort("c")
+    assert (await waiting[1])[-1].outputs[0].finish_reason == "abort"
+    assert not waiting[0].done()
+    await llm.resume_generation()
+    assert list((await waiting[0])[-1].outputs[0].token_ids) == expected_tokens(IDS, 5)
+    with pytest.raises(InvalidArgument, match="mode: 'keep' is not supported"):
+        await llm.pause_generation(mode="keep")
+
+
+async def test_streams_raise_errors_of_an_llm(open_model: Open) -> None:
+    llm = open_model(AsyncLLM)
+    with pytest.raises(InvalidArgument, match="-1 is not a token id"):
+        await read(llm, [1, -1], GREEDY, "a")
+    (vector,) = [output async for output in llm.encode(IDS, None, "b")]
+    assert sum(value * value for value in vector.outputs.data) == pytest.approx(1.0)
+    await llm.check_health()
+    added, add = asyncio.Event(), llm._admission.add
+
+    def note(call: SubmittedCall) -> None:
+        add(call)
+        added.set()
+
+    llm._admission.add = note
+    await llm.pause_generation()
+    waiting = asyncio.create_task(read(llm, IDS, GREEDY, "a"))
+    await added.wait()
+    llm.shutdown()
+    with pytest.raises(Unavailable, match="the LLM was closed during the call"):
+        await waiting
+    assert not llm.is_running
+    with pytest.raises(Unavailable, match="the LLM is closed"):
+        await llm.check_health()
+
+
+def test_an_engine_is_driven_step_by_step(open_model: Open) -> None:
+    engine = open_model(LLMEngine)
+    prompts = [[1 + i, 2, 3] for i in range(20)]  # more than the engine accepts at once
+    for i, prompt in enumerate(prompts):
+        assert engine.add_request(str(i), prompt, GREEDY) == str(i)
+    with pytest.raises(AlreadyExists, match="'0' is running"):
+        engine.add_request("0", IDS, GREEDY)
+    engine.abort_request(["19", "unknown"])
+    assert engine.get_num_unfinished_requests() == 19
+    finished = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = list(output.outputs[0].token_ids)
+    assert finished == {str(i): expected_tokens(prompts[i], 5) for i in range(19)}
+    assert engine.step() == []
+    assert engine.reset_prefix_cache()
+    assert engine.load().num_blocks_used == 0
+
+
+def test_an_aborted_request_of_an_engine_has_no_further_output(open_model: Open) -> None:
+    engine = open_model(LLMEngine)
+    engine.add_request("a", IDS, SamplingParams(max_tokens=20, ignore_eos=True, output_kind=KINDS.DELTA))
+    while not (outputs := engine.step()):
+        pass
+    assert (outputs[0].request_id, outputs[0].finished) == ("a", False)
+    engine.abort_request("a")
+    assert (engine.has_unfinished_requests(), engine.step()) == (False, [])
+
+
+def test_the_text_of_a_stream_ends_at_eos(open_model: Open) -> None:
+    engine = open_model(LLMEngine)
+    params = SamplingParams(temperature=0.0, max_tokens=20, output_kind=KINDS.FINAL_ONLY)
+    engine.add_request("a", IDS, params)
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    (whole,) = open_model().generate([IDS], params)
+    assert len(outputs) == 1
+    assert outputs[0].outputs == whole.outputs
+    assert list(outputs[0].outputs[0].token_ids) == expected_tokens(IDS, 20, eos_token_ids=frozenset({EOS}))
