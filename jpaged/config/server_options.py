@@ -140,7 +140,7 @@ class HttpOptions:
         (), "allowed CORS origins, such as https://example.com; * for all, none if unset"
     )
     enable_force_include_usage: bool = option(
-        False, "end every stream of completions and chats with its usage, whether the request asks for it or not"
+        False, "send the usage with every chunk of streams of completions and chats, whether requests ask for it or not"
     )
     return_tokens_as_token_ids: bool = option(
         False, "name tokens in log-probabilities of completions and chats token_id:N instead of by their text"

@@ -44,7 +44,7 @@ from jpaged.http.exchange import (
 from jpaged.http.exchange import build_answer as json_answer_of
 from jpaged.json_text import PIECE_BYTES
 from jpaged.openai.lines import error_body
-from jpaged.openai.request import Job, chat_job, completion_job, renamed, shown
+from jpaged.openai.request import Job, Streaming, chat_job, completion_job, renamed, shown
 from jpaged.openai.response import AnswerSize, ChunkBuilder, ResponseMetadata, ShownToken, build_answer, sent_event
 from jpaged.outputs import new_completions
 from jpaged.service.calls import Call, Caller, RequestHandle, RequestRecord, require_name
@@ -206,7 +206,7 @@ def with_server_defaults(job: Job, options: HttpOptions) -> Job:
     if options.return_tokens_as_token_ids:
         job = replace(job, names_token_ids=True)
     if options.enable_force_include_usage and job.streaming is not None:
-        job = replace(job, streaming=replace(job.streaming, include_usage=True))
+        job = replace(job, streaming=Streaming(include_usage=True, continuous_usage_stats=True))
     return job
 
 

@@ -75,7 +75,7 @@ class How:
         limit = self.truncate_prompt_tokens
         if limit is None:
             return tuple(token_ids)
-        limit = max_model_len if limit == -1 else limit
+        limit = max_model_len - 1 if limit == -1 else limit  # an input must be shorter than the model's limit
         return tuple(token_ids[:limit] if self.truncation_side == "right" else token_ids[-limit:])
 
 

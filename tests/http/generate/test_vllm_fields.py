@@ -177,12 +177,13 @@ async def test_embeddings_of_chats_and_of_truncated_inputs() -> None:
             await embedded(input="hel")
         )
         assert await embedded(input="hello", truncate_prompt_tokens=-1) == await embedded(input="hello")
+        assert (await embedded(input="a" * 500, truncate_prompt_tokens=-1))[1] == 127
         assert await embedded(input="hello", use_activation=True) == await embedded(input="hello", normalize=True)
 
 
 def test_a_limit_of_minus_1_keeps_what_the_model_takes() -> None:
-    assert How(truncate_prompt_tokens=-1).truncated(range(9), 4) == (5, 6, 7, 8)
-    assert How(truncate_prompt_tokens=-1, truncation_side="right").truncated(range(9), 4) == (0, 1, 2, 3)
+    assert How(truncate_prompt_tokens=-1).truncated(range(9), 4) == (6, 7, 8)
+    assert How(truncate_prompt_tokens=-1, truncation_side="right").truncated(range(9), 4) == (0, 1, 2)
     assert How().truncated(range(3), 2) == (0, 1, 2)
 
 
@@ -225,4 +226,4 @@ async def test_options_of_the_server_add_usage_and_names_of_tokens() -> None:
         assert choice.logprobs.tokens == [f"token_id:{one}" for one in expected_tokens(list(b"hello"), 2)]
         chunks = [chunk async for chunk in await client.completions.create(stream=True, **how)]
         assert chunks[-1].choices == [] and chunks[-1].usage is not None
-        assert chunks[-1].usage.completion_tokens == 2 and all(chunk.usage is None for chunk in chunks[:-1])
+        assert chunks[-1].usage.completion_tokens == 2 and all(chunk.usage for chunk in chunks)

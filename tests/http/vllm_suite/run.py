@@ -28,7 +28,7 @@ EXPECTED = HERE / "expected.toml"
 TESTS = "tests/entrypoints"
 _KEPT = ("tests/entrypoints/", "tests/models/", "tests/ci_envs.py")
 """Parts of the source package that the tests import."""
-_TEST_TIMEOUT_S = 120
+_TEST_TIMEOUT_S = 300
 _BY_CHANCE = "depends on the model"
 """Beginning of the reasons of tests that may also pass, because they sample."""
 _PASSED, _FAILED, _SKIPPED = "passed", "failed", "skipped"
@@ -135,7 +135,13 @@ def run(python: str, folder: Path, files: Sequence[str], model: Path) -> dict[tu
     """Run test files and return the outcomes."""
     report = folder / "report.xml"
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-o", "junit_family=xunit1"]
-    command += [f"--timeout={_TEST_TIMEOUT_S}", f"--junitxml={report}", *(f"{TESTS}/{file}" for file in files)]
+    command += [
+        f"--timeout={_TEST_TIMEOUT_S}",
+        "-o",
+        "timeout_func_only=true",
+        f"--junitxml={report}",
+        *(f"{TESTS}/{file}" for file in files),
+    ]
     variables = {
         "JPAGED_COMMAND": f"{sys.executable} -m jpaged",
         "JPAGED_PYTHONPATH": str(HERE.parents[2]),

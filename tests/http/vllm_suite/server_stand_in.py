@@ -32,9 +32,11 @@ _WITH_VALUE = (
 )
 _FLAGS = (*("--enable-force-include-usage", "--trust-request-chat-template", "--return-tokens-as-token-ids"),)
 _F = TypeVar("_F")
+_MAX_MODEL_LEN = 8192
+"""Limit of the small model."""
 _MAX_TOKENS = 100
 """Tokens of a response whose request sets no limit."""
-_START_S = 240
+_START_S = 600
 _STOP_S = 30
 
 
@@ -51,7 +53,8 @@ def kept_arguments(arguments: list[str]) -> list[str]:
     kept = []
     for name in _WITH_VALUE:
         if name in arguments:
-            kept += [name, arguments[arguments.index(name) + 1]]
+            value = arguments[arguments.index(name) + 1]
+            kept += [name, str(min(int(value), _MAX_MODEL_LEN)) if name == "--max-model-len" else value]
     kept += [name for name in _FLAGS if name in arguments]
     for name in adapter_names(arguments):  # the tests only call adapters by name
         kept += ["--served-model-aliases", name]
@@ -89,12 +92,18 @@ class _Server:
             log.write(f"{shlex.join(command)}\n")
             log.flush()
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            self._wait(command)
+        except BaseException:  # pytest's timeout, too
+            self.stop()
+            raise
+
+    def _wait(self, command: list[str]) -> None:
         until_s = time.monotonic() + _START_S
         while not self._is_ready():
             if self.process.poll() is not None:
                 raise RuntimeError(f"jpaged exited with {self.process.returncode}: {shlex.join(command)}")
             if time.monotonic() > until_s:
-                self.stop()
                 raise RuntimeError(f"jpaged is not ready after {_START_S} s: {shlex.join(command)}")
             time.sleep(0.2)
 
