@@ -144,31 +144,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
     for index, one in enumerate(runs):
         one.warm_up(_get_progress(index, len(runs), progress))
     _say([*executor.memory_plan.lines(), *streaming_llm.describe_lossy_cache(options)], progress)
-    resolved = options.replace(
-        max_model_len=geometry.max_model_len,
-        num_blocks=geometry.num_blocks,
-        kv_cache_memory_bytes=executor.memory_plan.pool_bytes,
-        max_pinned_blocks=pin_limit(options.server.max_pinned_blocks, geometry),
-        memory_utilization=executor.memory_plan.request.memory_utilization,
-        block_size=geometry.block_size,
-        max_num_seqs=geometry.max_num_seqs,
-        max_num_batched_tokens=geometry.max_num_batched_tokens,
-        wait_for_all_programs=executor.waits_for_all,
-        dtype=model.dtype.name,
-        tensor_parallel_size=places[0].num_parts,
-        attention_backend=executor.step.backend,
-        linear_backend=executor.step.linear_backend,
-        activation_dtype=executor.step.activation_dtype,
-        kv_cache_dtype=name_of_kv_dtype(executor.step.layout.dtype),
-        lossy_kv_sinks=geometry.num_sink_tokens if options.lossy.lossy_kv_window else None,
-        served_model_name=options.server.served_model_name or source.name,
-        max_inter_token_latency=choose_bound_s(executor.rates)
-        if options.scheduler.max_inter_token_latency is None
-        else options.scheduler.max_inter_token_latency,
-        overlap=has_overlap(options.scheduler.overlap, device.platform, len(os.sched_getaffinity(0))),
-        max_messages_per_second=options.server.max_messages_per_second
-        or platform_default("max_messages_per_second", device.platform),
-    )
+    resolved = _resolve(options, source.name, executor, model.dtype.name, places[0])
     whitespace = options.model.whitespace_pattern
     grammars = ServedGrammars(source.tokenizer, geometry.vocab_size, source.eos_token_ids, whitespace=whitespace)
     engines = _make_engines(source, options, resolved, runs, grammars)
@@ -188,6 +164,36 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         adapters=adapters,
         grammars=grammars,
         checkpoint=fingerprint(source.folder, options.model.overrides),
+    )
+
+
+def _resolve(options: EngineConfig, name: str, executor: JaxExecutor, dtype: str, place: MeshPlacement) -> EngineConfig:
+    """Return the options with the values that the server chose for those that were left to it."""
+    geometry, platform = executor.geometry, first_device(place.mesh).platform
+    return options.replace(
+        max_model_len=geometry.max_model_len,
+        num_blocks=geometry.num_blocks,
+        kv_cache_memory_bytes=executor.memory_plan.pool_bytes,
+        max_pinned_blocks=pin_limit(options.server.max_pinned_blocks, geometry),
+        memory_utilization=executor.memory_plan.request.memory_utilization,
+        block_size=geometry.block_size,
+        max_num_seqs=geometry.max_num_seqs,
+        max_num_batched_tokens=geometry.max_num_batched_tokens,
+        wait_for_all_programs=executor.waits_for_all,
+        dtype=dtype,
+        tensor_parallel_size=place.num_parts,
+        attention_backend=executor.step.backend,
+        linear_backend=executor.step.linear_backend,
+        activation_dtype=executor.step.activation_dtype,
+        kv_cache_dtype=name_of_kv_dtype(executor.step.layout.dtype),
+        lossy_kv_sinks=geometry.num_sink_tokens if options.lossy.lossy_kv_window else None,
+        served_model_name=options.server.served_model_name or name,
+        max_inter_token_latency=choose_bound_s(executor.rates)
+        if options.scheduler.max_inter_token_latency is None
+        else options.scheduler.max_inter_token_latency,
+        overlap=has_overlap(options.scheduler.overlap, platform, len(os.sched_getaffinity(0))),
+        max_messages_per_second=options.server.max_messages_per_second
+        or platform_default("max_messages_per_second", platform),
     )
 
 

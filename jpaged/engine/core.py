@@ -208,17 +208,7 @@ class EngineCore:
         drafting = SpecDecodeController.of(options, executor.rates, geometry) if options and rounds is None else None
         self._drafter: SpecDecodeController | DraftModelSpeculation | None = drafting or rounds
         self.arrivals = ArrivalSignal()
-        context = RunnerContext(
-            executor,
-            self.scheduler,
-            self._results,
-            self._timer,
-            clock,
-            eos_token_ids,
-            self._process_in_flight,
-            self.arrivals,
-        )
-        self._runners = make_runners(context, rounds)
+        self._runners = make_runners(self._make_runner_context(eos_token_ids), rounds)
         max_tokens_per_step = 1 + (0 if options is None else options.num_speculative_tokens)
         self._deadline_estimator: DeadlineEstimator | None = None
         if config.timeouts.refuse_late:
@@ -229,6 +219,18 @@ class EngineCore:
         self.snapshotter = PoolSnapshotter(geometry, self.memory, self.scheduler, clock, self.observers)
         if self.memory.connectors:
             self.stats.end_step(self.memory, self.scheduler)
+
+    def _make_runner_context(self, eos_token_ids: frozenset[int]) -> RunnerContext:
+        return RunnerContext(
+            self._executor,
+            self.scheduler,
+            self._results,
+            self._timer,
+            self._clock,
+            eos_token_ids,
+            self._process_in_flight,
+            self.arrivals,
+        )
 
     def _add_observers(self, num_scheduler_steps: int) -> None:
         """Add the callbacks of the features that are on; within a list, the order is that of the calls."""

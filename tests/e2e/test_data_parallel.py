@@ -175,7 +175,7 @@ def test_a_server_of_two_copies_answers_as_one(tmp_path: Path) -> None:
     requests = [(prompt, KINDS[i % 3]) for i, prompt in enumerate(prompts)]
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "num_blocks": 40, "dtype": "float32"}
     with open_llm(folder, **options) as llm:
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], [kind for _, kind in requests])
+        outputs = llm.generate(prompts, [kind for _, kind in requests])
         want = [[one.token_ids for one in output.outputs] for output in outputs]
     sizes = {"data_parallel_size": 2, "tensor_parallel_size": 2, **options}
     flags = [word for name, value in sizes.items() for word in (f"--{name.replace('_', '-')}", str(value))]

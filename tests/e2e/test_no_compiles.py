@@ -79,6 +79,7 @@ def check_output(output: RequestOutput, params: SamplingParams) -> None:
     """Everything that can be said of an answer without knowing the model."""
     completion = only(output)
     token_ids, text = completion.token_ids, completion.text
+    assert params.max_tokens is not None
     assert params.min_tokens <= len(token_ids) <= params.max_tokens
     ends = {*params.stop_token_ids} if params.ignore_eos else {*params.stop_token_ids, EOS_TOKEN_ID}
     assert not ends.intersection(token_ids[:-1])

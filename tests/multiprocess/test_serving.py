@@ -51,7 +51,7 @@ def alone(model: str) -> list[RequestOutput]:
     options = {"block_size": 8, "max_num_batched_tokens": 16, "num_blocks": 200}
     many = questions()
     with open_llm(model, **options) as llm:
-        return llm.generate([{"prompt_token_ids": tokens} for tokens, _ in many], [params for _, params in many])
+        return llm.generate([tokens for tokens, _ in many], [params for _, params in many])
 
 
 class Streams:
@@ -130,7 +130,7 @@ def test_two_processes_edit_and_tell_what_one_does(model: str, tmp_path: Path) -
     many, options = changed_questions(), {"max_logprobs": -1, "enable_prefix_caching": False}
     sizes = {"block_size": 8, "max_num_batched_tokens": 16, "num_blocks": 200}
     with open_llm(model, **sizes, **options) as llm:
-        want = llm.generate([{"prompt_token_ids": tokens} for tokens, _ in many], [params for _, params in many])
+        want = llm.generate([tokens for tokens, _ in many], [params for _, params in many])
     words = (model, *SIZES, "--num-blocks", "30", "--max-logprobs", "-1", "--no-enable-prefix-caching")
     num_preemptions = 0
     for _ in range(2):

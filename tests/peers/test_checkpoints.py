@@ -53,5 +53,5 @@ def test_jpaged_serves_it(tmp_path):
     make(shape, tmp_path)
     greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     with LLM(str(tmp_path), max_model_len=64, num_blocks=16, max_num_seqs=2, max_num_batched_tokens=16) as llm:
-        (output,) = llm.generate([{"prompt_token_ids": [5, 9, 300]}], greedy)
+        (output,) = llm.generate([[5, 9, 300]], greedy)
     assert len(output.outputs[0].token_ids) == 5

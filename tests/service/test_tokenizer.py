@@ -224,7 +224,8 @@ def test_tokens_are_spelled_and_described_as_in_the_vocabulary(parsing):
 @pytest.mark.parametrize("parses", [True, False])
 def test_a_chat_gets_the_tokenizers_special_tokens_on_demand(parses):
     tokenizer = HuggingFaceTokenizer(FOLDER, parse_special_tokens=parses)
-    fast = tokenizer._fast if parses else tokenizer._literal.tokenizer
+    literal = tokenizer._literal
+    fast = tokenizer._fast if literal is None else literal.tokenizer
     end = fast.id_to_token(END)
     fast.post_processor = processors.TemplateProcessing(single=f"{end} $A", special_tokens=[(end, END)])
     messages = [{"role": "user", "content": "hey"}]

@@ -212,18 +212,18 @@ _LEAST = MatrixFormat("int4", 32, has_zeros=True, has_whole_zeros=False)
 _HALVES = MatrixFormat("int8", 32, has_half_scales=True)
 
 
-def _of(form: MatrixFormat, **changes: Any) -> MatrixFormat:
+def _changed(form: MatrixFormat, **changes: Any) -> MatrixFormat:
     return dataclasses.replace(form, **changes)
 
 
 BLOCK_TYPES: Mapping[str, BlockType] = {
     "Q8_0": BlockType(32, 34, (0,), _HALVES, _q8_0),
-    "Q4_0": BlockType(32, 18, (0,), _of(_HALVES, values="int4"), _q4_0),
-    "Q4_1": BlockType(32, 20, (0, 2), _of(_LEAST, has_half_scales=True), _q4_1),
-    "Q5_0": BlockType(32, 22, (0,), _of(_HALVES, num_bits=5), _q5_0),
-    "Q5_1": BlockType(32, 24, (0, 2), _of(_LEAST, values="int8", num_bits=5, has_half_scales=True), _q5_1),
+    "Q4_0": BlockType(32, 18, (0,), _changed(_HALVES, values="int4"), _q4_0),
+    "Q4_1": BlockType(32, 20, (0, 2), _changed(_LEAST, has_half_scales=True), _q4_1),
+    "Q5_0": BlockType(32, 22, (0,), _changed(_HALVES, num_bits=5), _q5_0),
+    "Q5_1": BlockType(32, 24, (0, 2), _changed(_LEAST, values="int8", num_bits=5, has_half_scales=True), _q5_1),
     "Q4_K": BlockType(256, 144, (0, 2), _LEAST, _q4_k),
-    "Q5_K": BlockType(256, 176, (0, 2), _of(_LEAST, values="int8", num_bits=5), _q5_k),
+    "Q5_K": BlockType(256, 176, (0, 2), _changed(_LEAST, values="int8", num_bits=5), _q5_k),
     "Q6_K": BlockType(256, 210, (208,), MatrixFormat("int8", 16, num_bits=6), _q6_k),
 }
 """Types that are kept without requantization."""

@@ -52,7 +52,7 @@ def bound(outputs: StructuredOutputs, seed: int, **changes: Any) -> SamplingPara
     return dataclasses.replace(HOT, structured_outputs=outputs, seed=seed, **changes)
 
 
-def texts_of(outputs: Sequence[RequestOutput]) -> list[tuple[str, str]]:
+def texts_of(outputs: Sequence[RequestOutput]) -> list[tuple[str, str | None]]:
     return [(one.outputs[0].text, one.outputs[0].finish_reason) for one in outputs]
 
 

@@ -137,8 +137,8 @@ def test_every_code_of_five_and_six_bits_is_its_number(
     codes = np.arange(depth) % (1 << num_bits) + least
     values = np.stack([np.roll(codes, place) for place in range(num_places)], axis=1).astype(np.int8)
     arrays = (jnp.asarray(values), jnp.full((depth // 32, num_places), 2.0, np.float32), None, None, None)
-    of = {"axis": -2, "activations": None, "dtype": np.dtype("float32"), "num_bits": num_bits}
-    matrix = pack(QuantizedMatrix(*arrays, **of), rounds_rows=rounds_rows)
+    options: dict[str, Any] = {"axis": -2, "activations": None, "dtype": np.dtype("float32"), "num_bits": num_bits}
+    matrix = pack(QuantizedMatrix(*arrays, **options), rounds_rows=rounds_rows)
     assert matrix.scales is not None
     assert matrix.scales.kind == f"int{num_bits}"
     assert matrix.blocks.nbytes == depth * num_places * num_bits // 8
