@@ -93,6 +93,8 @@ __all__ = [
     "TokensPrompt",
 ]
 
+_QUICK_SIZE = 2000
+"""Characters or token ids of a prompt that an event loop prepares without a thread, which would take longer: 1 ms."""
 AsyncEngineArgs = EngineArgs
 PromptType = GivenPrompt
 MakeBar = Callable[..., Any]
@@ -744,10 +746,12 @@ class AsyncLLM(LocalModel):
     async def _stream(
         self, sampling: SamplingParams, prompt: Prompt, request_id: str, lora_request: LoRARequest | None
     ) -> AsyncGenerator[RequestOutput, None]:
+        is_whole = sampling.output_kind is RequestOutputKind.FINAL_ONLY
+        prepare = functools.partial(self._request, sampling, prompt, lora_request, request_id, is_whole=is_whole)
+        is_quick = prompt.size <= _QUICK_SIZE and sampling.structured_outputs is None and lora_request is None
+        prepared = prepare() if is_quick else await asyncio.to_thread(prepare)
         if request_id in self._running:
             raise AlreadyExists(f"a request with the id {request_id!r} is running")
-        is_whole = sampling.output_kind is RequestOutputKind.FINAL_ONLY
-        prepared = await asyncio.to_thread(self._request, sampling, prompt, lora_request, request_id, is_whole=is_whole)
         loop = asyncio.get_running_loop()
         delivery = self._deliveries.setdefault(loop, _EventDelivery(loop))
         outputs = RequestOutputStream(prepared.request, self._decode_token, sampling.output_kind, lora_request)
