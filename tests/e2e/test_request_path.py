@@ -71,5 +71,5 @@ def named_files() -> set[str]:
     for cell in re.findall(r"^\| \d+ \| ([^|]+) \|", section, re.MULTILINE):
         for file in cell.split(", "):
             folder = file.rpartition("/")[0] if "/" in file else folder
-            named.add(f"{folder}/{file.rpartition('/')[2]}".lstrip("/"))
+            named.add(f"{folder}/{file.rpartition('/')[2]}".removeprefix("jpaged/"))
     return named

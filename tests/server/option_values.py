@@ -22,6 +22,8 @@ SERVER_VALUES = {
     "enable_http": False,
     "http_port": 8000,
     "root_path": "/llm",
+    "enable_force_include_usage": True,
+    "return_tokens_as_token_ids": True,
     "http_keep_alive": 9.0,
     "http_cors_origins": ("https://example.org",),
     "batch_dir": "folder",
