@@ -39,6 +39,9 @@ class Job:
     prompt: tuple[int, ...]
     params: SamplingParams
 
+    def __hash__(self) -> int:
+        return hash((self.prompt, repr(self.params)))
+
     def submit(self, rig: Rig) -> Answer:
         return rig.submit(list(self.prompt), self.params)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jpaged import llm
+from jpaged import local_model
 from jpaged.bench import limits
 from jpaged.bench.cli import probe
 from jpaged.bench.cli.offline import get_vocabulary
@@ -27,7 +27,7 @@ from tests.cli.fake_jpaged import build
 
 @pytest.fixture(autouse=True)
 def _fake_model(monkeypatch):
-    monkeypatch.setattr(llm, "build", build)
+    monkeypatch.setattr(local_model, "build", build)
 
 
 def test_throughput_counts_what_was_generated_against_the_limit(tmp_path: Path, capsys, monkeypatch):

@@ -27,7 +27,10 @@ KEYS = "".join(
 )
 DOCUMENTED = {
     Role.OBSERVE: {
+        "GET /load",
         "GET /metrics",
+        "GET /server_info",
+        "GET /tokenizer_info",
         "GET /v1/models",
         "GET /v1/models/{name:path}",
         "GET /version",
