@@ -48,7 +48,6 @@ from jpaged.local_model import (
     TextPrompt,
     TokensPrompt,
     get_sampling_changes,
-    is_prompt,
     list_prompts,
     one_each,
     parse_prompt,
@@ -204,7 +203,7 @@ class LLM(LocalModel):
             InvalidArgument: a prompt or its parameters are invalid; nothing was generated.
             NotFound: there is no such adapter; nothing was generated.
         """
-        many = [parse_prompt(one) for one in list_prompts(prompts)]
+        many = [parse_prompt(one) for one in list_prompts(prompts)[0]]
         params = self._params([one.prompt for one in many], sampling_params)
         params = _with_changes(params, tokenization_kwargs, [one.cache_salt for one in many], priority)
         return self._run(self._requests(params, lora_request, adapter), use_tqdm)
@@ -268,7 +267,7 @@ class LLM(LocalModel):
         """
         sampling = params.to_sampling()
         sampling = dataclasses.replace(sampling, logprobs=0)
-        outputs = without_errors(self.generate(list_prompts(prompts), sampling, use_tqdm, lora_request))
+        outputs = without_errors(self.generate(list_prompts(prompts)[0], sampling, use_tqdm, lora_request))
         decode = self._serving.tokenizer.decode
         return [
             BeamSearchOutput(
@@ -319,7 +318,7 @@ class LLM(LocalModel):
             return self.score_continuations(data_1, continuations, use_tqdm=use_tqdm, adapter=adapter)
         if data_2 is None:
             raise InvalidArgument("data_2", "is missing")
-        left, right = list_prompts(data_1), list_prompts(data_2)
+        left, right = list_prompts(data_1)[0], list_prompts(data_2)[0]
         if len(left) not in (1, len(right)):
             raise InvalidArgument(
                 "data_1", f"{len(left)} prompts are given for {len(right)} in data_2; must be 1 or equal"
@@ -363,13 +362,14 @@ class LLM(LocalModel):
             InvalidArgument: one of them is invalid; nothing was scored.
             NotFound: there is no such adapter; nothing was scored.
         """
-        many = list_prompts(prompts)
-        of_each: list[Any] = [continuations] if is_prompt(prompts) else list(continuations)
+        many, is_one = list_prompts(prompts)
+        given_each: Iterable[Any] = [continuations] if is_one else continuations
+        of_each = [list(each) for each in given_each]
         if len(of_each) != len(many):
             raise InvalidArgument("continuations", f"{len(of_each)} are given for {len(many)} prompts")
         requests: list[PreparedRequest] = []
         for prompt, each in zip(many, of_each, strict=True):
-            given = continued(self._serving.input_processor, parse_prompt(prompt).prompt, list(each))
+            given = continued(self._serving.input_processor, parse_prompt(prompt).prompt, each)
             for i in range(len(given)):
                 with errors_named(f"continuations[{i}]"):
                     requests.append(self._request(SCORE_SAMPLING, given.prompt(i), adapter))
@@ -404,7 +404,7 @@ class LLM(LocalModel):
             InvalidArgument: a prompt is invalid; nothing was computed.
             NotFound: there is no such adapter; nothing was computed.
         """
-        many = list_prompts(prompts)
+        many, _ = list_prompts(prompts)
         loras: list[Any] = one_each("lora_request", lora_request, (LoRARequest, NoneType), len(many))
         given = pooling_params or PoolingParams(use_activation=normalize)
         sampling = EMBED_SAMPLING
@@ -562,6 +562,7 @@ class _AsyncStream:
         self.outputs = outputs
         self.ready = asyncio.Event()
         self.ended: Future[None] = Future()
+        self.ended.set_running_or_notify_cancel()  # a caller that stops waiting must not cancel it
         self.error: Exception | None = None
 
     def add(self, event: OutputEvent) -> None:
@@ -569,6 +570,11 @@ class _AsyncStream:
         self.error = self.error or event.error
         self.outputs.add(event)
         self.ready.set()
+
+
+def _require_id(request_id: str) -> None:
+    if not isinstance(request_id, str) or not request_id:
+        raise InvalidArgument("request_id", f"{request_id!r} is not a text of at least one character")
 
 
 class _EventDelivery:
@@ -673,7 +679,11 @@ class AsyncLLM(LocalModel):
         lora_request: LoRARequest | None = None,
         priority: int | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
-        """Yield the vector of one prompt, as `LLM.encode`; arguments are those of `generate`."""
+        """Yield the vector of one prompt, as `LLM.encode`; arguments are those of `generate`.
+
+        Raises:
+            Unavailable: also if the request was aborted.
+        """
         parsed, params = parse_prompt(prompt), pooling_params or PoolingParams()
         changes = get_sampling_changes(None, parsed.cache_salt, priority)
         kept = params.truncate_prompt_tokens
@@ -682,6 +692,8 @@ class AsyncLLM(LocalModel):
         pooled = dataclasses.replace(parsed.prompt, pooling="last")
         async with contextlib.aclosing(self._stream(sampling, pooled, request_id, lora_request)) as stream:
             async for output in stream:
+                if output.embedding is None:
+                    raise Unavailable(f"request {request_id!r} was aborted")
                 one = get_embedding(output, normalize=params.is_normalized(default=True))
                 data = PoolingOutput(one.values)
                 yield PoolingRequestOutput(request_id, data, one.prompt_token_ids, one.num_cached_tokens)
@@ -746,6 +758,7 @@ class AsyncLLM(LocalModel):
     async def _stream(
         self, sampling: SamplingParams, prompt: Prompt, request_id: str, lora_request: LoRARequest | None
     ) -> AsyncGenerator[RequestOutput, None]:
+        _require_id(request_id)
         is_whole = sampling.output_kind is RequestOutputKind.FINAL_ONLY
         prepare = functools.partial(self._request, sampling, prompt, lora_request, request_id, is_whole=is_whole)
         is_quick = prompt.size <= _QUICK_SIZE and sampling.structured_outputs is None and lora_request is None
@@ -796,6 +809,7 @@ class LLMEngine(LocalModel):
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._streams: dict[str, RequestOutputStream] = {}
         self._errors: dict[str, Exception] = {}
+        self._dropped = set[str]()
 
     def add_request(
         self,
@@ -808,6 +822,7 @@ class LLMEngine(LocalModel):
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Queue a request for the next steps; return its id. Arguments and errors are those of `AsyncLLM.generate`."""
+        _require_id(request_id)
         if request_id in self._streams:
             raise AlreadyExists(f"a request with the id {request_id!r} is running")
         parsed = parse_prompt(prompt)
@@ -829,12 +844,15 @@ class LLMEngine(LocalModel):
         self._check_usable()
         engine = self._serving.engine
         while self._waiting and not engine.is_full:
+            if next(iter(self._waiting)) in self._dropped:  # until the step below
+                break
             name, request = self._waiting.popitem(last=False)
             try:
                 engine.submit(request, self._add)
             except JpagedError as error:
                 self._add(OutputEvent(name, is_last=True, error=error))
         engine.step()
+        self._dropped.clear()
         outputs = [one for stream in self._streams.values() if (one := stream.take()) is not None]
         for place, output in enumerate(outputs):
             if output.finished:
@@ -848,6 +866,7 @@ class LLMEngine(LocalModel):
         for one in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             if self._streams.pop(one, None) is not None and self._waiting.pop(one, None) is None:
                 self._serving.engine.drop(one)
+                self._dropped.add(one)
 
     def has_unfinished_requests(self) -> bool:
         """Return True if a request is queued or running."""

@@ -13,9 +13,10 @@ import os
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, ClassVar, NamedTuple, NotRequired, Self, TypedDict, TypeVar
 
 from jpaged.build import build, ignore_progress
@@ -365,7 +366,7 @@ class LocalModel:
         self._check_usable()
         processor = self._serving.input_processor
         request = processor.make_request(
-            request_id=request_id or f"llm-{next(self._numbers)}",
+            request_id=f"llm-{next(self._numbers)}" if request_id is None else request_id,
             sampling=sampling,
             prompt=prompt,
             is_whole=is_whole,
@@ -450,14 +451,15 @@ def _nothing() -> None:
     """Do nothing, on the engine thread."""
 
 
-def is_prompt(given: Any) -> bool:
-    """Return True for one prompt, False for a sequence of prompts."""
-    return isinstance(given, str | Mapping) or (bool(given) and all(isinstance(one, int) for one in given))
-
-
-def list_prompts(prompts: Any) -> list[Any]:
-    """Return the prompts of a call, also if it has only one."""
-    return [prompts] if is_prompt(prompts) else list(prompts)
+def list_prompts(prompts: Any) -> tuple[list[Any], bool]:
+    """Return the prompts of a call, which may be an iterator, and True if it is one prompt instead of several."""
+    many: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+    if isinstance(prompts, str | Mapping):
+        return many, True
+    is_one = bool(many) and all(isinstance(one, Integral) for one in many)
+    if not is_one:
+        return many, False
+    return [[one if isinstance(one, int) else int(one) for one in many]], True  # NumPy's integers become Python's
 
 
 def parse_prompt(prompt: GivenPrompt) -> ParsedPrompt:
@@ -517,9 +519,20 @@ def _get_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def one_each(field: str, given: Any, kinds: tuple[type, ...], count: int) -> list[Any]:
-    """Return one value for each: the given one repeated, or the given list."""
+    """Return one value for each: the given one repeated, or the given list.
+
+    Raises:
+        InvalidArgument: the list has another length, or a value has another type.
+    """
     if isinstance(given, kinds):
         return [given] * count
-    if len(given) != count:
-        raise InvalidArgument(field, f"{len(given)} given for {count} prompts")
-    return list(given)
+    names = " or ".join(kind.__name__ for kind in kinds)
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+        raise InvalidArgument(field, f"{given!r} is neither {names} nor a list of them")
+    many = list(given)
+    if len(many) != count:
+        raise InvalidArgument(field, f"{len(many)} given for {count} prompts")
+    for one in many:
+        if not isinstance(one, kinds):
+            raise InvalidArgument(field, f"{one!r} is not {names}")
+    return many

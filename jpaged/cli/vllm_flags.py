@@ -154,13 +154,18 @@ def _words_of_file(parser: argparse.ArgumentParser, path: Path, notes: list[str]
     if not isinstance(values, dict):
         raise InvalidArgument("--config", "is not a YAML mapping of options, such as `max-model-len: 4096`")
     names = [_name_of_key(key.value) for key, _ in tree.value]  # a mapping has only the last of equal keys
+    texts = [node.value for _, node in tree.value]
     words = list[str]()
     for key, value in values.items():
         name = _name_of_key(key)
         if names.count(name) > 1:
             raise InvalidArgument(str(key), "is given twice")
         if _is_known(parser, name.partition(".")[0], str(key)):
-            words += _option_words(parser, str(key), name, value)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            try:  # the digits of a key or a revision stay as they are written
+                words += _option_words(parser, str(key), name, texts[names.index(name)] if is_number else value)
+            except (TypeError, RecursionError):  # a date, a set, or a mapping that contains itself
+                raise InvalidArgument(str(key), "is not JSON") from None
         else:
             notes.append(f"{name} is not an option of `{parser.prog}`")
     return words

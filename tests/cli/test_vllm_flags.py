@@ -269,6 +269,8 @@ def test_commands_share_a_file(file):
         ("enable-prefix-caching: 'no'", "enable-prefix-caching: 'no' is not true or false"),
         ("pipeline-parallel-size: 2", "--pipeline-parallel-size: 2 is not supported, only 1"),
         ("speculative-config: {method: ngram}\nspeculative-config.method: suffix", "use one of them"),
+        ("hf-overrides: {a: {b: 2024-01-01}}", "hf-overrides: is not JSON"),
+        ("hf-overrides: &a {b: *a}", "hf-overrides: is not JSON"),
         ("- port", "--config: is not a YAML mapping of options, such as `max-model-len: 4096`"),
         ("port: [", "--config: is not YAML"),
     ],
@@ -278,6 +280,14 @@ def test_a_file_with_a_wrong_option_is_rejected_by_key(serve, file, text, proble
     with pytest.raises(InvalidArgument, match=re.escape(problem)) as error:
         parse(serve, "--config", str(file))
     assert error.value.field.startswith(str(file))
+
+
+def test_digits_of_a_file_stay_as_they_are_written(serve, tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text("api-key: 0123456701234567012345\nrevision: 0012345\nmax-model-len: 64\n")
+    found, _ = parse(serve, "--config", str(file))
+    assert (found["api_key"], found["revision"]) == (["0123456701234567012345"], "0012345")
+    assert found["max_model_len"] == 64
 
 
 def test_a_file_of_options_must_exist_once(serve, file):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import pickle
 import threading
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import jpaged.outputs
@@ -525,3 +527,60 @@ def test_the_text_of_a_stream_ends_at_eos(open_model: Open) -> None:
     assert len(outputs) == 1
     assert outputs[0].outputs == whole.outputs
     assert list(outputs[0].outputs[0].token_ids) == expected_tokens(IDS, 20, eos_token_ids=frozenset({EOS}))
+
+
+@pytest.mark.parametrize("prompts", [iter(["one", "two"]), np.array(["one", "two"]), map(str, ["one", "two"])])
+def test_prompts_of_any_iterable_are_all_run(open_model: Open, prompts: Any) -> None:
+    llm = open_model()
+    assert tokens(llm.generate(prompts, GREEDY)) == tokens(llm.generate(["one", "two"], GREEDY))
+    assert len(llm.score("a", iter(["b", "c"]))) == 2
+    assert [len(one) for one in llm.score_continuations(["a", "b"], [iter([" c", " d"]), [" e"]])] == [2, 1]
+    assert tokens(llm.generate(np.array(IDS), GREEDY)) == tokens(llm.generate([IDS], GREEDY))
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"sampling_params": {"temperature": 0}}, "sampling_params: .* is neither SamplingParams nor a list of them"),
+        ({"sampling_params": [GREEDY, None]}, "sampling_params: None is not SamplingParams"),
+        ({"priority": 1.0}, "priority: 1.0 is neither int"),
+        ({"lora_request": "ab"}, "lora_request: 'ab' is neither LoRARequest"),
+    ],
+)
+def test_values_of_other_types_are_refused_by_name(open_model: Open, given: Any, problem: str) -> None:
+    with pytest.raises(InvalidArgument, match=problem):
+        open_model().generate(["one", "two"], **{"sampling_params": GREEDY, **given})
+
+
+async def test_a_caller_that_stops_waiting_for_a_pause_harms_no_request(open_model: Open) -> None:
+    llm = open_model(AsyncLLM)
+    long = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    async with contextlib.aclosing(llm.generate("one", long, "one")) as stream:
+        await anext(stream)
+        pause = asyncio.create_task(llm.pause_generation(mode="wait"))
+        await asyncio.sleep(0)
+        pause.cancel()
+        outputs = [output async for output in stream]
+    assert outputs[-1].finished
+    await llm.resume_generation()
+    assert [output.finished async for output in llm.generate("two", GREEDY, "two")][-1]
+
+
+@pytest.mark.parametrize("name", ["", None])
+async def test_an_id_is_a_text(open_model: Open, name: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"request_id: .* is not a text"):
+        await anext(open_model(AsyncLLM).generate("one", GREEDY, name))
+    with pytest.raises(InvalidArgument, match=r"request_id: .* is not a text"):
+        open_model(LLMEngine).add_request(name, "one", GREEDY)
+
+
+def test_an_id_is_free_after_an_abort(open_model: Open) -> None:
+    engine = open_model(LLMEngine)
+    engine.add_request("a", "one", SamplingParams(max_tokens=20, ignore_eos=True))
+    engine.step()
+    engine.abort_request("a")
+    engine.add_request("a", "two", GREEDY)
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert tokens(outputs[-1:]) == tokens(open_model().generate(["two"], GREEDY))
