@@ -1,4 +1,4 @@
-"""Matmuls with quantized matrices and with experts that are split over the devices of a mesh.
+"""Matmuls that are split over the devices of a mesh: quantized matrices, experts, and sums that overlap with matmuls.
 
 Quantized matrices that a kernel multiplies with carry partition specs. Of experts, each device has a part of every one,
 or some whole ones.
@@ -14,6 +14,10 @@ n devices, a device then sends
 if messages may have any length. But programs have static shapes, no row may be dropped, and all rows may choose the
 experts of one device. Each pair of devices then needs room for T / n rows, which is what the scattering half sends.
 So rows are never exchanged.
+
+Dense layers are summed twice, after attention and after the feed-forward. On TPUs the hidden states are summed in parts
+of their columns, so that the compiler overlaps the sum of one part with the matmuls of others
+(`jpaged.models.layers.ColumnParts`). Parts of rows would read the weights once for each part.
 """
 
 from __future__ import annotations
@@ -25,7 +29,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpaged.device.mesh import MODEL_AXIS, first_device, on_shards, partition_spec
+from jpaged.device.mesh import (
+    MODEL_AXIS,
+    first_device,
+    num_context_parts,
+    num_shards,
+    on_shards,
+    partition_spec,
+)
 from jpaged.kernels.experts import ExpertsBackend, ExpertsKernel, ExpertWeights, Routes, StackedExperts, sum_experts
 from jpaged.kernels.matmul import QuantizedMatrix
 from jpaged.kernels.matmul.on_device import PartedMatrix, kernel_takes
@@ -37,6 +48,30 @@ from jpaged.models.layers import Params
 from jpaged.models.model import Model, leaf_axes, placed_leaves
 from jpaged.models.param_specs import EXPERT_AXES, LogicalAxes
 from jpaged.models.stack import LayerMode
+
+
+_LEAST_NUMBERS = 1 << 18
+"""Numbers of a part at least: a smaller sum takes mainly its latency, which grows with the number of parts."""
+_MOST_PARTS = 4
+_LANES = 128
+
+
+def overlaps_sums(model: Model, layer_mode: LayerMode, mesh: Mesh, *, has_adapters: bool) -> bool:
+    """Return True if a model's steps sum hidden states in parts.
+
+    Other devices have no compiler that overlaps them. Quantized matrices and adapters have no parts.
+    """
+    is_split = num_shards(mesh) > 1 and num_context_parts(mesh) == 1
+    is_on_tpus = first_device(mesh).platform == "tpu" and layer_mode == "scan"
+    return is_on_tpus and is_split and not has_adapters and model.takes_column_parts
+
+
+def num_column_parts(num_tokens: int, width: int) -> int:
+    """Return the parts of hidden states `[T, E]`: a power of two up to 4, and whole vectors of columns each."""
+    parts = _MOST_PARTS
+    while parts > 1 and (num_tokens * width < parts * _LEAST_NUMBERS or width % (parts * _LANES)):
+        parts //= 2
+    return parts
 
 
 def in_parts(params: Params, model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:

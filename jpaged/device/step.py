@@ -64,7 +64,7 @@ from jpaged.device.model_runner import (
     unpack_rows,
 )
 from jpaged.device.sampling import SamplingStages, SamplingVocabulary
-from jpaged.device.sharded_matmul import experts_kernel, in_parts
+from jpaged.device.sharded_matmul import experts_kernel, in_parts, num_column_parts
 from jpaged.engine.executor import MAX_NUM_STEPS, Detail, Geometry, StepDirective, StepInputs
 from jpaged.engine.executor.io import AUX_IDS, AuxKind
 from jpaged.kernels import qkv_rope as heads
@@ -120,6 +120,7 @@ class Step:
         sampler: the sampling kernel; None for XLA.
         slots: the capacity for adapters; None takes none.
         draft: the draft model or head; None if there is none.
+        overlaps_sums: hidden states are summed over the devices in parts (`jpaged.device.sharded_matmul`).
         has_branches: programs decide which stages of sampling and how many steps the rows need. On GPUs the host does,
             because it would wait for each decision of a program.
     """
@@ -139,6 +140,7 @@ class Step:
     slots: AdapterRoom | None = None
     draft: DraftStep | None = None
     has_branches: bool = True
+    overlaps_sums: bool = False
 
     def packed_forward(
         self,
@@ -229,6 +231,7 @@ class Step:
             experts=experts,
             adapters_t=inputs.get("adapters_t"),
             states_te=states_te,
+            num_column_parts=self._num_column_parts(len(ids_t)),
         )
         params = in_parts(params, self.model, self.layer_mode, self.mesh)
         hidden_te, pool, seen = self.model.run_watched(params, tokens, attend, pool, self.layer_mode, watched, places)
@@ -416,6 +419,10 @@ class Step:
         if sampled.top_ids_rk is not None and sampled.top_logprobs_rk is not None:
             columns += [sampled.top_ids_rk, _bits(sampled.top_logprobs_rk)]
         return last_tokens_s, jnp.concatenate(columns, axis=1)
+
+    def _num_column_parts(self, num_tokens: int) -> int:
+        """Return the parts of the hidden states' columns in a step of this many tokens; see `ColumnParts`."""
+        return num_column_parts(num_tokens, self.model.config.hidden_size) if self.overlaps_sums else 1
 
     def _heads(self) -> HeadsKernel | None:
         """Return the kernel that applies RoPE to heads for this backend's attention; each device has its own heads."""

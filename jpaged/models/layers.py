@@ -26,7 +26,7 @@ from jpaged.kernels.matmul.on_device import PartedMatrix, multiply_on_device, pa
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, StackedMatrix
 from jpaged.models import rope
 from jpaged.models.config import Activation, ModelConfig
-from jpaged.models.stack import LayerPlace
+from jpaged.models.stack import LayerPlace, StackedArray
 from jpaged.models.tokens import HeadsKernel, Rows, TokenBatch
 
 
@@ -52,6 +52,71 @@ def _dot(x_te: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
         x_tsk, matrices = x_te.reshape(len(x_te), parts, -1), matrix.reshape(parts, -1, *matrix.shape[1:])
         return accumulate(x_tsk, matrices, ((2,), (1,)), ((1,), (0,))).sum(0)
     return accumulate(x_te, matrix, ((x_te.ndim - 1,), (axis,)))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class ColumnParts:
+    """Hidden states `[T, E]` as equal parts of their columns, `[T, E / parts]` each.
+
+    The matmul that makes them sums each part over the devices by itself, and the next one multiplies with each part as
+    soon as its sum is complete. So the sum of one part overlaps with the products of the others:
+
+        down    | w0 | w1 | w2 | w3 |                                the columns of its kernel
+        sums         | s0 ... | s1 ... | s2 ... | s3 ... |
+        qkv                                | w0 | w1 | w2 | w3 |     the rows of its kernel, whose results are added
+
+    A row's result depends on no other row, and each weight is read once.
+    """
+
+    parts: tuple[jax.Array, ...]
+
+    @classmethod
+    def split(cls, x_te: jax.Array, num_parts: int) -> ColumnParts:
+        """Split hidden states; the number must divide their width."""
+        return cls(tuple(jnp.split(x_te, num_parts, axis=1)))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the states."""
+        return np.dtype(self.parts[0].dtype)
+
+    @property
+    def width(self) -> int:
+        """E."""
+        return sum(part.shape[1] for part in self.parts)
+
+    def joined(self) -> jax.Array:
+        """Return the states `[T, E]`."""
+        return jnp.concatenate(self.parts, axis=1)
+
+    def multiply(self, kernel: jax.Array | StackedArray, norm: RMSNorm) -> jax.Array:
+        """Multiply the normalized states with a kernel `[E, *out]`; returns float32 `[T, *out]`.
+
+        The root mean square of a row is known after its last part, and divides the sum of the products.
+        """
+        num_parts, remaining = len(self.parts), list(self.parts)
+        weights = jnp.split(norm.weights, num_parts)
+        sums: jax.Array | None = None
+        squares_t = jnp.zeros(len(remaining[0]), jnp.float32)
+        for i, weights_e in enumerate(weights):
+            x_te = remaining[i]
+            squares_t = squares_t + RMSNorm.measure(x_te)
+            scaled_te = (x_te.astype(jnp.float32) * weights_e).astype(x_te.dtype)
+            y = dot(scaled_te, _part(kernel, 0, i, num_parts), 0)
+            sums = y if sums is None else sums + y
+            if i + 1 < num_parts:
+                # Without the barrier, XLA for TPUs waits for all sums before it multiplies.
+                remaining[i + 1], sums = jax.lax.optimization_barrier((remaining[i + 1], sums))
+        assert sums is not None
+        return sums * jax.lax.rsqrt(squares_t / self.width + norm.eps).reshape(-1, *([1] * (sums.ndim - 1)))
+
+
+def _part(kernel: jax.Array | StackedArray, axis: int, part: int, num_parts: int) -> jax.Array:
+    """Return one of the equal parts of a matrix along an axis."""
+    if isinstance(kernel, StackedArray):
+        return kernel.part(axis, part, num_parts)
+    return jnp.split(kernel, num_parts, axis=axis)[part]
 
 
 def accumulate(
@@ -318,6 +383,28 @@ class Linear(Module):
         kernel = self.kernel.get_value()
         return isinstance(kernel.base if isinstance(kernel, lora.AdaptedMatrix) else kernel, matmul_module.PackedMatrix)
 
+    def multiply_normed(self, x: jax.Array | ColumnParts, rows: Rows, norm: Norm | None) -> jax.Array:
+        """Map `[T, in]`, which may be in parts, to `[T, *out]`; applies a norm first. Parts require an RMS norm."""
+        if not isinstance(x, ColumnParts):
+            return self(x, rows, norm=norm)
+        if not isinstance(norm, RMSNorm):
+            raise InternalError(f"states in parts have an RMS norm, not {type(norm).__name__}")
+        y = x.multiply(self.kernel.get_value(), norm)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(jnp.float32)
+        return self.activate(y).astype(x.dtype)
+
+    def add_to_parts(self, x_te: jax.Array, residual: ColumnParts) -> ColumnParts:
+        """Map `[T, in]` to `[T, out]` and add it to a residual in parts; devices sum each part by itself."""
+        kernel, num_parts = self.kernel.get_value(), len(residual.parts)
+        biases = None if self.bias is None else jnp.split(self.bias[...].astype(jnp.float32), num_parts)
+        summed = []
+        for i, part_te in enumerate(residual.parts):
+            y_te = dot(x_te, _part(kernel, 1, i, num_parts), 0)
+            y_te = y_te if biases is None else y_te + biases[i]
+            summed.append(part_te + y_te.astype(x_te.dtype))
+        return ColumnParts(tuple(summed))
+
     def __call__(
         self,
         x_te: jax.Array,
@@ -430,16 +517,18 @@ class QKVLinear(Linear):
         self.groups = config.num_kv_heads, of_group, config.head_dim
         super().__init__(num_inputs or config.hidden_size, (math.prod(self.groups),), use_bias, dtype, rngs)
 
-    def project(self, x_te: jax.Array, rows: Rows, norm: Norm | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(
+        self, x_te: jax.Array | ColumnParts, rows: Rows, norm: Norm | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return (q_thd, k_tkd, v_tkd), queries not scaled."""
-        qkv = self._grouped(self(x_te, rows, norm=norm))
+        qkv = self._grouped(self.multiply_normed(x_te, rows, norm))
         num_rows, num_groups, of_group, head_dim = qkv.shape
         q, k, v = jnp.split(qkv, (of_group - 2, of_group - 1), axis=2)
         return q.reshape(num_rows, num_groups * (of_group - 2), head_dim), k.squeeze(2), v.squeeze(2)
 
     def project_rotated(
         self,
-        x_te: jax.Array,
+        x_te: jax.Array | ColumnParts,
         rows: Rows,
         angles: Any,
         norm: Norm | None,
@@ -452,14 +541,14 @@ class QKVLinear(Linear):
         """
         if heads is not None:
             # The barrier keeps XLA for TPUs from putting tokens into the lanes instead of rows of heads.
-            qkv = self._grouped(jax.lax.optimization_barrier(self(x_te, rows, norm=norm)))
+            qkv = self._grouped(jax.lax.optimization_barrier(self.multiply_normed(x_te, rows, norm)))
             if head_norms is None:
                 return heads.turn(qkv, angles, None)
             q_norm, k_norm = head_norms
             return heads.turn(qkv, angles, (q_norm.weights, k_norm.weights, q_norm.eps))
         is_fused = head_norms is None or head_norms[0].for_kernel is not None
         if is_fused and self.is_packed:
-            qkv = self._grouped(self(x_te, rows, norm=norm))
+            qkv = self._grouped(self.multiply_normed(x_te, rows, norm))
             if head_norms is None:
                 return matmul_module.loaded().rotate(qkv, angles, rows.num_in_use)
             q_scale, k_scale = (head_norm.scale[...] for head_norm in head_norms)

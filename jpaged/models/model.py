@@ -19,10 +19,10 @@ from jpaged.kernels.matmul.quantized import abstract_matrix, component_axes
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.models.config import ModelConfig, Quantization
 from jpaged.models.layer_kinds import KVPlace, LayerKind, get_stacks
-from jpaged.models.layers import Attend, Ends, Module, Params, RandomKeys
+from jpaged.models.layers import Attend, ColumnParts, Ends, Module, Params, RandomKeys
 from jpaged.models.param_specs import EXPERT_AXES, Leaf, LogicalAxes, contracted_axis, is_uniform, leaf_format
 from jpaged.models.registry import find_family
-from jpaged.models.stack import LayerMode, LayerPlace, run_layers
+from jpaged.models.stack import LayerMode, LayerPlace, can_pipeline, run_layers, run_pipelined
 from jpaged.models.tokens import Rows, TokenBatch
 
 ModuleT = TypeVar("ModuleT", bound=Module)
@@ -211,10 +211,25 @@ class Model:
             return module(x, shared, attend, carry, place)
 
         places = [(0, index) for index in range(config.num_layers)] if kv_places is None else kv_places
+        if tokens.num_column_parts > 1:
+            halves = _Halves(config, self.dtype, shared, attend)
+            parts = ColumnParts.split(ends.end(x), tokens.num_column_parts)
+            parts, carry, of_watched = run_pipelined(
+                halves, params["layers"], parts, carry, config.layer_kinds, places, watched=watched
+            )
+            return parts.joined(), carry, [one.joined() for one in of_watched]
         x, carry, seen = run_layers(
             layer, params["layers"], x, carry, config.layer_kinds, places, mode=layer_mode, watched=watched
         )
         return ends.end(x), carry, [ends.end(one) for one in seen]
+
+    @property
+    def takes_column_parts(self) -> bool:
+        """True if tokens may have several column parts: see `TokenBatch`."""
+        config = self.config
+        if config.quantization is not None or not can_pipeline(config.layer_kinds):
+            return False
+        return bool(getattr(_layer_structure(config, self.dtype, config.layer_kinds[0]), "takes_parts", False))
 
     def combine(self, params: Params, features_tf: jax.Array, num_rows: jax.Array) -> jax.Array:
         """Return a head's input states `[T, E]` from the model's hidden states `[T, F]` that it takes, concatenated.
@@ -236,6 +251,28 @@ class Model:
 
     def _ends(self, params: Params) -> Ends:
         return _ends_structure(self.config, self.dtype).with_params(params)
+
+
+@dataclass(frozen=True, slots=True)
+class _Halves:
+    """The layers of a model, with the values that they share; see `LayerHalves`."""
+
+    config: ModelConfig
+    dtype: np.dtype
+    shared: Any
+    attend: Attend
+
+    def project(self, layer_params: Params, x: Any, place: LayerPlace) -> Any:
+        return self._module(layer_params, place).project(x, self.shared, place)
+
+    def finish(self, layer_params: Params, x: Any, projected: Any, carry: Any, place: LayerPlace) -> tuple[Any, Any]:
+        result: tuple[Any, Any] = self._module(layer_params, place).finish(
+            x, projected, self.shared, self.attend, carry, place
+        )
+        return result
+
+    def _module(self, layer_params: Params, place: LayerPlace) -> Any:
+        return _layer_structure(self.config, self.dtype, place.kind).with_params(layer_params)
 
 
 # Modules without their arrays: parameters are merged into copies of them while tracing.

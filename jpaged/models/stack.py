@@ -1,11 +1,18 @@
-"""The loop over a stack of layers: as scans, or unrolled over a layer that is traced once per kind."""
+"""The loop over a stack of layers: as scans, or unrolled over a layer that is traced once per kind.
+
+A scan ends each layer before the next one begins. `run_pipelined` moves the border between two layers to the attention,
+so that a layer's last sum over the devices and the next layer's projection are in one turn of the loop:
+
+    scan         | project, attend, feed forward + sum | project, attend, feed forward + sum | ...
+    pipelined    project | attend, feed forward + sum, project | attend, feed forward + sum, project | ...
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +125,98 @@ def _scan(
     state = x, carry, counted, [x for _ in watched]
     (x, carry, _, seen), _ = jax.lax.scan(body, state, [_without_whole(stack) for stack in stacks])
     return x, carry, seen
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class StackedArray:
+    """The matrix of one layer, `[*shape]`, in the stack of all layers' matrices, `[L, *shape]`.
+
+    Each part of it is a slice of the stack, which XLA reads in place. A part of a slice would be copied first.
+    """
+
+    stack: jax.Array
+    index: jax.Array
+
+    @property
+    def dtype(self) -> Any:
+        """Type of the numbers."""
+        return self.stack.dtype
+
+    def part(self, axis: int, part: int, num_parts: int) -> jax.Array:
+        """Return one of the equal parts of the matrix along an axis."""
+        shape = [1, *self.stack.shape[1:]]
+        shape[axis + 1] //= num_parts
+        begins = [self.index, *([0] * (len(shape) - 1))]
+        begins[axis + 1] = part * shape[axis + 1]
+        return jax.lax.dynamic_slice(self.stack, begins, shape)[0]
+
+
+class LayerHalves(Protocol):
+    """A layer whose projection and remainder are run separately."""
+
+    def project(self, layer_params: Any, x: Any, place: LayerPlace) -> Any:
+        """Return the values that attention takes."""
+
+    def finish(
+        self, layer_params: Any, x: Any, projected: Any, carry: Any, place: LayerPlace
+    ) -> tuple[Any, Any]:
+        """Run attention and everything after it; return x for the next layer, and the carry."""
+
+
+def can_pipeline(kinds: tuple[LayerKind, ...]) -> bool:
+    """Return True if all layers are in one stack."""
+    segments = build_segments(kinds)
+    return len(segments) == 1 and len(segments[0].kinds) == 1
+
+
+def run_pipelined(
+    layer: LayerHalves,
+    layer_params: Any,
+    x: Any,
+    carry: Any,
+    kinds: tuple[LayerKind, ...],
+    kv_places: Sequence[KVPlace],
+    *,
+    watched: Sequence[int] = (),
+) -> tuple[Any, Any, list[Any]]:
+    """Run as `run_layers` in `scan` mode, but with each layer's projection in the previous layer's turn.
+
+    Matrices are passed as `StackedArray`. The last turn projects for the last layer again, and drops the result.
+
+    Args:
+        kinds: of one stack; see `can_pipeline`.
+    """
+    (segment,) = build_segments(kinds)
+    (stack,) = (layer_params[segment.stack_at(0)],)
+    (group, first), step = kv_places[0], _step(list(kv_places))
+
+    def place(index: jax.Array) -> LayerPlace:
+        return LayerPlace(first + step * index, kinds[0], group)
+
+    def turn(state: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], None]:
+        x, projected, carry, index, seen = state
+        seen = [_kept(found, x, index, range(len(kinds)), number) for found, number in zip(seen, inside, strict=True)]
+        x, carry = layer.finish(_at(stack, index), x, projected, carry, place(index))
+        following = jnp.minimum(index + 1, len(kinds) - 1)
+        return (x, layer.project(_at(stack, following), x, place(following)), carry, index + 1, seen), None
+
+    inside = [number for number in watched if number < len(kinds)]
+    begin = jnp.int32(0)
+    state = x, layer.project(_at(stack, begin), x, place(begin)), carry, begin, [x for _ in inside]
+    (x, _, carry, _, seen), _ = jax.lax.scan(turn, state, None, length=len(kinds))
+    found = dict(zip(inside, seen, strict=True)) | {len(kinds): x}
+    return x, carry, [found[number] for number in watched]
+
+
+def _at(stack: Any, index: jax.Array) -> Any:
+    """Return the parameters of one layer: matrices as parts of their stacks, and others sliced."""
+
+    def sliced(path: tuple[Any, ...], leaf: jax.Array) -> Any:
+        is_matrix = getattr(path[-1], "key", None) == "kernel"
+        return StackedArray(leaf, index) if is_matrix else jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
+
+    return jax.tree_util.tree_map_with_path(sliced, stack)
 
 
 def _kept(found: Any, x: Any, repeat: jax.Array, layers: range, number: int) -> Any:

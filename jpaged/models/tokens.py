@@ -60,6 +60,8 @@ class TokenBatch:
         experts: the function that computes experts; None is that of one CPU device. Static.
         adapters_t: see `Rows`.
         states_te: a head's input states, `[T, E]`; None for a model that takes only tokens.
+        num_column_parts: parts of the hidden states' columns, whose sums over the devices overlap with matmuls; 1 sums
+            all at once. More require `Model.takes_column_parts` and the layer mode `scan`. Static.
     """
 
     ids_t: jax.Array
@@ -70,6 +72,7 @@ class TokenBatch:
     experts: ExpertsKernel | None = dataclasses.field(default=None, metadata={"static": True})
     adapters_t: jax.Array | None = None
     states_te: jax.Array | None = None
+    num_column_parts: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def rows(self) -> Rows:

@@ -131,7 +131,9 @@ class CompileTarget:
             max_loras=geometry.max_loras,
             max_lora_rank=step.slots.max_rank if step.slots else 0,
             speculation=_digest_of_draft(step.draft) if step.draft else "",
-            compiler_options=json_text.dumps(compiler_options(device, dense_formats(model.config)), sort_keys=True),
+            compiler_options=json_text.dumps(
+                compiler_options(device, dense_formats(model.config), overlaps_sums=step.overlaps_sums), sort_keys=True
+            ),
         )
 
 

@@ -180,13 +180,31 @@ registers.
 """
 
 
-def compiler_options(device: jax.Device, formats: Collection[MatrixFormat] = ()) -> dict[str, str] | None:
+_OVERLAPPED: Mapping[str, str] = dict.fromkeys(
+    (
+        "xla_enable_async_all_reduce",
+        "xla_tpu_enable_async_collective_fusion",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
+        "xla_tpu_enable_async_collective_fusion_multiple_steps",
+        "xla_tpu_overlap_compute_collective_tc",
+    ),
+    "true",
+) | {"xla_jf_crs_combiner_threshold_count": "1"}
+"""Options with which XLA for TPUs runs an all-reduce within matmuls, and does not combine it with others."""
+
+
+def compiler_options(
+    device: jax.Device, formats: Collection[MatrixFormat] = (), *, overlaps_sums: bool = False
+) -> dict[str, str] | None:
     """Return additional XLA options for programs of this device; None if there are none.
 
     Args:
         formats: of the matrices that the program multiplies all rows with.
+        overlaps_sums: as of `Step`.
     """
     options = dict(_COMPILER_OPTIONS.get(device.device_kind, {}))
+    if overlaps_sums:
+        options |= _OVERLAPPED
     if device.platform == "gpu" and _is_for_cublas(device, formats):
         options |= _ROUNDED
     return options or None

@@ -47,6 +47,7 @@ from jpaged.device.mesh import (
     replicated,
 )
 from jpaged.device.model_runner import EDIT_WORDS, MOST_BYTES, NUM_COUNT_WORDS, ROW_WORDS, DecodePacking
+from jpaged.device.sharded_matmul import overlaps_sums
 from jpaged.device.speculative.drafter import (
     DRAFT,
     abstract_draft_params,
@@ -155,6 +156,7 @@ def _sized_step(
         sampler=sampler,
         slots=AdapterRoom(geometry.max_loras, options.lora.max_lora_rank) if geometry.max_loras else None,
         has_branches=has_cheap_branches(mesh),
+        overlaps_sums=overlaps_sums(model, layer_mode, mesh, has_adapters=geometry.max_loras > 0),
     )
     return step, geometry
 
@@ -241,7 +243,10 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.format), params)
     params, draft_params = split_params(params)
     device = first_device(step.mesh)
-    options = {kind: compiler_options(device, dense_formats(model.config, part)) for kind, part in _MULTIPLIED.items()}
+    options = {
+        kind: compiler_options(device, dense_formats(model.config, part), overlaps_sums=step.overlaps_sums)
+        for kind, part in _MULTIPLIED.items()
+    }
     head = {name: tree for name, tree in params.items() if name != "layers"}
     pool = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
     last_tokens = shape((step.max_sample_rows,), np.int32)

@@ -18,6 +18,7 @@ from jpaged.device.context import most_rows
 from jpaged.device.linear import choose_activation_dtype, choose_linear_backend, params_for
 from jpaged.device.mesh import POOL_SPEC, MeshPlacement, check_params, first_device, num_shards, replicated
 from jpaged.device.model_runner import DonatedArray, DraftPool, KVPool, ModelRunner, PackedForward
+from jpaged.device.sharded_matmul import overlaps_sums
 from jpaged.device.speculative.dispatch import SpeculatePacking
 from jpaged.device.speculative.eagle import HeadPool
 from jpaged.device.step import DraftStep, Step
@@ -225,6 +226,7 @@ def _draft_step(step: Step, geometry: Geometry, draft: Model, options: EngineCon
         linear_backend=linear_backend,
         activation_dtype=choose_activation_dtype(activations, linear_backend, where.model.config),
         sampler=sampler,
+        overlaps_sums=overlaps_sums(where.model, where.layer_mode, step.mesh, has_adapters=step.slots is not None),
     )
 
 

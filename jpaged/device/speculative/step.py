@@ -191,7 +191,8 @@ def lower_speculation(
         return copy.lower(pool, shape((2, spec.size)))
     if spec.kind == "draft":
         packing = forward_packing(spec.size, geometry)
-        options, words = compiler_options(device, dense_formats(config, "layers")), shape((packing.size,))
+        formats, words = dense_formats(config, "layers"), shape((packing.size,))
+        options = compiler_options(device, formats, overlaps_sums=draft.step.overlaps_sums)
         run = functools.partial(packed_follow if draft.is_head else packed_keys, draft, packing=packing)
         jitted = jax.jit(run, donate_argnums=1, out_shardings=placed, compiler_options=options)
         if not draft.is_head:
@@ -199,7 +200,9 @@ def lower_speculation(
         features = shape((spec.size, len(draft.watched) * step.model.config.hidden_size), step.model.dtype)
         return jitted.lower(params[1], pool, last_tokens, words, features)
     rounds = SpeculatePacking.of(spec.size, geometry)
-    options = compiler_options(device, (*dense_formats(step.model.config), *dense_formats(config)))
+    formats = (*dense_formats(step.model.config), *dense_formats(config))
+    overlaps = step.overlaps_sums or draft.step.overlaps_sums
+    options = compiler_options(device, formats, overlaps_sums=overlaps)
     speculate = functools.partial(packed_speculate, step, packing=rounds)
     results = (of_pool, placed), whole, whole
     jitted = jax.jit(speculate, donate_argnums=2, out_shardings=results, compiler_options=options)

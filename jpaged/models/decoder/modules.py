@@ -21,6 +21,7 @@ from jpaged.models.decoder.config import DecoderConfig
 from jpaged.models.layer_kinds import LayerKind
 from jpaged.models.layers import (
     Attend,
+    ColumnParts,
     Ends,
     EndsKeys,
     GatedLinear,
@@ -188,15 +189,24 @@ class Attention(Module):
         self, x_te: jax.Array, norm: Norm | None, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
         """Return the heads' outputs `[T, H * D]`, and the carry."""
-        q_thd, k_tkd, v_tkd = self._project(x_te, norm, shared, place.kind.rope)
-        if self.sinks is None:
-            o_thd, carry = attend(q_thd, k_tkd, v_tkd, carry, place)
-        else:
-            o_thd, carry = attend(q_thd, k_tkd, v_tkd, carry, place, self.sinks[...])
-        return o_thd.astype(x_te.dtype).reshape(x_te.shape[0], -1), carry
+        projected = self.project(x_te, norm, shared, place.kind.rope)
+        return self.attend_projected(projected, attend, carry, place, x_te.dtype)
 
-    def _project(
-        self, x_te: jax.Array, norm: Norm | None, shared: Shared, which: int | None
+    def attend_projected(
+        self,
+        projected: tuple[jax.Array, jax.Array, jax.Array],
+        attend: Attend,
+        carry: Any,
+        place: LayerPlace,
+        dtype: np.dtype,
+    ) -> tuple[jax.Array, Any]:
+        """Return the heads' outputs for the result of `project`, and the carry."""
+        sinks = () if self.sinks is None else (self.sinks[...],)
+        o_thd, carry = attend(*projected, carry, place, *sinks)
+        return o_thd.astype(dtype).reshape(len(o_thd), -1), carry
+
+    def project(
+        self, x_te: jax.Array | ColumnParts, norm: Norm | None, shared: Shared, which: int | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return (q_thd, k_tkd, v_tkd) of the normalized states: queries and keys rotated, queries not scaled."""
         if which is None:
@@ -227,6 +237,15 @@ class MLP(Module):
             assert self.up is not None
             inner_tf = activate(self.up(x_te, rows, norm=norm), self.activation)
         return self.down(inner_tf, rows, residual=residual)
+
+    def run_in_parts(self, x: ColumnParts, rows: Rows, norm: Norm) -> ColumnParts:
+        """Map states in parts to the sum of themselves and the result."""
+        up = self.gate_up or self.up
+        assert up is not None
+        inner_tf = up.multiply_normed(x, rows, norm)
+        return self.down.add_to_parts(
+            inner_tf if self.gate_up is not None else activate(inner_tf, self.activation), x
+        )
 
 
 class AttentionModule(Protocol):
@@ -280,6 +299,35 @@ class DecoderLayer(Module):
             source_te = attended_te if self.is_sequential else x_te
             x_te = self._feed_forward(source_te, shared, self.mlp_norm or self.attention_norm, attended_te)
         return Measured.of(x_te, is_measured=x.squares_t is not None), carry
+
+    @property
+    def takes_parts(self) -> bool:
+        """True if `project` and `finish` support the layer: states in parts, and attention apart from its projection."""
+        has_norms = isinstance(self.attention_norm, RMSNorm) and isinstance(self.mlp_norm, RMSNorm)
+        is_plain = self.is_sequential and self.attention_post_norm is None
+        return has_norms and is_plain and isinstance(self.attention, Attention) and isinstance(self.mlp, MLP)
+
+    def project(
+        self, x: ColumnParts, shared: Shared, place: LayerPlace
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return what attention takes, rotated; see `LayerHalves`."""
+        assert isinstance(self.attention, Attention)
+        return self.attention.project(x, self.attention_norm, shared, place.kind.rope)
+
+    def finish(
+        self,
+        x: ColumnParts,
+        projected: tuple[jax.Array, jax.Array, jax.Array],
+        shared: Shared,
+        attend: Attend,
+        carry: Any,
+        place: LayerPlace,
+    ) -> tuple[ColumnParts, Any]:
+        """Run the layer after its projection; see `LayerHalves`."""
+        assert isinstance(self.attention, Attention) and isinstance(self.mlp, MLP) and self.mlp_norm is not None
+        o_te, carry = self.attention.attend_projected(projected, attend, carry, place, x.dtype)
+        x = self.attention.out.add_to_parts(o_te, x)
+        return self.mlp.run_in_parts(x, shared.rows, self.mlp_norm), carry
 
     def _feed_forward(
         self, x_te: jax.Array, shared: Shared, norm: Norm, residual: jax.Array | None = None
