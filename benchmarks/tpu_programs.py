@@ -11,8 +11,15 @@ without the weights. Where that is less than two of the model's longest sequence
 and the compiler has to say that it does not fit. `+lora` comes last, and has adapters beside the weights: 8 slots of
 rank 16, as a server has them unless it is told otherwise (`llama-3-8b+int8+lora@v6e:1x1#forward[64],load_adapter[1]`).
 
-An exchange is exposed if its instruction is synchronous: the device computes nothing until it ends. A ring over n
-devices sends 2 (n - 1) / n of an all-reduce's bytes over each of its links (`_ring_share`).
+A ring over n devices sends 2 (n - 1) / n of an all-reduce's bytes over each of its links (`_ring_share`). An exchange
+takes those bytes at the plan's rate of the links, and the plan's hops once. While it is in flight, the device runs the
+instructions between its start and its done, for which libtpu notes cycles:
+
+    exposed time  = the exchange's time - cycles between start and done / clock,  at least 0
+    exposed bytes = the share of its bytes that the exposed time is of its time
+
+A synchronous exchange is exposed as a whole, and so is one whose done follows its start. Exchanges in flight at once
+are assumed to run one after another. Stalls, and what an exchange takes of the memory's bandwidth, are not counted.
 """
 
 from __future__ import annotations
@@ -53,7 +60,7 @@ from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.plan.cost import StepLoad
 from jpaged.plan.known_models import KNOWN_MODELS
-from jpaged.plan.step_times import PlannedModel, StepParts, find_target
+from jpaged.plan.step_times import PlannedModel, PlannedStepTimes, find_target
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "block_size": 32}
@@ -323,9 +330,9 @@ class Exchange:
     Attributes:
         num_collectives: by opcode.
         link_bytes: over each link of a ring of all devices, one way.
-        exposed_bytes: the part of link_bytes that synchronous collectives send.
-        exposed_s: their estimated time, at the plan's share of the links.
-        step_s: the plan's estimate of the whole step, whose sums are exposed.
+        exposed_bytes: the part of link_bytes that is sent while the device computes nothing.
+        exposed_s: its estimated time, at the plan's share of the links; see the module.
+        step_s: the plan's estimate of the whole step, with this time for its sums.
     """
 
     cell: str
@@ -345,21 +352,23 @@ class Exchange:
             ValueError: a collective is in a loop whose trip count is unknown.
         """
         counts: Counter[str] = Counter()
-        link_bytes = exposed_bytes = 0
+        link_bytes, exposed_bytes, exposed_s = 0, 0, 0.0
+        planned, load = _plan_step(result)
+        clock_hz = planned.target.hardware.clock_hz
         for one in result.collectives:
             if None in one.loop_trips:
                 raise ValueError(f"{one.instruction} of {result.cell} is in a loop of unknown trip count")
             trips = math.prod(trips or 0 for trips in one.loop_trips)
             counts[one.opcode] += trips
-            num_bytes = round(trips * _ring_share(one.opcode, result.num_devices) * one.num_bytes)
-            link_bytes += num_bytes
-            exposed_bytes += 0 if one.is_async else num_bytes
-        step = _estimate_step(result)
-        exposed_s = step.sums_s * exposed_bytes / link_bytes if link_bytes else 0.0
+            num_bytes = _ring_share(one.opcode, result.num_devices) * one.num_bytes
+            seconds = planned.exchange_s(num_bytes)
+            hidden_s = 0.0 if clock_hz is None else min(seconds, one.hidden_cycles / clock_hz)
+            link_bytes += round(trips * num_bytes)
+            exposed_bytes += round(trips * num_bytes * (1 - hidden_s / seconds))
+            exposed_s += trips * (seconds - hidden_s)
+        step_s = dataclasses.replace(planned.parts(load), sums_s=exposed_s).seconds
         cell, numbers = result.cell, dict(sorted(counts.items()))
-        return cls(
-            cell, result.program, result.num_devices, numbers, link_bytes, exposed_bytes, exposed_s, step.seconds
-        )
+        return cls(cell, result.program, result.num_devices, numbers, link_bytes, exposed_bytes, exposed_s, step_s)
 
     @property
     def exposed_share(self) -> float:
@@ -380,8 +389,8 @@ def _number_bytes(collectives: Sequence[Collective]) -> float:
     return sum(one.num_bytes for one in collectives) / num_numbers if num_numbers else 2.0
 
 
-def _estimate_step(result: ProgramResult) -> StepParts:
-    """Return the plan's parts of a step: decoding rows with 1024 tokens each, or prompts of 1024 tokens."""
+def _plan_step(result: ProgramResult) -> tuple[PlannedStepTimes, StepLoad]:
+    """Return the plan of a model, and a step's load: decoding rows with 1024 tokens each, or prompts of 1024 tokens."""
     name, _, topology = result.cell.partition("@")
     config, num_devices, block_size = KNOWN_MODELS[name].config, result.num_devices, OPTIONS["block_size"]
     planned = PlannedModel(
@@ -398,7 +407,7 @@ def _estimate_step(result: ProgramResult) -> StepParts:
     num_tokens = int(result.program.removeprefix("forward[").removesuffix("]"))
     is_decode = num_tokens <= OPTIONS["max_num_seqs"]
     load = StepLoad.decoding(num_tokens, 1024) if is_decode else StepLoad.prompts(num_tokens, 1024)
-    return planned.step_times().parts(load)
+    return planned.step_times(), load
 
 
 def recorded_steps() -> list[ProgramResult]:

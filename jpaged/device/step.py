@@ -231,7 +231,7 @@ class Step:
             experts=experts,
             adapters_t=inputs.get("adapters_t"),
             states_te=states_te,
-            num_column_parts=self._num_column_parts(len(ids_t)),
+            num_column_parts=self.num_column_parts(len(ids_t)),
         )
         params = in_parts(params, self.model, self.layer_mode, self.mesh)
         hidden_te, pool, seen = self.model.run_watched(params, tokens, attend, pool, self.layer_mode, watched, places)
@@ -402,6 +402,10 @@ class Step:
         counts = jax.ShapeDtypeStruct(shape, jnp.int16, sharding=NamedSharding(mesh, LOGITS_SPEC))
         return _of_counts(counts, jax.ShapeDtypeStruct(shape[:1], jnp.int32, sharding=replicated(mesh)))
 
+    def num_column_parts(self, num_tokens: int) -> int:
+        """Return the parts of the hidden states' columns in a step of this many tokens; see `ColumnParts`."""
+        return num_column_parts(num_tokens, self.model.config.hidden_size) if self.overlaps_sums else 1
+
     def _logits(self, params: Params, hidden_re: jax.Array, num_in_use: jax.Array) -> Float[Array, "R V"]:
         logits_rv = self.model.logits(params, hidden_re, num_in_use)
         return jax.lax.with_sharding_constraint(logits_rv, NamedSharding(self.mesh, LOGITS_SPEC))
@@ -419,10 +423,6 @@ class Step:
         if sampled.top_ids_rk is not None and sampled.top_logprobs_rk is not None:
             columns += [sampled.top_ids_rk, _bits(sampled.top_logprobs_rk)]
         return last_tokens_s, jnp.concatenate(columns, axis=1)
-
-    def _num_column_parts(self, num_tokens: int) -> int:
-        """Return the parts of the hidden states' columns in a step of this many tokens; see `ColumnParts`."""
-        return num_column_parts(num_tokens, self.model.config.hidden_size) if self.overlaps_sums else 1
 
     def _heads(self) -> HeadsKernel | None:
         """Return the kernel that applies RoPE to heads for this backend's attention; each device has its own heads."""

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import math
+import operator
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, Protocol, Self
@@ -97,11 +98,10 @@ class ColumnParts:
         """
         num_parts, remaining = len(self.parts), list(self.parts)
         weights = jnp.split(norm.weights, num_parts)
+        squares_t = functools.reduce(operator.add, map(RMSNorm.measure, self.parts))
         sums: jax.Array | None = None
-        squares_t = jnp.zeros(len(remaining[0]), jnp.float32)
         for i, weights_e in enumerate(weights):
             x_te = remaining[i]
-            squares_t = squares_t + RMSNorm.measure(x_te)
             scaled_te = (x_te.astype(jnp.float32) * weights_e).astype(x_te.dtype)
             y = dot(scaled_te, _part(kernel, 0, i, num_parts), 0)
             sums = y if sums is None else sums + y
@@ -383,10 +383,8 @@ class Linear(Module):
         kernel = self.kernel.get_value()
         return isinstance(kernel.base if isinstance(kernel, lora.AdaptedMatrix) else kernel, matmul_module.PackedMatrix)
 
-    def multiply_normed(self, x: jax.Array | ColumnParts, rows: Rows, norm: Norm | None) -> jax.Array:
-        """Map `[T, in]`, which may be in parts, to `[T, *out]`; applies a norm first. Parts require an RMS norm."""
-        if not isinstance(x, ColumnParts):
-            return self(x, rows, norm=norm)
+    def multiply_parts(self, x: ColumnParts, norm: Norm) -> jax.Array:
+        """Map states `[T, in]` in parts to `[T, *out]`, as a call does; the norm is an RMS norm."""
         if not isinstance(norm, RMSNorm):
             raise InternalError(f"states in parts have an RMS norm, not {type(norm).__name__}")
         y = x.multiply(self.kernel.get_value(), norm)
@@ -517,18 +515,20 @@ class QKVLinear(Linear):
         self.groups = config.num_kv_heads, of_group, config.head_dim
         super().__init__(num_inputs or config.hidden_size, (math.prod(self.groups),), use_bias, dtype, rngs)
 
-    def project(
-        self, x_te: jax.Array | ColumnParts, rows: Rows, norm: Norm | None = None
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x_te: jax.Array, rows: Rows, norm: Norm | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return (q_thd, k_tkd, v_tkd), queries not scaled."""
-        qkv = self._grouped(self.multiply_normed(x_te, rows, norm))
+        return self.split(self(x_te, rows, norm=norm))
+
+    def split(self, qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return (q_thd, k_tkd, v_tkd) of the result of a call."""
+        qkv = self._grouped(qkv)
         num_rows, num_groups, of_group, head_dim = qkv.shape
         q, k, v = jnp.split(qkv, (of_group - 2, of_group - 1), axis=2)
         return q.reshape(num_rows, num_groups * (of_group - 2), head_dim), k.squeeze(2), v.squeeze(2)
 
     def project_rotated(
         self,
-        x_te: jax.Array | ColumnParts,
+        x_te: jax.Array,
         rows: Rows,
         angles: Any,
         norm: Norm | None,
@@ -539,24 +539,32 @@ class QKVLinear(Linear):
 
         The angles are cosines and sines `[T, D/2]`, or the kernel's form of them.
         """
+        is_fused = head_norms is None or head_norms[0].for_kernel is not None
+        if heads is not None or not (is_fused and self.is_packed):
+            return self.rotate(self(x_te, rows, norm=norm), angles, head_norms, heads)
+        qkv = self._grouped(self(x_te, rows, norm=norm))
+        if head_norms is None:
+            return matmul_module.loaded().rotate(qkv, angles, rows.num_in_use)
+        q_scale, k_scale = (head_norm.scale[...] for head_norm in head_norms)
+        eps = head_norms[0].eps
+        return matmul_module.loaded().rotate(qkv, angles, rows.num_in_use, q_scale=q_scale, k_scale=k_scale, eps=eps)
+
+    def rotate(
+        self,
+        qkv: jax.Array,
+        angles: Any,
+        head_norms: tuple[RMSNorm, RMSNorm] | None,
+        heads: HeadsKernel | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return `project_rotated` for the result of a call, without packed weights."""
         if heads is not None:
             # The barrier keeps XLA for TPUs from putting tokens into the lanes instead of rows of heads.
-            qkv = self._grouped(jax.lax.optimization_barrier(self.multiply_normed(x_te, rows, norm)))
+            grouped = self._grouped(jax.lax.optimization_barrier(qkv))
             if head_norms is None:
-                return heads.turn(qkv, angles, None)
+                return heads.turn(grouped, angles, None)
             q_norm, k_norm = head_norms
-            return heads.turn(qkv, angles, (q_norm.weights, k_norm.weights, q_norm.eps))
-        is_fused = head_norms is None or head_norms[0].for_kernel is not None
-        if is_fused and self.is_packed:
-            qkv = self._grouped(self.multiply_normed(x_te, rows, norm))
-            if head_norms is None:
-                return matmul_module.loaded().rotate(qkv, angles, rows.num_in_use)
-            q_scale, k_scale = (head_norm.scale[...] for head_norm in head_norms)
-            eps = head_norms[0].eps
-            return matmul_module.loaded().rotate(
-                qkv, angles, rows.num_in_use, q_scale=q_scale, k_scale=k_scale, eps=eps
-            )
-        q_thd, k_tkd, v_tkd = self.project(x_te, rows, norm)
+            return heads.turn(grouped, angles, (q_norm.weights, k_norm.weights, q_norm.eps))
+        q_thd, k_tkd, v_tkd = self.split(qkv)
         if head_norms is not None:
             q_thd, k_tkd = head_norms[0](q_thd), head_norms[1](k_tkd)
         return rope.apply(q_thd, *angles), rope.apply(k_tkd, *angles), v_tkd

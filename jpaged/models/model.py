@@ -262,17 +262,17 @@ class _Halves:
     shared: Any
     attend: Attend
 
-    def project(self, layer_params: Params, x: Any, place: LayerPlace) -> Any:
-        return self._module(layer_params, place).project(x, self.shared, place)
+    def project(self, layer_params: Params, x: Any, kind: LayerKind) -> Any:
+        return self._module(layer_params, kind).project(x)
 
     def finish(self, layer_params: Params, x: Any, projected: Any, carry: Any, place: LayerPlace) -> tuple[Any, Any]:
-        result: tuple[Any, Any] = self._module(layer_params, place).finish(
+        result: tuple[Any, Any] = self._module(layer_params, place.kind).finish(
             x, projected, self.shared, self.attend, carry, place
         )
         return result
 
-    def _module(self, layer_params: Params, place: LayerPlace) -> Any:
-        return _layer_structure(self.config, self.dtype, place.kind).with_params(layer_params)
+    def _module(self, layer_params: Params, kind: LayerKind) -> Any:
+        return _layer_structure(self.config, self.dtype, kind).with_params(layer_params)
 
 
 # Modules without their arrays: parameters are merged into copies of them while tracing.

@@ -155,8 +155,8 @@ class StackedArray:
 class LayerHalves(Protocol):
     """A layer whose projection and remainder are run separately."""
 
-    def project(self, layer_params: Any, x: Any, place: LayerPlace) -> Any:
-        """Return the values that attention takes."""
+    def project(self, layer_params: Any, x: Any, kind: LayerKind) -> Any:
+        """Return the matmul before attention."""
 
     def finish(
         self, layer_params: Any, x: Any, projected: Any, carry: Any, place: LayerPlace
@@ -188,7 +188,7 @@ def run_pipelined(
         kinds: of one stack; see `can_pipeline`.
     """
     (segment,) = build_segments(kinds)
-    (stack,) = (layer_params[segment.stack_at(0)],)
+    stack = layer_params[segment.stack_at(0)]
     (group, first), step = kv_places[0], _step(list(kv_places))
 
     def place(index: jax.Array) -> LayerPlace:
@@ -199,11 +199,11 @@ def run_pipelined(
         seen = [_kept(found, x, index, range(len(kinds)), number) for found, number in zip(seen, inside, strict=True)]
         x, carry = layer.finish(_at(stack, index), x, projected, carry, place(index))
         following = jnp.minimum(index + 1, len(kinds) - 1)
-        return (x, layer.project(_at(stack, following), x, place(following)), carry, index + 1, seen), None
+        return (x, layer.project(_at(stack, following), x, kinds[0]), carry, index + 1, seen), None
 
     inside = [number for number in watched if number < len(kinds)]
     begin = jnp.int32(0)
-    state = x, layer.project(_at(stack, begin), x, place(begin)), carry, begin, [x for _ in inside]
+    state = x, layer.project(_at(stack, begin), x, kinds[0]), carry, begin, [x for _ in inside]
     (x, _, carry, _, seen), _ = jax.lax.scan(turn, state, None, length=len(kinds))
     found = dict(zip(inside, seen, strict=True)) | {len(kinds): x}
     return x, carry, [found[number] for number in watched]

@@ -282,16 +282,20 @@ class PlannedStepTimes:
             *self.counted.lines(num_rows),
         ]
 
+    def exchange_s(self, link_bytes: float) -> float:
+        """Return the seconds of one all-reduce that sends this many bytes over each device's links."""
+        n = self.roofline.num_devices
+        # A part of the slice is assumed to be a line.
+        axes = self.target.shape if n == self.target.num_devices else (n,)
+        hops = sum(2 * (size - 1) for size in axes)
+        return link_bytes / (self.target.hardware.link_bytes_per_s * LINK_EFFICIENCY) + max(hops, 2) * HOP_S
+
     def _sums_s(self, num_tokens: int) -> float:
         n = self.roofline.num_devices
         if n == 1:
             return 0.0
         num_bytes = num_tokens * self.hidden_size * self.number_bytes
-        moved_s = 2 * (n - 1) / n * num_bytes / (self.target.hardware.link_bytes_per_s * LINK_EFFICIENCY)
-        # A part of the slice is assumed to be a line.
-        axes = self.target.shape if n == self.target.num_devices else (n,)
-        hops = sum(2 * (size - 1) for size in axes)
-        return (2 * self.roofline.shape.num_layers + 1) * (moved_s + max(hops, 2) * HOP_S)
+        return (2 * self.roofline.shape.num_layers + 1) * self.exchange_s(2 * (n - 1) / n * num_bytes)
 
     def _merges_s(self, num_tokens: int) -> float:
         n = self.num_context_parts

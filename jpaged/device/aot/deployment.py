@@ -65,6 +65,9 @@ _COLLECTIVES = {
 }
 _STARTS = ("async-start", "call-start")
 """Instructions that start a computation while others run."""
+_CHAIN = re.compile(r'chain_id="(\d+)"')
+"""The copies of a collective that XLA for TPUs runs within other fusions: it starts in one, and is done in another."""
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _KNOWN_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _CONSTANT = re.compile(r" constant\((\d+)\)")
 
@@ -82,6 +85,8 @@ class Collective:
         loop_trips: trip count of each enclosing loop, outermost first; None if unknown.
         instruction: the instruction's name in the program's text.
         is_async: it has a start and a done, between which the device computes.
+        hidden_cycles: the compiler's estimate for the instructions between them. If several collectives are in flight,
+            the first one gets all cycles, because they share the links.
     """
 
     opcode: str
@@ -90,6 +95,7 @@ class Collective:
     loop_trips: tuple[int | None, ...]
     instruction: str
     is_async: bool = False
+    hidden_cycles: int = 0
 
 
 def collectives(executable: jax.stages.Compiled) -> list[Collective]:
@@ -111,17 +117,62 @@ def _collectives_from(
     computations: Mapping[str, Sequence[Instruction]],
     loop_trips: tuple[int | None, ...],
     is_async: bool = False,
+    hidden_cycles: int = 0,
 ) -> Iterator[Collective]:
-    for found in computations.get(name, ()):
+    body = computations.get(name, ())
+    hidden = _hidden_cycles(body, computations)
+    for found in body:
         opcode = found.opcode.removesuffix("-start")
+        cycles = hidden.get(found.name, hidden_cycles)
         if opcode in _COLLECTIVES:
             arrays = _exchanged(found)
             dims = tuple(dims for dims, _ in arrays)
             num_bytes, is_start = sum(size for _, size in arrays), found.opcode.endswith("-start")
-            yield Collective(opcode, dims, num_bytes, loop_trips, found.name, is_async or is_start)
+            yield Collective(opcode, dims, num_bytes, loop_trips, found.name, is_async or is_start, cycles)
+        chain = _find_chain(found, computations)
+        if chain is not None and not chain[1]:
+            continue  # counted where it starts
+        starts = found.opcode in _STARTS or chain is not None
         inner = (*loop_trips, _trips(found, computations)) if found.opcode == "while" else loop_trips
         for callee in found.all_called:
-            yield from _collectives_from(callee, computations, inner, is_async or found.opcode in _STARTS)
+            yield from _collectives_from(callee, computations, inner, is_async or starts, cycles)
+
+
+def _find_chain(found: Instruction, computations: Mapping[str, Sequence[Instruction]]) -> tuple[str, bool] | None:
+    """Return the chain of a fusion's collective, and whether it starts there; None if it has none."""
+    if found.opcode != "fusion":
+        return None
+    inside = [one.line for callee in found.all_called for one in computations.get(callee, ())]
+    chains = [match[1] for line in inside if (match := _CHAIN.search(line))]
+    return (chains[0], any('"AsyncCollectiveStart"' in line for line in inside)) if chains else None
+
+
+def _hidden_cycles(
+    body: Sequence[Instruction], computations: Mapping[str, Sequence[Instruction]]
+) -> Mapping[str, int]:
+    """Return the estimated cycles between start and done of each collective that a scheduled computation starts."""
+    in_flight: dict[str, str] = {}  # what ends it: its chain, or the name of its start -> the start
+    hidden: dict[str, int] = {}
+    for found in body:
+        chain = _find_chain(found, computations)
+        is_start = found.opcode in _STARTS or found.opcode.removesuffix("-start") in _COLLECTIVES
+        if chain is not None and chain[1]:
+            in_flight[f"chain {chain[0]}"], hidden[found.name] = found.name, 0
+        elif is_start and found.opcode.endswith("-start"):
+            in_flight[found.name], hidden[found.name] = found.name, 0
+        elif found.opcode.endswith("-done"):
+            in_flight.pop(_NAMES.findall(found.line.partition("-done(")[2])[0], None)
+        elif chain is not None and _is_done(found, computations):
+            in_flight.pop(f"chain {chain[0]}", None)
+        elif in_flight and (estimate := _CYCLES.search(found.line)):
+            hidden[next(iter(in_flight.values()))] += int(estimate[1])
+    return hidden
+
+
+def _is_done(found: Instruction, computations: Mapping[str, Sequence[Instruction]]) -> bool:
+    return any(
+        '"AsyncCollectiveDone"' in one.line for callee in found.all_called for one in computations.get(callee, ())
+    )
 
 
 def _exchanged(instruction: Instruction) -> list[tuple[tuple[int, ...], int]]:

@@ -243,10 +243,12 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.format), params)
     params, draft_params = split_params(params)
     device = first_device(step.mesh)
-    options = {
-        kind: compiler_options(device, dense_formats(model.config, part), overlaps_sums=step.overlaps_sums)
-        for kind, part in _MULTIPLIED.items()
-    }
+    formats = {kind: dense_formats(model.config, part) for kind, part in _MULTIPLIED.items()}
+    of_sample = compiler_options(device, formats["sample"])
+
+    def options(spec: ProgramSpec) -> dict[str, str] | None:
+        return compiler_options(device, formats[spec.kind], overlaps_sums=step.num_column_parts(spec.size) > 1)
+
     head = {name: tree for name, tree in params.items() if name != "layers"}
     pool = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
     last_tokens = shape((step.max_sample_rows,), np.int32)
@@ -260,13 +262,13 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
             forward = functools.partial(step.packed_forward, packing=packing)
             watches = step.draft is not None and step.draft.is_head
             outputs = (of_pool, whole, whole) if watches else (of_pool, whole)
-            jitted = jax.jit(forward, donate_argnums=1, out_shardings=outputs, compiler_options=options["forward"])
+            jitted = jax.jit(forward, donate_argnums=1, out_shardings=outputs, compiler_options=options(spec))
             return jitted.lower(params, pool, last_tokens, shape((packing.size,), np.int32))
         if spec.kind == "decode":
             several = DecodePacking(forward_packing(spec.size, geometry), spec.size)
             decode = functools.partial(packed_decode, step, packing=several)
             results = of_pool, whole, whole
-            jitted = jax.jit(decode, donate_argnums=1, out_shardings=results, compiler_options=options["decode"])
+            jitted = jax.jit(decode, donate_argnums=1, out_shardings=results, compiler_options=options(spec))
             return jitted.lower(params, pool, last_tokens, shape((several.size,), np.int32))
         if spec.kind in ("speculate", "draft", "draft_copy"):
             return lower_speculation(spec, step, geometry, (params, draft_params))
@@ -284,14 +286,14 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
             is_split = spec.tell == AuxKind.ALL_LOGPROBS and not _is_of_several_processes(step.mesh)
             told = NamedSharding(step.mesh, LOGITS_SPEC) if is_split else whole
             tell = functools.partial(step.tell, tell=spec.tell)
-            jitted = jax.jit(tell, out_shardings=told, compiler_options=options["sample"])
+            jitted = jax.jit(tell, out_shardings=told, compiler_options=of_sample)
             return jitted.lower(head, hidden, shape((spec.size * (1 + AUX_IDS),), np.int32))
         if spec.kind == "count":
             jitted = jax.jit(step.count, donate_argnums=0, out_shardings=of_counts)
             return jitted.lower(counts, shape((NUM_COUNT_WORDS + spec.size,), np.int32))
         stages = None if step.has_branches else spec.stages
         if spec.kind == "edited":
-            results, of_head = (of_counts, whole, whole), options["sample"]
+            results, of_head = (of_counts, whole, whole), of_sample
             fixed = None if stages is None else (spec.detail, stages)
             edited = functools.partial(step.packed_edited_sample, fixed=fixed)
             jitted = jax.jit(edited, donate_argnums=1, out_shardings=results, compiler_options=of_head)
@@ -303,7 +305,7 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
         if spec.kind != "sample":
             return lower_move(spec, layout, step.mesh)
         sample = functools.partial(step.packed_sample, detail=spec.detail, stages=stages)
-        jitted = jax.jit(sample, out_shardings=whole, compiler_options=options["sample"])
+        jitted = jax.jit(sample, out_shardings=whole, compiler_options=of_sample)
         return jitted.lower(head, hidden, shape((spec.size * ROW_WORDS,), np.int32))
 
     def lower_for_devices(spec: ProgramSpec) -> jax.stages.Lowered:

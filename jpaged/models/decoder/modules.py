@@ -189,10 +189,20 @@ class Attention(Module):
         self, x_te: jax.Array, norm: Norm | None, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
         """Return the heads' outputs `[T, H * D]`, and the carry."""
-        projected = self.project(x_te, norm, shared, place.kind.rope)
-        return self.attend_projected(projected, attend, carry, place, x_te.dtype)
+        projected = self._project(x_te, norm, shared, place.kind.rope)
+        return self._attend(projected, attend, carry, place, x_te.dtype)
 
     def attend_projected(
+        self, qkv: jax.Array, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
+    ) -> tuple[jax.Array, Any]:
+        """Return `attend` for the result of `qkv`, whose queries and keys are not rotated."""
+        if place.kind.rope is None:
+            projected = self.qkv.split(qkv)
+        else:
+            projected = self.qkv.rotate(qkv, shared.angles[place.kind.rope], self._head_norms, shared.heads)
+        return self._attend(projected, attend, carry, place, qkv.dtype)
+
+    def _attend(
         self,
         projected: tuple[jax.Array, jax.Array, jax.Array],
         attend: Attend,
@@ -200,22 +210,23 @@ class Attention(Module):
         place: LayerPlace,
         dtype: np.dtype,
     ) -> tuple[jax.Array, Any]:
-        """Return the heads' outputs for the result of `project`, and the carry."""
         sinks = () if self.sinks is None else (self.sinks[...],)
         o_thd, carry = attend(*projected, carry, place, *sinks)
         return o_thd.astype(dtype).reshape(len(o_thd), -1), carry
 
-    def project(
-        self, x_te: jax.Array | ColumnParts, norm: Norm | None, shared: Shared, which: int | None
+    def _project(
+        self, x_te: jax.Array, norm: Norm | None, shared: Shared, which: int | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return (q_thd, k_tkd, v_tkd) of the normalized states: queries and keys rotated, queries not scaled."""
         if which is None:
             return self.qkv.project(x_te, shared.rows, norm)
-        head_norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            head_norms = self.q_norm, self.k_norm
         angles = shared.angles[which]
-        return self.qkv.project_rotated(x_te, shared.rows, angles, norm, head_norms, shared.heads)
+        return self.qkv.project_rotated(x_te, shared.rows, angles, norm, self._head_norms, shared.heads)
+
+    @property
+    def _head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
+        """The norms of queries and keys."""
+        return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
 
 
 class MLP(Module):
@@ -238,14 +249,14 @@ class MLP(Module):
             inner_tf = activate(self.up(x_te, rows, norm=norm), self.activation)
         return self.down(inner_tf, rows, residual=residual)
 
-    def run_in_parts(self, x: ColumnParts, rows: Rows, norm: Norm) -> ColumnParts:
-        """Map states in parts to the sum of themselves and the result."""
-        up = self.gate_up or self.up
-        assert up is not None
-        inner_tf = up.multiply_normed(x, rows, norm)
-        return self.down.add_to_parts(
-            inner_tf if self.gate_up is not None else activate(inner_tf, self.activation), x
-        )
+    def add_to_parts(self, x: ColumnParts, norm: Norm) -> ColumnParts:
+        """Add the result of a call to the states, both in parts."""
+        if self.gate_up is not None:
+            inner_tf = self.gate_up.multiply_parts(x, norm)
+        else:
+            assert self.up is not None
+            inner_tf = activate(self.up.multiply_parts(x, norm), self.activation)
+        return self.down.add_to_parts(inner_tf, x)
 
 
 class AttentionModule(Protocol):
@@ -307,27 +318,18 @@ class DecoderLayer(Module):
         is_plain = self.is_sequential and self.attention_post_norm is None
         return has_norms and is_plain and isinstance(self.attention, Attention) and isinstance(self.mlp, MLP)
 
-    def project(
-        self, x: ColumnParts, shared: Shared, place: LayerPlace
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return what attention takes, rotated; see `LayerHalves`."""
+    def project(self, x: ColumnParts) -> jax.Array:
+        """Return queries, keys and values, not rotated; see `LayerHalves`."""
         assert isinstance(self.attention, Attention)
-        return self.attention.project(x, self.attention_norm, shared, place.kind.rope)
+        return self.attention.qkv.multiply_parts(x, self.attention_norm)
 
     def finish(
-        self,
-        x: ColumnParts,
-        projected: tuple[jax.Array, jax.Array, jax.Array],
-        shared: Shared,
-        attend: Attend,
-        carry: Any,
-        place: LayerPlace,
+        self, x: ColumnParts, qkv: jax.Array, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[ColumnParts, Any]:
         """Run the layer after its projection; see `LayerHalves`."""
         assert isinstance(self.attention, Attention) and isinstance(self.mlp, MLP) and self.mlp_norm is not None
-        o_te, carry = self.attention.attend_projected(projected, attend, carry, place, x.dtype)
-        x = self.attention.out.add_to_parts(o_te, x)
-        return self.mlp.run_in_parts(x, shared.rows, self.mlp_norm), carry
+        o_te, carry = self.attention.attend_projected(qkv, shared, attend, carry, place)
+        return self.mlp.add_to_parts(self.attention.out.add_to_parts(o_te, x), self.mlp_norm), carry
 
     def _feed_forward(
         self, x_te: jax.Array, shared: Shared, norm: Norm, residual: jax.Array | None = None
