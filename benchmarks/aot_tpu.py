@@ -1,6 +1,6 @@
 """Compiles whole models for TPUs on a machine without one, and records what each program takes.
 
-    make aot && python -m benchmarks.aot_tpu [--only PART_OF_A_CELL]
+    make aot && python -m benchmarks.aot_tpu [--only PART_OF_A_CELL [--update]]
 
 For every cell (see `benchmarks.tpu_programs`): seconds to compile, memory of one device, and whether anything of the
 size of the pool or of a weight is copied. Nothing runs, so nothing here is a speed.
@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.record import save
+from benchmarks.record import RESULTS, save
 from benchmarks.tpu_programs import OPTIONS, ProgramResult, compile_cells, library
 
 _GIB, _MIB = 1 << 30, 1 << 20
@@ -62,11 +64,20 @@ def table(results: Sequence[ProgramResult]) -> Table:
     return shown
 
 
+def update(programs: Sequence[Mapping[str, Any]]) -> None:
+    """Replace programs of the record by others of the same cells; new ones come last."""
+    record = json.loads((RESULTS / "aot_tpu.json").read_text())
+    by_name = {(one["cell"], one["program"]): one for one in (*record["programs"], *programs)}
+    kept = {name: record[name] for name in ("jax", "jaxlib", "libtpu", "options")}
+    save("aot_tpu", record["command"], {**kept, "programs": list(by_name.values())})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Compile whole models for TPUs that are not here, and record what each program takes."
     )
     parser.add_argument("--only", default="", help="compile the cells that contain this, and record nothing")
+    parser.add_argument("--update", action="store_true", help="with --only: replace these cells in the record")
     chosen = parser.parse_args()
     versions = {"jax": version("jax"), "jaxlib": version("jaxlib"), "libtpu": _libtpu_version()}
     console, results = Console(), []
@@ -77,6 +88,8 @@ def main() -> None:
         if not chosen.only:
             found = [dataclasses.asdict(result) for result in results]
             save("aot_tpu", "python -m benchmarks.aot_tpu", {**versions, "options": OPTIONS, "programs": found})
+    if chosen.update:
+        update([dataclasses.asdict(result) for result in results])
     console.print(table(results))
 
 

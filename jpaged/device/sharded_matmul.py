@@ -24,9 +24,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.device.mesh import (
@@ -50,28 +53,30 @@ from jpaged.models.param_specs import EXPERT_AXES, LogicalAxes
 from jpaged.models.stack import LayerMode
 
 
-_LEAST_NUMBERS = 1 << 18
-"""Numbers of a part at least: a smaller sum takes mainly its latency, which grows with the number of parts."""
-_MOST_PARTS = 4
+_LEAST_WEIGHTS = 3 << 24
+"""Numbers of a layer's matrices on one device at least: matmuls of fewer are shorter than the sums they would hide."""
+_LEAST_STATES: Mapping[int, int] = {4: 1 << 22, 2: 1 << 19}
+"""Numbers of hidden states at least, by parts: smaller parts take mainly the latency of their sums."""
 _LANES = 128
 
 
 def overlaps_sums(model: Model, layer_mode: LayerMode, mesh: Mesh, *, has_adapters: bool) -> bool:
-    """Return True if a model's steps sum hidden states in parts.
+    """Return True if a model's larger steps sum hidden states in parts.
 
     Other devices have no compiler that overlaps them. Quantized matrices and adapters have no parts.
     """
     is_split = num_shards(mesh) > 1 and num_context_parts(mesh) == 1
-    is_on_tpus = first_device(mesh).platform == "tpu" and layer_mode == "scan"
-    return is_on_tpus and is_split and not has_adapters and model.takes_column_parts
+    if has_adapters or not is_split or layer_mode != "scan" or first_device(mesh).platform != "tpu":
+        return False
+    layer = (leaf for path, (leaf, *_) in placed_leaves(model.config, "loop") if path[:2] == ("layers", 0))
+    num_weights = sum(math.prod(leaf.shape) for leaf in layer) // num_shards(mesh)
+    return num_weights >= _LEAST_WEIGHTS and model.dtype != np.float16 and model.takes_column_parts
 
 
 def num_column_parts(num_tokens: int, width: int) -> int:
-    """Return the parts of hidden states `[T, E]`: a power of two up to 4, and whole vectors of columns each."""
-    parts = _MOST_PARTS
-    while parts > 1 and (num_tokens * width < parts * _LEAST_NUMBERS or width % (parts * _LANES)):
-        parts //= 2
-    return parts
+    """Return the parts of hidden states `[T, E]`, each of whole vectors of columns: 1, 2 or 4."""
+    fitting = (parts for parts in _LEAST_STATES if width % (parts * _LANES) == 0)
+    return next((parts for parts in fitting if num_tokens * width >= _LEAST_STATES[parts]), 1)
 
 
 def in_parts(params: Params, model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from jpaged.models.rope import cos_sin
 from jpaged.models.stack import LayerMode, run_layers
 from jpaged.models.tokens import HeadsKernel, TokenBatch
 from tests.models import dense
-from tests.models.tiny import TinyCase, tiny_case, write_checkpoint
+from tests.models.tiny import TinyCase, tiny_case, tiny_cases, write_checkpoint
 
 MODES: tuple[LayerMode, ...] = ("loop", "scan")
 TOKENS = np.random.default_rng(0).integers(0, 131, 12).astype(np.int32)
@@ -108,6 +109,31 @@ def test_states_measured_where_they_arise_are_normalised_alike(tmp_path: Path) -
     kernel = HeadsKernel(lambda cos_td, sin_td: (cos_td, sin_td), turn)
     for mode in MODES:
         np.testing.assert_allclose(hidden(kernel, mode), hidden(None, "loop"), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama_gqa_bias", "llama_mha"))])
+def test_states_in_column_parts_are_those_of_whole_states(name: str, tmp_path: Path) -> None:
+    """Each part is summed by itself, and a layer projects for the next one; the inputs of layers are found, too."""
+    case, positions = tiny_case(name), jnp.arange(len(TOKENS))
+    model, params, watched = model_of(case), params_of(case, tmp_path, "scan"), (2, 0, 3)
+    assert model.takes_column_parts
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(num_column_parts: int) -> tuple[jax.Array, list[jax.Array]]:
+        tokens = TokenBatch(jnp.asarray(TOKENS), positions, positions + 1, num_column_parts=num_column_parts)
+        hidden_te, _, seen = model.run_watched(params, tokens, dense.attend, (), "scan", watched)
+        return hidden_te, seen
+
+    whole, in_parts = run(1), run(4)
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5), in_parts, whole)
+    np.testing.assert_array_equal(in_parts[0], in_parts[1][2])
+
+
+@pytest.mark.parametrize("name", ["opt", "gemma2", "deepseek_v3", "mixtral", "gpt_oss"])
+def test_models_that_have_no_column_parts_are_known(name: str) -> None:
+    found = [case for case in tiny_cases() if case.name.startswith(name)]
+    assert found
+    assert not any(model_of(case).takes_column_parts for case in found)
 
 
 def test_a_loop_traces_and_lowers_its_layer_once() -> None:
