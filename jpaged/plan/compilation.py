@@ -203,6 +203,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
             block_size=deployment.geometry.block_size // num_parts,
             number_bytes=deployment.number_bytes or model.dtype.itemsize,
             adapter_bytes=deployment.adapter_bytes,
+            overlaps_sums=deployment.overlaps_sums,
         ).step_times(),
         versions={name: version(name) for name in ("jax", "jaxlib")},
     )

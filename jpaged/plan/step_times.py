@@ -4,7 +4,8 @@
     attention, sampling = measured cycles (`jpaged.plan.cycles`), on TPUs
     glue      = a share of products and attention: norms, rotations, layouts
     sums      = (2 * layers + 1) all-reduces of [tokens, E] in the type that the program sums in, each 2 * (n - 1) / n
-                of the bytes over the links and 2 * (size - 1) hops along every axis
+                of the bytes over the links and 2 * (size - 1) hops along every axis; if the program sums in parts that
+                overlap with products, only the time that the products do not hide (`exposed_s`)
     merges    = a layer's outputs [tokens, H, D] added up over the devices that share contexts, and their log-sum-exp
                 [tokens, H] gathered, in float32; each of those devices reads its part of the contexts
     step      = all of these, and at least the host's part
@@ -31,6 +32,7 @@ from typing import Any
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.names import embedding_bytes, model_leaves, num_params, weight_bytes
 from jpaged.device.aot.topology import GPUS, TOPOLOGIES, device_kind
+from jpaged.device.sharded_matmul import num_column_parts
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.hardware import HARDWARE, Hardware, find_hardware
 from jpaged.models.config import ModelConfig
@@ -151,6 +153,7 @@ class PlannedModel:
         number_bytes: bytes of each number that is summed over devices.
         adapter_bytes: the part of weight_bytes for adapter slots.
         num_context_parts: parts of every context, each on num_devices devices that share the copy.
+        overlaps_sums: the program sums hidden states in parts: see `jpaged.device.sharded_matmul`.
     """
 
     config: ModelConfig
@@ -164,6 +167,7 @@ class PlannedModel:
     number_bytes: float
     adapter_bytes: int = 0
     num_context_parts: int = 1
+    overlaps_sums: bool = False
 
     def step_times(self, counted: CountedCycles | None = None) -> PlannedStepTimes:
         """Return the step times. An embedding that is only looked up is ignored, because a step reads little of it.
@@ -214,7 +218,10 @@ class PlannedModel:
         roofline = Roofline(shape, hardware, num_devices)
         outputs = local.num_heads // num_devices * (local.value_dim or local.head_dim)
         numbers = OutputNumbers(outputs, local.num_heads // num_devices)
-        return PlannedStepTimes(roofline, self.target, config.hidden_size, self.number_bytes, times, num_parts, numbers)
+        matrices = layer_matrices(config) if self.overlaps_sums else None
+        return PlannedStepTimes(
+            roofline, self.target, config.hidden_size, self.number_bytes, times, num_parts, numbers, matrices
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +244,7 @@ class PlannedStepTimes:
         counted: times of attention and sampling of one device; None if no cycles are known.
         num_context_parts: parts of every context.
         numbers: attention outputs that are merged over these parts.
+        matrices: numbers of each of a layer's matrices, by name, if sums of parts overlap with products; else None.
     """
 
     roofline: Roofline
@@ -246,16 +254,18 @@ class PlannedStepTimes:
     counted: CountedTimes | None = None
     num_context_parts: int = 1
     numbers: OutputNumbers = OutputNumbers()
+    matrices: Mapping[str, int] | None = None
 
     def parts(self, load: StepLoad) -> StepParts:
         """Return the parts of a step's time."""
-        sums_s, host_s = self._sums_s(load.num_tokens), HOST_S + HOST_ROW_S * load.num_rows
-        merges_s = self._merges_s(load.num_tokens)
+        num_tokens, host_s = load.num_tokens, HOST_S + HOST_ROW_S * load.num_rows
+        merges_s = self._merges_s(num_tokens)
         load = load.in_parts(self.num_context_parts)
         if self.counted is None:
+            sums_s = self._sums_s(num_tokens, 0.0)
             return StepParts(self.roofline.step_s(load), 0.0, 0.0, 0.0, sums_s, host_s, merges_s)
         products_s, attention_s = self.roofline.products_s(load), self.counted.attention_s(load)
-        glue_s = GLUE_SHARE * (products_s + attention_s)
+        glue_s, sums_s = GLUE_SHARE * (products_s + attention_s), self._sums_s(num_tokens, products_s)
         return StepParts(
             products_s, attention_s, self.counted.sampling_s(load.num_rows), glue_s, sums_s, host_s, merges_s
         )
@@ -290,12 +300,19 @@ class PlannedStepTimes:
         hops = sum(2 * (size - 1) for size in axes)
         return link_bytes / (self.target.hardware.link_bytes_per_s * LINK_EFFICIENCY) + max(hops, 2) * HOP_S
 
-    def _sums_s(self, num_tokens: int) -> float:
-        n = self.roofline.num_devices
+    def _sums_s(self, num_tokens: int, products_s: float) -> float:
+        """Return the seconds during which devices only sum, of a step with these matrix products."""
+        n, num_layers = self.roofline.num_devices, self.roofline.shape.num_layers
         if n == 1:
             return 0.0
-        num_bytes = num_tokens * self.hidden_size * self.number_bytes
-        return (2 * self.roofline.shape.num_layers + 1) * self.exchange_s(2 * (n - 1) / n * num_bytes)
+        link_bytes = 2 * (n - 1) / n * num_tokens * self.hidden_size * self.number_bytes
+        whole_s, parts = self.exchange_s(link_bytes), num_column_parts(num_tokens, self.hidden_size)
+        if self.matrices is None or parts == 1:
+            return (2 * num_layers + 1) * whole_s
+        part_s = self.exchange_s(link_bytes / parts)
+        share = products_s / parts / self.roofline.shape.num_params
+        out, up, down, qkv = (share * self.matrices[name] for name in _IN_ORDER)
+        return whole_s + num_layers * (exposed_s(out, up, part_s, parts) + exposed_s(down, qkv, part_s, parts))
 
     def _merges_s(self, num_tokens: int) -> float:
         n = self.num_context_parts
@@ -305,6 +322,36 @@ class PlannedStepTimes:
         num_bytes = 2 * (n - 1) / n * summed + (n - 1) * gathered
         moved_s = num_bytes / (self.target.hardware.link_bytes_per_s * LINK_EFFICIENCY)
         return self.roofline.shape.num_layers * (moved_s + 3 * (n - 1) * HOP_S)
+
+
+_IN_ORDER = ("out", "up", "down", "qkv")
+
+
+def layer_matrices(config: ModelConfig) -> dict[str, int]:
+    """Return the numbers of each matrix of a dense layer, by name; gate and up are one, `up`."""
+    sizes = {leaf.path[-2]: math.prod(leaf.shape) for leaf in model_leaves(config).layers[0] if len(leaf.shape) > 1}
+    return {name: sizes.get(name, 0) or sizes["gate_up"] for name in _IN_ORDER}
+
+
+def exposed_s(before_s: float, after_s: float, sum_s: float, parts: int) -> float:
+    """Return the seconds during which devices only sum, between two products in parts.
+
+        product before   | 0 | 1 | 2 |
+        sums                 | 0 ... | 1 ... | 2 ... |
+        product after                | 0 |   | 1 |   | 2 |
+
+    Args:
+        before_s: of a part of the product whose results are summed.
+        after_s: of a part of the product that takes them.
+        sum_s: of the sum of a part.
+    """
+    summed_s: list[float] = []
+    for number in range(1, parts + 1):
+        summed_s.append(max(number * before_s, summed_s[-1] if summed_s else 0.0) + sum_s)
+    now_s = parts * before_s
+    for ready_s in summed_s:
+        now_s = max(now_s, ready_s) + after_s
+    return now_s - parts * (before_s + after_s)
 
 
 def expert_shape(config: ModelConfig) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from jpaged.plan.cycles import (
     counted_cycles,
 )
 from jpaged.plan.known_models import KNOWN_MODELS
-from jpaged.plan.step_times import GLUE_SHARE, PlannedModel, find_target
+from jpaged.plan.step_times import GLUE_SHARE, PlannedModel, exposed_s, find_target, layer_matrices
 
 MIB = 1 << 20
 HEADS = HeadShape(8, 4, 128, "bfloat16", 64)
@@ -169,6 +169,24 @@ def test_a_step_is_products_attention_sampling_glue_and_sums() -> None:
     assert parts.glue_s == pytest.approx(GLUE_SHARE * (parts.products_s + parts.attention_s))
     assert parts.sums_s == 0
     assert found.step_s(load) == parts.seconds == pytest.approx(sum(dataclasses.astuple(parts)[:5]))
+
+
+def test_sums_in_parts_take_what_products_do_not_hide() -> None:
+    assert exposed_s(1.0, 1.0, 0.0, 4) == 0
+    assert exposed_s(1.0, 5.0, 1.0, 4) == 0  # part 0 is summed before the last part is multiplied
+    assert exposed_s(1.0, 1.0, 1.5, 1) == 1.5
+    # Sums end at 11, 21, 31 and 41, and the products take 8 of the 42.
+    assert exposed_s(1.0, 1.0, 10.0, 4) == 34
+    config = KNOWN_MODELS["llama-3-70b"].config
+    mlp = 8192 * 28672
+    assert layer_matrices(config) == {"out": 8192**2, "up": 2 * mlp, "down": mlp, "qkv": 8192 * 10240}
+    whole = planned("v6e:2x4", 8, "llama-3-70b")
+    parts = dataclasses.replace(whole, overlaps_sums=True)
+    for num_rows in (32, 64):
+        load = StepLoad.decoding(num_rows, 1000)
+        sums_s = [one.step_times(COUNTED).parts(load).sums_s for one in (whole, parts)]
+        assert (sums_s[1] < sums_s[0] / 2) == (num_rows == 64)
+        assert (sums_s[1] == sums_s[0]) == (num_rows == 32)
 
 
 def test_products_of_a_long_step_take_seven_tenths_of_the_peak() -> None:

@@ -320,6 +320,7 @@ class PlannedDeployment:
         number_bytes: bytes of each number in a step's sums over devices (all-reduce), as compiled; None if there are
             none or nothing was compiled.
         start: estimate of a server's start; None if nothing was compiled.
+        overlaps_sums: as of `Step`.
     """
 
     memory: MemoryPlan
@@ -336,6 +337,7 @@ class PlannedDeployment:
     adapter_bytes: int
     number_bytes: float | None
     start: StartEstimate | None
+    overlaps_sums: bool = False
 
     @property
     def fits(self) -> bool:
@@ -431,6 +433,7 @@ def compile_deployment(
             adapter_bytes=probe.adapter_bytes,
             number_bytes=_number_bytes(programs),
             start=StartEstimate.of(list(probe.sources), first, {one.spec: one.seconds for one in programs}),
+            overlaps_sums=probe.step.overlaps_sums,
         )
 
     if plan.usable_bytes is not None and request.weight_bytes >= plan.usable_bytes:

@@ -203,7 +203,7 @@ def compiler_options(
         overlaps_sums: as of `Step`.
     """
     options = dict(_COMPILER_OPTIONS.get(device.device_kind, {}))
-    if overlaps_sums:
+    if overlaps_sums and device.platform == "tpu":
         options |= _OVERLAPPED
     if device.platform == "gpu" and _is_for_cublas(device, formats):
         options |= _ROUNDED

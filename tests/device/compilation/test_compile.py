@@ -232,3 +232,16 @@ def test_xla_leaves_products_of_8_bits_to_cublas_where_it_would_widen_them(
     device: Any = SimpleNamespace(platform="tpu" if "TPU" in kind else "gpu", device_kind=kind)
     wanted = {"xla_gpu_enable_triton_gemm": "False"} if is_for_cublas else None
     assert ahead.compiler_options(device, formats) == wanted
+
+
+def test_only_programs_for_tpus_that_sum_in_parts_overlap_their_sums() -> None:
+    """An all-reduce runs within matmuls, and by itself: combined with others it would wait for all of them."""
+    kinds = (("tpu", "TPU v6 lite"), ("tpu", "TPU7x"), ("cpu", "cpu"))
+    devices: list[Any] = [SimpleNamespace(platform=platform, device_kind=kind) for platform, kind in kinds]
+    v6e, tpu7x, cpu = devices
+    options: Any = ahead.compiler_options(v6e, overlaps_sums=True)
+    assert options["xla_enable_async_all_reduce"] == "true"
+    assert options["xla_jf_crs_combiner_threshold_count"] == "1"
+    assert ahead.compiler_options(v6e) is None
+    assert ahead.compiler_options(cpu, overlaps_sums=True) is None
+    assert ahead.compiler_options(tpu7x, overlaps_sums=True) == options | (ahead.compiler_options(tpu7x) or {})

@@ -159,6 +159,55 @@ def test_exchanges_are_found_in_loops_branches_and_beside_the_program() -> None:
     ]
 
 
+OVERLAPPED = """HloModule step, is_scheduled=true
+
+%start_in (p: bf16[64,4096]) -> (bf16[64,4096], u32[]) {
+  %p = bf16[64,4096]{1,0} parameter(0)
+  %a.1 = bf16[64,4096]{1,0} all-reduce(%p), to_apply=%add, frontend_attributes={chain_id="7"}
+  ROOT %s = (bf16[64,4096]{1,0}, u32[]{:S(2)}) custom-call(%a.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%beside (p: bf16[64,4096], q: bf16[64,1024]) -> (f32[64,512], bf16[64,4096]) {
+  %p = bf16[64,4096]{1,0} parameter(0)
+  %d = f32[64,512]{1,0} convolution(%q, %w), dim_labels=bf_io->bf
+  %a.2 = bf16[64,4096]{1,0} all-reduce(%p), to_apply=%add, frontend_attributes={chain_id="7"}
+  ROOT %t = (f32[64,512]{1,0}, bf16[64,4096]{1,0}) tuple(%d, %a.2)
+}
+
+%done_in (p: bf16[64,4096]) -> bf16[64,4096] {
+  %p = bf16[64,4096]{1,0} parameter(0)
+  %a.3 = bf16[64,4096]{1,0} all-reduce(%p), to_apply=%add, frontend_attributes={chain_id="7"}
+  ROOT %r = bf16[64,4096]{1,0} custom-call(%p, %a.3), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: bf16[64,4096]) -> bf16[64,4096] {
+  %before = bf16[64,4096]{1,0} fusion(%x), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"1000"}
+  %begin = (bf16[64,4096]{1,0}, u32[]{:S(2)}) fusion(%before), kind=kCustom, calls=%start_in
+  %dot = (f32[64,512]{1,0}, bf16[64,4096]{1,0}) fusion(%b, %q), calls=%beside, backend_config={"estimated_cycles":"300"}
+  %c = f32[64]{0} fusion(%y), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"20"}
+  %end = bf16[64,4096]{1,0} fusion(%g), kind=kCustom, calls=%done_in
+  %h = (s32[4]{0}, s32[4]{0}, u32[], u32[]) collective-permute-start(%end), source_target_pairs={{0,1}}
+  %i = (s32[4]{0}, s32[4]{0}, u32[], u32[]) collective-permute-start(%end), source_target_pairs={{1,0}}
+  %e = f32[64]{0} fusion(%y), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"5"}
+  %j = s32[4]{0} collective-permute-done(%h)
+  %k = f32[64]{0} fusion(%y), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"9"}
+  %l = s32[4]{0} collective-permute-done(%i)
+  %after = f32[64]{0} fusion(%y), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"2000"}
+  ROOT %m = bf16[64,4096]{1,0} all-reduce(%end), to_apply=%add
+}
+"""
+
+
+def test_cycles_between_start_and_done_of_an_exchange_are_counted_once() -> None:
+    """An exchange within fusions is one; of two in flight the first has the cycles."""
+    assert list(collectives_in(OVERLAPPED)) == [
+        Collective("all-reduce", ((64, 4096),), 2 * 64 * 4096, (), "a.1", is_async=True, hidden_cycles=320),
+        Collective("collective-permute", ((4,),), 16, (), "h", is_async=True, hidden_cycles=5),
+        Collective("collective-permute", ((4,),), 16, (), "i", is_async=True, hidden_cycles=9),
+        Collective("all-reduce", ((64, 4096),), 2 * 64 * 4096, (), "m"),
+    ]
+
+
 def test_a_real_program_says_what_its_devices_exchange() -> None:
     """Each of two devices has half of the columns; a loop of five sums them."""
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("model",))

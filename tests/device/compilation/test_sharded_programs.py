@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
+import types
 from collections import Counter
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -28,6 +32,8 @@ from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.models.config import Quantization
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
+from jpaged.models.tokens import TokenBatch
+from jpaged.plan.known_models import KNOWN_MODELS
 from tests.device.compilation.hlo import pool_sized_operations
 from tests.device.sharded import model_of, place
 
@@ -59,6 +65,95 @@ def test_a_step_sums_twice_a_layer_and_moves_nothing_else(name: str, layer_mode:
     assert opcodes(sample)["all-gather"] == 2  # of the best few of each device
     widths = re.findall(r"all-gather\S*\(\w+\[(\d+),(\d+)\]", sample.as_text() or "")
     assert all(int(width) <= 32 for _, width in widths)
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets tiny states have two parts."""
+    monkeypatch.setattr(sharded_matmul, "_LEAST_STATES", {2: 1})
+    monkeypatch.setattr(sharded_matmul, "_LANES", 1)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_states_in_parts_are_summed_part_by_part() -> None:
+    """Two sums for each part, and one for the embedding; the pool stays in place."""
+    model, options = model_of("llama3_tied"), EngineConfig.load(OPTIONS)
+    step, geometry, params = abstract_serving(model, options, build_mesh(jax.devices()[:4]), "scan")
+    lowering = program_lowerings(dataclasses.replace(step, overlaps_sums=True), params, geometry)
+    executable = lowering[ProgramSpec("forward", 16)]().compile()
+    exchanged = [(one.opcode, dims) for one in collectives(executable) for dims in one.dims]
+    width = step.model.config.hidden_size
+    assert Counter(exchanged) == {("all-reduce", (16, width // 2)): 4, ("all-reduce", (16, width)): 1}
+    memory = executable.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == step.layout.local.num_bytes
+    assert pool_sized_operations(executable, math.prod(step.layout.local.shape)) == set()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen3_tied", "llama3_tied"])
+def test_a_row_in_parts_has_its_bits_wherever_it_is(name: str) -> None:
+    """Four devices sum; the other rows and the row's place have no effect, and greedy tokens are those of whole states.
+
+    Programs of other sizes may differ in the last bits, with parts or without: XLA for CPUs orders sums by size.
+    """
+    model = model_of(name)
+    where = place(model, 4, "scan")
+    params = random_params(where.model, "scan", seed=0, shardings=where.shardings)
+    config = where.model.config
+
+    def attend(q_thd, k_tkd, v_tkd, carry, place, sinks_h=None):
+        return q_thd + jnp.repeat(v_tkd, config.num_heads // config.num_kv_heads, axis=1), carry
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(ids_t: jax.Array, num_column_parts: int) -> tuple[jax.Array, jax.Array]:
+        positions = jnp.full(len(ids_t), 7)
+        tokens = TokenBatch(ids_t, positions, positions + 1, num_column_parts=num_column_parts)
+        hidden_te, _ = where.model.run(params, tokens, attend, (), "scan")
+        return hidden_te, where.model.logits(params, hidden_te).argmax(-1)
+
+    ids = np.random.default_rng(0).integers(0, 131, 16).astype(np.int32)
+    hidden_te, greedy_t = run(ids, 2)
+    order = np.random.default_rng(1).permutation(16)
+    np.testing.assert_array_equal(run(ids[order], 2)[0], hidden_te[order])
+    np.testing.assert_array_equal(run(np.append(ids[:4], ids[:12] * 0), 2)[0][:4], hidden_te[:4])
+    whole_te, of_whole_t = run(ids, 1)
+    np.testing.assert_allclose(hidden_te, whole_te, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(greedy_t, of_whole_t)
+
+
+def test_states_have_parts_where_matmuls_hide_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    def overlaps(
+        name: str,
+        num_devices: int = 8,
+        *,
+        platform: str = "tpu",
+        num_contexts: int = 1,
+        dtype: Any = jnp.bfloat16,
+        layer_mode: LayerMode = "scan",
+        has_adapters: bool = False,
+    ) -> bool:
+        model = Model(KNOWN_MODELS[name].config, np.dtype(dtype))
+        mesh = build_mesh(jax.devices()[:num_devices], num_contexts)
+        monkeypatch.setattr(sharded_matmul, "first_device", lambda mesh: types.SimpleNamespace(platform=platform))
+        return sharded_matmul.overlaps_sums(model, layer_mode, mesh, has_adapters=has_adapters)
+
+    assert overlaps("llama-3-70b")
+    assert overlaps("llama-3-8b", 4)
+    assert not overlaps("llama-3-8b", 8)
+    assert not overlaps("llama-3-8b", 1)
+    assert not overlaps("opt-13b", 2)
+    assert not overlaps("llama-3-70b", platform="gpu")
+    assert not overlaps("llama-3-70b", num_contexts=2)
+    assert not overlaps("llama-3-70b", layer_mode="loop")
+    assert not overlaps("llama-3-70b", has_adapters=True)
+    assert not overlaps("llama-3-70b", dtype=jnp.float16)
+    parts = {(t, e): sharded_matmul.num_column_parts(t, e) for t in (32, 64, 512) for e in (4096, 8192, 8064)}
+    assert parts == {
+        **{(32, 4096): 1, (64, 4096): 1, (512, 4096): 2},
+        **{(32, 8192): 1, (64, 8192): 2, (512, 8192): 4},
+        **{(32, 8064): 1, (64, 8064): 1, (512, 8064): 1},
+    }
 
 
 @pytest.mark.parametrize(("num_contexts", "num_parts"), [(4, 1), (2, 2)])
