@@ -52,7 +52,6 @@ from jpaged.models.model import Model, leaf_axes, placed_leaves
 from jpaged.models.param_specs import EXPERT_AXES, LogicalAxes
 from jpaged.models.stack import LayerMode
 
-
 _LEAST_WEIGHTS = 3 << 24
 """Numbers of a layer's matrices on one device at least: matmuls of fewer are shorter than the sums they would hide."""
 _LEAST_STATES: Mapping[int, int] = {4: 1 << 22, 2: 1 << 19}

@@ -158,9 +158,7 @@ class LayerHalves(Protocol):
     def project(self, layer_params: Any, x: Any, kind: LayerKind) -> Any:
         """Return the matmul before attention."""
 
-    def finish(
-        self, layer_params: Any, x: Any, projected: Any, carry: Any, place: LayerPlace
-    ) -> tuple[Any, Any]:
+    def finish(self, layer_params: Any, x: Any, projected: Any, carry: Any, place: LayerPlace) -> tuple[Any, Any]:
         """Run attention and everything after it; return x for the next layer, and the carry."""
 
 

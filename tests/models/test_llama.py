@@ -111,7 +111,9 @@ def test_states_measured_where_they_arise_are_normalised_alike(tmp_path: Path) -
         np.testing.assert_allclose(hidden(kernel, mode), hidden(None, "loop"), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama_gqa_bias", "llama_mha"))])
+@pytest.mark.parametrize(
+    "name", ["qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama_gqa_bias", "llama_mha"))]
+)
 def test_states_in_column_parts_are_those_of_whole_states(name: str, tmp_path: Path) -> None:
     """Each part is summed by itself, and a layer projects for the next one; the inputs of layers are found, too."""
     case, positions = tiny_case(name), jnp.arange(len(TOKENS))

@@ -147,9 +147,7 @@ def _find_chain(found: Instruction, computations: Mapping[str, Sequence[Instruct
     return (chains[0], any('"AsyncCollectiveStart"' in line for line in inside)) if chains else None
 
 
-def _hidden_cycles(
-    body: Sequence[Instruction], computations: Mapping[str, Sequence[Instruction]]
-) -> Mapping[str, int]:
+def _hidden_cycles(body: Sequence[Instruction], computations: Mapping[str, Sequence[Instruction]]) -> Mapping[str, int]:
     """Return the estimated cycles between start and done of each collective that a scheduled computation starts."""
     in_flight: dict[str, str] = {}  # what ends it: its chain, or the name of its start -> the start
     hidden: dict[str, int] = {}

@@ -313,7 +313,7 @@ class DecoderLayer(Module):
 
     @property
     def takes_parts(self) -> bool:
-        """True if `project` and `finish` support the layer: states in parts, and attention apart from its projection."""
+        """True if `project` and `finish` support the layer."""
         has_norms = isinstance(self.attention_norm, RMSNorm) and isinstance(self.mlp_norm, RMSNorm)
         is_plain = self.is_sequential and self.attention_post_norm is None
         return has_norms and is_plain and isinstance(self.attention, Attention) and isinstance(self.mlp, MLP)
@@ -327,7 +327,9 @@ class DecoderLayer(Module):
         self, x: ColumnParts, qkv: jax.Array, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[ColumnParts, Any]:
         """Run the layer after its projection; see `LayerHalves`."""
-        assert isinstance(self.attention, Attention) and isinstance(self.mlp, MLP) and self.mlp_norm is not None
+        assert isinstance(self.attention, Attention)
+        assert isinstance(self.mlp, MLP)
+        assert self.mlp_norm is not None
         o_te, carry = self.attention.attend_projected(qkv, shared, attend, carry, place)
         return self.mlp.add_to_parts(self.attention.out.add_to_parts(o_te, x), self.mlp_norm), carry
 
