@@ -147,7 +147,7 @@ class StackedArray:
         """Return one of the equal parts of the matrix along an axis."""
         shape = [1, *self.stack.shape[1:]]
         shape[axis + 1] //= num_parts
-        begins = [self.index, *([0] * (len(shape) - 1))]
+        begins: list[jax.Array | int] = [self.index, *([0] * (len(shape) - 1))]
         begins[axis + 1] = part * shape[axis + 1]
         return jax.lax.dynamic_slice(self.stack, begins, shape)[0]
 

@@ -200,9 +200,9 @@ def lower_speculation(
         features = shape((spec.size, len(draft.watched) * step.model.config.hidden_size), step.model.dtype)
         return jitted.lower(params[1], pool, last_tokens, words, features)
     rounds = SpeculatePacking.of(spec.size, geometry)
-    formats = (*dense_formats(step.model.config), *dense_formats(config))
+    of_both = (*dense_formats(step.model.config), *dense_formats(config))
     overlaps = step.overlaps_sums or draft.step.overlaps_sums
-    options = compiler_options(device, formats, overlaps_sums=overlaps)
+    options = compiler_options(device, of_both, overlaps_sums=overlaps)
     speculate = functools.partial(packed_speculate, step, packing=rounds)
     results = (of_pool, placed), whole, whole
     jitted = jax.jit(speculate, donate_argnums=2, out_shardings=results, compiler_options=options)
