@@ -198,7 +198,7 @@ def test_an_unknown_field_of_a_message_is_noted_once_and_known_ones_are_still_ch
     lenient = LenientBody({**body, "messages": messages})
     assert plain(read(lenient)) == plain(read({**body, "messages": body["messages"] * 2}))
     assert list(lenient.ignored) == ["messages.nickname"]
-    with pytest.raises(InvalidArgument, match="messages.0.\\.audio: is not supported"):
+    with pytest.raises(InvalidArgument, match=r"messages.0.\.audio: is not supported"):
         read(LenientBody({**body, "messages": [{**body["messages"][0], "audio": {"id": "a"}}]}))
     with pytest.raises(InvalidArgument, match="suffix: 'x' is not supported"):
         read(LenientBody({**body, "suffix": "x"}))

@@ -249,8 +249,8 @@ async def test_unknown_fields_are_ignored_named_counted_and_logged_once(caplog: 
 
 
 async def test_unknown_fields_can_be_refused() -> None:
-    async with running(http_port=0, unknown_fields="refuse") as harness:
-        async with httpx2.AsyncClient(base_url=harness.http_url) as client:
-            answer = await client.post("/v1/completions", json={"prompt": "hello", "seeed": 1})
-            assert answer.status_code == 400
-            assert answer.json()["error"]["param"] == "seeed"
+    running_strictly = running(http_port=0, unknown_fields="refuse")
+    async with running_strictly as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "hello", "seeed": 1})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "seeed"
