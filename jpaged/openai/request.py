@@ -87,6 +87,11 @@ def _reasoning_in(body: Mapping[str, Any]) -> Any:
     return {**(value or {}), **others}
 
 
+def reasoning_fields(text: str) -> dict[str, str]:
+    """Return the fields of reasoning in a message: DeepSeek's and SGLang's name, and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
 def build_message(output: CompletionOutput, role: str = "assistant", echoed: str = "") -> dict[str, Any]:
     """Return an answer as a message: without content if it only calls tools.
 
@@ -96,7 +101,7 @@ def build_message(output: CompletionOutput, role: str = "assistant", echoed: str
     text = echoed + output.text
     message: dict[str, Any] = {"role": role, "content": text}
     if output.reasoning_content:
-        message["reasoning_content"] = output.reasoning_content
+        message |= reasoning_fields(output.reasoning_content)
     if output.tool_calls:
         message["content"] = text or None
         message["tool_calls"] = [call.as_json() for call in output.tool_calls]
