@@ -6,10 +6,15 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from docs.site import links, references
+from docs.site import links, references, tables
 
 _SOURCES: dict[str, str] = {}
 """The path in the repository of each page that was written by hand."""
+_BOOSTS = {
+    **dict.fromkeys(("from_vllm.md", "tpus.md", "gpus.md", "memory.md", "models.md", "sampling.md"), 2.0),
+    **dict.fromkeys(("changelog.md", "performance.md", "planted_faults.md", "changing.md", "architecture.md"), 0.5),
+}
+"""Factors of pages in the order of search results: pages for a task come before records and pages for developers."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -41,6 +46,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Turn links between files of the repository into links of the site."""
+    """Turn links between files of the repository into links of the site, and set the page's rank in the search."""
+    if (boost := _BOOSTS.get(page.file.src_uri)) is not None:
+        page.meta["search"] = {"boost": boost}
     source = _SOURCES.get(page.file.src_uri)
     return markdown if source is None else links.rewritten(markdown, source)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark tables that are too wide for phones."""
+    return tables.mark_tables(html)

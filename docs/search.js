@@ -1,0 +1,12 @@
+// Search for names as they are pasted: the search would read the dashes of `--flag` as "without", and the colon of
+// `vllm:metric` as the name of a field.
+const query = document.querySelector("[data-md-component=search-query]");
+const { get, set } = Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, "value");
+Object.defineProperty(query, "value", {
+  get() {
+    return get.call(this).replace(/(^|\s)[-+]+(?=\w)/g, "$1").replace(/:/g, " ");
+  },
+  set(value) {
+    set.call(this, value);
+  },
+});
