@@ -1,5 +1,7 @@
 """What mkdocs is told of the pages that are not in docs/: the README, the changelog, references, linked files."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -15,6 +17,8 @@ _BOOSTS = {
     **dict.fromkeys(("changelog.md", "performance.md", "planted_faults.md", "changing.md", "architecture.md"), 0.5),
 }
 """Factors of pages in the order of search results: pages for a task come before records and pages for developers."""
+_TITLE_BOOST = 10.0
+"""Weight of a word in a heading. With the theme's 1000 a page with one word of a flag in a heading would come first."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -56,3 +60,11 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Mark tables that are too wide for phones."""
     return tables.mark_tables(html)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Set the weight of headings in the search index."""
+    path = Path(config.site_dir) / "search" / "search_index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    index["config"]["fields"]["title"]["boost"] = _TITLE_BOOST
+    path.write_text(json.dumps(index), encoding="utf-8")

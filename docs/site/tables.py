@@ -39,12 +39,12 @@ def _marked(table: str) -> str:
 
 
 def _labeled(row: str, labels: list[str]) -> str:
-    """Return a row whose cells have the labels of their columns, except the first, which is the row's name."""
+    """Return a row whose cells have the labels of their columns, except the first one, and the second one of two."""
     places = iter(range(len(labels)))
 
     def label(cell: re.Match[str]) -> str:
         place = next(places)
-        named = f' data-label="{labels[place]}"' if place and labels[place] else ""
+        named = f' data-label="{labels[place]}"' if place and labels[place] and len(labels) > 2 else ""
         return f"<t{cell[1]}{cell[2]}{named}>{cell[3]}</t{cell[1]}>"
 
     return _CELL.sub(label, row)
