@@ -63,7 +63,7 @@ def options() -> Iterator[str]:
 
 
 def _table(*titles: str) -> str:
-    return f'| {" | ".join(titles)} |\n{"|---" * len(titles)}|'
+    return f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|"
 
 
 def _help(spec: Field[Any]) -> str:

@@ -25,12 +25,12 @@ PATHS = """
     /init_weight_transfer_engine /start_weight_update /start_draft_weight_update /update_weights
     /finish_weight_update /update_weight_version /shutdown_weight_transfer_engine /weight_checker /weight_info
     /get_world_size
-""".split()
+"""
 """HTTP paths of vLLM's server of this version."""
 INSTEAD: Mapping[str, str] = {
     "/v1/messages /v1/messages/count_tokens": "Anthropic's API is not served: use `/v1/chat/completions`",
     "/v1/load_lora_adapter /v1/unload_lora_adapter": "gRPC `LoadAdapter` and `UnloadAdapter` ([adapters](lora.md))",
-    "/reset_prefix_cache": "in Python, `LLM.reset_prefix_cache()`; on a server, requests with a new `cache_salt` find no cached prefix",
+    "/reset_prefix_cache": "in Python, `LLM.reset_prefix_cache()`; a new `cache_salt` finds no cached prefix",
     "/reset_mm_cache /reset_encoder_cache /classify /pooling /generative_scoring /v1/decisions /v1/systemone "
     "/v1/audio/transcriptions /v1/audio/translations /v1/realtime": "models take text, and have no such heads",
     "/sleep /wake_up /is_sleeping /release_kv_cache_memory": "a server releases its memory by exiting",
@@ -68,7 +68,7 @@ METRICS = """
     estimated_read_bytes_per_gpu_total estimated_write_bytes_per_gpu_total tool_call_parser_invocations_total
     websocket_connections_active websocket_connections_total websocket_connection_duration_seconds kv_offload_*
     kv_offload_tiering_* simple_kv_offload_* nixl_* mooncake_* hf3fs_* hisparse_* umbp_* diffusion_*
-""".split()
+"""
 """Metrics of vLLM's server of this version, without `vllm:`; a star stands for those of a connector or feature."""
 OURS: Mapping[str, str] = {
     "num_requests_waiting_by_reason num_requests_kv_fetch_by_stage": "`vllm:num_requests_waiting`, one number",
@@ -90,7 +90,8 @@ OURS: Mapping[str, str] = {
     "engine_sleep_state watermark_requests mm_cache_queries mm_cache_hits kv_block_lifetime_seconds "
     "kv_block_idle_before_evict_seconds kv_block_reuse_gap_seconds estimated_flops_per_gpu_total "
     "estimated_read_bytes_per_gpu_total estimated_write_bytes_per_gpu_total tool_call_parser_invocations_total "
-    "websocket_connections_active websocket_connections_total websocket_connection_duration_seconds diffusion_*": "none",
+    "websocket_connections_active websocket_connections_total websocket_connection_duration_seconds "
+    "diffusion_*": "none",
 }
 """What to use for metrics that are not exported."""
 
@@ -109,7 +110,7 @@ def _row(names: Collection[str], cell: str) -> str:
 def _paths() -> Iterator[str]:
     served = {path for _, path in HTTP}
     yield f"\n| path of vLLM {VERSION} | here |\n|---|---|"
-    yield _row([path for path in PATHS if path in served], "the same")
+    yield _row([path for path in PATHS.split() if path in served], "the same")
     for paths, text in INSTEAD.items():
         if left := [path for path in paths.split() if path not in served]:
             yield _row(left, text)
@@ -119,7 +120,7 @@ def _paths() -> Iterator[str]:
 def _metrics(scraped: str) -> Iterator[str]:
     names = exported(scraped)
     yield f"\n| metric of vLLM {VERSION} | here |\n|---|---|"
-    yield _row([f"vllm:{name}" for name in METRICS if f"vllm:{name}" in names], "the same")
+    yield _row([f"vllm:{name}" for name in METRICS.split() if f"vllm:{name}" in names], "the same")
     for group, text in OURS.items():
         if left := [f"vllm:{name}" for name in group.split() if f"vllm:{name}" not in names]:
             yield _row(left, text)

@@ -77,7 +77,8 @@ def merged(document: Document, change: Document) -> None:
 
 
 def test_the_bucket_of_the_page_of_tpus_fits_the_manifests():
-    (text,) = re.findall(r"^```yaml\n(.*?)^```", (manifests.ROOT / "docs/tpus.md").read_text(), re.MULTILINE | re.DOTALL)
+    page = (manifests.ROOT / "docs/tpus.md").read_text()
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     deployment = copies()["deployment-tpu.yaml"][0]
     merged(deployment["spec"]["template"], yaml.safe_load(text))
     assert manifests.document_problems(deployment) == []

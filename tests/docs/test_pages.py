@@ -57,11 +57,11 @@ async def test_the_page_of_vllm_has_the_tables_of_its_paths_and_metrics():
     assert vllm_names.PAGE.read_text() == vllm_names.page(scraped), "python -m docs.site.vllm_names writes it"
     names = vllm_names.exported(scraped)
     explained = {f"vllm:{name}" for group in vllm_names.OURS for name in group.split()}
-    assert {f"vllm:{name}" for name in vllm_names.METRICS} - names - explained == set()
+    assert {f"vllm:{name}" for name in vllm_names.METRICS.split()} - names - explained == set()
     instead = re.findall(r"`((?:vllm|jpaged):[a-z_]+\b)`", " ".join(vllm_names.OURS.values()))
     assert set(instead) - names == set()
     explained = {path for group in vllm_names.INSTEAD for path in group.split()}
-    assert set(vllm_names.PATHS) - {path for _, path in HTTP} - explained == set()
+    assert set(vllm_names.PATHS.split()) - {path for _, path in HTTP} - explained == set()
 
 
 def test_the_defaults_that_differ_are_the_options():
