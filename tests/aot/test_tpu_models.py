@@ -384,7 +384,13 @@ def test_recorded_exchanges_are_two_sums_a_layer_and_one_of_the_embedding() -> N
         assert one.exposed_bytes <= one.link_bytes * (1 if parts == 1 else 0.5)
 
 
-@pytest.mark.parametrize("cell", long("llama-3-8b@v6e:2x4#forward[64]") + deep("llama-3-70b@v6e:2x4#forward[64]"))
+@pytest.mark.parametrize(
+    "cell",
+    [
+        *long("llama-3-8b@v6e:2x4#forward[64]", "llama-3-70b@v6e:2x4#forward[64]"),
+        *deep("llama-3-70b@v6e:2x4#forward[512]", "llama-3-8b@tpu7x:1x1x1#forward[512]"),
+    ],
+)
 def test_programs_exchange_no_more_than_recorded(cell: str) -> None:
     (result,) = compile_cells(cell)
     found = Exchange.count(result)
