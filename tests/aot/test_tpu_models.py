@@ -334,9 +334,6 @@ RECORDED: list[dict[str, Any]] = json.loads((RESULTS / "tpu_exchange.json").read
 
 PARTS = {
     ("llama-3-70b@v6e:2x4", "forward[64]"): 2,
-    ("llama-3-70b@v5p:2x2x2", "forward[64]"): 2,
-    ("llama-3-70b@tpu7x:2x2x2", "forward[64]"): 2,
-    ("llama-3-8b@tpu7x:1x1x1", "forward[512]"): 2,
     ("llama-3-70b@v6e:2x4", "forward[512]"): 4,
 }
 """Parts of the hidden states that are summed one after another; other steps have one."""
