@@ -63,9 +63,9 @@ class ColumnParts:
     The matmul that makes them sums each part over the devices by itself, and the next one multiplies with each part as
     soon as its sum is complete. So the sum of one part overlaps with the products of the others:
 
-        down    | w0 | w1 | w2 | w3 |                                the columns of its kernel
+        down    | w0 | w1 | w2 | w3 |                                columns of the kernel
         sums         | s0 ... | s1 ... | s2 ... | s3 ... |
-        qkv                                | w0 | w1 | w2 | w3 |     the rows of its kernel, whose results are added
+        qkv                                | w0 | w1 | w2 | w3 |     rows of the kernel; results are added
 
     A row's result depends on no other row, and each weight is read once.
     """

@@ -334,9 +334,11 @@ RECORDED: list[dict[str, Any]] = json.loads((RESULTS / "tpu_exchange.json").read
 
 PARTS = {
     ("llama-3-70b@v6e:2x4", "forward[64]"): 2,
+    ("llama-3-70b@v5p:2x2x2", "forward[64]"): 2,
+    ("llama-3-8b@tpu7x:1x1x1", "forward[512]"): 2,
     ("llama-3-70b@v6e:2x4", "forward[512]"): 4,
 }
-"""Parts of the hidden states that are summed one after another; other steps have one."""
+"""Parts of the hidden states that are summed one after another, unless combined; other steps have one."""
 
 
 def test_exchanges_are_counted_over_each_link_with_the_trips_of_loops() -> None:
@@ -376,7 +378,8 @@ def test_recorded_exchanges_are_two_sums_a_layer_and_one_of_the_embedding() -> N
         tokens, parts = int(one.program[8:-1]), PARTS.get((one.cell, one.program), 1)
         num_sums = 2 * config.num_layers + 1
         itemsize = 4 if one.cell.startswith("opt") else 2  # OPT's sums are in float32
-        assert one.num_collectives == {"all-reduce": 2 * parts * config.num_layers + 1}
+        assert set(one.num_collectives) == {"all-reduce"}
+        assert num_sums <= one.num_collectives["all-reduce"] <= 2 * parts * config.num_layers + 1
         assert one.link_bytes <= num_sums * tokens * config.hidden_size * itemsize * 2 * (devices - 1) // devices
         assert one.exposed_bytes <= one.link_bytes * (1 if parts == 1 else 0.5)
 

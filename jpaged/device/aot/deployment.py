@@ -131,7 +131,7 @@ def _collectives_from(
             yield Collective(opcode, dims, num_bytes, loop_trips, found.name, is_async or is_start, cycles)
         chain = _find_chain(found, computations)
         if chain is not None and not chain[1]:
-            continue  # counted where it starts
+            continue  # counted at the start
         starts = found.opcode in _STARTS or chain is not None
         inner = (*loop_trips, _trips(found, computations)) if found.opcode == "while" else loop_trips
         for callee in found.all_called:
@@ -149,7 +149,7 @@ def _find_chain(found: Instruction, computations: Mapping[str, Sequence[Instruct
 
 def _hidden_cycles(body: Sequence[Instruction], computations: Mapping[str, Sequence[Instruction]]) -> Mapping[str, int]:
     """Return the estimated cycles between start and done of each collective that a scheduled computation starts."""
-    in_flight: dict[str, str] = {}  # what ends it: its chain, or the name of its start -> the start
+    in_flight: dict[str, str] = {}  # a chain, or the name of a start -> the start
     hidden: dict[str, int] = {}
     for found in body:
         chain = _find_chain(found, computations)
