@@ -52,6 +52,8 @@ from jpaged.models.model import Model, leaf_axes, placed_leaves
 from jpaged.models.param_specs import EXPERT_AXES, LogicalAxes
 from jpaged.models.stack import LayerMode
 
+_KINDS = frozenset({"TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x"})
+"""Devices for which libtpu runs a sum within matmuls; for v5e it compiles the parts to synchronous sums."""
 _LEAST_WEIGHTS = 3 << 24
 """Numbers of a layer's matrices on one device at least: matmuls of fewer are shorter than the sums they would hide."""
 _LEAST_STATES: Mapping[int, int] = {4: 1 << 22, 2: 1 << 19}
@@ -62,10 +64,10 @@ _LANES = 128
 def overlaps_sums(model: Model, layer_mode: LayerMode, mesh: Mesh, *, has_adapters: bool) -> bool:
     """Return True if a model's larger steps sum hidden states in parts.
 
-    Other devices have no compiler that overlaps them. Quantized matrices and adapters have no parts.
+    Quantized matrices and adapters have no parts.
     """
     is_split = num_shards(mesh) > 1 and num_context_parts(mesh) == 1
-    if has_adapters or not is_split or layer_mode != "scan" or first_device(mesh).platform != "tpu":
+    if has_adapters or not is_split or layer_mode != "scan" or first_device(mesh).device_kind not in _KINDS:
         return False
     layer = (leaf for path, (leaf, *_) in placed_leaves(model.config, "loop") if path[:2] == ("layers", 0))
     num_weights = sum(math.prod(leaf.shape) for leaf in layer) // num_shards(mesh)

@@ -127,7 +127,7 @@ def test_states_have_parts_where_matmuls_hide_their_sums(monkeypatch: pytest.Mon
         name: str,
         num_devices: int = 8,
         *,
-        platform: str = "tpu",
+        kind: str = "TPU v6 lite",
         num_contexts: int = 1,
         dtype: Any = jnp.bfloat16,
         layer_mode: LayerMode = "scan",
@@ -135,7 +135,7 @@ def test_states_have_parts_where_matmuls_hide_their_sums(monkeypatch: pytest.Mon
     ) -> bool:
         model = Model(KNOWN_MODELS[name].config, np.dtype(dtype))
         mesh = build_mesh(jax.devices()[:num_devices], num_contexts)
-        monkeypatch.setattr(sharded_matmul, "first_device", lambda mesh: types.SimpleNamespace(platform=platform))
+        monkeypatch.setattr(sharded_matmul, "first_device", lambda mesh: types.SimpleNamespace(device_kind=kind))
         return sharded_matmul.overlaps_sums(model, layer_mode, mesh, has_adapters=has_adapters)
 
     assert overlaps("llama-3-70b")
@@ -143,7 +143,9 @@ def test_states_have_parts_where_matmuls_hide_their_sums(monkeypatch: pytest.Mon
     assert not overlaps("llama-3-8b", 8)
     assert not overlaps("llama-3-8b", 1)
     assert not overlaps("opt-13b", 2)
-    assert not overlaps("llama-3-70b", platform="gpu")
+    assert overlaps("llama-3-70b", kind="TPU v5")
+    assert not overlaps("llama-3-70b", kind="TPU v5 lite")
+    assert not overlaps("llama-3-70b", kind="NVIDIA H200")
     assert not overlaps("llama-3-70b", num_contexts=2)
     assert not overlaps("llama-3-70b", layer_mode="loop")
     assert not overlaps("llama-3-70b", has_adapters=True)
