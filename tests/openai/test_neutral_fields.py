@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from jpaged.anthropic import MessagesRequest, parse_messages_request
 from jpaged.errors import InvalidArgument
 from jpaged.openai.embeddings import embed_job, parse_detokenize_job, parse_tokenize_job, rerank_job, score_job
 from jpaged.openai.lines import BadLine, parse_job, parse_request_line
@@ -18,6 +19,7 @@ READERS: dict[str, tuple[Callable[[Mapping[str, Any]], Any], dict[str, Any]]] = 
     "/v1/completions": (completion_job, {"prompt": "x"}),
     "/v1/chat/completions": (chat_job, {"messages": MESSAGES}),
     "/v1/responses": (parse_responses_request, {"input": "x"}),
+    "/v1/messages": (parse_messages_request, {"messages": MESSAGES, "max_tokens": 9}),
     "/v1/embeddings": (embed_job, {"input": "x"}),
     "/v1/score": (score_job, {"text_1": "x", "text_2": "y"}),
     "/v1/rerank": (rerank_job, {"query": "x", "documents": ["y"]}),
@@ -30,6 +32,7 @@ SAMPLES: dict[type, tuple[Any, ...]] = {
     float: (0.5,),
     str: ("", "note"),
     dict: ({}, {"a": "b"}),
+    list: ([], ["a"]),
 }
 READ_BY_SOME = {
     *("user", "echo", "stream", "return_token_ids", "include_reasoning", "add_special_tokens", "chat_template_kwargs"),
@@ -130,7 +133,7 @@ def values_of(row: Neutral) -> list[Any]:
 
 def plain(value: Any) -> Any:
     """Return what was read, with one form of values that are the same and without notes of the caller."""
-    if isinstance(value, ResponsesRequest):
+    if isinstance(value, ResponsesRequest | MessagesRequest):
         return plain(value.job)
     if not isinstance(value, Job):
         return value
