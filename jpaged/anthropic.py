@@ -672,7 +672,7 @@ def _check_fields(where: str, given: Mapping[str, Any], known: frozenset[str] | 
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """How the answers to one body are written.
+    """Format of the answers to one body.
 
     Attributes:
         heading: id and model of the answer.

@@ -299,7 +299,7 @@ _OVERLOADED = 529
 
 
 def is_anthropic(scope: Scope) -> bool:
-    """Return True if the response to a request has Anthropic's format: by the path, or a header of its clients."""
+    """Return True if the path of a request, or a header, belongs to Anthropic's API, and so do errors."""
     path: str = scope["path"]
     if path == _ANTHROPIC_PATHS[0] or path.startswith(_ANTHROPIC_PATHS[1]):
         return True

@@ -121,7 +121,7 @@ _SYSTEM_AFTER_USER = Prompt(
 
 @dataclass(frozen=True, slots=True)
 class _MessagesCall:
-    """A body of /v1/messages with the job of its chat."""
+    """Parsed body of /v1/messages, and its chat."""
 
     asked: CompletionJob
     request: MessagesRequest
