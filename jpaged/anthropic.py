@@ -56,7 +56,8 @@ _BLOCK_FIELDS: Mapping[str, frozenset[str]] = {
     "tool_addition": frozenset({"tool"}),
     "tool_removal": frozenset({"tool"}),
 }
-"""Fields of each type of block that is read, besides `type` and `cache_control`."""
+"""Fields of each type of block that is read, in addition to `type` and `cache_control`."""
+_OF_ALL_BLOCKS = frozenset({"type", "cache_control"})
 _READABLE = ("text", "document", "search_result")
 _OF_ROLE: Mapping[str, tuple[str, ...]] = {
     "user": (*_READABLE, "tool_result"),
@@ -65,13 +66,15 @@ _OF_ROLE: Mapping[str, tuple[str, ...]] = {
 }
 """Types of blocks in the messages of each role."""
 _RESULT_TYPES = (*_READABLE, "tool_reference")
-_MESSAGE_FIELDS = {"system": {"role", "content", "clear_at", "output_config"}}
+_SYSTEM_FIELDS = frozenset({"role", "content", "clear_at", "output_config"})
 _TOOL_FIELDS = frozenset(
     {
         *("name", "description", "input_schema", "strict", "type", "cache_control", "defer_loading"),
         *("eager_input_streaming", "allowed_callers", "input_examples"),
     }
 )
+_OUTPUT_FIELDS = frozenset({"effort", "format", "task_budget"})
+_CHOICE_FIELDS = frozenset({"type", "name", "disable_parallel_tool_use"})
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _THINKING = {
     "enabled": frozenset({"budget_tokens", "display", "block_binding"}),
@@ -97,6 +100,28 @@ _OF_CHATS = OF_CHATS - {
 }
 """Fields that a chat has under the same name."""
 OF_MESSAGES = _OWN | _OF_CHATS
+NAMES: Mapping[str, frozenset[str]] = {
+    "body.messages[]": _SYSTEM_FIELDS,
+    "body.tools[]": _TOOL_FIELDS,
+    "body.tool_choice": _CHOICE_FIELDS,
+    "body.tool_choice.type": frozenset({*_TOOL_CHOICES, "tool"}),
+    "body.thinking": frozenset({"type"}).union(*_THINKING.values()),
+    "body.thinking.type": frozenset(_THINKING),
+    "body.output_config": _OUTPUT_FIELDS,
+    "blocks": frozenset(_BLOCK_FIELDS),
+    **{kind: fields | _OF_ALL_BLOCKS for kind, fields in _BLOCK_FIELDS.items()},
+}
+"""Names that are accepted in each place of a body, types of blocks, and fields of the blocks of each type."""
+_IGNORED = frozenset({"cache_control", "citations", "caller", "toolset_name", "parsed_output", "data"})
+WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {
+    "body": frozenset({"context_management"}),
+    "body.tools[]": _IGNORED | {"defer_loading", "eager_input_streaming", "input_examples"},
+    "body.thinking": frozenset({"block_binding"}),
+    "body.output_config": frozenset({"task_budget"}),
+    "blocks": frozenset({"redacted_thinking"}),
+    **{kind: _IGNORED & NAMES[kind] for kind in _BLOCK_FIELDS},
+}
+"""Names of `NAMES`, and of the body itself, that change nothing."""
 _THEIRS = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
@@ -327,7 +352,7 @@ def _tool_choice(given: Mapping[str, Any], tools: _Tools) -> tuple[Any, bool | N
     if not given:
         return None, None
     kind = given.get("type")
-    _check_fields("tool_choice", given, {"type", "disable_parallel_tool_use", *(("name",) if kind == "tool" else ())})
+    _check_fields("tool_choice", given, _CHOICE_FIELDS - ({"name"} if kind != "tool" else set()))
     is_one = given.get("disable_parallel_tool_use", False)
     if not isinstance(is_one, bool):
         shown = str(is_one)[:_MAX_SHOWN]
@@ -386,7 +411,7 @@ def _template_kwargs(thinking: Mapping[str, Any], given: Any) -> Any:
 
 def _output_config(body: Mapping[str, Any]) -> Mapping[str, Any]:
     config = dict(_object(body, "output_config"))
-    _check_fields("output_config", config, {"effort", "format", "task_budget"})
+    _check_fields("output_config", config, _OUTPUT_FIELDS)
     _check_effort("output_config.effort", config.get("effort"))
     if "output_format" in body:
         if "format" in config:
@@ -456,7 +481,7 @@ class _Conversation:
             raise InvalidArgument(where, "must be an object of role and content")
         if role not in _OF_ROLE:
             raise InvalidArgument(f"{where}.role", f"{role[:_MAX_SHOWN]!r} is not one of {', '.join(_OF_ROLE)}")
-        _check_fields(where, message, _MESSAGE_FIELDS.get(role, {"role", "content"}))
+        _check_fields(where, message, _SYSTEM_FIELDS if role == "system" else {"role", "content"})
         if role == "system":
             self._add_system(number, where, message)
         elif role == "user":
@@ -552,7 +577,7 @@ def _check_block(where: str, block: Any, types: tuple[str, ...]) -> None:
         raise InvalidArgument(f"{where}.type", "'image' is not supported: the model reads only text")
     if kind not in types:
         raise InvalidArgument(f"{where}.type", f"{kind[:_MAX_SHOWN]!r} is not supported: only {', '.join(types)} are")
-    _check_fields(where, block, _BLOCK_FIELDS[kind] | {"type", "cache_control"})
+    _check_fields(where, block, _BLOCK_FIELDS[kind] | _OF_ALL_BLOCKS)
     _check_cache_control(where, block)
 
 
