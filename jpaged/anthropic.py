@@ -533,9 +533,9 @@ class _Conversation:
 
 
 def _add_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Add a message; join it with the previous one if both are of the user, or of the assistant."""
+    """Add a message; join it with the previous one if both have the same role."""
     last = messages[-1] if messages else {"role": None}
-    if message["role"] != last["role"] or message["role"] == "system":
+    if message["role"] != last["role"]:
         messages.append(message)
         return
     last["content"] = "\n".join(filter(None, (last["content"], message["content"])))

@@ -277,7 +277,7 @@ def make_app(service: Service, gate: Authenticator, batches: BatchJobRunner | No
             allow_origins=origins,
             allow_methods=("*",),
             allow_headers=("*",),
-            expose_headers=(REQUEST_ID_HEADER, "retry-after", "retry-after-ms"),
+            expose_headers=(REQUEST_ID_HEADER, "request-id", "retry-after", "retry-after-ms"),
         )
     return _Named(guarded, (service.state.config.http.root_path or "").rstrip("/"))
 

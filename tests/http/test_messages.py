@@ -134,7 +134,8 @@ def test_a_conversation_becomes_a_chat() -> None:
         {"role": "tool", "tool_call_id": "b", "content": "Error: no\ncity"},
         {"role": "user", "content": "And now?\nWeather?"},
     ]
-    assert messages_in(system="Be brief.")[0] == {"role": "system", "content": "Be brief."}
+    first = messages_in(system="Be brief.", messages=[{"role": "system", "content": "Be kind."}, USER])
+    assert first[0] == {"role": "system", "content": "Be brief.\nBe kind."}
     assert messages_in(system="x-anthropic-billing-header: cch=1;\nBe brief.")[0]["content"] == "Be brief."
 
 
@@ -454,6 +455,18 @@ async def test_an_error_in_the_middle_is_the_last_event() -> None:
         *_, last = events_in(text)
         assert (last["type"], last["error"]["type"]) == ("error", "api_error")
         assert last["request_id"] == answer.headers["request-id"]
+
+
+async def test_a_stream_without_output_has_pings() -> None:
+    options: dict[str, Any] = {"http_port": 0, "http_keep_alive": 0.05}
+    async with running(**options) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        harness.faults.hold_after(0)
+        async with client.stream("POST", "/v1/messages", json={**BODY, "max_tokens": 4, "stream": True}) as answer:
+            lines = answer.aiter_lines()
+            assert [await anext(lines) for _ in range(3)] == ["event: ping", 'data: {"type":"ping"}', ""]
+            harness.faults.release()
+            rest = [line async for line in lines]
+        assert rest[-3:] == ["event: message_stop", 'data: {"type":"message_stop"}', ""]
 
 
 async def test_a_template_without_late_system_messages_gets_reminders(monkeypatch: pytest.MonkeyPatch) -> None:
