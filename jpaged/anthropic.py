@@ -143,7 +143,6 @@ class MessagesRequest:
     Attributes:
         job: the chat. Its limit is `max_tokens`, or what the model's length and the pool allow.
         max_tokens: limit of the body; None to count tokens.
-        has_thinking: the answer has blocks of thinking.
         omits_thinking: blocks of thinking have no text, and the thought is in the signature.
         reports_edits: the answer has `context_management`, without any edit.
         late_systems: indexes of the chat's messages of the role system after the first message.
@@ -153,7 +152,6 @@ class MessagesRequest:
 
     job: Job
     max_tokens: int | None
-    has_thinking: bool = True
     omits_thinking: bool = False
     reports_edits: bool = False
     late_systems: tuple[int, ...] = ()
@@ -237,7 +235,6 @@ def parse_messages_request(
     return MessagesRequest(
         _limited(job, max_tokens),
         max_tokens,
-        has_thinking=thinking.get("type") != "disabled",
         omits_thinking=thinking.get("display") == "omitted",
         reports_edits=bool(_object(body, "context_management")),
         late_systems=conversation.late_systems,
