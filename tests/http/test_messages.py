@@ -1,7 +1,7 @@
 """/v1/messages: bodies as chats, and answers whole and streamed, of a model whose answers are known."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -300,6 +300,68 @@ def test_a_body_that_cannot_be_honored_names_the_field(body: dict[str, Any], mes
     with pytest.raises(InvalidArgument) as refused:
         parse_messages_request({**BODY, **body})
     assert str(refused.value).startswith(message)
+
+
+RICH: dict[str, Any] = {
+    **BODY,
+    "system": [{"type": "text", "text": "Be brief.", **HINT}],
+    "messages": [
+        {
+            "role": "user",
+            "content": [
+                {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "a"}]}},
+                {"type": "search_result", "title": "b", "source": "c", "content": [], "citations": {"enabled": False}},
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "", "signature": "jpaged.YQ=="},
+                {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": ["Bern"]}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "sun"}]}],
+        },
+        {
+            "role": "system",
+            "content": [{"type": "tool_addition", "tool": {"type": "tool_definition", "definition": WEATHER}}],
+            "output_config": {"effort": "low"},
+        },
+    ],
+    "tools": [WEATHER, {"type": "bash_20250124", "name": "bash"}],
+    "tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 9, "display": "omitted"},
+    "output_config": {"effort": "high", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+    "metadata": {"user_id": "me"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+}
+ODD: tuple[Any, ...] = (None, 7, "x", [[]], {"type": []})
+
+
+def variants(value: Any) -> Iterator[Any]:
+    """A value with each of its parts replaced by each odd value."""
+    yield from ODD
+    if isinstance(value, dict):
+        for name, one in value.items():
+            yield from ({**value, name: odd} for odd in variants(one))
+    elif isinstance(value, list):
+        for i, one in enumerate(value):
+            yield from ([*value[:i], odd, *value[i + 1 :]] for odd in variants(one))
+
+
+def test_a_body_of_any_shape_is_read_or_refused_by_name() -> None:
+    num_read, fields = 0, set()
+    for name, value in RICH.items():
+        for odd in [value, *variants(value)]:
+            try:
+                parse_messages_request({**RICH, name: odd})
+                num_read += 1
+            except InvalidArgument as error:
+                fields.add(error.field.partition(".")[0].partition("[")[0])
+    assert num_read > 50
+    assert fields == RICH.keys()
 
 
 def test_an_input_that_is_no_object_is_kept_as_text() -> None:
