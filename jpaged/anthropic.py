@@ -291,15 +291,14 @@ class _Tools:
 
     def change(self, where: str, block: Mapping[str, Any]) -> None:
         """Apply a block that adds or removes a tool from here on."""
-        given = block.get("tool")
-        kind = given.get("type") if isinstance(given, Mapping) else None
-        is_addition = block["type"] == "tool_addition"
+        given: Any = block.get("tool")
+        kind, is_addition = _type_in(given), block["type"] == "tool_addition"
         if kind == "tool_definition" and is_addition:
             definition = given.get("definition")
-            name = definition.get("name") if isinstance(definition, Mapping) else None
-            if isinstance(name, str):
-                self._tools.pop(name, None)
-                self._removed.discard(name)
+            replaced = definition.get("name") if isinstance(definition, Mapping) else None
+            if isinstance(replaced, str):
+                self._tools.pop(replaced, None)
+                self._removed.discard(replaced)
             self._add(f"{where}.tool.definition", len(self._tools), definition)
             return
         if kind != "tool_reference":
@@ -322,9 +321,9 @@ class _Tools:
         callers = given.get("allowed_callers")
         is_hosted = kind != "custom" or (isinstance(callers, list) and bool(callers) and "direct" not in callers)
         if is_hosted:
-            name = str(given.get("name") or kind)
-            self._hosted[name] = str(kind)
-            what = f"{name[:_MAX_SHOWN]!a} of type {str(kind)[:_MAX_SHOWN]!a} is ignored"
+            hosted = str(given.get("name") or kind)
+            self._hosted[hosted] = str(kind)
+            what = f"{hosted[:_MAX_SHOWN]!a} of type {str(kind)[:_MAX_SHOWN]!a} is ignored"
             self.warnings += (f"{where}: {what}: only tools with an input_schema that the client runs are supported",)
             return
         _check_fields(where, given, _TOOL_FIELDS)
@@ -531,10 +530,10 @@ class _Conversation:
 
 def _add_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     """Add a message; join it with the previous one if both have the same role."""
-    last = messages[-1] if messages else {"role": None}
-    if message["role"] != last["role"]:
+    if not messages or message["role"] != messages[-1]["role"]:
         messages.append(message)
         return
+    last = messages[-1]
     last["content"] = "\n".join(filter(None, (last["content"], message["content"])))
     if thought := message.get("reasoning_content"):
         last["reasoning_content"] = last.get("reasoning_content", "") + thought

@@ -109,6 +109,7 @@ async def _num_tokens(service: Service, text: str) -> int:
 
 _WARNING_HEADER = "x-jpaged-warning"
 """Header of fields of a body that were ignored."""
+_MAX_WARNINGS = 16
 _SYSTEM_AFTER_USER = Prompt(
     messages=[
         {"role": "system", "content": "a"},
@@ -177,7 +178,7 @@ def message_routes(service: Service) -> list[Route]:
         if parsed[-1].late_systems and not await late_systems.are_accepted(asked.model):
             asked = replace(asked, job=parsed[-1].with_reminders())
         if parsed[-1].warnings:
-            get_answer_headers(request)[_WARNING_HEADER] = "; ".join(parsed[-1].warnings)
+            get_answer_headers(request)[_WARNING_HEADER] = "; ".join(parsed[-1].warnings[:_MAX_WARNINGS])
         return _MessagesCall(asked, parsed[-1])
 
     async def create(request: Request) -> Response | EventStream:

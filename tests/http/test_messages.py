@@ -58,7 +58,9 @@ def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
     """The message of a stream, whose events must come in order."""
     first, *blocks, delta, stop = [one for one in events if one["type"] != "ping"]
     assert (first["type"], delta["type"], stop["type"]) == ("message_start", "message_delta", "message_stop")
-    message, content, texts = first["message"], [], []
+    message = first["message"]
+    content: list[dict[str, Any]] = []
+    texts: list[str] = []
     assert (message["type"], message["role"], message["content"]) == ("message", "assistant", [])
     for one in blocks:
         if one["type"] == "content_block_start":
@@ -182,7 +184,7 @@ def test_tools_and_their_choice() -> None:
     hosted = {"type": "web_search_20250305", "name": "web_search"}
     tools = [hosted, {**WEATHER, "strict": True, "type": "custom", "eager_input_streaming": True}]
     request = parse_messages_request({**BODY, "tools": tools, "tool_choice": {"type": "any"}})
-    options = request.job.prompts[0].chat_options
+    options: Any = request.job.prompts[0].chat_options
     assert [(one.name, one.description, one.is_strict) for one in options.tools] == [("weather", "Ask.", True)]
     assert options.tool_choice.mode.value == "required" and options.parallel_tool_calls
     assert request.tool_numbers == (1,) and len(request.warnings) == 1
