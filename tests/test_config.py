@@ -181,6 +181,49 @@ def test_saved_programs_go_with_one_copy_of_the_model():
     assert EngineConfig.load({"compiled": "folder"}).startup.compiled == "folder"
 
 
+PUBLIC_FILES = {
+    *("chat_template", "pin_prefix", "audit_log"),
+    *("tls_cert", "tls_client_ca", "prefix_peer_ca", "prefill_tls_ca", "prefill_tls_cert"),
+}
+"""Options that name a file whose path is shown; a new one has to be decided on."""
+
+
+def test_secrets_and_the_paths_of_their_files_are_hidden():
+    values = {name: "path" for name, _, spec in iter_options() if spec.metadata["path"] in ("file", "new file")}
+    hidden = {*values} - PUBLIC_FILES | {"hf_token", "api_key"}
+    assert hidden >= {"api_keys", "tls_key", "cluster_secret_file", "prefill_api_key_file", "prefill_tls_key"}
+    config = EngineConfig().replace(**values, hf_token="hf_0123", api_key=("0123456789abcdef",))
+    shown = {name: value for name, value, _ in config.explain()}
+    assert {name for name, value in shown.items() if value == "(set)"} == hidden
+    assert {shown[name] for name in PUBLIC_FILES} == {"path"}
+    unset = {name: value for name, value, _ in EngineConfig().explain()}
+    assert {unset[name] for name in hidden} == {"None"}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "want"),
+    [
+        ("otlp_traces_endpoint", "http://me:p@ss@otel:4317/v1", "http://otel:4317/v1"),
+        ("otlp_traces_endpoint", "https://otel:4317?api-key=12&x=1#y", "https://otel:4317?api-key=(set)&x=1#y"),
+        ("prefill_target", ("http://me:pass@a:1", "b:2"), "http://a:1, b:2"),
+        ("kv_events_topic", "kv@10.0.0.1:8000@model", "kv@10.0.0.1:8000@model"),
+        (
+            "kv_transfer_config",
+            '{"kv_connector_extra_config":{"url":"redis://me:pw@kv","to":"a@b","secret_access_key":"x\\"y","n":1}}',
+            '{"kv_connector_extra_config":{"url":"redis://kv","to":"a@b","secret_access_key":"(set)","n":1}}',
+        ),
+    ],
+)
+def test_urls_are_shown_without_credentials(name, given, want):
+    shown = {name: value for name, value, _ in EngineConfig().replace(**{name: given}).explain()}
+    assert shown[name] == want
+
+
+def test_computed_numbers_are_shown_rounded():
+    shown = {name: value for name, value, _ in EngineConfig().replace(swap_space=0.1 + 0.2).explain()}
+    assert (shown["swap_space"], shown["shutdown_timeout"]) == ("0.3 GiB", "30.0 s")
+
+
 def test_adapters_of_the_start_turn_lora_on():
     config = EngineConfig.load({"lora": ["sql=/adapters/sql", "chat=a=b"]})
     assert config.lora.adapters == (("sql", "/adapters/sql"), ("chat", "a=b"))

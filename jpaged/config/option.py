@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, Literal
@@ -14,6 +15,11 @@ from jpaged.types import require_whole_characters
 
 JsonText = str
 """A JSON object as text; in Python, the object itself may be given."""
+_USER = re.compile(r"(?<=://)[^/?#\s\"]*@")
+_SECRET_NAME = r"(?:password|passwd|secret|token|signature|credentials?|(?:api|access|account|secret|private)[_-]?key)"
+_QUERY = re.compile(rf"([?&][^=&#\s]*{_SECRET_NAME}=)[^&#\s,\"]+", re.IGNORECASE)
+_MEMBER = re.compile(rf'("[^"\\]*{_SECRET_NAME}"\s*:\s*)"(?:[^"\\]|\\.)+"', re.IGNORECASE)
+"""User of a URL, and secrets as parameters of a query and as members of a JSON object."""
 PathKind = Literal["", "file", "folder", "new file", "new folder"]
 """Kind of a path, for shell completion; new files and folders are created."""
 
@@ -122,6 +128,16 @@ def parse_json_object(name: str, text: str, example: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InvalidArgument(name, f"{shorten(text)} is not a JSON object, such as {example}")
     return values
+
+
+def without_credentials(text: str, *, is_json: bool = False) -> str:
+    """Return the text of an option, for messages, without the users and passwords of URLs.
+
+    The values of parameters of a query, and of members of a JSON object, whose names end in password, secret, token,
+    api_key and the like are replaced by `(set)`.
+    """
+    text = _QUERY.sub(r"\1(set)", _USER.sub("", text))
+    return _MEMBER.sub(r'\1"(set)"', text) if is_json else text
 
 
 def shorten(text: str) -> str:
