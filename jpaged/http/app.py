@@ -20,14 +20,14 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp as App
 from starlette.types import Message, Receive, Scope, Send
 
-from jpaged.access.authenticator import Authenticator, CallContext, current, enter, permission_of_route
+from jpaged.access.authenticator import HTTP, Authenticator, CallContext, current, enter, permission_of_route
 from jpaged.config import AccessOptions
-from jpaged.errors import JpagedError, ModelNotFound, NotFound, PermissionDenied, Unsupported
+from jpaged.errors import InvalidArgument, JpagedError, ModelNotFound, NotFound, PermissionDenied, Unsupported
 from jpaged.http.batches.job import BatchJobRunner
 from jpaged.http.batches.routes import batch_routes
 from jpaged.http.completions import EventStream, TokenTexts, answer_job, completion_routes, parse_job
@@ -244,6 +244,16 @@ _ROUTES = (
 """Functions that return the routes of a service, except those of batches."""
 
 
+def require_free_path(root_path: str | None) -> None:
+    """Raise InvalidArgument if paths of the API begin with the path of a proxy, which would hide them."""
+    root = (root_path or "").rstrip("/")
+    for _, route in HTTP if root else ():
+        fixed, brace, _ = route.partition("{")
+        if f"{fixed}/".startswith(f"{root}/") or (brace and f"{root}/".startswith(fixed)):
+            problem = f"{root_path} is the start of the API's own path {route}, which it would hide: use another"
+            raise InvalidArgument("root_path", problem)
+
+
 def make_app(service: Service, gate: Authenticator, batches: BatchJobRunner | None = None) -> App:
     """Return the ASGI application for a service, with authentication by the gate."""
     app = Starlette(
@@ -287,7 +297,8 @@ class _Named:
     """Middleware that gives each request an id, and returns it in the response.
 
     Args:
-        root_path: removed from the start of paths; empty for none.
+        root_path: removed from the start of paths; empty for none. Browsers are sent from the path to the one with a
+            slash: the dashboard's links are relative.
     """
 
     def __init__(self, app: App, root_path: str) -> None:
@@ -303,6 +314,7 @@ class _Named:
         request_id = given if is_name(given) else uuid.uuid4().hex
         headers: dict[str, str] = {REQUEST_ID_HEADER: request_id}
         scope.setdefault("state", {}).update(request_id=request_id, answer_headers=headers)
+        lacks_slash = self._root_path == scope["path"] != "" and scope["method"] in ("GET", "HEAD")
         if self._root_path and f"{scope['path']}/".startswith(f"{self._root_path}/"):
             scope["path"] = scope["path"].removeprefix(self._root_path) or "/"
 
@@ -316,6 +328,11 @@ class _Named:
                 message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
+        if lacks_slash:
+            query = scope["query_string"].decode("latin-1")
+            url = f"{self._root_path}/{'?' if query else ''}{query}"
+            await RedirectResponse(url)(scope, receive, named)
+            return
         try:
             await self._app(scope, receive, named)
         except Exception as error:  # starlette raises it again after responding
