@@ -1,6 +1,7 @@
 """Options have one home: their names, limits and help, and nobody else reads the environment."""
 
 import json
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +114,8 @@ def test_values_of_a_model_are_a_json_object(name):
     for value, problem in (
         ("[1]", r"\[1\] is not a JSON object, such as"),
         ("{", "{ is not JSON"),
+        ('{"a": NaN}', "is not JSON: NaN is not a number of JSON"),
+        ({"a": math.inf}, "is not a JSON object: Out of range float values"),
         (3, "3 is not of type"),
     ):
         with pytest.raises(InvalidArgument, match=problem) as error:

@@ -7,9 +7,8 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
-from jpaged import json_text
 from jpaged.errors import InvalidArgument
 from jpaged.types import require_whole_characters
 
@@ -119,8 +118,11 @@ def parse_json_object(name: str, text: str, example: str) -> dict[str, Any]:
             raise InvalidArgument(f"{name}.{shorten(twice)}", "is given twice")
         return members
 
+    def refuse(number: str) -> NoReturn:
+        raise ValueError(f"{number} is not a number of JSON")
+
     try:
-        values = json.loads(text, object_pairs_hook=once_each)
+        values = json.loads(text, object_pairs_hook=once_each, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         if isinstance(error, InvalidArgument):
             raise
@@ -147,7 +149,7 @@ def shorten(text: str) -> str:
 
 def _as_json(name: str, value: Mapping[str, Any]) -> str:
     try:
-        return json_text.dumps(dict(value))
+        return json.dumps(dict(value), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InvalidArgument(name, f"{value!r} is not a JSON object: {error}") from None
 
