@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import Field, fields
+from dataclasses import Field
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,7 +18,7 @@ from jpaged import json_text
 from jpaged.config import SECTIONS, EngineConfig, api_key_from_environment, iter_options, section_help
 from jpaged.config.option import is_json, option_type
 from jpaged.errors import InvalidArgument, describe_error
-from jpaged.sampling_params import DEFAULT_SAMPLING_FIELDS, with_defaults
+from jpaged.sampling_params import DEFAULT_SAMPLING_FIELDS, request_fields, with_defaults
 from jpaged.structured import StructuredOutputs, get_structured_outputs
 from jpaged.types import SamplingParams
 
@@ -193,7 +193,7 @@ def config_from(arguments: argparse.Namespace) -> EngineConfig:
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag for every field of SamplingParams; list flags may be repeated."""
     group = parser.add_argument_group("sampling", "Sampling and stop conditions.")
-    for spec in fields(SamplingParams):
+    for spec in request_fields():
         text = f"{spec.metadata['help']} (default: {_default_text(spec.default)})"
         keywords: dict[str, Any] = {"dest": f"sampling_{spec.name}", "default": None, "help": _escaped(text)}
         if spec.name == "early_stopping":
@@ -236,7 +236,7 @@ def sampling_from(arguments: argparse.Namespace, model: SamplingParams | None = 
     Raises:
         InvalidArgument: a value is out of range; named as a flag.
     """
-    given = {spec.name: getattr(arguments, f"sampling_{spec.name}") for spec in fields(SamplingParams)}
+    given = {spec.name: getattr(arguments, f"sampling_{spec.name}") for spec in request_fields()}
     given["logit_bias"] = given["logit_bias"] and dict(given["logit_bias"])
     try:
         defaults = {} if model is None else {name: getattr(model, name) for name in DEFAULT_SAMPLING_FIELDS}

@@ -23,7 +23,7 @@ from typing import Any
 
 from jpaged.chat import ChatOptions, build_chat_options, parse_reasoning, read_message
 from jpaged.errors import InvalidArgument, RequestTooLong
-from jpaged.sampling_params import NO_DEFAULTS, with_defaults
+from jpaged.sampling_params import NO_DEFAULTS, request_fields, with_defaults
 from jpaged.structured import StructuredOutputs, get_response_format, get_structured_outputs
 from jpaged.types import CompletionOutput, Prompt, SamplingParams
 
@@ -394,14 +394,14 @@ _SHARED = {
     *("model", "adapter", "stream", "stream_options", "return_token_ids", "user", "response_format", "request_id"),
     *("return_tokens_as_token_ids", "use_beam_search", "truncation_side", "add_special_tokens", "echo", *GUIDED),
 }
-_SAMPLING = {f.name for f in fields(SamplingParams)} - {"logprobs"}
+_SAMPLING = {f.name for f in request_fields()} - {"logprobs"}
 OF_COMPLETIONS = {*_SAMPLING, *_SHARED, "prompt", "logprobs"}
 OF_CHATS = {*_SAMPLING, *_SHARED, *CHAT_FIELDS, "logprobs", "top_logprobs", "max_completion_tokens"}
 TRUNCATION_SIDES = ("left", "right")
 _TEXTS = {"stop", "bad_words"}
 """Lists of texts, of which one may stand by itself."""
 _LISTS = _TEXTS | {"stop_token_ids", "allowed_token_ids", "logprob_token_ids"}
-_FLAGS = {f.name for f in fields(SamplingParams) if isinstance(f.default, bool)} - {"early_stopping"}
+_FLAGS = {f.name for f in request_fields() if isinstance(f.default, bool)} - {"early_stopping"}
 
 
 @dataclass(frozen=True, slots=True)

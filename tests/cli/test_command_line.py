@@ -14,6 +14,7 @@ from jpaged.cli.main import COMMANDS, _normalized, main, make_parser
 from jpaged.cli.options import config_from, sampling_from, to_flag
 from jpaged.cli.startup import StartupReport
 from jpaged.config import SECTIONS, EngineConfig, iter_options
+from jpaged.sampling_params import request_fields
 from jpaged.structured import StructuredOutputs
 from jpaged.types import CompletionOutput, RequestOutput, SamplingParams, Usage
 from jpaged.version import __version__
@@ -174,7 +175,7 @@ SAMPLING: dict[str, tuple[list[str], Any]] = {
 
 
 def test_every_sampling_field_is_tried_here():
-    assert SAMPLING.keys() == {spec.name for spec in dataclasses.fields(SamplingParams)}
+    assert SAMPLING.keys() == {spec.name for spec in request_fields()}
 
 
 @pytest.mark.parametrize("name", SAMPLING)
