@@ -184,7 +184,7 @@ class SamplingParams:
         seed: the sampling noise depends only on (seed, sequence index, position); None or -1 picks a seed.
         logprobs: number of top log-probabilities per position; 0 for the sampled token only, -1 for the full
             vocabulary.
-        logprob_token_ids: tokens whose log-probabilities are also returned at each position; at most 32.
+        logprob_token_ids: tokens whose log-probabilities are also returned at each position, each once; at most 32.
         prompt_logprobs: as logprobs, for the prompt's tokens.
         truncate_prompt_tokens: keep only the last N prompt tokens; -1 keeps what fits into max_model_len.
         stop: texts that end a sequence; not part of the output.
@@ -429,6 +429,7 @@ class SamplingParams:
             _require(is_ok, f"logit_bias[{token_id}]", bias, f"a number from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}")
         for token_id in self.logprob_token_ids:
             _require(_is_int(token_id) and token_id >= 0, "logprob_token_ids", token_id, "token ids >= 0")
+        self.logprob_token_ids = tuple(dict.fromkeys(self.logprob_token_ids))
         if self.logprob_token_ids:
             _require(self.logprobs is None, "logprobs", self.logprobs, "left out with logprob_token_ids")
         if self.allowed_token_ids is not None:

@@ -96,6 +96,16 @@ def test_fields_are_assigned_and_checked_when_used(open_model: Open) -> None:
         llm.generate([IDS], SamplingParams(max_tokens=100))
 
 
+def test_log_probabilities_of_a_token_are_returned_once(open_model: Open) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, logprob_token_ids=[9, 7, 9, 8, 7])
+    assert params.logprob_token_ids == (9, 7, 8)
+    (output,) = open_model().generate([IDS], params)
+    for position in output.outputs[0].logprobs:
+        assert [one.token_id for one in position.asked] == [9, 7, 8]
+    with pytest.raises(InvalidArgument, match="logprobs: 1 is out of range: must be left out with logprob_token_ids"):
+        SamplingParams(logprobs=1, logprob_token_ids=[7])
+
+
 def test_the_kind_of_outputs_is_a_field() -> None:
     params = SamplingParams(output_kind=KINDS.DELTA)
     assert params != SamplingParams()
