@@ -207,7 +207,9 @@ def _lower_priority() -> None:
     """Give the calling thread the priority of background work, on Linux, where threads have their own."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a sandbox may forbid it
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
+            thread = threading.get_native_id()
+            usual = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, max(usual, _BACKGROUND_NICENESS))
 
 
 _ORIGIN_NAMES: Mapping[Origin, str] = {
