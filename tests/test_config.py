@@ -109,6 +109,20 @@ def test_the_engine_serves_as_a_plain_server_by_default():
     assert (scheduler.policy, scheduler.preemption_mode, scheduler.batching) == ("fcfs", "auto", "continuous")
 
 
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ({"huge": "low"}, "reasoning_effort_map.huge: is no reasoning effort: must be one of none, minimal, low,"),
+        ({"low": 3}, "reasoning_effort_map.low: 3 is not a text of 1 to 64 characters"),
+        ({"low": ""}, "reasoning_effort_map.low:  is not a text of 1 to 64 characters"),
+    ],
+)
+def test_reasoning_efforts_are_mapped_to_texts(value, problem):
+    with pytest.raises(InvalidArgument, match=problem):
+        EngineConfig.load({"reasoning_effort_map": value})
+    assert EngineConfig.load({"reasoning_effort_map": {"xhigh": "max"}}).model.efforts == {"xhigh": "max"}
+
+
 @pytest.mark.parametrize("name", ["hf_overrides", "default_chat_template_kwargs"])
 def test_values_of_a_model_are_a_json_object(name):
     for value, problem in (
@@ -147,7 +161,7 @@ def test_resolving_leaves_nothing_open():
     lossy = {"lossy_kv_window", "lossy_kv_sinks"}
     others = {"chat_template", "compiled", "lora", "speculative_config", "cluster_secret_file", "kv_disk_dir"}
     others |= {"kv_transfer_config", "override_generation_config", "hf_overrides"}
-    others.add("default_chat_template_kwargs")
+    others |= {"default_chat_template_kwargs", "reasoning_effort_map"}
     others |= {"tokenizer", "revision", "tokenizer_revision", "download_dir", "hf_token"}
     assert left_out - of_server == others | several | lossy
     assert left_out.isdisjoint({"served_model_name", "max_messages_per_second", "max_pinned_blocks"})

@@ -36,6 +36,7 @@ VALUES = {
     "--hf-overrides": "{}",
     "--root-path": "/llm",
     "--default-chat-template-kwargs": "{}",
+    "--reasoning-effort-map": "{}",
     "--chat-template-content-format": "openai",
     "--config": os.devnull,
 }

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 from jpaged.build import find_source
+from jpaged.chat import ChatOptions, ReasoningOptions
 from jpaged.config import (
     PROCESS_OPTIONS,
     EngineConfig,
@@ -315,6 +316,20 @@ def test_tokenizer_is_that_of_another_folder(folder: Path, tmp_path: Path) -> No
         found = llm.generate(["3,4,5,"], GREEDY, use_tqdm=False)[0]
     assert found.prompt_token_ids == (3, 4, 5)
     assert found.outputs[0].text == "".join(f"{token}," for token in found.outputs[0].token_ids)
+
+
+@flips("reasoning_effort_map")
+@pytest.mark.long
+def test_the_chat_template_gets_mapped_reasoning_efforts(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }} {{ reasoning_effort }}")
+    options = ModelOptions(chat_template=str(template), reasoning_effort_map='{"medium": "low", "xhigh": "max"}')
+    tokenizer = find_source(options).tokenizer
+    for effort, want in (("medium", "low"), ("xhigh", "max"), ("high", "high")):
+        chat = ChatOptions(reasoning=ReasoningOptions(effort=effort))
+        assert (
+            tokenizer.decode(tokenizer.chat_ids([{"role": "user", "content": "a"}], chat, max_bytes=99)) == f"a {want}"
+        )
 
 
 @flips("default_chat_template_kwargs", "chat_template_content_format")
