@@ -518,7 +518,7 @@ _SAMPLING = "sampling."
 
 
 def with_python_name(error: Exception) -> Exception:
-    """Return an error with the name of its field in Python: `temperature` for `sampling.temperature` of requests."""
+    """Return an error that names a field as in Python: `temperature` for `sampling.temperature` of requests."""
     if not isinstance(error, InvalidArgument) or not error.field.startswith(_SAMPLING):
         return error
     return type(error)(error.field.removeprefix(_SAMPLING), error.problem)

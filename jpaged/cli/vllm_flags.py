@@ -172,7 +172,7 @@ def _words_of_file(parser: argparse.ArgumentParser, path: Path, notes: list[str]
 
 
 def _text_of(node: Any) -> Any:
-    """Return the text of a value as it is written in a file, or a list of those of its items; None if it is neither."""
+    """Return a scalar as it is written in a file, or a list of the scalars in a sequence; None for other nodes."""
     if node.id == "sequence":
         return [item.value if item.id == "scalar" else None for item in node.value]
     return node.value if node.id == "scalar" else None
