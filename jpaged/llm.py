@@ -46,6 +46,7 @@ from jpaged.local_model import (
     SubmittedCall,
     TextPrompt,
     TokensPrompt,
+    apply_changes,
     change_sampling,
     get_sampling_changes,
     list_prompts,
@@ -207,7 +208,7 @@ class LLM(LocalModel):
         """
         many = [parse_prompt(one) for one in list_prompts(prompts)[0]]
         params = self._params([one.prompt for one in many], sampling_params)
-        params = _with_changes(params, tokenization_kwargs, [one.cache_salt for one in many], priority)
+        params = apply_changes(params, tokenization_kwargs, [one.cache_salt for one in many], priority)
         return self._run(self._requests(params, lora_request, adapter), use_tqdm)
 
     def chat(
@@ -249,7 +250,7 @@ class LLM(LocalModel):
             many = [many]
         chat_options = build_chat_options(**words)
         params = self._params([Prompt(messages=one, chat_options=chat_options) for one in many], sampling_params)
-        params = _with_changes(params, tokenization, [None] * len(many), priority)
+        params = apply_changes(params, tokenization, [None] * len(many), priority)
         return self._run(self._requests(params, lora_request, adapter), use_tqdm)
 
     def beam_search(
@@ -538,21 +539,6 @@ class LLM(LocalModel):
             else:
                 outputs.append(RequestOutput(name, prompt, ids, (), Usage(len(ids)), error=error))
         return outputs
-
-
-def _with_changes(
-    params: Sequence[GivenRequest],
-    tokenization_kwargs: Mapping[str, Any] | None,
-    salts: Sequence[str | None],
-    priority: int | Sequence[int] | None,
-) -> list[GivenRequest]:
-    """Return requests with the sampling parameters that other arguments of a call set."""
-    priorities = one_each("priority", priority, (int, NoneType), len(params))
-    changed = []
-    for one, salt, first in zip(params, salts, priorities, strict=True):
-        changes = get_sampling_changes(tokenization_kwargs, salt, first)
-        changed.append(one._replace(sampling=change_sampling(one.sampling, changes)) if changes else one)
-    return changed
 
 
 class _AsyncStream:

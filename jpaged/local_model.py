@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from numbers import Integral
+from types import NoneType
 from typing import Any, ClassVar, NamedTuple, NotRequired, Self, TypedDict, TypeVar
 
 from jpaged.build import build, ignore_progress
@@ -512,6 +513,21 @@ def change_sampling(sampling: SamplingParams, changes: Mapping[str, Any]) -> Sam
     """
     with python_names():
         return replace(sampling, **changes)
+
+
+def apply_changes(
+    params: Sequence[GivenRequest],
+    tokenization_kwargs: Mapping[str, Any] | None,
+    salts: Sequence[str | None],
+    priority: int | Sequence[int] | None,
+) -> list[GivenRequest]:
+    """Return requests with the sampling parameters that other arguments of a call set."""
+    priorities = one_each("priority", priority, (int, NoneType), len(params))
+    changed = []
+    for one, salt, first in zip(params, salts, priorities, strict=True):
+        changes = get_sampling_changes(tokenization_kwargs, salt, first)
+        changed.append(one._replace(sampling=change_sampling(one.sampling, changes)) if changes else one)
+    return changed
 
 
 _SAMPLING = "sampling."

@@ -262,7 +262,7 @@ def _to_json(key: str, value: object) -> str:
         InvalidArgument: it has a date, a set, a number that is not finite, or itself.
     """
     try:
-        return json.dumps(value, allow_nan=False)
+        return json_text.dumps_finite(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(key, f"is not JSON: {error}") from None
 

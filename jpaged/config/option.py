@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, Literal, NoReturn
 
+from jpaged import json_text
 from jpaged.errors import InvalidArgument
 from jpaged.types import require_whole_characters
 
@@ -149,7 +150,7 @@ def shorten(text: str) -> str:
 
 def _as_json(name: str, value: Mapping[str, Any]) -> str:
     try:
-        return json.dumps(dict(value), allow_nan=False)
+        return json_text.dumps_finite(dict(value))
     except (TypeError, ValueError) as error:
         raise InvalidArgument(name, f"{value!r} is not a JSON object: {error}") from None
 
