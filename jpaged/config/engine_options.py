@@ -128,7 +128,7 @@ class ModelOptions:
         False, "serve token ids only: load no tokenizer, and refuse requests with text or messages"
     )
     chat_template: str | None = option(
-        None, "file with the chat template to use instead of the model's own", path="file"
+        None, "file with the chat template to use instead of the model's own, or the template itself", path="file"
     )
     chat_template_content_format: str = option(
         "auto",

@@ -9,9 +9,10 @@ health, version, metrics, and /v1/models with the served model and the adapters 
 
 from __future__ import annotations
 
+import asyncio
 import math
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -35,7 +36,7 @@ from jpaged.http.embeddings import answer_scoring, scoring_routes, token_routes
 from jpaged.http.exchange import JSON, REQUEST_ID_HEADER, body_in, build_response, error_for
 from jpaged.http.responses import response_routes
 from jpaged.openai.embeddings import embed_job, rerank_job, score_job
-from jpaged.openai.request import chat_job, completion_job
+from jpaged.openai.request import chat_job, completion_job, name_in
 from jpaged.service.calls import is_name
 from jpaged.service.service import Service
 from jpaged.telemetry.metrics import EngineCollector
@@ -158,6 +159,43 @@ def model_routes(service: Service) -> list[Route]:
     ]
 
 
+def control_routes(service: Service) -> list[Route]:
+    """Return vLLM's routes that change the server: adapters, and the prefix cache."""
+
+    async def load_lora_adapter(request: Request) -> Response:
+        body, _ = await body_in(service, request)
+        name = _required(body, "lora_name")
+        if body.get("load_inplace"):
+            raise InvalidArgument("load_inplace", "True is not supported: unload the adapter first")
+        await service.load_adapter(name, _required(body, "lora_path"))
+        return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
+
+    async def unload_lora_adapter(request: Request) -> Response:
+        body, _ = await body_in(service, request)
+        name = _required(body, "lora_name")
+        service.unload_adapter(name)
+        return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")
+
+    async def reset_prefix_cache(request: Request) -> Response:
+        model = service.controlled("ResetPrefixCache", "", service.state.serving())
+        await asyncio.wrap_future(model.engine.reset_prefix_cache())
+        return Response()
+
+    routes = {
+        "/v1/load_lora_adapter": load_lora_adapter,
+        "/v1/unload_lora_adapter": unload_lora_adapter,
+        "/reset_prefix_cache": reset_prefix_cache,
+    }
+    return [Route(path, answer, methods=["POST"]) for path, answer in routes.items()]
+
+
+def _required(body: Mapping[str, Any], field: str) -> str:
+    """Return the name in a field of a body; raise InvalidArgument if it is absent or empty."""
+    if not (name := name_in(body, field)):
+        raise InvalidArgument(field, "is missing or empty")
+    return name
+
+
 def operator_routes(service: Service) -> list[Route]:
     """Return the routes of health, version and metrics."""
     state = service.state
@@ -238,7 +276,7 @@ def inspector_routes(service: Service) -> list[Route]:
 
 
 _ROUTES = (
-    *(operator_routes, model_routes, completion_routes, response_routes),
+    *(operator_routes, control_routes, model_routes, completion_routes, response_routes),
     *(scoring_routes, token_routes, invocation_routes, inspector_routes),
 )
 """Functions that return the routes of a service, except those of batches."""

@@ -349,6 +349,13 @@ def test_chat_templates_get_their_variables_and_parts(tmp_path: Path) -> None:
         find_source(ModelOptions(default_chat_template_kwargs='{"a b": 1}'))
 
 
+def test_a_chat_template_can_be_given_instead_of_its_file() -> None:
+    tokenizer = find_source(ModelOptions(chat_template="{{ messages[0].content }}!")).tokenizer
+    assert tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "a"}], max_bytes=99)) == "a!"
+    with pytest.raises(InvalidArgument, match=r"chat_template: nowhere\.jinja cannot be read"):
+        find_source(ModelOptions(chat_template="nowhere.jinja"))
+
+
 @flips("hf_overrides")
 @pytest.mark.long
 def test_hf_overrides_change_what_an_edited_config_changes(base: LLM, folder: Path, tmp_path: Path) -> None:
