@@ -133,7 +133,7 @@ def errors(url: str) -> list[Any]:
     bad: list[dict[str, Any]] = [
         {"model": "other"},
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
-        {"extra_body": {"surprise": 1}},
+        {"container": "c"},
     ]
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         for fields in bad:
