@@ -15,8 +15,7 @@ message_start
   content_block_start, ping                 a block of thinking, text or a call, as it comes
     content_block_delta                     thinking_delta, signature_delta | text_delta | input_json_delta
   content_block_stop
-message_delta                               stop_reason and usage
-message_stop
+message_delta, message_stop                 stop_reason and usage
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from typing import Any
 from jpaged import json_text
 from jpaged.chat import Tool, ToolCall, ToolCallPiece, json_object, text_of_parts
 from jpaged.errors import InvalidArgument
-from jpaged.openai.request import OF_CHATS, Job, chat_job, own_fields, without_nulls
+from jpaged.openai.request import OF_CHATS, Job, LenientBody, chat_job, own_fields, without_nulls
 from jpaged.openai.response import ResponseMetadata
 from jpaged.sampling_params import NO_DEFAULTS
 from jpaged.types import FinishReason, OutputEvent, RequestOutput, Usage
@@ -177,6 +176,23 @@ class MessagesRequest:
         return _renamed(error, self.tool_numbers)
 
 
+def _without_unknown(body: LenientBody, path: str, value: Any) -> Any:
+    """Return messages, blocks or tools without unknown fields, which the body notes."""
+    if isinstance(value, list):
+        return [_without_unknown(body, path, one) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    known = NAMES.get(f"body.{path}[]") if path in ("messages", "tools") else NAMES.get(_type_in(value) or "")
+    if known is None or (path == "tools" and value.get("type", "custom") != "custom"):
+        return value
+    for name in sorted(value.keys() - known):
+        body.ignore(f"{path}.{name}")
+    kept = {name: one for name, one in value.items() if name in known}
+    if path != "tools" and "content" in kept:
+        kept["content"] = _without_unknown(body, f"{path}.content", kept["content"])
+    return kept
+
+
 def _renamed(error: InvalidArgument, tool_numbers: Sequence[int]) -> InvalidArgument:
     bare = error.field.removeprefix("sampling.").removeprefix("chat.")
     first, dot, rest = bare.partition(".")
@@ -189,8 +205,7 @@ def _renamed(error: InvalidArgument, tool_numbers: Sequence[int]) -> InvalidArgu
     elif name == "reasoning":
         field = "thinking.budget_tokens" if rest == "thinking_token_budget" else "output_config.effort"
     else:
-        theirs = _THEIRS.get(name)
-        field = bare if theirs is None else theirs
+        field = _THEIRS.get(name, bare)
     return type(error)(field, error.problem)
 
 
@@ -208,6 +223,9 @@ def parse_messages_request(
         InvalidArgument: a field is unknown, invalid, or cannot be honored.
     """
     body = own_fields(MESSAGES_URL, given, OF_MESSAGES)
+    if isinstance(body, LenientBody):
+        for name in ("messages", "tools"):
+            body[name] = _without_unknown(body, name, body.get(name, []))
     max_tokens = None if counts and "max_tokens" not in body else _max_tokens(body)
     conversation = _Conversation(body)
     choice, is_parallel = _tool_choice(_object(body, "tool_choice"), conversation.tools)
@@ -222,7 +240,7 @@ def parse_messages_request(
         "tool_choice": choice,
         "parallel_tool_calls": is_parallel,
         "response_format": _response_format(output),
-        "user": _string_or_none("metadata.user_id", _object(body, "metadata").get("user_id")),
+        "user": _object(body, "metadata").get("user_id"),
         "reasoning": _reasoning(thinking, effort, can_think=can_think),
         "chat_template_kwargs": _template_kwargs(thinking, body.get("chat_template_kwargs")),
         **conversation.continuation,
@@ -663,10 +681,6 @@ def _string(where: str, value: Any) -> str:
     if not isinstance(value, str):
         raise InvalidArgument(where, "is missing" if value is None else f"{str(value)[:_MAX_SHOWN]!r} is not a string")
     return value
-
-
-def _string_or_none(where: str, value: Any) -> str | None:
-    return None if value is None else _string(where, value)
 
 
 def _object(body: Mapping[str, Any], name: str) -> dict[str, Any]:

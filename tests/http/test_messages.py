@@ -17,6 +17,7 @@ from jpaged.anthropic import (
 )
 from jpaged.chat import ToolCall
 from jpaged.errors import InvalidArgument
+from jpaged.openai.request import LenientBody
 from jpaged.openai.response import ResponseMetadata
 from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.testing import FakeExecutor, scripted
@@ -339,6 +340,23 @@ RICH: dict[str, Any] = {
     "metadata": {"user_id": "me"},
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
 }
+
+
+def test_unknown_fields_of_a_lenient_body_are_noted_in_every_place() -> None:
+    new = {"nickname": 1}
+    text = {"type": "text", "text": "a", **new}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [text], **new}
+    given = {**BODY, **new, "messages": [{"role": "user", "content": [text, result], **new}], "tools": [WEATHER | new]}
+    body = LenientBody(given)
+    plain = [{"type": "tool_result", "tool_use_id": "a", "content": "a"}, {"type": "text", "text": "a"}]
+    expected = parse_messages_request({**BODY, "messages": [{"role": "user", "content": plain}], "tools": [WEATHER]})
+    assert parse_messages_request(body) == expected
+    names = ("nickname", "messages.nickname", "messages.content.nickname", "messages.content.content.nickname")
+    assert body.ignored.keys() == {*names, "tools.nickname"}
+    with pytest.raises(InvalidArgument, match=r"^tools\[0\].nickname: is not supported"):
+        parse_messages_request({**given, "nickname": None})
+
+
 ODD: tuple[Any, ...] = (None, 7, "x", [[]], {"type": []})
 
 
