@@ -209,7 +209,7 @@ def test_an_unknown_field_of_a_message_is_noted_once_and_known_ones_are_still_ch
 
 def test_a_field_of_another_path_is_refused_by_a_lenient_body_too() -> None:
     read, body = READERS["/v1/completions"]
-    with pytest.raises(InvalidArgument, match="^tools: is not supported"):
+    with pytest.raises(InvalidArgument, match=r"^tools: is not supported"):
         read(LenientBody({**body, "tools": []}))
 
 
