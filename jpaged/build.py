@@ -409,7 +409,9 @@ def find_source(options: ModelOptions, *, starts_templates: bool = False) -> Mod
             trusts_request_templates=options.trust_request_chat_template,
             starts_templates=starts_templates,
             templates=TemplateSettings(
-                options.chat_template_content_format, _default_template_kwargs(options.default_chat_template_kwargs)
+                options.chat_template_content_format,
+                _default_template_kwargs(options.default_chat_template_kwargs),
+                options.efforts,
             ),
         )
     except InvalidArgument as error:

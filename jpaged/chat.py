@@ -85,8 +85,8 @@ def _refuse(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-MAX_TOOLS = 128
-MAX_TOOL_NAME_CHARS = 64
+MAX_TOOLS = 512
+MAX_TOOL_NAME_CHARS = 128
 MAX_TOOL_BYTES = 64 << 10
 """Maximum size of a tool's description, and of its parameters, each as JSON."""
 MAX_TOOL_CALLS = 128
@@ -97,7 +97,7 @@ _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 def is_tool_name(name: Any) -> bool:
-    """Return True if a function may have this name: 1 to 64 of A-Z, a-z, 0-9, underscore and hyphen."""
+    """Return True if a function may have this name: 1 to 128 of A-Z, a-z, 0-9, underscore and hyphen."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 

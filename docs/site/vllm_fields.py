@@ -1,12 +1,18 @@
-"""The table of vLLM's request fields in docs/http.md: `python -m docs.site.vllm_fields` writes it."""
+"""The tables of request fields: vLLM's in docs/http.md, those of Anthropic's package in docs/messages.md.
+
+`python -m docs.site.vllm_fields` writes both.
+"""
 
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 from docs.site.links import ROOT
+from jpaged import anthropic
 from jpaged.openai import embeddings, request, responses
 from jpaged.openai.request import Neutral, neutral_fields
 
 PAGE = ROOT / "docs" / "http.md"
+ANTHROPIC_PAGE = ROOT / "docs" / "messages.md"
 BEGIN, END = "<!-- fields: python -m docs.site.vllm_fields -->\n", "<!-- end of fields -->\n"
 VERSION = "0.33"
 FIELDS = {
@@ -44,6 +50,11 @@ FIELDS = {
         skip_special_tokens spaces_between_special_tokens stop stop_token_ids store stream structured_outputs
         temperature text tool_choice tools top_k top_logprobs top_p truncation user vllm_xargs watermarking
     """,
+    "/v1/messages": """
+        cache_salt chat_template_kwargs ec_transfer_params kv_transfer_params max_tokens messages metadata
+        mm_payload model output_config return_mm_kwargs stop_sequences stream system temperature thinking
+        tool_choice tools top_k top_p vllm_xargs watermarking
+    """,
     "/v1/embeddings": """
         add_generation_prompt add_special_tokens cache_salt chat_template chat_template_kwargs
         continue_final_message dimensions embed_dtype encoding_format endianness input media_io_kwargs messages
@@ -73,6 +84,7 @@ OWN: dict[str, Collection[str]] = {
     "/v1/completions": request.OF_COMPLETIONS,
     "/v1/chat/completions": request.OF_CHATS,
     "/v1/responses": responses.OF_RESPONSES,
+    "/v1/messages": anthropic.OF_MESSAGES,
     "/v1/embeddings": embeddings.OF_EMBEDDINGS | embeddings.OF_EMBEDDED_CHATS,
     "/v1/score": embeddings.OF_SCORES,
     "/v1/rerank": embeddings.OF_RERANKING,
@@ -80,10 +92,48 @@ OWN: dict[str, Collection[str]] = {
     "/detokenize": embeddings.OF_DETOKENIZING,
 }
 """Fields that have an effect, by path."""
+ANTHROPIC_VERSION = "2.14.0"
+ANTHROPIC = {
+    "body": """
+        betas billing_policy cache_control compaction container context_management diagnostics
+        fallback_credit_token fallbacks inference_geo max_tokens mcp_servers messages metadata model
+        output_config service_tier speed stop_sequences stream system thinking thread tool_choice tools
+        user_profile_id workspace_id
+    """,
+    "body.messages[]": "clear_at content output_config role",
+    "body.tools[]": """
+        allowed_callers cache_control defer_loading description eager_input_streaming input_examples
+        input_schema name strict type
+    """,
+    "body.tool_choice": "disable_parallel_tool_use name type",
+    "body.tool_choice.type": "any auto none tool",
+    "body.thinking": "block_binding budget_tokens display type",
+    "body.thinking.type": "adaptive between_tools disabled enabled",
+    "body.output_config": "effort format task_budget",
+    "blocks": """
+        advisor_tool_result bash_code_execution_tool_result browser_state code_execution_tool_result compaction
+        container_upload document fallback image mcp_tool_listing mcp_tool_result mcp_tool_use
+        redacted_thinking search_result server_tool_use text text_editor_code_execution_tool_result thinking
+        tool_addition tool_reference tool_removal tool_result tool_search_tool_result tool_use
+        web_fetch_tool_result web_search_tool_result
+    """,
+    "text": "cache_control citations text type",
+    "thinking": "signature thinking type",
+    "redacted_thinking": "data type",
+    "tool_use": "cache_control caller id input name toolset_name type",
+    "tool_result": "cache_control content is_error tool_use_id toolset_name type",
+    "document": "cache_control citations context source title type",
+    "search_result": "cache_control citations content source title type",
+    "tool_reference": "cache_control tool_name type",
+    "tool_addition": "cache_control tool type",
+    "tool_removal": "cache_control tool type",
+}
+"""Names in the types of Anthropic's package of this version: by place in a body, types of blocks, fields of blocks."""
 COLUMNS = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chats",
     "/v1/responses": "responses",
+    "/v1/messages": "messages",
     "/v1/embeddings": "embeddings",
     "/v1/score": "scores",
     "/v1/rerank": "ranks",
@@ -110,6 +160,34 @@ def _json(value: object) -> str:
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value).replace("'", '"')
 
 
+def anthropic_policy(place: str, name: str) -> str:
+    """Return what /v1/messages does with a name of Anthropic's package: "yes", "refused", or as in `policy`."""
+    if name in anthropic.WITHOUT_EFFECT.get(place, ()):
+        return "no effect"
+    if place == "body":
+        known = name in anthropic.OF_MESSAGES or name == "model"
+        return "yes" if known else _neutral(neutral_fields(anthropic.MESSAGES_URL)[name])
+    return "yes" if name in anthropic.NAMES[place] else "refused"
+
+
+def anthropic_table() -> str:
+    """Return the table of the names of Anthropic's package: a row for each place."""
+    return "\n".join(_anthropic_lines()) + "\n"
+
+
+def _anthropic_lines() -> Iterator[str]:
+    yield f"\n| in anthropic {ANTHROPIC_VERSION} | read | no effect | refused |\n|---|---|---|---|"
+    for place, names in ANTHROPIC.items():
+        cells: dict[str, list[str]] = {"yes": [], "no effect": [], "refused": []}
+        for name in names.split():
+            told = anthropic_policy(place, name)
+            is_limited = told.startswith("only ")
+            cells["no effect" if is_limited else told].append(f"`{name}`" + (f" ({told})" if is_limited else ""))
+        title = place if place.startswith(("body", "blocks")) else f"blocks of type {place}"
+        yield f"| {title} | {' | '.join(', '.join(some) for some in cells.values())} |"
+    yield ""
+
+
 def table() -> str:
     """Return the table: a row for all fields with the same policies."""
     return "\n".join(_lines()) + "\n"
@@ -125,11 +203,12 @@ def _lines() -> Iterator[str]:
     yield ""
 
 
-def page() -> str:
-    """Return the page with the current table."""
-    text = PAGE.read_text()
-    return f"{text[: text.index(BEGIN)]}{BEGIN}{table()}{text[text.index(END) :]}"
+def page(path: Path = PAGE) -> str:
+    """Return a page with the current table."""
+    text, current = path.read_text(), table() if path == PAGE else anthropic_table()
+    return f"{text[: text.index(BEGIN)]}{BEGIN}{current}{text[text.index(END) :]}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for one in (PAGE, ANTHROPIC_PAGE):
+        one.write_text(page(one))

@@ -28,7 +28,6 @@ PATHS = """
 """
 """HTTP paths of vLLM's server of this version."""
 INSTEAD: Mapping[str, str] = {
-    "/v1/messages /v1/messages/count_tokens": "Anthropic's API is not served: use `/v1/chat/completions`",
     "/v1/load_lora_adapter /v1/unload_lora_adapter": "gRPC `LoadAdapter` and `UnloadAdapter` ([adapters](lora.md))",
     "/reset_prefix_cache": "in Python, `LLM.reset_prefix_cache()`; a new `cache_salt` finds no cached prefix",
     "/reset_mm_cache /reset_encoder_cache /classify /pooling /generative_scoring /v1/decisions /v1/systemone "

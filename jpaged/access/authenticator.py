@@ -249,6 +249,8 @@ HTTP: Final[dict[tuple[str, str], Permission]] = {
     ("POST", "/v1/chat/completions"): _INFERENCE,
     ("POST", "/v1/responses"): _INFERENCE,
     ("POST", "/v1/responses/input_tokens"): _OBSERVE,
+    ("POST", "/v1/messages"): _INFERENCE,
+    ("POST", "/v1/messages/count_tokens"): _OBSERVE,
     ("GET", "/v1/responses/{rest:path}"): _INFERENCE,
     ("POST", "/v1/responses/{rest:path}"): _INFERENCE,
     ("DELETE", "/v1/responses/{rest:path}"): _INFERENCE,

@@ -1,7 +1,7 @@
 """The application: routes, and common handling of every request.
 
 X-Request-Id    the caller's id, or a generated one, in the response
-an error        one status and OpenAI's error object, in one place
+an error        one status, and OpenAI's or Anthropic's error object, in one place
 
 Requests are authorized by the table of permissions; unknown paths require a key too. Routes that need no body are here:
 health, version, metrics, and /v1/models with the served model and the adapters that a request can name.
@@ -21,20 +21,20 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp as App
 from starlette.types import Message, Receive, Scope, Send
 
-from jpaged.access.authenticator import Authenticator, CallContext, current, enter, permission_of_route
+from jpaged.access.authenticator import HTTP, Authenticator, CallContext, current, enter, permission_of_route
 from jpaged.config import AccessOptions
 from jpaged.errors import InvalidArgument, JpagedError, ModelNotFound, NotFound, PermissionDenied, Unsupported
 from jpaged.http.batches.job import BatchJobRunner
 from jpaged.http.batches.routes import batch_routes
 from jpaged.http.completions import EventStream, TokenTexts, answer_job, completion_routes, parse_job
 from jpaged.http.embeddings import answer_scoring, scoring_routes, token_routes
-from jpaged.http.exchange import JSON, REQUEST_ID_HEADER, body_in, build_response, error_for
-from jpaged.http.responses import response_routes
+from jpaged.http.exchange import JSON, REQUEST_ID_HEADER, body_in, build_response, error_for, is_anthropic
+from jpaged.http.responses import message_routes, response_routes
 from jpaged.openai.embeddings import embed_job, rerank_job, score_job
 from jpaged.openai.request import chat_job, completion_job, name_in
 from jpaged.service.calls import is_name
@@ -73,9 +73,9 @@ class Guarded:
 
         try:
             try:
-                self._gate.open(entry, _values(scope, b"authorization"), _values(scope, b"x-jpaged-tenant"))
+                self._gate.open(entry, _authorization(scope), _values(scope, b"x-jpaged-tenant"))
             except JpagedError as error:
-                await build_response(error)(scope, receive, told)
+                await build_response(error, scope)(scope, receive, told)
                 return
             enter(entry)
             is_in = True
@@ -116,12 +116,18 @@ def with_permission(route: Route) -> Route:
         try:
             permission_of_route(method, route.path).check(current(), f"{method} {route.path}")
         except PermissionDenied as error:
-            await build_response(error)(scope, receive, send)
+            await build_response(error, scope)(scope, receive, send)
             return
         await inner(scope, receive, send)
 
     route.app = guarded
     return route
+
+
+def _authorization(scope: Scope) -> list[str]:
+    """Return the authorization headers; without one, the keys in `x-api-key` as Anthropic's clients send them."""
+    given = _values(scope, b"authorization")
+    return given or [f"Bearer {key}" for key in _values(scope, b"x-api-key")]
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:
@@ -143,12 +149,23 @@ def model_routes(service: Service) -> list[Route]:
         aliases = [{**own, "id": name} for name in model.names[1:]]
         return [own, *aliases, *adapters]
 
+    def listed_for_anthropic() -> list[dict[str, Any]]:
+        created, length = service.state.start_time.isoformat(), service.state.loaded().model.max_model_len
+        limits = {"max_input_tokens": length, "max_tokens": length, "lifecycle": "active"}
+        return [
+            {"type": "model", "id": one["id"], "display_name": one["id"], "created_at": created, **limits}
+            for one in listed()
+        ]
+
     async def models(request: Request) -> Response:
-        return JSON({"object": "list", "data": listed()})
+        if not is_anthropic(request.scope):
+            return JSON({"object": "list", "data": listed()})
+        data = listed_for_anthropic()
+        return JSON({"data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]})
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
-        for one in listed():
+        for one in listed_for_anthropic() if is_anthropic(request.scope) else listed():
             if one["id"] == name:
                 return JSON(one)
         raise ModelNotFound(f"model: {name!r} is not served")
@@ -276,10 +293,20 @@ def inspector_routes(service: Service) -> list[Route]:
 
 
 _ROUTES = (
-    *(operator_routes, control_routes, model_routes, completion_routes, response_routes),
+    *(operator_routes, control_routes, model_routes, completion_routes, response_routes, message_routes),
     *(scoring_routes, token_routes, invocation_routes, inspector_routes),
 )
 """Functions that return the routes of a service, except those of batches."""
+
+
+def require_free_path(root_path: str | None) -> None:
+    """Raise InvalidArgument if paths of the API begin with the path of a proxy, which would hide them."""
+    root = (root_path or "").rstrip("/")
+    for _, route in HTTP if root else ():
+        fixed, brace, _ = route.partition("{")
+        if f"{fixed}/".startswith(f"{root}/") or (brace and f"{root}/".startswith(fixed)):
+            problem = f"{root_path} is the start of the API's own path {route}, which it would hide: use another"
+            raise InvalidArgument("root_path", problem)
 
 
 def make_app(service: Service, gate: Authenticator, batches: BatchJobRunner | None = None) -> App:
@@ -298,13 +325,13 @@ def make_app(service: Service, gate: Authenticator, batches: BatchJobRunner | No
             allow_origins=origins,
             allow_methods=("*",),
             allow_headers=("*",),
-            expose_headers=(REQUEST_ID_HEADER, "retry-after", "retry-after-ms"),
+            expose_headers=(REQUEST_ID_HEADER, "request-id", "retry-after", "retry-after-ms"),
         )
     return _Named(guarded, (service.state.config.http.root_path or "").rstrip("/"))
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    return build_response(error_for(error))
+    return build_response(error_for(error), request.scope)
 
 
 async def _refuse_path(request: Request, error: Exception) -> Response:
@@ -314,8 +341,7 @@ async def _refuse_path(request: Request, error: Exception) -> Response:
     told: JpagedError = (
         NotFound(f"path: there is no {path}") if status == 404 else Unsupported(f"path: {path}: {error}")
     )
-    response = build_response(told)
-    response.status_code = status
+    response = build_response(told, request.scope, status)
     if isinstance(error, HTTPException):
         response.headers.update(error.headers or {})
     return response
@@ -325,7 +351,8 @@ class _Named:
     """Middleware that gives each request an id, and returns it in the response.
 
     Args:
-        root_path: removed from the start of paths; empty for none.
+        root_path: removed from the start of paths; empty for none. Browsers are sent from the path to the one with a
+            slash: the dashboard's links are relative.
     """
 
     def __init__(self, app: App, root_path: str) -> None:
@@ -341,6 +368,7 @@ class _Named:
         request_id = given if is_name(given) else uuid.uuid4().hex
         headers: dict[str, str] = {REQUEST_ID_HEADER: request_id}
         scope.setdefault("state", {}).update(request_id=request_id, answer_headers=headers)
+        lacks_slash = self._root_path == scope["path"] != "" and scope["method"] in ("GET", "HEAD")
         if self._root_path and f"{scope['path']}/".startswith(f"{self._root_path}/"):
             scope["path"] = scope["path"].removeprefix(self._root_path) or "/"
 
@@ -352,10 +380,17 @@ class _Named:
                 has_begun = True
                 added = [(name.encode(), value.encode()) for name, value in headers.items()]
                 message["headers"] = [*message.get("headers", ()), *added]
+                if is_anthropic(scope):
+                    message["headers"] += [(b"request-id", headers[REQUEST_ID_HEADER].encode())]
             await send(message)
 
+        if lacks_slash:
+            query = scope["query_string"].decode("latin-1")
+            url = f"{self._root_path}/{'?' if query else ''}{query}"
+            await RedirectResponse(url)(scope, receive, named)
+            return
         try:
             await self._app(scope, receive, named)
         except Exception as error:  # starlette raises it again after responding
             if not has_begun:
-                await build_response(error_for(error))(scope, receive, named)
+                await build_response(error_for(error), scope)(scope, receive, named)

@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from jpaged.config import HttpOptions
 from jpaged.engine.tokenizer import Tokenizer, is_special_token
-from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument, ModelNotFound
+from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument, JpagedError, ModelNotFound
 from jpaged.http.exchange import (
     REQUEST_ID_HEADER,
     error_for,
@@ -370,16 +370,26 @@ class EventStream:
 
     Args:
         events: encoded events; closed at the end in any case.
-        keep_alive_s: send a comment after this time without an event.
+        keep_alive_s: send `keep_alive` after this time without an event.
         remaining_s: timeout from the client; None for no limit.
+        keep_alive: a comment, or an event that clients ignore.
+        failed: encodes the last event of a stream that fails.
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], keep_alive_s: float, remaining_s: float | None = None
+        self,
+        events: AsyncGenerator[bytes, None],
+        keep_alive_s: float,
+        remaining_s: float | None = None,
+        *,
+        keep_alive: bytes = KEEP_ALIVE,
+        failed: Callable[[JpagedError], bytes] = lambda error: sent_event(error_body(error)),
     ) -> None:
         self._events = events
         self._keep_alive_s = keep_alive_s
         self._remaining_s = remaining_s
+        self._keep_alive_event = keep_alive
+        self._failed = failed
         self._sending = asyncio.Lock()
         self._has_begun = False
         self._is_quiet = True
@@ -411,7 +421,7 @@ class EventStream:
 
     async def _end(self, send: Send, error: Exception | None = None) -> None:
         if error is not None:
-            await self._send(send, sent_event(error_body(error_for(error))))
+            await self._send(send, self._failed(error_for(error)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _keep_alive(self, send: Send) -> None:
@@ -419,7 +429,7 @@ class EventStream:
             self._is_quiet = True
             await asyncio.sleep(self._keep_alive_s)
             if self._is_quiet and not self._sending.locked():
-                await self._send(send, KEEP_ALIVE)
+                await self._send(send, self._keep_alive_event)
 
     async def _send(self, send: Send, event: bytes) -> None:
         async with self._sending:

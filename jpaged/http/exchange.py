@@ -1,8 +1,10 @@
 """HTTP requests and responses: bounded JSON bodies, headers, and errors; no large body blocks the event loop.
 
-While a call runs, a client that disconnects is detected. Errors become HTTP statuses with OpenAI's error objects:
+While a call runs, a client that disconnects is detected. Errors become HTTP statuses with OpenAI's error objects, or
+for Anthropic's clients with Anthropic's:
 
     {"error": {"message": "top_p: 2.0 is ...", "type": "invalid_request_error", "param": "top_p", "code": ...}}
+    {"type": "error", "error": {"type": "invalid_request_error", "message": "top_p: 2.0 is ..."}, "request_id": ...}
 
 `code` is the error's name, as in google.rpc.ErrorInfo over gRPC: QUEUE_FULL; `context_length_exceeded` and
 `model_not_found` are OpenAI's. `openai/lines.py` defines the format, which batches use too. OpenAI's types:
@@ -32,11 +34,13 @@ from jpaged.errors import (
     InternalError,
     InvalidArgument,
     JpagedError,
+    QueueFull,
     RequestTooLong,
     StorageError,
     TryLater,
     Unauthenticated,
     Unavailable,
+    get_reason,
 )
 from jpaged.openai.lines import error_body, get_status_code
 from jpaged.openai.request import LenientBody, check_values, loaded
@@ -294,8 +298,60 @@ def error_for(error: Exception) -> JpagedError:
     return InternalError(f"{type(error).__name__}: {error}")
 
 
-def build_response(error: JpagedError) -> Response:
-    """Return the response of an error; for transient errors with the retry delay."""
+ANTHROPIC_VERSION_HEADER = "anthropic-version"
+"""Header that every request of Anthropic's clients has."""
+_ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/")
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+_OVERLOADED = 529
+"""Anthropic's status of a server that can queue no more requests."""
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Return True if the path of a request, or a header, belongs to Anthropic's API, and so do errors."""
+    path: str = scope["path"]
+    if path == _ANTHROPIC_PATHS[0] or path.startswith(_ANTHROPIC_PATHS[1]):
+        return True
+    key = ANTHROPIC_VERSION_HEADER.encode()
+    return any(name == key for name, _ in scope["headers"])
+
+
+def _anthropic_status(error: JpagedError) -> int:
+    return _OVERLOADED if isinstance(error, QueueFull) else get_status_code(error)
+
+
+def anthropic_error(error: JpagedError, request_id: str, status: int | None = None) -> dict[str, Any]:
+    """Return an error as Anthropic's error object.
+
+    Args:
+        status: status of the response, if it differs from that of the error.
+    """
+    status = status or _anthropic_status(error)
+    kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    message = str(error)
+    if isinstance(error, InvalidArgument):
+        message = f"{error.field.removeprefix('sampling.').removeprefix('chat.')}: {error.problem}"
+    elif kind == "api_error":
+        message = f"{get_reason(error)}: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def build_response(error: JpagedError, scope: Scope, status: int | None = None) -> Response:
+    """Return the response of an error; for transient errors with the retry delay.
+
+    Args:
+        scope: the request's.
+        status: status of the response, if it differs from that of the error.
+    """
     headers = {}
     if isinstance(error, TryLater):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -306,4 +362,7 @@ def build_response(error: JpagedError) -> Response:
         headers["X-Should-Retry"] = "false"
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
-    return JSON(error_body(error), status_code=get_status_code(error), headers=headers)
+    if is_anthropic(scope):
+        body = anthropic_error(error, scope["state"]["request_id"], status)
+        return JSON(body, status_code=status or _anthropic_status(error), headers=headers)
+    return JSON(error_body(error), status_code=status or get_status_code(error), headers=headers)

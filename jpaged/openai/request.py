@@ -23,7 +23,7 @@ from typing import Any
 
 from jpaged.chat import ChatOptions, build_chat_options, parse_reasoning, read_message
 from jpaged.errors import InvalidArgument, RequestTooLong
-from jpaged.sampling_params import NO_DEFAULTS, with_defaults
+from jpaged.sampling_params import NO_DEFAULTS, request_fields, with_defaults
 from jpaged.structured import StructuredOutputs, get_response_format, get_structured_outputs
 from jpaged.types import CompletionOutput, Prompt, SamplingParams
 
@@ -277,6 +277,7 @@ EVERYWHERE: Mapping[str, Neutral] = {**OPENAI, **VLLM, **SGLANG, **LLAMA_CPP_AND
 _OF_TEXTS = {"add_special_tokens": _ON}
 _NO_STORE = "responses are not stored: send the whole conversation in `input`, with earlier outputs"
 _ONE_ANSWER = "a response has one output"
+_ONE_MESSAGE = "the answer is one message"
 OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
     "/v1/completions": {},
     "/v1/chat/completions": {},
@@ -300,6 +301,36 @@ OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
         "max_completion_tokens": never("use `max_output_tokens`"),
         "response_format": only({"type": "text"}, advice="use `text.format`"),
         "reasoning_effort": never("use `reasoning.effort`"),
+    },
+    "/v1/messages": {
+        "cache_control": hint(dict),
+        "service_tier": only("auto", "standard_only"),
+        "speed": only("standard", "fast"),
+        "inference_geo": hint(str),
+        "diagnostics": hint(dict),
+        "user_profile_id": hint(str),
+        "workspace_id": hint(str),
+        "billing_policy": hint(dict),
+        "fallbacks": hint(str, list, dict),
+        "fallback_credit_token": hint(str, dict),
+        "betas": hint(list),
+        "anthropic_beta": hint(list),
+        "anthropic_version": hint(str),
+        "container": never("the server runs no code"),
+        "mcp_servers": only([], advice="the client calls MCP servers: send their tools in `tools`"),
+        "compaction": never("send a request for a summary as a message"),
+        "thread": never("messages are not stored: send the whole conversation in `messages`"),
+        "n": only(1, advice=_ONE_MESSAGE),
+        "best_of": only(1, advice=_ONE_MESSAGE),
+        "beam_width": only(0, advice=_ONE_MESSAGE),
+        "logprobs": only(False, advice="use /v1/chat/completions"),
+        "prompt_logprobs": never("use /v1/chat/completions"),
+        "stop": never("use `stop_sequences`"),
+        "max_completion_tokens": never("use `max_tokens`"),
+        "response_format": only({"type": "text"}, advice="use `output_config.format`"),
+        "reasoning": never("use `thinking`"),
+        "reasoning_effort": never("use `output_config.effort`"),
+        "parallel_tool_calls": never("use `tool_choice.disable_parallel_tool_use`"),
     },
     "/v1/embeddings": {
         **_OF_TEXTS,
@@ -334,7 +365,7 @@ _NEUTRAL_FIELDS = {path: neutral_fields(path) for path in OF_PATH}
 
 
 class LenientBody(dict[str, Any]):
-    """A body whose unknown fields are noted instead of refused.
+    """A body whose unknown fields are noted instead of refused, except fields of completions and chats.
 
     Attributes:
         ignored: unknown fields, at most 16 of them: `seeed`, or `messages.nickname` for any message.
@@ -370,7 +401,7 @@ def own_fields(path: str, body: Mapping[str, Any], own: Iterable[str]) -> dict[s
         if name in known:
             found[name] = value
         elif (row := neutral.get(name)) is None:
-            if isinstance(body, LenientBody):
+            if isinstance(body, LenientBody) and name not in OF_COMPLETIONS | OF_CHATS:
                 body.ignore(name)
             else:
                 problems[name] = "is not supported"
@@ -407,6 +438,8 @@ _REPLACED = (
     "input.name",
 )
 """Texts that a model wrote in an earlier answer: unpaired surrogates in them are replaced, not rejected."""
+_INPUTS = "messages.content.input."
+"""Beginning of the paths of texts that a model wrote as the input of a tool, which are treated in the same way."""
 _MAX_PATH = 200
 """Maximum characters of a value's path in errors; names in it are the caller's."""
 
@@ -423,14 +456,14 @@ _SHARED = {
     *("model", "adapter", "stream", "stream_options", "return_token_ids", "user", "response_format", "request_id"),
     *("return_tokens_as_token_ids", "use_beam_search", "truncation_side", "add_special_tokens", "echo", *GUIDED),
 }
-_SAMPLING = {f.name for f in fields(SamplingParams)} - {"logprobs"}
+_SAMPLING = {f.name for f in request_fields()} - {"logprobs"}
 OF_COMPLETIONS = {*_SAMPLING, *_SHARED, "prompt", "logprobs"}
 OF_CHATS = {*_SAMPLING, *_SHARED, *CHAT_FIELDS, "logprobs", "top_logprobs", "max_completion_tokens"}
 TRUNCATION_SIDES = ("left", "right")
 _TEXTS = {"stop", "bad_words"}
 """Lists of texts, of which one may stand by itself."""
 _LISTS = _TEXTS | {"stop_token_ids", "allowed_token_ids", "logprob_token_ids"}
-_FLAGS = {f.name for f in fields(SamplingParams) if isinstance(f.default, bool)} - {"early_stopping"}
+_FLAGS = {f.name for f in request_fields() if isinstance(f.default, bool)} - {"early_stopping"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -530,7 +563,7 @@ def check_values(where: str, value: Mapping[str, Any], prefix: str = "") -> None
                 inner = f"{path}.{name}"[:_MAX_PATH] if isinstance(item, dict) else path
                 waiting.append((inner, one, depth + 1))
         elif isinstance(item, str):
-            if not path.endswith(_REPLACED):
+            if not path.endswith(_REPLACED) and not path.startswith(_INPUTS):
                 _check_text(path, item)
         elif isinstance(item, int | float) and not abs(item) < 2**64:
             raise InvalidArgument(path, f"{str(item)[:40]} is not a finite number of 64 bits at most")

@@ -52,6 +52,15 @@ def test_the_page_of_http_has_the_table_of_vllms_fields():
     assert all(policies) and {"yes", "no effect", "refused", "only `false`"} <= set(policies)
 
 
+def test_the_page_of_messages_has_the_table_of_anthropics_fields():
+    page = vllm_fields.ANTHROPIC_PAGE
+    assert page.read_text() == vllm_fields.page(page), "python -m docs.site.vllm_fields writes it"
+    places = {place: names.split() for place, names in vllm_fields.ANTHROPIC.items()}
+    policies = {vllm_fields.anthropic_policy(place, name) for place, names in places.items() for name in names}
+    assert {"yes", "no effect", "refused", "only `[]`"} <= policies
+    assert vllm_fields.anthropic_policy("blocks", "image") == "refused"
+
+
 async def test_the_page_of_vllm_has_the_tables_of_its_paths_and_metrics():
     scraped = await scrape()
     assert vllm_names.PAGE.read_text() == vllm_names.page(scraped), "python -m docs.site.vllm_names writes it"

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from jpaged.errors import InvalidArgument
-from jpaged.http import connections, port
+from jpaged.http import port
 from tests.server.harness import Harness, eventually, running
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -34,7 +34,7 @@ async def rest(reader: asyncio.StreamReader) -> bytes:
     "sent", [b"", b"POST /v1/comp", HEAD, HEAD + b"content-length: 100\r\n\r\n{", HEAD + b"\r\n"], ids=range(5)
 )
 async def test_one_that_sends_nothing_more_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "REQUEST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(port, "REQUEST_TIMEOUT_S", 0.2)
     async with running(http_port=0, connection_idle_timeout=0.3) as harness:
         reader, writer = await opened(harness)
         writer.write(sent)
@@ -124,9 +124,9 @@ async def test_a_client_that_leaves_within_its_body_leaves_nothing() -> None:
 
 
 async def test_probes_are_answered_over_the_limit_and_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "PROBE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(port, "PROBE_TIMEOUT_S", 60.0)
     async with running(http_port=0, max_connections=4) as harness:
-        idle = [await opened(harness) for _ in range(4 + connections.MAX_PROBES + 20)]
+        idle = [await opened(harness) for _ in range(4 + port.MAX_PROBES + 20)]
         for path, status in ((b"/livez", 200), (b"/readyz?x=1", 200), (b"/health", 200), (b"/v1/models", 503)):
             reader, writer = await opened(harness)
             writer.write(b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % path)

@@ -10,9 +10,9 @@ import pytest
 
 from jpaged import json_text
 from jpaged.errors import InvalidArgument
-from jpaged.http.connections import Connection
 from jpaged.http.embeddings import LocalServer
 from jpaged.http.exchange import build_answer
+from jpaged.http.port import Connection
 from jpaged.openai.embeddings import embed_job
 from jpaged.openai.lines import Answers
 from jpaged.openai.response import AnswerSize

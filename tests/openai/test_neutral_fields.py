@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from jpaged.anthropic import MessagesRequest, parse_messages_request
 from jpaged.errors import InvalidArgument
 from jpaged.openai.embeddings import embed_job, parse_detokenize_job, parse_tokenize_job, rerank_job, score_job
 from jpaged.openai.lines import BadLine, parse_job, parse_request_line
@@ -27,6 +28,7 @@ READERS: dict[str, tuple[Callable[[Mapping[str, Any]], Any], dict[str, Any]]] = 
     "/v1/completions": (completion_job, {"prompt": "x"}),
     "/v1/chat/completions": (chat_job, {"messages": MESSAGES}),
     "/v1/responses": (parse_responses_request, {"input": "x"}),
+    "/v1/messages": (parse_messages_request, {"messages": MESSAGES, "max_tokens": 9}),
     "/v1/embeddings": (embed_job, {"input": "x"}),
     "/v1/score": (score_job, {"text_1": "x", "text_2": "y"}),
     "/v1/rerank": (rerank_job, {"query": "x", "documents": ["y"]}),
@@ -39,6 +41,7 @@ SAMPLES: dict[type, tuple[Any, ...]] = {
     float: (0.5,),
     str: ("", "note"),
     dict: ({}, {"a": "b"}),
+    list: ([], ["a"]),
 }
 READ_BY_SOME = {
     *("user", "echo", "stream", "return_token_ids", "include_reasoning", "add_special_tokens", "chat_template_kwargs"),
@@ -139,7 +142,7 @@ def values_of(row: Neutral) -> list[Any]:
 
 def plain(value: Any) -> Any:
     """Return what was read, with one form of values that are the same and without notes of the caller."""
-    if isinstance(value, ResponsesRequest):
+    if isinstance(value, ResponsesRequest | MessagesRequest):
         return plain(value.job)
     if not isinstance(value, Job):
         return value
@@ -202,6 +205,12 @@ def test_an_unknown_field_of_a_message_is_noted_once_and_known_ones_are_still_ch
         read(LenientBody({**body, "messages": [{**body["messages"][0], "audio": {"id": "a"}}]}))
     with pytest.raises(InvalidArgument, match="suffix: 'x' is not supported"):
         read(LenientBody({**body, "suffix": "x"}))
+
+
+def test_a_field_of_another_path_is_refused_by_a_lenient_body_too() -> None:
+    read, body = READERS["/v1/completions"]
+    with pytest.raises(InvalidArgument, match=r"^tools: is not supported"):
+        read(LenientBody({**body, "tools": []}))
 
 
 def test_the_names_of_unknown_fields_are_bounded() -> None:

@@ -189,7 +189,7 @@ def test_a_limit_of_minus_1_keeps_what_the_model_takes() -> None:
 
 async def test_log_probabilities_of_named_tokens_take_the_place_of_the_top_ones() -> None:
     async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
-        named: Any = {"logprob_token_ids": [7, 8], "return_tokens_as_token_ids": True, **GREEDY}
+        named: Any = {"logprob_token_ids": [7, 8, 7], "return_tokens_as_token_ids": True, **GREEDY}
         body = {"prompt": "hello", "logprobs": 1, **named}
         logprobs = (await client.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
         assert [set(top) for top in logprobs["top_logprobs"]] == [

@@ -56,7 +56,10 @@ def kept_arguments(arguments: list[str]) -> list[str]:
             value = arguments[arguments.index(name) + 1]
             kept += [name, str(min(int(value), _MAX_MODEL_LEN)) if name == "--max-model-len" else value]
     kept += [name for name in _FLAGS if name in arguments]
-    for name in adapter_names(arguments):  # the tests only call adapters by name
+    names = adapter_names(arguments)  # the tests only call adapters by name
+    if "--served-model-name" in arguments:
+        names.append(arguments[arguments.index("--served-model-name") + 1])
+    for name in names:
         kept += ["--served-model-aliases", name]
     return kept
 

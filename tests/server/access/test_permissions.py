@@ -36,6 +36,7 @@ DOCUMENTED = {
         "GET /version",
         "POST /detokenize",
         "POST /tokenize",
+        "POST /v1/messages/count_tokens",
         "POST /v1/responses/input_tokens",
         "GET /",
         "GET /page/{path}",

@@ -164,7 +164,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{}]}, "chat.tools[0].name"),
     ({"tools": [{"name": "a b"}]}, "chat.tools[0].name"),
     ({"tools": [{"name": "f"}, {"name": "f"}]}, "chat.tools[1].name"),
-    ({"tools": [{"name": f"f{i}"} for i in range(129)]}, "chat.tools"),
+    ({"tools": [{"name": f"f{i}"} for i in range(513)]}, "chat.tools"),
     ({"tools": [{"name": "f", "description": "x" * 65_600}]}, "chat.tools[0].description"),
     ({"tools": [{"name": "f", "parameters": "{"}]}, "chat.tools[0].parameters"),
     ({"tools": [{"name": "f", "parameters": "[]"}]}, "chat.tools[0].parameters"),

@@ -64,7 +64,7 @@ def test_tools_are_read_and_written_as_openai_has_them():
         ([{"type": "function", "function": FUNCTION, "x": 1}], "tools[0].x"),
         ([{"function": {}}], "tools[0].function.name"),
         (wrapped(name="two words"), "tools[0].function.name"),
-        (wrapped(name="x" * 65), "tools[0].function.name"),
+        (wrapped(name="x" * 129), "tools[0].function.name"),
         (wrapped(name="caf\u00e9"), "tools[0].function.name"),
         (wrapped(name="f\n"), "tools[0].function.name"),
         (wrapped(name=7), "tools[0].function.name"),
