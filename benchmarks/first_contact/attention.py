@@ -30,8 +30,7 @@ from jpaged.config import Backend
 from jpaged.device.mesh import build_mesh, replicated
 from jpaged.kernels.kv_layout import KVForm
 from jpaged.kernels.paged_attention.api import IMPLEMENTATIONS, implementation
-from jpaged.kernels.paged_attention.cascade import merge
-from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, AttentionSpec, ContextPart
+from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, AttentionSpec, ContextPart, merge
 
 Attend = Callable[[AttentionCall, Sequence[ContextPart]], Attended]
 
