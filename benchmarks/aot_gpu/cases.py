@@ -21,8 +21,10 @@ from jpaged.device.mesh import replicated
 from jpaged.device.transfers import lower_move, move_sizes
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
+from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update
+from jpaged.kernels.paged_attention.cuda.attention import choose_division
+from jpaged.kernels.paged_attention.cuda.library import TARGET
 from jpaged.kernels.paged_attention.gpu import attention as gpu
 from jpaged.kernels.paged_attention.gpu.work import choose_tiling
 from jpaged.kernels.paged_attention.spec import AttentionCall
@@ -101,6 +103,8 @@ class AttentionCase:
             lowered = jax.jit(self.call, donate_argnums=0).lower(*arguments)
         if self.backend == "pallas-triton":
             return self._of_triton(lowered)
+        if self.backend == "cuda":
+            return self._of_cuda(lowered)
         tile_bytes = self.num_lists * self.num_tokens * self.num_heads * 64 * self.head_dim * 4
         return Program(
             lowered, spec.layout.num_bytes, spec.layout.shape, frozenset(), (16 << 20) + tile_bytes, 1, num_writes=1
@@ -115,6 +119,23 @@ class AttentionCase:
         max_temp_bytes = (1 << 20) + part_bytes
         return Program(
             lowered, spec.layout.num_bytes, spec.layout.shape, frozenset(), max_temp_bytes, num_kernels, num_writes=1
+        )
+
+    def _of_cuda(self, lowered: jax.stages.Lowered) -> Program:
+        """What has to be true of the calls of the CUDA kernels: memory for parts of contexts, and little more."""
+        spec = self.spec()
+        queries = Queries(self.num_heads, jnp.dtype(self.dtype), self.num_rows, self.table_width, self.num_tokens)
+        slots = choose_division(spec, queries).num_slots * self.num_kv_heads
+        max_temp_bytes = (2 << 20) + self.num_lists * slots * 16 * (self.head_dim + 2) * 4
+        return Program(
+            lowered,
+            spec.layout.num_bytes,
+            spec.layout.shape,
+            frozenset(),
+            max_temp_bytes,
+            0,
+            num_writes=1,
+            calls={TARGET: self.num_lists},
         )
 
     def triton_cut(self) -> Cut:
@@ -332,6 +353,14 @@ TRITON: tuple[AttentionCase, ...] = (
     AttentionCase(8, 4, 256, is_cascade=True, gpu="l4", **_TRITON),
 )
 
+_CUDA: dict[str, Any] = {"backend": "cuda"}
+CUDA: tuple[AttentionCase, ...] = (
+    *(AttentionCase(num_tokens=t, gpu=gpu, **_CUDA) for gpu in TRITON_GPUS for t in (64, 2048)),
+    AttentionCase(kv_dtype="int8", is_cascade=True, sliding_window=1024, gpu="a100", **_CUDA),
+    AttentionCase(8, 4, 256, dtype="float32", kv_dtype="float8_e4m3fn", soft_cap=50.0, gpu="l4", **_CUDA),
+)
+"""The library is called, and compiled by itself (`cuda_kernels.py`)."""
+
 REFUSED = (AttentionCase(head_dim=256, block_size=128, expected_error="the limit is 232448"), OverflowCase())
 
 CASES: tuple[Case, ...] = (
@@ -345,4 +374,5 @@ CASES: tuple[Case, ...] = (
     *REFUSED,
     *ATTENTION,
     *TRITON,
+    *CUDA,
 )

@@ -9,6 +9,7 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <cfenv>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -142,11 +143,16 @@ class Warp {
 template <class Kernel, class Call>
 void launch(Kernel kernel, dim3 grid, int num_threads, Stream, const Call& call) {
   const std::function<void()> body = [&] { kernel(call); };
+  // XLA's threads flush subnormal numbers to zero, and GPUs do not.
+  std::fenv_t environment;
+  std::fegetenv(&environment);
+  std::fesetenv(FE_DFL_ENV);
   for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y) {
     for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
       for (int thread = 0; thread < num_threads; thread += Warp::kLanes) Warp::current().run(thread, body);
     }
   }
+  std::fesetenv(&environment);
 }
 
 enum WarpOperation { kShuffle, kShuffleXor, kAny, kMultiply };

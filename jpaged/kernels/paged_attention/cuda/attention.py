@@ -66,6 +66,7 @@ def unsupported_device_reason(device: jax.Device) -> str | None:
 
 def attend(call: AttentionCall, division: Division | None = None) -> Attended:
     """See `jpaged.kernels.paged_attention.paged_attention`; `division` overrides the default."""
+    library.missing_reason()  # registers the library if there is one; a program is lowered without it
     q_thd, rows, spec = call.q_thd, call.rows, call.spec
     num_tokens, num_heads, head_dim = q_thd.shape
     layout = spec.layout

@@ -198,6 +198,25 @@ __device__ __forceinline__ void multiply(F32, float (&sum)[4], const uint32_t (&
   multiply_tf32(sum, a_high, b_high);
 }
 
+// 2^x, exactly 1 of 0 and 0 of minus infinity.
+__device__ __forceinline__ float power_of_two(float x) {
+#ifdef __CUDA_ARCH__
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+#else
+  return std::exp2(x);
+#endif
+}
+
+__device__ __forceinline__ float divide(float x, float y) {
+#ifdef __CUDA_ARCH__
+  return __fdividef(x, y);  // 0 for y of 2^126 and more
+#else
+  return x / y;
+#endif
+}
+
 // Exact without conversions, which have a quarter of the throughput.
 __device__ __forceinline__ float decode_byte(Number number, uint32_t byte) {
   if (number == Number::kI8) return as_float(0x4b000000 | (byte ^ 0x80)) - 8388736.0f;  // 2^23 + 128
@@ -219,18 +238,19 @@ __device__ __forceinline__ void read_words(const char* at, uint32_t* words) {
   }
 }
 
-// Read kCount adjacent numbers and convert them to words of type C; zeros if `at` is null. The stored type is `number`,
-// which is C's own or one of 8 bits, except for F32, where it may be any.
-template <class C, int kCount>
+// Read kCount adjacent numbers of kBytes each (0: of any size), and convert them to words of type C; zeros if `at` is
+// null. Numbers of 16 bits are of C's own type, except for F32.
+template <class C, int kCount, int kBytes>
 __device__ __forceinline__ void read_numbers(const char* at, Number number, uint32_t (&words)[kCount / C::kPerWord]) {
   constexpr int kWords = kCount / C::kPerWord;
   if (!at) {
     for (int i = 0; i < kWords; ++i) words[i] = 0;
     return;
   }
-  if (number == C::kNumber) return read_words<kWords>(at, words);
+  const int num_bytes = kBytes ? kBytes : size_of(number);
+  if (num_bytes * C::kPerWord == 4) return read_words<kWords>(at, words);
   uint32_t stored[kCount / 2];
-  if (size_of(number) == 2) {
+  if (num_bytes == 2) {
     if constexpr (C::kPerWord == 1) {
       read_words<kCount / 2>(at, stored);
       for (int i = 0; i < kCount; ++i) {
@@ -255,13 +275,39 @@ __device__ __forceinline__ void read_numbers(const char* at, Number number, uint
   }
 }
 
-__device__ __forceinline__ void write_number(char* to, Number number, int64_t index, float x) {
-  if (number == Number::kF32) {
-    reinterpret_cast<float*>(to)[index] = x;
+template <int kWords>
+__device__ __forceinline__ void write_words(char* to, const uint32_t (&words)[kWords]) {
+  if constexpr (kWords % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      reinterpret_cast<uint4*>(to)[i / 4] = uint4{words[i], words[i + 1], words[i + 2], words[i + 3]};
+    }
   } else {
-    const uint32_t word = number == Number::kBF16 ? BF16::pack(x, 0) : F16::pack(x, 0);
-    reinterpret_cast<uint16_t*>(to)[index] = static_cast<uint16_t>(word);
+    static_assert(kWords == 2);
+    *reinterpret_cast<uint2*>(to) = uint2{words[0], words[1]};
   }
+}
+
+// Write adjacent numbers, of the type of F32 or else two to a word.
+template <class C, int kCount>
+__device__ __forceinline__ void write_numbers(char* to, const float (&numbers)[kCount]) {
+  uint32_t words[kCount / C::kPerWord];
+#pragma unroll
+  for (int i = 0; i < kCount / C::kPerWord; ++i) {
+    if constexpr (C::kPerWord == 1) {
+      words[i] = as_bits(numbers[i]);
+    } else {
+      words[i] = C::pack(numbers[2 * i], numbers[2 * i + 1]);
+    }
+  }
+  write_words(to, words);
+}
+
+template <int kCount>
+__device__ __forceinline__ void write_numbers(char* to, Number number, const float (&numbers)[kCount]) {
+  if (number == Number::kF32) return write_numbers<F32>(to, numbers);
+  if (number == Number::kBF16) return write_numbers<BF16>(to, numbers);
+  write_numbers<F16>(to, numbers);
 }
 
 // --- softmax ---------------------------------------------------------------------------------------------------------
@@ -278,7 +324,7 @@ struct Factors {
 
 __device__ __forceinline__ Factors merge_stats(Stats& before, Stats part) {
   const float max = fmaxf(before.max, part.max);
-  const Factors factors{exp2f(before.max - max), exp2f(part.max - max)};
+  const Factors factors{power_of_two(before.max - max), power_of_two(part.max - max)};
   before = {max, fmaf(before.sum, factors.before, part.sum * factors.part)};
   return factors;
 }
@@ -287,11 +333,14 @@ __device__ __forceinline__ float merge_output(Factors factors, float before, flo
   return fmaf(before, factors.before, part * factors.part);
 }
 
-// `scale` includes the logarithm's base.
-__device__ __forceinline__ float cap_score(float score, float scale, float soft_cap) {
-  if (soft_cap == 0) return score * scale;
-  const float power = exp2f(score * (scale * 2 / soft_cap));
-  return soft_cap * kLog2E * (1 - 2 / (power + 1));
+// A scaled score in base 2 after the cap: cap * tanh(score / cap).
+__device__ __forceinline__ float cap_score(float score, float soft_cap) {
+  return soft_cap * kLog2E * (1 - divide(2, power_of_two(divide(2 * score, soft_cap)) + 1));
+}
+
+// The factor of an output; of one without keys, which is 0, any.
+__device__ __forceinline__ float output_scale(Stats total, float value_scale) {
+  return total.sum > 0 ? value_scale / total.sum : 0;
 }
 
 // --- kernels ---------------------------------------------------------------------------------------------------------
@@ -316,6 +365,7 @@ __device__ __forceinline__ void write_lse(const CudaCall& call, int64_t place, S
   call.lse[place] = total.sum > 0 ? total.max * kLn2 + logf(total.sum) : -INFINITY;
 }
 
+// kStored is the pool's type; for F32, any of its size.
 template <class C, Number kStored, int kDim>
 struct Sizes {
   static constexpr int kStoredBytes = C::kPerWord == 1 ? 4 : size_of(kStored);
@@ -349,7 +399,7 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_i
   uint32_t queries[Size::kAreQueriesShared ? 1 : Size::kDepthSteps][4];
 #pragma unroll
   for (int read = 0; read < Size::kKeyReads; ++read) {
-    constexpr int kCount = Size::kKeyCount, kWords = kCount / C::kPerWord;
+    constexpr int kCount = Size::kKeyCount, kWords = kCount / C::kPerWord, kQueryBytes = C::kPerWord == 1 ? 0 : 2;
     const int column = (4 * read + j) * kCount;
     uint32_t words[2][kWords];
 #pragma unroll
@@ -357,7 +407,7 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_i
       const Number number = C::kPerWord == 1 ? call.q_number : C::kNumber;
       const int64_t first = pairs[half].place * call.head_dim + column;
       const bool is_read = pairs[half].kv_begin < pairs[half].kv_end && column < call.head_dim;
-      read_numbers<C, kCount>(is_read ? call.q + first * size_of(number) : nullptr, number, words[half]);
+      read_numbers<C, kCount, kQueryBytes>(is_read ? call.q + first * size_of(number) : nullptr, number, words[half]);
     }
 #pragma unroll
     for (int step = 0; step < kWords / 2; ++step) {
@@ -373,8 +423,8 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_i
 
   const int64_t first_place = int64_t{*call.layer} * call.blocks_per_layer;
   const bool is_layer = first_place >= 0 && first_place + call.blocks_per_layer <= call.num_places;
-  const int64_t head_bytes = int64_t{call.head_dim} * size_of(kv_number), token_bytes = head_bytes * 2 * call.num_kv_heads;
-  const char* const heads = call.pool + head_bytes * 2 * kv_head;
+  const int head_bytes = call.head_dim * size_of(kStored), token_bytes = head_bytes * 2 * call.num_kv_heads;
+  const char* const heads = call.pool + int64_t{head_bytes} * 2 * kv_head;
   const float* const scales = call.scales_lk2 + (int64_t{is_layer ? *call.layer : 0} * call.num_kv_heads + kv_head) * 2;
   const float scale = call.scale * kLog2E * (call.scales_lk2 ? scales[0] : 1);
 
@@ -406,12 +456,9 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_i
       }
 
       float scores[kKeyTiles][4] = {};
-      const char* keys[kKeyTiles];
+      int key_slots[kKeyTiles];
 #pragma unroll
-      for (int tile = 0; tile < kKeyTiles; ++tile) {
-        const int place = shuffle(slot, 8 * tile + i);
-        keys[tile] = place < 0 ? nullptr : heads + place * token_bytes;
-      }
+      for (int tile = 0; tile < kKeyTiles; ++tile) key_slots[tile] = shuffle(slot, 8 * tile + i);
 #pragma unroll
       for (int read = 0; read < Size::kKeyReads; ++read) {
         constexpr int kCount = Size::kKeyCount, kWords = kCount / C::kPerWord;
@@ -419,8 +466,9 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_i
         uint32_t words[kKeyTiles][kWords];
 #pragma unroll
         for (int tile = 0; tile < kKeyTiles; ++tile) {
-          const bool is_read = keys[tile] && column < call.head_dim;
-          read_numbers<C, kCount>(is_read ? keys[tile] + column * size_of(kv_number) : nullptr, kv_number, words[tile]);
+          const bool is_read = key_slots[tile] >= 0 && column < call.head_dim;
+          const char* const at = heads + int64_t{key_slots[tile]} * token_bytes + column * size_of(kStored);
+          read_numbers<C, kCount, size_of(kStored)>(is_read ? at : nullptr, kv_number, words[tile]);
         }
 #pragma unroll
         for (int step = 0; step < kWords / 2; ++step) {
@@ -440,6 +488,18 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_i
         }
       }
 
+#pragma unroll
+      for (int tile = 0; tile < kKeyTiles; ++tile) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) scores[tile][k] *= scale;
+      }
+      if (call.soft_cap > 0) {
+#pragma unroll
+        for (int tile = 0; tile < kKeyTiles; ++tile) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) scores[tile][k] = cap_score(scores[tile][k], call.soft_cap);
+        }
+      }
       float most[2] = {-INFINITY, -INFINITY}, fade[2];
 #pragma unroll
       for (int tile = 0; tile < kKeyTiles; ++tile) {
@@ -447,7 +507,7 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_i
         for (int k = 0; k < 4; ++k) {
           const int place = key + 8 * tile + 2 * j + k % 2;
           const bool is_seen = place >= pairs[k / 2].kv_begin && place < pairs[k / 2].kv_end && place < end;
-          scores[tile][k] = is_seen ? cap_score(scores[tile][k], scale, call.soft_cap) : -INFINITY;
+          scores[tile][k] = is_seen ? scores[tile][k] : -INFINITY;
           most[k / 2] = fmaxf(most[k / 2], scores[tile][k]);
         }
       }
@@ -456,14 +516,14 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_i
         most[half] = fmaxf(most[half], shuffle_xor(most[half], 1));
         most[half] = fmaxf(most[half], shuffle_xor(most[half], 2));
         const float max = fmaxf(stats[half].max, most[half]);
-        fade[half] = exp2f(stats[half].max - max);
+        fade[half] = power_of_two(stats[half].max - max);
         stats[half] = {max, stats[half].sum * fade[half]};
       }
 #pragma unroll
       for (int tile = 0; tile < kKeyTiles; ++tile) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          scores[tile][k] = exp2f(scores[tile][k] - stats[k / 2].max);
+          scores[tile][k] = power_of_two(scores[tile][k] - stats[k / 2].max);
           stats[k / 2].sum += scores[tile][k];
         }
       }
@@ -475,14 +535,11 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_i
         }
       }
 
-      const char* values[kKeyTiles][2];
+      int value_slots[kKeyTiles][2];
 #pragma unroll
       for (int tile = 0; tile < kKeyTiles; ++tile) {
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          const int place = shuffle(slot, 8 * tile + 2 * j + k);
-          values[tile][k] = place < 0 ? nullptr : heads + head_bytes + place * token_bytes;
-        }
+        for (int k = 0; k < 2; ++k) value_slots[tile][k] = shuffle(slot, 8 * tile + 2 * j + k);
       }
 #pragma unroll
       for (int tile = 0; tile < kKeyTiles; tile += C::kPerWord) {
@@ -494,9 +551,10 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_i
           for (int t = 0; t < C::kPerWord; ++t) {
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
-              const bool is_read = values[tile + t][k] && column < call.head_dim;
-              const char* const at = is_read ? values[tile + t][k] + column * size_of(kv_number) : nullptr;
-              read_numbers<C, kValueCount>(at, kv_number, words[t][k]);
+              const int value_slot = value_slots[tile + t][k];
+              const bool is_read = value_slot >= 0 && column < call.head_dim;
+              const char* const at = heads + int64_t{value_slot} * token_bytes + head_bytes + column * size_of(kStored);
+              read_numbers<C, kValueCount, size_of(kStored)>(is_read ? at : nullptr, kv_number, words[t][k]);
             }
           }
 #pragma unroll
@@ -544,24 +602,30 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_i
   const float value_scale = call.scales_lk2 ? scales[1] : 1;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const Pair& pair = pairs[half];
+    const Pair pair{call, call.items[index], kv_head, i + 8 * half};  // read again: registers are scarce in the loop
     if (pair.place < 0) continue;
     const int64_t row = (int64_t{kv_head} * call.num_slots + item.slot) * kRows + i + 8 * half;
-    const float whole = total[half].sum > 0 ? total[half].sum : 1;
+    const float out_scale = output_scale(total[half], value_scale);
 #pragma unroll
     for (int read = 0; read < Size::kValueReads; ++read) {
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const int column = (8 * read + 2 * j + k) * kValueCount;
         if (column >= call.head_dim) continue;
+        float numbers[kValueCount];
 #pragma unroll
-        for (int n = 0; n < kValueCount; ++n) {
-          const float x = out[read * kValueCount + n][2 * half + k];
-          if (item.slot >= 0) {
-            call.part_out[row * call.head_dim + column + n] = x;
-          } else {
-            write_number(call.out, call.q_number, pair.place * call.head_dim + column + n, x / whole * value_scale);
-          }
+        for (int n = 0; n < kValueCount; ++n) numbers[n] = out[read * kValueCount + n][2 * half + k];
+        if (item.slot >= 0) {
+          write_numbers<F32>(reinterpret_cast<char*>(call.part_out + row * call.head_dim + column), numbers);
+          continue;
+        }
+#pragma unroll
+        for (int n = 0; n < kValueCount; ++n) numbers[n] *= out_scale;
+        char* const to = call.out + (pair.place * call.head_dim + column) * size_of(call.q_number);
+        if constexpr (C::kPerWord == 1) {
+          write_numbers(to, call.q_number, numbers);
+        } else {
+          write_numbers<C>(to, numbers);
         }
       }
     }
@@ -578,6 +642,7 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_i
 constexpr int kMergeWarps = 4, kMaxDim = 256;
 
 __global__ void __launch_bounds__(32 * kMergeWarps) merge_parts(const CudaCall call) {
+  constexpr int kCount = 4, kReads = kMaxDim / 32 / kCount;  // adjacent columns of a lane
   const Merge merge = call.merges[blockIdx.x];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, kv_head = blockIdx.y;
   if (merge.num_parts == 0) return;
@@ -587,27 +652,30 @@ __global__ void __launch_bounds__(32 * kMergeWarps) merge_parts(const CudaCall c
   const float value_scale = call.scales_lk2 ? call.scales_lk2[(layer * call.num_kv_heads + kv_head) * 2 + 1] : 1;
   for (int index = warp; index < merge.num_pairs; index += kMergeWarps) {
     Stats total{kLowest, 0};
-    float out[kMaxDim / 32] = {};
+    float out[kReads][kCount] = {};
     for (int part = 0; part < merge.num_parts; ++part) {
       const int64_t row = (int64_t{kv_head} * call.num_slots + merge.first_slot + part) * kRows + index;
       const Factors factors = merge_stats(total, {call.part_stats[2 * row], call.part_stats[2 * row + 1]});
 #pragma unroll
-      for (int n = 0; n < kMaxDim / 32; ++n) {
-        const int column = 32 * n + lane;
-        if (column < call.head_dim) {
-          out[n] = merge_output(factors, out[n], call.part_out[row * call.head_dim + column]);
-        }
+      for (int read = 0; read < kReads; ++read) {
+        const int column = (32 * read + lane) * kCount;
+        if (column >= call.head_dim) continue;
+        uint32_t words[kCount];
+        read_words<kCount>(reinterpret_cast<const char*>(call.part_out + row * call.head_dim + column), words);
+#pragma unroll
+        for (int n = 0; n < kCount; ++n) out[read][n] = merge_output(factors, out[read][n], as_float(words[n]));
       }
     }
     const int pair = merge.first_pair + index;
     const int64_t place = int64_t{merge.first_token + pair / group} * call.num_heads + kv_head * group + pair % group;
-    const float whole = total.sum > 0 ? total.sum : 1;
+    const float out_scale = output_scale(total, value_scale);
 #pragma unroll
-    for (int n = 0; n < kMaxDim / 32; ++n) {
-      const int column = 32 * n + lane;
-      if (column < call.head_dim) {
-        write_number(call.out, call.q_number, place * call.head_dim + column, out[n] / whole * value_scale);
-      }
+    for (int read = 0; read < kReads; ++read) {
+      const int column = (32 * read + lane) * kCount;
+      if (column >= call.head_dim) continue;
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) out[read][n] *= out_scale;
+      write_numbers(call.out + (place * call.head_dim + column) * size_of(call.q_number), call.q_number, out[read]);
     }
     if (lane == 0) write_lse(call, place, total);
   }
@@ -642,8 +710,12 @@ void launch_all(const CudaCall& call, int64_t num_merges, Stream stream) {
     launch_stored<BF16>(call, stream);
   } else if (call.q_number == Number::kF16 && (is_scaled || call.kv_number == Number::kF16)) {
     launch_stored<F16>(call, stream);
-  } else {
+  } else if (is_scaled) {
+    launch_dim<F32, Number::kI8>(call, stream);
+  } else if (call.kv_number == Number::kF32) {
     launch_dim<F32, Number::kF32>(call, stream);
+  } else {
+    launch_dim<F32, Number::kBF16>(call, stream);
   }
   if (num_merges) launch(merge_parts, dim3(num_merges, call.num_kv_heads), 32 * kMergeWarps, stream, call);
 }
