@@ -85,7 +85,7 @@ class AttentionCase:
         extra += "-cascade" if self.is_cascade else ""
         extra += f"-v{self.value_dim}" if self.value_dim else ""
         sizes = f"h{self.num_heads}-k{self.num_kv_heads}-d{self.head_dim}-b{self.block_size}"
-        where = "" if self.backend == "pallas-gpu" else f"{self.gpu}-"
+        where = where_compiled(self.backend, self.gpu)
         return f"attention-{where}{sizes}-t{self.num_tokens}-s{self.num_rows}-{kind}{extra}"
 
     def spec(self) -> AttentionSpec:
@@ -173,6 +173,11 @@ class AttentionCase:
         ]
 
 
+def where_compiled(backend: Backend, gpu: str) -> str:
+    """A part of a case's name: empty for the Hopper kernel, which one GPU has."""
+    return {"pallas-gpu": "", "cuda": f"cuda-{gpu}-"}.get(backend, f"{gpu}-")
+
+
 def attend(pool: jax.Array, *rest: jax.Array, spec: AttentionSpec, backend: Backend = "pallas-gpu") -> Any:
     """The operation on arrays alone, in the order of `AttentionCase.arguments`."""
     q, k, v, slots, layer, starts, lens, tables, num_rows, *scales = rest
@@ -227,7 +232,7 @@ class StepCase:
     @property
     def name(self) -> str:
         """Model, tokens and the pool's type."""
-        where = "" if self.backend == "pallas-gpu" else f"{self.gpu}-"
+        where = where_compiled(self.backend, self.gpu)
         return f"step-{where}{self.model}-t{self.num_tokens}-kv-{self.kv_cache_dtype}"
 
     def lower(self, mesh: jax.sharding.Mesh) -> Program:
@@ -256,8 +261,9 @@ class StepCase:
             layout.shape,
             shapes,
             (32 << 20) + 8 * self.num_tokens * wide,
-            1,
+            0 if self.backend == "cuda" else 1,
             model.config.num_layers,
+            calls={TARGET: model.config.num_layers} if self.backend == "cuda" else {},
         )
 
 
@@ -355,7 +361,7 @@ TRITON: tuple[AttentionCase, ...] = (
 
 _CUDA: dict[str, Any] = {"backend": "cuda"}
 CUDA: tuple[AttentionCase, ...] = (
-    *(AttentionCase(num_tokens=t, gpu=gpu, **_CUDA) for gpu in TRITON_GPUS for t in (64, 2048)),
+    *(AttentionCase(num_tokens=t, gpu=gpu, **_CUDA) for gpu in ("a100", "l4", "rtx5090") for t in (64, 2048)),
     AttentionCase(kv_dtype="int8", is_cascade=True, sliding_window=1024, gpu="a100", **_CUDA),
     AttentionCase(8, 4, 256, dtype="float32", kv_dtype="float8_e4m3fn", soft_cap=50.0, gpu="l4", **_CUDA),
 )
@@ -370,6 +376,7 @@ CASES: tuple[Case, ...] = (
     StepCase("llama-3-8b", 64, "int8"),
     *(StepCase("small", t, gpu=gpu, **_TRITON) for gpu in TRITON_GPUS for t in (64, 512)),
     StepCase("llama-3-8b", 64, gpu="a100", **_TRITON),
+    *(StepCase("small", t, gpu="a100", backend="cuda") for t in (64, 512)),
     *MODEL_CASES,
     *REFUSED,
     *ATTENTION,

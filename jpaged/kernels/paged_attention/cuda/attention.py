@@ -1,11 +1,11 @@
 """Paged attention on GPUs since Ampere: prefill chunks and decodes of ragged rows, in kernels of CUDA C++.
 
-    rows -> tiles of 16 (query, head) pairs -> items, each a tile and one part of its context, or all -> kernel
+    rows -> tiles of 16 (query, head) pairs -> items: a tile and one part of the context, or all -> kernel
                                                parts of a tile -> a second kernel merges them in order
 
 Parts have a fixed number of keys, which follows from the width of the block tables, and are merged in the order of the
-context, within an item and between items with the same operations. So the bits of a query's result are a function of
-its context alone: they do not depend on the batch, the chunks of a prefill, or which tiles are divided.
+context, within an item and between items with the same operations. So the bits of a query's result follow from the
+query's context alone: they do not depend on the batch, the chunks of a prefill, or which tiles are divided.
 
 The traced program lists the items, once for all layers of a step. Their number is fixed, and unused ones do nothing.
 """
@@ -38,7 +38,8 @@ from jpaged.kernels.paged_attention.spec import (
 
 _QUERY_DTYPES = ("float32", "bfloat16", "float16")
 _MAX_HEAD_DIM = 256
-_TILE_PAIRS = 16
+TILE_PAIRS = 16
+"""(query, head) pairs of a tile: the rows of a product of the tensor core."""
 _MIN_PART_KEYS = 256
 """Keys of a part, unless contexts can have more than `_MAX_PARTS` of them."""
 _MAX_PARTS = 64
@@ -73,7 +74,7 @@ def attend(call: AttentionCall, division: Division | None = None) -> Attended:
     division = division or choose_division(spec, call.queries)
     work = plan(rows, spec, division, num_tokens)
     scales = jnp.zeros((0,), jnp.float32) if call.scales_lk2 is None else call.scales_lk2.astype(jnp.float32)
-    parts_shape = (layout.num_kv_heads, max(1, division.num_slots), _TILE_PAIRS)
+    parts_shape = (layout.num_kv_heads, max(1, division.num_slots), TILE_PAIRS)
     results = (
         jax.ShapeDtypeStruct(q_thd.shape, q_thd.dtype),
         jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
@@ -124,13 +125,13 @@ def choose_division(spec: AttentionSpec, queries: Queries) -> Division:
     layout, num_tokens = spec.layout, queries.num_tokens
     group = queries.num_heads // layout.num_kv_heads
     # Each row, and the padding before and after all rows, has one tile that is partly filled.
-    num_tiles = num_tokens * group // _TILE_PAIRS + min(num_tokens, queries.num_rows + 2)
+    num_tiles = num_tokens * group // TILE_PAIRS + min(num_tokens, queries.num_rows + 2)
     max_keys = queries.table_width * layout.block_size
     part_keys = _MIN_PART_KEYS
     while part_keys * _MAX_PARTS < max_keys:
         part_keys *= 2
     if spec.kind.sliding_window is not None:
-        max_keys = min(max_keys, spec.kind.sliding_window + _TILE_PAIRS + part_keys)
+        max_keys = min(max_keys, spec.kind.sliding_window + TILE_PAIRS + part_keys)
     num_slots = min(max(64, _NUM_SLOTS // layout.num_kv_heads), num_tiles * -(-max_keys // part_keys))
     return Division(group, num_tiles, part_keys, num_slots if max_keys > part_keys else 0)
 
@@ -189,13 +190,13 @@ def plan(rows: RaggedRows, spec: AttentionSpec, division: Division, num_tokens: 
     bounds = jnp.clip(jnp.concatenate([jnp.array([0]), starts_s1, jnp.array([num_tokens])]), 0, num_tokens)
     pairs_r = jnp.maximum(bounds[1:] - bounds[:-1], 0) * group
     lens_s = jnp.minimum(rows.kv_lens_s, table_width * spec.layout.block_size)
-    tiles_r = -(-pairs_r // _TILE_PAIRS)
+    tiles_r = -(-pairs_r // TILE_PAIRS)
     tile_ends_r = jnp.cumsum(tiles_r)
 
     tiles_n = jnp.arange(division.num_tiles)
     row_n = jnp.minimum(_count_not_above(tile_ends_r, tiles_n), num_rows + 1)
-    first_pair_n = (tiles_n - (tile_ends_r - tiles_r)[row_n]) * _TILE_PAIRS
-    num_pairs_n = jnp.where(tiles_n < tile_ends_r[-1], jnp.clip(pairs_r[row_n] - first_pair_n, 0, _TILE_PAIRS), 0)
+    first_pair_n = (tiles_n - (tile_ends_r - tiles_r)[row_n]) * TILE_PAIRS
+    num_pairs_n = jnp.where(tiles_n < tile_ends_r[-1], jnp.clip(pairs_r[row_n] - first_pair_n, 0, TILE_PAIRS), 0)
     position_n, begin_n, end_n = (jnp.pad(x, 1)[row_n] for x in (rows.positions, rows.begins, lens_s))
     begin_n = jnp.maximum(begin_n, 0)
     if spec.kind.sliding_window is not None:  # earlier blocks were freed, and are not read

@@ -33,17 +33,16 @@ _TIMEOUT_S = 1800
 
 
 def find_nvcc(wanted: str | None = None) -> str:
-    """Return the path of nvcc: the given one, one on the path or in `CUDA_HOME`, or that of NVIDIA's Python packages.
+    """Return the path of nvcc: the given one, that of NVIDIA's Python packages, one on the path or in `CUDA_HOME`.
 
     Raises:
         BuildError: there is none.
     """
     spec = importlib.util.find_spec("nvidia")
     packages = [] if spec is None else list(spec.submodule_search_locations or ())
-    found = [wanted] if wanted else ["nvcc", os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc")]
-    if not wanted:
-        found += [str(path) for package in packages for path in sorted(Path(package).glob("*/bin/nvcc"))]
-    for name in found:
+    found = [str(path) for package in packages for path in sorted(Path(package).glob("*/bin/nvcc"))]
+    found += ["nvcc", os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc")]
+    for name in [wanted] if wanted else found:
         if (path := shutil.which(name)) is not None:
             return path
     raise BuildError(f"nvcc was not found ({', '.join(found)}); jax[cuda13] includes it")
@@ -98,7 +97,7 @@ def register(library: Path, platform: str) -> None:
 def main() -> None:
     """Build the library in place."""
     parser = argparse.ArgumentParser(prog=f"python -m {SOURCE}", description="Build the CUDA kernels in place.")
-    parser.add_argument("--nvcc", help="the compiler; by default that of the path, of CUDA_HOME or of NVIDIA's packages")
+    parser.add_argument("--nvcc", help="the compiler; by default that of NVIDIA's packages, of the path or of CUDA_HOME")
     parser.add_argument(
         "--architectures",
         nargs="+",
