@@ -126,7 +126,7 @@ class AttentionCase:
         spec = self.spec()
         queries = Queries(self.num_heads, jnp.dtype(self.dtype), self.num_rows, self.table_width, self.num_tokens)
         slots = choose_division(spec, queries).num_slots * self.num_kv_heads
-        max_temp_bytes = (2 << 20) + self.num_lists * slots * 16 * (self.head_dim + 2) * 4
+        max_temp_bytes = (2 << 20) + self.num_lists * slots * 16 * ((self.value_dim or self.head_dim) + 2) * 4
         return Program(
             lowered,
             spec.layout.num_bytes,
@@ -364,6 +364,7 @@ CUDA: tuple[AttentionCase, ...] = (
     *(AttentionCase(num_tokens=t, gpu=gpu, **_CUDA) for gpu in ("a100", "l4", "rtx5090") for t in (64, 2048)),
     AttentionCase(kv_dtype="int8", is_cascade=True, sliding_window=1024, gpu="a100", **_CUDA),
     AttentionCase(8, 4, 256, dtype="float32", kv_dtype="float8_e4m3fn", soft_cap=50.0, gpu="l4", **_CUDA),
+    AttentionCase(128, 1, 576, value_dim=512, gpu="a100", **_CUDA),
 )
 """The library is called, and compiled by itself (`cuda_kernels.py`)."""
 

@@ -33,7 +33,7 @@ _ENTRY = re.compile(
     r".*?Used (\d+) registers([^\n]*)",
     re.DOTALL,
 )
-_ATTENTION = re.compile(r"attend_items\w*?\d(F32|F16|BF16)ELNS_6NumberE(\d)ELi(\d+)E")
+_ATTENTION = re.compile(r"attend_items\w*?\d(F32|F16|BF16)ELNS_6NumberE(\d)ELi(\d+)ELi\d+E")
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 Kernels = dict[str, dict[str, dict[str, int]]]

@@ -22,6 +22,7 @@ from jpaged.kernels.paged_attention.cuda.attention import CudaItemField, CudaMer
 from jpaged.kernels.paged_attention.spec import AttentionCall
 from tests.kernels import attention_oracle as oracle
 from tests.kernels.attention_conformance import (
+    LATENTS,
     RAGGED,
     TOLERANCE,
     PagedAttentionPromises,
@@ -39,7 +40,7 @@ class Emulated(GpuBackend):
     """The conformance suite's calls, emulated."""
 
     backend = "cuda"
-    supports = Support(head_dims=frozenset(range(16, 257, 16)), latents=False)
+    supports = Support(head_dims=frozenset([*range(16, 257, 16), 576]))
     part_keys: int | None = None
     """Keys of a part, for contexts that are too short for the rule's."""
     num_slots = 64
@@ -68,6 +69,12 @@ class Promises(Emulated, PagedAttentionPromises):
 
     def test_groups_larger_than_a_tile(self) -> None:
         self.check(RAGGED["mixed"], Shape(num_heads=71, num_kv_heads=1, head_dim=64, dtype="bfloat16", num_tokens=40))
+
+    @pytest.mark.parametrize("name", LATENTS)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    def test_latents(self, name: str, dtype: str) -> None:
+        """Each warp computes 128 columns of the values."""
+        self.check(RAGGED["mixed"], dataclasses.replace(LATENTS[name], dtype=dtype))
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_the_bits_of_a_query_follow_from_its_context_alone(self, dtype: str) -> None:
@@ -229,7 +236,7 @@ def test_the_keys_of_a_part_follow_from_the_table_alone() -> None:
         assert [division(width, *sizes).part_keys for width in (1, 512, 1024, 8192)] == [256, 256, 256, 2048]
     assert division(16, 64, 64).num_slots == 0
     assert division(17, 1, 1).num_slots == 2
-    assert division(512, 64, 64).num_slots == 512
+    assert division(512, 64, 64).num_slots == 1024
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -241,7 +248,8 @@ def test_the_keys_of_a_part_follow_from_the_table_alone() -> None:
         ("float64", 128, None, "queries are float64; they must be float32, bfloat16, float16"),
         ("bfloat16", 72, None, "head_dim 72 is not a multiple of 16 up to 256"),
         ("bfloat16", 272, None, "head_dim 272 is not a multiple of 16 up to 256"),
-        ("bfloat16", 576, 512, "keys are latents of 576 numbers; only keys with separate values are supported"),
+        ("bfloat16", 640, 512, "latents of 640 numbers are not multiples of 16 up to 576"),
+        ("bfloat16", 576, 500, "values of 500 numbers are not multiples of 16 up to 512"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_refused(dtype: str, head_dim: int, value_dim: int | None, reason: str) -> None:

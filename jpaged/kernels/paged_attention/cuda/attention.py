@@ -3,6 +3,8 @@
     rows -> tiles of 16 (query, head) pairs -> items: a tile and one part of the context, or all -> kernel
                                                parts of a tile -> a second kernel merges them in order
 
+Several warps compute the scores of latents, each for other columns of the values.
+
 Parts have a fixed number of keys, which follows from the width of the block tables, and are merged in the order of the
 context, within an item and between items with the same operations. So the bits of a query's result follow from the
 query's context alone: they do not depend on the batch, the chunks of a prefill, or which tiles are divided.
@@ -22,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.kv_layout import KVLayout, output_dim
 from jpaged.kernels.lowered_device import unsupported_gpu_reason
 from jpaged.kernels.paged_attention.cpu.attention import NUMBERS
 from jpaged.kernels.paged_attention.cuda import library
@@ -38,6 +40,7 @@ from jpaged.kernels.paged_attention.spec import (
 
 _QUERY_DTYPES = ("float32", "bfloat16", "float16")
 _MAX_HEAD_DIM = 256
+_MAX_LATENT_DIM, _MAX_VALUE_DIM = 576, 512
 TILE_PAIRS = 16
 """(query, head) pairs of a tile: the rows of a product of the tensor core."""
 _MIN_PART_KEYS = 256
@@ -45,8 +48,10 @@ _MIN_PART_KEYS = 256
 _MAX_PARTS = 64
 _MAX_DIVIDED_TILES = 8
 """Maximum tiles of a row whose context is divided over warps: more tiles fill the processors by themselves."""
-_NUM_SLOTS = 4096
-"""Maximum parts of divided tiles, over all key/value heads: 32 MiB of float32 sums for heads of 128 numbers."""
+_PART_BYTES = 32 << 20
+"""Maximum bytes of the parts of divided tiles."""
+_MIN_SLOTS = 64
+"""The maximum number of such parts of each key/value head is at least this."""
 
 
 def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
@@ -54,7 +59,11 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
     if queries.dtype.name not in _QUERY_DTYPES:
         return f"queries are {queries.dtype.name}; they must be {', '.join(_QUERY_DTYPES)}"
     if layout.value_dim is not None:
-        return f"keys are latents of {layout.head_dim} numbers; only keys with separate values are supported"
+        if layout.head_dim % 16 or layout.head_dim > _MAX_LATENT_DIM:
+            return f"latents of {layout.head_dim} numbers are not multiples of 16 up to {_MAX_LATENT_DIM}"
+        if layout.value_dim % 16 or layout.value_dim > _MAX_VALUE_DIM:
+            return f"values of {layout.value_dim} numbers are not multiples of 16 up to {_MAX_VALUE_DIM}"
+        return None
     if layout.head_dim % 16 or layout.head_dim > _MAX_HEAD_DIM:
         return f"head_dim {layout.head_dim} is not a multiple of 16 up to {_MAX_HEAD_DIM}"
     return None
@@ -69,16 +78,17 @@ def attend(call: AttentionCall, division: Division | None = None) -> Attended:
     """See `jpaged.kernels.paged_attention.paged_attention`; `division` overrides the default."""
     library.missing_reason()  # registers the library if there is one; a program is lowered without it
     q_thd, rows, spec = call.q_thd, call.rows, call.spec
-    num_tokens, num_heads, head_dim = q_thd.shape
+    num_tokens, num_heads, _ = q_thd.shape
     layout = spec.layout
+    value_dim = output_dim(layout)
     division = division or choose_division(spec, call.queries)
     work = plan(rows, spec, division, num_tokens)
     scales = jnp.zeros((0,), jnp.float32) if call.scales_lk2 is None else call.scales_lk2.astype(jnp.float32)
     parts_shape = (layout.num_kv_heads, max(1, division.num_slots), TILE_PAIRS)
     results = (
-        jax.ShapeDtypeStruct(q_thd.shape, q_thd.dtype),
+        jax.ShapeDtypeStruct((num_tokens, num_heads, value_dim), q_thd.dtype),
         jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
-        jax.ShapeDtypeStruct((*parts_shape, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((*parts_shape, value_dim), jnp.float32),
         jax.ShapeDtypeStruct((*parts_shape, 2), jnp.float32),
     )
     out_thd, lse_th, *_ = jax.ffi.ffi_call(library.TARGET, results)(
@@ -94,6 +104,7 @@ def attend(call: AttentionCall, division: Division | None = None) -> Attended:
         blocks_per_layer=np.int64(layout.blocks_per_layer),
         kv_number=np.int64(NUMBERS.index(layout.dtype.name)),
         part_keys=np.int64(division.part_keys),
+        value_dim=np.int64(layout.value_dim or 0),
     )
     return out_thd, lse_th
 
@@ -132,7 +143,8 @@ def choose_division(spec: AttentionSpec, queries: Queries) -> Division:
         part_keys *= 2
     if spec.kind.sliding_window is not None:
         max_keys = min(max_keys, spec.kind.sliding_window + TILE_PAIRS + part_keys)
-    num_slots = min(max(64, _NUM_SLOTS // layout.num_kv_heads), num_tiles * -(-max_keys // part_keys))
+    slot_bytes = layout.num_kv_heads * TILE_PAIRS * output_dim(layout) * 4
+    num_slots = min(max(_MIN_SLOTS, _PART_BYTES // slot_bytes), num_tiles * -(-max_keys // part_keys))
     return Division(group, num_tiles, part_keys, num_slots if max_keys > part_keys else 0)
 
 

@@ -84,6 +84,7 @@ constexpr int kRows = 16;          // (query, head) pairs of an item
 constexpr int kStepKeys = 32;      // keys between updates of the softmax, one for each lane to locate
 constexpr int kKeyTiles = 4;       // of 8 keys
 constexpr int kSharedBytes = 49152;
+constexpr int kMaxHeadDim = 256, kMaxLatentDim = 576, kMaxValueDim = 512;
 constexpr float kLowest = -1e30f;  // initial maximum: finite, so a row without visible keys does not become NaN
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
@@ -106,9 +107,10 @@ struct CudaCall {
   const float* scales_lk2;  // null if unscaled
   char* out;                // as q
   float* lse;               // [T, H]
-  float* part_out;          // [K, slots, kRows, D]
+  float* part_out;          // [K, slots, kRows, value's D]
   float* part_stats;        // [K, slots, kRows, 2]: maximum in base 2, sum
-  int num_items, num_slots, num_tokens, num_heads, num_kv_heads, head_dim, block_size, table_width;
+  int num_items, num_slots, num_tokens, num_heads, num_kv_heads, head_dim, value_dim, value_offset;
+  int block_size, table_width;
   int num_places, blocks_per_layer, part_keys;
   int64_t window;  // 0: all
   float scale, soft_cap;  // soft_cap 0: none
@@ -365,30 +367,38 @@ __device__ __forceinline__ void write_lse(const CudaCall& call, int64_t place, S
   call.lse[place] = total.sum > 0 ? total.max * kLn2 + logf(total.sum) : -INFINITY;
 }
 
-// kStored is the pool's type; for F32, any of its size.
-template <class C, Number kStored, int kDim>
+// kStored is the pool's type; for F32, any of its size. kKeyDim and kValueDim are the most numbers of a key, and of the
+// columns of values, of a warp: with latents, several warps compute the same scores, and each other columns.
+template <class C, Number kStored, int kKeyDim, int kValueDim>
 struct Sizes {
   static constexpr int kStoredBytes = C::kPerWord == 1 ? 4 : size_of(kStored);
   // Numbers of a key, and of a value, that a lane reads together.
-  static constexpr int kKeyCount = 16 / kStoredBytes, kValueCount = kKeyCount < kDim / 8 ? kKeyCount : kDim / 8;
-  static constexpr int kKeyReads = kDim / 4 / kKeyCount, kValueReads = kDim / 8 / kValueCount;
-  static constexpr int kDepthSteps = kDim / 8 / C::kPerWord;
+  static constexpr int kKeyCount = 16 / kStoredBytes, kValueCount = kKeyCount < kValueDim / 8 ? kKeyCount : kValueDim / 8;
+  static constexpr int kKeyReads = kKeyDim / 4 / kKeyCount, kValueReads = kValueDim / 8 / kValueCount;
+  static constexpr int kDepthSteps = kKeyDim / 8 / C::kPerWord;
   // Registers hold the sums of 128 columns and the queries too.
-  static constexpr bool kAreQueriesShared = kDim > 128 || C::kPerWord == 1;
-  static constexpr int kQueryBytes = kAreQueriesShared ? kDepthSteps * 32 * 16 : 0, kTotalBytes = kRows * kDim * 4;
+  static constexpr bool kAreQueriesShared = kKeyDim > 128 || C::kPerWord == 1;
+  static constexpr int kQueryBytes = kAreQueriesShared ? kDepthSteps * 32 * 16 : 0;
+  static constexpr int kTotalBytes = kRows * kValueDim * 4;
   static constexpr int kMost = kSharedBytes / (kQueryBytes + kTotalBytes);
   static constexpr int kWarps = kMost >= 4 ? 4 : kMost >= 2 ? 2 : 1;
 };
 
-template <class C, Number kStored, int kDim>
-__global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_items(const CudaCall call) {
-  using Size = Sizes<C, kStored, kDim>;
-  constexpr int kOutTiles = kDim / 8, kValueCount = Size::kValueCount;
+template <class C, Number kStored, int kKeyDim, int kValueDim>
+__global__ void __launch_bounds__(32 * Sizes<C, kStored, kKeyDim, kValueDim>::kWarps)
+    attend_items(const CudaCall call) {
+  using Size = Sizes<C, kStored, kKeyDim, kValueDim>;
+  constexpr int kOutTiles = kValueDim / 8, kValueCount = Size::kValueCount;
   __shared__ float totals[Size::kWarps][kOutTiles * 4][32];
   __shared__ uint4 shared_queries[Size::kWarps][Size::kAreQueriesShared ? Size::kDepthSteps : 1][32];
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, i = lane / 4, j = lane % 4;
-  const int index = blockIdx.x * Size::kWarps + warp, kv_head = blockIdx.y;
+  const int index = blockIdx.x * Size::kWarps + warp;
+  // Known without latents, because registers are scarce.
+  constexpr bool kAreLatents = kKeyDim > kMaxHeadDim;
+  const int kv_head = kAreLatents ? blockIdx.y % call.num_kv_heads : blockIdx.y;
+  const int first_column = kAreLatents ? blockIdx.y / call.num_kv_heads * kValueDim : 0;
+  const int value_dim = kAreLatents ? call.value_dim : call.head_dim, value_offset = kAreLatents ? 0 : call.head_dim;
   if (index >= call.num_items) return;
   const Item item = call.items[index];
   if (item.num_pairs == 0) return;
@@ -423,8 +433,10 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_i
 
   const int64_t first_place = int64_t{*call.layer} * call.blocks_per_layer;
   const bool is_layer = first_place >= 0 && first_place + call.blocks_per_layer <= call.num_places;
-  const int head_bytes = call.head_dim * size_of(kStored), token_bytes = head_bytes * 2 * call.num_kv_heads;
-  const char* const heads = call.pool + int64_t{head_bytes} * 2 * kv_head;
+  const int head_bytes = (call.head_dim + value_offset) * size_of(kStored);
+  const int token_bytes = head_bytes * call.num_kv_heads;
+  const char* const keys = call.pool + int64_t{head_bytes} * kv_head;
+  const char* const values = keys + value_offset * size_of(kStored);
   const float* const scales = call.scales_lk2 + (int64_t{is_layer ? *call.layer : 0} * call.num_kv_heads + kv_head) * 2;
   const float scale = call.scale * kLog2E * (call.scales_lk2 ? scales[0] : 1);
 
@@ -459,7 +471,7 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_i
       int key_slots[kKeyTiles];
 #pragma unroll
       for (int tile = 0; tile < kKeyTiles; ++tile) key_slots[tile] = shuffle(slot, 8 * tile + i);
-#pragma unroll
+#pragma unroll(kKeyDim > 256 ? 3 : Size::kKeyReads)
       for (int read = 0; read < Size::kKeyReads; ++read) {
         constexpr int kCount = Size::kKeyCount, kWords = kCount / C::kPerWord;
         const int column = (4 * read + j) * kCount;
@@ -467,7 +479,7 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_i
 #pragma unroll
         for (int tile = 0; tile < kKeyTiles; ++tile) {
           const bool is_read = key_slots[tile] >= 0 && column < call.head_dim;
-          const char* const at = heads + int64_t{key_slots[tile]} * token_bytes + column * size_of(kStored);
+          const char* const at = keys + int64_t{key_slots[tile]} * token_bytes + column * size_of(kStored);
           read_numbers<C, kCount, size_of(kStored)>(is_read ? at : nullptr, kv_number, words[tile]);
         }
 #pragma unroll
@@ -545,15 +557,15 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_i
       for (int tile = 0; tile < kKeyTiles; tile += C::kPerWord) {
 #pragma unroll
         for (int read = 0; read < Size::kValueReads; ++read) {
-          const int column = (8 * read + i) * kValueCount;
+          const int column = first_column + (8 * read + i) * kValueCount;
           uint32_t words[C::kPerWord][2][kValueCount / C::kPerWord];
 #pragma unroll
           for (int t = 0; t < C::kPerWord; ++t) {
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
               const int value_slot = value_slots[tile + t][k];
-              const bool is_read = value_slot >= 0 && column < call.head_dim;
-              const char* const at = heads + int64_t{value_slot} * token_bytes + head_bytes + column * size_of(kStored);
+              const bool is_read = value_slot >= 0 && column < value_dim;
+              const char* const at = values + int64_t{value_slot} * token_bytes + column * size_of(kStored);
               read_numbers<C, kValueCount, size_of(kStored)>(is_read ? at : nullptr, kv_number, words[t][k]);
             }
           }
@@ -610,18 +622,18 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_i
     for (int read = 0; read < Size::kValueReads; ++read) {
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const int column = (8 * read + 2 * j + k) * kValueCount;
-        if (column >= call.head_dim) continue;
+        const int column = first_column + (8 * read + 2 * j + k) * kValueCount;
+        if (column >= value_dim) continue;
         float numbers[kValueCount];
 #pragma unroll
         for (int n = 0; n < kValueCount; ++n) numbers[n] = out[read * kValueCount + n][2 * half + k];
         if (item.slot >= 0) {
-          write_numbers<F32>(reinterpret_cast<char*>(call.part_out + row * call.head_dim + column), numbers);
+          write_numbers<F32>(reinterpret_cast<char*>(call.part_out + row * value_dim + column), numbers);
           continue;
         }
 #pragma unroll
         for (int n = 0; n < kValueCount; ++n) numbers[n] *= out_scale;
-        char* const to = call.out + (pair.place * call.head_dim + column) * size_of(call.q_number);
+        char* const to = call.out + (pair.place * value_dim + column) * size_of(call.q_number);
         if constexpr (C::kPerWord == 1) {
           write_numbers(to, call.q_number, numbers);
         } else {
@@ -629,7 +641,7 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_i
         }
       }
     }
-    if (j > 0) continue;
+    if (j > 0 || first_column > 0) continue;
     if (item.slot >= 0) {
       call.part_stats[2 * row] = total[half].max, call.part_stats[2 * row + 1] = total[half].sum;
     } else {
@@ -639,10 +651,10 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kDim>::kWarps) attend_i
 }
 
 // A block merges the parts of a tile of one key/value head; each warp some of its pairs.
-constexpr int kMergeWarps = 4, kMaxDim = 256;
+constexpr int kMergeWarps = 4;
 
 __global__ void __launch_bounds__(32 * kMergeWarps) merge_parts(const CudaCall call) {
-  constexpr int kCount = 4, kReads = kMaxDim / 32 / kCount;  // adjacent columns of a lane
+  constexpr int kCount = 4, kReads = kMaxValueDim / 32 / kCount;  // adjacent columns of a lane
   const Merge merge = call.merges[blockIdx.x];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, kv_head = blockIdx.y;
   if (merge.num_parts == 0) return;
@@ -659,9 +671,9 @@ __global__ void __launch_bounds__(32 * kMergeWarps) merge_parts(const CudaCall c
 #pragma unroll
       for (int read = 0; read < kReads; ++read) {
         const int column = (32 * read + lane) * kCount;
-        if (column >= call.head_dim) continue;
+        if (column >= call.value_dim) continue;
         uint32_t words[kCount];
-        read_words<kCount>(reinterpret_cast<const char*>(call.part_out + row * call.head_dim + column), words);
+        read_words<kCount>(reinterpret_cast<const char*>(call.part_out + row * call.value_dim + column), words);
 #pragma unroll
         for (int n = 0; n < kCount; ++n) out[read][n] = merge_output(factors, out[read][n], as_float(words[n]));
       }
@@ -672,10 +684,10 @@ __global__ void __launch_bounds__(32 * kMergeWarps) merge_parts(const CudaCall c
 #pragma unroll
     for (int read = 0; read < kReads; ++read) {
       const int column = (32 * read + lane) * kCount;
-      if (column >= call.head_dim) continue;
+      if (column >= call.value_dim) continue;
 #pragma unroll
       for (int n = 0; n < kCount; ++n) out[read][n] *= out_scale;
-      write_numbers(call.out + (place * call.head_dim + column) * size_of(call.q_number), call.q_number, out[read]);
+      write_numbers(call.out + (place * call.value_dim + column) * size_of(call.q_number), call.q_number, out[read]);
     }
     if (lane == 0) write_lse(call, place, total);
   }
@@ -683,18 +695,20 @@ __global__ void __launch_bounds__(32 * kMergeWarps) merge_parts(const CudaCall c
 
 // --- the call --------------------------------------------------------------------------------------------------------
 
-template <class C, Number kStored, int kDim>
+template <class C, Number kStored, int kKeyDim, int kValueDim>
 void launch_items(const CudaCall& call, Stream stream) {
-  constexpr int kWarps = Sizes<C, kStored, kDim>::kWarps;
-  const dim3 grid((call.num_items + kWarps - 1) / kWarps, call.num_kv_heads);
-  launch(attend_items<C, kStored, kDim>, grid, 32 * kWarps, stream, call);
+  constexpr int kWarps = Sizes<C, kStored, kKeyDim, kValueDim>::kWarps;
+  const int num_warps = (call.value_dim + kValueDim - 1) / kValueDim;
+  const dim3 grid((call.num_items + kWarps - 1) / kWarps, call.num_kv_heads * num_warps);
+  launch(attend_items<C, kStored, kKeyDim, kValueDim>, grid, 32 * kWarps, stream, call);
 }
 
 template <class C, Number kStored>
 void launch_dim(const CudaCall& call, Stream stream) {
-  if (call.head_dim <= 64) return launch_items<C, kStored, 64>(call, stream);
-  if (call.head_dim <= 128) return launch_items<C, kStored, 128>(call, stream);
-  launch_items<C, kStored, 256>(call, stream);
+  if (call.value_offset == 0) return launch_items<C, kStored, kMaxLatentDim, 128>(call, stream);
+  if (call.head_dim <= 64) return launch_items<C, kStored, 64, 64>(call, stream);
+  if (call.head_dim <= 128) return launch_items<C, kStored, 128, 128>(call, stream);
+  launch_items<C, kStored, kMaxHeadDim, kMaxHeadDim>(call, stream);
 }
 
 template <class C>
@@ -722,7 +736,7 @@ void launch_all(const CudaCall& call, int64_t num_merges, Stream stream) {
 
 struct CudaAttributes {
   float scale, soft_cap;
-  int64_t window, blocks_per_layer, kv_number, part_keys;
+  int64_t window, blocks_per_layer, kv_number, part_keys, value_dim;
 };
 
 using Ints32 = ffi::Buffer<ffi::S32>;
@@ -740,11 +754,14 @@ ffi::Error attend(Stream stream, ffi::AnyBuffer q, ffi::AnyBuffer pool, Ints32 l
   if (type != ffi::F32 && type != ffi::BF16 && type != ffi::F16) {
     return ffi::Error::InvalidArgument("queries are not float32, bfloat16 or float16");
   }
-  const int64_t num_kv_heads = pool_shape[2] / 2, head_dim = q_shape[2], kv_number = attributes.kv_number;
+  const bool are_latents = attributes.value_dim > 0;
+  const int64_t num_kv_heads = pool_shape[2] / (are_latents ? 1 : 2), head_dim = q_shape[2];
+  const int64_t value_dim = are_latents ? attributes.value_dim : head_dim, kv_number = attributes.kv_number;
   if (pool_shape[3] != head_dim || num_kv_heads < 1 || q_shape[1] % num_kv_heads || head_dim % 16 ||
-      head_dim > kMaxDim || kv_number < 0 || kv_number > 4 || attributes.part_keys < 1 ||
+      head_dim > (are_latents ? kMaxLatentDim : kMaxHeadDim) || value_dim % 16 || value_dim > kMaxValueDim ||
+      value_dim > head_dim || kv_number < 0 || kv_number > 4 || attributes.part_keys < 1 ||
       attributes.part_keys % kStepKeys || parts_shape[0] != num_kv_heads || parts_shape[2] != kRows ||
-      parts_shape[3] != head_dim || items.element_count() % kItemFields || merges.element_count() % kMergeFields ||
+      parts_shape[3] != value_dim || items.element_count() % kItemFields || merges.element_count() % kMergeFields ||
       static_cast<int64_t>(pool.size_bytes()) !=
           pool_shape[0] * pool_shape[1] * pool_shape[2] * head_dim * size_of(static_cast<Number>(kv_number))) {
     return ffi::Error::InvalidArgument("queries, pool, items and attributes do not fit");
@@ -769,6 +786,8 @@ ffi::Error attend(Stream stream, ffi::AnyBuffer q, ffi::AnyBuffer pool, Ints32 l
   call.num_heads = static_cast<int>(q_shape[1]);
   call.num_kv_heads = static_cast<int>(num_kv_heads);
   call.head_dim = static_cast<int>(head_dim);
+  call.value_dim = static_cast<int>(value_dim);
+  call.value_offset = are_latents ? 0 : call.head_dim;
   call.block_size = static_cast<int>(pool_shape[1]);
   call.table_width = static_cast<int>(tables.dimensions()[1]);
   call.num_places = static_cast<int>(pool_shape[0]);
@@ -790,7 +809,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jpaged::CudaAttributes, xla::ffi::StructMe
                                       xla::ffi::StructMember<int64_t>("window"),
                                       xla::ffi::StructMember<int64_t>("blocks_per_layer"),
                                       xla::ffi::StructMember<int64_t>("kv_number"),
-                                      xla::ffi::StructMember<int64_t>("part_keys"));
+                                      xla::ffi::StructMember<int64_t>("part_keys"),
+                                      xla::ffi::StructMember<int64_t>("value_dim"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_cuda_attend, jpaged::attend,
                               xla::ffi::Ffi::Bind()

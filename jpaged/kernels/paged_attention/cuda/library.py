@@ -82,22 +82,19 @@ def missing_reason() -> str | None:
     if not LIBRARY.exists():
         return f"{LIBRARY.name} was not built; `python -m {__name__}` builds it with nvcc"
     try:
-        register(LIBRARY, "CUDA")
+        loaded = ctypes.cdll.LoadLibrary(str(LIBRARY))
+        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(getattr(loaded, TARGET)), platform="CUDA")
     except (OSError, AttributeError, RuntimeError) as error:  # an incomplete library, or one built for another jaxlib
         return f"{LIBRARY.name} cannot be loaded: {error}; rebuild it with `python -m {__name__}`"
     return None
 
 
-def register(library: Path, platform: str) -> None:
-    """Load a library and register its function with XLA for a platform."""
-    loaded = ctypes.cdll.LoadLibrary(str(library))
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(getattr(loaded, TARGET)), platform=platform)
-
-
 def main() -> None:
     """Build the library in place."""
     parser = argparse.ArgumentParser(prog=f"python -m {SOURCE}", description="Build the CUDA kernels in place.")
-    parser.add_argument("--nvcc", help="the compiler; by default that of NVIDIA's packages, of the path or of CUDA_HOME")
+    parser.add_argument(
+        "--nvcc", help="the compiler; by default that of NVIDIA's packages, of the path or of CUDA_HOME"
+    )
     parser.add_argument(
         "--architectures",
         nargs="+",
