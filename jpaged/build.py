@@ -409,7 +409,9 @@ def find_source(options: ModelOptions, *, starts_templates: bool = False) -> Mod
             trusts_request_templates=options.trust_request_chat_template,
             starts_templates=starts_templates,
             templates=TemplateSettings(
-                options.chat_template_content_format, _default_template_kwargs(options.default_chat_template_kwargs)
+                options.chat_template_content_format,
+                _default_template_kwargs(options.default_chat_template_kwargs),
+                options.efforts,
             ),
         )
     except InvalidArgument as error:
@@ -439,8 +441,13 @@ def _check_tokenizer(tokenizer: Tokenizer, folder: Path, config: ModelConfig) ->
         )
 
 
+_MAX_SHOWN = 200
+_JINJA = frozenset("{}\n")
+"""Characters of which a template has some, and the path of a file rarely any; vLLM tells them apart by these, too."""
+
+
 def _template_in(path: str | None) -> str | None:
-    """Return the text of a file with a chat template.
+    """Return the text of a file with a chat template, or the template that is given instead of a file.
 
     Raises:
         InvalidArgument: it cannot be read, is empty or too large.
@@ -452,10 +459,13 @@ def _template_in(path: str | None) -> str | None:
             data = file.read(MAX_CHAT_TEMPLATE_BYTES + 1)
         text = data.decode("utf-8-sig")
     except (OSError, ValueError) as error:
-        raise InvalidArgument("chat_template", f"{path} cannot be read: {error}") from error
+        if isinstance(error, OSError) and not _JINJA.isdisjoint(path):
+            data, text = path.encode(), path
+        else:
+            raise InvalidArgument("chat_template", f"{path} cannot be read: {error}") from error
     if not text.strip() or len(data) > MAX_CHAT_TEMPLATE_BYTES:
         problem = "is empty" if len(data) <= MAX_CHAT_TEMPLATE_BYTES else f"is over {MAX_CHAT_TEMPLATE_BYTES} bytes"
-        raise InvalidArgument("chat_template", f"{path} {problem}")
+        raise InvalidArgument("chat_template", f"{path[:_MAX_SHOWN]} {problem}")
     return text
 
 

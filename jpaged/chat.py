@@ -10,7 +10,7 @@ import enum
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -256,10 +256,13 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def read_message(where: str, message: Any) -> dict[str, Any]:
+def read_message(where: str, message: Any, ignore: Callable[[str], None] | None = None) -> dict[str, Any]:
     """Return a message with only the fields of `MESSAGE_TEXTS` and `tool_calls`, and its content as one text.
 
     Null or empty fields, and other servers' notes, are dropped; `content` of an assistant may be None.
+
+    Args:
+        ignore: called with each unknown field, such as `messages.nickname`; None: they are errors.
 
     Raises:
         InvalidArgument: names the field, as in `messages[1].tool_calls[0].id`.
@@ -275,6 +278,9 @@ def read_message(where: str, message: Any) -> dict[str, Any]:
         if value is None or name in read or name in _NOTES or name == "tool_calls":
             continue
         if name not in MESSAGE_TEXTS:
+            if ignore is not None and name not in _NAMED:
+                ignore(f"{where.partition('[')[0]}.{name}")
+                continue
             known = ", ".join((*MESSAGE_TEXTS, "tool_calls"))
             hint = _NAMED.get(name, f"{known} are")
             raise InvalidArgument(f"{where}.{str(name)[:_MAX_SHOWN]}", f"is not supported; {hint}")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from jpaged.errors import InvalidArgument
 
-PORT = 8476
-"""Port of process 0 if a launcher names only hosts."""
+PORT = 8482
+"""Port of process 0 if a launcher names only hosts. LeaderWorkerSet assigns 8476 to libtpu (TPU_PROCESS_PORT)."""
 _FIRST_JOB_PORT, _NUM_JOB_PORTS = 61440, 4096
 """Launchers that number their jobs give each job a separate port, so that jobs can share a host."""
 

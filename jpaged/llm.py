@@ -21,7 +21,6 @@ import math
 import threading
 import time
 import warnings
-import weakref
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -47,10 +46,14 @@ from jpaged.local_model import (
     SubmittedCall,
     TextPrompt,
     TokensPrompt,
+    apply_changes,
+    change_sampling,
     get_sampling_changes,
     list_prompts,
     one_each,
     parse_prompt,
+    python_names,
+    with_python_name,
 )
 from jpaged.outputs import (
     BeamSearchOutput,
@@ -63,7 +66,7 @@ from jpaged.outputs import (
     new_completions,
     without_errors,
 )
-from jpaged.sampling_params import BeamSearchParams, PoolingParams, RequestOutputKind
+from jpaged.sampling_params import BeamSearchParams, PoolingParams, RequestOutputKind, check_pooling
 from jpaged.service.score_embed import EMBED_SAMPLING, SCORE_SAMPLING, continued, errors_named, get_embedding, get_score
 from jpaged.types import (
     Embedding,
@@ -205,7 +208,7 @@ class LLM(LocalModel):
         """
         many = [parse_prompt(one) for one in list_prompts(prompts)[0]]
         params = self._params([one.prompt for one in many], sampling_params)
-        params = _with_changes(params, tokenization_kwargs, [one.cache_salt for one in many], priority)
+        params = apply_changes(params, tokenization_kwargs, [one.cache_salt for one in many], priority)
         return self._run(self._requests(params, lora_request, adapter), use_tqdm)
 
     def chat(
@@ -225,12 +228,17 @@ class LLM(LocalModel):
         Args:
             messages: messages in OpenAI's format, of one conversation or of several.
             options: chat options for all conversations: tools, tool choice, reasoning, the chat template, ...
+
+        Raises:
+            InvalidArgument: also if both `messages` and `conversations`, its former name, are given.
         """
         words: dict[str, Any] = {**options}
         conversations = words.pop("conversations", None)
         adapter, content_format = words.pop("adapter", None), words.pop("chat_template_content_format", "auto")
         tokenization: Any = words.pop("tokenization_kwargs", None)
         if conversations is not None:
+            if messages is not None:
+                raise InvalidArgument("conversations", "is given together with messages, its new name: give only one")
             warnings.warn("LLM.chat: conversations is now messages", DeprecationWarning, stacklevel=2)
         many: list[Any] = list(messages if messages is not None else conversations or ())
         if messages is None and conversations is None:
@@ -242,7 +250,7 @@ class LLM(LocalModel):
             many = [many]
         chat_options = build_chat_options(**words)
         params = self._params([Prompt(messages=one, chat_options=chat_options) for one in many], sampling_params)
-        params = _with_changes(params, tokenization, [None] * len(many), priority)
+        params = apply_changes(params, tokenization, [None] * len(many), priority)
         return self._run(self._requests(params, lora_request, adapter), use_tqdm)
 
     def beam_search(
@@ -265,8 +273,8 @@ class LLM(LocalModel):
         Raises:
             InvalidArgument: a prompt or a parameter is invalid; nothing was generated.
         """
-        sampling = params.to_sampling()
-        sampling = dataclasses.replace(sampling, logprobs=0)
+        with python_names():
+            sampling = dataclasses.replace(params.to_sampling(), logprobs=0)
         outputs = without_errors(self.generate(list_prompts(prompts)[0], sampling, use_tqdm, lora_request))
         decode = self._serving.tokenizer.decode
         return [
@@ -324,7 +332,7 @@ class LLM(LocalModel):
                 "data_1", f"{len(left)} prompts are given for {len(right)} in data_2; must be 1 or equal"
             )
         how: dict[str, Any] = {"normalize": True, "lora_request": lora_request, "adapter": adapter}
-        params = pooling_params and dataclasses.replace(pooling_params, use_activation=True)
+        params = pooling_params and dataclasses.replace(check_pooling(pooling_params), use_activation=True)
         vectors = self.embed([*left, *right], use_tqdm=use_tqdm, pooling_params=params, **how)
         firsts, seconds = vectors[: len(left)], vectors[len(left) :]
         firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
@@ -406,7 +414,7 @@ class LLM(LocalModel):
         """
         many, _ = list_prompts(prompts)
         loras: list[Any] = one_each("lora_request", lora_request, (LoRARequest, NoneType), len(many))
-        given = pooling_params or PoolingParams(use_activation=normalize)
+        given = PoolingParams(use_activation=normalize) if pooling_params is None else check_pooling(pooling_params)
         sampling = EMBED_SAMPLING
         if given.truncate_prompt_tokens is not None:
             sampling = dataclasses.replace(sampling, truncate_prompt_tokens=given.truncate_prompt_tokens)
@@ -506,7 +514,7 @@ class LLM(LocalModel):
                 reader = answers[event.request_id]
                 completions[event.request_id].add(event if reader is None else reader.split(event))
                 if event.error is not None:
-                    failures[event.request_id] = event.error
+                    failures[event.request_id] = with_python_name(event.error)
                 if event.is_last:
                     num_left -= 1
                     bar.note_done(event.usage)
@@ -533,21 +541,6 @@ class LLM(LocalModel):
         return outputs
 
 
-def _with_changes(
-    params: Sequence[GivenRequest],
-    tokenization_kwargs: Mapping[str, Any] | None,
-    salts: Sequence[str | None],
-    priority: int | Sequence[int] | None,
-) -> list[GivenRequest]:
-    """Return requests with the sampling parameters that other arguments of a call set."""
-    priorities = one_each("priority", priority, (int, NoneType), len(params))
-    changed = []
-    for one, salt, first in zip(params, salts, priorities, strict=True):
-        changes = get_sampling_changes(tokenization_kwargs, salt, first)
-        changed.append(one._replace(sampling=dataclasses.replace(one.sampling, **changes)) if changes else one)
-    return changed
-
-
 class _AsyncStream:
     """A request of an event loop.
 
@@ -567,7 +560,8 @@ class _AsyncStream:
 
     def add(self, event: OutputEvent) -> None:
         """Add an event, on the event loop."""
-        self.error = self.error or event.error
+        if self.error is None and event.error is not None:
+            self.error = with_python_name(event.error)
         self.outputs.add(event)
         self.ready.set()
 
@@ -578,9 +572,14 @@ def _require_id(request_id: str) -> None:
 
 
 class _EventDelivery:
-    """Delivers events of the engine thread to streams of one event loop, with one wake-up for all pending events."""
+    """Delivers events of the engine thread to streams of one event loop, with one wake-up for all pending events.
+
+    Attributes:
+        num_streams: open streams; written on the event loop.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.num_streams = 0
         self._loop = loop
         self._lock = threading.Lock()
         self._pending: list[tuple[_AsyncStream, OutputEvent]] = []
@@ -619,9 +618,7 @@ class AsyncLLM(LocalModel):
     def __init__(self, model: str = "demo", *, progress: Progress | None = None, **options: Any) -> None:
         super().__init__(model, progress=progress, **options)
         self._admission = Admission(self._serving.engine)
-        self._deliveries: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _EventDelivery] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._deliveries: dict[asyncio.AbstractEventLoop, _EventDelivery] = {}  # of loops that have open streams
         self._running: dict[str, tuple[SubmittedCall, _AsyncStream]] = {}
 
     @property
@@ -665,7 +662,7 @@ class AsyncLLM(LocalModel):
         parsed = parse_prompt(prompt)
         (given,) = self._params([parsed.prompt], sampling_params)
         changes = get_sampling_changes(tokenization_kwargs, parsed.cache_salt, priority)
-        sampling = dataclasses.replace(given.sampling, **changes)
+        sampling = change_sampling(given.sampling, changes)
         async with contextlib.aclosing(self._stream(sampling, given.prompt, request_id, lora_request)) as stream:
             async for output in stream:
                 yield output
@@ -684,11 +681,11 @@ class AsyncLLM(LocalModel):
         Raises:
             Unavailable: also if the request was aborted.
         """
-        parsed, params = parse_prompt(prompt), pooling_params or PoolingParams()
+        parsed, params = parse_prompt(prompt), check_pooling(pooling_params or PoolingParams())
         changes = get_sampling_changes(None, parsed.cache_salt, priority)
         kept = params.truncate_prompt_tokens
         kind = RequestOutputKind.FINAL_ONLY
-        sampling = dataclasses.replace(EMBED_SAMPLING, truncate_prompt_tokens=kept, output_kind=kind, **changes)
+        sampling = change_sampling(EMBED_SAMPLING, {"truncate_prompt_tokens": kept, "output_kind": kind, **changes})
         pooled = dataclasses.replace(parsed.prompt, pooling="last")
         async with contextlib.aclosing(self._stream(sampling, pooled, request_id, lora_request)) as stream:
             async for output in stream:
@@ -771,6 +768,7 @@ class AsyncLLM(LocalModel):
         stream = _AsyncStream(outputs)
         call = SubmittedCall([prepared.request], functools.partial(delivery.put, stream))
         self._running[request_id] = call, stream
+        delivery.num_streams += 1
         try:
             self._admission.add(call)
             while not outputs.is_finished or stream.ready.is_set():
@@ -782,6 +780,9 @@ class AsyncLLM(LocalModel):
                     yield output
         finally:
             del self._running[request_id]
+            delivery.num_streams -= 1
+            if delivery.num_streams == 0:
+                del self._deliveries[loop]
             if not outputs.is_finished:
                 self._admission.remove(call)
 
@@ -828,7 +829,7 @@ class LLMEngine(LocalModel):
         parsed = parse_prompt(prompt)
         (given,) = self._params([parsed.prompt], params)
         changes = get_sampling_changes(tokenization_kwargs, parsed.cache_salt, priority)
-        sampling = dataclasses.replace(given.sampling, **changes)
+        sampling = change_sampling(given.sampling, changes)
         kind = sampling.output_kind
         is_whole = kind is RequestOutputKind.FINAL_ONLY
         request, *_ = self._request(sampling, given.prompt, lora_request, request_id, is_whole=is_whole)
@@ -889,4 +890,4 @@ class LLMEngine(LocalModel):
             return
         stream.add(event)
         if event.error is not None:
-            self._errors[event.request_id] = event.error
+            self._errors[event.request_id] = with_python_name(event.error)

@@ -13,10 +13,11 @@ import os
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from numbers import Integral
+from types import NoneType
 from typing import Any, ClassVar, NamedTuple, NotRequired, Self, TypedDict, TypeVar
 
 from jpaged.build import build, ignore_progress
@@ -345,7 +346,8 @@ class LocalModel:
         defaults = self._serving.model.default_sampling
         if sampling_params is not None:
             params = one_each("sampling_params", sampling_params, (SamplingParams,), len(prompts))
-            copies = {id(one): one.clone() for one in params}
+            with python_names():
+                copies = {id(one): one.clone() for one in params}
             return [GivenRequest(prompt, copies[id(one)]) for prompt, one in zip(prompts, params, strict=True)]
         if (most := defaults.get("max_tokens")) is not None:
             given = SamplingParams(**with_defaults({}, defaults), max_tokens=1)  # the minimum that must fit
@@ -364,19 +366,19 @@ class LocalModel:
         is_whole: bool = True,
     ) -> PreparedRequest:
         self._check_usable()
-        processor = self._serving.input_processor
-        request = processor.make_request(
-            request_id=f"llm-{next(self._numbers)}" if request_id is None else request_id,
-            sampling=sampling,
-            prompt=prompt,
-            is_whole=is_whole,
-            adapter=self._find_adapter(adapter),
-        )
-        grammars = self._serving.grammars
-        with processor.naming_errors(prompt, sampling, request):
-            request = request if grammars is None else grammars.bind_now(request)
+        processor, grammars = self._serving.input_processor, self._serving.grammars
         lora_request = adapter if isinstance(adapter, LoRARequest) else None
-        return PreparedRequest(request, processor.answers(prompt, sampling, request), lora_request)
+        with python_names():
+            request = processor.make_request(
+                request_id=f"llm-{next(self._numbers)}" if request_id is None else request_id,
+                sampling=sampling,
+                prompt=prompt,
+                is_whole=is_whole,
+                adapter=self._find_adapter(adapter),
+            )
+            with processor.naming_errors(prompt, sampling, request):
+                request = request if grammars is None else grammars.bind_now(request)
+            return PreparedRequest(request, processor.answers(prompt, sampling, request), lora_request)
 
     def _find_adapter(self, given: str | LoRARequest | None) -> LoadedAdapter | None:
         """Return the adapter of a name or a LoRARequest, which is loaded if needed.
@@ -501,6 +503,52 @@ def get_sampling_changes(
     if priority is not None:
         changes["priority"] = priority
     return changes
+
+
+def change_sampling(sampling: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams:
+    """Return sampling parameters with other values.
+
+    Raises:
+        InvalidArgument: one is out of range; named without `sampling.`.
+    """
+    with python_names():
+        return replace(sampling, **changes)
+
+
+def apply_changes(
+    params: Sequence[GivenRequest],
+    tokenization_kwargs: Mapping[str, Any] | None,
+    salts: Sequence[str | None],
+    priority: int | Sequence[int] | None,
+) -> list[GivenRequest]:
+    """Return requests with the sampling parameters that other arguments of a call set."""
+    priorities = one_each("priority", priority, (int, NoneType), len(params))
+    changed = []
+    for one, salt, first in zip(params, salts, priorities, strict=True):
+        changes = get_sampling_changes(tokenization_kwargs, salt, first)
+        changed.append(one._replace(sampling=change_sampling(one.sampling, changes)) if changes else one)
+    return changed
+
+
+_SAMPLING = "sampling."
+
+
+def with_python_name(error: Exception) -> Exception:
+    """Return an error that names a field as in Python: `temperature` for `sampling.temperature` of requests."""
+    if not isinstance(error, InvalidArgument) or not error.field.startswith(_SAMPLING):
+        return error
+    return type(error)(error.field.removeprefix(_SAMPLING), error.problem)
+
+
+@contextlib.contextmanager
+def python_names() -> Iterator[None]:
+    """Name fields of sampling parameters in errors as `with_python_name`."""
+    try:
+        yield
+    except InvalidArgument as error:
+        if (named := with_python_name(error)) is error:
+            raise
+        raise named from None
 
 
 def _get_options(given: Mapping[str, Any]) -> dict[str, Any]:

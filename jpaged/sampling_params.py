@@ -9,7 +9,7 @@ import enum
 import ipaddress
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, Field, InitVar, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeGuard
 
@@ -153,19 +153,8 @@ _NOT_SUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
 """Parameters of vLLM that would change the result: values without an effect, and the reason or an alternative."""
 
 
-class _StreamOptions:
-    """Options that concern only callers in the engine's process. They are not sent to a server.
-
-    Attributes:
-        output_kind: content of each output of `AsyncLLM` and `LLMEngine`.
-    """
-
-    __slots__ = ("output_kind",)
-    output_kind: RequestOutputKind
-
-
 @dataclass(slots=True)
-class SamplingParams(_StreamOptions):
+class SamplingParams:
     """Sampling parameters, stop conditions and other options of one request.
 
     Every field is checked on construction; a value out of range raises `InvalidArgument`, which names the field.
@@ -195,7 +184,7 @@ class SamplingParams(_StreamOptions):
         seed: the sampling noise depends only on (seed, sequence index, position); None or -1 picks a seed.
         logprobs: number of top log-probabilities per position; 0 for the sampled token only, -1 for the full
             vocabulary.
-        logprob_token_ids: tokens whose log-probabilities are also returned at each position; at most 32.
+        logprob_token_ids: tokens whose log-probabilities are also returned at each position, each once; at most 32.
         prompt_logprobs: as logprobs, for the prompt's tokens.
         truncate_prompt_tokens: keep only the last N prompt tokens; -1 keeps what fits into max_model_len.
         stop: texts that end a sequence; not part of the output.
@@ -213,6 +202,7 @@ class SamplingParams(_StreamOptions):
         priority: lower values run first, under the scheduling policy `priority`.
         cache_salt: prefixes are shared only between requests with the same salt.
         use_prefix_cache: if False, neither use the prefix cache nor add to it.
+        output_kind: content of each output of `AsyncLLM` and `LLMEngine`; not sent to a server.
     """
 
     max_tokens: int | None = param(16, "maximum number of tokens to generate, >= 1")
@@ -309,7 +299,7 @@ class SamplingParams(_StreamOptions):
     use_prefix_cache: bool = param(True, "False: neither read nor write the prefix cache")
 
     _: KW_ONLY
-    output_kind: InitVar[RequestOutputKind | None] = RequestOutputKind.CUMULATIVE
+    output_kind: RequestOutputKind = param(RequestOutputKind.CUMULATIVE, "content of each output of a stream")
     skip_reading_prefix_cache: InitVar[bool | None] = None
     spaces_between_special_tokens: InitVar[bool | None] = None
     skip_clone: InitVar[bool | None] = None
@@ -328,7 +318,6 @@ class SamplingParams(_StreamOptions):
 
     def __post_init__(
         self,
-        output_kind: RequestOutputKind | None,
         skip_reading_prefix_cache: bool | None,
         _spaces: bool | None,
         _clone: bool | None,
@@ -341,9 +330,8 @@ class SamplingParams(_StreamOptions):
         for (name, (neutral, instead)), value in zip(_NOT_SUPPORTED.items(), unsupported, strict=True):
             if value not in neutral:
                 raise Unsupported(f"sampling.{name}: is not supported: {instead}")
-        self.output_kind = RequestOutputKind.CUMULATIVE if output_kind is None else output_kind
         is_kind = isinstance(self.output_kind, RequestOutputKind)
-        _require(is_kind, "output_kind", output_kind, "a RequestOutputKind")
+        _require(is_kind, "output_kind", self.output_kind, "a RequestOutputKind")
         if skip_reading_prefix_cache:
             self.use_prefix_cache = False
         if isinstance(self.stop, str):
@@ -379,7 +367,7 @@ class SamplingParams(_StreamOptions):
     def with_seed(self, seed: int) -> SamplingParams:
         """Return the same parameters with another seed, from 0 to 2**64 - 1; the others need no second check."""
         copied = object.__new__(SamplingParams)
-        for name in _SLOTS:
+        for name in SamplingParams.__slots__:
             setattr(copied, name, getattr(self, name))
         copied.seed = seed
         return copied
@@ -441,6 +429,7 @@ class SamplingParams(_StreamOptions):
             _require(is_ok, f"logit_bias[{token_id}]", bias, f"a number from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}")
         for token_id in self.logprob_token_ids:
             _require(_is_int(token_id) and token_id >= 0, "logprob_token_ids", token_id, "token ids >= 0")
+        self.logprob_token_ids = tuple(dict.fromkeys(self.logprob_token_ids))
         if self.logprob_token_ids:
             _require(self.logprobs is None, "logprobs", self.logprobs, "left out with logprob_token_ids")
         if self.allowed_token_ids is not None:
@@ -576,9 +565,11 @@ class SamplingParams(_StreamOptions):
         return self.best_of or self.n
 
 
-# The class attribute with the default would hide the slot of _StreamOptions.
-delattr(SamplingParams, "output_kind")
-_SLOTS = (*_StreamOptions.__slots__, *SamplingParams.__slots__)
+def request_fields() -> tuple[Field[Any], ...]:
+    """Return the fields of SamplingParams that a request to a server has: all except `output_kind`."""
+    return tuple(one for one in fields(SamplingParams) if one.name != "output_kind")
+
+
 _DEFAULTS_OF_NONE = [(one.name, one.default) for one in fields(SamplingParams) if one.default is not None][1:]
 """Fields for which None is not a value of its own, and their defaults; not max_tokens, the first one."""
 
@@ -625,7 +616,7 @@ class BeamSearchParams:
 
 @dataclass(slots=True)
 class PoolingParams:
-    """Parameters of `LLM.embed`, `LLM.encode` and `LLM.score`.
+    """Parameters of `LLM.embed`, `LLM.encode` and `LLM.score`. Assigned values are checked when they are used.
 
     Attributes:
         use_activation: scale the vector to length 1; None for the default of the method.
@@ -642,6 +633,14 @@ class PoolingParams:
     task: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("use_activation", "normalize"):
+            if not isinstance(value := getattr(self, name), bool | None):
+                raise InvalidArgument(f"pooling_params.{name}", f"{value!r} is not True, False or None")
+        kept = self.truncate_prompt_tokens
+        if not (kept is None or (_is_int(kept) and (kept >= 1 or kept == -1))):
+            raise InvalidArgument(
+                "pooling_params.truncate_prompt_tokens", f"{kept!r} is out of range: must be an integer >= 1, or -1"
+            )
         if self.task not in (None, "embed"):
             raise Unsupported(f"pooling_params.task: {self.task!r} is not supported, only 'embed'")
         if self.dimensions is not None:
@@ -653,3 +652,14 @@ class PoolingParams:
         """Return True if vectors have length 1; `default` applies if neither field is set."""
         given = self.normalize if self.use_activation is None else self.use_activation
         return default if given is None else given
+
+
+def check_pooling(params: PoolingParams) -> PoolingParams:
+    """Return a copy of pooling parameters, after checking every field: they may have been assigned.
+
+    Raises:
+        InvalidArgument, Unsupported: a value is invalid, or would have no effect; names the field.
+    """
+    if not isinstance(params, PoolingParams):
+        raise InvalidArgument("pooling_params", f"{params!r} is not of type PoolingParams")
+    return replace(params)

@@ -346,6 +346,9 @@ PREFILL_FAILURES = Metric(
     "jpaged:prefill_failures", "Prompts recomputed locally after a remote prefill failed, by reason."
 )
 """Counters by reason, in the label `reason`."""
+IGNORED_FIELDS = Metric(
+    "jpaged:ignored_request_fields", "HTTP requests with an unknown field, which was ignored, by field."
+)
 
 
 def get_metrics(kind: str, load: type = EngineLoad) -> list[tuple[str, Metric]]:

@@ -1,6 +1,7 @@
 """Options have one home: their names, limits and help, and nobody else reads the environment."""
 
 import json
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,11 +109,27 @@ def test_the_engine_serves_as_a_plain_server_by_default():
     assert (scheduler.policy, scheduler.preemption_mode, scheduler.batching) == ("fcfs", "auto", "continuous")
 
 
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ({"huge": "low"}, "reasoning_effort_map.huge: is no reasoning effort: must be one of none, minimal, low,"),
+        ({"low": 3}, "reasoning_effort_map.low: 3 is not a text of 1 to 64 characters"),
+        ({"low": ""}, "reasoning_effort_map.low:  is not a text of 1 to 64 characters"),
+    ],
+)
+def test_reasoning_efforts_are_mapped_to_texts(value, problem):
+    with pytest.raises(InvalidArgument, match=problem):
+        EngineConfig.load({"reasoning_effort_map": value})
+    assert EngineConfig.load({"reasoning_effort_map": {"xhigh": "max"}}).model.efforts == {"xhigh": "max"}
+
+
 @pytest.mark.parametrize("name", ["hf_overrides", "default_chat_template_kwargs"])
 def test_values_of_a_model_are_a_json_object(name):
     for value, problem in (
         ("[1]", r"\[1\] is not a JSON object, such as"),
         ("{", "{ is not JSON"),
+        ('{"a": NaN}', "is not JSON: NaN is not a number of JSON"),
+        ({"a": math.inf}, "is not a JSON object: Out of range float values"),
         (3, "3 is not of type"),
     ):
         with pytest.raises(InvalidArgument, match=problem) as error:
@@ -144,7 +161,7 @@ def test_resolving_leaves_nothing_open():
     lossy = {"lossy_kv_window", "lossy_kv_sinks"}
     others = {"chat_template", "compiled", "lora", "speculative_config", "cluster_secret_file", "kv_disk_dir"}
     others |= {"kv_transfer_config", "override_generation_config", "hf_overrides"}
-    others.add("default_chat_template_kwargs")
+    others |= {"default_chat_template_kwargs", "reasoning_effort_map"}
     others |= {"tokenizer", "revision", "tokenizer_revision", "download_dir", "hf_token"}
     assert left_out - of_server == others | several | lossy
     assert left_out.isdisjoint({"served_model_name", "max_messages_per_second", "max_pinned_blocks"})
@@ -179,6 +196,49 @@ def test_saved_programs_go_with_one_copy_of_the_model():
         EngineConfig.load({"compiled": "folder", "data_parallel_size": 2})
     assert error.value.field == "compiled"
     assert EngineConfig.load({"compiled": "folder"}).startup.compiled == "folder"
+
+
+PUBLIC_FILES = {
+    *("chat_template", "pin_prefix", "audit_log"),
+    *("tls_cert", "tls_client_ca", "prefix_peer_ca", "prefill_tls_ca", "prefill_tls_cert"),
+}
+"""Options that name a file whose path is shown; a new one has to be decided on."""
+
+
+def test_secrets_and_the_paths_of_their_files_are_hidden():
+    values = {name: "path" for name, _, spec in iter_options() if spec.metadata["path"] in ("file", "new file")}
+    hidden = {*values} - PUBLIC_FILES | {"hf_token", "api_key"}
+    assert hidden >= {"api_keys", "tls_key", "cluster_secret_file", "prefill_api_key_file", "prefill_tls_key"}
+    config = EngineConfig().replace(**values, hf_token="hf_0123", api_key=("0123456789abcdef",))
+    shown = {name: value for name, value, _ in config.explain()}
+    assert {name for name, value in shown.items() if value == "(set)"} == hidden
+    assert {shown[name] for name in PUBLIC_FILES} == {"path"}
+    unset = {name: value for name, value, _ in EngineConfig().explain()}
+    assert {unset[name] for name in hidden} == {"None"}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "want"),
+    [
+        ("otlp_traces_endpoint", "http://me:p@ss@otel:4317/v1", "http://otel:4317/v1"),
+        ("otlp_traces_endpoint", "https://otel:4317?api-key=12&x=1#y", "https://otel:4317?api-key=(set)&x=1#y"),
+        ("prefill_target", ("http://me:pass@a:1", "b:2"), "http://a:1, b:2"),
+        ("kv_events_topic", "kv@10.0.0.1:8000@model", "kv@10.0.0.1:8000@model"),
+        (
+            "kv_transfer_config",
+            '{"kv_connector_extra_config":{"url":"redis://me:pw@kv","to":"a@b","secret_access_key":"x\\"y","n":1}}',
+            '{"kv_connector_extra_config":{"url":"redis://kv","to":"a@b","secret_access_key":"(set)","n":1}}',
+        ),
+    ],
+)
+def test_urls_are_shown_without_credentials(name, given, want):
+    shown = {name: value for name, value, _ in EngineConfig().replace(**{name: given}).explain()}
+    assert shown[name] == want
+
+
+def test_computed_numbers_are_shown_rounded():
+    shown = {name: value for name, value, _ in EngineConfig().replace(swap_space=0.1 + 0.2).explain()}
+    assert (shown["swap_space"], shown["shutdown_timeout"]) == ("0.3 GiB", "30.0 s")
 
 
 def test_adapters_of_the_start_turn_lora_on():

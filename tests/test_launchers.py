@@ -32,11 +32,11 @@ SLICES = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1", "MEGASCALE_COO
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        (LWS, MultiHost("m-0.m.default:8476", 4, 3, "LeaderWorkerSet")),
-        (GKE, MultiHost("t-0.t:8476", 2, 1, "GKE TPU pods")),
-        ({**GKE, "TPU_PROCESS_ADDRESSES": "a:8471,b:8471,c:8471"}, MultiHost("a:8476", 3, 1, "GKE TPU pods")),
-        ({**GKE, **SLICES}, MultiHost("s-0.t:8476", 4, 3, "GKE TPU pods")),
-        ({**GKE, **LWS}, MultiHost("m-0.m.default:8476", 4, 3, "LeaderWorkerSet")),
+        (LWS, MultiHost("m-0.m.default:8482", 4, 3, "LeaderWorkerSet")),
+        (GKE, MultiHost("t-0.t:8482", 2, 1, "GKE TPU pods")),
+        ({**GKE, "TPU_PROCESS_ADDRESSES": "a:8471,b:8471,c:8471"}, MultiHost("a:8482", 3, 1, "GKE TPU pods")),
+        ({**GKE, **SLICES}, MultiHost("s-0.t:8482", 4, 3, "GKE TPU pods")),
+        ({**GKE, **LWS}, MultiHost("m-0.m.default:8482", 4, 3, "LeaderWorkerSet")),
         (SLURM, MultiHost("node007:61444", 8, 5, "Slurm")),
         ({**SLURM, "SLURM_STEP_NODELIST": "gpu1,gpu2"}, MultiHost("gpu1:61444", 8, 5, "Slurm")),
         ({**SLURM, "SLURM_STEP_NUM_NODES": "2"}, MultiHost("node007:61444", 8, 5, "Slurm", local_device=1)),

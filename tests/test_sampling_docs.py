@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jpaged.errors import InvalidArgument
+from jpaged.sampling_params import request_fields
 from jpaged.types import SamplingParams
 
 PAGE = Path(__file__).parents[1] / "docs" / "sampling.md"
@@ -26,7 +26,7 @@ def params_of(name: str, value: float) -> SamplingParams:
 
 
 def test_every_field_is_there_with_its_default() -> None:
-    assert [(name, default) for name, default, _ in ROWS] == [(f.name, repr(f.default)) for f in fields(SamplingParams)]
+    assert [(name, default) for name, default, _ in ROWS] == [(f.name, repr(f.default)) for f in request_fields()]
 
 
 @pytest.mark.parametrize(("name", "low", "high"), RANGES)

@@ -23,20 +23,16 @@ _GGUF = re.compile(r"\.gguf(\.part\d+)?$")
 
 
 @dataclass(frozen=True, slots=True)
-class Pretrained:
-    """A model that others trained.
+class GgufModel:
+    """A model in one GGUF file.
 
     Attributes:
         name: first part of its file's name.
         weights: llama.cpp's name of their type, the second part.
-        packages: pinned packages that have the file, or its parts in order.
-        sha256: of the file.
     """
 
     name: str
     weights: str
-    packages: Sequence[str]
-    sha256: str
 
     @property
     def label(self) -> str:
@@ -48,6 +44,19 @@ class Pretrained:
         """auto: each engine computes in its default type."""
         return "auto"
 
+
+@dataclass(frozen=True, slots=True)
+class Pretrained(GgufModel):
+    """A model that others trained.
+
+    Attributes:
+        packages: pinned packages that have the file, or its parts in order.
+        sha256: of the file.
+    """
+
+    packages: Sequence[str]
+    sha256: str
+
     @property
     def origin(self) -> dict[str, object]:
         """What identifies the file, for the record."""
@@ -55,21 +64,13 @@ class Pretrained:
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
+class Generated(GgufModel):
     """A model of `checkpoints` with random weights, in one of llama.cpp's types."""
-
-    name: str
-    weights: str
 
     @property
     def label(self) -> str:
         """Name on the command line and in the record."""
         return f"{self.name}-{self.weights}"
-
-    @property
-    def dtype(self) -> str:
-        """auto: each engine computes in its default type."""
-        return "auto"
 
     @property
     def origin(self) -> dict[str, object]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from dataclasses import dataclass
 from typing import Any
 
 from jpaged.client import AsyncClient
+from jpaged.sampling_params import request_fields
 from jpaged.types import SamplingParams
 
 _WHO = ("a small fox", "the old baker", "Lily", "a tired robot", "two friends", "the queen's cat")
@@ -28,7 +28,7 @@ class Case:
     def body(self) -> dict[str, Any]:
         """It as OpenAI's body of a completion; what is as by default is left out."""
         default = SamplingParams()
-        given = {spec.name: getattr(self.sampling, spec.name) for spec in dataclasses.fields(SamplingParams)}
+        given = {spec.name: getattr(self.sampling, spec.name) for spec in request_fields()}
         changed = {name: value for name, value in given.items() if value != getattr(default, name)}
         listed = {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
         return {"prompt": self.prompt, **listed, "max_tokens": self.sampling.max_tokens}

@@ -1,15 +1,24 @@
 """What mkdocs is told of the pages that are not in docs/: the README, the changelog, references, linked files."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from docs.site import links, references
+from docs.site import links, references, tables
 
 _SOURCES: dict[str, str] = {}
 """The path in the repository of each page that was written by hand."""
+_BOOSTS = {
+    **dict.fromkeys(("from_vllm.md", "tpus.md", "gpus.md", "memory.md", "models.md", "sampling.md"), 2.0),
+    **dict.fromkeys(("changelog.md", "performance.md", "planted_faults.md", "changing.md", "architecture.md"), 0.5),
+}
+"""Factors of pages in the order of search results: pages for a task come before records and pages for developers."""
+_TITLE_BOOST = 10.0
+"""Weight of a word in a heading. With the theme's 1000 a page with one word of a flag in a heading would come first."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -41,6 +50,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Turn links between files of the repository into links of the site."""
+    """Turn links between files of the repository into links of the site, and set the page's rank in the search."""
+    if (boost := _BOOSTS.get(page.file.src_uri)) is not None:
+        page.meta["search"] = {"boost": boost}
     source = _SOURCES.get(page.file.src_uri)
     return markdown if source is None else links.rewritten(markdown, source)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark tables that are too wide for phones."""
+    return tables.mark_tables(html)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Set the weight of headings in the search index."""
+    path = Path(config.site_dir) / "search" / "search_index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    index["config"]["fields"]["title"]["boost"] = _TITLE_BOOST
+    path.write_text(json.dumps(index), encoding="utf-8")

@@ -55,20 +55,15 @@ def options() -> Iterator[str]:
         for _, mine, spec in iter_options():
             if mine == section:
                 yield f"| `{to_flag(spec.name)}` | {_cell(default_and_limits(spec))} | {_cell(_help(spec))} |"
-        yield _END
+        yield ""
     yield f"## Environment\n\n{_table('variable', 'meaning')}"
     for name, text in ENVIRONMENT.items():
         yield f"| `{name}` | {_cell(text)} |"
-    yield _END
+    yield ""
 
 
 def _table(*titles: str) -> str:
-    """Return the head of a table that style.css also formats for phones."""
-    return f'<div class="options" markdown>\n\n| {" | ".join(titles)} |\n{"|---" * len(titles)}|'
-
-
-_END = "\n</div>\n"
-"""End of a table that `_table` begins."""
+    return f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|"
 
 
 def _help(spec: Field[Any]) -> str:
@@ -119,7 +114,7 @@ def metrics(scraped: str) -> Iterator[str]:
     told[f"{PER_POSITION.name}_total"] = ("counter", PER_POSITION.help)
     for name, (kind, text) in sorted(told.items()):
         yield f"| `{name}` | {kind} | {_cell(text)} |"
-    yield _END
+    yield ""
 
 
 def _headers(scraped: str, prefix: str) -> dict[str, str]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.errors import InvalidArgument, Unauthenticated
+
+_LOG = logging.getLogger(__name__)
 
 
 class Role(IntEnum):
@@ -46,7 +49,8 @@ _ROLES = {role.name.lower(): role for role in Role}
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 _NAME = re.compile(r"[\x20-\x7e]{1,128}")
-_MIN_TOKEN_CHARS = 16
+_WEAK_CHARS = 16
+"""Shorter tokens can be guessed."""
 _MAX_TOKEN_CHARS = 512
 _MAX_LIMIT = 1 << 62
 
@@ -220,11 +224,13 @@ def _get_digest(where: str, token: str) -> bytes:
         return bytes.fromhex(digest[1])
     if token.startswith("sha256:"):
         raise InvalidArgument(where, "sha256: is not followed by 64 hexadecimal digits")
-    if not _MIN_TOKEN_CHARS <= len(token) <= _MAX_TOKEN_CHARS or not _TOKEN.fullmatch(token):
-        limits = f"{_MIN_TOKEN_CHARS} to {_MAX_TOKEN_CHARS}"
+    if len(token) > _MAX_TOKEN_CHARS or not _TOKEN.fullmatch(token):
+        limits = f"1 to {_MAX_TOKEN_CHARS}"
         raise InvalidArgument(
             where, f"must be {limits} of the characters A-Z a-z 0-9 . _ ~ + / -, with = only at the end"
         )
+    if len(token) < _WEAK_CHARS:
+        _LOG.warning("%s has %d characters: callers can guess it; use %d or more", where, len(token), _WEAK_CHARS)
     return hashlib.sha256(token.encode()).digest()
 
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Collection, Sequence
-from dataclasses import Field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import Field
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jpaged import json_text
 from jpaged.config import SECTIONS, EngineConfig, api_key_from_environment, iter_options, section_help
 from jpaged.config.option import is_json, option_type
 from jpaged.errors import InvalidArgument, describe_error
-from jpaged.sampling_params import DEFAULT_SAMPLING_FIELDS, with_defaults
+from jpaged.sampling_params import DEFAULT_SAMPLING_FIELDS, request_fields, with_defaults
 from jpaged.structured import StructuredOutputs, get_structured_outputs
 from jpaged.types import SamplingParams
 
@@ -84,13 +84,41 @@ def _metavar(spec: Field[Any]) -> str:
     return "JSON" if is_json(spec) else _OF_PATHS.get(spec.metadata["path"], "NAME")
 
 
-def merge_json_flags(words: Sequence[str]) -> list[str]:
+def merge_json_flags(words: Sequence[str], defaults: Mapping[str, Mapping[str, Any]] | None = None) -> list[str]:
     """Replace flags for single keys of JSON options, as in vLLM, by one flag with the JSON object.
 
         --kv-transfer-config.kv_connector A --kv-transfer-config.kv_connector_extra_config.port 9
         --kv-transfer-config '{"kv_connector": "A", "kv_connector_extra_config": {"port": 9}}'
 
     A value that is not JSON is a string.
+
+    Args:
+        defaults: further keys, by flag, for the objects of flags with single keys.
+
+    Raises:
+        InvalidArgument: as `split_json_flags`.
+    """
+    rest, given = split_json_flags(words)
+    merged = [
+        word
+        for flag, values in given.items()
+        for word in (flag, json_text.dumps(_updated((defaults or {}).get(flag, {}), values)))
+    ]
+    end = rest.index("--") if "--" in rest else len(rest)
+    return [*rest[:end], *merged, *rest[end:]]
+
+
+def _updated(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object with the keys of two, recursively; values of `new` replace those of `old`."""
+    both = {**old, **new}
+    for key in old.keys() & new.keys():
+        if isinstance(old[key], dict) and isinstance(new[key], dict):
+            both[key] = _updated(old[key], new[key])
+    return both
+
+
+def split_json_flags(words: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Return the words without flags for single keys of JSON options, and the objects with these keys, by flag.
 
     Raises:
         InvalidArgument: a key has no value or two, or the option is given as an object too; names the flag.
@@ -123,14 +151,15 @@ def merge_json_flags(words: Sequence[str]) -> list[str]:
     for flag in given:
         if any(word.partition("=")[0] == flag for word in rest):
             raise InvalidArgument(flag, f"is given as a JSON object and as {flag}.KEY: use one of them")
-    merged = [word for flag, values in given.items() for word in (flag, json_text.dumps(values))]
-    end = rest.index("--") if "--" in rest else len(rest)
-    return [*rest[:end], *merged, *rest[end:]]
+    return rest, given
 
 
 def _json_or_text(word: str) -> Any:
+    def refuse(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not JSON")
+
     try:
-        return json.loads(word)
+        return json.loads(word, parse_constant=refuse)
     except (ValueError, RecursionError):
         return word
 
@@ -164,7 +193,7 @@ def config_from(arguments: argparse.Namespace) -> EngineConfig:
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag for every field of SamplingParams; list flags may be repeated."""
     group = parser.add_argument_group("sampling", "Sampling and stop conditions.")
-    for spec in fields(SamplingParams):
+    for spec in request_fields():
         text = f"{spec.metadata['help']} (default: {_default_text(spec.default)})"
         keywords: dict[str, Any] = {"dest": f"sampling_{spec.name}", "default": None, "help": _escaped(text)}
         if spec.name == "early_stopping":
@@ -207,7 +236,7 @@ def sampling_from(arguments: argparse.Namespace, model: SamplingParams | None = 
     Raises:
         InvalidArgument: a value is out of range; named as a flag.
     """
-    given = {spec.name: getattr(arguments, f"sampling_{spec.name}") for spec in fields(SamplingParams)}
+    given = {spec.name: getattr(arguments, f"sampling_{spec.name}") for spec in request_fields()}
     given["logit_bias"] = given["logit_bias"] and dict(given["logit_bias"])
     try:
         defaults = {} if model is None else {name: getattr(model, name) for name in DEFAULT_SAMPLING_FIELDS}

@@ -23,13 +23,14 @@ import functools
 import json
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 from jpaged import json_text
-from jpaged.cli.options import add_config_flags, config_values, merge_json_flags, to_flag
+from jpaged.cli.options import add_config_flags, config_values, merge_json_flags, split_json_flags, to_flag
 from jpaged.config import iter_options
+from jpaged.config.option import is_json
 from jpaged.errors import InvalidArgument, describe_error
 
 TABLE = Path(__file__).with_suffix(".tsv")
@@ -48,6 +49,7 @@ _EVENTS = {
     "topic": "--kv-events-topic",
     "buffer_steps": "--kv-events-buffer",
 }
+_EVENTS_FLAG = "--kv-events-config"
 _EVENTS_SWITCHES = ("enable_kv_cache_events", "publisher", "hwm", "max_queue_size")
 """Keys of `--kv-events-config`: those with an option, and the others."""
 
@@ -114,14 +116,15 @@ def translate(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[li
         return translation.finish(), list(dict.fromkeys(translation.notes))
     path, left_out = Path(translation.config_file), list[str]()
     try:
-        filed = _Translation(parser, _words_of_file(parser, path, left_out), is_file=True)
-        filed.run()
+        filed = _Translation(parser, (), is_file=True)
+        for key, option_words in _words_of_file(parser, path, left_out):
+            filed.add(key, option_words)
         translation.take_hosts(filed)
         of_file = filed.finish()
         _check_values(parser, of_file)
     except InvalidArgument as error:
         raise InvalidArgument(f"{path}: {error.field}", error.problem) from None
-    own = translation.finish()
+    own = translation.finish(filed.json_keys)
     notes = [*translation.notes, *(f"{path}: {note}" for note in (*left_out, *filed.notes))]
     return [*_without(parser, of_file, translation.options(own)), *own], list(dict.fromkeys(notes))
 
@@ -129,8 +132,8 @@ def translate(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[li
 _Values = str | int | float | bool | list[Any] | dict[str, Any] | None
 
 
-def _words_of_file(parser: argparse.ArgumentParser, path: Path, notes: list[str]) -> list[str]:
-    """Return the options of a YAML file as words of a command line, in the order of the file.
+def _words_of_file(parser: argparse.ArgumentParser, path: Path, notes: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the keys of a YAML file with their options as words of a command line, in the order of the file.
 
     Keys are names of options or flags of vLLM, without the first dashes. Options of other commands are left out, so
     that commands can share a file.
@@ -150,25 +153,29 @@ def _words_of_file(parser: argparse.ArgumentParser, path: Path, notes: list[str]
         problem = describe_error(error) if isinstance(error, OSError) else f"is not YAML: {error}"
         raise InvalidArgument("--config", problem) from None
     if values is None:
-        return []
+        return
     if not isinstance(values, dict):
         raise InvalidArgument("--config", "is not a YAML mapping of options, such as `max-model-len: 4096`")
-    names = [_name_of_key(key.value) for key, _ in tree.value]  # a mapping has only the last of equal keys
-    texts = [node.value for _, node in tree.value]
-    words = list[str]()
+    texts, spellings = dict[str, Any](), dict[str, str]()
+    for node, content in tree.value:  # a mapping has only the last of equal keys
+        name = _name_of_key(node.value)
+        if (first := spellings.setdefault(name, node.value)) != node.value or name in texts:
+            problem = "is given twice" if first == node.value else f"is given twice, also as {node.value}"
+            raise InvalidArgument(first, problem)
+        texts[name] = _text_of(content)
     for key, value in values.items():
         name = _name_of_key(key)
-        if names.count(name) > 1:
-            raise InvalidArgument(str(key), "is given twice")
         if _is_known(parser, name.partition(".")[0], str(key)):
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            try:  # the digits of a key or a revision stay as they are written
-                words += _option_words(parser, str(key), name, texts[names.index(name)] if is_number else value)
-            except (TypeError, RecursionError):  # a date, a set, or a mapping that contains itself
-                raise InvalidArgument(str(key), "is not JSON") from None
+            yield str(key), _option_words(parser, str(key), name, value, texts.get(name, value))
         else:
             notes.append(f"{name} is not an option of `{parser.prog}`")
-    return words
+
+
+def _text_of(node: Any) -> Any:
+    """Return a scalar as it is written in a file, or a list of the scalars in a sequence; None for other nodes."""
+    if node.id == "sequence":
+        return [item.value if item.id == "scalar" else None for item in node.value]
+    return node.value if node.id == "scalar" else None
 
 
 def _name_of_key(key: object) -> str:
@@ -196,13 +203,20 @@ def _is_known(parser: argparse.ArgumentParser, name: str, key: str) -> bool:
     raise InvalidArgument(key, "; ".join(filter(None, ("is not an option", hint))))
 
 
-def _option_words(parser: argparse.ArgumentParser, key: str, name: str, value: _Values) -> list[str]:
-    """Return the words for a key of a file."""
+def _option_words(parser: argparse.ArgumentParser, key: str, name: str, value: _Values, text: Any) -> list[str]:
+    """Return the words for a key of a file.
+
+    Args:
+        text: a number or a date as it is written, or the items of a list: digits of an API key or a revision stay.
+    """
     flag, action = find_flag(name.partition(".")[0]), parser._option_string_actions.get(name)
     is_switch = action.nargs == 0 if action is not None else flag is not None and flag.kind == "switch"
     is_list = isinstance(action, argparse._AppendAction) or (flag is not None and flag.kind == "list")
     if "." in name:  # a key of a JSON object
-        return [f"{name}={value if isinstance(value, str) else json_text.dumps(value)}"]
+        base = name.partition(".")[0]
+        if not _takes_keys(base):
+            raise InvalidArgument(key, f"is not an option: the value of {base} is not a JSON object")
+        return [f"{name}={value if isinstance(value, str) else _to_json(key, value)}"]
     if value is None:
         return []
     if is_switch:
@@ -216,11 +230,41 @@ def _option_words(parser: argparse.ArgumentParser, key: str, name: str, value: _
             return [name] if value else []
         raise InvalidArgument(key, f"takes a value; {'true' if value else 'false'} is none")
     if isinstance(value, list) and is_list:
-        texts = [json_text.dumps(one) if isinstance(one, dict) else str(one) for one in value]
+        if None in value:
+            raise InvalidArgument(key, "has an item without a value")
+        texts = [
+            _to_json(key, one) if isinstance(one, dict | list) else str(written)
+            for one, written in zip(value, text, strict=True)
+        ]
         if flag is not None and flag.kind == "list":
             return [name, *texts] if texts else []
         return [f"{name}={one}" for one in texts]
-    return [f"{name}={json_text.dumps(value) if isinstance(value, dict | list) else value}"]
+    if isinstance(value, dict | list | set | bytes):
+        return [f"{name}={_to_json(key, value)}"]
+    return [f"{name}={value if isinstance(value, str) else text}"]
+
+
+def _takes_keys(name: str) -> bool:
+    """Return True if keys of a flag's value can be given singly, as in `--speculative-config.method`."""
+    flag, target = find_flag(name), name
+    if flag is not None and flag.outcome not in ("same", "alias"):
+        return True
+    if flag is not None and flag.outcome == "alias":
+        target = flag.option.lstrip("!").partition(".")[0]
+    is_object = any(to_flag(option) == target and is_json(spec) for option, _, spec in iter_options())
+    return is_object or (flag is not None and flag.name == _EVENTS_FLAG)
+
+
+def _to_json(key: str, value: object) -> str:
+    """Return a value of a file as JSON.
+
+    Raises:
+        InvalidArgument: it has a date, a set, a number that is not finite, or itself.
+    """
+    try:
+        return json_text.dumps_finite(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(key, f"is not JSON: {error}") from None
 
 
 def _groups(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[list[str]]:
@@ -361,6 +405,7 @@ class _Translation:
         self._out: list[str] = []
         self._hosts: dict[str, str] = {}
         self._has_keys = False
+        self._keys_of_options: dict[str, str] = {}
         self._has_model = is_file  # a list in a file ends with its key
 
     def run(self) -> None:
@@ -376,6 +421,34 @@ class _Translation:
                 self._has_model = True
                 self._out.append(word)
 
+    def add(self, key: str, words: Sequence[str]) -> None:
+        """Translate the words for a key of a file.
+
+        Raises:
+            InvalidArgument: the key sets an option that another key has set; names both.
+        """
+        num_words, hosts = len(self._out), set(self._hosts)
+        self._left.extend(words)
+        self.run()
+        names = {word.partition("=")[0] for word in self._out[num_words:]}
+        options = {self._native[name].dest if name in self._native else name for name in names if self._is_option(name)}
+        for option in sorted(options | (set(self._hosts) - hosts)):
+            if (first := self._keys_of_options.setdefault(option, key)) != key:
+                raise InvalidArgument(key, f"sets the same option as {first}: give only one of them")
+        for host in self._hosts:
+            other = self._keys_of_options.get(self._native[_by_name()[host].option].dest)
+            if other is not None:
+                problem = f"sets the same option as {self._keys_of_options[host]}: give only one of them"
+                raise InvalidArgument(other, problem)
+
+    def _is_option(self, name: str) -> bool:
+        return name.partition(".")[0] in self._native
+
+    @property
+    def json_keys(self) -> dict[str, dict[str, Any]]:
+        """The keys of JSON options that were given singly, by flag."""
+        return split_json_flags(self._out)[1] if self._has_keys else {}
+
     def take_hosts(self, other: _Translation) -> None:
         """Take the flags of several hosts from a file; those of the command line come first."""
         self._hosts = {**other._hosts, **self._hosts}
@@ -388,8 +461,12 @@ class _Translation:
         found = {self._native[name].dest for name in names if name in self._native}
         return found | ({"config_model"} if self._has_model or self._rest[1:] else set())
 
-    def finish(self) -> list[str]:
-        """Return the words for the parser."""
+    def finish(self, json_keys: Mapping[str, Mapping[str, Any]] | None = None) -> list[str]:
+        """Return the words for the parser.
+
+        Args:
+            json_keys: keys of JSON options in a file, which are kept if further ones are given singly.
+        """
         if _int_or_none(self._hosts.get("--nnodes", "1")) == 1:
             self._hosts.clear()
         if self._hosts:
@@ -399,7 +476,7 @@ class _Translation:
         if self.notes and self._is_given("--port") and not self._is_given("--http-port"):
             self.notes.append("--port is the gRPC port; the OpenAI API has its own (--http-port, 8000 by default)")
         words = [*self._out, *self._rest]
-        return merge_json_flags(words) if self._has_keys else words
+        return merge_json_flags(words, json_keys) if self._has_keys else words
 
     def _is_given(self, flag: str) -> bool:
         return any(word.partition("=")[0] == flag for word in self._out)
@@ -479,7 +556,7 @@ class _Translation:
             self._note(name, given)
             return
         values = self._take(flag, name, equals, value) if flag.outcome == "alias" or key else []
-        if flag.name == "--kv-events-config":
+        if flag.name == _EVENTS_FLAG:
             self._convert_events(name.partition(".")[0], key, values[-1])
         elif flag.name in _COORDINATOR:
             self._hosts[flag.name] = values[-1]

@@ -21,6 +21,7 @@ from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.chat import MESSAGE_TEXTS, ChatOptions, Tool, ToolCallPiece, ToolChoice, ToolChoiceMode, read_message
 from jpaged.errors import InternalError, InvalidArgument, Unsupported
 from jpaged.outputs import Evaluated, new_completions
+from jpaged.sampling_params import request_fields
 from jpaged.server_load import Load, ReplicaLoad
 from jpaged.structured import StructuredOutputs
 from jpaged.types import (
@@ -320,7 +321,7 @@ def _build_sampling(given: tuple[Any, ...]) -> inference_pb2.SamplingParams:
     return inference_pb2.SamplingParams(**values)
 
 
-_SAMPLING_NAMES = tuple(one.name for one in fields(SamplingParams))
+_SAMPLING_NAMES = tuple(one.name for one in request_fields())
 _SAMPLING_VALUES = operator.attrgetter(*_SAMPLING_NAMES)
 _build_sampling_once = lru_cache(maxsize=64)(_build_sampling)
 

@@ -28,7 +28,7 @@ from jpaged.config.engine_options import (
     SchedulerOptions,
     StartupOptions,
 )
-from jpaged.config.option import checked, declare_section
+from jpaged.config.option import checked, declare_section, is_json, without_credentials
 from jpaged.config.server_options import (
     AccessOptions,
     HttpOptions,
@@ -60,7 +60,11 @@ _OF_LIBRARIES = (*_OF_COMPILERS, "JAX_", "HF_", "GRPC_", "OTEL_", "OMP_", "SLURM
 """Other environment variables that affect a server: those of libraries and launchers."""
 GPU_MEMORY_SHARE_VARIABLE = "XLA_CLIENT_MEM_FRACTION"
 DEPRECATED_GPU_MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-_SECRETS = ("api_key", "hf_token")
+_SECRETS = (
+    *("api_key", "hf_token"),
+    *("api_keys", "tls_key", "cluster_secret_file", "prefill_api_key_file", "prefill_tls_key"),
+)
+"""Options that are secrets, and files of secrets; certificates are public."""
 _SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|KEY|HEADERS)(_|$)")
 MIN_SECRET_BYTES = 16
 """Short secrets could be found by brute force from an observed handshake."""
@@ -280,13 +284,18 @@ class EngineConfig:
     def explain(self) -> list[tuple[str, str, str]]:
         """Return (option, value, source) for every option; the values of a resolved configuration are final.
 
-        An API key and a token of the hub are shown as `(set)`.
+        Secrets and the paths of their files are shown as `(set)`, and URLs without credentials.
         """
         rows = []
         for name, section, spec in iter_options():
             given = getattr(getattr(self, section), name)
             value = (", ".join(given) or None) if isinstance(given, tuple) else given
-            value = "(set)" if given and name in _SECRETS else value
+            if given and name in _SECRETS:
+                value = "(set)"
+            elif isinstance(value, str):
+                value = without_credentials(value, is_json=is_json(spec))
+            elif isinstance(value, float):
+                value = round(value, 6)
             unit = f" {spec.metadata['unit']}" if spec.metadata["unit"] and value is not None else ""
             rows.append((name, f"{value}{unit}", "default" if given == spec.default else "set or resolved"))
         return rows
@@ -406,13 +415,13 @@ def set_gpu_memory_share(share: float) -> None:
 def explain_environment() -> list[tuple[str, str | None, str]]:
     """Return (variable, value, meaning) of the variables that jpaged reads, and of set variables of libraries.
 
-    Possible secrets are shown as `(set)`.
+    Possible secrets are shown as `(set)`, and URLs without credentials.
     """
     others = sorted(name for name in os.environ if name.startswith(_OF_LIBRARIES) and name not in ENVIRONMENT)
     rows = []
     for name, text in {**ENVIRONMENT, **dict.fromkeys(others, "")}.items():
         value = os.environ.get(name)
-        rows.append((name, "(set)" if value and _SECRET.search(name) else value, text))
+        rows.append((name, "(set)" if value and _SECRET.search(name) else value and without_credentials(value), text))
     return rows
 
 

@@ -35,8 +35,14 @@ Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "pallas-triton", "cuda", "c
 _EXAMPLES = {
     "hf_overrides": '{"max_position_embeddings": 65536}',
     "default_chat_template_kwargs": '{"enable_thinking": false}',
+    "reasoning_effort_map": '{"medium": "low"}',
 }
 """Options of the model that are JSON objects, with examples for errors."""
+
+
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Reasoning efforts of OpenAI's API and vLLM's."""
+_MAX_EFFORT_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +128,7 @@ class ModelOptions:
         False, "serve token ids only: load no tokenizer, and refuse requests with text or messages"
     )
     chat_template: str | None = option(
-        None, "file with the chat template to use instead of the model's own", path="file"
+        None, "file with the chat template to use instead of the model's own, or the template itself", path="file"
     )
     chat_template_content_format: str = option(
         "auto",
@@ -134,6 +140,11 @@ class ModelOptions:
         None,
         'JSON object of chat template variables, such as {"enable_thinking": false}, for requests that do not set '
         "them (`chat_template_kwargs`)",
+    )
+    reasoning_effort_map: JsonText | None = option(
+        None,
+        "JSON object that replaces the reasoning effort of requests by one that the chat template has, such as "
+        '{"medium": "low", "xhigh": "max"}; other efforts reach the template unchanged',
     )
     generation_config: str = option(
         "auto",
@@ -163,10 +174,23 @@ class ModelOptions:
         """The values of `hf_overrides`."""
         return {} if self.hf_overrides is None else parse_json_object("hf_overrides", self.hf_overrides, "{}")
 
+    @property
+    def efforts(self) -> dict[str, str]:
+        """The values of `reasoning_effort_map`."""
+        name = "reasoning_effort_map"
+        return {} if self.reasoning_effort_map is None else parse_json_object(name, self.reasoning_effort_map, "{}")
+
     def __post_init__(self) -> None:
         """Raise InvalidArgument if an option is invalid, or conflicts with another."""
         for name, example in _EXAMPLES.items():
             parse_json_object(name, getattr(self, name) or "{}", example)
+        for effort, replacement in self.efforts.items():
+            name = f"reasoning_effort_map.{shorten(effort)}"
+            if effort not in _EFFORTS:
+                raise InvalidArgument(name, f"is no reasoning effort: must be one of {', '.join(_EFFORTS)}")
+            if not isinstance(replacement, str) or not 1 <= len(replacement) <= _MAX_EFFORT_CHARS:
+                problem = f"{shorten(str(replacement))} is not a text of 1 to {_MAX_EFFORT_CHARS} characters"
+                raise InvalidArgument(name, problem)
         for name in ("tokenizer", "tokenizer_revision") if self.skip_tokenizer_init else ():
             if (value := getattr(self, name)) is not None:
                 raise InvalidArgument(name, f"{value} is not used: skip_tokenizer_init is True")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from jpaged import json_text
 from jpaged.errors import InvalidArgument
@@ -14,6 +15,11 @@ from jpaged.types import require_whole_characters
 
 JsonText = str
 """A JSON object as text; in Python, the object itself may be given."""
+_USER = re.compile(r"(?<=://)[^/?#\s\"]*@")
+_SECRET_NAME = r"(?:password|passwd|secret|token|signature|credentials?|(?:api|access|account|secret|private)[_-]?key)"
+_QUERY = re.compile(rf"([?&][^=&#\s]*{_SECRET_NAME}=)[^&#\s,\"]+", re.IGNORECASE)
+_MEMBER = re.compile(rf'("[^"\\]*{_SECRET_NAME}"\s*:\s*)"(?:[^"\\]|\\.)+"', re.IGNORECASE)
+"""User of a URL, and secrets as parameters of a query and as members of a JSON object."""
 PathKind = Literal["", "file", "folder", "new file", "new folder"]
 """Kind of a path, for shell completion; new files and folders are created."""
 
@@ -113,8 +119,11 @@ def parse_json_object(name: str, text: str, example: str) -> dict[str, Any]:
             raise InvalidArgument(f"{name}.{shorten(twice)}", "is given twice")
         return members
 
+    def refuse(number: str) -> NoReturn:
+        raise ValueError(f"{number} is not a number of JSON")
+
     try:
-        values = json.loads(text, object_pairs_hook=once_each)
+        values = json.loads(text, object_pairs_hook=once_each, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         if isinstance(error, InvalidArgument):
             raise
@@ -124,6 +133,16 @@ def parse_json_object(name: str, text: str, example: str) -> dict[str, Any]:
     return values
 
 
+def without_credentials(text: str, *, is_json: bool = False) -> str:
+    """Return the text of an option, for messages, without the users and passwords of URLs.
+
+    The values of parameters of a query, and of members of a JSON object, whose names end in password, secret, token,
+    api_key and the like are replaced by `(set)`.
+    """
+    text = _QUERY.sub(r"\1(set)", _USER.sub("", text))
+    return _MEMBER.sub(r'\1"(set)"', text) if is_json else text
+
+
 def shorten(text: str) -> str:
     """Return a text of at most 60 characters, for messages."""
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -131,7 +150,7 @@ def shorten(text: str) -> str:
 
 def _as_json(name: str, value: Mapping[str, Any]) -> str:
     try:
-        return json_text.dumps(dict(value))
+        return json_text.dumps_finite(dict(value))
     except (TypeError, ValueError) as error:
         raise InvalidArgument(name, f"{value!r} is not a JSON object: {error}") from None
 

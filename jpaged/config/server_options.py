@@ -139,6 +139,12 @@ class HttpOptions:
     http_cors_origins: tuple[str, ...] = option(
         (), "allowed CORS origins, such as https://example.com; * for all, none if unset"
     )
+    unknown_fields: str = option(
+        "ignore",
+        "unknown fields of HTTP requests: ignore: they have no effect, are counted and logged once, and the response "
+        "names them in x-jpaged-ignored-fields; refuse: they are errors, so that a misspelled field is noticed",
+        choices=("ignore", "refuse"),
+    )
     enable_force_include_usage: bool = option(
         False, "send the usage with every chunk of streams of completions and chats, whether requests ask for it or not"
     )

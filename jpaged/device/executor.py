@@ -427,16 +427,7 @@ class JaxExecutor:
         Raises:
             InternalError: as `decode`; also if the device does not support such steps.
         """
-        num_rows = len(sampling.rows_r)
-        if not self._geometry.has_fed_steps:
-            raise InternalError(f"this device cannot interrupt a dispatch of {num_steps} steps")
-        feed = Feed.open(num_rows, 0)
-        try:
-            with self._calling(f"{num_steps} steps of {num_rows} rows failed"):
-                outputs = self._runner.decode(inputs, sampling, ending_token_ids_rx, num_steps, feed.number)
-        except InternalError:
-            feed.close()
-            raise
+        outputs, feed = self._decode_with_feed(inputs, sampling, ending_token_ids_rx, num_steps, 0)
         return outputs, ProgramInterrupt(feed)
 
     def decode_with_masks(
@@ -447,17 +438,26 @@ class JaxExecutor:
         Raises:
             InternalError: as `decode`; also if the device does not support such steps.
         """
-        num_rows = len(sampling.rows_r)
+        num_words = num_mask_words(self._geometry.vocab_size)
+        outputs, feed = self._decode_with_feed(inputs, sampling, ending_token_ids_rx, num_steps, num_words)
+        return outputs, ProgramFeed(feed, outputs)
+
+    def _decode_with_feed(
+        self, inputs: StepInputs, sampling: SamplingInputs, ending_token_ids_rx: I32, num_steps: int, num_words: int
+    ) -> tuple[jax.Array, Feed]:
+        """Start decode steps with a channel to the host for masks of `num_words` words; 0 for interrupts only."""
+        steps = f"{num_steps} steps{' with masks' if num_words else ''}"
         if not self._geometry.has_fed_steps:
-            raise InternalError(f"this device cannot run {num_steps} steps that wait for masks")
-        feed = Feed.open(num_rows, num_mask_words(self._geometry.vocab_size))
+            raise InternalError(f"this device cannot run {steps} that the host can end")
+        num_rows = len(sampling.rows_r)
+        feed = Feed.open(num_rows, num_words)
         try:
-            with self._calling(f"{num_steps} steps of {num_rows} rows with masks failed"):
+            with self._calling(f"{steps} of {num_rows} rows failed"):
                 outputs = self._runner.decode(inputs, sampling, ending_token_ids_rx, num_steps, feed.number)
         except InternalError:
             feed.close()
             raise
-        return outputs, ProgramFeed(feed, outputs)
+        return outputs, feed
 
     def speculate(
         self,

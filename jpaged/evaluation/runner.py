@@ -37,7 +37,7 @@ from jpaged.evaluation.backends import (
     grouped,
 )
 from jpaged.llm import MakeBar
-from jpaged.sampling_params import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
+from jpaged.sampling_params import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, request_fields
 from jpaged.types import RequestOutput, SamplingParams
 
 _MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -56,7 +56,7 @@ _SET_HERE = frozenset(
         "best_of",
     )
 )
-_TAKEN = frozenset(one.name for one in dataclasses.fields(SamplingParams)) - _SET_HERE
+_TAKEN = frozenset(one.name for one in request_fields()) - _SET_HERE
 
 
 @dataclass(frozen=True, slots=True)

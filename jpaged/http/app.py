@@ -9,9 +9,10 @@ health, version, metrics, and /v1/models with the served model and the adapters 
 
 from __future__ import annotations
 
+import asyncio
 import math
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -20,14 +21,14 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp as App
 from starlette.types import Message, Receive, Scope, Send
 
-from jpaged.access.authenticator import Authenticator, CallContext, current, enter, permission_of_route
+from jpaged.access.authenticator import HTTP, Authenticator, CallContext, current, enter, permission_of_route
 from jpaged.config import AccessOptions
-from jpaged.errors import JpagedError, ModelNotFound, NotFound, PermissionDenied, Unsupported
+from jpaged.errors import InvalidArgument, JpagedError, ModelNotFound, NotFound, PermissionDenied, Unsupported
 from jpaged.http.batches.job import BatchJobRunner
 from jpaged.http.batches.routes import batch_routes
 from jpaged.http.completions import EventStream, TokenTexts, answer_job, completion_routes, parse_job
@@ -35,7 +36,7 @@ from jpaged.http.embeddings import answer_scoring, scoring_routes, token_routes
 from jpaged.http.exchange import JSON, REQUEST_ID_HEADER, body_in, build_response, error_for
 from jpaged.http.responses import response_routes
 from jpaged.openai.embeddings import embed_job, rerank_job, score_job
-from jpaged.openai.request import chat_job, completion_job
+from jpaged.openai.request import chat_job, completion_job, name_in
 from jpaged.service.calls import is_name
 from jpaged.service.service import Service
 from jpaged.telemetry.metrics import EngineCollector
@@ -158,6 +159,43 @@ def model_routes(service: Service) -> list[Route]:
     ]
 
 
+def control_routes(service: Service) -> list[Route]:
+    """Return vLLM's routes that change the server: adapters, and the prefix cache."""
+
+    async def load_lora_adapter(request: Request) -> Response:
+        body, _ = await body_in(service, request)
+        name = _required(body, "lora_name")
+        if body.get("load_inplace"):
+            raise InvalidArgument("load_inplace", "True is not supported: unload the adapter first")
+        await service.load_adapter(name, _required(body, "lora_path"))
+        return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
+
+    async def unload_lora_adapter(request: Request) -> Response:
+        body, _ = await body_in(service, request)
+        name = _required(body, "lora_name")
+        service.unload_adapter(name)
+        return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")
+
+    async def reset_prefix_cache(request: Request) -> Response:
+        model = service.controlled("ResetPrefixCache", "", service.state.serving())
+        await asyncio.wrap_future(model.engine.reset_prefix_cache())
+        return Response()
+
+    routes = {
+        "/v1/load_lora_adapter": load_lora_adapter,
+        "/v1/unload_lora_adapter": unload_lora_adapter,
+        "/reset_prefix_cache": reset_prefix_cache,
+    }
+    return [Route(path, answer, methods=["POST"]) for path, answer in routes.items()]
+
+
+def _required(body: Mapping[str, Any], field: str) -> str:
+    """Return the name in a field of a body; raise InvalidArgument if it is absent or empty."""
+    if not (name := name_in(body, field)):
+        raise InvalidArgument(field, "is missing or empty")
+    return name
+
+
 def operator_routes(service: Service) -> list[Route]:
     """Return the routes of health, version and metrics."""
     state = service.state
@@ -238,10 +276,20 @@ def inspector_routes(service: Service) -> list[Route]:
 
 
 _ROUTES = (
-    *(operator_routes, model_routes, completion_routes, response_routes),
+    *(operator_routes, control_routes, model_routes, completion_routes, response_routes),
     *(scoring_routes, token_routes, invocation_routes, inspector_routes),
 )
 """Functions that return the routes of a service, except those of batches."""
+
+
+def require_free_path(root_path: str | None) -> None:
+    """Raise InvalidArgument if paths of the API begin with the path of a proxy, which would hide them."""
+    root = (root_path or "").rstrip("/")
+    for _, route in HTTP if root else ():
+        fixed, brace, _ = route.partition("{")
+        if f"{fixed}/".startswith(f"{root}/") or (brace and f"{root}/".startswith(fixed)):
+            problem = f"{root_path} is the start of the API's own path {route}, which it would hide: use another"
+            raise InvalidArgument("root_path", problem)
 
 
 def make_app(service: Service, gate: Authenticator, batches: BatchJobRunner | None = None) -> App:
@@ -287,7 +335,8 @@ class _Named:
     """Middleware that gives each request an id, and returns it in the response.
 
     Args:
-        root_path: removed from the start of paths; empty for none.
+        root_path: removed from the start of paths; empty for none. Browsers are sent from the path to the one with a
+            slash: the dashboard's links are relative.
     """
 
     def __init__(self, app: App, root_path: str) -> None:
@@ -303,6 +352,7 @@ class _Named:
         request_id = given if is_name(given) else uuid.uuid4().hex
         headers: dict[str, str] = {REQUEST_ID_HEADER: request_id}
         scope.setdefault("state", {}).update(request_id=request_id, answer_headers=headers)
+        lacks_slash = self._root_path == scope["path"] != "" and scope["method"] in ("GET", "HEAD")
         if self._root_path and f"{scope['path']}/".startswith(f"{self._root_path}/"):
             scope["path"] = scope["path"].removeprefix(self._root_path) or "/"
 
@@ -316,6 +366,11 @@ class _Named:
                 message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
+        if lacks_slash:
+            query = scope["query_string"].decode("latin-1")
+            url = f"{self._root_path}/{'?' if query else ''}{query}"
+            await RedirectResponse(url)(scope, receive, named)
+            return
         try:
             await self._app(scope, receive, named)
         except Exception as error:  # starlette raises it again after responding

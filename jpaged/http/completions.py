@@ -37,6 +37,7 @@ from jpaged.http.exchange import (
     get_remaining_s,
     get_request_id,
     get_tenant,
+    note_ignored_fields,
     read_body,
     while_connected,
     while_there,
@@ -164,6 +165,7 @@ async def parse_job(
         job = await read_body(service, request, lambda given: read(given, defaults))
     else:
         job = read(body, defaults)
+        note_ignored_fields(service, request, body)
     job = with_server_defaults(job, service.state.config.http)
     if job.request_id is not None and REQUEST_ID_HEADER not in request.headers:
         require_name("request_id", job.request_id)

@@ -25,6 +25,8 @@ from jpaged.http.exchange import (
     get_caller,
     get_remaining_s,
     get_tenant,
+    note_ignored_fields,
+    read_body,
     while_there,
 )
 from jpaged.openai.embeddings import (
@@ -211,6 +213,7 @@ async def answer_scoring(
 ) -> Response:
     """Return the response to a body of embeddings, scores or ranks."""
     job = await service.run_blocking(lambda: read(body), num_bytes)
+    note_ignored_fields(service, request, body)
     model = service.state.serving().model
     remaining_s = get_remaining_s(request)
     server = LocalServer(
@@ -229,8 +232,7 @@ def token_routes(service: Service) -> list[Route]:
     """Return the routes of /tokenize, /detokenize and /tokenizer_info."""
 
     async def tokenize(request: Request) -> Response:
-        body, num_bytes = await body_in(service, request)
-        job = await service.run_blocking(lambda: parse_tokenize_job(body), num_bytes)
+        job = await read_body(service, request, parse_tokenize_job)
         size = None if job.prompt.messages is not None else job.prompt.size
         token_ids = await service.tokenize(
             lambda: job.prompt, size, add_special_tokens=job.add_special_tokens, model=job.model
@@ -250,8 +252,7 @@ def token_routes(service: Service) -> list[Route]:
         )
 
     async def detokenize(request: Request) -> Response:
-        body, num_bytes = await body_in(service, request)
-        job = await service.run_blocking(lambda: parse_detokenize_job(body), num_bytes)
+        job = await read_body(service, request, parse_detokenize_job)
         text = await service.detokenize(job.token_ids, skip_special_tokens=job.skip_special_tokens, model=job.model)
         return await build_answer(service, lambda: {"prompt": text}, len(text))
 

@@ -39,7 +39,7 @@ from jpaged.errors import (
     Unavailable,
 )
 from jpaged.openai.lines import error_body, get_status_code
-from jpaged.openai.request import check_values, loaded
+from jpaged.openai.request import LenientBody, check_values, loaded
 from jpaged.service.calls import TRACE_KEYS, Caller, require_name
 from jpaged.service.service import Service
 
@@ -49,6 +49,8 @@ TENANT_HEADER = "x-jpaged-tenant"
 """Header of the request's tenant."""
 TIMEOUT_HEADER = "x-request-timeout"
 """Header of the request's timeout in seconds; then it ends with DEADLINE_EXCEEDED."""
+IGNORED_FIELDS_HEADER = "x-jpaged-ignored-fields"
+"""Header of a response that names the unknown fields of the request, which were ignored."""
 MAX_TIMEOUT_S = 86400.0
 
 
@@ -137,18 +139,34 @@ CHARS_OF_NUMBER = 8
 async def body_in(service: Service, request: Request) -> tuple[dict[str, Any], int]:
     """Read the JSON object of a request; return it with its size in bytes.
 
+    Whoever reads its fields calls `note_ignored_fields` then.
+
     Raises:
         RequestTooLong: it exceeds max_request_size.
         InvalidArgument: it is not a JSON object, or has values that a message cannot hold.
     """
     content = await _read_content(service, request)
-    return await service.run_blocking(lambda: _build_fields(content), len(content)), len(content)
+    return await service.run_blocking(lambda: _build_fields(service, content), len(content)), len(content)
 
 
 async def read_body(service: Service, request: Request, read: Callable[[Mapping[str, Any]], _T]) -> _T:
     """Return the result of `read` for a request's JSON object; raise as `body_in`, and as `read`."""
     content = await _read_content(service, request)
-    return await service.run_blocking(lambda: read(_build_fields(content)), len(content))
+
+    def read_fields() -> tuple[dict[str, Any], _T]:
+        fields = _build_fields(service, content)
+        return fields, read(fields)
+
+    fields, result = await service.run_blocking(read_fields, len(content))
+    note_ignored_fields(service, request, fields)
+    return result
+
+
+def note_ignored_fields(service: Service, request: Request, body: Mapping[str, Any]) -> None:
+    """Count the unknown fields of a body that were ignored, and name them in a header of the response."""
+    if isinstance(body, LenientBody) and body.ignored:
+        service.state.loaded().ignored_fields.add(body.ignored)
+        get_answer_headers(request)[IGNORED_FIELDS_HEADER] = ", ".join(ascii(name)[1:-1] for name in body.ignored)
 
 
 async def _read_content(service: Service, request: Request) -> bytes:
@@ -158,10 +176,10 @@ async def _read_content(service: Service, request: Request) -> bytes:
     return await read_content(request, int(service.state.config.server.max_request_size * 2**20))
 
 
-def _build_fields(content: bytes) -> dict[str, Any]:
+def _build_fields(service: Service, content: bytes) -> dict[str, Any]:
     fields = loaded("body", content)
     check_values("body", fields)
-    return fields
+    return LenientBody(fields) if service.state.config.http.unknown_fields == "ignore" else fields
 
 
 async def build_answer(

@@ -16,7 +16,7 @@ import uvicorn
 from jpaged.access.authenticator import Authenticator
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
-from jpaged.http.app import make_app
+from jpaged.http.app import make_app, require_free_path
 from jpaged.http.batches.job import BatchJobRunner
 from jpaged.http.connections import PortConfig, num_connections
 from jpaged.service.service import Service
@@ -41,11 +41,12 @@ class HttpPort:
     other program has and no other option names.
 
     Raises:
-        InvalidArgument: the port cannot be bound, or the folder of batches is unusable.
+        InvalidArgument: the port cannot be bound, the folder of batches is unusable, or root_path is a path of the API.
     """
 
     def __init__(self, service: Service, gate: Authenticator, options: EngineConfig) -> None:
         server = options.server
+        require_free_path(options.http.root_path)
         self._batches = _get_batches(service)
         try:
             self._socket = _bind(options)

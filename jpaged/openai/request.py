@@ -23,7 +23,7 @@ from typing import Any
 
 from jpaged.chat import ChatOptions, build_chat_options, parse_reasoning, read_message
 from jpaged.errors import InvalidArgument, RequestTooLong
-from jpaged.sampling_params import NO_DEFAULTS, with_defaults
+from jpaged.sampling_params import NO_DEFAULTS, request_fields, with_defaults
 from jpaged.structured import StructuredOutputs, get_response_format, get_structured_outputs
 from jpaged.types import CompletionOutput, Prompt, SamplingParams
 
@@ -57,7 +57,8 @@ def messages_in(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InvalidArgument("messages", "must be a list with at least one message")
-    return tuple(read_message(f"messages[{i}]", message) for i, message in enumerate(messages))
+    ignore = body.ignore if isinstance(body, LenientBody) else None
+    return tuple(read_message(f"messages[{i}]", message, ignore) for i, message in enumerate(messages))
 
 
 def chat_options_in(body: Mapping[str, Any]) -> ChatOptions:
@@ -86,6 +87,11 @@ def _reasoning_in(body: Mapping[str, Any]) -> Any:
     return {**(value or {}), **others}
 
 
+def reasoning_fields(text: str) -> dict[str, str]:
+    """Return the fields of reasoning in a message: DeepSeek's and SGLang's name, and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
 def build_message(output: CompletionOutput, role: str = "assistant", echoed: str = "") -> dict[str, Any]:
     """Return an answer as a message: without content if it only calls tools.
 
@@ -95,7 +101,7 @@ def build_message(output: CompletionOutput, role: str = "assistant", echoed: str
     text = echoed + output.text
     message: dict[str, Any] = {"role": role, "content": text}
     if output.reasoning_content:
-        message["reasoning_content"] = output.reasoning_content
+        message |= reasoning_fields(output.reasoning_content)
     if output.tool_calls:
         message["content"] = text or None
         message["tool_calls"] = [call.as_json() for call in output.tool_calls]
@@ -327,24 +333,47 @@ def neutral_fields(path: str) -> dict[str, Neutral]:
 _NEUTRAL_FIELDS = {path: neutral_fields(path) for path in OF_PATH}
 
 
+class LenientBody(dict[str, Any]):
+    """A body whose unknown fields are noted instead of refused.
+
+    Attributes:
+        ignored: unknown fields, at most 16 of them: `seeed`, or `messages.nickname` for any message.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], ignored: dict[str, None] | None = None) -> None:
+        super().__init__(fields)
+        self.ignored = {} if ignored is None else ignored
+
+    def ignore(self, name: str) -> None:
+        """Note an unknown field."""
+        if len(self.ignored) < _MAX_NAMED:
+            self.ignored[name[:_MAX_SHOWN]] = None
+
+
 def own_fields(path: str, body: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
     """Return the fields of a body that its path reads; null counts as absent.
+
+    Those of a `LenientBody` are another one, which shares `ignored`.
 
     Args:
         own: names of the fields that the path reads.
 
     Raises:
-        InvalidArgument: a field is unknown, or its value is not supported.
+        InvalidArgument: a field is unknown and the body is no `LenientBody`, or its value is not supported.
     """
     neutral, known = _NEUTRAL_FIELDS[path], frozenset(own)
-    found, problems = {}, {}
+    found: dict[str, Any] = LenientBody({}, body.ignored) if isinstance(body, LenientBody) else {}
+    problems: dict[str, str] = {}
     for name, value in body.items():
         if value is None:
             continue
         if name in known:
             found[name] = value
         elif (row := neutral.get(name)) is None:
-            problems[name] = "is not supported"
+            if isinstance(body, LenientBody):
+                body.ignore(name)
+            else:
+                problems[name] = "is not supported"
         elif not row.has(value):
             problems[name] = _problem(row, value)
         if len(problems) > _MAX_NAMED:
@@ -394,14 +423,14 @@ _SHARED = {
     *("model", "adapter", "stream", "stream_options", "return_token_ids", "user", "response_format", "request_id"),
     *("return_tokens_as_token_ids", "use_beam_search", "truncation_side", "add_special_tokens", "echo", *GUIDED),
 }
-_SAMPLING = {f.name for f in fields(SamplingParams)} - {"logprobs"}
+_SAMPLING = {f.name for f in request_fields()} - {"logprobs"}
 OF_COMPLETIONS = {*_SAMPLING, *_SHARED, "prompt", "logprobs"}
 OF_CHATS = {*_SAMPLING, *_SHARED, *CHAT_FIELDS, "logprobs", "top_logprobs", "max_completion_tokens"}
 TRUNCATION_SIDES = ("left", "right")
 _TEXTS = {"stop", "bad_words"}
 """Lists of texts, of which one may stand by itself."""
 _LISTS = _TEXTS | {"stop_token_ids", "allowed_token_ids", "logprob_token_ids"}
-_FLAGS = {f.name for f in fields(SamplingParams) if isinstance(f.default, bool)} - {"early_stopping"}
+_FLAGS = {f.name for f in request_fields() if isinstance(f.default, bool)} - {"early_stopping"}
 
 
 @dataclass(frozen=True, slots=True)

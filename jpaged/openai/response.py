@@ -1,6 +1,6 @@
 """Answers to completions and chats in OpenAI's format, whole and streamed, from the outputs of their requests. No I/O.
 
-Fields that OpenAI lacks have vLLM's names: `stop_reason`, `reasoning_content`, `token_ids`, and the prompt's
+Fields that OpenAI lacks have vLLM's names: `stop_reason`, `reasoning`, `token_ids`, and the prompt's
 log-probabilities (https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_server.html).
 
 Events of streamed requests become chunks, sent as server-sent events:
@@ -25,7 +25,7 @@ from jpaged import json_text
 from jpaged.chat import ToolCallPiece
 from jpaged.errors import InvalidArgument
 from jpaged.json_text import Items
-from jpaged.openai.request import Job, Streaming, build_message
+from jpaged.openai.request import Job, Streaming, build_message, reasoning_fields
 from jpaged.types import (
     CompletionOutput,
     FinishReason,
@@ -536,7 +536,7 @@ def _delta(event: SequenceDelta) -> dict[str, Any]:
     """Return the delta of an event: reasoning, content and calls, in that order."""
     delta: dict[str, Any] = {}
     if event.reasoning_content:
-        delta["reasoning_content"] = event.reasoning_content
+        delta |= reasoning_fields(event.reasoning_content)
     if event.text:
         delta["content"] = event.text
     if event.tool_calls:

@@ -156,6 +156,7 @@ class Adapters:
 
 _LOG = logging.getLogger(__name__)
 _QUIET_S = 10.0
+_MAX_FIELDS = 64
 
 
 class RoleCounts:
@@ -195,6 +196,27 @@ class RoleCounts:
         """Add to counters, by their names in `RoleLoad`."""
         now = {name: getattr(self._load, name) + count for name, count in counts.items()}
         self._load = dataclasses.replace(self._load, **now)
+
+
+class IgnoredFields:
+    """Counts of the unknown fields of requests that were ignored; each is logged once.
+
+    Attributes:
+        counts: requests by field, at most 64 of them, and those of all others as "other".
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def add(self, names: Iterable[str]) -> None:
+        """Count the fields of one request."""
+        for name in names:
+            is_counted = name in self.counts or len(self.counts) < _MAX_FIELDS
+            if is_counted and name not in self.counts:
+                _LOG.warning(
+                    "unknown field %a of a request is ignored; --unknown-fields refuse makes it an error", name
+                )
+            self.counts[name if is_counted else "other"] += 1
 
 
 class EngineClient(Protocol):
@@ -291,6 +313,7 @@ class LoadedModel:
         adapters: adapters that requests may name.
         grammars: grammars of requests with structured output; None if the engine fills no masks.
         role_counts: counters of disaggregated prefill.
+        ignored_fields: counters of unknown fields of requests.
         checkpoint: fingerprint of the weights' files.
     """
 
@@ -303,6 +326,7 @@ class LoadedModel:
     adapters: Adapters = field(default_factory=Adapters)
     grammars: ServedGrammars | None = None
     role_counts: RoleCounts = field(default_factory=RoleCounts)
+    ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
     checkpoint: str = ""
 
     @property

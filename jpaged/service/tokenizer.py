@@ -30,6 +30,7 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -262,10 +263,12 @@ class TemplateSettings(NamedTuple):
     Attributes:
         content_format: form of a message's text, as in `ChatTemplate`.
         kwargs: variables of the template for chats that do not set them.
+        efforts: reasoning efforts of chats -> those that the template gets instead.
     """
 
     content_format: str = "auto"
     kwargs: Mapping[str, Any] = MappingProxyType({})
+    efforts: Mapping[str, str] = MappingProxyType({})
 
 
 _USUAL_TEMPLATES = TemplateSettings()
@@ -442,10 +445,13 @@ class HuggingFaceTokenizer:
         documents: Any = [dict(one) for one in options.documents]
         plain: Any = [dict(message) for message in messages]
         tools: Any = [tool.as_json() for tool in options.shown_tools]
+        reasoning = options.reasoning
+        if reasoning.effort is not None:
+            reasoning = replace(reasoning, effort=self._settings.efforts.get(reasoning.effort, reasoning.effort))
         kwargs: Any = {
             **self._settings.kwargs,
             **options.template_kwargs,
-            **chat.reasoning_variables(options.reasoning, options.template_kwargs),
+            **chat.reasoning_variables(reasoning, options.template_kwargs),
         }
         if self._literal is None:
             text = chat.render(

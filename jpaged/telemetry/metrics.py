@@ -18,6 +18,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.outputs import CounterMetric, GaugeMetric, HistogramMetric, VectorMetric
 from jpaged.server_load import (
     DISTRIBUTIONS,
+    IGNORED_FIELDS,
     PER_POSITION,
     PREFILL_FAILURES,
     PREFILLS_HERE,
@@ -71,6 +72,10 @@ class EngineCollector(Collector):
         yield self._cache_config()
         if self._serving.config.roles.role != "both":
             yield from self._roles()
+        ignored = CounterMetricFamily(IGNORED_FIELDS.name, IGNORED_FIELDS.help, labels=("model_name", "field"))
+        for field, count in sorted(self._serving.ignored_fields.counts.items()):
+            ignored.add_metric((name, field), count)
+        yield ignored
         if (max_loras := self._serving.model.max_loras) > 0:
             yield self._adapters(load, max_loras)
 

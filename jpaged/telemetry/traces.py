@@ -103,10 +103,13 @@ def exporter_to(endpoint: str) -> SpanProcessor:
     """Create a processor that sends spans to a collector, in batches and on a separate thread.
 
     Raises:
-        InvalidArgument: the endpoint has no host.
+        InvalidArgument: the endpoint has no host, or has a user.
     """
     named = endpoint if "://" in endpoint else f"http://{endpoint}"
     parts = urlsplit(named)
+    if parts.username is not None or parts.password is not None:
+        problem = "has a user, which gRPC does not send: set OTEL_EXPORTER_OTLP_HEADERS instead"
+        raise InvalidArgument("otlp_traces_endpoint", problem)
     try:
         has_host = parts.hostname and parts.scheme in ("http", "https") and (parts.port or True)
     except ValueError:  # the port is not a number, or out of range

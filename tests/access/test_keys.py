@@ -12,7 +12,7 @@ import pytest
 
 from jpaged.access import tls
 from jpaged.access.authenticator import Authenticator, CallContext
-from jpaged.access.keys import ApiKey, Role, TenantLimits, read_keys
+from jpaged.access.keys import ApiKey, Role, TenantLimits, make_keys, read_keys
 from jpaged.access.tls import BackgroundLook, CertificateFiles
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument, PermissionDenied, Unauthenticated
@@ -99,7 +99,8 @@ KEY = '[[keys]]\nid = "a"\ntenant = "a"\ntoken = "0123456789abcdef"\n'
         (KEY + 'role = "admin"', "role: 'admin' is not one of observe, inference, control"),
         (KEY + "expires = 3", r"keys\[0\].expires: is unknown"),
         (KEY.replace('id = "a"\n', ""), r"keys\[0\].id: is missing"),
-        (KEY.replace("0123456789abcdef", "short"), r"keys\[0\].token: must be 16 to 512"),
+        (KEY.replace("0123456789abcdef", "two words"), r"keys\[0\].token: must be 1 to 512"),
+        (KEY.replace("0123456789abcdef", ""), r"keys\[0\].token: must be 1 to 512"),
         (KEY.replace("0123456789abcdef", "sha256:12"), r"keys\[0\].token: sha256: is not followed by 64"),
         (KEY + KEY, r"keys\[1\].id: is also that of another key"),
         (KEY + KEY.replace('id = "a"', 'id = "b"'), r"keys\[1\].token: is also that of another key"),
@@ -294,7 +295,7 @@ def test_keys_may_be_options_instead_of_a_file():
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"api_key": ["short"]}, r"api_key: keys\[0\].token: must be 16 to 512 of the characters"),
+        ({"api_key": ["two words"]}, r"api_key: keys\[0\].token: must be 1 to 512 of the characters"),
         ({"api_key": [TOKEN, TOKEN]}, r"api_key: keys\[1\].token: is also that of another key"),
         ({"api_key": [TOKEN], "api_keys": "keys.toml"}, "api_key: is given together with api_keys"),
     ],
@@ -303,4 +304,9 @@ def test_keys_of_options_are_checked_and_never_shown(options, problem):
     with pytest.raises(InvalidArgument, match=problem) as refusal:
         Authenticator(EngineConfig.load(options).access).read()
     assert TOKEN not in str(refusal.value)
-    assert "short" not in str(refusal.value)
+    assert "two words" not in str(refusal.value)
+
+
+def test_a_key_that_can_be_guessed_is_accepted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert make_keys(["token-abc123"]).find("token-abc123") is not None
+    assert "token has 12 characters" in caplog.text and "abc123" not in caplog.text

@@ -14,6 +14,7 @@ from jpaged.cli.main import COMMANDS, _normalized, main, make_parser
 from jpaged.cli.options import config_from, sampling_from, to_flag
 from jpaged.cli.startup import StartupReport
 from jpaged.config import SECTIONS, EngineConfig, iter_options
+from jpaged.sampling_params import request_fields
 from jpaged.structured import StructuredOutputs
 from jpaged.types import CompletionOutput, RequestOutput, SamplingParams, Usage
 from jpaged.version import __version__
@@ -26,7 +27,7 @@ VALUES |= {"coordinator": "host:1234", "join_timeout": 2.5, "num_scheduler_steps
 VALUES |= {"step_timeout": 99.5, "heartbeat_timeout": 9.5}
 VALUES |= {"http_cors_origins": ("https://example.com",), "tuple[str, ...]": ("localhost:1234",)}
 VALUES |= {"default_chat_template_kwargs": '{"enable_thinking": false}'}
-VALUES |= {"root_path": "/llm"}
+VALUES |= {"reasoning_effort_map": '{"medium": "low"}', "root_path": "/llm"}
 VALUES |= {"hf_overrides": '{"rope_theta": 2e6}'}
 VALUES |= {"override_generation_config": '{"top_k": 9}'}
 VALUES |= {"speculative_config": '{"method": "suffix"}'}
@@ -174,7 +175,7 @@ SAMPLING: dict[str, tuple[list[str], Any]] = {
 
 
 def test_every_sampling_field_is_tried_here():
-    assert SAMPLING.keys() == {spec.name for spec in dataclasses.fields(SamplingParams)}
+    assert SAMPLING.keys() == {spec.name for spec in request_fields()}
 
 
 @pytest.mark.parametrize("name", SAMPLING)

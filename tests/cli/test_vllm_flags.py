@@ -1,5 +1,6 @@
 """Flags of `vllm serve`: none is unknown, and each has one of four outcomes."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -35,6 +36,7 @@ VALUES = {
     "--hf-overrides": "{}",
     "--root-path": "/llm",
     "--default-chat-template-kwargs": "{}",
+    "--reasoning-effort-map": "{}",
     "--chat-template-content-format": "openai",
     "--config": os.devnull,
 }
@@ -238,6 +240,33 @@ def test_the_command_line_overrides_a_file(serve, file):
     assert {"served_model_aliases", "coordinator"}.isdisjoint(found)
 
 
+@pytest.mark.parametrize(
+    ("text", "words", "want"),
+    [
+        (
+            "speculative-config.method: ngram\nspec-tokens: 3",
+            "-sc.method suffix -sc.prompt_lookup_max 4",
+            {"method": "suffix", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
+        ),
+        ("hf-overrides.a.b: 1\nhf_overrides.a.c: [2]", "--hf-overrides.a.c=3", {"a": {"b": 1, "c": 3}}),
+        ("hf-overrides.a: {b: 1, c: 2}", "--hf-overrides.a.c 3", {"a": {"b": 1, "c": 3}}),
+        ("hf-overrides.a.b: 1", "--hf-overrides.a 3", {"a": 3}),
+        ("hf-overrides.a: 1", '--hf-overrides={"b":2}', {"b": 2}),
+        ("hf-overrides: {a: 1}", "--hf-overrides.b 2", {"b": 2}),  # as in vLLM
+        ("hf-overrides: {a: 1}", '--hf-overrides={"b":2}', {"b": 2}),
+    ],
+)
+def test_single_keys_of_the_command_line_override_those_of_a_file(serve, file, text, words, want):
+    file.write_text(text)
+    found, _ = parse(serve, "--config", str(file), *words.split(), "m")
+    assert [json.loads(value) for name, value in found.items() if name != "model"] == [want]
+
+
+def test_a_value_that_is_not_json_is_text(serve):
+    found, _ = parse(serve, "--hf-overrides.a", "NaN", "--hf-overrides.b=-Infinity", "m")
+    assert json.loads(found["hf_overrides"]) == {"a": "NaN", "b": "-Infinity"}
+
+
 def test_commands_share_a_file(file):
     file.write_text("model: m\nport: 0\nallowed-origins: [a]\nmax-num-seqs: 4\n")
     generate = get_commands(make_parser())["generate"]
@@ -269,6 +298,26 @@ def test_commands_share_a_file(file):
         ("enable-prefix-caching: 'no'", "enable-prefix-caching: 'no' is not true or false"),
         ("pipeline-parallel-size: 2", "--pipeline-parallel-size: 2 is not supported, only 1"),
         ("speculative-config: {method: ngram}\nspeculative-config.method: suffix", "use one of them"),
+        ("port.x: 1", "port.x: is not an option: the value of --port is not a JSON object"),
+        ("swap-space.x: 1", "swap-space.x: is not an option: the value of --swap-space is not a JSON object"),
+        ("gpu-memory-utilization.x: 1", "gpu-memory-utilization.x: is not an option"),
+        ("spec-tokens.x: 1\nspec-tokens: 1", "--speculative-config.num_speculative_tokens"),
+        (
+            "gpu-memory-utilization: 0.5\nmemory-utilization: 0.6",
+            "memory-utilization: sets the same option as gpu-memory-utilization: give only one of them",
+        ),
+        ("max_num_seqs: 1\nmax-num-seqs: 2", "max_num_seqs: is given twice, also as max-num-seqs"),
+        ("lora: [a=b]\nlora-modules: [c=d]", "lora-modules: sets the same option as lora: give only one of them"),
+        ("enable-lora: true\nno-enable-lora: true", "no-enable-lora: sets the same option as enable-lora"),
+        ("spec-method: ngram\nspeculative_config.method: suffix", "sets the same option as spec-method"),
+        ("kv-events-config: {topic: a}\nkv-events-topic: b", "sets the same option as kv-events-config"),
+        ("coordinator: h:1\nnnodes: 2\nmaster-addr: h", "coordinator: sets the same option as master-addr"),
+        ("node-rank: 1\nprocess-id: 1", "process-id: sets the same option as node-rank"),
+        ("api-key: [a, ~]", "api-key: has an item without a value"),
+        ("hf-overrides: {a: .nan}", "hf-overrides: is not JSON: Out of range float values"),
+        ("hf-overrides: {a: [-.inf]}", "hf-overrides: is not JSON: Out of range float values"),
+        ("hf-overrides.a: .inf", "hf-overrides.a: is not JSON: Out of range float values"),
+        ("memory-utilization: .nan", "memory-utilization: invalid float value: '.nan'"),
         ("hf-overrides: {a: {b: 2024-01-01}}", "hf-overrides: is not JSON"),
         ("hf-overrides: &a {b: *a}", "hf-overrides: is not JSON"),
         ("- port", "--config: is not a YAML mapping of options, such as `max-model-len: 4096`"),
@@ -288,6 +337,13 @@ def test_digits_of_a_file_stay_as_they_are_written(serve, tmp_path):
     found, _ = parse(serve, "--config", str(file))
     assert (found["api_key"], found["revision"]) == (["0123456701234567012345"], "0012345")
     assert found["max_model_len"] == 64
+    file.write_text(
+        "api-key: [0123, 1_0, '07', yes, 1.50]\nserved-model-name: [0012, on]\ntokenizer-revision: 2024-1-02\n"
+    )
+    found, _ = parse(serve, "--config", str(file))
+    assert found["api_key"] == ["0123", "1_0", "07", "yes", "1.50"]
+    assert (found["served_model_name"], found["served_model_aliases"]) == ("0012", ["on"])
+    assert found["tokenizer_revision"] == "2024-1-02"
 
 
 def test_a_file_of_options_must_exist_once(serve, file):

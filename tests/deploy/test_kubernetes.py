@@ -2,9 +2,11 @@
 
 import asyncio
 import copy
+import re
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.deploy import manifests
 from tests.deploy.manifests import FOLDER, Document
@@ -56,6 +58,33 @@ def test_the_kustomization_names_files_that_are_there():
     resources = kustomization["resources"]
     assert [name for name in resources if not (FOLDER / name).is_file()] == []
     assert "deployment.yaml" in resources
+
+
+def merged(document: Document, change: Document) -> None:
+    """Add a fragment of a manifest: mappings by their keys, entries of lists by their names."""
+    for key, value in change.items():
+        if isinstance(value, dict):
+            merged(document.setdefault(key, {}), value)
+        elif isinstance(value, list):
+            for entry in value:
+                by_name = {one["name"]: one for one in document.setdefault(key, [])}
+                if entry["name"] not in by_name:
+                    document[key].append(entry)
+                else:
+                    merged(by_name[entry["name"]], entry)
+        else:
+            document[key] = value
+
+
+def test_the_bucket_of_the_page_of_tpus_fits_the_manifests():
+    page = (manifests.ROOT / "docs/tpus.md").read_text()
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    deployment = copies()["deployment-tpu.yaml"][0]
+    merged(deployment["spec"]["template"], yaml.safe_load(text))
+    assert manifests.document_problems(deployment) == []
+    (pod,) = manifests.pods(deployment)
+    paths = {mount["name"]: mount["mountPath"] for mount in pod.container["volumeMounts"]}
+    assert paths["bucket"] == "/var/cache/jpaged/programs"  # compile_cache_dir() of the image
 
 
 # --- planted mistakes -------------------------------------------------------------------------------------------------

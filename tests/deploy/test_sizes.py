@@ -1,4 +1,4 @@
-"""The runbook's arithmetic is the server's."""
+"""The arithmetic of docs/memory.md is the server's."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from jpaged.config import platform_default
 from jpaged.kernels.kv_layout import KVForm, KVLayout
 from jpaged.plan.known_models import KNOWN_MODELS
 
-RUNBOOK = (Path(__file__).resolve().parents[2] / "docs" / "runbook.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "memory.md").read_text()
 GIB = 1 << 30
 
 
@@ -28,7 +28,7 @@ def test_a_block_costs_what_the_runbook_says(model, dtype, form: KVForm, num_dev
     num_heads = max(config.num_kv_heads, num_devices)  # fewer heads than devices: they are repeated
     layout = KVLayout(config.num_layers, 100, 16, num_heads, config.head_dim, jnp.dtype(dtype), form, num_devices)
     assert layout.local.bytes_per_block == on_a_device
-    assert f"| {of_a_block} |" in RUNBOOK
+    assert f"| {of_a_block} |" in PAGE
     assert f"{layout.bytes_per_block >> 20} MiB" == of_a_block
 
 
@@ -42,7 +42,7 @@ def test_a_block_costs_what_the_runbook_says(model, dtype, form: KVForm, num_dev
 def test_the_number_of_blocks_follows(model, num_devices, memory_gib, platform, bytes_per_block, line):
     weights_gib = num_params(KNOWN_MODELS[model].config) * 2 / num_devices / GIB
     left_gib = memory_gib * platform_default("memory_utilization", platform) - weights_gib - 1
-    text = next(each for each in RUNBOOK.splitlines() if line in each)
+    text = next(each for each in PAGE.splitlines() if line in each)
     assert f"{left_gib:.1f} GiB" == line.partition(" / ")[0]
     written = int(text.partition("= ")[2].partition(" blocks")[0].replace(" ", ""))
     assert written == pytest.approx(left_gib * GIB / bytes_per_block, rel=0.01)

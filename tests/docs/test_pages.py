@@ -1,20 +1,23 @@
 """The pages that the documentation site is made of, before a site is made of them."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
-from docs.site import links, references, vllm_fields, vllm_flags
+from docs.site import links, references, tables, vllm_fields, vllm_flags, vllm_names
+from jpaged.access.authenticator import HTTP
 from jpaged.cli.main import COMMANDS
 from jpaged.cli.options import to_flag
-from jpaged.config import ENVIRONMENT, iter_options
+from jpaged.config import ENVIRONMENT, EngineConfig, iter_options, platform_default
 from jpaged.server_load import DISTRIBUTIONS, get_metrics
 from protos.generate import PROTOS
 from protos.lint import compile_protos
 from protos.reference import page_of, reference
 from tests.deploy.metrics import scrape
+from tests.deploy.servers import parse
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +50,64 @@ def test_the_page_of_http_has_the_table_of_vllms_fields():
     assert vllm_fields.PAGE.read_text() == vllm_fields.page(), "python -m docs.site.vllm_fields writes it"
     policies = [vllm_fields.policy(path, name) for path, some in vllm_fields.FIELDS.items() for name in some.split()]
     assert all(policies) and {"yes", "no effect", "refused", "only `false`"} <= set(policies)
+
+
+async def test_the_page_of_vllm_has_the_tables_of_its_paths_and_metrics():
+    scraped = await scrape()
+    assert vllm_names.PAGE.read_text() == vllm_names.page(scraped), "python -m docs.site.vllm_names writes it"
+    names = vllm_names.exported(scraped)
+    explained = {f"vllm:{name}" for group in vllm_names.OURS for name in group.split()}
+    assert {f"vllm:{name}" for name in vllm_names.METRICS.split()} - names - explained == set()
+    instead = re.findall(r"`((?:vllm|jpaged):[a-z_]+\b)`", " ".join(vllm_names.OURS.values()))
+    assert set(instead) - names == set()
+    explained = {path for group in vllm_names.INSTEAD for path in group.split()}
+    assert set(vllm_names.PATHS.split()) - {path for _, path in HTTP} - explained == set()
+
+
+def test_the_defaults_that_differ_are_the_options():
+    page = vllm_flags.PAGE.read_text()
+    config = EngineConfig()
+    assert f"`--max-num-queued-reqs {config.scheduler.max_num_queued_reqs}`" in page
+    assert f"`--max-loras {config.lora.max_loras}`" in page
+    assert f"waits {config.server.shutdown_timeout:g} s for running requests" in page
+    assert f"| {config.cache.swap_space:g} GiB of host memory |" in page
+    shares = {platform: platform_default("memory_utilization", platform) for platform in ("tpu", "gpu", "cpu")}
+    assert f"{shares['tpu']} on TPUs, {shares['gpu']} on GPUs, {shares['cpu']} on CPUs" in page
+    sizes = [platform_default("block_size", platform) for platform in ("cpu", "gpu", "tpu")]
+    assert "{} on CPUs, {} on GPUs, {} or 128 on TPUs".format(*sizes) in page
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/memory.md", "docs/tpus.md", "docs/gpus.md", "docs/lora.md"])
+def test_the_commands_of_a_page_are_accepted(name):
+    text = (links.ROOT / name).read_text()
+    blocks = "\n".join(re.findall(r"^```(?:bash)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
+    commands = re.findall(r"\bjpaged (?:serve|plan|doctor|health|bench) [^#>&\n]*", blocks)
+    assert commands
+    for command in commands:
+        # Names in capitals are the reader's; a shell variable is a number of a process, or an address.
+        words = [re.sub(r"^\\?\$id$", "0", word) for word in shlex.split(command)]
+        parse([word.replace("$HOST0", "10.0.0.2") for word in words])
+
+
+def test_the_first_page_starts_with_an_installation_and_one_command_and_links_the_questions():
+    text = (links.ROOT / "README.md").read_text()
+    assert re.search(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1] == "pip install jpaged\njpaged serve demo\n"  # type: ignore[index]
+    first = text[: text.index("## Use it")]
+    nav = (links.ROOT / "mkdocs.yml").read_text()
+    for name in ("tpus.md", "memory.md", "sampling.md", "from_vllm.md", "models.md", "gpus.md"):
+        assert f"(docs/{name})" in first
+        assert f": {name}\n" in nav
+
+
+def test_tables_that_are_too_wide_for_phones_are_marked_and_labeled():
+    row = "<tr>\n<td>{}</td>\n<td>b</td>\n<td style='text-align: right;'>3 &lt; 4</td>\n</tr>"
+    head = "<tr><th>name</th><th></th><th>a <code>value</code></th></tr>"
+    narrow = f"<table>{head}{row.format('a')}</table>"
+    assert tables.mark_tables(narrow) == narrow
+    wide = tables.mark_tables(f"<p>x</p><table>{head}{row.format('a' * 40)}</table>")
+    assert wide.startswith("<p>x</p><table data-stacked>")
+    assert "<td style='text-align: right;' data-label=\"a value\">3 &lt; 4</td>" in wide
+    assert "<td>b</td>" in wide  # its column has no name
 
 
 async def test_every_metric_is_on_its_page():

@@ -1,14 +1,22 @@
 """The documentation site as `make docs` builds it: whole, and with nothing from elsewhere."""
 
+import functools
+import http.server
+import json
 import os
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.page.chromium import browsing
 from docs.site.links import ROOT
 
 pytestmark = pytest.mark.long
@@ -95,6 +103,81 @@ def test_documents_and_references_are_pages_with_what_they_are_about(site):
         "reference/jpaged.v1.inference.html": "GenerateRequest",
     }.items():
         assert text in (site / name).read_text(), name
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Serves files and prints nothing."""
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Yield the address of a web server of a folder."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+# Query -> a page that is among the first results, and how far down.
+SEARCHES = {
+    "TPU pod": ("tpus.html", 1),
+    "GKE": ("tpus.html", 1),
+    "KV memory": ("memory.html", 1),
+    "gpu-memory-utilization": ("memory.html", 1),
+    "--gpu-memory-utilization": ("from_vllm.html", 3),
+    "gpu_memory_utilization": ("memory.html", 1),
+    "sampling fields": ("sampling.html", 1),
+    "max_tokens": ("sampling.html", 1),
+    "from vLLM": ("from_vllm.html", 1),
+    "vllm:num_requests_running": ("from_vllm.html", 1),
+    "add a family": ("models.html", 1),
+}
+
+
+async def test_the_search_finds_the_pages_of_questions_and_of_vllms_names(site):
+    found = {}
+    with served(site) as address:
+        async with browsing() as browser:
+            await browser.go(f"{address}/index.html")
+            await browser.until("!!document.querySelector('[data-md-component=search-query]')")
+            await browser.value("document.querySelector('#__search').checked = true")
+            for query in SEARCHES:
+                for text in ("", query):  # the search starts when the text changes
+                    await browser.value(
+                        "(() => { const input = document.querySelector('[data-md-component=search-query]');"
+                        f" input.focus(); input.value = {json.dumps(text)};"
+                        " input.dispatchEvent(new KeyboardEvent('keyup', {bubbles: true})); })()"
+                    )
+                    links = "[...document.querySelectorAll('.md-search-result__item > a:first-child')]"
+                    await browser.until(f"{links}.length > 0 === {json.dumps(bool(text))}")
+                found[query] = await browser.value(f"{links}.map((one) => new URL(one.href).pathname.slice(1))")
+            assert browser.problems == []
+    assert {query: found[query] for query, (page, last) in SEARCHES.items() if page not in found[query][:last]} == {}
+
+
+async def test_tables_fit_a_phone(site):
+    wide = (
+        "[...document.querySelectorAll('.md-typeset__scrollwrap')]"
+        ".filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.innerText.slice(0, 200))"
+    )
+    pages = ("index.html", "from_vllm.html", "tpus.html", "memory.html", "http.html", "reference/options.html")
+    with served(site) as address:
+        async with browsing() as browser:
+            await browser.resize(390, 844, is_phone=True)
+            for page in pages:
+                await browser.go(f"{address}/{page}")
+                await browser.until(
+                    f"location.pathname === '/{page}' && document.readyState === 'complete'"
+                    " && !!document.querySelector('.md-typeset__scrollwrap')"
+                )
+                assert await browser.value(wide) == [], page
+                assert await browser.value("document.documentElement.scrollWidth") == 390, page
 
 
 def test_a_dead_link_ends_the_build(tmp_path):

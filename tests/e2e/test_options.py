@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 from jpaged.build import find_source
+from jpaged.chat import ChatOptions, ReasoningOptions
 from jpaged.config import (
     PROCESS_OPTIONS,
     EngineConfig,
@@ -317,6 +318,20 @@ def test_tokenizer_is_that_of_another_folder(folder: Path, tmp_path: Path) -> No
     assert found.outputs[0].text == "".join(f"{token}," for token in found.outputs[0].token_ids)
 
 
+@flips("reasoning_effort_map")
+@pytest.mark.long
+def test_the_chat_template_gets_mapped_reasoning_efforts(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }} {{ reasoning_effort }}")
+    options = ModelOptions(chat_template=str(template), reasoning_effort_map='{"medium": "low", "xhigh": "max"}')
+    tokenizer = find_source(options).tokenizer
+    for effort, want in (("medium", "low"), ("xhigh", "max"), ("high", "high")):
+        chat = ChatOptions(reasoning=ReasoningOptions(effort=effort))
+        assert (
+            tokenizer.decode(tokenizer.chat_ids([{"role": "user", "content": "a"}], chat, max_bytes=99)) == f"a {want}"
+        )
+
+
 @flips("default_chat_template_kwargs", "chat_template_content_format")
 @pytest.mark.long
 def test_chat_templates_get_their_variables_and_parts(tmp_path: Path) -> None:
@@ -332,6 +347,13 @@ def test_chat_templates_get_their_variables_and_parts(tmp_path: Path) -> None:
     assert texts == ["True ", "False glad"]
     with pytest.raises(InvalidArgument, match="default_chat_template_kwargs: 'a b' is no name of a variable"):
         find_source(ModelOptions(default_chat_template_kwargs='{"a b": 1}'))
+
+
+def test_a_chat_template_can_be_given_instead_of_its_file() -> None:
+    tokenizer = find_source(ModelOptions(chat_template="{{ messages[0].content }}!")).tokenizer
+    assert tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "a"}], max_bytes=99)) == "a!"
+    with pytest.raises(InvalidArgument, match=r"chat_template: nowhere\.jinja cannot be read"):
+        find_source(ModelOptions(chat_template="nowhere.jinja"))
 
 
 @flips("hf_overrides")
@@ -471,6 +493,7 @@ def test_max_num_batched_tokens_is_how_much_prompt_a_step_takes(base: LLM, other
     for llm, num_steps in ((base, 3), (other, 2)):  # 22 tokens, 8 or 11 a step
         before = engine_of(llm).load().num_steps
         generate(llm, random_prompts([22], seed=22), one)
+        engine_of(llm).call_soon(lambda: None).result()  # the step has ended
         assert engine_of(llm).load().num_steps - before == num_steps
 
 

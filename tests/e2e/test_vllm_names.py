@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable, Unsupported
 from jpaged.llm import TokensPrompt
 from jpaged.local_model import LocalModel, SubmittedCall
+from jpaged.sampling_params import request_fields
 from jpaged.testing.fake_executor import FakeExecutor, with_adapters
 from jpaged.testing.fake_model import expected_tokens
 from tests.server.harness import EOS, make_serving
@@ -85,8 +87,35 @@ def test_fields_are_assigned_and_checked_when_used(open_model: Open) -> None:
     for copied in (copy.deepcopy(cloned), pickle.loads(pickle.dumps(cloned))):
         assert (copied, copied.output_kind) == (cloned, KINDS.DELTA)
     params.temperature = -1.0
-    with pytest.raises(InvalidArgument, match=r"sampling\.temperature: -1\.0"):
-        open_model().generate([IDS], params)
+    llm = open_model()
+    with pytest.raises(InvalidArgument, match=r"^temperature: -1\.0"):
+        llm.generate([IDS], params)
+    with pytest.raises(InvalidArgument, match=r"^priority: 0\.5"):
+        llm.generate([IDS], GREEDY, priority=[0.5])
+    with pytest.raises(InvalidArgument, match=r"^max_tokens: 5 prompt tokens"):
+        llm.generate([IDS], SamplingParams(max_tokens=100))
+
+
+def test_log_probabilities_of_a_token_are_returned_once(open_model: Open) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, logprob_token_ids=[9, 7, 9, 8, 7])
+    assert params.logprob_token_ids == (9, 7, 8)
+    (output,) = open_model().generate([IDS], params)
+    for position in output.outputs[0].logprobs:
+        assert [one.token_id for one in position.asked] == [9, 7, 8]
+    with pytest.raises(InvalidArgument, match="logprobs: 1 is out of range: must be left out with logprob_token_ids"):
+        SamplingParams(logprobs=1, logprob_token_ids=[7])
+
+
+def test_the_kind_of_outputs_is_a_field() -> None:
+    params = SamplingParams(output_kind=KINDS.DELTA)
+    assert params != SamplingParams()
+    assert dataclasses.asdict(params)["output_kind"] is KINDS.DELTA
+    assert SamplingParams(**dataclasses.asdict(params)) == params
+    assert params.with_seed(3).output_kind is KINDS.DELTA
+    assert {one.name for one in dataclasses.fields(params)} - {one.name for one in request_fields()} == {"output_kind"}
+    kind: Any = 1
+    with pytest.raises(InvalidArgument, match="output_kind: 1 is out of range: must be a RequestOutputKind"):
+        dataclasses.replace(params, output_kind=kind)
 
 
 @pytest.mark.parametrize(
@@ -255,6 +284,8 @@ def test_chats_take_vllms_arguments(open_model: Open) -> None:
         llm.chat(turn, GREEDY, chat_template_content_format="openai")
     with pytest.raises(InvalidArgument, match="messages: is missing"):
         llm.chat()
+    with pytest.raises(InvalidArgument, match="conversations: is given together with messages"):
+        llm.chat(turn, conversations=[turn])
 
 
 def test_vectors_and_similarities(open_model: Open) -> None:
@@ -278,6 +309,36 @@ def test_vectors_and_similarities(open_model: Open) -> None:
         PoolingParams(dimensions=3)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "error", "problem"),
+    [
+        ("dimensions", 3, Unsupported, "3 is not supported"),
+        ("task", "classify", Unsupported, "'classify' is not supported"),
+        ("use_activation", "no", InvalidArgument, "'no' is not True, False or None"),
+        ("normalize", 0, InvalidArgument, "0 is not True, False or None"),
+        ("truncate_prompt_tokens", 0, InvalidArgument, "0 is out of range: must be an integer >= 1, or -1"),
+    ],
+)
+async def test_assigned_pooling_parameters_are_checked_when_used(
+    open_model: Open, name: str, value: Any, error: type, problem: str
+) -> None:
+    params = PoolingParams()
+    setattr(params, name, value)
+    llm, engine = open_model(), open_model(AsyncLLM)
+    for call in (llm.embed, llm.encode):
+        with pytest.raises(error, match=rf"^pooling_params\.{name}: {problem}"):
+            call([IDS], pooling_params=params)
+    with pytest.raises(error, match=rf"^pooling_params\.{name}: {problem}"):
+        llm.score("a", "b", pooling_params=params)
+    with pytest.raises(error, match=rf"^pooling_params\.{name}: {problem}"):
+        _ = [output async for output in engine.encode(IDS, params, "a")]
+
+
+def test_pooling_parameters_have_their_type(open_model: Open) -> None:
+    with pytest.raises(InvalidArgument, match=r"pooling_params: \{'task': 'embed'\} is not of type PoolingParams"):
+        open_model().embed([IDS], pooling_params={"task": "embed"})
+
+
 def test_the_former_meaning_of_score_is_an_alias(open_model: Open) -> None:
     llm = open_model()
     with pytest.warns(DeprecationWarning, match="score_continuations"):
@@ -292,7 +353,7 @@ def test_beam_search_returns_prompt_and_output(open_model: Open) -> None:
     (same,) = llm.generate([IDS], SamplingParams(beam_width=2, n=2, max_tokens=4))
     assert [one.tokens for one in found.sequences] == [(*IDS, *one.token_ids) for one in same.outputs]
     assert [one.cum_logprob for one in found.sequences] == [one.cumulative_logprob for one in same.outputs]
-    with pytest.raises(InvalidArgument, match=r"sampling\.beam_width: 17"):
+    with pytest.raises(InvalidArgument, match=r"^beam_width: 17"):
         llm.beam_search(IDS, BeamSearchParams(17, 4))
 
 
@@ -461,8 +522,29 @@ async def test_paused_requests_wait(open_model: Open) -> None:
         await llm.pause_generation(mode="keep")
 
 
+def test_closed_event_loops_are_not_kept(open_model: Open) -> None:
+    llm = open_model(AsyncLLM)
+
+    async def run() -> None:
+        many = await asyncio.gather(*(read(llm, IDS, GREEDY, name) for name in "ab"))
+        assert tokens(many[0][-1:]) == tokens(many[1][-1:])
+        async for _ in llm.generate(IDS, GREEDY, "c"):
+            assert list(llm._deliveries) == [asyncio.get_running_loop()]
+            break
+
+    for _ in range(2):
+        asyncio.run(run())
+        assert not llm._deliveries
+
+
 async def test_streams_raise_errors_of_an_llm(open_model: Open) -> None:
     llm = open_model(AsyncLLM)
+    with pytest.raises(InvalidArgument, match=r"^max_tokens: 5 prompt tokens"):
+        await read(llm, IDS, SamplingParams(max_tokens=100), "a")
+    params = SamplingParams(max_tokens=3)
+    params.top_p = 2.0
+    with pytest.raises(InvalidArgument, match=r"^top_p: 2\.0"):
+        await read(llm, IDS, params, "a")
     with pytest.raises(InvalidArgument, match="-1 is not a token id"):
         await read(llm, [1, -1], GREEDY, "a")
     (vector,) = [output async for output in llm.encode(IDS, None, "b")]

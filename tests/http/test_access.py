@@ -7,7 +7,8 @@ import httpx2
 import pytest
 
 from jpaged.config import AccessOptions
-from jpaged.http.app import duration, is_open
+from jpaged.errors import InvalidArgument
+from jpaged.http.app import duration, is_open, require_free_path
 from tests.access.test_keys import FILE, TOKEN
 from tests.server.harness import running
 
@@ -22,13 +23,37 @@ def keys(tmp_path: Path) -> str:
 async def test_paths_of_a_proxy_are_those_of_the_server(keys: str) -> None:
     options: dict[str, Any] = {"api_keys": keys, "root_path": "/some/llm/", "public_page": True}
     async with running(http_port=0, **options) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
-        for path in ("/health", "/some/llm/health", "/some/llm/", "/some/llm"):
+        for path in ("/health", "/some/llm/health", "/some/llm/"):
             assert (await client.get(path)).status_code == 200, path
+        page = await client.get("/some/llm?a=1")  # links of the page are relative
+        assert (page.status_code, page.headers["location"]) == (307, "/some/llm/?a=1")
+        assert page.headers["x-request-id"]
+        assert (await client.post("/some/llm")).status_code == 401
         for path in ("/v1/models", "/some/llm/v1/models", "/some/llmx/health", "/some/llm/some/llm/health"):
             assert (await client.get(path)).status_code == 401, path
         client.headers["Authorization"] = f"Bearer {TOKEN}"
         assert (await client.get("/some/llm/v1/models")).json() == (await client.get("/v1/models")).json()
         assert (await client.get("/some/llmx/health")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1", "/v1/", "/v1/chat", "/health", "/page", "/page/x", "/v1/models/me", "/v1/files/x/y", "/metrics"]
+)
+def test_a_path_of_a_proxy_that_hides_one_of_the_api_is_rejected(path: str) -> None:
+    with pytest.raises(InvalidArgument, match="is the start of the API's own path /") as error:
+        require_free_path(path)
+    assert error.value.field == "root_path"
+
+
+@pytest.mark.parametrize("path", [None, "/llm", "/v1x", "/llm/v1", "/healthy", "/v1/chats"])
+def test_other_paths_of_a_proxy_are_accepted(path: str | None) -> None:
+    require_free_path(path)
+
+
+async def test_a_server_does_not_start_with_a_path_of_the_api() -> None:
+    with pytest.raises(InvalidArgument, match="root_path: /v1 is the start of"):
+        async with running(http_port=0, root_path="/v1"):
+            raise AssertionError("the server has started")
 
 
 async def test_a_path_wants_a_key_unless_it_is_for_health(keys: str) -> None:

@@ -265,7 +265,7 @@ USER = {"role": "user", "content": "hi"}
             "False",
         ),
         ({"input": "a", "metadata": {"a": 1}}, "metadata.a", ""),
-        ({"input": "a", "surprise": 1}, "surprise", ""),
+        ({"input": "a", "surprise": 1}, None, ""),
         ({}, "input", ""),
         ({"input": []}, "input", ""),
         ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input[1].type", "stored"),

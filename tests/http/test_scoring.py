@@ -71,7 +71,7 @@ async def test_pairs_and_continuations_are_scored(path: str) -> None:
     [
         ("/v1/embeddings", {"input": ""}, 400, "input"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, 400, "encoding_format"),
-        ("/v1/embeddings", {"input": "a", "surprise": 1}, 400, "surprise"),
+        ("/v1/embeddings", {"input": "a", "task": "classify"}, 400, "task"),
         ("/v1/embeddings", {"input": "a", "user": 3}, 400, "user"),
         ("/v1/embeddings", {"input": [[1, 300]]}, 400, "inputs[0]"),
         ("/v1/embeddings", {"input": "a", "model": "other"}, 404, None),

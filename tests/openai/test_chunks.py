@@ -49,7 +49,7 @@ def test_pieces_of_one_call_in_one_event_are_one_entry() -> None:
     )
     assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     delta = told["choices"][0]["delta"]
-    assert list(delta) == ["reasoning_content", "content", "tool_calls"]
+    assert list(delta) == ["reasoning_content", "reasoning", "content", "tool_calls"]
     assert delta["tool_calls"] == [
         {"index": 0, "function": {"arguments": '{"a": 1}', "name": "f"}, "id": "id0", "type": "function"},
         {"index": 1, "function": {"arguments": "{}", "name": "g"}, "id": "id1", "type": "function"},

@@ -275,6 +275,7 @@ def test_a_chat_line_has_calls_and_reasoning_beside_the_content():
         "role": "assistant",
         "content": None,
         "reasoning_content": "hm",
+        "reasoning": "hm",
         "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
     }
 

@@ -9,7 +9,16 @@ import pytest
 from jpaged.errors import InvalidArgument
 from jpaged.openai.embeddings import embed_job, parse_detokenize_job, parse_tokenize_job, rerank_job, score_job
 from jpaged.openai.lines import BadLine, parse_job, parse_request_line
-from jpaged.openai.request import EVERYWHERE, OF_PATH, Job, Neutral, chat_job, completion_job, neutral_fields
+from jpaged.openai.request import (
+    EVERYWHERE,
+    OF_PATH,
+    Job,
+    LenientBody,
+    Neutral,
+    chat_job,
+    completion_job,
+    neutral_fields,
+)
 from jpaged.openai.responses import ResponsesRequest, parse_responses_request
 from jpaged.types import SamplingParams
 
@@ -173,6 +182,33 @@ def test_an_unknown_field_is_refused_by_name(path: str) -> None:
     for value in values:
         with pytest.raises(InvalidArgument, match=r"^surprise: is not supported"):
             read({**body, "surprise": value})
+
+
+@pytest.mark.parametrize("path", OF_PATH)
+def test_an_unknown_field_of_a_lenient_body_is_noted_and_changes_nothing(path: str) -> None:
+    read, body = READERS[path]
+    lenient = LenientBody({**body, "surprise": {"x": 1}, "s" * 90: 0, "absent": None})
+    assert plain(read(lenient)) == plain(read(body))
+    assert list(lenient.ignored) == ["surprise", "s" * 80]
+
+
+def test_an_unknown_field_of_a_message_is_noted_once_and_known_ones_are_still_checked() -> None:
+    read, body = READERS["/v1/chat/completions"]
+    messages = [{**message, "nickname": "N"} for message in body["messages"] * 2]
+    lenient = LenientBody({**body, "messages": messages})
+    assert plain(read(lenient)) == plain(read({**body, "messages": body["messages"] * 2}))
+    assert list(lenient.ignored) == ["messages.nickname"]
+    with pytest.raises(InvalidArgument, match=r"messages.0.\.audio: is not supported"):
+        read(LenientBody({**body, "messages": [{**body["messages"][0], "audio": {"id": "a"}}]}))
+    with pytest.raises(InvalidArgument, match="suffix: 'x' is not supported"):
+        read(LenientBody({**body, "suffix": "x"}))
+
+
+def test_the_names_of_unknown_fields_are_bounded() -> None:
+    read, body = READERS["/v1/completions"]
+    lenient = LenientBody({**body, **{f"f{i}": i for i in range(1000)}})
+    read(lenient)
+    assert list(lenient.ignored) == [f"f{i}" for i in range(16)]
 
 
 @pytest.mark.parametrize(("path", "defaults"), DEFAULTS)

@@ -22,6 +22,7 @@ SERVER_VALUES = {
     "enable_http": False,
     "http_port": 8000,
     "root_path": "/llm",
+    "unknown_fields": "refuse",
     "enable_force_include_usage": True,
     "return_tokens_as_token_ids": True,
     "http_keep_alive": 9.0,

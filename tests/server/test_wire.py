@@ -16,6 +16,7 @@ from jpaged.chat import (
 )
 from jpaged.client import convert as client_wire
 from jpaged.errors import InvalidArgument
+from jpaged.sampling_params import request_fields
 from jpaged.server import servicer as server_wire
 from jpaged.server_load import EngineLoad, Load
 from jpaged.structured import StructuredOutputs
@@ -84,7 +85,7 @@ def names_of(message_type) -> set[str]:
 
 
 def test_the_proto_and_the_type_have_the_same_fields():
-    assert names_of(inference_pb2.SamplingParams) == {f.name for f in dataclasses.fields(SamplingParams)}
+    assert names_of(inference_pb2.SamplingParams) == {f.name for f in request_fields()}
     assert SAMPLING.keys() == names_of(inference_pb2.SamplingParams)
 
 

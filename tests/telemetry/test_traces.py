@@ -248,3 +248,10 @@ def test_a_part_without_an_end_is_not_told() -> None:
 def test_an_address_that_is_none_is_refused(endpoint: str) -> None:
     with pytest.raises(InvalidArgument, match="otlp_traces_endpoint"):
         exporter_to(endpoint)
+
+
+@pytest.mark.parametrize("endpoint", ["http://me:pass@host:4317", "me:pass@host:4317", "ftp://:pass@host"])
+def test_an_address_with_a_password_is_refused_without_repeating_it(endpoint: str) -> None:
+    with pytest.raises(InvalidArgument, match="OTEL_EXPORTER_OTLP_HEADERS") as error:
+        exporter_to(endpoint)
+    assert "pass" not in str(error.value)

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,6 +32,7 @@ NUM_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
 """Tracing holds the GIL, XLA does not: with two threads the two overlap, more compile in parallel."""
 NUM_BACKGROUND_THREADS = max(1, min(4, (os.cpu_count() or 2) // 4))
 """Threads that compile while requests run, which need most processors themselves."""
+_RELEASE_S = 1.0
 _BACKGROUND_NICENESS = 5
 """A thread of this niceness gets a quarter of a processor that it shares with a thread of niceness 0."""
 
@@ -89,6 +90,7 @@ class ProgramStore:
         self._landing = threading.Lock()
         self.ready: dict[ProgramSpec, CompiledProgram] = {}
         self._threads: list[ThreadPoolExecutor] = []
+        self._futures: list[Future[None]] = []
         self.num_failed = 0
 
     def sizes(self, kind: str, *, detail: Detail = Detail.TOKENS) -> tuple[int, ...]:
@@ -152,17 +154,27 @@ class ProgramStore:
         self._sources = {}
 
     def release(self) -> None:
-        """Close, free all programs, and wait for those still being made, so that no thread runs afterwards."""
-        self.close()
-        self.ready = {}
-        for threads in self._threads:
-            threads.shutdown(wait=True)
+        """Close, free all programs, and wait for those still being made, for up to `_RELEASE_S`.
+
+        XLA cannot interrupt a compilation, which may take a minute on a busy machine. A longer one ends on its thread,
+        and its program is dropped. The thread is no daemon thread: the process waits for it at its end, because XLA
+        would use objects that the end destroys.
+        """
+        with self._landing:
+            self.close()
+            self.ready = {}
+        running = [future for future in self._futures if future.running()]
+        self._futures = []
+        if not wait(running, _RELEASE_S).not_done:
+            for threads in self._threads:
+                threads.shutdown(wait=True)
 
     def _submit(
         self, threads: ThreadPoolExecutor, specs: Collection[ProgramSpec], report: Callable[[int], None]
     ) -> list[Future[None]]:
         self._threads.append(threads)
         futures = [threads.submit(self._make, spec, self._sources[spec], report) for spec in specs]
+        self._futures += futures
         threads.shutdown(wait=False)  # its threads end with the last program
         return futures
 
@@ -184,6 +196,8 @@ class ProgramStore:
         if error is None:
             return
         with self._landing:
+            if not self._sources:
+                return  # closed in between
             self.num_failed += 1
             _LOG.error("a program failed to compile, so steps are padded to larger ones: %s", error)
             report(len(self.ready))
@@ -193,7 +207,9 @@ def _lower_priority() -> None:
     """Give the calling thread the priority of background work, on Linux, where threads have their own."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a sandbox may forbid it
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
+            thread = threading.get_native_id()
+            usual = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, max(usual, _BACKGROUND_NICENESS))
 
 
 _ORIGIN_NAMES: Mapping[Origin, str] = {

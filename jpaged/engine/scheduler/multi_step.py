@@ -460,12 +460,12 @@ def choose_bound_s(rates: DeviceRates) -> float:
                  └─ 0.002 ─> 0.1                 a model of 16 million parameters
                  └─ 0.03  ─> 0.6                 one of 390 million: steps of 0.1 s would be weights for a third
 
-    Without a bound, streams would wait for the largest step.
+    Without a bound, streams would wait for the largest step. Rounded to milliseconds.
     """
     (few, few_s), (many, many_s) = rates.forward_s[0], rates.forward_s[-1]
     slope_s = (many_s - few_s) / (many - few) if many > few else 0.0
     fixed_s = few_s - slope_s * few
-    return min(max(_FIXED_PARTS * fixed_s, _LEAST_DEFAULT_S), _MOST_DEFAULT_S)
+    return round(min(max(_FIXED_PARTS * fixed_s, _LEAST_DEFAULT_S), _MOST_DEFAULT_S), 3)
 
 
 class PrefillBudget:

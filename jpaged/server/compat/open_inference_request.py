@@ -22,14 +22,14 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from jpaged._proto.open_inference import inference_pb2
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
-from jpaged.sampling_params import NO_DEFAULTS, with_defaults
+from jpaged.sampling_params import NO_DEFAULTS, request_fields, with_defaults
 from jpaged.server.compat.calls import SAMPLING, naming
 from jpaged.types import Prompt, SamplingParams
 
@@ -143,7 +143,7 @@ def build_config(name: str) -> inference_pb2.ModelConfigResponse:
 
 MAX_PARAMETERS = 64
 OF_TENSOR = "sampling_parameters"
-_DEFAULTS: Mapping[str, Any] = {one.name: one.default for one in fields(SamplingParams)}
+_DEFAULTS: Mapping[str, Any] = {one.name: one.default for one in request_fields()}
 _LISTS = {name for name, value in _DEFAULTS.items() if isinstance(value, tuple)} | {"allowed_token_ids"}
 _TEXT_LISTS = {"stop", "bad_words"}
 _TEXTS = {name for name, value in _DEFAULTS.items() if isinstance(value, str)}

@@ -331,8 +331,10 @@ def test_variables_are_told_and_secrets_are_not(monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     monkeypatch.setenv("JPAGED_CACHE_DIR", "/some/folder")
     monkeypatch.delenv("JPAGED_TRACEBACK", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "https://me:pass@mirror/hub")
     told = {name: value for name, value, _ in explain_environment()}
     assert (told["HF_TOKEN"], told["JPAGED_CACHE_DIR"], told["JPAGED_TRACEBACK"]) == ("(set)", "/some/folder", None)
+    assert told["HF_ENDPOINT"] == "https://mirror/hub"
     assert (told["JPAGED_API_KEY"], told["TOKENIZERS_PARALLELISM"]) == ("(set)", "true")
     found = by_name(doctor.environment_findings())
     assert (found["JPAGED_TRACEBACK"].value, found["HF_TOKEN"].value) == ("not set", "(set)")

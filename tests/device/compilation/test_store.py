@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.device.compilation import program_registry
 from jpaged.device.compilation.compile import ProgramSpec
 from jpaged.device.compilation.program_registry import NUM_BACKGROUND_THREADS, ProgramSource, ProgramStore
 from jpaged.device.executor import JaxExecutor
@@ -113,7 +114,7 @@ def test_a_failure_behind_is_logged_counted_and_harmless(caplog: pytest.LogCaptu
     assert (store.num_failed, store.sizes("forward")) == (1, (3, 5))
 
 
-def test_a_released_ledger_makes_nothing_more_and_leaves_nothing_behind() -> None:
+def test_a_released_ledger_makes_nothing_more_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, begun, made = threading.Event(), threading.Semaphore(0), []
 
     def gated(size: int) -> jax.stages.Compiled:
@@ -127,6 +128,7 @@ def test_a_released_ledger_makes_nothing_more_and_leaves_nothing_behind() -> Non
     store.compile_rest(tiny_model.quiet)
     for _ in range(NUM_BACKGROUND_THREADS):
         assert begun.acquire(timeout=TIMEOUT_S)
+    monkeypatch.setattr(program_registry, "_RELEASE_S", TIMEOUT_S)  # it waits for those that its threads have begun
     release = threading.Thread(target=store.release)
     release.start()
     release.join(0.05)
@@ -134,8 +136,36 @@ def test_a_released_ledger_makes_nothing_more_and_leaves_nothing_behind() -> Non
     gate.set()
     release.join(TIMEOUT_S)
     assert not release.is_alive()
-    assert len(made) == NUM_BACKGROUND_THREADS  # those that its threads had begun
+    assert len(made) == NUM_BACKGROUND_THREADS
     assert not store.ready
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_long_compilation_does_not_delay_a_release(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_broken: bool
+) -> None:
+    monkeypatch.setattr(program_registry, "_RELEASE_S", 0.01)
+    gate, begun, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def gated() -> jax.stages.Compiled:
+        begun.set()
+        assert gate.wait(2 * TIMEOUT_S)
+        ended.set()
+        return broken() if is_broken else compiled(FIRST.size)
+
+    store = ProgramStore({FIRST: ProgramSource(gated)}, num_threads=1)
+    store.compile_rest(tiny_model.quiet)
+    assert begun.wait(TIMEOUT_S)
+    release = threading.Thread(target=store.release)
+    release.start()
+    try:
+        release.join(TIMEOUT_S)
+        assert not (release.is_alive() or ended.is_set())
+    finally:
+        gate.set()
+    for threads in store._threads:
+        threads.shutdown(wait=True)
+    assert not (store.ready or store.num_failed or caplog.records)
 
 
 def test_what_is_waited_for_is_compiled_at_the_usual_priority_and_the_rest_below_it() -> None:

@@ -22,7 +22,7 @@ def test_as_many_likeliest_tokens_are_told_as_the_option_allows(tmp_path: Path) 
     prompt = TokensPrompt(prompt_token_ids=[1, 2])
     with (
         open_llm(folder, **BASE) as llm,
-        pytest.raises(InvalidArgument, match=r"sampling.logprobs: -1 is over max_logprobs \(20\)"),
+        pytest.raises(InvalidArgument, match=r"^logprobs: -1 is over max_logprobs \(20\)"),
     ):
         llm.generate([prompt], asked)
     with open_llm(folder, max_logprobs=-1, **BASE) as llm:

@@ -60,7 +60,7 @@ def test_a_structural_tag_of_the_callers_own_keeps_its_name(llm: LLM) -> None:
     params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputs(structural_tag=tag))
     with pytest.raises(InvalidArgument) as raised:
         llm.chat(TURN, params, tools=[tool("good", GOOD)], use_tqdm=False)
-    assert raised.value.field.startswith("sampling.structured_outputs.structural_tag")
+    assert raised.value.field.startswith("structured_outputs.structural_tag")
 
 
 @pytest.mark.long

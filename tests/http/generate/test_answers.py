@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
@@ -208,3 +209,43 @@ async def test_a_model_that_is_an_adapters_name_selects_it(tmp_path: Any) -> Non
         assert refused.value.param == "adapter"
         with pytest.raises(openai.NotFoundError):
             await client.completions.create(model="four", **how)
+
+
+async def test_adapters_are_loaded_and_unloaded_by_the_paths_of_vllm(tmp_path: Any) -> None:
+    path = tmp_path / "three"
+    path.write_text("3")
+    harnesses = running(http_port=0, enable_lora=True, executor=with_adapters(2)())
+    async with harnesses as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        loaded = {"lora_name": "three", "lora_path": str(path)}
+        for body, status in (
+            ({"lora_name": "three"}, 400),
+            ({**loaded, "load_inplace": True}, 400),
+            ({**loaded, "lora_path": str(tmp_path / "none")}, 400),
+            (loaded, 200),
+            (loaded, 409),
+        ):
+            answer = await client.post("/v1/load_lora_adapter", json=body)
+            assert answer.status_code == status, (body, answer.text)
+        assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["fake", "three"]
+        for status in (200, 404):
+            answer = await client.post("/v1/unload_lora_adapter", json={"lora_name": "three"})
+            assert answer.status_code == status
+        assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["fake"]
+
+
+async def test_the_prefix_cache_is_reset() -> None:
+    how = {"prompt": "hello " * 8, "max_tokens": 1}
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        cached = []
+        for _ in range(2):
+            for _ in range(2):
+                usage = (await client.post("/v1/completions", json=how)).json()["usage"]
+                cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+            assert (await client.post("/reset_prefix_cache")).status_code == 200
+    assert cached[0] == cached[2] == 0 < cached[1] == cached[3]
+
+
+async def test_control_can_be_turned_off() -> None:
+    without_control = running(http_port=0, disable_control=True)
+    async with without_control as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        assert (await client.post("/reset_prefix_cache")).status_code == 403

@@ -3,7 +3,6 @@
 import asyncio
 import tracemalloc
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 import httpx2
@@ -12,7 +11,7 @@ import pytest
 from jpaged.errors import InvalidArgument
 from jpaged.openai.request import chat_job, check_values, completion_job
 from jpaged.openai.responses import build_messages
-from jpaged.types import SamplingParams
+from jpaged.sampling_params import request_fields
 from tests.server.harness import running
 
 VALUES: list[Any] = [
@@ -20,7 +19,7 @@ VALUES: list[Any] = [
     *({}, {"a": 1}, {"type": "x"}, {"1": 2}, [{}], [{"a": []}], {"type": "json_schema"}, ["a"] * 300),
 ]
 OF_BOTH = ["model", "adapter", "stream", "stream_options", "return_token_ids", "user", "response_format", "logprobs"]
-OF_BOTH += ["store", "metadata", "unknown", *(one.name for one in fields(SamplingParams))]
+OF_BOTH += ["store", "metadata", "unknown", *(one.name for one in request_fields())]
 OF_CHATS = ["messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning"]
 OF_CHATS += ["reasoning_effort", "include_reasoning", "top_logprobs", "max_completion_tokens", "modalities"]
 INSIDE: list[tuple[str, Any]] = [

@@ -189,7 +189,7 @@ def test_a_limit_of_minus_1_keeps_what_the_model_takes() -> None:
 
 async def test_log_probabilities_of_named_tokens_take_the_place_of_the_top_ones() -> None:
     async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
-        named: Any = {"logprob_token_ids": [7, 8], "return_tokens_as_token_ids": True, **GREEDY}
+        named: Any = {"logprob_token_ids": [7, 8, 7], "return_tokens_as_token_ids": True, **GREEDY}
         body = {"prompt": "hello", "logprobs": 1, **named}
         logprobs = (await client.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
         assert [set(top) for top in logprobs["top_logprobs"]] == [
@@ -227,3 +227,30 @@ async def test_options_of_the_server_add_usage_and_names_of_tokens() -> None:
         chunks = [chunk async for chunk in await client.completions.create(stream=True, **how)]
         assert chunks[-1].choices == [] and chunks[-1].usage is not None
         assert chunks[-1].usage.completion_tokens == 2 and all(chunk.usage for chunk in chunks)
+
+
+async def test_unknown_fields_are_ignored_named_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    how: Any = {"prompt": "hello", "max_tokens": 2, "temperature": 0.0}
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        plain = await client.post("/v1/completions", json=how)
+        for _ in range(2):
+            answer = await client.post("/v1/completions", json={**how, "seeed": 1, "a\r\nb": 2})
+            assert answer.headers["x-jpaged-ignored-fields"] == "seeed, a\\r\\nb"
+            assert answer.json()["choices"] == plain.json()["choices"]
+        stream = await client.post("/v1/completions", json={**how, "stream": True, "seeed": 1})
+        assert "seeed" in stream.headers["x-jpaged-ignored-fields"]
+        assert "x-jpaged-ignored-fields" not in plain.headers
+        text = {"prompt": "hi", "seeed": 0}
+        for path in ("/tokenize", "/invocations"):
+            assert (await client.post(path, json=text)).headers["x-jpaged-ignored-fields"] == "seeed"
+        metrics = (await client.get("/metrics")).text
+    assert 'jpaged:ignored_request_fields_total{field="seeed",model_name="fake"} 5.0' in metrics
+    assert len([one for one in caplog.messages if "'seeed'" in one]) == 1
+
+
+async def test_unknown_fields_can_be_refused() -> None:
+    running_strictly = running(http_port=0, unknown_fields="refuse")
+    async with running_strictly as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "hello", "seeed": 1})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "seeed"

@@ -40,7 +40,12 @@ DOCUMENTED = {
         "GET /",
         "GET /page/{path}",
     },
-    Role.CONTROL: {"POST /page/limit"},
+    Role.CONTROL: {
+        "POST /page/limit",
+        "POST /reset_prefix_cache",
+        "POST /v1/load_lora_adapter",
+        "POST /v1/unload_lora_adapter",
+    },
 }
 """What docs/access.md says of paths; all others but those for health require the role inference."""
 

@@ -353,6 +353,17 @@ def test_an_open_message_is_continued_in_parts(process):
         ChatTemplate(process, FAILS_ON_TEXT, {}, content_format="string")
 
 
+def test_reasoning_efforts_are_those_of_the_template(folder):
+    settings = TemplateSettings(efforts={"medium": "low", "xhigh": "max"})
+    source = "{{ messages[0].content }} {{ reasoning_effort }}"
+    tokenizer = HuggingFaceTokenizer(with_template(folder, source), templates=settings)
+    for effort, want in (("medium", "low"), ("xhigh", "max"), ("low", "low"), ("high", "high")):
+        options = ChatOptions(reasoning=ReasoningOptions(effort=effort))
+        assert tokenizer.decode(tokenizer.chat_ids([USER], options, max_bytes=1000)).endswith(f" {want}")
+    options = ChatOptions(template_kwargs={"reasoning_effort": "medium"})  # as it is, as in vLLM
+    assert tokenizer.decode(tokenizer.chat_ids([USER], options, max_bytes=1000)).endswith(" medium")
+
+
 def test_variables_have_the_defaults_of_the_server(folder):
     settings = TemplateSettings(kwargs={"enable_thinking": False, "unused": 1})
     tokenizer = HuggingFaceTokenizer(with_template(folder, QWEN), templates=settings)
