@@ -334,7 +334,7 @@ _NEUTRAL_FIELDS = {path: neutral_fields(path) for path in OF_PATH}
 
 
 class LenientBody(dict[str, Any]):
-    """A body whose unknown fields are noted instead of refused.
+    """A body whose unknown fields are noted instead of refused, except fields of completions and chats.
 
     Attributes:
         ignored: unknown fields, at most 16 of them: `seeed`, or `messages.nickname` for any message.
@@ -370,7 +370,7 @@ def own_fields(path: str, body: Mapping[str, Any], own: Iterable[str]) -> dict[s
         if name in known:
             found[name] = value
         elif (row := neutral.get(name)) is None:
-            if isinstance(body, LenientBody):
+            if isinstance(body, LenientBody) and name not in OF_COMPLETIONS | OF_CHATS:
                 body.ignore(name)
             else:
                 problems[name] = "is not supported"

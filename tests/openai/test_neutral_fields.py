@@ -204,6 +204,12 @@ def test_an_unknown_field_of_a_message_is_noted_once_and_known_ones_are_still_ch
         read(LenientBody({**body, "suffix": "x"}))
 
 
+def test_a_field_of_another_path_is_refused_by_a_lenient_body_too() -> None:
+    read, body = READERS["/v1/completions"]
+    with pytest.raises(InvalidArgument, match="^tools: is not supported"):
+        read(LenientBody({**body, "tools": []}))
+
+
 def test_the_names_of_unknown_fields_are_bounded() -> None:
     read, body = READERS["/v1/completions"]
     lenient = LenientBody({**body, **{f"f{i}": i for i in range(1000)}})

@@ -146,7 +146,7 @@ OF_PARTS = {"role": "user", "content": [{"type": "x"}]}
             "logit_bias",
             "'a', 'b' are not token ids",
         ),
-        ("/v1/completions", {"prompt": "x", "one": 1, "other": 1}, "one", "other: is not supported"),
+        ("/v1/completions", {"prompt": "x", "suffix": "y", "audio": {}}, "suffix", "audio: is not supported"),
         (
             "/v1/completions",
             {"prompt": "x", "echo": True, "logprobs": 1, "prompt_logprobs": 2},
