@@ -84,13 +84,14 @@ def recorded() -> Kernels:
 def main() -> int:
     """Build the library, and hold its kernels to the record."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {__spec__.name}",
+        prog="python -m benchmarks.aot_gpu.cuda_kernels",
         description="Compile the kernels of CUDA C++ for each kind of GPU, and record what the assembler made of them.",
     )
     parser.add_argument("--accept", action="store_true", help="hold nothing to the record, but write it again")
     options = parser.parse_args()
     output = compile_library(LIBRARY, find_nvcc(), find_headers(), ARCHITECTURES, ("-Xptxas", "-v"))
-    found = read_report(output)
+    report = read_report(output)
+    found = {architecture: report[architecture] for architecture in ARCHITECTURES}
     for architecture, kernels in found.items():
         for name, kernel in kernels.items():
             print(f"sm_{architecture:<3} {name:<28} " + "  ".join(f"{what} {n}" for what, n in kernel.items()))
