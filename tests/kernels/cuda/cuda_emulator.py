@@ -42,11 +42,12 @@ def compile_and_register(source: str, target: str) -> None:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(loaded, target)), platform="cpu")
 
 
-def _run(q, pool, layer, rows, spec, scales, division: cuda.Division) -> tuple[jax.Array, jax.Array]:
+def _run(q, pool, layer, rows, spec, scales, division: cuda.Division, target: str) -> tuple[jax.Array, jax.Array]:
+    assert target == library.TARGET  # which the call reads: compiled programs are kept for each
     return cuda.attend(AttentionCall(q, pool, layer, rows, spec, scales), division)
 
 
-_jitted = jax.jit(_run, static_argnames=("spec", "division"), compiler_options=QUICK_XLA_OPTIONS)
+_jitted = jax.jit(_run, static_argnames=("spec", "division", "target"), compiler_options=QUICK_XLA_OPTIONS)
 
 
 def attend(q, pool, layer, rows, spec, scales, division: cuda.Division | None = None) -> tuple[jax.Array, jax.Array]:
@@ -54,9 +55,5 @@ def attend(q, pool, layer, rows, spec, scales, division: cuda.Division | None = 
     register()
     queries = AttentionCall(q, pool, layer, rows, spec, scales).queries
     implementation("cuda", spec, queries)
-    return _jitted(q, pool, layer, rows, spec, scales, division=division or cuda.choose_division(spec, queries))
-
-
-def clear() -> None:
-    """Forget compiled calls, after the target's name has changed."""
-    _jitted.clear_cache()
+    division = division or cuda.choose_division(spec, queries)
+    return _jitted(q, pool, layer, rows, spec, scales, division=division, target=library.TARGET)
