@@ -91,7 +91,9 @@ def missing_reason() -> str | None:
 
 def main() -> None:
     """Build the library in place."""
-    parser = argparse.ArgumentParser(prog="python -m jpaged.kernels.paged_attention.cuda.library", description="Build the CUDA kernels in place.")
+    parser = argparse.ArgumentParser(
+        prog="python -m jpaged.kernels.paged_attention.cuda.library", description="Build the CUDA kernels in place."
+    )
     parser.add_argument(
         "--nvcc", help="the compiler; by default that of NVIDIA's packages, of the path or of CUDA_HOME"
     )
