@@ -33,7 +33,7 @@ _TIMEOUT_S = 1800
 
 
 def find_nvcc(wanted: str | None = None) -> str:
-    """Return the path of nvcc: the given one, that of NVIDIA's Python packages, one on the path or in `CUDA_HOME`.
+    """Return the path of nvcc: the given one, that of NVIDIA's Python packages, or an installed one.
 
     Raises:
         BuildError: there is none.
@@ -41,7 +41,7 @@ def find_nvcc(wanted: str | None = None) -> str:
     spec = importlib.util.find_spec("nvidia")
     packages = [] if spec is None else list(spec.submodule_search_locations or ())
     found = [str(path) for package in packages for path in sorted(Path(package).glob("*/bin/nvcc"))]
-    found += ["nvcc", os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc")]
+    found += ["nvcc", "/usr/local/cuda/bin/nvcc"]
     for name in [wanted] if wanted else found:
         if (path := shutil.which(name)) is not None:
             return path
@@ -94,9 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m jpaged.kernels.paged_attention.cuda.library", description="Build the CUDA kernels in place."
     )
-    parser.add_argument(
-        "--nvcc", help="the compiler; by default that of NVIDIA's packages, of the path or of CUDA_HOME"
-    )
+    parser.add_argument("--nvcc", help="the compiler; by default that of NVIDIA's packages, or an installed one")
     parser.add_argument(
         "--architectures",
         nargs="+",
