@@ -190,6 +190,7 @@ GPU_JAX = $(or $(JAX),$(shell $(PYTHON) -c 'import sys; print("0.11.2" if sys.ve
 
 aot-gpu: ## compile the GPU programs for seven GPUs without one, and hold the kernels to their record (5 GB in .venv-aot-gpu)
 	@$(MAKE) --no-print-directory setup VENV=$(GPU_VENV) EXTRAS=aot-gpu JAX='$(GPU_JAX)'
+	@$(GPU_VENV)/bin/python -m benchmarks.aot_gpu.cuda_kernels
 	@$(GPU_VENV)/bin/python -m benchmarks.aot_gpu $(ARGS)
 
 # In an environment of its own: Ray brings sixty packages that nothing else needs.

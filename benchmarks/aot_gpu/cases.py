@@ -21,8 +21,10 @@ from jpaged.device.mesh import replicated
 from jpaged.device.transfers import lower_move, move_sizes
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
+from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update
+from jpaged.kernels.paged_attention.cuda.attention import choose_division
+from jpaged.kernels.paged_attention.cuda.library import TARGET
 from jpaged.kernels.paged_attention.gpu import attention as gpu
 from jpaged.kernels.paged_attention.gpu.work import choose_tiling
 from jpaged.kernels.paged_attention.spec import AttentionCall
@@ -83,7 +85,7 @@ class AttentionCase:
         extra += "-cascade" if self.is_cascade else ""
         extra += f"-v{self.value_dim}" if self.value_dim else ""
         sizes = f"h{self.num_heads}-k{self.num_kv_heads}-d{self.head_dim}-b{self.block_size}"
-        where = "" if self.backend == "pallas-gpu" else f"{self.gpu}-"
+        where = where_compiled(self.backend, self.gpu)
         return f"attention-{where}{sizes}-t{self.num_tokens}-s{self.num_rows}-{kind}{extra}"
 
     def spec(self) -> AttentionSpec:
@@ -101,6 +103,8 @@ class AttentionCase:
             lowered = jax.jit(self.call, donate_argnums=0).lower(*arguments)
         if self.backend == "pallas-triton":
             return self._of_triton(lowered)
+        if self.backend == "cuda":
+            return self._of_cuda(lowered)
         tile_bytes = self.num_lists * self.num_tokens * self.num_heads * 64 * self.head_dim * 4
         return Program(
             lowered, spec.layout.num_bytes, spec.layout.shape, frozenset(), (16 << 20) + tile_bytes, 1, num_writes=1
@@ -115,6 +119,23 @@ class AttentionCase:
         max_temp_bytes = (1 << 20) + part_bytes
         return Program(
             lowered, spec.layout.num_bytes, spec.layout.shape, frozenset(), max_temp_bytes, num_kernels, num_writes=1
+        )
+
+    def _of_cuda(self, lowered: jax.stages.Lowered) -> Program:
+        """What has to be true of the calls of the CUDA kernels: memory for parts of contexts, and little more."""
+        spec = self.spec()
+        queries = Queries(self.num_heads, jnp.dtype(self.dtype), self.num_rows, self.table_width, self.num_tokens)
+        slots = choose_division(spec, queries).num_slots * self.num_kv_heads
+        max_temp_bytes = (2 << 20) + self.num_lists * slots * 16 * ((self.value_dim or self.head_dim) + 2) * 4
+        return Program(
+            lowered,
+            spec.layout.num_bytes,
+            spec.layout.shape,
+            frozenset(),
+            max_temp_bytes,
+            0,
+            num_writes=1,
+            calls={TARGET: self.num_lists},
         )
 
     def triton_cut(self) -> Cut:
@@ -150,6 +171,11 @@ class AttentionCase:
             *(jax.ShapeDtypeStruct(shape, np.int32) for shape in ints),
             *scales,
         ]
+
+
+def where_compiled(backend: Backend, gpu: str) -> str:
+    """A part of a case's name: empty for the Hopper kernel, which one GPU has."""
+    return {"pallas-gpu": "", "cuda": f"cuda-{gpu}-"}.get(backend, f"{gpu}-")
 
 
 def attend(pool: jax.Array, *rest: jax.Array, spec: AttentionSpec, backend: Backend = "pallas-gpu") -> Any:
@@ -206,7 +232,7 @@ class StepCase:
     @property
     def name(self) -> str:
         """Model, tokens and the pool's type."""
-        where = "" if self.backend == "pallas-gpu" else f"{self.gpu}-"
+        where = where_compiled(self.backend, self.gpu)
         return f"step-{where}{self.model}-t{self.num_tokens}-kv-{self.kv_cache_dtype}"
 
     def lower(self, mesh: jax.sharding.Mesh) -> Program:
@@ -235,8 +261,9 @@ class StepCase:
             layout.shape,
             shapes,
             (32 << 20) + 8 * self.num_tokens * wide,
-            1,
+            0 if self.backend == "cuda" else 1,
             model.config.num_layers,
+            calls={TARGET: model.config.num_layers} if self.backend == "cuda" else {},
         )
 
 
@@ -332,6 +359,15 @@ TRITON: tuple[AttentionCase, ...] = (
     AttentionCase(8, 4, 256, is_cascade=True, gpu="l4", **_TRITON),
 )
 
+_CUDA: dict[str, Any] = {"backend": "cuda"}
+CUDA: tuple[AttentionCase, ...] = (
+    *(AttentionCase(num_tokens=t, gpu=gpu, **_CUDA) for gpu in ("a100", "l4", "rtx5090") for t in (64, 2048)),
+    AttentionCase(kv_dtype="int8", is_cascade=True, sliding_window=1024, gpu="a100", **_CUDA),
+    AttentionCase(8, 4, 256, dtype="float32", kv_dtype="float8_e4m3fn", soft_cap=50.0, gpu="l4", **_CUDA),
+    AttentionCase(128, 1, 576, value_dim=512, gpu="a100", **_CUDA),
+)
+"""The library is called, and compiled by itself (`cuda_kernels.py`)."""
+
 REFUSED = (AttentionCase(head_dim=256, block_size=128, expected_error="the limit is 232448"), OverflowCase())
 
 CASES: tuple[Case, ...] = (
@@ -341,8 +377,10 @@ CASES: tuple[Case, ...] = (
     StepCase("llama-3-8b", 64, "int8"),
     *(StepCase("small", t, gpu=gpu, **_TRITON) for gpu in TRITON_GPUS for t in (64, 512)),
     StepCase("llama-3-8b", 64, gpu="a100", **_TRITON),
+    *(StepCase("small", t, gpu="a100", backend="cuda") for t in (64, 512)),
     *MODEL_CASES,
     *REFUSED,
     *ATTENTION,
     *TRITON,
+    *CUDA,
 )

@@ -30,8 +30,7 @@ from jpaged.config import Backend
 from jpaged.device.mesh import build_mesh, replicated
 from jpaged.kernels.kv_layout import KVForm
 from jpaged.kernels.paged_attention.api import IMPLEMENTATIONS, implementation
-from jpaged.kernels.paged_attention.cascade import merge
-from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, AttentionSpec, ContextPart
+from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, AttentionSpec, ContextPart, merge
 
 Attend = Callable[[AttentionCall, Sequence[ContextPart]], Attended]
 
@@ -73,6 +72,7 @@ TRITON: Mapping[str, Problem] = {
     "cascade": Problem(Heads(), _DECODES, shared=4096),
     "32k decode": Problem(Heads(16, 2), ((1, 32_000), (1, 32_768))),
 }
+CUDA = {name: TRITON[name] for name in ("bfloat16", "float32", "int8", "fp8", "cascade", "32k decode")}
 _TINY = Heads(4, 2, 64)
 TINY_MOSAIC: Mapping[str, Problem] = {
     "bfloat16": Problem(_TINY, _TINY_ROWS),
@@ -96,6 +96,11 @@ def triton_programs(size: str) -> dict[str, Program]:
     """Return the cells of the Triton kernel."""
     problems = TRITON if size == "full" else TINY_TRITON
     return {f"attention, {name}": attention_program("pallas-triton", problem) for name, problem in problems.items()}
+
+
+def cuda_programs() -> dict[str, Program]:
+    """Return the cells of the CUDA kernels, which no CPU runs without the tests' emulation."""
+    return {f"attention in CUDA, {name}": attention_program("cuda", problem) for name, problem in CUDA.items()}
 
 
 def attention_program(backend: Backend, problem: Problem) -> Program:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.first_contact.attention import triton_programs
+from benchmarks.first_contact.attention import cuda_programs, triton_programs
 from benchmarks.first_contact.cells import Cells, Program, Values, WrongNumbers
 from jpaged.config import Backend
 from jpaged.device import sampling
@@ -51,10 +51,10 @@ _BACKENDS: Mapping[str, Backend] = {"cpu": "cpu", "tpu": "pallas-tpu", "gpu": "x
 
 
 def check(cells: Cells, size: str) -> None:
-    """Check the Triton kernels, the experts, the quantized matmuls and sampling."""
+    """Check the Triton and CUDA kernels, the experts, the quantized matmuls and sampling."""
     attention, products = triton_programs(size), product_programs(size)
     experts, sampled = expert_programs(size), sampling_programs(size)
-    cells.run_programs({**attention, **products, **experts, **sampled})
+    cells.run_programs({**attention, **cuda_programs(), **products, **experts, **sampled})
 
 
 def product_programs(size: str) -> dict[str, Program]:

@@ -28,7 +28,7 @@ ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "op
 LinearBackend = Literal["cpu", "xla"]
 ActivationDtype = Literal["model", "int8"]
 """Types of the rows that quantized matrices multiply."""
-Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "pallas-triton", "cpu"]
+Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "pallas-triton", "cuda", "cpu"]
 """Attention backends."""
 
 

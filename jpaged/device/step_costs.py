@@ -14,7 +14,9 @@ prefix once (cascade attention) are constants of each backend:
     gpu   estimated: a tile has room for 64 query heads of a key/value head, in the Triton kernel for 32 (16 if they
           are wide). It costs the same as a row that decodes alone, which fills the tile less. On Hopper a query's
           second output is written in 32 bits, read and merged, 2 H / K tokens; the Triton kernel does so with both
-          outputs, 4 H / K. No extra kernel is started, but more thread blocks: 0.3 us at 3.3 TB/s, or 0.5 us at 2 TB/s
+          outputs, 4 H / K. No extra kernel is started, but more thread blocks: 0.3 us at 3.3 TB/s, or 0.5 us at 2 TB/s.
+          The CUDA kernels have tiles of 16; both outputs are written in 16 bits, read and merged, 3 H / K, by four
+          more kernels: 8 us
 
 Layers with a sliding window have a third pass, over the tokens that only some queries see: at most a block or two.
 Only the part of a prefix inside all windows is shared. The XLA loop does not share on GPUs: the number of runs would
@@ -40,6 +42,7 @@ from jpaged.engine.executor.io import CascadeCosts
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.api import IMPLEMENTATIONS
+from jpaged.kernels.paged_attention.cuda.attention import TILE_PAIRS
 from jpaged.kernels.paged_attention.gpu.work import TILE_ROWS
 from jpaged.kernels.paged_attention.reference import CHUNK_TOKENS, TILE_QUERIES
 from jpaged.kernels.paged_attention.triton.work import get_group, shared_rows
@@ -215,6 +218,8 @@ def null_prefill(geometry: Geometry, num_padded: int, start: int = 0, *, num_tok
 
 _TPU_START_BYTES = 4e6
 _GPU_START_BYTES = 1e6
+_CUDA_START_BYTES = 16e6
+"""What 2 TB/s read in 8 us."""
 _THIRD_PASS = 1.5
 """Cost factor of the pass over the edges of windows, if it is a call separate from the second pass."""
 
@@ -259,16 +264,18 @@ def _full_costs(backend: Backend, layout: KVLayout, num_heads: int) -> CascadeCo
     """Return the costs of attention without a sliding window."""
     block_size, group = layout.block_size, num_heads // layout.num_kv_heads
     if layout.form == "gpu":
-        is_triton = backend == "pallas-triton"
-        group = get_group(layout, num_heads) if is_triton else group
-        tile_rows = shared_rows(layout, np.dtype(np.float16)) if is_triton else TILE_ROWS
+        tile_rows, outputs, start_bytes = TILE_ROWS, 2.0, _GPU_START_BYTES
+        if backend == "pallas-triton":
+            group, tile_rows, outputs = get_group(layout, num_heads), shared_rows(layout, np.dtype(np.float16)), 4.0
+        if backend == "cuda":
+            tile_rows, outputs, start_bytes = TILE_PAIRS, 3.0, _CUDA_START_BYTES
         return CascadeCosts(
             granule_tokens=block_size,
             tile_queries=max(1, tile_rows // group),
             tile_tokens=1.0,
             query_share=0.0,
-            query_tokens=(4.0 if is_triton else 2.0) * group,
-            step_tokens=_GPU_START_BYTES * block_size * layout.num_layers / layout.bytes_per_block,
+            query_tokens=outputs * group,
+            step_tokens=start_bytes * block_size * layout.num_layers / layout.bytes_per_block,
         )
     if backend == "cpu":
         return CascadeCosts(

@@ -4,7 +4,7 @@ attention_kind.py  the attention of a layer
 mixture_kind.py    routing and gates of a mixture of experts
 matrix_format.py   formats of quantized matrices
 kv_layout.py       layout of keys and values in the pool
-lowered_device.py  the device that a program is lowered for, and availability of Pallas Triton
+lowered_device.py  the device that a program is lowered for, GPUs with kernels, and availability of Pallas Triton
 qkv_rope.py        splitting of the QKV projection, and RoPE, on TPUs
 experts/           mixtures of experts
 lora/              LoRA matmuls with an adapter per row

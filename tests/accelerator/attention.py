@@ -14,9 +14,11 @@ import pytest
 
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import Queries, choose
+from jpaged.kernels.paged_attention.cuda import library
 from jpaged.kernels.paged_attention.measure import SHAPES
 from tests.kernels import attention_oracle as oracle
 from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, make_case, real_shape
+from tests.kernels.cuda.test_paged_attention_cuda import Emulated as EmulatedCuda
 from tests.kernels.test_paged_attention_gpu import SUPPORT as GPU_SUPPORT
 from tests.kernels.tpu_interpreter import Interpreted as InterpretedTpu
 
@@ -57,3 +59,16 @@ class TestOwnKernelHere(PagedAttentionConformance):
         want_o_thd, want_lse_th = oracle.attention(case)
         np.testing.assert_allclose(o_thd, want_o_thd, rtol=1e-2, atol=1e-2)
         np.testing.assert_allclose(lse_th, want_lse_th, rtol=1e-4, atol=1e-4)
+
+
+if DEVICE.platform == "gpu":
+
+    class TestCudaHere(TestOwnKernelHere):
+        """The kernels of CUDA C++, which `auto` does not choose while jax has Pallas Triton."""
+
+        backend = "cuda"
+        form = "gpu"
+        supports = EmulatedCuda.supports
+
+        def test_it_is_not_the_fallback(self) -> None:
+            assert library.missing_reason() is None

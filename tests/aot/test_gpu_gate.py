@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.aot_gpu import cuda_kernels
 from benchmarks.aot_gpu.compile_case import calls, host_waits, pool_writes
 from benchmarks.aot_gpu.copies import made_of_weights
 from benchmarks.aot_gpu.gate import regressions
@@ -16,6 +17,7 @@ from benchmarks.aot_gpu.sass import kernels
 from benchmarks.record import RESULTS
 from jpaged.device.compilation.compile import program_specs
 from jpaged.engine.executor import BucketTable
+from jpaged.kernels.kv_layout import MAX_NUMBER
 
 # As Mosaic and nvdisasm print them: an outer loop, an inner one with two products, a third product behind both.
 OUTPUT = """
@@ -272,3 +274,52 @@ def test_float16_and_two_devices_are_compiled_for_gpus() -> None:
         assert found >= {("float16", 1, name) for name in ("forward[64]", "sample[64]", "edited[64]")}
         samples = ("sample[64, greedy]", "sample[64, random]", "sample[64]", "sample[64, logprobs]")
         assert found >= {("bfloat16", 2, name) for name in ("forward[64]", "edited[64]", *samples)}
+
+
+# As nvcc has ptxas print it, for two architectures.
+NVCC_OUTPUT = """
+ptxas info    : Compiling entry function '_ZN6jpaged41_GLOBAL__N__f50d_9_kernel_cu_f53311merge_partsENS0_8CudaCallE' for 'sm_80'
+ptxas info    : Function properties for _ZN6jpaged41_GLOBAL__N__f50d_9_kernel_cu_f53311merge_partsENS0_8CudaCallE
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 44 registers, used 0 barriers, 528 bytes cmem[0]
+ptxas info    : Compiling entry function '_ZN6jpaged41_GLOBAL__N__f50d_9_kernel_cu_f53312attend_itemsINS0_4BF16ELNS_6NumberE4ELi128ELi128EEEvNS0_8CudaCallE' for 'sm_80'
+ptxas info    : Function properties for _ZN6jpaged41_GLOBAL__N__f50d_9_kernel_cu_f53312attend_itemsINS0_4BF16ELNS_6NumberE4ELi128ELi128EEEvNS0_8CudaCallE
+    8 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 235 registers, used 0 barriers, 8 bytes cumulative stack size, 32768 bytes smem, 528 bytes cmem[0]
+ptxas info    : Compiling entry function '_ZN6jpaged41_GLOBAL__N__f50d_9_kernel_cu_f53312attend_itemsINS0_3F32ELNS_6NumberE0ELi64ELi64EEEvNS0_8CudaCallE' for 'sm_90'
+ptxas info    : Function properties for _ZN6jpaged41_GLOBAL__N__f50d_9_kernel_cu_f53312attend_itemsINS0_3F32ELNS_6NumberE0ELi64ELi64EEEvNS0_8CudaCallE
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 148 registers, used 0 barriers, 32768 bytes smem
+"""  # noqa: E501
+
+
+def test_kernels_of_cuda_are_read_and_held_to_their_record() -> None:
+    found = cuda_kernels.read_report(NVCC_OUTPUT)
+    merge = {"registers": 44, "spilled_bytes": 0, "shared_bytes": 0}
+    attention = {"registers": 235, "spilled_bytes": 20, "shared_bytes": 32_768}
+    assert found["80"] == {"merge": merge, "bfloat16-float8_e4m3fn-128": attention}
+    assert list(found["90"]) == ["float32-32bits-64"]
+    assert cuda_kernels.regressions(found, found) == []
+    worse = {"80": {"merge": merge | {"spilled_bytes": 4}}}
+    assert cuda_kernels.regressions(worse, found) == [
+        "sm_80 merge: spilled_bytes 4; 0 are recorded",
+        "sm_80 bfloat16-float8_e4m3fn-128 was not compiled",
+        "sm_90 float32-32bits-64 was not compiled",
+    ]
+
+
+def test_every_kernel_of_cuda_is_recorded_for_every_gpu() -> None:
+    """One for each type of the pool, with float32 queries for each of its sizes, and for four sizes of heads."""
+    recorded = cuda_kernels.recorded()
+    assert set(recorded) == set(cuda_kernels.ARCHITECTURES)
+    names = {
+        *(f"{q}-{kv}-{dim}" for q in ("bfloat16", "float16") for kv in (q, *MAX_NUMBER) for dim in (64, 128, 256, 576)),
+        *(f"float32-{size}bits-{dim}" for size in (8, 16, 32) for dim in (64, 128, 256, 576)),
+        "merge",
+    }
+    for kernels_of_gpu in recorded.values():
+        assert set(kernels_of_gpu) == names
+        assert all(kernel["registers"] <= 255 for kernel in kernels_of_gpu.values())
+        assert all(kernel["shared_bytes"] <= 48 << 10 for kernel in kernels_of_gpu.values())
+        narrow = [kernel for name, kernel in kernels_of_gpu.items() if not name.endswith("256")]
+        assert all(kernel["spilled_bytes"] <= 32 for kernel in narrow)

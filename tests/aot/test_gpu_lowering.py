@@ -13,7 +13,7 @@ from jax._src.mesh import AbstractDevice
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, AxisType
 
-from benchmarks.aot_gpu.cases import ATTENTION, CASES, TRITON, AttentionCase
+from benchmarks.aot_gpu.cases import ATTENTION, CASES, CUDA, TRITON, AttentionCase
 from jpaged.device.aot.topology import GPUS
 from jpaged.device.mesh import MESH_AXES, _by_columns, build_mesh, replicated
 from jpaged.device.sharded_matmul import _matrix_specs
@@ -22,6 +22,7 @@ from jpaged.kernels.matmul.on_device import PartedMatrix, multiply_on_device
 from jpaged.kernels.matmul.quantized import abstract_matrix, component_axes
 from jpaged.kernels.matmul.triton.grouped import multiply_sorted
 from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.kernels.paged_attention.cuda.library import TARGET
 
 KINDS = {
     "a100": "NVIDIA A100-SXM4-80GB",
@@ -44,8 +45,10 @@ QUICK = (
     AttentionCase(is_cascade=True, sliding_window=1024, gpu="a100", backend="pallas-triton"),
     AttentionCase(16, 1, 576, value_dim=512, gpu="a100", backend="pallas-triton"),
     AttentionCase(128, 1, 576, value_dim=512, num_tokens=512, kv_dtype="int8", gpu="h200", backend="pallas-triton"),
+    AttentionCase(gpu="a100", backend="cuda"),
+    AttentionCase(kv_dtype="int8", num_tokens=512, is_cascade=True, gpu="l4", backend="cuda"),
 )
-WHOLE = (*ATTENTION, *(case for case in TRITON if case.gpu in KINDS))
+WHOLE = (*ATTENTION, *(case for case in (*TRITON, *CUDA) if case.gpu in KINDS))
 
 
 def lower(case: AttentionCase) -> str:
@@ -53,7 +56,7 @@ def lower(case: AttentionCase) -> str:
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("model",), abstract_device=device)):
         jitted = jax.jit(case.call, donate_argnums=0)
         # Triton's code is no promise from one jax to the next; it is compiled where it was made.
-        checks = [export.DisabledSafetyCheck.custom_call(TRITON_CALL)]
+        checks = [export.DisabledSafetyCheck.custom_call(call) for call in (TRITON_CALL, TARGET)]
         return export.export(jitted, platforms=["cuda"], disabled_checks=checks)(*case.arguments()).mlir_module()
 
 
@@ -62,6 +65,10 @@ def check(case: AttentionCase) -> None:
     if case.backend == "pallas-triton":
         assert text.count(f"custom_call @{TRITON_CALL}(") == (2 if case.triton_cut().merged_rows else 1)
         assert "num_stages = 2" in text
+        return
+    if case.backend == "cuda":
+        assert text.count(f"custom_call @{TARGET}(") == case.num_lists
+        assert TRITON_CALL not in text
         return
     assert text.count("custom_call @mosaic_gpu_v2(") == 1
     # Its code is in the call as text: products of the tensor core, and copies that signal barriers.

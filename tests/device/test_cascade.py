@@ -100,6 +100,14 @@ def test_with_triton_a_tile_is_as_large_as_the_kernel_makes_it(dtype: str, head_
     assert (costs.tile_queries, costs.tile_cost(tile_queries, 64), costs.query_tokens) == (tile_queries, 1.0, 16.0)
 
 
+def test_with_cuda_a_tile_has_16_query_heads() -> None:
+    layout = KVLayout(32, 100, 16, 8, 128, np.dtype("bfloat16"), "gpu")
+    costs = cascade_costs("cuda", layout, [AttentionKind(1.0)] * 32, 32)
+    assert costs is not None
+    assert (costs.tile_queries, costs.query_tokens) == (4, 12.0)
+    assert costs.step_tokens == 16e6 / (8 * 2 * 128 * 2)
+
+
 @pytest.mark.parametrize(
     ("backend", "form", "passes"), [("pallas-gpu", "gpu", 1.0), ("pallas-triton", "gpu", 1.0), ("xla", "cpu", 1.5)]
 )

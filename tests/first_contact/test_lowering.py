@@ -14,11 +14,13 @@ from jax import export
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh
 
-from benchmarks.first_contact.attention import MOSAIC, TRITON, attend_problem, compiled_attend
+from benchmarks.first_contact.attention import CUDA, MOSAIC, TRITON, attend_problem, compiled_attend
 from benchmarks.first_contact.problem import NUM_LAYERS, Problem, layout_of, spec_of, table_shape
 from jpaged.config import Backend
+from jpaged.kernels.paged_attention.cuda.library import TARGET
 
 TRITON_CALL = "__gpu$xla.gpu.triton"
+CALLS = {"pallas-gpu": "mosaic_gpu_v2", "pallas-triton": TRITON_CALL, "cuda": TARGET}
 H200 = AbstractMesh((1,), ("model",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
 
 
@@ -29,7 +31,7 @@ def lower(backend: Backend, problem: Problem) -> str:
     tables = jax.ShapeDtypeStruct(table_shape(problem), jnp.int32)
     scales = jax.ShapeDtypeStruct((NUM_LAYERS, heads.num_kv_heads, 2), jnp.float32) if layout.is_scaled else None
     act = functools.partial(attend_problem, compiled_attend(backend), problem, spec_of(problem, layout))
-    checks = [export.DisabledSafetyCheck.custom_call(TRITON_CALL)]
+    checks = [export.DisabledSafetyCheck.custom_call(call) for call in (TRITON_CALL, TARGET)]
     with jax.sharding.use_abstract_mesh(H200):
         exported = export.export(jax.jit(act), platforms=["cuda"], disabled_checks=checks)(q, pool, tables, scales)
     return exported.mlir_module()
@@ -37,7 +39,7 @@ def lower(backend: Backend, problem: Problem) -> str:
 
 def check(backend: Backend, problems: Mapping[str, Problem], name: str) -> None:
     text = lower(backend, problems[name])
-    assert ("custom_call @mosaic_gpu_v2(" if backend == "pallas-gpu" else f"custom_call @{TRITON_CALL}(") in text
+    assert f"custom_call @{CALLS[backend]}(" in text
 
 
 @pytest.mark.long
@@ -50,3 +52,9 @@ def test_every_call_of_the_mosaic_kernel_is_lowered(name: str) -> None:
 @pytest.mark.parametrize("name", TRITON)
 def test_every_call_of_the_triton_kernel_is_lowered(name: str) -> None:
     check("pallas-triton", TRITON, name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CUDA)
+def test_every_call_of_the_cuda_kernels_is_lowered(name: str) -> None:
+    check("cuda", CUDA, name)

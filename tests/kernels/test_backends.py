@@ -117,7 +117,7 @@ def test_gpus_other_than_hopper_have_a_kernel(capability: str) -> None:
     older: Any = Device("gpu", compute_capability="7.5")
     chosen = choose("auto", older, LAYOUT, QUERIES)
     assert chosen.backend == "xla"
-    assert [backend for backend, _ in chosen.passed_over] == ["pallas-gpu", "pallas-triton"]
+    assert [backend for backend, _ in chosen.passed_over] == ["pallas-gpu", "pallas-triton", "cuda"]
 
 
 def test_steps_beyond_a_tpus_scalar_memory_are_refused_before_they_are_traced() -> None:

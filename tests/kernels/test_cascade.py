@@ -17,10 +17,10 @@ from jax.extend.core import jaxprs_in_params
 from jpaged.config import Backend
 from jpaged.kernels.paged_attention import paged_attention
 from jpaged.kernels.paged_attention.api import IMPLEMENTATIONS
-from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update, merge
+from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update
 from jpaged.kernels.paged_attention.gpu import work
 from jpaged.kernels.paged_attention.gpu.work import choose_tiling
-from jpaged.kernels.paged_attention.spec import AttentionCall, NewKV, Updated
+from jpaged.kernels.paged_attention.spec import AttentionCall, NewKV, Updated, merge
 from tests.device.compilation.hlo import pool_sized_operations
 from tests.kernels import attention_oracle as oracle
 from tests.kernels import gpu_interpreter

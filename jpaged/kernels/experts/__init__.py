@@ -3,7 +3,6 @@
 routing.py    rows of scores -> experts and their weights; rows sorted by expert
 weights.py    the matrices of the experts of a layer, alone or in the array of all layers; the gate function
 apply.py      the entry point: chooses the backend, and adds the last bias
-reference.py  the specification: every row by itself
 ragged.py     rows sorted by expert and a grouped matmul, on accelerators
 tiles.py      rows sorted by expert in tiles of one expert each, in a loop over the tiles, on CPUs
 cpu/          the kernel that reads packed experts

@@ -5,7 +5,7 @@ on_device.py  choice of the matmul for a device, and of the parts of a depth tha
 packed.py     a matrix, its codes and scales in the order in which the CPU kernel reads them
 multiply.py   the calls of that kernel, and the check for a library
 tpu.py        the kernel for TPUs, and its calls
-cpu/          the kernel for CPUs
+cpu/          the kernel for CPUs: core.cc has the arithmetic, kernel.cc the tasks, stored.cc packs blocks of files
 triton/       the kernel for GPUs: groups of rows, and numbers with scales per group
 
 XLA's own `dot_general` (`jpaged.models.layers`) is the specification, and the fallback.

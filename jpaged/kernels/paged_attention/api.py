@@ -6,6 +6,7 @@ An entry point checks the call, and runs the chosen backend. Each backend runs o
     pallas-tpu     TPUs                 pools of form tpu; the step's keys and values are stored in the kernel
     pallas-gpu     Hopper GPUs (sm_90)  queries of 16 bits; pools of form gpu
     pallas-triton  GPUs since Ampere    also calls that pallas-gpu refuses on Hopper; pools of form gpu
+    cuda           GPUs since Ampere    a jax without Pallas Triton, if nvcc built the library; pools of form gpu
     cpu            CPUs                 every call; built if a C++ compiler is present; also stores the step's keys
     itself
     xla            any                  CPUs without a compiler, GPUs before Ampere: correct everywhere, fast nowhere
@@ -27,6 +28,7 @@ from jpaged.errors import Unsupported
 from jpaged.kernels.kv_layout import KVForm, KVLayout
 from jpaged.kernels.paged_attention import reference
 from jpaged.kernels.paged_attention.cpu import attention as cpu
+from jpaged.kernels.paged_attention.cuda import attention as cuda
 from jpaged.kernels.paged_attention.gpu import attention as gpu
 from jpaged.kernels.paged_attention.spec import (
     Attended,
@@ -94,6 +96,15 @@ IMPLEMENTATIONS: dict[Backend, Implementation] = {
         triton.unsupported_reason,
         triton.unsupported_device_reason,
         attend_parts=triton.attend_parts,
+    ),
+    "cuda": Implementation(
+        cuda.attend,
+        None,
+        "gpu",
+        "gpu",
+        cuda.unsupported_reason,
+        cuda.unsupported_device_reason,
+        attend_parts=cuda.attend_parts,
     ),
     "cpu": Implementation(cpu.attend, cpu.update, "cpu", "cpu", cpu.unsupported_reason, cpu.unsupported_device_reason),
     "xla": Implementation(reference.attend, None, None, None, lambda pool, queries: None, lambda device: None),

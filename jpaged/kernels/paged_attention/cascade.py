@@ -57,6 +57,7 @@ from jpaged.kernels.paged_attention.spec import (
     Queries,
     RaggedRows,
     Updated,
+    merge,
 )
 
 if TYPE_CHECKING:
@@ -288,20 +289,3 @@ def cascade_attention_update(
 
     o_tw, lse_th = jax.lax.cond(cascade.has_others, with_others, lambda: (own_tw, lse_th))
     return o_tw.reshape(shape), lse_th, pool
-
-
-def merge(a: Attended, b: Attended) -> Attended:
-    """Merge attention over two disjoint parts of each context; a part without keys has -inf and counts nothing.
-
-    In float32; the output is of the parts' type.
-    """
-    (o_a_thd, lse_a_th), (o_b_thd, lse_b_th) = a, b
-    highest_th = jnp.maximum(lse_a_th, lse_b_th)
-    highest_th = jnp.where(jnp.isneginf(highest_th), 0.0, highest_th)
-    weight_a_th, weight_b_th = jnp.exp(lse_a_th - highest_th), jnp.exp(lse_b_th - highest_th)
-    total_th = weight_a_th + weight_b_th
-    share_a_th, share_b_th = (
-        weight_th / jnp.where(total_th > 0, total_th, 1) for weight_th in (weight_a_th, weight_b_th)
-    )
-    o_thd = share_a_th[..., None] * o_a_thd.astype(jnp.float32) + share_b_th[..., None] * o_b_thd.astype(jnp.float32)
-    return o_thd.astype(o_a_thd.dtype), highest_th + jnp.log(total_th)

@@ -1,4 +1,4 @@
-"""The arguments of an attention call, the same for every backend, and the addition of attention sinks to its results.
+"""The arguments of an attention call, the same for every backend, and additions to its results: sinks, other parts.
 
 A sink is a score for each head that takes a share of every query's attention weights and has no value. With a query's
 log-sum-exp (lse) sinks can be added after the kernel, and after the merge of parts of a context:
@@ -209,3 +209,20 @@ def add_sinks(attended: Attended, sinks_h: Float[Array, "H"]) -> Attended:
     share_th = jax.nn.sigmoid(lse_th - sinks_h)
     with_sinks_th = jnp.where(jnp.isneginf(lse_th), lse_th, jnp.logaddexp(lse_th, sinks_h))
     return (o_thd.astype(jnp.float32) * share_th[..., None]).astype(o_thd.dtype), with_sinks_th
+
+
+def merge(a: Attended, b: Attended) -> Attended:
+    """Merge attention over two disjoint parts of each context; a part without keys has -inf and counts nothing.
+
+    In float32; the output is of the parts' type.
+    """
+    (o_a_thd, lse_a_th), (o_b_thd, lse_b_th) = a, b
+    highest_th = jnp.maximum(lse_a_th, lse_b_th)
+    highest_th = jnp.where(jnp.isneginf(highest_th), 0.0, highest_th)
+    weight_a_th, weight_b_th = jnp.exp(lse_a_th - highest_th), jnp.exp(lse_b_th - highest_th)
+    total_th = weight_a_th + weight_b_th
+    share_a_th, share_b_th = (
+        weight_th / jnp.where(total_th > 0, total_th, 1) for weight_th in (weight_a_th, weight_b_th)
+    )
+    o_thd = share_a_th[..., None] * o_a_thd.astype(jnp.float32) + share_b_th[..., None] * o_b_thd.astype(jnp.float32)
+    return o_thd.astype(o_a_thd.dtype), highest_th + jnp.log(total_th)

@@ -1,7 +1,6 @@
 """Sampling of tokens in one call, if one device has all logits.
 
 rows.py     inputs and outputs of sampling
-choose.py   choice of the kernel for a device
 noise.py    random numbers as a function of seed, sequence and position
 cpu/        the kernel for CPUs: one row after the other, in one or two passes over its logits
 tpu/        the kernel for TPUs: groups of rows, which are read once and stay on the chip
@@ -9,7 +8,27 @@ tpu/        the kernel for TPUs: groups of rows, which are read once and stay on
 `jpaged.device.sampling` is the specification, and the fallback.
 """
 
-from jpaged.kernels.sampling.choose import choose_kernel
+from __future__ import annotations
+
+from jpaged.config import Backend
+from jpaged.kernels.sampling.cpu import sampling as cpu
 from jpaged.kernels.sampling.rows import FedSamplingKernel, RowSampling, SampledTokens, SamplingKernel
 
 __all__ = ["FedSamplingKernel", "RowSampling", "SampledTokens", "SamplingKernel", "choose_kernel"]
+
+
+def choose_kernel(attention_backend: Backend, num_devices: int, vocab_size: int) -> SamplingKernel | None:
+    """Return the kernel for logits on `num_devices` devices; None if XLA samples.
+
+    It matches the attention backend: the CPU or TPU sampling kernel goes with that of attention.
+    """
+    if num_devices > 1:
+        return None
+    if attention_backend == "cpu":
+        found = cpu.kernel()
+        return None if isinstance(found, str) else found
+    if attention_backend == "pallas-tpu":
+        from jpaged.kernels.sampling.tpu import sampling as tpu  # imports Pallas
+
+        return tpu.TpuSampling() if tpu.unsupported_reason(vocab_size) is None else None
+    return None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.kernels.experts import ExpertWeights, Routes, StackedExperts, apply_experts, ragged, reference, sum_experts
+from jpaged.kernels.experts import ExpertWeights, Routes, StackedExperts, apply_experts, ragged, sum_experts
 from jpaged.kernels.experts.cpu import experts as cpu
 from jpaged.kernels.experts.cpu.experts import CpuExperts
 from jpaged.kernels.matmul import can_pack_experts
@@ -19,6 +19,7 @@ from jpaged.kernels.matmul.quantized import MatrixFormat, dequantize, quantize
 from jpaged.kernels.matmul.triton.grouped import multiply_sorted
 from jpaged.kernels.mixture_kind import SILU, GateFunction
 from tests.conftest import QUICK_XLA_OPTIONS
+from tests.kernels.experts import reference
 from tests.kernels.experts.mixtures import CLAMPED, expected, mixture, numbers, packed, random_routes
 from tests.kernels.matmul.test_product_quantized_cpu import rounded_by_spans
 

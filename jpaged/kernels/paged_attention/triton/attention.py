@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.lowered_device import has_triton
+from jpaged.kernels.lowered_device import has_triton, unsupported_gpu_reason
 from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, ContextPart, Queries
 from jpaged.kernels.paged_attention.triton.work import Cut, choose_cut, get_group, latent_bytes, plan
 
@@ -25,7 +25,6 @@ _MAX_LATENT_DIM = 640
 _MAX_GROUP = 128
 _SHARED_BYTES = 101_376
 """The smallest shared memory of a thread block: on GPUs of compute capability 8.6, 8.9 and 12."""
-_MIN_CAPABILITY = (8, 0)
 
 
 def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
@@ -59,14 +58,8 @@ def _latents_reason(layout: KVLayout, value_dim: int, queries: Queries) -> str |
 
 def unsupported_device_reason(device: jax.Device) -> str | None:
     """Return why it does not run on this device, or with this jax, or None."""
-    if device.platform != "gpu":
-        return f"runs on NVIDIA GPUs since Ampere (sm_80); this is a {device.platform}"
-    capability = str(device.compute_capability)
-    numbers = capability.split(".")
-    if not all(number.isdigit() for number in numbers):
-        return f"runs on NVIDIA GPUs; this is {device.device_kind}, {capability}"
-    if tuple(map(int, numbers)) < _MIN_CAPABILITY:
-        return f"runs on Ampere (sm_80) and later; this is {device.device_kind}, sm_{capability.replace('.', '')}"
+    if (reason := unsupported_gpu_reason(device)) is not None:
+        return reason
     return None if has_triton() else f"requires Pallas Triton, which jax {jax.__version__} does not have"
 
 

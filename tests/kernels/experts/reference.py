@@ -1,4 +1,4 @@
-"""The specification of a mixture, for tests: gathers all matrices of each row's experts."""
+"""The specification of a mixture: gathers all matrices of each row's experts."""
 
 from __future__ import annotations
 
