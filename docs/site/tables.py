@@ -21,8 +21,13 @@ def mark_tables(page: str) -> str:
 
 
 def _is_wide(table: str) -> bool:
-    """Return True if the columns do not fit next to each other: names stay whole, and other text may wrap."""
+    """Return True if the columns do not fit next to each other: names stay whole, and other text may wrap.
+
+    Tables with cells that span columns stay as they are, as their rows have no labels for these.
+    """
     rows = [[_text(cell[3]) for cell in _CELL.finditer(row[0])] for row in _ROW.finditer(table)]
+    if len({len(row) for row in rows}) > 1:
+        return False
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if len(widths) <= 2:
         return bool(widths) and widths[0] > _MAX_CHARS

@@ -28,8 +28,6 @@ PATHS = """
 """
 """HTTP paths of vLLM's server of this version."""
 INSTEAD: Mapping[str, str] = {
-    "/v1/load_lora_adapter /v1/unload_lora_adapter": "gRPC `LoadAdapter` and `UnloadAdapter` ([adapters](lora.md))",
-    "/reset_prefix_cache": "in Python, `LLM.reset_prefix_cache()`; a new `cache_salt` finds no cached prefix",
     "/reset_mm_cache /reset_encoder_cache /classify /pooling /generative_scoring /v1/decisions /v1/systemone "
     "/v1/audio/transcriptions /v1/audio/translations /v1/realtime": "models take text, and have no such heads",
     "/sleep /wake_up /is_sleeping /release_kv_cache_memory": "a server releases its memory by exiting",
@@ -111,8 +109,7 @@ def _paths() -> Iterator[str]:
     yield f"\n| path of vLLM {VERSION} | here |\n|---|---|"
     yield _row([path for path in PATHS.split() if path in served], "the same")
     for paths, text in INSTEAD.items():
-        if left := [path for path in paths.split() if path not in served]:
-            yield _row(left, text)
+        yield _row(paths.split(), text)
     yield ""
 
 

@@ -70,7 +70,9 @@ async def test_the_page_of_vllm_has_the_tables_of_its_paths_and_metrics():
     instead = re.findall(r"`((?:vllm|jpaged):[a-z_]+\b)`", " ".join(vllm_names.OURS.values()))
     assert set(instead) - names == set()
     explained = {path for group in vllm_names.INSTEAD for path in group.split()}
-    assert set(vllm_names.PATHS.split()) - {path for _, path in HTTP} - explained == set()
+    served = {path for _, path in HTTP}
+    assert set(vllm_names.PATHS.split()) - served - explained == set()
+    assert explained & served == set()
 
 
 def test_the_defaults_that_differ_are_the_options():
@@ -117,6 +119,8 @@ def test_tables_that_are_too_wide_for_phones_are_marked_and_labeled():
     assert wide.startswith("<p>x</p><table data-stacked>")
     assert "<td style='text-align: right;' data-label=\"a value\">3 &lt; 4</td>" in wide
     assert "<td>b</td>" in wide  # its column has no name
+    spanned = f"<table>{head}{row.format('a' * 40)}<tr><td colspan='3'>all</td></tr></table>"
+    assert tables.mark_tables(spanned) == spanned
 
 
 async def test_every_metric_is_on_its_page():
