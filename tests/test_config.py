@@ -129,6 +129,7 @@ def test_values_of_a_model_are_a_json_object(name):
         ("[1]", r"\[1\] is not a JSON object, such as"),
         ("{", "{ is not JSON"),
         ('{"a": NaN}', "is not JSON: NaN is not a number of JSON"),
+        ('{"a": -1e400}', "is not JSON: -1e400 is not a finite number of 64 bits"),
         ({"a": math.inf}, "is not a JSON object: Out of range float values"),
         (3, "3 is not of type"),
     ):

@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import Field
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from jpaged import json_text
 from jpaged.config import SECTIONS, EngineConfig, api_key_from_environment, iter_options, section_help
-from jpaged.config.option import is_json, option_type
+from jpaged.config.option import is_json, option_type, parse_json
 from jpaged.errors import InvalidArgument, describe_error
 from jpaged.sampling_params import DEFAULT_SAMPLING_FIELDS, request_fields, with_defaults
 from jpaged.structured import StructuredOutputs, get_structured_outputs
@@ -155,11 +155,8 @@ def split_json_flags(words: Sequence[str]) -> tuple[list[str], dict[str, dict[st
 
 
 def _json_or_text(word: str) -> Any:
-    def refuse(name: str) -> NoReturn:
-        raise ValueError(f"{name} is not JSON")
-
     try:
-        return json.loads(word, parse_constant=refuse)
+        return parse_json(word)
     except (ValueError, RecursionError):
         return word
 

@@ -158,11 +158,13 @@ def _words_of_file(parser: argparse.ArgumentParser, path: Path, notes: list[str]
         raise InvalidArgument("--config", "is not a YAML mapping of options, such as `max-model-len: 4096`")
     texts, spellings = dict[str, Any](), dict[str, str]()
     for node, content in tree.value:  # a mapping has only the last of equal keys
+        if node.tag == "tag:yaml.org,2002:merge":
+            raise InvalidArgument("<<", "merge keys of YAML are not supported: write the options themselves")
         name = _name_of_key(node.value)
         if (first := spellings.setdefault(name, node.value)) != node.value or name in texts:
             problem = "is given twice" if first == node.value else f"is given twice, also as {node.value}"
             raise InvalidArgument(first, problem)
-        texts[name] = _text_of(content)
+        texts[name] = _as_written(content)
     for key, value in values.items():
         name = _name_of_key(key)
         if _is_known(parser, name.partition(".")[0], str(key)):
@@ -171,7 +173,7 @@ def _words_of_file(parser: argparse.ArgumentParser, path: Path, notes: list[str]
             notes.append(f"{name} is not an option of `{parser.prog}`")
 
 
-def _text_of(node: Any) -> Any:
+def _as_written(node: Any) -> Any:
     """Return a scalar as it is written in a file, or a list of the scalars in a sequence; None for other nodes."""
     if node.id == "sequence":
         return [item.value if item.id == "scalar" else None for item in node.value]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import field
@@ -105,6 +106,24 @@ def checked(spec: dataclasses.Field[Any], value: Any) -> Any:
     return value
 
 
+def parse_json(text: str, **hooks: Any) -> Any:
+    """Return the value of a JSON text, as `json.loads`.
+
+    Raises:
+        ValueError: it is not JSON, or has a number that is not finite or above the largest float.
+    """
+
+    def refuse(number: str) -> NoReturn:
+        raise ValueError(f"{number} is not a number of JSON")
+
+    def finite(number: str) -> float:
+        if math.isinf(value := float(number)):
+            raise ValueError(f"{number} is not a finite number of 64 bits")
+        return value
+
+    return json.loads(text, parse_constant=refuse, parse_float=finite, **hooks)
+
+
 def parse_json_object(name: str, text: str, example: str) -> dict[str, Any]:
     """Parse the JSON object of an option.
 
@@ -119,11 +138,8 @@ def parse_json_object(name: str, text: str, example: str) -> dict[str, Any]:
             raise InvalidArgument(f"{name}.{shorten(twice)}", "is given twice")
         return members
 
-    def refuse(number: str) -> NoReturn:
-        raise ValueError(f"{number} is not a number of JSON")
-
     try:
-        values = json.loads(text, object_pairs_hook=once_each, parse_constant=refuse)
+        values = parse_json(text, object_pairs_hook=once_each)
     except (ValueError, RecursionError) as error:
         if isinstance(error, InvalidArgument):
             raise

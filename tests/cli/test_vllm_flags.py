@@ -263,8 +263,8 @@ def test_single_keys_of_the_command_line_override_those_of_a_file(serve, file, t
 
 
 def test_a_value_that_is_not_json_is_text(serve):
-    found, _ = parse(serve, "--hf-overrides.a", "NaN", "--hf-overrides.b=-Infinity", "m")
-    assert json.loads(found["hf_overrides"]) == {"a": "NaN", "b": "-Infinity"}
+    found, _ = parse(serve, "--hf-overrides.a", "NaN", "--hf-overrides.b=-Infinity", "--hf-overrides.c=1e400", "m")
+    assert json.loads(found["hf_overrides"]) == {"a": "NaN", "b": "-Infinity", "c": "1e400"}
 
 
 def test_commands_share_a_file(file):
@@ -320,6 +320,7 @@ def test_commands_share_a_file(file):
         ("memory-utilization: .nan", "memory-utilization: invalid float value: '.nan'"),
         ("hf-overrides: {a: {b: 2024-01-01}}", "hf-overrides: is not JSON"),
         ("hf-overrides: &a {b: *a}", "hf-overrides: is not JSON"),
+        ("<<: {api-key: 0123}", "<<: merge keys of YAML are not supported"),
         ("- port", "--config: is not a YAML mapping of options, such as `max-model-len: 4096`"),
         ("port: [", "--config: is not YAML"),
     ],
