@@ -230,6 +230,36 @@ def test_secrets_and_the_paths_of_their_files_are_hidden():
             '{"kv_connector_extra_config":{"url":"redis://me:pw@kv","to":"a@b","secret_access_key":"x\\"y","n":1}}',
             '{"kv_connector_extra_config":{"url":"redis://kv","to":"a@b","secret_access_key":"(set)","n":1}}',
         ),
+        (
+            "hf_overrides",
+            '{"password":12345,"a":[{"passwords":["x"],"secret":{"value":1}}],"auth":true,"token":null,"apiKeys":["x"]}',
+            '{"password":"(set)","a":[{"passwords":"(set)","secret":"(set)"}],"auth":"(set)","token":null,'
+            '"apiKeys":"(set)"}',
+        ),
+        (
+            "hf_overrides",
+            '{"Authorization": "Bearer x", "db-pwd": 1, "aws_access_key_id": "AK", "u": "https://h?a=1&sig=xyz"}',
+            '{"Authorization": "(set)", "db-pwd": "(set)", "aws_access_key_id": "(set)", "u": "https://h?a=1&sig=(set)"}',
+        ),
+        (
+            "hf_overrides",
+            '{"bos_token_id": 1, "num_key_value_heads": 2, "num_speculative_tokens": 4.0, "monkey": 1}',
+            '{"bos_token_id": 1, "num_key_value_heads": 2, "num_speculative_tokens": 4.0, "monkey": 1}',
+        ),
+        (
+            "otlp_traces_endpoint",
+            "https://h/p?key=1&pwd=2#access_token=3",
+            "https://h/p?key=(set)&pwd=(set)#access_token=(set)",
+        ),
+        ("otlp_traces_endpoint", "https://h?u=http://i?auth=2", "https://h?u=http://i?auth=(set)"),
+        ("otlp_traces_endpoint", "redis://me:pa/ss@kv:6379/0", "redis://kv:6379/0"),
+        ("otlp_traces_endpoint", "http://kv:80/a@b", "http://kv:80/a@b"),
+        ("otlp_traces_endpoint", "me:pass@kv:6379", "kv:6379"),
+        ("prefill_target", ("a:1", "me:pass@b:2"), "a:1, b:2"),
+        ("chat_template", "{{ x }}\n", "{{ x }} (8 characters)"),
+        ("chat_template", "/templates/chat.jinja", "/templates/chat.jinja"),
+        ("chat_template", "{% if tools %}\n" + 80 * "{{ x }}\n", "{% if tools %} (655 characters)"),
+        ("chat_template", 20 * "{{ x }}", f"{(20 * '{{ x }}')[:57]}... (140 characters)"),
     ],
 )
 def test_urls_are_shown_without_credentials(name, given, want):

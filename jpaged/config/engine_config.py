@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,7 +27,7 @@ from jpaged.config.engine_options import (
     SchedulerOptions,
     StartupOptions,
 )
-from jpaged.config.option import checked, declare_section, is_json, without_credentials
+from jpaged.config.option import checked, declare_section, is_secret_name, shorten, without_credentials
 from jpaged.config.server_options import (
     AccessOptions,
     HttpOptions,
@@ -65,7 +64,6 @@ _SECRETS = (
     *("api_keys", "tls_key", "cluster_secret_file", "prefill_api_key_file", "prefill_tls_key"),
 )
 """Options that are secrets, and files of secrets; certificates are public."""
-_SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|KEY|HEADERS)(_|$)")
 MIN_SECRET_BYTES = 16
 """Short secrets could be found by brute force from an observed handshake."""
 PROCESS_OPTIONS = (
@@ -284,7 +282,8 @@ class EngineConfig:
     def explain(self) -> list[tuple[str, str, str]]:
         """Return (option, value, source) for every option; the values of a resolved configuration are final.
 
-        Secrets and the paths of their files are shown as `(set)`, and URLs without credentials.
+        Secrets and the paths of their files are shown as `(set)`, URLs without credentials, and a chat template by its
+        first characters and its size.
         """
         rows = []
         for name, section, spec in iter_options():
@@ -293,7 +292,7 @@ class EngineConfig:
             if given and name in _SECRETS:
                 value = "(set)"
             elif isinstance(value, str):
-                value = without_credentials(value, is_json=is_json(spec))
+                value = without_credentials(value if name != "chat_template" else _template_start(value))
             elif isinstance(value, float):
                 value = round(value, 6)
             unit = f" {spec.metadata['unit']}" if spec.metadata["unit"] and value is not None else ""
@@ -421,8 +420,19 @@ def explain_environment() -> list[tuple[str, str | None, str]]:
     rows = []
     for name, text in {**ENVIRONMENT, **dict.fromkeys(others, "")}.items():
         value = os.environ.get(name)
-        rows.append((name, "(set)" if value and _SECRET.search(name) else value and without_credentials(value), text))
+        if value:
+            value = "(set)" if any(map(is_secret_name, name.split("_"))) else without_credentials(value)
+        rows.append((name, value, text))
     return rows
+
+
+def _template_start(text: str) -> str:
+    """Return the first characters of a chat template and its size; a path of a file as it is."""
+    is_short = len(text) <= 60 and "\n" not in text
+    if is_short or not {*"{}\n"}.intersection(text):
+        return text
+    first_line = text.strip().partition("\n")[0]
+    return f"{shorten(first_line)} ({len(text)} characters)"
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:

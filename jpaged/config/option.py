@@ -16,11 +16,26 @@ from jpaged.types import require_whole_characters
 
 JsonText = str
 """A JSON object as text; in Python, the object itself may be given."""
-_USER = re.compile(r"(?<=://)[^/?#\s\"]*@")
-_SECRET_NAME = r"(?:password|passwd|secret|token|signature|credentials?|(?:api|access|account|secret|private)[_-]?key)"
-_QUERY = re.compile(rf"([?&][^=&#\s]*{_SECRET_NAME}=)[^&#\s,\"]+", re.IGNORECASE)
-_MEMBER = re.compile(rf'("[^"\\]*{_SECRET_NAME}"\s*:\s*)"(?:[^"\\]|\\.)+"', re.IGNORECASE)
-"""User of a URL, and secrets as parameters of a query and as members of a JSON object."""
+_SECRET_NAME = re.compile(
+    r"password|passwd|passphrase|pwd|secret|credential"
+    r"|(?:token|jwt|signature|authorization|(?:(?:api|access|auth|refresh)[_-]?token|(?:api|access|account)[_-]?key)s"
+    r"|(?:api|access|account|private)[_-]?key|access[_-]?key[_-]?id"
+    r"|(?<![a-z])(?:keys?|pass|sig|auth|headers))[_-]?\d*$",
+    re.IGNORECASE,
+)
+"""Names whose values are secrets: words that occur anywhere in them, and words at their end."""
+_USER = re.compile(
+    r'(?<=://)[^/?#\s"]*@'
+    r'|(?<=://)[^/?#\s":@\[]+:(?!\d*(?:[/?#,\s"]|$))[^\s",]*@'
+    r'|(?<![^\s",;=])[^\s"/:@,;=]+:(?!//)[^\s"@,]*@(?=[\w\[])'
+)
+"""User and password of a URL, those with a slash (if no port is there), and those of an address without a scheme."""
+_PAIR = re.compile(
+    r"""(?<![^\s?&#;,"'])([^\s?&#;,"'=]+)=("[^"]*"?|(?:(?:bearer|basic)\s+)?[^\s&#;,"]+)""", re.IGNORECASE
+)
+_MEMBER = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:\s*)("(?:[^"\\]|\\.)*"?|[^\s,}\]]+)')
+"""A name with its value, in a URL or in a list of pairs, and a member of a JSON object."""
+_HIDDEN = "(set)"
 PathKind = Literal["", "file", "folder", "new file", "new folder"]
 """Kind of a path, for shell completion; new files and folders are created."""
 
@@ -149,14 +164,46 @@ def parse_json_object(name: str, text: str, example: str) -> dict[str, Any]:
     return values
 
 
-def without_credentials(text: str, *, is_json: bool = False) -> str:
-    """Return the text of an option, for messages, without the users and passwords of URLs.
+def is_secret_name(name: str) -> bool:
+    """Return True if the name of a value looks as if the value is a secret: password, api_key, X-Amz-Signature."""
+    return _SECRET_NAME.search(name) is not None
 
-    The values of parameters of a query, and of members of a JSON object, whose names end in password, secret, token,
-    api_key and the like are replaced by `(set)`.
+
+def without_credentials(text: str) -> str:
+    """Return the text of an option or variable, for messages, without the users and passwords of URLs.
+
+    The values of secret names (`is_secret_name`) are replaced by `(set)`: of parameters and fragments of URLs, of
+    `name=value` in lists, and of members of JSON objects at any depth, of any type except null.
     """
-    text = _QUERY.sub(r"\1(set)", _USER.sub("", text))
-    return _MEMBER.sub(r'\1"(set)"', text) if is_json else text
+    if text.lstrip()[:1] in ("{", "["):
+        try:
+            values = json.loads(text)
+            shown = _without_secrets(values)
+        except (ValueError, RecursionError):
+            pass  # a text that only looks like JSON
+        else:
+            separators = (", ", ": ") if '": ' in text else (",", ":")
+            return text if shown == values else json.dumps(shown, ensure_ascii=False, separators=separators)
+    return _PAIR.sub(_shown_pair, _MEMBER.sub(_shown_member, _USER.sub("", text)))
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            without_credentials(name): _HIDDEN if is_secret_name(name) and one is not None else _without_secrets(one)
+            for name, one in value.items()
+        }
+    if isinstance(value, list):
+        return [_without_secrets(one) for one in value]
+    return without_credentials(value) if isinstance(value, str) else value
+
+
+def _shown_pair(pair: re.Match[str]) -> str:
+    return f"{pair[1]}={_HIDDEN if is_secret_name(pair[1]) else _PAIR.sub(_shown_pair, pair[2])}"
+
+
+def _shown_member(member: re.Match[str]) -> str:
+    return f'"{member[1]}"{member[2]}"{_HIDDEN}"' if is_secret_name(member[1]) else member[0]
 
 
 def shorten(text: str) -> str:

@@ -332,7 +332,14 @@ def test_variables_are_told_and_secrets_are_not(monkeypatch):
     monkeypatch.setenv("JPAGED_CACHE_DIR", "/some/folder")
     monkeypatch.delenv("JPAGED_TRACEBACK", raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "https://me:pass@mirror/hub")
+    monkeypatch.setenv("SLURM_JWT", "eyJ.x.y")
+    monkeypatch.setenv("OMPI_DB_PASS", "x")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=a,apikey=x,authorization=Bearer y,n=1")
+    monkeypatch.setenv("JAX_SETTINGS", '{"password":0x1,"b":2}')
     told = {name: value for name, value, _ in explain_environment()}
+    assert (told["SLURM_JWT"], told["OMPI_DB_PASS"]) == ("(set)", "(set)")
+    assert told["OTEL_RESOURCE_ATTRIBUTES"] == "service.name=a,apikey=(set),authorization=(set),n=1"
+    assert told["JAX_SETTINGS"] == '{"password":"(set)","b":2}'  # not JSON
     assert (told["HF_TOKEN"], told["JPAGED_CACHE_DIR"], told["JPAGED_TRACEBACK"]) == ("(set)", "/some/folder", None)
     assert told["HF_ENDPOINT"] == "https://mirror/hub"
     assert (told["JPAGED_API_KEY"], told["TOKENIZERS_PARALLELISM"]) == ("(set)", "true")
