@@ -253,6 +253,8 @@ def test_secrets_and_the_paths_of_their_files_are_hidden():
         ),
         ("otlp_traces_endpoint", "https://h?u=http://i?auth=2", "https://h?u=http://i?auth=(set)"),
         ("otlp_traces_endpoint", "redis://me:pa/ss@kv:6379/0", "redis://kv:6379/0"),
+        ("otlp_traces_endpoint", "redis://:pa/ss@kv", "redis://kv"),
+        ("otlp_traces_endpoint", "a=b=key=c=d,jdbc:db://me:pass@h", "a=b=key=(set),jdbc:db://h"),
         ("otlp_traces_endpoint", "http://kv:80/a@b", "http://kv:80/a@b"),
         ("otlp_traces_endpoint", "me:pass@kv:6379", "kv:6379"),
         ("prefill_target", ("a:1", "me:pass@b:2"), "a:1, b:2"),

@@ -26,12 +26,12 @@ _SECRET_NAME = re.compile(
 """Names whose values are secrets: words that occur anywhere in them, and words at their end."""
 _USER = re.compile(
     r'(?<=://)[^/?#\s"]*@'
-    r'|(?<=://)[^/?#\s":@\[]+:(?!\d*(?:[/?#,\s"]|$))[^\s",]*@'
-    r'|(?<![^\s",;=])[^\s"/:@,;=]+:(?!//)[^\s"@,]*@(?=[\w\[])'
+    r'|(?<=://)[^/?#\s":@\[]*:(?!\d*(?:[/?#,\s"]|$))[^\s",]*@'
+    r'|(?<![^\s",;=])[^\s"/:@,;=]+:(?![^\s",]*//)[^\s",]*@(?=[\w\[])'
 )
 """User and password of a URL, those with a slash (if no port is there), and those of an address without a scheme."""
 _PAIR = re.compile(
-    r"""(?<![^\s?&#;,"'])([^\s?&#;,"'=]+)=("[^"]*"?|(?:(?:bearer|basic)\s+)?[^\s&#;,"]+)""", re.IGNORECASE
+    r"""(?<![^\s?&#;,"'=])([^\s?&#;,"'=]+)=(?=("[^"]*"?|(?:(?:bearer|basic)\s+)?[^\s&#;,"]+))""", re.IGNORECASE
 )
 _MEMBER = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:\s*)("(?:[^"\\]|\\.)*"?|[^\s,}\]]+)')
 """A name with its value, in a URL or in a list of pairs, and a member of a JSON object."""
@@ -184,7 +184,7 @@ def without_credentials(text: str) -> str:
         else:
             separators = (", ", ": ") if '": ' in text else (",", ":")
             return text if shown == values else json.dumps(shown, ensure_ascii=False, separators=separators)
-    return _PAIR.sub(_shown_pair, _MEMBER.sub(_shown_member, _USER.sub("", text)))
+    return _without_pairs(_MEMBER.sub(_shown_member, _USER.sub("", text)))
 
 
 def _without_secrets(value: Any) -> Any:
@@ -198,8 +198,13 @@ def _without_secrets(value: Any) -> Any:
     return without_credentials(value) if isinstance(value, str) else value
 
 
-def _shown_pair(pair: re.Match[str]) -> str:
-    return f"{pair[1]}={_HIDDEN if is_secret_name(pair[1]) else _PAIR.sub(_shown_pair, pair[2])}"
+def _without_pairs(text: str) -> str:
+    shown, end = "", 0
+    for pair in _PAIR.finditer(text):
+        if pair.start() >= end and is_secret_name(pair[1]):
+            shown += text[end : pair.end()] + _HIDDEN
+            end = pair.end(2)
+    return shown + text[end:]
 
 
 def _shown_member(member: re.Match[str]) -> str:
