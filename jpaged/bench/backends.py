@@ -166,7 +166,7 @@ class OpenAIBackend:
             text = choice.get("text")
         else:
             delta = choice.get("delta") or {}
-            text = delta.get("content") or delta.get("reasoning_content")
+            text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
         if text:
             return str(text)
         # A token may have no text (half a character): it counts, unless it is in the final message.

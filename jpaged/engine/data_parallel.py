@@ -357,7 +357,15 @@ class DataParallelEngine:
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
         parts = [engine.reset_prefix_cache() for engine in self._engines]
-        _when_all_are_done(parts, lambda: future.set_result(sum(part.result() for part in parts)))
+
+        def all_are_done() -> None:
+            errors = [error for part in parts if (error := part.exception()) is not None]
+            if errors:
+                future.set_exception(errors[0])
+            else:
+                future.set_result(sum(part.result() for part in parts))
+
+        _when_all_are_done(parts, all_are_done)
         return future
 
     def call_soon(self, command: Callable[[], None]) -> Future[None]:

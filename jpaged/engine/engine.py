@@ -356,11 +356,23 @@ class Engine:
         Blocks of requests in flight and of pinned prefixes stay cached.
 
         Returns:
-            the number of blocks, in device and host memory, whose prefixes were dropped, once they are.
+            the number of blocks, in device and host memory, whose prefixes were dropped, once they are; or the error:
+            Unavailable if the engine has ended.
         """
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
-        self._thread.call_soon(lambda: future.set_result(0 if self.prefixes is None else self.prefixes.reset()))
+        counts: list[int] = []
+        reset = self.call_soon(lambda: counts.append(0 if self.prefixes is None else self.prefixes.reset()))
+
+        def finish(done: Future[None]) -> None:
+            if done.cancelled():
+                future.set_exception(Unavailable("the engine has ended"))
+            elif (error := done.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(counts[0])
+
+        reset.add_done_callback(finish)
         return future
 
     def call_soon(self, command: Callable[[], None]) -> Future[None]:

@@ -10,9 +10,10 @@ health, version, metrics, and /v1/models with the served model and the adapters 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -33,10 +34,19 @@ from jpaged.http.batches.job import BatchJobRunner
 from jpaged.http.batches.routes import batch_routes
 from jpaged.http.completions import EventStream, TokenTexts, answer_job, completion_routes, parse_job
 from jpaged.http.embeddings import answer_scoring, scoring_routes, token_routes
-from jpaged.http.exchange import JSON, REQUEST_ID_HEADER, body_in, build_response, error_for, is_anthropic
+from jpaged.http.exchange import (
+    IGNORED_FIELDS_HEADER,
+    JSON,
+    REQUEST_ID_HEADER,
+    body_in,
+    build_response,
+    error_for,
+    is_anthropic,
+    read_body,
+)
 from jpaged.http.responses import message_routes, response_routes
 from jpaged.openai.embeddings import embed_job, rerank_job, score_job
-from jpaged.openai.request import chat_job, completion_job, name_in
+from jpaged.openai.request import adapter_in, chat_job, completion_job
 from jpaged.service.calls import is_name
 from jpaged.service.service import Service
 from jpaged.telemetry.metrics import EngineCollector
@@ -180,20 +190,22 @@ def control_routes(service: Service) -> list[Route]:
     """Return vLLM's routes that change the server: adapters, and the prefix cache."""
 
     async def load_lora_adapter(request: Request) -> Response:
-        body, _ = await body_in(service, request)
-        name = _required(body, "lora_name")
-        if body.get("load_inplace"):
-            raise InvalidArgument("load_inplace", "True is not supported: unload the adapter first")
-        await service.load_adapter(name, _required(body, "lora_path"))
+        given = await read_body(service, request, lambda body: adapter_in("/v1/load_lora_adapter", body))
+        name = given["lora_name"]
+        with _naming_adapter():
+            await service.load_adapter(name, given["lora_path"])
         return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
     async def unload_lora_adapter(request: Request) -> Response:
-        body, _ = await body_in(service, request)
-        name = _required(body, "lora_name")
-        service.unload_adapter(name)
-        return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")
+        given = await read_body(service, request, lambda body: adapter_in("/v1/unload_lora_adapter", body))
+        service.unload_adapter(given["lora_name"])
+        return PlainTextResponse(f"Success: LoRA adapter {given['lora_name']!r} removed successfully.")
 
     async def reset_prefix_cache(request: Request) -> Response:
+        _require_no_foreign_page(request, service.state.config.http.http_cors_origins)
+        for name, value in request.query_params.items():
+            if value.lower() not in ("false", "0"):
+                raise InvalidArgument(name[:80], f"{value[:80]!r} is not supported: blocks in use stay cached")
         model = service.controlled("ResetPrefixCache", "", service.state.serving())
         await asyncio.wrap_future(model.engine.reset_prefix_cache())
         return Response()
@@ -206,11 +218,21 @@ def control_routes(service: Service) -> list[Route]:
     return [Route(path, answer, methods=["POST"]) for path, answer in routes.items()]
 
 
-def _required(body: Mapping[str, Any], field: str) -> str:
-    """Return the name in a field of a body; raise InvalidArgument if it is absent or empty."""
-    if not (name := name_in(body, field)):
-        raise InvalidArgument(field, "is missing or empty")
-    return name
+@contextlib.contextmanager
+def _naming_adapter() -> Iterator[None]:
+    """Rename the fields in errors of an adapter to those of vLLM's bodies."""
+    try:
+        yield
+    except InvalidArgument as error:
+        names = {"name": "lora_name", "path": "lora_path"}
+        raise type(error)(names.get(error.field, error.field), error.problem) from error
+
+
+def _require_no_foreign_page(request: Request, allowed: Sequence[str]) -> None:
+    """Reject a request that a page of another site sends: without a body, browsers send it without asking first."""
+    origin = request.headers.get("origin")
+    if origin is not None and origin not in allowed and "*" not in allowed:
+        raise PermissionDenied(f"origin: {origin[:80]!r} is not one of http_cors_origins")
 
 
 def operator_routes(service: Service) -> list[Route]:
@@ -325,7 +347,7 @@ def make_app(service: Service, gate: Authenticator, batches: BatchJobRunner | No
             allow_origins=origins,
             allow_methods=("*",),
             allow_headers=("*",),
-            expose_headers=(REQUEST_ID_HEADER, "request-id", "retry-after", "retry-after-ms"),
+            expose_headers=(REQUEST_ID_HEADER, "request-id", IGNORED_FIELDS_HEADER, "retry-after", "retry-after-ms"),
         )
     return _Named(guarded, (service.state.config.http.root_path or "").rstrip("/"))
 

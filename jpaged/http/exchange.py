@@ -55,6 +55,7 @@ TIMEOUT_HEADER = "x-request-timeout"
 """Header of the request's timeout in seconds; then it ends with DEADLINE_EXCEEDED."""
 IGNORED_FIELDS_HEADER = "x-jpaged-ignored-fields"
 """Header of a response that names the unknown fields of the request, which were ignored."""
+_MAX_HEADER_CHARS = 1000
 MAX_TIMEOUT_S = 86400.0
 
 
@@ -170,7 +171,8 @@ def note_ignored_fields(service: Service, request: Request, body: Mapping[str, A
     """Count the unknown fields of a body that were ignored, and name them in a header of the response."""
     if isinstance(body, LenientBody) and body.ignored:
         service.state.loaded().ignored_fields.add(body.ignored)
-        get_answer_headers(request)[IGNORED_FIELDS_HEADER] = ", ".join(ascii(name)[1:-1] for name in body.ignored)
+        names = ", ".join(ascii(name)[1:-1] for name in body.ignored)
+        get_answer_headers(request)[IGNORED_FIELDS_HEADER] = names[:_MAX_HEADER_CHARS]
 
 
 async def _read_content(service: Service, request: Request) -> bytes:

@@ -352,6 +352,13 @@ OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
     },
     "/tokenize": {},
     "/detokenize": {},
+    "/v1/load_lora_adapter": {
+        "load_inplace": only(False, advice="unload the adapter first"),
+        "lora_int_id": hint(int),
+        "base_model_name": hint(str),
+        "is_3d_lora_weight": hint(bool),
+    },
+    "/v1/unload_lora_adapter": {"lora_int_id": hint(int)},
 }
 """Rows for one path, which take precedence over `EVERYWHERE`. Each path handles its other fields itself."""
 
@@ -365,7 +372,7 @@ _NEUTRAL_FIELDS = {path: neutral_fields(path) for path in OF_PATH}
 
 
 class LenientBody(dict[str, Any]):
-    """A body whose unknown fields are noted instead of refused, except fields of completions and chats.
+    """A body whose unknown fields are noted instead of refused, except those that another path reads.
 
     Attributes:
         ignored: unknown fields, at most 16 of them: `seeed`, or `messages.nickname` for any message.
@@ -401,7 +408,7 @@ def own_fields(path: str, body: Mapping[str, Any], own: Iterable[str]) -> dict[s
         if name in known:
             found[name] = value
         elif (row := neutral.get(name)) is None:
-            if isinstance(body, LenientBody) and name not in OF_COMPLETIONS | OF_CHATS:
+            if isinstance(body, LenientBody) and name not in OF_ANY:
                 body.ignore(name)
             else:
                 problems[name] = "is not supported"
@@ -459,6 +466,18 @@ _SHARED = {
 _SAMPLING = {f.name for f in request_fields()} - {"logprobs"}
 OF_COMPLETIONS = {*_SAMPLING, *_SHARED, "prompt", "logprobs"}
 OF_CHATS = {*_SAMPLING, *_SHARED, *CHAT_FIELDS, "logprobs", "top_logprobs", "max_completion_tokens"}
+OF_ADAPTERS = {"lora_name", "lora_path"}
+OF_ANY = frozenset(
+    {
+        *(OF_COMPLETIONS | OF_CHATS | OF_ADAPTERS),
+        *("input", "instructions", "max_output_tokens", "text", "include"),
+        *("system", "stop_sequences", "thinking", "output_config", "output_format", "metadata", "context_management"),
+        *("pooling", "encoding_format", "dimensions", "normalize", "use_activation", "continuations"),
+        *("text_1", "text_2", "data_1", "data_2", "queries", "items", "query", "documents", "top_n"),
+        *("return_documents", "tokens", "return_token_strs"),
+    }
+)
+"""Fields that some path reads."""
 TRUNCATION_SIDES = ("left", "right")
 _TEXTS = {"stop", "bad_words"}
 """Lists of texts, of which one may stand by itself."""
@@ -797,6 +816,21 @@ def name_in(body: Mapping[str, Any], field: str) -> str | None:
     if name is not None and not isinstance(name, str):
         raise InvalidArgument(field, f"{shown(name)} is not a string")
     return name
+
+
+def adapter_in(path: str, given: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fields of a body of /v1/load_lora_adapter, or of /v1/unload_lora_adapter.
+
+    Raises:
+        InvalidArgument: a field is missing, empty, or cannot be honored.
+    """
+    names = ("lora_name", "lora_path") if path == "/v1/load_lora_adapter" else ("lora_name",)
+    body = own_fields(path, given, names)
+    found = {name: name_in(body, name) or "" for name in names}
+    for name, value in found.items():
+        if not value:
+            raise InvalidArgument(name, "is missing or empty")
+    return found
 
 
 def truncation_side_in(body: Mapping[str, Any]) -> Any:

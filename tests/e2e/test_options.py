@@ -34,6 +34,7 @@ from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.kernels.paged_attention.api import IMPLEMENTATIONS
 from jpaged.llm import LLM, TokensPrompt
 from jpaged.server_load import EngineLoad
+from jpaged.service.chat.template import ToolAwareTokenizer
 from jpaged.types import SamplingParams
 from tests.e2e.rig import chosen_logprobs, engine_of, generate, open_llm, random_prompts, write_model
 from tests.server.option_values import SERVER_VALUES
@@ -325,11 +326,11 @@ def test_the_chat_template_gets_mapped_reasoning_efforts(tmp_path: Path) -> None
     template.write_text("{{ messages[0].content }} {{ reasoning_effort }}")
     options = ModelOptions(chat_template=str(template), reasoning_effort_map='{"medium": "low", "xhigh": "max"}')
     tokenizer = find_source(options).tokenizer
+    assert isinstance(tokenizer, ToolAwareTokenizer)
     for effort, want in (("medium", "low"), ("xhigh", "max"), ("high", "high")):
         chat = ChatOptions(reasoning=ReasoningOptions(effort=effort))
-        assert (
-            tokenizer.decode(tokenizer.chat_ids([{"role": "user", "content": "a"}], chat, max_bytes=99)) == f"a {want}"
-        )
+        token_ids = tokenizer.chat_ids([{"role": "user", "content": "a"}], chat, max_bytes=99)
+        assert tokenizer.decode(token_ids) == f"a {want}"
 
 
 @flips("default_chat_template_kwargs", "chat_template_content_format")

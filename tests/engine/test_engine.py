@@ -366,6 +366,15 @@ def test_a_stop_that_a_step_reads_from_the_inbox_ends_the_loop():
     engine.stop()
 
 
+def test_a_reset_of_the_prefix_cache_ends_with_the_engine():
+    h = make(True)
+    h.engine.start()
+    h.engine.fail(RuntimeError("a fault"))
+    h.engine._thread._thread.join(timeout=60)
+    with pytest.raises(Unavailable, match="the engine has ended"):
+        h.engine.reset_prefix_cache().result(timeout=0)
+
+
 def test_overlap_reaches_the_device_before_the_last_results_are_read():
     order = []
 

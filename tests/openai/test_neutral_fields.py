@@ -1,21 +1,26 @@
 """Bodies with the defaults of other servers are read as bodies without them, on every path."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from docs.site.vllm_fields import OWN
 from jpaged.anthropic import MessagesRequest, parse_messages_request
 from jpaged.errors import InvalidArgument
 from jpaged.openai.embeddings import embed_job, parse_detokenize_job, parse_tokenize_job, rerank_job, score_job
 from jpaged.openai.lines import BadLine, parse_job, parse_request_line
 from jpaged.openai.request import (
     EVERYWHERE,
+    OF_ADAPTERS,
+    OF_ANY,
     OF_PATH,
     Job,
     LenientBody,
     Neutral,
+    adapter_in,
     chat_job,
     completion_job,
     neutral_fields,
@@ -34,6 +39,11 @@ READERS: dict[str, tuple[Callable[[Mapping[str, Any]], Any], dict[str, Any]]] = 
     "/v1/rerank": (rerank_job, {"query": "x", "documents": ["y"]}),
     "/tokenize": (parse_tokenize_job, {"prompt": "x"}),
     "/detokenize": (parse_detokenize_job, {"tokens": [1]}),
+    "/v1/load_lora_adapter": (
+        functools.partial(adapter_in, "/v1/load_lora_adapter"),
+        {"lora_name": "a", "lora_path": "b"},
+    ),
+    "/v1/unload_lora_adapter": (functools.partial(adapter_in, "/v1/unload_lora_adapter"), {"lora_name": "a"}),
 }
 SAMPLES: dict[type, tuple[Any, ...]] = {
     bool: (True, False),
@@ -208,9 +218,15 @@ def test_an_unknown_field_of_a_message_is_noted_once_and_known_ones_are_still_ch
 
 
 def test_a_field_of_another_path_is_refused_by_a_lenient_body_too() -> None:
-    read, body = READERS["/v1/completions"]
-    with pytest.raises(InvalidArgument, match=r"^tools: is not supported"):
-        read(LenientBody({**body, "tools": []}))
+    assert set().union(*OWN.values(), OF_ADAPTERS) == OF_ANY
+    for path, (read, body) in READERS.items():
+        for name in OF_ANY - set(OWN.get(path, OF_ADAPTERS)) - neutral_fields(path).keys():
+            with pytest.raises(InvalidArgument) as refused:
+                read(LenientBody({**body, name: "x"}))
+            assert name in (refused.value.field, *refused.value.problem.split("; ")[-1:]), (path, name)
+    embed, body = READERS["/v1/embeddings"]
+    with pytest.raises(InvalidArgument, match=r"^input: is not supported"):
+        embed(LenientBody({**body, "messages": MESSAGES}))
 
 
 def test_the_names_of_unknown_fields_are_bounded() -> None:

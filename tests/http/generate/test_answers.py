@@ -221,11 +221,13 @@ async def test_adapters_are_loaded_and_unloaded_by_the_paths_of_vllm(tmp_path: A
             ({"lora_name": "three"}, 400),
             ({**loaded, "load_inplace": True}, 400),
             ({**loaded, "lora_path": str(tmp_path / "none")}, 400),
-            (loaded, 200),
+            ({**loaded, "lora_int_id": 3, "load_inplace": False}, 200),
             (loaded, 409),
         ):
             answer = await client.post("/v1/load_lora_adapter", json=body)
             assert answer.status_code == status, (body, answer.text)
+            if status == 400:
+                assert answer.json()["error"]["param"] in ("lora_path", "load_inplace")
         assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["fake", "three"]
         for status in (200, 404):
             answer = await client.post("/v1/unload_lora_adapter", json={"lora_name": "three"})
@@ -241,7 +243,10 @@ async def test_the_prefix_cache_is_reset() -> None:
             for _ in range(2):
                 usage = (await client.post("/v1/completions", json=how)).json()["usage"]
                 cached.append(usage["prompt_tokens_details"]["cached_tokens"])
-            assert (await client.post("/reset_prefix_cache")).status_code == 200
+            assert (await client.post("/reset_prefix_cache?reset_external=false")).status_code == 200
+        assert (await client.post("/reset_prefix_cache?reset_running_requests=true")).status_code == 400
+        foreign = await client.post("/reset_prefix_cache", headers={"origin": "https://example.org"})
+        assert foreign.status_code == 403
     assert cached[0] == cached[2] == 0 < cached[1] == cached[3]
 
 
