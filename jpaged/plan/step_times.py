@@ -301,13 +301,13 @@ class PlannedStepTimes:
         return link_bytes / (self.target.hardware.link_bytes_per_s * LINK_EFFICIENCY) + max(hops, 2) * HOP_S
 
     def _sums_s(self, num_tokens: int, products_s: float) -> float:
-        """Return the seconds during which devices only sum, of a step with these matrix products."""
+        """Return the seconds during which devices only sum, of a step with these matrix products; 0 if unknown."""
         n, num_layers = self.roofline.num_devices, self.roofline.shape.num_layers
         if n == 1:
             return 0.0
         link_bytes = 2 * (n - 1) / n * num_tokens * self.hidden_size * self.number_bytes
         whole_s, parts = self.exchange_s(link_bytes), num_column_parts(num_tokens, self.hidden_size)
-        if self.matrices is None or parts == 1:
+        if self.matrices is None or parts == 1 or products_s == 0.0:
             return (2 * num_layers + 1) * whole_s
         part_s = self.exchange_s(link_bytes / parts)
         share = products_s / parts / self.roofline.shape.num_params

@@ -187,6 +187,8 @@ def test_sums_in_parts_take_what_products_do_not_hide() -> None:
         sums_s = [one.step_times(COUNTED).parts(load).sums_s for one in (whole, parts)]
         assert (sums_s[1] < sums_s[0] / 2) == (num_rows == 64)
         assert (sums_s[1] == sums_s[0]) == (num_rows == 32)
+        uncounted = [dataclasses.replace(one.step_times(COUNTED), counted=None) for one in (whole, parts)]
+        assert uncounted[0].parts(load).sums_s == uncounted[1].parts(load).sums_s
 
 
 def test_products_of_a_long_step_take_seven_tenths_of_the_peak() -> None:

@@ -161,6 +161,7 @@ def test_a_long_compilation_does_not_delay_a_release(
     try:
         release.join(TIMEOUT_S)
         assert not (release.is_alive() or ended.is_set())
+        assert program_registry.is_compiling()
     finally:
         gate.set()
     for threads in store._threads:
