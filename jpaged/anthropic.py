@@ -163,12 +163,10 @@ class MessagesRequest:
         For chat templates that reject them. The prompt before each stays as it was, and so do its cached blocks.
         """
         (prompt,) = self.job.prompts
-        messages: list[dict[str, Any]] = []
-        for i, message in enumerate(prompt.messages or ()):
-            one = dict(message)
-            if i in self.late_systems:
-                one = {"role": "user", "content": f"<system-reminder>\n{one['content']}\n</system-reminder>"}
-            _add_message(messages, one)
+        messages, late = list[dict[str, Any]](), frozenset(self.late_systems)
+        for i, one in enumerate(prompt.messages or ()):
+            reminder = {"role": "user", "content": f"<system-reminder>\n{one['content']}\n</system-reminder>"}
+            _add_message(messages, reminder if i in late else dict(one))
         return replace(self.job, prompts=(replace(prompt, messages=tuple(messages)),))
 
     def renamed(self, error: InvalidArgument) -> InvalidArgument:
@@ -305,7 +303,7 @@ class _Tools:
 
     def hosted_type(self, name: str) -> str | None:
         """Return the type of an ignored tool; None if there is none of this name."""
-        return self._hosted.get(name)
+        return None if name in self._tools else self._hosted.get(name)
 
     def change(self, where: str, block: Mapping[str, Any]) -> None:
         """Apply a block that adds or removes a tool from here on."""
@@ -323,7 +321,7 @@ class _Tools:
             known = "tool_reference or tool_definition" if is_addition else "tool_reference"
             raise InvalidArgument(f"{where}.tool.type", f"{str(kind)[:_MAX_SHOWN]!r} is not {known}")
         name = _string(f"{where}.tool.name", given.get("name"))
-        if name in self._hosted:
+        if self.hosted_type(name) is not None:
             return
         if name not in self._tools:
             raise InvalidArgument(f"{where}.tool.name", f"{name[:_MAX_SHOWN]!r} is the name of none of the tools")
@@ -336,13 +334,16 @@ class _Tools:
         if not isinstance(given, Mapping):
             raise InvalidArgument(where, "must be an object")
         kind = given.get("type") or "custom"
+        if not isinstance(kind, str) or kind == "function":
+            raise InvalidArgument(f"{where}.type", f"{str(kind)[:_MAX_SHOWN]!r} is no type of a tool, such as 'custom'")
         callers = given.get("allowed_callers")
         is_hosted = kind != "custom" or (isinstance(callers, list) and bool(callers) and "direct" not in callers)
         if is_hosted:
             hosted = str(given.get("name") or kind)
-            self._hosted[hosted] = str(kind)
-            what = f"{hosted[:_MAX_SHOWN]!a} of type {str(kind)[:_MAX_SHOWN]!a} is ignored"
-            self.warnings += (f"{where}: {what}: only tools with an input_schema that the client runs are supported",)
+            self._hosted[hosted] = kind
+            what = f"{hosted[:_MAX_SHOWN]!a} of type {kind[:_MAX_SHOWN]!a} is ignored"
+            why = "only tools with an input_schema that the client runs are supported"
+            self.warnings = (*self.warnings, f"{where}: {what}: {why}")[:16]
             return
         _check_fields(where, given, _TOOL_FIELDS)
         _check_cache_control(where, given)
@@ -785,9 +786,9 @@ def tool_use_block(call: ToolCall) -> dict[str, Any]:
 def build_message_answer(how: MessageFormat, output: RequestOutput, num_thinking_tokens: int) -> dict[str, Any]:
     """Return the response of a finished request."""
     (one,) = output.outputs
-    usage = how.usage(output.usage, num_thinking_tokens)
     if how.request.max_tokens == 0:
-        return how.message((), usage) | {"stop_reason": "max_tokens"}
+        return how.message((), how.usage(output.usage, 0)) | {"stop_reason": "max_tokens"}
+    usage = how.usage(output.usage, num_thinking_tokens)
     content: list[dict[str, Any]] = [how.thinking_block(one.reasoning_content)] if one.reasoning_content else []
     if one.text or not (content or one.tool_calls):
         content.append({"type": "text", "text": one.text})
@@ -842,7 +843,7 @@ class MessageEvents:
             yield event_bytes({"type": "message_start", "message": self.how.message((), start)})
         self._usage = event.usage
         is_empty = self.how.request.max_tokens == 0
-        if event.reasoning_content:
+        if event.reasoning_content and not is_empty:
             self.thinking += event.reasoning_content
             yield from self._open(_THOUGHT, {"type": _THOUGHT, "thinking": "", "signature": ""})
             if not self.how.request.omits_thinking:
@@ -850,7 +851,7 @@ class MessageEvents:
         if event.text and not is_empty:
             yield from self._open(_TEXT, {"type": _TEXT, "text": ""})
             yield self._delta(event.text)
-        for piece in event.tool_calls:
+        for piece in () if is_empty else event.tool_calls:
             yield from self._call(piece)
         if event.finish is not None:
             if self._index < 0 and not is_empty:

@@ -155,9 +155,7 @@ async def _serve(config: EngineConfig, multihost: MultiHost | None) -> int:
         return await leading.run(report)
     code = await server.run()
     report.line("stopped")
-    from jpaged.device.compilation.program_registry import is_compiling
-
-    if server.leaves_threads or is_compiling():
+    if server.leaves_threads:
         # They are inside a compiler or a hanging step and cannot be interrupted; a normal exit would wait for them.
         os._exit(code)
     return code

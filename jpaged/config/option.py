@@ -183,7 +183,7 @@ def without_credentials(text: str) -> str:
             pass  # a text that only looks like JSON
         else:
             separators = (", ", ": ") if '": ' in text else (",", ":")
-            return text if shown == values else json.dumps(shown, ensure_ascii=False, separators=separators)
+            return text if shown == values else json_text.dumps(shown, ensure_ascii=False, separators=separators)
     return _without_pairs(_MEMBER.sub(_shown_member, _USER.sub("", text)))
 
 

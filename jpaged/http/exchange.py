@@ -55,7 +55,8 @@ TIMEOUT_HEADER = "x-request-timeout"
 """Header of the request's timeout in seconds; then it ends with DEADLINE_EXCEEDED."""
 IGNORED_FIELDS_HEADER = "x-jpaged-ignored-fields"
 """Header of a response that names the unknown fields of the request, which were ignored."""
-_MAX_HEADER_CHARS = 1000
+MAX_HEADER_CHARS = 1000
+"""Characters of a header that names parts of the request; proxies limit all headers to a few KiB."""
 MAX_TIMEOUT_S = 86400.0
 
 
@@ -172,7 +173,7 @@ def note_ignored_fields(service: Service, request: Request, body: Mapping[str, A
     if isinstance(body, LenientBody) and body.ignored:
         service.state.loaded().ignored_fields.add(body.ignored)
         names = ", ".join(ascii(name)[1:-1] for name in body.ignored)
-        get_answer_headers(request)[IGNORED_FIELDS_HEADER] = names[:_MAX_HEADER_CHARS]
+        get_answer_headers(request)[IGNORED_FIELDS_HEADER] = names[:MAX_HEADER_CHARS]
 
 
 async def _read_content(service: Service, request: Request) -> bytes:
@@ -365,6 +366,6 @@ def build_response(error: JpagedError, scope: Scope, status: int | None = None) 
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
     if is_anthropic(scope):
-        body = anthropic_error(error, scope["state"]["request_id"], status)
+        body = anthropic_error(error, scope["state"]["answer_headers"][REQUEST_ID_HEADER], status)
         return JSON(body, status_code=status or _anthropic_status(error), headers=headers)
     return JSON(error_body(error), status_code=status or get_status_code(error), headers=headers)

@@ -23,7 +23,15 @@ from jpaged.anthropic import (
 )
 from jpaged.errors import InvalidArgument, NotFound
 from jpaged.http.completions import CompletionJob, EventStream, TokenTexts, iter_events, parse_job, run_job
-from jpaged.http.exchange import JSON, anthropic_error, build_answer, error_for, get_answer_headers, while_there
+from jpaged.http.exchange import (
+    JSON,
+    MAX_HEADER_CHARS,
+    anthropic_error,
+    build_answer,
+    error_for,
+    get_answer_headers,
+    while_there,
+)
 from jpaged.openai.request import Job
 from jpaged.openai.responses import ResponseEvents, build_response, parse_responses_request
 from jpaged.service.loaded_model import LoadedModel
@@ -107,16 +115,20 @@ async def _num_tokens(service: Service, text: str) -> int:
     return len(await service.tokenize(lambda: Prompt(text=text), len(text), add_special_tokens=False))
 
 
+_ON_A_THREAD = 1 << 20
+"""Size of work that never runs on the event loop."""
 _WARNING_HEADER = "x-jpaged-warning"
 """Header of fields of a body that were ignored."""
-_MAX_WARNINGS = 16
-_SYSTEM_AFTER_USER = Prompt(
-    messages=[
-        {"role": "system", "content": "a"},
-        {"role": "user", "content": "b"},
-        {"role": "system", "content": "c"},
-        {"role": "user", "content": "d"},
-    ]
+_SYSTEM_AFTER_USER = tuple(
+    Prompt(
+        messages=[
+            {"role": "system", "content": "a"},
+            {"role": "user", "content": "b"},
+            {"role": "system", "content": late},
+            {"role": "user", "content": "d"},
+        ]
+    )
+    for late in ("c", "another text")
 )
 
 
@@ -151,11 +163,12 @@ class _LateSystems:
         self._are_accepted = False
 
     async def are_accepted(self, model: LoadedModel) -> bool:
-        """Return False if the template rejects them."""
+        """Return False if the template rejects them, or leaves them out."""
         if model is not self._model:
             try:
-                await self._service.tokenize(lambda: _SYSTEM_AFTER_USER, None)
-                self._are_accepted = True
+                one = await self._service.tokenize(lambda: _SYSTEM_AFTER_USER[0], None)
+                other = await self._service.tokenize(lambda: _SYSTEM_AFTER_USER[1], None)
+                self._are_accepted = list(one) != list(other)
             except InvalidArgument:
                 self._are_accepted = False
             self._model = model
@@ -176,9 +189,9 @@ def message_routes(service: Service) -> list[Route]:
 
         asked = await parse_job(service, request, read)
         if parsed[-1].late_systems and not await late_systems.are_accepted(asked.model):
-            asked = replace(asked, job=parsed[-1].with_reminders())
+            asked = replace(asked, job=await service.run_blocking(parsed[-1].with_reminders, _ON_A_THREAD))
         if parsed[-1].warnings:
-            get_answer_headers(request)[_WARNING_HEADER] = "; ".join(parsed[-1].warnings[:_MAX_WARNINGS])
+            get_answer_headers(request)[_WARNING_HEADER] = "; ".join(parsed[-1].warnings)[:MAX_HEADER_CHARS]
         return _MessagesCall(asked, parsed[-1])
 
     async def create(request: Request) -> Response | EventStream:

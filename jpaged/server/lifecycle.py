@@ -28,6 +28,7 @@ import faulthandler
 import logging
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +49,7 @@ from jpaged._proto.v1 import (
 )
 from jpaged.access.authenticator import Authenticator
 from jpaged.config import EngineConfig, TimeoutOptions, shows_traces
-from jpaged.engine.executor import Progress
+from jpaged.engine.executor import COMPILER_THREAD, Progress
 from jpaged.errors import EngineHung, InternalError, InvalidArgument, JpagedError, Unavailable, describe_error
 from jpaged.http.port import HttpPort
 from jpaged.server.compat.faces import Faces, descriptors
@@ -142,7 +143,8 @@ class Server:
     Attributes:
         state: stage of the lifecycle.
         control_port: the separate port for control operations; None if there is none.
-        leaves_threads: the loading or engine thread was abandoned and may hang, which would block the process's exit.
+        leaves_threads: the loading or engine thread was abandoned and may hang, or a thread compiles, which would block
+            the process's exit.
     """
 
     def __init__(
@@ -263,7 +265,10 @@ class Server:
         while self.state.failure is None and not self._stop.is_set():
             await _wait(self._stop, _WATCH_INTERVAL_S)
             self.state.note_failure()
-        return await self._end()
+        code = await self._end()
+        compilers = [one for one in threading.enumerate() if one.name.startswith(COMPILER_THREAD)]
+        self.leaves_threads = self.leaves_threads or bool(compilers)
+        return code
 
     def request_stop(self) -> None:
         """Begin a drain; a second call cuts it short. For signal handlers."""

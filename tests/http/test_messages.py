@@ -15,7 +15,7 @@ from jpaged.anthropic import (
     parse_messages_request,
     tool_use_block,
 )
-from jpaged.chat import ToolCall
+from jpaged.chat import ToolCall, ToolCallPiece
 from jpaged.errors import InvalidArgument
 from jpaged.openai.request import LenientBody
 from jpaged.openai.response import ResponseMetadata
@@ -481,6 +481,9 @@ async def test_an_answer_that_is_cut_or_stopped_gives_the_reason() -> None:
             for one in (message, assembled(events_in(streamed.text))):
                 assert (one["stop_reason"], one["stop_sequence"]) == (reason, sequence)
                 assert text is None or one["content"] == [{"type": "text", "text": text}]
+        long = {**BODY, "request_id": "mine", "messages": [{"role": "user", "content": "a" * 4000}]}
+        refused = await client.post("/v1/messages", json=long)
+        assert refused.headers["request-id"] == refused.json()["request_id"] == "mine"
         empty = (await client.post("/v1/messages", json={**BODY, "max_tokens": 0})).json()
         assert (empty["content"], empty["stop_reason"], empty["usage"]["output_tokens"]) == ([], "max_tokens", 0)
 
@@ -551,7 +554,10 @@ async def test_a_stream_without_output_has_pings() -> None:
         assert rest[-3:] == ["event: message_stop", 'data: {"type":"message_stop"}', ""]
 
 
-async def test_a_template_without_late_system_messages_gets_reminders(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_omitted", [False, True])
+async def test_a_template_without_late_system_messages_gets_reminders(
+    monkeypatch: pytest.MonkeyPatch, is_omitted: bool
+) -> None:
     turns = [USER, {"role": "system", "content": "Hurry."}, {"role": "user", "content": "Now."}]
     async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
         seen: list[list[str]] = []
@@ -562,7 +568,9 @@ async def test_a_template_without_late_system_messages_gets_reminders(monkeypatc
             roles = [one["role"] for one in messages]
             seen.append(roles)
             if any(role == "system" for role in roles[1:]):
-                raise InvalidArgument("chat.messages", "system messages must be first")
+                if not is_omitted:
+                    raise InvalidArgument("chat.messages", "system messages must be first")
+                messages = [one for one in messages[1:] if one["role"] != "system"]
             ids: list[int] = render(messages, options, **limits)
             return ids
 
@@ -573,5 +581,27 @@ async def test_a_template_without_late_system_messages_gets_reminders(monkeypatc
             answer = await client.post("/v1/messages/count_tokens", json={"model": "fake", **asked})
             assert answer.status_code == 200, answer.text
             counted.append(answer.json()["input_tokens"])
-        assert seen == [["system", "user", "system", "user"], ["user"], ["user"]]
+        probe = ["system", "user", "system", "user"]
+        assert seen == [*([probe] * (1 + is_omitted)), ["user"], ["user"]]
         assert all(one < other for one, other in pairwise(counted[:2]))
+
+
+def test_a_stream_that_only_fills_the_cache_has_no_content() -> None:
+    request = parse_messages_request({**BODY, "max_tokens": 0, "stream": True})
+    events = MessageEvents(MessageFormat(ResponseMetadata("r", "fake"), request))
+    finish = SequenceFinish(FinishReason.LENGTH)
+    piece = ToolCallPiece(0, id="c", name="f", arguments="{")
+    event = OutputEvent("r", text="a", reasoning_content="b", tool_calls=(piece,), finish=finish, usage=Usage(3, 1))
+    found = events_in((events.of(event) + events.end(0)).decode())
+    assert [one["type"] for one in found] == ["message_start", "message_delta", "message_stop"]
+
+
+def test_tools_of_odd_types_and_names_of_hosted_ones() -> None:
+    hosted, own = {"type": "bash_20250124", "name": "w"}, {"name": "w", "input_schema": {"type": "object"}}
+    chosen = parse_messages_request({**BODY, "tools": [hosted, own], "tool_choice": {"type": "tool", "name": "w"}})
+    assert chosen.job.prompts[0].chat_options.tools
+    for kind in ("function", 3, {}):
+        with pytest.raises(InvalidArgument, match=r"tools\[0\].type: .* is no type of a tool"):
+            parse_messages_request({**BODY, "tools": [{"type": kind or {"a": 1}, "name": "w"}]})
+    many = parse_messages_request({**BODY, "tools": [{"type": "x_20250101"}] * 40_000})
+    assert len(many.warnings) == 16

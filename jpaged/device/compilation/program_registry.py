@@ -24,7 +24,7 @@ from typing import Literal
 import jax
 
 from jpaged.device.compilation.compile import ProgramSpec, told
-from jpaged.engine.executor import Detail, Progress
+from jpaged.engine.executor import COMPILER_THREAD, Detail, Progress
 from jpaged.errors import InternalError
 
 _LOG = logging.getLogger(__name__)
@@ -33,18 +33,11 @@ NUM_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
 NUM_BACKGROUND_THREADS = max(1, min(4, (os.cpu_count() or 2) // 4))
 """Threads that compile while requests run, which need most processors themselves."""
 _RELEASE_S = 1.0
-_COMPILER = "jpaged-compile"
-"""Beginning of the names of threads that compile."""
 _BACKGROUND_NICENESS = 5
 """A thread of this niceness gets a quarter of a processor that it shares with a thread of niceness 0."""
 
 Origin = Literal["compiled", "cache", "saved"]
 """Where a program came from: the compiler, the cache on disk, or a folder of saved programs."""
-
-
-def is_compiling() -> bool:
-    """Return True if a thread of this process compiles a program; the process's end would wait for it."""
-    return any(thread.name.startswith(_COMPILER) for thread in threading.enumerate())
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +114,7 @@ class ProgramStore:
     def compile(self, specs: Collection[ProgramSpec], progress: Progress) -> None:
         """Make these programs, a few at a time, and return when all are ready. The first failure ends it."""
         progress("compiling", 0, len(specs))
-        threads = ThreadPoolExecutor(self._num_threads, _COMPILER)
+        threads = ThreadPoolExecutor(self._num_threads, COMPILER_THREAD)
         futures = self._submit(threads, specs, lambda num_ready: progress("compiled", num_ready, len(specs)))
         try:
             for future in as_completed(futures):
@@ -142,7 +135,7 @@ class ProgramStore:
         if not rest:
             report(len(self.ready))
         num_threads = min(self._num_threads, NUM_BACKGROUND_THREADS)
-        threads = ThreadPoolExecutor(num_threads, f"{_COMPILER}-background", initializer=_lower_priority)
+        threads = ThreadPoolExecutor(num_threads, f"{COMPILER_THREAD}-background", initializer=_lower_priority)
         for future in self._submit(threads, rest, report):
             future.add_done_callback(lambda done: self._note_failure(done, report))
 

@@ -49,6 +49,7 @@ from jpaged.engine.executor.io import (
     row_lists,
 )
 from jpaged.engine.executor.verbs import (
+    COMPILER_THREAD,
     DecodeInterrupt,
     Executor,
     Handle,
@@ -62,6 +63,7 @@ from jpaged.engine.executor.verbs import (
 __all__ = [
     "BANNED_WIDTH",
     "BEYOND_TOKENS",
+    "COMPILER_THREAD",
     "F32",
     "I32",
     "MAX_NUM_ROUNDS",

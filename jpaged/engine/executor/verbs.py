@@ -72,6 +72,8 @@ Hidden = TypeVar("Hidden")
 Handle = TypeVar("Handle")
 """A dispatched step whose results may not exist yet. Opaque to the engine; collected once, in order of dispatch."""
 
+COMPILER_THREAD = "jpaged-compile"
+"""Beginning of the names of threads that compile programs; the end of a process waits for them."""
 Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while the executor starts."""
 
