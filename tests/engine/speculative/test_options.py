@@ -98,8 +98,8 @@ def test_what_cannot_be_is_refused_by_its_key(values, field, problem):
         ("[" * 100_000, "", "is not JSON"),
         ("9" * 10_000, "", "is not JSON"),
         ('{"method": "suffix", "method": "ngram"}', ".method", "is given twice"),
-        ('{"method": "suffix", "suffix_decoding_max_spec_factor": NaN}', ".suffix_decoding_max_spec_factor", "nan"),
-        ('{"method": "suffix", "suffix_decoding_max_spec_factor": 1e999}', ".suffix_decoding_max_spec_factor", "inf"),
+        ('{"method": "suffix", "suffix_decoding_max_spec_factor": NaN}', "", "NaN"),
+        ('{"method": "suffix", "suffix_decoding_max_spec_factor": 1e999}', "", "1e999"),
     ],
 )
 def test_what_is_no_object_of_keys_is_refused(text, field, problem):
