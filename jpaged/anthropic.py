@@ -29,7 +29,7 @@ from typing import Any
 from jpaged import json_text
 from jpaged.chat import Tool, ToolCall, ToolCallPiece, json_object, text_of_parts
 from jpaged.errors import InvalidArgument
-from jpaged.openai.request import OF_CHATS, Job, LenientBody, chat_job, own_fields, without_nulls
+from jpaged.openai.request import OF_CHATS, Job, LenientBody, chat_job, list_in, object_in, own_fields
 from jpaged.openai.response import ResponseMetadata
 from jpaged.sampling_params import NO_DEFAULTS
 from jpaged.types import FinishReason, OutputEvent, RequestOutput, Usage
@@ -226,8 +226,8 @@ def parse_messages_request(
             body[name] = _without_unknown(body, name, body.get(name, []))
     max_tokens = None if counts and "max_tokens" not in body else _max_tokens(body)
     conversation = _Conversation(body)
-    choice, is_parallel = _tool_choice(_object(body, "tool_choice"), conversation.tools)
-    thinking, output = _thinking(_object(body, "thinking")), _output_config(body)
+    choice, is_parallel = _tool_choice(object_in(body, "tool_choice"), conversation.tools)
+    thinking, output = _thinking(object_in(body, "thinking")), _output_config(body)
     effort = conversation.effort or output.get("effort")
     chat = {name: value for name, value in body.items() if name not in _OWN}
     chat |= {
@@ -238,7 +238,7 @@ def parse_messages_request(
         "tool_choice": choice,
         "parallel_tool_calls": is_parallel,
         "response_format": _response_format(output),
-        "user": _object(body, "metadata").get("user_id"),
+        "user": object_in(body, "metadata").get("user_id"),
         "reasoning": _reasoning(thinking, effort, can_think=can_think),
         "chat_template_kwargs": _template_kwargs(thinking, body.get("chat_template_kwargs")),
         **conversation.continuation,
@@ -252,7 +252,7 @@ def parse_messages_request(
         _limited(job, max_tokens),
         max_tokens,
         omits_thinking=thinking.get("display") == "omitted",
-        reports_edits=bool(_object(body, "context_management")),
+        reports_edits=bool(object_in(body, "context_management")),
         late_systems=conversation.late_systems,
         tool_numbers=numbers,
         warnings=conversation.tools.warnings,
@@ -425,7 +425,7 @@ def _template_kwargs(thinking: Mapping[str, Any], given: Any) -> Any:
 
 
 def _output_config(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    config = dict(_object(body, "output_config"))
+    config = dict(object_in(body, "output_config"))
     _check_fields("output_config", config, _OUTPUT_FIELDS)
     _check_effort("output_config.effort", config.get("effort"))
     if "output_format" in body:
@@ -464,7 +464,7 @@ class _Conversation:
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self.messages: list[dict[str, Any]] = []
-        self.tools = _Tools(_list(body, "tools"))
+        self.tools = _Tools(list_in(body, "tools"))
         self.effort: str | None = None
         given = body.get("messages")
         if not isinstance(given, list) or not given:
@@ -681,20 +681,6 @@ def _type_in(block: Any) -> str | None:
 def _string(where: str, value: Any) -> str:
     if not isinstance(value, str):
         raise InvalidArgument(where, "is missing" if value is None else f"{str(value)[:_MAX_SHOWN]!r} is not a string")
-    return value
-
-
-def _object(body: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = body.get(name, {})
-    if not isinstance(value, dict):
-        raise InvalidArgument(name, "must be an object")
-    return without_nulls(value)
-
-
-def _list(body: Mapping[str, Any], name: str) -> list[Any]:
-    value = body.get(name, [])
-    if not isinstance(value, list):
-        raise InvalidArgument(name, "must be a list")
     return value
 
 

@@ -810,6 +810,22 @@ def _biases(given: Any) -> dict[int, Any] | None:
     return biases or None
 
 
+def object_in(body: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """Return the object in a field without its nulls, empty if absent; raise InvalidArgument if it is none."""
+    value = body.get(field, {})
+    if not isinstance(value, dict):
+        raise InvalidArgument(field, "must be an object")
+    return without_nulls(value)
+
+
+def list_in(body: Mapping[str, Any], field: str) -> list[Any]:
+    """Return the list in a field, empty if absent; raise InvalidArgument if it is none."""
+    value = body.get(field, [])
+    if not isinstance(value, list):
+        raise InvalidArgument(field, "must be a list")
+    return value
+
+
 def name_in(body: Mapping[str, Any], field: str) -> str | None:
     """Return the name in a field, None if absent; raise InvalidArgument if it is not a string."""
     name = body.get(field)

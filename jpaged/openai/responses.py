@@ -33,7 +33,7 @@ from jpaged import json_text
 from jpaged.chat import ToolCall, ToolCallPiece, without_surrogates
 from jpaged.errors import InvalidArgument, JpagedError, get_reason
 from jpaged.json_text import Items
-from jpaged.openai.request import OF_CHATS, Job, chat_job, own_fields, without_nulls
+from jpaged.openai.request import OF_CHATS, Job, chat_job, list_in, object_in, own_fields, without_nulls
 from jpaged.openai.response import ResponseMetadata, TokenText, chat_logprobs
 from jpaged.sampling_params import NO_DEFAULTS
 from jpaged.types import CompletionOutput, FinishReason, OutputEvent, PositionLogprobs, RequestOutput, Usage
@@ -236,15 +236,15 @@ def parse_responses_request(given: Mapping[str, Any], defaults: Mapping[str, Any
     instructions = body.get("instructions")
     if not isinstance(instructions, str | None):
         raise InvalidArgument("instructions", f"{str(instructions)[:_MAX_SHOWN]!r} is not a string")
-    metadata, reasoning = _metadata(body.get("metadata", {})), _object(body, "reasoning")
-    text_format = _text_format(_object(body, "text"))
+    metadata, reasoning = _metadata(body.get("metadata", {})), object_in(body, "reasoning")
+    text_format = _text_format(object_in(body, "text"))
     chat = {name: value for name, value in body.items() if name not in _OWN}
     chat |= {
         "messages": build_messages(body.get("input"), instructions),
         "max_completion_tokens": body.get("max_output_tokens"),
         "stream": body.get("stream"),
         "stream_options": _stream_options(body),
-        "tools": [_tool(f"tools[{i}]", one) for i, one in enumerate(_list(body, "tools"))] or None,
+        "tools": [_tool(f"tools[{i}]", one) for i, one in enumerate(list_in(body, "tools"))] or None,
         "tool_choice": _tool_choice(body.get("tool_choice")),
         "response_format": _response_format(text_format),
         "reasoning": _reasoning(reasoning),
@@ -265,7 +265,7 @@ def parse_responses_request(given: Mapping[str, Any], defaults: Mapping[str, Any
         "temperature": sampling.temperature,
         "text": {"format": text_format},
         "tool_choice": body.get("tool_choice", "auto"),
-        "tools": _list(body, "tools"),
+        "tools": list_in(body, "tools"),
         "top_logprobs": body.get("top_logprobs", 0),
         "top_p": sampling.top_p,
         "user": job.user,
@@ -276,7 +276,7 @@ def parse_responses_request(given: Mapping[str, Any], defaults: Mapping[str, Any
 
 def _stream_options(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the stream options for a chat: a response ends with its usage in any case."""
-    options = _object(body, "stream_options")
+    options = object_in(body, "stream_options")
     for name in ("include_usage", "continuous_usage_stats"):
         if options.get(name) not in (None, False):
             raise InvalidArgument(f"stream_options.{name}", "is not supported: a response ends with its usage")
@@ -337,7 +337,7 @@ def _reasoning(given: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
-    wanted = _list(body, "include")
+    wanted = list_in(body, "include")
     for one in wanted:
         if one != LOGPROBS and one not in _ABSENT:
             raise InvalidArgument("include", f"{str(one)[:_MAX_SHOWN]!r} is not supported: only {LOGPROBS!r} is")
@@ -357,20 +357,6 @@ def _metadata(given: Any) -> dict[str, str]:
             problem = f"must be a string of at most {MAX_METADATA_CHARS} characters"
             raise InvalidArgument(f"metadata.{name[:_MAX_SHOWN]}", problem)
     return given
-
-
-def _object(body: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = body.get(name, {})
-    if not isinstance(value, dict):
-        raise InvalidArgument(name, "must be an object")
-    return without_nulls(value)
-
-
-def _list(body: Mapping[str, Any], name: str) -> list[Any]:
-    value = body.get(name, [])
-    if not isinstance(value, list):
-        raise InvalidArgument(name, "must be a list")
-    return value
 
 
 def _in_their_words(error: InvalidArgument) -> InvalidArgument:
