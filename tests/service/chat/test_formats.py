@@ -8,7 +8,14 @@ import pytest
 from jpaged.chat import ChatAnswer, Tool, ToolCall, ToolChoice, ToolChoiceMode
 from jpaged.config.engine_options import ReasoningParser, ToolCallParser
 from jpaged.errors import InvalidArgument
-from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat, parser_for
+from jpaged.service.chat.formats import (
+    REASONING_ALIASES,
+    REASONING_FORMATS,
+    TOOL_ALIASES,
+    TOOL_FORMATS,
+    AnswerFormat,
+    parser_for,
+)
 from jpaged.service.chat.output_config import structural_tag_for
 from jpaged.service.chat.output_parser import PlainParser
 
@@ -80,7 +87,8 @@ def test_tags_that_are_special_tokens_must_be_kept():
     assert parser_for("[TOOL_CALLS]", "").needs_special_tokens([])
     assert not AnswerFormat().needs_special_tokens(["<think>"])
     needing = {name for name, one in TOOL_FORMATS.items() if one.needs_special_tokens}
-    assert needing == {"llama3_json", "mistral", "mistral_args", "openai"}
+    texts = {"hermes", "qwen3_coder", "glm45", "glm47", "minimax_m2", "seed_oss", "deepseek_v32", "pythonic"}
+    assert needing == TOOL_FORMATS.keys() - texts
 
 
 def test_a_model_of_no_format_answers_in_content_alone():
@@ -98,13 +106,27 @@ def test_a_free_choice_holds_an_answer_to_nothing():
     assert structural_tag_for(TOOLS, REQUIRED, AnswerFormat()) is None
 
 
-def calls_of(form):
-    """The tags of a form that is calls alone."""
-    if form["type"] == "plus":
-        form = form["content"]
-    if form["type"] == "sequence":
-        form = form["elements"][0]
-    return form["elements"] if form["type"] == "or" else [form]
+def written(form):
+    """A text of a structural tag: its first alternative, with every optional part."""
+    match form["type"]:
+        case "const_string":
+            return form["value"]
+        case "json_schema":
+            schema = form["json_schema"]
+            return json.dumps("Oslo" if schema["type"] == "string" else dict.fromkeys(schema["properties"], "Oslo"))
+        case "any_text":
+            return "Oslo"
+        case "regex":
+            return {"": "", "[0-9]{1,4}": "0", "(; ?)?": ""}[form["pattern"]]
+        case "tag":
+            return form["begin"] + written(form["content"]) + form["end"]
+        case "sequence":
+            return "".join(map(written, form["elements"]))
+        case "or":
+            return written(form["elements"][0])
+        case "tags_with_separator":
+            return written(form["tags"][0])
+    return written(form["content"])
 
 
 def test_a_required_call_is_of_any_tool_and_no_text_comes():
@@ -150,18 +172,22 @@ def test_a_free_choice_of_one_call_ends_behind_it():
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_what_a_tag_lets_through_is_a_call_to_the_parser(name):
-    form = tag_of(TOOLS, REQUIRED, name)["format"]
-    triggers = TOOL_FORMATS[name].triggers
-    for one in calls_of(form):
-        assert sum(one["begin"].startswith(trigger) for trigger in triggers) == 1
-        text = one["begin"] + json.dumps({"city": "Oslo"}) + one["end"]
-        parser = AnswerFormat(TOOL_FORMATS[name]).parser(is_open=False, new_id=lambda: "id")
-        tool = "now" if "now" in one["begin"] else "weather"
-        first = text.removeprefix("<|start|>assistant")
-        answer = ChatAnswer.of(parser.push(first) + parser.finish())
-        assert answer == ChatAnswer(tool_calls=(ToolCall("id", tool, '{"city": "Oslo"}'),))
+    for tool in TOOLS:
+        form = tag_of(TOOLS, ToolChoice(ToolChoiceMode.NAMED, tool.name), name)["format"]
+        text = written(form)
+        assert not TOOL_FORMATS[name].triggers or text.startswith(TOOL_FORMATS[name].triggers)
+        schemas = {one.name: one.parameters for one in TOOLS}
+        parser = AnswerFormat(TOOL_FORMATS[name]).parser(is_open=False, new_id=lambda: "id", schemas=schemas)
+        answer = ChatAnswer.of(parser.push(text) + parser.finish())
+        arguments = '{"city": "Oslo"}' if tool is TOOLS[0] else "{}"
+        call_id = f"functions.{tool.name}:0" if name == "kimi_k2" else "id"
+        assert answer == ChatAnswer(tool_calls=(ToolCall(call_id, tool.name, arguments),))
 
 
 def test_the_options_name_every_format():
-    assert get_args(ToolCallParser) == ("auto", "none", *TOOL_FORMATS)
-    assert get_args(ReasoningParser) == ("auto", "none", *REASONING_FORMATS)
+    assert get_args(ToolCallParser) == ("auto", "none", *TOOL_FORMATS, *TOOL_ALIASES)
+    assert get_args(ReasoningParser) == ("auto", "none", *REASONING_FORMATS, *REASONING_ALIASES)
+    for name, known in TOOL_ALIASES.items():
+        assert parser_for(None, "", tool_call_parser=name).tools is TOOL_FORMATS[known]
+    for name, known in REASONING_ALIASES.items():
+        assert parser_for(None, "", reasoning_parser=name).reasoning is REASONING_FORMATS[known]

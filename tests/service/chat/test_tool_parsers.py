@@ -15,9 +15,12 @@ PARIS = '{"city": "Paris", "days": [1, 2], "unit": null}'
 TRICKY = '{"text": "a \\"quoted\\" } ] { \\\\", "deep": {"a": [{}, [], "<tool_call>"]}}'
 
 
+SCHEMAS: dict[str, dict[str, str]] = {"f": {}, "g": {}, "now": {}}
+
+
 def parser(name):
     count = itertools.count()
-    return TOOL_FORMATS[name].make(PieceWriter(lambda: f"id{next(count)}", tool_names=["f", "g", "now"]))
+    return TOOL_FORMATS[name].make(PieceWriter(lambda: f"id{next(count)}", schemas=SCHEMAS))
 
 
 def pieces_of(name, *texts):
