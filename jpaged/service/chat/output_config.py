@@ -56,7 +56,7 @@ Format = dict[str, Any]
 _ANY_OBJECT = {"type": "object"}
 _NEWLINES: Format = {"type": "regex", "pattern": r"[\r\n]{0,4}"}
 _TEXT: Format = {"type": "regex", "pattern": "(?s:.*)"}
-_EMPTY: Format = {"type": "regex", "pattern": ""}
+_EMPTY: Format = {"type": "regex", "pattern": "()"}
 _KEY: Format = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_]{0,63}"}
 _NUMBER: Format = {"type": "regex", "pattern": "[0-9]{1,4}"}
 _NO_LIST: Format = {"type": "regex", "pattern": r"([^\[\s](?s:.*))?"}
@@ -386,8 +386,9 @@ def _literal(
         return [_or([_constant(words[one]) for name in sorted(types.names) for one in kinds[name]])]
     if not style.quote or depth > _MAX_LITERAL_DEPTH:
         return as_json
-    if types.is_text:
-        return [*tokens.parts(style.quote), *_text_value(resolved, types, style.quote, tokens)]
+    if not types.names or "string" in types.names:
+        text = [*tokens.parts(style.quote), *_text_value(resolved, types, style.quote, tokens)]
+        return text if types.is_text else [_or([_sequence(text), *as_json])]
     if types.names == {"array"} and not _ARRAY_LIMITS & resolved.keys() and isinstance(resolved.get("items"), Mapping):
         item = _literal(resolved["items"], style, tokens, root, depth + 1)
         items = {"type": "tags_with_separator", "tags": [_tag("", _sequence(item), "")], "separator": ","}

@@ -117,7 +117,7 @@ def written(form):
         case "any_text":
             return "Oslo"
         case "regex":
-            return {"": "", "[0-9]{1,4}": "0", "(; ?)?": ""}[form["pattern"]]
+            return {"()": "", "[0-9]{1,4}": "0", "(; ?)?": ""}[form["pattern"]]
         case "tag":
             return form["begin"] + written(form["content"]) + form["end"]
         case "sequence":
