@@ -235,7 +235,8 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([\s\S]))")
 _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
-_PYTHON_STRING = r"(?P<string>'''(?:[^\\]|\\[\s\S])*?'''|\"\"\"(?:[^\\]|\\[\s\S])*?\"\"\"|'(?:[^'\\]|\\[\s\S])*'|\"(?:[^\"\\]|\\[\s\S])*\")"
+_INSIDE = r"(?:[^\\]|\\[\s\S])*?"
+_PYTHON_STRING = rf"(?P<string>'''{_INSIDE}'''|\"\"\"{_INSIDE}\"\"\"|'{_INSIDE}'|\"{_INSIDE}\")"
 _OTHER_TOKENS = r"|(?P<mark>[\[\](){},:])|(?P<word>[^\s\[\](){},:'\"]+)"
 _PYTHON_TOKEN = re.compile(_PYTHON_STRING + _OTHER_TOKENS)
 
@@ -546,6 +547,9 @@ class MarkupParser(ToolParser):
 class LiteralScanner:
     """Finds the end of a literal incrementally: a comma or a closing bracket outside strings and brackets.
 
+    Models write quotes in strings without a backslash. One of Python's quotes closes a string only if the literal may
+    end or continue after it.
+
     Args:
         quote: as in `ListMarkup`.
     """
@@ -577,13 +581,19 @@ class LiteralScanner:
             return None
         pattern = re.compile(rf"\\|{self._string}")
         while found := pattern.search(text, self._at):
-            if found[0] != "\\":
-                self._at, self._string = found.end(), ""
-                return None
             self._at = found.start()
-            if self._at + 1 == len(text):
+            if found[0] != "\\":
+                after = text[found.end() :].lstrip(SPACE)[:1]
+                if not after:
+                    return -1
+                self._at = found.end()
+                if after in ",:)]}":
+                    self._string = ""
+                    return None
+            elif self._at + 1 == len(text):
                 return -1
-            self._at += 2
+            else:
+                self._at += 2
         self._at = max(self._at, len(text) - len(self._string) + 1)
         return -1
 
@@ -657,8 +667,11 @@ class CallListParser(ToolParser):
         return True
 
     def _in_head(self) -> bool:
-        """Read from a function's name to the opening bracket."""
+        """Read from a function's name to the opening bracket, or an object that is a call."""
         self._skip_space()
+        if self._is_tagged and self._is_list and self._waiting.startswith("{"):
+            self._open_object()
+            return True
         before = self._markup.before_name
         if not self._waiting.startswith(before) or not self._waiting:
             return False if before.startswith(self._waiting) else self._give_up()
@@ -757,10 +770,15 @@ class CallListParser(ToolParser):
         written = literal_to_json(text, self._markup.quote)
         kind = None if written is None else _read_type(written)
         if written is None or kind is None:
-            return self._types.to_json(text)
+            is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+            return json_string(_unescape(text[1:-1])) if is_quoted else self._types.to_json(text)
         if self._types.has(kind):
             return written
         return self._types.to_json(json.loads(written) if kind == "string" else text)
+
+    def _behind_object(self) -> bool:
+        self._state = self._after_call
+        return True
 
     def _after_call(self) -> bool:
         if not self._is_list:

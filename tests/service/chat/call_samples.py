@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -211,7 +212,7 @@ def samples(name: str) -> Iterator[Sample]:
     if name == "openai":
         around = [(before, "") for before in ("", "Let me look.\n", "Grüße \U0001f600: ")]
     calls: list[Calls] = [[("find", one)] for one in ARGUMENTS] + [[("now", {})], *PARALLEL]
-    calls += [[("find", one), ("find", two)] for one, two in zip(ARGUMENTS, ARGUMENTS[1:], strict=False)]
+    calls += [[("find", one), ("find", two)] for one, two in itertools.pairwise(ARGUMENTS)]
     for one in calls:
         names, arguments = tuple(called for called, _ in one), tuple(given for _, given in one)
         for before, after in around:
