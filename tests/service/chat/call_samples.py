@@ -246,3 +246,48 @@ def _alone(name: str) -> Iterator[Sample]:
         return
     for end in range(1, text.index("find")):
         yield Sample(f"Well, {text[:end]}", f"Well, {text[:end]}")
+
+
+class Thought(NamedTuple):
+    """An answer with reasoning, and if the prompt has opened the reasoning."""
+
+    text: str
+    is_open: bool
+    reasoning: str
+    content: str
+
+
+TAGS = {
+    "qwen3": ("<think>", "</think>"),
+    "deepseek_r1": ("<think>", "</think>"),
+    "kimi_k2": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "granite": ("Here is my thought process:", "Here is my response:"),
+    "gemma4": ("<|channel>thought", "<channel|>"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+    "openai_gptoss": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+}
+THOUGHTS = ("Hm.", "First.\n\n1. Second \u2014 Ünï\n", "\U0001f914 a < b, c > d", "Call <b> or [x]? </no>", "")
+CONTENTS = ("Hello.", "", "Zürich:\n\n7 < 8 \U0001f600", "  - indented")
+
+
+def thoughts(name: str) -> Iterator[Thought]:
+    """Yield the samples of a format of reasoning: at least 60."""
+    opening, closing = TAGS[name]
+    for thought in THOUGHTS:
+        for line in ("", "\n"):
+            reasoning, after = thought.strip("\n"), "" if name == "openai_gptoss" else line
+            first = "" if name == "openai_gptoss" else line
+            for content in CONTENTS:
+                whole = f"{first}{reasoning}{first}{closing}{after}{after}{content}"
+                yield Thought(f"{opening}{whole}", False, reasoning, content)
+                if name != "openai_gptoss":
+                    yield Thought(whole, True, reasoning, content)
+            yield Thought(f"{opening}{first}{reasoning}", False, reasoning, "")
+    for content in (one for one in CONTENTS if name != "openai_gptoss"):
+        yield Thought(content, False, "", content)
+        yield Thought(f"{opening}\n\n{closing}\n\n{content}", False, "", content)
+    for number in range(20 if name == "openai_gptoss" else 0):
+        said = f"Part {number} \u2014 \U0001f600"
+        yield Thought(f"{opening}a{closing}{said}<|return|>", False, "a", said)
+        yield Thought(f"{opening}a<|end|><|start|>assistant{opening}{said}<|end|>", False, f"a\n{said}", "")

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from jpaged.chat import ChatAnswer, ToolCallPiece
+from jpaged.chat import ChatAnswer, ToolCall, ToolCallPiece
 from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.service.chat.tool_parser import PieceWriter
-from tests.service.chat.call_samples import SCHEMAS, WRITERS, samples
+from tests.service.chat.call_samples import SCHEMAS, TAGS, WRITERS, samples, thoughts
 
 DSML = (
     '<\uff5cDSML\uff5cfunction_calls>\n<\uff5cDSML\uff5cinvoke name="find">\n'
@@ -61,6 +61,37 @@ def test_samples_are_the_same_a_character_at_a_time(name):
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_samples_are_the_same_split_at_every_character(name):
     check_splits(name, len(SAMPLES[name]))
+
+
+def thought(name, *texts, is_open):
+    parser = AnswerFormat(reasoning=REASONING_FORMATS[name]).parser(is_open=is_open)
+    return ChatAnswer.of([piece for text in texts for piece in parser.push(text)] + parser.finish())
+
+
+@pytest.mark.parametrize("name", REASONING_FORMATS)
+def test_reasoning_is_split_off_wherever_an_answer_is_cut(name):
+    assert TAGS.keys() == REASONING_FORMATS.keys()
+    found = list(dict.fromkeys(thoughts(name)))
+    assert len(found) >= 60
+    for number, one in enumerate(found):
+        wanted = ChatAnswer(one.content, one.reasoning)
+        assert thought(name, one.text, is_open=one.is_open) == wanted, one
+        assert thought(name, *one.text, is_open=one.is_open) == wanted, one
+        for at in range(1, len(one.text)) if number % 4 == 0 else ():
+            assert thought(name, one.text[:at], one.text[at:], is_open=one.is_open) == wanted, one
+
+
+def test_kimi_calls_without_closing_its_reasoning():
+    one = AnswerFormat(TOOL_FORMATS["kimi_k2"], REASONING_FORMATS["kimi_k2"])
+    for texts in (text := f"<think>Hm.\n{WRITERS['kimi_k2']([('now', {})])}", [text]):
+        parser = one.parser(is_open=False)
+        found = ChatAnswer.of([piece for part in texts for piece in parser.push(part)] + parser.finish())
+        assert found == ChatAnswer("", "Hm.", (ToolCall("functions.now:0", "now", "{}"),))
+
+
+def test_granite_may_say_here_is_in_short():
+    text = "Here's my thought process: Hm. Here's my response: Hi"
+    assert thought("granite", *text, is_open=False) == ChatAnswer(" Hi", " Hm. ")
 
 
 WORDS = re.compile(r"w\d+w")
