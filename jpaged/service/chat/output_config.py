@@ -154,11 +154,13 @@ def naming_tools(tag: str, tools: Sequence[Tool]) -> Iterator[None]:
         schema: Any = json.loads(tag)
         for key in place[1].split("/")[1:]:
             schema = schema[int(key) if isinstance(schema, list) else key]
-        found = (number for number, tool in enumerate(tools) if schema in schemas_in_grammar(tool.parameters))
-        index = next(found, None)
+        pairs = ((number, at) for number, tool in enumerate(tools) for at in _places_of_schema(schema, tool.parameters))
+        index, where = next(pairs, (None, ""))
         if index is None:
             raise InvalidArgument("tools", f"their grammar is invalid: {error.problem}") from error
         rest = told[place.end() :]
+        if where:
+            rest = where + rest if rest.startswith("/") else f"{where}: {rest.removeprefix(': ')}"
         problem = f"at {rest}" if rest.startswith("/") else rest.removeprefix(": ")
         raise InvalidArgument(f"tools[{index}].function.parameters", problem) from error
 
@@ -255,9 +257,10 @@ def _property_schemas(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {key: {**shared, **one} for key, one in properties.items() if isinstance(one, Mapping)}
 
 
-def schemas_in_grammar(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the schemas that the grammar of a tool's arguments may contain."""
-    return [dict(schema), *_property_schemas(schema).values()]
+def _places_of_schema(schema: Any, parameters: Mapping[str, Any]) -> list[str]:
+    """Return the places, as JSON pointers, where a schema of a grammar occurs in a tool's parameters."""
+    properties = [f"/properties/{key}" for key, one in _property_schemas(parameters).items() if one == schema]
+    return ["", *properties] if schema == dict(parameters) else properties
 
 
 def argument_formats(

@@ -9,8 +9,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from jpaged.chat import ChatAnswer, Tool, ToolChoice, ToolChoiceMode
 from jpaged.demo import FOLDER
+from jpaged.errors import InvalidArgument
 from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
-from jpaged.service.chat.output_config import SpecialTokens, structural_tag_for
+from jpaged.service.chat.output_config import SpecialTokens, naming_tools, structural_tag_for
 from jpaged.service.structured_output.compiler import GrammarCompiler, compile_now
 from jpaged.service.structured_output.vocabulary import Vocabulary, VocabularySpec
 from jpaged.structured import StructuredOutputs
@@ -240,7 +241,7 @@ def test_one_call_and_strict_tools_are_constrained_in_each_format(compiler, name
     assert [accepts(free, write(one)) for one in calls] == [True] * 3
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", ["kimi_k2", "gemma4", "glm47", "lfm2"])
 def test_tags_that_are_special_tokens_are_written_as_tokens(name):
     answer_format, write = AnswerFormat(TOOL_FORMATS[name]), WRITERS[name]
@@ -258,3 +259,14 @@ def test_tags_that_are_special_tokens_are_written_as_tokens(name):
             assert found == texts
     finally:
         compiler.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "gemma4"])
+def test_an_error_names_the_tool_and_its_argument(compiler, name):
+    bad = {"type": "array", "minItems": 1, "items": {"type": "string", "pattern": "(?<=a)b"}}
+    tools = (*TYPED, Tool("bad", parameters={"type": "object", "properties": {"x": bad}}))
+    tag = structural_tag_for(tools, REQUIRED, AnswerFormat(TOOL_FORMATS[name]))
+    with pytest.raises(InvalidArgument) as raised, naming_tools(json.dumps(tag), tools):
+        compile_now(compiler, StructuredOutputs(structural_tag=tag))
+    assert raised.value.field == "tools[2].function.parameters"
+    assert raised.value.problem.startswith("at /properties/x/items: the regular expression '(?<=a)b'")
