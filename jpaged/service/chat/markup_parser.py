@@ -68,7 +68,7 @@ class CallMarkup:
         end: the text after the arguments.
         parameters: the tags of the arguments; None for a JSON object.
         section: texts before and after the calls.
-        is_section_of_one: each call has a section of its own.
+        is_section_of_one: each call is in a separate section.
         name: what the model writes as the name; NAME is the function's.
     """
 

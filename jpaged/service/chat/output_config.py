@@ -376,7 +376,7 @@ def _listed_arguments(
 def _literal(
     schema: Mapping[str, Any], style: ListMarkup, tokens: SpecialTokens, root: Mapping[str, Any], depth: int = 0
 ) -> list[Format]:
-    """Return the formats of a literal. Values without a form of their own are JSON, which parsers accept too."""
+    """Return the formats of a literal. Values without a special form are JSON, which parsers accept too."""
     resolved = resolve_reference(schema, root)
     types = argument_types(schema, root)
     words = {} if style.quote else {True: "True", False: "False", None: "None"}

@@ -227,7 +227,8 @@ def samples(name: str) -> Iterator[Sample]:
 def _cut(name: str, around: list[tuple[str, str]]) -> Iterator[Sample]:
     """Yield answers that end within the last call's string."""
     given = {"days": 2, "city": CUT}
-    for first in ([], [("now", {})], [("find", {"city": "Oslo"})]):
+    starts: list[Calls] = [[], [("now", {})], [("find", {"city": "Oslo"})]]
+    for first in starts:
         calls: Calls = [*first, ("find", given)]
         text = WRITERS[name](calls)
         for before, _ in around[:2]:

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+from functools import partial
 
 import pytest
 
@@ -140,8 +141,8 @@ def check_fuzzed(seed, name, num_texts):
         parts = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
         found = []
         for pieces in ([text], parts):
-            count = itertools.count()
-            parser = one.parser(is_open=is_open, new_id=lambda count=count: f"id{next(count)}", schemas=SCHEMAS)
+            ids = map("id{}".format, itertools.count())
+            parser = one.parser(is_open=is_open, new_id=partial(next, ids), schemas=SCHEMAS)
             pushed = [one for piece in pieces for one in parser.push(piece)]
             found.append((ChatAnswer.of(pushed), ChatAnswer.of(pushed + parser.finish())))
         assert found[0] == found[1], (text, parts)

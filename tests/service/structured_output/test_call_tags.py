@@ -15,7 +15,7 @@ from jpaged.service.chat.output_config import SpecialTokens, naming_tools, struc
 from jpaged.service.structured_output.compiler import GrammarCompiler, compile_now
 from jpaged.service.structured_output.vocabulary import Vocabulary, VocabularySpec
 from jpaged.structured import StructuredOutputs
-from tests.service.chat.call_samples import WRITERS
+from tests.service.chat.call_samples import WRITERS, Calls
 from tests.service.structured_output.texts import EOS, VOCAB_SIZE, accepts, generate, packaged_tokenizer
 
 SCHEMA = {
@@ -180,14 +180,14 @@ FULL = {
 }
 TYPED = (Tool("find", parameters=FULL), Tool("now"))
 OSLO, ALL = {"city": "Oslo"}, {"city": "Bø, 東京", "days": 3, "unit": "F", "is_open": True}
-ACCEPTED = [
+ACCEPTED: list[Calls] = [
     [("find", OSLO)],
     [("now", {})],
     [("find", ALL)],
     [("find", {**OSLO, "near": [1.5, -2], "zip": "0150"})],
     [("find", OSLO), ("now", {}), ("find", {**OSLO, "unit": "C"})],
 ]
-REFUSED = [
+REFUSED: list[Calls] = [
     [("find", {})],
     [("find", {"city": "Oslo", "days": 10})],
     [("find", {"city": "Oslo", "unit": "K"})],
@@ -237,7 +237,7 @@ def test_one_call_and_strict_tools_are_constrained_in_each_format(compiler, name
     texts[f"So: {now}"] = 1  # of calls without a tag this is text
     assert {text: int(accepts(grammar, text)) for text in texts} == texts
     free = compiled(compiler, (Tool("any", parameters={"type": "object"}),), REQUIRED, answer_format)
-    calls = [[("any", {})], [("any", {"city": "Oslo"})], [("any", {"a": "x y", "b": "z"})]]
+    calls: list[Calls] = [[("any", {})], [("any", {"city": "Oslo"})], [("any", {"a": "x y", "b": "z"})]]
     assert [accepts(free, write(one)) for one in calls] == [True] * 3
 
 
