@@ -34,6 +34,8 @@ from jpaged.service.chat.tool_parser import (
 
 _MAX_NAME_CHARS = 256
 _MAX_REFERENCES = 32
+_MAX_CHOICES = 256
+_TYPE_KEYS = frozenset({"type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf"})
 _NAME = re.compile(r"[^\s<>{}()\[\]\"'=,;|]+")
 _KEY_IN_LIST = re.compile(r"[^\s<>{}()\[\]\"'=,;|:]+")
 _NUMBERED = re.compile(r"functions\.(.+):\d+", re.DOTALL)
@@ -190,36 +192,36 @@ def _refuse(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def argument_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> ArgumentTypes:
-    """Return the types that a schema allows.
+def argument_types(schema: Any, root: Mapping[str, Any]) -> ArgumentTypes:
+    """Return the types that a schema allows; any if it has more than `_MAX_CHOICES` alternatives.
 
     Args:
         root: the schema that local references are relative to.
     """
-    schema = resolve_reference(schema, root)
-    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
-        return ArgumentTypes()
-    values = schema.get("enum") if isinstance(schema.get("enum"), list) else None
-    values = [schema["const"]] if "const" in schema else values
-    if values is not None:
-        texts = frozenset(value for value in values if isinstance(value, str))
-        return ArgumentTypes(frozenset(map(json_type, values)), texts)
-    given = schema.get("type")
-    listed = [given] if isinstance(given, str) else given if isinstance(given, list) else []
-    names = {name for name in listed if isinstance(name, str)}
-    if schema.get("nullable") is True and names:
-        names.add("null")
-    for key in ("anyOf", "oneOf"):
-        choices = schema.get(key)
-        if not names and isinstance(choices, list) and choices:
-            found = [argument_types(choice, root, depth + 1) for choice in choices]
-            if all(one.names for one in found):
-                names = set().union(*(one.names for one in found))
-                return ArgumentTypes(frozenset(names), frozenset().union(*(one.texts for one in found)))
-    for choice in schema.get("allOf") or () if isinstance(schema.get("allOf"), list) else ():
-        if not names:
-            names = set(argument_types(choice, root, depth + 1).names)
-    return ArgumentTypes(frozenset(names))
+    names: set[str] = set()
+    texts: set[str] = set()
+    waiting, num_read = [schema], 0
+    while waiting:
+        one, num_read = resolve_reference(waiting.pop(), root), num_read + 1
+        if not isinstance(one, Mapping) or num_read > _MAX_CHOICES:
+            return ArgumentTypes()
+        values = [one["const"]] if "const" in one else one.get("enum")
+        given = one.get("type")
+        listed = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+        choices = next((one[key] for key in ("anyOf", "oneOf") if isinstance(one.get(key), list)), None)
+        if isinstance(values, list):
+            texts.update(value for value in values if isinstance(value, str))
+            names.update(map(json_type, values))
+        elif listed:
+            names.update(name for name in listed if isinstance(name, str))
+            names.update(("null",) if one.get("nullable") is True else ())
+        elif choices:
+            waiting += choices
+        else:
+            listed = one["allOf"] if isinstance(one.get("allOf"), list) else []
+            parts = (part for part in listed if isinstance(part, Mapping) and part.keys() & _TYPE_KEYS)
+            waiting.append(next(parts, None))
+    return ArgumentTypes(frozenset(names), frozenset(texts))
 
 
 def parameter_types(schema: Mapping[str, Any] | None, key: str) -> ArgumentTypes:
@@ -235,8 +237,10 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([\s\S]))")
 _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
-_INSIDE = r"(?:[^\\]|\\[\s\S])*?"
-_PYTHON_STRING = rf"(?P<string>'''{_INSIDE}'''|\"\"\"{_INSIDE}\"\"\"|'{_INSIDE}'|\"{_INSIDE}\")"
+_PYTHON_STRING = (
+    r"(?P<string>'''(?:[^'\\]+|\\[\s\S]|'(?!''))*+'''|'(?:[^'\\]+|\\[\s\S])*+'|"
+    r"\"\"\"(?:[^\"\\]+|\\[\s\S]|\"(?!\"\"))*+\"\"\"|\"(?:[^\"\\]+|\\[\s\S])*+\")"
+)
 _OTHER_TOKENS = r"|(?P<mark>[\[\](){},:])|(?P<word>[^\s\[\](){},:'\"]+)"
 _PYTHON_TOKEN = re.compile(_PYTHON_STRING + _OTHER_TOKENS)
 

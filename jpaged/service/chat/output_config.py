@@ -49,7 +49,7 @@ from jpaged.service.chat.markup_parser import (
     resolve_reference,
 )
 from jpaged.service.chat.output_parser import ChatOutputParser
-from jpaged.structured import StructuredOutputs, TagTexts, ThinkingBudget
+from jpaged.structured import MAX_GRAMMAR_BYTES, StructuredOutputs, TagTexts, ThinkingBudget
 from jpaged.types import SamplingParams
 
 Format = dict[str, Any]
@@ -62,7 +62,10 @@ _NUMBER: Format = {"type": "regex", "pattern": "[0-9]{1,4}"}
 _NO_LIST: Format = {"type": "regex", "pattern": r"([^\[\s](?s:.*))?"}
 """Text that does not begin like a list of calls."""
 _ARRAY_LIMITS = frozenset({"minItems", "maxItems", "prefixItems", "uniqueItems", "contains"})
-_MAX_LITERAL_DEPTH = 8
+_MAX_DEPTH = 4
+"""Depth from which literals are JSON."""
+_MAX_STARTS = 32
+"""Optional arguments up to which their order is that of the schema if none is required."""
 _CHANNELS: Format = {"type": "regex", "pattern": "analysis|commentary"}
 _SCHEMA_PLACE = re.compile(r" at ((?:/[a-z0-9_]+)*/json_schema)(?=[/:])")
 """Matches the path of a tag's schema in an error."""
@@ -247,14 +250,29 @@ def _in_channels(
 _DEFINITIONS = ("$defs", "definitions")
 
 
+def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part of a schema with the definitions of the whole, if it refers to any."""
+    shared = {key: root[key] for key in _DEFINITIONS if key in root}
+    return {**shared, **schema} if shared and '"$ref"' in json_text.dumps(schema) else dict(schema)
+
+
 def _property_schemas(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the schemas of a tool's arguments by name, each with the definitions that it may refer to."""
+    """Return the schemas of a tool's arguments by name, each with the definitions that it may refer to.
+
+    Raises:
+        InvalidArgument: the definitions are too large to be repeated so often.
+    """
     root = resolve_reference(schema, schema)
     properties = root.get("properties") if isinstance(root, Mapping) else None
     if not isinstance(properties, Mapping):
         return {}
-    shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
-    return {key: {**shared, **one} for key, one in properties.items() if isinstance(one, Mapping)}
+    found = {key: _with_definitions(one, schema) for key, one in properties.items() if isinstance(one, Mapping)}
+    num_definitions = sum(any(key in one for key in _DEFINITIONS) for one in found.values())
+    num_bytes = num_definitions * len(json_text.dumps({key: schema[key] for key in _DEFINITIONS if key in schema}))
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        problem = f"{num_bytes} bytes with the definitions of each argument, over the limit of {MAX_GRAMMAR_BYTES}"
+        raise InvalidArgument("tools", f"their grammar is invalid: {problem}")
+    return found
 
 
 def _places_of_schema(schema: Any, parameters: Mapping[str, Any]) -> list[str]:
@@ -278,10 +296,13 @@ def argument_formats(
     items = [(key in required, key, one) for key, one in found.items()]
     if isinstance(style, ParameterTags):
         return _tagged_arguments(items, style, tokens, schema, is_free=is_free)
-    return _listed_arguments(items, style, tokens, schema, is_free=is_free)
+    if is_free:
+        value = _literal({}, style, tokens, schema)
+        return [_separated([_sequence([_KEY, *tokens.parts(style.assign), *value])], "," if style.quote else ", ")]
+    return _listed_arguments(items, style, tokens, schema)
 
 
-_Items = Sequence[tuple[bool, str, dict[str, Any]]]
+_Items = Sequence[tuple[bool, str, Mapping[str, Any]]]
 """Arguments: if they are required, their names and their schemas."""
 
 
@@ -350,16 +371,16 @@ def _constant(text: str) -> Format:
 
 
 def _listed_arguments(
-    items: _Items, style: ListMarkup, tokens: SpecialTokens, root: Mapping[str, Any], *, is_free: bool
+    items: _Items, style: ListMarkup, tokens: SpecialTokens, root: Mapping[str, Any], depth: int = 0
 ) -> list[Format]:
-    """Return the formats of arguments between commas: the required ones, then the others."""
+    """Return the formats of arguments between commas: the required ones, then the others.
+
+    If none is required, the order is that of the schema, unless there are many or they are in another literal: then
+    any order is possible.
+    """
     comma = "," if style.quote else ", "
-    if is_free:
-        value = _literal({}, style, tokens, root)
-        one = _tag("", _sequence([_KEY, *tokens.parts(style.assign), *value]), "")
-        return [{"type": "tags_with_separator", "tags": [one], "separator": comma, "at_least_one": False}]
     written = [
-        (is_required, _sequence([*tokens.parts(f"{key}{style.assign}"), *_literal(schema, style, tokens, root)]))
+        (is_required, _sequence([*tokens.parts(f"{key}{style.assign}"), *_literal(schema, style, tokens, root, depth)]))
         for is_required, key, schema in items
     ]
     required, optional = ([one for is_needed, one in written if is_needed == kind] for kind in (True, False))
@@ -369,6 +390,8 @@ def _listed_arguments(
         return [*first, *more]
     if not optional:
         return [_EMPTY]
+    if depth or len(optional) > _MAX_STARTS:
+        return [_separated(optional, comma)]
     starts = [_sequence([one, *more[number + 1 :]]) for number, one in enumerate(optional)]
     return [{"type": "optional", "content": _or(starts)}]
 
@@ -381,27 +404,31 @@ def _literal(
     types = argument_types(schema, root)
     words = {} if style.quote else {True: "True", False: "False", None: "None"}
     values = _listed_values(resolved)
-    as_json: list[Format] = [{"type": "json_schema", "json_schema": schema}]
+    as_json: list[Format] = [{"type": "json_schema", "json_schema": _with_definitions(schema, root)}]
     if values and all(isinstance(one, str | bool | int | float | None) for one in values):
         return [_or([_sequence(_scalar(one, style, tokens, words)) for one in values])]
     if types.names and types.names <= {"boolean", "null"} and words:
         kinds = {"boolean": (True, False), "null": (None,)}
         return [_or([_constant(words[one]) for name in sorted(types.names) for one in kinds[name]])]
-    if not style.quote or depth > _MAX_LITERAL_DEPTH:
+    if not style.quote or (depth and "$ref" in schema) or depth == _MAX_DEPTH:
         return as_json
     if not types.names or "string" in types.names:
         text = [*tokens.parts(style.quote), *_text_value(resolved, types, style.quote, tokens)]
         return text if types.is_text else [_or([_sequence(text), *as_json])]
     if types.names == {"array"} and not _ARRAY_LIMITS & resolved.keys() and isinstance(resolved.get("items"), Mapping):
         item = _literal(resolved["items"], style, tokens, root, depth + 1)
-        items = {"type": "tags_with_separator", "tags": [_tag("", _sequence(item), "")], "separator": ","}
-        return [_tag("[", {**items, "at_least_one": False}, "]")]
+        return [_tag("[", _separated([_sequence(item)], ","), "]")]
     if types.names == {"object"} and isinstance(resolved.get("properties"), Mapping) and resolved["properties"]:
-        shared = {key: root[key] for key in _DEFINITIONS if key in root}
-        required = resolved.get("required") or []
-        inner = [(key in required, key, {**shared, **one}) for key, one in resolved["properties"].items()]
-        return [_tag("{", _sequence(_listed_arguments(inner, style, tokens, root, is_free=False)), "}")]
+        required = resolved.get("required") or ()
+        inner = [(key in required, key, one) for key, one in resolved["properties"].items() if isinstance(one, Mapping)]
+        return [_tag("{", _sequence(_listed_arguments(inner, style, tokens, root, depth + 1)), "}")]
     return as_json
+
+
+def _separated(items: Sequence[Format], separator: str) -> Format:
+    """Return the format of any number of items in any order."""
+    tags = [_tag("", one, "") for one in items]
+    return {"type": "tags_with_separator", "tags": tags, "separator": separator, "at_least_one": False}
 
 
 def _scalar(value: Any, style: ListMarkup, tokens: SpecialTokens, words: Mapping[Any, str]) -> list[Format]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from jpaged.chat import ChatAnswer, Tool, ToolChoice, ToolChoiceMode
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument
 from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
+from jpaged.service.chat.markup_parser import ArgumentTypes, argument_types
 from jpaged.service.chat.output_config import SpecialTokens, naming_tools, structural_tag_for
 from jpaged.service.structured_output.compiler import GrammarCompiler, compile_now
+from jpaged.service.structured_output.sources import StructuralTagWriter
 from jpaged.service.structured_output.vocabulary import Vocabulary, VocabularySpec
 from jpaged.structured import StructuredOutputs
 from tests.service.chat.call_samples import WRITERS, Calls
@@ -270,3 +273,48 @@ def test_an_error_names_the_tool_and_its_argument(compiler, name):
         compile_now(compiler, StructuredOutputs(structural_tag=tag))
     assert raised.value.field == "tools[2].function.parameters"
     assert raised.value.problem.startswith("at /properties/x/items: the regular expression '(?<=a)b'")
+
+
+TREE = {
+    "type": "object",
+    "properties": {"left": {"$ref": "#/$defs/Tree"}, "right": {"$ref": "#/$defs/Tree"}, "name": {"type": "string"}},
+}
+
+
+@pytest.mark.parametrize("name", ["glm45", "pythonic", "gemma4"])
+def test_schemas_that_refer_to_themselves_have_a_grammar(compiler, name):
+    either = {"anyOf": [{"$ref": "#/$defs/Either"}] * 2}
+    tool = Tool("grow", parameters={**TREE, "$defs": {"Tree": TREE, "Either": either}})
+    grammar = compiled(compiler, (tool,), REQUIRED, AnswerFormat(TOOL_FORMATS[name]))
+    assert accepts(grammar, WRITERS[name]([("grow", {"name": "oak"})]))
+    written = WRITERS[name]([("grow", {"left": {"left": {}}})]).replace("'", '"')
+    assert accepts(grammar, written)
+    parser = AnswerFormat(TOOL_FORMATS[name]).parser(is_open=False, schemas={"grow": tool.parameters})
+    (call,) = ChatAnswer.of(parser.push(written) + parser.finish()).tool_calls
+    assert json.loads(call.arguments) == {"left": {"left": {}}}
+    assert argument_types({"$ref": "#/$defs/Either"}, tool.parameters) == ArgumentTypes()
+
+
+def test_definitions_that_many_arguments_repeat_are_limited():
+    properties = {f"a{number}": {"$ref": "#/$defs/A"} for number in range(600)}
+    schema = {"type": "object", "properties": properties, "$defs": {"A": {"enum": ["x" * 1000]}}}
+    with pytest.raises(InvalidArgument, match=r"^tools: their grammar is invalid: 6\d{5} bytes with the definitions"):
+        structural_tag_for((Tool("f", parameters=schema),), REQUIRED, AnswerFormat(TOOL_FORMATS["glm47"]))
+
+
+def test_many_arguments_that_are_optional_may_come_in_any_order(compiler):
+    properties = {f"a{number}": {"type": "integer"} for number in range(40)}
+    tool = Tool("f", parameters={"type": "object", "properties": properties})
+    grammar = compiled(compiler, (tool,), REQUIRED, AnswerFormat(TOOL_FORMATS["pythonic"]))
+    texts = {"[f()]": 1, "[f(a7=1)]": 1, "[f(a9=1, a0=2)]": 1, "[f(a40=1)]": 0, "[f(a1=1,)]": 0}
+    assert {text: int(accepts(grammar, text)) for text in texts} == texts
+
+
+def test_the_grammar_of_nested_tags_grows_with_their_number():
+    form: dict[str, Any] = {"type": "const_string", "value": "x"}
+    for number in range(20):
+        tag: dict[str, Any] = {"type": "tag", "begin": "(", "content": form, "end": ")"}
+        kind = ("tags_with_separator", "separator", ",") if number % 2 else ("triggered_tags", "triggers", ["("])
+        form = {"type": kind[0], "tags": [tag], kind[1]: kind[2]}
+    lark = StructuralTagWriter("tag", lambda name, schema: schema).lark({"type": "structural_tag", "format": form})
+    assert len(lark) < 4000
