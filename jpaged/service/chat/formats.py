@@ -11,7 +11,15 @@ from functools import partial
 from types import MappingProxyType
 
 from jpaged.errors import InvalidArgument
-from jpaged.service.chat.markup_parser import CallListParser, CallMarkup, ListMarkup, MarkupParser, ParameterTags
+from jpaged.service.chat.markup_parser import (
+    CALL_ID,
+    INDEX,
+    CallListParser,
+    CallMarkup,
+    ListMarkup,
+    MarkupParser,
+    ParameterTags,
+)
 from jpaged.service.chat.output_parser import HarmonyParser, Parser, PlainParser, ReasoningParser, ReasoningTags
 from jpaged.service.chat.tool_parser import (
     HermesParser,
@@ -41,8 +49,8 @@ class ToolFormat:
         needs_special_tokens: the tags are special tokens, so the text must keep them (`skip_special_tokens=False`).
             Other formats' tags are special tokens in some tokenizers: see `special_tags`.
         tags: texts that are, or may be, special tokens of the tokenizer.
-        begins: texts before a call's arguments, with NAME for the function's name; the first is the usual one. INDEX
-            stands for the number of the call.
+        begins: texts before a call's arguments, with NAME for the function's name; the first is the usual one. `INDEX`
+            and `CALL_ID` may stand in it.
         end: the text after the arguments.
         triggers: texts of which one begins each call or section; without any, calls come only at the start of an
             answer.
@@ -218,7 +226,7 @@ _KIMI_K2 = CallMarkup(
     name_end="<|tool_call_argument_begin|>",
     end="<|tool_call_end|>",
     section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    name="functions.NAME:INDEX",
+    name=f"functions.NAME:{INDEX}",
 )
 _PYTHONIC = ListMarkup(("<|python_start|>",), "<|python_end|>", is_untagged=True)
 _LFM2 = ListMarkup(("<|tool_call_start|>",), "<|tool_call_end|>")
@@ -282,7 +290,7 @@ TOOL_FORMATS = {
             make=MistralParser,
             needs_special_tokens=True,
             tags=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-            begins=("[TOOL_CALLS]NAME[ARGS]",),
+            begins=(f"[TOOL_CALLS]NAME{CALL_ID}[ARGS]",),
             end="",
             triggers=("[TOOL_CALLS]",),
             new_id=short_call_id,

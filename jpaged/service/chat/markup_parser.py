@@ -39,8 +39,8 @@ _TYPE_KEYS = frozenset({"type", "enum", "const", "$ref", "anyOf", "oneOf", "allO
 _NAME = re.compile(r"[^\s<>{}()\[\]\"'=,;|]+")
 _KEY_IN_LIST = re.compile(r"[^\s<>{}()\[\]\"'=,;|:]+")
 _NUMBERED = re.compile(r"functions\.(.+):\d+", re.DOTALL)
-INDEX = "INDEX"
-"""Place of a call's number in a name as the model writes it."""
+INDEX, CALL_ID = "INDEX", "CALL_ID?"
+"""Places in the text before a call's arguments: of the call's number, and of an id that Mistral's models may write."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.service.chat.formats import AnswerFormat, ReasoningFormat, ToolFormat
 from jpaged.service.chat.markup_parser import (
+    CALL_ID,
     INDEX,
     ArgumentTypes,
     ListMarkup,
@@ -61,6 +62,7 @@ _KEY: Format = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_]{0,63}"}
 _NUMBER: Format = {"type": "regex", "pattern": "[0-9]{1,4}"}
 _NO_LIST: Format = {"type": "regex", "pattern": r"([^\[\s](?s:.*))?"}
 """Text that does not begin like a list of calls."""
+_PLACE = re.compile(f"{INDEX}|{re.escape(CALL_ID)}")
 _ARRAY_LIMITS = frozenset({"minItems", "maxItems", "prefixItems", "uniqueItems", "contains"})
 _MAX_DEPTH = 4
 """Depth from which literals are JSON."""
@@ -174,11 +176,7 @@ def _calls(
     """Return the formats of calls, and of the text before and between them unless they are forced."""
     is_in_tokens = tokens.are_in(tool_format.texts)
     begins = tool_format.begins[:1] if is_in_tokens else tool_format.begins
-    calls = [
-        _call(begin.replace("NAME", name), schema, tool_format, tokens)
-        for name, schema in schemas.items()
-        for begin in begins
-    ]
+    calls = [_call(begin, name, schema, tool_format, tokens) for name, schema in schemas.items() for begin in begins]
     opener, closer = tool_format.section
     if not opener and not is_in_tokens and not is_forced and tool_format.triggers:
         return [_triggered(calls, tool_format, is_one=is_one)]
@@ -197,15 +195,22 @@ def _calls(
     return [_TEXT, {"type": "optional" if is_one else "star", "content": _sequence(whole)}]
 
 
-def _call(begin: str, schema: Mapping[str, Any], tool_format: ToolFormat, tokens: SpecialTokens) -> Format:
-    """Return the format of one call."""
+def _call(begin: str, name: str, schema: Mapping[str, Any], tool_format: ToolFormat, tokens: SpecialTokens) -> Format:
+    """Return the format of one call.
+
+    Args:
+        begin: one of the format's `begins`.
+    """
     if tool_format.arguments is None:
         arguments: list[Format] = [{"type": "json_schema", "json_schema": schema}]
     else:
         arguments = argument_formats(schema, tool_format.arguments, tokens)
-    head, index, rest = begin.partition(INDEX)
-    if index:
-        arguments = [_NUMBER, *tokens.parts(rest), *arguments]
+    place = _PLACE.search(begin)
+    head = (begin if place is None else begin[: place.start()]).replace("NAME", name)
+    if place is not None:
+        call_id = _sequence([*tokens.parts("[CALL_ID]"), {"type": "regex", "pattern": "[A-Za-z0-9]{9}"}])
+        between = _NUMBER if place[0] == INDEX else {"type": "optional", "content": call_id}
+        arguments = [between, *tokens.parts(begin[place.end() :]), *arguments]
     if tokens.are_in((head, tool_format.end)):
         return _sequence([*tokens.parts(head), *arguments, *tokens.parts(tool_format.end)])
     return _tag(head, _sequence(arguments), tool_format.end)
@@ -239,7 +244,7 @@ def _in_channels(
 ) -> list[Format]:
     """Return the formats of messages before a call, and of the call, which ends the answer."""
     begin = tool_format.begins[0]
-    calls = _or([_call(begin.replace("NAME", name), schema, tool_format, tokens) for name, schema in schemas.items()])
+    calls = _or([_call(begin, name, schema, tool_format, tokens) for name, schema in schemas.items()])
     first, last = tokens.parts("<|channel|>"), tokens.parts("<|message|>")
     next_message = tokens.parts("<|end|><|start|>assistant")
     before = {"type": "star", "content": _sequence([*first, _CHANNELS, *last, _TEXT, *next_message])}
