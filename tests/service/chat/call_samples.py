@@ -23,6 +23,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             "place": {"type": "object"},
             "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
             "unit": {"enum": ["C", "F"]},
+            "level": {"enum": ["1", 2]},
             "near": {"$ref": "#/$defs/Near"},
         },
         "$defs": {"Near": {"type": "array", "items": {"type": "number"}}},

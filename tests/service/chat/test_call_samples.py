@@ -90,6 +90,11 @@ def test_kimi_calls_without_closing_its_reasoning():
         assert found == ChatAnswer("", "Hm.", (ToolCall("functions.now:0", "now", "{}"),))
 
 
+def test_a_tag_that_ends_reasoning_is_content_without_tools():
+    tag = "<|tool_calls_section_begin|>"
+    assert thought("kimi_k2", *f"<think>Hm.\n{tag}x", is_open=False) == ChatAnswer(f"{tag}x", "Hm.")
+
+
 def test_granite_may_say_here_is_in_short():
     text = "Here's my thought process: Hm. Here's my response: Hi"
     assert thought("granite", *text, is_open=False) == ChatAnswer(" Hi", " Hm. ")
@@ -191,6 +196,10 @@ def parameter(key, value):
         ("limit", "-1e3", "-1e3"),
         ("is_open", "true", "true"),
         ("is_open", "False", "false"),
+        ("is_open", "TRUE", "true"),
+        ("level", "1", '"1"'),
+        ("level", "2", "2"),
+        ("level", "3", "3"),
         ("is_open", "yes", '"yes"'),
         ("tags", '["a"]', '["a"]'),
         ("tags", "['a', 'it\\'s']", '["a", "it\'s"]'),
@@ -259,6 +268,7 @@ def test_a_value_has_the_type_of_the_schema_or_is_a_string(key, value, wanted):
             "[find(city='\\ud83d\\ude00 \\x41', note='\\ud800')]",
             '{"city": "\U0001f600 A", "note": "\\ud800"}',
         ),
+        ("pythonic", "[find(code='''a', b''')]", '{"code": "a\', b"}'),
         ("pythonic", "[find(days=2 oops", ("", ("find", '{"days": "2 oops'))),
         ("lfm2", '<|tool_call_start|>[{"name": "now", "arguments": {}}]<|tool_call_end|>', ("", ("now", "{}"))),
         ("lfm2", "<|tool_call_start|>now()<|tool_call_end|>ok", ("ok", ("now", "{}"))),

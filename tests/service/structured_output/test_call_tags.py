@@ -307,6 +307,9 @@ def test_many_arguments_that_are_optional_may_come_in_any_order(compiler):
     properties = {f"a{number}": {"type": "integer"} for number in range(40)}
     tool = Tool("f", parameters={"type": "object", "properties": properties})
     grammar = compiled(compiler, (tool,), REQUIRED, AnswerFormat(TOOL_FORMATS["pythonic"]))
+    two = Tool("f", parameters={"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}})
+    few = compiled(compiler, (two,), REQUIRED, AnswerFormat(TOOL_FORMATS["pythonic"]))
+    assert [accepts(few, f"[f({one})]") for one in ("", "a=1", "b=1", "a=1, b=2", "b=1, a=2")] == [True] * 4 + [False]
     texts = {"[f()]": 1, "[f(a7=1)]": 1, "[f(a9=1, a0=2)]": 1, "[f(a40=1)]": 0, "[f(a1=1,)]": 0}
     assert {text: int(accepts(grammar, text)) for text in texts} == texts
 
