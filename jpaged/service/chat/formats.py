@@ -495,8 +495,8 @@ _TOOL_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("seed_oss", ("<seed:tool_call>",)),
     ("deepseek_v32", ("DSML", "function_calls")),
-    ("deepseek_v3", (_DEEPSEEK_CALL, "```json")),
-    ("deepseek_v31", (_DEEPSEEK_CALL,)),
+    ("deepseek_v3", (_DEEPSEEK_CALL, "```json", "tools")),
+    ("deepseek_v31", (_DEEPSEEK_CALL, "tools")),
     ("kimi_k2", ("<|tool_call_begin|>",)),
     ("lfm2", ("<|tool_call_start|>",)),
     ("lfm2", ("<|tool_list_start|>",)),
@@ -510,7 +510,7 @@ _TOOL_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama3_json", ("<|header_start|>", "tool_calls", '"parameters"')),
 )
 """Texts that all occur in the templates of a format. The first match counts: later formats share marks of earlier
-ones."""
+ones. Older templates of DeepSeek write calls and ignore tools."""
 _REASONING_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai_gptoss", ("<|channel|>", "analysis")),
     ("mistral", ("[THINK]",)),

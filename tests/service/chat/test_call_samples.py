@@ -1,5 +1,6 @@
 """Every format reads the answers of `call_samples`, however they are cut, and loses nothing of random ones."""
 
+import codecs
 import itertools
 import json
 import random
@@ -43,14 +44,22 @@ def test_samples_are_read_as_they_were_written(name):
         assert (found.content, names, given) == (sample.content, sample.names, [*sample.arguments]), sample.text
 
 
+def split_at_every_byte(text):
+    """Two parts of a text for each of its bytes, as a detokenizer gives them: characters that are complete."""
+    data = text.encode()
+    for at in range(1, len(data)):
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        yield decoder.decode(data[:at]), decoder.decode(data[at:], final=True)
+
+
 def check_splits(name, number_of_samples):
-    """Every sample comes a character at a time, and some in two parts, split at every place."""
+    """Every sample comes a character at a time, and some in two parts, split at every byte."""
     for number, sample in enumerate(SAMPLES[name]):
         whole = answer(name, sample.text)
         assert answer(name, *sample.text) == whole, sample.text
         if number % (len(SAMPLES[name]) // number_of_samples or 1) == 0:
-            for at in range(1, len(sample.text)):
-                assert answer(name, sample.text[:at], sample.text[at:]) == whole, (sample.text[:at], sample.text[at:])
+            for parts in split_at_every_byte(sample.text):
+                assert answer(name, *parts) == whole, parts
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
@@ -60,7 +69,7 @@ def test_samples_are_the_same_a_character_at_a_time(name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_samples_are_the_same_split_at_every_character(name):
+def test_samples_are_the_same_split_at_every_byte(name):
     check_splits(name, len(SAMPLES[name]))
 
 
@@ -78,8 +87,8 @@ def test_reasoning_is_split_off_wherever_an_answer_is_cut(name):
         wanted = ChatAnswer(one.content, one.reasoning)
         assert thought(name, one.text, is_open=one.is_open) == wanted, one
         assert thought(name, *one.text, is_open=one.is_open) == wanted, one
-        for at in range(1, len(one.text)) if number % 4 == 0 else ():
-            assert thought(name, one.text[:at], one.text[at:], is_open=one.is_open) == wanted, one
+        for parts in split_at_every_byte(one.text) if number % 4 == 0 else ():
+            assert thought(name, *parts, is_open=one.is_open) == wanted, one
 
 
 def test_kimi_calls_without_closing_its_reasoning():

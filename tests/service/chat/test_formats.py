@@ -51,6 +51,7 @@ AUTO, REQUIRED = ToolChoice(ToolChoiceMode.AUTO), ToolChoice(ToolChoiceMode.REQU
         ("<seed:tool_call>\n<function=f>\n<parameter=a><seed:think></seed:think>", "X", "seed_oss", "seed_oss"),
         (R1 + "{{ tools }}<\uff5ctool\u2581call\u2581begin\uff5c>", "X", "deepseek_v31", "deepseek_r1"),
         (R1 + "{{ tools }}<\uff5ctool\u2581call\u2581begin\uff5c>```json", "X", "deepseek_v3", "deepseek_r1"),
+        (R1 + "<\uff5ctool\u2581call\u2581begin\uff5c>```json", "Qwen2ForCausalLM", "hermes", "deepseek_r1"),
         (R1 + "{% set dsml = '\uff5cDSML\uff5c' %}<{{ dsml }}function_calls>", "X", "deepseek_v32", "deepseek_r1"),
         ("<|tool_calls_section_begin|><|tool_call_begin|>", "X", "kimi_k2", None),
         ("<think></think><|tool_calls_section_begin|><|tool_call_begin|>", "X", "kimi_k2", "kimi_k2"),
