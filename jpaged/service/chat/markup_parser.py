@@ -287,8 +287,7 @@ def literal_to_json(text: str, quote: str = "") -> str | None:
         parts.append(_token_to_json(found, parts, quote, is_key=text[at : at + 1] == ":"))
         if not parts[-1]:
             return None
-    written = "".join(parts)
-    return written if _read_type(written) is not None else None
+    return "".join(parts) if _read_type(" ".join(parts)) is not None else None
 
 
 def _token_to_json(found: re.Match[str], parts: list[str], quote: str, *, is_key: bool) -> str:

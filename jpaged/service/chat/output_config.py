@@ -58,7 +58,7 @@ _ANY_OBJECT = {"type": "object"}
 _NEWLINES: Format = {"type": "regex", "pattern": r"[\r\n]{0,4}"}
 _TEXT: Format = {"type": "regex", "pattern": "(?s:.*)"}
 _EMPTY: Format = {"type": "regex", "pattern": "()"}
-_KEY: Format = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_]{0,63}"}
+_KEY: Format = {"type": "regex", "pattern": r"[^\s<>{}()\[\]\"'=,;|:]{1,64}"}
 _NUMBER: Format = {"type": "regex", "pattern": "[0-9]{1,4}"}
 _NO_LIST: Format = {"type": "regex", "pattern": r"([^\[\s](?s:.*))?"}
 """Text that does not begin like a list of calls."""

@@ -278,6 +278,7 @@ def test_a_value_has_the_type_of_the_schema_or_is_a_string(key, value, wanted):
             '{"city": "\U0001f600 A", "note": "\\ud800"}',
         ),
         ("pythonic", "[find(code='''a', b''')]", '{"code": "a\', b"}'),
+        ("pythonic", "[find(days=1 2, limit=- 5)]", '{"days": "1 2", "limit": "- 5"}'),
         ("pythonic", "[find(days=2 oops", ("", ("find", '{"days": "2 oops'))),
         ("lfm2", '<|tool_call_start|>[{"name": "now", "arguments": {}}]<|tool_call_end|>', ("", ("now", "{}"))),
         ("lfm2", "<|tool_call_start|>now()<|tool_call_end|>ok", ("ok", ("now", "{}"))),
