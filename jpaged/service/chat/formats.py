@@ -22,6 +22,7 @@ from jpaged.service.chat.markup_parser import (
 )
 from jpaged.service.chat.output_parser import HarmonyParser, Parser, PlainParser, ReasoningParser, ReasoningTags
 from jpaged.service.chat.tool_parser import (
+    NO_SCHEMAS,
     HermesParser,
     JsonListParser,
     Llama3JsonParser,
@@ -323,7 +324,7 @@ TOOL_FORMATS = {
         _markup_format("seed_oss", _SEED_OSS),
         _markup_format("deepseek_v3", _DEEPSEEK_V3, needs_special_tokens=True),
         _markup_format("deepseek_v31", _DEEPSEEK_V31, needs_special_tokens=True),
-        _markup_format("deepseek_v32", _DEEPSEEK_V32),
+        _markup_format("deepseek_v32", _DEEPSEEK_V32, needs_special_tokens=True),
         _markup_format("kimi_k2", _KIMI_K2, needs_special_tokens=True),
         _list_format("pythonic", _PYTHONIC, needs_special_tokens=False),
         _list_format("lfm2", _LFM2, needs_special_tokens=True),
@@ -423,7 +424,7 @@ class AnswerFormat:
         is_open: bool,
         has_tools: bool = True,
         new_id: NewId | None = None,
-        schemas: Schemas = MappingProxyType({}),
+        schemas: Schemas = NO_SCHEMAS,
     ) -> Parser:
         """Return a parser of one answer.
 

@@ -341,7 +341,7 @@ class MarkupParser(ToolParser):
 
     def __init__(self, writer: PieceWriter, markup: CallMarkup) -> None:
         opener, self._closer = (text.strip() for text in markup.section)
-        self._opener, self._call_tag = opener, markup.begin.strip()
+        self._call_tag = markup.begin.strip()
         super().__init__(writer, tuple(tag for tag in (opener, self._call_tag) if tag))
         self._markup = markup
         self._end, self._name_end = markup.end.strip(), markup.name_end.strip()
@@ -359,7 +359,6 @@ class MarkupParser(ToolParser):
         self._value_ends = (self._value_end, self._parameter, self._end)
         self._types = ArgumentTypes()
         self._is_explicit = False
-        self._is_at_line = False
         self._num_searched = 0
 
     def _begin(self, tag: str) -> None:

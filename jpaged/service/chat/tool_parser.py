@@ -34,7 +34,7 @@ from jpaged.chat import ContentPiece, Piece, ReasoningPiece, ToolCallPiece
 
 NewId = Callable[[], str]
 Schemas = Mapping[str, Mapping[str, Any]]
-_NO_SCHEMAS: Schemas = MappingProxyType({})
+NO_SCHEMAS: Schemas = MappingProxyType({})
 _ALPHANUMERICS = string.ascii_letters + string.digits
 
 
@@ -56,7 +56,7 @@ class PieceWriter:
         schemas: the tools that may be called: name -> JSON schema of the arguments.
     """
 
-    def __init__(self, new_id: NewId = call_id, schemas: Schemas = _NO_SCHEMAS) -> None:
+    def __init__(self, new_id: NewId = call_id, schemas: Schemas = NO_SCHEMAS) -> None:
         self._new_id = new_id
         self.schemas = schemas
         self._ids: set[str] = set()

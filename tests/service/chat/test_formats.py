@@ -112,7 +112,7 @@ def test_tags_that_are_special_tokens_must_be_kept():
     assert parser_for("[TOOL_CALLS]", "").needs_special_tokens([])
     assert not AnswerFormat().needs_special_tokens(["<think>"])
     needing = {name for name, one in TOOL_FORMATS.items() if one.needs_special_tokens}
-    texts = {"hermes", "qwen3_coder", "glm45", "glm47", "minimax_m2", "seed_oss", "deepseek_v32", "pythonic"}
+    texts = {"hermes", "qwen3_coder", "glm45", "glm47", "minimax_m2", "seed_oss", "pythonic"}
     assert needing == TOOL_FORMATS.keys() - texts
 
 
