@@ -158,6 +158,29 @@ def test_batches_that_the_operator_excludes_are_left_alone():
     assert one.steps(20, 4, 1.0) > 0
 
 
+def test_the_longest_drafts_are_tried_where_no_step_is_smaller():
+    adaptation = run(k=4).adaptation
+    assert adaptation.limit(1) == 4  # 1 to 5 tokens are padded to 8
+    assert adaptation.limit(2, 1014) == 4  # 8 draft tokens fill the largest step
+    assert adaptation.limit(1, 1023) == 0
+
+
+@pytest.mark.parametrize(("seconds", "num_drafts"), [(1.5, 0), (0.75, 8)])
+def test_draft_steps_that_are_faster_than_timed_pay_at_a_lower_acceptance(seconds, num_drafts):
+    adaptation = run(k=1, step_s=lambda num_tokens, num_rows: 1.0 if num_tokens <= 8 else 1.5).adaptation
+    for _ in range(60):
+        adaptation.observe(range(8), [1] * 8, [1, 1, 0, 0, 0, 0, 0, 0], seconds)
+    assert sum(adaptation.choose(range(8), [1] * 8)) == num_drafts
+
+
+@pytest.mark.parametrize(("seconds", "num_drafts"), [(1.0, 8), (0.5, 0), (2.0, 8)])
+def test_plain_steps_that_are_faster_than_timed_leave_no_gain(seconds, num_drafts):
+    adaptation = run(k=1, step_s=lambda num_tokens, num_rows: 1.0 if num_tokens <= 8 else 1.5).adaptation
+    for _ in range(60):
+        adaptation.took_plain(8, 0, seconds)
+    assert sum(adaptation.choose(range(8), [1] * 8)) == num_drafts
+
+
 def test_it_decides_the_same_given_the_same():
     def history():
         one = run()
