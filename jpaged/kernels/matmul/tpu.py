@@ -191,7 +191,8 @@ def run(
         cost_estimate=pl.CostEstimate(
             flops=2 * num_products,
             transcendentals=0,
-            bytes_accessed=grid[0] * (values[0].size * jax.dtypes.itemsize_bits(values.dtype) // 8 + scales[0].size * 4) + x_pk.size * 2,
+            bytes_accessed=grid[0] * (values[0].size * jax.dtypes.itemsize_bits(values.dtype) // 8 + scales[0].size * 4)
+            + x_pk.size * 2,
         ),
         interpret=form.is_interpreted,
     )(matrices_i, num_used, *operands)
