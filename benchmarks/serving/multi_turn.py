@@ -22,6 +22,7 @@ count: right where it is pinned to one core.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,7 @@ from jpaged.build import _gguf_parts
 from jpaged.chat import ChatOptions
 from jpaged.demo import FOLDER
 from jpaged.engine.executor import BucketTable, Geometry
-from jpaged.engine.kv_cache.blocks import BlockHash, block_key
+from jpaged.engine.kv_cache.blocks import BlockHash
 from jpaged.engine.kv_cache.paged import PagedKVCacheManager
 from jpaged.engine.sequence import SequenceGroup
 from jpaged.openai.request import chat_job, check_values, loaded
@@ -98,10 +99,11 @@ class TimedTokenizer(HuggingFaceTokenizer):
 
 
 def each_block(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
-    """Return the hashes of blocks, one after another."""
+    """Return what `block_keys` does, without hashes of earlier turns."""
     keys = []
     for begin in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = block_key(parent, np.asarray(token_ids[begin : begin + block_size], np.int32).tolist())
+        tokens = np.asarray(token_ids[begin : begin + block_size], np.int32)
+        parent = hashlib.sha256(parent + tokens.tobytes()).digest()
         keys.append(parent)
     return keys
 
