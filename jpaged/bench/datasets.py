@@ -569,7 +569,7 @@ class _Fields:
         return found / per_second
 
     def hash_ids(self, block_size: int, input_len: int) -> tuple[int, ...]:
-        """Return the blocks of a prompt, without those behind its end."""
+        """Return the blocks of a prompt, up to the end of the prompt."""
         found = self.value.get("hash_ids") or []
         if not isinstance(found, list) or not all(_is_id(one) for one in found):
             raise self.error("hash_ids", "is not a list of numbers from 0")

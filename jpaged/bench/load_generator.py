@@ -10,8 +10,7 @@ Ctrl-C ends it at once: requests in flight are cancelled. Send times are in seco
 At a constant rate the times are scaled so that the last of n requests is sent at n / rate: all seeds offer the same
 load.
 
-The times of a conversation are those of its first turn. Each later one is sent after the answer to the one before, and
-after its delay:
+The first turn of a conversation has a send time. Each later turn is sent after the previous answer and a delay:
 
     session a   send ── first token ── end ── delay ── send ...     turn 2 begins with turn 1 and its answer
 """
@@ -66,7 +65,7 @@ async def drive(
     max_concurrency: int | None = None,
     on_end: Callable[[Trace], None] = lambda trace: None,
 ) -> Driven:
-    """Send every sample at its time. If a turn fails, the later turns of its session fail without being sent.
+    """Send every sample at its time. If a turn fails, later turns of the same session fail without being sent.
 
     Args:
         backend: server to send to.

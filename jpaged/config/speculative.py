@@ -121,7 +121,7 @@ def _checked(spec: Any, value: Any) -> Any:
 
 
 def _check_synthetic(given: Mapping[str, Any]) -> None:
-    """Check that the synthetic rule and its length come together, and that rounds have as many tokens."""
+    """Check that the synthetic rule and a length come together, and that rounds can have this length."""
     length, rule = given.get("synthetic_acceptance_length"), given.get("rejection_sample_method")
     if rule == "synthetic" and length is None:
         raise InvalidArgument(f"{NAME}.synthetic_acceptance_length", "is missing: the method synthetic requires it")

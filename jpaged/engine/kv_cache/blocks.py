@@ -78,7 +78,7 @@ def block_keys(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> 
 
 @lru_cache(_NUM_RUNS)
 def _run_keys(parent: BlockHash, tokens: bytes, block_bytes: int) -> tuple[BlockHash, ...]:
-    """Return the hashes of the full blocks of a run, given as the bytes of its tokens."""
+    """Return the hashes of the full blocks of a run, given as bytes of tokens."""
     keys = []
     for begin in range(0, len(tokens) - block_bytes + 1, block_bytes):
         parent = hashlib.sha256(parent + tokens[begin : begin + block_bytes]).digest()
