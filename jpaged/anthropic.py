@@ -187,7 +187,7 @@ def _without_unknown(body: LenientBody, path: str, value: Any) -> Any:
         body.ignore(f"{path}.{name}")
     kept = {name: one for name, one in value.items() if name in known}
     tool = kept.get("tool")
-    if _type_in(tool) == "tool_definition" and isinstance(tool.get("definition"), Mapping):
+    if isinstance(tool, Mapping) and tool.get("type") == "tool_definition" and "definition" in tool:
         kept["tool"] = {**tool, "definition": _without_unknown(body, "tools", tool["definition"])}
     if path != "tools" and "content" in kept:
         kept["content"] = _without_unknown(body, f"{path}.content", kept["content"])

@@ -13,11 +13,11 @@ A response in the background is a task (`BackgroundRun`). It has its events, if 
 from __future__ import annotations
 
 import asyncio
-import bisect
 import contextlib
 import itertools
 import json
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -397,7 +397,7 @@ class BackgroundRun:
         self.admitted.add_done_callback(lambda future: future.cancelled() or future.exception())
         self.is_over = False
         self.task: asyncio.Task[None] | None = None
-        self._chunks: list[tuple[int, bytes]] = []
+        self._chunks: deque[tuple[int, bytes]] = deque()
         self._num_events = 0
         self._num_dropped = 0
         self._changed = asyncio.Event()
@@ -416,13 +416,13 @@ class BackgroundRun:
 
     def drop_oldest(self) -> int:
         """Drop the oldest events except the last ones; return their size, 0 if none were dropped."""
-        if self._num_dropped >= len(self._chunks) - 1:
+        if len(self._chunks) < 2:
             return 0
-        first, events = self._chunks[self._num_dropped]
-        self._chunks[self._num_dropped] = first, b""
+        _, events = self._chunks.popleft()
         self._num_dropped += 1
-        self.num_bytes -= len(events)
-        return len(events)
+        size = _CHUNK_BYTES + len(events)
+        self.num_bytes -= size
+        return size
 
     def end(self) -> None:
         """Mark the response as ended."""
@@ -439,24 +439,24 @@ class BackgroundRun:
         """
         if not self.keeps_events:
             raise InvalidArgument("stream", "true requires a response that was created with stream and background")
-        kept = self._chunks[self._num_dropped][0] if self._chunks else 0
+        kept = self._chunks[0][0] if self._chunks else 0
         if after + 1 < kept:
             problem = f"{after} is too small: the first event that is still stored has the number {kept}"
             raise InvalidArgument("starting_after", problem)
         return self._follow(after)
 
     async def _follow(self, after: int) -> AsyncGenerator[bytes, None]:
-        index = max(0, bisect.bisect_right(self._chunks, after + 1, key=lambda chunk: chunk[0]) - 1)
+        index = self._num_dropped
         while True:
             changed = self._changed
-            while index < len(self._chunks):
-                first, events = self._chunks[index]
-                if not events:
+            while index < self._num_dropped + len(self._chunks):
+                if index < self._num_dropped:
                     raise LimitExceeded("events were dropped before they were read, to keep max_response_storage")
+                first, events = self._chunks[index - self._num_dropped]
                 index += 1
                 if left := events.split(_END_OF_EVENT)[max(0, after + 1 - first) : -1]:
                     yield b"".join(part + _END_OF_EVENT for part in left)
-            if self.is_over and index == len(self._chunks):
+            if self.is_over:
                 return
             await changed.wait()
 
