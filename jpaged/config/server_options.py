@@ -166,7 +166,7 @@ class HttpOptions:
         high=10_000_000,
     )
     stored_response_expiry: float = option(
-        86400.0, "time after which a stored response is removed", low=1.0, high=1e7, unit="s"
+        86400.0, "time after which a stored response is removed", low=0.1, high=1e7, unit="s"
     )
     tenant_response_share: float = option(
         0.5,

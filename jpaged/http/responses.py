@@ -1,7 +1,7 @@
 """/v1/responses and /v1/messages: chats in other formats, as a whole or streamed.
 
-`ResponseStore` keeps responses in memory, separately per tenant. A response that continues another one has the same
-turns in front of its own, so that each turn is in memory once:
+`ResponseStore` keeps responses in memory, separately per tenant. A response that continues another one refers to the
+turns of that one, so that each turn is in memory once:
 
     StoredResponse 1    body    earlier ()              input A    output B
     StoredResponse 2    body    earlier (A, B)          input C    output D
@@ -146,11 +146,11 @@ class StoredResponse:
 
     Attributes:
         owner: the tenant that may read it.
-        expires_s: end of its time in the store.
+        expires_s: time of the removal.
         body: the encoded response.
         earlier: turns that it continues.
-        input: turn of its own input.
-        output: turn of its answer.
+        input: turn with the input.
+        output: turn with the answer.
         run: the running request; None unless it runs in the background.
     """
 
@@ -192,7 +192,7 @@ _OVERHEAD_BYTES = 2048
 
 
 @dataclass(slots=True)
-class _Owned:
+class _TenantResponses:
     """Responses of one tenant by id, the oldest first, and their size."""
 
     responses: dict[str, StoredResponse] = field(default_factory=dict)
@@ -226,7 +226,7 @@ class ResponseStore:
         self._max_responses = max_responses
         self._expiry_s = expiry_s
         self._clock = clock
-        self._owners: dict[str, _Owned] = {}
+        self._owners: dict[str, _TenantResponses] = {}
         self._by_age: dict[StoredResponse, None] = {}
         self.num_bytes = 0
 
@@ -273,7 +273,7 @@ class ResponseStore:
         self._drop_expired()
         if response.num_bytes > self._max_owned_bytes:
             return False
-        owned = self._owners.setdefault(response.owner, _Owned())
+        owned = self._owners.setdefault(response.owner, _TenantResponses())
         replaced = owned.responses.get(response.response_id)
         if replaced is not None:
             if replaced.is_running:
@@ -335,21 +335,21 @@ class ResponseStore:
         if not owned.responses:
             del self._owners[response.owner]
 
-    def _count(self, owned: _Owned, num_bytes: int) -> None:
+    def _count(self, owned: _TenantResponses, num_bytes: int) -> None:
         owned.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
-    def _use(self, owned: _Owned, turn: StoredTurn) -> None:
+    def _use(self, owned: _TenantResponses, turn: StoredTurn) -> None:
         turn.num_uses += 1
         if turn.num_uses == 1:
             self._count(owned, len(turn.items))
 
-    def _release(self, owned: _Owned, turn: StoredTurn) -> None:
+    def _release(self, owned: _TenantResponses, turn: StoredTurn) -> None:
         turn.num_uses -= 1
         if turn.num_uses == 0:
             self._count(owned, -len(turn.items))
 
-    def _is_over(self, owned: _Owned) -> bool:
+    def _is_over(self, owned: _TenantResponses) -> bool:
         return owned.num_bytes > self._max_owned_bytes or self.num_bytes > self._max_bytes
 
     def _drop_expired(self) -> None:
@@ -369,7 +369,7 @@ class ResponseStore:
             if not any(self._evict_oldest(one, kept) for one in by_size):
                 break
 
-    def _evict_oldest(self, owned: _Owned, kept: StoredResponse) -> bool:
+    def _evict_oldest(self, owned: _TenantResponses, kept: StoredResponse) -> bool:
         for one in owned.responses.values():
             if one is not kept and not one.is_running:
                 self.remove(one)
