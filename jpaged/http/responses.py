@@ -476,12 +476,17 @@ _ORDERS = ("desc", "asc")
 
 @dataclass(frozen=True, slots=True)
 class _ResponsesCall:
-    """Parsed body of /v1/responses, and the turns that it continues."""
+    """Parsed body of /v1/responses, and the turns that it continues.
+
+    Attributes:
+        num_bytes: size of the body and of the turns.
+    """
 
     asked: CompletionJob
     request: ResponsesRequest
     owner: str
-    earlier: tuple[StoredTurn, ...] = ()
+    earlier: tuple[StoredTurn, ...]
+    num_bytes: int
 
     def format(self, *, is_stored: bool) -> ResponseFormat:
         """Return the format of the answer."""
@@ -528,7 +533,7 @@ class _Responses:
         asked = await parse_job(service, request, lambda *_: job, body=body, is_kept=True)
         if parsed.warnings:
             get_answer_headers(request)[_WARNING_HEADER] = "; ".join(parsed.warnings)[:MAX_HEADER_CHARS]
-        return _ResponsesCall(asked, parsed, owner, earlier)
+        return _ResponsesCall(asked, parsed, owner, earlier, size)
 
     def _earlier(self, owner: str, response_id: Any, num_bytes: int) -> tuple[StoredTurn, ...]:
         """Return the turns of the response that a body continues."""
@@ -583,7 +588,7 @@ class _Responses:
             value = body(True)
             return self._entry(call, _encoded(value), value["output"])
 
-        entry = await self._service.run_blocking(encode, size)
+        entry = await self._service.run_blocking(encode, call.num_bytes + size)
         if self.store.add(entry):
             return entry.body
         return await self._service.run_blocking(lambda: _encoded(body(False)), size)
@@ -638,10 +643,10 @@ class _Responses:
     async def _start(self, request: Request, call: _ResponsesCall) -> Response | EventStream:
         """Start a request in the background; return its response before it has begun, or a stream of it."""
         how = call.format(is_stored=True)
-        encoded = await self._service.run_blocking(
-            lambda: _encoded(how.body(status=QUEUED)), sum(len(turn.items) for turn in call.earlier)
+        entry = await self._service.run_blocking(
+            lambda: self._entry(call, _encoded(how.body(status=QUEUED))), call.num_bytes
         )
-        entry = self._entry(call, encoded)
+        queued = entry.body
         entry.run = run = BackgroundRun(keeps_events=call.request.job.streaming is not None)
         if not self.store.add(entry):
             problem = f"the response has {entry.num_bytes} bytes, more than a tenant's share of max_response_storage"
@@ -650,7 +655,7 @@ class _Responses:
         run.task.add_done_callback(lambda _: run.end())
         await while_there(request, _admitted(run))
         if not run.keeps_events:
-            return Response(encoded, media_type="application/json")
+            return Response(queued, media_type="application/json")
         return EventStream(run.follow(-1), self._service.state.config.http.http_keep_alive)
 
     async def _run(self, call: _ResponsesCall, entry: StoredResponse, run: BackgroundRun) -> None:
@@ -668,19 +673,19 @@ class _Responses:
                         store.update(entry, _encoded(how.body()), entry.output)
                     store.add_events(entry, await self._made(events, event))
             body = events.end(await _num_tokens(self._service, events.reasoning), is_stored=True)
-            encoded = await self._service.run_blocking(lambda: _encoded(body), events.size)
+            encoded, output = await self._service.run_blocking(lambda: _encoded_parts(body), events.size)
         except asyncio.CancelledError:
             made, body = events.cancel()
             store.add_events(entry, made)
-            encoded = _encoded(body)
+            encoded, output = _encoded_parts(body)
         except Exception as error:
             if not run.admitted.done():
                 run.admitted.set_exception(error)
                 store.remove(entry)
             made, body = events.fail(error_for(error), is_stored=True)
             store.add_events(entry, made)
-            encoded = _encoded(body)
-        store.update(entry, encoded, StoredTurn(continued_items(body["output"])))
+            encoded, output = _encoded_parts(body)
+        store.update(entry, encoded, output)
         store.add_events(entry, events.last(body["status"], encoded))
         run.end()
 
@@ -753,6 +758,11 @@ _TRUE = ("true", "1")
 
 def _encoded(value: object) -> bytes:
     return b"".join(json_text.pieces(value))
+
+
+def _encoded_parts(body: Mapping[str, Any]) -> tuple[bytes, StoredTurn]:
+    """Return a response encoded, and its answer as a turn."""
+    return _encoded(body), StoredTurn(continued_items(body["output"]))
 
 
 async def _admitted(run: BackgroundRun) -> None:

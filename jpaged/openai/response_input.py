@@ -162,8 +162,11 @@ class ResponseTools:
         self._policy = policy
         self._places: list[str] = []
 
-    def add(self, where: str, given: Any, namespace: str | None = None) -> None:
+    def add(self, where: str, given: Any, namespace: str | None = None, *, replaces: bool = False) -> None:
         """Add a tool, or those of a namespace.
+
+        Args:
+            replaces: it takes the place of a tool of the same name, which otherwise is an error.
 
         Raises:
             InvalidArgument: it is malformed.
@@ -173,15 +176,17 @@ class ResponseTools:
             raise InvalidArgument(where, "must be an object with a type")
         if kind == "function":
             self._policy.check(where, given, _FUNCTION_FIELDS)
-            self._add_function(where, {name: given[name] for name in _TOOL_FIELDS if name in given}, namespace)
+            function = {name: given[name] for name in _TOOL_FIELDS if name in given}
+            self._add_function(where, function, ClientTool(given.get("name", ""), namespace), replaces=replaces)
         elif kind == "custom":
             self._policy.check(where, given, _CUSTOM_FIELDS)
-            self._add_function(where, self._function_of_custom(where, given), namespace, is_custom=True)
+            tool = ClientTool(given.get("name", ""), namespace, is_custom=True)
+            self._add_function(where, self._function_of_custom(where, given), tool, replaces=replaces)
         elif kind == "namespace" and namespace is None:
             self._policy.check(where, given, _NAMESPACE_FIELDS)
             name = _string(where, given, "name")
             for i, one in enumerate(_list(where, given, "tools")):
-                self.add(f"{where}.tools[{i}]", one, name)
+                self.add(f"{where}.tools[{i}]", one, name, replaces=replaces)
         else:
             self.warn(
                 f"{where}: a tool of type {kind[:_MAX_SHOWN]!a} is ignored: only tools that the client runs are used"
@@ -196,15 +201,22 @@ class ResponseTools:
         """Return the field of a function's tool in the body."""
         return self._places[number] if number < len(self._places) else None
 
-    def _add_function(
-        self, where: str, function: dict[str, Any], namespace: str | None, *, is_custom: bool = False
-    ) -> None:
-        name = function.get("name")
-        if isinstance(name, str) and (namespace is not None or is_custom):
-            function["name"] = flat_name(name, namespace)
-            self.renamed[function["name"]] = ClientTool(name, namespace, is_custom)
+    def _add_function(self, where: str, function: dict[str, Any], tool: ClientTool, *, replaces: bool) -> None:
+        if isinstance(tool.name, str):
+            function["name"] = name = flat_name(tool.name, tool.namespace)
+            if replaces:
+                self._remove(name)
+            if tool.namespace is not None or tool.is_custom:
+                self.renamed[name] = tool
         self.functions.append({"type": "function", "function": function})
         self._places.append(where)
+
+    def _remove(self, name: str) -> None:
+        self.renamed.pop(name, None)
+        for number, one in enumerate(self.functions):
+            if one["function"].get("name") == name:
+                del self.functions[number], self._places[number]
+                return
 
     def _function_of_custom(self, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a custom tool as a function with one argument; a grammar becomes a part of the description."""
@@ -310,7 +322,7 @@ class ItemConverter:
             return
         if kind == "additional_tools":
             for i, tool in enumerate(_list(where, item, "tools")):
-                self._tools.add(f"{where}.tools[{i}]", tool)
+                self._tools.add(f"{where}.tools[{i}]", tool, replaces=True)
             return
         if kind == "message":
             self.messages.append(self._message(where, item))

@@ -18,6 +18,7 @@ from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerF
 from jpaged.testing import ByteTokenizer, FakeExecutor, scripted
 from jpaged.testing.fake_model import Script
 from tests.access.test_keys import FILE, TOKEN
+from tests.http.test_messages import variants
 from tests.server.harness import Harness, eventually, running
 
 QWEN = AnswerFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
@@ -101,7 +102,7 @@ def test_a_response_expires() -> None:
     store = ResponseStore(9 * ONE, 9, 1.0, 60.0, lambda: now[0])
     assert store.add(entry("a"))
     now[0] = 59.0
-    assert store.find("", "a") and store.add(entry("b"))
+    assert store.find("", "a").response_id == "a" and store.add(entry("b"))
     now[0] = 60.0
     with pytest.raises(NotFound, match="expired"):
         store.find("", "a")
@@ -187,7 +188,7 @@ def test_items_of_tools_that_openai_runs_are_ignored_with_a_warning() -> None:
 
 
 def test_items_of_a_response_are_the_input_of_the_next_one() -> None:
-    output = [
+    output: list[dict[str, Any]] = [
         {"id": "rs_a_0", "type": "reasoning", "summary": [], "content": [], "encrypted_content": seal_reasoning("Hm.")},
         {
             "id": "msg_a_1",
@@ -244,6 +245,61 @@ def test_arguments_of_a_custom_tool_are_one_text() -> None:
     assert custom_input('{"input": "a\\n\\ud83d\\ude00"}') == "a\n😀"
     for text in ("*** Begin", '{"other": 1}', "[1]"):
         assert custom_input(text) == text
+
+
+RICH: dict[str, Any] = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "b"}]},
+        {"type": "reasoning", "encrypted_content": seal_reasoning("c")},
+        {"type": "function_call", "call_id": "a", "name": "f", "namespace": "n", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "a"}]},
+        {"type": "custom_tool_call", "call_id": "b", "name": "c", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "b", "output": "y"},
+        {"type": "additional_tools", "role": "developer", "tools": [{"type": "function", "name": "f"}]},
+        {"type": "item_reference", "id": "msg_a_0"},
+    ],
+    "tools": [
+        {"type": "function", "name": "f", "description": "F.", "parameters": {"type": "object"}, "strict": True},
+        {"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "lark", "definition": "start: 1"}},
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]},
+    ],
+    "tool_choice": {"type": "custom", "name": "c"},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "text": {"verbosity": "low", "format": {"type": "json_object"}},
+    "include": ["reasoning.encrypted_content"],
+    "store": True,
+    "background": False,
+    "client_metadata": {"a": "b"},
+    "metadata": {"a": "b"},
+}
+"""A body with every kind of item and tool."""
+
+
+@pytest.mark.parametrize("kind", [dict, LenientBody])
+def test_a_body_of_any_shape_is_read_or_refused_by_name(kind: Any) -> None:
+    stored = StoredTurns(find_item=lambda item_id: {"id": item_id, **USER})
+    num_read, fields = 0, set()
+    for name, value in RICH.items():
+        for odd in [value, *variants(value)]:
+            try:
+                parse_responses_request(kind({**RICH, name: odd}), stored=stored)
+                num_read += 1
+            except InvalidArgument as error:
+                fields.add(error.field.partition(".")[0].partition("[")[0])
+    assert num_read > 100 and fields == RICH.keys()
+
+
+def test_additional_tools_take_the_place_of_tools_of_the_same_name() -> None:
+    def tool(name: str, text: str, kind: str = "function") -> dict[str, str]:
+        return {"type": kind, "name": name, "description": text}
+
+    added = {"type": "additional_tools", "role": "developer", "tools": [tool("a", "new"), tool("c", "new", "custom")]}
+    parsed = parse_responses_request({"input": [USER, added], "tools": [tool("a", "old"), tool("b", "old")]})
+    tools = [(one.name, one.description) for one in parsed.job.prompts[0].chat_options.tools]
+    assert tools == [("b", "old"), ("a", "new"), ("c", "new")] and list(parsed.renamed) == ["c"]
+    with pytest.raises(InvalidArgument, match=r"^tools\[1\]\.name"):
+        parse_responses_request({"input": "a", "tools": [tool("a", "old"), tool("a", "new")]})
 
 
 async def test_a_stored_response_is_read_continued_listed_and_deleted() -> None:
@@ -528,7 +584,7 @@ async def test_four_turns_of_codex_are_answered_and_find_their_prefix_in_the_cac
             codex_message("user", "<environment_context><cwd>/src</cwd></environment_context>"),
             codex_message("user", "Add a file."),
         ]
-        outputs, sizes = [], []
+        outputs, sizes = list[list[dict[str, Any]]](), list[int]()
         for text in ANSWERS:
             answer[:] = [list(text.encode())]
             output, usage, headers = await codex_turn(client, items)
@@ -563,12 +619,14 @@ async def test_custom_calls_are_streamed_by_the_events_of_openai() -> None:
         ) as harness,
         client_of(harness) as client,
     ):
-        body = {name: value for name, value in codex_body([USER]).items() if name not in ("stream", "client_metadata")}
-        events = [event async for event in await client.responses.create(**body, stream=True)]  # type: ignore[call-overload]
+        body: Any = {
+            name: value for name, value in codex_body([USER]).items() if name not in ("stream", "client_metadata")
+        }
+        events = [event async for event in await client.responses.create(**body, stream=True)]
         assert [event.type.removeprefix("response.") for event in events] == [
             *("created", "in_progress", "output_item.added"),
             *("custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done", "completed"),
         ]
         assert events[3].delta == events[4].input == events[5].item.input == PATCH
-        whole = await client.responses.create(**body)  # type: ignore[call-overload]
+        whole = await client.responses.create(**body)
         assert (whole.output[0].type, whole.output[0].input) == ("custom_tool_call", PATCH)
