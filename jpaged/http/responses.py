@@ -51,6 +51,7 @@ from jpaged.http.completions import CompletionJob, EventStream, TokenTexts, iter
 from jpaged.http.exchange import (
     JSON,
     MAX_HEADER_CHARS,
+    WARNING_HEADER,
     anthropic_error,
     body_in,
     build_answer,
@@ -86,8 +87,6 @@ async def _num_tokens(service: Service, text: str) -> int:
 
 _ON_A_THREAD = 1 << 20
 """Size of work that never runs on the event loop."""
-_WARNING_HEADER = "x-jpaged-warning"
-"""Header of fields of a body that were ignored."""
 _SYSTEM_AFTER_USER = tuple(
     Prompt(
         messages=[
@@ -532,7 +531,7 @@ class _Responses:
             job = replace(job, streaming=job.streaming or Streaming())
         asked = await parse_job(service, request, lambda *_: job, body=body, is_kept=True)
         if parsed.warnings:
-            get_answer_headers(request)[_WARNING_HEADER] = "; ".join(parsed.warnings)[:MAX_HEADER_CHARS]
+            get_answer_headers(request)[WARNING_HEADER] = "; ".join(parsed.warnings)[:MAX_HEADER_CHARS]
         return _ResponsesCall(asked, parsed, owner, earlier, size)
 
     def _earlier(self, owner: str, response_id: Any, num_bytes: int) -> tuple[StoredTurn, ...]:
@@ -653,7 +652,12 @@ class _Responses:
             raise RequestTooLong("input", problem)
         run.task = asyncio.create_task(self._run(call, entry, run))
         run.task.add_done_callback(lambda _: run.end())
-        await while_there(request, _admitted(run))
+        try:
+            await while_there(request, _admitted(run))
+        except Cancelled:  # the client is gone without the id
+            await _stop(run)
+            self.store.remove(entry)
+            raise
         if not run.keeps_events:
             return Response(queued, media_type="application/json")
         return EventStream(run.follow(-1), self._service.state.config.http.http_keep_alive)
@@ -837,7 +841,7 @@ def message_routes(service: Service) -> list[Route]:
         if parsed[-1].late_systems and not await late_systems.are_accepted(asked.model):
             asked = replace(asked, job=await service.run_blocking(parsed[-1].with_reminders, _ON_A_THREAD))
         if parsed[-1].warnings:
-            get_answer_headers(request)[_WARNING_HEADER] = "; ".join(parsed[-1].warnings)[:MAX_HEADER_CHARS]
+            get_answer_headers(request)[WARNING_HEADER] = "; ".join(parsed[-1].warnings)[:MAX_HEADER_CHARS]
         return _MessagesCall(asked, parsed[-1])
 
     async def create(request: Request) -> Response | EventStream:

@@ -3,13 +3,14 @@
 import asyncio
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 
-from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, QueueFull
+from jpaged.errors import AlreadyExists, InvalidArgument, LimitExceeded, NotFound, QueueFull
 from jpaged.http.responses import BackgroundRun, ResponseStore, StoredResponse, StoredTurn
 from jpaged.openai.request import LenientBody
 from jpaged.openai.response_input import custom_input, open_reasoning, seal_reasoning
@@ -95,6 +96,28 @@ def test_shared_turns_count_once_and_outlive_the_response_that_began_them() -> N
     assert store.add(entry("b")) and store.num_bytes == ONE  # in place of the former one
     store.remove(store.find("", "b"))
     assert (store.num_bytes, len(store)) == (0, 0)
+
+
+def test_the_size_of_the_store_is_that_of_its_responses_after_any_calls() -> None:
+    random, store = Random(7), ResponseStore(30 * ONE, 12, 0.5, 1e9)
+    held: list[StoredResponse] = []
+    for i in range(600):
+        held = [one for one in held if store.holds(one)]
+        if held and random.random() < 0.3:
+            one = random.choice(held)
+            store.update(one, b"x" * random.randrange(4 * ONE), StoredTurn([USER] * random.randrange(20)))
+        elif held and random.random() < 0.2:
+            store.remove(random.choice(held))
+        else:
+            earlier = random.choice(held).turns if held and random.random() < 0.7 else ()
+            one = entry(f"r{i % 50}", earlier, owner=random.choice("abc"), size=random.randrange(3 * ONE))
+            if store.add(one):
+                held.append(one)
+        held = [one for one in held if store.holds(one)]
+        turns = {turn for one in held for turn in one.turns}
+        assert store.num_bytes == sum(one.num_own_bytes for one in held) + sum(len(turn.items) for turn in turns)
+        assert store.num_bytes <= 30 * ONE and len(store) == len(held)
+        assert all(sum(one.owner == owner for one in held) <= 12 for owner in "abc")
 
 
 def test_a_response_expires() -> None:
@@ -430,6 +453,20 @@ async def test_a_response_in_the_background_is_cancelled_in_the_engine() -> None
         await eventually(lambda: harness.num_blocks_used == 0)
 
 
+async def test_a_reader_that_is_slower_than_the_events_are_dropped_gets_an_error() -> None:
+    store, run, one = ResponseStore(2 * ONE, 9, 1.0, 60.0), BackgroundRun(keeps_events=True), entry("a")
+    one.run = run
+    assert store.add(one)
+    event = b"event: x\ndata: {}" + b" " * 900 + b"\n\n"
+    store.add_events(one, event)
+    reader = run.follow(-1)
+    assert await anext(reader) == event
+    for _ in range(4):
+        store.add_events(one, event)
+    with pytest.raises(LimitExceeded, match="max_response_storage"):
+        await anext(reader)
+
+
 async def test_a_request_that_is_refused_is_not_in_the_background() -> None:
     async with running(http_port=0) as harness, client_of(harness) as client:
         with pytest.raises(openai.BadRequestError) as refused:
@@ -468,14 +505,18 @@ async def test_a_stream_in_the_background_can_be_left_and_taken_up_again() -> No
 
 
 async def test_the_key_of_a_background_response_is_that_of_its_request(tmp_path: Path) -> None:
-    keys = tmp_path / "keys.toml"
+    keys, audit = tmp_path / "keys.toml", tmp_path / "audit.jsonl"
     keys.write_text(FILE)
-    async with running(http_port=0, api_keys=str(keys)) as harness, client_of(harness) as client:
+    options: Any = {"api_keys": str(keys), "audit_log": str(audit)}
+    async with running(http_port=0, **options) as harness, client_of(harness) as client:
         mine = client.with_options(api_key=TOKEN)
         queued = await mine.responses.create(**SHORT, input="hi", background=True)
         assert (await until(mine, queued.id, "incomplete")).output_text
         with pytest.raises(openai.AuthenticationError):
             await client.responses.retrieve(queued.id)
+    lines = [json.loads(line) for line in audit.read_text().splitlines()]
+    run = [line for line in lines if line["completion_tokens"]]
+    assert [(line["tenant"], line["request_id"]) for line in run] == [("acme", queued.id.removeprefix("resp_"))]
 
 
 # Codex CLI, as its public source builds requests and keeps the items of answers.
