@@ -61,7 +61,7 @@ from jpaged.http.exchange import (
     while_there,
 )
 from jpaged.openai.request import Job, Streaming
-from jpaged.openai.response import ShownToken
+from jpaged.openai.response import ResponseMetadata, ShownToken
 from jpaged.openai.responses import (
     QUEUED,
     ResponseEvents,
@@ -478,10 +478,12 @@ class _ResponsesCall:
     """Parsed body of /v1/responses, and the turns that it continues.
 
     Attributes:
+        heading: id and time of the response.
         num_bytes: size of the body and of the turns.
     """
 
     asked: CompletionJob
+    heading: ResponseMetadata
     request: ResponsesRequest
     owner: str
     earlier: tuple[StoredTurn, ...]
@@ -489,7 +491,7 @@ class _ResponsesCall:
 
     def format(self, *, is_stored: bool) -> ResponseFormat:
         """Return the format of the answer."""
-        return ResponseFormat(self.asked.heading(), self.request, is_stored)
+        return ResponseFormat(self.heading, self.request, is_stored)
 
 
 class _Responses:
@@ -532,7 +534,7 @@ class _Responses:
         asked = await parse_job(service, request, lambda *_: job, body=body, is_kept=True)
         if parsed.warnings:
             get_answer_headers(request)[WARNING_HEADER] = "; ".join(parsed.warnings)[:MAX_HEADER_CHARS]
-        return _ResponsesCall(asked, parsed, owner, earlier, size)
+        return _ResponsesCall(asked, asked.heading(), parsed, owner, earlier, size)
 
     def _earlier(self, owner: str, response_id: Any, num_bytes: int) -> tuple[StoredTurn, ...]:
         """Return the turns of the response that a body continues."""

@@ -427,6 +427,7 @@ async def test_a_response_in_the_background_outlives_its_connection() -> None:
             await client.responses.create(**SHORT, input="two", previous_response_id=queued.id)
         harness.faults.release()
         done = await until(client, queued.id, "incomplete")
+        assert done.created_at == queued.created_at
         assert done.usage is not None and done.usage.output_tokens == 60
         assert (await client.responses.cancel(queued.id)).status == "incomplete"
         second = await client.responses.create(**SHORT, input="two", previous_response_id=queued.id)
