@@ -5,7 +5,8 @@
     model    parts of one copy: heads, feed-forward width, vocabulary
 
 Every array of the serving programs has a sharding that is made here. An array that is not split over `model` is whole
-on every device, except the pool. All parts of the pool have the same blocks, so one block table serves them all.
+on every device, except the pool. All parts of the pool have the same blocks, so one block table serves them all. With
+data-parallel attention each device of `model` has its own blocks, and the rows of its own sequences (`TOKENS_SPEC`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.errors import InvalidArgument
+from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.matmul import PackedMatrix, QuantizedMatrix
 from jpaged.kernels.matmul.triton.form import lies_by_columns
 from jpaged.models.layers import Params
@@ -146,6 +148,8 @@ def partition_spec(*logical_axes: str | None) -> PartitionSpec:
     return PartitionSpec(*(None if axis is None else LOGICAL_AXES[axis] for axis in logical_axes))
 
 
+TOKENS_SPEC = PartitionSpec(MODEL_AXIS)
+"""Sharding of the tokens of data-parallel attention, and of its pool's blocks."""
 POOL_SPEC = partition_spec("blocks", "slots", "kv_heads")
 CONTENTS_SPEC = partition_spec("blocks", "layers", "slots", "kv_heads")
 """Sharding of the result of `KVLayout.read_blocks`."""
@@ -154,6 +158,16 @@ HEADS_SPEC = partition_spec("tokens", "heads", None)
 SINKS_SPEC = partition_spec("heads")
 PROJECTION_SPEC = partition_spec("tokens", "kv_heads", None, None)
 LOGITS_SPEC = partition_spec("rows", "vocab")
+
+
+def pool_spec(layout: KVLayout) -> PartitionSpec:
+    """Return the sharding of the pool: by heads and slots, or by blocks for data-parallel attention."""
+    return POOL_SPEC if layout.dp_size == 1 else TOKENS_SPEC
+
+
+def scales_spec(layout: KVLayout) -> PartitionSpec:
+    """Return the sharding of the scales of an 8-bit pool."""
+    return SCALES_SPEC if layout.dp_size == 1 else PartitionSpec()
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

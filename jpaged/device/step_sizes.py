@@ -83,7 +83,7 @@ class DeviceAttention:
         model: as published.
         options: `attention_backend`, `kv_cache_dtype` and the sizes are read.
         device: of the kind to run on; it need not be attached.
-        num_parts: devices that share the heads.
+        num_parts: devices that share the heads, or with data-parallel attention the sequences.
         num_context_parts: devices that share the slots of every block.
     """
 
@@ -221,9 +221,10 @@ class DeviceAttention:
     def _num_fitting(self, usable_bytes: int, max_model_len: int) -> int:
         """Return how many sequences of 1024 tokens fit into one device's memory next to its weights."""
         share = self.options.cache.memory_utilization or platform_default("memory_utilization", self.device.platform)
-        held = weight_bytes(self.model.config, self.model.dtype.itemsize) / self.num_parts
+        held = weight_bytes(self.model.config, self.model.dtype.itemsize, self.num_parts)
         sequence_bytes = self._layout(1).bytes_per_block * min(_SEQUENCE_TOKENS, max_model_len)
-        return max(0, int((share * usable_bytes - held) * self.num_context_parts // sequence_bytes))
+        num_pools = self.num_parts if self.model.config.has_dp_attention else self.num_context_parts
+        return max(0, int((share * usable_bytes - held) * num_pools // sequence_bytes))
 
     def _layout(self, block_size: int) -> KVLayout:
         config = pad_for_sharding(self.model.config, self.num_parts)
@@ -231,7 +232,7 @@ class DeviceAttention:
             num_layers=config.num_layers,
             num_blocks=1,
             block_size=block_size,
-            num_kv_heads=config.num_kv_heads // self.num_parts,
+            num_kv_heads=config.num_kv_heads // (1 if config.has_dp_attention else self.num_parts),
             head_dim=config.head_dim,
             dtype=kv_dtype(self.options.cache.kv_cache_dtype, self.model.dtype),
             value_dim=config.value_dim,
@@ -241,11 +242,11 @@ class DeviceAttention:
         config = pad_for_sharding(self.model.config, self.num_parts)
         layout = self._layout(sizes.block_size // self.num_context_parts)
         queries = Queries(
-            config.num_heads // self.num_parts,
+            config.num_heads // (1 if config.has_dp_attention else self.num_parts),
             self.model.dtype,
             most_rows(sizes.max_num_seqs, sizes.max_num_batched_tokens, self.num_context_parts),
             sizes.blocks_per_seq,
-            sizes.max_num_batched_tokens,
+            -(-sizes.max_num_batched_tokens // (self.num_parts if config.has_dp_attention else 1)),
         )
         return choose(self.options.model.attention_backend, self.device, layout, queries)
 
