@@ -202,6 +202,10 @@ def _exchanging_kernel(compute: ExpertsKernel, mixture: Mixture, mesh: Mesh) -> 
     return run
 
 
+MessageSizes = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+"""For each device the first of the rows for it, their number, their place there, and the number of rows from it."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowExchange:
@@ -257,21 +261,28 @@ class RowExchange:
         places_ck = jnp.sort(places_cn, axis=1)[:, : min(top_k, num_devices)]
         return cls(counts_nn, rank, sent_m, places_ck, found_t, is_found_t)
 
+    @property
+    def dispatch_sizes(self) -> MessageSizes:
+        """Sizes of the messages with rows for experts."""
+        counts_nn, rank = self.counts_nn, self.rank
+        return _starts(counts_nn[rank]), counts_nn[rank], _starts(counts_nn.T)[:, rank], counts_nn[:, rank]
+
+    @property
+    def combine_sizes(self) -> MessageSizes:
+        """Sizes of the messages with results."""
+        counts_nn, rank = self.counts_nn, self.rank
+        return _starts(counts_nn[:, rank]), counts_nn[:, rank], _starts(counts_nn)[:, rank], counts_nn[rank]
+
     def dispatch(self, x_ce: jax.Array, *, is_padded: bool) -> jax.Array:
         """Return the rows `[T, E]` of all devices that use experts of this one."""
         empty = jnp.zeros((len(self.found_t), x_ce.shape[1]), x_ce.dtype)
-        counts_nn, rank = self.counts_nn, self.rank
-        arrived = _starts(counts_nn.T).T
-        sizes = (_starts(counts_nn[rank]), counts_nn[rank], arrived[rank], counts_nn[:, rank])
-        return _exchanged(x_ce[self.sent_m], empty, sizes, len(x_ce) if is_padded else None)
+        return _exchanged(x_ce[self.sent_m], empty, self.dispatch_sizes, len(x_ce) if is_padded else None)
 
     def combine(self, y_te: jax.Array, *, is_padded: bool) -> jax.Array:
         """Return the sum `[C, E]` of the results of each own row, in float32 and in the order of the devices."""
         num_sent, num_rows = len(self.sent_m), len(self.places_ck)
-        counts_nn, rank = self.counts_nn, self.rank
-        sizes = (_starts(counts_nn[:, rank]), counts_nn[:, rank], _starts(counts_nn)[:, rank], counts_nn[rank])
         empty = jnp.zeros((num_sent, y_te.shape[1]), y_te.dtype)
-        y_me = _exchanged(y_te, empty, sizes, num_rows if is_padded else None)
+        y_me = _exchanged(y_te, empty, self.combine_sizes, num_rows if is_padded else None)
         y_cke = y_me[jnp.minimum(self.places_ck, num_sent - 1)].astype(jnp.float32)
         summed: jax.Array = jnp.sum(jnp.where((self.places_ck < num_sent)[..., None], y_cke, 0.0), axis=1)
         return summed
@@ -285,13 +296,12 @@ def _starts(counts: jax.Array) -> jax.Array:
 def _exchanged(
     rows_pe: jax.Array,
     empty_qe: jax.Array,
-    sizes: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    sizes: MessageSizes,
     most: int | None,
 ) -> jax.Array:
     """Return rows sent by all devices, device by device, in place of the first ones of `empty_qe`.
 
     Args:
-        sizes: for each device the first of the rows for it, their number, their place there, and the number from it.
         most: rows from a device to another at most, to pad each message to; None sends messages of any length.
     """
     first_n, num_n, _, arriving_n = sizes

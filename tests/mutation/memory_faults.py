@@ -28,8 +28,8 @@ MEMORY_FAULTS = (
     Fault(
         "the first release of a shared block frees it",
         "kv_cache/blocks.py",
-        "            if count == 1:\n                self._free[block_id] = None",
-        "            if count >= 1:\n                self._free[block_id] = None",
+        "            if count == 1:\n                self._free_lists[",
+        "            if count >= 1:\n                self._free_lists[",
         ("kv_cache/test_sharing.py",),
     ),
     Fault(
@@ -55,8 +55,8 @@ MEMORY_FAULTS = (
     Fault(
         "the pool reuses the most recently freed block first",
         "kv_cache/blocks.py",
-        "self._free.popitem(last=False)",
-        "self._free.popitem(last=True)",
+        "= free.popitem(last=False)",
+        "= free.popitem(last=True)",
         ("kv_cache/test_prefixes.py",),
     ),
     Fault(

@@ -127,7 +127,7 @@ POLICY_FAULTS = (
     Fault(
         "the next group in order is preempted instead of the last",
         "scheduler/scheduler.py",
-        "                self._preempt(running[-1], schedule)",
+        "                self._preempt(next(each for each in reversed(running) if each.rank == group.rank), schedule)",
         "                self._preempt(running[min(running.index(group) + 1, len(running) - 1)], schedule)",
         SCHEDULER,
     ),
