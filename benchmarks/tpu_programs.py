@@ -374,6 +374,9 @@ class Exchange:
             trips = math.prod(trips or 0 for trips in one.loop_trips)
             counts[one.opcode] += trips
             num_bytes = _ring_share(one.opcode, result.num_devices) * one.num_bytes
+            if one.opcode == "ragged-all-to-all" and planned.messages is not None:
+                n = result.num_devices
+                num_bytes = planned.messages.sent_bytes(load.num_tokens, planned.hidden_size, n) * n * n / (8 * (n - 1))
             seconds = planned.exchange_s(num_bytes)
             hidden_s = 0.0 if clock_hz is None else min(seconds, one.hidden_cycles / clock_hz)
             link_bytes += round(trips * num_bytes)
@@ -405,7 +408,10 @@ def _number_bytes(collectives: Sequence[Collective]) -> float:
 def _plan_step(result: ProgramResult) -> tuple[PlannedStepTimes, StepLoad]:
     """Return the plan of a model, and a step's load: decoding rows with 1024 tokens each, or prompts of 1024 tokens."""
     name, _, topology = result.cell.partition("@")
+    name, _, parallel = name.partition("+")
     config, num_devices, block_size = KNOWN_MODELS[name].config, result.num_devices, OPTIONS["block_size"]
+    if parallel == "dp":
+        config = with_dp_attention(with_parallel_experts(config))
     planned = PlannedModel(
         config=config,
         kv_dtype="bfloat16",

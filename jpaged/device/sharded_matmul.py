@@ -180,18 +180,12 @@ def _exchanging_kernel(compute: ExpertsKernel, mixture: Mixture, mesh: Mesh) -> 
     def run(x_te: jax.Array, routes: Routes, weights: ExpertWeights, gate: GateFunction) -> jax.Array:
         def part(x_ce: jax.Array, routes: Routes, weights: ExpertWeights) -> jax.Array:
             num_own, rank = weights.num_experts, jax.lax.axis_index(MODEL_AXIS)
-            everyone: Routes = jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, MODEL_AXIS), routes)
-            exchange = RowExchange.of(everyone.ids_tk, rank, num_own)
+            everyone = _gathered(routes)
+            exchange = RowExchange.of(everyone.ids_tk.reshape(mesh.size, *routes.ids_tk.shape), rank, num_own)
             found_te = exchange.dispatch(x_ce, is_padded=is_padded)
-            top_k = routes.ids_tk.shape[1]
-            own = Routes(
-                jnp.where(
-                    exchange.is_found_t[:, None],
-                    everyone.ids_tk.reshape(-1, top_k)[exchange.found_t],
-                    num_own * mesh.size,
-                ),
-                everyone.weights_tk.reshape(-1, top_k)[exchange.found_t],
-            ).part(rank * num_own, num_own)
+            ids_tk, weights_tk = everyone.ids_tk[exchange.found_t], everyone.weights_tk[exchange.found_t]
+            ids_tk = jnp.where(exchange.is_found_t[:, None], ids_tk, num_own * mesh.size)
+            own = Routes(ids_tk, weights_tk).part(rank * num_own, num_own)
             y_te = compute(found_te, own, weights, gate).astype(x_ce.dtype)
             return exchange.combine(y_te, is_padded=is_padded)
 
@@ -200,6 +194,15 @@ def _exchanging_kernel(compute: ExpertsKernel, mixture: Mixture, mesh: Mesh) -> 
         return summed
 
     return run
+
+
+def _gathered(routes: Routes) -> Routes:
+    """Return the routes of all devices `[T, K]`, gathered in one message."""
+    bits_tk = jax.lax.bitcast_convert_type(routes.weights_tk, jnp.int32)
+    ids_tk, bits_tk = jnp.split(
+        jax.lax.all_gather(jnp.concatenate([routes.ids_tk, bits_tk], axis=1), MODEL_AXIS, tiled=True), 2, axis=1
+    )
+    return Routes(ids_tk, jax.lax.bitcast_convert_type(bits_tk, jnp.float32))
 
 
 MessageSizes = tuple[jax.Array, jax.Array, jax.Array, jax.Array]

@@ -18,14 +18,15 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("quick_programs")]
 
 
 def on(num_devices: int) -> dict[str, Any]:
-    return {"tensor_parallel_size": num_devices, "enable_expert_parallel": True, "enable_dp_attention": True}
+    parallel = {"tensor_parallel_size": num_devices, "enable_expert_parallel": True, "enable_dp_attention": True}
+    return {**parallel, "max_num_seqs": 4 * num_devices}
 
 
 @pytest.mark.parametrize(
     ("name", "num_devices", "options"),
     [
         ("deepseek_v3", 4, {"num_scheduler_steps": 4}),
-        ("deepseek_v3", 2, {"preemption_mode": "recompute", "num_blocks": 32, "max_num_batched_tokens": 16}),
+        ("deepseek_v3", 2, {"preemption_mode": "recompute", "num_blocks": 30, "max_num_seqs": 16}),
         ("deepseek_v3", 2, {"kv_cache_dtype": "int8"}),
         ("deepseek_v2", 2, {"quantization": "int8", "enable_prefix_caching": False}),
     ],
