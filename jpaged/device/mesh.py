@@ -165,6 +165,11 @@ def pool_spec(layout: KVLayout) -> PartitionSpec:
     return POOL_SPEC if layout.dp_size == 1 else TOKENS_SPEC
 
 
+def contents_spec(layout: KVLayout) -> PartitionSpec:
+    """Return the sharding of the result of `KVLayout.read_blocks`; whole for data-parallel attention."""
+    return CONTENTS_SPEC if layout.dp_size == 1 else PartitionSpec()
+
+
 def scales_spec(layout: KVLayout) -> PartitionSpec:
     """Return the sharding of the scales of an 8-bit pool."""
     return SCALES_SPEC if layout.dp_size == 1 else PartitionSpec()
