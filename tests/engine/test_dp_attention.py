@@ -34,9 +34,9 @@ def test_lives_on_two_devices_sample_every_token_as_if_alone(first: int) -> None
         Life(seed, kind=TwoRanks, **options).run()
 
 
-def harness(**options: Any) -> Any:
-    executor = TwoRanks(num_blocks=8, block_size=4, max_num_batched_tokens=32, max_model_len=64)
-    return Harness(executor=executor, **options)
+def harness(num_blocks: int = 8) -> Any:
+    executor = TwoRanks(num_blocks=num_blocks, block_size=4, max_num_batched_tokens=32, max_model_len=64)
+    return Harness(executor=executor)
 
 
 def ranks(h: Any) -> dict[str, int]:
@@ -68,6 +68,19 @@ def test_a_prefix_is_found_on_the_device_that_has_it() -> None:
     assert ranks(h) == {"other": 0, "b": 1}
     h.run()
     assert h.engine.load().num_prefix_hit_tokens >= 12
+
+
+def test_a_device_gets_its_share_of_the_rows_even_if_it_has_the_prefix_of_all() -> None:
+    h = harness(num_blocks=60)
+    prompt = list(range(1, 14))
+    h.submit("first", prompt, max_tokens=2)
+    h.run()
+    for index in range(8):
+        h.submit(str(index), [*prompt, 20 + index], max_tokens=20)
+    while h.engine._loop.scheduler.queues.num_rows < 8:
+        h.step()
+    assert sorted(ranks(h).values()) == [0] * 4 + [1] * 4
+    h.run()
 
 
 def test_a_request_must_fit_onto_one_device() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,13 +38,13 @@ class MemoryUse:
 class RankPlacement(Protocol):
     """Choice of the part of the pool that all blocks of a group are in (data-parallel attention)."""
 
-    def place(self, group: SequenceGroup, ranks: Iterable[int], num_spare_blocks: int) -> bool:
+    def place(self, group: SequenceGroup, ranks: Iterable[int], num_spare_blocks: SequenceOf[int]) -> bool:
         """Choose one of these parts for a waiting group; return False if none has room for it.
 
         The part with the longest cached prefix is chosen, of several the one with the most free blocks.
 
         Args:
-            num_spare_blocks: free blocks that must be left over.
+            num_spare_blocks: free blocks that must be left over in each part.
         """
         ...
 

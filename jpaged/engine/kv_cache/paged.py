@@ -96,12 +96,12 @@ class MostFreeRank:
         self._memory = memory
         self._pool = pool
 
-    def place(self, group: SequenceGroup, ranks: Iterable[int], num_spare_blocks: int) -> bool:
+    def place(self, group: SequenceGroup, ranks: Iterable[int], num_spare_blocks: SequenceOf[int]) -> bool:
         prefixes = self._memory.prefixes
         fitting: list[tuple[int, int, int]] = []
         for rank in ranks:
             group.place(rank)
-            if self._memory.can_admit(group, num_spare_blocks):
+            if self._memory.can_admit(group, num_spare_blocks[rank]):
                 num_matched = 0 if prefixes is None else prefixes.match(group).num_blocks
                 fitting.append((num_matched, self._pool.num_free_of(rank), -rank))
         if fitting:

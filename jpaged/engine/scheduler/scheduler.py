@@ -547,7 +547,9 @@ class Scheduler:
             return
         is_batch_open = not self._is_static or not queues.running
         # If every row is taken, blocks do not matter, and a full batch costs the step nothing.
-        outstanding = self._num_outstanding_blocks() if queues.num_rows < self.max_num_seqs else 0
+        outstanding = (
+            self._num_outstanding_blocks() if queues.num_rows < self.max_num_seqs else [0] * self._geometry.dp_size
+        )
         while budget > 0 and is_batch_open:
             group = self._next_admissible(outstanding)
             if group is None:
@@ -567,9 +569,9 @@ class Scheduler:
             budget -= _num_tokens(parts)
             self._ranks.take(group, _num_tokens(parts))
             self._enter(group, parts, schedule)
-            outstanding += self._memory.num_outstanding_blocks(group)
+            outstanding[group.rank] += self._memory.num_outstanding_blocks(group)
 
-    def _next_admissible(self, outstanding: int) -> SequenceGroup | None:
+    def _next_admissible(self, outstanding: list[int]) -> SequenceGroup | None:
         """Return the next group if it can run now: rows and blocks are free, and no group computes its prefix."""
         group, prefixes = self.queues.next_group(), self._memory.prefixes
         if group is None or not self._has_room(group, outstanding):
@@ -581,28 +583,32 @@ class Scheduler:
             return None
         return group
 
-    def _num_outstanding_blocks(self) -> int:
-        """Return the number of blocks that running groups still need for tokens that they have."""
+    def _num_outstanding_blocks(self) -> list[int]:
+        """Return the number of blocks that running groups still need for tokens that they have, by rank."""
         settled = self.rows.fully_batched_groups
         growing = {group for group in self.queues.running if group not in settled}
         growing.update(
             self.rows.get_group(sequence) for sequence in self.rows.needing_blocks()
         )  # the other batched rows need none
-        return sum(self._memory.num_outstanding_blocks(group) for group in growing)
+        found = [0] * self._geometry.dp_size
+        for group in growing:
+            found[group.rank] += self._memory.num_outstanding_blocks(group)
+        return found
 
-    def _has_room(self, group: SequenceGroup, outstanding: int) -> bool:
+    def _has_room(self, group: SequenceGroup, outstanding: list[int]) -> bool:
         """Return True if rows, blocks and an adapter slot are free for a whole group, beyond running groups' needs."""
         if self.queues.num_rows + group.num_rows > self.max_num_seqs:
             return False
         if group.request.adapter is not None and not self.adapters.can_take(group.request.adapter):
             return False
         # While others run, keep blocks free so that growing rows need no preemption.
-        spare = outstanding + (max(1, self._memory.limit // 100) if self.queues.running else 0)
+        least = max(1, self._memory.limit // len(outstanding) // 100) if self.queues.running else 0
+        spare = [num_blocks + least for num_blocks in outstanding]
         if group.status is Status.SWAPPED and self._memory.swapping is not None:
-            return self._memory.swapping.can_swap_in(group, spare)
+            return self._memory.swapping.can_swap_in(group, spare[0])
         if self._memory.placement is not None:
             return self._memory.placement.place(group, self._ranks.open_ranks(group.num_rows), spare)
-        return self._memory.can_admit(group, spare)
+        return self._memory.can_admit(group, spare[0])
 
     def _admit(self, group: SequenceGroup, schedule: SchedulerOutput) -> None:
         self.queues.run(group)
