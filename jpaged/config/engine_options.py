@@ -526,7 +526,7 @@ class ParallelOptions:
     enable_dp_attention: bool = option(
         False,
         "data-parallel attention for latent caches (DeepSeek): each of the tensor_parallel_size devices has the KV "
-        "cache and the attention of its own sequences, with whole attention weights, so the pool grows with the "
+        "cache and the attention of some sequences, with whole attention weights, so the pool grows with the "
         "devices; requires enable_expert_parallel for models with experts",
     )
     coordinator: str | None = option(

@@ -19,7 +19,7 @@ Kernels are unaware of it: a row's first query is at (p - d) // c among a device
 its part, W / c. All devices have equal work, also in prompts. Striped Attention (Brandon et al., 2023) found that
 interleaving tokens balances causal attention; the order is computed once per step, before the layers.
 
-`RankOrder` distributes sequences, for data-parallel attention: a device has the blocks of its own sequences, and runs
+`RankOrder` distributes sequences, for data-parallel attention: a device has all blocks of some sequences, and runs
 their tokens with all heads.
 
     packed      a0 a1 a2 b7 c4 . . .         n = 2; a and c are on device 1, b on device 0
@@ -167,7 +167,7 @@ class RankOrder:
         return {**found, "slots_gt": jnp.where(self.is_used_t, found["slots_gt"], 0)}
 
     def get_rows(self, rows: RaggedRows, rank: Int[Array, ""], layout: KVLayout) -> RaggedRows:
-        """Return the rows of one device, over its own places and with the numbers of its own blocks."""
+        """Return the rows of one device, over the places and with the block numbers of that device."""
         is_own_s = self.ranks_s == rank
         order_s = jnp.argsort(~is_own_s, stable=True)
         is_own_s = is_own_s[order_s]

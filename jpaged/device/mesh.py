@@ -5,8 +5,8 @@
     model    parts of one copy: heads, feed-forward width, vocabulary
 
 Every array of the serving programs has a sharding that is made here. An array that is not split over `model` is whole
-on every device, except the pool. All parts of the pool have the same blocks, so one block table serves them all. With
-data-parallel attention each device of `model` has its own blocks, and the rows of its own sequences (`TOKENS_SPEC`).
+on every device, except the pool. All parts of the pool have the same blocks, so one block table serves them all. If
+attention is data-parallel, each device of `model` has other blocks, and the rows of their sequences (`TOKENS_SPEC`).
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 Quantized matrices that a kernel multiplies with carry partition specs. Of experts, each device has a part of every one,
 or some whole ones.
 
-With tensor-parallel attention, hidden states are whole on every device between layers, so each device already has the
+If attention is tensor-parallel, hidden states are whole on every device between layers, so each device already has the
 rows for the experts that it holds. It computes with its own matrices, and one sum over the devices ends the layer, as
-in a dense layer. With data-parallel attention a device has the rows of its own sequences, and sends each to the devices
-of its experts (`RowExchange`): once to each, whatever the number of its experts there. One sum of their results comes
-back. For T rows of E numbers, d devices per row and n devices, a device sends
+in a dense layer. If attention is data-parallel, a device has the rows of some sequences, and sends each row to the
+devices that have experts for it (`RowExchange`): once to each, whatever their number there. One sum of their results
+comes back. For T rows of E numbers, d devices per row and n devices, a device sends
 
     replicated    2 (n - 1) / n  T E        the sum: scattered, and gathered again; T E float32 numbers
     exchanged     2 (n - 1) / n  T E d / n      rows to the experts, and results back, in the type of the rows

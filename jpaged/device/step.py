@@ -524,8 +524,8 @@ class Step:
     ) -> tuple[jax.Array, jax.Array]:
         """Compute attention and update the pool: each device has its own heads, and all have the same blocks.
 
-        If contexts are split, each device also has its own slots of the blocks, and the results are merged. With
-        data-parallel attention each device has all heads, of its own tokens.
+        If contexts are split, each device also has its own slots of the blocks, and the results are merged. If
+        attention is data-parallel, each device has all heads, for its own tokens.
         """
         spec, num_parts, dp_size = self._spec(place.attention), num_context_parts(self.mesh), self.layout.dp_size
 

@@ -124,7 +124,7 @@ class KVLayout:
 
     @property
     def local(self) -> KVLayout:
-        """The layout of one device's part: one shard's heads, in its own slots of its own blocks."""
+        """The layout of one device's part: one shard's heads, in the slots and blocks there."""
         return dataclasses.replace(
             self,
             num_blocks=self.num_blocks // self.dp_size,

@@ -150,8 +150,8 @@ class ModelConfig:
         checkpoint_dtype: dtype of the weights in the checkpoint's config: float32, bfloat16 or float16.
         quantization: which matrices are quantized, and how; None has none.
         mixture: the experts of sparse layers; None if there are none.
-        has_dp_attention: each device runs the attention of its own sequences, with all heads; otherwise that of its own
-            heads. It does not come from config.json.
+        has_dp_attention: each device runs the attention of some sequences, with all heads; otherwise for some heads. It
+            does not come from config.json.
     """
 
     architecture: str

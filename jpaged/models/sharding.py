@@ -7,7 +7,7 @@
     experts X, if they are parallel     X / n, whole
     vocabulary V                        V / n, the last part padded
 
-With data-parallel attention each part holds all heads and the shared expert, and the KV cache of its own sequences.
+If attention is data-parallel, each part holds all heads and the shared expert, and the KV cache of some sequences.
 
 `pad_for_sharding` puts padding and repeated heads into the config: programs and shardings see a model whose sizes all
 divide evenly, and reading a checkpoint fills it (`jpaged.checkpoints.weights`).
@@ -170,7 +170,7 @@ def with_parallel_experts(config: ModelConfig) -> ModelConfig:
 
 
 def with_dp_attention(config: ModelConfig) -> ModelConfig:
-    """Return the config with data-parallel attention: each device runs the attention of its own sequences.
+    """Return the config with data-parallel attention: each device runs the attention of some sequences.
 
     Raises:
         InvalidArgument: keys are not latents, or devices have parts of experts. Heads that divide over the devices

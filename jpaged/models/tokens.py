@@ -50,7 +50,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class StateShardings:
-    """Shardings of hidden states `[T, E]` if each device has the rows of its own sequences. Hashable, static under jit.
+    """Shardings of hidden states `[T, E]` if each device has the rows of some sequences. Hashable, static under jit.
 
     Attributes:
         split: over the rows, as between layers.

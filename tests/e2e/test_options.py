@@ -129,7 +129,7 @@ def test_options_of_several_processes_are_refused(name: str) -> None:
 @flips("eviction_policy")
 def test_eviction_policy_ranks_what_is_cached(base: LLM, folder: Path) -> None:
     with open_llm(folder, eviction_policy="worth", **BASE) as llm:
-        kinds = [type(one.prefixes.pool._free) for one in (engine_of(llm), engine_of(base)) if one.prefixes]
+        kinds = [type(one.prefixes.pool._free_lists[0]) for one in (engine_of(llm), engine_of(base)) if one.prefixes]
     assert [kind.__name__ for kind in kinds] == ["RankedFreeList", "LeastRecentlyUsed"]
 
 

@@ -195,7 +195,8 @@ class BucketTable:
     There are only two axes. The forward is compiled for a number of packed tokens (T), the sampler for a number of rows
     (R); tables and row arrays have one size. Powers of two keep padding below half; above some size there may also be
     sizes halfway between two. `decodes` are row counts of multi-step decode programs, if any, and `speculates` those of
-    draft-model programs. With data-parallel attention each size is split equally over the devices.
+    draft-model programs. If attention is data-parallel, each size is split
+    equally over the devices.
     """
 
     tokens: tuple[int, ...]
@@ -267,8 +268,8 @@ class Geometry:
         has_fed_steps: a program of several steps can receive masks while it runs.
         num_aux: maximum prompt tokens of a step with aux outputs (Q).
         num_speculative_tokens: tokens that a draft model on the device proposes to a row in a round; 0 without one.
-        dp_size: devices that each hold the blocks of their own sequences (data-parallel attention); 1 if there is one
-            pool for all. Rank r has the blocks r * N / dp_size + 1 to (r + 1) * N / dp_size.
+        dp_size: devices that each hold all blocks of some sequences (data-parallel attention); 1 if there is one pool
+            for all. Rank r has the blocks r * N / dp_size + 1 to (r + 1) * N / dp_size.
     """
 
     num_blocks: int

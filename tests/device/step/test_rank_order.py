@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -92,15 +94,15 @@ def with_gaps(num_rows: int) -> Routes:
 
 
 @pytest.mark.parametrize("make", [all_to_one, with_gaps])
-def test_no_row_is_dropped_whatever_experts_the_rows_choose(make: object) -> None:
+def test_no_row_is_dropped_whatever_experts_the_rows_choose(make: Callable[[int], Routes]) -> None:
     num_devices, num_rows = 4, 12
     mesh = build_mesh(jax.devices()[:num_devices])
-    routes = make(num_rows)  # type: ignore[operator]
+    routes = make(num_rows)
     weights = mixture(NUM_EXPERTS, WIDTH, 8, "float32", has_biases=False)
     x = jnp.asarray(numbers((num_rows, WIDTH), "float32"))
     kind = Mixture(routing=Routing(NUM_EXPERTS, TOP_K), width=8, is_parallel=True)
-    run = _exchanging_kernel(tiles.apply_experts, kind, mesh)
-    got = jax.jit(lambda *args: run(*args, SILU), compiler_options=QUICK_XLA_OPTIONS)(x, routes, weights)
+    run = functools.partial(_exchanging_kernel(tiles.apply_experts, kind, mesh), gate=SILU)
+    got = jax.jit(run, compiler_options=QUICK_XLA_OPTIONS)(x, routes, weights)
     np.testing.assert_allclose(got, tiles.apply_experts(x, routes, weights, SILU), rtol=0, atol=1e-5)
 
 

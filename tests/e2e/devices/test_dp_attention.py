@@ -47,7 +47,7 @@ def test_the_pool_grows_with_the_devices(tmp_path: Path) -> None:
     with open_llm(folder, **sizes, **{**on(4), "enable_dp_attention": False}) as llm:
         alike = engine_of(llm).geometry.num_blocks
     with open_llm(folder, **sizes, **on(4)) as llm:
-        executor = engine_of(llm)._executor  # type: ignore[attr-defined]
+        executor: Any = engine_of(llm)._executor
         layout = executor.step.layout
         assert engine_of(llm).geometry.num_blocks == layout.num_blocks == 4 * alike
         pool = executor._pool.take()
