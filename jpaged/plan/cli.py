@@ -116,6 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
     names = list(dict.fromkeys(name for words in arguments.topology for name in words.split(",")))
     if arguments.save is not None and len(names) > 1:
         raise InvalidArgument("--save", f"supports one topology; {len(names)} are given")
+    if arguments.save is not None and config.parallel.enable_dp_attention:
+        raise InvalidArgument("--save", "does not support --enable-dp-attention")
     report, found = StartupReport(sys.stderr), []
     try:
         _, model_config = find_config(model, config.model.overrides)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.device import sharded_matmul
 from jpaged.device.context import RankOrder
 from jpaged.device.mesh import build_mesh
 from jpaged.device.sharded_matmul import RowExchange, _exchanging_kernel
@@ -104,6 +106,19 @@ def test_no_row_is_dropped_whatever_experts_the_rows_choose(make: Callable[[int]
     run = functools.partial(_exchanging_kernel(tiles.apply_experts, kind, mesh), gate=SILU)
     got = jax.jit(run, compiler_options=QUICK_XLA_OPTIONS)(x, routes, weights)
     np.testing.assert_allclose(got, tiles.apply_experts(x, routes, weights, SILU), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_accelerators_exchange_messages_of_any_length(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded_matmul, "first_device", lambda mesh: types.SimpleNamespace(platform=platform))
+    kind = Mixture(routing=Routing(NUM_EXPERTS, TOP_K), width=8, is_parallel=True)
+    mesh = build_mesh(jax.devices()[:4])
+    run = functools.partial(_exchanging_kernel(tiles.apply_experts, kind, mesh), gate=SILU)
+    weights = mixture(NUM_EXPERTS, WIDTH, 8, "float32", has_biases=False)
+    traced = jax.jit(run).trace(jnp.zeros((8, WIDTH)), random_routes(8, NUM_EXPERTS, TOP_K), weights)
+    text = traced.lower(lowering_platforms=({"gpu": "cuda"}.get(platform, platform),)).as_text()
+    assert text.count("ragged_all_to_all") == 2, "rows to the experts, and back"
+    assert "stablehlo.all_to_all" not in text
 
 
 def test_rows_are_sent_once_to_each_device_of_their_experts() -> None:
