@@ -174,7 +174,7 @@ ANCHORS = (
 
 _LANES = 128
 _INFINIBAND_BYTES_PER_S = 50e9
-"""Of one GPU to other machines: 400 Gbit/s."""
+"""Bandwidth of one GPU to other machines: 400 Gbit/s."""
 _OF_MACHINE = 8
 
 

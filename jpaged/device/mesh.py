@@ -26,6 +26,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.matmul import PackedMatrix, QuantizedMatrix
 from jpaged.kernels.matmul.triton.form import lies_by_columns
+from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
 from jpaged.models.model import Model, can_stack
 from jpaged.models.param_specs import LogicalAxes
@@ -127,6 +128,11 @@ def _of_each_process(devices: Sequence[jax.Device], size: int, num_processes: in
 def num_shards(mesh: Mesh) -> int:
     """Return the number of parts that one copy of the model is split into."""
     return mesh.shape[MODEL_AXIS]
+
+
+def get_dp_size(config: ModelConfig, mesh: Mesh) -> int:
+    """Return the devices that each have the KV cache of some sequences; 1 if attention is not data-parallel."""
+    return num_shards(mesh) if config.has_dp_attention else 1
 
 
 def num_context_parts(mesh: Mesh) -> int:

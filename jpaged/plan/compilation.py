@@ -155,8 +155,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     target = find_target(question.target)
     if options.parallel.enable_expert_parallel:
         config = with_parallel_experts(config)
-    if options.parallel.enable_dp_attention:
-        config = with_dp_attention(config)
+    config = with_dp_attention(config) if options.parallel.enable_dp_attention else config
     config = streaming_llm.as_asked(config, options)
     draft, chosen = _draft_config(options), 1 if options.has_head else question.options.get("tensor_parallel_size")
     num_parts = options.parallel.context_parallel_size

@@ -38,8 +38,7 @@ from jpaged.device.aot.topology import GPUS, TOPOLOGIES, device_kind
 from jpaged.device.sharded_matmul import num_column_parts
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.hardware import HARDWARE, Hardware, find_hardware
-from jpaged.kernels.mixture_kind import Routing
-from jpaged.models.config import ModelConfig
+from jpaged.models.config import Mixture, ModelConfig
 from jpaged.models.param_specs import leaf_format
 from jpaged.models.sharding import pad_for_sharding
 from jpaged.plan.cost import ASSUMED, HBM_EFFICIENCY, PRODUCTS_EFFICIENCY, ModelShape, Roofline, StepLoad
@@ -237,11 +236,12 @@ class OutputNumbers:
     heads: int = 0
 
 
-def mean_devices(routing: Routing, num_devices: int) -> float:
+def mean_devices(mixture: Mixture, num_devices: int) -> float:
     """Return the mean number of devices with experts of a row, if rows choose groups, and experts in them, evenly.
 
     A device has consecutive experts: of one group, or of several whole ones.
     """
+    routing = mixture.routing
     own = routing.num_experts // num_devices
     of_group = routing.num_experts // routing.num_groups
     held, own = max(1, own // of_group), min(own, of_group)
@@ -274,8 +274,8 @@ class RowMessages:
         if not config.has_dp_attention or num_devices == 1:
             return None
         num_layers = sum(kind.is_sparse for kind in config.layer_kinds)
-        routing = None if config.mixture is None else config.mixture.routing
-        return cls(num_layers, 0.0 if routing is None else mean_devices(routing, num_devices), number_bytes)
+        sent_to = 0.0 if config.mixture is None else mean_devices(config.mixture, num_devices)
+        return cls(num_layers, sent_to, number_bytes)
 
     def sent_bytes(self, num_tokens: int, width: int, num_devices: int) -> float:
         """Return the bytes that a device sends to others in one direction of a layer, to experts or back."""

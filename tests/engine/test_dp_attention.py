@@ -10,6 +10,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import BucketTable
 from jpaged.engine.kv_cache.blocks import BlockPool, BlockTable
+from jpaged.engine.scheduler.output import padded_for_ranks
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong
 from jpaged.testing import SeveralStepsExecutor
 from tests.engine.harness import Harness
@@ -109,8 +110,8 @@ def test_programs_have_equal_places_for_each_device() -> None:
     assert (buckets.tokens, buckets.rows) == ((32, 52), (32,))
     geometry = TwoRanks(num_blocks=8, block_size=4).geometry
     lens_s = np.array([3, 1, 1], np.int32)
-    assert geometry.num_padded(5, np.array([1, 8, 9], np.int32), lens_s) == 8, "4 tokens of the first device"
-    assert geometry.num_padded(5, np.array([1, 9, 16], np.int32), lens_s) == 6
+    assert padded_for_ranks(geometry, 5, np.array([1, 8, 9], np.int32), lens_s) == 8, "4 tokens of the first device"
+    assert padded_for_ranks(geometry, 5, np.array([1, 9, 16], np.int32), lens_s) == 6
 
 
 @pytest.mark.parametrize(

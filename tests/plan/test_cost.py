@@ -11,6 +11,7 @@ from jpaged.engine.executor import BlockMoves, Move
 from jpaged.errors import InvalidArgument
 from jpaged.hardware import HARDWARE, Hardware
 from jpaged.kernels.mixture_kind import Routing
+from jpaged.models.config import Mixture
 from jpaged.models.sharding import with_dp_attention, with_parallel_experts
 from jpaged.plan.cost import Assumptions, ModelShape, StepLoad
 from jpaged.plan.known_models import KNOWN_MODELS
@@ -204,13 +205,13 @@ def test_alternatives_are_distributions_that_differ_by_row():
 def test_rows_are_sent_to_the_mean_number_of_devices_of_all_choices(
     num_devices: int, num_groups: int, top_groups: int
 ) -> None:
-    routing = Routing(8, 3, num_groups=num_groups, top_groups=top_groups, num_best=1)
+    mixture = Mixture(routing=Routing(8, 3, num_groups=num_groups, top_groups=top_groups), width=1)
     size, counts = 8 // num_groups, []
     for groups in itertools.combinations(range(num_groups), top_groups):
         eligible = [size * group + expert for group in groups for expert in range(size)]
         for experts in itertools.combinations(eligible, 3):
             counts.append(len({expert // (8 // num_devices) for expert in experts}))
-    assert mean_devices(routing, num_devices) == pytest.approx(sum(counts) / len(counts))
+    assert mean_devices(mixture, num_devices) == pytest.approx(sum(counts) / len(counts))
 
 
 def test_a_device_sends_its_rows_to_the_other_devices_of_their_experts() -> None:

@@ -36,7 +36,7 @@ from jpaged.device.compilation.memory_plan import (
 )
 from jpaged.device.compilation.program_registry import NUM_BACKGROUND_THREADS, NUM_THREADS, CompiledProgram
 from jpaged.device.executor import waits_for_all_programs
-from jpaged.device.mesh import first_device, num_shards
+from jpaged.device.mesh import first_device, get_dp_size
 from jpaged.device.step_sizes import DeviceAttention
 from jpaged.device.transfers import move_sizes
 from jpaged.engine.executor import Geometry, Progress
@@ -376,9 +376,7 @@ def compile_deployment(
             compiler fails.
     """
     set_up_compile_cache(None)  # compile times must be the compiler's, and a program from a cache cannot be saved
-    begin = time.perf_counter()
-
-    dp_size = num_shards(mesh) if models.model.config.has_dp_attention else 1
+    begin, dp_size = time.perf_counter(), get_dp_size(models.model.config, mesh)
 
     def served(num_blocks: int) -> ServerPrograms:
         cache = dataclasses.replace(options.cache, num_blocks=num_blocks * dp_size)

@@ -39,6 +39,7 @@ from jpaged.device.mesh import (
     LOGITS_SPEC,
     MeshPlacement,
     first_device,
+    get_dp_size,
     local_bytes,
     num_context_parts,
     num_shards,
@@ -107,8 +108,7 @@ def sized_step(
 def _sized_step(
     model: Model, options: EngineConfig, layer_mode: LayerMode, num_blocks: int, mesh: Mesh
 ) -> tuple[Step, Geometry]:
-    num_parts, num_contexts = num_shards(mesh), num_context_parts(mesh)
-    dp_size = num_parts if model.config.has_dp_attention else 1
+    num_parts, num_contexts, dp_size = num_shards(mesh), num_context_parts(mesh), get_dp_size(model.config, mesh)
     attention = DeviceAttention.on(model, options, mesh)
     chosen = attention.choose(sizes := attention.sizes())
     vocab_size, model = model.config.vocab_size, MeshPlacement.of(model, mesh, layer_mode).model
@@ -128,8 +128,7 @@ def _sized_step(
     cascade = cascade_costs(
         chosen.backend, layout.local, kinds, config.num_heads // (num_parts // dp_size), num_contexts
     )
-    max_num_steps = max_steps_of_dispatch(options, mesh)
-    sampler = choose_kernel(chosen.backend, mesh.size, vocab_size)
+    max_num_steps, sampler = max_steps_of_dispatch(options, mesh), choose_kernel(chosen.backend, mesh.size, vocab_size)
     geometry = Geometry(
         num_blocks=layout.num_blocks,
         block_size=layout.block_size,
@@ -230,7 +229,7 @@ def abstract_serving(
         InvalidArgument, Unsupported: as in `sized_step`.
     """
     where = MeshPlacement.of(model, mesh, layer_mode)
-    num_blocks = blocks_of_rank(options.cache.num_blocks, num_shards(mesh) if model.config.has_dp_attention else 1)
+    num_blocks = blocks_of_rank(options.cache.num_blocks, get_dp_size(model.config, mesh))
     if num_blocks is None:
         num_blocks = sized_step(model, options, where.layer_mode, 1, mesh)[1].num_blocks_of_longest
     step, geometry = sized_step(model, options, where.layer_mode, num_blocks, mesh, draft)

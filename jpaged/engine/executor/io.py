@@ -305,19 +305,6 @@ class Geometry:
         """Usable blocks of one device."""
         return self.num_blocks // self.dp_size
 
-    def num_padded(self, num_rows_or_tokens: int, first_blocks_s: I32, lens_s: I32) -> int:
-        """Return the size that a step needs at least, so that the tokens of each rank fit into an equal part of it.
-
-        Args:
-            num_rows_or_tokens: of the step.
-            first_blocks_s: the first block of each row.
-            lens_s: its tokens.
-        """
-        if self.dp_size == 1:
-            return num_rows_or_tokens
-        ranks_s = (first_blocks_s - 1) // self.num_blocks_of_rank
-        return self.dp_size * int(np.bincount(ranks_s, lens_s).max(initial=0))
-
     @property
     def max_num_batched_tokens(self) -> int:
         """Maximum tokens of a step, all rows."""

@@ -389,7 +389,7 @@ def build_step_inputs(schedule: SchedulerOutput, geometry: Geometry) -> StepInpu
     starts, lens = columns.starts, columns.lens
     ends = np.cumsum(lens, dtype=np.int32)
     block_tables_gsm = _block_tables(schedule, geometry)
-    num_at_least = geometry.num_padded(num_tokens, block_tables_gsm[0, :num_rows, 0], lens)
+    num_at_least = padded_for_ranks(geometry, num_tokens, block_tables_gsm[0, :num_rows, 0], lens)
     num_padded = _num_padded_rows(schedule, geometry) or geometry.buckets.num_tokens(num_at_least)
 
     rows_t = np.repeat(np.arange(num_rows), lens)
@@ -484,8 +484,22 @@ def _num_padded_rows(schedule: SchedulerOutput, geometry: Geometry) -> int | Non
     if not is_one_program:
         return None
     decodes = schedule.decodes
-    first_blocks_s = decodes.block_tables_gsm[0, :, 0]
-    return buckets.num_decode_rows(geometry.num_padded(len(decodes), first_blocks_s, np.ones(len(decodes), np.int32)))
+    num_rows, first_blocks_s = len(decodes), decodes.block_tables_gsm[0, :, 0]
+    return buckets.num_decode_rows(padded_for_ranks(geometry, num_rows, first_blocks_s, np.ones(num_rows, np.int32)))
+
+
+def padded_for_ranks(geometry: Geometry, size: int, first_blocks_s: I32, lens_s: I32) -> int:
+    """Return the size that a step needs at least, so that the tokens of each rank fit into an equal part of it.
+
+    Args:
+        size: rows or tokens of the step.
+        first_blocks_s: the first block of each row.
+        lens_s: the tokens of each row.
+    """
+    if geometry.dp_size == 1:
+        return size
+    ranks_s = (first_blocks_s - 1) // geometry.num_blocks_of_rank
+    return geometry.dp_size * int(np.bincount(ranks_s, lens_s).max(initial=0))
 
 
 class _Columns(NamedTuple):

@@ -44,7 +44,7 @@ from jpaged.engine.kv_cache.long_rope import LongRopeRecompute
 from jpaged.engine.lora import LoRASlots
 from jpaged.engine.scheduler.decode_batch import PersistentDecodeBatch, commit_full_blocks
 from jpaged.engine.scheduler.multi_step import MultiStepPolicy, PrefillBudget, choose_bound_s
-from jpaged.engine.scheduler.output import ScheduledRow, SchedulerOutput
+from jpaged.engine.scheduler.output import ScheduledRow, SchedulerOutput, padded_for_ranks
 from jpaged.engine.sequence import Sequence, SequenceGroup, Status, has_unknown_tokens
 from jpaged.engine.speculative.drafts import DraftRows, DraftTokens, RoundRows
 
@@ -529,7 +529,7 @@ class Scheduler:
     def _num_padded_rows(self) -> int:
         """Rows that the program of several steps has at least."""
         num_rows = len(self.rows)
-        return self._geometry.num_padded(num_rows, self.rows.first_blocks_s, np.ones(num_rows, np.int32))
+        return padded_for_ranks(self._geometry, num_rows, self.rows.first_blocks_s, np.ones(num_rows, np.int32))
 
     def _grow_running(self, parts: dict[SequenceGroup, Shares], schedule: SchedulerOutput) -> None:
         """Allocate blocks for every running row, in the policy's order; preempt from its end."""
