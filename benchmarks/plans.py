@@ -234,8 +234,12 @@ class Wide:
     def record(self) -> dict[str, Any]:
         """Return the plan with its estimates."""
         planned = self.planned
-        free = MEMORY_SHARE * planned.target.hardware.usable_bytes - planned.weight_bytes - PROGRAM_BYTES
-        num_devices = planned.num_devices
+        config, num_devices = planned.config, planned.num_devices
+        assert config.mixture is not None
+        # A device has room for all rows of a step, once for each expert: in bfloat16, and sums in float32.
+        numbers = 6 * config.hidden_size + 2 * 4 * config.mixture.width
+        program_bytes = PROGRAM_BYTES + self.num_tokens * config.mixture.routing.top_k * numbers
+        free = MEMORY_SHARE * planned.target.hardware.usable_bytes - planned.weight_bytes - program_bytes
         num_blocks = int(free // planned.bytes_per_block) * (num_devices if self.has_dp_attention else 1)
         sizes = ConcurrencyLimits(num_blocks, planned.block_size, self.num_rows, self.num_tokens)
         times = planned.step_times()
@@ -263,14 +267,14 @@ _GPUSTACK = "gpustack/gpustack, docs/performance-lab/deepseek-r1/h200.md (a5c9fa
 _VLLM_WIDE = "vLLM blog, 2025-12-17: 2.2k tokens/s per H200, wide EP over InfiniBand, prefill apart"
 _SHARE_GPT, _CHAT = SequenceLengths(219, 201), SequenceLengths(1024, 1024)
 WIDE = (
-    Wide("h200:8", _SHARE_GPT, 1000, 8192, False),
-    Wide("h200:8", _SHARE_GPT, 1000, 8192, True, 3414.99 / 8, _GPUSTACK),
-    Wide("h200:8", _CHAT, 2048, 8192, False),
-    Wide("h200:8", _CHAT, 2048, 8192, True),
-    Wide("h200:16", _CHAT, 4096, 16384, False),
-    Wide("h200:16", _CHAT, 4096, 16384, True, 2200.0, _VLLM_WIDE),
-    Wide("v6e:8x8", _CHAT, 4096, 16384, False),
-    Wide("v6e:8x8", _CHAT, 4096, 16384, True),
+    Wide("h200:8", _SHARE_GPT, 1000, 2048, False),
+    Wide("h200:8", _SHARE_GPT, 1000, 2048, True, 3414.99 / 8, _GPUSTACK),
+    Wide("h200:8", _CHAT, 2048, 2048, False),
+    Wide("h200:8", _CHAT, 2048, 2048, True),
+    Wide("h200:16", _CHAT, 4096, 4096, False),
+    Wide("h200:16", _CHAT, 4096, 4096, True, 2200.0, _VLLM_WIDE),
+    Wide("v6e:8x8", _CHAT, 4096, 4096, False),
+    Wide("v6e:8x8", _CHAT, 4096, 4096, True),
 )
 """The first figure is of a burst of 1000 requests, its beginning and end included; the second of decoding alone."""
 

@@ -167,9 +167,12 @@ class RankOrder:
         return {**found, "slots_gt": jnp.where(self.is_used_t, found["slots_gt"], 0)}
 
     def get_rows(self, rows: RaggedRows, rank: Int[Array, ""], layout: KVLayout) -> RaggedRows:
-        """Return the rows of one device, over the places and with the block numbers of that device."""
+        """Return the rows of one device, over the places and with the block numbers of that device.
+
+        The scheduler gives no device more than an equal share of the rows of a step, S / n rounded up.
+        """
         is_own_s = self.ranks_s == rank
-        order_s = jnp.argsort(~is_own_s, stable=True)
+        order_s = jnp.argsort(~is_own_s, stable=True)[: -(-len(is_own_s) // layout.dp_size)]
         is_own_s = is_own_s[order_s]
         nums_s = (rows.query_starts_s1[1:] - rows.query_starts_s1[:-1])[order_s]
         starts_s1 = jnp.pad(jnp.cumsum(jnp.where(is_own_s, nums_s, 0)), (1, 0)).astype(jnp.int32)

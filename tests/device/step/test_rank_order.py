@@ -60,10 +60,10 @@ def test_a_device_has_its_own_rows_with_the_numbers_of_its_own_blocks() -> None:
     )
     slots_t = order.ordered(inputs)["slots_gt"][0]
     first, second = (order.get_rows(rows, jnp.int32(rank), LAYOUT) for rank in range(2))
-    assert (int(first.num_rows), first.query_starts_s1.tolist()) == (1, [0, 1, 1, 1, 1])
-    assert (first.kv_lens_s.tolist(), first.block_tables_sm[0].tolist()) == ([4, 0, 0, 0], [1, 0, 0])
-    assert (int(second.num_rows), second.query_starts_s1.tolist()) == (2, [0, 3, 5, 5, 5])
-    assert second.kv_lens_s.tolist() == [9, 2, 0, 0]
+    assert (int(first.num_rows), first.query_starts_s1.tolist()) == (1, [0, 1, 1])
+    assert (first.kv_lens_s.tolist(), first.block_tables_sm[0].tolist()) == ([4, 0], [1, 0, 0])
+    assert (int(second.num_rows), second.query_starts_s1.tolist()) == (2, [0, 3, 5])
+    assert second.kv_lens_s.tolist() == [9, 2]
     assert second.block_tables_sm[:2].tolist() == [[1, 3, 0], [2, 0, 0]]
     own = [RankOrder.own_slots(slots_t, jnp.int32(rank), LAYOUT).tolist() for rank in range(2)]
     assert own == [[5, *[0] * 7], [4, 5, 12, 8, 9, 0, 0, 0]]
