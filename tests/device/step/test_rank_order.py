@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 from collections.abc import Callable
 
@@ -11,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jpaged.device import sharded_matmul
 from jpaged.device.context import RankOrder
 from jpaged.device.mesh import build_mesh
 from jpaged.device.sharded_matmul import RowExchange, _exchanging_kernel
-from jpaged.kernels.experts import Routes, tiles
+from jpaged.kernels.experts import ExpertWeights, Routes, tiles
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.mixture_kind import SILU, Routing
 from jpaged.kernels.paged_attention.spec import RaggedRows
@@ -82,6 +82,12 @@ def test_a_pool_in_parts_has_a_null_block_in_each() -> None:
 NUM_EXPERTS, TOP_K, WIDTH = 8, 3, 16
 
 
+def exchanging(mesh: Mesh) -> Callable[[jax.Array, Routes, ExpertWeights], jax.Array]:
+    kind = Mixture(routing=Routing(NUM_EXPERTS, TOP_K), width=8, is_parallel=True)
+    kernel = _exchanging_kernel(tiles.apply_experts, kind, mesh)
+    return lambda x_te, routes, weights: kernel(x_te, routes, weights, SILU)
+
+
 def all_to_one(num_rows: int) -> Routes:
     """Every row chooses experts of the last device only."""
     ids = jnp.broadcast_to(jnp.array([NUM_EXPERTS - 1, NUM_EXPERTS - 2, NUM_EXPERTS], jnp.int32), (num_rows, TOP_K))
@@ -102,8 +108,7 @@ def test_no_row_is_dropped_whatever_experts_the_rows_choose(make: Callable[[int]
     routes = make(num_rows)
     weights = mixture(NUM_EXPERTS, WIDTH, 8, "float32", has_biases=False)
     x = jnp.asarray(numbers((num_rows, WIDTH), "float32"))
-    kind = Mixture(routing=Routing(NUM_EXPERTS, TOP_K), width=8, is_parallel=True)
-    run = functools.partial(_exchanging_kernel(tiles.apply_experts, kind, mesh), gate=SILU)
+    run = exchanging(mesh)
     got = jax.jit(run, compiler_options=QUICK_XLA_OPTIONS)(x, routes, weights)
     np.testing.assert_allclose(got, tiles.apply_experts(x, routes, weights, SILU), rtol=0, atol=1e-5)
 
@@ -111,9 +116,8 @@ def test_no_row_is_dropped_whatever_experts_the_rows_choose(make: Callable[[int]
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_accelerators_exchange_messages_of_any_length(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharded_matmul, "first_device", lambda mesh: types.SimpleNamespace(platform=platform))
-    kind = Mixture(routing=Routing(NUM_EXPERTS, TOP_K), width=8, is_parallel=True)
     mesh = build_mesh(jax.devices()[:4])
-    run = functools.partial(_exchanging_kernel(tiles.apply_experts, kind, mesh), gate=SILU)
+    run = exchanging(mesh)
     weights = mixture(NUM_EXPERTS, WIDTH, 8, "float32", has_biases=False)
     traced = jax.jit(run).trace(jnp.zeros((8, WIDTH)), random_routes(8, NUM_EXPERTS, TOP_K), weights)
     text = traced.lower(lowering_platforms=({"gpu": "cuda"}.get(platform, platform),)).as_text()
