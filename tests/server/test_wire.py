@@ -19,6 +19,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.sampling_params import request_fields
 from jpaged.server import servicer as server_wire
 from jpaged.server_load import EngineLoad, Load
+from jpaged.service.calls import Caller
 from jpaged.service.score_embed import CallerOptions
 from jpaged.structured import StructuredOutputs
 from jpaged.types import (
@@ -331,12 +332,17 @@ async def test_a_request_without_optional_fields_has_the_documented_defaults():
     answer = await server_wire.detokenized(recorder, inference_pb2.DetokenizeRequest(token_ids=[7]))
     assert answer == inference_pb2.DetokenizeResponse(text="a")
     assert calls == [("ab", 2, True, None), ([7], True, None)]
+    await server_wire.tokenized(recorder, inference_pb2.TokenizeRequest(text="ab", add_special_tokens=False))
+    assert calls[2:] == [("ab", 2, False, None)]
 
     call = server_wire.call_from(inference_pb2.GenerateRequest(text="abc"), (), None)
     assert (call.request_id, call.model, call.tenant, call.remaining_s, call.size) == (None, None, "", None, 3)
-    assert (call.is_whole, call.adapter) == (False, "")
+    assert (call.is_whole, call.adapter, call.caller) == (False, "", Caller("grpc", "", "", {}))
     prompt, sampling = call.read()
-    assert (prompt, sampling) == (Prompt(text="abc"), SamplingParams())
+    assert (prompt.generated, prompt, sampling) == (Prompt().generated, Prompt(text="abc"), SamplingParams())
+    trace = {"traceparent": "00-1-2-01"}
+    call = server_wire.call_from(inference_pb2.GenerateRequest(text="abc"), trace.items(), None, "ipv4:1.2.3.4:5")
+    assert call.caller == Caller("grpc", "ipv4:1.2.3.4:5", "", trace)
 
     for message in (inference_pb2.ScoreRequest(), inference_pb2.EmbedRequest()):
         assert server_wire.parse_caller_options(message, "", None) == CallerOptions(
