@@ -403,7 +403,8 @@ def test_messages_pass_up_to_their_limits_and_no_further(read, last, out, field)
 
 def test_a_default_length_fills_up_to_it_and_leaves_room_for_the_least():
     defaults = {"max_tokens": 50}
-    for sampling, max_tokens in (({}, 1), ({"min_tokens": 5}, 5), ({"max_tokens": 3}, None)):
+    cases: tuple[tuple[dict[str, Any], int | None], ...] = (({}, 1), ({"min_tokens": 5}, 5), ({"max_tokens": 3}, None))
+    for sampling, max_tokens in cases:
         message = inference_pb2.GenerateRequest(text="a", sampling=inference_pb2.SamplingParams(**sampling))
         prompt, read = server_wire.call_from(message, (), None, defaults=defaults).read()
         if max_tokens is None:

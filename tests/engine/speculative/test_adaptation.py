@@ -344,8 +344,13 @@ LONG_S = 0.038 + 8 * 0.001 + 8 * 0.0005 + 12 * 0.001 + 2 * 0.009  # beside 4 pro
 )
 def test_a_gain_is_tokens_times_the_time_of_a_plain_step(proposed, accepted, seconds, num_other_tokens, gain):
     seconds_of = {8: 0.01, 16: 0.02, 32: 0.038}
-    costs = {"row_s": 0.0005, "token_s": 0.001, "round_s": 0.009}
-    one = run(k=2, step_s=lambda size, num_rows: seconds_of[size] + 0.001 * num_rows, **costs)
+    one = run(
+        k=2,
+        step_s=lambda size, num_rows: seconds_of[size] + 0.001 * num_rows,
+        row_s=0.0005,
+        token_s=0.001,
+        round_s=0.009,
+    )
     before = one.adaptation.mean_gain
     one.adaptation.observe(range(8), proposed, accepted, seconds, num_other_tokens)
     after = before if gain is None else before + (gain - before) / 16
