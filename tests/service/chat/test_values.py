@@ -26,6 +26,7 @@ from jpaged.chat import (
     read_message,
 )
 from jpaged.errors import InvalidArgument
+from jpaged.service.chat.template import messages_bytes
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "weather", "description": "Tells it.", "parameters": SCHEMA}
@@ -174,6 +175,18 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
         (lambda n: Tool("f", "x" * n), (64 << 10) - 2, (64 << 10) - 1, "function.description"),
         (lambda n: Tool("f", parameters=nested(n)), 63, 64, "function.parameters"),
         (lambda n: read_message("m", {"role": "assistant", "tool_calls": [CALL] * n}), 128, 129, "m.tool_calls"),
+        (
+            lambda n: messages_bytes([{"role": "assistant", "tool_calls": [{**CALL, "id": "x" * n}]}]),
+            256,
+            257,
+            "chat.messages[0].tool_calls[0].id",
+        ),
+        (
+            lambda n: messages_bytes([{"role": "tool", "content": "a", "tool_call_id": "x" * n}]),
+            256,
+            257,
+            "chat.messages[0].tool_call_id",
+        ),
         (lambda n: json_bytes("a", nested_lists(n), max_bytes=1000), 64, 65, "a"),
         (lambda n: json_bytes("a", [0.5] * n, max_bytes=1002), 100, 101, "a"),  # 8, and 2 for the list's comma
         (lambda n: json_bytes("a", [None] * n, max_bytes=602), 100, 101, "a"),
