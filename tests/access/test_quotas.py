@@ -78,10 +78,12 @@ def test_tokens_are_taken_at_the_start_and_what_is_not_used_comes_back() -> None
 
 
 def test_all_tokens_that_are_left_may_be_taken_and_the_last_one_admits() -> None:
-    quotas, _ = limited(tokens_per_minute=600)
+    quotas, _ = limited(tokens_per_minute=600, requests_per_minute=10)
     use(quotas, 400, 1, 199)
     with quotas.acquire("acme") as stay:  # one is left
+        assert quotas.left("acme")["requests"].remaining == 8
         refused(lambda: stay.reserve(1, "n", 1, 1))
+        assert quotas.left("acme")["requests"].remaining == 9
         stay.reserve(1, "n", 1, 0)
     use(quotas, 1, 1, 0)
     refused(lambda: use(quotas))
@@ -142,6 +144,14 @@ def test_parts_of_a_call_are_one_stream_and_may_leave_a_debt() -> None:
     assert error.retry_after_s == pytest.approx(61)
     clock.pass_s(62)
     use(quotas)
+
+
+def test_a_part_takes_from_what_has_come_until_then() -> None:
+    quotas, clock = limited(tokens_per_minute=60)
+    with quotas.acquire("acme"):
+        clock.pass_s(60)
+        use(quotas, 40, is_part=True, max_tokens=0)
+        assert quotas.left("acme")["tokens"].remaining == 20
 
 
 def test_tenants_have_accounts_of_their_own_and_limits_may_change() -> None:

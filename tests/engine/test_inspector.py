@@ -191,7 +191,7 @@ def test_a_fork_is_seen_with_the_blocks_that_its_sequences_share() -> None:
 def test_marks_name_no_block_where_none_is_set_aside() -> None:
     marks = paged_memory(8).marks()
     assert [len(ids) for ids in (marks.pinned, marks.withheld, marks.reserved)] == [0, 0, 0]
-    assert not any(marks.cached) and not any(marks.host_cached)
+    assert marks.cached.tolist() == [0] * 9 and not marks.host_cached.any()
 
 
 def test_regions_that_are_reserved_are_seen_apart_from_what_is_written() -> None:

@@ -170,7 +170,7 @@ def test_sealed_reasoning_is_read_back_and_changes_of_it_are_found() -> None:
     sealed = seal_reasoning("Zürich 🏔")
     assert open_reasoning("x", sealed) == "Zürich 🏔" and "rich" not in sealed
     assert open_reasoning("x", "gAAAAABo_of_another_server") == ""
-    for changed in (sealed[:-4], sealed[:-6] + "AAAA==", "jpaged.1.", "jpaged.1.?"):
+    for changed in (sealed[:-4], sealed[:-6] + "AAAA==", f"{sealed}?", "jpaged.1.", "jpaged.1.?"):
         with pytest.raises(InvalidArgument, match="was changed or cut"):
             open_reasoning("input[0].encrypted_content", changed)
 

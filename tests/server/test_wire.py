@@ -16,10 +16,12 @@ from jpaged.chat import (
 )
 from jpaged.client import convert as client_wire
 from jpaged.errors import InvalidArgument
+from jpaged.http.batches.store import get_metadata, get_window_s
 from jpaged.sampling_params import request_fields
 from jpaged.server import servicer as server_wire
 from jpaged.server_load import EngineLoad, Load
-from jpaged.service.score_embed import CallerOptions
+from jpaged.service.calls import Caller, require_name, require_salt
+from jpaged.service.score_embed import CallerOptions, require_parts, require_score_size
 from jpaged.structured import StructuredOutputs
 from jpaged.types import (
     FinishReason,
@@ -331,12 +333,17 @@ async def test_a_request_without_optional_fields_has_the_documented_defaults():
     answer = await server_wire.detokenized(recorder, inference_pb2.DetokenizeRequest(token_ids=[7]))
     assert answer == inference_pb2.DetokenizeResponse(text="a")
     assert calls == [("ab", 2, True, None), ([7], True, None)]
+    await server_wire.tokenized(recorder, inference_pb2.TokenizeRequest(text="ab", add_special_tokens=False))
+    assert calls[2:] == [("ab", 2, False, None)]
 
     call = server_wire.call_from(inference_pb2.GenerateRequest(text="abc"), (), None)
     assert (call.request_id, call.model, call.tenant, call.remaining_s, call.size) == (None, None, "", None, 3)
-    assert (call.is_whole, call.adapter) == (False, "")
+    assert (call.is_whole, call.adapter, call.caller) == (False, "", Caller("grpc", "", "", {}))
     prompt, sampling = call.read()
-    assert (prompt, sampling) == (Prompt(text="abc"), SamplingParams())
+    assert (prompt.generated, prompt, sampling) == (Prompt().generated, Prompt(text="abc"), SamplingParams())
+    trace = {"traceparent": "00-1-2-01"}
+    call = server_wire.call_from(inference_pb2.GenerateRequest(text="abc"), trace.items(), None, "ipv4:1.2.3.4:5")
+    assert call.caller == Caller("grpc", "ipv4:1.2.3.4:5", "", trace)
 
     for message in (inference_pb2.ScoreRequest(), inference_pb2.EmbedRequest()):
         assert server_wire.parse_caller_options(message, "", None) == CallerOptions(
@@ -344,9 +351,60 @@ async def test_a_request_without_optional_fields_has_the_documented_defaults():
         )
 
 
+def chat_of(**fields: Any) -> inference_pb2.ChatPrompt:
+    return inference_pb2.ChatPrompt(**fields)
+
+
+def tools_of(count: int) -> list[inference_pb2.Tool]:
+    return [inference_pb2.Tool(name=f"f{i}") for i in range(count)]
+
+
+def turn_of_calls(count: int) -> inference_pb2.ChatMessage:
+    return inference_pb2.ChatMessage(role="assistant", tool_calls=[inference_pb2.ToolCall(name="f")] * count)
+
+
+@pytest.mark.parametrize(
+    ("read", "last", "out", "field"),
+    [
+        (
+            lambda n: server_wire.messages_from(chat_of(messages=[inference_pb2.ChatMessage(role="user")] * n)),
+            8192,
+            8193,
+            "chat.messages",
+        ),
+        (
+            lambda n: server_wire.messages_from(chat_of(messages=[turn_of_calls(n)])),
+            128,
+            129,
+            "chat.messages[0].tool_calls",
+        ),
+        (lambda n: server_wire.chat_options_from(chat_of(documents=["{}"] * n)), 128, 129, "documents"),
+        (lambda n: server_wire.chat_options_from(chat_of(tools=tools_of(n))), 512, 513, "tools"),
+        (lambda n: require_parts("inputs", n), 1, 0, "inputs"),
+        (lambda n: require_parts("inputs", n), 1024, 1025, "inputs"),
+        (require_score_size, 4 << 20, (4 << 20) + 1, "continuations"),
+        (lambda n: require_name("model", "x" * n), 1, 0, "model"),
+        (lambda n: require_name("model", "x" * n), 128, 129, "model"),
+        (lambda n: require_salt("x" * n), 256, 257, "cache_salt"),
+        (lambda n: get_metadata({f"k{i}": "" for i in range(n)}), 16, 17, "body.metadata"),
+        (lambda n: get_metadata({"k" * n: ""}), 64, 65, f"body.metadata.{'k' * 64}"),
+        (lambda n: get_metadata({"k": "v" * n}), 512, 513, "body.metadata.k"),
+        (lambda n: get_window_s(f"{n}s"), 1, 0, "body.completion_window"),
+        (lambda n: get_window_s(f"{n}d"), 30, 31, "body.completion_window"),
+        (lambda n: get_window_s(f"{n}s"), 2_592_000, 2_592_001, "body.completion_window"),
+    ],
+)
+def test_messages_pass_up_to_their_limits_and_no_further(read, last, out, field):
+    read(last)
+    with pytest.raises(InvalidArgument) as error:
+        read(out)
+    assert error.value.field == field
+
+
 def test_a_default_length_fills_up_to_it_and_leaves_room_for_the_least():
     defaults = {"max_tokens": 50}
-    for sampling, max_tokens in (({}, 1), ({"min_tokens": 5}, 5), ({"max_tokens": 3}, None)):
+    cases: tuple[tuple[dict[str, Any], int | None], ...] = (({}, 1), ({"min_tokens": 5}, 5), ({"max_tokens": 3}, None))
+    for sampling, max_tokens in cases:
         message = inference_pb2.GenerateRequest(text="a", sampling=inference_pb2.SamplingParams(**sampling))
         prompt, read = server_wire.call_from(message, (), None, defaults=defaults).read()
         if max_tokens is None:

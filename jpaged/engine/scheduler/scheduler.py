@@ -735,7 +735,4 @@ def _within(budget: int, group: SequenceGroup, pending: Shares) -> Shares:
 
 
 def _num_tokens(parts: Shares) -> int:
-    total = 0
-    for _, num_tokens in parts:
-        total += num_tokens
-    return total
+    return sum([num_tokens for _, num_tokens in parts])

@@ -1,12 +1,22 @@
 """What prompts add to the steps of streams, under a bound of the time between two tokens."""
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import BucketTable, DeviceRates
-from jpaged.engine.scheduler.multi_step import LEAST_SHARE, LEAST_TOKENS, StepTimeEstimator, choose_bound_s
+from jpaged.engine.observers import StepTiming
+from jpaged.engine.scheduler.multi_step import (
+    LEAST_SHARE,
+    LEAST_TOKENS,
+    RecentSteps,
+    StepTimeEstimator,
+    choose_bound_s,
+)
 from jpaged.engine.scheduler.scheduler import _within
 from jpaged.hardware import HARDWARE
 from jpaged.plan.simulator.deployment import MODELS, deploy
@@ -33,6 +43,23 @@ def make(bound_s, *, overlap=True, scale=1.0, **options):
     executor = TimedExecutor(cost_s, rates(scale), **SHAPE)
     options = {"enable_prefix_caching": False, "overlap": overlap} | options
     return executor.harness(max_inter_token_latency=bound_s, **options)
+
+
+@pytest.mark.parametrize(("num_rounds", "num_kept"), [(0, 8), (1, 0)])
+def test_the_newest_steps_of_each_size_are_kept_with_the_rows_in_use(num_rounds, num_kept):
+    buckets = BucketTable.build(max_num_batched_tokens=64, max_num_seqs=8)
+    steps = RecentSteps(buckets)
+    kv_lens_s, query_starts_s1 = np.array([5, 6, 0, 0], np.int32), np.array([0, 1, 3, 0, 0], np.int32)
+    inputs: Any = SimpleNamespace(num_rows=2, query_starts_s1=query_starts_s1, kv_lens_s=kv_lens_s)
+    schedule: Any = SimpleNamespace(decodes=SimpleNamespace(num_rounds=num_rounds))
+    outputs: Any = None
+    for number in range(10):
+        steps.on_results(schedule, outputs, StepTiming(inputs, 3, 8, 2, 0.0, 1.0, float(number)))
+    inputs.query_starts_s1[:], inputs.kv_lens_s[:] = 0, 0  # the arrays are used again
+    ran = steps.take()
+    assert [one.seconds for one in ran] == [number / 2 for number in range(10 - num_kept, 10)]
+    assert all((one.query_starts.tolist(), one.kv_lens.tolist()) == ([0, 1, 3], [5, 6]) for one in ran)
+    assert steps.take() == []
 
 
 def stream_and_prompts(h, num_prompts=4):

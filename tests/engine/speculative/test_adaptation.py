@@ -178,7 +178,7 @@ def test_draft_steps_that_are_faster_than_timed_pay_at_a_lower_acceptance(second
 def test_plain_steps_that_are_faster_than_timed_leave_no_gain(seconds, num_drafts):
     adaptation = run(k=1, step_s=lambda num_tokens, num_rows: 1.0 if num_tokens <= 8 else 1.5).adaptation
     for _ in range(60):
-        adaptation.took_plain(8, 0, seconds)
+        adaptation.observe(range(8), [0] * 8, [0] * 8, seconds)
     assert sum(adaptation.choose(range(8), [1] * 8)) == num_drafts
 
 
@@ -326,24 +326,43 @@ def test_a_step_that_was_begun_before_it_was_turned_off_changes_nothing_more():
     assert one.adaptation.state is AdaptationState.PROBING
 
 
+PLAIN_S = 0.010 + 8 * 0.001
+SHORT_S = 0.020 + 8 * 0.001 + 8 * 0.0005 + 8 * 0.001 + 0.009  # device, rows, asking, tokens, a round
+LONG_S = 0.038 + 8 * 0.001 + 8 * 0.0005 + 12 * 0.001 + 2 * 0.009  # beside 4 prompt tokens
+
+
 @pytest.mark.parametrize(
     ("proposed", "accepted", "seconds", "num_other_tokens", "gain"),
     [
-        (1, 1, 2.3, 0, 2 * 1.0 / 2.3),  # as timed: 2.0 s on the device, 0.1 s for the round, 0.2 s for the tokens
-        (1, 1, 0.0, 0, 2 * 1.0 / 2.3),  # not measured
-        (1, 0, 1.15, 0, 1.0 / 1.15),
-        (1, 1, 1e9, 0, 2 * 1.0 / (4 * 2.3)),  # another process had the processor
-        (2, 2, 4.4, 4, 3 * 2.0 / 4.4),  # 4 prompt tokens: 16 and 32 tokens, two rounds
-        (0, 0, 0.5, 0, None),
+        ([1] * 8, [1] * 8, SHORT_S, 0, 2 * PLAIN_S / SHORT_S),
+        ([1] * 8, [1] * 8, 0.0, 0, 2 * PLAIN_S / SHORT_S),  # not measured
+        ([1] * 8, [0] * 8, 0.5 * SHORT_S, 0, PLAIN_S / (0.5 * SHORT_S)),
+        ([1] * 8, [1] * 8, 1e9, 0, 2 * PLAIN_S / (4 * SHORT_S)),  # another process had the processor
+        ([1, 2] * 4, [1] * 8, 0.0, 4, 2 * (0.020 + 8 * 0.001) / LONG_S),
+        ([0] * 8, [0] * 8, 0.01, 0, None),
     ],
 )
 def test_a_gain_is_tokens_times_the_time_of_a_plain_step(proposed, accepted, seconds, num_other_tokens, gain):
-    step_s = {8: 1.0, 16: 2.0, 32: 3.8}
-    one = run(k=2, step_s=lambda size, rows: step_s[size], row_s=0.0, token_s=0.025, round_s=0.1)
-    before, rows = one.adaptation.mean_gain, range(8)
-    one.adaptation.observe(rows, [proposed] * 8, [accepted] * 8, seconds, num_other_tokens)
-    after = before if gain is None else before + (min(gain, 99) - before) / 16
+    seconds_of = {8: 0.01, 16: 0.02, 32: 0.038}
+    one = run(
+        k=2,
+        step_s=lambda size, num_rows: seconds_of[size] + 0.001 * num_rows,
+        row_s=0.0005,
+        token_s=0.001,
+        round_s=0.009,
+    )
+    before = one.adaptation.mean_gain
+    one.adaptation.observe(range(8), proposed, accepted, seconds, num_other_tokens)
+    after = before if gain is None else before + (gain - before) / 16
     assert one.adaptation.mean_gain == pytest.approx(after)
+
+
+def test_a_device_whose_steps_were_timed_at_nothing_gains_nothing():
+    one = run(step_s=lambda num_tokens, num_rows: 0.0, row_s=0.0, token_s=0.0)
+    before = one.adaptation.mean_gain
+    for proposed in (1, 0):
+        one.adaptation.observe(range(8), [proposed] * 8, [0] * 8, 1.0)
+    assert one.adaptation.mean_gain == before
 
 
 def test_an_empty_step_is_none():

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from jpaged.config import EngineConfig
+from jpaged.engine.executor import MAX_NUM_ROUNDS
 from jpaged.engine.speculative.controller import LEAST_OFF_STEPS, AdaptationState
 from jpaged.engine.speculative.draft_model import FEW_ROUNDS, PROBE_DISPATCHES, DraftModelSpeculation, SpecRoundPolicy
 from jpaged.errors import InternalError
@@ -318,3 +319,25 @@ def test_several_processes_have_no_draft_model(method):
     assert multihost is not None
     with pytest.raises(ValueError, match=rf"speculative_config\.method: {method} requires a single process"):
         options.for_multihost(multihost)
+
+
+@pytest.mark.parametrize(("plain_s", "round_s"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+def test_dispatches_that_were_not_measured_change_no_state(plain_s: float, round_s: float) -> None:
+    rule = SpecRoundPolicy()
+    for _ in range(2):
+        rule.took_plain(SIZE, plain_s)
+    for _ in range(50):
+        rule.took(SIZE, 0.5, round_s)
+    assert rule.state(SIZE) is AdaptationState.ON
+
+
+@pytest.mark.parametrize(
+    ("longest_s", "num_rounds"), [(0.0, 1), (0.99, 1), (1.0, 1), (1.99, 1), (2.0, 2), (3.0, 3), (1e9, MAX_NUM_ROUNDS)]
+)
+def test_as_many_rounds_run_as_fit_into_the_time(longest_s: float, num_rounds: int) -> None:
+    rule = SpecRoundPolicy(4)
+    for _ in range(2):
+        rule.took_plain(SIZE, 1.0)
+    rule.took(SIZE, 3.0, 1.0)
+    assert rule.num_rounds(4, SIZE, longest_s) == num_rounds
+    assert rule.num_rounds(5, SIZE, longest_s) == 0

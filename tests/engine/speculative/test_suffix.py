@@ -195,6 +195,18 @@ def test_the_rest_of_a_long_output_is_indexed_as_others_propose(monkeypatch):
     assert proposer.texts.num_unsettled == 0
 
 
+def test_an_output_that_drafts_come_from_is_kept_longer():
+    proposer = SuffixProposer(RULE, SharedTexts(RULE, 2))
+    forget_output(proposer, 1, [90, 91, 92], [1, 2, 3], b"x")
+    forget_output(proposer, 2, [80, 81, 82], [4, 5, 6], b"x")
+    proposer.begin(3, [90, 91, 92], b"x")
+    assert proposer.propose(3, NO_LIMIT) == [1, 2, 3]
+    forget_output(proposer, 4, [70, 71, 72], [7, 8, 9], b"x")
+    for key, prompt, draft in ((5, [90, 91, 92], [1, 2, 3]), (6, [80, 81, 82], []), (7, [70, 71, 72], [7, 8, 9])):
+        proposer.begin(key, prompt, b"x")
+        assert proposer.propose(key, NO_LIMIT) == draft
+
+
 def test_a_match_goes_on_where_its_seed_is_too_common_to_be_found(monkeypatch):
     monkeypatch.setattr(suffix, "MAX_LEAVES", 2)
     proposer = SuffixProposer(RULE, SharedTexts(RULE, 0))

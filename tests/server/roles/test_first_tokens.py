@@ -12,7 +12,7 @@ import pytest
 from jpaged.errors import InternalError
 from jpaged.service.handoff import FirstToken, begun
 from jpaged.testing import ByteTokenizer
-from jpaged.types import PositionLogprobs, Request, SamplingParams, TokenLogprob
+from jpaged.types import PositionLogprobs, Request, SamplingParams, TokenLogprob, Usage
 
 VOCAB_SIZE = 257
 GOOD = PositionLogprobs(TokenLogprob(65, -0.5, 1), (TokenLogprob(65, -0.5, 1), TokenLogprob(66, -1.0, 2)))
@@ -34,6 +34,17 @@ def test_what_can_be_is_taken(num_cached_tokens: int) -> None:
     assert told(num_cached_tokens)
     assert told(chosen=TokenLogprob(65, 1e-4, 1), top=GOOD.top[:1])
     assert told(asked=(TokenLogprob(7, -math.inf, None),))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_the_usage_counts_the_first_tokens_one_by_one(max_tokens: int) -> None:
+    request = Request("r", (1, 2, 3), SamplingParams(n=2, max_tokens=max_tokens, temperature=1.0))
+    tokens = [FirstToken(0, 65, None), FirstToken(1, 66, None)]
+    found = begun(request, tokens, 2, ByteTokenizer(), frozenset(), VOCAB_SIZE)
+    events, left = found.events, found.request
+    assert [(one.index, one.text, one.usage) for one in events] == [(0, "A", Usage(3, 1, 2)), (1, "B", Usage(3, 2, 2))]
+    assert [one.is_last for one in events] == [False, max_tokens == 1]
+    assert (left is None) == (max_tokens == 1)
 
 
 @pytest.mark.parametrize("num_cached_tokens", [-1, 4, 4294967295])

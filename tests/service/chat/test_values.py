@@ -19,11 +19,14 @@ from jpaged.chat import (
     ToolCallPiece,
     ToolChoice,
     ToolChoiceMode,
+    json_bytes,
+    json_object,
     parse_tool_choice,
     parse_tools,
     read_message,
 )
 from jpaged.errors import InvalidArgument
+from jpaged.service.chat.template import messages_bytes
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "weather", "description": "Tells it.", "parameters": SCHEMA}
@@ -32,6 +35,10 @@ TOOLS = (Tool("weather", "Tells it.", SCHEMA), Tool("now"))
 
 def wrapped(**function):
     return [{"type": "function", "function": {"name": "f", **function}}]
+
+
+def nested_lists(depth):
+    return [nested_lists(depth - 1)] if depth > 1 else []
 
 
 def nested(depth):
@@ -168,6 +175,24 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
         (lambda n: Tool("f", "x" * n), (64 << 10) - 2, (64 << 10) - 1, "function.description"),
         (lambda n: Tool("f", parameters=nested(n)), 63, 64, "function.parameters"),
         (lambda n: read_message("m", {"role": "assistant", "tool_calls": [CALL] * n}), 128, 129, "m.tool_calls"),
+        (
+            lambda n: messages_bytes([{"role": "assistant", "tool_calls": [{**CALL, "id": "x" * n}]}]),
+            256,
+            257,
+            "chat.messages[0].tool_calls[0].id",
+        ),
+        (
+            lambda n: messages_bytes([{"role": "tool", "content": "a", "tool_call_id": "x" * n}]),
+            256,
+            257,
+            "chat.messages[0].tool_call_id",
+        ),
+        (lambda n: json_bytes("a", nested_lists(n), max_bytes=1000), 64, 65, "a"),
+        (lambda n: json_bytes("a", [0.5] * n, max_bytes=1002), 100, 101, "a"),  # 8, and 2 for the list's comma
+        (lambda n: json_bytes("a", [None] * n, max_bytes=602), 100, 101, "a"),
+        (lambda n: json_bytes("a", {"é": n * "é"}, max_bytes=108), 50, 51, "a"),
+        (lambda n: json_object("a", json.dumps({"b": n * "x"}), max_bytes=100), 93, 94, "a"),
+        (lambda n: ChatOptions(documents=[{"a": "x" * n}]), (1 << 20) - 11, (1 << 20) - 10, "documents"),
     ],
 )
 def test_values_pass_up_to_their_limits_and_no_further(make, last, out, field):
@@ -175,6 +200,21 @@ def test_values_pass_up_to_their_limits_and_no_further(make, last, out, field):
     with pytest.raises(InvalidArgument) as error:
         make(out)
     assert error.value.field == field
+
+
+def test_a_refusal_is_the_content_of_an_assistant_that_has_no_other():
+    assert read_message("m", {"role": "assistant", "content": None, "refusal": "No."})["content"] == "No."
+    for message in ({"role": "assistant", "content": "x"}, {"role": "user", "content": None}):
+        with pytest.raises(InvalidArgument, match=r"^m.refusal: does not go with content"):
+            read_message("m", {**message, "refusal": "No."})
+
+
+def test_what_is_not_set_of_a_tool_and_of_reasoning_has_its_default():
+    assert Tool("f") == Tool("f", "", {"type": "object", "properties": {}}, is_strict=False)
+    assert ReasoningOptions() == ReasoningOptions(None, None, None, include=True)
+    call = {**CALL, "function": {"name": "f", "strict": True}}
+    with pytest.raises(InvalidArgument, match=r"^m.tool_calls\[0\].function.strict: is not supported"):
+        read_message("m", {"role": "assistant", "tool_calls": [call]})
 
 
 def test_the_size_of_options_is_about_that_of_their_json():

@@ -87,7 +87,7 @@ def test_every_kind_is_complete_with_hardly_enough_tokens(compiler, fields):
 def test_a_brief_search_does_not_go_around_in_circles(compiler):
     integers = {"type": "array", "items": {"type": "integer"}, "minItems": 5}
     state = compile_now(compiler, StructuredOutputs(json=integers, disable_any_whitespace=True)).start()
-    found = find_completion(state.vocabulary, state.matcher, 200, BRIEF)
+    found = find_completion(state.vocabulary, state.matcher, 200, BRIEF) or ()
     assert json.loads(packaged_tokenizer().decode(found)) == [0] * 5
     assert len(found) <= 12  # a token for each bracket, digit and comma, and one of its own choice
 
