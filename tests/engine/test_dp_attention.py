@@ -94,14 +94,14 @@ def test_a_request_must_fit_onto_one_device() -> None:
 
 def test_a_part_of_the_pool_has_its_own_free_list() -> None:
     pool = BlockPool(num_blocks=6, block_size=4, dp_size=2)
-    assert (pool.allocate(2, 1), pool.num_free_of(0), pool.num_free_of(1)) == ([4, 5], 3, 1)
+    assert (pool.allocate(2, 1), pool.get_num_free(0), pool.get_num_free(1)) == ([4, 5], 3, 1)
     assert pool.can_allocate(3, 0) and not pool.can_allocate(2, 1)
     with pytest.raises(InternalError, match="2 blocks requested, but 1 of 3 are free"):
         pool.allocate(2, 1)
     table = BlockTable(3)
     table.extend([4, 5])
     pool.release(table)
-    assert pool.num_free_of(1) == 3
+    assert pool.get_num_free(1) == 3
     assert pool.allocate_last(3) == [3, 6, 2], "of all parts equally many"
 
 

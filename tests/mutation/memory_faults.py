@@ -63,7 +63,7 @@ MEMORY_FAULTS = (
     Fault(
         "a copy of a shared block is on another device",
         "kv_cache/blocks.py",
-        "self.allocate(1, self.rank_of(source))",
+        "self.allocate(1, self.get_rank(source))",
         "self.allocate(1)",
         RANKS,
     ),

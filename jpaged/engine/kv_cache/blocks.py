@@ -282,7 +282,7 @@ class BlockPool:
     def num_free(self) -> int:
         return sum(map(len, self._free_lists))
 
-    def num_free_of(self, rank: int) -> int:
+    def get_num_free(self, rank: int) -> int:
         """Return the number of free blocks in one part."""
         return len(self._free_lists[rank])
 
@@ -290,7 +290,7 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
 
-    def rank_of(self, block_id: int) -> int:
+    def get_rank(self, block_id: int) -> int:
         """Return the part that a block is in."""
         return (block_id - 1) // self._of_rank
 
@@ -329,7 +329,7 @@ class BlockPool:
         free = (block_id for free in self._free_lists for block_id in free)
         block_ids = sorted(free, key=lambda block_id: (-((block_id - 1) % self._of_rank), block_id))[:num_blocks]
         for block_id in block_ids:
-            del self._free_lists[self.rank_of(block_id)][block_id]
+            del self._free_lists[self.get_rank(block_id)][block_id]
             self._on_reissue(block_id)
             self._ref_counts[block_id] = 1
         return block_ids
@@ -338,7 +338,7 @@ class BlockPool:
         """Add a reference to a block and keep its content. Return True if it was free (and still cached) until now."""
         was_free = self._ref_counts[block_id] == 0
         if was_free:
-            del self._free_lists[self.rank_of(block_id)][block_id]
+            del self._free_lists[self.get_rank(block_id)][block_id]
         self._ref_counts[block_id] += 1
         return was_free
 
@@ -356,7 +356,7 @@ class BlockPool:
         source = table.block_id(index)
         if self._ref_counts[source] == 1:
             return None
-        (destination,) = self.allocate(1, self.rank_of(source))
+        (destination,) = self.allocate(1, self.get_rank(source))
         self._ref_counts[source] -= 1
         table.replace(index, destination)
         return source, destination
@@ -402,7 +402,7 @@ class BlockPool:
                 raise InternalError(f"block {block_id} is released but has {count} references")
             self._ref_counts[block_id] = count - 1
             if count == 1:
-                self._free_lists[self.rank_of(block_id)][block_id] = None
+                self._free_lists[self.get_rank(block_id)][block_id] = None
                 freed.append(block_id)
         self._on_release(freed)
 
@@ -421,7 +421,7 @@ class BlockPool:
         for block_id, (held, counted) in enumerate(zip(counts, self._ref_counts, strict=True)):
             if held != counted:
                 raise InternalError(f"block {block_id} is held by {held} tables, but its reference count is {counted}")
-            if held and block_id in self._free_lists[self.rank_of(block_id)]:
+            if held and block_id in self._free_lists[self.get_rank(block_id)]:
                 raise InternalError(f"block {block_id} is free but held by {held} tables")
         num_referenced = sum(1 for count in counts if count)
         if self.num_free + num_referenced != self.num_blocks:

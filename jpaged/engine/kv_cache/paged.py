@@ -103,7 +103,7 @@ class MostFreeRank:
             group.place(rank)
             if self._memory.can_admit(group, num_spare_blocks[rank]):
                 num_matched = 0 if prefixes is None else prefixes.match(group).num_blocks
-                fitting.append((num_matched, self._pool.num_free_of(rank), -rank))
+                fitting.append((num_matched, self._pool.get_num_free(rank), -rank))
         if fitting:
             group.place(-max(fitting)[2])
         return bool(fitting)

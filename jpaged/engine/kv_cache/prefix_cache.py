@@ -453,7 +453,7 @@ class PrefixCacheManager:
 
     def remove_block(self, block_id: int) -> None:
         """Remove a block that its sequence is about to overwrite from the cache."""
-        self._caches[self.pool.rank_of(block_id)].remove(block_id)
+        self._caches[self.pool.get_rank(block_id)].remove(block_id)
 
     def reset(self) -> int:
         """Remove all unreferenced prefixes, in lower tiers too; return the number of their blocks.
@@ -534,7 +534,7 @@ class PrefixCacheManager:
 
         The copy is published before the removal, so that event subscribers do not drop the block in between.
         """
-        cache = self._caches[self.pool.rank_of(block_id)]
+        cache = self._caches[self.pool.get_rank(block_id)]
         key = cache.get_key(block_id)
         if key is not None:
             self.num_cached -= 1
