@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +16,7 @@ import pytest
 from jpaged.errors import Unsupported
 from jpaged.kernels import lowered_device
 from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.kernels.cpu import build
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, choose
 from jpaged.kernels.paged_attention.api import implementation
@@ -259,19 +263,61 @@ def test_what_the_kernels_cannot_do_is_refused(dtype: str, head_dim: int, value_
         implementation("cuda", AttentionSpec(layout, AttentionKind(1.0)), queries)
 
 
-def test_a_library_that_was_not_built_is_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    device: Any = Device("gpu", "NVIDIA L4", "8.9")
+@pytest.fixture
+def library_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Where the CUDA library would be, but is not."""
     monkeypatch.setattr(library, "LIBRARY", tmp_path / "libjpaged_cuda.so")
+    clear_library()
+    yield library.LIBRARY
+    clear_library()
+
+
+def clear_library() -> None:
     library.missing_reason.cache_clear()
+    library._load.cache_clear()
+
+
+def test_a_library_that_was_not_built_is_the_reason(library_path: Path) -> None:
+    device: Any = Device("gpu", "NVIDIA L4", "8.9")
     reason = cuda.unsupported_device_reason(device)
     assert reason is not None
     assert reason.startswith("libjpaged_cuda.so was not built; `python -m jpaged.kernels.paged_attention.cuda.library`")
-    library.missing_reason.cache_clear()
-    (tmp_path / "libjpaged_cuda.so").write_text("no library")
+    clear_library()
+    library_path.write_text("no library")
     assert "libjpaged_cuda.so cannot be loaded" in (cuda.unsupported_device_reason(device) or "")
-    library.missing_reason.cache_clear()
     old: Any = Device("gpu", "Tesla T4", "7.5")
     assert cuda.unsupported_device_reason(old) == "runs on Ampere (sm_80) and later; this is Tesla T4, sm_75"
+
+
+def write_library(path: Path, digest: str, architectures: str) -> None:
+    """Compile a library that has only its symbols, and a function that is never called."""
+    symbols = {library.DIGEST: digest, library.BUILT_FOR: architectures}
+    source = "".join(build.define_symbol(*symbol) for symbol in symbols.items())
+    source += f'extern "C" void* {library.TARGET}(void*) {{ return nullptr; }}'
+    command = [build.find_compiler(), "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)]
+    subprocess.run(command, input=source, text=True, check=True, timeout=60)
+    clear_library()
+
+
+def test_a_library_of_other_sources_is_not_used(library_path: Path) -> None:
+    write_library(library_path, "0123", "80")
+    device: Any = Device("gpu", "NVIDIA L4", "8.9")
+    assert cuda.unsupported_device_reason(device) == (
+        "libjpaged_cuda.so cannot be loaded: it was built from other sources than the ones that are installed; "
+        "rebuild it with `python -m jpaged.kernels.paged_attention.cuda.library`"
+    )
+
+
+def test_a_device_for_which_the_library_has_no_code_is_refused(library_path: Path) -> None:
+    write_library(library_path, build.digest_sources(library.list_sources()), "86 90")
+    for kind, capability in (("NVIDIA L4", "8.9"), ("NVIDIA H100", "9.0"), ("NVIDIA B200", "10.0")):
+        device: Any = Device("gpu", kind, capability)
+        assert cuda.unsupported_device_reason(device) is None
+    older: Any = Device("gpu", "NVIDIA A100", "8.0")
+    assert cuda.unsupported_device_reason(older) == (
+        "libjpaged_cuda.so was built for compute capabilities 86, 90, which do not include 80; `python -m "
+        "jpaged.kernels.paged_attention.cuda.library --architectures 80` builds it for this device"
+    )
 
 
 def test_a_jax_without_triton_gets_these_kernels_if_they_were_built(monkeypatch: pytest.MonkeyPatch) -> None:

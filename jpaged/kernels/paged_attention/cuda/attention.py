@@ -71,7 +71,8 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
 
 def unsupported_device_reason(device: jax.Device) -> str | None:
     """Return why it does not run on this device, or in this installation, or None."""
-    return unsupported_gpu_reason(device) or library.missing_reason()
+    missing = unsupported_gpu_reason(device) or library.missing_reason()
+    return missing or library.unbuilt_reason(str(device.compute_capability))
 
 
 def attend(call: AttentionCall, division: Division | None = None) -> Attended:

@@ -14,6 +14,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import jax
 
 from jpaged.kernels.cpu import build
 from jpaged.kernels.cpu.build import BuildError
+from jpaged.kernels.cpu.library import OTHER_SOURCES, read_symbol
 
 SOURCE = Path(__file__).parent / "kernel.cu"
 LIBRARY = SOURCE.with_name("libjpaged_cuda.so")
@@ -28,6 +30,8 @@ TARGET = "jpaged_cuda_attend"
 """The function's name in the library and in XLA's table."""
 ARCHITECTURES = ("80", "90", "100", "120")
 """Compute capabilities with their own code. 8.6 and 8.9 run that of 8.0; others compile its PTX when it is loaded."""
+DIGEST, BUILT_FOR = "jpaged_cuda_sources", "jpaged_cuda_architectures"
+"""The library's symbols with the digest of its sources, and its architectures separated by spaces."""
 _FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC", "-cudart", "static", "--threads", "0")
 _TIMEOUT_S = 1800
 
@@ -63,30 +67,82 @@ def compile_library(
     codes.append(f"-gencode=arch=compute_{architectures[0]},code=compute_{architectures[0]}")
     staged = library.with_name(f".{os.getpid()}.{library.name}")
     includes = ("-I", str(build.KERNELS / build.SHARED), "-isystem", str(headers))
-    command = [nvcc, *_FLAGS, *codes, *flags, *includes, str(SOURCE), "-o", str(staged)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        if done.returncode:
-            raise BuildError(f"exit status {done.returncode} of {' '.join(command)}\n{done.stdout}{done.stderr}")
-        staged.replace(library)
-    except subprocess.TimeoutExpired:
-        raise BuildError(f"nvcc took more than {_TIMEOUT_S} s") from None
-    finally:
-        staged.unlink(missing_ok=True)
+    symbols = {DIGEST: build.digest_sources(list_sources()), BUILT_FOR: " ".join(architectures)}
+    with tempfile.TemporaryDirectory() as folder:
+        described = Path(folder) / "described.cc"
+        described.write_text("".join(build.define_symbol(*symbol) for symbol in symbols.items()))
+        command = [nvcc, *_FLAGS, *codes, *flags, *includes, str(SOURCE), str(described), "-o", str(staged)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+            if done.returncode:
+                raise BuildError(f"exit status {done.returncode} of {' '.join(command)}\n{done.stdout}{done.stderr}")
+            staged.replace(library)
+        except subprocess.TimeoutExpired:
+            raise BuildError(f"nvcc took more than {_TIMEOUT_S} s") from None
+        finally:
+            staged.unlink(missing_ok=True)
     return done.stdout + done.stderr
+
+
+def list_sources() -> list[Path]:
+    """Return the files that `compile_library` compiles or includes."""
+    return [SOURCE, build.KERNELS / build.SHARED / "numbers.h"]
 
 
 @functools.cache
 def missing_reason() -> str | None:
     """Register the library's function with XLA; return the reason if there is no library, or None."""
+    loaded = _load()
+    if isinstance(loaded, str):
+        return loaded
+    try:
+        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(getattr(loaded, TARGET)), platform="CUDA")
+    except (AttributeError, RuntimeError) as error:  # built for another jaxlib
+        return _cannot_be_loaded(error)
+    return None
+
+
+def unbuilt_reason(capability: str) -> str | None:
+    """Return the reason if the library has no code for a device of this compute capability, or None.
+
+    A device runs code of its own major version up to its minor version, and compiles PTX of any lower version.
+    """
+    loaded = _load()
+    if isinstance(loaded, str):
+        return None  # `missing_reason` reports it
+    built = (read_symbol(loaded, BUILT_FOR) or "").split()
+    (major, minor), least = _parse_capability(capability), _parse_capability(built[0])
+    codes = [_parse_capability(number) for number in built]
+    if (major, minor) >= least or any(of[0] == major and of[1] <= minor for of in codes):
+        return None
+    return (
+        f"{LIBRARY.name} was built for compute capabilities {', '.join(built)}, which do not include {major}{minor}; "
+        f"`python -m {__name__} --architectures {major}{minor}` builds it for this device"
+    )
+
+
+def _parse_capability(text: str) -> tuple[int, int]:
+    """Return major and minor version of a text such as 8.9 or 89."""
+    digits = text.replace(".", "")
+    return int(digits[:-1]), int(digits[-1])
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    """Return the library, or the reason why there is none."""
     if not LIBRARY.exists():
         return f"{LIBRARY.name} was not built; `python -m {__name__}` builds it with nvcc"
     try:
         loaded = ctypes.cdll.LoadLibrary(str(LIBRARY))
-        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(getattr(loaded, TARGET)), platform="CUDA")
-    except (OSError, AttributeError, RuntimeError) as error:  # an incomplete library, or one built for another jaxlib
-        return f"{LIBRARY.name} cannot be loaded: {error}; rebuild it with `python -m {__name__}`"
-    return None
+    except OSError as error:  # incomplete
+        return _cannot_be_loaded(error)
+    if read_symbol(loaded, DIGEST) != build.digest_sources(list_sources()):
+        return _cannot_be_loaded(OTHER_SOURCES)
+    return loaded
+
+
+def _cannot_be_loaded(error: Exception | str) -> str:
+    return f"{LIBRARY.name} cannot be loaded: {error}; rebuild it with `python -m {__name__}`"
 
 
 def main() -> None:
