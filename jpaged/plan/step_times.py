@@ -154,6 +154,7 @@ class PlannedModel:
         adapter_bytes: the part of weight_bytes for adapter slots.
         num_context_parts: parts of every context, each on num_devices devices that share the copy.
         overlaps_sums: the program sums hidden states in parts: see `jpaged.device.sharded_matmul`.
+        token_sizes: packed tokens of the compiled forwards, ascending, to which steps are padded; empty pads none.
     """
 
     config: ModelConfig
@@ -168,6 +169,7 @@ class PlannedModel:
     adapter_bytes: int = 0
     num_context_parts: int = 1
     overlaps_sums: bool = False
+    token_sizes: tuple[int, ...] = ()
 
     def step_times(self, counted: CountedCycles | None = None) -> PlannedStepTimes:
         """Return the step times. An embedding that is only looked up is ignored, because a step reads little of it.
@@ -220,7 +222,15 @@ class PlannedModel:
         numbers = OutputNumbers(outputs, local.num_heads // num_devices)
         matrices = layer_matrices(config) if self.overlaps_sums else None
         return PlannedStepTimes(
-            roofline, self.target, config.hidden_size, self.number_bytes, times, num_parts, numbers, matrices
+            roofline,
+            self.target,
+            config.hidden_size,
+            self.number_bytes,
+            times,
+            num_parts,
+            numbers,
+            matrices,
+            self.token_sizes,
         )
 
 
@@ -245,6 +255,7 @@ class PlannedStepTimes:
         num_context_parts: parts of every context.
         numbers: attention outputs that are merged over these parts.
         matrices: numbers of each of a layer's matrices, by name, if sums of parts overlap with products; else None.
+        token_sizes: see `PlannedModel`.
     """
 
     roofline: Roofline
@@ -255,6 +266,7 @@ class PlannedStepTimes:
     num_context_parts: int = 1
     numbers: OutputNumbers = OutputNumbers()
     matrices: Mapping[str, int] | None = None
+    token_sizes: tuple[int, ...] = ()
 
     def parts(self, load: StepLoad) -> StepParts:
         """Return the parts of a step's time."""
@@ -305,6 +317,7 @@ class PlannedStepTimes:
         n, num_layers = self.roofline.num_devices, self.roofline.shape.num_layers
         if n == 1:
             return 0.0
+        num_tokens = next((size for size in self.token_sizes if size >= num_tokens), num_tokens)  # padding is summed too
         link_bytes = 2 * (n - 1) / n * num_tokens * self.hidden_size * self.number_bytes
         whole_s, parts = self.exchange_s(link_bytes), num_column_parts(num_tokens, self.hidden_size)
         if self.matrices is None or parts == 1 or products_s == 0.0:
