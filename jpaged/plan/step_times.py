@@ -317,7 +317,9 @@ class PlannedStepTimes:
         n, num_layers = self.roofline.num_devices, self.roofline.shape.num_layers
         if n == 1:
             return 0.0
-        num_tokens = next((size for size in self.token_sizes if size >= num_tokens), num_tokens)  # padding is summed too
+        num_tokens = next(
+            (size for size in self.token_sizes if size >= num_tokens), num_tokens
+        )  # padding is summed too
         link_bytes = 2 * (n - 1) / n * num_tokens * self.hidden_size * self.number_bytes
         whole_s, parts = self.exchange_s(link_bytes), num_column_parts(num_tokens, self.hidden_size)
         if self.matrices is None or parts == 1 or products_s == 0.0:
