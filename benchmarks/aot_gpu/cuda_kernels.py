@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from benchmarks import record
 from benchmarks.aot_gpu.gate import MARGIN
 from jpaged.kernels.cpu.build import find_headers
+from jpaged.kernels.cuda_library import LIBRARY, compile_library, find_nvcc
 from jpaged.kernels.paged_attention.cpu.attention import NUMBERS
-from jpaged.kernels.paged_attention.cuda.library import LIBRARY, compile_library, find_nvcc
 
 NAME = "cuda_kernels"
 ARCHITECTURES = ("80", "86", "89", "90", "100", "120")

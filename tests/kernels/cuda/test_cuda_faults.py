@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.kernels.paged_attention.cuda import library
+from jpaged.kernels import cuda_library as library
 from tests.kernels.attention_conformance import RAGGED, Shape
 from tests.kernels.cuda import cuda_emulator
 from tests.kernels.cuda.test_paged_attention_cuda import Emulated
 
 ROOT = Path(__file__).parents[3]
-SOURCE = library.SOURCE.read_text(encoding="utf-8")
+SOURCE = cuda_emulator.read_source(library.TARGET)
 BFLOAT16, WINDOW = Shape(dtype="bfloat16", num_tokens=40), Shape(sliding_window=33, num_tokens=40)
 FAULTS: dict[str, tuple[str, str, Shape]] = {
     "a window one key too long": ("position - call.window + 1", "position - call.window", WINDOW),

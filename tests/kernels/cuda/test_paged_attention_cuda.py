@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from jpaged.errors import Unsupported
+from jpaged.kernels import cuda_library as library
 from jpaged.kernels import lowered_device
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.cpu import build
@@ -21,9 +23,8 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, choose
 from jpaged.kernels.paged_attention.api import implementation
 from jpaged.kernels.paged_attention.cuda import attention as cuda
-from jpaged.kernels.paged_attention.cuda import library
 from jpaged.kernels.paged_attention.cuda.attention import CudaItemField, CudaMergeField
-from jpaged.kernels.paged_attention.spec import AttentionCall
+from jpaged.kernels.paged_attention.spec import AttentionCall, merge
 from tests.kernels import attention_oracle as oracle
 from tests.kernels.attention_conformance import (
     LATENTS,
@@ -170,6 +171,29 @@ def test_shared_prefixes_are_merged(name: str, sliding_window: int | None) -> No
         np.testing.assert_allclose(found, want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_parts_of_shared_prefixes_are_rounded_once_after_they_were_merged(dtype: str) -> None:
+    """The parts come in float32, as float32 queries of the same values give them, and the sum is rounded."""
+    shape = Shape(dtype=dtype)
+    case, cascade = shared_case("samples_decode", shape)
+    q, _, layer, spec, scales = call(case, shape)
+    spec = dataclasses.replace(spec, layout=dataclasses.replace(spec.layout, form="gpu"))
+    of_call = AttentionCall(q, RIG.pool(case, spec.layout, scales), layer, cascade.rows, spec, scales)
+    cuda_emulator.register()
+    parts = [
+        cuda.attend(dataclasses.replace(of_call, rows=part.rows, spec=part.spec), dtype=np.dtype(np.float32))
+        for part in cascade.parts(spec)
+    ]
+    assert len(parts) > 1
+    assert all(out_thd.dtype == np.float32 for out_thd, _ in parts)
+    rounded = [out_thd.astype(dtype) for out_thd, _ in parts]
+    assert any((part != one[0]).any() for part, one in zip(rounded, parts, strict=True))
+    got, _ = cuda.attend_parts(of_call, cascade.parts(spec))
+    merged, _ = functools.reduce(merge, parts)
+    np.testing.assert_array_equal(got, merged.astype(dtype))
+
+
 # --- the list of work -------------------------------------------------------------------------------------------------
 
 
@@ -281,7 +305,7 @@ def test_a_library_that_was_not_built_is_the_reason(library_path: Path) -> None:
     device: Any = Device("gpu", "NVIDIA L4", "8.9")
     reason = cuda.unsupported_device_reason(device)
     assert reason is not None
-    assert reason.startswith("libjpaged_cuda.so was not built; `python -m jpaged.kernels.paged_attention.cuda.library`")
+    assert reason.startswith("libjpaged_cuda.so was not built; `python -m jpaged.kernels.cuda_library`")
     clear_library()
     library_path.write_text("no library")
     assert "libjpaged_cuda.so cannot be loaded" in (cuda.unsupported_device_reason(device) or "")
@@ -304,7 +328,7 @@ def test_a_library_of_other_sources_is_not_used(library_path: Path) -> None:
     device: Any = Device("gpu", "NVIDIA L4", "8.9")
     assert cuda.unsupported_device_reason(device) == (
         "libjpaged_cuda.so cannot be loaded: it was built from other sources than the ones that are installed; "
-        "rebuild it with `python -m jpaged.kernels.paged_attention.cuda.library`"
+        "rebuild it with `python -m jpaged.kernels.cuda_library`"
     )
 
 
@@ -316,7 +340,7 @@ def test_a_device_for_which_the_library_has_no_code_is_refused(library_path: Pat
     older: Any = Device("gpu", "NVIDIA A100", "8.0")
     assert cuda.unsupported_device_reason(older) == (
         "libjpaged_cuda.so was built for compute capabilities 86, 90, which do not include 80; `python -m "
-        "jpaged.kernels.paged_attention.cuda.library --architectures 80` builds it for this device"
+        "jpaged.kernels.cuda_library --architectures 80` builds it for this device"
     )
 
 

@@ -2,7 +2,7 @@
 
 nvcc is part of jax's CUDA packages (`jax[cuda13]`), and requires a C++ compiler. It needs no GPU:
 
-    python -m jpaged.kernels.paged_attention.cuda.library
+    python -m jpaged.kernels.cuda_library
 """
 
 from __future__ import annotations
@@ -23,11 +23,18 @@ import jax
 from jpaged.kernels.cpu import build
 from jpaged.kernels.cpu.build import BuildError
 from jpaged.kernels.cpu.library import OTHER_SOURCES, read_symbol
+from jpaged.kernels.lowered_device import unsupported_gpu_reason
 
-SOURCE = Path(__file__).parent / "kernel.cu"
-LIBRARY = SOURCE.with_name("libjpaged_cuda.so")
-TARGET = "jpaged_cuda_attend"
-"""The function's name in the library and in XLA's table."""
+SHARED = build.KERNELS / "cuda"
+"""The folder of the header that all kernels share, and of the library."""
+LIBRARY = SHARED / "libjpaged_cuda.so"
+TARGET, PRODUCT_TARGET = "jpaged_cuda_attend", "jpaged_cuda_multiply"
+"""The functions' names in the library and in XLA's table: attention, and products of groups of rows."""
+SOURCES = {
+    TARGET: build.KERNELS / "paged_attention" / "cuda" / "kernel.cu",
+    PRODUCT_TARGET: build.KERNELS / "matmul" / "cuda" / "kernel.cu",
+}
+"""The source of each function."""
 ARCHITECTURES = ("80", "90", "100", "120")
 """Compute capabilities with their own code. 8.6 and 8.9 run that of 8.0; others compile its PTX when it is loaded."""
 DIGEST, BUILT_FOR = "jpaged_cuda_sources", "jpaged_cuda_architectures"
@@ -66,12 +73,21 @@ def compile_library(
     codes = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
     codes.append(f"-gencode=arch=compute_{architectures[0]},code=compute_{architectures[0]}")
     staged = library.with_name(f".{os.getpid()}.{library.name}")
-    includes = ("-I", str(build.KERNELS / build.SHARED), "-isystem", str(headers))
+    includes = ("-I", str(build.KERNELS / build.SHARED), "-I", str(SHARED), "-isystem", str(headers))
     symbols = {DIGEST: build.digest_sources(list_sources()), BUILT_FOR: " ".join(architectures)}
     with tempfile.TemporaryDirectory() as folder:
         described = Path(folder) / "described.cc"
         described.write_text("".join(build.define_symbol(*symbol) for symbol in symbols.items()))
-        command = [nvcc, *_FLAGS, *codes, *flags, *includes, str(SOURCE), str(described), "-o", str(staged)]
+        command = [
+            nvcc,
+            *_FLAGS,
+            *codes,
+            *flags,
+            *includes,
+            *map(str, (*SOURCES.values(), described)),
+            "-o",
+            str(staged),
+        ]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
             if done.returncode:
@@ -86,20 +102,30 @@ def compile_library(
 
 def list_sources() -> list[Path]:
     """Return the files that `compile_library` compiles or includes."""
-    return [SOURCE, build.KERNELS / build.SHARED / "numbers.h"]
+    return [*SOURCES.values(), *SHARED.glob("*.h"), build.KERNELS / build.SHARED / "numbers.h"]
 
 
 @functools.cache
 def missing_reason() -> str | None:
-    """Register the library's function with XLA; return the reason if there is no library, or None."""
+    """Register the library's functions with XLA; return the reason if there is no library, or None."""
     loaded = _load()
     if isinstance(loaded, str):
         return loaded
     try:
-        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(getattr(loaded, TARGET)), platform="CUDA")
+        for target in SOURCES:
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(loaded, target)), platform="CUDA")
     except (AttributeError, RuntimeError) as error:  # built for another jaxlib
         return _cannot_be_loaded(error)
     return None
+
+
+def unusable_reason() -> str | None:
+    """Return the reason if the library is missing, or has no code for one of the attached GPUs; else None."""
+    if (reason := missing_reason()) is not None:
+        return reason
+    devices = (device for device in jax.local_devices() if device.platform == "gpu")
+    reasons = (unsupported_gpu_reason(device) or unbuilt_reason(str(device.compute_capability)) for device in devices)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def unbuilt_reason(capability: str) -> str | None:
@@ -148,7 +174,7 @@ def _cannot_be_loaded(error: Exception | str) -> str:
 def main() -> None:
     """Build the library in place."""
     parser = argparse.ArgumentParser(
-        prog="python -m jpaged.kernels.paged_attention.cuda.library", description="Build the CUDA kernels in place."
+        prog="python -m jpaged.kernels.cuda_library", description="Build the CUDA kernels in place."
     )
     parser.add_argument("--nvcc", help="the compiler; by default that of NVIDIA's packages, or an installed one")
     parser.add_argument(
