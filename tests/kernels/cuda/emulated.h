@@ -79,8 +79,8 @@ class Warp {
     switch_to_next();
   }
 
-  [[noreturn]] static void fail() {
-    std::fputs("emulated CUDA: the lanes of a warp, or the warps of a block, diverge\n", stderr);
+  [[noreturn]] static void fail(const char* what = "the lanes of a warp diverge") {
+    std::fprintf(stderr, "emulated CUDA: %s\n", what);
     std::abort();
   }
 
@@ -162,7 +162,7 @@ template <class Kernel, class Call>
 void launch(Kernel kernel, dim3 grid, int num_threads, Stream, const Call& call) {
   static thread_local Warp warps[kMaxWarps];
   const int num_warps = num_threads / Warp::kLanes;
-  if (num_warps > kMaxWarps) Warp::fail();
+  if (num_warps > kMaxWarps) Warp::fail("a block has too many warps");
   const std::function<void()> body = [&] { kernel(call); };
   // XLA's threads flush subnormal numbers to zero, and GPUs do not.
   std::fenv_t environment;
@@ -173,7 +173,7 @@ void launch(Kernel kernel, dim3 grid, int num_threads, Stream, const Call& call)
       for (int warp = 0; warp < num_warps; ++warp) warps[warp].begin(warp * Warp::kLanes, body);
       for (int num_ended = 0; num_ended < num_warps;) {
         for (int warp = 0; warp < num_warps; ++warp) num_ended += warps[warp].run();
-        if (num_ended % num_warps != 0) Warp::fail();
+        if (num_ended % num_warps != 0) Warp::fail("the warps of a block diverge");
       }
     }
   }

@@ -314,10 +314,10 @@ def test_a_library_that_was_not_built_is_the_reason(library_path: Path) -> None:
 
 
 def write_library(path: Path, digest: str, architectures: str) -> None:
-    """Compile a library that has only its symbols, and a function that is never called."""
+    """Compile a library that has only its symbols, and functions that are never called."""
     symbols = {library.DIGEST: digest, library.BUILT_FOR: architectures}
     source = "".join(build.define_symbol(*symbol) for symbol in symbols.items())
-    source += f'extern "C" void* {library.TARGET}(void*) {{ return nullptr; }}'
+    source += "".join(f'extern "C" void* {target}(void*) {{ return nullptr; }}' for target in library.SOURCES)
     command = [build.find_compiler(), "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)]
     subprocess.run(command, input=source, text=True, check=True, timeout=60)
     clear_library()
@@ -361,7 +361,7 @@ def test_a_jax_without_triton_gets_these_kernels_if_they_were_built(monkeypatch:
 
 
 def test_the_fields_of_the_lists_are_those_of_the_source() -> None:
-    source = library.SOURCE.read_text(encoding="utf-8")
+    source = library.SOURCES[library.TARGET].read_text(encoding="utf-8")
     for name, fields in (("Item", CudaItemField), ("Merge", CudaMergeField)):
         body = source.split(f"struct {name} {{")[1].split(";")[0]
         assert body.replace("int32_t", "").replace(",", " ").split() == [field.name.lower() for field in fields]

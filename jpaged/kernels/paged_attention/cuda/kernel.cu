@@ -23,8 +23,7 @@ namespace {
 // --- attention -------------------------------------------------------------------------------------------------------
 
 constexpr int kRows = 16;          // (query, head) pairs of an item
-constexpr int kStepKeys = 32;      // keys between updates of the softmax, one for each lane to locate
-constexpr int kKeyTiles = 4;       // of 8 keys
+constexpr int kMaxStepKeys = 32;   // keys between updates of the softmax, one for each lane to locate
 constexpr int kSharedBytes = 49152;
 constexpr int kMaxHeadDim = 256, kMaxLatentDim = 576, kMaxValueDim = 512;
 constexpr float kLowest = -1e30f;  // initial maximum: finite, so a row without visible keys does not become NaN
@@ -122,6 +121,8 @@ struct Sizes {
   static constexpr int kKeyCount = 16 / kStoredBytes, kValueCount = kKeyCount < kValueDim / 8 ? kKeyCount : kValueDim / 8;
   static constexpr int kKeyReads = kKeyDim / 4 / kKeyCount, kValueReads = kValueDim / 8 / kValueCount;
   static constexpr int kDepthSteps = kKeyDim / 8 / C::kPerWord;
+  // Tiles of 8 keys between updates of the softmax. Registers hold the scores of 16 keys and the sums of 256 columns.
+  static constexpr int kKeyTiles = kValueDim > 128 ? 2 : 4;
   // Registers hold the sums of 128 columns and the queries too.
   static constexpr bool kAreQueriesShared = kKeyDim > 128 || C::kPerWord == 1;
   static constexpr int kQueryBytes = kAreQueriesShared ? kDepthSteps * 32 * 16 : 0;
@@ -135,6 +136,7 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kKeyDim, kValueDim>::kW
     attend_items(const CudaCall call) {
   using Size = Sizes<C, kStored, kKeyDim, kValueDim>;
   constexpr int kOutTiles = kValueDim / 8, kValueCount = Size::kValueCount;
+  constexpr int kKeyTiles = Size::kKeyTiles, kStepKeys = 8 * kKeyTiles;
   __shared__ float totals[Size::kWarps][kOutTiles * 4][32];
   __shared__ uint4 shared_queries[Size::kWarps][Size::kAreQueriesShared ? Size::kDepthSteps : 1][32];
 
@@ -206,7 +208,7 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kKeyDim, kValueDim>::kW
     for (int key = begin / kStepKeys * kStepKeys; key < end; key += kStepKeys) {
       // Each lane locates a key: its slot in the pool, or -1.
       int slot = -1;
-      if (const int mine = key + lane; mine >= begin && mine < end) {
+      if (const int mine = key + lane; lane < kStepKeys && mine >= begin && mine < end) {
         const int block = call.tables_sm[int64_t{item.row} * call.table_width + mine / call.block_size];
         if (is_layer && block >= 0 && block < call.blocks_per_layer) {
           slot = (static_cast<int>(first_place) + block) * call.block_size + mine % call.block_size;
@@ -509,7 +511,7 @@ ffi::Error attend(Stream stream, ffi::AnyBuffer q, ffi::AnyBuffer pool, Ints32 l
   if (pool_shape[3] != head_dim || num_kv_heads < 1 || q_shape[1] % num_kv_heads || head_dim % 16 ||
       head_dim > (are_latents ? kMaxLatentDim : kMaxHeadDim) || value_dim % 16 || value_dim > kMaxValueDim ||
       value_dim > head_dim || kv_number < 0 || kv_number > 4 || attributes.part_keys < 1 ||
-      attributes.part_keys % kStepKeys || parts_shape[0] != num_kv_heads || parts_shape[2] != kRows ||
+      attributes.part_keys % kMaxStepKeys || parts_shape[0] != num_kv_heads || parts_shape[2] != kRows ||
       parts_shape[3] != value_dim || items.element_count() % kItemFields || merges.element_count() % kMergeFields ||
       static_cast<int64_t>(pool.size_bytes()) !=
           pool_shape[0] * pool_shape[1] * pool_shape[2] * head_dim * size_of(static_cast<Number>(kv_number))) {
