@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,13 +13,19 @@ import pytest
 
 from jpaged.kernels import cuda_library as library
 from jpaged.kernels import lowered_device
+from jpaged.kernels.experts import ExpertWeights, Routes, StackedExperts, apply_experts, sum_experts
+from jpaged.kernels.experts.apply import takes_all
 from jpaged.kernels.matmul import quantized
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, abstract_matrix, dequantize, quantize, rows_on_device
 from jpaged.kernels.matmul.triton import grouped
 from jpaged.kernels.matmul.triton.form import list_tiles
 from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.kernels.mixture_kind import SILU, GateFunction
 from tests.conftest import QUICK_XLA_OPTIONS
 from tests.kernels.cuda import cuda_emulator
+from tests.kernels.experts.mixtures import CLAMPED, mixture, numbers, random_routes
+from tests.kernels.experts.mixtures import expected as expected_of_experts
+from tests.kernels.experts.test_experts import AS_SERVED, TOLERANCE
 from tests.kernels.matmul.test_product_triton import FORMATS, normal
 
 DEPTH, OUT = 320, (2, 36)
@@ -152,6 +159,67 @@ def test_tiles_outside_of_rows_and_matrices_are_not_computed() -> None:
         np.testing.assert_allclose(got[:2], np.asarray(x[:2], np.float64) @ np.asarray(matrices[1]), rtol=1e-5)
     with pytest.raises(jax.errors.JaxRuntimeError, match="do not fit"):
         grouped._run_cuda(x, list_tiles(jnp.array([4, 0]), 4, 16), matrices, None, 48).block_until_ready()
+
+
+def apply(
+    x: Any, routes: Routes, weights: ExpertWeights, gate: GateFunction = SILU, options: Any = QUICK_XLA_OPTIONS
+) -> np.ndarray:
+    """Compute experts with emulated warps."""
+    assert takes_all(weights, "cuda")
+    cuda_emulator.register(library.PRODUCT_TARGET)
+    kernel = functools.partial(sum_experts, backend="cuda")
+    called = jax.jit(functools.partial(apply_experts, gate=gate, kernel=kernel), compiler_options=options)
+    return np.asarray(called(jnp.asarray(x), routes, weights))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(5, 40, 72, 3), (16, 64, 32, 16)], ids=str)
+def test_experts_become_what_float64_makes_of_rows(
+    shape: tuple[int, int, int, int], dtype: str, gate: GateFunction
+) -> None:
+    num_experts, width, inner, top_k = shape
+    weights = mixture(num_experts, width, inner, dtype)
+    for num_tokens in (1, 21):
+        x, routes = numbers((num_tokens, width), dtype), random_routes(num_tokens, num_experts, top_k)
+        want = expected_of_experts(x, routes, weights, gate)
+        got = apply(x, routes, weights, gate)
+        np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[dtype] * max(1.0, np.abs(want).max()))
+
+
+@pytest.mark.long
+def test_rows_that_no_request_uses_are_not_read() -> None:
+    weights, x, routes = mixture(4, 16, 48, "float32"), numbers((12, 16), "float32"), random_routes(12, 4, 2, 5)
+    want = expected_of_experts(x, routes, weights, SILU)
+    x[5:] = np.nan
+    got = apply(x, routes, weights)
+    np.testing.assert_allclose(got[:5], want[:5], rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(got[5:], 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [None, "int4 groups", "mxfp4"])
+def test_neither_other_rows_nor_layers_show_in_a_bit_of_experts(name: str | None) -> None:
+    weights, x, routes = mixture(4, 64, 128, "bfloat16"), numbers((70, 64), "bfloat16"), random_routes(70, 4, 2)
+    if name is not None:
+        matrices = {
+            part: quantize(np.asarray(getattr(weights, part), np.float32), FORMATS[name], axis=-2, dtype=x.dtype)
+            for part in ("gate", "up", "down")
+        }
+        weights = dataclasses.replace(weights, **matrices)
+    together = apply(x, routes, weights, options=AS_SERVED)
+    for first in (0, 69):
+        part = Routes(routes.ids_tk[first : first + 1], routes.weights_tk[first : first + 1])
+        alone = apply(x[first : first + 1], part, weights, options=AS_SERVED)
+        np.testing.assert_array_equal(alone[0], together[first])
+    stacks = {
+        part: jax.tree.map(lambda array: jnp.stack([jnp.zeros_like(array), array]), getattr(weights, part))
+        for part in ("gate", "up", "down")
+    }
+    stacked: dict[str, Any] = {part: StackedExperts(stack, jnp.int32(1)) for part, stack in stacks.items()}
+    of_stack = apply(x, routes, dataclasses.replace(weights, **stacked), options=AS_SERVED)
+    np.testing.assert_array_equal(of_stack, together)
 
 
 @pytest.mark.parametrize(
