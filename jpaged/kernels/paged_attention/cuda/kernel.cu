@@ -120,6 +120,8 @@ struct Sizes {
   // Numbers of a key, and of a value, that a lane reads together.
   static constexpr int kKeyCount = 16 / kStoredBytes, kValueCount = kKeyCount < kValueDim / 8 ? kKeyCount : kValueDim / 8;
   static constexpr int kKeyReads = kKeyDim / 4 / kKeyCount, kValueReads = kValueDim / 8 / kValueCount;
+  // More reads of wide keys at a time would take registers from the sums.
+  static constexpr int kUnrolledReads = kKeyDim > 256 ? 3 : kKeyDim > 128 && C::kPerWord == 1 ? 4 : kKeyReads;
   static constexpr int kDepthSteps = kKeyDim / 8 / C::kPerWord;
   // Tiles of 8 keys between updates of the softmax. Registers hold the scores of 16 keys and the sums of 256 columns.
   static constexpr int kKeyTiles = kValueDim > 128 ? 2 : 4;
@@ -219,7 +221,7 @@ __global__ void __launch_bounds__(32 * Sizes<C, kStored, kKeyDim, kValueDim>::kW
       int key_slots[kKeyTiles];
 #pragma unroll
       for (int tile = 0; tile < kKeyTiles; ++tile) key_slots[tile] = shuffle(slot, 8 * tile + i);
-#pragma unroll(kKeyDim > 256 ? 3 : Size::kKeyReads)
+#pragma unroll(Size::kUnrolledReads)
       for (int read = 0; read < Size::kKeyReads; ++read) {
         constexpr int kCount = Size::kKeyCount, kWords = kCount / C::kPerWord;
         const int column = (4 * read + j) * kCount;
