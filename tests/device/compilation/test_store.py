@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import logging
@@ -177,7 +178,7 @@ def test_a_program_that_a_thread_took_but_did_not_begin_is_not_made_after_a_rele
     """Its future is not cancelled, because it left the queue, and not running either."""
     taken, waited, gate, ended = (threading.Event() for _ in range(4))
     made: list[ProgramSpec] = []
-    begin, wait = Future.set_running_or_notify_cancel, program_registry.wait
+    begin, wait = Future.set_running_or_notify_cancel, concurrent.futures.wait
 
     def begin_late(future: Future[None]) -> bool:
         taken.set()

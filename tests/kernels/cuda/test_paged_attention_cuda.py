@@ -179,7 +179,7 @@ def test_parts_of_shared_prefixes_are_rounded_once_after_they_were_merged(dtype:
     case, cascade = shared_case("samples_decode", shape)
     q, _, layer, spec, scales = call(case, shape)
     spec = dataclasses.replace(spec, layout=dataclasses.replace(spec.layout, form="gpu"))
-    of_call = AttentionCall(q, RIG.pool(case, spec.layout, scales), layer, cascade.rows, spec, scales)
+    of_call = AttentionCall(q, RIG.pool(case, spec.layout, scales_of(shape)), layer, cascade.rows, spec, scales)
     cuda_emulator.register()
     parts = [
         cuda.attend(dataclasses.replace(of_call, rows=part.rows, spec=part.spec), dtype=np.dtype(np.float32))

@@ -137,11 +137,9 @@ def test_the_bits_of_a_row_follow_from_it_alone(name: str) -> None:
 def test_every_number_that_a_matrix_can_hold_is_read(name: str, dtype: Any) -> None:
     """A row with a single one gives the numbers of its depth."""
     kind = MatrixFormat(name)  # type: ignore[arg-type]
-    bits = np.arange(256, dtype=np.uint8)
-    numbers = bits.view(kind.dtype) if kind.dtype.itemsize == 1 and name in ("int8", "fp8") else None
-    if numbers is None:
-        numbers = np.resize(np.arange(16, dtype=np.uint8), 256).view(kind.dtype)
-    numbers = np.where(np.isfinite(numbers.astype(np.float32)), numbers, kind.dtype.type(0)).reshape(32, 8)
+    bits = np.arange(256, dtype=np.uint8) if name in ("int8", "fp8") else np.resize(np.arange(16, dtype=np.uint8), 256)
+    every = bits.view(kind.dtype)
+    numbers = np.where(np.isfinite(every.astype(np.float32)), every, kind.dtype.type(0)).reshape(32, 8)
     matrix = QuantizedMatrix(
         jnp.asarray(numbers), jnp.ones((1, 8)), None, None, None, axis=-2, activations=None, dtype=np.dtype(dtype)
     )
@@ -203,7 +201,7 @@ def test_rows_that_no_request_uses_are_not_read() -> None:
 def test_neither_other_rows_nor_layers_show_in_a_bit_of_experts(name: str | None) -> None:
     weights, x, routes = mixture(4, 64, 128, "bfloat16"), numbers((70, 64), "bfloat16"), random_routes(70, 4, 2)
     if name is not None:
-        matrices = {
+        matrices: dict[str, Any] = {
             part: quantize(np.asarray(getattr(weights, part), np.float32), FORMATS[name], axis=-2, dtype=x.dtype)
             for part in ("gate", "up", "down")
         }
