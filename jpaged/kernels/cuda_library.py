@@ -38,7 +38,7 @@ SOURCES = {
 ARCHITECTURES = ("80", "90", "100", "120")
 """Compute capabilities with their own code. 8.6 and 8.9 run that of 8.0; others compile its PTX when it is loaded."""
 DIGEST, BUILT_FOR = "jpaged_cuda_sources", "jpaged_cuda_architectures"
-"""The library's symbols with the digest of its sources, and its architectures separated by spaces."""
+"""The library's symbols with the digest of the sources, and its architectures separated by spaces."""
 _FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC", "-cudart", "static", "--threads", "0")
 _TIMEOUT_S = 1800
 
@@ -131,7 +131,7 @@ def unusable_reason() -> str | None:
 def unbuilt_reason(capability: str) -> str | None:
     """Return the reason if the library has no code for a device of this compute capability, or None.
 
-    A device runs code of its own major version up to its minor version, and compiles PTX of any lower version.
+    A device runs code of the same major version and no higher minor version, and compiles PTX of any lower version.
     """
     loaded = _load()
     if isinstance(loaded, str):
