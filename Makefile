@@ -34,7 +34,7 @@ CORE := $(VENV)/.installed-core
 CHOICES := $(VENV)/.choices
 CONSTRAINTS := $(VENV)/constraints.txt
 QUICK := not long and not deep
-KERNELS := $(wildcard jpaged/kernels/*/*/*.cc jpaged/kernels/*/*/*.h jpaged/kernels/cpu/*.h)
+KERNELS := $(wildcard jpaged/kernels/*/*/*.cc jpaged/kernels/*/*/*.h jpaged/kernels/cpu/*.cc jpaged/kernels/cpu/*.h)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALL := $(PIP) install --no-compile   # what is imported is compiled then: a fraction of what is installed
 # The first installation: by uv, which takes a tenth of pip's processor time. .venv gets one if there is none. pip installs

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from benchmarks import record
 from benchmarks.aot_gpu.gate import MARGIN
 from jpaged.kernels.cpu.build import find_headers
+from jpaged.kernels.cuda_library import LIBRARY, compile_library, find_nvcc
+from jpaged.kernels.matmul.triton.grouped import STORED
 from jpaged.kernels.paged_attention.cpu.attention import NUMBERS
-from jpaged.kernels.paged_attention.cuda.library import LIBRARY, compile_library, find_nvcc
 
 NAME = "cuda_kernels"
 ARCHITECTURES = ("80", "86", "89", "90", "100", "120")
@@ -34,6 +35,8 @@ _ENTRY = re.compile(
     re.DOTALL,
 )
 _ATTENTION = re.compile(r"attend_items\w*?\d(F32|F16|BF16)ELNS_6NumberE(\d)ELi(\d+)ELi\d+E")
+_PRODUCT = re.compile(r"multiply_tile\w*?\d(F32|F16|BF16)ELNS\w*?_6StoredE(\d)ELi(\d+)E")
+_PRODUCT_ROWS = 16
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 Kernels = dict[str, dict[str, dict[str, int]]]
@@ -41,7 +44,11 @@ Kernels = dict[str, dict[str, dict[str, int]]]
 
 
 def read_report(output: str) -> Kernels:
-    """Read the assembler's report. Attention has a kernel for each type of queries and pool, and size of heads."""
+    """Read the assembler's report.
+
+    Attention has a kernel for each type of queries and pool, and size of heads; products have one for each type of rows
+    and numbers, and number of rows.
+    """
     found: Kernels = {}
     for symbol, architecture, stores, loads, registers, rest in _ENTRY.findall(output):
         name = "merge"
@@ -50,6 +57,8 @@ def read_report(output: str) -> Kernels:
             if kind[1] == "F32":  # any type of this size
                 stored = f"{8 * jnp.dtype(stored).itemsize}bits"
             name = f"{_DTYPES[kind[1]]}-{stored}-{kind[3]}"
+        elif kind := _PRODUCT.search(symbol):
+            name = f"product-{_DTYPES[kind[1]]}-{STORED[int(kind[2])] or 'plain'}-{_PRODUCT_ROWS * int(kind[3])}"
         shared = re.search(r"(\d+) bytes smem", rest)
         found.setdefault(architecture, {})[name] = {
             "registers": int(registers),

@@ -14,17 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.first_contact.attention import cuda_programs, triton_programs
-from benchmarks.first_contact.cells import Cells, Program, Values, WrongNumbers
+from benchmarks.first_contact.cells import Cells, NotOnThisPlatform, Program, Values, WrongNumbers
 from jpaged.config import Backend
 from jpaged.device import sampling
 from jpaged.device.mesh import build_mesh, replicated
 from jpaged.device.model_runner import unpack_rows
 from jpaged.device.sampling import SamplingVocabulary
 from jpaged.engine.executor import BEYOND_TOKENS, Detail, SamplingInputs
+from jpaged.kernels import cuda_library
 from jpaged.kernels.experts import ExpertsBackend, ExpertWeights, Routes, ragged, sum_experts
+from jpaged.kernels.lowered_device import unsupported_gpu_reason
 from jpaged.kernels.matmul.on_device import kernel_takes, multiply_on_device
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, dequantize, quantize, rows_on_device
-from jpaged.kernels.matmul.triton.grouped import multiply_one, multiply_sorted
+from jpaged.kernels.matmul.triton.grouped import ProductBackend, multiply_one, multiply_sorted
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.mixture_kind import SILU
 from jpaged.kernels.sampling import RowSampling, SampledTokens, choose_kernel
@@ -60,7 +62,12 @@ def check(cells: Cells, size: str) -> None:
 def product_programs(size: str) -> dict[str, Program]:
     """Return the cells of the quantized matmuls."""
     names = FORMATS if size == "full" else _TINY_FORMATS
-    return {f"matmul, {name}": _program(functools.partial(_product, FORMATS[name], *_SIZES[size])) for name in names}
+    found = {f"matmul, {name}": _program(functools.partial(_product, FORMATS[name], *_SIZES[size])) for name in names}
+    in_cuda = FORMATS if size == "full" else {}
+    return found | {
+        f"matmul in CUDA, {name}": _program(functools.partial(_product_in_cuda, form, *_SIZES[size]))
+        for name, form in in_cuda.items()
+    }
 
 
 def expert_programs(size: str) -> dict[str, Program]:
@@ -120,15 +127,25 @@ def _normal(shape: tuple[int, ...], seed: int) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
 
 
-def _product(form: MatrixFormat, num_rows: int, depth: int, columns: int) -> Callable[[], Values]:
+def _product_in_cuda(form: MatrixFormat, num_rows: int, depth: int, columns: int) -> Callable[[], Values]:
+    reason = unsupported_gpu_reason(jax.devices()[0]) or cuda_library.unusable_reason()
+    if reason is not None:
+        raise NotOnThisPlatform(reason)
+    return _product(form, num_rows, depth, columns, "cuda")
+
+
+def _product(
+    form: MatrixFormat, num_rows: int, depth: int, columns: int, backend: ProductBackend | None = None
+) -> Callable[[], Values]:
     is_cpu = jax.devices()[0].platform == "cpu"
     matrix = quantize(_normal((depth, columns), 1) * depth**-0.5, form, dtype=np.dtype(jnp.bfloat16))
     x = jnp.asarray(_normal((num_rows, depth), 2), jnp.bfloat16)
 
     def act(x: jax.Array, matrix: QuantizedMatrix) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         rows, scales = rows_on_device(x, matrix)
-        y = multiply_one(rows, scales, matrix, is_interpreted=True) if is_cpu else multiply_on_device(x, matrix)
-        return y, rows, scales
+        if is_cpu or backend is not None:
+            return multiply_one(rows, scales, matrix, backend=backend, is_interpreted=is_cpu), rows, scales
+        return multiply_on_device(x, matrix), rows, scales
 
     call = _compiled(act, x, matrix)
     weights = np.asarray(dequantize(matrix, np.dtype(np.float32)), np.float64)
@@ -138,7 +155,7 @@ def _product(form: MatrixFormat, num_rows: int, depth: int, columns: int) -> Cal
         wide = np.asarray(rows, np.float64)
         if scales is not None:
             wide = wide * np.repeat(np.asarray(scales, np.float64), depth // scales.shape[-1], axis=-1)
-        has_kernel = is_cpu or kernel_takes(matrix, jax.devices()[0])
+        has_kernel = is_cpu or backend is not None or kernel_takes(matrix, jax.devices()[0])
         return {**compare(np.asarray(y, np.float64), wide @ weights), "has_kernel": has_kernel}
 
     return run

@@ -43,10 +43,11 @@ from jpaged.device.mesh import (
     partition_spec,
 )
 from jpaged.kernels.experts import ExpertsBackend, ExpertsKernel, ExpertWeights, Routes, StackedExperts, sum_experts
+from jpaged.kernels.lowered_device import unsupported_gpu_reason
 from jpaged.kernels.matmul import QuantizedMatrix
 from jpaged.kernels.matmul.on_device import PartedMatrix, kernel_takes
+from jpaged.kernels.matmul.triton.grouped import choose_backend
 from jpaged.kernels.mixture_kind import GateFunction
-from jpaged.kernels.paged_attention.triton.attention import unsupported_device_reason
 from jpaged.models.config import Mixture, ModelConfig
 from jpaged.models.decoder.leaves import expert_axes
 from jpaged.models.layers import Params
@@ -142,7 +143,7 @@ def experts_backend(device: jax.Device) -> ExpertsBackend:
     """Return the backend that multiplies with unpacked expert matrices on a device."""
     if device.platform in _BACKENDS:
         return _BACKENDS[device.platform]
-    return "wide-tiles" if unsupported_device_reason(device) else "triton"
+    return "wide-tiles" if unsupported_gpu_reason(device) else choose_backend() or "wide-tiles"
 
 
 def experts_kernel(config: ModelConfig, mesh: Mesh) -> ExpertsKernel | None:

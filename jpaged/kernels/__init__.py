@@ -5,6 +5,7 @@ mixture_kind.py    routing and gates of a mixture of experts
 matrix_format.py   formats of quantized matrices
 kv_layout.py       layout of keys and values in the pool
 lowered_device.py  the device that a program is lowered for, GPUs with kernels, and availability of Pallas Triton
+cuda_library.py    the library of all CUDA kernels: its compilation, and the check that it fits
 qkv_rope.py        splitting of the QKV projection, and RoPE, on TPUs
 experts/           mixtures of experts
 lora/              LoRA matmuls with an adapter per row

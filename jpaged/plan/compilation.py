@@ -153,8 +153,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     name, config = find_config(question.model, options.model.overrides)
     config = quantized_here(config, str(question.options.get("quantization", "auto")))
     target = find_target(question.target)
-    if options.parallel.enable_expert_parallel:
-        config = with_parallel_experts(config)
+    config = with_parallel_experts(config) if options.parallel.enable_expert_parallel else config
     config = with_dp_attention(config) if options.parallel.enable_dp_attention else config
     config = streaming_llm.as_asked(config, options)
     draft, chosen = _draft_config(options), 1 if options.has_head else question.options.get("tensor_parallel_size")
@@ -205,6 +204,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
             number_bytes=deployment.number_bytes or model.dtype.itemsize,
             adapter_bytes=deployment.adapter_bytes,
             overlaps_sums=deployment.overlaps_sums,
+            token_sizes=deployment.geometry.buckets.tokens,
         ).step_times(),
         versions={name: version(name) for name in ("jax", "jaxlib")},
     )

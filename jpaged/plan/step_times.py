@@ -157,6 +157,7 @@ class PlannedModel:
         adapter_bytes: the part of weight_bytes for adapter slots.
         num_context_parts: parts of every context, each on num_devices devices that share the copy.
         overlaps_sums: the program sums hidden states in parts: see `jpaged.device.sharded_matmul`.
+        token_sizes: packed tokens of the compiled forwards, ascending, to which steps are padded; empty pads none.
     """
 
     config: ModelConfig
@@ -171,6 +172,7 @@ class PlannedModel:
     adapter_bytes: int = 0
     num_context_parts: int = 1
     overlaps_sums: bool = False
+    token_sizes: tuple[int, ...] = ()
 
     def step_times(self, counted: CountedCycles | None = None) -> PlannedStepTimes:
         """Return the step times. An embedding that is only looked up is ignored, because a step reads little of it.
@@ -224,7 +226,16 @@ class PlannedModel:
         matrices = layer_matrices(config) if self.overlaps_sums else None
         exchange = RowMessages.of(config, num_devices, self.itemsize)
         return PlannedStepTimes(
-            roofline, self.target, config.hidden_size, self.number_bytes, times, num_parts, numbers, matrices, exchange
+            roofline,
+            self.target,
+            config.hidden_size,
+            self.number_bytes,
+            times,
+            num_parts,
+            numbers,
+            matrices,
+            exchange,
+            self.token_sizes,
         )
 
 
@@ -297,6 +308,7 @@ class PlannedStepTimes:
         numbers: attention outputs that are merged over these parts.
         matrices: numbers of each of a layer's matrices, by name, if sums of parts overlap with products; else None.
         messages: rows exchanged for experts instead of sums; None for tensor-parallel attention.
+        token_sizes: see `PlannedModel`.
     """
 
     roofline: Roofline
@@ -308,6 +320,7 @@ class PlannedStepTimes:
     numbers: OutputNumbers = OutputNumbers()
     matrices: Mapping[str, int] | None = None
     messages: RowMessages | None = None
+    token_sizes: tuple[int, ...] = ()
 
     def parts(self, load: StepLoad) -> StepParts:
         """Return the parts of a step's time."""
@@ -370,6 +383,7 @@ class PlannedStepTimes:
         n, num_layers = self.roofline.num_devices, self.roofline.shape.num_layers
         if n == 1:
             return 0.0
+        num_tokens = next((size for size in self.token_sizes if size >= num_tokens), num_tokens)  # sums have padding
         link_bytes = 2 * (n - 1) / n * num_tokens * self.hidden_size * self.number_bytes
         whole_s, parts = self.exchange_s(link_bytes), num_column_parts(num_tokens, self.hidden_size)
         if self.messages is not None:

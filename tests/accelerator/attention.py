@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.kernels import cuda_library as library
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import Queries, choose
-from jpaged.kernels.paged_attention.cuda import library
 from jpaged.kernels.paged_attention.measure import SHAPES
 from tests.kernels import attention_oracle as oracle
 from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, make_case, real_shape

@@ -18,11 +18,11 @@ from jpaged.device.aot.topology import GPUS
 from jpaged.device.mesh import MESH_AXES, _by_columns, build_mesh, replicated
 from jpaged.device.sharded_matmul import _matrix_specs
 from jpaged.errors import Unsupported
+from jpaged.kernels.cuda_library import TARGET
 from jpaged.kernels.matmul.on_device import PartedMatrix, multiply_on_device
 from jpaged.kernels.matmul.quantized import abstract_matrix, component_axes
 from jpaged.kernels.matmul.triton.grouped import multiply_sorted
 from jpaged.kernels.matrix_format import MatrixFormat
-from jpaged.kernels.paged_attention.cuda.library import TARGET
 
 KINDS = {
     "a100": "NVIDIA A100-SXM4-80GB",

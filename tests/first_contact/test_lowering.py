@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 from benchmarks.first_contact.attention import CUDA, MOSAIC, TRITON, attend_problem, compiled_attend
 from benchmarks.first_contact.problem import NUM_LAYERS, Problem, layout_of, spec_of, table_shape
 from jpaged.config import Backend
-from jpaged.kernels.paged_attention.cuda.library import TARGET
+from jpaged.kernels.cuda_library import TARGET
 
 TRITON_CALL = "__gpu$xla.gpu.triton"
 CALLS = {"pallas-gpu": "mosaic_gpu_v2", "pallas-triton": TRITON_CALL, "cuda": TARGET}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,31 @@ def test_a_library_that_cannot_be_loaded_refuses_too(no_library: Path) -> None:
     reason = cpu.kernel()
     assert isinstance(reason, str)
     assert "cannot be loaded" in reason
+
+
+@pytest.mark.parametrize("source", [build.define_symbol(build.DIGEST, "0123"), ""], ids=["other", "older"])
+def test_a_library_of_other_sources_refuses_with_the_remedy(source: str, no_library: Path) -> None:
+    """A call of a function of another version could end the process."""
+    command = [build.find_compiler(), "-shared", "-fPIC", "-x", "c++", "-", "-o", str(no_library)]
+    subprocess.run(command, input=source, text=True, check=True, timeout=60)
+    assert library.library() == (
+        "libjpaged_cpu.so cannot be loaded: it was built from other sources than the ones that are installed; "
+        "rebuild it with `python -m jpaged.kernels.cpu.build`"
+    )
+
+
+def test_a_digest_follows_names_and_contents(tmp_path: Path) -> None:
+    def digest(name: str, text: str) -> str:
+        path = tmp_path / name
+        path.write_text(text)
+        found = build.digest_sources([path])
+        path.unlink()
+        return found
+
+    digests = {digest(name, text) for name in ("core.cc", "core.h") for text in ("one", "two")}
+    assert len(digests) == 4
+    assert digest("core.cc", "one") in digests
+    assert build.KERNELS / "matmul/cpu/core.h" in build.list_sources()
 
 
 def product_cores(machine: str, monkeypatch: pytest.MonkeyPatch, *, has_avx_vnni: bool = True) -> dict[str, list[str]]:
@@ -456,13 +482,14 @@ _ALL_FAULTS = (*FAULTS, *PRODUCT_FAULTS, *SAMPLING_FAULTS)
 
 _RUN = """
 import sys, pathlib
-from jpaged.kernels.cpu import build
+from jpaged.kernels.cpu import build, library
 from jpaged.kernels.matmul import multiply
 from jpaged.kernels.paged_attention.cpu import attention
 from jpaged.kernels.sampling.cpu import sampling
 build.LIBRARY = pathlib.Path(sys.argv[1])
 kernels = {"matmul": multiply.kernel, "sampling": sampling.kernel, "attention": attention.kernel}
 (kernel,) = (kernel for name, kernel in kernels.items() if name in sys.argv[3])
+library.read_symbol = lambda *_: build.digest_sources(build.list_sources())  # its sources have a fault
 isinstance(kernel(), str) and sys.exit(9)
 sys.argv[1:] = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not deep", "-k", sys.argv[2], sys.argv[3]]
 """

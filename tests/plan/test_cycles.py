@@ -191,6 +191,19 @@ def test_sums_in_parts_take_what_products_do_not_hide() -> None:
         assert uncounted[0].parts(load).sums_s == uncounted[1].parts(load).sums_s
 
 
+def test_sums_are_those_of_the_program_that_a_step_is_padded_to() -> None:
+    """33 rows run in the program of 64, which sums in parts."""
+    whole = dataclasses.replace(planned("v6e:2x4", 8, "llama-3-70b"), token_sizes=(32, 64, 96))
+    parts = dataclasses.replace(whole, overlaps_sums=True)
+    for model in (whole, parts):
+        found = model.step_times(COUNTED)
+        sums_s = {n: found._sums_s(n, products_s=0.01) for n in (32, 33, 64, 65, 97, 98)}
+        assert sums_s[32] != sums_s[33] == sums_s[64] != sums_s[65]
+        assert sums_s[97] != sums_s[98]  # longer than all programs
+    sums_s_of_both = [model.step_times(COUNTED).parts(StepLoad.decoding(33, 1000)).sums_s for model in (whole, parts)]
+    assert sums_s_of_both[1] < sums_s_of_both[0] / 2
+
+
 def test_products_of_a_long_step_take_seven_tenths_of_the_peak() -> None:
     parts = planned("v6e:1x1").step_times(COUNTED).parts(StepLoad.prompts(2048, 1024))
     head = 128256 * 4096

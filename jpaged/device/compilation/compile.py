@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import logging
 import os
+import re
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import numpy as np
 from jax import monitoring
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import SingleDeviceSharding
 
 from jpaged.device.sampling import SamplingStages
 from jpaged.engine.executor import MIN_BUCKET, BucketTable, Detail
@@ -21,6 +26,7 @@ from jpaged.engine.executor.io import AuxKind
 from jpaged.hardware import identify_hardware
 from jpaged.kernels.matrix_format import MatrixFormat
 
+_LOG = logging.getLogger(__name__)
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _FROM_CACHE = "/jax/compilation_cache/cache_hits"
 
@@ -203,11 +209,35 @@ def compiler_options(
         overlaps_sums: as of `Step`.
     """
     options = dict(_COMPILER_OPTIONS.get(device.device_kind, {}))
-    if overlaps_sums and device.platform == "tpu":
+    if overlaps_sums and device.platform == "tpu" and _accepts_options(device, tuple(_OVERLAPPED.items())):
         options |= _OVERLAPPED
     if device.platform == "gpu" and _is_for_cublas(device, formats):
         options |= _ROUNDED
     return options or None
+
+
+_UNKNOWN_OPTION = re.compile(r"(?:No such compile option: |While setting option )'?(\w+)")
+
+
+@functools.cache
+def _accepts_options(device: jax.Device, options: tuple[tuple[str, str], ...]) -> bool:
+    """Return True if the compiler of a device accepts all of these options; log the first that it does not accept."""
+    if device.process_index != jax.process_index():
+        device = jax.local_devices()[0]  # the same kind: a process compiles for its own devices only
+    scalar = jax.ShapeDtypeStruct((), np.float32, sharding=SingleDeviceSharding(device))
+    try:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # programs have another mesh
+            jax.jit(lambda x: x, compiler_options=dict(options)).lower(scalar).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if (unknown := _UNKNOWN_OPTION.search(str(error))) is None:
+            raise
+        _LOG.warning(
+            "the compiler for %s does not accept option %s: sums over devices do not overlap with matmuls",
+            device.device_kind,
+            unknown[1],
+        )
+        return False
+    return True
 
 
 def _is_for_cublas(device: jax.Device, formats: Collection[MatrixFormat]) -> bool:

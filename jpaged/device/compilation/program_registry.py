@@ -163,9 +163,10 @@ class ProgramStore:
         with self._landing:
             self.close()
             self.ready = {}
-        running = [future for future in self._futures if future.running()]
+        # One that a thread has taken from the queue but not begun is neither cancelled nor running yet.
+        pending = [future for future in self._futures if not future.done()]
         self._futures = []
-        if not wait(running, _RELEASE_S).not_done:
+        if not wait(pending, _RELEASE_S).not_done:
             for threads in self._threads:
                 threads.shutdown(wait=True)
 
@@ -179,6 +180,9 @@ class ProgramStore:
         return futures
 
     def _make(self, spec: ProgramSpec, source: ProgramSource, report: Callable[[int], None]) -> None:
+        with self._landing:
+            if not self._sources:
+                return  # closed after a thread took it from the queue
         begin, num_cached = time.perf_counter(), told.num_from_cache
         executable = source.make()
         is_cached = told.num_from_cache > num_cached

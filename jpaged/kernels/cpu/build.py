@@ -3,7 +3,7 @@
     core.cc     of each operation, once for each kind of processor    (selected at run time)
     kernel.cc   of each operation, once, with the headers of jaxlib
     *.cc        other files in these folders and in this one, once, without jaxlib's headers
-        -> libjpaged_cpu.so next to this file
+        -> libjpaged_cpu.so next to this file, with a digest of these files
 
 `setup.py` builds it during installation, and reads only this file, which imports neither jax nor jpaged. Run it
 manually after the sources have changed, or after installing a compiler:
@@ -14,13 +14,14 @@ manually after the sources have changed, or after installing a compiler:
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 KERNELS = Path(__file__).parents[1]
@@ -36,6 +37,8 @@ OPERATIONS = {
 }
 """The folder of each operation's sources; its cores are called k<Operation><Processor>."""
 COMPILERS = ("c++", "g++", "clang++")
+DIGEST = "jpaged_sources"
+"""The library's symbol with the digest of the files that it was compiled from."""
 
 _Core = tuple[str, int, tuple[str, ...]]
 
@@ -90,6 +93,27 @@ def find_headers() -> Path:
     raise BuildError("XLA's headers were not found: jaxlib is not installed")
 
 
+def digest_sources(paths: Iterable[Path]) -> str:
+    """Return a digest of the names and contents of source files."""
+    found = hashlib.sha256()
+    for path in sorted(paths):
+        content = path.read_bytes()
+        found.update(f"{path.parent.name}/{path.name} {len(content)}\n".encode())
+        found.update(content)
+    return found.hexdigest()[:16]
+
+
+def list_sources(sources: Path = KERNELS, operations: Collection[str] = tuple(OPERATIONS)) -> list[Path]:
+    """Return the files that `build` compiles or includes."""
+    folders = [SHARED, *(OPERATIONS[operation] for operation in operations)]
+    return [path for folder in folders for pattern in ("*.cc", "*.h") for path in (sources / folder).glob(pattern)]
+
+
+def define_symbol(symbol: str, value: str) -> str:
+    """Return C++ source that defines a symbol with this text."""
+    return f'extern "C" {{\nextern const char {symbol}[];\nconst char {symbol}[] = "{value}";\n}}\n'
+
+
 def build(
     library: Path,
     compiler: str,
@@ -117,6 +141,9 @@ def build(
             others = (path for path in sorted((sources / place).glob("*.cc")) if path.stem not in ("core", "kernel"))
             compile_ = [compiler, *_FLAGS, "-I", str(sources / SHARED), "-c"]
             jobs += [[*compile_, str(path), "-o", str(work / f"{path.stem}.o")] for path in others]
+        digest = work / "digest.cc"
+        digest.write_text(define_symbol(DIGEST, digest_sources(list_sources(sources, operations))))
+        jobs.append([compiler, *_FLAGS, "-c", str(digest), "-o", str(work / "digest.o")])
         _run_all(jobs)
         linked = work / library.name
         _run_all([[compiler, "-shared", "-pthread", *(job[-1] for job in jobs), "-o", str(linked)]])

@@ -30,9 +30,24 @@ def library() -> ctypes.CDLL | str:
             f"jpaged is installed; `python -m {build.__name__}` builds it now or reports what is missing"
         )
     try:
-        return ctypes.cdll.LoadLibrary(str(build.LIBRARY))
+        found = ctypes.cdll.LoadLibrary(str(build.LIBRARY))
     except OSError as error:
         return _cannot_be_loaded(error)
+    if read_symbol(found, build.DIGEST) != build.digest_sources(build.list_sources()):
+        return _cannot_be_loaded(OTHER_SOURCES)
+    return found
+
+
+OTHER_SOURCES = "it was built from other sources than the ones that are installed"
+
+
+def read_symbol(library: ctypes.CDLL, symbol: str) -> str | None:
+    """Return the text of a symbol that `build.define_symbol` defined, or None if the library does not have it."""
+    try:
+        address = ctypes.addressof(ctypes.c_char.in_dll(library, symbol))
+    except ValueError:
+        return None
+    return ctypes.string_at(address).decode()
 
 
 def limit_isa(found: ctypes.CDLL, isa: str) -> None:
@@ -77,5 +92,5 @@ def find_merges(tokens: Sequence[str], order: np.ndarray) -> np.ndarray | None:
     return pairs[:count]
 
 
-def _cannot_be_loaded(error: Exception) -> str:
+def _cannot_be_loaded(error: Exception | str) -> str:
     return f"{build.LIBRARY.name} cannot be loaded: {error}; rebuild it with `python -m {build.__name__}`"

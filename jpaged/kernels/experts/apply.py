@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
@@ -16,15 +17,14 @@ from jpaged.kernels.experts.weights import ExpertWeights, flat
 from jpaged.kernels.matmul import PackedMatrix, tpu
 from jpaged.kernels.matmul.on_device import takes_tpu_kernel
 from jpaged.kernels.matmul.quantized import QuantizedMatrix
-from jpaged.kernels.matmul.triton.form import unsupported_reason
-from jpaged.kernels.matmul.triton.grouped import multiply_sorted
+from jpaged.kernels.matmul.triton.grouped import ProductBackend, multiply_sorted, unsupported_reason
 from jpaged.kernels.mixture_kind import GateFunction
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-ExpertsBackend = Literal["tiles", "wide-tiles", "ragged", "triton"]
-"""Backends for unpacked matrices: loops over small or larger tiles, XLA's grouped matmul, or a Triton kernel."""
+ExpertsBackend = Literal["tiles", "wide-tiles", "ragged"] | ProductBackend
+"""Backends for unpacked matrices: loops over small or larger tiles, XLA's grouped matmul, or a GPU kernel's."""
 ExpertsKernel = Callable[[jax.Array, Routes, ExpertWeights, GateFunction], jax.Array]
 """Computes `sum_experts`; on several devices, their parts and the sum of those."""
 
@@ -66,14 +66,14 @@ def sum_experts(
     """Compute `apply_experts` without the last bias, on one device.
 
     Packed matrices are read by the CPU kernel whatever the backend. Quantized ones are multiplied in a loop, unless the
-    Triton kernel (backend triton) or the TPU kernel of grouped matmuls (backend ragged) supports them.
+    GPU kernel (backend triton or cuda) or the TPU kernel of grouped matmuls (backend ragged) supports them.
     """
     if isinstance(weights.gate, PackedMatrix):
         return loaded().apply(x_te, routes, weights, gate)
     if backend == "tiles":
         return tiles.apply_experts(x_te, routes, weights, gate)
-    if backend == "triton" and takes_all(weights):
-        return ragged.apply_experts(x_te, routes, weights, gate, multiply_sorted)
+    if backend in ("triton", "cuda") and takes_all(weights, backend):
+        return ragged.apply_experts(x_te, routes, weights, gate, functools.partial(multiply_sorted, backend=backend))
     if backend == "ragged" and _takes_all_on_tpu(weights):
         return ragged.apply_experts(x_te, routes, weights, gate, tpu.multiply_sorted)
     if backend != "ragged" or isinstance(flat(weights.gate)[0], QuantizedMatrix):
@@ -81,9 +81,10 @@ def sum_experts(
     return ragged.apply_experts(x_te, routes, weights, gate)
 
 
-def takes_all(weights: ExpertWeights) -> bool:
-    """Return True if the Triton kernel supports all matrices of a layer's experts."""
-    return not any(unsupported_reason(flat(matrices)[0]) for matrices in (weights.gate, weights.up, weights.down))
+def takes_all(weights: ExpertWeights, backend: ProductBackend = "triton") -> bool:
+    """Return True if a GPU kernel supports all matrices of a layer's experts."""
+    matrices = (flat(matrices)[0] for matrices in (weights.gate, weights.up, weights.down))
+    return not any(unsupported_reason(each, backend) for each in matrices)
 
 
 def _takes_all_on_tpu(weights: ExpertWeights) -> bool:

@@ -2,7 +2,7 @@
 
 On TPUs XLA implements `jax.lax.ragged_dot` by a Mosaic kernel whose tiles cover only groups with rows, so that the
 matrices of an expert without rows are not read. On GPUs XLA would multiply every row with every expert. The package's
-own kernel (`jpaged.kernels.matmul.triton`) replaces it there.
+own kernels (`jpaged.kernels.matmul.triton`) replace it there.
 """
 
 from __future__ import annotations

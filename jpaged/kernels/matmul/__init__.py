@@ -6,7 +6,8 @@ packed.py     a matrix, its codes and scales in the order in which the CPU kerne
 multiply.py   the calls of that kernel, and the check for a library
 tpu.py        the kernel for TPUs, and its calls
 cpu/          the kernel for CPUs: core.cc has the arithmetic, kernel.cc the tasks, stored.cc packs blocks of files
-triton/       the kernel for GPUs: groups of rows, and numbers with scales per group
+triton/       the kernel for GPUs: groups of rows, and numbers with scales per group; and its calls
+cuda/         the same for a jax without Pallas Triton, in CUDA C++
 
 XLA's own `dot_general` (`jpaged.models.layers`) is the specification, and the fallback.
 """

@@ -31,11 +31,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jpaged.kernels.lowered_device import has_triton, lowered_device
+from jpaged.kernels.lowered_device import lowered_device
 from jpaged.kernels.matmul import tpu
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, StackedMatrix, multiply, rows_on_device
-from jpaged.kernels.matmul.triton.form import get_kind, get_lanes, unsupported_reason
-from jpaged.kernels.matmul.triton.grouped import multiply_one
+from jpaged.kernels.matmul.triton.form import get_kind, get_lanes
+from jpaged.kernels.matmul.triton.grouped import choose_backend, multiply_one, unsupported_reason
 
 _BEFORE_AMPERE = ("Tesla", "Quadro", "TITAN", "GTX", "RTX 20")
 """Names in JAX of NVIDIA GPUs that have no asynchronous copies."""
@@ -139,7 +139,8 @@ def kernel_takes(matrix: QuantizedMatrix, device: Any) -> bool:
     if device.platform != "gpu" or any(name in device.device_kind for name in _BEFORE_AMPERE):
         return False
     needs_it = matrix.num_groups > 1 or get_lanes(get_kind(matrix)) > 1
-    return needs_it and has_triton() and unsupported_reason(matrix) is None
+    backend = choose_backend() if needs_it else None
+    return backend is not None and unsupported_reason(matrix, backend) is None
 
 
 _VECTOR = 16

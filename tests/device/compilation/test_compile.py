@@ -234,8 +234,9 @@ def test_xla_leaves_products_of_8_bits_to_cublas_where_it_would_widen_them(
     assert ahead.compiler_options(device, formats) == wanted
 
 
-def test_only_programs_for_tpus_that_sum_in_parts_overlap_their_sums() -> None:
+def test_only_programs_for_tpus_that_sum_in_parts_overlap_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """An all-reduce runs within matmuls, and by itself: combined with others it would wait for all of them."""
+    monkeypatch.setattr(ahead, "_accepts_options", lambda device, options: True)
     kinds = (("tpu", "TPU v6 lite"), ("tpu", "TPU7x"), ("cpu", "cpu"))
     devices: list[Any] = [SimpleNamespace(platform=platform, device_kind=kind) for platform, kind in kinds]
     v6e, tpu7x, cpu = devices
@@ -245,3 +246,26 @@ def test_only_programs_for_tpus_that_sum_in_parts_overlap_their_sums() -> None:
     assert ahead.compiler_options(v6e) is None
     assert ahead.compiler_options(cpu, overlaps_sums=True) is None
     assert ahead.compiler_options(tpu7x, overlaps_sums=True) == options | (ahead.compiler_options(tpu7x) or {})
+
+
+def test_a_compiler_without_one_of_the_options_gets_none_of_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The CPU's compiler has none of the options for TPUs, and reports that as libtpu does."""
+    probe = ahead._accepts_options
+    probe.cache_clear()
+    monkeypatch.setattr(ahead, "_accepts_options", lambda device, options: probe(jax.devices()[0], options))
+    v6e: Any = SimpleNamespace(platform="tpu", device_kind="TPU v6 lite")
+    mesh = jax.sharding.AbstractMesh((2,), ("model",))
+    with caplog.at_level("WARNING"), jax.sharding.use_abstract_mesh(mesh):
+        assert ahead.compiler_options(v6e, overlaps_sums=True) is None
+        assert ahead.compiler_options(v6e, overlaps_sums=True) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "the compiler for cpu does not accept option xla_enable_async_all_reduce: "
+        "sums over devices do not overlap with matmuls"
+    ]
+
+
+def test_a_compiler_with_all_options_gets_them() -> None:
+    device = jax.devices()[0]
+    assert ahead._accepts_options(device, (("xla_cpu_enable_fast_math", "False"),))

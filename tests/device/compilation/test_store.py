@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -167,6 +170,48 @@ def test_a_long_compilation_does_not_delay_a_release(
     for threads in store._threads:
         threads.shutdown(wait=True)
     assert not (store.ready or store.num_failed or caplog.records)
+
+
+def test_a_program_that_a_thread_took_but_did_not_begin_is_not_made_after_a_release(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its future is not cancelled, because it left the queue, and not running either."""
+    taken, waited, gate, ended = (threading.Event() for _ in range(4))
+    made: list[ProgramSpec] = []
+    begin, wait = Future.set_running_or_notify_cancel, concurrent.futures.wait
+
+    def begin_late(future: Future[None]) -> bool:
+        taken.set()
+        assert waited.wait(TIMEOUT_S)
+        return begin(future)
+
+    def noted_wait(futures: Collection[Future[None]], timeout_s: float) -> Any:
+        waited.set()
+        return wait(futures, timeout_s)
+
+    def gated() -> jax.stages.Compiled:
+        made.append(FIRST)
+        assert gate.wait(2 * TIMEOUT_S)
+        return compiled(FIRST.size)
+
+    def release() -> None:
+        store.release()
+        ended.set()
+
+    monkeypatch.setattr(Future, "set_running_or_notify_cancel", begin_late)
+    monkeypatch.setattr(program_registry, "wait", noted_wait)
+    monkeypatch.setattr(program_registry, "_RELEASE_S", TIMEOUT_S)
+    store = ProgramStore({FIRST: ProgramSource(gated)}, num_threads=1)
+    store.compile_rest(tiny_model.quiet)
+    assert taken.wait(TIMEOUT_S)
+    thread = threading.Thread(target=release)
+    thread.start()
+    try:
+        assert ended.wait(TIMEOUT_S / 2)
+    finally:
+        gate.set()
+        thread.join(TIMEOUT_S)
+    assert not (made or store.ready)
 
 
 def test_what_is_waited_for_is_compiled_at_the_usual_priority_and_the_rest_below_it() -> None:

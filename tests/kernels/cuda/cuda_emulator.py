@@ -10,10 +10,10 @@ from pathlib import Path
 
 import jax
 
+from jpaged.kernels import cuda_library as library
 from jpaged.kernels.cpu import build
 from jpaged.kernels.paged_attention.api import implementation
 from jpaged.kernels.paged_attention.cuda import attention as cuda
-from jpaged.kernels.paged_attention.cuda import library
 from jpaged.kernels.paged_attention.spec import AttentionCall
 from tests.conftest import QUICK_XLA_OPTIONS
 
@@ -24,17 +24,24 @@ FLAGS = (
 )
 
 
+def read_source(target: str) -> str:
+    """Return the source of a function, with the header that all kernels share in its place."""
+    header = (library.SHARED / "device.h").read_text(encoding="utf-8").replace("#pragma once\n", "")
+    return library.SOURCES[target].read_text(encoding="utf-8").replace('#include "device.h"\n', header)
+
+
 @functools.cache
-def register() -> None:
-    """Compile the kernels, and register their function for CPUs."""
-    compile_and_register(library.SOURCE.read_text(encoding="utf-8"), library.TARGET)
+def register(target: str = library.TARGET) -> None:
+    """Compile the kernels of a function, and register it for CPUs."""
+    compile_and_register(read_source(target), target)
 
 
 def compile_and_register(source: str, target: str) -> None:
-    """Compile the kernels from this source, and register their function for CPUs by another name."""
+    """Compile the kernels from this source, and register their function for CPUs, by another name if it has another."""
+    (own,) = (name for name in library.SOURCES if name in source)
     with tempfile.TemporaryDirectory() as folder:
         copy, emulated = Path(folder) / "kernel.cc", Path(folder) / f"lib{target}.so"
-        copy.write_text(source.replace(library.TARGET, target), encoding="utf-8")
+        copy.write_text(source.replace(own, target), encoding="utf-8")
         includes = ("-I", str(build.KERNELS / build.SHARED), "-I", str(Path(__file__).parent))
         command = [build.find_compiler(), *FLAGS, *includes, "-isystem", str(build.find_headers())]
         subprocess.run([*command, str(copy), "-o", str(emulated)], check=True, timeout=600)

@@ -1,4 +1,5 @@
-// CUDA on a CPU, for kernels whose warps share nothing: each lane of a warp is a fiber, blocks and warps run in order.
+// CUDA on a CPU: each lane of a warp is a fiber, blocks and warps run in order. Warps may share memory of their block
+// before and after `sync_block`, at which each one waits for the others.
 //
 // Operations of a whole warp are points where all lanes meet: each stores its operands and lets the next lane run, so
 // all operands are there when a lane continues. A lane that arrives at another operation than the lane before it, or
@@ -54,18 +55,33 @@ class Warp {
  public:
   static constexpr int kLanes = 32, kStackBytes = 1 << 18, kOperandBytes = 64;
 
-  static Warp& current() {
-    static thread_local Warp warp;
-    return warp;
-  }
+  static Warp& current() { return *active(); }
 
-  void run(unsigned first_thread, const std::function<void()>& body) {
+  void begin(unsigned first_thread, const std::function<void()>& body) {
     first_thread_ = first_thread;
     body_ = &body;
     num_ended_ = 0;
     for (Lane& lane : lanes_) lane = {std::move(lane.stack), {}, false, 0, {}};
+  }
+
+  // Runs all lanes to their end, or to the next `wait_for_block`; returns true at their end.
+  bool run() {
+    active() = this;
     lane_ = 0;
     if (_setjmp(caller_) == 0) enter();
+    return num_ended_ == kLanes;
+  }
+
+  void wait_for_block(int operation) {
+    meet(operation, 0);
+    if (_setjmp(lanes_[lane_].at) != 0) return;
+    if (lane_ == kLanes - 1) _longjmp(caller_, 1);
+    switch_to_next();
+  }
+
+  [[noreturn]] static void fail(const char* what = "the lanes of a warp diverge") {
+    std::fprintf(stderr, "emulated CUDA: %s\n", what);
+    std::abort();
   }
 
   // Lets all lanes pass the same point. Returns the operands of lane 0, those of the others follow.
@@ -93,12 +109,12 @@ class Warp {
     ucontext_t start;
   };
 
-  [[noreturn]] static void fail() {
-    std::fputs("emulated CUDA: the lanes of a warp diverge\n", stderr);
-    std::abort();
+  static Warp*& active() {
+    static thread_local Warp* warp = nullptr;
+    return warp;
   }
 
-  static void begin() {
+  static void start() {
     Warp& warp = current();
     (*warp.body_)();
     if (++warp.num_ended_ == kLanes) _longjmp(warp.caller_, 1);
@@ -126,7 +142,7 @@ class Warp {
     lane.start.uc_stack.ss_sp = lane.stack.get();
     lane.start.uc_stack.ss_size = kStackBytes;
     lane.start.uc_link = nullptr;
-    makecontext(&lane.start, &Warp::begin, 0);
+    makecontext(&lane.start, &Warp::start, 0);
     setcontext(&lane.start);
     std::abort();
   }
@@ -140,8 +156,13 @@ class Warp {
   char operands_[2][kLanes][kOperandBytes];
 };
 
+constexpr int kMaxWarps = 8;  // of a block
+
 template <class Kernel, class Call>
 void launch(Kernel kernel, dim3 grid, int num_threads, Stream, const Call& call) {
+  static thread_local Warp warps[kMaxWarps];
+  const int num_warps = num_threads / Warp::kLanes;
+  if (num_warps > kMaxWarps) Warp::fail("a block has too many warps");
   const std::function<void()> body = [&] { kernel(call); };
   // XLA's threads flush subnormal numbers to zero, and GPUs do not.
   std::fenv_t environment;
@@ -149,13 +170,17 @@ void launch(Kernel kernel, dim3 grid, int num_threads, Stream, const Call& call)
   std::fesetenv(FE_DFL_ENV);
   for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y) {
     for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
-      for (int thread = 0; thread < num_threads; thread += Warp::kLanes) Warp::current().run(thread, body);
+      for (int warp = 0; warp < num_warps; ++warp) warps[warp].begin(warp * Warp::kLanes, body);
+      for (int num_ended = 0; num_ended < num_warps;) {
+        for (int warp = 0; warp < num_warps; ++warp) num_ended += warps[warp].run();
+        if (num_ended % num_warps != 0) Warp::fail("the warps of a block diverge");
+      }
     }
   }
   std::fesetenv(&environment);
 }
 
-enum WarpOperation { kShuffle, kShuffleXor, kAny, kMultiply };
+enum WarpOperation { kShuffle, kShuffleXor, kAny, kSyncBlock, kMultiply };
 
 template <class T>
 T operand_of(const char* operands, int lane) {
@@ -181,6 +206,8 @@ inline bool any(bool x) {
   for (int lane = 0; lane < Warp::kLanes; ++lane) found |= operand_of<bool>(operands, lane);
   return found;
 }
+
+inline void sync_block() { Warp::current().wait_for_block(kSyncBlock); }
 
 // The layouts of PTX's mma instructions with 16 rows, 8 columns and 32-bit sums.
 inline void multiply_on_tensor_core(const char* type, float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {

@@ -7,15 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
-from jpaged.kernels.paged_attention.cuda import library
+from jpaged.kernels import cuda_library as library
+from jpaged.kernels.matmul import quantized
 from tests.kernels.attention_conformance import RAGGED, Shape
-from tests.kernels.cuda import cuda_emulator
+from tests.kernels.cuda import cuda_emulator, test_product_cuda
 from tests.kernels.cuda.test_paged_attention_cuda import Emulated
 
 ROOT = Path(__file__).parents[3]
-SOURCE = library.SOURCE.read_text(encoding="utf-8")
+SOURCE = cuda_emulator.read_source(library.TARGET)
 BFLOAT16, WINDOW = Shape(dtype="bfloat16", num_tokens=40), Shape(sliding_window=33, num_tokens=40)
 FAULTS: dict[str, tuple[str, str, Shape]] = {
     "a window one key too long": ("position - call.window + 1", "position - call.window", WINDOW),
@@ -53,6 +55,42 @@ def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "TARGET", target)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         suite.check(RAGGED["mixed"], shape)
+
+
+PRODUCT = cuda_emulator.read_source(library.PRODUCT_TARGET)
+PRODUCT_FAULTS: dict[str, tuple[str, str, str]] = {
+    "bytes of the other half of the depths": (
+        "found[4 * side + column][half] =",
+        "found[4 * side + column][1 - half] =",
+        "int8",
+    ),
+    "sums of one warp left out": ("half > 0; half /= 2", "half > 1; half /= 2", "int4"),
+    "scales of neighboring columns": ("kLaneNumbers * k + n;", "kLaneNumbers * k + (n ^ 1);", "int4"),
+    "scales of another group": ("chunk * kChunk / group_size;", "chunk * kChunk / group_size / 2;", "int4 groups"),
+    "zero points that are added": ("column) - zero, number(", "column) + zero, number(", "int4 groups"),
+    "numbers of neighboring columns": (">> 4 * column & 0xf", ">> 4 * (column ^ 1) & 0xf", "mxfp4"),
+    "rows with the scale of their first group": ("row_groups > 1 ? group : 0", "row_groups > 1 ? 0 : 0", "fp8 blocks"),
+    "rows of the other half of a tile": (
+        "kTileRows * of + 8 * half + i;\n      if",
+        "kTileRows * of + 8 * (1 - half) + i;\n      if",
+        "int8 rows",
+    ),
+}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", PRODUCT_FAULTS)
+def test_a_fault_of_products_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after, form = PRODUCT_FAULTS[name]
+    assert PRODUCT.count(before) == 1
+    target = f"jpaged_faulty_product_{list(PRODUCT_FAULTS).index(name)}"
+    monkeypatch.setattr(quantized, "multiplies_fp8", lambda: True)
+    test_product_cuda.test_rows_of_one_matrix(form, jnp.bfloat16)
+    cuda_emulator.compile_and_register(PRODUCT.replace(before, after), target)
+    monkeypatch.setattr(library, "PRODUCT_TARGET", target)
+    monkeypatch.setattr(cuda_emulator, "register", lambda target: None)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        test_product_cuda.test_rows_of_one_matrix(form, jnp.bfloat16)
 
 
 @pytest.mark.deep

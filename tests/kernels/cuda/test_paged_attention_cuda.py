@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,15 +15,16 @@ import numpy as np
 import pytest
 
 from jpaged.errors import Unsupported
+from jpaged.kernels import cuda_library as library
 from jpaged.kernels import lowered_device
 from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.kernels.cpu import build
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, choose
 from jpaged.kernels.paged_attention.api import implementation
 from jpaged.kernels.paged_attention.cuda import attention as cuda
-from jpaged.kernels.paged_attention.cuda import library
 from jpaged.kernels.paged_attention.cuda.attention import CudaItemField, CudaMergeField
-from jpaged.kernels.paged_attention.spec import AttentionCall
+from jpaged.kernels.paged_attention.spec import AttentionCall, merge
 from tests.kernels import attention_oracle as oracle
 from tests.kernels.attention_conformance import (
     LATENTS,
@@ -166,6 +171,29 @@ def test_shared_prefixes_are_merged(name: str, sliding_window: int | None) -> No
         np.testing.assert_allclose(found, want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_parts_of_shared_prefixes_are_rounded_once_after_they_were_merged(dtype: str) -> None:
+    """The parts come in float32, as float32 queries of the same values give them, and the sum is rounded."""
+    shape = Shape(dtype=dtype)
+    case, cascade = shared_case("samples_decode", shape)
+    q, _, layer, spec, scales = call(case, shape)
+    spec = dataclasses.replace(spec, layout=dataclasses.replace(spec.layout, form="gpu"))
+    of_call = AttentionCall(q, RIG.pool(case, spec.layout, scales_of(shape)), layer, cascade.rows, spec, scales)
+    cuda_emulator.register()
+    parts = [
+        cuda.attend(dataclasses.replace(of_call, rows=part.rows, spec=part.spec), dtype=np.dtype(np.float32))
+        for part in cascade.parts(spec)
+    ]
+    assert len(parts) > 1
+    assert all(out_thd.dtype == np.float32 for out_thd, _ in parts)
+    rounded = [out_thd.astype(dtype) for out_thd, _ in parts]
+    assert any((part != one[0]).any() for part, one in zip(rounded, parts, strict=True))
+    got, _ = cuda.attend_parts(of_call, cascade.parts(spec))
+    merged, _ = functools.reduce(merge, parts)
+    np.testing.assert_array_equal(got, merged.astype(dtype))
+
+
 # --- the list of work -------------------------------------------------------------------------------------------------
 
 
@@ -259,19 +287,61 @@ def test_what_the_kernels_cannot_do_is_refused(dtype: str, head_dim: int, value_
         implementation("cuda", AttentionSpec(layout, AttentionKind(1.0)), queries)
 
 
-def test_a_library_that_was_not_built_is_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    device: Any = Device("gpu", "NVIDIA L4", "8.9")
+@pytest.fixture
+def library_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Where the CUDA library would be, but is not."""
     monkeypatch.setattr(library, "LIBRARY", tmp_path / "libjpaged_cuda.so")
+    clear_library()
+    yield library.LIBRARY
+    clear_library()
+
+
+def clear_library() -> None:
     library.missing_reason.cache_clear()
+    library._load.cache_clear()
+
+
+def test_a_library_that_was_not_built_is_the_reason(library_path: Path) -> None:
+    device: Any = Device("gpu", "NVIDIA L4", "8.9")
     reason = cuda.unsupported_device_reason(device)
     assert reason is not None
-    assert reason.startswith("libjpaged_cuda.so was not built; `python -m jpaged.kernels.paged_attention.cuda.library`")
-    library.missing_reason.cache_clear()
-    (tmp_path / "libjpaged_cuda.so").write_text("no library")
+    assert reason.startswith("libjpaged_cuda.so was not built; `python -m jpaged.kernels.cuda_library`")
+    clear_library()
+    library_path.write_text("no library")
     assert "libjpaged_cuda.so cannot be loaded" in (cuda.unsupported_device_reason(device) or "")
-    library.missing_reason.cache_clear()
     old: Any = Device("gpu", "Tesla T4", "7.5")
     assert cuda.unsupported_device_reason(old) == "runs on Ampere (sm_80) and later; this is Tesla T4, sm_75"
+
+
+def write_library(path: Path, digest: str, architectures: str) -> None:
+    """Compile a library that has only its symbols, and functions that are never called."""
+    symbols = {library.DIGEST: digest, library.BUILT_FOR: architectures}
+    source = "".join(build.define_symbol(*symbol) for symbol in symbols.items())
+    source += "".join(f'extern "C" void* {target}(void*) {{ return nullptr; }}' for target in library.SOURCES)
+    command = [build.find_compiler(), "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)]
+    subprocess.run(command, input=source, text=True, check=True, timeout=60)
+    clear_library()
+
+
+def test_a_library_of_other_sources_is_not_used(library_path: Path) -> None:
+    write_library(library_path, "0123", "80")
+    device: Any = Device("gpu", "NVIDIA L4", "8.9")
+    assert cuda.unsupported_device_reason(device) == (
+        "libjpaged_cuda.so cannot be loaded: it was built from other sources than the ones that are installed; "
+        "rebuild it with `python -m jpaged.kernels.cuda_library`"
+    )
+
+
+def test_a_device_for_which_the_library_has_no_code_is_refused(library_path: Path) -> None:
+    write_library(library_path, build.digest_sources(library.list_sources()), "86 90")
+    for kind, capability in (("NVIDIA L4", "8.9"), ("NVIDIA H100", "9.0"), ("NVIDIA B200", "10.0")):
+        device: Any = Device("gpu", kind, capability)
+        assert cuda.unsupported_device_reason(device) is None
+    older: Any = Device("gpu", "NVIDIA A100", "8.0")
+    assert cuda.unsupported_device_reason(older) == (
+        "libjpaged_cuda.so was built for compute capabilities 86, 90, which do not include 80; `python -m "
+        "jpaged.kernels.cuda_library --architectures 80` builds it for this device"
+    )
 
 
 def test_a_jax_without_triton_gets_these_kernels_if_they_were_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +361,7 @@ def test_a_jax_without_triton_gets_these_kernels_if_they_were_built(monkeypatch:
 
 
 def test_the_fields_of_the_lists_are_those_of_the_source() -> None:
-    source = library.SOURCE.read_text(encoding="utf-8")
+    source = library.SOURCES[library.TARGET].read_text(encoding="utf-8")
     for name, fields in (("Item", CudaItemField), ("Merge", CudaMergeField)):
         body = source.split(f"struct {name} {{")[1].split(";")[0]
         assert body.replace("int32_t", "").replace(",", " ").split() == [field.name.lower() for field in fields]

@@ -24,10 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.kernels import cuda_library as library
 from jpaged.kernels.kv_layout import KVLayout, output_dim
 from jpaged.kernels.lowered_device import unsupported_gpu_reason
 from jpaged.kernels.paged_attention.cpu.attention import NUMBERS
-from jpaged.kernels.paged_attention.cuda import library
 from jpaged.kernels.paged_attention.spec import (
     Attended,
     AttentionCall,
@@ -71,11 +71,17 @@ def unsupported_reason(layout: KVLayout, queries: Queries) -> str | None:
 
 def unsupported_device_reason(device: jax.Device) -> str | None:
     """Return why it does not run on this device, or in this installation, or None."""
-    return unsupported_gpu_reason(device) or library.missing_reason()
+    missing = unsupported_gpu_reason(device) or library.missing_reason()
+    return missing or library.unbuilt_reason(str(device.compute_capability))
 
 
-def attend(call: AttentionCall, division: Division | None = None) -> Attended:
-    """See `jpaged.kernels.paged_attention.paged_attention`; `division` overrides the default."""
+def attend(call: AttentionCall, division: Division | None = None, dtype: np.dtype | None = None) -> Attended:
+    """See `jpaged.kernels.paged_attention.paged_attention`.
+
+    Args:
+        division: overrides the default.
+        dtype: of the outputs, float32 or the queries' (default).
+    """
     library.missing_reason()  # registers the library if there is one; a program is lowered without it
     q_thd, rows, spec = call.q_thd, call.rows, call.spec
     num_tokens, num_heads, _ = q_thd.shape
@@ -86,7 +92,7 @@ def attend(call: AttentionCall, division: Division | None = None) -> Attended:
     scales = jnp.zeros((0,), jnp.float32) if call.scales_lk2 is None else call.scales_lk2.astype(jnp.float32)
     parts_shape = (layout.num_kv_heads, max(1, division.num_slots), TILE_PAIRS)
     results = (
-        jax.ShapeDtypeStruct((num_tokens, num_heads, value_dim), q_thd.dtype),
+        jax.ShapeDtypeStruct((num_tokens, num_heads, value_dim), dtype or q_thd.dtype),
         jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
         jax.ShapeDtypeStruct((*parts_shape, value_dim), jnp.float32),
         jax.ShapeDtypeStruct((*parts_shape, 2), jnp.float32),
@@ -110,8 +116,10 @@ def attend(call: AttentionCall, division: Division | None = None) -> Attended:
 
 
 def attend_parts(call: AttentionCall, parts: Sequence[ContextPart]) -> Attended:
-    """Run `attend` over each part of the contexts of the call's rows, and merge the results."""
-    return functools.reduce(merge, (attend(replace(call, rows=part.rows, spec=part.spec)) for part in parts))
+    """Run `attend` over each part of the contexts of the call's rows, and merge the results in float32."""
+    calls = (replace(call, rows=part.rows, spec=part.spec) for part in parts)
+    out_thd, lse_th = functools.reduce(merge, (attend(one, dtype=np.dtype(np.float32)) for one in calls))
+    return out_thd.astype(call.q_thd.dtype), lse_th
 
 
 @dataclass(frozen=True, slots=True)
