@@ -121,8 +121,11 @@ MAX_WIDTH = 2**20
 """Limit of hidden state, feed-forward and heads: far above any model's, and small enough to allocate."""
 MAX_VOCAB_SIZE = 2**24
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-"""gelu is the exact one, by the error function; gelu_tanh is its usual approximation."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+"""gelu is the exact one, by the error function; gelu_tanh is its usual approximation; relu2 is the square of relu.
+
+xielu has two parameters per layer, and only feed-forwards without a gate have it.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,12 +20,13 @@ from jpaged.models.families import (
     phi3,
     qwen_moe,
     starcoder2,
+    variants,
 )
 from jpaged.models.family import AnyFamily
 
 _FAMILIES = (
     *(llama, mixtral, qwen_moe, gpt_oss, deepseek, gemma, phi3),
-    *(gpt2, gpt_neox, falcon, starcoder2, opt),
+    *(gpt2, gpt_neox, falcon, starcoder2, opt, variants),
 )
 
 ARCHITECTURES: Mapping[str, AnyFamily] = {

@@ -19,6 +19,7 @@ from jpaged.models.param_specs import (
     Linears,
     LogicalAxes,
     embedding,
+    head_scales,
     output_matrix,
     qkv_bias,
     qkv_kernel,
@@ -169,6 +170,9 @@ class Names:
             has all queries, then all keys, then all values.
         gate_up: the two projections, or the fused one; a feed-forward without a gate has one.
         experts: of sparse layers.
+        q_norm, k_norm: of queries and keys; with `{}` in place of the number of the head, if each has a tensor.
+        logit_bias: the complete name.
+        xielu: prefix of the two parameters of the activation xielu.
         is_transposed: linear weights are `[in, out]`, not `[out, in]`.
     """
 
@@ -187,6 +191,8 @@ class Names:
     out: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    logit_bias: str = "lm_head.bias"
+    xielu: str = "mlp.act_fn."
     is_transposed: bool = False
     experts: ExpertNames = QWEN_EXPERTS
 
@@ -231,6 +237,8 @@ def outer_leaves(config: DecoderConfig, prefix: str, names: Names, lm_head: str)
     if config.num_positions:
         shape = (config.num_positions, width)
         leaves.append(same(("positions", "embedding"), f"{prefix}{names.positions}.weight", (None, "embed"), shape))
+    if config.logit_bias:
+        leaves.append(same(("logit_bias",), names.logit_bias, ("vocab",), (config.vocab_size,)))
     return leaves + norm_leaves(config, ("norm",), f"{prefix}{names.norm}") + output_matrix(config, width, lm_head)
 
 
@@ -238,8 +246,8 @@ def layer_leaves(
     config: DecoderConfig, prefix: str, kind: LayerKind, names: Names, *, attention: list[Leaf] | None = None
 ) -> list[Leaf]:
     """See `Family`; `attention` replaces the leaves of attention."""
-    leaves = norm_leaves(config, ("attention_norm",), prefix + names.attention_norm)
-    if config.residual != "shared":
+    leaves = norm_leaves(config, ("attention_norm",), prefix + names.attention_norm) if config.pre_norms else []
+    if config.residual != "shared" and config.pre_norms:
         leaves += norm_leaves(config, ("mlp_norm",), prefix + names.mlp_norm)
     if config.post_norms:
         leaves += norm_leaves(config, ("attention_post_norm",), prefix + names.attention_post_norm)
@@ -254,7 +262,8 @@ def _attention(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]:
     width, heads, head_dim = config.hidden_size, config.num_heads * config.head_dim, config.head_dim
     linears = Linears(tuple(prefix + name for name in names.qkv), names.is_transposed)
     num_rotated = config.ropes[0].num_rotated(head_dim) if config.ropes else head_dim
-    order = None if num_rotated == head_dim else rotated_first(head_dim, num_rotated)
+    is_plain = num_rotated == head_dim and not config.is_interleaved
+    order = None if is_plain else rotated_first(head_dim, num_rotated, is_interleaved=config.is_interleaved)
     out = Linears((prefix + names.out,), names.is_transposed)
     leaves = [
         qkv_kernel(config, linears, is_grouped=names.qkv_is_grouped, order=order),
@@ -264,13 +273,29 @@ def _attention(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]:
         leaves.append(qkv_bias(config, linears, is_grouped=names.qkv_is_grouped, order=order))
     if config.attention_output_bias:
         leaves.append(whole(("attention", "out", "bias"), f"{prefix}{names.out}.bias", width))
-    if config.qk_norm:
+    if config.qk_norm in ("wide", "layer"):
+        leaves.append(head_scales(config, _head_scales(config, prefix, names), order))
+    elif config.qk_norm != "none":
         for part, name in (("q_norm", names.q_norm), ("k_norm", names.k_norm)):
             leaf = same(("attention", part, "scale"), f"{prefix}{name}.weight", (None,), (head_dim,))
             leaves.append(leaf if order is None else _reordered(leaf, order))
     if config.has_sinks:
         leaves.append(same(("attention", "sinks"), prefix + names.sinks, ("heads",), (config.num_heads,)))
     return leaves
+
+
+def _head_scales(config: DecoderConfig, prefix: str, names: Names) -> _Tensors:
+    """Return the tensors with scales of all queries, then of all keys: one for each or for each head."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for name, num_heads in ((names.q_norm, config.num_heads), (names.k_norm, config.num_kv_heads)):
+        if "{}" in name:
+            numbers = range(num_heads)
+            found += [(f"{prefix}{name.format(index)}.weight", (config.head_dim,)) for index in numbers]
+        else:
+            is_wide = config.qk_norm == "wide"
+            shape = (num_heads * config.head_dim,) if is_wide else (num_heads, config.head_dim)
+            found.append((f"{prefix}{name}.weight", shape))
+    return tuple(found)
 
 
 def feed_forward(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]:
@@ -292,13 +317,17 @@ def feed_forward(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]
     if config.mlp_bias:
         leaves.append(stacked_bias(("mlp", key, "bias"), into, axes[1:], shape[1:]))
         leaves.append(whole(("mlp", "down", "bias"), f"{prefix}{names.down}.bias", width))
+    if config.activation == "xielu":
+        leaves += [
+            same(("mlp", part), f"{prefix}{names.xielu}{part}", (None,), (1,)) for part in ("alpha_p", "alpha_n")
+        ]
     return leaves
 
 
 def norm_leaves(config: DecoderConfig, path: tuple[str, ...], name: str) -> list[Leaf]:
     """Return the leaves of a norm, from tensors with this name."""
     leaves = [whole((*path, "scale"), f"{name}.weight", config.hidden_size)]
-    if config.norm == "layer":
+    if config.norm == "layer" and config.norm_bias:
         leaves.append(whole((*path, "bias"), f"{name}.bias", config.hidden_size))
     return leaves
 

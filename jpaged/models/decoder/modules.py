@@ -6,6 +6,7 @@ Experts have a router, and may have a shared expert.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from jpaged.kernels import matmul
 from jpaged.kernels.experts import ExpertsKernel, ExpertWeights, apply_experts, route
 from jpaged.models import rope
 from jpaged.models.config import Mixture
-from jpaged.models.decoder.config import DecoderConfig
+from jpaged.models.decoder.config import DecoderConfig, QueryScale
 from jpaged.models.layer_kinds import LayerKind
 from jpaged.models.layers import (
     Attend,
@@ -152,19 +153,51 @@ class Shared:
         rows: the tokens as rows of matmuls.
         heads: the kernel that splits and rotates heads, if there is one. Static.
         experts: see `TokenBatch`. Static.
+        query_scales_t: a factor of each token's queries, float32; None is none.
     """
 
     angles: tuple[Any, ...]
     rows: Rows
     heads: HeadsKernel | None = dataclasses.field(default=None, metadata={"static": True})
     experts: ExpertsKernel | None = dataclasses.field(default=None, metadata={"static": True})
+    query_scales_t: jax.Array | None = None
 
 
 def make_norm(config: DecoderConfig, dtype: np.dtype) -> RMSNorm | LayerNorm:
     """Return a norm of hidden states."""
     if config.norm == "layer":
-        return LayerNorm(config.hidden_size, config.norm_eps, True, dtype)
+        bias, offset = config.norm_bias, config.norm_offset
+        return LayerNorm(config.hidden_size, config.norm_eps, True, dtype, use_bias=bias, offset=offset)
     return RMSNorm(config.hidden_size, config.norm_eps, dtype, config.norm_offset)
+
+
+class HeadsNorm(Module):
+    """A norm of queries and keys in the columns of `QKVLinear`, with a scale for each column.
+
+    `wide` divides by the root mean square over all heads, and `layer` normalizes each head. Values pass unchanged.
+    """
+
+    def __init__(self, config: DecoderConfig, dtype: np.dtype) -> None:
+        group = config.num_heads // config.num_kv_heads
+        self.groups = config.num_kv_heads, group + 2, config.head_dim
+        self.scale = Param(jnp.ones((math.prod(self.groups),), dtype))
+        self.is_wide, self.eps = config.qk_norm == "wide", config.norm_eps
+
+    def __call__(self, qkv: jax.Array) -> jax.Array:
+        """Map `[T, K * (G + 2) * D]` to the same shape."""
+        x_tkgd = qkv.reshape(len(qkv), *self.groups)
+        heads, values = x_tkgd[:, :, :-1].astype(jnp.float32), x_tkgd[:, :, -1:]
+        if self.is_wide:
+            means_tg = jnp.mean(jnp.square(heads), axis=(1, 3))
+            queries_t1 = jnp.mean(means_tg[:, :-1], axis=1, keepdims=True)
+            queries_tg = jnp.broadcast_to(queries_t1, (len(qkv), self.groups[1] - 2))
+            means = jnp.concatenate((queries_tg, means_tg[:, -1:]), axis=1)[:, None, :, None]
+        else:
+            heads = heads - jnp.mean(heads, axis=-1, keepdims=True)
+            means = jnp.mean(jnp.square(heads), axis=-1, keepdims=True)
+        scale_kgd = self.scale[...].reshape(self.groups)[:, :-1].astype(jnp.float32)
+        heads = heads * jax.lax.rsqrt(means + self.eps) * scale_kgd
+        return jnp.concatenate((heads.astype(qkv.dtype), values), axis=2).reshape(qkv.shape)
 
 
 class Attention(Module):
@@ -181,47 +214,58 @@ class Attention(Module):
         self.qkv = QKVLinear(config, config.attention_bias, dtype, rngs, num_inputs)
         width = config.num_heads * head_dim
         self.out = Linear(width, (config.hidden_size,), config.attention_output_bias, dtype, rngs)
-        self.q_norm = RMSNorm(head_dim, eps, dtype, offset) if config.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, eps, dtype, offset) if config.qk_norm else None
+        has_norms = config.qk_norm in ("head", "rotated")
+        self.q_norm = RMSNorm(head_dim, eps, dtype, offset) if has_norms else None
+        self.k_norm = RMSNorm(head_dim, eps, dtype, offset) if has_norms else None
+        self.heads_norm = HeadsNorm(config, dtype) if config.qk_norm in ("wide", "layer") else None
+        self.norms_rotated = config.qk_norm == "rotated"
+        self.query_scale = config.query_scale
         self.sinks = Param(jnp.zeros((config.num_heads,), dtype)) if config.has_sinks else None
 
     def attend(
         self, x_te: jax.Array, norm: Norm | None, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
         """Return the heads' outputs `[T, H * D]`, and the carry."""
-        projected = self._project(x_te, norm, shared, place.kind.rope)
-        return self._attend(projected, attend, carry, place, x_te.dtype)
+        rope_index, norms = place.kind.rope, self._head_norms
+        if rope_index is None or self.heads_norm is not None or self.norms_rotated:
+            qkv = self.qkv(x_te, shared.rows, norm=norm)
+            return self.attend_projected(qkv, shared, attend, carry, place)
+        angles = shared.angles[rope_index]
+        projected = self.qkv.project_rotated(x_te, shared.rows, angles, norm, norms, shared.heads)
+        return self._attend(projected, shared, attend, carry, place, x_te.dtype)
 
     def attend_projected(
         self, qkv: jax.Array, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
         """Return `attend` for the result of `qkv`, whose queries and keys are not rotated."""
-        if place.kind.rope is None:
-            projected = self.qkv.split(qkv)
+        rope_index, norms, dtype = place.kind.rope, self._head_norms, qkv.dtype
+        if self.heads_norm is not None:
+            qkv = self.heads_norm(qkv)
+        if rope_index is None:
+            q_thd, k_tkd, v_tkd = self.qkv.split(qkv)
         else:
-            projected = self.qkv.rotate(qkv, shared.angles[place.kind.rope], self._head_norms, shared.heads)
-        return self._attend(projected, attend, carry, place, qkv.dtype)
+            before = None if self.norms_rotated else norms
+            q_thd, k_tkd, v_tkd = self.qkv.rotate(qkv, shared.angles[rope_index], before, shared.heads)
+        if norms is not None and (self.norms_rotated or rope_index is None):
+            q_thd, k_tkd = norms[0](q_thd), norms[1](k_tkd)
+        return self._attend((q_thd, k_tkd, v_tkd), shared, attend, carry, place, dtype)
 
     def _attend(
         self,
         projected: tuple[jax.Array, jax.Array, jax.Array],
+        shared: Shared,
         attend: Attend,
         carry: Any,
         place: LayerPlace,
         dtype: np.dtype,
     ) -> tuple[jax.Array, Any]:
         sinks = () if self.sinks is None else (self.sinks[...],)
-        o_thd, carry = attend(*projected, carry, place, *sinks)
+        q_thd, k_tkd, v_tkd = projected
+        scale, scales_t = self.query_scale, shared.query_scales_t
+        if scale is not None and scales_t is not None and (place.kind.rope is None or not scale.is_global):
+            q_thd = (q_thd.astype(jnp.float32) * scales_t[:, None, None]).astype(q_thd.dtype)
+        o_thd, carry = attend(q_thd, k_tkd, v_tkd, carry, place, *sinks)
         return o_thd.astype(dtype).reshape(len(o_thd), -1), carry
-
-    def _project(
-        self, x_te: jax.Array, norm: Norm | None, shared: Shared, which: int | None
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return (q_thd, k_tkd, v_tkd) of the normalized states: queries and keys rotated, queries not scaled."""
-        if which is None:
-            return self.qkv.project(x_te, shared.rows, norm)
-        angles = shared.angles[which]
-        return self.qkv.project_rotated(x_te, shared.rows, angles, norm, self._head_norms, shared.heads)
 
     @property
     def _head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
@@ -239,14 +283,19 @@ class MLP(Module):
         self.up = None if is_gated else Linear(width, (inner,), bias, dtype, rngs)
         self.down = Linear(inner, (width,), bias, dtype, rngs)
         self.activation = config.activation
+        has_alphas = config.activation == "xielu"
+        self.alpha_p = Param(jnp.ones((1,), dtype)) if has_alphas else None
+        self.alpha_n = Param(jnp.ones((1,), dtype)) if has_alphas else None
 
-    def __call__(self, x_te: jax.Array, rows: Rows, *, norm: Norm, residual: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x_te: jax.Array, rows: Rows, *, norm: Norm | None, residual: jax.Array | None = None
+    ) -> jax.Array:
         """Map `[T, E]` to `[T, E]`; adds the residual, if any."""
         if self.gate_up is not None:
             inner_tf = self.gate_up(x_te, rows, norm=norm)
         else:
             assert self.up is not None
-            inner_tf = activate(self.up(x_te, rows, norm=norm), self.activation)
+            inner_tf = self._activate(self.up(x_te, rows, norm=norm))
         return self.down(inner_tf, rows, residual=residual)
 
     def add_to_parts(self, x: ColumnParts, norm: Norm) -> ColumnParts:
@@ -255,8 +304,29 @@ class MLP(Module):
             inner_tf = self.gate_up.multiply_parts(x, norm)
         else:
             assert self.up is not None
-            inner_tf = activate(self.up.multiply_parts(x, norm), self.activation)
+            inner_tf = self._activate(self.up.multiply_parts(x, norm))
         return self.down.add_to_parts(inner_tf, x)
+
+    def _activate(self, x: jax.Array) -> jax.Array:
+        if self.alpha_p is None or self.alpha_n is None:
+            return activate(x, self.activation)
+        return xielu(x, self.alpha_p[...], self.alpha_n[...])
+
+
+_XIELU_BETA, _XIELU_EPS = 0.5, -1e-6
+"""Constants of xIELU; transformers stores both as bfloat16, which rounds the second in its last digits."""
+
+
+def xielu(x: jax.Array, alpha_p: jax.Array, alpha_n: jax.Array) -> jax.Array:
+    """Apply xIELU (Huang 2024, arXiv 2411.13010) in float32; returns x's type.
+
+    Its integral form: quadratic above zero, and exponential below.
+    """
+    x32 = x.astype(jnp.float32)
+    p, n = (jax.nn.softplus(alpha.astype(jnp.float32)) for alpha in (alpha_p, alpha_n))
+    above = p * x32 * x32
+    below = (_XIELU_BETA + n) * (jnp.expm1(jnp.minimum(x32, _XIELU_EPS)) - x32)
+    return (jnp.where(x32 > 0, above, below) + _XIELU_BETA * x32).astype(x.dtype)
 
 
 class AttentionModule(Protocol):
@@ -265,17 +335,17 @@ class AttentionModule(Protocol):
     out: Linear
 
     def attend(
-        self, x_te: jax.Array, norm: Norm, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
+        self, x_te: jax.Array, norm: Norm | None, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
         """Return the heads' outputs, concatenated, `[T, width]`, and the carry."""
 
 
 class DecoderLayer(Module):
-    """Attention and a feed-forward, each after a norm, with the residual sums of the config."""
+    """Attention and a feed-forward, with the norms and the residual sums of the config."""
 
     def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys, kind: LayerKind) -> None:
-        has_two = config.residual != "shared"
-        self.attention_norm = make_norm(config, dtype)
+        has_two = config.residual != "shared" and config.pre_norms
+        self.attention_norm = make_norm(config, dtype) if config.pre_norms else None
         self.attention = self.make_attention(config, dtype, rngs)
         self.mlp_norm = make_norm(config, dtype) if has_two else None
         self.mlp: MLP | MixtureOfExperts
@@ -286,6 +356,7 @@ class DecoderLayer(Module):
         self.attention_post_norm = make_norm(config, dtype) if config.post_norms else None
         self.mlp_post_norm = make_norm(config, dtype) if config.post_norms else None
         self.is_sequential = config.residual == "sequential"
+        self.residual_scale = config.residual_scale
 
     @staticmethod
     def make_attention(config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> AttentionModule:
@@ -297,14 +368,13 @@ class DecoderLayer(Module):
     ) -> tuple[Measured, Any]:
         """Run one layer over packed tokens; attend, carry and place as in `Model.run`."""
         x_te, rows = x.x_te, shared.rows
-        norm: Norm = self.attention_norm
+        norm: Norm | None = self.attention_norm
         if isinstance(norm, RMSNorm):
             norm = MeasuredNorm(norm, x.squares_t)
         o_te, carry = self.attention.attend(x_te, norm, shared, attend, carry, place)
-        if self.attention_post_norm is not None and self.mlp_post_norm is not None:
-            assert self.mlp_norm is not None
-            x_te = x_te + self.attention_post_norm(self.attention.out(o_te, rows))
-            x_te = x_te + self.mlp_post_norm(self._feed_forward(x_te, shared, self.mlp_norm))
+        if self.attention_post_norm is not None or self.residual_scale != 1:
+            x_te = x_te + self._adjusted(self.attention.out(o_te, rows), self.attention_post_norm)
+            x_te = x_te + self._adjusted(self._feed_forward(x_te, shared, self.mlp_norm), self.mlp_post_norm)
         else:
             attended_te = self.attention.out(o_te, rows, residual=x_te)
             source_te = attended_te if self.is_sequential else x_te
@@ -315,12 +385,13 @@ class DecoderLayer(Module):
     def takes_parts(self) -> bool:
         """True if `project` and `finish` support the layer."""
         has_norms = isinstance(self.attention_norm, RMSNorm) and isinstance(self.mlp_norm, RMSNorm)
-        is_plain = self.is_sequential and self.attention_post_norm is None
+        is_plain = self.is_sequential and self.attention_post_norm is None and self.residual_scale == 1
         return has_norms and is_plain and isinstance(self.attention, Attention) and isinstance(self.mlp, MLP)
 
     def project(self, x: ColumnParts) -> jax.Array:
         """Return queries, keys and values, not rotated; see `LayerHalves`."""
         assert isinstance(self.attention, Attention)
+        assert self.attention_norm is not None
         return self.attention.qkv.multiply_parts(x, self.attention_norm)
 
     def finish(
@@ -333,8 +404,13 @@ class DecoderLayer(Module):
         o_te, carry = self.attention.attend_projected(qkv, shared, attend, carry, place)
         return self.mlp.add_to_parts(self.attention.out.add_to_parts(o_te, x), self.mlp_norm), carry
 
+    def _adjusted(self, y_te: jax.Array, norm: Norm | None) -> jax.Array:
+        """Return the output of attention or feed-forward as it is added."""
+        y_te = y_te if norm is None else norm(y_te)
+        return y_te if self.residual_scale == 1 else (y_te.astype(jnp.float32) * self.residual_scale).astype(y_te.dtype)
+
     def _feed_forward(
-        self, x_te: jax.Array, shared: Shared, norm: Norm, residual: jax.Array | None = None
+        self, x_te: jax.Array, shared: Shared, norm: Norm | None, residual: jax.Array | None = None
     ) -> jax.Array:
         if isinstance(self.mlp, MixtureOfExperts):
             return self.mlp(x_te, shared.rows, norm=norm, residual=residual, kernel=shared.experts)
@@ -349,6 +425,7 @@ class DecoderEnds(Ends):
         num_positions, key = config.num_positions, jax.random.fold_in(keys[0], 1)
         self.positions = TokenEmbedding(num_positions, config.hidden_size, dtype, key) if num_positions else None
         self.norm = make_norm(config, dtype)
+        self.logit_bias = Param(jnp.zeros((config.vocab_size,), dtype)) if config.logit_bias else None
         self.config = config
 
     def begin(self, tokens: TokenBatch) -> tuple[Measured, Shared]:
@@ -359,7 +436,7 @@ class DecoderEnds(Ends):
             x_te = x_te * jnp.asarray(config.embed_scale, x_te.dtype)
         if self.positions is not None:
             x_te = x_te + self.positions(tokens.positions_t)
-        x = Measured.of(x_te, is_measured=tokens.heads is not None and config.norm == "rms")
+        x = Measured.of(x_te, is_measured=tokens.heads is not None and config.norm == "rms" and config.pre_norms)
         return x, self.shared(tokens)
 
     def shared(self, tokens: TokenBatch) -> Shared:
@@ -371,7 +448,8 @@ class DecoderEnds(Ends):
             # With the barrier, XLA for TPUs does not compute them again in every layer.
             return jax.lax.optimization_barrier(made if heads is None else heads.angles(*made))
 
-        return Shared(tuple(map(angles, config.ropes)), tokens.rows, heads, tokens.experts)
+        scales_t = None if config.query_scale is None else _query_scales(config.query_scale, tokens.positions_t)
+        return Shared(tuple(map(angles, config.ropes)), tokens.rows, heads, tokens.experts, scales_t)
 
     def end(self, x: Measured) -> jax.Array:
         """See `Ends`."""
@@ -384,5 +462,14 @@ class DecoderEnds(Ends):
 
     def logits(self, hidden_re: jax.Array, num_rows: jax.Array) -> jax.Array:
         """See `Ends`."""
-        logits_rv, cap = super().logits(hidden_re, num_rows), self.config.logit_cap
+        logits_rv, cap, scale = super().logits(hidden_re, num_rows), self.config.logit_cap, self.config.logit_scale
+        if self.logit_bias is not None:
+            logits_rv = logits_rv + self.logit_bias[...].astype(jnp.float32)
+        if scale != 1:
+            logits_rv = logits_rv * scale
         return logits_rv if cap is None else cap * jnp.tanh(logits_rv / cap)
+
+
+def _query_scales(scale: QueryScale, positions_t: jax.Array) -> jax.Array:
+    periods_t = (positions_t + scale.offset) // scale.length
+    return 1 + scale.beta * jnp.log1p(periods_t.astype(jnp.float32))

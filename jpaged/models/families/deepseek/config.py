@@ -44,7 +44,6 @@ class DeepseekConfig(DecoderConfig):
         nope_dim: dimensions of a query head that are not rotated.
         rope_dim: dimensions of a query head, and of a latent's key, that are rotated.
         v_head_dim: of a head's value.
-        is_interleaved: the checkpoint rotates neighboring dimensions against each other, not halves.
     """
 
     query_rank: int | None
@@ -52,7 +51,6 @@ class DeepseekConfig(DecoderConfig):
     nope_dim: int
     rope_dim: int
     v_head_dim: int
-    is_interleaved: bool
 
     @property
     def value_dim(self) -> int:
