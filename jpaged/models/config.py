@@ -31,6 +31,7 @@ class Mixture:
         choice_bias: the choice of experts, but not their weights, has a bias per expert (DeepSeek-V3).
         shared_width: of the shared expert; 0 is none.
         shared_is_weighed: the shared expert is multiplied by the sigmoid of a linear layer (Qwen2-MoE).
+        weighs_inputs: the weight of the only expert of a row multiplies its input, not its output (Llama 4).
         is_parallel: each device has some whole experts; otherwise a part of each. It does not come from config.json.
     """
 
@@ -42,6 +43,7 @@ class Mixture:
     choice_bias: bool = False
     shared_width: int = 0
     shared_is_weighed: bool = False
+    weighs_inputs: bool = False
     is_parallel: bool = False
 
     def divides(self, num_parts: int) -> bool:

@@ -157,6 +157,12 @@ def _variants() -> list[TinyCase]:
     scaled = {**_YARN, "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
     stretched = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
     windows = {"sliding_window": 9, "layer_types": _types(4, 4)}
+    local = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    glm = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+    glm |= {"moe_intermediate_size": 40}
+    ernie = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 40}
+    llama4: dict[str, object] = {"num_local_experts": 4, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 96}
+    llama4 |= {"no_rope_layer_interval": 2, "floor_scale": 8, "attn_scale": 0.3}
     return [
         _variant("arcee", "Arcee", 24, attention_bias=True),
         _variant("smollm3", "SmolLM3", 24, no_rope_layer_interval=2, num_hidden_layers=4),
@@ -178,7 +184,26 @@ def _variants() -> list[TinyCase]:
         _variant("ministral3", "Ministral3", 40, head_dim=32, rope_parameters=scaled),
         _variant("gemma", "Gemma", 24, head_dim=32),
         _variant("stablelm_parallel", "StableLm", 24, use_parallel_residual=True),
+        _variant("granitemoe", "GraniteMoe", 24, **granite, **local, attention_multiplier=0.3),
+        _variant("glm4_moe", "Glm4Moe", 24, **glm, head_dim=32, use_qk_norm=True, attention_bias=True),
+        _variant("minimax_m2", "MiniMaxM2", 24, **local, head_dim=32, rotary_dim=16),
+        _variant("ernie4_5_moe", "Ernie4_5_Moe", 24, **ernie),
+        _variant(
+            "hunyuan_v1_moe", "HunYuanMoEV1", 24, head_dim=16, num_experts=4, moe_topk=2, rope_parameters=stretched
+        ),
+        _variant("phimoe", "Phimoe", 24, **local, attention_bias=True, lm_head_bias=True, router_jitter_noise=0.3),
+        _variant("llama4_text", "Llama4", 26, **llama4, head_dim=32, num_hidden_layers=4),
+        _latent("glm4_moe_lite", "Glm4MoeLite", n_group=4, topk_group=2, routed_scaling_factor=1.5),
+        _latent("mistral4", "Mistral4", rope_parameters=scaled, routed_scaling_factor=1.5),
     ]
+
+
+def _latent(name: str, family: str, **settings: object) -> TinyCase:
+    """A successor of DeepSeek-V3; see `_deepseek`."""
+    base = _deepseek(name, 3, q_lora_rank=36, first_k_dense_replace=1).config
+    groups = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+    sizes = {key: value for key, value in base.items() if key not in ("architectures", "model_type")}
+    return _other(name, family, name, 40, **{**sizes, **groups, **settings})
 
 
 def _variant(name: str, family: str, prompt_len: int, **settings: object) -> TinyCase:

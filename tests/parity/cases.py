@@ -61,6 +61,15 @@ FAMILIES = (
     "ernie4_5",
     "ministral3",
     "gemma",
+    "granitemoe",
+    "glm4_moe",
+    "minimax_m2",
+    "ernie4_5_moe",
+    "hunyuan_v1_moe",
+    "phimoe",
+    "llama4_text",
+    "glm4_moe_lite",
+    "mistral4",
 )
 """One checkpoint of each family, which is served in every way; a search on it is golden, too."""
 NUM_TOKENS = 64

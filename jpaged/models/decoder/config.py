@@ -14,7 +14,7 @@ from jpaged.models.layer_kinds import LayerKind
 from jpaged.models.rope_config import RopeConfig
 
 Residual = Literal["sequential", "parallel", "shared"]
-HeadNorms = Literal["none", "head", "rotated", "wide", "layer"]
+HeadNorms = Literal["none", "head", "rotated", "unit", "wide", "layer"]
 """Norms of queries and keys: see `DecoderConfig`."""
 
 
@@ -51,8 +51,8 @@ class DecoderConfig(ModelConfig):
         post_norms: outputs of attention and feed-forward are normalized before they are added.
         attention_bias: biases on query, key and value.
         qk_norm: queries and keys are normalized: `head`, an RMS norm of each head before the rotation; `rotated`, the
-            same after it; `wide`, an RMS norm over all heads; `layer`, a layer norm of each head, with weights for
-            each head and no biases.
+            same after it; `unit`, the same without weights, in layers with a rotation; `wide`, an RMS norm over all
+            heads; `layer`, a layer norm of each head, with weights for each head and no biases.
         query_scale: a factor of queries by position; None is none.
         has_sinks: each query head of each layer has a sink score that takes a share of the attention weights.
         activation: in the feed-forward.

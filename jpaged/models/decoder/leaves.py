@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -42,21 +43,25 @@ class ExpertNames:
     Attributes:
         router: of a layer, as all that follow.
         choice_bias: the complete name.
+        choice_bias_is_row: it is `[1, X]`.
         experts: prefix of the experts' names, before the number.
         gate, up, down: follow the number, which is missing if each tensor has all experts.
-        is_fused: each tensor has all experts, weights are `[X, in, out]`, and gates and ups alternate in the tensor
-            named by `gate` (gpt-oss). Their biases are called `<name>_bias`.
+        fused: each tensor has all experts, and names are complete. Gates and ups are in the tensor named by `gate`:
+            `alternating` along the outputs of `[X, in, out]` (gpt-oss; biases are called `<name>_bias`), or as two
+            `halves` of them (Llama 4), or of the outputs of `[X, out, in]` (`rows`, Granite). Empty if each expert has
+            tensors.
         shared: prefix of the shared expert's names.
         shared_score: the linear layer whose output weights the shared expert.
     """
 
     router: str = "mlp.gate"
     choice_bias: str = "mlp.gate.e_score_correction_bias"
+    choice_bias_is_row: bool = False
     experts: str = "mlp.experts."
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    is_fused: bool = False
+    fused: Literal["", "alternating", "halves", "rows"] = ""
     shared: str = "mlp.shared_expert."
     shared_score: str = "mlp.shared_expert_gate"
 
@@ -73,6 +78,8 @@ def mixture_leaves(mixture: Mixture, width: int, prefix: str, names: ExpertNames
         leaves.append(same(("mlp", "router", "bias"), f"{router}.bias", (None,), (num_experts,)))
     if mixture.choice_bias:
         bias = same(("mlp", "router", "choice_bias"), prefix + names.choice_bias, (None,), (num_experts,))
+        if names.choice_bias_is_row:
+            bias = dataclasses.replace(bias, tensors=((prefix + names.choice_bias, (1, num_experts)),))
         leaves.append(dataclasses.replace(bias, dtype=np.dtype(np.float32)))
     for part in ("gate", "up", "down"):
         leaves.append(_kernel(mixture, width, prefix, names, part))
@@ -93,8 +100,8 @@ def _kernel(mixture: Mixture, width: int, prefix: str, names: ExpertNames, part:
     num_experts, inner = mixture.routing.num_experts, mixture.width
     shape = (num_experts, inner, width) if part == "down" else (num_experts, width, inner)
     path, axes = ("mlp", "experts", part, "kernel"), expert_axes(mixture, part)
-    if names.is_fused:
-        return _fused(path, axes, shape, f"{prefix}{names.experts}{_fused_name(names, part)}", part)
+    if names.fused:
+        return _fused(path, axes, shape, f"{prefix}{names.experts}{_fused_name(names, part)}", part, names.fused)
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
         for tensor, matrix in zip(tensors, leaf, strict=True):
@@ -113,8 +120,9 @@ def _bias(mixture: Mixture, width: int, prefix: str, names: ExpertNames, part: s
     path, kernel_axes = ("mlp", "experts", part, "bias"), expert_axes(mixture, part)
     # A bias after a sum over devices is whole on each of them.
     axes: LogicalAxes = (None, "embed") if part == "down" else (kernel_axes[0], kernel_axes[2])
-    if names.is_fused:
-        return _fused(path, axes, shape, f"{prefix}{names.experts}{_fused_name(names, part)}_bias", part)
+    if names.fused:
+        name = f"{prefix}{names.experts}{_fused_name(names, part)}_bias"
+        return _fused(path, axes, shape, name, part, names.fused)
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
         for tensor, bias in zip(tensors, leaf, strict=True):
@@ -129,17 +137,24 @@ def _fused_name(names: ExpertNames, part: str) -> str:
     return names.down if part == "down" else names.gate
 
 
-def _fused(path: tuple[str, ...], axes: LogicalAxes, shape: tuple[int, ...], name: str, part: str) -> Leaf:
-    """Return a leaf from a tensor with all experts, in which gates and ups alternate along the last axis."""
-    if part == "down":
-        return same(path, name, axes, shape)
-    first = ("gate", "up").index(part)
+def _fused(path: tuple[str, ...], axes: LogicalAxes, shape: tuple[int, ...], name: str, part: str, layout: str) -> Leaf:
+    """Return a leaf from a tensor with all experts; see `ExpertNames.fused`."""
+    has_rows = layout == "rows"
+    axes_of_tensor: tuple[int | None, ...] = (0, 2, 1) if has_rows else tuple(range(len(shape)))
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
-        leaf[...] = tensors[0][..., first::2]
+        array = tensors[0].swapaxes(1, 2) if has_rows else tensors[0]
+        if part != "down":
+            first = ("gate", "up").index(part)
+            array = array[..., first::2] if layout == "alternating" else np.split(array, 2, axis=-1)[first]
+        leaf[...] = array
 
-    stored = (*shape[:-1], 2 * shape[-1])
-    return Leaf(path, axes, shape, ((name, stored),), pack, tuple(range(len(shape))))
+    stored = shape if part == "down" else (*shape[:-1], 2 * shape[-1])
+    if part != "down" and layout != "alternating":  # a part of gates is no part of the tensor
+        axes_of_tensor = (*axes_of_tensor[:-1], None)
+    if has_rows:
+        stored = (stored[0], stored[2], stored[1])
+    return Leaf(path, axes, shape, ((name, stored),), pack, axes_of_tensor)
 
 
 def _shared(mixture: Mixture, width: int, prefix: str, names: ExpertNames) -> list[Leaf]:
@@ -275,7 +290,7 @@ def _attention(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]:
         leaves.append(whole(("attention", "out", "bias"), f"{prefix}{names.out}.bias", width))
     if config.qk_norm in ("wide", "layer"):
         leaves.append(head_scales(config, _head_scales(config, prefix, names), order))
-    elif config.qk_norm != "none":
+    elif config.qk_norm in ("head", "rotated"):
         for part, name in (("q_norm", names.q_norm), ("k_norm", names.k_norm)):
             leaf = same(("attention", part, "scale"), f"{prefix}{name}.weight", (None,), (head_dim,))
             leaves.append(leaf if order is None else _reordered(leaf, order))

@@ -123,7 +123,7 @@ class MixtureOfExperts(Module):
         x_te: jax.Array,
         rows: Rows,
         *,
-        norm: Norm,
+        norm: Norm | None,
         residual: jax.Array | None = None,
         kernel: ExpertsKernel | None = None,
     ) -> jax.Array:
@@ -132,11 +132,18 @@ class MixtureOfExperts(Module):
         Sums are made in float32 and rounded once.
         """
         is_packed = isinstance(self.router.kernel.get_value(), matmul.PackedMatrix)
-        before = norm.for_kernel if is_packed else None
-        h_te = norm(x_te) if before is None else matmul.loaded().normalise(x_te, before, rows.num_in_use)
+        before = norm.for_kernel if is_packed and norm is not None else None
+        if before is not None:
+            h_te = matmul.loaded().normalise(x_te, before, rows.num_in_use)
+        else:
+            h_te = x_te if norm is None else norm(x_te)
         choice_bias = None if self.router.choice_bias is None else self.router.choice_bias[...]
         routes = route(self.router(h_te, rows), self.mixture.routing, rows.num_in_use, choice_bias)
-        y_te = apply_experts(h_te, routes, self.experts.weights, self.mixture.gate, kernel)
+        weighed_te = h_te
+        if self.mixture.weighs_inputs:
+            weighed_te = (h_te.astype(jnp.float32) * routes.weights_tk).astype(h_te.dtype)
+            routes = dataclasses.replace(routes, weights_tk=jnp.ones_like(routes.weights_tk))
+        y_te = apply_experts(weighed_te, routes, self.experts.weights, self.mixture.gate, kernel)
         if self.shared is not None:
             y_te = y_te + self.shared(h_te, rows)
         y_te = y_te.astype(x_te.dtype)
@@ -218,7 +225,8 @@ class Attention(Module):
         self.q_norm = RMSNorm(head_dim, eps, dtype, offset) if has_norms else None
         self.k_norm = RMSNorm(head_dim, eps, dtype, offset) if has_norms else None
         self.heads_norm = HeadsNorm(config, dtype) if config.qk_norm in ("wide", "layer") else None
-        self.norms_rotated = config.qk_norm == "rotated"
+        self.norms_rotated = config.qk_norm in ("rotated", "unit")
+        self.unit_eps = eps if config.qk_norm == "unit" else None
         self.query_scale = config.query_scale
         self.sinks = Param(jnp.zeros((config.num_heads,), dtype)) if config.has_sinks else None
 
@@ -248,6 +256,8 @@ class Attention(Module):
             q_thd, k_tkd, v_tkd = self.qkv.rotate(qkv, shared.angles[rope_index], before, shared.heads)
         if norms is not None and (self.norms_rotated or rope_index is None):
             q_thd, k_tkd = norms[0](q_thd), norms[1](k_tkd)
+        if self.unit_eps is not None and rope_index is not None:
+            q_thd, k_tkd = (_unit_norm(x, self.unit_eps) for x in (q_thd, k_tkd))
         return self._attend((q_thd, k_tkd, v_tkd), shared, attend, carry, place, dtype)
 
     def _attend(
@@ -271,6 +281,12 @@ class Attention(Module):
     def _head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
         """The norms of queries and keys."""
         return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+
+
+def _unit_norm(x_thd: jax.Array, eps: float) -> jax.Array:
+    """Divide each head by its root mean square."""
+    means = RMSNorm.measure(x_thd)[..., None] / x_thd.shape[-1]
+    return (x_thd.astype(jnp.float32) * jax.lax.rsqrt(means + eps)).astype(x_thd.dtype)
 
 
 class MLP(Module):

@@ -13,18 +13,22 @@ from typing import Any, Literal
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
-from jpaged.models.config import MAX_LAYERS
+from jpaged.kernels.mixture_kind import Routing
+from jpaged.models.config import MAX_LAYERS, MAX_WIDTH, Mixture
 from jpaged.models.decoder import DecoderConfig, Names, decoder_family
 from jpaged.models.decoder.config import QueryScale
 from jpaged.models.decoder.config_fields import (
     FULL,
+    MAX_EXPERTS,
     SLIDING,
+    TRAINING,
     name_of_activation,
     read_activation,
     read_heads,
     read_sizes,
     read_window,
 )
+from jpaged.models.decoder.leaves import ExpertNames
 from jpaged.models.family import Family
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind
@@ -136,6 +140,105 @@ def _read_rotating(fields: JsonFields, num_layers: int) -> list[bool]:
 
 _NAMES = Names()
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Keys of a mixture of experts, with their defaults; a key may have the same value for each layer in a list.
+
+    Attributes:
+        num_shared: shared experts.
+        first: number of the first layer with experts; None is 0.
+        step: every `step`th layer has experts (Llama 4); None is every one.
+        normalises: the weights are, unless the key `norm_topk_prob` says otherwise, if `has_key`.
+        scale: key of the factor of weights.
+        has_groups: experts are chosen from the best groups, by the two best of each.
+    """
+
+    num_experts: tuple[str, int]
+    top_k: tuple[str, int] = ("num_experts_per_tok", 8)
+    width: tuple[str, int | None] = ("intermediate_size", None)
+    num_shared: tuple[str, int] | int = 0
+    first: tuple[str, int] | None = None
+    step: tuple[str, int] | None = None
+    scores: Literal["softmax", "sigmoid", "chosen", "sparsemixer"] = "softmax"
+    choice_bias: bool = False
+    normalises: bool = True
+    has_key: bool = False
+    scale: str = ""
+    has_groups: bool = False
+    weighs_inputs: bool = False
+    jitter: str = ""
+
+    def read(self, fields: JsonFields) -> Mixture:
+        """Read the mixture."""
+        fields.ignore(TRAINING)
+        num_experts = _read_alike(fields, self.num_experts, MAX_EXPERTS)
+        width = _read_alike(fields, self.width, MAX_WIDTH)
+        shared = self.num_shared
+        num_shared = shared if isinstance(shared, int) else _read_alike(fields, shared, MAX_EXPERTS, minimum=0)
+        routing = Routing(
+            num_experts,
+            _read_alike(fields, self.top_k, num_experts),
+            self.scores,
+            normalises=fields.flag("norm_topk_prob", self.normalises) if self.has_key else self.normalises,
+            scale=fields.number(self.scale, 1.0) if self.scale else 1.0,
+            num_groups=fields.integer("n_group", 1) if self.has_groups else 1,
+            top_groups=fields.integer("topk_group", 1) if self.has_groups else 1,
+            num_best=2 if self.has_groups else 1,
+            jitter=fields.number(self.jitter, 0.01) if self.jitter else 0.0,
+        )
+        if self.weighs_inputs and routing.top_k > 1:
+            raise fields.bad(self.top_k[0], f"is {routing.top_k}; only one expert per token is supported")
+        return Mixture(
+            routing=routing,
+            width=width,
+            choice_bias=self.choice_bias,
+            shared_width=num_shared * width,
+            weighs_inputs=self.weighs_inputs,
+        )
+
+    def read_sparse(self, fields: JsonFields, num_layers: int) -> list[bool]:
+        """Return True for each layer with experts."""
+        first = 0 if self.first is None else fields.integer(*self.first, minimum=0, maximum=num_layers - 1)
+        step = 1 if self.step is None else fields.integer(*self.step, maximum=num_layers)
+        return [index >= first and (index + 1) % step == 0 for index in range(num_layers)]
+
+    def write(self, config: DecoderConfig) -> dict[str, object]:
+        """Return the keys that are read."""
+        mixture, sparse = config.mixture, [kind.is_sparse for kind in config.layer_kinds]
+        assert mixture is not None
+        routing = mixture.routing
+        found: dict[str, object] = {
+            self.num_experts[0]: routing.num_experts,
+            self.top_k[0]: routing.top_k,
+            self.width[0]: mixture.width,
+        }
+        if not isinstance(self.num_shared, int):
+            found[self.num_shared[0]] = mixture.shared_width // mixture.width
+        if self.first is not None:
+            found[self.first[0]] = sparse.index(True)
+        if self.step is not None:
+            found[self.step[0]] = sparse.index(True) + 1
+        if self.has_key:
+            found["norm_topk_prob"] = routing.normalises
+        if self.scale:
+            found[self.scale] = routing.scale
+        if self.has_groups:
+            found |= {"n_group": routing.num_groups, "topk_group": routing.top_groups}
+        return found | ({self.jitter: routing.jitter} if self.jitter else {})
+
+
+def _read_alike(fields: JsonFields, key: tuple[str, int | None], maximum: int, *, minimum: int = 1) -> int:
+    """Read a number, or a list of a number for each layer, which must all be equal."""
+    name, default = key
+    values = fields.value(name)
+    if not isinstance(values, list):
+        return fields.integer(name, default, minimum=minimum, maximum=maximum)
+    if not values or any(value != values[0] for value in values):
+        raise Unsupported(f"{fields.name}: {name} differs between layers; only equal numbers are supported")
+    return JsonFields({name: values[0]}, fields.name).integer(name, minimum=minimum, maximum=maximum)
+
+
 Ropes = Callable[[JsonFields, int, int], tuple[RopeConfig, ...]]
 """Reads ropes, given `max_position_embeddings` and the dimension of heads."""
 
@@ -158,6 +261,8 @@ class Variant:
         only: keys with the one value that is supported.
         ignored: keys without effect.
         ignored_tensors: parts of the names of tensors without effect.
+        experts: of sparse layers; None has none.
+        ignores_later_layers: see `Family`.
         scale: key of the scale of attention scores, whose default is 1; if empty, it follows from the heads.
     """
 
@@ -177,6 +282,8 @@ class Variant:
     ignored: tuple[str, ...] = ()
     ignored_tensors: tuple[str, ...] = ()
     own: Callable[[JsonFields], dict[str, Any]] | None = None
+    experts: Experts | None = None
+    ignores_later_layers: bool = False
     scale: str = ""
     lm_head: str = "lm_head.weight"
 
@@ -191,18 +298,19 @@ class Variant:
         scale = fields.number(self.scale, 1.0) if self.scale else heads["head_dim"] ** -0.5
         own = {} if self.own is None else self.own(fields)
         settings: dict[str, Any] = {field: key.read(fields) for field, key in self.keys.items()}
+        kinds, mixture = self.layers.read(fields, sizes["num_layers"], scale), None
+        if self.experts is not None:
+            mixture, sparse = self.experts.read(fields), self.experts.read_sparse(fields, len(kinds))
+            kinds = tuple(dataclasses.replace(kind, is_sparse=has) for kind, has in zip(kinds, sparse, strict=True))
+        settings = {**sizes, **heads, "max_position_embeddings": length, **settings, **own, **self.fixed}
         return DecoderConfig(
             architecture=architecture,
-            **sizes,
-            **heads,
-            max_position_embeddings=length,
             bos_token_id=self.ends[0],
             eos_token_ids=self.ends[1],
             ropes=(self.ropes or self._ropes)(fields, length, heads["head_dim"]),
-            kinds=self.layers.read(fields, sizes["num_layers"], scale),
+            kinds=kinds,
+            mixture=mixture,
             **settings,
-            **own,
-            **self.fixed,
         )
 
     def to_hf(self, config: DecoderConfig) -> dict[str, object]:
@@ -217,13 +325,17 @@ class Variant:
         if self.scale:
             result[self.scale] = config.attention_kinds[0].scale
         result |= {key.name: key.write(getattr(config, field)) for field, key in self.keys.items()}
+        result |= {} if self.experts is None else self.experts.write(config)
+        if self.own is _llama4_own:
+            result |= _llama4_to_hf(config)
         return result | self.layers.write(config.layer_kinds)
 
     def family(self) -> Family[DecoderConfig]:
         """Return it for the registry."""
-        return decoder_family(
+        family = decoder_family(
             self.model_type, self.read, self.to_hf, self.names, ignored=self.ignored_tensors, lm_head=self.lm_head
         )
+        return dataclasses.replace(family, ignores_later_layers=self.ignores_later_layers)
 
     def _ropes(self, fields: JsonFields, length: int, head_dim: int) -> tuple[RopeConfig, ...]:
         return (RopeConfig.from_hf(fields, length, default_theta=self.theta, default_fraction=self.fraction),)
@@ -266,7 +378,8 @@ def _hunyuan_ropes(fields: JsonFields, length: int, head_dim: int) -> tuple[Rope
     section.only("factor", 1, 1.0, why="positions are scaled only by alpha")
     section.ignore(("type", "rope_type", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"))
     section.finish()
-    return (RopeConfig(theta=theta * alpha ** (head_dim / (head_dim - 2))),)
+    theta *= alpha ** (head_dim / (head_dim - 2))
+    return (RopeConfig(theta=theta, original_max_position_embeddings=length),)
 
 
 _LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -313,6 +426,58 @@ def _ministral_scale(fields: JsonFields) -> dict[str, Any]:
     return {"query_scale": QueryScale(beta, length)}
 
 
+def _phimoe_ropes(fields: JsonFields, length: int, head_dim: int) -> tuple[RopeConfig, ...]:
+    """Read the rope of Phi-3.5-MoE, which scales the attention of short and of long sequences by one factor."""
+    key = "rope_scaling" if fields.mapping("rope_scaling") else "rope_parameters"
+    section = JsonFields(fields.mapping(key), f"{fields.name} {key}")
+    theta = fields.number("rope_theta", 1e6)
+    fields.ignore(("original_max_position_embeddings",))
+    if not section.has("short_mscale"):
+        return (RopeConfig.of_section(section, length, theta),)
+    factor = section.number("short_mscale")
+    section.only("long_mscale", factor, why=f"it must equal short_mscale, {factor:g}")
+    return (dataclasses.replace(RopeConfig.of_section(section, length, theta), attention_factor=factor),)
+
+
+def _minimax_ropes(fields: JsonFields, length: int, head_dim: int) -> tuple[RopeConfig, ...]:
+    """Read the rope of MiniMax-M2, whose config has the number of rotated dimensions."""
+    fraction = fields.integer("rotary_dim", head_dim, maximum=head_dim) / head_dim
+    return (RopeConfig.from_hf(fields, length, default_theta=5e6, default_fraction=fraction),)
+
+
+def _ernie_end(fields: JsonFields) -> dict[str, Any]:
+    """Check that the last layer has experts."""
+    num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    fields.only("moe_layer_end_index", -1, num_layers - 1, why="all layers after the first with experts must have them")
+    return {}
+
+
+def _llama4_own(fields: JsonFields) -> dict[str, Any]:
+    """Read the width of dense layers, the scale of queries, and the length up to which attention is not chunked."""
+    own: dict[str, Any] = {"intermediate_size": fields.integer("intermediate_size_mlp", 16384, maximum=MAX_WIDTH)}
+    length = fields.integer("max_position_embeddings", 131072)
+    if fields.value("attention_chunk_size", 8192) is not None:
+        length = min(length, fields.integer("attention_chunk_size", 8192))
+    own["max_position_embeddings"] = length
+    if fields.flag("attn_temperature_tuning", True):
+        beta, period = fields.number("attn_scale", 0.1), fields.integer("floor_scale", 8192)
+        own["query_scale"] = QueryScale(beta, period, offset=1, is_global=True)
+    fields.ignore(("attn_scale", "floor_scale", "layer_types"))
+    return own
+
+
+def _llama4_to_hf(config: DecoderConfig) -> dict[str, object]:
+    assert config.mixture is not None
+    scale = config.query_scale
+    result: dict[str, object] = {
+        "intermediate_size": config.mixture.width,
+        "intermediate_size_mlp": config.intermediate_size,
+        "attention_chunk_size": config.max_position_embeddings,
+        "attn_temperature_tuning": scale is not None,
+    }
+    return result if scale is None else result | {"attn_scale": scale.beta, "floor_scale": scale.length}
+
+
 def _rms(eps: float = 1e-6, activation: str = "silu") -> dict[str, Key]:
     """Return the keys that nearly all families with RMS norms share."""
     return {"norm_eps": Key("rms_norm_eps", eps), "activation": Key("hidden_act", activation)}
@@ -356,6 +521,40 @@ _APERTUS = Names(attention_norm="attention_layernorm", mlp_norm="feedforward_lay
 _COHERE = {"norm": "layer", "norm_bias": False, "residual": "shared", "is_interleaved": True}
 _COHERE_KEYS = _layer() | _tied(True) | _biases() | {"logit_scale": Key("logit_scale", 0.0625)}
 _OLMO = {"qk_norm": "wide", "pre_norms": False, "post_norms": True}
+_SHARED_EXPERTS = ExpertNames(shared="mlp.shared_experts.")
+_MIXTRAL_EXPERTS = ExpertNames(
+    router="block_sparse_moe.gate",
+    choice_bias="block_sparse_moe.e_score_correction_bias",
+    experts="block_sparse_moe.experts.",
+    gate="w1",
+    up="w3",
+    down="w2",
+)
+_GRANITE_EXPERTS = ExpertNames(
+    router="block_sparse_moe.router.layer",
+    experts="block_sparse_moe.",
+    gate="input_linear.weight",
+    down="output_linear.weight",
+    fused="rows",
+)
+_ERNIE_EXPERTS = ExpertNames(
+    choice_bias="mlp.moe_statics.e_score_correction_bias", choice_bias_is_row=True, shared="mlp.shared_experts."
+)
+_LLAMA4_EXPERTS = ExpertNames(
+    router="feed_forward.router",
+    experts="feed_forward.experts.",
+    gate="gate_up_proj",
+    fused="halves",
+    shared="feed_forward.shared_expert.",
+)
+_LLAMA4 = Names(
+    gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"), down="feed_forward.down_proj", experts=_LLAMA4_EXPERTS
+)
+_HUNYUAN_ONLY = {"use_qk_norm": True, "use_cla": False, "mlp_bias": False, "norm_type": "rms"}
+_HUNYUAN_IGNORED = (
+    *("cla_share_factor", "eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "mask_init_id"),
+    *("org_vocab_size", "pad_id", "text_end_id", "text_start_id", "use_rotary_pos_emb"),
+)
 _GRANITE_KEYS = {
     "embed_scale": Key("embedding_multiplier", 1.0),
     "residual_scale": Key("residual_multiplier", 1.0),
@@ -444,11 +643,8 @@ _VARIANTS = {
         ropes=_hunyuan_ropes,
         keys=_rms(1e-5) | _tied(False) | _biases(),
         fixed={"qk_norm": "rotated"},
-        only={"use_qk_norm": True, "use_cla": False, "mlp_bias": False, "num_experts": 1, "norm_type": "rms"},
-        ignored=(
-            *("cla_share_factor", "eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "mask_init_id"),
-            *("org_vocab_size", "pad_id", "text_end_id", "text_start_id", "use_rotary_pos_emb"),
-        ),
+        only=_HUNYUAN_ONLY | {"num_experts": 1},
+        ignored=_HUNYUAN_IGNORED,
     ),
     "CohereForCausalLM": Variant(
         model_type="cohere",
@@ -558,6 +754,145 @@ _VARIANTS = {
         theta=500000.0,
         keys=_rms(1e-5) | _tied(True) | _biases("use_bias", mlp="use_bias"),
         fixed={"is_interleaved": True},
+    ),
+}
+
+_VARIANTS |= {
+    "GraniteMoeForCausalLM": Variant(
+        model_type="granitemoe",
+        names=Names(experts=_GRANITE_EXPERTS),
+        keys=_rms() | _tied(False) | _biases() | _GRANITE_KEYS,
+        scale="attention_multiplier",
+        experts=Experts(
+            num_experts=("num_local_experts", 8), top_k=("num_experts_per_tok", 2), scores="chosen", normalises=False
+        ),
+    ),
+    "Glm4MoeForCausalLM": Variant(
+        model_type="glm4_moe",
+        names=Names(experts=_SHARED_EXPERTS),
+        num_kv_heads=8,
+        length=131072,
+        fraction=0.5,
+        ends=(None, ()),
+        keys={
+            **_rms(1e-5),
+            **_tied(False),
+            "attention_bias": Key("attention_bias", False),
+            "qk_norm": Key("use_qk_norm", False, ("none", "head")),
+        },
+        experts=Experts(
+            num_experts=("n_routed_experts", 128),
+            width=("moe_intermediate_size", 1408),
+            num_shared=("n_shared_experts", 1),
+            first=("first_k_dense_replace", 1),
+            scores="sigmoid",
+            choice_bias=True,
+            has_key=True,
+            scale="routed_scaling_factor",
+            has_groups=True,
+        ),
+        ignored=("num_nextn_predict_layers", "num_mtp_layers"),
+        ignores_later_layers=True,
+    ),
+    "MiniMaxM2ForCausalLM": Variant(
+        model_type="minimax_m2",
+        names=Names(experts=_MIXTRAL_EXPERTS),
+        num_kv_heads=8,
+        head_dim=128,
+        length=196608,
+        ropes=_minimax_ropes,
+        ends=(200034, (200020,)),
+        keys=_rms() | _tied(False),
+        fixed={"qk_norm": "wide"},
+        experts=Experts(num_experts=("num_local_experts", 256), scores="sigmoid", choice_bias=True),
+        only={
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "scoring_func": "sigmoid",
+            "shared_intermediate_size": 0,
+        },
+        ignored=("num_mtp_modules", "mtp_transformer_layers", "use_mtp", "attn_type_list", "use_routing_bias"),
+        ignores_later_layers=True,
+    ),
+    "Ernie4_5_MoeForCausalLM": Variant(
+        model_type="ernie4_5_moe",
+        names=Names(experts=_ERNIE_EXPERTS),
+        num_kv_heads=4,
+        length=131072,
+        theta=500000.0,
+        keys=_rms(1e-5) | _tied(True),
+        fixed={"is_interleaved": True},
+        experts=Experts(
+            num_experts=("moe_num_experts", 64),
+            top_k=("moe_k", 6),
+            width=("moe_intermediate_size", 1536),
+            num_shared=("moe_num_shared_experts", 2),
+            first=("moe_layer_start_index", 1),
+            choice_bias=True,
+        ),
+        only={"use_bias": False, "moe_layer_interval": 1, "moe_use_aux_free": True, "moe_gate": "topk"},
+        own=_ernie_end,
+        ignored=("moe_norm_min", "moe_capacity", "num_nextn_predict_layers"),
+        ignored_tensors=("model.mtp_",),
+    ),
+    "HunYuanMoEV1ForCausalLM": Variant(
+        model_type="hunyuan_v1_moe",
+        names=dataclasses.replace(_HUNYUAN, experts=ExpertNames(router="mlp.gate.wg", shared="mlp.shared_mlp.")),
+        ropes=_hunyuan_ropes,
+        keys=_rms(1e-5) | _tied(False) | _biases(),
+        fixed={"qk_norm": "rotated"},
+        experts=Experts(num_experts=("num_experts", 1), top_k=("moe_topk", 1), num_shared=1),
+        only=_HUNYUAN_ONLY | {"use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0, "group_limited_greedy": False},
+        ignored=(*_HUNYUAN_IGNORED, "num_shared_expert", "moe_intermediate_size", "moe_drop_tokens"),
+    ),
+    "PhimoeForCausalLM": Variant(
+        model_type="phimoe",
+        names=Names(experts=_MIXTRAL_EXPERTS),
+        num_kv_heads=8,
+        length=131072,
+        ropes=_phimoe_ropes,
+        keys={
+            **_layer(name="rms_norm_eps"),
+            **_tied(False),
+            **_biases(),
+            "logit_bias": Key("lm_head_bias", False),
+        },
+        fixed={"norm": "layer", "outgrows_keys": True},
+        layers=Layers("all"),
+        experts=Experts(
+            num_experts=("num_local_experts", 16),
+            top_k=("num_experts_per_tok", 2),
+            scores="sparsemixer",
+            normalises=False,
+            jitter="router_jitter_noise",
+        ),
+        ignored=("hidden_dropout", "input_jitter_noise"),
+    ),
+    "Llama4ForCausalLM": Variant(
+        model_type="llama4_text",
+        names=_LLAMA4,
+        num_kv_heads=8,
+        head_dim=128,
+        length=131072,
+        theta=500000.0,
+        own=_llama4_own,
+        keys={
+            **_rms(1e-5),
+            **_tied(False),
+            **_biases(),
+            "qk_norm": Key("use_qk_norm", True, ("none", "unit")),
+        },
+        fixed={"is_interleaved": True},
+        layers=Layers(has_list=True),
+        experts=Experts(
+            num_experts=("num_local_experts", 16),
+            top_k=("num_experts_per_tok", 1),
+            num_shared=1,
+            step=("interleave_moe_layer_step", 1),
+            scores="sigmoid",
+            normalises=False,
+            weighs_inputs=True,
+        ),
     ),
 }
 
