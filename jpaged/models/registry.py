@@ -19,14 +19,13 @@ from jpaged.models.families import (
     opt,
     phi3,
     qwen_moe,
-    starcoder2,
     variants,
 )
 from jpaged.models.family import AnyFamily
 
 _FAMILIES = (
     *(llama, mixtral, qwen_moe, gpt_oss, deepseek, gemma, phi3),
-    *(gpt2, gpt_neox, falcon, starcoder2, opt, variants),
+    *(gpt2, gpt_neox, falcon, opt, variants),
 )
 
 ARCHITECTURES: Mapping[str, AnyFamily] = {

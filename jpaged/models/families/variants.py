@@ -7,7 +7,7 @@ missing keys, which are those of transformers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,10 +28,12 @@ from jpaged.models.decoder.config_fields import (
     read_sizes,
     read_window,
 )
-from jpaged.models.decoder.leaves import ExpertNames
+from jpaged.models.decoder.leaves import ExpertNames, outer_leaves
+from jpaged.models.families import llama
 from jpaged.models.family import Family
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind
+from jpaged.models.param_specs import LM_HEAD, Leaf
 from jpaged.models.rope_config import RopeConfig
 
 
@@ -142,14 +144,14 @@ _NAMES = Names()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class ExpertKeys:
     """Keys of a mixture of experts, with their defaults; a key may have the same value for each layer in a list.
 
     Attributes:
         num_shared: shared experts.
         first: number of the first layer with experts; None is 0.
         step: every `step`th layer has experts (Llama 4); None is every one.
-        normalises: the weights are, unless the key `norm_topk_prob` says otherwise, if `has_key`.
+        normalises: weights are normalized; a default of the key `norm_topk_prob`, if `has_key`.
         scale: key of the factor of weights.
         has_groups: experts are chosen from the best groups, by the two best of each.
     """
@@ -244,7 +246,7 @@ Ropes = Callable[[JsonFields, int, int], tuple[RopeConfig, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class DecoderVariant:
     """A family as data.
 
     Attributes:
@@ -282,7 +284,7 @@ class Variant:
     ignored: tuple[str, ...] = ()
     ignored_tensors: tuple[str, ...] = ()
     own: Callable[[JsonFields], dict[str, Any]] | None = None
-    experts: Experts | None = None
+    experts: ExpertKeys | None = None
     ignores_later_layers: bool = False
     scale: str = ""
     lm_head: str = "lm_head.weight"
@@ -562,7 +564,7 @@ _GRANITE_KEYS = {
 }
 
 _VARIANTS = {
-    "ArceeForCausalLM": Variant(
+    "ArceeForCausalLM": DecoderVariant(
         model_type="arcee",
         names=_UNGATED,
         length=4096,
@@ -570,7 +572,7 @@ _VARIANTS = {
         keys=_rms(1e-5, "relu2") | _tied(False) | _biases(mlp="mlp_bias"),
         fixed={"is_gated": False},
     ),
-    "SmolLM3ForCausalLM": Variant(
+    "SmolLM3ForCausalLM": DecoderVariant(
         model_type="smollm3",
         num_kv_heads=4,
         length=32768,
@@ -581,19 +583,19 @@ _VARIANTS = {
         only={"use_sliding_window": False},
         ignored=("sliding_window", "layer_types", "max_window_layers"),
     ),
-    "GraniteForCausalLM": Variant(
+    "GraniteForCausalLM": DecoderVariant(
         model_type="granite",
         keys=_rms() | _tied(False) | _biases(mlp="mlp_bias") | _GRANITE_KEYS,
         scale="attention_multiplier",
     ),
-    "Olmo2ForCausalLM": Variant(
+    "Olmo2ForCausalLM": DecoderVariant(
         model_type="olmo2",
         names=_AFTER,
         ends=(None, (50279,)),
         keys=_rms(1e-5) | _tied(False) | _biases(),
         fixed=_OLMO,
     ),
-    "Olmo3ForCausalLM": Variant(
+    "Olmo3ForCausalLM": DecoderVariant(
         model_type="olmo3",
         names=_AFTER,
         ropes=_two_ropes,
@@ -602,7 +604,7 @@ _VARIANTS = {
         fixed=_OLMO,
         layers=Layers("types", 4096, ropes=(0, 1)),
     ),
-    "Glm4ForCausalLM": Variant(
+    "Glm4ForCausalLM": DecoderVariant(
         model_type="glm4",
         names=_GLM4,
         num_kv_heads=2,
@@ -613,7 +615,7 @@ _VARIANTS = {
         keys=_rms(1.5625e-07) | _tied(False) | {"attention_bias": Key("attention_bias", True)},
         fixed={"post_norms": True, "is_interleaved": True},
     ),
-    "SeedOssForCausalLM": Variant(
+    "SeedOssForCausalLM": DecoderVariant(
         model_type="seed_oss",
         num_kv_heads=8,
         head_dim=128,
@@ -628,7 +630,7 @@ _VARIANTS = {
         },
         ignored=("residual_dropout",),
     ),
-    "Exaone4ForCausalLM": Variant(
+    "Exaone4ForCausalLM": DecoderVariant(
         model_type="exaone4",
         names=_AFTER,
         num_kv_heads=32,
@@ -637,7 +639,7 @@ _VARIANTS = {
         fixed={"qk_norm": "head", "pre_norms": False, "post_norms": True},
         layers=Layers("types", 4096, ropes=(None, 0)),
     ),
-    "HunYuanDenseV1ForCausalLM": Variant(
+    "HunYuanDenseV1ForCausalLM": DecoderVariant(
         model_type="hunyuan_v1_dense",
         names=_HUNYUAN,
         ropes=_hunyuan_ropes,
@@ -646,7 +648,7 @@ _VARIANTS = {
         only=_HUNYUAN_ONLY | {"num_experts": 1},
         ignored=_HUNYUAN_IGNORED,
     ),
-    "CohereForCausalLM": Variant(
+    "CohereForCausalLM": DecoderVariant(
         model_type="cohere",
         length=8192,
         theta=500000.0,
@@ -654,7 +656,7 @@ _VARIANTS = {
         keys=_COHERE_KEYS | {"qk_norm": Key("use_qk_norm", False, ("none", "layer"))},
         fixed=_COHERE,
     ),
-    "Cohere2ForCausalLM": Variant(
+    "Cohere2ForCausalLM": DecoderVariant(
         model_type="cohere2",
         length=8192,
         ends=(5, (255001,)),
@@ -664,7 +666,7 @@ _VARIANTS = {
         only={"use_qk_norm": False, "rotary_pct": 1.0, "use_parallel_block": True, "use_gated_activation": True},
         ignored=("order_of_interleaved_layers", "position_embedding_type", "use_embedding_sharing"),
     ),
-    "PhiForCausalLM": Variant(
+    "PhiForCausalLM": DecoderVariant(
         model_type="phi",
         names=_PHI,
         fraction=0.5,
@@ -681,7 +683,7 @@ _VARIANTS = {
         only={"qk_layernorm": False},
         ignored=("embd_pdrop", "resid_pdrop"),
     ),
-    "StableLmForCausalLM": Variant(
+    "StableLmForCausalLM": DecoderVariant(
         model_type="stablelm",
         names=_STABLELM,
         num_kv_heads=32,
@@ -698,13 +700,13 @@ _VARIANTS = {
         fixed={"norm": "layer"},
         ignored=("hidden_dropout",),
     ),
-    "InternLM2ForCausalLM": Variant(
+    "InternLM2ForCausalLM": DecoderVariant(
         model_type="internlm2",
         names=_INTERNLM2,
         keys=_rms() | _tied(False) | _biases("bias", default=True),
         lm_head="output.weight",
     ),
-    "InternLM3ForCausalLM": Variant(
+    "InternLM3ForCausalLM": DecoderVariant(
         model_type="internlm3",
         num_kv_heads=2,
         head_dim=128,
@@ -717,7 +719,7 @@ _VARIANTS = {
             "mlp_bias": Key("bias", False, synonym="mlp_bias"),
         },
     ),
-    "NemotronForCausalLM": Variant(
+    "NemotronForCausalLM": DecoderVariant(
         model_type="nemotron",
         names=_UNGATED,
         length=4096,
@@ -726,7 +728,7 @@ _VARIANTS = {
         keys=_layer(activation="relu2", name="norm_eps") | _tied(False) | _biases(mlp="mlp_bias"),
         fixed={"norm": "layer", "norm_offset": 1.0, "is_gated": False},
     ),
-    "Ministral3ForCausalLM": Variant(
+    "Ministral3ForCausalLM": DecoderVariant(
         model_type="ministral3",
         num_kv_heads=8,
         head_dim=128,
@@ -736,7 +738,27 @@ _VARIANTS = {
         keys=_rms(1e-5) | _tied(False),
         layers=Layers("all"),
     ),
-    "ApertusForCausalLM": Variant(
+    "Starcoder2ForCausalLM": DecoderVariant(
+        model_type="starcoder2",
+        names=Names(gate_up=("mlp.c_fc",), down="mlp.c_proj"),
+        num_kv_heads=2,
+        length=4096,
+        ends=(50256, (50256,)),
+        keys={
+            **_layer(activation="gelu_pytorch_tanh", name="norm_epsilon"),
+            **_tied(True),
+            **_biases("use_bias", default=True, mlp="use_bias"),
+        },
+        fixed={"norm": "layer", "is_gated": False},
+        layers=Layers("all"),
+        only={"norm_type": "layer_norm", "mlp_type": "default"},
+        # Leftovers of StarCoder in the published files, which transformers does not read.
+        ignored=(
+            *("embedding_dropout", "residual_dropout", "activation_function", "layer_norm_epsilon"),
+            *("scale_attn_weights", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
+        ),
+    ),
+    "ApertusForCausalLM": DecoderVariant(
         model_type="apertus",
         names=_APERTUS,
         length=65536,
@@ -746,7 +768,7 @@ _VARIANTS = {
         only={"mlp_bias": False, "post_norm": False, "qk_norm": True},
         ignored_tensors=(".act_fn.beta", ".act_fn.eps"),  # constants
     ),
-    "Ernie4_5ForCausalLM": Variant(
+    "Ernie4_5ForCausalLM": DecoderVariant(
         model_type="ernie4_5",
         num_kv_heads=2,
         head_dim=128,
@@ -758,16 +780,16 @@ _VARIANTS = {
 }
 
 _VARIANTS |= {
-    "GraniteMoeForCausalLM": Variant(
+    "GraniteMoeForCausalLM": DecoderVariant(
         model_type="granitemoe",
         names=Names(experts=_GRANITE_EXPERTS),
         keys=_rms() | _tied(False) | _biases() | _GRANITE_KEYS,
         scale="attention_multiplier",
-        experts=Experts(
+        experts=ExpertKeys(
             num_experts=("num_local_experts", 8), top_k=("num_experts_per_tok", 2), scores="chosen", normalises=False
         ),
     ),
-    "Glm4MoeForCausalLM": Variant(
+    "Glm4MoeForCausalLM": DecoderVariant(
         model_type="glm4_moe",
         names=Names(experts=_SHARED_EXPERTS),
         num_kv_heads=8,
@@ -780,7 +802,7 @@ _VARIANTS |= {
             "attention_bias": Key("attention_bias", False),
             "qk_norm": Key("use_qk_norm", False, ("none", "head")),
         },
-        experts=Experts(
+        experts=ExpertKeys(
             num_experts=("n_routed_experts", 128),
             width=("moe_intermediate_size", 1408),
             num_shared=("n_shared_experts", 1),
@@ -794,7 +816,7 @@ _VARIANTS |= {
         ignored=("num_nextn_predict_layers", "num_mtp_layers"),
         ignores_later_layers=True,
     ),
-    "MiniMaxM2ForCausalLM": Variant(
+    "MiniMaxM2ForCausalLM": DecoderVariant(
         model_type="minimax_m2",
         names=Names(experts=_MIXTRAL_EXPERTS),
         num_kv_heads=8,
@@ -804,7 +826,7 @@ _VARIANTS |= {
         ends=(200034, (200020,)),
         keys=_rms() | _tied(False),
         fixed={"qk_norm": "wide"},
-        experts=Experts(num_experts=("num_local_experts", 256), scores="sigmoid", choice_bias=True),
+        experts=ExpertKeys(num_experts=("num_local_experts", 256), scores="sigmoid", choice_bias=True),
         only={
             "use_qk_norm": True,
             "qk_norm_type": "per_layer",
@@ -814,7 +836,7 @@ _VARIANTS |= {
         ignored=("num_mtp_modules", "mtp_transformer_layers", "use_mtp", "attn_type_list", "use_routing_bias"),
         ignores_later_layers=True,
     ),
-    "Ernie4_5_MoeForCausalLM": Variant(
+    "Ernie4_5_MoeForCausalLM": DecoderVariant(
         model_type="ernie4_5_moe",
         names=Names(experts=_ERNIE_EXPERTS),
         num_kv_heads=4,
@@ -822,7 +844,7 @@ _VARIANTS |= {
         theta=500000.0,
         keys=_rms(1e-5) | _tied(True),
         fixed={"is_interleaved": True},
-        experts=Experts(
+        experts=ExpertKeys(
             num_experts=("moe_num_experts", 64),
             top_k=("moe_k", 6),
             width=("moe_intermediate_size", 1536),
@@ -835,17 +857,17 @@ _VARIANTS |= {
         ignored=("moe_norm_min", "moe_capacity", "num_nextn_predict_layers"),
         ignored_tensors=("model.mtp_",),
     ),
-    "HunYuanMoEV1ForCausalLM": Variant(
+    "HunYuanMoEV1ForCausalLM": DecoderVariant(
         model_type="hunyuan_v1_moe",
         names=dataclasses.replace(_HUNYUAN, experts=ExpertNames(router="mlp.gate.wg", shared="mlp.shared_mlp.")),
         ropes=_hunyuan_ropes,
         keys=_rms(1e-5) | _tied(False) | _biases(),
         fixed={"qk_norm": "rotated"},
-        experts=Experts(num_experts=("num_experts", 1), top_k=("moe_topk", 1), num_shared=1),
+        experts=ExpertKeys(num_experts=("num_experts", 1), top_k=("moe_topk", 1), num_shared=1),
         only=_HUNYUAN_ONLY | {"use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0, "group_limited_greedy": False},
         ignored=(*_HUNYUAN_IGNORED, "num_shared_expert", "moe_intermediate_size", "moe_drop_tokens"),
     ),
-    "PhimoeForCausalLM": Variant(
+    "PhimoeForCausalLM": DecoderVariant(
         model_type="phimoe",
         names=Names(experts=_MIXTRAL_EXPERTS),
         num_kv_heads=8,
@@ -859,7 +881,7 @@ _VARIANTS |= {
         },
         fixed={"norm": "layer", "outgrows_keys": True},
         layers=Layers("all"),
-        experts=Experts(
+        experts=ExpertKeys(
             num_experts=("num_local_experts", 16),
             top_k=("num_experts_per_tok", 2),
             scores="sparsemixer",
@@ -868,7 +890,7 @@ _VARIANTS |= {
         ),
         ignored=("hidden_dropout", "input_jitter_noise"),
     ),
-    "Llama4ForCausalLM": Variant(
+    "Llama4ForCausalLM": DecoderVariant(
         model_type="llama4_text",
         names=_LLAMA4,
         num_kv_heads=8,
@@ -884,7 +906,7 @@ _VARIANTS |= {
         },
         fixed={"is_interleaved": True},
         layers=Layers(has_list=True),
-        experts=Experts(
+        experts=ExpertKeys(
             num_experts=("num_local_experts", 16),
             top_k=("num_experts_per_tok", 1),
             num_shared=1,
@@ -896,4 +918,65 @@ _VARIANTS |= {
     ),
 }
 
-ARCHITECTURES = {name: variant.family() for name, variant in _VARIANTS.items()}
+_BY_TEXT = {
+    "mistral": llama.ARCHITECTURES["MistralForCausalLM"],
+    "ministral3": _VARIANTS["Ministral3ForCausalLM"].family(),
+}
+_BY_TEXT["llama4_text"] = _VARIANTS["Llama4ForCausalLM"].family()
+_OF_IMAGES = (
+    *("vision_config", "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index"),
+    *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"),
+)
+"""Keys for image inputs of multimodal models."""
+_OF_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id", "bos_token_id")
+"""Keys that apply to the language model; those of `text_config` are the default."""
+
+
+def _language(whole: JsonFields) -> JsonFields:
+    """Return the fields of the language model of a multimodal model, from text_config and the top level."""
+    whole.ignore(_OF_IMAGES)
+    given = {key: whole.value(key) for key in _OF_WHOLE if whole.has(key)}
+    return JsonFields({**whole.mapping("text_config"), **given}, f"{whole.name} text_config")
+
+
+def _language_prefix(stored: Iterable[str]) -> str:
+    """Return the prefix of checkpoints on the hub, or that of transformers since version 5."""
+    is_old = any(name.startswith("language_model.model.") for name in stored)
+    return "language_model.model." if is_old else "model.language_model."
+
+
+def _with_images(model_type: str, *text_types: str, names: Names) -> Family[DecoderConfig]:
+    """Return a multimodal family, of which the language model is served, of one of these types."""
+
+    def read(fields: JsonFields, architecture: str) -> DecoderConfig:
+        text_type = fields.text("model_type", text_types[0])
+        if text_type not in text_types:
+            raise Unsupported(f"{fields.name}: model_type is {text_type!r}; supported: {', '.join(text_types)}")
+        config: DecoderConfig = _BY_TEXT[text_type].read(fields, architecture)
+        return config
+
+    def write(config: DecoderConfig) -> dict[str, object]:
+        text_type = text_types[-1] if config.query_scale is not None else text_types[0]
+        sizes = {
+            "model_type": text_type,
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "max_position_embeddings": config.max_position_embeddings,
+        }
+        return {"text_config": sizes | _BY_TEXT[text_type].to_hf(config)}
+
+    def outer(config: DecoderConfig, prefix: str) -> list[Leaf]:
+        is_inside = prefix.startswith("language_model.")
+        return outer_leaves(config, prefix, names, f"language_model.{LM_HEAD}" if is_inside else LM_HEAD)
+
+    ignored = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+    family = decoder_family(model_type, read, write, names, name_prefix=_language_prefix, ignored=ignored)
+    return dataclasses.replace(family, outer_leaves=outer, language=_language)
+
+
+ARCHITECTURES = {name: variant.family() for name, variant in _VARIANTS.items()} | {
+    "Mistral3ForConditionalGeneration": _with_images("mistral3", "mistral", "ministral3", names=Names()),
+    "Llama4ForConditionalGeneration": _with_images("llama4", "llama4_text", names=_LLAMA4),
+}

@@ -26,7 +26,7 @@ def _family(variant: Variant) -> Family[DeepseekConfig]:
         variant.to_hf,
         _modules,
         lambda config, prefix: outer_leaves(config, prefix, NAMES, LM_HEAD),
-        layer_leaves,
+        lambda config, prefix, kind: layer_leaves(config, prefix, kind, variant.experts),
         ignores_later_layers=True,
     )
 

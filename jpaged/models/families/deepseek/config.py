@@ -35,6 +35,8 @@ _NO_EFFECT = ("head_dim", "qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size",
 _LATER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 """Keys of layers that predict tokens further ahead, for drafts: their tensors are not loaded."""
 
+_EXPERTS = ExpertNames(shared="mlp.shared_experts.")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekConfig(DecoderConfig):
@@ -72,8 +74,7 @@ class Variant:
     Attributes:
         has_choice_bias: experts are chosen by sigmoids with a bias, and groups by their two best; else by a softmax,
             and groups, if there are any, by their best.
-        normalises: weights of experts chosen by a softmax are normalized, unless config.json says otherwise; None does
-            not support it.
+        normalises: default of `norm_topk_prob` for experts chosen by a softmax; None does not support it.
         sizes: defaults of config.json for experts, experts per token, an expert's width, latents, heads without and
             with rotation, values, and ranks of queries; None takes those of V2 or V3.
         layer_key: `mlp_layer_types` lists dense and sparse layers; else `first_k_dense_replace` counts the dense ones.
@@ -81,6 +82,7 @@ class Variant:
         num_groups: defaults of `n_group` and `topk_group`.
         scale: default of `routed_scaling_factor`.
         section: default of `rope_parameters`.
+        experts: names of their tensors.
     """
 
     model_type: str
@@ -95,6 +97,7 @@ class Variant:
     eps: float = 1e-6
     ends: tuple[int, int] | None = None
     section: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    experts: ExpertNames = _EXPERTS
 
     def read(self, fields: JsonFields, architecture: str) -> DeepseekConfig:
         """See `Family`."""
@@ -337,14 +340,16 @@ MISTRAL = Variant(
     num_dense=0,
     ends=(1, 2),
     section=_MISTRAL_ROPE,
+    experts=dataclasses.replace(_EXPERTS, gate="gate_up_proj", fused="rows"),
 )
 """Mistral 4."""
-NAMES = Names(experts=ExpertNames(shared="mlp.shared_experts."))
+NAMES = Names()
 
 
-def layer_leaves(config: DeepseekConfig, prefix: str, kind: LayerKind) -> list[Leaf]:
+def layer_leaves(config: DeepseekConfig, prefix: str, kind: LayerKind, experts: ExpertNames = _EXPERTS) -> list[Leaf]:
     """See `Family`."""
-    return decoder.layer_leaves(config, prefix, kind, NAMES, attention=_attention(config, f"{prefix}self_attn."))
+    names = Names(experts=experts)
+    return decoder.layer_leaves(config, prefix, kind, names, attention=_attention(config, f"{prefix}self_attn."))
 
 
 def _attention(config: DeepseekConfig, prefix: str) -> list[Leaf]:
