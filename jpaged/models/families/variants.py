@@ -150,7 +150,7 @@ class ExpertKeys:
     Attributes:
         num_shared: shared experts.
         first: number of the first layer with experts; None is 0.
-        step: every `step`th layer has experts (Llama 4); None is every one.
+        step: every `step`th layer has experts, unless `moe_layers` lists them (Llama 4); None is every one.
         normalises: weights are normalized; a default of the key `norm_topk_prob`, if `has_key`.
         scale: key of the factor of weights.
         has_groups: experts are chosen from the best groups, by the two best of each.
@@ -203,6 +203,12 @@ class ExpertKeys:
         """Return True for each layer with experts."""
         first = 0 if self.first is None else fields.integer(*self.first, minimum=0, maximum=num_layers - 1)
         step = 1 if self.step is None else fields.integer(*self.step, maximum=num_layers)
+        listed = None if self.step is None else fields.value("moe_layers")
+        if listed is not None:
+            is_list = isinstance(listed, list) and all(index in range(num_layers) for index in listed)
+            if not is_list or not listed:
+                raise fields.bad("moe_layers", f"is {listed!r}; it must be a list of layers below {num_layers}")
+            return [index in listed for index in range(num_layers)]
         return [index >= first and (index + 1) % step == 0 for index in range(num_layers)]
 
     def write(self, config: DecoderConfig) -> dict[str, object]:
@@ -220,7 +226,7 @@ class ExpertKeys:
         if self.first is not None:
             found[self.first[0]] = sparse.index(True)
         if self.step is not None:
-            found[self.step[0]] = sparse.index(True) + 1
+            found["moe_layers"] = [index for index, has in enumerate(sparse) if has]
         if self.has_key:
             found["norm_topk_prob"] = routing.normalises
         if self.scale:
@@ -664,7 +670,10 @@ _VARIANTS = {
         fixed=_COHERE,
         layers=Layers("types", 4096, ropes=(None, 0)),
         only={"use_qk_norm": False, "rotary_pct": 1.0, "use_parallel_block": True, "use_gated_activation": True},
-        ignored=("order_of_interleaved_layers", "position_embedding_type", "use_embedding_sharing"),
+        ignored=(
+            *("layer_switch", "order_of_interleaved_layers", "position_embedding_type"),
+            *("use_embedding_sharing", "use_parallel_embedding"),
+        ),
     ),
     "PhiForCausalLM": DecoderVariant(
         model_type="phi",
@@ -931,11 +940,16 @@ _OF_IMAGES = (
 _OF_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id", "bos_token_id")
 """Keys that apply to the language model; those of `text_config` are the default."""
 
+_RESTATED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+
 
 def _language(whole: JsonFields) -> JsonFields:
     """Return the fields of the language model of a multimodal model, from text_config and the top level."""
     whole.ignore(_OF_IMAGES)
     given = {key: whole.value(key) for key in _OF_WHOLE if whole.has(key)}
+    for key in _RESTATED:
+        size = whole.mapping("text_config").get(key)
+        whole.only(key, size, why=f"{key} is {size} in text_config, which defines the language model")
     return JsonFields({**whole.mapping("text_config"), **given}, f"{whole.name} text_config")
 
 
