@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jpaged.checkpoints.names import num_params
 from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.experts import route
@@ -21,6 +22,25 @@ from jpaged.models.hf_config import from_hf, to_hf
 from jpaged.models.model import Model
 from tests.models import dense
 from tests.models.tiny import TinyCase, tensors, tiny_case
+
+
+def sizes(
+    num_layers: int, width: int, inner: int, num_heads: int, num_kv_heads: int, vocab_size: int
+) -> dict[str, object]:
+    return {
+        "num_hidden_layers": num_layers,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "vocab_size": vocab_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "initializer_range": 0.02,
+        "use_cache": True,
+    }
 
 
 def read(name: str, **settings: object) -> DecoderConfig:
@@ -153,3 +173,117 @@ def test_internlm_2_is_a_llama_under_other_names(tmp_path: Path) -> None:
         )
     )
     np.testing.assert_array_equal(got, want)
+
+
+LATENTS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+PUBLISHED: dict[str, dict[str, object]] = {
+    "kimi-k2": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "kimi_k2",
+        **sizes(61, 7168, 18432, 64, 64, 163840),
+        **LATENTS,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "aux_loss_alpha": 0.001,
+        "ep_size": 1,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": 1536,
+        "rope_scaling": {
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.827,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+    },
+    "glm-4.5-air": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        **sizes(46, 4096, 10944, 96, 8, 151552),
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+        "routed_scaling_factor": 1.0,
+        "rope_scaling": None,
+        "topk_group": 1,
+        "use_qk_norm": False,
+    },
+    "minimax-m2": {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "model_type": "minimax_m2",
+        **sizes(62, 3072, 1536, 48, 8, 200064),
+        "attn_type_list": [1] * 62,
+        "head_dim": 128,
+        "max_position_embeddings": 196608,
+        "mtp_transformer_layers": 1,
+        "num_experts_per_tok": 8,
+        "num_local_experts": 256,
+        "num_mtp_modules": 3,
+        "qk_norm_type": "per_layer",
+        "rope_theta": 5000000,
+        "rotary_dim": 64,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "use_mtp": True,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    },
+    "ernie-4.5-21b-a3b": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "model_type": "ernie4_5_moe",
+        **sizes(28, 2560, 12288, 20, 4, 103424),
+        "max_position_embeddings": 131072,
+        "moe_capacity": [64, 64, 64],
+        "moe_gate": "topk",
+        "moe_intermediate_size": 1536,
+        "moe_k": 6,
+        "moe_layer_end_index": 27,
+        "moe_layer_interval": 1,
+        "moe_layer_start_index": 1,
+        "moe_num_experts": 64,
+        "moe_num_shared_experts": 2,
+        "moe_use_aux_free": True,
+        "num_nextn_predict_layers": 1,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "use_bias": False,
+    },
+    "yi-6b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **sizes(32, 4096, 11008, 32, 4, 64000),
+        "max_position_embeddings": 4096,
+        "rope_theta": 5000000.0,
+    },
+}
+NUM_PARAMS = {"kimi-k2": 1026, "glm-4.5-air": 106, "minimax-m2": 228, "ernie-4.5-21b-a3b": 21, "yi-6b": 6}
+"""In billions, rounded down."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read_whole(name: str) -> None:
+    assert num_params(from_hf(PUBLISHED[name])) // 10**9 == NUM_PARAMS[name]
