@@ -205,8 +205,7 @@ class ExpertKeys:
         step = 1 if self.step is None else fields.integer(*self.step, maximum=num_layers)
         listed = None if self.step is None else fields.value("moe_layers")
         if listed is not None:
-            is_list = isinstance(listed, list) and all(index in range(num_layers) for index in listed)
-            if not is_list or not listed:
+            if not isinstance(listed, list) or not listed or not all(index in range(num_layers) for index in listed):
                 raise fields.bad("moe_layers", f"is {listed!r}; it must be a list of layers below {num_layers}")
             return [index in listed for index in range(num_layers)]
         return [index >= first and (index + 1) % step == 0 for index in range(num_layers)]

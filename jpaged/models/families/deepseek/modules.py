@@ -50,7 +50,7 @@ class LatentAttention(Module):
         self.latent_dim, self.nope_dim = config.latent_dim, config.nope_dim
 
     def attend(
-        self, x_te: jax.Array, norm: Norm, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
+        self, x_te: jax.Array, norm: Norm | None, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
         """Return the heads' outputs `[T, H * V]`, and the carry."""
         assert place.kind.rope is not None
