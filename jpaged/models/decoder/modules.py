@@ -43,7 +43,7 @@ from jpaged.models.layers import (
 )
 from jpaged.models.rope_config import RopeConfig
 from jpaged.models.stack import LayerPlace
-from jpaged.models.tokens import HeadsKernel, Rows, TokenBatch
+from jpaged.models.tokens import HeadsKernel, Rows, StateShardings, TokenBatch
 
 
 class ExpertRouter(Module):
@@ -138,7 +138,8 @@ class MixtureOfExperts(Module):
         else:
             h_te = x_te if norm is None else norm(x_te)
         choice_bias = None if self.router.choice_bias is None else self.router.choice_bias[...]
-        routes = route(self.router(h_te, rows), self.mixture.routing, rows.num_in_use, choice_bias)
+        logits_tx = self.router(h_te, rows)
+        routes = route(logits_tx, self.mixture.routing, rows.num_in_use, choice_bias, rows.is_used_t)
         weighed_te = h_te
         if self.mixture.weighs_inputs:
             weighed_te = (h_te.astype(jnp.float32) * routes.weights_tk).astype(h_te.dtype)
@@ -160,6 +161,7 @@ class Shared:
         rows: the tokens as rows of matmuls.
         heads: the kernel that splits and rotates heads, if there is one. Static.
         experts: see `TokenBatch`. Static.
+        states: see `TokenBatch`. Static.
         query_scales_t: a factor of each token's queries, float32; None is none.
     """
 
@@ -167,6 +169,7 @@ class Shared:
     rows: Rows
     heads: HeadsKernel | None = dataclasses.field(default=None, metadata={"static": True})
     experts: ExpertsKernel | None = dataclasses.field(default=None, metadata={"static": True})
+    states: StateShardings | None = dataclasses.field(default=None, metadata={"static": True})
     query_scales_t: jax.Array | None = None
 
 
@@ -430,7 +433,11 @@ class DecoderLayer(Module):
     ) -> jax.Array:
         if isinstance(self.mlp, MixtureOfExperts):
             return self.mlp(x_te, shared.rows, norm=norm, residual=residual, kernel=shared.experts)
-        return self.mlp(x_te, shared.rows, norm=norm, residual=residual)
+        if shared.states is None:
+            return self.mlp(x_te, shared.rows, norm=norm, residual=residual)
+        whole_te = jax.lax.with_sharding_constraint(x_te, shared.states.whole)
+        y_te = jax.lax.with_sharding_constraint(self.mlp(whole_te, shared.rows, norm=norm), shared.states.split)
+        return y_te if residual is None else residual + y_te
 
 
 class DecoderEnds(Ends):
@@ -452,6 +459,8 @@ class DecoderEnds(Ends):
             x_te = x_te * jnp.asarray(config.embed_scale, x_te.dtype)
         if self.positions is not None:
             x_te = x_te + self.positions(tokens.positions_t)
+        if tokens.states is not None:
+            x_te = jax.lax.with_sharding_constraint(x_te, tokens.states.split)
         x = Measured.of(x_te, is_measured=tokens.heads is not None and config.norm == "rms" and config.pre_norms)
         return x, self.shared(tokens)
 
@@ -465,7 +474,7 @@ class DecoderEnds(Ends):
             return jax.lax.optimization_barrier(made if heads is None else heads.angles(*made))
 
         scales_t = None if config.query_scale is None else _query_scales(config.query_scale, tokens.positions_t)
-        return Shared(tuple(map(angles, config.ropes)), tokens.rows, heads, tokens.experts, scales_t)
+        return Shared(tuple(map(angles, config.ropes)), tokens.rows, heads, tokens.experts, tokens.states, scales_t)
 
     def end(self, x: Measured) -> jax.Array:
         """See `Ends`."""
