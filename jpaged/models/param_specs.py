@@ -36,6 +36,7 @@ class Leaf:
         tensor_axes: for each axis of the leaf the corresponding axis of every tensor, in equal steps; None for none.
         heads: the heads along the axis named "kv_heads".
         dtype: of the numbers, whatever the model's; None is the model's.
+        num_unused: numbers that no tensor has.
     """
 
     path: tuple[str, ...]
@@ -46,6 +47,7 @@ class Leaf:
     tensor_axes: tuple[int | None, ...]
     heads: GroupedHeads | None = None
     dtype: np.dtype | None = None
+    num_unused: int = 0
 
 
 def same(path: tuple[str, ...], name: str, axes: LogicalAxes, shape: tuple[int, ...]) -> Leaf:
@@ -226,7 +228,16 @@ def head_scales(
         leaf[...] = scales.reshape(-1)
 
     tensor_axes = (0 if len(tensors) == 2 else None,)
-    return Leaf(("attention", "heads_norm", "scale"), ("kv_heads",), (heads.size,), tensors, pack, tensor_axes, heads)
+    return Leaf(
+        ("attention", "heads_norm", "scale"),
+        ("kv_heads",),
+        (heads.size,),
+        tensors,
+        pack,
+        tensor_axes,
+        heads,
+        num_unused=heads.num_kv_heads * heads.head_dim,
+    )
 
 
 @dataclass(frozen=True, slots=True)

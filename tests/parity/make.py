@@ -28,7 +28,7 @@ from tests.parity.cases import FAMILY_SEARCH, BeamCase, Found
 MADE_BY = {"transformers": transformers.__version__, "torch": torch.__version__}
 
 
-def class_of(folder: Path) -> Any:
+def get_class(folder: Path) -> Any:
     """The class of a checkpoint's model; the auto class does not know that of Mistral 4."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     is_known = config["model_type"] != "mistral4"
@@ -37,7 +37,7 @@ def class_of(folder: Path) -> Any:
 
 def load(folder: Path) -> transformers.PreTrainedModel:
     """The model of a checkpoint that fits it, in float32."""
-    model, info = class_of(folder).from_pretrained(
+    model, info = get_class(folder).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
@@ -72,7 +72,7 @@ def continue_greedily(
 def load_for_beams(case: TinyCase, folder: Path) -> transformers.PreTrainedModel:
     """A model that searches are made on; a search says itself which tokens end it."""
     write_checkpoint(case, folder)
-    model = class_of(folder).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = get_class(folder).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     model.generation_config.eos_token_id = None
     return model
 
@@ -187,7 +187,7 @@ def record_shapes() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 (Path(folder) / "config.json").write_text(json.dumps(dict(case.config)), encoding="utf-8")
                 config = transformers.AutoConfig.from_pretrained(folder)
-                made = class_of(Path(folder))
+                made = get_class(Path(folder))
                 make = made.from_config if hasattr(made, "from_config") else made._from_config
                 make(config).save_pretrained(folder)
                 with safe_open(Path(folder) / "model.safetensors", "np") as saved:

@@ -186,7 +186,7 @@ class Names:
         experts: of sparse layers.
         q_norm, k_norm: of queries and keys; with `{}` in place of the number of the head, if each has a tensor.
         logit_bias: the complete name.
-        xielu: prefix of the two parameters of the activation xielu.
+        xielu: prefix of the parameters of the activation xielu.
         is_transposed: linear weights are `[in, out]`, not `[out, in]`.
     """
 
@@ -332,9 +332,9 @@ def feed_forward(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]
         leaves.append(stacked_bias(("mlp", key, "bias"), into, axes[1:], shape[1:]))
         leaves.append(whole(("mlp", "down", "bias"), f"{prefix}{names.down}.bias", width))
     if config.activation == "xielu":
-        leaves += [
-            same(("mlp", part), f"{prefix}{names.xielu}{part}", (None,), (1,)) for part in ("alpha_p", "alpha_n")
-        ]
+        for part, stored in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ())):
+            leaf = same(("mlp", "xielu", part), f"{prefix}{names.xielu}{part}", (None,), (1,))
+            leaves.append(dataclasses.replace(leaf, tensors=((f"{prefix}{names.xielu}{part}", stored),)))
     return leaves
 
 

@@ -292,6 +292,23 @@ def _unit_norm(x_thd: jax.Array, eps: float) -> jax.Array:
     return (x_thd.astype(jnp.float32) * jax.lax.rsqrt(means + eps)).astype(x_thd.dtype)
 
 
+class XIELU(Module):
+    """The activation xIELU (Huang 2024, arXiv 2411.13010): quadratic above zero, and exponential below."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self.alpha_p, self.alpha_n = Param(jnp.ones((1,), dtype)), Param(jnp.ones((1,), dtype))
+        self.beta, self.eps = Param(jnp.full((1,), 0.5, dtype)), Param(jnp.full((1,), -1e-6, dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Apply it in float32; returns x's type."""
+        x32 = x.astype(jnp.float32)
+        parameters = (self.alpha_p, self.alpha_n, self.beta, self.eps)
+        alpha_p, alpha_n, beta, eps = (parameter[...].astype(jnp.float32) for parameter in parameters)
+        above = jax.nn.softplus(alpha_p) * x32 * x32
+        below = (beta + jax.nn.softplus(alpha_n)) * (jnp.expm1(jnp.minimum(x32, eps)) - x32)
+        return (jnp.where(x32 > 0, above, below) + beta * x32).astype(x.dtype)
+
+
 class MLP(Module):
     """down(act(gate(x)) * up(x)), with gate and up in one kernel `[E, 2, F]`, or down(act(up(x)))."""
 
@@ -302,9 +319,7 @@ class MLP(Module):
         self.up = None if is_gated else Linear(width, (inner,), bias, dtype, rngs)
         self.down = Linear(inner, (width,), bias, dtype, rngs)
         self.activation = config.activation
-        has_alphas = config.activation == "xielu"
-        self.alpha_p = Param(jnp.ones((1,), dtype)) if has_alphas else None
-        self.alpha_n = Param(jnp.ones((1,), dtype)) if has_alphas else None
+        self.xielu = XIELU(dtype) if config.activation == "xielu" else None
 
     def __call__(
         self, x_te: jax.Array, rows: Rows, *, norm: Norm | None, residual: jax.Array | None = None
@@ -327,25 +342,7 @@ class MLP(Module):
         return self.down.add_to_parts(inner_tf, x)
 
     def _activate(self, x: jax.Array) -> jax.Array:
-        if self.alpha_p is None or self.alpha_n is None:
-            return activate(x, self.activation)
-        return xielu(x, self.alpha_p[...], self.alpha_n[...])
-
-
-_XIELU_BETA, _XIELU_EPS = 0.5, -1e-6
-"""Constants of xIELU; transformers stores both as bfloat16, which rounds the second in its last digits."""
-
-
-def xielu(x: jax.Array, alpha_p: jax.Array, alpha_n: jax.Array) -> jax.Array:
-    """Apply xIELU (Huang 2024, arXiv 2411.13010) in float32; returns x's type.
-
-    Its integral form: quadratic above zero, and exponential below.
-    """
-    x32 = x.astype(jnp.float32)
-    p, n = (jax.nn.softplus(alpha.astype(jnp.float32)) for alpha in (alpha_p, alpha_n))
-    above = p * x32 * x32
-    below = (_XIELU_BETA + n) * (jnp.expm1(jnp.minimum(x32, _XIELU_EPS)) - x32)
-    return (jnp.where(x32 > 0, above, below) + _XIELU_BETA * x32).astype(x.dtype)
+        return activate(x, self.activation) if self.xielu is None else self.xielu(x)
 
 
 class AttentionModule(Protocol):

@@ -774,7 +774,6 @@ _VARIANTS = {
         keys=_rms(1e-5, "xielu") | _tied(False) | _biases(),
         fixed={"qk_norm": "head", "is_gated": False},
         only={"mlp_bias": False, "post_norm": False, "qk_norm": True},
-        ignored_tensors=(".act_fn.beta", ".act_fn.eps"),  # constants
     ),
     "Ernie4_5ForCausalLM": DecoderVariant(
         model_type="ernie4_5",
