@@ -58,7 +58,8 @@ def _prefix(family: AnyFamily, names: Collection[str]) -> str:
 def num_params(config: ModelConfig) -> int:
     """Return the number of the model's parameters; a tied embedding counts once."""
     leaves = model_leaves(config)
-    return sum(math.prod(leaf.shape) for each in (leaves.outer, *leaves.layers) for leaf in each)
+    every = (leaf for each in (leaves.outer, *leaves.layers) for leaf in each)
+    return sum(math.prod(leaf.shape) - leaf.num_unused for leaf in every)
 
 
 def weight_bytes(config: ModelConfig, itemsize: int, num_parts: int = 1) -> float:

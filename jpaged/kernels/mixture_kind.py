@@ -15,13 +15,15 @@ class Routing:
     Attributes:
         num_experts: X.
         top_k: experts of each row, K.
-        scores: function of the logits: `softmax` over all experts, `sigmoid` of each, or `chosen`, a softmax over those
-            that were chosen by their logits.
+        scores: function of the logits: `softmax` over all experts, `sigmoid` of each, `chosen`, a softmax over those
+            that were chosen by their logits, or `sparsemixer`, for each chosen one a softmax over those not chosen
+            before it whose logits are close to its own (Liu et al. 2024, arXiv 2409.12136).
         normalises: the weights of a row are divided by their sum.
         scale: factor of the weights after that.
         num_groups: groups of consecutive experts; with one there is no choice of groups.
         top_groups: groups that a row may choose from.
         num_best: number of a group's best scores whose sum is the group's score.
+        jitter: half of the relative distance up to which logits are close (sparsemixer).
 
     Raises:
         InvalidArgument: the numbers contradict each other.
@@ -29,12 +31,13 @@ class Routing:
 
     num_experts: int
     top_k: int
-    scores: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "chosen", "sparsemixer"] = "softmax"
     normalises: bool = False
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
     num_best: int = 1
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_experts < 1:
@@ -50,7 +53,7 @@ class Routing:
             raise InvalidArgument("top_k", f"is {self.top_k}; it must be from 1 to {self.top_groups * size} experts")
         if self.num_groups > 1 and not 1 <= self.num_best <= size:
             raise InvalidArgument("num_best", f"is {self.num_best}; a group has {size} experts")
-        if self.scores == "chosen" and self.num_groups > 1:
+        if self.scores in ("chosen", "sparsemixer") and self.num_groups > 1:
             raise InvalidArgument("num_groups", f"is {self.num_groups}; groups are not supported for logits")
 
 

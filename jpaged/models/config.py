@@ -31,6 +31,7 @@ class Mixture:
         choice_bias: the choice of experts, but not their weights, has a bias per expert (DeepSeek-V3).
         shared_width: of the shared expert; 0 is none.
         shared_is_weighed: the shared expert is multiplied by the sigmoid of a linear layer (Qwen2-MoE).
+        weighs_inputs: the weight of the only expert of a row multiplies its input, not its output (Llama 4).
         is_parallel: each device has some whole experts; otherwise a part of each. It does not come from config.json.
         shared_is_whole: each device has the whole shared expert; otherwise a part. It does not come from config.json.
     """
@@ -43,6 +44,7 @@ class Mixture:
     choice_bias: bool = False
     shared_width: int = 0
     shared_is_weighed: bool = False
+    weighs_inputs: bool = False
     is_parallel: bool = False
     shared_is_whole: bool = False
 
@@ -123,8 +125,11 @@ MAX_WIDTH = 2**20
 """Limit of hidden state, feed-forward and heads: far above any model's, and small enough to allocate."""
 MAX_VOCAB_SIZE = 2**24
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-"""gelu is the exact one, by the error function; gelu_tanh is its usual approximation."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+"""gelu is the exact one, by the error function; gelu_tanh is its usual approximation; relu2 is the square of relu.
+
+xielu has two parameters per layer, and only feed-forwards without a gate have it.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

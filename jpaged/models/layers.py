@@ -323,26 +323,40 @@ class MeasuredNorm:
 class LayerNorm(Module):
     """Computes (x - mean) / sqrt(var + eps) * scale + bias over the last axis, in float32, returned in x's type.
 
-    A norm that is not affine has neither scale nor bias.
+    A norm that is not affine has neither scale nor bias. The stored weight is the scale less the offset.
     """
 
-    def __init__(self, width: int, eps: float, is_affine: bool, dtype: np.dtype) -> None:
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        is_affine: bool,
+        dtype: np.dtype,
+        *,
+        use_bias: bool = True,
+        offset: float = 0.0,
+    ) -> None:
         self.scale = Param(jnp.ones((width,), dtype)) if is_affine else None
-        self.bias = Param(jnp.zeros((width,), dtype)) if is_affine else None
+        self.bias = Param(jnp.zeros((width,), dtype)) if is_affine and use_bias else None
         self.eps = eps
+        self.offset = offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalize the last axis."""
         x32 = x.astype(jnp.float32)
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        if self.scale is not None and self.bias is not None:
-            x32 = x32 * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        if self.scale is not None:
+            x32 = x32 * (self.scale[...].astype(jnp.float32) + self.offset)
+        if self.bias is not None:
+            x32 = x32 + self.bias[...].astype(jnp.float32)
         return x32.astype(x.dtype)
 
     @property
-    def for_kernel(self) -> matmul_module.Norm:
-        """Equivalent norm of a matmul kernel."""
+    def for_kernel(self) -> matmul_module.Norm | None:
+        """Equivalent norm of a matmul kernel; None with an offset: kernels take scales of the rows' own type."""
+        if self.offset:
+            return None
         scale, bias = (None if param is None else param[...] for param in (self.scale, self.bias))
         return matmul_module.Norm("layer", self.eps, scale, bias)
 
@@ -355,8 +369,9 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
     x32 = x.astype(jnp.float32)
     if activation == "silu":
         return jax.nn.silu(x32).astype(x.dtype)
-    if activation == "relu":
-        return jax.nn.relu(x32).astype(x.dtype)
+    if activation in ("relu", "relu2"):
+        positive = jax.nn.relu(x32)
+        return (positive if activation == "relu" else jnp.square(positive)).astype(x.dtype)
     return jax.nn.gelu(x32, approximate=activation == "gelu_tanh").astype(x.dtype)
 
 

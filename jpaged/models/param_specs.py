@@ -36,6 +36,7 @@ class Leaf:
         tensor_axes: for each axis of the leaf the corresponding axis of every tensor, in equal steps; None for none.
         heads: the heads along the axis named "kv_heads".
         dtype: of the numbers, whatever the model's; None is the model's.
+        num_unused: numbers that no tensor has.
     """
 
     path: tuple[str, ...]
@@ -46,6 +47,7 @@ class Leaf:
     tensor_axes: tuple[int | None, ...]
     heads: GroupedHeads | None = None
     dtype: np.dtype | None = None
+    num_unused: int = 0
 
 
 def same(path: tuple[str, ...], name: str, axes: LogicalAxes, shape: tuple[int, ...]) -> Leaf:
@@ -147,17 +149,19 @@ def split_projections(prefix: str) -> Linears:
     return Linears(tuple(f"{prefix}{part}_proj" for part in "qkv"))
 
 
-def rotated_first(head_dim: int, num_rotated: int) -> np.ndarray:
+def rotated_first(head_dim: int, num_rotated: int, *, is_interleaved: bool = False) -> np.ndarray:
     """Return an order of a head's dimensions in which the rotated ones come first in both halves.
 
         as published   a a a b b b c c c c       a rotates against b, c is not rotated
         here           a a a c c b b b c c       dimension i rotates against i + D/2, some of them by an angle of zero
 
-    Scores are unchanged, because queries and keys are reordered in the same way.
+    Scores are unchanged, because queries and keys are reordered in the same way. Interleaved, neighbors are rotated
+    against each other as published.
     """
-    half, rest = num_rotated // 2, np.arange(num_rotated, head_dim)
+    rotated, rest = np.arange(num_rotated), np.arange(num_rotated, head_dim)
+    halves = (rotated[::2], rotated[1::2]) if is_interleaved else np.split(rotated, 2)
     first, second = np.split(rest, [len(rest) // 2])
-    return np.concatenate((np.arange(half), first, np.arange(half, num_rotated), second))
+    return np.concatenate((halves[0], first, halves[1], second))
 
 
 def qkv_kernel(
@@ -200,6 +204,40 @@ def qkv_bias(
     path, axes = ("attention", "qkv", "bias"), ("kv_heads",)
     tensor_axes = (0 if is_grouped or len(linears.names) > 1 else None,)
     return Leaf(path, axes, (heads.size,), linears.biases(heads.outputs), pack, tensor_axes, heads)
+
+
+def head_scales(
+    config: ModelConfig, tensors: tuple[tuple[str, tuple[int, ...]], ...], order: np.ndarray | None
+) -> Leaf:
+    """Return scales of all queries and keys `[K * (G + 2) * D]`, with zeros for values; see `qkv_kernel`.
+
+    Args:
+        tensors: scales of all queries, then of all keys: one tensor each, `[H*D]` or `[H, D]`, or one per head.
+    """
+    heads = GroupedHeads.of(config)
+
+    def pack(arrays: Sequence[np.ndarray], leaf: np.ndarray) -> None:
+        num_queries = len(arrays) * heads.group // (heads.group + 1) if len(arrays) > 2 else 1
+        q, k = (
+            np.concatenate([each.reshape(-1) for each in part]) for part in (arrays[:num_queries], arrays[num_queries:])
+        )
+        scales = np.zeros((len(leaf) // heads.group_size, heads.group + 2, heads.head_dim), leaf.dtype)
+        dims = slice(None) if order is None else order
+        scales[:, :-2] = q.reshape(-1, heads.group, heads.head_dim)[..., dims]
+        scales[:, -2] = k.reshape(-1, heads.head_dim)[:, dims]
+        leaf[...] = scales.reshape(-1)
+
+    tensor_axes = (0 if len(tensors) == 2 else None,)
+    return Leaf(
+        ("attention", "heads_norm", "scale"),
+        ("kv_heads",),
+        (heads.size,),
+        tensors,
+        pack,
+        tensor_axes,
+        heads,
+        num_unused=heads.num_kv_heads * heads.head_dim,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,13 @@ from jpaged.models.families import (
     opt,
     phi3,
     qwen_moe,
-    starcoder2,
+    variants,
 )
 from jpaged.models.family import AnyFamily
 
 _FAMILIES = (
     *(llama, mixtral, qwen_moe, gpt_oss, deepseek, gemma, phi3),
-    *(gpt2, gpt_neox, falcon, starcoder2, opt),
+    *(gpt2, gpt_neox, falcon, opt, variants),
 )
 
 ARCHITECTURES: Mapping[str, AnyFamily] = {
@@ -47,11 +47,16 @@ def find_family(architecture: str) -> AnyFamily:
 
 def unsupported(field: str, name: str) -> Unsupported:
     """Return the error for a model that is not supported, with the architecture whose name is closest."""
-    by_name = {architecture.lower(): architecture for architecture in ARCHITECTURES}
+    by_name = {_stem(architecture): architecture for architecture in reversed(list(ARCHITECTURES))}
     if field == "model_type":
         by_name = {family.model_type: architecture for architecture, family in ARCHITECTURES.items()}
-    closest = difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=0.0)
+    closest = difflib.get_close_matches(_stem(name), by_name, n=1, cutoff=0.0)
     return Unsupported(
         f"{field} {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}; the closest is "
         f"{by_name[closest[0]]}; docs/models.md describes how to add a model"
     )
+
+
+def _stem(name: str) -> str:
+    """Return the name of a model without its task."""
+    return name.partition("For")[0].lower()

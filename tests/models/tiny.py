@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-_NORM = re.compile(r"(norm|\.ln_\w+)\.weight$")
+_NORM = re.compile(r"(norm|\.ln_\w+|norms\.\d+)\.weight$")
 _STDS = {
     "embed_tokens": 0.05,
     "wte": 0.05,
@@ -26,6 +26,7 @@ _STDS = {
     "embed_positions": 1.0,
     "wpe": 1.0,
 }
+_PARALLEL = ("falcon", "gpt_neox", "cohere", "cohere2", "phi")
 SPELT_OUT = ("llama", "mistral", "qwen2", "qwen3", "opt")
 """Families whose tensors are named here; those of the others are recorded."""
 SHAPES = Path(__file__).parent / "shapes.json"
@@ -85,6 +86,7 @@ def tiny_cases() -> list[TinyCase]:
         _opt("opt_no_affine", (4, 16), 24, layer_norm_elementwise_affine=False, word_embed_proj_dim=48),
         _opt("opt_no_final_norm", (4, 16), 20, _remove_final_layer_norm=True, prefix="</s>"),
         *_decoders(),
+        *_variants(),
     ]
 
 
@@ -145,6 +147,70 @@ def _decoders() -> list[TinyCase]:
         _deepseek("deepseek_v3", 3, q_lora_rank=36, rope_scaling={**_YARN, "mscale": 0.7, "mscale_all_dim": 0.6}),
         _case("phi3_grows", "Phi3", (4, 2, 16), 30, **growing),
     ]
+
+
+def _variants() -> list[TinyCase]:
+    """The families of `jpaged.models.families.variants`, with the switches that set each apart."""
+    yarn = {**_YARN, "rope_theta": 1e4, "attention_factor": 1.2}
+    two = {"full_attention": yarn, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    granite = {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0}
+    scaled = {**_YARN, "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+    stretched = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
+    windows = {"sliding_window": 9, "layer_types": _types(4, 4)}
+    local = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    glm = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+    glm |= {"moe_intermediate_size": 40}
+    ernie = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 40}
+    llama4: dict[str, object] = {"num_local_experts": 4, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 96}
+    llama4 |= {"no_rope_layer_interval": 2, "floor_scale": 8, "attn_scale": 0.3}
+    return [
+        _variant("arcee", "Arcee", 24, attention_bias=True),
+        _variant("smollm3", "SmolLM3", 24, no_rope_layer_interval=2, num_hidden_layers=4),
+        _variant("granite", "Granite", 24, **granite, attention_multiplier=0.3),
+        _variant("olmo2", "Olmo2", 24),
+        _variant("olmo3", "Olmo3", 40, rope_parameters=two, num_hidden_layers=4, **windows),
+        _variant("glm4", "Glm4", 24, head_dim=16),
+        _variant("seed_oss", "SeedOss", 24, head_dim=32),
+        _variant("exaone4", "Exaone4", 40, num_hidden_layers=4, **windows),
+        _variant("hunyuan_v1_dense", "HunYuanDenseV1", 24, head_dim=16, rope_parameters=stretched),
+        _variant("cohere", "Cohere", 24, use_qk_norm=True, logit_scale=0.5),
+        _variant("cohere2", "Cohere2", 40, num_hidden_layers=4, logit_scale=0.5, **windows),
+        _variant("phi", "Phi", 24),
+        _variant("stablelm", "StableLm", 24, use_qkv_bias=True, qk_layernorm=True),
+        _variant("internlm3", "InternLM3", 24, head_dim=32, qkv_bias=True, bias=True),
+        _variant("nemotron", "Nemotron", 24, head_dim=32),
+        _variant("apertus", "Apertus", 24),
+        _variant("ernie4_5", "Ernie4_5", 24, head_dim=16, use_bias=True),
+        _variant("ministral3", "Ministral3", 40, head_dim=32, rope_parameters=scaled),
+        _variant("gemma", "Gemma", 24, head_dim=32),
+        _variant("stablelm_parallel", "StableLm", 24, use_parallel_residual=True),
+        _variant("granitemoe", "GraniteMoe", 24, **granite, **local, attention_multiplier=0.3),
+        _variant("glm4_moe", "Glm4Moe", 24, **glm, head_dim=32, use_qk_norm=True, attention_bias=True),
+        _variant("minimax_m2", "MiniMaxM2", 24, **local, head_dim=32, rotary_dim=16),
+        _variant("ernie4_5_moe", "Ernie4_5_Moe", 24, **ernie),
+        _variant(
+            "hunyuan_v1_moe", "HunYuanMoEV1", 24, head_dim=16, num_experts=4, moe_topk=2, rope_parameters=stretched
+        ),
+        _variant("phimoe", "Phimoe", 24, **local, attention_bias=True, lm_head_bias=True, router_jitter_noise=0.3),
+        _variant("llama4_text", "Llama4", 26, **llama4, head_dim=32, num_hidden_layers=4),
+        _latent("glm4_moe_lite", "Glm4MoeLite", n_group=4, topk_group=2, routed_scaling_factor=1.5),
+        _latent("mistral4", "Mistral4", rope_parameters=scaled, routed_scaling_factor=1.5),
+    ]
+
+
+def _latent(name: str, family: str, **settings: object) -> TinyCase:
+    """A successor of DeepSeek-V3; see `_deepseek`."""
+    base = _deepseek(name, 3, q_lora_rank=36, first_k_dense_replace=1).config
+    groups = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+    sizes = {key: value for key, value in base.items() if key not in ("architectures", "model_type")}
+    return _other(name, family, name, 40, **{**sizes, **groups, **settings})
+
+
+def _variant(name: str, family: str, prompt_len: int, **settings: object) -> TinyCase:
+    sizes: dict[str, object] = {"hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0}
+    model_type = name.removesuffix("_parallel")
+    return _other(name, family, model_type, prompt_len, **{**sizes, **settings})
 
 
 def _types(num_layers: int, period: int) -> list[str]:
@@ -359,16 +425,19 @@ def _llama_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
 
 
 def _tensor(case: TinyCase, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    if name.endswith((".act_fn.beta", ".act_fn.eps")):
+        return np.array(0.5 if name.endswith("beta") else -1e-6, np.float32)
     noise = _generator(f"{case.name}/{name}").standard_normal(shape, dtype=np.float32)
     if _NORM.search(name):
-        offset = 0 if str(case.config["model_type"]).startswith("gemma") else 1  # Gemma stores its scales less 1
+        is_less_one = str(case.config["model_type"]).startswith(("gemma", "nemotron"))  # stored scales are less 1
+        offset = 0 if is_less_one else 1
         return np.float32(offset) + np.float32(0.1) * noise
     if name.endswith(".bias"):
         return np.float32(0.1) * noise
     # A small embedding under layers of unit size keeps tied models from repeating their input, and positions of that
     # size keep them from running in a circle.
     # Where attention and feed-forward stand side by side, a model of few layers runs in a circle all the sooner.
-    gain = 3.0 if case.config["model_type"] in ("falcon", "gpt_neox") else 1.2
+    gain = 3.0 if case.config["model_type"] in _PARALLEL else 1.2
     std = _STDS.get(name.split(".")[-2], max(0.05, gain * shape[-1] ** -0.5))
     return np.float32(std) * noise
 

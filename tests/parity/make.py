@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +28,16 @@ from tests.parity.cases import FAMILY_SEARCH, BeamCase, Found
 MADE_BY = {"transformers": transformers.__version__, "torch": torch.__version__}
 
 
+def get_class(folder: Path) -> Any:
+    """The class of a checkpoint's model; the auto class does not know that of Mistral 4."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    is_known = config["model_type"] != "mistral4"
+    return transformers.AutoModelForCausalLM if is_known else transformers.Mistral4ForCausalLM
+
+
 def load(folder: Path) -> transformers.PreTrainedModel:
     """The model of a checkpoint that fits it, in float32."""
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    model, info = get_class(folder).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
@@ -64,9 +72,7 @@ def continue_greedily(
 def load_for_beams(case: TinyCase, folder: Path) -> transformers.PreTrainedModel:
     """A model that searches are made on; a search says itself which tokens end it."""
     write_checkpoint(case, folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model = get_class(folder).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     model.generation_config.eos_token_id = None
     return model
 
@@ -181,7 +187,9 @@ def record_shapes() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 (Path(folder) / "config.json").write_text(json.dumps(dict(case.config)), encoding="utf-8")
                 config = transformers.AutoConfig.from_pretrained(folder)
-                transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+                made = get_class(Path(folder))
+                make = made.from_config if hasattr(made, "from_config") else made._from_config
+                make(config).save_pretrained(folder)
                 with safe_open(Path(folder) / "model.safetensors", "np") as saved:
                     shapes = {name: saved.get_slice(name).get_shape() for name in sorted(saved.keys())}
             recorded[tiny.shapes_key(case.config)] = shapes

@@ -16,7 +16,7 @@ from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.weights import load_params
 from jpaged.device.executor import JaxExecutor
 from jpaged.models.decoder import DecoderConfig
-from jpaged.models.hf_config import from_hf
+from jpaged.models.hf_config import from_hf, to_hf
 from jpaged.models.model import Model
 from jpaged.models.rope import cos_sin
 from jpaged.types import SamplingParams
@@ -101,6 +101,30 @@ def test_a_gemma_that_reads_images_answers_texts(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     token_ids = random_ids(40)
     model = Model(read_config(tmp_path), FLOAT32)
+    ours = dense.logits(model, load_params(model, tmp_path, "loop"), token_ids, len(token_ids))
+    np.testing.assert_allclose(ours, make.logits(theirs, token_ids), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text"), [("mistral3", "mistral_window"), ("mistral3", "ministral3"), ("llama4", "llama4_text")]
+)
+def test_a_model_that_reads_images_answers_texts(model_type: str, text: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    sight: dict[str, object] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    sight |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+    if model_type == "llama4":
+        sight |= {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+    else:
+        sight |= {"model_type": "pixtral", "head_dim": 16}
+    inner = {key: value for key, value in tiny_case(text).config.items() if key != "architectures"}
+    whole = AutoConfig.for_model(model_type, text_config=inner, vision_config=sight, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    theirs = AutoModelForImageTextToText.from_config(whole, attn_implementation="eager").eval()
+    theirs.save_pretrained(tmp_path)
+    token_ids = random_ids(40)
+    model = Model(read_config(tmp_path), FLOAT32)
+    assert from_hf(to_hf(model.config)) == model.config
     ours = dense.logits(model, load_params(model, tmp_path, "loop"), token_ids, len(token_ids))
     np.testing.assert_allclose(ours, make.logits(theirs, token_ids), rtol=0, atol=1e-4)
 

@@ -60,6 +60,8 @@ def route(
     if routing.scores == "chosen":
         best, ids = jax.lax.top_k(logits, routing.top_k)
         weights = jax.nn.softmax(best, axis=-1)
+    elif routing.scores == "sparsemixer":
+        ids, weights = _mix_sparsely(logits, routing)
     else:
         scores = jax.nn.softmax(logits, axis=-1) if routing.scores == "softmax" else jax.nn.sigmoid(logits)
         ranked = scores if bias_x is None else scores + bias_x.astype(jnp.float32)
@@ -70,6 +72,19 @@ def route(
     weights = weights * routing.scale
     is_in_use = (jnp.arange(len(logits)) < num_rows if is_used_t is None else is_used_t)[:, None]
     return Routes(jnp.where(is_in_use, ids, routing.num_experts), jnp.where(is_in_use, weights, 0.0))
+
+
+def _mix_sparsely(logits_tx: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+    """Return (experts, weights) by sparsemixer, one expert after the other."""
+    left_tx, ids, weights = logits_tx, [], []
+    for _ in range(routing.top_k):
+        best_t1, id_t1 = jnp.max(left_tx, axis=-1, keepdims=True), jnp.argmax(left_tx, axis=-1, keepdims=True)
+        distances_tx = (best_t1 - logits_tx) / jnp.maximum(jnp.abs(logits_tx), best_t1)
+        close_tx = jnp.where(distances_tx > 2 * routing.jitter, -jnp.inf, left_tx)
+        ids.append(id_t1)
+        weights.append(jnp.take_along_axis(jax.nn.softmax(close_tx, axis=-1), id_t1, axis=-1))
+        left_tx = jnp.where(jnp.arange(logits_tx.shape[1]) == id_t1, -jnp.inf, left_tx)
+    return jnp.concatenate(ids, axis=-1).astype(jnp.int32), jnp.concatenate(weights, axis=-1)
 
 
 def _in_best_groups(ranked_tx: jax.Array, routing: Routing) -> jax.Array:

@@ -14,6 +14,22 @@ from jpaged.models.layer_kinds import LayerKind
 from jpaged.models.rope_config import RopeConfig
 
 Residual = Literal["sequential", "parallel", "shared"]
+HeadNorms = Literal["none", "head", "rotated", "unit", "wide", "layer"]
+"""Norms of queries and keys: see `DecoderConfig`."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScale:
+    """A factor of queries that grows with their position: 1 + beta * log(1 + floor((position + offset) / length)).
+
+    Attributes:
+        is_global: only layers without rotary embedding have it.
+    """
+
+    beta: float
+    length: int
+    offset: int = 0
+    is_global: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,16 +42,25 @@ class DecoderConfig(ModelConfig):
         num_positions: rows of the learned position embedding; 0 is none.
         norm: rms, or layer, which subtracts the mean and has a bias.
         norm_eps: added to the mean square in every norm.
+        norm_bias: layer norms have biases.
         norm_offset: added to the stored weights of norms.
         residual: `sequential`, y = x + attention(norm(x)), then y + feed_forward(norm(y)); `parallel`, x +
             attention(norm(x)) + feed_forward(another norm(x)); `shared`, the same with one norm.
+        residual_scale: factor of the outputs of attention and feed-forward.
+        pre_norms: inputs of attention and feed-forward are normalized.
         post_norms: outputs of attention and feed-forward are normalized before they are added.
         attention_bias: biases on query, key and value.
-        qk_norm: queries and keys are normalized per head before the rotation.
+        qk_norm: queries and keys are normalized: `head`, an RMS norm of each head before the rotation; `rotated`, the
+            same after it; `unit`, the same without weights, in layers with a rotation; `wide`, an RMS norm over all
+            heads; `layer`, a layer norm of each head, with weights for each head and no biases.
+        query_scale: a factor of queries by position; None is none.
         has_sinks: each query head of each layer has a sink score that takes a share of the attention weights.
         activation: in the feed-forward.
         is_gated: the feed-forward is down(act(gate(x)) * up(x)), else down(act(up(x))).
+        is_interleaved: the checkpoint rotates neighboring dimensions against each other, not halves.
         embed_scale: multiplies embedded tokens, rounded to the model's type.
+        logit_scale: multiplies logits.
+        logit_bias: logits have a bias.
         logit_cap: logits become cap * tanh(logits / cap); None leaves them.
         outgrows_keys: a sequence that grows beyond the length of pretraining has all its keys recomputed; else existing
             keys stay.
@@ -46,17 +71,24 @@ class DecoderConfig(ModelConfig):
     num_positions: int = 0
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float
+    norm_bias: bool = True
     norm_offset: float = 0.0
     residual: Residual = "sequential"
+    residual_scale: float = 1.0
+    pre_norms: bool = True
     post_norms: bool = False
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: HeadNorms = "none"
+    query_scale: QueryScale | None = None
     has_sinks: bool = False
     activation: Activation = "silu"
     is_gated: bool = True
+    is_interleaved: bool = False
     embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_bias: bool = False
     logit_cap: float | None = None
     outgrows_keys: bool = False
 

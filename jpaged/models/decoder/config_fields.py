@@ -17,6 +17,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
 }
 """Activations by their names in transformers, some of which are synonyms; `name_of_activation` writes the first one."""
 

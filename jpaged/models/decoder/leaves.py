@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from jpaged.models.param_specs import (
     Linears,
     LogicalAxes,
     embedding,
+    head_scales,
     output_matrix,
     qkv_bias,
     qkv_kernel,
@@ -41,21 +43,25 @@ class ExpertNames:
     Attributes:
         router: of a layer, as all that follow.
         choice_bias: the complete name.
+        choice_bias_is_row: it is `[1, X]`.
         experts: prefix of the experts' names, before the number.
         gate, up, down: follow the number, which is missing if each tensor has all experts.
-        is_fused: each tensor has all experts, weights are `[X, in, out]`, and gates and ups alternate in the tensor
-            named by `gate` (gpt-oss). Their biases are called `<name>_bias`.
+        fused: each tensor has all experts, and names are complete. Gates and ups are in the tensor named by `gate`:
+            `alternating` along the outputs of `[X, in, out]` (gpt-oss; biases are called `<name>_bias`), or as two
+            `halves` of them (Llama 4), or of the outputs of `[X, out, in]` (`rows`, Granite). Empty if each expert has
+            tensors.
         shared: prefix of the shared expert's names.
         shared_score: the linear layer whose output weights the shared expert.
     """
 
     router: str = "mlp.gate"
     choice_bias: str = "mlp.gate.e_score_correction_bias"
+    choice_bias_is_row: bool = False
     experts: str = "mlp.experts."
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    is_fused: bool = False
+    fused: Literal["", "alternating", "halves", "rows"] = ""
     shared: str = "mlp.shared_expert."
     shared_score: str = "mlp.shared_expert_gate"
 
@@ -72,6 +78,8 @@ def mixture_leaves(mixture: Mixture, width: int, prefix: str, names: ExpertNames
         leaves.append(same(("mlp", "router", "bias"), f"{router}.bias", (None,), (num_experts,)))
     if mixture.choice_bias:
         bias = same(("mlp", "router", "choice_bias"), prefix + names.choice_bias, (None,), (num_experts,))
+        if names.choice_bias_is_row:
+            bias = dataclasses.replace(bias, tensors=((prefix + names.choice_bias, (1, num_experts)),))
         leaves.append(dataclasses.replace(bias, dtype=np.dtype(np.float32)))
     for part in ("gate", "up", "down"):
         leaves.append(_kernel(mixture, width, prefix, names, part))
@@ -92,8 +100,8 @@ def _kernel(mixture: Mixture, width: int, prefix: str, names: ExpertNames, part:
     num_experts, inner = mixture.routing.num_experts, mixture.width
     shape = (num_experts, inner, width) if part == "down" else (num_experts, width, inner)
     path, axes = ("mlp", "experts", part, "kernel"), expert_axes(mixture, part)
-    if names.is_fused:
-        return _fused(path, axes, shape, f"{prefix}{names.experts}{_fused_name(names, part)}", part)
+    if names.fused:
+        return _fused(path, axes, shape, f"{prefix}{names.experts}{_fused_name(names, part)}", part, names.fused)
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
         for tensor, matrix in zip(tensors, leaf, strict=True):
@@ -112,8 +120,9 @@ def _bias(mixture: Mixture, width: int, prefix: str, names: ExpertNames, part: s
     path, kernel_axes = ("mlp", "experts", part, "bias"), expert_axes(mixture, part)
     # A bias after a sum over devices is whole on each of them.
     axes: LogicalAxes = (None, "embed") if part == "down" else (kernel_axes[0], kernel_axes[2])
-    if names.is_fused:
-        return _fused(path, axes, shape, f"{prefix}{names.experts}{_fused_name(names, part)}_bias", part)
+    if names.fused:
+        name = f"{prefix}{names.experts}{_fused_name(names, part)}_bias"
+        return _fused(path, axes, shape, name, part, names.fused)
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
         for tensor, bias in zip(tensors, leaf, strict=True):
@@ -128,17 +137,24 @@ def _fused_name(names: ExpertNames, part: str) -> str:
     return names.down if part == "down" else names.gate
 
 
-def _fused(path: tuple[str, ...], axes: LogicalAxes, shape: tuple[int, ...], name: str, part: str) -> Leaf:
-    """Return a leaf from a tensor with all experts, in which gates and ups alternate along the last axis."""
-    if part == "down":
-        return same(path, name, axes, shape)
-    first = ("gate", "up").index(part)
+def _fused(path: tuple[str, ...], axes: LogicalAxes, shape: tuple[int, ...], name: str, part: str, layout: str) -> Leaf:
+    """Return a leaf from a tensor with all experts; see `ExpertNames.fused`."""
+    has_rows = layout == "rows"
+    axes_of_tensor: tuple[int | None, ...] = (0, 2, 1) if has_rows else tuple(range(len(shape)))
 
     def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
-        leaf[...] = tensors[0][..., first::2]
+        array = tensors[0].swapaxes(1, 2) if has_rows else tensors[0]
+        if part != "down":
+            first = ("gate", "up").index(part)
+            array = array[..., first::2] if layout == "alternating" else np.split(array, 2, axis=-1)[first]
+        leaf[...] = array
 
-    stored = (*shape[:-1], 2 * shape[-1])
-    return Leaf(path, axes, shape, ((name, stored),), pack, tuple(range(len(shape))))
+    stored = shape if part == "down" else (*shape[:-1], 2 * shape[-1])
+    if part != "down" and layout != "alternating":  # a part of gates is no part of the tensor
+        axes_of_tensor = (*axes_of_tensor[:-1], None)
+    if has_rows:
+        stored = (stored[0], stored[2], stored[1])
+    return Leaf(path, axes, shape, ((name, stored),), pack, axes_of_tensor)
 
 
 def _shared(mixture: Mixture, width: int, prefix: str, names: ExpertNames) -> list[Leaf]:
@@ -168,6 +184,9 @@ class Names:
             has all queries, then all keys, then all values.
         gate_up: the two projections, or the fused one; a feed-forward without a gate has one.
         experts: of sparse layers.
+        q_norm, k_norm: of queries and keys; with `{}` in place of the number of the head, if each has a tensor.
+        logit_bias: the complete name.
+        xielu: prefix of the parameters of the activation xielu.
         is_transposed: linear weights are `[in, out]`, not `[out, in]`.
     """
 
@@ -186,6 +205,8 @@ class Names:
     out: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    logit_bias: str = "lm_head.bias"
+    xielu: str = "mlp.act_fn."
     is_transposed: bool = False
     experts: ExpertNames = QWEN_EXPERTS
 
@@ -230,6 +251,8 @@ def outer_leaves(config: DecoderConfig, prefix: str, names: Names, lm_head: str)
     if config.num_positions:
         shape = (config.num_positions, width)
         leaves.append(same(("positions", "embedding"), f"{prefix}{names.positions}.weight", (None, "embed"), shape))
+    if config.logit_bias:
+        leaves.append(same(("logit_bias",), names.logit_bias, ("vocab",), (config.vocab_size,)))
     return leaves + norm_leaves(config, ("norm",), f"{prefix}{names.norm}") + output_matrix(config, width, lm_head)
 
 
@@ -237,8 +260,8 @@ def layer_leaves(
     config: DecoderConfig, prefix: str, kind: LayerKind, names: Names, *, attention: list[Leaf] | None = None
 ) -> list[Leaf]:
     """See `Family`; `attention` replaces the leaves of attention."""
-    leaves = norm_leaves(config, ("attention_norm",), prefix + names.attention_norm)
-    if config.residual != "shared":
+    leaves = norm_leaves(config, ("attention_norm",), prefix + names.attention_norm) if config.pre_norms else []
+    if config.residual != "shared" and config.pre_norms:
         leaves += norm_leaves(config, ("mlp_norm",), prefix + names.mlp_norm)
     if config.post_norms:
         leaves += norm_leaves(config, ("attention_post_norm",), prefix + names.attention_post_norm)
@@ -253,7 +276,8 @@ def _attention(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]:
     width, heads, head_dim = config.hidden_size, config.num_heads * config.head_dim, config.head_dim
     linears = Linears(tuple(prefix + name for name in names.qkv), names.is_transposed)
     num_rotated = config.ropes[0].num_rotated(head_dim) if config.ropes else head_dim
-    order = None if num_rotated == head_dim else rotated_first(head_dim, num_rotated)
+    is_plain = num_rotated == head_dim and not config.is_interleaved
+    order = None if is_plain else rotated_first(head_dim, num_rotated, is_interleaved=config.is_interleaved)
     out = Linears((prefix + names.out,), names.is_transposed)
     leaves = [
         qkv_kernel(config, linears, is_grouped=names.qkv_is_grouped, order=order),
@@ -263,13 +287,29 @@ def _attention(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]:
         leaves.append(qkv_bias(config, linears, is_grouped=names.qkv_is_grouped, order=order))
     if config.attention_output_bias:
         leaves.append(whole(("attention", "out", "bias"), f"{prefix}{names.out}.bias", width))
-    if config.qk_norm:
+    if config.qk_norm in ("wide", "layer"):
+        leaves.append(head_scales(config, _head_scales(config, prefix, names), order))
+    elif config.qk_norm in ("head", "rotated"):
         for part, name in (("q_norm", names.q_norm), ("k_norm", names.k_norm)):
             leaf = same(("attention", part, "scale"), f"{prefix}{name}.weight", (None,), (head_dim,))
             leaves.append(leaf if order is None else _reordered(leaf, order))
     if config.has_sinks:
         leaves.append(same(("attention", "sinks"), prefix + names.sinks, ("heads",), (config.num_heads,)))
     return leaves
+
+
+def _head_scales(config: DecoderConfig, prefix: str, names: Names) -> _Tensors:
+    """Return the tensors with scales of all queries, then of all keys: one for each or for each head."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for name, num_heads in ((names.q_norm, config.num_heads), (names.k_norm, config.num_kv_heads)):
+        if "{}" in name:
+            numbers = range(num_heads)
+            found += [(f"{prefix}{name.format(index)}.weight", (config.head_dim,)) for index in numbers]
+        else:
+            is_wide = config.qk_norm == "wide"
+            shape = (num_heads * config.head_dim,) if is_wide else (num_heads, config.head_dim)
+            found.append((f"{prefix}{name}.weight", shape))
+    return tuple(found)
 
 
 def feed_forward(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]:
@@ -291,13 +331,17 @@ def feed_forward(config: DecoderConfig, prefix: str, names: Names) -> list[Leaf]
     if config.mlp_bias:
         leaves.append(stacked_bias(("mlp", key, "bias"), into, axes[1:], shape[1:]))
         leaves.append(whole(("mlp", "down", "bias"), f"{prefix}{names.down}.bias", width))
+    if config.activation == "xielu":
+        for part, stored in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ())):
+            leaf = same(("mlp", "xielu", part), f"{prefix}{names.xielu}{part}", (None,), (1,))
+            leaves.append(dataclasses.replace(leaf, tensors=((f"{prefix}{names.xielu}{part}", stored),)))
     return leaves
 
 
 def norm_leaves(config: DecoderConfig, path: tuple[str, ...], name: str) -> list[Leaf]:
     """Return the leaves of a norm, from tensors with this name."""
     leaves = [whole((*path, "scale"), f"{name}.weight", config.hidden_size)]
-    if config.norm == "layer":
+    if config.norm == "layer" and config.norm_bias:
         leaves.append(whole((*path, "bias"), f"{name}.bias", config.hidden_size))
     return leaves
 

@@ -6,6 +6,7 @@ Experts have a router, and may have a shared expert.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from jpaged.kernels import matmul
 from jpaged.kernels.experts import ExpertsKernel, ExpertWeights, apply_experts, route
 from jpaged.models import rope
 from jpaged.models.config import Mixture
-from jpaged.models.decoder.config import DecoderConfig
+from jpaged.models.decoder.config import DecoderConfig, QueryScale
 from jpaged.models.layer_kinds import LayerKind
 from jpaged.models.layers import (
     Attend,
@@ -122,7 +123,7 @@ class MixtureOfExperts(Module):
         x_te: jax.Array,
         rows: Rows,
         *,
-        norm: Norm,
+        norm: Norm | None,
         residual: jax.Array | None = None,
         kernel: ExpertsKernel | None = None,
     ) -> jax.Array:
@@ -131,12 +132,19 @@ class MixtureOfExperts(Module):
         Sums are made in float32 and rounded once.
         """
         is_packed = isinstance(self.router.kernel.get_value(), matmul.PackedMatrix)
-        before = norm.for_kernel if is_packed else None
-        h_te = norm(x_te) if before is None else matmul.loaded().normalise(x_te, before, rows.num_in_use)
+        before = norm.for_kernel if is_packed and norm is not None else None
+        if before is not None:
+            h_te = matmul.loaded().normalise(x_te, before, rows.num_in_use)
+        else:
+            h_te = x_te if norm is None else norm(x_te)
         choice_bias = None if self.router.choice_bias is None else self.router.choice_bias[...]
         logits_tx = self.router(h_te, rows)
         routes = route(logits_tx, self.mixture.routing, rows.num_in_use, choice_bias, rows.is_used_t)
-        y_te = apply_experts(h_te, routes, self.experts.weights, self.mixture.gate, kernel)
+        weighed_te = h_te
+        if self.mixture.weighs_inputs:
+            weighed_te = (h_te.astype(jnp.float32) * routes.weights_tk).astype(h_te.dtype)
+            routes = dataclasses.replace(routes, weights_tk=jnp.ones_like(routes.weights_tk))
+        y_te = apply_experts(weighed_te, routes, self.experts.weights, self.mixture.gate, kernel)
         if self.shared is not None:
             y_te = y_te + self.shared(h_te, rows)
         y_te = y_te.astype(x_te.dtype)
@@ -154,6 +162,7 @@ class Shared:
         heads: the kernel that splits and rotates heads, if there is one. Static.
         experts: see `TokenBatch`. Static.
         states: see `TokenBatch`. Static.
+        query_scales_t: a factor of each token's queries, float32; None is none.
     """
 
     angles: tuple[Any, ...]
@@ -161,13 +170,44 @@ class Shared:
     heads: HeadsKernel | None = dataclasses.field(default=None, metadata={"static": True})
     experts: ExpertsKernel | None = dataclasses.field(default=None, metadata={"static": True})
     states: StateShardings | None = dataclasses.field(default=None, metadata={"static": True})
+    query_scales_t: jax.Array | None = None
 
 
 def make_norm(config: DecoderConfig, dtype: np.dtype) -> RMSNorm | LayerNorm:
     """Return a norm of hidden states."""
     if config.norm == "layer":
-        return LayerNorm(config.hidden_size, config.norm_eps, True, dtype)
+        bias, offset = config.norm_bias, config.norm_offset
+        return LayerNorm(config.hidden_size, config.norm_eps, True, dtype, use_bias=bias, offset=offset)
     return RMSNorm(config.hidden_size, config.norm_eps, dtype, config.norm_offset)
+
+
+class HeadsNorm(Module):
+    """A norm of queries and keys in the columns of `QKVLinear`, with a scale for each column.
+
+    `wide` divides by the root mean square over all heads, and `layer` normalizes each head. Values pass unchanged.
+    """
+
+    def __init__(self, config: DecoderConfig, dtype: np.dtype) -> None:
+        group = config.num_heads // config.num_kv_heads
+        self.groups = config.num_kv_heads, group + 2, config.head_dim
+        self.scale = Param(jnp.ones((math.prod(self.groups),), dtype))
+        self.is_wide, self.eps = config.qk_norm == "wide", config.norm_eps
+
+    def __call__(self, qkv: jax.Array) -> jax.Array:
+        """Map `[T, K * (G + 2) * D]` to the same shape."""
+        x_tkgd = qkv.reshape(len(qkv), *self.groups)
+        heads, values = x_tkgd[:, :, :-1].astype(jnp.float32), x_tkgd[:, :, -1:]
+        if self.is_wide:
+            means_tg = jnp.mean(jnp.square(heads), axis=(1, 3))
+            queries_t1 = jnp.mean(means_tg[:, :-1], axis=1, keepdims=True)
+            queries_tg = jnp.broadcast_to(queries_t1, (len(qkv), self.groups[1] - 2))
+            means = jnp.concatenate((queries_tg, means_tg[:, -1:]), axis=1)[:, None, :, None]
+        else:
+            heads = heads - jnp.mean(heads, axis=-1, keepdims=True)
+            means = jnp.mean(jnp.square(heads), axis=-1, keepdims=True)
+        scale_kgd = self.scale[...].reshape(self.groups)[:, :-1].astype(jnp.float32)
+        heads = heads * jax.lax.rsqrt(means + self.eps) * scale_kgd
+        return jnp.concatenate((heads.astype(qkv.dtype), values), axis=2).reshape(qkv.shape)
 
 
 class Attention(Module):
@@ -184,52 +224,89 @@ class Attention(Module):
         self.qkv = QKVLinear(config, config.attention_bias, dtype, rngs, num_inputs)
         width = config.num_heads * head_dim
         self.out = Linear(width, (config.hidden_size,), config.attention_output_bias, dtype, rngs)
-        self.q_norm = RMSNorm(head_dim, eps, dtype, offset) if config.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, eps, dtype, offset) if config.qk_norm else None
+        has_norms = config.qk_norm in ("head", "rotated")
+        self.q_norm = RMSNorm(head_dim, eps, dtype, offset) if has_norms else None
+        self.k_norm = RMSNorm(head_dim, eps, dtype, offset) if has_norms else None
+        self.heads_norm = HeadsNorm(config, dtype) if config.qk_norm in ("wide", "layer") else None
+        self.norms_rotated = config.qk_norm in ("rotated", "unit")
+        self.unit_eps = eps if config.qk_norm == "unit" else None
+        self.query_scale = config.query_scale
         self.sinks = Param(jnp.zeros((config.num_heads,), dtype)) if config.has_sinks else None
 
     def attend(
         self, x_te: jax.Array, norm: Norm | None, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
         """Return the heads' outputs `[T, H * D]`, and the carry."""
-        projected = self._project(x_te, norm, shared, place.kind.rope)
-        return self._attend(projected, attend, carry, place, x_te.dtype)
+        rope_index, norms = place.kind.rope, self._head_norms
+        if rope_index is None or self.heads_norm is not None or self.norms_rotated:
+            qkv = self.qkv(x_te, shared.rows, norm=norm)
+            return self.attend_projected(qkv, shared, attend, carry, place)
+        angles = shared.angles[rope_index]
+        projected = self.qkv.project_rotated(x_te, shared.rows, angles, norm, norms, shared.heads)
+        return self._attend(projected, shared, attend, carry, place, x_te.dtype)
 
     def attend_projected(
         self, qkv: jax.Array, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
         """Return `attend` for the result of `qkv`, whose queries and keys are not rotated."""
-        if place.kind.rope is None:
-            projected = self.qkv.split(qkv)
+        rope_index, norms, dtype = place.kind.rope, self._head_norms, qkv.dtype
+        if self.heads_norm is not None:
+            qkv = self.heads_norm(qkv)
+        if rope_index is None:
+            q_thd, k_tkd, v_tkd = self.qkv.split(qkv)
         else:
-            projected = self.qkv.rotate(qkv, shared.angles[place.kind.rope], self._head_norms, shared.heads)
-        return self._attend(projected, attend, carry, place, qkv.dtype)
+            before = None if self.norms_rotated else norms
+            q_thd, k_tkd, v_tkd = self.qkv.rotate(qkv, shared.angles[rope_index], before, shared.heads)
+        if norms is not None and (self.norms_rotated or rope_index is None):
+            q_thd, k_tkd = norms[0](q_thd), norms[1](k_tkd)
+        if self.unit_eps is not None and rope_index is not None:
+            q_thd, k_tkd = (_unit_norm(x, self.unit_eps) for x in (q_thd, k_tkd))
+        return self._attend((q_thd, k_tkd, v_tkd), shared, attend, carry, place, dtype)
 
     def _attend(
         self,
         projected: tuple[jax.Array, jax.Array, jax.Array],
+        shared: Shared,
         attend: Attend,
         carry: Any,
         place: LayerPlace,
         dtype: np.dtype,
     ) -> tuple[jax.Array, Any]:
         sinks = () if self.sinks is None else (self.sinks[...],)
-        o_thd, carry = attend(*projected, carry, place, *sinks)
+        q_thd, k_tkd, v_tkd = projected
+        scale, scales_t = self.query_scale, shared.query_scales_t
+        if scale is not None and scales_t is not None and (place.kind.rope is None or not scale.is_global):
+            q_thd = (q_thd.astype(jnp.float32) * scales_t[:, None, None]).astype(q_thd.dtype)
+        o_thd, carry = attend(q_thd, k_tkd, v_tkd, carry, place, *sinks)
         return o_thd.astype(dtype).reshape(len(o_thd), -1), carry
-
-    def _project(
-        self, x_te: jax.Array, norm: Norm | None, shared: Shared, which: int | None
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return (q_thd, k_tkd, v_tkd) of the normalized states: queries and keys rotated, queries not scaled."""
-        if which is None:
-            return self.qkv.project(x_te, shared.rows, norm)
-        angles = shared.angles[which]
-        return self.qkv.project_rotated(x_te, shared.rows, angles, norm, self._head_norms, shared.heads)
 
     @property
     def _head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
         """The norms of queries and keys."""
         return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+
+
+def _unit_norm(x_thd: jax.Array, eps: float) -> jax.Array:
+    """Divide each head by its root mean square."""
+    means = RMSNorm.measure(x_thd)[..., None] / x_thd.shape[-1]
+    return (x_thd.astype(jnp.float32) * jax.lax.rsqrt(means + eps)).astype(x_thd.dtype)
+
+
+class XIELU(Module):
+    """The activation xIELU (Huang 2024, arXiv 2411.13010): quadratic above zero, and exponential below."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self.alpha_p, self.alpha_n = Param(jnp.ones((1,), dtype)), Param(jnp.ones((1,), dtype))
+        self.beta, self.eps = Param(jnp.full((1,), 0.5, dtype)), Param(jnp.full((1,), -1e-6, dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Apply it in float32; returns x's type."""
+        x32 = x.astype(jnp.float32)
+        parameters = (self.alpha_p, self.alpha_n, self.beta, self.eps)
+        alpha_p, alpha_n, beta, eps = (parameter[...].astype(jnp.float32) for parameter in parameters)
+        above = jax.nn.softplus(alpha_p) * x32 * x32
+        below = (beta + jax.nn.softplus(alpha_n)) * (jnp.expm1(jnp.minimum(x32, eps)) - x32)
+        return (jnp.where(x32 > 0, above, below) + beta * x32).astype(x.dtype)
 
 
 class MLP(Module):
@@ -242,14 +319,17 @@ class MLP(Module):
         self.up = None if is_gated else Linear(width, (inner,), bias, dtype, rngs)
         self.down = Linear(inner, (width,), bias, dtype, rngs)
         self.activation = config.activation
+        self.xielu = XIELU(dtype) if config.activation == "xielu" else None
 
-    def __call__(self, x_te: jax.Array, rows: Rows, *, norm: Norm, residual: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x_te: jax.Array, rows: Rows, *, norm: Norm | None, residual: jax.Array | None = None
+    ) -> jax.Array:
         """Map `[T, E]` to `[T, E]`; adds the residual, if any."""
         if self.gate_up is not None:
             inner_tf = self.gate_up(x_te, rows, norm=norm)
         else:
             assert self.up is not None
-            inner_tf = activate(self.up(x_te, rows, norm=norm), self.activation)
+            inner_tf = self._activate(self.up(x_te, rows, norm=norm))
         return self.down(inner_tf, rows, residual=residual)
 
     def add_to_parts(self, x: ColumnParts, norm: Norm) -> ColumnParts:
@@ -258,8 +338,11 @@ class MLP(Module):
             inner_tf = self.gate_up.multiply_parts(x, norm)
         else:
             assert self.up is not None
-            inner_tf = activate(self.up.multiply_parts(x, norm), self.activation)
+            inner_tf = self._activate(self.up.multiply_parts(x, norm))
         return self.down.add_to_parts(inner_tf, x)
+
+    def _activate(self, x: jax.Array) -> jax.Array:
+        return activate(x, self.activation) if self.xielu is None else self.xielu(x)
 
 
 class AttentionModule(Protocol):
@@ -268,17 +351,17 @@ class AttentionModule(Protocol):
     out: Linear
 
     def attend(
-        self, x_te: jax.Array, norm: Norm, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
+        self, x_te: jax.Array, norm: Norm | None, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
         """Return the heads' outputs, concatenated, `[T, width]`, and the carry."""
 
 
 class DecoderLayer(Module):
-    """Attention and a feed-forward, each after a norm, with the residual sums of the config."""
+    """Attention and a feed-forward, with the norms and the residual sums of the config."""
 
     def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys, kind: LayerKind) -> None:
-        has_two = config.residual != "shared"
-        self.attention_norm = make_norm(config, dtype)
+        has_two = config.residual != "shared" and config.pre_norms
+        self.attention_norm = make_norm(config, dtype) if config.pre_norms else None
         self.attention = self.make_attention(config, dtype, rngs)
         self.mlp_norm = make_norm(config, dtype) if has_two else None
         self.mlp: MLP | MixtureOfExperts
@@ -289,6 +372,7 @@ class DecoderLayer(Module):
         self.attention_post_norm = make_norm(config, dtype) if config.post_norms else None
         self.mlp_post_norm = make_norm(config, dtype) if config.post_norms else None
         self.is_sequential = config.residual == "sequential"
+        self.residual_scale = config.residual_scale
 
     @staticmethod
     def make_attention(config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> AttentionModule:
@@ -300,14 +384,13 @@ class DecoderLayer(Module):
     ) -> tuple[Measured, Any]:
         """Run one layer over packed tokens; attend, carry and place as in `Model.run`."""
         x_te, rows = x.x_te, shared.rows
-        norm: Norm = self.attention_norm
+        norm: Norm | None = self.attention_norm
         if isinstance(norm, RMSNorm):
             norm = MeasuredNorm(norm, x.squares_t)
         o_te, carry = self.attention.attend(x_te, norm, shared, attend, carry, place)
-        if self.attention_post_norm is not None and self.mlp_post_norm is not None:
-            assert self.mlp_norm is not None
-            x_te = x_te + self.attention_post_norm(self.attention.out(o_te, rows))
-            x_te = x_te + self.mlp_post_norm(self._feed_forward(x_te, shared, self.mlp_norm))
+        if self.attention_post_norm is not None or self.residual_scale != 1:
+            x_te = x_te + self._adjusted(self.attention.out(o_te, rows), self.attention_post_norm)
+            x_te = x_te + self._adjusted(self._feed_forward(x_te, shared, self.mlp_norm), self.mlp_post_norm)
         else:
             attended_te = self.attention.out(o_te, rows, residual=x_te)
             source_te = attended_te if self.is_sequential else x_te
@@ -318,12 +401,13 @@ class DecoderLayer(Module):
     def takes_parts(self) -> bool:
         """True if `project` and `finish` support the layer."""
         has_norms = isinstance(self.attention_norm, RMSNorm) and isinstance(self.mlp_norm, RMSNorm)
-        is_plain = self.is_sequential and self.attention_post_norm is None
+        is_plain = self.is_sequential and self.attention_post_norm is None and self.residual_scale == 1
         return has_norms and is_plain and isinstance(self.attention, Attention) and isinstance(self.mlp, MLP)
 
     def project(self, x: ColumnParts) -> jax.Array:
         """Return queries, keys and values, not rotated; see `LayerHalves`."""
         assert isinstance(self.attention, Attention)
+        assert self.attention_norm is not None
         return self.attention.qkv.multiply_parts(x, self.attention_norm)
 
     def finish(
@@ -336,8 +420,13 @@ class DecoderLayer(Module):
         o_te, carry = self.attention.attend_projected(qkv, shared, attend, carry, place)
         return self.mlp.add_to_parts(self.attention.out.add_to_parts(o_te, x), self.mlp_norm), carry
 
+    def _adjusted(self, y_te: jax.Array, norm: Norm | None) -> jax.Array:
+        """Return the output of attention or feed-forward as it is added."""
+        y_te = y_te if norm is None else norm(y_te)
+        return y_te if self.residual_scale == 1 else (y_te.astype(jnp.float32) * self.residual_scale).astype(y_te.dtype)
+
     def _feed_forward(
-        self, x_te: jax.Array, shared: Shared, norm: Norm, residual: jax.Array | None = None
+        self, x_te: jax.Array, shared: Shared, norm: Norm | None, residual: jax.Array | None = None
     ) -> jax.Array:
         if isinstance(self.mlp, MixtureOfExperts):
             return self.mlp(x_te, shared.rows, norm=norm, residual=residual, kernel=shared.experts)
@@ -356,6 +445,7 @@ class DecoderEnds(Ends):
         num_positions, key = config.num_positions, jax.random.fold_in(keys[0], 1)
         self.positions = TokenEmbedding(num_positions, config.hidden_size, dtype, key) if num_positions else None
         self.norm = make_norm(config, dtype)
+        self.logit_bias = Param(jnp.zeros((config.vocab_size,), dtype)) if config.logit_bias else None
         self.config = config
 
     def begin(self, tokens: TokenBatch) -> tuple[Measured, Shared]:
@@ -368,7 +458,7 @@ class DecoderEnds(Ends):
             x_te = x_te + self.positions(tokens.positions_t)
         if tokens.states is not None:
             x_te = jax.lax.with_sharding_constraint(x_te, tokens.states.split)
-        x = Measured.of(x_te, is_measured=tokens.heads is not None and config.norm == "rms")
+        x = Measured.of(x_te, is_measured=tokens.heads is not None and config.norm == "rms" and config.pre_norms)
         return x, self.shared(tokens)
 
     def shared(self, tokens: TokenBatch) -> Shared:
@@ -380,7 +470,8 @@ class DecoderEnds(Ends):
             # With the barrier, XLA for TPUs does not compute them again in every layer.
             return jax.lax.optimization_barrier(made if heads is None else heads.angles(*made))
 
-        return Shared(tuple(map(angles, config.ropes)), tokens.rows, heads, tokens.experts, tokens.states)
+        scales_t = None if config.query_scale is None else _query_scales(config.query_scale, tokens.positions_t)
+        return Shared(tuple(map(angles, config.ropes)), tokens.rows, heads, tokens.experts, tokens.states, scales_t)
 
     def end(self, x: Measured) -> jax.Array:
         """See `Ends`."""
@@ -393,5 +484,14 @@ class DecoderEnds(Ends):
 
     def logits(self, hidden_re: jax.Array, num_rows: jax.Array) -> jax.Array:
         """See `Ends`."""
-        logits_rv, cap = super().logits(hidden_re, num_rows), self.config.logit_cap
+        logits_rv, cap, scale = super().logits(hidden_re, num_rows), self.config.logit_cap, self.config.logit_scale
+        if self.logit_bias is not None:
+            logits_rv = logits_rv + self.logit_bias[...].astype(jnp.float32)
+        if scale != 1:
+            logits_rv = logits_rv * scale
         return logits_rv if cap is None else cap * jnp.tanh(logits_rv / cap)
+
+
+def _query_scales(scale: QueryScale, positions_t: jax.Array) -> jax.Array:
+    periods_t = (positions_t + scale.offset) // scale.length
+    return 1 + scale.beta * jnp.log1p(periods_t.astype(jnp.float32))

@@ -1,6 +1,7 @@
-"""Gemma 2 and the language models of Gemma 3: norms before and after each part, and windows in most layers.
+"""Gemma 1 and 2, and the language models of Gemma 3: norms with an offset, and a large embedding scale.
 
-Gemma 2 (Gemma team 2024) caps scores and logits and alternates; Gemma 3 (2025) normalizes queries and keys instead, has
+Gemma 2 (Gemma team 2024) has norms before and after each part, caps scores and logits, and has a window in every second
+layer; Gemma 3 (2025) normalizes queries and keys instead, has
 five layers with a window per layer without one, and separate ropes for the two kinds.
 """
 
@@ -27,7 +28,8 @@ from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind
 from jpaged.models.rope_config import RopeConfig
 
-_LENGTHS = {2: 8192, 3: 131072}
+_LENGTHS = {1: 8192, 2: 8192, 3: 131072}
+_KV_HEADS = {1: 16, 2: 4, 3: 4}
 _GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
 _PERIODS = {2: 2, 3: 6}
 """Period of layers; the last layer of each has full attention."""
@@ -35,7 +37,7 @@ _PERIODS = {2: 2, 3: 6}
 
 def _read(fields: JsonFields, architecture: str, version: int) -> DecoderConfig:
     sizes = read_sizes(fields)
-    heads = read_heads(fields, sizes["hidden_size"], num_kv_heads=4, head_dim=256)
+    heads = read_heads(fields, sizes["hidden_size"], num_kv_heads=_KV_HEADS[version], head_dim=256)
     max_position_embeddings = fields.integer("max_position_embeddings", _LENGTHS[version])
     fields.only("attention_bias", False, why="this family has no published checkpoint with projection biases")
     fields.only("use_bidirectional_attention", False, why="only causal attention is supported")
@@ -47,21 +49,25 @@ def _read(fields: JsonFields, architecture: str, version: int) -> DecoderConfig:
         tie_word_embeddings=fields.flag("tie_word_embeddings", True),
         eos_token_ids=(1,),
         bos_token_id=2,
-        # Old checkpoints of Gemma 2 have `hidden_act`, which transformers does not read.
-        activation=_activation(fields),
+        activation=_activation(fields, version),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         norm_offset=1.0,
-        post_norms=True,
-        qk_norm=version == 3,
+        post_norms=version > 1,
+        qk_norm="head" if version == 3 else "none",
         embed_scale=sizes["hidden_size"] ** 0.5,
         logit_cap=_cap(fields, "final_logit_softcapping", 30.0 if version == 2 else None),
         ropes=_ropes(fields, max_position_embeddings, version),
-        kinds=_kinds(fields, sizes["num_layers"], version),
+        kinds=_kinds(fields, sizes["num_layers"], version) if version > 1 else (),
     )
 
 
-def _activation(fields: JsonFields) -> Activation:
-    fields.ignore(("hidden_act",))
+def _activation(fields: JsonFields, version: int) -> Activation:
+    if version == 1:
+        # transformers reads only `hidden_act`, and gelu in old files means its approximation.
+        fields.ignore(("hidden_activation",))
+        activation = read_activation(fields, "hidden_act", "gelu_pytorch_tanh")
+        return "gelu_tanh" if activation == "gelu" else activation
+    fields.ignore(("hidden_act",))  # in old checkpoints of Gemma 2; transformers does not read it
     return read_activation(fields, "hidden_activation", "gelu_pytorch_tanh")
 
 
@@ -102,7 +108,7 @@ def _types(fields: JsonFields, num_layers: int, version: int) -> tuple[str, ...]
 
 def _ropes(fields: JsonFields, max_position_embeddings: int, version: int) -> tuple[RopeConfig, ...]:
     """Read the rope of layers with full attention, and for Gemma 3 that of the others."""
-    if version == 2:
+    if version < 3:
         return (RopeConfig.from_hf(fields, max_position_embeddings),)
     sections = fields.mapping("rope_parameters")
     if not sections:
@@ -130,6 +136,17 @@ def _ropes(fields: JsonFields, max_position_embeddings: int, version: int) -> tu
 def _rope(section: JsonFields, max_position_embeddings: int, theta: float) -> RopeConfig:
     section.only("truncate", True, why="transformers reads it next to the kinds of layers, not inside one")
     return RopeConfig.of_section(section, max_position_embeddings, theta)
+
+
+def _to_hf_of_first(config: DecoderConfig) -> dict[str, object]:
+    return {
+        "intermediate_size": config.intermediate_size,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": name_of_activation(config.activation),
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": config.ropes[0].to_hf(),
+    }
 
 
 def _to_hf(config: DecoderConfig) -> dict[str, object]:
@@ -229,6 +246,7 @@ _IMAGES = decoder_family(
 )
 
 _FAMILIES = {
+    "GemmaForCausalLM": decoder_family("gemma", functools.partial(_read, version=1), _to_hf_of_first, Names()),
     "Gemma2ForCausalLM": decoder_family("gemma2", functools.partial(_read, version=2), _to_hf, _NAMES),
     "Gemma3ForCausalLM": decoder_family("gemma3_text", functools.partial(_read, version=3), _to_hf, _NAMES),
     "Gemma3ForConditionalGeneration": dataclasses.replace(_IMAGES, language=_language),

@@ -87,7 +87,12 @@ def _to_hf(config: DecoderConfig) -> dict[str, object]:
 
 
 _EXPERTS = ExpertNames(
-    router="mlp.router", experts="mlp.experts.", gate="gate_up_proj", up="gate_up_proj", down="down_proj", is_fused=True
+    router="mlp.router",
+    experts="mlp.experts.",
+    gate="gate_up_proj",
+    up="gate_up_proj",
+    down="down_proj",
+    fused="alternating",
 )
 
 ARCHITECTURES = {"GptOssForCausalLM": decoder_family("gpt_oss", _read, _to_hf, Names(experts=_EXPERTS))}

@@ -72,7 +72,7 @@ class LlamaVariant:
             attention_bias=attention_bias,
             attention_output_bias=output_bias,
             mlp_bias=self._mlp_bias(fields),
-            qk_norm=self.qk_norm,
+            qk_norm="head" if self.qk_norm else "none",
             kinds=self._kinds(fields, sizes["num_layers"], heads["head_dim"]),
         )
 

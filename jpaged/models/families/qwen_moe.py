@@ -62,7 +62,7 @@ class QwenMoe:
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
             attention_bias=bias,
             attention_output_bias=bias and not self.has_shared_expert,
-            qk_norm=not self.has_shared_expert,
+            qk_norm="none" if self.has_shared_expert else "head",
             kinds=self._kinds(fields, sizes["num_layers"], heads["head_dim"]),
             mixture=self._mixture(fields),
         )

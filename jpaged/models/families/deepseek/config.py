@@ -9,10 +9,11 @@ queries, and that of values to the output of attention, so that neither is compu
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,7 +23,8 @@ from jpaged.kernels.mixture_kind import Routing
 from jpaged.models.config import MAX_LAYERS, MAX_WIDTH, Mixture
 from jpaged.models.decoder import DecoderConfig, Names
 from jpaged.models.decoder import leaves as decoder
-from jpaged.models.decoder.config_fields import MAX_EXPERTS, TRAINING, read_sizes, read_width
+from jpaged.models.decoder.config import QueryScale
+from jpaged.models.decoder.config_fields import MAX_EXPERTS, TRAINING, read_sizes
 from jpaged.models.decoder.leaves import ExpertNames
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind
@@ -32,6 +34,8 @@ from jpaged.models.rope_config import RopeConfig
 _NO_EFFECT = ("head_dim", "qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size", *TRAINING)
 _LATER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 """Keys of layers that predict tokens further ahead, for drafts: their tensors are not loaded."""
+
+_EXPERTS = ExpertNames(shared="mlp.shared_experts.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +48,6 @@ class DeepseekConfig(DecoderConfig):
         nope_dim: dimensions of a query head that are not rotated.
         rope_dim: dimensions of a query head, and of a latent's key, that are rotated.
         v_head_dim: of a head's value.
-        is_interleaved: the checkpoint rotates neighboring dimensions against each other, not halves.
     """
 
     query_rank: int | None
@@ -52,7 +55,6 @@ class DeepseekConfig(DecoderConfig):
     nope_dim: int
     rope_dim: int
     v_head_dim: int
-    is_interleaved: bool
 
     @property
     def value_dim(self) -> int:
@@ -67,15 +69,35 @@ class DeepseekConfig(DecoderConfig):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The differences between V2 and V3, fixed in code.
+    """The differences between V2, V3 and their successors, fixed in code.
 
     Attributes:
         has_choice_bias: experts are chosen by sigmoids with a bias, and groups by their two best; else by a softmax,
             and groups, if there are any, by their best.
+        normalises: default of `norm_topk_prob` for experts chosen by a softmax; None does not support it.
+        sizes: defaults of config.json for experts, experts per token, an expert's width, latents, heads without and
+            with rotation, values, and ranks of queries; None takes those of V2 or V3.
+        layer_key: `mlp_layer_types` lists dense and sparse layers; else `first_k_dense_replace` counts the dense ones.
+        length: default of `max_position_embeddings`.
+        num_groups: defaults of `n_group` and `topk_group`.
+        scale: default of `routed_scaling_factor`.
+        section: default of `rope_parameters`.
+        experts: names of their tensors.
     """
 
     model_type: str
     has_choice_bias: bool
+    normalises: bool | None = None
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    layer_key: Literal["first_k_dense_replace", "mlp_layer_types"] = "first_k_dense_replace"
+    length: int | None = None
+    num_groups: tuple[int, int] = (8, 4)
+    scale: float = 2.5
+    num_dense: int | None = None
+    eps: float = 1e-6
+    ends: tuple[int, int] | None = None
+    section: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    experts: ExpertNames = _EXPERTS
 
     def read(self, fields: JsonFields, architecture: str) -> DeepseekConfig:
         """See `Family`."""
@@ -83,36 +105,90 @@ class Variant:
         sizes = read_sizes(fields)
         num_heads = fields.integer("num_attention_heads", maximum=MAX_WIDTH)
         self._refuse(fields, num_heads)
-        max_position_embeddings = fields.integer("max_position_embeddings", 4096 if self.has_choice_bias else 2048)
-        rope = RopeConfig.from_hf(fields, max_position_embeddings)
-        latent_dim = fields.integer("kv_lora_rank", 512, maximum=MAX_WIDTH)
-        nope_dim = fields.integer("qk_nope_head_dim", 128, maximum=MAX_WIDTH)
-        rope_dim = fields.integer("qk_rope_head_dim", 64, maximum=MAX_WIDTH)
+        length = self.length or (4096 if self.has_choice_bias else 2048)
+        max_position_embeddings = fields.integer("max_position_embeddings", length)
+        latent_dim = self._size(fields, "kv_lora_rank", 512)
+        nope_dim = self._size(fields, "qk_nope_head_dim", 128)
+        rope_dim = self._size(fields, "qk_rope_head_dim", 64)
+        rope, query_scale = self._rope(fields, max_position_embeddings, rope_dim / (nope_dim + rope_dim))
         attention = AttentionKind((nope_dim + rope_dim) ** -0.5 * _yarn_scale(rope))
         num_layers = sizes["num_layers"]
-        num_dense = fields.integer("first_k_dense_replace", 3 * self.has_choice_bias, minimum=0, maximum=MAX_LAYERS)
+        num_dense = self._num_dense(fields, num_layers)
         mixture = self._mixture(fields)
+        ends = self.ends or ((0, 1) if self.has_choice_bias else (1, 2))
+        has_switch = self.has_choice_bias or self.normalises is not None
         return DeepseekConfig(
             architecture=architecture,
             **sizes,
             num_heads=num_heads,
             num_kv_heads=1,
             head_dim=latent_dim + rope_dim,
-            norm_eps=fields.number("rms_norm_eps", 1e-6),
+            norm_eps=fields.number("rms_norm_eps", self.eps),
             ropes=(rope,),
+            query_scale=query_scale,
             max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-            eos_token_ids=(1,) if self.has_choice_bias else (2,),
-            bos_token_id=0 if self.has_choice_bias else 1,
+            eos_token_ids=ends[1:],
+            bos_token_id=ends[0],
             kinds=tuple(LayerKind(attention, is_sparse=index >= num_dense) for index in range(num_layers)),
             mixture=mixture if num_dense < num_layers else None,
-            query_rank=_query_rank(fields),
+            query_rank=self._query_rank(fields),
             latent_dim=latent_dim,
             nope_dim=nope_dim,
             rope_dim=rope_dim,
-            v_head_dim=fields.integer("v_head_dim", 128, maximum=MAX_WIDTH),
-            is_interleaved=fields.flag("rope_interleave", True) if self.has_choice_bias else True,
+            v_head_dim=self._size(fields, "v_head_dim", 128),
+            is_interleaved=fields.flag("rope_interleave", True) if has_switch else True,
         )
+
+    def to_hf(self, config: DeepseekConfig) -> dict[str, object]:
+        """See `Family`."""
+        result = to_hf(config)
+        if self.layer_key == "mlp_layer_types":
+            del result["first_k_dense_replace"]
+            result["mlp_layer_types"] = ["sparse" if kind.is_sparse else "dense" for kind in config.layer_kinds]
+        if self.normalises is not None and not self.has_choice_bias:
+            result.pop("topk_method", None)
+            result["rope_interleave"] = config.is_interleaved
+        if self.section:
+            section = config.ropes[0].to_hf()
+            if config.query_scale is not None:
+                section["llama_4_scaling_beta"] = config.query_scale.beta
+            result["rope_parameters"] = section
+        return result
+
+    def _size(self, fields: JsonFields, key: str, default: int | None, *, maximum: int = MAX_WIDTH) -> int:
+        return fields.integer(key, self.sizes.get(key, default), maximum=maximum)
+
+    def _rope(self, fields: JsonFields, length: int, fraction: float) -> tuple[RopeConfig, QueryScale | None]:
+        """Read the rope, and the scale of queries that Mistral 4 has in its section."""
+        if not self.section:
+            return RopeConfig.from_hf(fields, length), None
+        section = fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or self.section
+        rope = JsonFields(section, f"{fields.name} rope_parameters")
+        rope.ignore(("max_position_embeddings",))
+        rope.only("partial_rotary_factor", fraction, why=f"the dimensions of heads make it {fraction:g}")
+        scale = None
+        if rope.has("llama_4_scaling_beta"):
+            period = rope.integer("original_max_position_embeddings")
+            scale = QueryScale(rope.number("llama_4_scaling_beta"), period)
+        return RopeConfig.of_section(rope, length, fields.number("rope_theta", 10000.0)), scale
+
+    def _num_dense(self, fields: JsonFields, num_layers: int) -> int:
+        """Read the number of dense layers, which come first."""
+        default = 3 * self.has_choice_bias if self.num_dense is None else self.num_dense
+        if self.layer_key == "first_k_dense_replace":
+            return fields.integer("first_k_dense_replace", default, minimum=0, maximum=MAX_LAYERS)
+        fields.ignore(("first_k_dense_replace",))
+        types = fields.texts("mlp_layer_types", "dense", "sparse", count=num_layers)
+        if not types:
+            return default
+        if list(types) != sorted(types):
+            raise Unsupported(f"{fields.name}: mlp_layer_types has a dense layer after a sparse one")
+        return types.count("dense")
+
+    def _query_rank(self, fields: JsonFields) -> int | None:
+        default = self.sizes.get("q_lora_rank", 1536)
+        return None if fields.value("q_lora_rank", default) is None else self._size(fields, "q_lora_rank", 1536)
 
     def _refuse(self, fields: JsonFields, num_heads: int) -> None:
         """Refuse settings that are not supported."""
@@ -125,10 +201,11 @@ class Variant:
         fields.only("scoring_func", scores, why=f"{self.model_type} scores experts by a {scores}")
 
     def _mixture(self, fields: JsonFields) -> Mixture:
-        num_experts = fields.integer("n_routed_experts", 256 if self.has_choice_bias else 64, maximum=MAX_EXPERTS)
-        top_k = fields.integer("num_experts_per_tok", 8 if self.has_choice_bias else None, maximum=num_experts)
-        width = read_width(fields, "moe_intermediate_size", 2048 if self.has_choice_bias else 1407)
-        num_shared = fields.integer("n_shared_experts", 1 if self.has_choice_bias else 2, minimum=0)
+        num_experts = self._size(fields, "n_routed_experts", 256 if self.has_choice_bias else 64, maximum=MAX_EXPERTS)
+        top_k = self._size(fields, "num_experts_per_tok", 8 if self.has_choice_bias else None, maximum=num_experts)
+        width = self._size(fields, "moe_intermediate_size", 2048 if self.has_choice_bias else 1407)
+        is_second = not self.has_choice_bias and self.normalises is None
+        num_shared = fields.integer("n_shared_experts", 2 if is_second else 1, minimum=0)
         if self.has_choice_bias:
             fields.only("topk_method", "noaux_tc", why="experts are chosen with a bias")
             routing = Routing(
@@ -136,9 +213,19 @@ class Variant:
                 top_k,
                 "sigmoid",
                 normalises=fields.flag("norm_topk_prob", True),
-                scale=fields.number("routed_scaling_factor", 2.5),
-                num_groups=fields.integer("n_group", 8),
-                top_groups=fields.integer("topk_group", 4),
+                scale=fields.number("routed_scaling_factor", self.scale),
+                num_groups=fields.integer("n_group", self.num_groups[0]),
+                top_groups=fields.integer("topk_group", self.num_groups[1]),
+                num_best=2,
+            )
+        elif self.normalises is not None:
+            routing = Routing(
+                num_experts,
+                top_k,
+                normalises=fields.flag("norm_topk_prob", self.normalises),
+                scale=fields.number("routed_scaling_factor", self.scale),
+                num_groups=fields.integer("n_group", self.num_groups[0]),
+                top_groups=fields.integer("topk_group", self.num_groups[1]),
                 num_best=2,
             )
         else:
@@ -188,12 +275,6 @@ def to_hf(config: DeepseekConfig) -> dict[str, object]:
     return result | {"topk_method": "greedy" if routing.num_groups == 1 else "group_limited_greedy"}
 
 
-def _query_rank(fields: JsonFields) -> int | None:
-    if fields.value("q_lora_rank", 1536) is None:
-        return None
-    return fields.integer("q_lora_rank", 1536, maximum=MAX_WIDTH)
-
-
 def _groups(fields: JsonFields) -> tuple[int, int]:
     """Read (groups, groups that a row may choose experts from), of DeepSeek-V2."""
     method = fields.text("topk_method", "greedy")
@@ -213,12 +294,62 @@ def _yarn_scale(rope: RopeConfig) -> float:
     return (0.1 * float(weight) * math.log(rope.factor) + 1.0) ** 2
 
 
-NAMES = Names(experts=ExpertNames(shared="mlp.shared_experts."))
+_MISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+GLM = Variant(
+    "glm4_moe_lite",
+    has_choice_bias=True,
+    sizes={
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1536,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+    },
+    layer_key="mlp_layer_types",
+    length=202752,
+    num_groups=(1, 1),
+    scale=1.8,
+    num_dense=1,
+    eps=1e-5,
+)
+"""GLM-4.7-Flash."""
+MISTRAL = Variant(
+    "mistral4",
+    has_choice_bias=False,
+    normalises=True,
+    sizes={
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 2048,
+        "kv_lora_rank": 256,
+        "q_lora_rank": 1024,
+        "qk_nope_head_dim": 64,
+    },
+    length=1048576,
+    num_groups=(1, 1),
+    scale=1.0,
+    num_dense=0,
+    ends=(1, 2),
+    section=_MISTRAL_ROPE,
+    experts=dataclasses.replace(_EXPERTS, gate="gate_up_proj", fused="rows"),
+)
+"""Mistral 4."""
+NAMES = Names()
 
 
-def layer_leaves(config: DeepseekConfig, prefix: str, kind: LayerKind) -> list[Leaf]:
+def layer_leaves(config: DeepseekConfig, prefix: str, kind: LayerKind, experts: ExpertNames = _EXPERTS) -> list[Leaf]:
     """See `Family`."""
-    return decoder.layer_leaves(config, prefix, kind, NAMES, attention=_attention(config, f"{prefix}self_attn."))
+    names = Names(experts=experts)
+    return decoder.layer_leaves(config, prefix, kind, names, attention=_attention(config, f"{prefix}self_attn."))
 
 
 def _attention(config: DeepseekConfig, prefix: str) -> list[Leaf]:

@@ -50,7 +50,7 @@ class LatentAttention(Module):
         self.latent_dim, self.nope_dim = config.latent_dim, config.nope_dim
 
     def attend(
-        self, x_te: jax.Array, norm: Norm, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
+        self, x_te: jax.Array, norm: Norm | None, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
         """Return the heads' outputs `[T, H * V]`, and the carry."""
         assert place.kind.rope is not None
@@ -66,6 +66,8 @@ class LatentAttention(Module):
         latent_tr = self.kv_norm(kv_td[:, : self.latent_dim])
         turned_t1d = rope.apply(kv_td[:, None, self.latent_dim :], *angles)
         k_t1d = jnp.concatenate((latent_tr[:, None], turned_t1d), axis=-1)
+        if shared.query_scales_t is not None:
+            q_thd = (q_thd.astype(jnp.float32) * shared.query_scales_t[:, None, None]).astype(q_thd.dtype)
         k_tkd = jnp.broadcast_to(k_t1d, (len(x_te), self.num_kv_heads, k_t1d.shape[-1]))
         o_thr, carry = attend(q_thd, k_tkd, None, carry, place)
         o_thr = o_thr[..., : self.latent_dim].astype(x_te.dtype)

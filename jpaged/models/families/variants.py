@@ -1,0 +1,994 @@
+"""Families that differ from Llama in switches only: a row of `_VARIANTS` each.
+
+A row has the switches that the code of a family fixes, the keys of config.json that set others, and the defaults of
+missing keys, which are those of transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jpaged.errors import Unsupported
+from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.kernels.mixture_kind import Routing
+from jpaged.models.config import MAX_LAYERS, MAX_WIDTH, Mixture
+from jpaged.models.decoder import DecoderConfig, Names, decoder_family
+from jpaged.models.decoder.config import QueryScale
+from jpaged.models.decoder.config_fields import (
+    FULL,
+    MAX_EXPERTS,
+    SLIDING,
+    TRAINING,
+    name_of_activation,
+    read_activation,
+    read_heads,
+    read_sizes,
+    read_window,
+)
+from jpaged.models.decoder.leaves import ExpertNames, outer_leaves
+from jpaged.models.families import llama
+from jpaged.models.family import Family
+from jpaged.models.json_fields import JsonFields
+from jpaged.models.layer_kinds import LayerKind
+from jpaged.models.param_specs import LM_HEAD, Leaf
+from jpaged.models.rope_config import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key of config.json that sets a field of `DecoderConfig`.
+
+    Attributes:
+        default: for a missing key; its type is the value's. A text is the name of an activation.
+        choices: values of the field if the key is false, and if it is true; None is the key's own value.
+        is_divisor: the field is one divided by the key's value.
+        synonym: another name, read if the first is missing.
+    """
+
+    name: str
+    default: bool | float | str
+    choices: tuple[Any, Any] | None = None
+    is_divisor: bool = False
+    synonym: str = ""
+
+    def read(self, fields: JsonFields) -> Any:
+        """Return the field's value."""
+        name = self.synonym if self.synonym and not fields.has(self.name) else self.name
+        if isinstance(self.default, str):
+            return read_activation(fields, name, self.default)
+        if isinstance(self.default, bool):
+            value = fields.flag(name, self.default)
+            return value if self.choices is None else self.choices[value]
+        number = fields.number(name, self.default)
+        return 1 / number if self.is_divisor else number
+
+    def write(self, value: Any) -> object:
+        """Return the key's value; the inverse of `read`."""
+        if isinstance(self.default, str):
+            return name_of_activation(value)
+        if self.choices is not None:
+            return bool(value == self.choices[True])
+        return 1 / value if self.is_divisor else value
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Windows and ropes of layers.
+
+    Attributes:
+        windows: `none`; `all`, a window in all layers, if there is one; or `types`, as `layer_types` lists, else in all
+            but each `period`th layer.
+        window: default of `sliding_window`.
+        ropes: indexes of the ropes of layers without a window, and of those with one; None is no rotation.
+        has_list: `no_rope_layers` lists layers with rotation, else each `no_rope_layer_interval`th has none.
+    """
+
+    windows: Literal["none", "all", "types"] = "none"
+    window: int | None = None
+    period: int = 4
+    ropes: tuple[int | None, int | None] = (0, 0)
+    has_list: bool = False
+
+    def read(self, fields: JsonFields, num_layers: int, scale: float) -> tuple[LayerKind, ...]:
+        """Return the kind of each layer."""
+        full = AttentionKind(scale)
+        if self.has_list:
+            return tuple(LayerKind(full, 0 if rotates else None) for rotates in _read_rotating(fields, num_layers))
+        types = fields.texts("layer_types", FULL, SLIDING, count=num_layers)
+        window = None if self.windows == "none" else read_window(fields, self.window)
+        if window is None:
+            if SLIDING in types:
+                raise Unsupported(f"{fields.name}: layer_types has {SLIDING}, but there is no sliding_window")
+            fields.ignore(("sliding_window_pattern",))
+            return (LayerKind(full),) * num_layers
+        if self.windows == "all":
+            types = (SLIDING,) * num_layers
+        elif not types:
+            period = fields.integer("sliding_window_pattern", self.period, maximum=MAX_LAYERS)
+            types = tuple(SLIDING if (index + 1) % period else FULL for index in range(num_layers))
+        fields.ignore(("sliding_window_pattern",))
+        kinds = {
+            FULL: LayerKind(full, self.ropes[0]),
+            SLIDING: LayerKind(dataclasses.replace(full, sliding_window=window), self.ropes[1]),
+        }
+        return tuple(kinds[name] for name in types)
+
+    def write(self, kinds: tuple[LayerKind, ...]) -> dict[str, object]:
+        """Return the keys that `read` reads."""
+        if self.has_list:
+            return {"no_rope_layers": [int(kind.rope is not None) for kind in kinds]}
+        windows = [kind.attention.sliding_window for kind in kinds]
+        found: dict[str, object] = {}
+        if self.windows != "none":
+            found["sliding_window"] = next((window for window in windows if window is not None), None)
+        if self.windows == "types":
+            found["layer_types"] = [FULL if window is None else SLIDING for window in windows]
+        return found
+
+
+def _read_rotating(fields: JsonFields, num_layers: int) -> list[bool]:
+    """Return True for each layer whose queries and keys are rotated."""
+    listed = fields.value("no_rope_layers")
+    interval = fields.integer("no_rope_layer_interval", 4, maximum=MAX_LAYERS)
+    if not listed:
+        return [(index + 1) % interval != 0 for index in range(num_layers)]
+    if not isinstance(listed, list) or len(listed) < num_layers or any(value not in (0, 1) for value in listed):
+        raise fields.bad("no_rope_layers", f"is {listed!r}; it must be a list of {num_layers} numbers, 0 or 1")
+    return [bool(value) for value in listed[:num_layers]]
+
+
+_NAMES = Names()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertKeys:
+    """Keys of a mixture of experts, with their defaults; a key may have the same value for each layer in a list.
+
+    Attributes:
+        num_shared: shared experts.
+        first: number of the first layer with experts; None is 0.
+        step: every `step`th layer has experts, unless `moe_layers` lists them (Llama 4); None is every one.
+        normalises: weights are normalized; a default of the key `norm_topk_prob`, if `has_key`.
+        scale: key of the factor of weights.
+        has_groups: experts are chosen from the best groups, by the two best of each.
+    """
+
+    num_experts: tuple[str, int]
+    top_k: tuple[str, int] = ("num_experts_per_tok", 8)
+    width: tuple[str, int | None] = ("intermediate_size", None)
+    num_shared: tuple[str, int] | int = 0
+    first: tuple[str, int] | None = None
+    step: tuple[str, int] | None = None
+    scores: Literal["softmax", "sigmoid", "chosen", "sparsemixer"] = "softmax"
+    choice_bias: bool = False
+    normalises: bool = True
+    has_key: bool = False
+    scale: str = ""
+    has_groups: bool = False
+    weighs_inputs: bool = False
+    jitter: str = ""
+
+    def read(self, fields: JsonFields) -> Mixture:
+        """Read the mixture."""
+        fields.ignore(TRAINING)
+        num_experts = _read_alike(fields, self.num_experts, MAX_EXPERTS)
+        width = _read_alike(fields, self.width, MAX_WIDTH)
+        shared = self.num_shared
+        num_shared = shared if isinstance(shared, int) else _read_alike(fields, shared, MAX_EXPERTS, minimum=0)
+        routing = Routing(
+            num_experts,
+            _read_alike(fields, self.top_k, num_experts),
+            self.scores,
+            normalises=fields.flag("norm_topk_prob", self.normalises) if self.has_key else self.normalises,
+            scale=fields.number(self.scale, 1.0) if self.scale else 1.0,
+            num_groups=fields.integer("n_group", 1) if self.has_groups else 1,
+            top_groups=fields.integer("topk_group", 1) if self.has_groups else 1,
+            num_best=2 if self.has_groups else 1,
+            jitter=fields.number(self.jitter, 0.01) if self.jitter else 0.0,
+        )
+        if self.weighs_inputs and routing.top_k > 1:
+            raise fields.bad(self.top_k[0], f"is {routing.top_k}; only one expert per token is supported")
+        return Mixture(
+            routing=routing,
+            width=width,
+            choice_bias=self.choice_bias,
+            shared_width=num_shared * width,
+            weighs_inputs=self.weighs_inputs,
+        )
+
+    def read_sparse(self, fields: JsonFields, num_layers: int) -> list[bool]:
+        """Return True for each layer with experts."""
+        first = 0 if self.first is None else fields.integer(*self.first, minimum=0, maximum=num_layers - 1)
+        step = 1 if self.step is None else fields.integer(*self.step, maximum=num_layers)
+        listed = None if self.step is None else fields.value("moe_layers")
+        if listed is not None:
+            if not isinstance(listed, list) or not listed or not all(index in range(num_layers) for index in listed):
+                raise fields.bad("moe_layers", f"is {listed!r}; it must be a list of layers below {num_layers}")
+            return [index in listed for index in range(num_layers)]
+        return [index >= first and (index + 1) % step == 0 for index in range(num_layers)]
+
+    def write(self, config: DecoderConfig) -> dict[str, object]:
+        """Return the keys that are read."""
+        mixture, sparse = config.mixture, [kind.is_sparse for kind in config.layer_kinds]
+        assert mixture is not None
+        routing = mixture.routing
+        found: dict[str, object] = {
+            self.num_experts[0]: routing.num_experts,
+            self.top_k[0]: routing.top_k,
+            self.width[0]: mixture.width,
+        }
+        if not isinstance(self.num_shared, int):
+            found[self.num_shared[0]] = mixture.shared_width // mixture.width
+        if self.first is not None:
+            found[self.first[0]] = sparse.index(True)
+        if self.step is not None:
+            found["moe_layers"] = [index for index, has in enumerate(sparse) if has]
+        if self.has_key:
+            found["norm_topk_prob"] = routing.normalises
+        if self.scale:
+            found[self.scale] = routing.scale
+        if self.has_groups:
+            found |= {"n_group": routing.num_groups, "topk_group": routing.top_groups}
+        return found | ({self.jitter: routing.jitter} if self.jitter else {})
+
+
+def _read_alike(fields: JsonFields, key: tuple[str, int | None], maximum: int, *, minimum: int = 1) -> int:
+    """Read a number, or a list of a number for each layer, which must all be equal."""
+    name, default = key
+    values = fields.value(name)
+    if not isinstance(values, list):
+        return fields.integer(name, default, minimum=minimum, maximum=maximum)
+    if not values or any(value != values[0] for value in values):
+        raise Unsupported(f"{fields.name}: {name} differs between layers; only equal numbers are supported")
+    return JsonFields({name: values[0]}, fields.name).integer(name, minimum=minimum, maximum=maximum)
+
+
+Ropes = Callable[[JsonFields, int, int], tuple[RopeConfig, ...]]
+"""Reads ropes, given `max_position_embeddings` and the dimension of heads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderVariant:
+    """A family as data.
+
+    Attributes:
+        num_kv_heads: default for config.json; None is the number of query heads.
+        head_dim: default for config.json; None derives it from hidden_size.
+        length: default of `max_position_embeddings`.
+        theta: default of `rope_theta`.
+        fraction: default of `partial_rotary_factor`; None supports only full rotation.
+        ropes: reads ropes in another way.
+        ends: default (bos, eos).
+        own: reads other fields of `DecoderConfig`.
+        keys: by the field that each sets.
+        fixed: fields that no key sets.
+        only: keys with the one value that is supported.
+        ignored: keys without effect.
+        ignored_tensors: parts of the names of tensors without effect.
+        experts: of sparse layers; None has none.
+        ignores_later_layers: see `Family`.
+        scale: key of the scale of attention scores, whose default is 1; if empty, it follows from the heads.
+    """
+
+    model_type: str
+    names: Names = _NAMES
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    length: int = 2048
+    theta: float = 10000.0
+    fraction: float | None = None
+    ropes: Ropes | None = None
+    ends: tuple[int | None, tuple[int, ...]] = (1, (2,))
+    keys: Mapping[str, Key]
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    layers: Layers = Layers()
+    only: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    ignored_tensors: tuple[str, ...] = ()
+    own: Callable[[JsonFields], dict[str, Any]] | None = None
+    experts: ExpertKeys | None = None
+    ignores_later_layers: bool = False
+    scale: str = ""
+    lm_head: str = "lm_head.weight"
+
+    def read(self, fields: JsonFields, architecture: str) -> DecoderConfig:
+        """See `Family`."""
+        fields.ignore(self.ignored)
+        for key, value in self.only.items():
+            fields.only(key, value, why=f"{self.model_type} supports only {value!r}")
+        sizes = read_sizes(fields)
+        heads = read_heads(fields, sizes["hidden_size"], num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        length = fields.integer("max_position_embeddings", self.length)
+        scale = fields.number(self.scale, 1.0) if self.scale else heads["head_dim"] ** -0.5
+        own = {} if self.own is None else self.own(fields)
+        settings: dict[str, Any] = {field: key.read(fields) for field, key in self.keys.items()}
+        kinds, mixture = self.layers.read(fields, sizes["num_layers"], scale), None
+        if self.experts is not None:
+            mixture, sparse = self.experts.read(fields), self.experts.read_sparse(fields, len(kinds))
+            kinds = tuple(dataclasses.replace(kind, is_sparse=has) for kind, has in zip(kinds, sparse, strict=True))
+        settings = {**sizes, **heads, "max_position_embeddings": length, **settings, **own, **self.fixed}
+        return DecoderConfig(
+            architecture=architecture,
+            bos_token_id=self.ends[0],
+            eos_token_ids=self.ends[1],
+            ropes=(self.ropes or self._ropes)(fields, length, heads["head_dim"]),
+            kinds=kinds,
+            mixture=mixture,
+            **settings,
+        )
+
+    def to_hf(self, config: DecoderConfig) -> dict[str, object]:
+        """See `Family`."""
+        result: dict[str, object] = {
+            "intermediate_size": config.intermediate_size,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "rope_parameters": write_ropes(config),
+            "pad_token_id": None,  # otherwise transformers' default may exceed a small vocabulary
+        }
+        if self.scale:
+            result[self.scale] = config.attention_kinds[0].scale
+        result |= {key.name: key.write(getattr(config, field)) for field, key in self.keys.items()}
+        result |= {} if self.experts is None else self.experts.write(config)
+        if self.own is _llama4_own:
+            result |= _llama4_to_hf(config)
+        return result | self.layers.write(config.layer_kinds)
+
+    def family(self) -> Family[DecoderConfig]:
+        """Return it for the registry."""
+        family = decoder_family(
+            self.model_type, self.read, self.to_hf, self.names, ignored=self.ignored_tensors, lm_head=self.lm_head
+        )
+        return dataclasses.replace(family, ignores_later_layers=self.ignores_later_layers)
+
+    def _ropes(self, fields: JsonFields, length: int, head_dim: int) -> tuple[RopeConfig, ...]:
+        return (RopeConfig.from_hf(fields, length, default_theta=self.theta, default_fraction=self.fraction),)
+
+
+def write_ropes(config: DecoderConfig) -> dict[str, object]:
+    """Return the `rope_parameters` of a config, which has one section for each kind of layers if it has two ropes."""
+    if len(config.ropes) > 1:
+        return {name: rope.to_hf() for name, rope in zip((FULL, SLIDING), config.ropes, strict=True)}
+    (rope,) = config.ropes
+    scale = config.query_scale
+    written = rope.to_hf()
+    if scale is not None and not scale.is_global:
+        written["llama_4_scaling_beta"] = scale.beta
+    return written
+
+
+def _two_ropes(fields: JsonFields, length: int, head_dim: int) -> tuple[RopeConfig, ...]:
+    """Read the ropes of OLMo 3: scaling applies only to layers without a window."""
+    sections = fields.mapping("rope_parameters")
+    theta = fields.number("rope_theta", 500000.0)
+    if not {FULL, SLIDING} & set(sections):
+        scaled = JsonFields(fields.mapping("rope_scaling") or sections, f"{fields.name} rope_scaling")
+        plain = JsonFields({}, fields.name)
+        return RopeConfig.of_section(scaled, length, theta), RopeConfig.of_section(plain, length, theta)
+    if unknown := sorted(set(sections) - {FULL, SLIDING}):
+        raise Unsupported(f"{fields.name} rope_parameters: unknown setting {', '.join(unknown)}")
+    nested = JsonFields(sections, f"{fields.name} rope_parameters")
+    full, narrow = (JsonFields(nested.mapping(name), f"{nested.name} {name}") for name in (FULL, SLIDING))
+    return RopeConfig.of_section(full, length, theta), RopeConfig.of_section(narrow, length, theta)
+
+
+def _hunyuan_ropes(fields: JsonFields, length: int, head_dim: int) -> tuple[RopeConfig, ...]:
+    """Read the rope of Hunyuan: `dynamic` with an `alpha` stretches the base, whatever the length of a sequence."""
+    key = "rope_scaling" if fields.mapping("rope_scaling") else "rope_parameters"
+    section = JsonFields(fields.mapping(key), f"{fields.name} {key}")
+    if not section.has("alpha"):
+        return (RopeConfig.from_hf(fields, length),)
+    alpha, theta = section.number("alpha"), section.number("rope_theta", fields.number("rope_theta", 10000.0))
+    section.only("factor", 1, 1.0, why="positions are scaled only by alpha")
+    section.ignore(("type", "rope_type", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"))
+    section.finish()
+    theta *= alpha ** (head_dim / (head_dim - 2))
+    return (RopeConfig(theta=theta, original_max_position_embeddings=length),)
+
+
+_LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def _apertus_ropes(fields: JsonFields, length: int, head_dim: int) -> tuple[RopeConfig, ...]:
+    """Read the rope of Apertus, which is scaled by default."""
+    theta = 12000000.0
+    if fields.mapping("rope_scaling") or fields.has("rope_parameters"):
+        return (RopeConfig.from_hf(fields, length, default_theta=theta),)
+    section = JsonFields(_LLAMA3_ROPE | {"original_max_position_embeddings": 8192}, f"{fields.name} rope_parameters")
+    return (RopeConfig.of_section(section, length, fields.number("rope_theta", theta)),)
+
+
+_MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def _ministral_section(fields: JsonFields) -> JsonFields:
+    section = fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or _MINISTRAL_ROPE
+    rope = JsonFields(section, f"{fields.name} rope_parameters")
+    rope.ignore(("llama_4_scaling_beta", "max_position_embeddings"))
+    return rope
+
+
+def _ministral_ropes(fields: JsonFields, length: int, head_dim: int) -> tuple[RopeConfig, ...]:
+    """Read the rope of Ministral 3, which has the scale of queries in its section."""
+    return (RopeConfig.of_section(_ministral_section(fields), length, fields.number("rope_theta", 1e6)),)
+
+
+def _ministral_scale(fields: JsonFields) -> dict[str, Any]:
+    """Read the scale of queries of Ministral 3."""
+    rope = _ministral_section(fields)
+    if not rope.has("llama_4_scaling_beta"):
+        return {}
+    beta, length = rope.number("llama_4_scaling_beta"), rope.integer("original_max_position_embeddings")
+    return {"query_scale": QueryScale(beta, length)}
+
+
+def _phimoe_ropes(fields: JsonFields, length: int, head_dim: int) -> tuple[RopeConfig, ...]:
+    """Read the rope of Phi-3.5-MoE, which scales the attention of short and of long sequences by one factor."""
+    key = "rope_scaling" if fields.mapping("rope_scaling") else "rope_parameters"
+    section = JsonFields(fields.mapping(key), f"{fields.name} {key}")
+    theta = fields.number("rope_theta", 1e6)
+    fields.ignore(("original_max_position_embeddings",))
+    if not section.has("short_mscale"):
+        return (RopeConfig.of_section(section, length, theta),)
+    factor = section.number("short_mscale")
+    section.only("long_mscale", factor, why=f"it must equal short_mscale, {factor:g}")
+    return (dataclasses.replace(RopeConfig.of_section(section, length, theta), attention_factor=factor),)
+
+
+def _minimax_ropes(fields: JsonFields, length: int, head_dim: int) -> tuple[RopeConfig, ...]:
+    """Read the rope of MiniMax-M2, whose config has the number of rotated dimensions."""
+    fraction = fields.integer("rotary_dim", head_dim, maximum=head_dim) / head_dim
+    return (RopeConfig.from_hf(fields, length, default_theta=5e6, default_fraction=fraction),)
+
+
+def _ernie_end(fields: JsonFields) -> dict[str, Any]:
+    """Check that the last layer has experts."""
+    num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    fields.only("moe_layer_end_index", -1, num_layers - 1, why="all layers after the first with experts must have them")
+    return {}
+
+
+def _llama4_own(fields: JsonFields) -> dict[str, Any]:
+    """Read the width of dense layers, the scale of queries, and the length up to which attention is not chunked."""
+    own: dict[str, Any] = {"intermediate_size": fields.integer("intermediate_size_mlp", 16384, maximum=MAX_WIDTH)}
+    length = fields.integer("max_position_embeddings", 131072)
+    if fields.value("attention_chunk_size", 8192) is not None:
+        length = min(length, fields.integer("attention_chunk_size", 8192))
+    own["max_position_embeddings"] = length
+    if fields.flag("attn_temperature_tuning", True):
+        beta, period = fields.number("attn_scale", 0.1), fields.integer("floor_scale", 8192)
+        own["query_scale"] = QueryScale(beta, period, offset=1, is_global=True)
+    fields.ignore(("attn_scale", "floor_scale", "layer_types"))
+    return own
+
+
+def _llama4_to_hf(config: DecoderConfig) -> dict[str, object]:
+    assert config.mixture is not None
+    scale = config.query_scale
+    result: dict[str, object] = {
+        "intermediate_size": config.mixture.width,
+        "intermediate_size_mlp": config.intermediate_size,
+        "attention_chunk_size": config.max_position_embeddings,
+        "attn_temperature_tuning": scale is not None,
+    }
+    return result if scale is None else result | {"attn_scale": scale.beta, "floor_scale": scale.length}
+
+
+def _rms(eps: float = 1e-6, activation: str = "silu") -> dict[str, Key]:
+    """Return the keys that nearly all families with RMS norms share."""
+    return {"norm_eps": Key("rms_norm_eps", eps), "activation": Key("hidden_act", activation)}
+
+
+def _layer(eps: float = 1e-5, activation: str = "silu", name: str = "layer_norm_eps") -> dict[str, Key]:
+    """Return the keys that families with layer norms share."""
+    return {"norm_eps": Key(name, eps), "activation": Key("hidden_act", activation)}
+
+
+def _tied(default: bool) -> dict[str, Key]:
+    return {"tie_word_embeddings": Key("tie_word_embeddings", default)}
+
+
+def _biases(name: str = "attention_bias", *, default: bool = False, mlp: str = "") -> dict[str, Key]:
+    """Return the keys of biases of all four projections, and of the feed-forward."""
+    found = {field: Key(name, default) for field in ("attention_bias", "attention_output_bias")}
+    return found | ({"mlp_bias": Key(mlp, default)} if mlp else {})
+
+
+_AFTER = Names(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
+"""Names of families whose norms follow attention and feed-forward."""
+_UNGATED = Names(gate_up=("mlp.up_proj",))
+_INTERNLM2 = Names(
+    embed="tok_embeddings",
+    attention_norm="attention_norm",
+    mlp_norm="ffn_norm",
+    qkv=("attention.wqkv",),
+    qkv_is_grouped=True,
+    out="attention.wo",
+    gate_up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+)
+_PHI = Names(norm="final_layernorm", out="self_attn.dense", gate_up=("mlp.fc1",), down="mlp.fc2")
+_GLM4 = Names(
+    attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm", gate_up=("mlp.gate_up_proj",)
+)
+_STABLELM = Names(q_norm="self_attn.q_layernorm.norms.{}", k_norm="self_attn.k_layernorm.norms.{}")
+_HUNYUAN = Names(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
+_APERTUS = Names(attention_norm="attention_layernorm", mlp_norm="feedforward_layernorm", gate_up=("mlp.up_proj",))
+_COHERE = {"norm": "layer", "norm_bias": False, "residual": "shared", "is_interleaved": True}
+_COHERE_KEYS = _layer() | _tied(True) | _biases() | {"logit_scale": Key("logit_scale", 0.0625)}
+_OLMO = {"qk_norm": "wide", "pre_norms": False, "post_norms": True}
+_SHARED_EXPERTS = ExpertNames(shared="mlp.shared_experts.")
+_MIXTRAL_EXPERTS = ExpertNames(
+    router="block_sparse_moe.gate",
+    choice_bias="block_sparse_moe.e_score_correction_bias",
+    experts="block_sparse_moe.experts.",
+    gate="w1",
+    up="w3",
+    down="w2",
+)
+_GRANITE_EXPERTS = ExpertNames(
+    router="block_sparse_moe.router.layer",
+    experts="block_sparse_moe.",
+    gate="input_linear.weight",
+    down="output_linear.weight",
+    fused="rows",
+)
+_ERNIE_EXPERTS = ExpertNames(
+    choice_bias="mlp.moe_statics.e_score_correction_bias", choice_bias_is_row=True, shared="mlp.shared_experts."
+)
+_LLAMA4_EXPERTS = ExpertNames(
+    router="feed_forward.router",
+    experts="feed_forward.experts.",
+    gate="gate_up_proj",
+    fused="halves",
+    shared="feed_forward.shared_expert.",
+)
+_LLAMA4 = Names(
+    gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"), down="feed_forward.down_proj", experts=_LLAMA4_EXPERTS
+)
+_HUNYUAN_ONLY = {"use_qk_norm": True, "use_cla": False, "mlp_bias": False, "norm_type": "rms"}
+_HUNYUAN_IGNORED = (
+    *("cla_share_factor", "eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "mask_init_id"),
+    *("org_vocab_size", "pad_id", "text_end_id", "text_start_id", "use_rotary_pos_emb"),
+)
+_GRANITE_KEYS = {
+    "embed_scale": Key("embedding_multiplier", 1.0),
+    "residual_scale": Key("residual_multiplier", 1.0),
+    "logit_scale": Key("logits_scaling", 1.0, is_divisor=True),
+}
+
+_VARIANTS = {
+    "ArceeForCausalLM": DecoderVariant(
+        model_type="arcee",
+        names=_UNGATED,
+        length=4096,
+        ends=(128000, (128001,)),
+        keys=_rms(1e-5, "relu2") | _tied(False) | _biases(mlp="mlp_bias"),
+        fixed={"is_gated": False},
+    ),
+    "SmolLM3ForCausalLM": DecoderVariant(
+        model_type="smollm3",
+        num_kv_heads=4,
+        length=32768,
+        theta=2e6,
+        ends=(128000, (128001,)),
+        keys=_rms() | _tied(True) | _biases(mlp="mlp_bias"),
+        layers=Layers(has_list=True),
+        only={"use_sliding_window": False},
+        ignored=("sliding_window", "layer_types", "max_window_layers"),
+    ),
+    "GraniteForCausalLM": DecoderVariant(
+        model_type="granite",
+        keys=_rms() | _tied(False) | _biases(mlp="mlp_bias") | _GRANITE_KEYS,
+        scale="attention_multiplier",
+    ),
+    "Olmo2ForCausalLM": DecoderVariant(
+        model_type="olmo2",
+        names=_AFTER,
+        ends=(None, (50279,)),
+        keys=_rms(1e-5) | _tied(False) | _biases(),
+        fixed=_OLMO,
+    ),
+    "Olmo3ForCausalLM": DecoderVariant(
+        model_type="olmo3",
+        names=_AFTER,
+        ropes=_two_ropes,
+        ends=(None, (50279,)),
+        keys=_rms(1e-5) | _tied(False) | _biases(),
+        fixed=_OLMO,
+        layers=Layers("types", 4096, ropes=(0, 1)),
+    ),
+    "Glm4ForCausalLM": DecoderVariant(
+        model_type="glm4",
+        names=_GLM4,
+        num_kv_heads=2,
+        head_dim=128,
+        length=131072,
+        fraction=0.5,
+        ends=(None, (151329, 151336, 151338)),
+        keys=_rms(1.5625e-07) | _tied(False) | {"attention_bias": Key("attention_bias", True)},
+        fixed={"post_norms": True, "is_interleaved": True},
+    ),
+    "SeedOssForCausalLM": DecoderVariant(
+        model_type="seed_oss",
+        num_kv_heads=8,
+        head_dim=128,
+        length=524288,
+        ends=(0, (2,)),
+        keys={
+            **_rms(),
+            **_tied(False),
+            "attention_bias": Key("attention_bias", True),
+            "attention_output_bias": Key("attention_out_bias", False),
+            "mlp_bias": Key("mlp_bias", False),
+        },
+        ignored=("residual_dropout",),
+    ),
+    "Exaone4ForCausalLM": DecoderVariant(
+        model_type="exaone4",
+        names=_AFTER,
+        num_kv_heads=32,
+        ends=(0, (2,)),
+        keys=_rms(1e-5) | _tied(False),
+        fixed={"qk_norm": "head", "pre_norms": False, "post_norms": True},
+        layers=Layers("types", 4096, ropes=(None, 0)),
+    ),
+    "HunYuanDenseV1ForCausalLM": DecoderVariant(
+        model_type="hunyuan_v1_dense",
+        names=_HUNYUAN,
+        ropes=_hunyuan_ropes,
+        keys=_rms(1e-5) | _tied(False) | _biases(),
+        fixed={"qk_norm": "rotated"},
+        only=_HUNYUAN_ONLY | {"num_experts": 1},
+        ignored=_HUNYUAN_IGNORED,
+    ),
+    "CohereForCausalLM": DecoderVariant(
+        model_type="cohere",
+        length=8192,
+        theta=500000.0,
+        ends=(5, (255001,)),
+        keys=_COHERE_KEYS | {"qk_norm": Key("use_qk_norm", False, ("none", "layer"))},
+        fixed=_COHERE,
+    ),
+    "Cohere2ForCausalLM": DecoderVariant(
+        model_type="cohere2",
+        length=8192,
+        ends=(5, (255001,)),
+        keys=_COHERE_KEYS,
+        fixed=_COHERE,
+        layers=Layers("types", 4096, ropes=(None, 0)),
+        only={"use_qk_norm": False, "rotary_pct": 1.0, "use_parallel_block": True, "use_gated_activation": True},
+        ignored=(
+            *("layer_switch", "order_of_interleaved_layers", "position_embedding_type"),
+            *("use_embedding_sharing", "use_parallel_embedding"),
+        ),
+    ),
+    "PhiForCausalLM": DecoderVariant(
+        model_type="phi",
+        names=_PHI,
+        fraction=0.5,
+        keys=_layer(activation="gelu_new") | _tied(False),
+        fixed={
+            "norm": "layer",
+            "residual": "shared",
+            "is_gated": False,
+            "logit_bias": True,
+            "attention_bias": True,
+            "attention_output_bias": True,
+            "mlp_bias": True,
+        },
+        only={"qk_layernorm": False},
+        ignored=("embd_pdrop", "resid_pdrop"),
+    ),
+    "StableLmForCausalLM": DecoderVariant(
+        model_type="stablelm",
+        names=_STABLELM,
+        num_kv_heads=32,
+        length=4096,
+        fraction=0.25,
+        ends=(0, (0,)),
+        keys={
+            **_layer(),
+            **_tied(False),
+            "attention_bias": Key("use_qkv_bias", False),
+            "qk_norm": Key("qk_layernorm", False, ("none", "layer")),
+            "residual": Key("use_parallel_residual", False, ("sequential", "shared")),
+        },
+        fixed={"norm": "layer"},
+        ignored=("hidden_dropout",),
+    ),
+    "InternLM2ForCausalLM": DecoderVariant(
+        model_type="internlm2",
+        names=_INTERNLM2,
+        keys=_rms() | _tied(False) | _biases("bias", default=True),
+        lm_head="output.weight",
+    ),
+    "InternLM3ForCausalLM": DecoderVariant(
+        model_type="internlm3",
+        num_kv_heads=2,
+        head_dim=128,
+        length=32768,
+        keys={
+            **_rms(1e-5),
+            **_tied(False),
+            "attention_bias": Key("qkv_bias", False, synonym="attention_bias"),
+            "attention_output_bias": Key("bias", False, synonym="mlp_bias"),
+            "mlp_bias": Key("bias", False, synonym="mlp_bias"),
+        },
+    ),
+    "NemotronForCausalLM": DecoderVariant(
+        model_type="nemotron",
+        names=_UNGATED,
+        length=4096,
+        fraction=0.5,
+        ends=(2, (3,)),
+        keys=_layer(activation="relu2", name="norm_eps") | _tied(False) | _biases(mlp="mlp_bias"),
+        fixed={"norm": "layer", "norm_offset": 1.0, "is_gated": False},
+    ),
+    "Ministral3ForCausalLM": DecoderVariant(
+        model_type="ministral3",
+        num_kv_heads=8,
+        head_dim=128,
+        length=262144,
+        ropes=_ministral_ropes,
+        own=_ministral_scale,
+        keys=_rms(1e-5) | _tied(False),
+        layers=Layers("all"),
+    ),
+    "Starcoder2ForCausalLM": DecoderVariant(
+        model_type="starcoder2",
+        names=Names(gate_up=("mlp.c_fc",), down="mlp.c_proj"),
+        num_kv_heads=2,
+        length=4096,
+        ends=(50256, (50256,)),
+        keys={
+            **_layer(activation="gelu_pytorch_tanh", name="norm_epsilon"),
+            **_tied(True),
+            **_biases("use_bias", default=True, mlp="use_bias"),
+        },
+        fixed={"norm": "layer", "is_gated": False},
+        layers=Layers("all"),
+        only={"norm_type": "layer_norm", "mlp_type": "default"},
+        # Leftovers of StarCoder in the published files, which transformers does not read.
+        ignored=(
+            *("embedding_dropout", "residual_dropout", "activation_function", "layer_norm_epsilon"),
+            *("scale_attn_weights", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
+        ),
+    ),
+    "ApertusForCausalLM": DecoderVariant(
+        model_type="apertus",
+        names=_APERTUS,
+        length=65536,
+        ropes=_apertus_ropes,
+        keys=_rms(1e-5, "xielu") | _tied(False) | _biases(),
+        fixed={"qk_norm": "head", "is_gated": False},
+        only={"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    ),
+    "Ernie4_5ForCausalLM": DecoderVariant(
+        model_type="ernie4_5",
+        num_kv_heads=2,
+        head_dim=128,
+        length=131072,
+        theta=500000.0,
+        keys=_rms(1e-5) | _tied(True) | _biases("use_bias", mlp="use_bias"),
+        fixed={"is_interleaved": True},
+    ),
+}
+
+_VARIANTS |= {
+    "GraniteMoeForCausalLM": DecoderVariant(
+        model_type="granitemoe",
+        names=Names(experts=_GRANITE_EXPERTS),
+        keys=_rms() | _tied(False) | _biases() | _GRANITE_KEYS,
+        scale="attention_multiplier",
+        experts=ExpertKeys(
+            num_experts=("num_local_experts", 8), top_k=("num_experts_per_tok", 2), scores="chosen", normalises=False
+        ),
+    ),
+    "Glm4MoeForCausalLM": DecoderVariant(
+        model_type="glm4_moe",
+        names=Names(experts=_SHARED_EXPERTS),
+        num_kv_heads=8,
+        length=131072,
+        fraction=0.5,
+        ends=(None, ()),
+        keys={
+            **_rms(1e-5),
+            **_tied(False),
+            "attention_bias": Key("attention_bias", False),
+            "qk_norm": Key("use_qk_norm", False, ("none", "head")),
+        },
+        experts=ExpertKeys(
+            num_experts=("n_routed_experts", 128),
+            width=("moe_intermediate_size", 1408),
+            num_shared=("n_shared_experts", 1),
+            first=("first_k_dense_replace", 1),
+            scores="sigmoid",
+            choice_bias=True,
+            has_key=True,
+            scale="routed_scaling_factor",
+            has_groups=True,
+        ),
+        ignored=("num_nextn_predict_layers", "num_mtp_layers"),
+        ignores_later_layers=True,
+    ),
+    "MiniMaxM2ForCausalLM": DecoderVariant(
+        model_type="minimax_m2",
+        names=Names(experts=_MIXTRAL_EXPERTS),
+        num_kv_heads=8,
+        head_dim=128,
+        length=196608,
+        ropes=_minimax_ropes,
+        ends=(200034, (200020,)),
+        keys=_rms() | _tied(False),
+        fixed={"qk_norm": "wide"},
+        experts=ExpertKeys(num_experts=("num_local_experts", 256), scores="sigmoid", choice_bias=True),
+        only={
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "scoring_func": "sigmoid",
+            "shared_intermediate_size": 0,
+        },
+        ignored=("num_mtp_modules", "mtp_transformer_layers", "use_mtp", "attn_type_list", "use_routing_bias"),
+        ignores_later_layers=True,
+    ),
+    "Ernie4_5_MoeForCausalLM": DecoderVariant(
+        model_type="ernie4_5_moe",
+        names=Names(experts=_ERNIE_EXPERTS),
+        num_kv_heads=4,
+        length=131072,
+        theta=500000.0,
+        keys=_rms(1e-5) | _tied(True),
+        fixed={"is_interleaved": True},
+        experts=ExpertKeys(
+            num_experts=("moe_num_experts", 64),
+            top_k=("moe_k", 6),
+            width=("moe_intermediate_size", 1536),
+            num_shared=("moe_num_shared_experts", 2),
+            first=("moe_layer_start_index", 1),
+            choice_bias=True,
+        ),
+        only={"use_bias": False, "moe_layer_interval": 1, "moe_use_aux_free": True, "moe_gate": "topk"},
+        own=_ernie_end,
+        ignored=("moe_norm_min", "moe_capacity", "num_nextn_predict_layers"),
+        ignored_tensors=("model.mtp_",),
+    ),
+    "HunYuanMoEV1ForCausalLM": DecoderVariant(
+        model_type="hunyuan_v1_moe",
+        names=dataclasses.replace(_HUNYUAN, experts=ExpertNames(router="mlp.gate.wg", shared="mlp.shared_mlp.")),
+        ropes=_hunyuan_ropes,
+        keys=_rms(1e-5) | _tied(False) | _biases(),
+        fixed={"qk_norm": "rotated"},
+        experts=ExpertKeys(num_experts=("num_experts", 1), top_k=("moe_topk", 1), num_shared=1),
+        only=_HUNYUAN_ONLY | {"use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0, "group_limited_greedy": False},
+        ignored=(*_HUNYUAN_IGNORED, "num_shared_expert", "moe_intermediate_size", "moe_drop_tokens"),
+    ),
+    "PhimoeForCausalLM": DecoderVariant(
+        model_type="phimoe",
+        names=Names(experts=_MIXTRAL_EXPERTS),
+        num_kv_heads=8,
+        length=131072,
+        ropes=_phimoe_ropes,
+        keys={
+            **_layer(name="rms_norm_eps"),
+            **_tied(False),
+            **_biases(),
+            "logit_bias": Key("lm_head_bias", False),
+        },
+        fixed={"norm": "layer", "outgrows_keys": True},
+        layers=Layers("all"),
+        experts=ExpertKeys(
+            num_experts=("num_local_experts", 16),
+            top_k=("num_experts_per_tok", 2),
+            scores="sparsemixer",
+            normalises=False,
+            jitter="router_jitter_noise",
+        ),
+        ignored=("hidden_dropout", "input_jitter_noise"),
+    ),
+    "Llama4ForCausalLM": DecoderVariant(
+        model_type="llama4_text",
+        names=_LLAMA4,
+        num_kv_heads=8,
+        head_dim=128,
+        length=131072,
+        theta=500000.0,
+        own=_llama4_own,
+        keys={
+            **_rms(1e-5),
+            **_tied(False),
+            **_biases(),
+            "qk_norm": Key("use_qk_norm", True, ("none", "unit")),
+        },
+        fixed={"is_interleaved": True},
+        layers=Layers(has_list=True),
+        experts=ExpertKeys(
+            num_experts=("num_local_experts", 16),
+            top_k=("num_experts_per_tok", 1),
+            num_shared=1,
+            step=("interleave_moe_layer_step", 1),
+            scores="sigmoid",
+            normalises=False,
+            weighs_inputs=True,
+        ),
+    ),
+}
+
+_BY_TEXT = {
+    "mistral": llama.ARCHITECTURES["MistralForCausalLM"],
+    "ministral3": _VARIANTS["Ministral3ForCausalLM"].family(),
+}
+_BY_TEXT["llama4_text"] = _VARIANTS["Llama4ForCausalLM"].family()
+_OF_IMAGES = (
+    *("vision_config", "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index"),
+    *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"),
+)
+"""Keys for image inputs of multimodal models."""
+_OF_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id", "bos_token_id")
+"""Keys that apply to the language model; those of `text_config` are the default."""
+
+_RESTATED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+
+
+def _language(whole: JsonFields) -> JsonFields:
+    """Return the fields of the language model of a multimodal model, from text_config and the top level."""
+    whole.ignore(_OF_IMAGES)
+    given = {key: whole.value(key) for key in _OF_WHOLE if whole.has(key)}
+    for key in _RESTATED:
+        size = whole.mapping("text_config").get(key)
+        whole.only(key, size, why=f"{key} is {size} in text_config, which defines the language model")
+    return JsonFields({**whole.mapping("text_config"), **given}, f"{whole.name} text_config")
+
+
+def _language_prefix(stored: Iterable[str]) -> str:
+    """Return the prefix of checkpoints on the hub, or that of transformers since version 5."""
+    is_old = any(name.startswith("language_model.model.") for name in stored)
+    return "language_model.model." if is_old else "model.language_model."
+
+
+def _with_images(model_type: str, *text_types: str, names: Names) -> Family[DecoderConfig]:
+    """Return a multimodal family, of which the language model is served, of one of these types."""
+
+    def read(fields: JsonFields, architecture: str) -> DecoderConfig:
+        text_type = fields.text("model_type", text_types[0])
+        if text_type not in text_types:
+            raise Unsupported(f"{fields.name}: model_type is {text_type!r}; supported: {', '.join(text_types)}")
+        config: DecoderConfig = _BY_TEXT[text_type].read(fields, architecture)
+        return config
+
+    def write(config: DecoderConfig) -> dict[str, object]:
+        text_type = text_types[-1] if config.query_scale is not None else text_types[0]
+        sizes = {
+            "model_type": text_type,
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "max_position_embeddings": config.max_position_embeddings,
+        }
+        return {"text_config": sizes | _BY_TEXT[text_type].to_hf(config)}
+
+    def outer(config: DecoderConfig, prefix: str) -> list[Leaf]:
+        is_inside = prefix.startswith("language_model.")
+        return outer_leaves(config, prefix, names, f"language_model.{LM_HEAD}" if is_inside else LM_HEAD)
+
+    ignored = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+    family = decoder_family(model_type, read, write, names, name_prefix=_language_prefix, ignored=ignored)
+    return dataclasses.replace(family, outer_leaves=outer, language=_language)
+
+
+ARCHITECTURES = {name: variant.family() for name, variant in _VARIANTS.items()} | {
+    "Mistral3ForConditionalGeneration": _with_images("mistral3", "mistral", "ministral3", names=Names()),
+    "Llama4ForConditionalGeneration": _with_images("llama4", "llama4_text", names=_LLAMA4),
+}
