@@ -366,7 +366,8 @@ def _place(
     """Return the model, and the devices of each replica; report why its data type is not the checkpoint's."""
     parallel = options.parallel
     prepare_gpu_memory()
-    meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size)
+    sizes = parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size
+    meshes = serving_meshes(*sizes, parallel.pipeline_parallel_size)
     source = find_source(options.model, starts_templates=starts_templates)
     source = replace(source, config=quantized_here(source.config, options.model.quantization))
     config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config

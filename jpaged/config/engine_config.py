@@ -149,10 +149,31 @@ class EngineConfig:
         self.cache.check()
         self.lossy.check(self.cache, self.speculation.method if self.speculation and self.has_draft else None)
         self.parallel.check()
+        self._check_stages()
         self.lora.check()
         self.timeouts.check()
         self.http.check()
         self._check_draft()
+
+    def _check_stages(self) -> None:
+        """Reject options that conflict with layers in stages."""
+        if (size := self.parallel.pipeline_parallel_size) == 1:
+            return
+        if self.lora.enable_lora or self.lora.lora:
+            raise InvalidArgument(
+                "pipeline_parallel_size", f"{size}: adapter slots are not split into stages (enable_lora is True)"
+            )
+        if self.speculation is not None and self.has_draft:
+            method = self.speculation.method
+            raise InvalidArgument(
+                "pipeline_parallel_size", f"{size}: {method} drafts are not split into stages; use ngram or suffix"
+            )
+        if self.cache.kv_cache_dtype in ("int8", "fp8"):
+            raise InvalidArgument(
+                "pipeline_parallel_size",
+                f"{size}: scales of 8-bit keys and values are not split into stages (kv_cache_dtype is "
+                f"{self.cache.kv_cache_dtype})",
+            )
 
     def _check_draft(self) -> None:
         """Reject options that conflict with a draft model or head, which shares the model's device."""

@@ -52,7 +52,10 @@ MAX_NUMBER = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 _DTYPES = ("float32", "bfloat16", "float16", *MAX_NUMBER)
 _LANES = 128
-_COUNTS = ("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim", "num_shards", "num_context_parts")
+_COUNTS = (
+    *("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim"),
+    *("num_shards", "num_context_parts", "num_stages"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class KVLayout:
             of every context.
         value_dim: keys are latents whose first `value_dim` numbers are the value, as in DeepSeek-V2 (2024); each device
             has one head, the same. None stores values separately.
+        num_stages: equal parts into which the layers are split over devices, in order.
     """
 
     num_layers: int
@@ -84,6 +88,7 @@ class KVLayout:
     num_shards: int = 1
     value_dim: int | None = None
     num_context_parts: int = 1
+    num_stages: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
@@ -97,13 +102,15 @@ class KVLayout:
             raise InvalidArgument(
                 "num_context_parts", f"{self.num_context_parts} does not divide the {self.block_size} slots of a block"
             )
+        if self.num_layers % self.num_stages:
+            raise InvalidArgument("num_stages", f"{self.num_stages} does not divide the {self.num_layers} layers")
         if self.num_kv_heads % self.num_shards:
             raise InvalidArgument(
                 "num_shards", f"{self.num_shards} does not divide the {self.num_kv_heads} key/value heads"
             )
         if self.value_dim is not None:
             _check_latents(self, self.value_dim)
-        num_slots = self.num_layers * self.blocks_per_layer * self.block_size
+        num_slots = self.num_layers // self.num_stages * self.blocks_per_layer * self.block_size
         if num_slots > MAX_SLOTS:
             raise InvalidArgument(
                 "num_blocks",
@@ -118,18 +125,20 @@ class KVLayout:
 
     @property
     def local(self) -> KVLayout:
-        """The layout of one device's part: one shard's heads, in its own slots of every block."""
+        """The layout of one device's part: its stage's layers, one shard's heads, in its own slots of every block."""
         return dataclasses.replace(
             self,
+            num_layers=self.num_layers // self.num_stages,
             block_size=self.block_size // self.num_context_parts,
             num_kv_heads=self.num_kv_heads // self.num_shards,
             num_shards=1,
             num_context_parts=1,
+            num_stages=1,
         )
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the pool. Axis 2 is split over devices by heads, axis 1 by context."""
+        """Shape of the pool. Axis 2 is split over devices by heads, axis 1 by context, axis 0 by stages."""
         return (self.num_layers * self.blocks_per_layer, self.block_size, *self.token_shape)
 
     @property

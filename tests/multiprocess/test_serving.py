@@ -13,6 +13,7 @@ from jpaged.client.channel import check_health
 from jpaged.errors import JpagedError, Unavailable
 from jpaged.types import RequestOutput, SamplingParams
 from tests.e2e.rig import open_llm
+from tests.models.tiny import tiny_case, write_checkpoint
 from tests.multiprocess.rig import (
     SIZES,
     Group,
@@ -172,6 +173,37 @@ def test_processes_may_have_several_devices(
         group.signal(0, signal.SIGTERM)
         assert streams.join() == [300, 300]
         assert group.codes() == [0, 0], group.log()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--context-parallel-size", "4"), id="contexts"),
+        pytest.param(("--context-parallel-size", "2", "--tensor-parallel-size", "2"), id="contexts and heads"),
+        pytest.param(("--pipeline-parallel-size", "2"), id="layers and heads"),
+        pytest.param(("--pipeline-parallel-size", "2", "--context-parallel-size", "2"), id="layers and contexts"),
+    ],
+)
+def test_processes_may_split_contexts_and_layers(
+    options: tuple[str, ...], model: str, alone: list[RequestOutput], programs: Path
+) -> None:
+    """Over two processes of two devices, with blocks that are swapped out; then one is killed."""
+    with running(2, (model, *SWAPS, *options), programs, num_devices=2) as group:
+        check_tokens(group, alone, swaps=True)
+        assert group.members[0].find(r"^  4 x cpu")
+        kill_one(group, 1)
+
+
+@pytest.mark.long
+def test_processes_may_have_whole_experts(tmp_path: Path) -> None:
+    model = str(write_checkpoint(tiny_case("mixtral"), tmp_path / "model"))
+    many = questions()
+    with open_llm(model, block_size=8, max_num_batched_tokens=16, num_blocks=200) as llm:
+        want = llm.generate([tokens for tokens, _ in many], [params for _, params in many])
+    with running(2, (model, *SWAPS, "--enable-expert-parallel"), tmp_path / "programs", num_devices=2) as group:
+        check_tokens(group, want, swaps=True)
+        kill_one(group, 1)
 
 
 @pytest.mark.long

@@ -44,6 +44,7 @@ from jpaged.device.mesh import (
     local_bytes,
     num_context_parts,
     num_shards,
+    num_stages,
     replicated,
 )
 from jpaged.device.model_runner import EDIT_WORDS, MOST_BYTES, NUM_COUNT_WORDS, ROW_WORDS, DecodePacking
@@ -63,6 +64,7 @@ from jpaged.device.step_sizes import DeviceAttention, StepSizes
 from jpaged.device.transfers import MAX_ON_THE_WAY, content_bytes, lower_move, move_sizes, num_host_blocks
 from jpaged.engine.executor import BucketTable, Geometry, Progress
 from jpaged.engine.executor.io import AUX_IDS, NUM_SINGLES, AuxKind, num_mask_words
+from jpaged.errors import InvalidArgument
 from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
 from jpaged.models.layer_kinds import get_stacks, group_layers
 from jpaged.models.layers import Params
@@ -110,17 +112,24 @@ def _sized_step(
     chosen = attention.choose(sizes := attention.sizes())
     vocab_size, model = model.config.vocab_size, MeshPlacement.of(model, mesh, layer_mode).model
     config, kinds = model.config, model.config.attention_kinds  # the chosen layout is one device's part
-    stacks = list(get_stacks(config.layer_kinds).values()) if layer_mode == "scan" else None
-    groups = group_layers([kind.sliding_window for kind in kinds], sizes.max_model_len, stacks)
+    in_stages = num_stages(mesh)
+    of_stage = config.layer_kinds[: config.num_layers // in_stages]
+    stacks = list(get_stacks(of_stage).values()) if layer_mode == "scan" else None
+    groups = group_layers([kind.attention.sliding_window for kind in of_stage], sizes.max_model_len, stacks)
     layout = dataclasses.replace(
         chosen.layout,
-        num_layers=groups.num_layers,
+        num_layers=groups.num_layers * in_stages,
+        num_stages=in_stages,
         num_blocks=num_blocks,
         block_size=sizes.block_size,
         num_kv_heads=config.num_kv_heads,
         num_shards=num_parts,
         num_context_parts=num_contexts,
     )
+    if in_stages > 1 and layout.is_scaled:
+        raise InvalidArgument(
+            "kv_cache_dtype", f"{layout.dtype.name} has scales of all layers, which are split (pipeline_parallel_size)"
+        )
     cascade = cascade_costs(chosen.backend, layout.local, kinds, config.num_heads // num_parts, num_contexts)
     max_num_steps = max_steps_of_dispatch(options, mesh)
     sampler = choose_kernel(chosen.backend, mesh.size, vocab_size)
@@ -133,7 +142,7 @@ def _sized_step(
         bytes_per_block=layout.bytes_per_block,
         buckets=_buckets(sizes, max_num_steps, mesh),
         num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
-        cascade=cascade if options.cache.enable_cascade_attention else None,
+        cascade=cascade if options.cache.enable_cascade_attention and in_stages == 1 else None,
         max_num_steps=max_num_steps,
         has_fed_steps=max_num_steps > 1 and _can_be_fed(sampler),
         windows=groups.windows,
