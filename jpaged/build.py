@@ -140,7 +140,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
     runs: list[Executor[Any, Any]] = [*executors]
     if leader is not None:
         leader.agree(_findings(source, executor, options.model.overrides))
-        runs = [MultiHostExecutor(executor, leader)]
+        runs = [*MultiHostExecutor.of_replicas(executor, leader, options.parallel.data_parallel_size)]
     for index, one in enumerate(runs):
         one.warm_up(_get_progress(index, len(runs), progress))
     _say([*executor.memory_plan.lines(), *streaming_llm.describe_lossy_cache(options)], progress)
@@ -156,7 +156,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         backend=BackendFacts(
             platform=device.platform,
             device_kind=device.device_kind,
-            num_devices=sum(where.mesh.size for where in places),
+            num_devices=places[0].mesh.size * len(runs),
             attention=executor.step.backend,
             jax_version=metadata.version("jax"),
         ),
@@ -357,7 +357,10 @@ def follow(options: EngineConfig, progress: Progress, follower: Follower) -> Non
     (executor,) = _make_executors(source, model, options, places, progress, follower)
     follower.agree(_findings(source, executor, options.model.overrides))
     executor.warm_up(progress)
-    run_steps(executor, follower)
+    parallel = options.parallel
+    num_processes, process = parallel.num_processes or 1, parallel.process_id or 0
+    is_first_of_replica = process % (num_processes // parallel.data_parallel_size) == 0
+    run_steps(executor, follower, reports=is_first_of_replica)
 
 
 def _place(

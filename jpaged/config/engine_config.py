@@ -274,8 +274,12 @@ class EngineConfig:
             InvalidArgument: an option does not support several processes.
         """
         single = f"requires a single process (there are {multihost.num_processes}, from {multihost.source})"
-        if self.parallel.data_parallel_size > 1:
-            raise InvalidArgument("data_parallel_size", f"{self.parallel.data_parallel_size} {single}")
+        if (size := self.parallel.data_parallel_size) > 1 and multihost.num_processes % size:
+            raise InvalidArgument(
+                "data_parallel_size",
+                f"{size} does not divide the {multihost.num_processes} processes (from {multihost.source}), of which "
+                "each replica has equally many",
+            )
         if self.startup.compiled is not None:
             raise InvalidArgument("compiled", f"{self.startup.compiled} {single}")
         if (store := self.cache.store_option) is not None:

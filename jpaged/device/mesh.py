@@ -83,14 +83,19 @@ def serving_meshes(
 ) -> list[Mesh]:
     """Return a mesh for each copy of the model: JAX's devices in order, each in at most one mesh.
 
-    Several processes run one copy together. Each contributes the same number of devices; all its devices if
+    Several processes run one copy together, or with data_parallel_size equally many processes each copy; the mesh is
+    that of this process's copy. Each process contributes the same number of devices; all its devices if
     tensor_parallel_size is 1. Heads are split over the devices of one process first, then contexts, then layers.
 
     Raises:
         InvalidArgument: there are too few devices, or the processes cannot share them evenly.
     """
-    devices, size, num_processes = jax.devices(), tensor_parallel_size, jax.process_count()
-    if num_processes > 1 and size == 1:
+    devices, size = jax.devices(), tensor_parallel_size
+    if (num_processes := jax.process_count()) > 1:  # the other replicas have other processes
+        num_processes //= data_parallel_size
+        own, data_parallel_size = jax.process_index() // num_processes, 1
+        devices = [device for device in devices if device.process_index // num_processes == own]
+    if jax.process_count() > 1 and size == 1:
         size = max(1, len(devices) // (context_parallel_size * pipeline_parallel_size))
     of_stage, has = size * context_parallel_size, f"{devices[0].platform} has {len(devices)}"
     of_copy = of_stage * pipeline_parallel_size
@@ -127,7 +132,8 @@ def serving_meshes(
 
 
 def _of_each_process(devices: Sequence[jax.Device], size: int, num_processes: int) -> list[jax.Device]:
-    groups = [[device for device in devices if device.process_index == i] for i in range(num_processes)]
+    first = devices[0].process_index
+    groups = [[device for device in devices if device.process_index == first + i] for i in range(num_processes)]
     each, left_over = divmod(size, num_processes)
     if left_over or each > min(map(len, groups)):
         raise InvalidArgument(

@@ -51,7 +51,6 @@ from jpaged.device.mesh import (
     SCALES_SPEC,
     SINKS_SPEC,
     STAGE_AXIS,
-    first_device,
     num_context_parts,
     num_shards,
     num_stages,
@@ -292,7 +291,7 @@ class Step:
     ) -> tuple[jax.Array, jax.Array]:
         """Run the layers in stages, each on its own devices, on one microbatch per turn; see `Microbatches`."""
         last = num_stages(self.mesh) - 1
-        parts = Microbatches.of(len(ids_t), last + 1, first_device(self.mesh).platform)
+        parts = Microbatches.of(len(ids_t), last + 1, self.layout.form)
 
         def run(
             params: Params, pool: jax.Array, ids_t: jax.Array, inputs: Mapping[str, jax.Array]

@@ -196,6 +196,36 @@ def test_processes_may_split_contexts_and_layers(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("process", [0, 1])
+def test_each_process_may_have_a_replica(
+    process: int, model: str, alone: list[RequestOutput], programs: Path, tmp_path: Path
+) -> None:
+    """Process 0 serves both; the tokens of either are those of one device, also what is told of them."""
+    words = (model, *SWAPS, "--data-parallel-size", "2", "--max-logprobs", "-1")
+    with running(2, words, programs, num_devices=2) as group, Client(group.target) as client:
+        assert_same(ask(client, questions()), alone)
+        many = changed_questions()
+        with open_llm(model, block_size=8, max_num_batched_tokens=16, num_blocks=200, max_logprobs=-1) as llm:
+            want = llm.generate([tokens for tokens, _ in many], [params for _, params in many])
+        got = ask(client, many)
+        assert_same(got, want)
+        assert_told_alike(got, want)
+        assert group.members[0].find(r"^  4 x cpu")
+        kill_one(group, process)
+
+
+@pytest.mark.deep
+def test_replicas_may_each_have_several_processes(model: str, alone: list[RequestOutput], programs: Path) -> None:
+    with running(4, (model, *SWAPS, "--data-parallel-size", "2"), programs) as group:
+        with Client(group.target) as client:
+            assert_same(ask(client, questions()), alone)
+        streams = Streams(group.target, 4)
+        group.signal(3, signal.SIGTERM)
+        assert streams.join() == [300] * 4
+        assert group.codes() == [0] * 4, group.log()
+
+
+@pytest.mark.long
 def test_processes_may_have_whole_experts(tmp_path: Path) -> None:
     model = str(write_checkpoint(tiny_case("mixtral"), tmp_path / "model"))
     many = questions()

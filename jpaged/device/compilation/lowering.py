@@ -195,7 +195,7 @@ def _can_be_fed(sampler: SamplingKernel | None) -> bool:
 
 def max_steps_of_dispatch(options: EngineConfig, mesh: Mesh) -> int:
     """Return the maximum decode steps per dispatch: one with several processes, which exchange single steps."""
-    if _is_of_several_processes(mesh):
+    if _is_of_several_processes(mesh) or (jax.distributed.is_initialized() and jax.process_count() > 1):
         return 1
     on_its_own = _NUM_STEPS.get(first_device(mesh).platform, _NUM_STEPS_ELSEWHERE)
     chosen = options.scheduler.num_scheduler_steps

@@ -54,24 +54,29 @@ def test_any_number_of_devices_samples_what_one_device_samples(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "settings", "options", "checks"),
+    ("name", "settings", "options", "sizes", "checks"),
     [
-        ("llama3_tied", {"num_hidden_layers": 2}, {"attention_backend": "xla"}, ["cached", "swapped"]),
-        ("llama3_tied", {"num_hidden_layers": 2}, {"max_num_batched_tokens": 64}, ["chunked", "batched"]),
-        ("mistral_window", {"num_hidden_layers": 2}, {}, ["chunked"]),
-        ("mixtral", {"num_hidden_layers": 2}, {}, ["cached", "swapped"]),
-        ("mixtral", {"num_hidden_layers": 2}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}, ["cached"]),
-        ("opt", {"num_hidden_layers": 2}, {}, ["cached", "swapped"]),
+        ("llama3_tied", {"num_hidden_layers": 2}, {"attention_backend": "xla"}, {}, ["cached", "swapped"]),
+        ("llama3_tied", {"num_hidden_layers": 2}, {"max_num_batched_tokens": 64}, {}, ["chunked", "batched"]),
+        ("mistral_window", {"num_hidden_layers": 2}, {}, {}, ["chunked"]),
+        ("mixtral", {}, {}, {}, ["cached", "swapped"]),
+        ("mixtral", {}, {}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}, ["cached"]),
+        ("opt", {"num_hidden_layers": 2}, {}, {}, ["cached", "swapped"]),
     ],
 )
 def test_any_layers_are_the_same_in_stages(
-    name: str, settings: dict[str, Any], options: dict[str, Any], checks: list[str], tmp_path: Path
+    name: str,
+    settings: dict[str, Any],
+    options: dict[str, Any],
+    sizes: dict[str, int],
+    checks: list[str],
+    tmp_path: Path,
 ) -> None:
     """Another backend, several microbatches of a stage, windows, experts, learned positions."""
     case = tiny_case(name)
     case = dataclasses.replace(case, config={**case.config, **settings})
-    sizes = {"pipeline_parallel_size": 2}
-    check_same(case, sizes, checks, tmp_path, **options)
+    stages = {"pipeline_parallel_size": settings.get("num_hidden_layers", 3)}
+    check_same(case, {**sizes, **stages}, checks, tmp_path, **options)
 
 
 @pytest.mark.long
@@ -114,7 +119,6 @@ def test_what_has_no_stages_is_refused_by_name() -> None:
 
 @pytest.mark.long
 def test_layers_that_stages_cannot_share_are_refused(tmp_path: Path) -> None:
-    folder = write_model("llama3_tied", tmp_path)
     folder = write_model("llama3_tied", tmp_path)
     with (
         pytest.raises(InvalidArgument, match=r"2 stages of equal layers cannot be made of 3 layers of 1 kinds; 1, 3"),
