@@ -300,8 +300,8 @@ class Step:
 
             def turn(index: jax.Array, state: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
                 received, pool, hidden_mte = state
-                own, own_ids, number = parts.take(inputs, ids_t, index - stage)
-                own, own_ids, order = self._ordered(own, own_ids)
+                part, part_ids, number = parts.take(inputs, ids_t, index - stage)
+                own, own_ids, order = self._ordered(part, part_ids)
                 attend, tokens = self._attention(params, own, order), self._tokens(own_ids, own, None)
                 x, pool, hidden_te = self.model.run_stage(
                     params, tokens, attend, pool, self.kv_groups.places, (stage == 0, received)
@@ -311,8 +311,8 @@ class Step:
                 sent = jax.tree.map(lambda x: lax.ppermute(x, STAGE_AXIS, [(i, i + 1) for i in range(last)]), x)
                 return sent, pool, hidden_mte
 
-            own, own_ids, _ = parts.take(inputs, ids_t, jnp.int32(0))
-            begun = jax.eval_shape(self.model.begin, params, self._tokens(own_ids, own, None))
+            part, part_ids, _ = parts.take(inputs, ids_t, jnp.int32(0))
+            begun = jax.eval_shape(self.model.begin, params, self._tokens(part_ids, part, None))
             shape = parts.num + 1, parts.num_tokens, self.model.config.hidden_size
             state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), begun), pool, jnp.zeros(shape, self.model.dtype)
             _, pool, hidden_mte = lax.fori_loop(0, parts.num + last, turn, state)

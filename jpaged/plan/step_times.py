@@ -173,7 +173,7 @@ class PlannedModel:
     num_stages: int = 1
 
     @property
-    def _model_bytes(self) -> int:
+    def _model_bytes(self) -> float:
         """Bytes of the weights of one copy, of which each stage has its layers and the whole vocabulary."""
         num_ends = 1 if self.config.tie_word_embeddings else 2
         ends = num_ends * embedding_bytes(self.config, self.itemsize)

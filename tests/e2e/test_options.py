@@ -130,10 +130,8 @@ def test_eviction_policy_ranks_what_is_cached(base: LLM, folder: Path) -> None:
 def test_pipeline_parallel_size_is_how_many_devices_share_the_layers(base: LLM, folder: Path) -> None:
     num_layers = device_executor_of(base).step.layout.num_layers
     with open_llm(folder, pipeline_parallel_size=num_layers, **BASE) as llm:
-        assert (llm._serving.backend.num_devices, device_executor_of(llm).step.layout.local.num_layers) == (
-            num_layers,
-            1,
-        )
+        assert llm._serving.backend.num_devices == num_layers
+        assert device_executor_of(llm).step.layout.local.num_layers == 1
         assert len({generate(one, random_prompts([20]), GREEDY)[0].token_ids for one in (llm, base)}) == 1
 
 

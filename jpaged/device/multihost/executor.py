@@ -119,7 +119,8 @@ def encode_outputs(outputs: StepOutputs | AuxOutputs) -> Parts:
 def decode_outputs(kind: type[Outputs], payload: bytes | bytearray) -> Outputs:
     """Parse outputs; the inverse of `encode_outputs`."""
     (size,) = _HEADER_LEN.unpack_from(payload)
-    begin, arrays = _HEADER_LEN.size + size, {}
+    begin = _HEADER_LEN.size + size
+    arrays: dict[str, Any] = {}
     for name, dtype, shape in json.loads(payload[_HEADER_LEN.size : begin]):
         array = np.frombuffer(payload, _OUTPUT_DTYPES[dtype], math.prod(shape), begin).reshape(shape)
         arrays[name], begin = array, begin + array.nbytes
