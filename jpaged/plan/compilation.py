@@ -180,12 +180,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         save=None if question.save is None else Path(question.save),
         num_threads=question.num_threads,
     )
-    if num_slots := deployment.geometry.max_loras:
-        notes.append(
-            f"{num_slots} adapter slots of rank {options.lora.max_lora_rank} take "
-            f"{deployment.adapter_bytes / _GIB:.3f} GiB of the weights: every step reads all of them and multiplies "
-            "every token with all of them"
-        )
+    notes += _adapter_notes(options, deployment)
     return CompiledPlan(
         model=name,
         target=target,
@@ -215,6 +210,17 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         ).step_times(),
         versions={name: version(name) for name in ("jax", "jaxlib")},
     )
+
+
+def _adapter_notes(options: EngineConfig, deployment: PlannedDeployment) -> list[str]:
+    """Return a note about the cost of adapter slots, if there are any."""
+    if not (num_slots := deployment.geometry.max_loras):
+        return []
+    return [
+        f"{num_slots} adapter slots of rank {options.lora.max_lora_rank} take "
+        f"{deployment.adapter_bytes / _GIB:.3f} GiB of the weights: every step reads all of them and multiplies "
+        "every token with all of them"
+    ]
 
 
 def _num_devices(

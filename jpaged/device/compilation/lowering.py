@@ -64,9 +64,8 @@ from jpaged.device.step_sizes import DeviceAttention, StepSizes
 from jpaged.device.transfers import MAX_ON_THE_WAY, content_bytes, lower_move, move_sizes, num_host_blocks
 from jpaged.engine.executor import BucketTable, Geometry, Progress
 from jpaged.engine.executor.io import AUX_IDS, NUM_SINGLES, AuxKind, num_mask_words
-from jpaged.errors import InvalidArgument
 from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
-from jpaged.models.layer_kinds import get_stacks, group_layers
+from jpaged.models.layer_kinds import KVGroups, LayerKind, get_stacks, group_layers
 from jpaged.models.layers import Params
 from jpaged.models.model import MatricesOf, Model, dense_formats
 from jpaged.models.stack import LayerMode
@@ -112,10 +111,7 @@ def _sized_step(
     chosen = attention.choose(sizes := attention.sizes())
     vocab_size, model = model.config.vocab_size, MeshPlacement.of(model, mesh, layer_mode).model
     config, kinds = model.config, model.config.attention_kinds  # the chosen layout is one device's part
-    in_stages = num_stages(mesh)
-    of_stage = config.layer_kinds[: config.num_layers // in_stages]
-    stacks = list(get_stacks(of_stage).values()) if layer_mode == "scan" else None
-    groups = group_layers([kind.attention.sliding_window for kind in of_stage], sizes.max_model_len, stacks)
+    groups, in_stages = _kv_groups(config.layer_kinds, sizes, layer_mode, mesh), num_stages(mesh)
     layout = dataclasses.replace(
         chosen.layout,
         num_layers=groups.num_layers * in_stages,
@@ -126,10 +122,6 @@ def _sized_step(
         num_shards=num_parts,
         num_context_parts=num_contexts,
     )
-    if in_stages > 1 and layout.is_scaled:
-        raise InvalidArgument(
-            "kv_cache_dtype", f"{layout.dtype.name} has scales of all layers, which are split (pipeline_parallel_size)"
-        )
     cascade = cascade_costs(chosen.backend, layout.local, kinds, config.num_heads // num_parts, num_contexts)
     max_num_steps = max_steps_of_dispatch(options, mesh)
     sampler = choose_kernel(chosen.backend, mesh.size, vocab_size)
@@ -168,6 +160,13 @@ def _sized_step(
         overlaps_sums=overlaps_sums(model, layer_mode, mesh, has_adapters=geometry.max_loras > 0),
     )
     return step, geometry
+
+
+def _kv_groups(kinds: tuple[LayerKind, ...], sizes: StepSizes, layer_mode: LayerMode, mesh: Mesh) -> KVGroups:
+    """Return the groups of the layers of each stage, which are equal."""
+    of_stage = kinds[: len(kinds) // num_stages(mesh)]
+    stacks = list(get_stacks(of_stage).values()) if layer_mode == "scan" else None
+    return group_layers([kind.attention.sliding_window for kind in of_stage], sizes.max_model_len, stacks)
 
 
 def _buckets(sizes: StepSizes, max_num_steps: int, mesh: Mesh) -> BucketTable:

@@ -325,7 +325,7 @@ class Leader:
         self._heartbeats = Heartbeats(self._channels, times, lose)
 
     def take_digests(self, on_digest: Callable[[int, bytearray], None], processes: Iterable[int]) -> None:
-        """Add a replica: set the callback for the digests of its processes, called on their threads.
+        """Add a replica: set the callback for the digests of these processes, called on the threads that receive them.
 
         Args:
             on_digest: called as (process, payload).
@@ -334,7 +334,7 @@ class Leader:
         self._on_digest.update(dict.fromkeys(processes, on_digest))
 
     def take_results(self, on_result: Callable[[bytearray], None], process: int) -> None:
-        """Set the callback for the results of a process, called on its thread."""
+        """Set the callback for the results of a process, called on the thread that receives them."""
         self._on_result[process] = on_result
 
     def release_replica(self) -> bool:

@@ -33,7 +33,7 @@ def step_inputs() -> dict[str, jax.Array]:
 
 
 def seen(inputs: dict[str, jax.Array], ids_t: jax.Array) -> list[tuple[int, ...]]:
-    """Of each query in order: its token, position, slot, the length for RoPE, its row's table, and the keys it sees."""
+    """Return each query's token, position, slot, length for RoPE, table of its row, and number of keys, in order."""
     starts, lens = np.asarray(inputs["query_starts_s1"]), np.asarray(inputs["kv_lens_s"])
     found = []
     for row in range(int(inputs["num_rows"])):
