@@ -208,7 +208,7 @@ def _arguments() -> argparse.Namespace:
         "--checkouts", type=Path, nargs="+", default=[HERE], metavar="DIR", help="that are served (default: this one)"
     )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="(default: 3)")
-    parser.add_argument("--num-prompts", type=int, default=512, metavar="N", help="of a run under overload")
+    parser.add_argument("--num-prompts", type=int, default=768, metavar="N", help="of a run under overload")
     parser.add_argument("--cores", type=int, nargs=2, default=(0, 1), metavar="N", help="server, client (default: 0 1)")
     parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="of the servers")
     arguments = parser.parse_args()

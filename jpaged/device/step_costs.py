@@ -48,7 +48,7 @@ from jpaged.kernels.paged_attention.reference import CHUNK_TOKENS, TILE_QUERIES
 from jpaged.kernels.paged_attention.triton.work import get_group, shared_rows
 
 _NUM_RUNS = 3
-_ENOUGH_S = 0.03
+_ENOUGH_S = 0.015
 """Time after which no further run is made. The first-touch cost of memory is a small part of it."""
 _CONTEXT_SHARE = 4
 """Context tokens per query token when attention is timed. A larger context would take too long on a slow device."""

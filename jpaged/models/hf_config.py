@@ -25,6 +25,7 @@ _HARMLESS = (
     "_commit_hash",
     "_experts_implementation",
     "_flash_attn_2_enabled",
+    "_model_name_or_path",  # of a GGUF file that transformers has converted
     "_name_or_path",
     "_num_labels",
     "name_or_path",
