@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,9 +34,10 @@ def step_inputs() -> dict[str, jax.Array]:
     }
 
 
-def seen(inputs: dict[str, jax.Array], ids_t: jax.Array) -> list[tuple[int, ...]]:
+def seen(inputs: dict[str, Any], ids_t: Any) -> list[tuple[int, ...]]:
     """Return each query's token, position, slot, length for RoPE, table of its row, and number of keys, in order."""
-    starts, lens = np.asarray(inputs["query_starts_s1"]), np.asarray(inputs["kv_lens_s"])
+    inputs, ids_t = jax.tree.map(np.asarray, (inputs, ids_t))
+    starts, lens = inputs["query_starts_s1"], inputs["kv_lens_s"]
     found = []
     for row in range(int(inputs["num_rows"])):
         for t in range(starts[row], starts[row + 1]):
@@ -48,9 +51,9 @@ def seen(inputs: dict[str, jax.Array], ids_t: jax.Array) -> list[tuple[int, ...]
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 8])
 def test_every_query_is_in_one_microbatch_and_sees_the_keys_up_to_itself(num: int) -> None:
     inputs, ids_t = step_inputs(), jnp.arange(50, 50 + NUM_TOKENS)
-    parts, found = Microbatches(num, NUM_TOKENS // num), []
+    take, found = jax.jit(Microbatches(num, NUM_TOKENS // num).take), []
     for index in range(num):
-        own, own_ids, number = parts.take(inputs, ids_t, jnp.int32(index))
+        own, own_ids, number = take(inputs, ids_t, jnp.int32(index))
         assert int(number) == index
         found += seen(own, own_ids)
     assert found == seen(inputs, ids_t)
@@ -59,7 +62,7 @@ def test_every_query_is_in_one_microbatch_and_sees_the_keys_up_to_itself(num: in
 
 @pytest.mark.parametrize("index", [-1, 4])
 def test_a_turn_without_a_microbatch_has_no_rows_and_stores_nothing(index: int) -> None:
-    own, _, number = Microbatches(4, 6).take(step_inputs(), jnp.zeros(NUM_TOKENS, jnp.int32), jnp.int32(index))
+    own, _, number = jax.jit(Microbatches(4, 6).take)(step_inputs(), jnp.zeros(NUM_TOKENS, jnp.int32), jnp.int32(index))
     assert (int(number), int(own["num_rows"])) == (4, 0)
     assert (np.asarray(own["slots_gt"]) == -1).all()
     assert not np.asarray(own["query_starts_s1"]).any()
