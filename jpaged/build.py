@@ -42,7 +42,7 @@ from jpaged.device.device_info import prepare_gpu_memory
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.kv_scales import kv_dtype, name_of_kv_dtype
 from jpaged.device.linear import choose_activation_dtype, choose_linear_backend, leaf_packer, served_config
-from jpaged.device.mesh import MeshPlacement, first_device, serving_meshes
+from jpaged.device.mesh import MeshPlacement, first_device, num_stages, serving_meshes
 from jpaged.device.multihost.executor import MultiHostExecutor
 from jpaged.device.multihost.executor import follow as run_steps
 from jpaged.device.multihost.handshake import Follower, Leader
@@ -322,7 +322,7 @@ def preview(options: EngineConfig) -> Preview:
     device = first_device(where.mesh)
     attention = DeviceAttention.on(model, options, where.mesh)
     sizes = attention.sizes()
-    held = int(weight_bytes(model.config, model.dtype.itemsize) / where.num_parts)
+    held = int(weight_bytes(model.config, model.dtype.itemsize) / (where.num_parts * num_stages(where.mesh)))
     memory = DeviceMemory.of(device, 0, where.mesh.size * num_places)
     linear_backend = choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode)
     return Preview(
