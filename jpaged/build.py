@@ -671,6 +671,10 @@ def _answer_format(source: ModelSource, options: ModelOptions) -> AnswerFormat:
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
     )
+    for option in ("tool_call_parser", "reasoning_parser"):
+        part = found.tools if option == "tool_call_parser" else found.reasoning
+        how = "from its chat template" if getattr(options, option) == "auto" else "by option"
+        logger.info("%s of %s: %s (%s)", option, source.name, "none" if part is None else part.name, how)
     if found.tools is not None and has_built_in_tools(template or ""):
         logger.info(
             "the chat template of %s does not support tools: a built-in prompt describes them, in the Hermes format; "

@@ -18,7 +18,7 @@ from jpaged.config import (
     platform_default,
     server_field_names,
 )
-from jpaged.config.option import option_type
+from jpaged.config.option import checked, option_type
 from jpaged.distributed_env import MultiHost
 from jpaged.errors import InvalidArgument
 
@@ -65,6 +65,20 @@ def test_a_wrong_value_is_named_with_its_limit(name, value, problem):
     with pytest.raises(InvalidArgument, match=problem) as error:
         EngineConfig.load({name: value})
     assert error.value.field == name
+
+
+def test_every_number_passes_up_to_its_limits_and_no_further():
+    num_limits = 0
+    for _, _, spec in iter_options():
+        for limit, away in ((spec.metadata["low"], -math.inf), (spec.metadata["high"], math.inf)):
+            if limit is None:
+                continue
+            num_limits += 1
+            is_int = option_type(spec) is int
+            assert checked(spec, limit) == limit
+            with pytest.raises(InvalidArgument, match=f"^{spec.name}: "):
+                checked(spec, limit + int(math.copysign(1, away)) if is_int else math.nextafter(limit, away))
+    assert num_limits > 50
 
 
 def test_steps_have_a_token_for_every_row_where_both_are_chosen():

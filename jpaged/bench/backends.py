@@ -55,17 +55,19 @@ class GrpcBackend:
             temperature=self._temperature,
             cache_salt=self._cache_salt,
         )
-        if isinstance(sample.prompt, str):
-            stream = self._client.generate(sample.prompt, sampling)
+        prompt = sample.whole_prompt
+        if isinstance(prompt, str):
+            stream = self._client.generate(prompt, sampling)
         else:
-            stream = self._client.generate(prompt_token_ids=sample.prompt, sampling=sampling)
+            stream = self._client.generate(prompt_token_ids=prompt, sampling=sampling)
         num_seen = 0
         async for chunk in stream:
             if chunk.token_ids:
-                trace.receive(chunk.text)
+                trace.receive(chunk.text, chunk.token_ids)
                 num_seen += len(chunk.token_ids)
             if chunk.usage.prompt_tokens:
-                trace.count(chunk.usage.prompt_tokens, chunk.usage.completion_tokens)
+                usage = chunk.usage
+                trace.count(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
         if not num_seen:
             raise Unavailable("the stream ended without a token")
 
@@ -133,11 +135,17 @@ class OpenAIBackend:
 
     def _body(self, sample: Sample) -> dict[str, Any]:
         if not self._is_chat:
-            prompt = sample.prompt if isinstance(sample.prompt, str) else list(sample.prompt)
+            whole = sample.whole_prompt
+            if sample.adds and not isinstance(whole, str):
+                raise InvalidArgument("--prompt-format", "ids of answers are known only over gRPC: choose text")
+            prompt = whole if isinstance(whole, str) else list(whole)
             return {**self._fields, "prompt": prompt, "max_tokens": sample.output_len}
         if not isinstance(sample.prompt, str):
             raise InvalidArgument("--prompt-format", "ids cannot be sent as a chat: choose text")
-        messages = [{"role": "user", "content": sample.prompt}]
+        messages = []
+        for prompt, answer in sample.history:
+            messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        messages.append({"role": "user", "content": sample.prompt})
         return {**self._fields, "messages": messages, "max_tokens": sample.output_len}
 
     async def _read(self, response: httpx2.Response, trace: Trace) -> None:
@@ -154,7 +162,8 @@ class OpenAIBackend:
                 num_messages += 1
             if usage := event.get("usage"):
                 num_tokens = usage.get("completion_tokens")
-                trace.count(usage.get("prompt_tokens"), num_tokens)
+                details = usage.get("prompt_tokens_details") or {}
+                trace.count(usage.get("prompt_tokens"), num_tokens, details.get("cached_tokens"))
         if not num_messages:
             raise Unavailable("the stream ended without a token")
         if num_tokens is None:

@@ -4,18 +4,29 @@
     prefix_repetition   a few random prefixes, each followed by random suffixes, in a random order
     sharegpt            the first two turns of conversations in a ShareGPT file (JSON)
     custom              a line of JSON per request: {"prompt": ..., "output_tokens": ...}, or "prompt_token_ids"
+    multi_turn          random conversations: each turn's prompt is the conversation so far and new tokens
+    trace               recorded requests: their times, lengths and shared blocks, with random tokens
 
-Names and semantics are vLLM's. Random prompts are sent as token ids, so that their lengths are exact for every server.
---prompt-format text converts them to texts for servers that accept only these. A model's vocabulary provides the ids of
-random prompts, and token counts of texts.
+Names and semantics of the first four are vLLM's. Random prompts are sent as token ids, so that their lengths are exact
+for every server. --prompt-format text converts them to texts for servers that accept only these. A model's vocabulary
+provides the ids of random prompts, and token counts of texts.
+
+A trace is a file, or a folder of files, in one of these formats. Equal ids of `hash_ids` are blocks of equal tokens:
+
+    Mooncake   {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ...]}
+    AIPerf     the same with "session_id" and "delay": later turns of a session add to it, after a delay in ms
+    Weka       {"id": ..., "block_size": 64, "requests": [
+                   {"t": 0.0, "type": "n", "in": 448, "out": 21, "hash_ids": [0, 1, ...], "api_time": 1.5},
+                   {"t": 3.0, "type": "subagent", "requests": [...]}]}
+               an agent's session in seconds, as InferenceX replays them; each request has its whole prompt
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -113,7 +124,9 @@ def _vocab_size(folder: Path) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
-DatasetName = Literal["random", "prefix_repetition", "sharegpt", "custom"]
+DatasetName = Literal["random", "prefix_repetition", "sharegpt", "custom", "multi_turn", "trace"]
+SESSION_DATASETS: tuple[DatasetName, ...] = ("multi_turn", "trace")
+"""Data sets whose requests depend on each other, or have times."""
 _MAX_LEN = 2**20
 _MAX_PROMPTS = 10_000_000
 # Limits of the ShareGPT conversations that are used, in tokens, as in vLLM.
@@ -121,7 +134,21 @@ _MIN_TURN_LEN = 4
 _MAX_SHAREGPT_PROMPT_LEN = 1024
 _MAX_SHAREGPT_TOTAL_LEN = 2048
 _MAX_DECODES = 10
+_MAX_DELAY_S = 86_400
+_MAX_SPEEDUP = 1e6
+_FROM_0 = (*("random_input_len", "random_prefix_len", "prefix_repetition_prefix_len", "multi_turn_prefix_len"),)
+_FROM_1 = (
+    *("random_output_len", "prefix_repetition_suffix_len", "prefix_repetition_output_len"),
+    *("prefix_repetition_num_prefixes", "custom_output_len", "sharegpt_output_len"),
+    *("multi_turn_num_turns", "multi_turn_input_len", "multi_turn_output_len"),
+    *("trace_block_size", "trace_max_input_len", "trace_max_output_len"),
+)
+"""Fields by their lowest value."""
 _WARM_UP_SEED = 2**40
+
+
+Prompt = str | tuple[int, ...]
+"""A text, or token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +159,31 @@ class Sample:
         prompt: a text, or token ids.
         prompt_len: number of prompt tokens; None if only the server knows it.
         output_len: number of tokens to request.
+        session: samples with the same one are sent one after another; None for an independent sample.
+        turn: position in its session, from 0.
+        adds: the prompt is appended to those of the session's earlier turns and their answers.
+        start_s: recorded time, from the start of the trace; None if there is none.
+        delay_s: time from the end of the session's previous turn; with a recorded time the later of both counts.
+        history: prompts and answers before the prompt, oldest first; known when the earlier turns have ended.
     """
 
-    prompt: str | tuple[int, ...]
+    prompt: Prompt
     prompt_len: int | None
     output_len: int
+    session: str | None = None
+    turn: int = 0
+    adds: bool = False
+    start_s: float | None = None
+    delay_s: float = 0.0
+    history: tuple[tuple[Prompt, Prompt], ...] = ()
+
+    @property
+    def whole_prompt(self) -> Prompt:
+        """Return the prompt with its history."""
+        parts = [part for turn in self.history for part in turn]
+        if isinstance(self.prompt, str):
+            return "".join([*(part for part in parts if isinstance(part, str)), self.prompt])
+        return tuple(one for part in (*parts, self.prompt) for one in part if isinstance(one, int))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +204,15 @@ class DatasetOptions:
     prefix_repetition_output_len: int = 64
     sharegpt_output_len: int | None = None
     custom_output_len: int = 256
+    multi_turn_num_turns: int = 5
+    multi_turn_prefix_len: int = 0
+    multi_turn_input_len: int = 128
+    multi_turn_output_len: int = 64
+    multi_turn_delay: float = 0.0
+    trace_block_size: int = 512
+    trace_speedup: float = 1.0
+    trace_max_input_len: int | None = None
+    trace_max_output_len: int | None = None
     prompt_format: Literal["ids", "text"] = "ids"
     no_oversample: bool = False
     disable_shuffle: bool = False
@@ -164,17 +220,19 @@ class DatasetOptions:
     def __post_init__(self) -> None:
         self._require("num_prompts", 1, _MAX_PROMPTS)
         self._require("seed", 0, 2**63 - 1)
-        for name in ("random_input_len", "random_prefix_len", "prefix_repetition_prefix_len"):
+        for name in _FROM_0:
             self._require(name, 0, _MAX_LEN)
-        for name in ("random_output_len", "prefix_repetition_suffix_len", "prefix_repetition_output_len"):
+        for name in _FROM_1:
             self._require(name, 1, _MAX_LEN)
-        for name in ("prefix_repetition_num_prefixes", "custom_output_len", "sharegpt_output_len"):
-            self._require(name, 1, _MAX_LEN)
+        self._require("multi_turn_delay", 0, _MAX_DELAY_S)
+        if not 0 < self.trace_speedup <= _MAX_SPEEDUP:
+            problem = f"{self.trace_speedup} is out of range: must be above 0 and up to {_MAX_SPEEDUP:g}"
+            raise InvalidArgument("--trace-speedup", problem)
         if not 0 <= self.random_range_ratio < 1:
             raise InvalidArgument(
                 "--random-range-ratio", f"{self.random_range_ratio} is out of range: must be from 0 to below 1"
             )
-        needs_path = self.dataset_name in ("sharegpt", "custom")
+        needs_path = self.dataset_name in ("sharegpt", "custom", "trace")
         if needs_path and self.dataset_path is None:
             raise InvalidArgument("--dataset-path", f"is missing: the data set {self.dataset_name} is a file")
         if not needs_path and self.dataset_path is not None:
@@ -204,7 +262,9 @@ class DatasetOptions:
         return _bounds(self.random_input_len, self.random_range_ratio)
 
     def make(self, vocabulary: DatasetVocabulary) -> list[Sample]:
-        """Return `num_prompts` samples of this data set.
+        """Return `num_prompts` samples of this data set, or the turns of that number of conversations.
+
+        A trace has at most `num_prompts` samples: the first ones.
 
         Raises:
             InvalidArgument: a file cannot be read, has another format, or has too few samples under `no_oversample`.
@@ -216,6 +276,10 @@ class DatasetOptions:
             return self._as_asked(self._prefix_repetition(vocabulary, rng), vocabulary)
         if self.dataset_name == "sharegpt":
             return self._enough(self._sharegpt(vocabulary, rng), rng)
+        if self.dataset_name == "multi_turn":
+            return self._as_asked(list(self._multi_turn(vocabulary, rng)), vocabulary)
+        if self.dataset_name == "trace":
+            return self._as_asked(self._trace(vocabulary), vocabulary)
         return self._enough(self._custom(rng), rng)
 
     def _random(self, vocabulary: DatasetVocabulary, rng: np.random.Generator) -> Iterator[Sample]:
@@ -282,6 +346,50 @@ class DatasetOptions:
         if not self.disable_shuffle:
             rng.shuffle(samples)
         return samples[: self.num_prompts]
+
+    def _multi_turn(self, vocabulary: DatasetVocabulary, rng: np.random.Generator) -> Iterator[Sample]:
+        ids = _ordinary_ids(vocabulary)
+        prefix = _random_ids(ids, self.multi_turn_prefix_len, rng)
+        for number in range(self.num_prompts):
+            for turn in range(self.multi_turn_num_turns):
+                prompt = (() if turn else prefix) + _random_ids(ids, self.multi_turn_input_len, rng)
+                delay_s = self.multi_turn_delay if turn else 0.0
+                yield Sample(
+                    *(prompt, len(prompt), self.multi_turn_output_len),
+                    session=f"conversation {number}",
+                    turn=turn,
+                    adds=True,
+                    delay_s=delay_s,
+                )
+
+    def _trace(self, vocabulary: DatasetVocabulary) -> list[Sample]:
+        """Return the requests of a trace with random tokens, in the order of their times."""
+        ids, made = _ordinary_ids(vocabulary), list[Sample]()
+        for record in _read_trace(self._path(), self.trace_block_size):
+            if self.trace_max_input_len is not None and record.input_len > self.trace_max_input_len:
+                continue
+            if len(made) == self.num_prompts:
+                break
+            tokens: list[int] = []
+            for hash_id in record.hash_ids:
+                words = (self.seed, *f"{record.scope} {hash_id}".encode())
+                tokens += _random_ids(ids, record.block_size, np.random.default_rng(words))
+            missing = max(0, record.input_len - len(tokens))
+            tokens += _random_ids(ids, missing, np.random.default_rng((self.seed, 1, len(made))))
+            prompt = tuple(tokens[: record.input_len])
+            start_s = None if record.start_s is None else record.start_s / self.trace_speedup
+            made.append(
+                Sample(
+                    *(prompt, len(prompt), min(record.output_len, self.trace_max_output_len or record.output_len)),
+                    session=record.session,
+                    adds=record.adds,
+                    start_s=start_s,
+                    delay_s=record.delay_s / self.trace_speedup,
+                )
+            )
+        if not made:
+            raise InvalidArgument("--dataset-path", f"{self.dataset_path} has no request that could be sent")
+        return _with_turns(made)
 
     def _path(self) -> Path:
         if self.dataset_path is None:
@@ -352,3 +460,180 @@ def _custom_sample(line: str, where: str, output_len: int) -> Sample:
 
 def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRecord:
+    """One recorded request.
+
+    Attributes:
+        hash_ids: blocks of the prompt; records with the same id and scope share a block.
+        scope: file of the ids, or the session that they belong to.
+        start_s, delay_s, session, adds: as in `Sample`, on the clock of the recording.
+    """
+
+    input_len: int
+    output_len: int
+    hash_ids: tuple[int, ...]
+    block_size: int
+    scope: str = ""
+    session: str | None = None
+    adds: bool = False
+    start_s: float | None = None
+    delay_s: float = 0.0
+
+
+def _with_turns(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples with their positions in their sessions, and times from the first one."""
+    counts: dict[str, int] = {}
+    begin_s = min((sample.start_s for sample in samples if sample.start_s is not None), default=0.0)
+    numbered = []
+    for sample in samples:
+        turn = 0 if sample.session is None else counts.get(sample.session, 0)
+        if sample.session is not None:
+            counts[sample.session] = turn + 1
+        start_s = None if sample.start_s is None else sample.start_s - begin_s
+        numbered.append(replace(sample, turn=turn, start_s=start_s, delay_s=sample.delay_s if turn else 0.0))
+    return numbered
+
+
+def _read_trace(path: Path, block_size: int) -> Iterator[TraceRecord]:
+    """Yield the requests of a file, or of a folder's files by name, in the order of their times.
+
+    Requests without a time follow their session's previous one.
+
+    Raises:
+        InvalidArgument: a file cannot be read or has another format; names the file and the line.
+    """
+    files = sorted(one for one in path.iterdir() if one.suffix in (".json", ".jsonl")) if path.is_dir() else [path]
+    records: list[TraceRecord] = []
+    for file in files:
+        for where, value in _json_values(file):
+            is_session = isinstance(value, dict) and "requests" in value
+            records += _weka_records(where, value) if is_session else [_mooncake_record(where, value, block_size)]
+    latest: dict[str | None, float] = {}
+    keys = []
+    for record in records:
+        key = latest.get(record.session, 0.0) if record.start_s is None else record.start_s
+        latest[record.session] = key
+        keys.append(key)
+    yield from (records[index] for index in sorted(range(len(records)), key=keys.__getitem__))
+
+
+def _json_values(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a file of one JSON value, or of one per line, and their places for errors."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("--dataset-path", f"{path} cannot be read: {error}") from error
+    try:
+        yield str(path), json.loads(text)
+        return
+    except ValueError:
+        lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield f"{path}: line {number}", json.loads(line)
+            except ValueError as error:
+                raise InvalidArgument("--dataset-path", f"{path}: line {number}: is not JSON: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Reads the fields of one JSON object of a trace."""
+
+    where: str
+    value: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, where: str, value: Any) -> _Fields:
+        if not isinstance(value, dict):
+            raise InvalidArgument("--dataset-path", f"{where}: is not a JSON object")
+        return cls(where, value)
+
+    def length(self, name: str) -> int:
+        """Return a number of tokens from 1; 0 counts as 1, because every request has a token."""
+        found = self.value.get(name)
+        if not _is_id(found) or not 0 <= found <= _MAX_LEN:
+            raise self.error(name, f"{found!r} is not from 0 to {_MAX_LEN}")
+        return max(1, found)
+
+    def seconds(self, name: str, per_second: float = 1.0) -> float | None:
+        """Return a time in seconds; None if it is absent or null."""
+        found = self.value.get(name)
+        if found is None:
+            return None
+        if not isinstance(found, int | float) or isinstance(found, bool) or not 0 <= found < math.inf:
+            raise self.error(name, f"{found!r} is not a number from 0")
+        return found / per_second
+
+    def hash_ids(self, block_size: int, input_len: int) -> tuple[int, ...]:
+        """Return the blocks of a prompt, up to the end of the prompt."""
+        found = self.value.get("hash_ids") or []
+        if not isinstance(found, list) or not all(_is_id(one) for one in found):
+            raise self.error("hash_ids", "is not a list of numbers from 0")
+        return tuple(found[: -(-input_len // block_size)])
+
+    def error(self, name: str, problem: str) -> InvalidArgument:
+        return InvalidArgument("--dataset-path", f"{self.where}: {name}: {problem}")
+
+
+def _mooncake_record(where: str, value: Any, block_size: int) -> TraceRecord:
+    fields = _Fields.of(where, value)
+    for name in ("messages", "text_input", "payload"):
+        if name in fields.value:
+            raise fields.error(name, "is not supported: a trace has input_length and hash_ids")
+    session, input_len = fields.value.get("session_id"), fields.length("input_length")
+    if session is not None and not isinstance(session, str | int):
+        raise fields.error("session_id", f"{session!r} is neither text nor a number")
+    return TraceRecord(
+        input_len=input_len,
+        output_len=fields.length("output_length"),
+        hash_ids=fields.hash_ids(block_size, input_len),
+        block_size=block_size,
+        session=None if session is None else str(session),
+        adds=session is not None,
+        start_s=fields.seconds("timestamp", 1e3),
+        delay_s=fields.seconds("delay", 1e3) or 0.0,
+    )
+
+
+def _weka_records(where: str, value: Any) -> list[TraceRecord]:
+    """Return the requests of an agent's session; each subagent is a session that starts at its time."""
+    fields = _Fields.of(where, value)
+    block_size = fields.length("block_size")
+    scope = "" if fields.value.get("hash_id_scope", "local") == "global" else f"{where} {fields.value.get('id', '')}"
+    return _agent_records(fields, f"{where} {fields.value.get('id', '')}", scope, block_size)
+
+
+def _agent_records(agent: _Fields, session: str, scope: str, block_size: int) -> list[TraceRecord]:
+    entries = agent.value.get("requests")
+    if not isinstance(entries, list):
+        raise agent.error("requests", "is not a list")
+    records, end_s = list[TraceRecord](), None
+    for number, entry in enumerate(entries):
+        fields = _Fields.of(f"{agent.where}: requests[{number}]", entry)
+        if fields.value.get("type") == "subagent":
+            records += _agent_records(fields, f"{session}/{number}", scope, block_size)
+            continue
+        start_s, input_len = fields.seconds("t"), fields.length("in")
+        if start_s is None:
+            raise fields.error("t", "is missing")
+        think_s = fields.seconds("think_time")
+        if think_s is None:
+            think_s = 0.0 if end_s is None else max(0.0, start_s - end_s)
+        records.append(
+            TraceRecord(
+                input_len=input_len,
+                output_len=fields.length("out"),
+                hash_ids=fields.hash_ids(block_size, input_len),
+                block_size=block_size,
+                scope=scope,
+                session=session,
+                start_s=start_s if end_s is None else None,
+                delay_s=think_s,
+            )
+        )
+        end_s = start_s + (fields.seconds("api_time") or 0.0)
+    return records

@@ -9,6 +9,10 @@ Ctrl-C ends it at once: requests in flight are cancelled. Send times are in seco
 
 At a constant rate the times are scaled so that the last of n requests is sent at n / rate: all seeds offer the same
 load.
+
+The first turn of a conversation has a send time. Each later turn is sent after the previous answer and a delay:
+
+    session a   send ── first token ── end ── delay ── send ...     turn 2 begins with turn 1 and its answer
 """
 
 from __future__ import annotations
@@ -18,12 +22,12 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
 
-from jpaged.bench.datasets import Sample
+from jpaged.bench.datasets import Prompt, Sample
 from jpaged.bench.metrics import Trace
 from jpaged.errors import InvalidArgument, JpagedError
 
@@ -61,19 +65,19 @@ async def drive(
     max_concurrency: int | None = None,
     on_end: Callable[[Trace], None] = lambda trace: None,
 ) -> Driven:
-    """Send every sample at its time.
+    """Send every sample at its time. If a turn fails, later turns of the same session fail without being sent.
 
     Args:
         backend: server to send to.
         samples: requests to send.
-        times_s: seconds after the start of each; [len(samples)], ascending.
+        times_s: seconds after the start of each conversation (`conversations`), in their order; ascending.
         max_concurrency: maximum number of requests in flight; further ones wait in the client. None for no limit.
         on_end: called with every finished request.
     """
     gate = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
 
     async def one(sample: Sample, due_s: float) -> Trace:
-        trace = Trace(sample.prompt_len or 0)
+        trace = Trace(sample.prompt_len or 0, turn=sample.turn)
         async with gate:
             trace.send()
             trace.delay(trace.start_s - due_s)
@@ -84,14 +88,52 @@ async def drive(
         on_end(trace)
         return trace
 
+    traces: dict[int, Trace] = {}
+
+    async def talk(turns: Sequence[int], due_s: float) -> None:
+        history: tuple[tuple[Prompt, Prompt], ...] = ()
+        first, begin_s = samples[turns[0]], due_s
+        for index in turns:
+            sample = samples[index] if not samples[index].adds else replace(samples[index], history=history)
+            if index != turns[0]:
+                due_s = time.perf_counter() + sample.delay_s
+                if sample.start_s is not None and first.start_s is not None:
+                    due_s = max(due_s, begin_s + sample.start_s - first.start_s)
+                await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+                due_s = time.perf_counter()
+            trace = traces[index] = await one(sample, due_s)
+            if trace.error:
+                break
+            answer = trace.text if isinstance(sample.prompt, str) else tuple(trace.token_ids)
+            history = (*sample.history, (sample.prompt, answer))
+        for index in turns:
+            if index not in traces:
+                traces[index] = Trace(samples[index].prompt_len or 0, turn=samples[index].turn)
+                traces[index].fail("an earlier turn of the conversation failed")
+                on_end(traces[index])
+
     start_s = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        tasks = []
-        for sample, after_s in zip(samples, times_s.tolist(), strict=True):
+        for turns, after_s in zip(conversations(samples), times_s.tolist(), strict=True):
             if (wait_s := start_s + after_s - time.perf_counter()) > 0:
                 await asyncio.sleep(wait_s)
-            tasks.append(group.create_task(one(sample, time.perf_counter())))
-    return Driven(tuple(task.result() for task in tasks), time.perf_counter() - start_s)
+            group.create_task(talk(turns, time.perf_counter()))
+    return Driven(tuple(traces[index] for index in range(len(samples))), time.perf_counter() - start_s)
+
+
+def conversations(samples: Sequence[Sample]) -> list[list[int]]:
+    """Return the indices of the samples of each session, and each independent sample alone, in order."""
+    found: dict[str | int, list[int]] = {}
+    for index, sample in enumerate(samples):
+        found.setdefault(index if sample.session is None else sample.session, []).append(index)
+    return list(found.values())
+
+
+def recorded_times_s(samples: Sequence[Sample]) -> np.ndarray | None:
+    """Return the recorded time of each conversation of a trace, ascending; None if one has no time."""
+    times_s = [samples[turns[0]].start_s for turns in conversations(samples)]
+    known_s = [time_s for time_s in times_s if time_s is not None]
+    return np.array(known_s) if len(known_s) == len(times_s) else None
 
 
 async def warm_up(backend: BenchmarkBackend, sample: Sample, count: int, max_concurrency: int | None) -> None:

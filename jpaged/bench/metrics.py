@@ -30,6 +30,9 @@ class Trace:
         output_len: generated tokens, as counted by the server.
         queue_s: time that the request waited for `--max-concurrency` before it was sent.
         itls_s: gaps between consecutive messages with tokens.
+        token_ids: generated tokens, if the server returns them.
+        turn: position in its conversation, from 0.
+        cached_len: prompt tokens from the prefix cache; None if the server does not report them.
         error: reason of the failure; empty on success.
     """
 
@@ -42,6 +45,9 @@ class Trace:
     itls_s: list[float] = field(default_factory=list)
     text: str = ""
     error: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    turn: int = 0
+    cached_len: int | None = None
 
     @property
     def ttft_s(self) -> float:
@@ -62,7 +68,7 @@ class Trace:
         """Record that the request is being sent."""
         self.start_s = self.first_s = self.end_s = time.perf_counter()
 
-    def receive(self, text: str) -> None:
+    def receive(self, text: str, token_ids: Sequence[int] = ()) -> None:
         """Record a message with tokens."""
         now_s = time.perf_counter()
         if self.first_s == self.start_s:
@@ -71,11 +77,13 @@ class Trace:
             self.itls_s.append(now_s - self.end_s)
         self.end_s = now_s
         self.text += text
+        self.token_ids += token_ids
 
-    def count(self, prompt_len: int | None, output_len: int | None) -> None:
+    def count(self, prompt_len: int | None, output_len: int | None, cached_len: int | None = None) -> None:
         """Set the server's counts; None keeps the current value."""
         self.prompt_len = self.prompt_len if prompt_len is None else prompt_len
         self.output_len = self.output_len if output_len is None else output_len
+        self.cached_len = self.cached_len if cached_len is None else cached_len
 
     def delay(self, queue_s: float) -> None:
         """Record the time that the request waited before it was sent."""
@@ -219,12 +227,54 @@ def summarize(
     times = times_ms(traces)
     for name in metrics:
         result |= latency_keys(name, times[name], percentiles)
+    result |= cached_keys(traces)
+    if turns := turn_table(traces, percentiles):
+        result["turns"] = turns
     return result
+
+
+def cached_keys(traces: Sequence[Trace]) -> dict[str, Any]:
+    """Return the prompt tokens from the prefix cache and their share; empty if the server reports none."""
+    good = [trace for trace in traces if not trace.error]
+    known = [trace.cached_len for trace in good if trace.cached_len is not None]
+    num_input = sum(trace.prompt_len for trace in good)
+    if not known or not num_input:
+        return {}
+    return {"total_cached_tokens": sum(known), "cached_share": sum(known) / num_input}
+
+
+def turn_table(traces: Sequence[Trace], percentiles: Sequence[float] = (99.0,)) -> list[dict[str, Any]]:
+    """Return the metrics of each turn of the conversations, the first turn first; empty without later turns.
+
+    `mean_computed_tokens` is the cost of a turn: prompt tokens that were not cached, and generated tokens.
+    """
+    num_turns = 1 + max((trace.turn for trace in traces), default=0)
+    rows = []
+    for turn in range(num_turns if num_turns > 1 else 0):
+        every = [trace for trace in traces if trace.turn == turn]
+        good = [trace for trace in every if not trace.error]
+        row: dict[str, Any] = {"turn": turn + 1, "completed": len(good), "failed": len(every) - len(good)}
+        if good:
+            row["mean_input_tokens"] = float(np.mean([trace.prompt_len for trace in good]))
+            row["mean_output_tokens"] = float(np.mean([trace.output_len for trace in good]))
+            if cached := cached_keys(good):
+                row["cached_share"] = cached["cached_share"]
+                new = [trace.prompt_len - (trace.cached_len or 0) + trace.output_len for trace in good]
+                row["mean_computed_tokens"] = float(np.mean(new))
+            times = times_ms(good)
+            row |= latency_keys("ttft", times["ttft"], percentiles) | latency_keys("e2el", times["e2el"], percentiles)
+        rows.append(row)
+    return rows
 
 
 def details(traces: Sequence[Trace]) -> dict[str, Any]:
     """Return the data per request for `--save-detailed`; times in seconds."""
-    return {
+    found: dict[str, Any] = {}
+    if any(trace.turn for trace in traces):
+        found["request_turns"] = [trace.turn + 1 for trace in traces]
+    if any(trace.cached_len for trace in traces):
+        found["cached_lens"] = [trace.cached_len for trace in traces]
+    return found | {
         "input_lens": [trace.prompt_len for trace in traces],
         "output_lens": [trace.output_len for trace in traces],
         "ttfts": [trace.ttft_s for trace in traces],

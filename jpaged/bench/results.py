@@ -64,6 +64,8 @@ _PREFIXES = {
     "prefix_repetition": "prefix_repetition_",
     "sharegpt": "sharegpt_",
     "custom": "custom_",
+    "multi_turn": "multi_turn_",
+    "trace": "trace_",
 }
 
 
@@ -126,7 +128,7 @@ def write(path: Path, result: Mapping[str, Any]) -> None:
 
 
 # For these metrics greater is better; for times and seconds it is worse.
-_RATES = ("_throughput", "_per_second", "_goodput", "_per_s", "mbu", "mfu", "share_of_limit")
+_RATES = ("_throughput", "_per_second", "_goodput", "_per_s", "mbu", "mfu", "share_of_limit", "cached_share")
 _TIMES = ("_ms", "duration", "elapsed_time", "avg_latency", "std_latency", "_time")
 _COUNTS = ("completed", "failed", "total_input_tokens", "total_output_tokens", "total_num_tokens", "num_requests")
 _CONDITIONS = (
@@ -299,6 +301,8 @@ def require_drawable(path: Path) -> None:
 def draw(series: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str) -> None:
     """Write one panel for each latency, and one for output tokens per second.
 
+    Runs with turns get a row of panels below: time to first token, cached share and computed tokens of each turn.
+
     Args:
         series: runs of each curve, by its name in the legend.
         path: .png (160 dpi), .svg or .pdf.
@@ -308,9 +312,16 @@ def draw(series: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: s
 
     runs = [run for curve in series.values() for run in curve]
     names = [name for name in LATENCIES if any(f"median_{name}_ms" in run for run in runs)]
-    figure = Figure(figsize=(4.6 * (len(names) + 1), 4.2), layout="constrained")
+    panels = {key: word for key, word in _TURN_PANELS.items() if any(key in row for row in _turns(runs))}
+    num_rows = 2 if panels else 1
+    figure = Figure(figsize=(4.6 * (len(names) + 1), 4.2 * num_rows), layout="constrained")
     figure.suptitle(title, fontsize=11)
-    axes = figure.subplots(1, len(names) + 1, squeeze=False)[0]
+    axes, *below = figure.subplots(num_rows, max(len(names) + 1, len(panels)), squeeze=False)
+    for ax in axes[len(names) + 1 :]:
+        ax.remove()
+    axes = axes[: len(names) + 1]
+    if panels:
+        _draw_turns(series, panels, below[0])
     places = _places(runs)
     for number, (label, curve) in enumerate(series.items()):
         ordered = sorted(curve, key=lambda run: places[run["request_rate"]])
@@ -335,6 +346,37 @@ def draw(series: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: s
         ax.grid(alpha=0.25)
         ax.legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=_DPI)
+
+
+_TURN_PANELS: Mapping[str, str] = {
+    "median_ttft_ms": "median TTFT, ms",
+    "cached_share": "cached share of the prompt",
+    "mean_computed_tokens": "computed tokens",
+}
+
+
+def _turns(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [row for run in runs for row in run.get("turns") or []]
+
+
+def _draw_turns(series: Mapping[str, Sequence[Mapping[str, Any]]], panels: Mapping[str, str], axes: Any) -> None:
+    """Draw each quantity of `panels` over the turns, a curve for each run."""
+    for ax, (key, words) in zip(axes, panels.items(), strict=False):
+        for label, curve in series.items():
+            for run in curve:
+                rows = [row for row in run.get("turns") or [] if key in row]
+                shown = f"{run['request_rate']} requests/s" if len(series) == 1 else f"{label}, {run['request_rate']}/s"
+                ax.plot(
+                    [row["turn"] for row in rows], [row[key] for row in rows], marker="o", markersize=3, label=shown
+                )
+        ax.set_ylabel(words)
+        ax.set_xlabel("turn")
+        ax.set_ylim(bottom=0)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(alpha=0.25)
+        ax.legend(fontsize=8, frameon=False)
+    for ax in axes[len(panels) :]:
+        ax.remove()
 
 
 def _keys(curve: Sequence[Mapping[str, Any]], name: str) -> list[tuple[str, str]]:

@@ -17,7 +17,6 @@ convert.py         convert
 server_process.py  a server as a child process
 doctor.py          doctor: checks the installation and the effective settings
 packages.py        doctor's check of packages, with the standard library alone
-doctor_child.py    doctor's process for checks that may hang or crash
 help.py            help, and the layout of help
 completion.py      completion
 """

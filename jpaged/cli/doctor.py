@@ -1,7 +1,11 @@
 """The subcommand `doctor`: checks the installation, and shows the effective settings.
 
 A server requires from this machine: cache, open files, ports, files of options, other processes. Devices, kernels and
-the model are checked by a child process with a timeout (`jpaged.cli.doctor_child`), because a check may hang.
+the model are checked by a child process with a timeout, because a check may hang or crash:
+
+    python -m jpaged.cli.doctor    reads the options as JSON from stdin, writes a line of JSON after each check
+
+The child downloads nothing: the parent sets HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,14 +31,15 @@ from rich.text import Text
 
 from jpaged import json_text
 from jpaged.cli import packages
-from jpaged.cli.doctor_child import STAGES
 from jpaged.cli.options import add_config_flags, config_from, config_values, to_flag
 from jpaged.cli.packages import Finding, in_bytes
 from jpaged.config import EngineConfig, child_environment, compile_cache_dir, explain_environment, iter_options
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InvalidArgument, JpagedError, describe_error
 from jpaged.version import __version__
 
-_COMMAND = (sys.executable, "-m", "jpaged.cli.doctor_child")
+_COMMAND = (sys.executable, "-m", "jpaged.cli.doctor")
+STAGES = ("devices", "kernels", "model")
+"""The checks of the child in order; each line is {stage: {...}} or {stage: {"error": text}}."""
 _ASKED: Mapping[str, str] = {
     "devices": "listing JAX devices",
     "kernels": "loading the CPU kernels",
@@ -384,3 +389,51 @@ def _show_one(console: Console, one: Finding) -> None:
     width = max(40, console.width - _INDENT)
     for text in filter(None, (one.note, one.remedy and f"-> {one.remedy}")):
         console.print(Text(textwrap.indent(textwrap.fill(text, width), " " * _INDENT), "dim"))
+
+
+def run_child() -> int:
+    """Run the checks of the child in order; stop after the first failure."""
+    options: dict[str, Any] = json.loads(sys.stdin.read())
+    find: dict[str, Callable[[], dict[str, Any]]] = {
+        "devices": _find_devices,
+        "kernels": _find_kernels,
+        "model": lambda: _find_model(options),
+    }
+    for stage in STAGES:
+        try:
+            found = find[stage]()
+        except (JpagedError, OSError, RuntimeError) as error:
+            is_known = isinstance(error, JpagedError | OSError)
+            text = describe_error(error) if is_known else str(error).partition("\n")[0]
+            print(json_text.dumps({stage: {"error": text, "kind": type(error).__name__}}), flush=True)
+            return 1
+        print(json_text.dumps({stage: found}), flush=True)
+    return 0
+
+
+def _find_devices() -> dict[str, Any]:
+    from jpaged.device.device_info import look
+
+    return asdict(look())
+
+
+def _find_kernels() -> dict[str, Any]:
+    from jpaged.kernels.cpu.build import LIBRARY
+    from jpaged.kernels.matmul.multiply import kernel as product
+    from jpaged.kernels.paged_attention.cpu.attention import kernel as attention
+
+    of_attention, of_products = attention(), product()
+    if isinstance(of_attention, str) or isinstance(of_products, str):
+        missing = of_attention if isinstance(of_attention, str) else of_products
+        return {"missing": missing}
+    return {"library": str(LIBRARY), "attention": of_attention.vectors, "products": of_products.core}
+
+
+def _find_model(options: dict[str, Any]) -> dict[str, Any]:
+    from jpaged import build as build_module
+
+    return asdict(build_module.preview(EngineConfig.load(options)))
+
+
+if __name__ == "__main__":
+    sys.exit(run_child())

@@ -21,10 +21,19 @@ PreemptionMode = Literal["auto", "recompute", "swap"]
 Batching = Literal["continuous", "static"]
 KVPolicy = Literal["paged", "reserve-max", "reserve-pow2", "reserve-oracle"]
 EvictionPolicyName = Literal["auto", "lru", "lfu", "2q", "worth"]
-ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "mistral_args", "openai"]
-"""Formats of tool calls: see `jpaged.service.chat.formats`."""
-ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "openai_gptoss"]
-"""Formats of reasoning."""
+_JsonCalls = Literal["hermes", "llama3_json", "mistral", "mistral_args", "openai", "granite"]
+_TaggedCalls = Literal["qwen3_coder", "glm45", "glm47", "minimax_m2", "seed_oss"]
+_SectionCalls = Literal["deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2"]
+_ListCalls = Literal["pythonic", "lfm2", "functiongemma", "gemma4"]
+_OtherCalls = Literal["qwen3_xml", "mimo", "llama4_json", "llama4_pythonic", "granite4"]
+ToolCallParser = Literal["auto", "none", _JsonCalls, _TaggedCalls, _SectionCalls, _ListCalls, _OtherCalls]
+"""Formats of tool calls, then other names of some: see `jpaged.service.chat.formats`."""
+_Thoughts = Literal["qwen3", "deepseek_r1", "mistral", "openai_gptoss", "granite", "gemma4", "kimi_k2", "seed_oss"]
+_OtherThoughts = Literal[
+    "glm45", "glm47", "mimo", "deepseek_v3", "minimax_m2", "nemotron_v3", "olmo3", "holo2", "step3"
+]
+ReasoningParser = Literal["auto", "none", _Thoughts, _OtherThoughts]
+"""Formats of reasoning, then other names of some."""
 LinearBackend = Literal["cpu", "xla"]
 ActivationDtype = Literal["model", "int8"]
 """Types of the rows that quantized matrices multiply."""

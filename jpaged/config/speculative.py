@@ -31,6 +31,8 @@ _KEYS_OF = {
     "suffix_decoding_max_spec_factor": ("suffix",),
     "suffix_decoding_min_token_prob": ("suffix",),
     "model": MODEL_METHODS,
+    "rejection_sample_method": MODEL_METHODS,
+    "synthetic_acceptance_length": MODEL_METHODS,
 }
 
 
@@ -65,6 +67,19 @@ class SpeculativeOptions:
     disable_by_batch_size: int | None = option(
         None, "largest number of decoding sequences with speculation; off above it", low=2, high=1_000_000, unit="rows"
     )
+    rejection_sample_method: str = option(
+        "standard",
+        "rule that accepts draft tokens: standard, those that the model samples; synthetic, for benchmarks only, a "
+        "fixed number whatever the model samples",
+        choices=("standard", "synthetic"),
+    )
+    synthetic_acceptance_length: float | None = option(
+        None,
+        "mean tokens per round with rejection_sample_method synthetic: accepted draft tokens and the one after them",
+        low=1.0,
+        high=MAX_NUM_SPECULATIVE_TOKENS + 1.0,
+        unit="tokens",
+    )
 
     @classmethod
     def parse(cls, text: str) -> SpeculativeOptions:
@@ -94,6 +109,7 @@ class SpeculativeOptions:
             if key in given and method not in methods:
                 problem = f"{given[key]!r} applies only to {' and '.join(methods)}; the method is {method}"
                 raise InvalidArgument(f"{NAME}.{key}", problem)
+        _check_synthetic(given)
         return cls(**given | _resolved(method, given))
 
 
@@ -102,6 +118,22 @@ def _checked(spec: Any, value: Any) -> Any:
         return checked(spec, value)
     except InvalidArgument as error:
         raise InvalidArgument(f"{NAME}.{spec.name}", error.problem) from None
+
+
+def _check_synthetic(given: Mapping[str, Any]) -> None:
+    """Check that the synthetic rule and a length come together, and that rounds can have this length."""
+    length, rule = given.get("synthetic_acceptance_length"), given.get("rejection_sample_method")
+    if rule == "synthetic" and length is None:
+        raise InvalidArgument(f"{NAME}.synthetic_acceptance_length", "is missing: the method synthetic requires it")
+    if length is None:
+        return
+    if rule != "synthetic":
+        problem = f"{length} applies only to rejection_sample_method synthetic"
+        raise InvalidArgument(f"{NAME}.synthetic_acceptance_length", problem)
+    most = given.get("num_speculative_tokens", MAX_NUM_SPECULATIVE_TOKENS) + 1
+    if length > most:
+        problem = f"{length} is above the {most} tokens of a round (num_speculative_tokens + 1)"
+        raise InvalidArgument(f"{NAME}.synthetic_acceptance_length", problem)
 
 
 def _resolved(method: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -667,6 +667,8 @@ class DraftStep:
         num_tokens: proposals per row and round (k).
         watched: the model's layers whose inputs a head takes; empty for a draft model.
         shares_embedding: the draft uses the model's embedding.
+        pinned_length: thousandths of the mean tokens of a round, for benchmarks: proposals are accepted by position,
+            whatever the model samples. None accepts those that the model samples.
     """
 
     step: Step
@@ -674,6 +676,7 @@ class DraftStep:
     num_tokens: int
     watched: tuple[int, ...] = ()
     shares_embedding: bool = False
+    pinned_length: int | None = None
 
     @property
     def is_head(self) -> bool:

@@ -33,7 +33,7 @@ from typing import Any
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Geometry
 from jpaged.engine.inspector import PoolInspector
-from jpaged.engine.kv_cache.blocks import BlockHash, block_key, root_block_hash
+from jpaged.engine.kv_cache.blocks import BlockHash, block_keys, root_block_hash
 from jpaged.engine.kv_cache.offload.transfer import KVTransfer
 from jpaged.engine.kv_cache.pinned import Pin
 from jpaged.engine.kv_cache.prefix_cache import PrefixCacheManager
@@ -140,11 +140,8 @@ class ReplicaRouter:
         source = self._sources[0]
         num_cacheable = 0 if source is None else source.num_cacheable_blocks(len(token_ids))
         num_blocks = min(num_cacheable, (len(token_ids) - 1) // size, MAX_ROUTED_BLOCKS)
-        keys, parent = [], root_block_hash(request.sampling.cache_salt, request.cache_tenant, request.adapter_digest)
-        for i in range(num_blocks):
-            parent = block_key(parent, token_ids[i * size : (i + 1) * size])
-            keys.append(parent)
-        return tuple(keys)
+        root = root_block_hash(request.sampling.cache_salt, request.cache_tenant, request.adapter_digest)
+        return tuple(block_keys(root, token_ids[: num_blocks * size], size))
 
     def _cost(self, request: Request) -> int:
         sampling = request.sampling

@@ -55,7 +55,7 @@ class GCPause:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_inside = 0
-        self._was_enabled = True
+        self._was_enabled: bool  # set by the first loop that enters
 
     def __enter__(self) -> None:
         with self._lock:

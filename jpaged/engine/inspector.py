@@ -161,8 +161,9 @@ class PoolSnapshotter:
             num_new = len(now - before) - (0 if before else 1)
             if num_new > 0:
                 self._num_forks += num_new
-                leader = group.live[0].kv.tables[0] if group.live else None
-                self._note("fork", group, count=num_new, blocks=() if leader is None else leader.block_ids())
+                leader = next(iter(group.live), None)
+                blocks = () if leader is None else leader.kv.tables[0].block_ids()
+                self._note("fork", group, count=num_new, blocks=blocks)
             self._holding[group] = now
         gone = [group for group in self._holding if group.status in (Status.FINISHED, Status.WAITING)]
         for group in gone:

@@ -264,20 +264,21 @@ class AlternatingRunner:
         sampling = context.build_sampling(schedule, geometry)
         bound = context.apply_masks(schedule, sampling)
         handle = context.start_sample(hidden, sampling)
-        step = 0
-        for step, inputs in enumerate(first.further(schedule.num_steps, geometry.block_size), start=1):
+        num_dispatched = 1
+        for inputs in first.further(schedule.num_steps, geometry.block_size):
             sampling = sampling.of_next_step()
             hidden = context.start_forward(inputs)
             waiting_since_s = context.clock()
             outputs = executor.collect(handle)
             now_s = context.clock()
             context.timer.add_wait(now_s - waiting_since_s)
-            results.process_step(schedule, outputs, now_s, step - 1)
+            results.process_step(schedule, outputs, now_s, num_dispatched - 1)
             results.apply_grammar_masks(schedule, bound, sampling)
             handle = context.start_sample(hidden, sampling)
+            num_dispatched += 1
             if len(context.scheduler.rows) < schedule.num_rows:
                 break
-        context.scheduler.truncate_steps(schedule, step + 1)
+        context.scheduler.truncate_steps(schedule, num_dispatched)
         return InFlightBatch(schedule, first, begin_s, handle, partial(executor.collect, handle), self._process_last)
 
     def _process_last(self, schedule: SchedulerOutput, outputs: StepOutputs, now_s: float) -> None:

@@ -391,15 +391,14 @@ class EventStream:
         self._keep_alive_event = keep_alive
         self._failed = failed
         self._sending = asyncio.Lock()
-        self._has_begun = False
-        self._is_quiet = True
+        self._num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response; raise errors of the events that come before anything was sent."""
         try:
             await while_connected(receive, self._answer(send), self._remaining_s)
         except (Cancelled, DeadlineExceeded) as error:
-            if not self._has_begun:
+            if not self._num_sent:
                 raise
             await self._end(send, error)
 
@@ -411,7 +410,7 @@ class EventStream:
                     async for event in events:
                         await self._send(send, event)
                 except Exception as error:
-                    if not self._has_begun:
+                    if not self._num_sent:
                         raise
                     await self._end(send, error)
                     return
@@ -426,16 +425,15 @@ class EventStream:
 
     async def _keep_alive(self, send: Send) -> None:
         while True:
-            self._is_quiet = True
+            num_before = self._num_sent
             await asyncio.sleep(self._keep_alive_s)
-            if self._is_quiet and not self._sending.locked():
+            if self._num_sent == num_before and not self._sending.locked():
                 await self._send(send, self._keep_alive_event)
 
     async def _send(self, send: Send, event: bytes) -> None:
         async with self._sending:
-            self._is_quiet = False
-            if not self._has_begun:
-                self._has_begun = True
+            self._num_sent += 1
+            if self._num_sent == 1:
                 await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             for begin in range(0, len(event), PIECE_BYTES):
                 piece = event[begin : begin + PIECE_BYTES]

@@ -390,6 +390,7 @@ class Answers:
         model: the model of all servers; a line that names another is rejected.
         adapters: returns the names of loaded adapters, each of which a line may name as its model.
         work: runs the encoding of answers.
+        aliases: further names of the model.
         max_bytes: limit of an answer's size, as estimated before it is computed; None for no limit.
     """
 
@@ -399,9 +400,11 @@ class Answers:
         work: WorkRunner = at_once,
         adapters: Callable[[], Collection[str]] = frozenset,
         *,
+        aliases: Collection[str] = (),
         max_bytes: int | None = None,
     ) -> None:
         self._adapters = adapters
+        self._names = (None, model.name, *aliases)
         self._max_bytes = max_bytes
         self._model = model
         self._work = work
@@ -547,7 +550,7 @@ class Answers:
 
     def _adapter(self, name: str | None, adapter: str | None) -> str | None:
         """Return the adapter that a body names by `adapter` or by `model`."""
-        if name in (None, self._model.name):
+        if name in self._names:
             return adapter
         if name not in self._adapters():
             raise ModelNotFound(f"model: {shown(name)} is not served; {self._model.name!r} is")

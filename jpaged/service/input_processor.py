@@ -32,7 +32,13 @@ from jpaged.engine.tokenizer import NoTokenizer, Tokenizer, is_special_token
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.chat.output_config import ChatOutputConfig, naming_tools
 from jpaged.service.chat.output_parser import ChatOutputParser
-from jpaged.service.chat.template import ToolAwareTokenizer, for_template, messages_bytes, read_messages
+from jpaged.service.chat.template import (
+    CachingTokenizer,
+    ToolAwareTokenizer,
+    for_template,
+    messages_bytes,
+    read_messages,
+)
 from jpaged.structured import ThinkingBudget, ThinkingGrammar
 from jpaged.types import (
     MAX_CHAT_MESSAGES,
@@ -200,7 +206,7 @@ class InputProcessor:
         prompt, sampling = _without_none(prompt, sampling)
         self._check_fields(prompt, sampling)
         thinking: ThinkingBudget | None = None
-        token_ids = self._prompt_ids(prompt, sampling)
+        token_ids = self._prompt_ids(prompt, sampling, cache_tenant)
         if not token_ids:
             raise InvalidArgument("prompt", "is empty: at least one token is needed")
         if prompt.fills_length:
@@ -276,7 +282,7 @@ class InputProcessor:
             return nullcontext()
         return naming_tools(str(outputs.structural_tag), prompt.chat_options.shown_tools)
 
-    def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams) -> list[int]:
+    def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams, cache_tenant: str) -> list[int]:
         """Return the tokens of a prompt, truncated if requested, after checking that they fit into a sequence."""
         num_kept, max_tokens = sampling.truncate_prompt_tokens, 0 if prompt.is_only_told else sampling.max_num_tokens
         if num_kept == -1:
@@ -292,7 +298,8 @@ class InputProcessor:
         if num_kept is not None:
             max_bytes = max(max_bytes, MIN_MAX_TOKENIZE_BYTES)
         if prompt.messages is not None:
-            token_ids = self._chat_ids(prompt.messages, prompt.chat_options, max_bytes)
+            owner = cache_tenant, sampling.cache_salt
+            token_ids = self._chat_ids(prompt.messages, prompt.chat_options, max_bytes, owner)
         else:
             adds = prompt.add_special_tokens
             token_ids = self._text_ids("sampling.max_tokens", prompt.text or "", max_bytes, add_special_tokens=adds)
@@ -363,7 +370,18 @@ class InputProcessor:
             raise RequestTooLong(field, f"{num_bytes} bytes of text, over the limit of {max_bytes}: {self._limits()}")
         return self._known("prompt", self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    def _chat_ids(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, max_bytes: int) -> list[int]:
+    def _chat_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: ChatOptions,
+        max_bytes: int,
+        owner: tuple[str, str] | None = None,
+    ) -> list[int]:
+        """Return the ids of a conversation.
+
+        Args:
+            owner: tenant and salt of a request, which may use and extend the tokenizer's cache; None for other calls.
+        """
         if not messages:
             raise InvalidArgument("chat.messages", "is empty: at least one message is needed")
         if len(messages) > MAX_CHAT_MESSAGES:
@@ -379,6 +397,10 @@ class InputProcessor:
         has_layout = isinstance(self.tokenizer, ToolAwareTokenizer)
         if options.is_laid_out and self.tokenizer.has_chat_template and not has_layout:
             raise Unsupported("tools: this model's tokenizer formats only messages")
+        if owner is not None and isinstance(self.tokenizer, CachingTokenizer):
+            tenant, salt = owner
+            token_ids = self.tokenizer.cached_chat_ids(plain, options, max_bytes=max_bytes, tenant=tenant, salt=salt)
+            return self._known("chat.messages", token_ids)
         if options.is_laid_out and isinstance(self.tokenizer, ToolAwareTokenizer):
             return self._known("chat.messages", self.tokenizer.chat_ids(plain, options, max_bytes=max_bytes))
         return self._known("chat.messages", self.tokenizer.apply_chat_template(plain, max_bytes=max_bytes))

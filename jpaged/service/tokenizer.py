@@ -19,6 +19,12 @@ max bytes per token = longest token of the vocabulary * the shrinkage by normali
 
 This holds if every byte of a text ends up in some token: bytes without a token become several tokens, and nothing is
 stripped, dropped or folded into one unknown token. If that is not certain, GENEROUS_BYTES is used.
+
+`SegmentedTokenizer` tokenizes only the new part of a conversation. Its text is cut before certain special tokens, and
+a `SegmentCache` has the ids of the parts of earlier turns:
+
+    turn 1   <|user|>Hi <|assistant|>                                     two parts are tokenized
+    turn 2   <|user|>Hi <|assistant|>Hello <|user|>Why? <|assistant|>     two are cached, and two are tokenized
 """
 
 from __future__ import annotations
@@ -27,7 +33,9 @@ import json
 import logging
 import re
 import secrets
+import sys
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -232,6 +240,171 @@ def _has_every_byte(model: Any, vocabulary: Mapping[str, int], is_byte_level: bo
     return type(model).__name__ == "BPE" and model.unk_token is not None and not model.fuse_unk
 
 
+class SegmentCache:
+    """Token ids of parts of conversations, least recently used first out. Thread-safe.
+
+    If it is full, the tenant with the most bytes loses its oldest entries, so that no tenant can displace the entries
+    of those that use less. An entry is found only with the tenant and the salt that it was stored with: the time that
+    a request takes does not show what others have sent.
+
+    Args:
+        max_bytes: limit of all entries together: texts, ids and overhead.
+
+    Attributes:
+        num_bytes: size of all entries.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._entries: dict[str, OrderedDict[tuple[str, str], array[int]]] = {}
+        self._tenant_bytes: dict[str, int] = {}
+        self.num_bytes = 0
+
+    def find(self, tenant: str, salt: str, texts: Sequence[str]) -> dict[str, array[int]]:
+        """Return the ids of the texts that are cached."""
+        found: dict[str, array[int]] = {}
+        with self._lock:
+            entries = self._entries.get(tenant, OrderedDict())
+            for text in texts:
+                if text not in found and (ids := entries.get((salt, text))) is not None:
+                    entries.move_to_end((salt, text))
+                    found[text] = ids
+        return found
+
+    def add(self, tenant: str, salt: str, ids_of_texts: Mapping[str, array[int]]) -> None:
+        """Store the ids of texts; one that would take more than a quarter of the cache is not stored."""
+        with self._lock:
+            for text, ids in ids_of_texts.items():
+                size = _entry_bytes(salt, text, ids)
+                entries = self._entries.setdefault(tenant, OrderedDict())
+                if (salt, text) not in entries and size <= self._max_bytes // 4:
+                    entries[salt, text] = ids
+                    self._count(tenant, size)
+            while self.num_bytes > self._max_bytes:
+                largest = max(self._tenant_bytes, key=self._tenant_bytes.__getitem__)
+                (oldest_salt, text), ids = self._entries[largest].popitem(last=False)
+                self._count(largest, -_entry_bytes(oldest_salt, text, ids))
+            if not self._entries.get(tenant, True):
+                del self._entries[tenant]
+
+    def _count(self, tenant: str, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._tenant_bytes[tenant] = self._tenant_bytes.get(tenant, 0) + num_bytes
+        if not self._tenant_bytes[tenant]:
+            del self._tenant_bytes[tenant], self._entries[tenant]
+
+
+_MAX_SEGMENTS = 1 << 15
+"""Parts above which a text is tokenized as a whole: four for each of the most messages that a conversation may have."""
+_ENTRY_BYTES = 250
+"""Overhead of an entry: its key, and its place in the dictionary."""
+
+
+def _entry_bytes(salt: str, text: str, ids: array[int]) -> int:
+    return sys.getsizeof(text) + sys.getsizeof(salt) + sys.getsizeof(ids) + _ENTRY_BYTES
+
+
+class SegmentedTokenizer:
+    """Tokenizes a text in parts that are independent of each other, and caches the ids of each.
+
+    Args:
+        fast: a `tokenizers.Tokenizer`.
+        boundaries: special tokens before which a text may be cut, from `find_boundaries`.
+        cache: of this tokenizer only.
+    """
+
+    def __init__(self, fast: Any, boundaries: Sequence[str], cache: SegmentCache) -> None:
+        self._fast = fast
+        self._boundary = re.compile(_alternatives(boundaries) if boundaries else r"(?!)")
+        self._cache = cache
+
+    def split(self, text: str) -> list[str]:
+        """Return the parts of a text; the concatenation of their ids are the ids of the text."""
+        starts = [found.start() for found in self._boundary.finditer(text)]
+        return [text[a:b] for a, b in zip([0, *starts], [*starts, len(text)], strict=True) if a < b]
+
+    def encode(self, text: str, tenant: str, salt: str) -> list[int]:
+        """Return the ids of a text without the special tokens that the tokenizer adds.
+
+        Raises:
+            InvalidArgument: the tokenizer cannot encode it.
+        """
+        parts = self.split(text)
+        if len(parts) > _MAX_SEGMENTS:
+            return _encode(self._fast, _MESSAGES, text, add_special_tokens=False)
+        known = self._cache.find(tenant, salt, parts)
+        missing = list(dict.fromkeys(part for part in parts if part not in known))
+        if missing:
+            encoded = _encode_all(self._fast, _MESSAGES, missing, add_special_tokens=False)
+            new = {part: array("i", ids) for part, ids in zip(missing, encoded, strict=True)}
+            known |= new
+            if len(parts) > 1:  # a text without a boundary is found again only if it is repeated as a whole
+                self._cache.add(tenant, salt, new)
+        token_ids: list[int] = []
+        for part in parts:
+            token_ids.extend(known[part])
+        return token_ids
+
+
+_MAX_BOUNDARIES = 256
+"""Number of special tokens above which only those that a template names are considered: Gemma's tokenizer has 6000."""
+_INDEPENDENT = {
+    *("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "Split", "Punctuation"),
+    *("Whitespace", "WhitespaceSplit", "CharDelimiterSplit", "BertPreTokenizer"),
+}
+"""Pre-tokenizers that treat each part between special tokens separately. Metaspace treats the part at the start of a
+text in a different way, and a part that follows a special token is never there."""
+
+
+def find_boundaries(fast: Any, likely: str) -> list[str]:
+    """Return special tokens before which any text may be cut without changing its ids.
+
+    The tokenizer finds added tokens in the text as it is, from left to right, and never two that overlap. It then
+    normalizes and tokenizes each piece between them separately. A special token is a boundary if it is found wherever
+    it is written: no other added token contains it, and no added token is or ends with its beginning. Then cutting
+    before it changes no piece. The exceptions, for which there are no boundaries:
+
+    - added tokens that are found only between words, because they depend on the character before them;
+    - a token that takes spaces before it, which belong to the piece that would be cut;
+    - tokenizers with an unknown pre-tokenizer, or random merges.
+
+    Args:
+        fast: a `tokenizers.Tokenizer`.
+        likely: a text with the special tokens that conversations have, such as the chat template.
+    """
+    added = list(fast.get_added_tokens_decoder().values())
+    raw = [token for token in added if not token.normalized and token.content]
+    steps = _steps(fast.pre_tokenizer, "pretokenizers")
+    is_unknown = any(step["type"] not in _INDEPENDENT for step in steps)
+    is_random = bool(getattr(fast.model, "dropout", None))
+    if is_unknown or is_random or fast.encode_special_tokens or any(token.single_word for token in raw):
+        return []
+    found = [token.content for token in raw if token.special and not token.lstrip and not token.content[0].isspace()]
+    if len(found) > _MAX_BOUNDARIES:
+        found = [content for content in found if content in likely][:_MAX_BOUNDARIES]
+    every = {token.content for token in raw}
+    ends = {content[i:] for content in every for i in range(len(content))}
+    whole = "\0".join(every)
+    return [
+        content
+        for content in dict.fromkeys(found)
+        if whole.count(content) == 1 and not any(content[:i] in ends for i in range(1, len(content)))
+    ]
+
+
+def _alternatives(words: Sequence[str]) -> str:
+    """Return a regular expression of words none of which begins with another; it tries each character once."""
+    if len(words) == 1:
+        return re.escape(words[0])
+    letters = enumerate(zip(min(words), max(words), strict=False))
+    num_shared = next(i for i, (a, b) in letters if a != b)
+    branches: dict[str, list[str]] = {}
+    for word in words:
+        branches.setdefault(word[num_shared], []).append(word[num_shared:])
+    return f"{re.escape(words[0][:num_shared])}(?:{'|'.join(map(_alternatives, branches.values()))})"
+
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _SENTENCEPIECE_FILE = "tokenizer.model"
@@ -255,6 +428,10 @@ _MAX_REQUEST_TEMPLATES = 16
 _LOG = logging.getLogger(__name__)
 _SHORT = 2000
 """Characters or tokens that take 1 ms. The Rust tokenizer holds the GIL for a single text, but not for a batch."""
+
+
+_MAX_SEGMENT_BYTES = 64 << 20
+"""Size of the cache of conversations' token ids: about 8 bytes a token, so 270 conversations of 30,000 tokens."""
 
 
 class TemplateSettings(NamedTuple):
@@ -340,6 +517,7 @@ class HuggingFaceTokenizer:
         self._request_chats: OrderedDict[str, ChatTemplate] = OrderedDict()
         self._templates = parts.chat_template, parts.chat_template_problem, parts.tool_chat_template
         self._chats: tuple[ChatTemplate | Unsupported, ChatTemplate | Unsupported] | None = None
+        self._segmented: SegmentedTokenizer | None = None
         if chat_template is not None:
             made = self._made(chat_template, field="chat_template")
             made.check_defaults(self._settings.kwargs)
@@ -441,6 +619,39 @@ class HuggingFaceTokenizer:
         Raises:
             Unsupported: also if the template is broken, or does not use the tools or documents of the request.
         """
+        text = self._render(messages, options, max_bytes)
+        if self._fast is None:
+            return self.encode(text, add_special_tokens=options.add_special_tokens)
+        fast = self._fast if self._literal is None else self._literal.tokenizer
+        return _encode(fast, _MESSAGES, text, add_special_tokens=options.add_special_tokens)
+
+    def cached_chat_ids(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, max_bytes: int, tenant: str, salt: str
+    ) -> list[int]:
+        """Return what `chat_ids` does; tokenize only the parts of the text that the tenant has not sent with the salt.
+
+        The whole text is tokenized for requests that add special tokens, or that bring a template.
+        """
+        if self._fast is None or options.add_special_tokens or options.chat_template is not None:
+            return self.chat_ids(messages, options, max_bytes=max_bytes)
+        return self._segments().encode(self._render(messages, options, max_bytes), tenant, salt)
+
+    def _segments(self) -> SegmentedTokenizer:
+        """Return the tokenizer of the model's conversations; the first call makes it."""
+        with self._trial:
+            if self._segmented is None:
+                source, _, with_tools = self._templates
+                likely = "\n".join((source or "", with_tools or "", *map(str, self._variables.values())))
+                fast = self._fast
+                if self._literal is not None:
+                    fast, likely = self._literal.tokenizer, self._literal.unmarked(likely)
+                self._segmented = SegmentedTokenizer(
+                    fast, find_boundaries(fast, likely), SegmentCache(_MAX_SEGMENT_BYTES)
+                )
+            return self._segmented
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, max_bytes: int) -> str:
+        """Return the text of a conversation, for the twin if special tokens in messages are text."""
         chat = self._get_chat(options)
         documents: Any = [dict(one) for one in options.documents]
         plain: Any = [dict(message) for message in messages]
@@ -453,17 +664,10 @@ class HuggingFaceTokenizer:
             **options.template_kwargs,
             **chat.reasoning_variables(reasoning, options.template_kwargs),
         }
-        if self._literal is None:
-            text = chat.render(
-                plain, max_bytes=max_bytes, tools=tools, kwargs=kwargs, documents=documents, options=options
-            )
-            if self._fast is None:
-                return self.encode(text, add_special_tokens=options.add_special_tokens)
-            return _encode(self._fast, _MESSAGES, text, add_special_tokens=options.add_special_tokens)
-        plain, tools, kwargs, documents = (self._literal.marked(one) for one in (plain, tools, kwargs, documents))
+        if self._literal is not None:
+            plain, tools, kwargs, documents = (self._literal.marked(one) for one in (plain, tools, kwargs, documents))
         text = chat.render(plain, max_bytes=max_bytes, tools=tools, kwargs=kwargs, documents=documents, options=options)
-        text = self._literal.unmarked(text)
-        return _encode(self._literal.tokenizer, _MESSAGES, text, add_special_tokens=options.add_special_tokens)
+        return text if self._literal is None else self._literal.unmarked(text)
 
     def _get_chat(self, options: ChatOptions) -> ChatTemplate:
         """Return the template of a chat: the request's, or the model's for chats with or without tools."""
@@ -518,10 +722,21 @@ class HuggingFaceTokenizer:
 
 
 def _encode(fast: Any, field: str, text: str, *, add_special_tokens: bool) -> list[int]:
+    return _encode_all(fast, field, [text], add_special_tokens=add_special_tokens)[0]
+
+
+def _encode_all(fast: Any, field: str, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+    """Return the ids of each text.
+
+    Raises:
+        InvalidArgument: the tokenizer cannot encode one of them.
+    """
     try:
-        if len(text) < _SHORT:
-            return list(fast.encode(text, add_special_tokens=add_special_tokens).ids)
-        return list(fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        if sum(map(len, texts)) < _SHORT:
+            encoded = [fast.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        else:
+            encoded = fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [list(one.ids) for one in encoded]
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library has no error type, and panics in Rust

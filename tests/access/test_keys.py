@@ -6,6 +6,7 @@ import hmac
 import os
 import threading
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -114,6 +115,34 @@ def test_a_file_that_is_wrong_is_refused_and_no_token_told(tmp_path: Path, text:
     assert "0123456789abcdef" not in str(refusal.value)
     with pytest.raises(InvalidArgument, match=r"api_keys: .*missing.toml cannot be read: No such file"):
         read_keys(str(tmp_path / "missing.toml"))
+
+
+@pytest.mark.parametrize(
+    ("make", "last", "out", "problem"),
+    [
+        (lambda n: KEY.replace("0123456789abcdef", "x" * n), 512, 513, r"keys\[0\].token: must be 1 to 512"),
+        (lambda n: KEY.replace('id = "a"', f'id = "{"x" * n}"'), 128, 129, r"keys\[0\].id: .* 1 to 128"),
+        (lambda n: KEY.replace('tenant = "a"', f'tenant = "{"x" * n}"'), 128, 129, r"keys\[0\].tenant: .* 1 to 128"),
+        (lambda n: f"[limits]\nmax_n = {n}\n{KEY}", 1, 0, "limits.max_n: 0 is not"),
+        (lambda n: f"[limits]\nmax_n = {n}\n{KEY}", 2**62, 2**62 + 1, r"limits.max_n: \d+ is not"),
+    ],
+)
+def test_a_file_passes_up_to_its_limits_and_no_further(
+    tmp_path: Path, make: Any, last: int, out: int, problem: str
+) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(make(last))
+    keys = read_keys(str(path))
+    assert len(keys.digests) == 1
+    path.write_text(make(out))
+    with pytest.raises(InvalidArgument, match=problem):
+        read_keys(str(path))
+
+
+def test_a_key_of_the_greatest_length_opens() -> None:
+    token = "x" * 512
+    keys = make_keys([token])
+    assert keys.get_key([f"Bearer {token}"]).id == "api-key-0"
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,16 @@ def test_tokens_are_taken_at_the_start_and_what_is_not_used_comes_back() -> None
     assert quotas.left("acme")["tokens"].remaining == 600
 
 
+def test_all_tokens_that_are_left_may_be_taken_and_the_last_one_admits() -> None:
+    quotas, _ = limited(tokens_per_minute=600)
+    use(quotas, 400, 1, 199)
+    with quotas.acquire("acme") as stay:  # one is left
+        refused(lambda: stay.reserve(1, "n", 1, 1))
+        stay.reserve(1, "n", 1, 0)
+    use(quotas, 1, 1, 0)
+    refused(lambda: use(quotas))
+
+
 def test_a_request_that_fails_gives_all_its_tokens_back() -> None:
     quotas, _ = limited(tokens_per_minute=600)
 
@@ -107,6 +117,8 @@ def test_what_never_fits_is_told_so_and_by_which_limit() -> None:
     with pytest.raises(RequestTooLong, match=r"sampling.max_tokens: .* make 601, over tokens_per_minute .*\(600\)"):
         use(quotas, 1, 1, 600)
     use(quotas, 50, 1, 550)
+    quotas, _ = limited(max_n=3)
+    use(quotas, 1, 3)
 
 
 def test_streams_are_counted_while_they_are_open() -> None:

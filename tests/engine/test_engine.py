@@ -2,11 +2,13 @@
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jpaged.engine import engine
+from jpaged.engine.engine import EngineThread
 from jpaged.errors import AlreadyExists, DeadlineExceeded, InternalError, QueueFull, RequestTooLong, Unavailable
 from jpaged.testing import ByteTokenizer, FakeExecutor, Faults, expected_tokens
 from jpaged.types import FinishReason, Prompt, Request, RequestTimes, SamplingParams
@@ -317,6 +319,44 @@ def test_a_device_fault_fails_every_request_once_and_the_engine_says_so(overlap,
     with pytest.raises(Unavailable):
         h.submit("late", [1])
     h.engine.stop()
+
+
+def test_an_idle_engine_checks_its_blocks_and_fails_if_one_is_lost(monkeypatch):
+    h = Harness()
+    is_checked = threading.Event()
+
+    def check():
+        is_checked.set()
+        raise InternalError("a block is lost")
+
+    monkeypatch.setattr(h.engine._loop, "check", check)
+    h.engine.start()
+    assert is_checked.wait(60)
+    h.engine.stop()
+    assert "a block is lost" in str(h.engine.failure)
+
+
+def test_commands_run_while_the_device_has_steps_to_do():
+    has_stepped = [threading.Event(), threading.Event()]
+
+    def step():
+        has_stepped[has_stepped[0].is_set()].set()
+        return True
+
+    loop: Any = SimpleNamespace(
+        step=step,
+        idle_budget_s=60.0,
+        observers=SimpleNamespace(on_dispatched=[]),
+        arrivals=SimpleNamespace(reset=lambda: None),
+        fail_all=lambda error: None,
+    )
+    thread = EngineThread(loop)
+    thread.start(None)
+    assert has_stepped[0].wait(60)
+    assert not has_stepped[1].wait(0.02)  # the device has 60 s to do
+    thread.call_soon(lambda: None)
+    assert has_stepped[1].wait(60)
+    assert thread.stop()
 
 
 def test_drain_refuses_new_requests_and_waits_for_the_running_ones():

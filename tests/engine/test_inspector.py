@@ -16,6 +16,7 @@ from jpaged.engine.kv_cache.paged import PagedKVCacheManager
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.inspector.frames import BlockState, FrameReader, FrameWriter, unpack
 from jpaged.testing import FakeExecutor
+from tests.engine.groups import paged_memory
 from tests.engine.harness import Harness
 from tests.engine.kv_cache.offload.disks import PROMPT, Server
 from tests.engine.lives import WINDOWS, Life
@@ -171,6 +172,26 @@ def test_samples_beams_and_their_ends_are_seen_as_they_happen() -> None:
     assert watcher.counted["fork"] >= 3 + 2
     assert watcher.happened["copy_on_write"] == h.engine.load().num_copies_on_write > 0
     assert watcher.reader.pools[0].last["totals"]["num_forks"] == watcher.counted["fork"]
+
+
+def test_a_fork_is_seen_with_the_blocks_that_its_sequences_share() -> None:
+    h = Harness(executor=FakeExecutor(num_blocks=64, block_size=4, max_model_len=64), overlap=False)
+    picture_of(h)
+    h.submit("samples", [1] * 6, n=3, temperature=1.0, seed=1, max_tokens=8)
+    forks: list[Any] = []
+    while not forks:
+        h.step()
+        snapshot = picture_of(h)
+        forks = [one for one in snapshot.happenings if one.kind == "fork"]
+    tables = [tuple(chain.tables[0].tolist()) for chain in snapshot.occupants[0].chains]
+    assert (forks[0].count, [forks[0].blocks] * 3) == (2, tables)
+    assert len(tables[0]) == 2
+
+
+def test_marks_name_no_block_where_none_is_set_aside() -> None:
+    marks = paged_memory(8).marks()
+    assert [len(ids) for ids in (marks.pinned, marks.withheld, marks.reserved)] == [0, 0, 0]
+    assert not any(marks.cached) and not any(marks.host_cached)
 
 
 def test_regions_that_are_reserved_are_seen_apart_from_what_is_written() -> None:

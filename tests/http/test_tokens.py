@@ -34,6 +34,10 @@ async def test_a_model_has_every_served_name() -> None:
             body = {"model": name, "prompt": "a", "max_tokens": 1}
             assert (await client.post("/v1/completions", json=body)).json()["model"] == name
             assert (await client.post("/tokenize", json={"model": name, "prompt": "a"})).status_code == 200
+            embedded = await client.post("/v1/embeddings", json={"model": name, "input": "a"})
+            assert embedded.json()["model"] == name
+            ranked = await client.post("/v1/rerank", json={"model": name, "query": "a", "documents": ["b"]})
+            assert ranked.json()["model"] == name
             assert (await client.get(f"/v1/models/{name}")).json()["root"] == "fake"
         assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["fake", "further"]
         assert (await client.post("/tokenize", json={"model": "other", "prompt": "a"})).status_code == 404

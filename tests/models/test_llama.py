@@ -22,6 +22,7 @@ from jpaged.models.layer_kinds import LayerKind, get_stacks
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.rope import cos_sin
+from jpaged.models.rope_config import RopeConfig
 from jpaged.models.stack import LayerMode, run_layers
 from jpaged.models.tokens import HeadsKernel, TokenBatch
 from tests.models import dense
@@ -53,6 +54,15 @@ def test_scan_and_loop_are_the_same_function(name: str, tmp_path: Path) -> None:
     left = dense.logits(model_of(case), params_of(case, tmp_path, "loop"), TOKENS, 12, layer_mode="loop")
     right = dense.logits(model_of(case), params_of(case, tmp_path, "scan"), TOKENS, 12, layer_mode="scan")
     np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)
+
+
+def test_pairs_that_are_not_rotated_stay_as_they_are() -> None:
+    rope = RopeConfig("yarn", fraction=0.5, factor=4.0, original_max_position_embeddings=64, attention_factor=1.5)
+    cos_td, sin_td = map(np.asarray, cos_sin(rope, 16, jnp.arange(5), jnp.arange(1, 6)))
+    assert cos_td.shape == sin_td.shape == (5, 8)
+    assert (cos_td[:, 4:] == 1).all() and (sin_td[:, 4:] == 0).all()
+    np.testing.assert_allclose(cos_td[:, :4] ** 2 + sin_td[:, :4] ** 2, 1.5**2, rtol=1e-5)
+    assert (sin_td[1, :4] > 0).all()
 
 
 @pytest.mark.long

@@ -320,8 +320,8 @@ MEMORY_FAULTS = (
     Fault(
         "a prefix is found although its sink blocks are gone",
         "kv_cache/prefix_cache.py",
-        "range(num_blocks if reach.num_seen is None else min(num_blocks, reach.num_sinks))",
-        "range(num_blocks if reach.num_seen is None else 0)",
+        "end = num_blocks if reach.num_seen is None else min(num_blocks, reach.num_sinks)",
+        "end = num_blocks if reach.num_seen is None else 0",
         STREAMING,
     ),
     Fault(

@@ -3,7 +3,7 @@
 import base64
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +11,25 @@ import grpc
 import numpy as np
 import pytest
 
+from jpaged.chat import ReasoningOptions
 from jpaged.client.aio import AsyncClient
 from jpaged.client.batch import BatchOptions, run_batch
 from jpaged.client.results import failure_in
 from jpaged.errors import InternalError, InvalidArgument, NotFound
-from jpaged.openai.embeddings import EmbedJob, How, ScoreJob, SimilarityJob, embed_job
+from jpaged.openai.embeddings import (
+    EmbedJob,
+    How,
+    ScoreJob,
+    SimilarityJob,
+    embed_job,
+    parse_detokenize_job,
+    parse_tokenize_job,
+    rerank_job,
+    score_job,
+)
 from jpaged.openai.lines import MAX_PARTS_OF_CALL, Answers, Line, compute_seed, parse_scoring_job
+from jpaged.openai.request import Streaming, chat_job, check_values, completion_job
+from jpaged.openai.responses import parse_responses_request
 from jpaged.outputs import Evaluated
 from jpaged.server.servicer import InferenceServicer
 from jpaged.types import Pooling, RequestOutput, SamplingParams, Score, TokenLogprob, Usage
@@ -116,6 +129,110 @@ async def answered(url: str, body: dict[str, Any], server: Any = None) -> dict[s
 )
 def test_bodies_are_read(url, body, job):
     assert parse_scoring_job(Line(1, "a", url, body)) == job
+
+
+MESSAGES = [{"role": "user", "content": "a"}]
+PLAIN = How(model=None, adapter="", cache_salt="", priority=0, truncate_prompt_tokens=None, truncation_side="left")
+CHAT_DEFAULTS: dict[str, Any] = {
+    "tools": (),
+    "template_kwargs": {},
+    "tool_choice": None,
+    "parallel_tool_calls": True,
+    "reasoning": ReasoningOptions(effort=None, enabled=None, thinking_token_budget=None, include=True),
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "documents": (),
+    "chat_template": None,
+    "add_special_tokens": False,
+}
+JOB_DEFAULTS: dict[str, Any] = {
+    "model": None,
+    "adapter": None,
+    "has_echo": False,
+    "shows_prompt_logprobs": True,
+    "is_only_told": False,
+    "has_token_ids": False,
+    "names_token_ids": False,
+    "request_id": None,
+    "echoed": "",
+    "role": "assistant",
+    "user": None,
+    "streaming": None,
+}
+
+
+def values_of(value: Any, names: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
+
+
+def test_a_body_without_optional_fields_has_the_documented_defaults():
+    vectors = {"pooling": "last", "encoding": "float", "dimensions": None, "normalize": False}
+    embed = embed_job({"input": "a"})
+    assert (embed.inputs, embed.how, embed.messages, values_of(embed, vectors)) == (("a",), PLAIN, None, vectors)
+    chat = embed_job({"messages": MESSAGES})
+    assert (chat.inputs, chat.how, values_of(chat, vectors)) == ((), PLAIN, vectors)
+    assert values_of(chat.chat_options, CHAT_DEFAULTS) == CHAT_DEFAULTS | {"add_generation_prompt": False}
+    assert score_job({"prompt": "p", "continuations": ["c"]}) == ScoreJob("p", ("c",), PLAIN)
+    assert score_job({"text_1": "a", "text_2": "b"}) == SimilarityJob((("a", "b"),), PLAIN, "last", None)
+    ranked = rerank_job({"query": "q", "documents": ["a", "b"]})
+    assert ranked == SimilarityJob((("q", "a"), ("q", "b")), PLAIN, "last", 2)
+
+    tokenize = {"add_special_tokens": True, "wants_texts": False, "model": None}
+    assert values_of(parse_tokenize_job({"prompt": "a"}), tokenize) == tokenize
+    of_chat = parse_tokenize_job({"messages": MESSAGES})
+    assert values_of(of_chat, tokenize) == tokenize
+    assert values_of(of_chat.prompt.chat_options, CHAT_DEFAULTS) == CHAT_DEFAULTS
+    detokenize = {"token_ids": (1,), "skip_special_tokens": False, "model": None}
+    assert values_of(parse_detokenize_job({"tokens": [1]}), detokenize) == detokenize
+
+    for job in (completion_job({"prompt": "a"}), chat_job({"messages": MESSAGES})):
+        assert values_of(job, JOB_DEFAULTS) == JOB_DEFAULTS
+        assert job.sampling == SamplingParams(max_tokens=1)  # the least that must fit
+        length = {"fills_length": True, "max_filled": None, "truncation_side": "left", "is_only_told": False}
+        (prompt,) = job.prompts
+        assert values_of(prompt, length) == length
+    assert completion_job({"prompt": "a"}).prompts[0].add_special_tokens
+    assert values_of(chat_job({"messages": MESSAGES}).prompts[0].chat_options, CHAT_DEFAULTS) == CHAT_DEFAULTS
+    streamed = completion_job({"prompt": "a", "stream": True}).streaming
+    assert streamed == Streaming(include_usage=False, continuous_usage_stats=False)
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("read", "last", "out", "field"),
+    [
+        (lambda n: embed_job({"input": ["a"] * n}), 1, 0, "input"),
+        (lambda n: embed_job({"input": ["a"] * n}), 2048, 2049, "input"),
+        (lambda n: embed_job({"input": [n]}), 0, -1, "input"),
+        (lambda n: embed_job({"input": "a", "dimensions": n}), 1, 0, "dimensions"),
+        (lambda n: rerank_job({"query": "q", "documents": ["a"], "top_n": n}), 0, -1, "top_n"),
+        (lambda n: completion_job({"prompt": ["a"] * n}), 1, 0, "prompt"),
+        (lambda n: completion_job({"prompt": ["a"] * n}), 1024, 1025, "prompt"),
+        (lambda n: completion_job({"prompt": "a", "user": "u" * n}), 512, 513, "user"),
+        (lambda n: completion_job({"prompt": "a", "logit_bias": {"1" * n: 1}}), 10, 11, "logit_bias"),
+        (lambda n: check_values("body", {"a": nested(n)}), 63, 64, "body"),
+        (lambda n: check_values("body", {"a": n}), 2**64 - 1, 2**64, "a"),
+        (lambda n: check_values("body", {"a": n}), -(2**64) + 1, -(2**64), "a"),
+        (
+            lambda n: parse_responses_request({"input": "a", "metadata": {f"k{i}": "v" for i in range(n)}}),
+            16,
+            17,
+            "metadata",
+        ),
+        (lambda n: parse_responses_request({"input": "a", "metadata": {"k": "v" * n}}), 512, 513, "metadata.k"),
+    ],
+)
+def test_bodies_pass_up_to_their_limits_and_no_further(read: Any, last: int, out: int, field: str) -> None:
+    read(last)
+    with pytest.raises(InvalidArgument) as raised:
+        read(out)
+    assert raised.value.field == field
 
 
 @pytest.mark.parametrize(

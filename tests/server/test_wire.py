@@ -19,6 +19,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.sampling_params import request_fields
 from jpaged.server import servicer as server_wire
 from jpaged.server_load import EngineLoad, Load
+from jpaged.service.score_embed import CallerOptions
 from jpaged.structured import StructuredOutputs
 from jpaged.types import (
     FinishReason,
@@ -260,7 +261,7 @@ TURNS = (
     },
     {"role": "tool", "content": "12", "tool_call_id": "a"},
 )
-SCHEMA = {"type": "object", "properties": {"b": {"type": "number"}, "a": {"type": "string"}}}
+SCHEMA = {"type": "object", "properties": {"b": {"type": "number"}, "a": {"type": "string", "title": "é"}}}
 OPTIONS = ChatOptions(
     tools=(Tool("f", "does", SCHEMA, is_strict=True), Tool("g")),
     template_kwargs={"e": [1, None, "é"]},
@@ -286,6 +287,8 @@ def test_a_chat_crosses_whole():
     assert read.messages == TURNS
     assert read.chat_options == OPTIONS
     assert list(read.chat_options.tools[0].parameters["properties"]) == ["b", "a"]
+    texts = (message.chat.tools[0].parameters, message.chat.chat_template_kwargs, *message.chat.documents)
+    assert ["é" in text for text in texts] == [True] * 3  # the limits of a message count bytes
     tokenize = client_wire.tokenize_call(
         Prompt(messages=TURNS, chat_options=OPTIONS), add_special_tokens=None, model=None
     )
@@ -307,6 +310,49 @@ def test_a_chat_that_sets_nothing_is_the_default():
     chat = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
     read = server_wire.prompt_from(inference_pb2.GenerateRequest(chat=chat))
     assert (read.messages, read.chat_options) == (({"role": "user", "content": "hi"},), ChatOptions())
+
+
+async def test_a_request_without_optional_fields_has_the_documented_defaults():
+    calls: list[tuple[Any, ...]] = []
+
+    class Recorder:
+        async def tokenize(self, read, size, *, add_special_tokens, model):
+            calls.append((read().text, size, add_special_tokens, model))
+            return [1]
+
+        async def detokenize(self, token_ids, *, skip_special_tokens, model):
+            calls.append((list(token_ids), skip_special_tokens, model))
+            return "a"
+
+    recorder: Any = Recorder()
+    assert await server_wire.tokenized(recorder, inference_pb2.TokenizeRequest(text="ab")) == (
+        inference_pb2.TokenizeResponse(token_ids=[1])
+    )
+    answer = await server_wire.detokenized(recorder, inference_pb2.DetokenizeRequest(token_ids=[7]))
+    assert answer == inference_pb2.DetokenizeResponse(text="a")
+    assert calls == [("ab", 2, True, None), ([7], True, None)]
+
+    call = server_wire.call_from(inference_pb2.GenerateRequest(text="abc"), (), None)
+    assert (call.request_id, call.model, call.tenant, call.remaining_s, call.size) == (None, None, "", None, 3)
+    assert (call.is_whole, call.adapter) == (False, "")
+    prompt, sampling = call.read()
+    assert (prompt, sampling) == (Prompt(text="abc"), SamplingParams())
+
+    for message in (inference_pb2.ScoreRequest(), inference_pb2.EmbedRequest()):
+        assert server_wire.parse_caller_options(message, "", None) == CallerOptions(
+            model=None, tenant="", remaining_s=None, adapter="", cache_salt="", priority=0
+        )
+
+
+def test_a_default_length_fills_up_to_it_and_leaves_room_for_the_least():
+    defaults = {"max_tokens": 50}
+    for sampling, max_tokens in (({}, 1), ({"min_tokens": 5}, 5), ({"max_tokens": 3}, None)):
+        message = inference_pb2.GenerateRequest(text="a", sampling=inference_pb2.SamplingParams(**sampling))
+        prompt, read = server_wire.call_from(message, (), None, defaults=defaults).read()
+        if max_tokens is None:
+            assert (prompt, read.max_tokens) == (Prompt(text="a"), 3)
+        else:
+            assert (prompt.fills_length, prompt.max_filled, read.max_tokens) == (True, 50, max_tokens)
 
 
 def test_facts_and_load_cross_whole():

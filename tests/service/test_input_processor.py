@@ -61,6 +61,61 @@ def test_a_sampling_value_out_of_range_is_named(field, value):
     assert error.value.field == f"sampling.{field}"
 
 
+def beyond(limit: float) -> float:
+    return math.nextafter(limit, math.copysign(math.inf, limit))
+
+
+LIMITS = [
+    *(("max_tokens", last, out, {}) for last, out in [(1, 0)]),
+    *(("min_tokens", last, out, {}) for last, out in [(0, -1), (16, 17)]),
+    *(("min_tokens", last, out, {"max_tokens": 1}) for last, out in [(1, 2)]),
+    *(("temperature", last, out, {}) for last, out in [(0.0, -1e-300), (100.0, beyond(100.0))]),
+    *(("top_p", last, out, {}) for last, out in [(5e-324, 0.0), (1.0, beyond(1.0))]),
+    *(("min_p", last, out, {}) for last, out in [(0.0, -1e-300), (1.0, beyond(1.0))]),
+    *(("typical_p", last, out, {}) for last, out in [(5e-324, 0.0), (1.0, beyond(1.0))]),
+    *(("top_n_sigma", last, out, {}) for last, out in [(0.0, -1e-300), (100.0, beyond(100.0))]),
+    *(("top_k", last, out, {}) for last, out in [(-1, -2)]),
+    *(("seed", last, out, {}) for last, out in [(-(2**63), -(2**63) - 1), (2**64 - 1, 2**64)]),
+    *((name, last, out, {}) for name in ("logprobs", "prompt_logprobs") for last, out in [(-1, -2)]),
+    *(("truncate_prompt_tokens", last, out, {}) for last, out in [(1, 0), (-1, -2)]),
+    *((name, last, beyond(last), {}) for name in ("presence_penalty", "frequency_penalty") for last in (2.0, -2.0)),
+    *(("repetition_penalty", last, out, {}) for last, out in [(5e-324, 0.0), (100.0, beyond(100.0))]),
+    *(("logit_bias", {0: last}, {0: beyond(last)}, {}) for last in (100.0, -100.0)),
+    ("logit_bias", {0: 1.0}, {-1: 1.0}, {}),
+    ("logit_bias", dict.fromkeys(range(300), 1.0), dict.fromkeys(range(301), 1.0), {}),
+    ("logprob_token_ids", range(32), range(33), {}),
+    ("logprob_token_ids", [0], [-1], {}),
+    ("allowed_token_ids", [0], [-1], {}),
+    ("allowed_token_ids", [0], [], {}),
+    ("bad_words", ["x"] * 128, ["x"] * 129, {}),
+    ("bad_words", ["x" * 256], ["x" * 257], {}),
+    ("bad_words", ["x"], [""], {}),
+    ("bad_words", ["x"], [" "], {}),
+    ("stop", ["x"] * 16, ["x"] * 17, {}),
+    ("stop", ["x" * 1024], ["x" * 1025], {}),
+    ("stop", ["x"], [""], {}),
+    ("stop_token_ids", range(32), range(33), {}),
+    ("stop_token_ids", [0], [-1], {}),
+    *(("n", last, out, {}) for last, out in [(1, 0), (256, 257)]),
+    *(("best_of", last, out, {"n": 2}) for last, out in [(2, 1), (256, 257)]),
+    *(("beam_width", last, out, {}) for last, out in [(0, -1), (16, 17)]),
+    ("n", 4, 5, {"beam_width": 4}),
+    *(("temperature", last, 0.5, {"beam_width": 2}) for last in (0.0, 1.0)),
+    ("logprobs", 32, 33, {"beam_width": 2}),
+    *(("length_penalty", last, beyond(last), {"beam_width": 2}) for last in (100.0, -100.0)),
+    *(("priority", last, out, {}) for last, out in [(-(2**31), -(2**31) - 1), (2**31 - 1, 2**31)]),
+    ("cache_salt", "x" * 256, "x" * 257, {}),
+]
+
+
+def test_sampling_values_pass_up_to_their_limits_and_no_further():
+    for name, last, out, others in LIMITS:
+        SamplingParams(**{name: last}, **others)
+        with pytest.raises(InvalidArgument) as error:
+            SamplingParams(**{name: out}, **others)
+        assert error.value.field.partition("[")[0] == f"sampling.{name}"
+
+
 def test_a_single_stop_string_is_a_list_of_one():
     assert SamplingParams(stop="END").stop == ("END",)
     assert SamplingParams(bad_words="END").bad_words == ("END",)

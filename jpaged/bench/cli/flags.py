@@ -22,8 +22,8 @@ from jpaged.hardware import HARDWARE
 
 _HELP: Mapping[str, str] = {
     "dataset_name": "dataset to send",
-    "dataset_path": "file of sharegpt (JSON) or custom (JSON lines)",
-    "num_prompts": "requests",
+    "dataset_path": "file of sharegpt (JSON) or custom (JSON lines); file or folder of a trace",
+    "num_prompts": "requests; conversations of multi_turn",
     "seed": "seed of the dataset and the arrivals",
     "random_input_len": "tokens per random prompt",
     "random_output_len": "output tokens per random prompt",
@@ -35,6 +35,15 @@ _HELP: Mapping[str, str] = {
     "prefix_repetition_output_len": "output tokens",
     "sharegpt_output_len": "output tokens (default: as many as the conversation's second turn has)",
     "custom_output_len": "output tokens for a line without output_tokens",
+    "multi_turn_num_turns": "turns per conversation",
+    "multi_turn_prefix_len": "tokens before the first turn, shared by all conversations",
+    "multi_turn_input_len": "new prompt tokens per turn",
+    "multi_turn_output_len": "output tokens per turn",
+    "multi_turn_delay": "seconds from the end of an answer to the next turn",
+    "trace_block_size": "tokens of a block of hash_ids, for traces that do not state it",
+    "trace_speedup": "factor by which recorded times and delays are shortened",
+    "trace_max_input_len": "skip requests of a trace with longer prompts, in tokens (default: no limit)",
+    "trace_max_output_len": "limit the output tokens of a trace's requests (default: no limit)",
     "prompt_format": "format of random prompts: token ids, or text for servers that accept no ids",
     "no_oversample": "send a file with too few requests once, instead of repeating some of them",
     "disable_shuffle": "keep the order of the file or of the prefixes",
@@ -72,7 +81,7 @@ def dataset_from(arguments: argparse.Namespace) -> DatasetOptions:
     if arguments.input_len is not None:
         values["random_input_len"] = arguments.input_len
     if arguments.output_len is not None:
-        for name in ("random", "prefix_repetition", "sharegpt", "custom"):
+        for name in ("random", "prefix_repetition", "sharegpt", "custom", "multi_turn"):
             values[f"{name}_output_len"] = arguments.output_len
     return DatasetOptions(**values)
 
@@ -136,6 +145,7 @@ _ROWS: Mapping[str, str] = {
     "request_throughput": "requests/s",
     "requests_per_second": "requests/s",
     "request_goodput": "requests/s within the objectives (goodput)",
+    "cached_share": "prompt tokens from the prefix cache",
     "output_throughput": "generated tokens/s",
     "output_tokens_per_second": "generated tokens/s",
     "max_output_tokens_per_s": "peak messages per second",
@@ -150,7 +160,19 @@ _ROWS: Mapping[str, str] = {
     "mfu": "FLOP/s utilization (MFU)",
     "share_of_limit": "fraction of the machine's limit",
 }
-_SHARES = ("mbu", "mfu", "share_of_limit")
+_SHARES = ("mbu", "mfu", "share_of_limit", "cached_share")
+_TURNS: Mapping[str, str] = {
+    "turn": "turn",
+    "completed": "requests",
+    "failed": "failed",
+    "mean_input_tokens": "prompt tokens",
+    "cached_share": "cached",
+    "mean_computed_tokens": "computed tokens",
+    "median_ttft_ms": "TTFT, ms",
+    "median_e2el_ms": "E2EL, ms",
+}
+_MAX_TURNS = 32
+"""Maximum number of turns on the terminal; the result file has all."""
 
 
 def print_result(console: Console, result: Mapping[str, Any], title: str, metrics: Sequence[str] = ()) -> None:
@@ -166,6 +188,22 @@ def print_result(console: Console, result: Mapping[str, Any], title: str, metric
         console.print(_latencies(result, metrics))
         legend = "; ".join(f"{name.upper()}: {LATENCIES[name]}" for name in metrics)
         console.print(legend, highlight=False)
+
+
+def print_turns(console: Console, result: Mapping[str, Any]) -> None:
+    """Print the table of a result's turns, if it has any: medians of latencies, means of counts."""
+    rows = result.get("turns") or []
+    if not rows:
+        return
+    table = Table(title="turns", title_justify="left")
+    keys = [key for key in _TURNS if any(key in row for row in rows)]
+    for key in keys:
+        table.add_column(_TURNS[key], justify="right")
+    for row in rows[:_MAX_TURNS]:
+        table.add_row(*(_text(key, row[key]) if key in row else "-" for key in keys))
+    console.print(table)
+    if len(rows) > _MAX_TURNS:
+        console.print(f"{len(rows) - _MAX_TURNS} more turns: see the result file", highlight=False)
 
 
 def _latencies(result: Mapping[str, Any], metrics: Sequence[str]) -> Table:

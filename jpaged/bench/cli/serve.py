@@ -25,12 +25,23 @@ from jpaged.bench.cli.flags import (
     add_output_json,
     dataset_from,
     print_result,
+    print_turns,
     require_range,
     require_writable,
 )
-from jpaged.bench.datasets import DatasetOptions
+from jpaged.bench.datasets import SESSION_DATASETS, DatasetOptions, Sample
 from jpaged.bench.limits import as_record, serving_shares
-from jpaged.bench.load_generator import BACKENDS, ArrivalProcess, Driven, Ramp, RampStrategy, drive, warm_up
+from jpaged.bench.load_generator import (
+    BACKENDS,
+    ArrivalProcess,
+    Driven,
+    Ramp,
+    RampStrategy,
+    conversations,
+    drive,
+    recorded_times_s,
+    warm_up,
+)
 from jpaged.bench.metrics import (
     Trace,
     details,
@@ -56,6 +67,11 @@ Measure a server under load from the client's side: time to first token, time pe
 Flags (except their defaults) and result keys are vLLM's, so that `jpaged bench compare` and other tools can read both.
 Several rates form a sweep: one run per rate, each with its own prompts, and one plot. Requests are greedy and generate
 all their tokens unless --no-ignore-eos is given.
+
+    jpaged bench serve --dataset-name multi_turn --num-prompts 20 --request-rate 2      conversations of five turns
+    jpaged bench serve --dataset-name trace --dataset-path mooncake_trace.jsonl --trace-speedup 10
+
+Conversations start at the request rate. A trace is sent at its recorded times unless --request-rate is given.
 """
 
 _MAX_SHOWN_ERRORS = 3
@@ -182,6 +198,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     options, load = dataset_from(arguments), _loads(arguments)
     _check(arguments)
+    if options.dataset_name in SESSION_DATASETS and arguments.backend != "jpaged" and options.prompt_format == "ids":
+        is_sent = options.dataset_name == "trace" and arguments.backend == "openai"
+        if not is_sent:
+            raise InvalidArgument("--prompt-format", "must be text: the ids of answers are known only over gRPC")
     console = Console(stderr=True)
     with connect(arguments, console) as served:
         runs = [
@@ -267,6 +287,7 @@ def _measure(
         result |= details(driven.traces)
     speed = "a ramp" if arrivals.ramp is not None else f"{rate} requests/s"
     print_result(Console(), result, f"{served.model} over {arguments.backend}, {speed}", metrics)
+    print_turns(Console(), result)
     _print_errors(driven.traces)
     return result
 
@@ -276,7 +297,7 @@ async def _drive(
 ) -> tuple[Driven, dict[str, int]]:
     """Return the run, and the server's counts during it."""
     samples = options.make(served.vocabulary)
-    times_s = arrivals.times_s(len(samples), np.random.default_rng(options.seed))
+    times_s = _times_s(samples, arrivals, np.random.default_rng(options.seed))
     backend = served.backend()
     try:
         if arguments.num_warmups:
@@ -290,6 +311,13 @@ async def _drive(
         return driven, {name: count - before[name] for name, count in served.counts().items() if name in before}
     finally:
         await backend.close()
+
+
+def _times_s(samples: Sequence[Sample], arrivals: ArrivalProcess, rng: np.random.Generator) -> np.ndarray:
+    """Return the start of each conversation: as recorded if there is no rate, otherwise as the arrivals say."""
+    if arrivals.ramp is None and math.isinf(arrivals.rate) and (recorded := recorded_times_s(samples)) is not None:
+        return recorded
+    return arrivals.times_s(len(conversations(samples)), rng)
 
 
 @contextlib.contextmanager

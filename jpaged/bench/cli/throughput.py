@@ -19,7 +19,8 @@ from jpaged.bench.cli.flags import (
     require_writable,
 )
 from jpaged.bench.cli.offline import Offline, add_offline_flags, get_vocabulary, with_model
-from jpaged.bench.datasets import DatasetOptions, Sample
+from jpaged.bench.datasets import SESSION_DATASETS, DatasetOptions, Sample
+from jpaged.errors import InvalidArgument
 from jpaged.types import SamplingParams
 
 DESCRIPTION = """\
@@ -48,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the numbers, and write them if requested."""
     arguments = with_model(arguments)
     options = dataset_from(arguments)
+    if options.dataset_name in SESSION_DATASETS:
+        raise InvalidArgument("--dataset-name", f"{options.dataset_name} works only with jpaged bench serve")
     require_range("--n", arguments.n, 1, 256)
     require_range("--num-warmups", arguments.num_warmups, 0)
     require_writable("--output-json", arguments.output_json)

@@ -71,8 +71,10 @@ def with_draft(
         num_speculative_tokens=num_tokens,
     )
     group = geometry.windows.index(None)
+    length = speculation.synthetic_acceptance_length
+    pinned_length = None if length is None else round(1000 * length)
     return dataclasses.replace(
-        step, draft=DraftStep(draft_step, group, num_tokens, watched, shares_embedding)
+        step, draft=DraftStep(draft_step, group, num_tokens, watched, shares_embedding, pinned_length)
     ), geometry
 
 

@@ -9,8 +9,9 @@
         them
     continues with             y at p + 3
 
-The acceptance rule is documented in `jpaged.engine.speculative.drafts`. A row writes keys only at positions for
-which it has blocks. Later positions write to the null block, and their samples are ignored.
+The acceptance rule is documented in `jpaged.engine.speculative.drafts`. Benchmarks may pin the number of accepted
+proposals (`DraftStep.pinned_length`): a row then continues with these, whatever the model samples. A row writes keys
+only at positions for which it has blocks. Later positions write to the null block, and their samples are ignored.
 
 Missing or wrong keys of the draft, for example of tokens that only the model has run, reduce acceptance and have no
 other effect. Ids that a draft computed from NaN are harmless, too.
@@ -98,7 +99,11 @@ class _Rounds:
         drawn_rw, is_sound_rw = (x.reshape(ids_rw.shape) for x in (sampled.token_ids_r, sampled.is_sound_r))
 
         left_r = dispatch.left(reached)
-        is_drawn_rk = (proposals_rk == drawn_rw[:, :-1]) & (offsets_w[1:] < left_r[:, None])
+        is_drawn_rk = proposals_rk == drawn_rw[:, :-1]
+        if (length := dispatch.draft.pinned_length) is not None:
+            is_drawn_rk = offsets_w[:-1] < num_pinned(dispatch.starts(reached), length)[:, None]
+            drawn_rw = drawn_rw.at[:, :-1].set(jnp.where(is_drawn_rk, proposals_rk, drawn_rw[:, :-1]))
+        is_drawn_rk &= offsets_w[1:] < left_r[:, None]
         accepted_r = jnp.cumprod(is_drawn_rk.astype(jnp.int32), axis=1).sum(axis=1)
         counts_r = jnp.minimum(accepted_r + 1, left_r)
         is_end_rw = dispatch.ends(drawn_rw) & (offsets_w < counts_r[:, None])
@@ -118,6 +123,19 @@ class _Rounds:
             ),
             outputs_nrc=lax.dynamic_update_index_in_dim(state.outputs_nrc, columns_rc, state.num_rounds, 0),
         )
+
+
+def num_pinned(positions_r: Int[Array, "R"], length: int) -> Int[Array, "R"]:
+    """Return the number of proposals that a round accepts after tokens at these positions, at a pinned mean length.
+
+    Rounds end at multiples of the length, rounded up, so the mean over a sequence is exact. The number depends only on
+    the position.
+
+    Args:
+        length: thousandths of the mean tokens of a round, at least 1000.
+    """
+    ends_r = ((positions_r * 1000) // length + 1) * length
+    return -(-ends_r // 1000) - positions_r - 1
 
 
 def packed_speculate(

@@ -27,7 +27,7 @@ The pool tracks references to blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -126,7 +126,7 @@ class BlockHashIndex:
         before_last = keys[: (len(token_ids) - 1) // self._block_size]
         num_blocks = num_usable(before_last, self._reaches, self._blocks.__contains__)
         block_ids = tuple(
-            [self._blocks[group_block_hash(keys[index], group)] for index in reach.seen(num_blocks)]
+            [self._blocks[key] for key in _keys_of_group(keys, reach.seen(num_blocks), group)]
             for group, reach in enumerate(self._reaches)
         )
         start = num_blocks * self._block_size
@@ -232,8 +232,9 @@ def num_usable(keys: Sequence[BlockHash], reaches: Sequence[WindowSpec], is_know
     for kv_group, reach in enumerate(reaches):
         if reach.num_seen is not None:
             windows.append((kv_group, reach))
-        for index in range(num_blocks if reach.num_seen is None else min(num_blocks, reach.num_sinks)):
-            if not is_known(group_block_hash(keys[index], kv_group)):
+        end = num_blocks if reach.num_seen is None else min(num_blocks, reach.num_sinks)
+        for index, key in enumerate(_keys_of_group(keys, range(end), kv_group)):
+            if not is_known(key):
                 num_blocks = index
                 break
     # A gap that is visible from the end of a prefix is visible from every later end too: the prefix ends there.
@@ -249,10 +250,14 @@ def num_usable(keys: Sequence[BlockHash], reaches: Sequence[WindowSpec], is_know
 def keys_seen(keys: Sequence[BlockHash], num_blocks: int, reaches: Sequence[WindowSpec]) -> list[BlockHash]:
     """Return the keys of the blocks visible after num_blocks blocks, KV group by KV group."""
     return [
-        group_block_hash(keys[index], kv_group)
-        for kv_group, reach in enumerate(reaches)
-        for index in reach.seen(num_blocks)
+        key for kv_group, reach in enumerate(reaches) for key in _keys_of_group(keys, reach.seen(num_blocks), kv_group)
     ]
+
+
+def _keys_of_group(keys: Sequence[BlockHash], indices: Iterable[int], kv_group: int) -> Iterator[BlockHash]:
+    """Return the cache keys of some blocks for a KV group; those of the first group are the block hashes."""
+    some = map(keys.__getitem__, indices)
+    return some if not kv_group else (group_block_hash(key, kv_group) for key in some)
 
 
 def _common_length(left: Sequence[int], right: Sequence[int]) -> int:

@@ -191,7 +191,8 @@ def run(
         cost_estimate=pl.CostEstimate(
             flops=2 * num_products,
             transcendentals=0,
-            bytes_accessed=grid[0] * (values[0].size * _bits(values) // 8 + scales[0].size * 4) + x_pk.size * 2,
+            bytes_accessed=grid[0] * (values[0].size * jax.dtypes.itemsize_bits(values.dtype) // 8 + scales[0].size * 4)
+            + x_pk.size * 2,
         ),
         interpret=form.is_interpreted,
     )(matrices_i, num_used, *operands)
@@ -206,10 +207,6 @@ def _scratch(form: GroupedForm, dtype: np.dtype, num_zeros: int) -> tuple[Any, .
         return ()
     weights = pltpu.VMEM((form.block_depth, form.block_columns), dtype)
     return (weights, pltpu.VMEM((num_zeros, form.block_columns), jnp.float32)) if num_zeros else (weights,)
-
-
-def _bits(values: jax.Array) -> int:
-    return 4 if values.dtype in (jnp.int4, jnp.float4_e2m1fn) else 8
 
 
 def _kernel(

@@ -7,15 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 
 from jpaged.errors import InvalidArgument
-from jpaged.service.chat.output_parser import HarmonyParser, Parser, PlainParser, ReasoningParser
+from jpaged.service.chat.markup_parser import (
+    CALL_ID,
+    INDEX,
+    CallListParser,
+    CallMarkup,
+    ListMarkup,
+    MarkupParser,
+    ParameterTags,
+)
+from jpaged.service.chat.output_parser import HarmonyParser, Parser, PlainParser, ReasoningParser, ReasoningTags
 from jpaged.service.chat.tool_parser import (
+    NO_SCHEMAS,
     HermesParser,
+    JsonListParser,
     Llama3JsonParser,
     MistralParser,
     NewId,
     PieceWriter,
+    Schemas,
     call_id,
     short_call_id,
 )
@@ -36,9 +50,14 @@ class ToolFormat:
         needs_special_tokens: the tags are special tokens, so the text must keep them (`skip_special_tokens=False`).
             Other formats' tags are special tokens in some tokenizers: see `special_tags`.
         tags: texts that are, or may be, special tokens of the tokenizer.
-        begins: texts before a call's arguments, with NAME for the function's name; the first is the usual one.
+        begins: texts before a call's arguments, with NAME for the function's name; the first is the usual one. `INDEX`
+            and `CALL_ID` may stand in it.
         end: the text after the arguments.
-        triggers: prefixes of `begins`; each of `begins` starts with one of these.
+        triggers: texts of which one begins each call or section; without any, calls come only at the start of an
+            answer.
+        section: texts before the first of several calls, and after the last one.
+        separator: the text between calls of a section.
+        arguments: how the arguments are written; None for a JSON object.
         between: a regular expression of the text after each of several calls; it must match the empty text and no line
             breaks. A model that writes a line break there often continues with text, and the grammar would force a
             call.
@@ -53,9 +72,23 @@ class ToolFormat:
     begins: tuple[str, ...]
     end: str
     triggers: tuple[str, ...]
+    section: tuple[str, str] = ("", "")
+    separator: str = ""
+    arguments: ParameterTags | ListMarkup | None = None
     between: str = ""
     new_id: NewId = call_id
     is_in_channels: bool = False
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All texts around calls and their arguments."""
+        one = self.arguments
+        inner: tuple[str, ...] = ()
+        if isinstance(one, ParameterTags):
+            inner = (one.begin, *one.key_ends, one.value_begin, one.end)
+        elif one is not None:
+            inner = (one.quote,)
+        return (*self.begins, *self.triggers, self.end, *self.section, *inner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +102,8 @@ class ReasoningFormat:
         is_open_unless_closed: an answer begins with reasoning even without an opening tag, unless the prompt closed it.
         needs_special_tokens: the tags are special tokens, as in `ToolFormat`.
         is_whole_answer: the family's tool parser also parses its reasoning.
+        other_tags: other spellings of the opening and the closing tag.
+        following: tags that end reasoning that is not closed, and belong to the content.
     """
 
     name: str
@@ -77,7 +112,143 @@ class ReasoningFormat:
     is_open_unless_closed: bool = False
     needs_special_tokens: bool = False
     is_whole_answer: bool = False
+    other_tags: tuple[tuple[str, str], ...] = ()
+    following: tuple[str, ...] = ()
 
+    @property
+    def tags(self) -> ReasoningTags:
+        pairs = ((self.open_tag, self.close_tag), *self.other_tags)
+        return ReasoningTags(tuple(one for one, _ in pairs), tuple(one for _, one in pairs), self.following)
+
+
+def _markup_format(name: str, markup: CallMarkup, *, needs_special_tokens: bool = False) -> ToolFormat:
+    """Return the format of calls in a `CallMarkup`."""
+    opener, closer = markup.section
+    begin, end = f"{markup.begin}{markup.name}{markup.name_end}", markup.end
+    if markup.is_section_of_one:
+        begin, end, opener, closer = f"{opener}{begin}", f"{end}{closer}", "", ""
+    return ToolFormat(
+        name=name,
+        make=partial(MarkupParser, markup=markup),
+        needs_special_tokens=needs_special_tokens,
+        tags=markup.tags,
+        begins=(begin,),
+        end=end,
+        triggers=((markup.section[0] or markup.begin).rstrip(),),
+        section=(opener, closer),
+        arguments=markup.parameters,
+    )
+
+
+def _list_format(name: str, markup: ListMarkup, *, needs_special_tokens: bool) -> ToolFormat:
+    """Return the format of calls in a `ListMarkup`."""
+    tag = "" if markup.is_untagged else markup.tags[0]
+    opener, closer = (f"{tag}[", f"]{'' if markup.is_untagged else markup.close_tag}") if markup.is_list else ("", "")
+    begin, end = f"{markup.before_name}NAME{markup.brackets[0]}", markup.brackets[1]
+    if not markup.is_list:
+        begin, end = f"{tag}{begin}", f"{end}{markup.close_tag}"
+    return ToolFormat(
+        name=name,
+        make=partial(CallListParser, markup=markup),
+        needs_special_tokens=needs_special_tokens,
+        tags=tuple(text for text in (*markup.tags, markup.close_tag, markup.quote) if text),
+        begins=(begin,),
+        end=end,
+        triggers=() if markup.is_untagged else (tag,),
+        section=(opener, closer),
+        separator=", " if markup.is_list else "",
+        arguments=markup,
+    )
+
+
+_LINES = ParameterTags("<parameter=", (">\n",), "\n</parameter>\n")
+_QWEN3_CODER = CallMarkup(
+    begin="<function=",
+    name_end=">\n",
+    end="</function>",
+    parameters=_LINES,
+    section=("<tool_call>\n", "\n</tool_call>"),
+    is_section_of_one=True,
+)
+_GLM45 = CallMarkup(
+    begin="<tool_call>",
+    name_end="\n",
+    end="</tool_call>",
+    parameters=ParameterTags("<arg_key>", ("</arg_key>",), "</arg_value>\n", "\n<arg_value>"),
+)
+_GLM47 = CallMarkup(
+    begin="<tool_call>",
+    name_end="",
+    end="</tool_call>",
+    parameters=ParameterTags("<arg_key>", ("</arg_key>",), "</arg_value>", "<arg_value>"),
+)
+_MINIMAX_M2 = CallMarkup(
+    begin='<invoke name="',
+    name_end='">\n',
+    end="</invoke>\n",
+    parameters=ParameterTags('<parameter name="', ('">',), "</parameter>\n"),
+    section=("<minimax:tool_call>\n", "</minimax:tool_call>"),
+)
+_SEED_OSS = CallMarkup(
+    begin="<function=",
+    name_end=">\n",
+    end="</function>",
+    parameters=ParameterTags("<parameter=", (">",), "</parameter>\n"),
+    section=("<seed:tool_call>\n", "\n</seed:tool_call>"),
+    is_section_of_one=True,
+)
+_DEEPSEEK_V32 = CallMarkup(
+    begin='<\uff5cDSML\uff5cinvoke name="',
+    name_end='">\n',
+    end="</\uff5cDSML\uff5cinvoke>\n",
+    parameters=ParameterTags(
+        begin='<\uff5cDSML\uff5cparameter name="',
+        key_ends=('" string="true">', '" string="false">'),
+        end="</\uff5cDSML\uff5cparameter>\n",
+    ),
+    section=("<\uff5cDSML\uff5cfunction_calls>\n", "</\uff5cDSML\uff5cfunction_calls>"),
+)
+_DEEPSEEK_SECTION = (
+    "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+    "<\uff5ctool\u2581calls\u2581end\uff5c>",
+)
+_DEEPSEEK_CALL = "<\uff5ctool\u2581call\u2581begin\uff5c>"
+_DEEPSEEK_SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
+_DEEPSEEK_END = "<\uff5ctool\u2581call\u2581end\uff5c>"
+_DEEPSEEK_V31 = CallMarkup(_DEEPSEEK_CALL, _DEEPSEEK_SEPARATOR, _DEEPSEEK_END, section=_DEEPSEEK_SECTION)
+_DEEPSEEK_V3 = CallMarkup(
+    begin=f"{_DEEPSEEK_CALL}function{_DEEPSEEK_SEPARATOR}",
+    name_end="\n```json\n",
+    end=f"\n```{_DEEPSEEK_END}",
+    section=_DEEPSEEK_SECTION,
+)
+_KIMI_K2 = CallMarkup(
+    begin="<|tool_call_begin|>",
+    name_end="<|tool_call_argument_begin|>",
+    end="<|tool_call_end|>",
+    section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    name=f"functions.NAME:{INDEX}",
+)
+_PYTHONIC = ListMarkup(("<|python_start|>",), "<|python_end|>", is_untagged=True)
+_LFM2 = ListMarkup(("<|tool_call_start|>",), "<|tool_call_end|>")
+_FUNCTIONGEMMA = ListMarkup(
+    tags=("<start_function_call>",),
+    close_tag="<end_function_call>",
+    before_name="call:",
+    brackets=("{", "}"),
+    assign=":",
+    quote="<escape>",
+    is_list=False,
+)
+_GEMMA4 = ListMarkup(
+    tags=("<|tool_call>",),
+    close_tag="<tool_call|>",
+    before_name="call:",
+    brackets=("{", "}"),
+    assign=":",
+    quote='<|"|>',
+    is_list=False,
+)
 
 _HARMONY_CALL = "<|channel|>commentary to=functions."
 _HARMONY_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>")
@@ -108,9 +279,11 @@ TOOL_FORMATS = {
             make=MistralParser,
             needs_special_tokens=True,
             tags=("[TOOL_CALLS]",),
-            begins=('[TOOL_CALLS] [{"name": "NAME", "arguments": ',),
-            end="}]",
+            begins=('{"name": "NAME", "arguments": ',),
+            end="}",
             triggers=("[TOOL_CALLS]",),
+            section=("[TOOL_CALLS] [", "]"),
+            separator=", ",
             new_id=short_call_id,
         ),
         ToolFormat(
@@ -118,7 +291,7 @@ TOOL_FORMATS = {
             make=MistralParser,
             needs_special_tokens=True,
             tags=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-            begins=("[TOOL_CALLS]NAME[ARGS]",),
+            begins=(f"[TOOL_CALLS]NAME{CALL_ID}[ARGS]",),
             end="",
             triggers=("[TOOL_CALLS]",),
             new_id=short_call_id,
@@ -133,8 +306,42 @@ TOOL_FORMATS = {
             triggers=(_HARMONY_CALL, _HARMONY_START + _HARMONY_CALL),
             is_in_channels=True,
         ),
+        ToolFormat(
+            name="granite",
+            make=partial(JsonListParser, tags=("<|tool_call|>", "<tool_call>"), close_tag="</tool_call>"),
+            needs_special_tokens=True,
+            tags=("<|tool_call|>", "<tool_call>", "</tool_call>"),
+            begins=('{"name": "NAME", "arguments": ',),
+            end="}",
+            triggers=("<|tool_call|>",),
+            section=("<|tool_call|>[", "]"),
+            separator=", ",
+        ),
+        _markup_format("qwen3_coder", _QWEN3_CODER),
+        _markup_format("glm45", _GLM45),
+        _markup_format("glm47", _GLM47),
+        _markup_format("minimax_m2", _MINIMAX_M2),
+        _markup_format("seed_oss", _SEED_OSS),
+        _markup_format("deepseek_v3", _DEEPSEEK_V3, needs_special_tokens=True),
+        _markup_format("deepseek_v31", _DEEPSEEK_V31, needs_special_tokens=True),
+        _markup_format("deepseek_v32", _DEEPSEEK_V32, needs_special_tokens=True),
+        _markup_format("kimi_k2", _KIMI_K2, needs_special_tokens=True),
+        _list_format("pythonic", _PYTHONIC, needs_special_tokens=False),
+        _list_format("lfm2", _LFM2, needs_special_tokens=True),
+        _list_format("functiongemma", _FUNCTIONGEMMA, needs_special_tokens=True),
+        _list_format("gemma4", _GEMMA4, needs_special_tokens=True),
     )
 }
+TOOL_ALIASES = MappingProxyType(
+    {
+        "qwen3_xml": "qwen3_coder",
+        "mimo": "qwen3_coder",
+        "llama4_json": "llama3_json",
+        "llama4_pythonic": "pythonic",
+        "granite4": "hermes",
+    }
+)
+"""Other names that vLLM has for these formats."""
 REASONING_FORMATS = {
     one.name: one
     for one in (
@@ -148,8 +355,24 @@ REASONING_FORMATS = {
             needs_special_tokens=True,
             is_whole_answer=True,
         ),
+        ReasoningFormat(
+            "granite",
+            "Here is my thought process:",
+            "Here is my response:",
+            other_tags=(("Here's my thought process:", "Here's my response:"),),
+        ),
+        ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", needs_special_tokens=True),
+        ReasoningFormat("kimi_k2", "<think>", "</think>", following=(_KIMI_K2.section[0],)),
+        ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
     )
 }
+REASONING_ALIASES = MappingProxyType(
+    {
+        **dict.fromkeys(("glm45", "glm47", "mimo"), "qwen3"),
+        **dict.fromkeys(("deepseek_v3", "minimax_m2", "nemotron_v3", "olmo3", "holo2", "step3"), "deepseek_r1"),
+    }
+)
+"""Other names that vLLM has for these formats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +400,7 @@ class AnswerFormat:
 
     def has_tag(self, token: str) -> bool:
         """Return True if a token is part of the family's markup of calls or reasoning."""
-        tools = () if self.tools is None else (*self.tools.begins, *self.tools.triggers, self.tools.end)
+        tools = () if self.tools is None else self.tools.texts
         reasoning = () if self.reasoning is None else (self.reasoning.open_tag, self.reasoning.close_tag)
         tags = [tag for part in (self.tools, self.reasoning) if part is not None for tag in _get_tags(part)]
         return any(token in text for text in (*tools, *reasoning, *tags))
@@ -192,8 +415,8 @@ class AnswerFormat:
             return False
         tail = prompt_tail.rstrip()
         if self.reasoning.is_open_unless_closed:
-            return not tail.endswith(self.reasoning.close_tag)
-        return tail.endswith(self.reasoning.open_tag)
+            return not tail.endswith(self.reasoning.tags.closing)
+        return tail.endswith(self.reasoning.tags.opening)
 
     def parser(
         self,
@@ -201,7 +424,7 @@ class AnswerFormat:
         is_open: bool,
         has_tools: bool = True,
         new_id: NewId | None = None,
-        tool_names: Collection[str] = (),
+        schemas: Schemas = NO_SCHEMAS,
     ) -> Parser:
         """Return a parser of one answer.
 
@@ -210,18 +433,17 @@ class AnswerFormat:
             has_tools: the request has tools. Without tools, text that looks like a call is content (except for gpt-oss,
                 whose single parser handles everything).
             new_id: makes the ids of calls; None for the family's default.
-            tool_names: names of the request's tools.
+            schemas: the request's tools: name -> JSON schema of the arguments.
         """
         tools = self.tools if has_tools else None
         new_id = new_id or (call_id if tools is None else tools.new_id)
-        writer = PieceWriter(new_id, tool_names)
+        writer = PieceWriter(new_id, schemas)
         if self.reasoning is not None and self.reasoning.is_whole_answer:
             return HarmonyParser(writer)
         make = PlainParser if tools is None else tools.make
         if self.reasoning is None:
             return make(writer)
-        tags = (self.reasoning.open_tag, self.reasoning.close_tag)
-        return ReasoningParser(tags, make, is_open=is_open, inner_writer=writer)
+        return ReasoningParser(self.reasoning.tags, make, is_open=is_open, inner_writer=writer)
 
 
 def _get_tags(part: ToolFormat | ReasoningFormat) -> tuple[str, ...]:
@@ -237,15 +459,17 @@ def parser_for(
         template: source of the model's chat template; None if it has none.
         architecture: as its config names it, such as `DeepseekV3ForCausalLM`; distinguishes models with equal
             templates.
-        tool_call_parser: a name of `TOOL_FORMATS`, "none", or "auto" to detect it.
-        reasoning_parser: the same for `REASONING_FORMATS`.
+        tool_call_parser: a name of `TOOL_FORMATS` or `TOOL_ALIASES`, "none", or "auto" to detect it.
+        reasoning_parser: the same for `REASONING_FORMATS` and `REASONING_ALIASES`.
 
     Raises:
         InvalidArgument: there is no format of that name.
     """
     text = template or ""
-    tools = _named("tool_call_parser", tool_call_parser, _tool_format(text), TOOL_FORMATS)
-    reasoning = _named("reasoning_parser", reasoning_parser, _reasoning_format(text, architecture), REASONING_FORMATS)
+    tool_name = TOOL_ALIASES.get(tool_call_parser, tool_call_parser)
+    reasoning_name = REASONING_ALIASES.get(reasoning_parser, reasoning_parser)
+    tools = _named("tool_call_parser", tool_name, _tool_format(text), TOOL_FORMATS)
+    reasoning = _named("reasoning_parser", reasoning_name, _reasoning_format(text, architecture), REASONING_FORMATS)
     if tools == "mistral" and "[ARGS]" in text:
         tools = "mistral_args"
     return AnswerFormat(
@@ -264,22 +488,52 @@ def _named(option: str, name: str, detected: str | None, known: Mapping[str, obj
     return name
 
 
-def _tool_format(template: str) -> str | None:
-    """Return the tool format detected in a template.
+_TOOL_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("openai", ("<|channel|>", "functions.")),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("functiongemma", ("<start_function_call>",)),
+    ("gemma4", ("<|tool_call>call:",)),
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("seed_oss", ("<seed:tool_call>",)),
+    ("deepseek_v32", ("DSML", "function_calls")),
+    ("deepseek_v3", (_DEEPSEEK_CALL, "```json", "tools")),
+    ("deepseek_v31", (_DEEPSEEK_CALL, "tools")),
+    ("kimi_k2", ("<|tool_call_begin|>",)),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("lfm2", ("<|tool_list_start|>",)),
+    ("granite", ("<|tool_call|>", "<|start_of_role|>")),
+    ("glm47", ("</arg_key><arg_value>",)),
+    ("glm45", ("<arg_key>",)),
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("hermes", ("<tool_call>",)),
+    ("pythonic", ("[func_name1(", "tools")),
+    ("llama3_json", ("<|start_header_id|>", "tool_calls", '"parameters"')),
+    ("llama3_json", ("<|header_start|>", "tool_calls", '"parameters"')),
+)
+"""Texts that all occur in the templates of a format. The first match counts: later formats share marks of earlier
+ones. Older templates of DeepSeek write calls and ignore tools."""
+_REASONING_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("openai_gptoss", ("<|channel|>", "analysis")),
+    ("mistral", ("[THINK]",)),
+    ("gemma4", ("<|channel>thought",)),
+    ("granite", ("Here is my thought process",)),
+    ("seed_oss", ("<seed:think>",)),
+    ("kimi_k2", ("</think>", "<|tool_calls_section_begin|>")),
+    ("deepseek_r1", ("</think>", "<minimax:tool_call>")),
+    ("deepseek_r1", ("</think>", _DEEPSEEK_TURN)),
+)
 
-    Formats share some marks, so the distinctive marks of others rule them out.
-    """
-    if "<|channel|>" in template and "functions." in template:
-        return "openai"
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<tool_call>" in template:
-        is_other = any(mark in template for mark in ("<function=", "<arg_key>"))  # Qwen 3 Coder, GLM
-        return None if is_other else "hermes"
-    has_headers = "<|start_header_id|>" in template or "<|header_start|>" in template
-    if has_headers and "tool_calls" in template and '"parameters"' in template:
-        return "llama3_json"
-    return "hermes" if has_built_in_tools(template) else None
+
+def _find_format(template: str, marks: tuple[tuple[str, tuple[str, ...]], ...]) -> str | None:
+    return next((name for name, texts in marks if all(text in template for text in texts)), None)
+
+
+def _tool_format(template: str) -> str | None:
+    """Return the tool format detected in a template."""
+    found = _find_format(template, _TOOL_MARKS)
+    if found == "hermes" and "<function=" in template:
+        return None  # the arguments of such functions are not JSON
+    return found or ("hermes" if has_built_in_tools(template) else None)
 
 
 def has_built_in_tools(template: str) -> bool:
@@ -288,11 +542,7 @@ def has_built_in_tools(template: str) -> bool:
 
 
 def _reasoning_format(template: str, architecture: str) -> str | None:
-    if "<|channel|>" in template and "analysis" in template:
-        return "openai_gptoss"
-    if "[THINK]" in template:
-        return "mistral"
-    if "</think>" not in template:
-        return None
-    is_deepseek = _DEEPSEEK_TURN in template or architecture.startswith("Deepseek")
-    return "deepseek_r1" if is_deepseek else "qwen3"
+    found = _find_format(template, _REASONING_MARKS)
+    if found is not None or "</think>" not in template:
+        return found
+    return "deepseek_r1" if architecture.startswith("Deepseek") else "qwen3"

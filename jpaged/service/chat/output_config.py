@@ -35,18 +35,39 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
+from jpaged import json_text
 from jpaged.chat import ChatOptions, Tool, ToolChoice, ToolChoiceMode
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.service.chat.formats import AnswerFormat, ReasoningFormat, ToolFormat
+from jpaged.service.chat.markup_parser import (
+    CALL_ID,
+    INDEX,
+    ArgumentTypes,
+    ListMarkup,
+    ParameterTags,
+    argument_types,
+    resolve_reference,
+)
 from jpaged.service.chat.output_parser import ChatOutputParser
-from jpaged.structured import StructuredOutputs, TagTexts, ThinkingBudget
+from jpaged.structured import MAX_GRAMMAR_BYTES, StructuredOutputs, TagTexts, ThinkingBudget
 from jpaged.types import SamplingParams
 
 Format = dict[str, Any]
 _ANY_OBJECT = {"type": "object"}
 _NEWLINES: Format = {"type": "regex", "pattern": r"[\r\n]{0,4}"}
 _TEXT: Format = {"type": "regex", "pattern": "(?s:.*)"}
+_EMPTY: Format = {"type": "regex", "pattern": "()"}
+_KEY: Format = {"type": "regex", "pattern": r"[^\s<>{}()\[\]\"'=,;|:]{1,64}"}
+_NUMBER: Format = {"type": "regex", "pattern": "[0-9]{1,4}"}
+_NO_LIST: Format = {"type": "regex", "pattern": r"([^\[\s](?s:.*))?"}
+"""Text that does not begin like a list of calls."""
+_PLACE = re.compile(f"{INDEX}|{re.escape(CALL_ID)}")
+_ARRAY_LIMITS = frozenset({"minItems", "maxItems", "prefixItems", "uniqueItems", "contains"})
+_MAX_DEPTH = 4
+"""Depth from which literals are JSON."""
+_MAX_STARTS = 32
+"""Optional arguments up to which their order is that of the schema if none is required."""
 _CHANNELS: Format = {"type": "regex", "pattern": "analysis|commentary"}
 _SCHEMA_PLACE = re.compile(r" at ((?:/[a-z0-9_]+)*/json_schema)(?=[/:])")
 """Matches the path of a tag's schema in an error."""
@@ -109,10 +130,10 @@ def structural_tag_for(
     }
     is_one = is_named or not is_parallel
     tokens = tokens or SpecialTokens()
-    if tokens.are_in((*tool_format.begins, tool_format.end)):
-        body = _in_tokens(schemas, tool_format, tokens, is_forced=is_forced, is_one=is_one)
+    if tool_format.is_in_channels and tokens.are_in(tool_format.texts):
+        body = _in_channels(schemas, tool_format, tokens, is_forced=is_forced)
     else:
-        body = [_in_text(schemas, tool_format, is_forced=is_forced, is_one=is_one)]
+        body = _calls(schemas, tool_format, tokens, is_forced=is_forced, is_one=is_one)
     thought = [] if reasoning is None or reasoning.is_whole_answer else _thought(reasoning, tokens, is_open=is_open)
     return {"type": "structural_tag", "format": _sequence([*thought, *body])}
 
@@ -138,23 +159,76 @@ def naming_tools(tag: str, tools: Sequence[Tool]) -> Iterator[None]:
         schema: Any = json.loads(tag)
         for key in place[1].split("/")[1:]:
             schema = schema[int(key) if isinstance(schema, list) else key]
-        index = next(number for number, tool in enumerate(tools) if dict(tool.parameters) == schema)
+        pairs = ((number, at) for number, tool in enumerate(tools) for at in _places_of_schema(schema, tool.parameters))
+        index, where = next(pairs, (None, ""))
+        if index is None:
+            raise InvalidArgument("tools", f"their grammar is invalid: {error.problem}") from error
         rest = told[place.end() :]
+        if where:
+            rest = where + rest if rest.startswith("/") else f"{where}: {rest.removeprefix(': ')}"
         problem = f"at {rest}" if rest.startswith("/") else rest.removeprefix(": ")
         raise InvalidArgument(f"tools[{index}].function.parameters", problem) from error
 
 
-def _in_text(schemas: Mapping[str, Any], tool_format: ToolFormat, *, is_forced: bool, is_one: bool) -> Format:
-    tags = [
-        _tag(begin.replace("NAME", name), {"type": "json_schema", "json_schema": schema}, tool_format.end)
-        for name, schema in schemas.items()
-        for begin in tool_format.begins
-    ]
+def _calls(
+    schemas: Mapping[str, Any], tool_format: ToolFormat, tokens: SpecialTokens, *, is_forced: bool, is_one: bool
+) -> list[Format]:
+    """Return the formats of calls, and of the text before and between them unless they are forced."""
+    is_in_tokens = tokens.are_in(tool_format.texts)
+    begins = tool_format.begins[:1] if is_in_tokens else tool_format.begins
+    calls = [_call(begin, name, schema, tool_format, tokens) for name, schema in schemas.items() for begin in begins]
+    opener, closer = tool_format.section
+    if not opener and not is_in_tokens and not is_forced and tool_format.triggers:
+        return [_triggered(calls, tool_format, is_one=is_one)]
+    if opener:
+        section = [*tokens.parts(opener), _listed(calls, tool_format.separator, is_one=is_one), *tokens.parts(closer)]
+        whole = [_sequence(section)]
+    else:
+        whole = _calls_alone(_or(calls), tool_format, is_one=is_one or not is_forced)
     if is_forced:
-        return _sequence(_calls_alone(_or(tags), tool_format, is_one=is_one))
-    triggers = list(tool_format.triggers)
+        return whole
+    if not tool_format.triggers:
+        return [_or([*whole, _NO_LIST])]
+    if not is_in_tokens:
+        inner = _listed(calls, tool_format.separator, is_one=is_one)
+        return [_triggered([_tag(opener, inner, closer)], tool_format, is_one=is_one)]
+    return [_TEXT, {"type": "optional" if is_one else "star", "content": _sequence(whole)}]
+
+
+def _call(begin: str, name: str, schema: Mapping[str, Any], tool_format: ToolFormat, tokens: SpecialTokens) -> Format:
+    """Return the format of one call.
+
+    Args:
+        begin: one of the format's `begins`.
+    """
+    if tool_format.arguments is None:
+        arguments: list[Format] = [{"type": "json_schema", "json_schema": schema}]
+    else:
+        arguments = argument_formats(schema, tool_format.arguments, tokens)
+    place = _PLACE.search(begin)
+    head = (begin if place is None else begin[: place.start()]).replace("NAME", name)
+    if place is not None:
+        call_id = _sequence([*tokens.parts("[CALL_ID]"), {"type": "regex", "pattern": "[A-Za-z0-9]{9}"}])
+        between = _NUMBER if place[0] == INDEX else {"type": "optional", "content": call_id}
+        arguments = [between, *tokens.parts(begin[place.end() :]), *arguments]
+    if tokens.are_in((head, tool_format.end)):
+        return _sequence([*tokens.parts(head), *arguments, *tokens.parts(tool_format.end)])
+    return _tag(head, _sequence(arguments), tool_format.end)
+
+
+def _listed(calls: list[Format], separator: str, *, is_one: bool) -> Format:
+    """Return the format of one or more calls."""
+    if is_one:
+        return _or(calls)
+    if not separator:
+        return {"type": "plus", "content": _or(calls)}
+    tags = [call if call["type"] == "tag" else _tag("", call, "") for call in calls]
+    return {"type": "tags_with_separator", "tags": tags, "separator": separator, "at_least_one": True}
+
+
+def _triggered(tags: list[Format], tool_format: ToolFormat, *, is_one: bool) -> Format:
     ends = {"at_least_one": False, "stop_after_first": is_one}
-    return {"type": "triggered_tags", "triggers": triggers, "tags": tags, **ends}
+    return {"type": "triggered_tags", "triggers": list(tool_format.triggers), "tags": tags, **ends}
 
 
 def _calls_alone(call: Format, tool_format: ToolFormat, *, is_one: bool) -> list[Format]:
@@ -165,28 +239,208 @@ def _calls_alone(call: Format, tool_format: ToolFormat, *, is_one: bool) -> list
     return [{"type": "plus", "content": _sequence([call, *between])}]
 
 
-def _in_tokens(
-    schemas: Mapping[str, Any], tool_format: ToolFormat, tokens: SpecialTokens, *, is_forced: bool, is_one: bool
+def _in_channels(
+    schemas: Mapping[str, Any], tool_format: ToolFormat, tokens: SpecialTokens, *, is_forced: bool
 ) -> list[Format]:
-    end = tokens.parts(tool_format.end)
-    usual = tool_format.begins[0]
-    calls = _or(
-        [
-            _sequence(
-                [*tokens.parts(usual.replace("NAME", name)), {"type": "json_schema", "json_schema": schema}, *end]
-            )
-            for name, schema in schemas.items()
-        ]
-    )
-    if tool_format.is_in_channels:
-        first, last = tokens.parts("<|channel|>"), tokens.parts("<|message|>")
-        next_message = tokens.parts("<|end|><|start|>assistant")
-        before = {"type": "star", "content": _sequence([*first, _CHANNELS, *last, _TEXT, *next_message])}
-        said = _sequence([*tokens.parts("<|channel|>final<|message|>"), _TEXT])
-        return [before, calls if is_forced else _or([calls, said])]
-    if is_forced:
-        return _calls_alone(calls, tool_format, is_one=is_one)
-    return [_TEXT, {"type": "optional" if is_one else "star", "content": calls}]
+    """Return the formats of messages before a call, and of the call, which ends the answer."""
+    begin = tool_format.begins[0]
+    calls = _or([_call(begin, name, schema, tool_format, tokens) for name, schema in schemas.items()])
+    first, last = tokens.parts("<|channel|>"), tokens.parts("<|message|>")
+    next_message = tokens.parts("<|end|><|start|>assistant")
+    before = {"type": "star", "content": _sequence([*first, _CHANNELS, *last, _TEXT, *next_message])}
+    said = _sequence([*tokens.parts("<|channel|>final<|message|>"), _TEXT])
+    return [before, calls if is_forced else _or([calls, said])]
+
+
+_DEFINITIONS = ("$defs", "definitions")
+
+
+def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part of a schema with the definitions of the whole, if it refers to any."""
+    shared = {key: root[key] for key in _DEFINITIONS if key in root}
+    return {**shared, **schema} if shared and '"$ref"' in json_text.dumps(schema) else dict(schema)
+
+
+def _property_schemas(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the schemas of a tool's arguments by name, each with the definitions that it may refer to.
+
+    Raises:
+        InvalidArgument: the definitions are too large to be repeated so often.
+    """
+    root = resolve_reference(schema, schema)
+    properties = root.get("properties") if isinstance(root, Mapping) else None
+    if not isinstance(properties, Mapping):
+        return {}
+    found = {key: _with_definitions(one, schema) for key, one in properties.items() if isinstance(one, Mapping)}
+    num_definitions = sum(any(key in one for key in _DEFINITIONS) for one in found.values())
+    num_bytes = num_definitions * len(json_text.dumps({key: schema[key] for key in _DEFINITIONS if key in schema}))
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        problem = f"{num_bytes} bytes with the definitions of each argument, over the limit of {MAX_GRAMMAR_BYTES}"
+        raise InvalidArgument("tools", f"their grammar is invalid: {problem}")
+    return found
+
+
+def _places_of_schema(schema: Any, parameters: Mapping[str, Any]) -> list[str]:
+    """Return the places, as JSON pointers, where a schema of a grammar occurs in a tool's parameters."""
+    properties = [f"/properties/{key}" for key, one in _property_schemas(parameters).items() if one == schema]
+    return ["", *properties] if schema == dict(parameters) else properties
+
+
+def argument_formats(
+    schema: Mapping[str, Any], style: ParameterTags | ListMarkup, tokens: SpecialTokens
+) -> list[Format]:
+    """Return the formats of arguments that are not a JSON object.
+
+    A schema without properties allows any arguments, if its additional properties are not false.
+    """
+    found = _property_schemas(schema)
+    root = resolve_reference(schema, schema)
+    is_free = not found and root.get("additionalProperties") is not False
+    is_free = is_free and not ("properties" in root and "additionalProperties" not in root)
+    required = root.get("required") if isinstance(root.get("required"), list) else []
+    items = [(key in required, key, one) for key, one in found.items()]
+    if isinstance(style, ParameterTags):
+        return _tagged_arguments(items, style, tokens, schema, is_free=is_free)
+    if is_free:
+        value = _literal({}, style, tokens, schema)
+        return [_separated([_sequence([_KEY, *tokens.parts(style.assign), *value])], "," if style.quote else ", ")]
+    return _listed_arguments(items, style, tokens, schema)
+
+
+_Items = Sequence[tuple[bool, str, Mapping[str, Any]]]
+"""Arguments: if they are required, their names and their schemas."""
+
+
+def _tagged_arguments(
+    items: _Items, style: ParameterTags, tokens: SpecialTokens, root: Mapping[str, Any], *, is_free: bool
+) -> list[Format]:
+    def whole(key: list[Format], value: list[Format], key_end: str) -> Format:
+        return _sequence([*tokens.parts(style.begin), *key, *tokens.parts(key_end + style.value_begin), *value])
+
+    if is_free:
+        free = whole([_KEY], _free_text(style.end, tokens), style.key_ends[0])
+        return [{"type": "star", "content": free}]
+    written = []
+    for is_required, key, schema in items:
+        types = argument_types(schema, root)
+        is_text = "string" in types.names or (not types.names and len(style.key_ends) == 1)
+        value = (
+            _text_value(schema, types, style.end, tokens)
+            if is_text
+            else [{"type": "json_schema", "json_schema": schema}, *tokens.parts(style.end)]
+        )
+        one = whole(tokens.parts(key), value, style.key_ends[0 if is_text else -1])
+        written.append(one if is_required else {"type": "optional", "content": one})
+    return written or [_EMPTY]
+
+
+def _free_text(end: str, tokens: SpecialTokens) -> list[Format]:
+    """Return the formats of text up to an end."""
+    if tokens.are_in((end,)):
+        return [_TEXT, *tokens.parts(end)]
+    return [_tag("", {"type": "any_text"}, end)]
+
+
+def _text_value(schema: Mapping[str, Any], types: ArgumentTypes, end: str, tokens: SpecialTokens) -> list[Format]:
+    """Return the formats of a string without quotes, and its end. Its length is bounded by the schema, if at all."""
+    after = tokens.parts(end)
+    values = _listed_values(schema)
+    if values:
+        texts = [one if isinstance(one, str) else json_text.dumps(one, ensure_ascii=False) for one in values]
+        return [_or([_constant(text) for text in texts]), *after]
+    pattern, low, high = schema.get("pattern"), schema.get("minLength"), schema.get("maxLength")
+    if isinstance(pattern, str) and types.is_text:
+        return [{"type": "regex", "pattern": _search_pattern(pattern)}, *after]
+    if (low or high is not None) and types.is_text:
+        return [{"type": "regex", "pattern": f"(?s:[^<]{{{low or 0},{'' if high is None else high}}})"}, *after]
+    return _free_text(end, tokens)
+
+
+def _search_pattern(pattern: str) -> str:
+    """Return a regular expression of whole texts in which a schema's pattern occurs."""
+    start = "" if pattern.startswith("^") else "(?s:.*)"
+    is_to_end = pattern.endswith("$") and not pattern.endswith("\\$")
+    inside = pattern.removeprefix("^")
+    return f"{start}(?:{inside[:-1] if is_to_end else inside}){'' if is_to_end else '(?s:.*)'}"
+
+
+def _listed_values(schema: Mapping[str, Any]) -> list[Any]:
+    values = schema.get("enum")
+    if "const" in schema:
+        return [schema["const"]]
+    return list(values) if isinstance(values, list) else []
+
+
+def _constant(text: str) -> Format:
+    return {"type": "const_string", "value": text} if text else _EMPTY
+
+
+def _listed_arguments(
+    items: _Items, style: ListMarkup, tokens: SpecialTokens, root: Mapping[str, Any], depth: int = 0
+) -> list[Format]:
+    """Return the formats of arguments between commas: the required ones, then the others.
+
+    If none is required, the order is that of the schema, unless there are many or they are in another literal: then
+    any order is possible.
+    """
+    comma = "," if style.quote else ", "
+    written = [
+        (is_required, _sequence([*tokens.parts(f"{key}{style.assign}"), *_literal(schema, style, tokens, root, depth)]))
+        for is_required, key, schema in items
+    ]
+    required, optional = ([one for is_needed, one in written if is_needed == kind] for kind in (True, False))
+    more = [{"type": "optional", "content": _sequence([*tokens.parts(comma), one])} for one in optional]
+    if required:
+        first = [part for one in required for part in (*tokens.parts(comma), one)][1:]
+        return [*first, *more]
+    if not optional:
+        return [_EMPTY]
+    if depth or len(optional) > _MAX_STARTS:
+        return [_separated(optional, comma)]
+    starts = [_sequence([one, *more[number + 1 :]]) for number, one in enumerate(optional)]
+    return [{"type": "optional", "content": _or(starts)}]
+
+
+def _literal(
+    schema: Mapping[str, Any], style: ListMarkup, tokens: SpecialTokens, root: Mapping[str, Any], depth: int = 0
+) -> list[Format]:
+    """Return the formats of a literal. Values without a special form are JSON, which parsers accept too."""
+    resolved = resolve_reference(schema, root)
+    types = argument_types(schema, root)
+    words = {} if style.quote else {True: "True", False: "False", None: "None"}
+    values = _listed_values(resolved)
+    as_json: list[Format] = [{"type": "json_schema", "json_schema": _with_definitions(schema, root)}]
+    if values and all(isinstance(one, str | bool | int | float | None) for one in values):
+        return [_or([_sequence(_scalar(one, style, tokens, words)) for one in values])]
+    if types.names and types.names <= {"boolean", "null"} and words:
+        kinds = {"boolean": (True, False), "null": (None,)}
+        return [_or([_constant(words[one]) for name in sorted(types.names) for one in kinds[name]])]
+    if not style.quote or (depth and "$ref" in schema) or depth == _MAX_DEPTH:
+        return as_json
+    if not types.names or "string" in types.names:
+        text = [*tokens.parts(style.quote), *_text_value(resolved, types, style.quote, tokens)]
+        return text if types.is_text else [_or([_sequence(text), *as_json])]
+    if types.names == {"array"} and not _ARRAY_LIMITS & resolved.keys() and isinstance(resolved.get("items"), Mapping):
+        item = _literal(resolved["items"], style, tokens, root, depth + 1)
+        return [_tag("[", _separated([_sequence(item)], ","), "]")]
+    if types.names == {"object"} and isinstance(resolved.get("properties"), Mapping) and resolved["properties"]:
+        required = resolved.get("required") or ()
+        inner = [(key in required, key, one) for key, one in resolved["properties"].items() if isinstance(one, Mapping)]
+        return [_tag("{", _sequence(_listed_arguments(inner, style, tokens, root, depth + 1)), "}")]
+    return as_json
+
+
+def _separated(items: Sequence[Format], separator: str) -> Format:
+    """Return the format of any number of items in any order."""
+    tags = [_tag("", one, "") for one in items]
+    return {"type": "tags_with_separator", "tags": tags, "separator": separator, "at_least_one": False}
+
+
+def _scalar(value: Any, style: ListMarkup, tokens: SpecialTokens, words: Mapping[Any, str]) -> list[Format]:
+    if isinstance(value, str) and style.quote:
+        return [*tokens.parts(style.quote), *tokens.parts(value), *tokens.parts(style.quote)]
+    is_word = (value is None or isinstance(value, bool)) and words
+    return [_constant(words[value] if is_word else json_text.dumps(value, ensure_ascii=False))]
 
 
 def _thought(reasoning: ReasoningFormat, tokens: SpecialTokens, *, is_open: bool) -> list[Format]:
@@ -335,9 +589,9 @@ class ChatOutputConfig:
             return None
         is_open = self._is_open(prompt_token_ids)
         is_kept = self._format.needs_special_tokens(self._special_tokens, has_tools=has_tools)
-        names = [tool.name for tool in options.shown_tools]
+        schemas = {tool.name: tool.parameters for tool in options.shown_tools}
         return ChatOutputParser(
-            lambda: self._format.parser(is_open=is_open, has_tools=has_tools, tool_names=names),
+            lambda: self._format.parser(is_open=is_open, has_tools=has_tools, schemas=schemas),
             has_reasoning=options.reasoning.include,
             hidden_tokens=self._special_tokens if is_kept and sampling.skip_special_tokens else (),
             has_content=not (has_tools and options.choice.mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED)),

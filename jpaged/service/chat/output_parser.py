@@ -16,14 +16,29 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from jpaged.chat import ContentPiece, Piece, ReasoningPiece, ToolCallPiece
-from jpaged.service.chat.tool_parser import SPACE, PieceWriter, num_held
+from jpaged.service.chat.tool_parser import SPACE, PieceWriter, find_first, num_held
 from jpaged.types import FinishReason, OutputEvent, SequenceFinish
 
 _NEWLINES = "\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningTags:
+    """Tags around reasoning.
+
+    Attributes:
+        opening: tags of which one opens reasoning.
+        closing: tags of which one closes it.
+        following: tags that end reasoning that is not closed, and belong to the content.
+    """
+
+    opening: tuple[str, ...]
+    closing: tuple[str, ...]
+    following: tuple[str, ...] = ()
 
 
 class ReasoningSplitter:
@@ -39,11 +54,12 @@ class ReasoningSplitter:
     """
 
     def __init__(
-        self, writer: PieceWriter, content: Callable[[str], None], open_tag: str, close_tag: str, *, is_open: bool
+        self, writer: PieceWriter, content: Callable[[str], None], tags: ReasoningTags, *, is_open: bool
     ) -> None:
         self._writer = writer
         self._write_content = content
-        self._open_tag, self._close_tag = open_tag, close_tag
+        self._tags = tags
+        self._ends = (*tags.closing, *tags.following)
         self._waiting = ""
         self._has_reasoning = is_open
         self._state: Callable[[], bool] = self._start
@@ -64,10 +80,11 @@ class ReasoningSplitter:
 
     def _start(self) -> bool:
         rest = self._waiting.lstrip(SPACE)
-        if rest.startswith(self._open_tag):
-            self._waiting = rest.removeprefix(self._open_tag)
+        tag = next((tag for tag in self._tags.opening if rest.startswith(tag)), None)
+        if tag is not None:
+            self._waiting = rest.removeprefix(tag)
             self._has_reasoning = True
-        elif self._open_tag.startswith(rest):
+        elif any(tag.startswith(rest) for tag in self._tags.opening):
             return False
         self._state = self._newlines if self._has_reasoning else self._content
         return True
@@ -79,16 +96,17 @@ class ReasoningSplitter:
         return bool(self._waiting)
 
     def _reasoning(self) -> bool:
-        end = self._waiting.find(self._close_tag)
-        is_closed = end >= 0
-        if not is_closed:
-            end = len(self._waiting) - num_held(self._waiting, (self._close_tag,))
+        found = find_first(self._waiting, self._ends)
+        end = len(self._waiting) - num_held(self._waiting, self._ends) if found is None else found[0]
         text = self._waiting[:end].rstrip(_NEWLINES)
         self._writer.reasoning(text)
-        self._waiting = self._waiting[end + len(self._close_tag) :] if is_closed else self._waiting[len(text) :]
-        if is_closed:
-            self._state = self._behind
-        return is_closed
+        if found is None:
+            self._waiting = self._waiting[len(text) :]
+            return False
+        is_closed = found[1] in self._tags.closing
+        self._waiting = self._waiting[end + (len(found[1]) if is_closed else 0) :]
+        self._state = self._behind if is_closed else self._content
+        return True
 
     def _behind(self) -> bool:
         """Skip newlines before the content's first line."""
@@ -133,7 +151,7 @@ class ReasoningParser:
     """Splits off reasoning and passes the rest to another parser. Reasoning contains no calls.
 
     Args:
-        tags: the opening tag and the closing tag.
+        tags: the tags around reasoning.
         make_inner: makes the parser of the content.
         is_open: see `ReasoningSplitter`.
         inner_writer: the writer of the content parser.
@@ -141,7 +159,7 @@ class ReasoningParser:
 
     def __init__(
         self,
-        tags: tuple[str, str],
+        tags: ReasoningTags,
         make_inner: Callable[[PieceWriter], Parser],
         *,
         is_open: bool,
@@ -150,7 +168,7 @@ class ReasoningParser:
         self._writer = PieceWriter()
         self._inner = make_inner(inner_writer)
         self._pieces: list[Piece] = []
-        self._splitter = ReasoningSplitter(self._writer, self._write_content, *tags, is_open=is_open)
+        self._splitter = ReasoningSplitter(self._writer, self._write_content, tags, is_open=is_open)
 
     def push(self, text: str) -> list[Piece]:
         self._splitter.push(text)
@@ -242,7 +260,7 @@ class HarmonyParser:
         self._write, self._state = write, self._body
 
     def _body(self) -> bool:
-        found = min(((at, tag) for tag in _ENDS if (at := self._waiting.find(tag)) >= 0), default=None)
+        found = find_first(self._waiting, _ENDS)
         if found is None:
             end = len(self._waiting) - num_held(self._waiting, _ENDS)
             self._put(self._waiting[:end])

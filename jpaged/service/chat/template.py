@@ -44,6 +44,21 @@ class ToolAwareTokenizer(Protocol):
         ...
 
 
+@runtime_checkable
+class CachingTokenizer(Protocol):
+    """A tokenizer that keeps the ids of conversations, so that a later turn costs only what it adds."""
+
+    def cached_chat_ids(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, max_bytes: int, tenant: str, salt: str
+    ) -> list[int]:
+        """Return and raise what `ToolAwareTokenizer.chat_ids` does.
+
+        Args:
+            tenant, salt: scope of the cache: only requests with the same two share entries.
+        """
+        ...
+
+
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Return each message as `read_message` parses it.
 

@@ -26,12 +26,15 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Collection
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from jpaged.chat import ContentPiece, Piece, ReasoningPiece, ToolCallPiece
 
 NewId = Callable[[], str]
+Schemas = Mapping[str, Mapping[str, Any]]
+NO_SCHEMAS: Schemas = MappingProxyType({})
 _ALPHANUMERICS = string.ascii_letters + string.digits
 
 
@@ -49,13 +52,14 @@ class PieceWriter:
     """Collects pieces and merges neighbors of one kind.
 
     Args:
-        new_id: makes the id of a call that has none.
-        tool_names: names of the tools that may be called.
+        new_id: makes the id of a call that has none, or the id of an earlier call.
+        schemas: the tools that may be called: name -> JSON schema of the arguments.
     """
 
-    def __init__(self, new_id: NewId = call_id, tool_names: Collection[str] = ()) -> None:
+    def __init__(self, new_id: NewId = call_id, schemas: Schemas = NO_SCHEMAS) -> None:
         self._new_id = new_id
-        self.tool_names = frozenset(tool_names)
+        self.schemas = schemas
+        self._ids: set[str] = set()
         self._pieces: list[Piece] = []
         self.num_calls = 0
 
@@ -79,7 +83,9 @@ class PieceWriter:
 
     def call(self, name: str, call_id: str | None = None) -> None:
         """Begin the next call."""
-        self._pieces.append(ToolCallPiece(self.num_calls, "", id=call_id or self._new_id(), name=name))
+        written = call_id if call_id and call_id not in self._ids else self._new_id()
+        self._ids.add(written)
+        self._pieces.append(ToolCallPiece(self.num_calls, "", id=written, name=name))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
@@ -105,6 +111,7 @@ _ARGUMENTS, _SAYS_NOTHING = ("arguments", "parameters"), ("type", "id", "index")
 _OF_STRING = re.compile(r'["\\]')
 _OF_VALUE = re.compile(r'["{}\[\]]')
 _AFTER_PLAIN = re.compile(r"[,\]}\s]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Reading(enum.Enum):
@@ -241,7 +248,7 @@ class CallObject:
 
     def _may_end(self) -> bool:
         """Return True if a call has begun; begin one without arguments here."""
-        is_call = self._name is not None and (self._is_tagged or self._name in self._writer.tool_names)
+        is_call = self._name is not None and (self._is_tagged or self._name in self._writer.schemas)
         if is_call and not self.has_begun:
             self._early = [_NO_ARGUMENTS]
             self._begin()
@@ -322,19 +329,30 @@ def num_held(text: str, tags: tuple[str, ...]) -> int:
     return next((n for n in range(longest, 0, -1) if any(tag.startswith(text[-n:]) for tag in tags)), 0)
 
 
+def find_first(text: str, tags: tuple[str, ...], start: int = 0, end: int | None = None) -> tuple[int, str] | None:
+    """Return the position of the first tag in a text, and the tag; None if there is none."""
+    return min(((at, tag) for tag in tags if (at := text.find(tag, start, end)) >= 0), default=None)
+
+
+def json_string(text: str) -> str:
+    """Return a text as a JSON string; unpaired surrogates are escaped."""
+    return json.dumps(text, ensure_ascii=_SURROGATE.search(text) is not None)
+
+
 class ToolParser(abc.ABC):
     """State machine: each state consumes what it recognizes of the waiting text and sets the next state.
 
     Text that begins like a call and is none is content in full, including its tags. The decision is made when the
     arguments begin: from there on it is a call, whose arguments are passed through as the model writes them, valid or
     not. Malformed text after the arguments is content again. Whitespace next to calls is not content.
+
+    Args:
+        tags: tags that begin a call.
     """
 
-    tags: ClassVar[tuple[str, ...]]
-    """Tags that begin a call."""
-
-    def __init__(self, writer: PieceWriter) -> None:
+    def __init__(self, writer: PieceWriter, tags: tuple[str, ...]) -> None:
         self._writer = writer
+        self._tags = tags
         self._waiting = ""
         self._raw = ""
         self._object: CallObject | None = None
@@ -366,8 +384,8 @@ class ToolParser(abc.ABC):
         """Enter the state after a tag; `_raw` holds the tag."""
 
     def _content(self) -> bool:
-        found = min(((at, tag) for tag in self.tags if (at := self._waiting.find(tag)) >= 0), default=None)
-        end = len(self._waiting) - num_held(self._waiting, self.tags) if found is None else found[0]
+        found = find_first(self._waiting, self._tags)
+        end = len(self._waiting) - num_held(self._waiting, self._tags) if found is None else found[0]
         is_space = self._is_beside_call and not self._waiting[:end].strip(SPACE)
         if found is None and is_space:
             return False
@@ -411,6 +429,15 @@ class ToolParser(abc.ABC):
         """Handle the text after a call's object."""
         return self._end_call()
 
+    def _close(self, tag: str) -> bool:
+        """Skip a closing tag, if it comes next, and return to content."""
+        rest = self._waiting.lstrip(SPACE)
+        if rest.startswith(tag):
+            self._waiting = rest.removeprefix(tag)
+        elif tag.startswith(rest):
+            return False
+        return self._end_call()
+
     def _skip_space(self) -> None:
         """Move whitespace into `_raw`."""
         rest = self._waiting.lstrip(SPACE)
@@ -427,7 +454,8 @@ class HermesParser(ToolParser):
     Text between the tags that is not a call is content, including its tags (see `ToolParser`).
     """
 
-    tags = (HERMES_OPEN,)
+    def __init__(self, writer: PieceWriter) -> None:
+        super().__init__(writer, (HERMES_OPEN,))
 
     def _begin(self, tag: str) -> None:
         self._open_object()
@@ -437,12 +465,7 @@ class HermesParser(ToolParser):
         return True
 
     def _closing(self) -> bool:
-        rest = self._waiting.lstrip(SPACE)
-        if rest.startswith(HERMES_CLOSE):
-            self._waiting = rest.removeprefix(HERMES_CLOSE)
-        elif HERMES_CLOSE.startswith(rest):
-            return False
-        return self._end_call()
+        return self._close(HERMES_CLOSE)
 
     def _left(self) -> str:
         return "" if self._state == self._closing else super()._left()
@@ -458,10 +481,8 @@ class Llama3JsonParser(ToolParser):
     the tag, which Llama writes for its built-in tools, is content too, including the tag.
     """
 
-    tags = (LLAMA3_TAG,)
-
     def __init__(self, writer: PieceWriter) -> None:
-        super().__init__(writer)
+        super().__init__(writer, (LLAMA3_TAG,))
         self._state = self._start
 
     def _begin(self, tag: str) -> None:
@@ -507,15 +528,18 @@ _NULL_CALL = re.compile(r"([A-Za-z0-9_.:-]{1,256})(?:\[CALL_ID\]([A-Za-z0-9_-]{1
 _CALL_HEAD = re.compile(r"([A-Za-z0-9_.:-]{1,256})(?:\[CALL_ID\]([A-Za-z0-9_-]{1,128}))?(?:\[ARGS\])?[ \t\r\n]*(?=\{)")
 
 
-class MistralParser(ToolParser):
-    """Parses both forms. Anything else is content, including the tag (see `ToolParser`)."""
+class JsonListParser(ToolParser):
+    """Parses a list of objects after a tag, or one object. Anything else is content, including the tag.
 
-    tags = (MISTRAL_TAG,)
+    Args:
+        tags: tags that precede a list.
+        close_tag: a tag that may follow the list; empty for none.
+    """
 
-    def __init__(self, writer: PieceWriter) -> None:
-        super().__init__(writer)
+    def __init__(self, writer: PieceWriter, tags: tuple[str, ...], close_tag: str = "") -> None:
+        super().__init__(writer, tags)
         self._is_list = False
-        self._value = JsonValue()
+        self._close_tag = close_tag
 
     def _begin(self, tag: str) -> None:
         self._is_list, self._state = False, self._behind_tag
@@ -526,17 +550,19 @@ class MistralParser(ToolParser):
             return False
         if self._waiting[0] == "[" and not self._is_list:
             self._is_list, self._raw, self._waiting = True, self._raw + "[", self._waiting[1:]
-        elif self._waiting[0] == "{":
-            self._open_object()
-        elif _NAME_START.match(self._waiting) and not self._is_list:
-            self._state = self._in_head
-        else:
-            return self._give_up()
+            return True
+        if self._waiting[0] != "{":
+            return self._begin_other()
+        self._open_object()
         return True
+
+    def _begin_other(self) -> bool:
+        """Handle text after the tag that is neither a list nor an object."""
+        return self._give_up()
 
     def _behind_object(self) -> bool:
         if not self._is_list:
-            return self._end_call()
+            return self._end_list()
         self._state = self._in_list
         return True
 
@@ -555,7 +581,35 @@ class MistralParser(ToolParser):
                 return True
         elif rest[0] == "]":
             self._waiting = rest[1:]
+            return self._end_list()
         return self._end_call()
+
+    def _end_list(self) -> bool:
+        if not self._close_tag:
+            return self._end_call()
+        self._state = self._closing
+        return True
+
+    def _closing(self) -> bool:
+        return self._close(self._close_tag)
+
+    def _left(self) -> str:
+        is_end = self._state == self._in_list and self._waiting.strip(SPACE) in ("", ",")
+        return "" if is_end or self._state == self._closing else super()._left()
+
+
+class MistralParser(JsonListParser):
+    """Parses both forms. Anything else is content, including the tag (see `ToolParser`)."""
+
+    def __init__(self, writer: PieceWriter) -> None:
+        super().__init__(writer, (MISTRAL_TAG,))
+        self._value = JsonValue()
+
+    def _begin_other(self) -> bool:
+        if not _NAME_START.match(self._waiting) or self._is_list:
+            return self._give_up()
+        self._state = self._in_head
+        return True
 
     def _in_head(self) -> bool:
         """Read from a name up to its arguments."""
@@ -593,4 +647,4 @@ class MistralParser(ToolParser):
         is_null = self._waiting.rstrip(SPACE).endswith("null")
         if self._state == self._in_head and is_null and self._call_nothing(self._waiting):
             return ""
-        return "" if self._state == self._in_list and self._waiting.strip(SPACE) in ("", ",") else super()._left()
+        return super()._left()

@@ -307,7 +307,7 @@ class StructuralTagWriter:
             found = [one for one in triggers if isinstance(begin, str) and begin.startswith(one)]
             if len(found) != 1:
                 raise self.wrong(f"{place}/begin", f"{begin!r} must begin with exactly one of the triggers")
-            by_trigger[found[0]].append(self._tag(tag, place, skip=len(found[0])))
+            by_trigger[found[0]].append(self._rule(self._tag(tag, place, skip=len(found[0]))))
             whole.append(_sequence([_literal(found[0]), by_trigger[found[0]][-1]]))
         called = [
             _sequence([self._text_until([trigger]), f"({' | '.join(bodies)})"])
@@ -324,9 +324,10 @@ class StructuralTagWriter:
     def _write_tags_with_separator(self, value: Any, at: str) -> str:
         wanted = _build_tags(self, value, at, {"separator"})
         separator = _text(self, wanted["separator"], f"{at}/separator", may_be_empty=True)
-        tags = " | ".join(self._tag(tag, f"{at}/tags/{index}", skip=0) for index, tag in enumerate(wanted["tags"]))
-        more = "" if wanted.get("stop_after_first") else f"({_sequence([_literal(separator), f'({tags})'])})*"
-        written = _sequence([f"({tags})", more])
+        each = [self._tag(tag, f"{at}/tags/{index}", skip=0) for index, tag in enumerate(wanted["tags"])]
+        tags = self._rule(" | ".join(each))  # a rule, because its name is written twice
+        more = "" if wanted.get("stop_after_first") else f"({_sequence([_literal(separator), tags])})*"
+        written = _sequence([tags, more])
         return f"({written})" if wanted.get("at_least_one") else f"({written})?"
 
     def _tag(self, value: Any, at: str, *, skip: int) -> str:

@@ -168,3 +168,40 @@ def test_a_picture_without_matplotlib_names_the_extra(monkeypatch, capsys):
     assert main([*SERVE, "--plot", "a.png"]) == 2
     told = "--plot: a plot requires matplotlib: pip install 'jpaged[bench]'"
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_turns_of_conversations_find_the_ones_before_in_the_cache(fake_server, tmp_path: Path, capsys):
+    """Blocks of the fake's 4 tokens: all full blocks of a turn and its answer are cached at the next one."""
+    words = ["bench", "serve", "--model", "fake-model", "--hardware", "none", "--dataset-name", "multi_turn"]
+    turns = ["--num-prompts", "3", "--multi-turn-num-turns", "3", "--multi-turn-input-len", "6", "--output-len", "5"]
+    assert main([*words, *turns, "--save-detailed", "--output-json", f"{tmp_path}/a.json"]) == 0
+    result = json.loads((tmp_path / "a.json").read_text())
+    assert (result["completed"], result["failed"]) == (9, 0)
+    assert result["request_turns"] == [1, 2, 3] * 3
+    assert result["input_lens"] == [6, 17, 28] * 3
+    assert [row["mean_input_tokens"] for row in result["turns"]] == [6, 17, 28]
+    first, second, third = (row["cached_share"] for row in result["turns"])
+    assert first == 0.0 < second < third < 1.0
+    assert (
+        result["server_counts"]["num_prefix_hit_tokens"] == result["total_cached_tokens"] == sum(result["cached_lens"])
+    )
+    assert re.search(r"^turns", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.long
+def test_a_trace_is_replayed_with_its_shared_prefixes(fake_server, tmp_path: Path):
+    records = [
+        {"timestamp": 10 * n, "input_length": 17, "output_length": 2, "hash_ids": [0, 1, 2, 3, 10 + n]}
+        for n in range(4)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    words = ["bench", "serve", "--model", "fake-model", "--hardware", "none", "--num-warmups", "0"]
+    trace = ["--dataset-name", "trace", "--dataset-path", str(path), "--trace-block-size", "4"]
+    assert main([*words, *trace, "--save-detailed", "--output-json", f"{tmp_path}/a.json"]) == 0
+    result = json.loads((tmp_path / "a.json").read_text())
+    assert (result["completed"], result["input_lens"], result["output_lens"]) == (4, [17] * 4, [2] * 4)
+    assert result["cached_lens"] == [0, 16, 16, 16]
+    assert result["start_times"] == sorted(result["start_times"])
+    assert "turns" not in result

@@ -90,6 +90,7 @@ def test_what_is_reserved_and_what_is_stored_of_it():
     memory.grow(sequence, 4)
     sequence.set_num_computed_tokens(4)
     assert (memory.num_reserved_slots(), memory.num_stored_tokens(group.sequences, NO_LENS)) == (16, 4)
+    assert memory.num_stored_tokens(group.sequences, np.array([3, 2], np.int32)) == 9  # rows count their own
     group.move_to(Status.FINISHED)
     assert memory.num_stored_tokens(group.sequences, NO_LENS) == 4  # of a static batch: it keeps its region
     memory.release(sequence)

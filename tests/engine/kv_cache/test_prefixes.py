@@ -3,7 +3,7 @@
 import pytest
 
 from jpaged.engine.executor.io import WindowSpec
-from jpaged.engine.kv_cache.blocks import SequenceBlocks, block_key, root_block_hash
+from jpaged.engine.kv_cache.blocks import SequenceBlocks, _run_keys, block_key, block_keys, root_block_hash
 from jpaged.engine.kv_cache.prefix_cache import BlockHashIndex
 from jpaged.engine.sequence import SequenceGroup
 from jpaged.testing import FakeExecutor, expected_tokens
@@ -339,3 +339,50 @@ def test_a_fork_takes_no_keys_of_tokens_that_are_its_parents_own():
     own = SequenceBlocks(4, root_block_hash("")).keys([*shared, *of_child], 3, 2)
     assert child.keys([*shared, *of_child], 3, 2) == own
     assert child.keys([*shared, *of_child], 3, 2)[0] == parent.keys([*shared, *of_parent], 3, 2)[0]
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 100, 2000])
+def test_hashes_of_many_blocks_are_those_of_each_block(block_size):
+    root, tokens = root_block_hash("a salt"), [7 * i % 1013 for i in range(4100)]
+    wanted = chain(tokens, block_size, "a salt")
+    for num_tokens in (0, block_size - 1, block_size, 1024, 2048, 4100, 4100):
+        assert block_keys(root, tokens[:num_tokens], block_size) == wanted[: num_tokens // block_size]
+    assert block_keys(root_block_hash(""), tokens, block_size) == chain(tokens, block_size)
+    half = len(wanted) // 2
+    if half:
+        assert block_keys(wanted[half - 1], tokens[half * block_size :], block_size) == wanted[half:]
+
+
+def test_hashes_of_a_long_prefix_are_computed_once():
+    root, tokens = root_block_hash("computed once"), list(range(5000))
+    block_keys(root, tokens[:4096], 16)
+    before = _run_keys.cache_info()
+    block_keys(root, tokens, 16)
+    after = _run_keys.cache_info()
+    assert (after.hits - before.hits, after.misses - before.misses) == (4, 0)
+    assert block_keys(root, [-1, *tokens[1:]], 16)[0] != block_keys(root, tokens, 16)[0]
+    assert after.maxsize == 2048
+
+
+def test_hashes_of_a_growing_sequence_are_those_of_the_whole():
+    kv, tokens = SequenceBlocks(600, root_block_hash("")), [i % 99 for i in range(1200)]
+    for num_blocks in (0, 3, 3, 4, 260, 261, 300):
+        assert kv.keys(tokens[: num_blocks * 4], num_blocks, 4) == chain(tokens, 4)[:num_blocks]
+
+
+REASONING, ANSWER = [90, 91, 92, 93, 94, 95], [60, 61, 62]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_turns_find_the_blocks_of_a_template_that_drops_reasoning(keeps):
+    """All blocks up to the last answer are found, and the answer without its reasoning runs again."""
+    h = Harness(executor=FakeExecutor(block_size=4, num_blocks=60, max_num_batched_tokens=64, max_model_len=120))
+    history, first_changed = [], 0
+    for turn in range(5):
+        prompt = [*history, 7, 100 + turn, 8, 9]
+        cached = serve(h, f"turn {turn}", prompt)
+        assert cached == first_changed, turn
+        generated = [*REASONING, *ANSWER]
+        serve(h, f"answer {turn}", [*prompt, *generated])  # as if generated: blocks of the turn with its reasoning
+        history = [*prompt, *(generated if keeps else ANSWER)]
+        first_changed = len(history) // 4 * 4 if keeps else len(prompt)

@@ -16,6 +16,7 @@ from jpaged.engine.speculative.controller import (
     MOST_OFF_STEPS,
     PROBE_STEPS,
     PROBE_TOKENS,
+    TRUSTED_STEPS,
     AdaptationState,
     AdaptiveSpeculation,
     StepCosts,
@@ -156,6 +157,29 @@ def test_batches_that_the_operator_excludes_are_left_alone():
     assert one.steps(20, 5, 1.0) == 0
     assert one.num_asked == 0
     assert one.steps(20, 4, 1.0) > 0
+
+
+def test_the_longest_drafts_are_tried_where_no_step_is_smaller():
+    adaptation = run(k=4).adaptation
+    assert adaptation.limit(1) == 4  # 1 to 5 tokens are padded to 8
+    assert adaptation.limit(2, 1014) == 4  # 8 draft tokens fill the largest step
+    assert adaptation.limit(1, 1023) == 0
+
+
+@pytest.mark.parametrize(("seconds", "num_drafts"), [(1.5, 0), (0.75, 8)])
+def test_draft_steps_that_are_faster_than_timed_pay_at_a_lower_acceptance(seconds, num_drafts):
+    adaptation = run(k=1, step_s=lambda num_tokens, num_rows: 1.0 if num_tokens <= 8 else 1.5).adaptation
+    for _ in range(60):
+        adaptation.observe(range(8), [1] * 8, [1, 1, 0, 0, 0, 0, 0, 0], seconds)
+    assert sum(adaptation.choose(range(8), [1] * 8)) == num_drafts
+
+
+@pytest.mark.parametrize(("seconds", "num_drafts"), [(1.0, 8), (0.5, 0), (2.0, 8)])
+def test_plain_steps_that_are_faster_than_timed_leave_no_gain(seconds, num_drafts):
+    adaptation = run(k=1, step_s=lambda num_tokens, num_rows: 1.0 if num_tokens <= 8 else 1.5).adaptation
+    for _ in range(60):
+        adaptation.took_plain(8, 0, seconds)
+    assert sum(adaptation.choose(range(8), [1] * 8)) == num_drafts
 
 
 def test_it_decides_the_same_given_the_same():
@@ -302,12 +326,59 @@ def test_a_step_that_was_begun_before_it_was_turned_off_changes_nothing_more():
     assert one.adaptation.state is AdaptationState.PROBING
 
 
+@pytest.mark.parametrize(
+    ("proposed", "accepted", "seconds", "num_other_tokens", "gain"),
+    [
+        (1, 1, 2.3, 0, 2 * 1.0 / 2.3),  # as timed: 2.0 s on the device, 0.1 s for the round, 0.2 s for the tokens
+        (1, 1, 0.0, 0, 2 * 1.0 / 2.3),  # not measured
+        (1, 0, 1.15, 0, 1.0 / 1.15),
+        (1, 1, 1e9, 0, 2 * 1.0 / (4 * 2.3)),  # another process had the processor
+        (2, 2, 4.4, 4, 3 * 2.0 / 4.4),  # 4 prompt tokens: 16 and 32 tokens, two rounds
+        (0, 0, 0.5, 0, None),
+    ],
+)
+def test_a_gain_is_tokens_times_the_time_of_a_plain_step(proposed, accepted, seconds, num_other_tokens, gain):
+    step_s = {8: 1.0, 16: 2.0, 32: 3.8}
+    one = run(k=2, step_s=lambda size, rows: step_s[size], row_s=0.0, token_s=0.025, round_s=0.1)
+    before, rows = one.adaptation.mean_gain, range(8)
+    one.adaptation.observe(rows, [proposed] * 8, [accepted] * 8, seconds, num_other_tokens)
+    after = before if gain is None else before + (min(gain, 99) - before) / 16
+    assert one.adaptation.mean_gain == pytest.approx(after)
+
+
 def test_an_empty_step_is_none():
-    one = run()
+    one = run(k=1, step_s=lambda num_tokens, num_rows: 1.0 if num_tokens <= 8 else 1.5)
     assert one.adaptation.limit(0) == 0
     assert one.adaptation.choose([], []) == []
-    one.adaptation.observe([], [], [], 0.1)
+    for _ in range(60):
+        one.adaptation.observe([], [], [], 0.1)
     assert one.adaptation.state is AdaptationState.ON
+    assert one.adaptation.choose(range(8), [1] * 8) == [1] * 8  # it was no plain step, which are as slow as before
+
+
+def test_times_off_are_short_again_after_a_long_time_on():
+    one = run()
+    one.steps(300, 16, 0.0)  # off, and a probe in vain
+    while not one.is_on:
+        one.steps(10, 16, 0.95)
+    one.steps(TRUSTED_STEPS, 1, 0.95)
+    while one.is_on:
+        one.steps(1, 16, 0.0)
+    begin = len(one.states)
+    while one.adaptation.state is AdaptationState.OFF:
+        one.steps(1, 16, 0.0)
+    assert len(one.states) - begin == LEAST_OFF_STEPS + 1
+
+
+def test_a_probe_without_proposals_ends_after_four_times_its_steps():
+    one = run()
+    while one.adaptation.state is not AdaptationState.PROBING:
+        one.steps(1, 16, 0.0)
+    begin = len(one.states)
+    while one.adaptation.state is AdaptationState.PROBING:
+        one.steps(1, 16, 0.0, available=0)
+    assert len(one.states) - begin == 4 * PROBE_STEPS
+    assert one.adaptation.limit(16) == 0
 
 
 def test_ended_sequences_are_forgotten():
@@ -325,7 +396,8 @@ def test_ended_sequences_are_forgotten():
 def test_costs_follow_what_the_device_was_timed_at(num_tokens, seconds):
     rates = DeviceRates(1.0, 1.0, ((8, 0.001), (32, 0.003)))
     buckets = BucketTable.build(max_num_batched_tokens=64, max_num_seqs=8)
-    costs = StepCosts.of(rates, buckets, host_s=0.5)
+    costs = StepCosts.of(rates, buckets, host_s=0.5, row_s=1.0, token_s=2.0, round_s=3.0)
+    assert (costs.host_s, costs.row_s, costs.token_s, costs.round_s) == (0.5, 1.0, 2.0, 3.0)
     assert costs.step_s(num_tokens, 4) == pytest.approx(seconds)
     assert (costs.size(3), costs.size(33), costs.size(65)) == (8, 64, 65)
     assert costs.plain_s(8, 0) == pytest.approx(0.501)

@@ -42,6 +42,8 @@ def test_the_tree_bounds_what_suffix_proposes_unless_a_number_is_given():
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
+DRAFT = {"method": "draft_model", "model": "a/b", "num_speculative_tokens": 3}
+PINNED = {**DRAFT, "rejection_sample_method": "synthetic"}
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,24 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
             "1.5 is above",
         ),
         ({**NGRAM, "disable_by_batch_size": 1}, ".disable_by_batch_size", "1 is below the limit of 2"),
+        (
+            {**NGRAM, "rejection_sample_method": "synthetic"},
+            ".rejection_sample_method",
+            "applies only to draft_model and eagle3",
+        ),
+        (
+            {**DRAFT, "rejection_sample_method": "typical"},
+            ".rejection_sample_method",
+            "'typical' is not one of standard",
+        ),
+        ({**DRAFT, "rejection_sample_method": "synthetic"}, ".synthetic_acceptance_length", "is missing"),
+        ({**DRAFT, "synthetic_acceptance_length": 2.0}, ".synthetic_acceptance_length", "2.0 applies only to"),
+        ({**PINNED, "synthetic_acceptance_length": 0.9}, ".synthetic_acceptance_length", "0.9 is below the limit of 1"),
+        (
+            {**PINNED, "synthetic_acceptance_length": 4.5},
+            ".synthetic_acceptance_length",
+            "4.5 is above the 4 tokens of a round",
+        ),
         ({**NGRAM, "num_tokens": 3}, ".num_tokens", "is unknown: must be one of method, model"),
     ],
 )
@@ -115,3 +135,10 @@ def test_a_method_of_the_host_has_a_proposer_and_one_of_the_device_none():
     assert isinstance(make_proposer(parse(method="suffix")), SuffixProposer)
     with pytest.raises(InternalError, match="on the device"):
         make_proposer(parse(method="draft_model", model="a/b", num_speculative_tokens=4))
+
+
+def test_a_pinned_acceptance_is_a_length_of_a_draft_models_rounds():
+    assert parse(**DRAFT).synthetic_acceptance_length is None
+    options = parse(**PINNED, synthetic_acceptance_length=2.5)
+    assert (options.rejection_sample_method, options.synthetic_acceptance_length) == ("synthetic", 2.5)
+    assert parse(**DRAFT, rejection_sample_method="standard").synthetic_acceptance_length is None

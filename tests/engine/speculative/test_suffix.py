@@ -182,6 +182,19 @@ def test_a_long_prompt_is_looked_through_over_several_steps(monkeypatch):
     assert [proposer.propose(0, 3) for _ in range(4)] == [[], [], [], [93, 94]]
 
 
+def test_the_rest_of_a_long_output_is_indexed_as_others_propose(monkeypatch):
+    monkeypatch.setattr(suffix, "MAX_INDEXED_TOKENS", 10)
+    proposer = SuffixProposer(RULE, SharedTexts(RULE, 5))
+    forget_output(proposer, 1, [90, 91, 92], list(range(100, 140)), b"x")
+    proposer.begin(2, [130, 131], b"x")
+    drafts = [proposer.propose(2, 3)]
+    for token_id in (132, 133, 134):
+        proposer.extend(2, [token_id])
+        drafts.append(proposer.propose(2, 3))
+    assert drafts == [[], [133, 134, 135], [134, 135, 136], [135, 136, 137]]
+    assert proposer.texts.num_unsettled == 0
+
+
 def test_a_match_goes_on_where_its_seed_is_too_common_to_be_found(monkeypatch):
     monkeypatch.setattr(suffix, "MAX_LEAVES", 2)
     proposer = SuffixProposer(RULE, SharedTexts(RULE, 0))

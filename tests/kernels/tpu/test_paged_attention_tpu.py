@@ -33,7 +33,7 @@ from jpaged.kernels.paged_attention.tpu.chunks import sizes as chunk_sizes
 from jpaged.kernels.paged_attention.tpu.chunks.plan import ChunkSegments
 from jpaged.kernels.paged_attention.tpu.decode import sizes as decode_sizes
 from jpaged.kernels.paged_attention.tpu.decode.plan import DecodeSegments
-from jpaged.kernels.paged_attention.tpu.tables import Paging
+from jpaged.kernels.paged_attention.tpu.tables import Paging, whole_pages
 from tests.kernels import attention_oracle as oracle
 from tests.kernels import tpu_interpreter
 from tests.kernels.attention_conformance import (
@@ -390,6 +390,18 @@ def test_steps_whose_lists_are_beyond_the_scalar_memory_are_refused(num_rows: in
 @pytest.mark.parametrize(("num_rows", "table_width"), [(64, 8192), (256, 65536), (1000, 129)])
 def test_tables_may_have_any_length(num_rows: int, table_width: int) -> None:
     assert tpu.unsupported_reason(LLAMA, queries(32, num_rows, table_width, 8192)) is None
+
+
+@pytest.mark.parametrize(
+    ("table_width", "chunks_blocks", "num_columns"),
+    [(1, (2,), 128), (127, (2,), 128), (128, (2,), 128), (129, (2,), 256), (1, (2, 48), 384), (385, (2, 48), 768)],
+)
+def test_tables_are_padded_to_whole_pages_and_no_further(
+    table_width: int, chunks_blocks: tuple[int, ...], num_columns: int
+) -> None:
+    pagings = [Paging(table_width, blocks, 16, 2) for blocks in chunks_blocks]
+    tables_sm = jax.ShapeDtypeStruct((2, table_width), jnp.int32)
+    assert jax.eval_shape(lambda tables: whole_pages(tables, *pagings), tables_sm).shape == (2, num_columns)
 
 
 def test_the_lists_of_a_segment_are_counted() -> None:

@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import jpaged
-from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
+from jpaged.service.chat.formats import (
+    REASONING_ALIASES,
+    REASONING_FORMATS,
+    TOOL_ALIASES,
+    TOOL_FORMATS,
+    AnswerFormat,
+)
 from jpaged.testing import scripted
 from tests.server.harness import running
 
@@ -38,5 +44,5 @@ def test_the_example_of_the_page_runs(capsys, monkeypatch):
 
 def test_the_page_names_every_format():
     text = PAGE.read_text()
-    for name in (*TOOL_FORMATS, *REASONING_FORMATS):
+    for name in (*TOOL_FORMATS, *TOOL_ALIASES, *REASONING_FORMATS, *REASONING_ALIASES):
         assert f"`{name}`" in text

@@ -203,6 +203,16 @@ def test_a_free_choice_is_held_to_nothing():
     assert '"stop_after_first":true' in str(held.structured_outputs)
 
 
+@pytest.mark.parametrize(("kind", "wanted"), [("string", '{"city": "7"}'), ("integer", '{"city": 7}')])
+def test_arguments_have_the_types_of_the_tools_of_the_request(kind, wanted):
+    schema = {"type": "object", "properties": {"city": {"type": kind}}}
+    given = answering(AnswerFormat(TOOL_FORMATS["glm47"]))
+    split = given.answers(ChatOptions(tools=(Tool("weather", parameters=schema),)), SamplingParams(), [1])
+    text = "<tool_call>weather<arg_key>city</arg_key><arg_value>7</arg_value></tool_call>"
+    (output,) = outcome(split, events(text))
+    assert [(call.name, call.arguments) for call in output.tool_calls] == [("weather", wanted)]
+
+
 NONE = ToolChoice(ToolChoiceMode.NONE)
 REQUIRED = ChatOptions(tools=TOOLS, tool_choice=ToolChoice(ToolChoiceMode.REQUIRED))
 

@@ -8,7 +8,14 @@ import pytest
 from jpaged.chat import ChatAnswer, Tool, ToolCall, ToolChoice, ToolChoiceMode
 from jpaged.config.engine_options import ReasoningParser, ToolCallParser
 from jpaged.errors import InvalidArgument
-from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat, parser_for
+from jpaged.service.chat.formats import (
+    REASONING_ALIASES,
+    REASONING_FORMATS,
+    TOOL_ALIASES,
+    TOOL_FORMATS,
+    AnswerFormat,
+    parser_for,
+)
 from jpaged.service.chat.output_config import structural_tag_for
 from jpaged.service.chat.output_parser import PlainParser
 
@@ -37,6 +44,25 @@ AUTO, REQUIRED = ToolChoice(ToolChoiceMode.AUTO), ToolChoice(ToolChoiceMode.REQU
         ("</think>", "DeepseekV3ForCausalLM", "hermes", "deepseek_r1"),
         ("{{ tools }}", "Qwen2ForCausalLM", None, None),
         (GPT_OSS, "GptOssForCausalLM", "openai", "openai_gptoss"),
+        (HERMES + "<function={{ name }}><parameter={{ key }}>", "Qwen3MoeForCausalLM", "qwen3_coder", None),
+        ("<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value></think>", "X", "glm45", "qwen3"),
+        ("<tool_call>{{ name }}<arg_key>{{ k }}</arg_key><arg_value></think>", "X", "glm47", "qwen3"),
+        ("{{ '<minimax:tool_call>' }}<invoke name=...></think>", "X", "minimax_m2", "deepseek_r1"),
+        ("<seed:tool_call>\n<function=f>\n<parameter=a><seed:think></seed:think>", "X", "seed_oss", "seed_oss"),
+        (R1 + "{{ tools }}<\uff5ctool\u2581call\u2581begin\uff5c>", "X", "deepseek_v31", "deepseek_r1"),
+        (R1 + "{{ tools }}<\uff5ctool\u2581call\u2581begin\uff5c>```json", "X", "deepseek_v3", "deepseek_r1"),
+        (R1 + "<\uff5ctool\u2581call\u2581begin\uff5c>```json", "Qwen2ForCausalLM", "hermes", "deepseek_r1"),
+        (R1 + "{% set dsml = '\uff5cDSML\uff5c' %}<{{ dsml }}function_calls>", "X", "deepseek_v32", "deepseek_r1"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>", "X", "kimi_k2", None),
+        ("<think></think><|tool_calls_section_begin|><|tool_call_begin|>", "X", "kimi_k2", "kimi_k2"),
+        ("<|start_of_role|>{{ tools }} only with <|tool_call|> and a list", "X", "granite", None),
+        ("Here is my thought process: <|start_of_role|>{{ tools }}", "X", None, "granite"),
+        ("<|start_of_role|>{{ tools }}<tool_call>", "GraniteMoeHybridForCausalLM", "hermes", None),
+        ("<|header_start|>{{ tools }} [func_name1(param=1)] {{ m.tool_calls }}", "X", "pythonic", None),
+        ("{{ tools }}<|tool_list_start|>", "Lfm2ForCausalLM", "lfm2", None),
+        ("{{ tools }}<|tool_call_start|>[", "Lfm2ForCausalLM", "lfm2", None),
+        ("{{ '<start_function_call>call:' + name }}", "Gemma3ForCausalLM", "functiongemma", None),
+        ("{{ '<|tool_call>call:' + name }}{{ '<|channel>thought\n' }}", "X", "gemma4", "gemma4"),
     ],
 )
 def test_a_template_says_the_format(template, architecture, tools, reasoning):
@@ -64,6 +90,12 @@ def test_a_name_is_taken_instead():
         ("deepseek_r1", "<\uff5cAssistant\uff5c><think>\n", True),
         ("deepseek_r1", "<\uff5cAssistant\uff5c></think>", False),
         ("openai_gptoss", "<|start|>assistant", False),
+        ("gemma4", "<|turn>model\n", False),
+        ("gemma4", "<|turn>model\n<|channel>thought\n", True),
+        ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", False),
+        ("kimi_k2", "<|im_assistant|>assistant<|im_middle|><think>", True),
+        ("seed_oss", "<seed:bos>assistant\n", False),
+        ("granite", "<|start_of_role|>assistant<|end_of_role|>", False),
     ],
 )
 def test_a_prompt_says_whether_the_answer_begins_in_its_reasoning(name, tail, is_open):
@@ -80,7 +112,8 @@ def test_tags_that_are_special_tokens_must_be_kept():
     assert parser_for("[TOOL_CALLS]", "").needs_special_tokens([])
     assert not AnswerFormat().needs_special_tokens(["<think>"])
     needing = {name for name, one in TOOL_FORMATS.items() if one.needs_special_tokens}
-    assert needing == {"llama3_json", "mistral", "mistral_args", "openai"}
+    texts = {"hermes", "qwen3_coder", "glm45", "glm47", "minimax_m2", "seed_oss", "pythonic"}
+    assert needing == TOOL_FORMATS.keys() - texts
 
 
 def test_a_model_of_no_format_answers_in_content_alone():
@@ -98,13 +131,27 @@ def test_a_free_choice_holds_an_answer_to_nothing():
     assert structural_tag_for(TOOLS, REQUIRED, AnswerFormat()) is None
 
 
-def calls_of(form):
-    """The tags of a form that is calls alone."""
-    if form["type"] == "plus":
-        form = form["content"]
-    if form["type"] == "sequence":
-        form = form["elements"][0]
-    return form["elements"] if form["type"] == "or" else [form]
+def written(form):
+    """A text of a structural tag: its first alternative, with every optional part."""
+    match form["type"]:
+        case "const_string":
+            return form["value"]
+        case "json_schema":
+            schema = form["json_schema"]
+            return json.dumps("Oslo" if schema["type"] == "string" else dict.fromkeys(schema["properties"], "Oslo"))
+        case "any_text":
+            return "Oslo"
+        case "regex":
+            return {"()": "", "[0-9]{1,4}": "0", "(; ?)?": "", "[A-Za-z0-9]{9}": "Ab3Ab3Ab3"}[form["pattern"]]
+        case "tag":
+            return form["begin"] + written(form["content"]) + form["end"]
+        case "sequence":
+            return "".join(map(written, form["elements"]))
+        case "or":
+            return written(form["elements"][0])
+        case "tags_with_separator":
+            return written(form["tags"][0])
+    return written(form["content"])
 
 
 def test_a_required_call_is_of_any_tool_and_no_text_comes():
@@ -150,18 +197,22 @@ def test_a_free_choice_of_one_call_ends_behind_it():
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_what_a_tag_lets_through_is_a_call_to_the_parser(name):
-    form = tag_of(TOOLS, REQUIRED, name)["format"]
-    triggers = TOOL_FORMATS[name].triggers
-    for one in calls_of(form):
-        assert sum(one["begin"].startswith(trigger) for trigger in triggers) == 1
-        text = one["begin"] + json.dumps({"city": "Oslo"}) + one["end"]
-        parser = AnswerFormat(TOOL_FORMATS[name]).parser(is_open=False, new_id=lambda: "id")
-        tool = "now" if "now" in one["begin"] else "weather"
-        first = text.removeprefix("<|start|>assistant")
-        answer = ChatAnswer.of(parser.push(first) + parser.finish())
-        assert answer == ChatAnswer(tool_calls=(ToolCall("id", tool, '{"city": "Oslo"}'),))
+    for tool in TOOLS:
+        form = tag_of(TOOLS, ToolChoice(ToolChoiceMode.NAMED, tool.name), name)["format"]
+        text = written(form)
+        assert not TOOL_FORMATS[name].triggers or text.startswith(TOOL_FORMATS[name].triggers)
+        schemas = {one.name: one.parameters for one in TOOLS}
+        parser = AnswerFormat(TOOL_FORMATS[name]).parser(is_open=False, new_id=lambda: "id", schemas=schemas)
+        answer = ChatAnswer.of(parser.push(text) + parser.finish())
+        arguments = '{"city": "Oslo"}' if tool is TOOLS[0] else "{}"
+        call_id = {"kimi_k2": f"functions.{tool.name}:0", "mistral_args": "Ab3Ab3Ab3"}.get(name, "id")
+        assert answer == ChatAnswer(tool_calls=(ToolCall(call_id, tool.name, arguments),))
 
 
 def test_the_options_name_every_format():
-    assert get_args(ToolCallParser) == ("auto", "none", *TOOL_FORMATS)
-    assert get_args(ReasoningParser) == ("auto", "none", *REASONING_FORMATS)
+    assert get_args(ToolCallParser) == ("auto", "none", *TOOL_FORMATS, *TOOL_ALIASES)
+    assert get_args(ReasoningParser) == ("auto", "none", *REASONING_FORMATS, *REASONING_ALIASES)
+    for name, known in TOOL_ALIASES.items():
+        assert parser_for(None, "", tool_call_parser=name).tools is TOOL_FORMATS[known]
+    for name, known in REASONING_ALIASES.items():
+        assert parser_for(None, "", reasoning_parser=name).reasoning is REASONING_FORMATS[known]

@@ -12,6 +12,7 @@ from jpaged.chat import (
     ChatOptions,
     ContentPiece,
     Piece,
+    ReasoningOptions,
     ReasoningPiece,
     Tool,
     ToolCall,
@@ -20,6 +21,7 @@ from jpaged.chat import (
     ToolChoiceMode,
     parse_tool_choice,
     parse_tools,
+    read_message,
 )
 from jpaged.errors import InvalidArgument
 
@@ -137,6 +139,41 @@ def test_a_bad_choice_is_named(value, tools, field):
 def test_options_are_bounded(options, field):
     with pytest.raises(InvalidArgument) as error:
         ChatOptions(**options)
+    assert error.value.field == field
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("make", "last", "out", "field"),
+    [
+        (lambda n: ReasoningOptions(effort="x" * n), 1, 0, "reasoning.effort"),
+        (lambda n: ReasoningOptions(effort="x" * n), 64, 65, "reasoning.effort"),
+        (lambda n: ReasoningOptions(thinking_token_budget=n), 0, -1, "reasoning.thinking_token_budget"),
+        (
+            lambda n: ReasoningOptions(thinking_token_budget=n),
+            1 << 20,
+            (1 << 20) + 1,
+            "reasoning.thinking_token_budget",
+        ),
+        (lambda n: ChatOptions(documents=[{}] * n), 128, 129, "documents"),
+        (lambda n: ChatOptions(chat_template="x" * n), (256 << 10) - 2, (256 << 10) - 1, "chat_template"),
+        (lambda n: ChatOptions(chat_template="x" * n), 1, 0, "chat_template"),
+        (lambda n: ChatOptions(template_kwargs={"x" * n: 1}), 64, 65, "chat_template_kwargs"),
+        (lambda n: ChatOptions(template_kwargs={f"a{i}": 1 for i in range(n)}), 32, 33, "chat_template_kwargs"),
+        (lambda n: ChatOptions(tools=[Tool(f"f{i}") for i in range(n)]), 512, 513, "tools"),
+        (lambda n: Tool("x" * n), 1, 0, "function.name"),
+        (lambda n: Tool("x" * n), 128, 129, "function.name"),
+        (lambda n: Tool("f", "x" * n), (64 << 10) - 2, (64 << 10) - 1, "function.description"),
+        (lambda n: Tool("f", parameters=nested(n)), 63, 64, "function.parameters"),
+        (lambda n: read_message("m", {"role": "assistant", "tool_calls": [CALL] * n}), 128, 129, "m.tool_calls"),
+    ],
+)
+def test_values_pass_up_to_their_limits_and_no_further(make, last, out, field):
+    make(last)
+    with pytest.raises(InvalidArgument) as error:
+        make(out)
     assert error.value.field == field
 
 

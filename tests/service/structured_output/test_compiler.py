@@ -233,6 +233,29 @@ def test_the_cache_is_bounded_in_bytes(vocabulary):
         compiler.close()
 
 
+def test_no_more_wait_than_the_limit(vocabulary, monkeypatch):
+    compiler = GrammarCompiler(vocabulary, GrammarLimits(max_waiting=2, num_threads=1))
+    release = threading.Event()
+
+    def refuse(grammar):
+        release.wait()
+        raise Unavailable("released")
+
+    monkeypatch.setattr(compiler._processes[0], "run", refuse)
+    try:
+        waiting = [compiler.submit(StructuredOutputs(choice=[text])) for text in "ab"]
+        with pytest.raises(QueueFull, match="2 grammars are waiting"):
+            compiler.submit(StructuredOutputs(choice=["c"]))
+        release.set()
+        for one in waiting:
+            with pytest.raises(Unavailable, match="released"):
+                one.result(60)
+        assert isinstance(compiler.submit(StructuredOutputs(choice=["c"])).exception(60), Unavailable)
+    finally:
+        release.set()
+        compiler.close()
+
+
 @pytest.mark.long
 def test_too_many_that_wait_are_refused(vocabulary, monkeypatch):
     compiler = GrammarCompiler(vocabulary, GrammarLimits(max_waiting=2, num_threads=1))

@@ -1,0 +1,291 @@
+"""What a turn of a long conversation costs the host before its prompt runs, and the share of its prompt that is cached.
+
+    parse      the bytes of an HTTP body -> a job
+    render     its messages -> text, by the chat template in its process
+    tokenize   text -> ids
+    request    the other checks of a request
+    admit      on the engine thread: block hashes, look-up, and the blocks of the prompt
+
+Each turn is served twice in turn: `whole` tokenizes the whole text and hashes every block, `cached` is what a server
+does. Both start with nothing cached, and get the same turns. The engine has the real memory manager and no device.
+
+The second table is the share of each prompt that the prefix cache has, for templates that keep reasoning in history, or
+drop it before the last message of the user.
+
+Times are processor time of the thread and of the process that renders, so that other processes of the machine do not
+count: right where it is pinned to one core.
+
+    taskset -c 1 python -m benchmarks.serving.multi_turn [--turns 20] [--tokens 30000] [--rounds 9]
+        [--models demo FILE.gguf]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from benchmarks.record import machine, save
+from jpaged import json_text
+from jpaged.build import _gguf_parts
+from jpaged.chat import ChatOptions
+from jpaged.demo import FOLDER
+from jpaged.engine.executor import BucketTable, Geometry
+from jpaged.engine.kv_cache.blocks import BlockHash
+from jpaged.engine.kv_cache.paged import PagedKVCacheManager
+from jpaged.engine.sequence import SequenceGroup
+from jpaged.openai.request import chat_job, check_values, loaded
+from jpaged.sampling_params import NO_DEFAULTS
+from jpaged.service.chat.sandbox import template_process
+from jpaged.service.input_processor import InputProcessor
+from jpaged.service.tokenizer import HuggingFaceTokenizer, SegmentCache, SegmentedTokenizer
+from jpaged.types import Request
+
+STAGES = ("parse", "render", "tokenize", "request", "admit")
+GOAL_MS = 10.0
+BLOCK_SIZE = 16
+ANSWER_TOKENS = 200
+REASONING_SHARE = 3
+"""Tokens of reasoning for each token of an answer."""
+_TEXTS = Path(__file__).parents[2] / "docs"
+_ROLES = {"user": "<|user|>", "assistant": "<|assistant|>"}, "<|endoftext|>"
+_CHAT_ML = {"user": "<|im_start|>user\n", "assistant": "<|im_start|>assistant\n"}, "<|im_end|>\n"
+
+
+def cpu_s() -> float:
+    """Return the processor time of this thread and of the process that renders chat templates."""
+    child = Path(f"/proc/{template_process()._child.process.pid}/schedstat").read_text()
+    return time.thread_time() + int(child.split()[0]) / 1e9
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds of each stage of one turn."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+    @contextmanager
+    def time(self, stage: str) -> Iterator[None]:
+        """Add the time of the context to a stage."""
+        begin = cpu_s()
+        yield
+        self.seconds[stage] += cpu_s() - begin
+
+
+class TimedTokenizer(HuggingFaceTokenizer):
+    """The tokenizer that a server has, with a clock around two of its parts."""
+
+    clock = Clock()
+
+    def _render(self, messages: Any, options: ChatOptions, max_bytes: int) -> str:
+        with self.clock.time("render"):
+            return super()._render(messages, options, max_bytes)
+
+    def cached_chat_ids(self, *given: Any, **options: Any) -> list[int]:
+        begin, rendered_s = cpu_s(), self.clock.seconds["render"]
+        ids = super().cached_chat_ids(*given, **options)
+        rendered_s = self.clock.seconds["render"] - rendered_s
+        self.clock.seconds["tokenize"] += cpu_s() - begin - rendered_s
+        return ids
+
+
+def each_block(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
+    """Return what `block_keys` does, without hashes of earlier turns."""
+    keys = []
+    for begin in range(0, len(token_ids) - block_size + 1, block_size):
+        tokens = np.asarray(token_ids[begin : begin + block_size], np.int32)
+        parent = hashlib.sha256(parent + tokens.tobytes()).digest()
+        keys.append(parent)
+    return keys
+
+
+class Host:
+    """The parts of a server that a request passes before its prompt runs.
+
+    Args:
+        keeps: keep and use the ids and hashes of earlier turns.
+    """
+
+    def __init__(self, model: Path | None, max_model_len: int, *, keeps: bool, template: str | None = None) -> None:
+        parts = None if model is None else _gguf_parts(model)
+        self.tokenizer = TimedTokenizer(model or FOLDER, parts=parts, chat_template=template)
+        if not self.tokenizer.has_chat_template:
+            raise SystemExit(f"{model} has no chat template")
+        self._keeps = keeps
+        if not keeps:
+            self.tokenizer._segmented = SegmentedTokenizer(self.tokenizer._fast, [], SegmentCache(0))
+        self._geometry = Geometry(
+            num_blocks=4 * max_model_len // BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=4,
+            max_model_len=max_model_len,
+            vocab_size=self.tokenizer.vocab_size,
+            bytes_per_block=1,
+            buckets=BucketTable.build(max_num_batched_tokens=2048, max_num_seqs=4),
+        )
+        self._processor = InputProcessor(self.tokenizer, self._geometry)
+        self._memory = PagedKVCacheManager(self._geometry)
+        self._number = 0
+
+    def serve(self, body: bytes, answer: str) -> tuple[Clock, Request, int]:
+        """Serve one turn; return its times, its request, and how many tokens of its prompt were cached."""
+        clock = self.tokenizer.clock = Clock()
+        with clock.time("parse"):
+            fields = loaded("body", body)
+            check_values("body", fields)
+            job = chat_job(fields, NO_DEFAULTS)
+        with clock.time("request"):
+            self._number += 1
+            request = self._processor.make_request(
+                request_id=str(self._number), sampling=job.sampling, prompt=job.prompts[0]
+            )
+        clock.seconds["request"] -= clock.seconds["render"] + clock.seconds["tokenize"]
+        group = SequenceGroup(request, self._number, 0.0, lambda event: None, self._geometry.max_blocks_per_seq)
+        hashes = mock.patch("jpaged.engine.kv_cache.blocks.block_keys", each_block)
+        if not self._keeps:
+            hashes.start()
+        with clock.time("admit"):
+            is_admitted = self._memory.can_admit(group, 0)
+            num_cached = self._memory.admit(group)
+            sequence = group.live[0]
+            self._memory.grow(sequence, sequence.num_tokens - num_cached)
+        if not self._keeps:
+            hashes.stop()
+        if not is_admitted:
+            raise SystemExit("the pool is too small for the conversation")
+        self._run(sequence, answer)
+        return clock, request, num_cached
+
+    def _run(self, sequence: Any, answer: str) -> None:
+        """Compute the prompt and generate the answer; its blocks are then free, and cached."""
+        generated = self.tokenizer.encode(answer, add_special_tokens=False)
+        sequence.append_forced(generated)
+        num_computed = len(sequence.token_ids) - len(generated)
+        sequence.set_num_computed_tokens(num_computed)
+        self._memory.grow(sequence, len(generated))
+        sequence.set_num_computed_tokens(num_computed + len(generated) - 1)
+        self._memory.release(sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a client sends, and what the model answers."""
+
+    body: bytes
+    answer: str
+
+
+def conversation(tokenizer: HuggingFaceTokenizer, num_turns: int, num_tokens: int, offset: int) -> list[Turn]:
+    """Return turns of documentation, the last of which has about `num_tokens` tokens before its answer."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(_TEXTS.glob("*.md")))
+    per_token = 1e5 / len(tokenizer.encode(text[:100_000]))
+    num_user = (num_tokens - (num_turns - 1) * ANSWER_TOKENS) / num_turns
+    messages: list[dict[str, str]] = []
+    turns, place = [], offset * 997
+
+    def take(count: float) -> str:
+        nonlocal place
+        begin, place = place, place + int(count * per_token)
+        return (text[begin % len(text) :] + text)[: place - begin]
+
+    for _ in range(num_turns):
+        messages.append({"role": "user", "content": take(num_user)})
+        body = {"model": "m", "messages": messages, "stream": True, "max_tokens": 2 * ANSWER_TOKENS}
+        reasoning, content = take(REASONING_SHARE * ANSWER_TOKENS), take(ANSWER_TOKENS)
+        turns.append(Turn(json_text.dumps(body).encode(), f"{reasoning}</think>{content}"))
+        messages = [*messages, {"role": "assistant", "content": content, "reasoning_content": reasoning}]
+    return turns
+
+
+def reasoning_template(model: Path | None, *, keeps: bool) -> str:
+    """Return a chat template that keeps the reasoning of all turns, or only that after the user's last message."""
+    roles, end = _ROLES if model is None else _CHAT_ML
+    shown = "true" if keeps else "loop.index0 > last.index"
+    return (
+        "{%- set last = namespace(index=-1) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}"
+        "{%- set last.index = loop.index0 -%}{%- endif -%}{%- endfor -%}{%- for m in messages -%}"
+        f"{{{{- {json_text.dumps(roles)}[m.role] -}}}}"
+        f"{{%- if m.reasoning_content and ({shown}) -%}}{{{{- m.reasoning_content + '</think>' -}}}}{{%- endif -%}}"
+        f"{{{{- m.content + {json_text.dumps(end)} -}}}}{{%- endfor -%}}"
+        f"{{%- if add_generation_prompt -%}}{{{{- {json_text.dumps(roles['assistant'])} -}}}}{{%- endif -%}}"
+    )
+
+
+def measure(model: Path | None, options: argparse.Namespace) -> dict[str, list[list[dict[str, float]]]]:
+    """Return the seconds of each stage: by kind, round and turn."""
+    found: dict[str, list[list[dict[str, float]]]] = {"whole": [], "cached": []}
+    for number in range(options.rounds):
+        hosts = {kind: Host(model, 2 * options.tokens, keeps=kind == "cached") for kind in found}
+        order = sorted(found, reverse=number % 2 == 1)
+        times: dict[str, list[dict[str, float]]] = {kind: [] for kind in found}
+        for turn in conversation(hosts["whole"].tokenizer, options.turns, options.tokens, number):
+            ids = set()
+            for kind in order:
+                clock, request, _ = hosts[kind].serve(turn.body, turn.answer)
+                times[kind].append({**clock.seconds, "total": sum(clock.seconds.values())})
+                ids.add(request.prompt_token_ids)
+            if len(ids) > 1:
+                raise SystemExit("the two kinds made different prompts")
+        for kind, of_turns in times.items():
+            found[kind].append(of_turns)
+    return found
+
+
+def cached_shares(model: Path | None, options: argparse.Namespace, *, keeps: bool) -> list[float]:
+    """Return the share of each turn's prompt that the prefix cache has."""
+    host = Host(model, 4 * options.tokens, keeps=True, template=reasoning_template(model, keeps=keeps))
+    shares = []
+    for turn in conversation(host.tokenizer, options.turns, options.tokens, 0):
+        _, request, num_cached = host.serve(turn.body, turn.answer)
+        shares.append(num_cached / len(request.prompt_token_ids))
+    return shares
+
+
+def report(name: str, options: argparse.Namespace) -> dict[str, object]:
+    """Measure a model's host costs, print them, and return them for the record."""
+    model = None if name == "demo" else Path(name)
+    columns, rows = (*STAGES, "total"), []
+    print(f"{name}\n{'turn':>4} {'':6} " + " ".join(f"{stage + ' ms':>12}" for stage in columns) + "   min .. max")
+    found = measure(model, options)
+    for turn in sorted({1, 2, options.turns // 2, options.turns}):
+        for kind, rounds in found.items():
+            samples = [of_turns[turn - 1] for of_turns in rounds]
+            medians = {stage: 1e3 * statistics.median(one[stage] for one in samples) for stage in columns}
+            low, high = (1e3 * pick(one["total"] for one in samples) for pick in (min, max))
+            rows.append({"turn": turn, "kind": kind, "median_ms": medians, "min_ms": low, "max_ms": high})
+            shown = " ".join(f"{medians[stage]:>12.2f}" for stage in columns)
+            print(f"{turn:>4} {kind:6} {shown}   {low:.2f} .. {high:.2f}")
+    shares = {way: cached_shares(model, options, keeps=way == "keeps") for way in ("keeps", "drops")}
+    for way, of_turns in shares.items():
+        print(f"cached share, template {way} reasoning: " + " ".join(f"{share:.3f}" for share in of_turns))
+    return {"model": name if model is None else model.name, "turns": rows, "cached_share": shares}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving.multi_turn",
+        description="What a turn of a long conversation costs the host before its prompt runs.",
+    )
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=30_000)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--models", nargs="+", default=["demo"], help="demo, or GGUF files with a tokenizer")
+    options = parser.parse_args()
+    print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    models = [report(name, options) for name in options.models]
+    command = f"python -m benchmarks.serving.multi_turn --turns {options.turns} --tokens {options.tokens}"
+    path = save("multi_turn", command, {"goal_ms": GOAL_MS, "rounds": options.rounds, "models": models})
+    print(f"written to {path.relative_to(path.parents[2])}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Routers that others wrote, unmodified, in front of two servers of the demo model (`make callers` runs them alone)."""
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.http.callers.test_callers import BIN, ENVIRONMENT
+from tests.processes import WAIT_S, Process
+
+pytestmark = pytest.mark.long
+
+BLOCK_SIZE = 16
+MESSAGES = [{"role": "user", "content": "Tell me a story about a cat."}]
+TIMES = {
+    "type": "object",
+    "properties": {"times": {"enum": [1, 2]}},
+    "required": ["times"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "play", "parameters": TIMES}}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 12, "temperature": 0},
+    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0},
+    "/v1/embeddings": {"input": ["a cat", "a dog"]},
+    "/v1/responses": {"input": "Tell me a story.", "max_output_tokens": 12, "temperature": 0},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 12, "temperature": 0},
+}
+ROUTERS = {
+    "vllm, by prefix": ["vllm-router", "--policy", "cache_aware"],
+    "vllm, by KV events": ["vllm-router", "--policy", "kv_aware", "--kv-event-block-size", str(BLOCK_SIZE)],
+    "sglang, by prefix": ["sglang-router", "launch", "--policy", "cache_aware"],
+}
+NOT_ROUTED = {("sglang-router", "/v1/messages")}
+"""Paths that a router does not have."""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[tuple[str, str]]]:
+    """The HTTP address and the endpoint of KV events of two servers."""
+    ports = [free_port(), free_port()]
+    words = ("-m", "jpaged", "serve", "demo", "--dtype", "float32", "--port", "0", "--http-port", "0")
+    processes = [Process((*words, "--kv-events-endpoint", f"tcp://127.0.0.1:{port}")) for port in ports]
+    try:
+        urls = [process.wait_for(r"OpenAI's API on (http://\S+)/v1").group(1) for process in processes]
+        yield [(url, f"tcp://127.0.0.1:{port}") for url, port in zip(urls, ports, strict=True)]
+    finally:
+        for process in processes:
+            process.end(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module", params=ROUTERS)
+def router(
+    request: pytest.FixtureRequest, servers: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, str]]:
+    """A router's name and its address, once it has both servers."""
+    name, log_file = request.param, tmp_path_factory.mktemp("router") / "log"
+    port = free_port()
+    words = [*ROUTERS[name], "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    words += ["--worker-urls", *(url for url, _ in servers)]
+    if "kv_aware" in words:
+        words += ["--kv-event-model", "demo"]
+        words += [word for url, endpoint in servers for word in ("--kv-event-source", f"{url}={endpoint}")]
+    with log_file.open("w") as log:
+        process = subprocess.Popen([str(BIN / words[0]), *words[1:]], env=ENVIRONMENT, stdout=log, stderr=log)
+    try:
+        url, deadline_s = f"http://127.0.0.1:{port}", time.monotonic() + WAIT_S
+        while True:
+            with contextlib.suppress(httpx2.TransportError):
+                if httpx2.get(f"{url}/readiness").status_code == 200:
+                    break
+            assert process.poll() is None and time.monotonic() < deadline_s, log_file.read_text()[-3000:]
+            time.sleep(0.1)
+        yield name, url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def text_of(answer: Any) -> Any:
+    """What an answer says, without its ids and times."""
+    if "data" in answer:
+        return [item["embedding"] for item in answer["data"]]
+    return [answer.get(key) for key in ("choices", "content")] + [
+        part["text"] for item in answer.get("output", []) for part in item["content"]
+    ]
+
+
+def streamed_text(url: str, body: dict[str, Any]) -> str:
+    with httpx2.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=WAIT_S) as response:
+        assert response.status_code == 200
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    chunks = [json.loads(line) for line in lines[:-1]]
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+
+def test_a_router_of_others_answers_as_a_server_does(router, servers):
+    name, url = router
+    for path, fields in REQUESTS.items():
+        if (ROUTERS[name][0], path) in NOT_ROUTED:
+            continue
+        body = {"model": "demo", **fields}
+        answers = [httpx2.post(f"{base}{path}", json=body, timeout=WAIT_S) for base in (servers[0][0], url)]
+        assert [answer.status_code for answer in answers] == [200, 200], path
+        assert text_of(answers[0].json()) == text_of(answers[1].json()) != [], path
+    chat = {"model": "demo", **REQUESTS["/v1/chat/completions"]}
+    whole = httpx2.post(f"{url}/v1/chat/completions", json=chat, timeout=WAIT_S).json()
+    assert streamed_text(url, {**chat, "stream": True}) == whole["choices"][0]["message"]["content"] != ""
+    forced = {**chat, "tools": [TOOL], "tool_choice": "required", "max_tokens": 100}
+    message = httpx2.post(f"{url}/v1/chat/completions", json=forced, timeout=WAIT_S).json()["choices"][0]["message"]
+    assert message["tool_calls"][0]["function"]["name"] == "play"
+    wrong = httpx2.post(f"{url}/v1/chat/completions", json={**chat, "temperature": -1}, timeout=WAIT_S)
+    assert wrong.status_code == 400 and "temperature" in wrong.text
+
+
+def test_turns_of_a_conversation_find_their_prefix(router):
+    name, url = router
+    for session in range(4):
+        messages: list[dict[str, str]] = []
+        before = 0
+        for turn in range(3):
+            messages += [{"role": "user", "content": f"{name} {session} {turn}. " + "The cat went to the park. " * 12}]
+            body = {"model": "demo", "messages": messages, "max_tokens": 12, "temperature": 0}
+            answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=WAIT_S).json()
+            usage = answer["usage"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            assert cached >= before - 2 * BLOCK_SIZE, (session, turn)
+            before = usage["prompt_tokens"]
+            messages += [{"role": "assistant", "content": answer["choices"][0]["message"]["content"]}]
