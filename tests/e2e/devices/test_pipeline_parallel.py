@@ -89,13 +89,12 @@ def test_any_layers_are_the_same_in_stages(
         {"data_parallel_size": 2},
         {"quantization": "int8"},
         {"dtype": "bfloat16"},
-        {"load_format": "dummy"},
     ],
 )
 def test_the_option_goes_with_others(options: dict[str, Any], tmp_path: Path) -> None:
     folder = write_model("llama3_tied", tmp_path)
     prompts = [*random_prompts([5, 9, 30, 1]), [7, 8, 9] * 9]
-    alike = {name: value for name, value in options.items() if name in ("quantization", "dtype", "load_format")}
+    alike = {name: value for name, value in options.items() if name in ("quantization", "dtype")}
     with open_llm(folder, num_blocks=80, linear_backend="xla", **alike) as llm:
         want = generate(llm, prompts, PARAMS)
     with open_llm(folder, num_blocks=80, pipeline_parallel_size=2, **options) as llm:
