@@ -8,7 +8,8 @@ Each plan is a call of `jpaged plan`, which compiles the programs that decide; w
 all tables. The second has published figures of other engines on TPUs beside what the formula says of ours there: with
 the same lengths, rows and tokens a step, and the memory of the plan that was recorded for the slice. The third has
 figures for devices and formats that no plan was recorded for: sizes follow from the config, and programs take
-`PROGRAM_BYTES`. It also states how fast steps have to be for `GOAL` times the figure.
+`PROGRAM_BYTES`. It also states how fast steps have to be for `GOAL` times the figure. The fourth has DeepSeek-V3 with
+tensor-parallel and with data-parallel attention, and published figures per device.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ import numpy as np
 from benchmarks.record import RESULTS, put_on_page, save
 from jpaged.checkpoints.names import weight_bytes
 from jpaged.checkpoints.quantized.quantizer import quantized_here
+from jpaged.models.sharding import with_dp_attention, with_parallel_experts
 from jpaged.plan.cost import StepLoad
 from jpaged.plan.estimate import ConcurrencyLimits, Estimate, SequenceLengths, estimate
 from jpaged.plan.known_models import KNOWN_MODELS
-from jpaged.plan.step_times import PlannedModel, PlannedStepTimes, find_target
+from jpaged.plan.step_times import PlannedModel, PlannedStepTimes, PlanTarget, find_target
 
 _ROOT = Path(__file__).resolve().parents[1]
 _GIB = 1 << 30
@@ -168,6 +170,142 @@ ANCHORS = (
     ),
 )
 """The H100's lengths are about the means of CNN-DailyMail in Llama's tokens; the source states no limits of a step."""
+
+
+_LANES = 128
+_INFINIBAND_BYTES_PER_S = 50e9
+"""Bandwidth of one GPU to other machines: 400 Gbit/s."""
+_OF_MACHINE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """DeepSeek-V3 with fp8 weights and whole experts on each of many devices.
+
+    Attributes:
+        devices: a target's name, or `h200:16`, two machines of 8 over InfiniBand.
+        num_rows: that run at once at most, on all devices.
+        num_tokens: of a step at most, on all devices.
+        has_dp_attention: each device has the latents of its own sequences; otherwise those of all.
+        published: output tokens/s of a device.
+        source: of the figure; both are empty without one.
+    """
+
+    devices: str
+    lengths: SequenceLengths
+    num_rows: int
+    num_tokens: int
+    has_dp_attention: bool
+    published: float | None = None
+    source: str = ""
+
+    @property
+    def target(self) -> PlanTarget:
+        """The devices. A GPU's messages to another machine take longest, and are a share of all its messages."""
+        family, _, count = self.devices.partition(":")
+        num_devices = int(count) if count.isdigit() else 0
+        if num_devices <= _OF_MACHINE:
+            return find_target(self.devices)
+        found = find_target(f"{family}:{_OF_MACHINE}")
+        share = (num_devices - _OF_MACHINE) / (num_devices - 1)
+        hardware = dataclasses.replace(found.hardware, link_bytes_per_s=_INFINIBAND_BYTES_PER_S / share)
+        sizes: dict[str, Any] = {"num_devices": num_devices, "num_chips": num_devices, "shape": (num_devices,)}
+        return dataclasses.replace(found, name=self.devices, hardware=hardware, **sizes)
+
+    @property
+    def planned(self) -> PlannedModel:
+        """The model on all devices, with sizes from the config."""
+        config, target = with_parallel_experts(quantized_here(KNOWN_MODELS["deepseek-v3"].config, "fp8")), self.target
+        config = with_dp_attention(config) if self.has_dp_attention else config
+        width = -(-config.kv_width // _LANES) * _LANES if target.platform == "tpu" else config.kv_width
+        block_size = 64
+        return PlannedModel(
+            config=config,
+            kv_dtype="bfloat16",
+            itemsize=2,
+            target=target,
+            num_devices=target.num_devices,
+            weight_bytes=int(weight_bytes(config, 2, target.num_devices)),
+            bytes_per_block=2 * block_size * config.num_layers * width,
+            block_size=block_size,
+            number_bytes=2,
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return the plan with its estimates."""
+        planned = self.planned
+        config, num_devices = planned.config, planned.num_devices
+        assert config.mixture is not None
+        # A device has room for all rows of a step, once for each expert: in bfloat16, and sums in float32.
+        numbers = 6 * config.hidden_size + 2 * 4 * config.mixture.width
+        program_bytes = PROGRAM_BYTES + self.num_tokens * config.mixture.routing.top_k * numbers
+        free = MEMORY_SHARE * planned.target.hardware.usable_bytes - planned.weight_bytes - program_bytes
+        num_blocks = int(free // planned.bytes_per_block) * (num_devices if self.has_dp_attention else 1)
+        sizes = ConcurrencyLimits(num_blocks, planned.block_size, self.num_rows, self.num_tokens)
+        times = planned.step_times()
+        one = estimate(self.lengths, sizes, times)
+        link_bytes = 2 * (num_devices - 1) / num_devices * one.num_running * planned.config.hidden_size * 2
+        sent_bytes = link_bytes * (2 * planned.config.num_layers + 1)
+        if (messages := times.messages) is not None:
+            num_sums = planned.config.num_layers - messages.num_layers + 2
+            of_layer = 2 * messages.sent_bytes(one.num_running, planned.config.hidden_size, num_devices)
+            sent_bytes = link_bytes * num_sums + of_layer * messages.num_layers
+        return {
+            **dataclasses.asdict(self),
+            "num_devices": num_devices,
+            "weight_bytes": planned.weight_bytes,
+            "pool_tokens": num_blocks * planned.block_size,
+            "num_running": one.num_running,
+            "decode": dataclasses.asdict(one.decode) | {"seconds": one.decode.seconds},
+            "sent_bytes": round(sent_bytes),
+            "tokens_per_s_of_device": one.tokens_per_s / num_devices,
+            "decode_tokens_per_s_of_device": one.num_running / one.decode.seconds / num_devices,
+        }
+
+
+_GPUSTACK = "gpustack/gpustack, docs/performance-lab/deepseek-r1/h200.md (a5c9faf): SGLang 0.5.3 with dp-attention"
+_VLLM_WIDE = "vLLM blog, 2025-12-17: 2.2k tokens/s per H200, wide EP over InfiniBand, prefill apart"
+_SHARE_GPT, _CHAT = SequenceLengths(219, 201), SequenceLengths(1024, 1024)
+WIDE = (
+    Wide("h200:8", _SHARE_GPT, 1000, 2048, False),
+    Wide("h200:8", _SHARE_GPT, 1000, 2048, True, 3414.99 / 8, _GPUSTACK),
+    Wide("h200:8", _CHAT, 2048, 2048, False),
+    Wide("h200:8", _CHAT, 2048, 2048, True),
+    Wide("h200:16", _CHAT, 4096, 4096, False),
+    Wide("h200:16", _CHAT, 4096, 4096, True, 2200.0, _VLLM_WIDE),
+    Wide("v6e:8x8", _CHAT, 4096, 4096, False),
+    Wide("v6e:8x8", _CHAT, 4096, 4096, True),
+)
+"""The first figure is of a burst of 1000 requests, its beginning and end included; the second of decoding alone."""
+
+
+def wide_table(plans: Sequence[Mapping[str, Any]]) -> str:
+    """Return a Markdown table: one row per plan."""
+    rows = [
+        "| devices | attention | prompt + output | weights of a device | pool, tokens | rows (run) | decode step "
+        "| of it sums and exchanges | sent by a device per step | decoding, tokens/s of a device "
+        "| with prefill | published | source |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in plans:
+        published = one["published"]
+        cells = [
+            one["devices"],
+            "data-parallel" if one["has_dp_attention"] else "tensor-parallel",
+            f"{one['lengths']['input_len']} + {one['lengths']['output_len']}",
+            f"{one['weight_bytes'] / _GIB:.1f} GiB",
+            f"{one['pool_tokens'] / 1e6:.2f} M",
+            f"{one['num_rows']} ({one['num_running']})",
+            f"{one['decode']['seconds'] * 1e3:.1f} ms",
+            f"{one['decode']['sums_s'] * 1e3:.1f} ms",
+            f"{one['sent_bytes'] / 2**20:.0f} MiB",
+            f"{one['decode_tokens_per_s_of_device']:.0f}",
+            f"{one['tokens_per_s_of_device']:.0f}",
+            "-" if published is None else f"{published:.0f}",
+            one["source"] or "-",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def command(model: str, topology: str, more: Sequence[str]) -> list[str]:
@@ -377,10 +515,10 @@ def anchors_table(anchors: Sequence[Mapping[str, Any]]) -> str:
 
 def write(plans: Sequence[Mapping[str, Any]]) -> None:
     """Records plans and anchors, and writes the tables between their marks on the page."""
-    anchors = [anchor_record(anchor) for anchor in ANCHORS]
-    save("plans", "python -m benchmarks.plans", {"plans": plans, "anchors": anchors})
+    anchors, wide = [anchor_record(anchor) for anchor in ANCHORS], [one.record() for one in WIDE]
+    save("plans", "python -m benchmarks.plans", {"plans": plans, "anchors": anchors, "wide": wide})
     tables = {"plans": table(plans), "published": published_table(plans), "anchors": anchors_table(anchors)}
-    put_on_page(tables)
+    put_on_page({**tables, "wide": wide_table(wide)})
 
 
 def main() -> None:

@@ -10,6 +10,8 @@ behind the topology has each context on two; the pool takes what a server would 
 without the weights. Where that is less than two of the model's longest sequences it takes those,
 and the compiler has to say that it does not fit. `+lora` comes last, and has adapters beside the weights: 8 slots of
 rank 16, as a server has them unless it is told otherwise (`llama-3-8b+int8+lora@v6e:1x1#forward[64],load_adapter[1]`).
+`+ep` has whole experts on each device, and `+dp` the attention of its own sequences, too
+(`deepseek-v2-lite+dp@v6e:2x2#forward[64]`).
 
 A ring over n devices sends 2 (n - 1) / n of an all-reduce's bytes over each of its links (`_ring_share`). An exchange
 takes those bytes at the plan's rate of the links, and the plan's hops once. While it is in flight, the device runs the
@@ -17,6 +19,9 @@ instructions between its start and its done, for which libtpu notes cycles:
 
     exposed time  = the exchange's time - cycles between start and done / clock,  at least 0
     exposed bytes = the share of its bytes that the exposed time is of its time
+
+A ragged all-to-all sends the rows that a step is expected to: its arrays have room for any choice of experts. On a ring
+of n devices a message passes n / 4 links on average, in one of two directions.
 
 A synchronous exchange is exposed as a whole, and so is one whose done follows its start. Exchanges in flight at once
 are assumed to run one after another. Stalls, and what an exchange takes of the memory's bandwidth, are not counted.
@@ -58,6 +63,7 @@ from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.models.config import Quantization
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
+from jpaged.models.sharding import with_dp_attention, with_parallel_experts
 from jpaged.plan.cost import StepLoad
 from jpaged.plan.known_models import KNOWN_MODELS
 from jpaged.plan.step_times import PlannedModel, PlannedStepTimes, find_target
@@ -78,7 +84,7 @@ FORMATS: Mapping[str, tuple[tuple[str, MatrixFormat], ...]] = {
 }
 """Which matrices of layers are quantized, and how; where rows are named, those of products are rounded, too."""
 _CELL = re.compile(
-    r"(?P<model>[\w.-]+)(?:\+(?!lora@)(?P<format>[\w-]+))?(?P<lora>\+lora)?@"
+    r"(?P<model>[\w.-]+)(?:\+(?!(?:lora|ep|dp)@)(?P<format>[\w-]+))?(?:\+(?P<parallel>ep|dp))?(?P<lora>\+lora)?@"
     r"(?P<topology>[\w:]+)(?:\*(?P<contexts>\d+))?(?:/(?P<backend>[\w-]+))?#(?P<programs>.+)"
 )
 Lowerings = Mapping[ProgramSpec, Callable[[], jax.stages.Lowered]]
@@ -194,7 +200,13 @@ def compile_cell(cell: str) -> list[ProgramResult]:
     config = KNOWN_MODELS[match["model"]].config
     if (form := match["format"]) is not None:
         config = dataclasses.replace(config, quantization=Quantization(form, FORMATS[form]))
-    own = {"attention_backend": match["backend"] or "auto", "enable_lora": match["lora"] is not None}
+    own: dict[str, Any] = {"attention_backend": match["backend"] or "auto", "enable_lora": match["lora"] is not None}
+    if match["parallel"] is not None:
+        config = with_parallel_experts(config)
+        own["enable_expert_parallel"] = True
+    if match["parallel"] == "dp":
+        config = with_dp_attention(config)
+        own["enable_dp_attention"] = True
     mesh = build_mesh(compile_only_devices(find_topology(match["topology"])), int(match["contexts"] or 1))
     step, params, lowerings = _serving(Model(config, jnp.dtype("bfloat16")), match["topology"], mesh, own)
     specs = {str(spec): spec for spec in lowerings}
@@ -210,7 +222,8 @@ def _serving(model: Model, topology_name: str, mesh: Mesh, own: Mapping[str, Any
     options = {**OPTIONS, "block_size": OPTIONS["block_size"] * num_contexts, **sizes, **own}
     least, geometry, params = abstract_serving(model, EngineConfig.load(options), mesh)
     free = 0.9 * find_target(topology_name).hardware.usable_bytes - local_bytes(params)
-    num_blocks = max(2 * geometry.num_blocks, int(free // least.layout.local.bytes_per_block) - 1)
+    of_rank = max(2 * geometry.num_blocks_of_rank, int(free // least.layout.local.bytes_per_block) - 1)
+    num_blocks = of_rank * geometry.dp_size
     step, geometry, params = abstract_serving(model, EngineConfig.load({**options, "num_blocks": num_blocks}), mesh)
     return step, params, program_lowerings(step, params, geometry)
 
@@ -361,6 +374,9 @@ class Exchange:
             trips = math.prod(trips or 0 for trips in one.loop_trips)
             counts[one.opcode] += trips
             num_bytes = _ring_share(one.opcode, result.num_devices) * one.num_bytes
+            if one.opcode == "ragged-all-to-all" and planned.messages is not None:
+                n = result.num_devices
+                num_bytes = planned.messages.sent_bytes(load.num_tokens, planned.hidden_size, n) * n * n / (8 * (n - 1))
             seconds = planned.exchange_s(num_bytes)
             hidden_s = 0.0 if clock_hz is None else min(seconds, one.hidden_cycles / clock_hz)
             link_bytes += round(trips * num_bytes)
@@ -392,7 +408,10 @@ def _number_bytes(collectives: Sequence[Collective]) -> float:
 def _plan_step(result: ProgramResult) -> tuple[PlannedStepTimes, StepLoad]:
     """Return the plan of a model, and a step's load: decoding rows with 1024 tokens each, or prompts of 1024 tokens."""
     name, _, topology = result.cell.partition("@")
+    name, _, parallel = name.partition("+")
     config, num_devices, block_size = KNOWN_MODELS[name].config, result.num_devices, OPTIONS["block_size"]
+    if parallel == "dp":
+        config = with_dp_attention(with_parallel_experts(config))
     planned = PlannedModel(
         config=config,
         kv_dtype="bfloat16",

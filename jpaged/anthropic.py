@@ -186,6 +186,9 @@ def _without_unknown(body: LenientBody, path: str, value: Any) -> Any:
     for name in sorted(value.keys() - known):
         body.ignore(f"{path}.{name}")
     kept = {name: one for name, one in value.items() if name in known}
+    tool = kept.get("tool")
+    if isinstance(tool, Mapping) and tool.get("type") == "tool_definition" and "definition" in tool:
+        kept["tool"] = {**tool, "definition": _without_unknown(body, "tools", tool["definition"])}
     if path != "tools" and "content" in kept:
         kept["content"] = _without_unknown(body, f"{path}.content", kept["content"])
     return kept

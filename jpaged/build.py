@@ -61,7 +61,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import streaming_llm
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
-from jpaged.models.sharding import with_parallel_experts
+from jpaged.models.sharding import with_dp_attention, with_parallel_experts
 from jpaged.service.chat.formats import AnswerFormat, has_built_in_tools, parser_for
 from jpaged.service.chat.output_config import ChatOutputConfig
 from jpaged.service.input_processor import InputProcessor
@@ -322,7 +322,11 @@ def preview(options: EngineConfig) -> Preview:
     device = first_device(where.mesh)
     attention = DeviceAttention.on(model, options, where.mesh)
     sizes = attention.sizes()
+<<<<<<< HEAD
     held = int(weight_bytes(model.config, model.dtype.itemsize) / (where.num_parts * num_stages(where.mesh)))
+=======
+    held = int(weight_bytes(model.config, model.dtype.itemsize, where.num_parts))
+>>>>>>> main
     memory = DeviceMemory.of(device, 0, where.mesh.size * num_places)
     linear_backend = choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode)
     return Preview(
@@ -374,6 +378,7 @@ def _place(
     source = find_source(options.model, starts_templates=starts_templates)
     source = replace(source, config=quantized_here(source.config, options.model.quantization))
     config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config
+    config = with_dp_attention(config) if parallel.enable_dp_attention else config
     config = served_config(streaming_llm.as_asked(config, options), options.model.linear_backend, meshes[0])
     dtype, reason = choose_dtype(options.model.dtype, config, first_device(meshes[0]).platform, source.folder)
     _say(() if reason is None else (reason,), progress)

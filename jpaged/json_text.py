@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from json.encoder import encode_basestring_ascii
+from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any
 
 import orjson
 
 PIECE_BYTES = 256 << 10
 """Size of a piece of a large text; encoding one holds the GIL for 2 ms."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _RUN_BYTES = 32 << 10
 _FIRST_RUN = 16
 _NUM_SEEN = 4
@@ -100,6 +102,12 @@ def pieces(value: object) -> Iterator[bytes]:
 def quoted(text: str) -> bytes:
     """Return a text as a JSON string in ASCII. Faster than `dumps`, which matters for every token written."""
     return encode_basestring_ascii(text).encode()
+
+
+def encode_string(text: str) -> str:
+    """Return a text as a JSON string, with characters beyond ASCII as they are; unpaired surrogates are escaped."""
+    written = encode_basestring(text)
+    return written if _SURROGATE.search(written) is None else encode_basestring_ascii(text)
 
 
 def _parts(value: object) -> Iterator[bytes]:

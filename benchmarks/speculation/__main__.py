@@ -22,7 +22,7 @@ from benchmarks.speculation.replay import Replayed, replay
 from benchmarks.speculation.streams import Stream, code_edits, stories
 from jpaged.config import SpeculativeOptions
 from jpaged.engine.speculative.drafter import make_proposer
-from jpaged.engine.speculative.proposer import Proposer
+from jpaged.engine.speculative.ngram import Proposer
 
 _METHODS: dict[str, dict[str, object]] = {
     "ngram 2-4": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4},

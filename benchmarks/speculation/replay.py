@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.speculation.streams import Stream
 from jpaged.engine.speculative.drafts import verify
-from jpaged.engine.speculative.proposer import Proposer
+from jpaged.engine.speculative.ngram import Proposer
 
 _KEYS = count()
 _NEVER_ENDS: frozenset[int] = frozenset()

@@ -33,7 +33,6 @@ INSTEAD: Mapping[str, str] = {
     "/sleep /wake_up /is_sleeping /release_kv_cache_memory": "a server releases its memory by exiting",
     "/pause /resume /is_paused": "in Python, `AsyncLLM.pause_generation()` and `resume_generation()`",
     "/start_profile /stop_profile": "profile with XLA's tools",
-    "/v1/responses/{response_id} /v1/responses/{response_id}/cancel": "404: responses are not stored",
     "/v2/embed /cohere/v2/chat": "Cohere's API is not served: use `/v1/embeddings` and `/v1/chat/completions`",
     "/v1/chat/completions/batch": "[batches](batches.md)",
     "/v1/chat/completions/render /v1/completions/render /v1/responses/render /v1/messages/render "
@@ -105,7 +104,7 @@ def _row(names: Collection[str], cell: str) -> str:
 
 
 def _paths() -> Iterator[str]:
-    served = {path for _, path in HTTP}
+    served = {path.replace(":path", "") for _, path in HTTP}
     yield f"\n| path of vLLM {VERSION} | here |\n|---|---|"
     yield _row([path for path in PATHS.split() if path in served], "the same")
     for paths, text in INSTEAD.items():

@@ -143,8 +143,8 @@ class OpenAIBackend:
         if not isinstance(sample.prompt, str):
             raise InvalidArgument("--prompt-format", "ids cannot be sent as a chat: choose text")
         messages = []
-        for prompt, answer in sample.history:
-            messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        for asked, answer in sample.history:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
         messages.append({"role": "user", "content": sample.prompt})
         return {**self._fields, "messages": messages, "max_tokens": sample.output_len}
 

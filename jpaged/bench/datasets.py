@@ -555,7 +555,7 @@ class _Fields:
     def length(self, name: str) -> int:
         """Return a number of tokens from 1; 0 counts as 1, because every request has a token."""
         found = self.value.get(name)
-        if not _is_id(found) or not 0 <= found <= _MAX_LEN:
+        if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= _MAX_LEN:
             raise self.error(name, f"{found!r} is not from 0 to {_MAX_LEN}")
         return max(1, found)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jpaged.kernels.matrix_format import NUM_BITS
 from jpaged.models.config import ModelConfig
 from jpaged.models.family import AnyFamily
-from jpaged.models.param_specs import Leaf, contracted_axis, leaf_format
+from jpaged.models.param_specs import SPLIT_AXES, Leaf, contracted_axis, leaf_format
 from jpaged.models.registry import find_family
 
 _SCALE_BYTES = 4
@@ -61,10 +61,17 @@ def num_params(config: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for each in (leaves.outer, *leaves.layers) for leaf in each)
 
 
-def weight_bytes(config: ModelConfig, itemsize: int) -> float:
-    """Return the bytes of the model's parameters, with `itemsize` bytes for each that is not quantized."""
-    leaves = model_leaves(config)
-    return sum(_leaf_bytes(config, leaf, itemsize) for each in (leaves.outer, *leaves.layers) for leaf in each)
+def weight_bytes(config: ModelConfig, itemsize: int, num_parts: int = 1) -> float:
+    """Return the bytes of the model's parameters, with `itemsize` bytes for each that is not quantized.
+
+    Args:
+        num_parts: devices that the model is split over; the result is for one of them.
+    """
+    leaves, total = model_leaves(config), 0.0
+    for leaf in (leaf for each in (leaves.outer, *leaves.layers) for leaf in each):
+        is_whole = config.has_dp_attention and SPLIT_AXES.isdisjoint(leaf.axes)
+        total += _leaf_bytes(config, leaf, itemsize) / (1 if is_whole else num_parts)
+    return total
 
 
 def embedding_bytes(config: ModelConfig, itemsize: int) -> float:

@@ -42,6 +42,7 @@ from jpaged.errors import InternalError, InvalidArgument
 
 _OF_COMPILERS = ("XLA_", "TF_XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
 _WITH_HEAD: Mapping[str, Any] = {"num_scheduler_steps": 1, "swap_space": 0.0}
+_WITH_DP_ATTENTION: Mapping[str, Any] = {"swap_space": 0.0}
 ENVIRONMENT: Mapping[str, str] = {
     "JPAGED_CACHE_DIR": "directory of the compiled-program cache; empty disables the cache",
     "JPAGED_API_KEY": "API key that clients and commands send",
@@ -113,6 +114,8 @@ class EngineConfig:
         config._check_together()
         if config.has_head:
             config = config._for_head(options)
+        if config.parallel.enable_dp_attention:
+            config = config._for_dp_attention(options)
         return config.replace(enable_lora=True) if config.lora.lora else config
 
     def _check_together(self) -> None:
@@ -210,6 +213,35 @@ class EngineConfig:
                 f"{NAME}.method", f"{problem}, so it cannot load blocks from host memory; swap_space must be 0"
             )
         return self.replace(**_WITH_HEAD)
+
+    def _for_dp_attention(self, given: Mapping[str, Any]) -> EngineConfig:
+        """Return these options for data-parallel attention: a device's blocks move nowhere.
+
+        Raises:
+            InvalidArgument: an option was set to a conflicting value.
+        """
+        cache, name = self.cache, "enable_dp_attention"
+        refused: dict[str, tuple[object, object]] = {
+            "context_parallel_size": (self.parallel.context_parallel_size, 1),
+            "kv_policy": (cache.kv_policy, "paged"),
+            "batching": (self.scheduler.batching, "continuous"),
+            "speculative_config": (self.scheduler.speculative_config, None),
+            "enable_lora": (self.lora.enable_lora or bool(self.lora.lora), False),
+            "kv_events_endpoint": (self.kv_events.kv_events_endpoint, None),
+            "role": (self.roles.role, "both"),
+            "compiled": (self.startup.compiled, None),
+            "lossy_kv_window": (self.lossy.lossy_kv_window, None),
+        }
+        if cache.store_option is not None:
+            refused[cache.store_option] = (cache.described_store(), None)
+        if given.get("swap_space") not in (None, CacheOptions().swap_space):
+            refused["swap_space"] = (cache.swap_space, 0.0)
+        if cache.eviction_policy not in ("auto", "lru"):
+            refused["eviction_policy"] = (cache.eviction_policy, "lru")
+        for other, (value, only) in refused.items():
+            if value != only:
+                raise InvalidArgument(name, f"is on, and does not support {other} {value}; it must be {only}")
+        return self.replace(**_WITH_DP_ATTENTION)
 
     @property
     def has_draft(self) -> bool:

@@ -539,6 +539,12 @@ class ParallelOptions:
     enable_expert_parallel: bool = option(
         False, "place whole experts on the devices of a replica instead of a part of every expert"
     )
+    enable_dp_attention: bool = option(
+        False,
+        "data-parallel attention for latent caches (DeepSeek): each of the tensor_parallel_size devices has the KV "
+        "cache and the attention of some sequences, with whole attention weights, so the pool grows with the "
+        "devices; requires enable_expert_parallel for models with experts",
+    )
     coordinator: str | None = option(
         None,
         "HOST:PORT of process 0, the same for all processes; if unset, detected from LeaderWorkerSet, GKE TPU "

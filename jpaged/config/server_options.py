@@ -151,6 +151,29 @@ class HttpOptions:
     return_tokens_as_token_ids: bool = option(
         False, "name tokens in log-probabilities of completions and chats token_id:N instead of by their text"
     )
+    max_response_storage: float = option(
+        256.0,
+        "maximum size of all stored responses of /v1/responses, which are in memory until the server restarts: the "
+        "oldest are removed for newer ones; 0 stores none",
+        low=0.0,
+        high=1 << 20,
+        unit="MiB",
+    )
+    max_stored_responses: int = option(
+        1000,
+        "maximum number of stored responses per tenant: the oldest are removed for newer ones",
+        low=1,
+        high=10_000_000,
+    )
+    stored_response_expiry: float = option(
+        86400.0, "time after which a stored response is removed", low=0.1, high=1e7, unit="s"
+    )
+    tenant_response_share: float = option(
+        0.5,
+        "maximum fraction of max_response_storage per tenant (default: half); all with isolate_tenants off",
+        low=0.01,
+        high=1.0,
+    )
     batch_dir: str | None = option(
         None,
         "folder for the files and state of /v1/batches, which resume after a restart; used by one server at a "

@@ -1,4 +1,6 @@
-"""Contexts split over the devices of a mesh: device d of c stores the positions p of every sequence with p % c = d.
+"""Distribution of contexts over the devices of a mesh: each by position, or whole sequences.
+
+`ContextOrder` splits every context: device d of c stores the positions p of every sequence with p % c = d.
 
     position    0 1 2 3 4 5 6 7 | 8 9 ...         c = 2, blocks of 8 slots, 4 of them on each device
     device 0    0   2   4   6   | 8 ...           its slots 0 1 2 3 of the first block, 0 of the second
@@ -16,6 +18,12 @@ queries is therefore split into c rows. For each of those, a device's own keys a
 Kernels are unaware of it: a row's first query is at (p - d) // c among a device's keys, and a window has the length of
 its part, W / c. All devices have equal work, also in prompts. Striped Attention (Brandon et al., 2023) found that
 interleaving tokens balances causal attention; the order is computed once per step, before the layers.
+
+`RankOrder` distributes sequences, for data-parallel attention: a device has all blocks of some sequences, and runs
+their tokens with all heads.
+
+    packed      a0 a1 a2 b7 c4 . . .         n = 2; a and c are on device 1, b on device 0
+    in order    b7 .  .  .  | a0 a1 a2 c4    T / n places for each device; the scheduler gives none more tokens
 """
 
 from __future__ import annotations
@@ -31,12 +39,13 @@ from jax import lax
 
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.spec import Attended, RaggedRows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from jaxtyping import Array, Int
+    from jaxtyping import Array, Bool, Int
 
 _OF_TOKENS = ("positions_t", "rope_lens_t", "slots_gt", "adapters_t")
 
@@ -115,6 +124,72 @@ class ContextOrder:
         """Return the starts of runs among the new rows; unused runs begin at the end of the last one."""
         starts, num_rows = self.firsts_s1[run_starts_s1], self.rows_u.shape[0]
         return jnp.pad(starts[: num_rows + 1], (0, max(0, num_rows + 1 - len(starts))), mode="edge")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class RankOrder:
+    """Order of a step's tokens in which each device's are adjacent, in an equal part of the step's places.
+
+    Attributes:
+        tokens_t: the packed token at each place; token 0 at places that are not in use.
+        places_t: the place of each packed token; undefined for padding.
+        is_used_t: the places in use.
+        ranks_s: the device of each row; n for rows that are not in use.
+    """
+
+    tokens_t: Int[Array, "T"]
+    places_t: Int[Array, "T"]
+    is_used_t: Bool[Array, "T"]
+    ranks_s: Int[Array, "S"]
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, jax.Array], layout: KVLayout) -> RankOrder:
+        """Build the order of a step, given the fields of `StepInputs`; a row's first block determines its device."""
+        starts_s1, num_tokens, dp_size = inputs["query_starts_s1"], inputs["positions_t"].shape[0], layout.dp_size
+        first_blocks_s = inputs["block_tables_gsm"][0, :, 0]
+        is_row_s = jnp.arange(len(first_blocks_s)) < inputs["num_rows"]
+        ranks_s = jnp.where(is_row_s, (first_blocks_s - 1) // (layout.num_blocks // dp_size), dp_size)
+
+        t, of_rank = jnp.arange(num_tokens, dtype=jnp.int32), num_tokens // dp_size
+        row_t = jnp.minimum((t[:, None] >= starts_s1[None, 1:]).sum(axis=1, dtype=jnp.int32), len(ranks_s) - 1)
+        rank_t = jnp.where(t < starts_s1[-1], ranks_s[row_t], dp_size)
+        is_of_tn = rank_t[:, None] == jnp.arange(dp_size)
+        before_t = jnp.sum(jnp.where(is_of_tn, jnp.cumsum(is_of_tn, axis=0, dtype=jnp.int32), 0), axis=1) - 1
+        places_t = jnp.where(rank_t < dp_size, rank_t * of_rank + before_t, num_tokens).astype(jnp.int32)
+        tokens_t = jnp.zeros_like(t).at[places_t].set(t, mode="drop", unique_indices=True)
+        is_used_t = jnp.zeros_like(t, jnp.bool_).at[places_t].set(True, mode="drop")
+        return cls(tokens_t, jnp.minimum(places_t, num_tokens - 1), is_used_t, ranks_s)
+
+    def ordered(self, inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return the fields of `StepInputs`, with per-token fields in this order; unused places have the null slot."""
+        found = {**inputs, **{name: inputs[name][..., self.tokens_t] for name in _OF_TOKENS if name in inputs}}
+        return {**found, "slots_gt": jnp.where(self.is_used_t, found["slots_gt"], 0)}
+
+    def get_rows(self, rows: RaggedRows, rank: Int[Array, ""], layout: KVLayout) -> RaggedRows:
+        """Return the rows of one device, over the places and with the block numbers of that device.
+
+        The scheduler gives no device more than an equal share of the rows of a step, S / n rounded up.
+        """
+        is_own_s = self.ranks_s == rank
+        order_s = jnp.argsort(~is_own_s, stable=True)[: -(-len(is_own_s) // layout.dp_size)]
+        is_own_s = is_own_s[order_s]
+        nums_s = (rows.query_starts_s1[1:] - rows.query_starts_s1[:-1])[order_s]
+        starts_s1 = jnp.pad(jnp.cumsum(jnp.where(is_own_s, nums_s, 0)), (1, 0)).astype(jnp.int32)
+        return RaggedRows(
+            query_starts_s1=starts_s1,
+            kv_lens_s=jnp.where(is_own_s, rows.kv_lens_s[order_s], 0),
+            block_tables_sm=layout.local_ids(rows.block_tables_sm[order_s], rank),
+            num_rows=is_own_s.sum(dtype=jnp.int32),
+            kv_begins_s=None,
+        )
+
+    @staticmethod
+    def own_slots(slots_t: Int[Array, "T"], rank: Int[Array, ""], layout: KVLayout) -> Int[Array, "T/n"]:
+        """Return the slots of one device's places, within its own blocks."""
+        of_rank, block_size = slots_t.shape[0] // layout.dp_size, layout.block_size
+        slots = lax.dynamic_slice_in_dim(slots_t, rank * of_rank, of_rank)
+        return layout.local_ids(slots // block_size, rank) * block_size + slots % block_size
 
 
 def most_rows(num_rows: int, num_tokens: int, num_parts: int) -> int:

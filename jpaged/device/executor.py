@@ -41,11 +41,11 @@ from jpaged.device.kv_fingerprint import kv_fingerprint
 from jpaged.device.kv_scales import measure_scales
 from jpaged.device.linear import params_for
 from jpaged.device.mesh import (
-    CONTENTS_SPEC,
-    POOL_SPEC,
     MeshPlacement,
     check_params,
+    contents_spec,
     first_device,
+    pool_spec,
     replicated,
     serving_mesh,
 )
@@ -168,8 +168,8 @@ class JaxExecutor:
         self.num_compiles_after_warm_up = 0
         self._rates: DeviceRates | None = None
         layout, mesh = step.layout, step.mesh
-        self._pool = KVPool(layout, NamedSharding(mesh, POOL_SPEC))
-        self._host = HostPool(layout, geometry.num_host_blocks, NamedSharding(mesh, CONTENTS_SPEC))
+        self._pool = KVPool(layout, NamedSharding(mesh, pool_spec(layout)))
+        self._host = HostPool(layout, geometry.num_host_blocks, NamedSharding(mesh, contents_spec(layout)))
         self._mover = BlockMover(layout, self._pool, self._host)
         packings = {size: forward_packing(size, geometry) for size in geometry.buckets.tokens}
         several = {size: DecodePacking(forward_packing(size, geometry), size) for size in geometry.buckets.decodes}

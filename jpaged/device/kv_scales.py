@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jpaged.device.mesh import SCALES_SPEC
+from jpaged.device.mesh import scales_spec
 from jpaged.device.step import Step
 from jpaged.kernels.kv_layout import MAX_NUMBER, output_dim
 from jpaged.models.layers import Params
@@ -43,7 +43,7 @@ def measure_scales(step: Step, params: Params) -> jax.Array:
     """Run the probe and return float32 scales `[G * L, K, 2]` of keys and values, on the devices of their heads."""
     probe_len = min(PROBE_LEN, step.model.config.max_model_len)
     token_ids = np.random.default_rng(0).integers(0, step.vocab_size, probe_len, dtype=np.int32)
-    sharding = NamedSharding(step.mesh, SCALES_SPEC)
+    sharding = NamedSharding(step.mesh, scales_spec(step.layout))
     largest_lk2 = jax.jit(functools.partial(_largest, step), out_shardings=sharding)(params, token_ids)
     return jnp.maximum(largest_lk2, 1e-6) * (MARGIN / MAX_NUMBER[step.layout.dtype.name])
 

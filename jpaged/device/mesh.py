@@ -4,9 +4,15 @@
     context  parts of every context: the slots of a block (`jpaged.device.context`); each part has whole weights
     model    parts of one copy: heads, feed-forward width, vocabulary
 
+<<<<<<< HEAD
 Each copy of the model (replica) has its own mesh. Every array of the serving programs has a sharding that is made here.
 An array that is not split over `model` is whole on every device, except the pool and layers in stages. All parts of the
 pool have the same blocks, so one block table serves them all.
+=======
+Every array of the serving programs has a sharding that is made here. An array that is not split over `model` is whole
+on every device, except the pool. All parts of the pool have the same blocks, so one block table serves them all. If
+attention is data-parallel, each device of `model` has other blocks, and the rows of their sequences (`TOKENS_SPEC`).
+>>>>>>> main
 """
 
 from __future__ import annotations
@@ -23,10 +29,14 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.errors import InvalidArgument
+from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.matmul import PackedMatrix, QuantizedMatrix
 from jpaged.kernels.matmul.triton.form import lies_by_columns
 from jpaged.models.config import ModelConfig
+<<<<<<< HEAD
 from jpaged.models.layer_kinds import divides_into_stages
+=======
+>>>>>>> main
 from jpaged.models.layers import Params
 from jpaged.models.model import Model, can_stack
 from jpaged.models.param_specs import LogicalAxes
@@ -170,6 +180,11 @@ def num_shards(mesh: Mesh) -> int:
     return mesh.shape[MODEL_AXIS]
 
 
+def get_dp_size(config: ModelConfig, mesh: Mesh) -> int:
+    """Return the devices that each have the KV cache of some sequences; 1 if attention is not data-parallel."""
+    return num_shards(mesh) if config.has_dp_attention else 1
+
+
 def num_context_parts(mesh: Mesh) -> int:
     """Return the number of parts that every context is split into."""
     return mesh.shape[CONTEXT_AXIS]
@@ -194,7 +209,13 @@ def partition_spec(*logical_axes: str | None) -> PartitionSpec:
     return PartitionSpec(*(None if axis is None else LOGICAL_AXES[axis] for axis in logical_axes))
 
 
+<<<<<<< HEAD
 POOL_SPEC = partition_spec("layer_blocks", "slots", "kv_heads")
+=======
+TOKENS_SPEC = PartitionSpec(MODEL_AXIS)
+"""Sharding of the tokens of data-parallel attention, and of its pool's blocks."""
+POOL_SPEC = partition_spec("blocks", "slots", "kv_heads")
+>>>>>>> main
 CONTENTS_SPEC = partition_spec("blocks", "layers", "slots", "kv_heads")
 """Sharding of the result of `KVLayout.read_blocks`."""
 SCALES_SPEC = partition_spec("layers", "kv_heads", None)
@@ -202,6 +223,21 @@ HEADS_SPEC = partition_spec("tokens", "heads", None)
 SINKS_SPEC = partition_spec("heads")
 PROJECTION_SPEC = partition_spec("tokens", "kv_heads", None, None)
 LOGITS_SPEC = partition_spec("rows", "vocab")
+
+
+def pool_spec(layout: KVLayout) -> PartitionSpec:
+    """Return the sharding of the pool: by heads and slots, or by blocks for data-parallel attention."""
+    return POOL_SPEC if layout.dp_size == 1 else TOKENS_SPEC
+
+
+def contents_spec(layout: KVLayout) -> PartitionSpec:
+    """Return the sharding of the result of `KVLayout.read_blocks`; whole for data-parallel attention."""
+    return CONTENTS_SPEC if layout.dp_size == 1 else PartitionSpec()
+
+
+def scales_spec(layout: KVLayout) -> PartitionSpec:
+    """Return the sharding of the scales of an 8-bit pool."""
+    return SCALES_SPEC if layout.dp_size == 1 else PartitionSpec()
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

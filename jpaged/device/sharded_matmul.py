@@ -3,17 +3,17 @@
 Quantized matrices that a kernel multiplies with carry partition specs. Of experts, each device has a part of every one,
 or some whole ones.
 
-Hidden states are whole on every device between layers, so each device already has the rows for the experts that it
-holds. It computes with its own matrices, and one sum over the devices ends the layer, as in a dense layer. An exchange
-of rows (all-to-all) could only replace the scattering half of that sum. For T rows of E numbers, K experts per row and
-n devices, a device then sends
+If attention is tensor-parallel, hidden states are whole on every device between layers, so each device already has the
+rows for the experts that it holds. It computes with its own matrices, and one sum over the devices ends the layer, as
+in a dense layer. If attention is data-parallel, a device has the rows of some sequences, and sends each row to the
+devices that have experts for it (`RowExchange`): once to each, whatever their number there. One sum of their results
+comes back. For T rows of E numbers, d devices per row and n devices, a device sends
 
-    replicated    2 (n - 1) / n  T E        the sum: scattered, and gathered again
-    exchanged     (min(K, n) / n + 1) (n - 1) / n  T E      results to the row's device, and the rows gathered again
+    replicated    2 (n - 1) / n  T E        the sum: scattered, and gathered again; T E float32 numbers
+    exchanged     2 (n - 1) / n  T E d / n      rows to the experts, and results back, in the type of the rows
 
-if messages may have any length. But programs have static shapes, no row may be dropped, and all rows may choose the
-experts of one device. Each pair of devices then needs room for T / n rows, which is what the scattering half sends.
-So rows are never exchanged.
+Messages have any length (ragged all-to-all), and there is room for all rows of the step at each device, so no row is
+dropped. XLA for CPUs has no such collective; there each pair of devices exchanges T / n rows, padded.
 
 Dense layers are summed twice, after attention and after the feed-forward. On TPUs the hidden states are summed in parts
 of their columns, so that the compiler overlaps the sum of one part with the matmuls of others
@@ -29,11 +29,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.device.mesh import (
     MODEL_AXIS,
+    TOKENS_SPEC,
     first_device,
     num_context_parts,
     num_shards,
@@ -46,7 +48,7 @@ from jpaged.kernels.matmul import QuantizedMatrix
 from jpaged.kernels.matmul.on_device import PartedMatrix, kernel_takes
 from jpaged.kernels.mixture_kind import GateFunction
 from jpaged.kernels.paged_attention.triton.attention import unsupported_device_reason
-from jpaged.models.config import Mixture
+from jpaged.models.config import Mixture, ModelConfig
 from jpaged.models.decoder.leaves import expert_axes
 from jpaged.models.layers import Params
 from jpaged.models.model import Model, leaf_axes, placed_leaves
@@ -144,13 +146,16 @@ def experts_backend(device: jax.Device) -> ExpertsBackend:
     return "wide-tiles" if unsupported_device_reason(device) else "triton"
 
 
-def experts_kernel(mixture: Mixture | None, mesh: Mesh) -> ExpertsKernel | None:
+def experts_kernel(config: ModelConfig, mesh: Mesh) -> ExpertsKernel | None:
     """Return the function that computes a model's experts on its devices; None if it has no experts."""
+    mixture = config.mixture
     if mixture is None:
         return None
     compute = functools.partial(sum_experts, backend=experts_backend(first_device(mesh)))
     if mesh.size == 1:
         return compute
+    if config.has_dp_attention:
+        return _exchanging_kernel(compute, mixture, mesh)
 
     def run(x_te: jax.Array, routes: Routes, weights: ExpertWeights, gate: GateFunction) -> jax.Array:
         def part(x_te: jax.Array, routes: Routes, weights: ExpertWeights) -> jax.Array:
@@ -167,6 +172,154 @@ def experts_kernel(mixture: Mixture | None, mesh: Mesh) -> ExpertsKernel | None:
         return summed
 
     return run
+
+
+def _exchanging_kernel(compute: ExpertsKernel, mixture: Mixture, mesh: Mesh) -> ExpertsKernel:
+    """Return the function for rows that are split over the devices; see `RowExchange`."""
+    is_padded = first_device(mesh).platform == "cpu"
+
+    def run(x_te: jax.Array, routes: Routes, weights: ExpertWeights, gate: GateFunction) -> jax.Array:
+        def part(x_ce: jax.Array, routes: Routes, weights: ExpertWeights) -> jax.Array:
+            num_own, rank = weights.num_experts, jax.lax.axis_index(MODEL_AXIS)
+            everyone = _gathered(routes)
+            exchange = RowExchange.of(everyone.ids_tk.reshape(mesh.size, *routes.ids_tk.shape), rank, num_own)
+            found_te = exchange.dispatch(x_ce, is_padded=is_padded)
+            ids_tk, weights_tk = everyone.ids_tk[exchange.found_t], everyone.weights_tk[exchange.found_t]
+            ids_tk = jnp.where(exchange.is_found_t[:, None], ids_tk, num_own * mesh.size)
+            own = Routes(ids_tk, weights_tk).part(rank * num_own, num_own)
+            y_te = compute(found_te, own, weights, gate).astype(x_ce.dtype)
+            return exchange.combine(y_te, is_padded=is_padded)
+
+        specs = (TOKENS_SPEC, TOKENS_SPEC, _expert_specs(mixture, weights))
+        summed: jax.Array = on_shards(part, mesh, specs, TOKENS_SPEC)(x_te, routes, weights)
+        return summed
+
+    return run
+
+
+def _gathered(routes: Routes) -> Routes:
+    """Return the routes of all devices `[T, K]`, gathered in one message."""
+    bits_tk = jax.lax.bitcast_convert_type(routes.weights_tk, jnp.int32)
+    ids_tk, bits_tk = jnp.split(
+        jax.lax.all_gather(jnp.concatenate([routes.ids_tk, bits_tk], axis=1), MODEL_AXIS, tiled=True), 2, axis=1
+    )
+    return Routes(ids_tk, jax.lax.bitcast_convert_type(bits_tk, jnp.float32))
+
+
+MessageSizes = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+"""For each device the first of the rows for it, their number, their place there, and the number of rows from it."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowExchange:
+    """An exchange of rows between n devices: C rows on each, sent to the devices of their experts, and back.
+
+        device 0    a b         a -> 0 1    sends    a | a b        for device 0, for device 1
+                                b -> 1      finds    a c            of device 0, of device 1
+        device 1    c d         c -> 0      sends    c | d
+                                d -> 1      finds    a b d
+
+    Every device computes the counts of all from the gathered routes, so no other message is needed.
+
+    Attributes:
+        counts_nn: rows from each device to each.
+        rank: the index of this device.
+        sent_m: own row at each place of the sent rows, M = C * min(K, n).
+        places_ck: places of each own row among the sent rows, by device; M if it is sent to fewer.
+        found_t: row of all devices at each place of the found rows, T = n * C.
+        is_found_t: places of the found rows that are in use, the first ones.
+    """
+
+    counts_nn: jax.Array
+    rank: jax.Array
+    sent_m: jax.Array
+    places_ck: jax.Array
+    found_t: jax.Array
+    is_found_t: jax.Array
+
+    @classmethod
+    def of(cls, ids_nck: jax.Array, rank: jax.Array, num_own: int) -> RowExchange:
+        """Build the exchange.
+
+        Args:
+            ids_nck: experts of the rows of each device; n * num_own is none.
+            num_own: experts on each device, consecutive ones.
+        """
+        num_devices, num_rows, top_k = ids_nck.shape
+        devices_n = jnp.arange(num_devices, dtype=jnp.int32)
+        uses_ncn = jnp.any((ids_nck // num_own)[..., None] == devices_n, axis=2)
+        counts_nn = jnp.sum(uses_ncn, axis=1, dtype=jnp.int32)
+        num_sent, num_found = num_rows * min(top_k, num_devices), num_devices * num_rows
+
+        own_cn = uses_ncn[rank]
+        places_cn = _starts(counts_nn[rank]) + jnp.cumsum(own_cn, axis=0, dtype=jnp.int32) - 1
+        places_cn = jnp.where(own_cn, places_cn, num_sent)
+        rows_cn = jnp.broadcast_to(jnp.arange(num_rows, dtype=jnp.int32)[:, None], own_cn.shape)
+        sent_m = jnp.zeros(num_sent, jnp.int32).at[places_cn].set(rows_cn, mode="drop")
+
+        mine_t = uses_ncn[:, :, rank].reshape(-1)
+        places_t = jnp.where(mine_t, jnp.cumsum(mine_t, dtype=jnp.int32) - 1, num_found)
+        found_t = jnp.zeros(num_found, jnp.int32).at[places_t].set(jnp.arange(num_found, dtype=jnp.int32), mode="drop")
+        is_found_t = jnp.arange(num_found) < jnp.sum(mine_t, dtype=jnp.int32)
+        places_ck = jnp.sort(places_cn, axis=1)[:, : min(top_k, num_devices)]
+        return cls(counts_nn, rank, sent_m, places_ck, found_t, is_found_t)
+
+    @property
+    def dispatch_sizes(self) -> MessageSizes:
+        """Sizes of the messages with rows for experts."""
+        counts_nn, rank = self.counts_nn, self.rank
+        return _starts(counts_nn[rank]), counts_nn[rank], _starts(counts_nn.T)[:, rank], counts_nn[:, rank]
+
+    @property
+    def combine_sizes(self) -> MessageSizes:
+        """Sizes of the messages with results."""
+        counts_nn, rank = self.counts_nn, self.rank
+        return _starts(counts_nn[:, rank]), counts_nn[:, rank], _starts(counts_nn)[:, rank], counts_nn[rank]
+
+    def dispatch(self, x_ce: jax.Array, *, is_padded: bool) -> jax.Array:
+        """Return the rows `[T, E]` of all devices that use experts of this one."""
+        empty = jnp.zeros((len(self.found_t), x_ce.shape[1]), x_ce.dtype)
+        return _exchanged(x_ce[self.sent_m], empty, self.dispatch_sizes, len(x_ce) if is_padded else None)
+
+    def combine(self, y_te: jax.Array, *, is_padded: bool) -> jax.Array:
+        """Return the sum `[C, E]` of the results of each own row, in float32 and in the order of the devices."""
+        num_sent, num_rows = len(self.sent_m), len(self.places_ck)
+        empty = jnp.zeros((num_sent, y_te.shape[1]), y_te.dtype)
+        y_me = _exchanged(y_te, empty, self.combine_sizes, num_rows if is_padded else None)
+        y_cke = y_me[jnp.minimum(self.places_ck, num_sent - 1)].astype(jnp.float32)
+        summed: jax.Array = jnp.sum(jnp.where((self.places_ck < num_sent)[..., None], y_cke, 0.0), axis=1)
+        return summed
+
+
+def _starts(counts: jax.Array) -> jax.Array:
+    """Return the sum of all counts before each, along the last axis."""
+    return jnp.cumsum(counts, axis=-1, dtype=jnp.int32) - counts
+
+
+def _exchanged(
+    rows_pe: jax.Array,
+    empty_qe: jax.Array,
+    sizes: MessageSizes,
+    most: int | None,
+) -> jax.Array:
+    """Return rows sent by all devices, device by device, in place of the first ones of `empty_qe`.
+
+    Args:
+        most: rows from a device to another at most, to pad each message to; None sends messages of any length.
+    """
+    first_n, num_n, _, arriving_n = sizes
+    if most is None:
+        return jax.lax.ragged_all_to_all(rows_pe, empty_qe, *sizes, axis_name=MODEL_AXIS)
+    places_nm = first_n[:, None] + jnp.arange(most)
+    sent_nme = jnp.where(
+        (jnp.arange(most) < num_n[:, None])[..., None], rows_pe[jnp.minimum(places_nm, len(rows_pe) - 1)], 0
+    )
+    found_nme = jax.lax.all_to_all(sent_nme, MODEL_AXIS, 0, 0)
+    place_q, ends_n = jnp.arange(len(empty_qe)), jnp.cumsum(arriving_n)
+    source_q = jnp.minimum(jnp.searchsorted(ends_n, place_q, side="right"), len(ends_n) - 1)
+    index_q = jnp.clip(place_q - (ends_n - arriving_n)[source_q], 0, most - 1)
+    return jnp.where((place_q < ends_n[-1])[:, None], found_nme[source_q, index_q], empty_qe)
 
 
 def _expert_specs(mixture: Mixture, weights: ExpertWeights) -> ExpertWeights:

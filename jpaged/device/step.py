@@ -38,7 +38,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.config import ActivationDtype, Backend, LinearBackend
 from jpaged.device import sampling
-from jpaged.device.context import ContextOrder, kind_of_part, merged, own_slots
+from jpaged.device.context import ContextOrder, RankOrder, kind_of_part, merged, own_slots
 from jpaged.device.logits_processors import RowEdits, TokenCounts, edited
 from jpaged.device.lora import AdapterRoom
 from jpaged.device.mesh import (
@@ -46,17 +46,24 @@ from jpaged.device.mesh import (
     HEADS_SPEC,
     LOGITS_SPEC,
     MODEL_AXIS,
-    POOL_SPEC,
     PROJECTION_SPEC,
-    SCALES_SPEC,
     SINKS_SPEC,
+<<<<<<< HEAD
     STAGE_AXIS,
+=======
+    TOKENS_SPEC,
+>>>>>>> main
     num_context_parts,
     num_shards,
     num_stages,
     on_shards,
+<<<<<<< HEAD
     on_stages,
+=======
+    pool_spec,
+>>>>>>> main
     replicated,
+    scales_spec,
 )
 from jpaged.device.model_runner import (
     NUM_COUNT_WORDS,
@@ -81,7 +88,7 @@ from jpaged.models.layer_kinds import KVGroups
 from jpaged.models.layers import Attend, Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode, LayerPlace
-from jpaged.models.tokens import HeadsKernel, TokenBatch
+from jpaged.models.tokens import HeadsKernel, StateShardings, TokenBatch
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -342,7 +349,21 @@ class Step:
     def _attention(self, params: Params, inputs: Mapping[str, jax.Array], order: ContextOrder | None) -> Attend:
         """Return the attention of a step's layers."""
         kinds, places = self.model.config.attention_kinds, self.kv_groups.places
+<<<<<<< HEAD
         pairs = {(kind, group) for kind, (group, _) in zip(kinds, places, strict=False)}  # a stage has the first kinds
+=======
+        pairs = {(kind, group) for kind, (group, _) in zip(kinds, places, strict=True)}
+        order: ContextOrder | RankOrder | None = None
+        num_parts, is_used_t = num_context_parts(self.mesh), None
+        if num_parts > 1:
+            order = ContextOrder.of(inputs["query_starts_s1"], inputs["num_rows"], len(ids_t), num_parts)
+        elif self.layout.dp_size > 1:
+            order = RankOrder.of(inputs, self.layout)
+            is_used_t = order.is_used_t
+        if order is not None:
+            inputs, ids_t = order.ordered(inputs), ids_t[order.tokens_t]
+            states_te = None if states_te is None else states_te[order.tokens_t]
+>>>>>>> main
         rows = {pair: self._prepare(*pair, inputs, order) for pair in pairs}
 
         def attend(
@@ -365,13 +386,20 @@ class Step:
     def _tokens(self, ids_t: jax.Array, inputs: Mapping[str, jax.Array], states_te: jax.Array | None) -> TokenBatch:
         """Return a step's tokens as the model takes them."""
         num_tokens = inputs["query_starts_s1"][-1]  # rows that are not in use begin at the end of the last one
+<<<<<<< HEAD
         return TokenBatch(
+=======
+        experts = experts_kernel(self.model.config, self.mesh)
+        tokens = TokenBatch(
+>>>>>>> main
             *(ids_t, inputs["positions_t"], inputs["rope_lens_t"], num_tokens),
             heads=self._heads(),
             experts=experts_kernel(self.model.config.mixture, self.mesh),
             adapters_t=inputs.get("adapters_t"),
             states_te=states_te,
             num_column_parts=self.num_column_parts(len(ids_t)),
+            is_used_t=is_used_t,
+            states=None if is_used_t is None else StateShardings(self._sharding(TOKENS_SPEC), replicated(self.mesh)),
         )
 
     def packed_sample(
@@ -546,6 +574,11 @@ class Step:
         return jax.lax.with_sharding_constraint(logits_rv, NamedSharding(self.mesh, LOGITS_SPEC))
 
     @property
+    def num_head_parts(self) -> int:
+        """Devices that share the heads; 1 for data-parallel attention."""
+        return num_shards(self.mesh) // self.layout.dp_size
+
+    @property
     def _vocabulary(self) -> SamplingVocabulary:
         return SamplingVocabulary(self.vocab_size, MODEL_AXIS if num_shards(self.mesh) > 1 else None)
 
@@ -562,7 +595,7 @@ class Step:
     def _heads(self) -> HeadsKernel | None:
         """Return the kernel that applies RoPE to heads for this backend's attention; each device has its own heads."""
         config, layout = self.model.config, self.layout.local
-        num_rows = config.num_heads // num_shards(self.mesh) + 2 * layout.num_kv_heads
+        num_rows = config.num_heads // self.num_head_parts + 2 * layout.num_kv_heads
         if (
             self.backend != "pallas-tpu"
             or layout.value_dim is not None
@@ -573,12 +606,15 @@ class Step:
         turn = on_shards(heads.turn, self.mesh, (PROJECTION_SPEC, whole, whole), (HEADS_SPEC,) * 3)
         return HeadsKernel(heads.angles, turn)
 
+    def _sharding(self, spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)
+
     def _prepare(
-        self, kind: AttentionKind, group: int, inputs: Mapping[str, jax.Array], order: ContextOrder | None
+        self, kind: AttentionKind, group: int, inputs: Mapping[str, jax.Array], order: ContextOrder | RankOrder | None
     ) -> StepRows:
         """Prepare the rows for the layers of an attention kind in a KV group, once per step.
 
-        If contexts are split, each device has its own rows, stacked on a first axis.
+        If contexts are split, or sequences distributed, each device has its own rows, stacked on a first axis.
         """
         rows = RaggedRows(
             query_starts_s1=inputs["query_starts_s1"],
@@ -591,6 +627,18 @@ class Step:
         runs = (inputs["run_starts_s1"], inputs["num_runs"]) if "num_runs" in inputs else None
         if order is None:
             return self._prepared(kind, rows, slots_t, runs)
+        if isinstance(order, RankOrder):
+
+            def of_rank(order: RankOrder, rows: RaggedRows, slots_t: jax.Array) -> StepRows:
+                rank = jax.lax.axis_index(MODEL_AXIS)
+                own = order.get_rows(rows, rank, self.layout)
+                prepared = self._prepared(kind, own, order.own_slots(slots_t, rank, self.layout), None)
+                found: StepRows = jax.tree.map(lambda leaf: leaf[None], prepared)
+                return found
+
+            of_ranks = on_shards(of_rank, self.mesh, PartitionSpec(), TOKENS_SPEC)
+            of_all: StepRows = of_ranks(order, rows, slots_t)
+            return of_all
         num_parts = num_context_parts(self.mesh)
 
         def of_part(order: Any, rows: Any, slots: Any, runs: Any) -> StepRows:
@@ -615,7 +663,7 @@ class Step:
         """Prepare the rows of one device, with their runs if any: their starts, and their number."""
         spec = self._spec(kind)
         num_rows, table_width = rows.block_tables_sm.shape
-        num_heads = self.model.config.num_heads // num_shards(self.mesh)
+        num_heads = self.model.config.num_heads // self.num_head_parts
         queries = Queries(num_heads, jnp.dtype(self.model.dtype), num_rows, table_width, slots_t.shape[0])
         return prepare_step_rows(rows, slots_t, runs, spec, queries, backend=self.backend)
 
@@ -631,9 +679,10 @@ class Step:
     ) -> tuple[jax.Array, jax.Array]:
         """Compute attention and update the pool: each device has its own heads, and all have the same blocks.
 
-        If contexts are split, each device also has its own slots of the blocks, and the results are merged.
+        If contexts are split, each device also has its own slots of the blocks, and the results are merged. If
+        attention is data-parallel, each device has all heads, for its own tokens.
         """
-        spec, num_parts = self._spec(place.attention), num_context_parts(self.mesh)
+        spec, num_parts, dp_size = self._spec(place.attention), num_context_parts(self.mesh), self.layout.dp_size
 
         def attend(
             q: Any, new_kv: Any, pool: Any, layer: Any, rows: Any, scales: Any, sinks: Any
@@ -641,6 +690,10 @@ class Step:
             if num_parts > 1:
                 k, v, slots = new_kv
                 new_kv = k, v, own_slots(slots, jax.lax.axis_index(CONTEXT_AXIS), num_parts)
+            if dp_size > 1:
+                k, v, slots = new_kv
+                new_kv = k, v, RankOrder.own_slots(slots, jax.lax.axis_index(MODEL_AXIS), self.layout)
+            if num_parts > 1 or dp_size > 1:
                 rows = jax.tree.map(lambda leaf: leaf[0], rows)
             update = paged_attention_update if isinstance(rows, RaggedRows) else cascade_attention_update
             *attended, pool = update(q, new_kv, pool, layer, rows, spec, scales, backend=self.backend)
@@ -648,8 +701,11 @@ class Step:
             return (o_thd if sinks is None else add_sinks((o_thd, lse_th), sinks)[0]), pool
 
         whole, of_rows = PartitionSpec(), PartitionSpec(*((CONTEXT_AXIS,) if num_parts > 1 else ()))
-        in_specs = (HEADS_SPEC, (HEADS_SPEC, HEADS_SPEC, whole), POOL_SPEC, whole, of_rows, SCALES_SPEC, SINKS_SPEC)
-        run = on_shards(attend, self.mesh, in_specs, (HEADS_SPEC, POOL_SPEC))
+        of_heads, of_scales, of_pool = HEADS_SPEC, scales_spec(self.layout), pool_spec(self.layout)
+        if dp_size > 1:
+            of_heads, of_rows = TOKENS_SPEC, TOKENS_SPEC
+        in_specs = (of_heads, (of_heads, of_heads, whole), of_pool, whole, of_rows, of_scales, SINKS_SPEC)
+        run = on_shards(attend, self.mesh, in_specs, (of_heads, of_pool))
         return run(q_thd, new_kv, pool, place.index, rows, scales_lk2, sinks_h)
 
     def _spec(self, kind: AttentionKind) -> AttentionSpec:

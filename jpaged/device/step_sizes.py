@@ -83,7 +83,7 @@ class DeviceAttention:
         model: as published.
         options: `attention_backend`, `kv_cache_dtype` and the sizes are read.
         device: of the kind to run on; it need not be attached.
-        num_parts: devices that share the heads.
+        num_parts: devices that share the heads, or with data-parallel attention the sequences.
         num_context_parts: devices that share the slots of every block.
         num_stages: devices that share the layers.
     """
@@ -204,7 +204,8 @@ class DeviceAttention:
         if usable_bytes is None:
             return least_rows, least_tokens
         num_fitting = self._num_fitting(usable_bytes, max_model_len)
-        rows = min(_MOST_ROWS, _power_of_two(num_fitting), _power_of_two(_MOST_TABLE_ENTRIES // table_width))
+        of_device = min(_MOST_ROWS, _power_of_two(_MOST_TABLE_ENTRIES // table_width))
+        rows = min(of_device * self._dp_size, _power_of_two(num_fitting))
         rows = max(least_rows, rows)
         ridge_tokens = 0 if hardware is None else math.ceil(2 * hardware.ridge_tokens)
         of_products = min(_MOST_TOKENS, max(least_tokens, _power_of_two(ridge_tokens)))
@@ -224,9 +225,21 @@ class DeviceAttention:
     def _num_fitting(self, usable_bytes: int, max_model_len: int) -> int:
         """Return how many sequences of 1024 tokens fit into one device's memory next to its weights."""
         share = self.options.cache.memory_utilization or platform_default("memory_utilization", self.device.platform)
+<<<<<<< HEAD
         held = weight_bytes(self.model.config, self.model.dtype.itemsize) / (self.num_parts * self.num_stages)
         sequence_bytes = self._layout(1).bytes_per_block * min(_SEQUENCE_TOKENS, max_model_len) / self.num_stages
         return max(0, int((share * usable_bytes - held) * self.num_context_parts // sequence_bytes))
+=======
+        held = weight_bytes(self.model.config, self.model.dtype.itemsize, self.num_parts)
+        sequence_bytes = self._layout(1).bytes_per_block * min(_SEQUENCE_TOKENS, max_model_len)
+        num_pools = self.num_context_parts * self._dp_size
+        return max(0, int((share * usable_bytes - held) * num_pools // sequence_bytes))
+
+    @property
+    def _dp_size(self) -> int:
+        """Devices that each have the KV cache of some sequences."""
+        return self.num_parts if self.model.config.has_dp_attention else 1
+>>>>>>> main
 
     def _layout(self, block_size: int) -> KVLayout:
         config = pad_for_sharding(self.model.config, self.num_parts)
@@ -234,7 +247,7 @@ class DeviceAttention:
             num_layers=config.num_layers,
             num_blocks=1,
             block_size=block_size,
-            num_kv_heads=config.num_kv_heads // self.num_parts,
+            num_kv_heads=config.num_kv_heads // (self.num_parts // self._dp_size),
             head_dim=config.head_dim,
             dtype=kv_dtype(self.options.cache.kv_cache_dtype, self.model.dtype),
             value_dim=config.value_dim,
@@ -243,12 +256,13 @@ class DeviceAttention:
     def _choice(self, sizes: StepSizes) -> Choice:
         config = pad_for_sharding(self.model.config, self.num_parts)
         layout = self._layout(sizes.block_size // self.num_context_parts)
+        dp_size = self._dp_size
         queries = Queries(
-            config.num_heads // self.num_parts,
+            config.num_heads // (self.num_parts // dp_size),
             self.model.dtype,
-            most_rows(sizes.max_num_seqs, sizes.max_num_batched_tokens, self.num_context_parts),
+            most_rows(-(-sizes.max_num_seqs // dp_size), sizes.max_num_batched_tokens, self.num_context_parts),
             sizes.blocks_per_seq,
-            sizes.max_num_batched_tokens,
+            -(-sizes.max_num_batched_tokens // dp_size),
         )
         return choose(self.options.model.attention_backend, self.device, layout, queries)
 

@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 from jpaged.device.compilation.compile import ProgramSpec
 from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.device.device_info import physical_host_bytes
-from jpaged.device.mesh import CONTENTS_SPEC, POOL_SPEC, on_shards, replicated
+from jpaged.device.mesh import MODEL_AXIS, contents_spec, on_shards, pool_spec, replicated
 from jpaged.device.model_runner import KVPool
 from jpaged.engine.executor import NULL_BLOCK, BlockMoves, Move
 from jpaged.errors import InternalError, InvalidArgument
@@ -384,9 +384,11 @@ def _check_ids(name: str, block_ids: list[int], num_blocks: int) -> None:
 
 def lower_move(spec: ProgramSpec, layout: KVLayout, mesh: Mesh) -> jax.stages.Lowered:
     """Trace and lower the program of a move. Every device moves its own part of the blocks."""
-    local, whole = layout.local, PartitionSpec()
+    local, whole, of_shards, of_blocks = layout.local, PartitionSpec(), pool_spec(layout), contents_spec(layout)
 
     def copy(pool: jax.Array, ids_2c: jax.Array) -> jax.Array:
+        if layout.dp_size > 1:
+            ids_2c = layout.local_ids(ids_2c, jax.lax.axis_index(MODEL_AXIS))
         return local.write_blocks(pool, ids_2c[1], local.read_blocks(pool, ids_2c[0]))
 
     def swap_out(pool: jax.Array, ids_c: jax.Array) -> jax.Array:
@@ -395,20 +397,20 @@ def lower_move(spec: ProgramSpec, layout: KVLayout, mesh: Mesh) -> jax.stages.Lo
     def swap_in(pool: jax.Array, contents: jax.Array, ids_c: jax.Array) -> jax.Array:
         return local.write_blocks(pool, ids_c, contents)
 
-    of_pool, of_contents = NamedSharding(mesh, POOL_SPEC), NamedSharding(mesh, CONTENTS_SPEC)
+    of_pool, of_contents = NamedSharding(mesh, of_shards), NamedSharding(mesh, of_blocks)
     pool = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
     ids = jax.ShapeDtypeStruct((spec.size,), np.int32, sharding=replicated(mesh))
     contents = jax.ShapeDtypeStruct((spec.size, *layout.block_shape), layout.storage_dtype, sharding=of_contents)
     pair = jax.ShapeDtypeStruct((2, spec.size), np.int32, sharding=replicated(mesh))
     if spec.kind in ("copy", "draft_copy"):
         return jax.jit(
-            on_shards(copy, mesh, (POOL_SPEC, whole), POOL_SPEC), donate_argnums=0, out_shardings=of_pool
+            on_shards(copy, mesh, (of_shards, whole), of_shards), donate_argnums=0, out_shardings=of_pool
         ).lower(pool, pair)
     if spec.kind == "swap_out":
-        return jax.jit(on_shards(swap_out, mesh, (POOL_SPEC, whole), CONTENTS_SPEC), out_shardings=of_contents).lower(
+        return jax.jit(on_shards(swap_out, mesh, (of_shards, whole), of_blocks), out_shardings=of_contents).lower(
             pool, ids
         )
     if spec.kind == "swap_in":
-        run = on_shards(swap_in, mesh, (POOL_SPEC, CONTENTS_SPEC, whole), POOL_SPEC)
+        run = on_shards(swap_in, mesh, (of_shards, of_blocks, whole), of_shards)
         return jax.jit(run, donate_argnums=0, out_shardings=of_pool).lower(pool, contents, ids)
     raise InternalError(f"{spec} does not move blocks")

@@ -364,6 +364,16 @@ class SequenceGroup:
     def preempted(self) -> None:
         self.num_preemptions += 1
 
+    def place(self, rank: int) -> None:
+        """Set the part of the pool that the blocks of all sequences are taken from."""
+        for sequence in self.sequences:
+            sequence.kv.place(rank)
+
+    @property
+    def rank(self) -> int:
+        """Part of the pool that the blocks are in; see `SequenceBlocks`."""
+        return self.sequences[0].kv.rank
+
     def set_lora_slot(self, slot: int) -> None:
         """Set the adapter's device slot; 0 is none."""
         self.adapter_slot = slot

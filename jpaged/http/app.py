@@ -38,6 +38,7 @@ from jpaged.http.exchange import (
     IGNORED_FIELDS_HEADER,
     JSON,
     REQUEST_ID_HEADER,
+    WARNING_HEADER,
     body_in,
     build_response,
     error_for,
@@ -347,7 +348,10 @@ def make_app(service: Service, gate: Authenticator, batches: BatchJobRunner | No
             allow_origins=origins,
             allow_methods=("*",),
             allow_headers=("*",),
-            expose_headers=(REQUEST_ID_HEADER, "request-id", IGNORED_FIELDS_HEADER, "retry-after", "retry-after-ms"),
+            expose_headers=(
+                *(REQUEST_ID_HEADER, "request-id", IGNORED_FIELDS_HEADER, WARNING_HEADER),
+                *("retry-after", "retry-after-ms"),
+            ),
         )
     return _Named(guarded, (service.state.config.http.root_path or "").rstrip("/"))
 

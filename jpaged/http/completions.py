@@ -265,8 +265,14 @@ async def _output(
             return completions.output(generation.request_id, None, generation.prompt_token_ids)
 
 
-async def iter_events(service: Service, asked: CompletionJob) -> AsyncGenerator[JobEvent, None]:
-    """Run a job and yield its events; closing it aborts running requests. Raises as `run_job`."""
+async def iter_events(
+    service: Service, asked: CompletionJob, on_admitted: Callable[[], None] | None = None
+) -> AsyncGenerator[JobEvent, None]:
+    """Run a job and yield its events; closing it aborts running requests. Raises as `run_job`.
+
+    Args:
+        on_admitted: called when the engine has accepted the request of a job with one prompt.
+    """
     asked.add_known_prompts()
     if len(asked.job.prompts) > 1:
         async with aclosing(_events_of_several(service, asked)) as told:
@@ -277,6 +283,8 @@ async def iter_events(service: Service, asked: CompletionJob) -> AsyncGenerator[
         async with service.generate(asked.call(0)) as generation:
             asked.add_prompt(0, len(generation.prompt_token_ids))
             asked.headers.update(generation.record.headers)
+            if on_admitted is not None:
+                on_admitted()
             async for event in generation:
                 yield 0, generation, event
 

@@ -55,6 +55,8 @@ TIMEOUT_HEADER = "x-request-timeout"
 """Header of the request's timeout in seconds; then it ends with DEADLINE_EXCEEDED."""
 IGNORED_FIELDS_HEADER = "x-jpaged-ignored-fields"
 """Header of a response that names the unknown fields of the request, which were ignored."""
+WARNING_HEADER = "x-jpaged-warning"
+"""Header of a response that names parts of the request, such as tools, which were ignored, with the reason."""
 MAX_HEADER_CHARS = 1000
 """Characters of a header that names parts of the request; proxies limit all headers to a few KiB."""
 MAX_TIMEOUT_S = 86400.0

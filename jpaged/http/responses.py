@@ -1,16 +1,33 @@
-"""/v1/responses and /v1/messages: chats in other formats, as a whole or streamed. Nothing is stored."""
+"""/v1/responses and /v1/messages: chats in other formats, as a whole or streamed.
+
+`ResponseStore` keeps responses in memory, separately per tenant. A response that continues another one refers to the
+turns of that one, so that each turn is in memory once:
+
+    StoredResponse 1    body    earlier ()              input A    output B
+    StoredResponse 2    body    earlier (A, B)          input C    output D
+    StoredResponse 3    body    earlier (A, B, C, D)    input E    output F
+
+A response in the background is a task (`BackgroundRun`). It has its events, if it may be streamed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
+import asyncio
+import contextlib
+import itertools
+import json
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jpaged import json_text
 from jpaged.anthropic import (
     MESSAGES_URL,
     PING,
@@ -21,91 +38,44 @@ from jpaged.anthropic import (
     event_bytes,
     parse_messages_request,
 )
-from jpaged.errors import InvalidArgument, NotFound
+from jpaged.errors import (
+    AlreadyExists,
+    Cancelled,
+    InvalidArgument,
+    LimitExceeded,
+    NotFound,
+    QueueFull,
+    RequestTooLong,
+)
 from jpaged.http.completions import CompletionJob, EventStream, TokenTexts, iter_events, parse_job, run_job
 from jpaged.http.exchange import (
     JSON,
     MAX_HEADER_CHARS,
+    WARNING_HEADER,
     anthropic_error,
+    body_in,
     build_answer,
     error_for,
     get_answer_headers,
+    get_owner,
     while_there,
 )
-from jpaged.openai.request import Job
-from jpaged.openai.responses import ResponseEvents, build_response, parse_responses_request
+from jpaged.openai.request import Job, Streaming
+from jpaged.openai.response import ResponseMetadata, ShownToken
+from jpaged.openai.responses import (
+    QUEUED,
+    ResponseEvents,
+    ResponseFormat,
+    ResponsesRequest,
+    StoredTurns,
+    build_response,
+    continued_items,
+    listed_items,
+    parse_responses_request,
+)
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.service import Service
-from jpaged.types import Prompt
-
-
-def response_routes(service: Service) -> list[Route]:
-    """Return the routes of /v1/responses."""
-    texts = TokenTexts()
-
-    async def create(request: Request) -> Response | EventStream:
-        echoed: dict[str, Any] = {}
-
-        def read(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Job:
-            asking = parse_responses_request(body, defaults)
-            echoed.update(asking.echoed)
-            return asking.job
-
-        asked = await parse_job(service, request, read, is_kept=True)
-        if asked.job.streaming is not None:
-            keep_alive_s = service.state.config.http.http_keep_alive
-            return EventStream(_events(service, asked, echoed, texts), keep_alive_s, asked.left_s())
-        return await while_there(request, _whole(service, asked, echoed, texts), asked.left_s())
-
-    async def count(request: Request) -> Response:
-        asked = await parse_job(service, request, lambda body, defaults: parse_responses_request(body, defaults).job)
-        token_ids = await service.tokenize(lambda: asked.job.prompts[0], None)
-        return JSON({"object": "response.input_tokens", "input_tokens": len(token_ids)})
-
-    async def missing(request: Request) -> Response:
-        raise NotFound("response_id: responses are not stored: each is returned only to its own request")
-
-    return [
-        Route("/v1/responses", create, methods=["POST"]),
-        Route("/v1/responses/input_tokens", count, methods=["POST"]),
-        Route("/v1/responses/{rest:path}", missing, methods=["GET", "POST", "DELETE"]),
-    ]
-
-
-async def _whole(service: Service, asked: CompletionJob, echoed: Mapping[str, Any], texts: TokenTexts) -> Response:
-    (output,) = await run_job(service, asked)
-    (one,) = output.outputs
-    num_reasoning = await _num_tokens(service, one.reasoning_content)
-
-    def body() -> dict[str, Any]:
-        return build_response(
-            asked.heading(), echoed, output, lambda token_id: texts.of(asked.model, token_id), num_reasoning
-        )
-
-    num_told = len(one.logprobs) * (1 + len(one.logprobs[0].top)) if one.logprobs else 0
-    return await build_answer(service, body, len(one.text) + len(one.reasoning_content) + 10 * num_told)
-
-
-async def _events(
-    service: Service, asked: CompletionJob, echoed: Mapping[str, Any], texts: TokenTexts
-) -> AsyncGenerator[bytes, None]:
-    events = ResponseEvents(asked.heading(), echoed, lambda token_id: texts.of(asked.model, token_id))
-    has_begun = False
-    try:
-        async with aclosing(iter_events(service, asked)) as told:
-            async for _, _, event in told:
-                if not has_begun:
-                    has_begun = True
-                    yield events.begin()
-                num_told = 10 * len(event.logprobs) * (1 + len(event.logprobs[0].top)) if event.logprobs else 0
-                made = await service.run_blocking(lambda: events.of(event), num_told)  # noqa: B023 - called before the next
-                if made:
-                    yield made
-        yield events.end(await _num_tokens(service, events.reasoning))
-    except Exception as error:
-        if not has_begun:
-            raise
-        yield events.failed(error_for(error))
+from jpaged.types import OutputEvent, Prompt
 
 
 async def _num_tokens(service: Service, text: str) -> int:
@@ -117,8 +87,6 @@ async def _num_tokens(service: Service, text: str) -> int:
 
 _ON_A_THREAD = 1 << 20
 """Size of work that never runs on the event loop."""
-_WARNING_HEADER = "x-jpaged-warning"
-"""Header of fields of a body that were ignored."""
 _SYSTEM_AFTER_USER = tuple(
     Prompt(
         messages=[
@@ -130,6 +98,711 @@ _SYSTEM_AFTER_USER = tuple(
     )
     for late in ("c", "another text")
 )
+
+
+class _LateSystems:
+    """Checks if a model's chat template accepts system messages after the first message; one result for each model."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._model: LoadedModel | None = None
+        self._are_accepted = False
+
+    async def are_accepted(self, model: LoadedModel) -> bool:
+        """Return False if the template rejects them, or leaves them out."""
+        if model is not self._model:
+            try:
+                one = await self._service.tokenize(lambda: _SYSTEM_AFTER_USER[0], None)
+                other = await self._service.tokenize(lambda: _SYSTEM_AFTER_USER[1], None)
+                self._are_accepted = list(one) != list(other)
+            except InvalidArgument:
+                self._are_accepted = False
+            self._model = model
+        return self._are_accepted
+
+
+class StoredTurn:
+    """Encoded items of one turn, which all responses that continue it share.
+
+    Attributes:
+        num_uses: number of stored responses that refer to it.
+    """
+
+    __slots__ = ("items", "num_uses")
+
+    def __init__(self, items: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.items = b"".join(json_text.pieces(list(items)))
+        self.num_uses = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the items."""
+        found: list[dict[str, Any]] = json.loads(self.items)
+        return found
+
+
+class StoredResponse:
+    """A response in the store.
+
+    Attributes:
+        owner: the tenant that may read it.
+        expires_s: time of the removal.
+        body: the encoded response.
+        earlier: turns that it continues.
+        input: turn with the input.
+        output: turn with the answer.
+        run: the running request; None unless it runs in the background.
+    """
+
+    def __init__(
+        self, owner: str, response_id: str, body: bytes, earlier: tuple[StoredTurn, ...], given: StoredTurn
+    ) -> None:
+        self.owner = owner
+        self.response_id = response_id
+        self.expires_s = 0.0
+        self.body = body
+        self.earlier = earlier
+        self.input = given
+        self.output = StoredTurn()
+        self.run: BackgroundRun | None = None
+
+    @property
+    def turns(self) -> tuple[StoredTurn, ...]:
+        """The turns of the conversation, with this one."""
+        return (*self.earlier, self.input, self.output)
+
+    @property
+    def num_own_bytes(self) -> int:
+        """Size without turns."""
+        num_events = 0 if self.run is None else self.run.num_bytes
+        return _OVERHEAD_BYTES + len(self.body) + num_events
+
+    @property
+    def num_bytes(self) -> int:
+        """Size if no other response shares its turns."""
+        return self.num_own_bytes + sum(len(turn.items) for turn in self.turns)
+
+    @property
+    def is_running(self) -> bool:
+        return self.run is not None and not self.run.is_over
+
+
+_OVERHEAD_BYTES = 2048
+"""Approximate size of an entry without its texts."""
+
+
+@dataclass(slots=True)
+class _TenantResponses:
+    """Responses of one tenant by id, the oldest first, and their size."""
+
+    responses: dict[str, StoredResponse] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+class ResponseStore:
+    """Responses in memory, separately per tenant. Bound to the event loop, except `find_item` and `read`.
+
+    A tenant's oldest responses are evicted for its newer ones. If the whole store is full, the oldest responses of the
+    tenant with the most bytes are. Responses that run are never evicted.
+
+    Args:
+        max_bytes: maximum size of all responses; 0 stores none.
+        max_responses: maximum responses of one tenant.
+        share: fraction of `max_bytes` that one tenant may use.
+        expiry_s: time after which a response is removed.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        max_responses: int,
+        share: float,
+        expiry_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._max_owned_bytes = int(max_bytes * share)
+        self._max_responses = max_responses
+        self._expiry_s = expiry_s
+        self._clock = clock
+        self._owners: dict[str, _TenantResponses] = {}
+        self._by_age: dict[StoredResponse, None] = {}
+        self.num_bytes = 0
+
+    @property
+    def max_response_bytes(self) -> int:
+        """Maximum size of one response; 0 stores none."""
+        return self._max_owned_bytes
+
+    def __len__(self) -> int:
+        return len(self._by_age)
+
+    def find(self, owner: str, response_id: str) -> StoredResponse:
+        """Return a tenant's response; raise NotFound if there is none."""
+        owned = self._owners.get(owner)
+        found = None if owned is None else owned.responses.get(response_id)
+        if found is None or (found.expires_s <= self._clock() and not found.is_running):
+            why = (
+                "it was never stored, was deleted, has expired, or was evicted"
+                if self._max_bytes
+                else "nothing is stored"
+            )
+            problem = f"Response with id {ascii(response_id)[:_MAX_SHOWN]} not found."
+            raise NotFound(f"{problem} Responses are in the memory of one server until it restarts: {why}.")
+        return found
+
+    def find_item(self, owner: str, item_id: str) -> Mapping[str, Any]:
+        """Return an item of a tenant's responses; raise NotFound if there is none."""
+        request_id = item_id.partition("_")[2].rpartition("_")[0]
+        with contextlib.suppress(NotFound):
+            found = self.find(owner, f"resp_{request_id}")
+            for item in (*found.input.read(), *found.output.read()):
+                if item.get("id") == item_id:
+                    return item
+        problem = f"Item with id {ascii(item_id)[:_MAX_SHOWN]} not found."
+        raise NotFound(f"{problem} Only items of stored responses can be referred to: send the item itself.")
+
+    def add(self, response: StoredResponse) -> bool:
+        """Store a response, in place of one of the same id; return False if it is too large.
+
+        Raises:
+            AlreadyExists: a response of this id is running.
+            QueueFull: all responses that the tenant may have are running.
+        """
+        self._drop_expired()
+        if response.num_bytes > self._max_owned_bytes:
+            return False
+        owned = self._owners.setdefault(response.owner, _TenantResponses())
+        replaced = owned.responses.get(response.response_id)
+        if replaced is not None:
+            if replaced.is_running:
+                raise AlreadyExists(f"response {response.response_id!r} is running")
+            self.remove(replaced)
+            owned = self._owners.setdefault(response.owner, owned)
+        if response.is_running and sum(one.is_running for one in owned.responses.values()) >= self._max_responses:
+            what = f"{self._max_responses} responses are running in the background"
+            raise QueueFull(f"{what}, the limit of a tenant (max_stored_responses)", retry_after_s=1.0)
+        response.expires_s = self._clock() + self._expiry_s
+        owned.responses[response.response_id] = response
+        self._by_age[response] = None
+        self._count(owned, response.num_own_bytes)
+        for turn in response.turns:
+            self._use(owned, turn)
+        self._make_room(response)
+        return True
+
+    def holds(self, response: StoredResponse) -> bool:
+        """Return True if a response has not been removed."""
+        return response in self._by_age
+
+    def update(self, response: StoredResponse, body: bytes, output: StoredTurn) -> None:
+        """Set the body and the answer of a response; no-op if it has been removed."""
+        if not self.holds(response):
+            return
+        owned = self._owners[response.owner]
+        self._count(owned, len(body) - len(response.body))
+        self._use(owned, output)
+        self._release(owned, response.output)
+        response.body, response.output = body, output
+        self._make_room(response)
+
+    def add_events(self, response: StoredResponse, events: bytes) -> None:
+        """Add events to a running response, which loses its oldest ones if nothing else can be removed."""
+        run = response.run
+        if run is None:
+            return
+        before = run.num_bytes
+        run.add(events)
+        if not self.holds(response):
+            return
+        owned = self._owners[response.owner]
+        self._count(owned, run.num_bytes - before)
+        self._make_room(response)
+        while self._is_over(owned) and (num_dropped := run.drop_oldest()):
+            self._count(owned, -num_dropped)
+
+    def remove(self, response: StoredResponse) -> None:
+        """Remove a response; no-op if it has been removed."""
+        if not self.holds(response):
+            return
+        owned = self._owners[response.owner]
+        del owned.responses[response.response_id]
+        del self._by_age[response]
+        self._count(owned, -response.num_own_bytes)
+        for turn in response.turns:
+            self._release(owned, turn)
+        if not owned.responses:
+            del self._owners[response.owner]
+
+    def _count(self, owned: _TenantResponses, num_bytes: int) -> None:
+        owned.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+
+    def _use(self, owned: _TenantResponses, turn: StoredTurn) -> None:
+        turn.num_uses += 1
+        if turn.num_uses == 1:
+            self._count(owned, len(turn.items))
+
+    def _release(self, owned: _TenantResponses, turn: StoredTurn) -> None:
+        turn.num_uses -= 1
+        if turn.num_uses == 0:
+            self._count(owned, -len(turn.items))
+
+    def _is_over(self, owned: _TenantResponses) -> bool:
+        return owned.num_bytes > self._max_owned_bytes or self.num_bytes > self._max_bytes
+
+    def _drop_expired(self) -> None:
+        now_s = self._clock()
+        for one in list(itertools.takewhile(lambda one: one.expires_s <= now_s, self._by_age)):
+            if not one.is_running:
+                self.remove(one)
+
+    def _make_room(self, kept: StoredResponse) -> None:
+        """Evict responses until the limits hold, or nothing except `kept` and running responses is left."""
+        owned = self._owners[kept.owner]
+        while len(owned.responses) > self._max_responses or owned.num_bytes > self._max_owned_bytes:
+            if not self._evict_oldest(owned, kept):
+                break
+        while self.num_bytes > self._max_bytes:
+            by_size = sorted(self._owners.values(), key=lambda one: -one.num_bytes)
+            if not any(self._evict_oldest(one, kept) for one in by_size):
+                break
+
+    def _evict_oldest(self, owned: _TenantResponses, kept: StoredResponse) -> bool:
+        for one in owned.responses.values():
+            if one is not kept and not one.is_running:
+                self.remove(one)
+                return True
+        return False
+
+
+class BackgroundRun:
+    """A request that runs without a connection, and its events.
+
+    Args:
+        keeps_events: events are kept, so that the response can be streamed.
+
+    Attributes:
+        num_bytes: size of the events.
+        admitted: done when the request has been admitted; has the error if it was refused.
+        is_over: the response has ended.
+        task: runs the request.
+    """
+
+    def __init__(self, *, keeps_events: bool) -> None:
+        self.keeps_events = keeps_events
+        self.num_bytes = 0
+        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.admitted.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self.is_over = False
+        self.task: asyncio.Task[None] | None = None
+        self._chunks: deque[tuple[int, bytes]] = deque()
+        self._num_events = 0
+        self._num_dropped = 0
+        self._changed = asyncio.Event()
+
+    def set_admitted(self) -> None:
+        """Report that the request has been admitted."""
+        self.admitted.set_result(None)
+
+    def add(self, events: bytes) -> None:
+        """Add encoded events."""
+        if self.keeps_events and events:
+            self._chunks.append((self._num_events, events))
+            self._num_events += events.count(_END_OF_EVENT)
+            self.num_bytes += _CHUNK_BYTES + len(events)
+            self._notify()
+
+    def drop_oldest(self) -> int:
+        """Drop the oldest events except the last ones; return their size, 0 if none were dropped."""
+        if len(self._chunks) < 2:
+            return 0
+        _, events = self._chunks.popleft()
+        self._num_dropped += 1
+        size = _CHUNK_BYTES + len(events)
+        self.num_bytes -= size
+        return size
+
+    def end(self) -> None:
+        """Mark the response as ended."""
+        self.is_over = True
+        if not self.admitted.done():
+            self.admitted.set_exception(Cancelled("the response was cancelled"))
+        self._notify()
+
+    def follow(self, after: int) -> AsyncGenerator[bytes, None]:
+        """Yield the events whose number is above `after`, until the response has ended.
+
+        Raises:
+            InvalidArgument: they are not kept.
+        """
+        if not self.keeps_events:
+            raise InvalidArgument("stream", "true requires a response that was created with stream and background")
+        kept = self._chunks[0][0] if self._chunks else 0
+        if after + 1 < kept:
+            problem = f"{after} is too small: the first event that is still stored has the number {kept}"
+            raise InvalidArgument("starting_after", problem)
+        return self._follow(after)
+
+    async def _follow(self, after: int) -> AsyncGenerator[bytes, None]:
+        index = self._num_dropped
+        while True:
+            changed = self._changed
+            while index < self._num_dropped + len(self._chunks):
+                if index < self._num_dropped:
+                    raise LimitExceeded("events were dropped before they were read, to keep max_response_storage")
+                first, events = self._chunks[index - self._num_dropped]
+                index += 1
+                if left := events.split(_END_OF_EVENT)[max(0, after + 1 - first) : -1]:
+                    yield b"".join(part + _END_OF_EVENT for part in left)
+            if self.is_over:
+                return
+            await changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+_CHUNK_BYTES = 128
+"""Approximate size of the objects that hold events."""
+_END_OF_EVENT = b"\n\n"
+_MAX_SHOWN = 80
+_MAX_LISTED, _NUM_LISTED = 100, 20
+"""Maximum and default number of items in one list."""
+_ORDERS = ("desc", "asc")
+
+
+@dataclass(frozen=True, slots=True)
+class _ResponsesCall:
+    """Parsed body of /v1/responses, and the turns that it continues.
+
+    Attributes:
+        heading: id and time of the response.
+        num_bytes: size of the body and of the turns.
+    """
+
+    asked: CompletionJob
+    heading: ResponseMetadata
+    request: ResponsesRequest
+    owner: str
+    earlier: tuple[StoredTurn, ...]
+    num_bytes: int
+
+    def format(self, *, is_stored: bool) -> ResponseFormat:
+        """Return the format of the answer."""
+        return ResponseFormat(self.heading, self.request, is_stored)
+
+
+class _Responses:
+    """The requests of /v1/responses on one service."""
+
+    def __init__(self, service: Service) -> None:
+        options = service.state.config.http
+        share = options.tenant_response_share if service.state.config.server.isolate_tenants else 1.0
+        self.store = ResponseStore(
+            int(options.max_response_storage * 2**20),
+            options.max_stored_responses,
+            share,
+            options.stored_response_expiry,
+        )
+        self._service = service
+        self._texts = TokenTexts()
+        self._late_systems = _LateSystems(service)
+
+    async def parse(self, request: Request) -> _ResponsesCall:
+        """Parse a request; raise as `parse_job`, and NotFound for a response or an item that is not stored."""
+        service = self._service
+        model, owner = service.state.serving(), get_owner(service, request)
+        body, num_bytes = await body_in(service, request)
+        earlier = self._earlier(owner, body.get("previous_response_id"), num_bytes)
+        stored = StoredTurns(
+            lambda: itertools.chain.from_iterable(turn.read() for turn in earlier),
+            lambda item_id: self.store.find_item(owner, item_id),
+        )
+        size = num_bytes + sum(len(turn.items) for turn in earlier)
+        parsed = await service.run_blocking(
+            lambda: parse_responses_request(body, model.model.default_sampling, stored), size
+        )
+        job = parsed.job
+        if parsed.has_late_system and not await self._late_systems.are_accepted(model):
+            job = await service.run_blocking(parsed.with_one_system, size)
+        if parsed.is_background:
+            if not self.store.max_response_bytes:
+                raise InvalidArgument("background", "requires stored responses: max_response_storage is 0")
+            job = replace(job, streaming=job.streaming or Streaming())
+        asked = await parse_job(service, request, lambda *_: job, body=body, is_kept=True)
+        if parsed.warnings:
+            get_answer_headers(request)[WARNING_HEADER] = "; ".join(parsed.warnings)[:MAX_HEADER_CHARS]
+        return _ResponsesCall(asked, asked.heading(), parsed, owner, earlier, size)
+
+    def _earlier(self, owner: str, response_id: Any, num_bytes: int) -> tuple[StoredTurn, ...]:
+        """Return the turns of the response that a body continues."""
+        if response_id is None:
+            return ()
+        if not isinstance(response_id, str):
+            raise InvalidArgument("previous_response_id", f"{str(response_id)[:_MAX_SHOWN]!r} is not a string")
+        found = self.store.find(owner, response_id)
+        if found.is_running:
+            raise InvalidArgument("previous_response_id", "is of a response that has not ended")
+        size = num_bytes + sum(len(turn.items) for turn in found.turns)
+        if size > (most := int(self._service.state.config.server.max_request_size * 2**20)):
+            raise RequestTooLong("previous_response_id", f"the conversation has {size} bytes, over the limit of {most}")
+        return found.turns
+
+    async def create(self, request: Request) -> Response | EventStream:
+        """Answer a request, whole or streamed, or start it in the background."""
+        call = await self.parse(request)
+        if call.request.is_background:
+            return await self._start(request, call)
+        if call.asked.job.streaming is None:
+            return await while_there(request, self._whole(call), call.asked.left_s())
+        keep_alive_s = self._service.state.config.http.http_keep_alive
+        return EventStream(self._events(call), keep_alive_s, call.asked.left_s())
+
+    async def _whole(self, call: _ResponsesCall) -> Response:
+        service = self._service
+        (output,) = await run_job(service, call.asked)
+        (one,) = output.outputs
+        num_reasoning = await _num_tokens(service, one.reasoning_content)
+        num_logprobs = len(one.logprobs) * (1 + len(one.logprobs[0].top)) if one.logprobs else 0
+        calls = sum(len(tool.arguments) for tool in one.tool_calls)
+        size = len(one.text) + len(one.reasoning_content) + calls + 10 * num_logprobs
+
+        def body(*, is_stored: bool = False) -> dict[str, Any]:
+            return build_response(call.format(is_stored=is_stored), output, self._token_text(call), num_reasoning)
+
+        if not call.request.is_stored or size > self.store.max_response_bytes:
+            return await build_answer(service, body, size)
+        encoded = await self._store(call, lambda is_stored: body(is_stored=is_stored), size)
+        return Response(encoded, media_type="application/json")
+
+    async def _store(self, call: _ResponsesCall, body: Callable[[bool], dict[str, Any]], size: int) -> bytes:
+        """Store a response and return it encoded.
+
+        Args:
+            body: returns the response, given if it is stored.
+            size: approximate number of characters.
+        """
+
+        def encode() -> StoredResponse:
+            value = body(True)
+            return self._entry(call, _encoded(value), value["output"])
+
+        entry = await self._service.run_blocking(encode, call.num_bytes + size)
+        if self.store.add(entry):
+            return entry.body
+        return await self._service.run_blocking(lambda: _encoded(body(False)), size)
+
+    def _entry(
+        self, call: _ResponsesCall, body: bytes, output: Iterable[Mapping[str, Any]] | None = None
+    ) -> StoredResponse:
+        given = StoredTurn(listed_items(call.asked.request_id, call.request.items))
+        response_id = call.format(is_stored=True).response_id
+        entry = StoredResponse(call.owner, response_id, body, call.earlier, given)
+        if output is not None:
+            entry.output = StoredTurn(continued_items(output))
+        return entry
+
+    def _token_text(self, call: _ResponsesCall) -> Callable[[int], ShownToken]:
+        return lambda token_id: self._texts.of(call.asked.model, token_id)
+
+    async def _events(self, call: _ResponsesCall) -> AsyncGenerator[bytes, None]:
+        service, is_stored = self._service, call.request.is_stored and self.store.max_response_bytes > 0
+        events = ResponseEvents(call.format(is_stored=is_stored), self._token_text(call))
+        has_begun = False
+        try:
+            async with aclosing(iter_events(service, call.asked)) as received:
+                async for _, _, event in received:
+                    if not has_begun:
+                        has_begun = True
+                        yield events.begin()
+                    made = await self._made(events, event)
+                    if made:
+                        yield made
+            num_reasoning, size = await _num_tokens(service, events.reasoning), events.size
+
+            def body(is_stored: bool) -> dict[str, Any]:
+                return events.end(num_reasoning, is_stored=is_stored)
+
+            if is_stored:
+                encoded = await self._store(call, body, size)
+            else:
+                encoded = await service.run_blocking(lambda: _encoded(body(False)), size)
+            yield events.last(events.status, encoded)
+        except Exception as error:
+            if not has_begun:
+                raise
+            made, failed = events.fail(error_for(error), is_stored=False)
+            yield made + events.last("failed", _encoded(failed))
+
+    async def _made(self, events: ResponseEvents, event: OutputEvent) -> bytes:
+        """Return the events of the answer for an event of the request."""
+        num_logprobs = 10 * len(event.logprobs) * (1 + len(event.logprobs[0].top)) if event.logprobs else 0
+        return await self._service.run_blocking(lambda: events.of(event), num_logprobs)
+
+    async def _start(self, request: Request, call: _ResponsesCall) -> Response | EventStream:
+        """Start a request in the background; return its response before it has begun, or a stream of it."""
+        how = call.format(is_stored=True)
+        entry = await self._service.run_blocking(
+            lambda: self._entry(call, _encoded(how.body(status=QUEUED))), call.num_bytes
+        )
+        queued = entry.body
+        entry.run = run = BackgroundRun(keeps_events=call.request.job.streaming is not None)
+        if not self.store.add(entry):
+            problem = f"the response has {entry.num_bytes} bytes, more than a tenant's share of max_response_storage"
+            raise RequestTooLong("input", problem)
+        run.task = asyncio.create_task(self._run(call, entry, run))
+        run.task.add_done_callback(lambda _: run.end())
+        try:
+            await while_there(request, _admitted(run))
+        except Cancelled:  # the client is gone without the id
+            await _stop(run)
+            self.store.remove(entry)
+            raise
+        if not run.keeps_events:
+            return Response(queued, media_type="application/json")
+        return EventStream(run.follow(-1), self._service.state.config.http.http_keep_alive)
+
+    async def _run(self, call: _ResponsesCall, entry: StoredResponse, run: BackgroundRun) -> None:
+        """Run a request to its end, and store its response."""
+        how, store = call.format(is_stored=True), self.store
+        events = ResponseEvents(how, self._token_text(call))
+        try:
+            async with aclosing(iter_events(self._service, call.asked, run.set_admitted)) as received:
+                store.add_events(entry, events.queue())
+                is_queued = True
+                async for _, _, event in received:
+                    if is_queued:
+                        is_queued = False
+                        store.add_events(entry, events.start())
+                        store.update(entry, _encoded(how.body()), entry.output)
+                    store.add_events(entry, await self._made(events, event))
+            body = events.end(await _num_tokens(self._service, events.reasoning), is_stored=True)
+            encoded, output = await self._service.run_blocking(lambda: _encoded_parts(body), events.size)
+        except asyncio.CancelledError:
+            made, body = events.cancel()
+            store.add_events(entry, made)
+            encoded, output = _encoded_parts(body)
+        except Exception as error:
+            if not run.admitted.done():
+                run.admitted.set_exception(error)
+                store.remove(entry)
+            made, body = events.fail(error_for(error), is_stored=True)
+            store.add_events(entry, made)
+            encoded, output = _encoded_parts(body)
+        store.update(entry, encoded, output)
+        store.add_events(entry, events.last(body["status"], encoded))
+        run.end()
+
+    async def get(self, request: Request) -> Response | EventStream:
+        """Return a stored response, or a stream of the events of one in the background."""
+        entry, query = self._found(request), request.query_params
+        if query.get("stream", "false").lower() not in _TRUE:
+            return Response(entry.body, media_type="application/json")
+        if entry.run is None:
+            raise InvalidArgument("stream", "true requires a response that was created with stream and background")
+        after = _integer(request, "starting_after", -1, low=-1, high=1 << 53)
+        return EventStream(entry.run.follow(after), self._service.state.config.http.http_keep_alive)
+
+    async def cancel(self, request: Request) -> Response:
+        """Cancel a response in the background; one that has ended stays as it is."""
+        entry = self._found(request)
+        if entry.run is None:
+            raise InvalidArgument("response_id", "Cannot cancel a synchronous response.")
+        await _stop(entry.run)
+        return Response(entry.body, media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        """Remove a response; one that is running is cancelled."""
+        entry = self._found(request)
+        if entry.run is not None:
+            await _stop(entry.run)
+        self.store.remove(entry)
+        return JSON({"id": entry.response_id, "object": "response", "deleted": True})
+
+    async def list_input_items(self, request: Request) -> Response:
+        """Return a page of the items that a response was generated from, with those of the turns that it continues."""
+        entry, query = self._found(request), request.query_params
+        limit = _integer(request, "limit", _NUM_LISTED, low=1, high=_MAX_LISTED)
+        order, after = query.get("order", _ORDERS[0]), query.get("after")
+        if order not in _ORDERS:
+            raise InvalidArgument("order", f"{order[:_MAX_SHOWN]!r} is not one of {', '.join(_ORDERS)}")
+        turns = (*entry.earlier, entry.input)
+
+        def page() -> dict[str, Any]:
+            items = [item for turn in turns for item in turn.read()]
+            if order == _ORDERS[0]:
+                items.reverse()
+            begin = 0
+            if after is not None:
+                begin = 1 + next((i for i, item in enumerate(items) if item["id"] == after), len(items))
+                if begin > len(items):
+                    raise InvalidArgument("after", f"{after[:_MAX_SHOWN]!r} is the id of none of the items")
+            data = items[begin : begin + limit]
+            ends = (
+                {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+            )
+            return {"object": "list", "data": data, **ends, "has_more": begin + limit < len(items)}
+
+        size = sum(len(turn.items) for turn in turns)
+        encoded = await self._service.run_blocking(lambda: _encoded(page()), size)
+        return Response(encoded, media_type="application/json")
+
+    async def count(self, request: Request) -> Response:
+        """Return the number of tokens of a body."""
+        call = await self.parse(request)
+        token_ids = await self._service.tokenize(lambda: call.asked.job.prompts[0], None)
+        return JSON({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+
+    def _found(self, request: Request) -> StoredResponse:
+        return self.store.find(get_owner(self._service, request), request.path_params["response_id"])
+
+
+_TRUE = ("true", "1")
+
+
+def _encoded(value: object) -> bytes:
+    return b"".join(json_text.pieces(value))
+
+
+def _encoded_parts(body: Mapping[str, Any]) -> tuple[bytes, StoredTurn]:
+    """Return a response encoded, and its answer as a turn."""
+    return _encoded(body), StoredTurn(continued_items(body["output"]))
+
+
+async def _admitted(run: BackgroundRun) -> None:
+    await asyncio.shield(run.admitted)
+
+
+async def _stop(run: BackgroundRun) -> None:
+    """Cancel a request that runs in the background, and wait for its end."""
+    if run.task is not None and not run.is_over:
+        run.task.cancel()
+        await asyncio.wait((run.task,))
+
+
+def _integer(request: Request, name: str, default: int, *, low: int, high: int) -> int:
+    given = request.query_params.get(name)
+    if given is None:
+        return default
+    digits = given.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 20) or not low <= int(given) <= high:
+        raise InvalidArgument(name, f"{given[:_MAX_SHOWN]!r} is not an integer from {low} to {high}")
+    return int(given)
+
+
+def response_routes(service: Service) -> list[Route]:
+    """Return the routes of /v1/responses."""
+    responses, path = _Responses(service), "/v1/responses/{response_id:path}"
+    return [
+        Route("/v1/responses", responses.create, methods=["POST"]),
+        Route("/v1/responses/input_tokens", responses.count, methods=["POST"]),
+        Route(f"{path}/cancel", responses.cancel, methods=["POST"]),
+        Route(f"{path}/input_items", responses.list_input_items, methods=["GET"]),
+        Route(path, responses.get, methods=["GET"]),
+        Route(path, responses.delete, methods=["DELETE"]),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,27 +827,6 @@ class _MessagesCall:
             raise self.request.renamed(error) from error
 
 
-class _LateSystems:
-    """Checks if a model's chat template accepts system messages after the first message; one result for each model."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._model: LoadedModel | None = None
-        self._are_accepted = False
-
-    async def are_accepted(self, model: LoadedModel) -> bool:
-        """Return False if the template rejects them, or leaves them out."""
-        if model is not self._model:
-            try:
-                one = await self._service.tokenize(lambda: _SYSTEM_AFTER_USER[0], None)
-                other = await self._service.tokenize(lambda: _SYSTEM_AFTER_USER[1], None)
-                self._are_accepted = list(one) != list(other)
-            except InvalidArgument:
-                self._are_accepted = False
-            self._model = model
-        return self._are_accepted
-
-
 def message_routes(service: Service) -> list[Route]:
     """Return the routes of /v1/messages."""
     late_systems = _LateSystems(service)
@@ -191,7 +843,7 @@ def message_routes(service: Service) -> list[Route]:
         if parsed[-1].late_systems and not await late_systems.are_accepted(asked.model):
             asked = replace(asked, job=await service.run_blocking(parsed[-1].with_reminders, _ON_A_THREAD))
         if parsed[-1].warnings:
-            get_answer_headers(request)[_WARNING_HEADER] = "; ".join(parsed[-1].warnings)[:MAX_HEADER_CHARS]
+            get_answer_headers(request)[WARNING_HEADER] = "; ".join(parsed[-1].warnings)[:MAX_HEADER_CHARS]
         return _MessagesCall(asked, parsed[-1])
 
     async def create(request: Request) -> Response | EventStream:

@@ -32,6 +32,7 @@ class Mixture:
         shared_width: of the shared expert; 0 is none.
         shared_is_weighed: the shared expert is multiplied by the sigmoid of a linear layer (Qwen2-MoE).
         is_parallel: each device has some whole experts; otherwise a part of each. It does not come from config.json.
+        shared_is_whole: each device has the whole shared expert; otherwise a part. It does not come from config.json.
     """
 
     routing: Routing
@@ -43,11 +44,12 @@ class Mixture:
     shared_width: int = 0
     shared_is_weighed: bool = False
     is_parallel: bool = False
+    shared_is_whole: bool = False
 
     def divides(self, num_parts: int) -> bool:
         """Return True if the matrices can be split into this many equal parts."""
         parted = self.routing.num_experts if self.is_parallel else self.width
-        return parted % num_parts == 0 and self.shared_width % num_parts == 0
+        return parted % num_parts == 0 and (self.shared_is_whole or self.shared_width % num_parts == 0)
 
     def __str__(self) -> str:
         """Return a description of the split dimensions."""
@@ -148,6 +150,8 @@ class ModelConfig:
         checkpoint_dtype: dtype of the weights in the checkpoint's config: float32, bfloat16 or float16.
         quantization: which matrices are quantized, and how; None has none.
         mixture: the experts of sparse layers; None if there are none.
+        has_dp_attention: each device runs the attention of some sequences, with all heads; otherwise for some heads. It
+            does not come from config.json.
     """
 
     architecture: str
@@ -165,6 +169,7 @@ class ModelConfig:
     checkpoint_dtype: str | None = None
     quantization: Quantization | None = None
     mixture: Mixture | None = None
+    has_dp_attention: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -278,6 +278,8 @@ _CHOOSING = frozenset({"router", "score"})
 """Layers that score experts."""
 EXPERT_AXES = frozenset({"experts", "expert_parts"})
 """Axes of experts."""
+SPLIT_AXES = frozenset({"heads", "kv_heads", "feed_forward", "expert_parts", "vocab"})
+"""Axes along which devices split a leaf; each device has the whole of a leaf without one."""
 
 
 def get_module(name: str) -> str:

@@ -7,6 +7,8 @@
     experts X, if they are parallel     X / n, whole
     vocabulary V                        V / n, the last part padded
 
+If attention is data-parallel, each part holds all heads and the shared expert, and the KV cache of some sequences.
+
 `pad_for_sharding` puts padding and repeated heads into the config: programs and shardings see a model whose sizes all
 divide evenly, and reading a checkpoint fills it (`jpaged.checkpoints.weights`).
 """
@@ -133,7 +135,7 @@ def pad_for_sharding(config: ModelConfig, num_parts: int) -> ModelConfig:
         )
     return dataclasses.replace(
         config,
-        num_kv_heads=max(config.num_kv_heads, num_parts),
+        num_kv_heads=config.num_kv_heads if config.has_dp_attention else max(config.num_kv_heads, num_parts),
         vocab_size=_rounded_up(config.vocab_size, num_parts),
         quantization=None if config.quantization is None else config.quantization.split(num_parts),
     )
@@ -150,9 +152,10 @@ def _rounded_up(size: int, num_parts: int) -> int:
 
 def _divides(config: ModelConfig, num_parts: int) -> bool:
     has_groups = config.num_kv_heads % num_parts == 0 or num_parts % config.num_kv_heads == 0
+    has_heads = config.has_dp_attention or (config.num_heads % num_parts == 0 and has_groups)
     has_widths = all(kind.is_sparse for kind in config.layer_kinds) or config.intermediate_size % num_parts == 0
     has_experts = config.mixture is None or config.mixture.divides(num_parts)
-    return config.num_heads % num_parts == 0 and has_groups and has_widths and has_experts
+    return has_heads and has_widths and has_experts
 
 
 def with_parallel_experts(config: ModelConfig) -> ModelConfig:
@@ -164,3 +167,20 @@ def with_parallel_experts(config: ModelConfig) -> ModelConfig:
     if config.mixture is None:
         raise InvalidArgument("enable_expert_parallel", f"is on, but {config.architecture} has no experts")
     return dataclasses.replace(config, mixture=dataclasses.replace(config.mixture, is_parallel=True))
+
+
+def with_dp_attention(config: ModelConfig) -> ModelConfig:
+    """Return the config with data-parallel attention: each device runs the attention of some sequences.
+
+    Raises:
+        InvalidArgument: keys are not latents, or devices have parts of experts. Heads that divide over the devices
+            split the cache already.
+    """
+    if config.value_dim is None:
+        raise InvalidArgument(
+            "enable_dp_attention", f"is on, but {config.architecture} has no latent cache, which devices would repeat"
+        )
+    mixture = config.mixture and dataclasses.replace(config.mixture, shared_is_whole=True)
+    if mixture is not None and not mixture.is_parallel:
+        raise InvalidArgument("enable_dp_attention", "is on, but enable_expert_parallel is off; it must be on")
+    return dataclasses.replace(config, mixture=mixture, has_dp_attention=True)

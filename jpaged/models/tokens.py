@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from jpaged.kernels.experts import ExpertsKernel
 
@@ -39,10 +40,25 @@ class Rows:
     Attributes:
         num_in_use: int32 scalar: the first rows. Outputs of the others are undefined.
         adapters_t: int32 `[T]`, the adapter slot of each row, 0 is none; None if there are no slots.
+        is_used_t: bool `[T]`, the rows in use if they are not the first ones; None if they are.
     """
 
     num_in_use: jax.Array
     adapters_t: jax.Array | None = None
+    is_used_t: jax.Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StateShardings:
+    """Shardings of hidden states `[T, E]` if each device has the rows of some sequences. Hashable, static under jit.
+
+    Attributes:
+        split: over the rows, as between layers.
+        whole: all rows on every device, as in feed-forwards whose matrices are split over the devices.
+    """
+
+    split: NamedSharding
+    whole: NamedSharding
 
 
 @jax.tree_util.register_dataclass
@@ -62,6 +78,8 @@ class TokenBatch:
         states_te: a head's input states, `[T, E]`; None for a model that takes only tokens.
         num_column_parts: parts of the hidden states' columns, whose sums over the devices overlap with matmuls; 1 sums
             all at once. More require `Model.takes_column_parts` and the layer mode `scan`. Static.
+        is_used_t: see `Rows`.
+        states: shardings of hidden states that are split by rows; None if every device has all rows. Static.
     """
 
     ids_t: jax.Array
@@ -73,8 +91,11 @@ class TokenBatch:
     adapters_t: jax.Array | None = None
     states_te: jax.Array | None = None
     num_column_parts: int = dataclasses.field(default=1, metadata={"static": True})
+    is_used_t: jax.Array | None = None
+    states: StateShardings | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def rows(self) -> Rows:
         """The tokens as rows of matmuls."""
-        return Rows(jnp.int32(len(self.ids_t)) if self.num_tokens is None else self.num_tokens, self.adapters_t)
+        num_in_use = jnp.int32(len(self.ids_t)) if self.num_tokens is None else self.num_tokens
+        return Rows(num_in_use, self.adapters_t, self.is_used_t)

@@ -275,21 +275,17 @@ LLAMA_CPP_AND_TGI: Mapping[str, Neutral] = {
 EVERYWHERE: Mapping[str, Neutral] = {**OPENAI, **VLLM, **SGLANG, **LLAMA_CPP_AND_TGI}
 
 _OF_TEXTS = {"add_special_tokens": _ON}
-_NO_STORE = "responses are not stored: send the whole conversation in `input`, with earlier outputs"
 _ONE_ANSWER = "a response has one output"
 _ONE_MESSAGE = "the answer is one message"
 OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
     "/v1/completions": {},
     "/v1/chat/completions": {},
     "/v1/responses": {
-        "background": only(
-            False, advice="wait for the response, or stream it; /v1/batches runs requests in the background"
-        ),
         "truncation": only("disabled", advice="remove items from `input` if the conversation is too long"),
-        "previous_response_id": never(_NO_STORE),
-        "conversation": never(_NO_STORE),
+        "conversation": never("conversations are not stored: use `previous_response_id`, or send all items in `input`"),
         "prompt": never("prompt templates are not stored: send `instructions` and `input`"),
-        "max_tool_calls": never("the client runs the functions, and can stop after any number of calls"),
+        "client_metadata": hint(dict),
+        "max_tool_calls": hint(int),
         "context_management": only([], advice="remove items from `input`"),
         "n": only(1, advice=_ONE_ANSWER),
         "best_of": only(1, advice=_ONE_ANSWER),
@@ -442,6 +438,7 @@ _REPLACED = (
     "messages.tool_calls.function.arguments",
     "messages.tool_calls.function.name",
     "input.arguments",
+    "input.input",
     "input.name",
 )
 """Texts that a model wrote in an earlier answer: unpaired surrogates in them are replaced, not rejected."""
@@ -470,7 +467,16 @@ OF_ADAPTERS = {"lora_name", "lora_path"}
 OF_ANY = frozenset(
     {
         *(OF_COMPLETIONS | OF_CHATS | OF_ADAPTERS),
-        *("input", "instructions", "max_output_tokens", "text", "include"),
+        *(
+            "input",
+            "instructions",
+            "max_output_tokens",
+            "text",
+            "include",
+            "store",
+            "background",
+            "previous_response_id",
+        ),
         *("system", "stop_sequences", "thinking", "output_config", "output_format", "metadata", "context_management"),
         *("pooling", "encoding_format", "dimensions", "normalize", "use_activation", "continuations"),
         *("text_1", "text_2", "data_1", "data_2", "queries", "items", "query", "documents", "top_n"),

@@ -1,15 +1,9 @@
 """Bodies of /v1/responses, whole and as events. OpenAI's format: https://platform.openai.com/docs/api-reference.
 
-A conversation is sent whole with each call. Nothing is stored: `store` may have either value, and is false in answers.
-Features that need a store, and OpenAI's built-in ones (tools, summaries, moderation), are rejected by name.
+A conversation is sent whole with each call, or continues a stored response, whose items come first. Tools and items of
+tools that OpenAI's servers run are ignored with a warning; features without an equivalent are rejected by name.
 
-Items of an input become messages of a chat. Output items of earlier responses are accepted unchanged:
-
-{"role", "content"}                         a message; content is a text or text parts
-{"type": "reasoning", "content"}            reasoning before the assistant's next turn; a summary and
-                                            encrypted_content are ignored
-{"type": "function_call", "call_id", ...}   a call, in the preceding turn of the assistant
-{"type": "function_call_output", ...}       the call's result
+`response_input.py` converts items and tools.
 
 A streamed response is a list of numbered events in order:
 
@@ -25,172 +19,53 @@ response.completed | response.incomplete | response.failed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jpaged import json_text
-from jpaged.chat import ToolCall, ToolCallPiece, without_surrogates
-from jpaged.errors import InvalidArgument, JpagedError, get_reason
+from jpaged.chat import ToolCall, ToolCallPiece
+from jpaged.errors import InvalidArgument, JpagedError, RequestTooLong, TryLater
 from jpaged.json_text import Items
-from jpaged.openai.request import OF_CHATS, Job, chat_job, list_in, object_in, own_fields, without_nulls
+from jpaged.openai.request import OF_CHATS, Job, chat_job, flag_in, list_in, object_in, own_fields
 from jpaged.openai.response import ResponseMetadata, TokenText, chat_logprobs
+from jpaged.openai.response_input import (
+    ClientTool,
+    FieldPolicy,
+    FindItem,
+    ItemConverter,
+    ResponseTools,
+    custom_input,
+    find_nothing,
+    flat_name,
+    seal_reasoning,
+)
 from jpaged.sampling_params import NO_DEFAULTS
 from jpaged.types import CompletionOutput, FinishReason, OutputEvent, PositionLogprobs, RequestOutput, Usage
 
 _MAX_SHOWN = 80
-_ECHOED = frozenset({"id", "status", "phase"})
-"""Fields of output items that identify them and give their status; ignored."""
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-_PART_FIELDS = frozenset({"type", "text", "refusal", "annotations", "logprobs", "parsed"})
-
-
-def build_messages(given: Any, instructions: str | None) -> list[dict[str, Any]]:
-    """Convert an input to the messages of a chat.
-
-    Raises:
-        InvalidArgument: names the item, as in `input[2].call_id`.
-    """
-    messages: list[dict[str, Any]] = []
-    if instructions is not None:
-        messages.append({"role": "system", "content": instructions})
-    if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise InvalidArgument("input", "must be a string, or a list of at least one item")
-    thought = ""
-    for i, item in enumerate(given):
-        where = f"input[{i}]"
-        if not isinstance(item, dict):
-            raise InvalidArgument(where, "must be an object")
-        kind = item.get("type") or "message"
-        if kind == "reasoning":
-            thought += _reasoning_text(where, item)
-        elif kind == "message":
-            messages.append(_message(where, item))
-        elif kind == "function_call":
-            _add_call(messages, _call(where, item))
-        elif kind == "function_call_output":
-            messages.append(_call_output(where, item))
-        elif kind == "item_reference":
-            raise InvalidArgument(f"{where}.type", "is not supported, because nothing is stored: send the item itself")
-        else:
-            known = "message, reasoning, function_call, function_call_output"
-            raise InvalidArgument(
-                f"{where}.type", f"{str(kind)[:_MAX_SHOWN]!r} is not supported: must be one of {known}"
-            )
-        if thought and kind != "reasoning":
-            _add_thought(messages, thought, before=1)
-            thought = ""
-    if thought:
-        _add_thought(messages, thought, before=0)
-    return messages
-
-
-def _add_thought(messages: list[dict[str, Any]], thought: str, *, before: int) -> None:
-    """Add reasoning to the assistant's turn after it; without one (truncated reasoning) it becomes a separate turn.
-
-    Args:
-        before: number of messages at the end that came after the reasoning.
-    """
-    if before and messages[-1]["role"] == "assistant" and "reasoning_content" not in messages[-1]:
-        messages[-1]["reasoning_content"] = thought
-        return
-    turn = {"role": "assistant", "content": "", "reasoning_content": thought}
-    messages.insert(len(messages) - before, turn)
-
-
-def _message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    _check_names(where, item, {"type", "role", "content", "name"})
-    role = item.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidArgument(f"{where}.role", f"{str(role)[:_MAX_SHOWN]!r} is not one of {', '.join(_ROLES)}")
-    return {"role": _ROLES[role], "content": _text(f"{where}.content", item.get("content"), role)}
-
-
-def _reasoning_text(where: str, item: Mapping[str, Any]) -> str:
-    """Return the text of a reasoning item; a summary and `encrypted_content` of other servers are ignored."""
-    _check_names(where, item, {"type", "summary", "content", "encrypted_content"})
-    texts, content = [], item.get("content") or []
-    if not isinstance(content, list):
-        raise InvalidArgument(f"{where}.content", "must be a list of parts of type reasoning_text")
-    for j, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "reasoning_text" or not isinstance(part.get("text"), str):
-            raise InvalidArgument(f"{where}.content[{j}]", "must be a part of type reasoning_text")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _call(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    _check_names(where, item, {"type", "call_id", "name", "arguments"})
-    call_id, name, arguments = (_string(where, item, field) for field in ("call_id", "name", "arguments"))
-    function = {"name": without_surrogates(name), "arguments": without_surrogates(arguments)}
-    return {"id": call_id, "type": "function", "function": function}
-
-
-def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
-    """Add a call to the preceding turn of the assistant."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": None, "tool_calls": []})
-    messages[-1].setdefault("tool_calls", []).append(call)
-
-
-def _call_output(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    _check_names(where, item, {"type", "call_id", "output"})
-    call_id = _string(where, item, "call_id")
-    return {"role": "tool", "tool_call_id": call_id, "content": _text(f"{where}.output", item.get("output"))}
-
-
-def _text(where: str, given: Any, role: str = "") -> str:
-    if isinstance(given, str):
-        return given
-    if given is None and role == "assistant":
-        return ""
-    if not isinstance(given, list):
-        raise InvalidArgument(where, "must be a string, or a list of text parts")
-    texts = []
-    for j, part in enumerate(given):
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
-        if not isinstance(text, str):
-            shown = f"{str(kind)[:_MAX_SHOWN]!r}" if isinstance(part, dict) else "a part that is not an object"
-            raise InvalidArgument(f"{where}[{j}]", f"{shown} is not a text part: only text is supported")
-        for name in part.keys() - _PART_FIELDS:
-            raise InvalidArgument(f"{where}[{j}].{name[:_MAX_SHOWN]}", "is not supported")
-        texts.append(text)
-    return "".join(texts)
-
-
-def _string(where: str, item: Mapping[str, Any], field: str) -> str:
-    value = item.get(field)
-    if not isinstance(value, str):
-        raise InvalidArgument(f"{where}.{field}", f"{str(value)[:_MAX_SHOWN]!r} is not a string")
-    return value
-
-
-def _check_names(where: str, item: Mapping[str, Any], known: set[str]) -> None:
-    for name, value in item.items():
-        if value is not None and name not in known and name not in _ECHOED:
-            raise InvalidArgument(
-                f"{where}.{name[:_MAX_SHOWN]}", f"is not supported: must be one of {', '.join(sorted(known))}"
-            )
-
-
 LOGPROBS = "message.output_text.logprobs"
 """Value of `include` that requests the log-probabilities of the text."""
+ENCRYPTED = "reasoning.encrypted_content"
+"""Value of `include` that requests the reasoning as opaque content, which clients send back."""
 _ABSENT = (
-    *("reasoning.encrypted_content", "file_search_call.results", "web_search_call.results"),
-    *("web_search_call.action.sources", "code_interpreter_call.outputs", "message.input_image.image_url"),
-    "computer_call_output.output.image_url",
+    *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+    *("code_interpreter_call.outputs", "message.input_image.image_url", "computer_call_output.output.image_url"),
 )
-"""Values of `include` for items of other kinds, and for encrypted reasoning, which is null in every answer."""
+"""Values of `include` for items of kinds that answers do not have."""
+_SUMMARIES = ("auto", "concise", "detailed", "none")
+_SUMMARY_FIELDS = frozenset({"summary", "generate_summary"})
+_REASONING_FIELDS = frozenset({"effort", "enabled", "thinking_token_budget", "include", *_SUMMARY_FIELDS})
+_TEXT_FIELDS = frozenset({"format", "verbosity"})
+_REPEATED = ("prompt_cache_key", "safety_identifier", "max_tool_calls")
+"""Fields without an effect that the answer repeats."""
 MAX_METADATA = 16
 MAX_METADATA_CHARS = 512
 _OWN = frozenset(
     {
         *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "include", "top_logprobs"),
-        *("metadata", "stream", "stream_options", "reasoning"),
+        *("metadata", "stream", "stream_options", "reasoning", "store", "background", "previous_response_id"),
     }
 )
 _OF_CHATS = OF_CHATS - {
@@ -208,7 +83,19 @@ _THEIRS = {
     "messages": "input",
 }
 """Chat field -> the field's name in a response."""
-_TOOL_FIELDS = ("name", "description", "parameters", "strict")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTurns:
+    """The conversation that a response continues.
+
+    Attributes:
+        read: returns the items of all its turns.
+        find_item: returns the stored item of an id; raises NotFound.
+    """
+
+    read: Callable[[], Iterable[Mapping[str, Any]]] = tuple
+    find_item: FindItem = find_nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,61 +104,136 @@ class ResponsesRequest:
 
     Attributes:
         echoed: fields of the body that the answer repeats.
+        items: items of the input.
+        renamed: by name of the chat's function, tools that have another name or kind in the response.
+        has_encrypted: items of reasoning have the text as encrypted content, too.
+        is_stored: the client asks to store the response.
+        is_background: the response does not end with the connection.
+        warnings: ignored tools and items, with the reason.
     """
 
     job: Job
     echoed: Mapping[str, Any]
+    items: Sequence[Mapping[str, Any]] = ()
+    renamed: Mapping[str, ClientTool] = field(default_factory=dict)
+    has_encrypted: bool = False
+    is_stored: bool = True
+    is_background: bool = False
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def has_late_system(self) -> bool:
+        """True if a message of the role system is not the first, which some chat templates reject."""
+        (prompt,) = self.job.prompts
+        return any(one["role"] == "system" for one in (prompt.messages or ())[1:])
+
+    def with_one_system(self) -> Job:
+        """Return the job with one message of the role system at most, the first.
+
+        Those at the start are joined, and later ones become reminders in the user's turns, at the same places.
+        """
+        (prompt,) = self.job.prompts
+        messages: list[dict[str, Any]] = []
+        for one in prompt.messages or ():
+            message, last = dict(one), messages[-1] if messages else None
+            if message["role"] == "system" and last is not None and last["role"] != "system":
+                text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
+                message = {"role": "user", "content": text}
+            if last is not None and message["role"] == last["role"] and message["role"] in ("system", "user"):
+                last["content"] = f"{last['content']}\n\n{message['content']}"
+            else:
+                messages.append(message)
+        return replace(self.job, prompts=(replace(prompt, messages=tuple(messages)),))
 
 
-def parse_responses_request(given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DEFAULTS) -> ResponsesRequest:
+def parse_responses_request(
+    given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DEFAULTS, stored: StoredTurns | None = None
+) -> ResponsesRequest:
     """Parse a body of /v1/responses.
 
     Args:
         defaults: the model's sampling defaults, for fields that the body leaves out.
+        stored: the conversation of `previous_response_id`, and stored items.
 
     Raises:
         InvalidArgument: a field is unknown, invalid, or cannot be honored.
+        NotFound: an item refers to one that is not stored.
     """
     body = own_fields("/v1/responses", given, OF_RESPONSES)
+    policy, stored = FieldPolicy.of_body(body), stored or StoredTurns()
     instructions = body.get("instructions")
     if not isinstance(instructions, str | None):
         raise InvalidArgument("instructions", f"{str(instructions)[:_MAX_SHOWN]!r} is not a string")
-    metadata, reasoning = _metadata(body.get("metadata", {})), object_in(body, "reasoning")
-    text_format = _text_format(object_in(body, "text"))
+    is_stored, is_background = flag_in(body, "store", default=True), flag_in(body, "background")
+    if is_background and not is_stored:
+        raise InvalidArgument("background", "background can only be used when `store` is true")
+    metadata, reasoning, text = (
+        _metadata(body.get("metadata", {})),
+        _reasoning_in(body, policy),
+        object_in(body, "text"),
+    )
+    text_format, included = _text_format(text, policy), _included(body)
+    tools = ResponseTools(policy)
+    for i, one in enumerate(list_in(body, "tools")):
+        tools.add(f"tools[{i}]", one)
+    conversation = ItemConverter(policy, tools, stored.find_item)
+    if instructions is not None:
+        conversation.add_instructions(instructions)
+    conversation.add_stored(stored.read())
+    conversation.add_input(body.get("input"))
     chat = {name: value for name, value in body.items() if name not in _OWN}
     chat |= {
-        "messages": build_messages(body.get("input"), instructions),
+        "messages": conversation.end(),
         "max_completion_tokens": body.get("max_output_tokens"),
         "stream": body.get("stream"),
         "stream_options": _stream_options(body),
-        "tools": [_tool(f"tools[{i}]", one) for i, one in enumerate(list_in(body, "tools"))] or None,
+        "tools": tools.functions or None,
         "tool_choice": _tool_choice(body.get("tool_choice")),
         "response_format": _response_format(text_format),
-        "reasoning": _reasoning(reasoning),
-        **_logprobs(body),
+        "reasoning": {name: one for name, one in reasoning.items() if name not in _SUMMARY_FIELDS} or None,
+        **_logprobs(body, included),
     }
     try:
         job = chat_job(chat, defaults)
     except InvalidArgument as error:
-        raise _in_their_words(error) from error
+        raise _in_their_words(error, tools) from error
     names = {"max_tokens": "max_output_tokens", "structured_outputs": "text.format", "prompt": "input"}
-    told = {name: theirs for name, theirs in names.items() if name in job.names}
+    theirs = {name: one for name, one in names.items() if name in job.names}
+    return ResponsesRequest(
+        replace(job, names={**job.names, **theirs}),
+        _echoed(body, given, job) | {"metadata": metadata, "text": _echoed_text(text, text_format)},
+        items=conversation.items,
+        renamed=tools.renamed,
+        has_encrypted=ENCRYPTED in included,
+        is_stored=is_stored,
+        is_background=is_background,
+        warnings=tuple(tools.warnings),
+    )
+
+
+def _echoed(body: Mapping[str, Any], given: Mapping[str, Any], job: Job) -> dict[str, Any]:
+    """Return fields of a body as the answer repeats them."""
     options, sampling = job.prompts[0].chat_options, job.sampling
-    echoed = {
-        "instructions": instructions,
+    return {
+        "background": body.get("background", False),
+        "previous_response_id": body.get("previous_response_id"),
+        "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
         "parallel_tool_calls": options.parallel_tool_calls,
-        "reasoning": {"effort": options.reasoning.effort, "summary": None},
+        "reasoning": {"effort": options.reasoning.effort, "summary": object_in(body, "reasoning").get("summary")},
         "temperature": sampling.temperature,
-        "text": {"format": text_format},
         "tool_choice": body.get("tool_choice", "auto"),
         "tools": list_in(body, "tools"),
         "top_logprobs": body.get("top_logprobs", 0),
         "top_p": sampling.top_p,
         "user": job.user,
-        "metadata": metadata,
+        **{name: given[name] for name in _REPEATED if given.get(name) is not None},
     }
-    return ResponsesRequest(replace(job, names={**job.names, **told}), echoed)
+
+
+def _echoed_text(text: Mapping[str, Any], text_format: Mapping[str, Any]) -> dict[str, Any]:
+    verbosity = {"verbosity": text["verbosity"]} if "verbosity" in text else {}
+    return {"format": text_format, **verbosity}
 
 
 def _stream_options(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,12 +245,11 @@ def _stream_options(body: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _text_format(text: Mapping[str, Any]) -> dict[str, Any]:
-    for name, value in text.items():
-        if name == "verbosity" and value not in ("low", "medium", "high"):
-            raise InvalidArgument("text.verbosity", f"{str(value)[:_MAX_SHOWN]!r} is not one of low, medium, high")
-        if name not in ("format", "verbosity"):
-            raise InvalidArgument(f"text.{name[:_MAX_SHOWN]}", "is not supported: must be format or verbosity")
+def _text_format(text: Mapping[str, Any], policy: FieldPolicy) -> dict[str, Any]:
+    policy.check("text", text, _TEXT_FIELDS)
+    verbosity = text.get("verbosity", "medium")
+    if verbosity not in ("low", "medium", "high"):
+        raise InvalidArgument("text.verbosity", f"{str(verbosity)[:_MAX_SHOWN]!r} is not one of low, medium, high")
     given = text.get("format", {"type": "text"})
     if not isinstance(given, dict) or given.get("type") not in ("text", "json_object", "json_schema"):
         raise InvalidArgument("text.format", "must be an object whose type is text, json_object or json_schema")
@@ -302,46 +263,40 @@ def _response_format(text_format: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {k: v for k, v in text_format.items() if k != "type"}}
 
 
-def _tool(where: str, given: Any) -> dict[str, Any]:
-    kind = given.get("type") if isinstance(given, dict) else None
-    if kind != "function":
-        problem = (
-            f"{str(kind)[:_MAX_SHOWN]!r} is not supported: only tools of type 'function' are, which the client runs"
-        )
-        raise InvalidArgument(f"{where}.type", problem)
-    for name, value in given.items():
-        if name != "type" and name not in _TOOL_FIELDS and value is not None:
-            raise InvalidArgument(
-                f"{where}.{name[:_MAX_SHOWN]}", f"is not supported: must be one of {', '.join(_TOOL_FIELDS)}"
-            )
-    return {"type": "function", "function": {name: given[name] for name in _TOOL_FIELDS if name in given}}
-
-
 def _tool_choice(given: Any) -> Any:
     if not isinstance(given, dict):
         return given
-    if given.get("type") != "function" or given.keys() - {"type", "name"}:
-        shown = str(given.get("type"))[:_MAX_SHOWN]
-        raise InvalidArgument(
-            "tool_choice", f"{shown!r} is not supported: must be 'none', 'auto', 'required' or a function"
-        )
-    return {"type": "function", "function": {"name": given.get("name")}}
+    kind, name, namespace = given.get("type"), given.get("name"), given.get("namespace")
+    if kind not in ("function", "custom") or given.keys() - {"type", "name", "namespace"}:
+        problem = "is not supported: must be 'none', 'auto', 'required', or a function or custom tool of the client"
+        raise InvalidArgument("tool_choice", f"{str(kind)[:_MAX_SHOWN]!r} {problem}")
+    if isinstance(name, str) and isinstance(namespace, str):
+        name = flat_name(name, namespace)
+    return {"type": "function", "function": {"name": name}}
 
 
-def _reasoning(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    fields = without_nulls(given)
-    for name in ("summary", "generate_summary"):
-        if fields.pop(name, "auto") != "auto":
-            raise InvalidArgument(f"reasoning.{name}", "is not supported: items of type reasoning have the full text")
-    return fields or None
+def _reasoning_in(body: Mapping[str, Any], policy: FieldPolicy) -> dict[str, Any]:
+    """Return the reasoning options. A summary is never written: items of reasoning have the full text."""
+    given = object_in(body, "reasoning")
+    policy.check("reasoning", given, _REASONING_FIELDS)
+    for name in sorted(_SUMMARY_FIELDS):
+        if given.get(name, "auto") not in _SUMMARIES:
+            shown = str(given[name])[:_MAX_SHOWN]
+            raise InvalidArgument(f"reasoning.{name}", f"{shown!r} is not one of {', '.join(_SUMMARIES)}")
+    return {name: value for name, value in given.items() if name in _REASONING_FIELDS}
 
 
-def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
-    wanted = list_in(body, "include")
-    for one in wanted:
-        if one != LOGPROBS and one not in _ABSENT:
-            raise InvalidArgument("include", f"{str(one)[:_MAX_SHOWN]!r} is not supported: only {LOGPROBS!r} is")
-    if LOGPROBS in wanted:
+def _included(body: Mapping[str, Any]) -> list[Any]:
+    included = list_in(body, "include")
+    for one in included:
+        if one not in (LOGPROBS, ENCRYPTED, *_ABSENT):
+            known = f"only {LOGPROBS!r} and {ENCRYPTED!r} are"
+            raise InvalidArgument("include", f"{str(one)[:_MAX_SHOWN]!r} is not supported: {known}")
+    return included
+
+
+def _logprobs(body: Mapping[str, Any], included: list[Any]) -> dict[str, Any]:
+    if LOGPROBS in included:
         return {"logprobs": True, "top_logprobs": body.get("top_logprobs", 0)}
     if body.get("top_logprobs", 0) != 0:
         raise InvalidArgument("top_logprobs", f"needs {LOGPROBS!r} in include")
@@ -359,52 +314,21 @@ def _metadata(given: Any) -> dict[str, str]:
     return given
 
 
-def _in_their_words(error: InvalidArgument) -> InvalidArgument:
+_NUMBERED = re.compile(r"tools\[(\d+)\](.*)", re.DOTALL)
+
+
+def _in_their_words(error: InvalidArgument, tools: ResponseTools) -> InvalidArgument:
     """Rename the chat field of an error to its name in responses."""
     field = error.field.replace("].function.", "].").replace("response_format.json_schema", "text.format")
+    if found := _NUMBERED.fullmatch(field):
+        return type(error)(f"{tools.get_place(int(found[1])) or f'tools[{found[1]}]'}{found[2]}", error.problem)
     first = field.partition(".")[0].partition("[")[0]
     return type(error)(_THEIRS.get(first, first) + field.removeprefix(first), error.problem)
-
-
-def message_item(request_id: str, number: int, text: str, logprobs: Iterable[object], status: str) -> dict[str, Any]:
-    """Return the assistant's content as an item."""
-    return {
-        "id": f"msg_{request_id}_{number}",
-        "type": "message",
-        "role": "assistant",
-        "status": status,
-        "content": [] if status == "in_progress" else [text_part(text, logprobs)],
-    }
 
 
 def text_part(text: str, logprobs: Iterable[object]) -> dict[str, Any]:
     """Return a text as a part of a message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
-def reasoning_item(request_id: str, number: int, text: str, status: str) -> dict[str, Any]:
-    """Return the reasoning as an item."""
-    content = [] if status == "in_progress" else [{"type": "reasoning_text", "text": text}]
-    return {
-        "id": f"rs_{request_id}_{number}",
-        "type": "reasoning",
-        "summary": [],
-        "content": content,
-        "encrypted_content": None,
-        "status": status,
-    }
-
-
-def call_item(request_id: str, number: int, call: ToolCall, status: str) -> dict[str, Any]:
-    """Return a call as an item."""
-    return {
-        "id": f"fc_{request_id}_{number}",
-        "type": "function_call",
-        "call_id": call.id,
-        "name": call.name,
-        "arguments": call.arguments,
-        "status": status,
-    }
 
 
 def build_logprobs(positions: Sequence[PositionLogprobs], token_text: TokenText) -> Items:
@@ -419,26 +343,125 @@ def get_status(finish_reason: str) -> str:
     return "incomplete" if is_cut else "completed"
 
 
-def build_items(request_id: str, output: CompletionOutput, token_text: TokenText) -> list[dict[str, Any]]:
-    """Return the items of an answer: reasoning, content, calls; the last one is incomplete if it is truncated."""
-    parts: list[tuple[str, Any]] = []
-    if output.reasoning_content:
-        parts.append(("reasoning", output.reasoning_content))
-    if output.text or not (output.reasoning_content or output.tool_calls):
-        parts.append(("message", output.text))
-    parts += [("call", call) for call in output.tool_calls]
-    items = []
-    for number, (kind, value) in enumerate(parts):
-        status = get_status(output.finish_reason or "") if number == len(parts) - 1 else "completed"
-        if kind == "reasoning":
-            items.append(reasoning_item(request_id, number, value, status))
-        elif kind == "message":
-            items.append(
-                message_item(request_id, number, value, build_logprobs(output.logprobs or (), token_text), status)
-            )
+def _error_code(error: JpagedError) -> str:
+    """Return OpenAI's code of an error in a response."""
+    if isinstance(error, RequestTooLong):
+        return "context_length_exceeded"
+    if isinstance(error, InvalidArgument):
+        return "invalid_prompt"
+    return "rate_limit_exceeded" if isinstance(error, TryLater) else "server_error"
+
+
+IN_PROGRESS, QUEUED, CANCELLED = "in_progress", "queued", "cancelled"
+"""Statuses of a response that has not ended, and of one that a client ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFormat:
+    """Format of the answer to one body.
+
+    Attributes:
+        heading: id and model of the answer.
+        is_stored: the answer is stored.
+    """
+
+    heading: ResponseMetadata
+    request: ResponsesRequest
+    is_stored: bool = False
+
+    @property
+    def response_id(self) -> str:
+        """Id of the response."""
+        return f"resp_{self.heading.request_id}"
+
+    def body(
+        self,
+        items: Sequence[Mapping[str, Any]] = (),
+        *,
+        status: str = IN_PROGRESS,
+        finish_reason: str = "",
+        usage: Mapping[str, Any] | None = None,
+        error: JpagedError | None = None,
+    ) -> dict[str, Any]:
+        """Return the response."""
+        is_cut = finish_reason == FinishReason.LENGTH.value
+        return {
+            "id": self.response_id,
+            "object": "response",
+            "created_at": self.heading.created,
+            "status": status if error is None else "failed",
+            "error": None if error is None else {"code": _error_code(error), "message": str(error)},
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "model": self.heading.model,
+            "output": list(items),
+            "store": self.is_stored,
+            "truncation": "disabled",
+            "usage": usage,
+            **self.request.echoed,
+        }
+
+    def message_item(self, number: int, text: str, logprobs: Iterable[object], status: str) -> dict[str, Any]:
+        """Return the assistant's content as an item."""
+        return {
+            "id": self._item_id("msg", number),
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": [] if status == IN_PROGRESS else [text_part(text, logprobs)],
+        }
+
+    def reasoning_item(self, number: int, text: str, status: str) -> dict[str, Any]:
+        """Return the reasoning as an item."""
+        is_begun = status == IN_PROGRESS
+        return {
+            "id": self._item_id("rs", number),
+            "type": "reasoning",
+            "summary": [],
+            "content": [] if is_begun else [{"type": "reasoning_text", "text": text}],
+            "encrypted_content": seal_reasoning(text) if self.request.has_encrypted and not is_begun else None,
+            "status": status,
+        }
+
+    def call_item(self, number: int, call: ToolCall, status: str) -> dict[str, Any]:
+        """Return a call as an item, with the name and the kind of the tool in the body."""
+        tool = self.request.renamed.get(call.name) or ClientTool(call.name)
+        fields = {"call_id": call.id, "name": tool.name}
+        if tool.namespace is not None:
+            fields["namespace"] = tool.namespace
+        if tool.is_custom:
+            text = "" if status == IN_PROGRESS else custom_input(call.arguments)
+            fields = {"id": self._item_id("ctc", number), "type": "custom_tool_call", **fields, "input": text}
         else:
-            items.append(call_item(request_id, number, value, status))
-    return items
+            fields = {"id": self._item_id("fc", number), "type": "function_call", **fields, "arguments": call.arguments}
+        return {**fields, "status": status}
+
+    def is_custom(self, name: str) -> bool:
+        """Return True if a function stands for a custom tool."""
+        tool = self.request.renamed.get(name)
+        return tool is not None and tool.is_custom
+
+    def items(self, output: CompletionOutput, token_text: TokenText) -> list[dict[str, Any]]:
+        """Return the items of an answer: reasoning, content, calls; the last one is incomplete if it is truncated."""
+        parts: list[tuple[str, Any]] = []
+        if output.reasoning_content:
+            parts.append((_REASONING, output.reasoning_content))
+        if output.text or not (output.reasoning_content or output.tool_calls):
+            parts.append((_MESSAGE, output.text))
+        parts += [(_CALL, call) for call in output.tool_calls]
+        items = []
+        for number, (kind, value) in enumerate(parts):
+            status = get_status(output.finish_reason or "") if number == len(parts) - 1 else "completed"
+            if kind == _REASONING:
+                items.append(self.reasoning_item(number, value, status))
+            elif kind == _MESSAGE:
+                logprobs = build_logprobs(output.logprobs or (), token_text)
+                items.append(self.message_item(number, value, logprobs, status))
+            else:
+                items.append(self.call_item(number, value, status))
+        return items
+
+    def _item_id(self, prefix: str, number: int) -> str:
+        return f"{prefix}_{self.heading.request_id}_{number}"
 
 
 def build_usage(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
@@ -452,48 +475,49 @@ def build_usage(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
     }
 
 
-def response_body(
-    heading: ResponseMetadata,
-    echoed: Mapping[str, Any],
-    items: Sequence[Mapping[str, Any]],
-    *,
-    finish_reason: str | None = None,
-    usage: Mapping[str, Any] | None = None,
-    error: JpagedError | None = None,
-) -> dict[str, Any]:
-    """Return a response body; without a finish reason and an error it is in progress."""
-    status = "in_progress" if finish_reason is None else get_status(finish_reason)
-    is_cut = finish_reason == FinishReason.LENGTH.value
-    return {
-        "id": f"resp_{heading.request_id}",
-        "object": "response",
-        "created_at": heading.created,
-        "status": "failed" if error is not None else status,
-        "background": False,
-        "error": None if error is None else {"code": get_reason(error), "message": str(error)},
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "model": heading.model,
-        "output": list(items),
-        "previous_response_id": None,
-        "store": False,
-        "truncation": "disabled",
-        "usage": usage,
-        **echoed,
-    }
-
-
 def build_response(
-    heading: ResponseMetadata,
-    echoed: Mapping[str, Any],
-    output: RequestOutput,
-    token_text: TokenText,
-    num_reasoning_tokens: int,
+    how: ResponseFormat, output: RequestOutput, token_text: TokenText, num_reasoning_tokens: int
 ) -> dict[str, Any]:
     """Return the response of a finished request."""
     (one,) = output.outputs
-    items = build_items(heading.request_id, one, token_text)
-    usage = build_usage(output.usage, num_reasoning_tokens)
-    return response_body(heading, echoed, items, finish_reason=one.finish_reason, usage=usage)
+    usage, reason = build_usage(output.usage, num_reasoning_tokens), one.finish_reason or ""
+    return how.body(how.items(one, token_text), status=get_status(reason), finish_reason=reason, usage=usage)
+
+
+_ITEM_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+
+
+def listed_items(request_id: str, items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the items of an input as lists show them: with an id, a type, a status, and parts instead of a text."""
+    found = []
+    for number, item in enumerate(items):
+        kind = item.get("type") or "message"
+        prefix = _ITEM_PREFIXES.get(kind, "item")
+        listed = {"id": f"{prefix}_{request_id}_in{number}", "type": kind, "status": "completed"}
+        listed |= {name: value for name, value in item.items() if value is not None}
+        if kind == "message" and isinstance(text := item.get("content"), str):
+            is_output = item.get("role") == "assistant"
+            listed["content"] = [text_part(text, []) if is_output else {"type": "input_text", "text": text}]
+        found.append(listed)
+    return found
+
+
+def continued_items(output: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the items of an answer as a next input has them, without log-probabilities."""
+    found = []
+    for item in output:
+        kept = dict(item)
+        if item["type"] == "message":
+            kept["content"] = [{**part, "logprobs": []} for part in item["content"]]
+        found.append(kept)
+    return found
 
 
 _REASONING, _MESSAGE, _CALL = "reasoning", "message", "call"
@@ -504,15 +528,17 @@ class ResponseEvents:
 
     Attributes:
         reasoning: the reasoning so far.
+        items: the items so far; the last one may be in progress.
+        size: approximate number of characters so far.
     """
 
-    def __init__(self, heading: ResponseMetadata, echoed: Mapping[str, Any], token_text: TokenText) -> None:
+    def __init__(self, how: ResponseFormat, token_text: TokenText) -> None:
         self.reasoning = ""
-        self._heading = heading
-        self._echoed = echoed
+        self.items: list[dict[str, Any]] = []
+        self.size = 0
+        self._how = how
         self._token_text = token_text
         self._number = 0
-        self._items: list[dict[str, Any]] = []
         self._kind = ""
         self._call_index = -1
         self._call = ToolCall("", "", "")
@@ -522,39 +548,62 @@ class ResponseEvents:
         self._usage = Usage()
         self._finish_reason = ""
 
+    @property
+    def status(self) -> str:
+        """Status of the response of a request that has ended."""
+        return get_status(self._finish_reason)
+
     def begin(self) -> bytes:
         """Return the first events."""
-        body = response_body(self._heading, self._echoed, ())
-        return self._event("response.created", response=body) + self._event("response.in_progress", response=body)
+        return self._event("response.created", response=self._how.body()) + self.start()
+
+    def queue(self) -> bytes:
+        """Return the first events of a response in the background; `start` returns the next one."""
+        body = self._how.body(status=QUEUED)
+        return self._event("response.created", response=body) + self._event("response.queued", response=body)
+
+    def start(self) -> bytes:
+        """Return the event of a response that begins to generate."""
+        return self._event("response.in_progress", response=self._how.body())
 
     def of(self, event: OutputEvent) -> bytes:
         """Return the events for an event of the request."""
         return b"".join(self._iter_events(event))
 
-    def end(self, num_reasoning_tokens: int) -> bytes:
-        """Return the last events."""
-        usage = build_usage(self._usage, num_reasoning_tokens)
-        body = response_body(self._heading, self._echoed, self._items, finish_reason=self._finish_reason, usage=usage)
-        return self._event(f"response.{body['status']}", response=body)
+    def end(self, num_reasoning_tokens: int, *, is_stored: bool) -> dict[str, Any]:
+        """Return the response of a request that has ended."""
+        usage, reason = build_usage(self._usage, num_reasoning_tokens), self._finish_reason
+        how = replace(self._how, is_stored=is_stored)
+        return how.body(self.items, status=get_status(reason), finish_reason=reason, usage=usage)
 
-    def failed(self, error: JpagedError) -> bytes:
-        """Return the last event of a failed response."""
-        parts = list(self._close("incomplete"))
-        body = response_body(self._heading, self._echoed, self._items, error=error)
-        return b"".join([*parts, self._event("response.failed", response=body)])
+    def fail(self, error: JpagedError, *, is_stored: bool) -> tuple[bytes, dict[str, Any]]:
+        """Return the events that end the open item, and the response of a failed request."""
+        events = b"".join(self._close("incomplete"))
+        return events, replace(self._how, is_stored=is_stored).body(self.items, error=error)
+
+    def cancel(self) -> tuple[bytes, dict[str, Any]]:
+        """Return the same for a request that a client cancelled."""
+        return b"".join(self._close("incomplete")), self._how.body(self.items, status=CANCELLED)
+
+    def last(self, status: str, encoded: bytes) -> bytes:
+        """Return the last event, with a response that is already encoded."""
+        kind = "incomplete" if status == CANCELLED else status
+        before, _, after = self._event(f"response.{kind}", response=_MARK).partition(json_text.quoted(_MARK))
+        return b"".join((before, encoded, after))
 
     def _iter_events(self, event: OutputEvent) -> Iterator[bytes]:
         self._usage = event.usage
         self._unsent += build_logprobs(event.logprobs, self._token_text)
+        self.size += 10 * len(event.logprobs)
         if event.reasoning_content:
             self.reasoning += event.reasoning_content
             yield from self._open(_REASONING)
             yield self._delta("response.reasoning_text.delta", event.reasoning_content, content_index=0)
         if event.text:
             yield from self._open(_MESSAGE)
-            told, self._unsent = self._unsent, []
-            self._logprobs += told
-            yield self._delta("response.output_text.delta", event.text, content_index=0, logprobs=told)
+            added, self._unsent = self._unsent, []
+            self._logprobs += added
+            yield self._delta("response.output_text.delta", event.text, content_index=0, logprobs=added)
         for piece in event.tool_calls:
             yield from self._of_call(piece)
         if event.finish is not None:
@@ -568,7 +617,10 @@ class ResponseEvents:
             yield from self._close("completed")
             self._call_index, self._call = piece.index, ToolCall(piece.id or "", piece.name or "", "")
             yield from self._open(_CALL)
-        if piece.arguments:
+        if piece.arguments and self._how.is_custom(self._call.name):
+            self.size += len(piece.arguments)
+            self._text += piece.arguments  # the text is one of their values: it is sent when they are complete
+        elif piece.arguments:
             yield self._delta("response.function_call_arguments.delta", piece.arguments)
 
     def _open(self, kind: str) -> Iterator[bytes]:
@@ -577,8 +629,8 @@ class ResponseEvents:
             return
         yield from self._close("completed")
         self._kind = kind
-        self._items.append(self._item("in_progress"))
-        yield self._event("response.output_item.added", output_index=self._index, item=self._items[-1])
+        self.items.append(self._item(IN_PROGRESS))
+        yield self._event("response.output_item.added", output_index=self._index, item=self.items[-1])
         if kind != _CALL:
             yield self._of_item("response.content_part.added", content_index=0, part=self._part(""))
 
@@ -586,8 +638,14 @@ class ResponseEvents:
         if not self._kind:
             return
         text = self._text
-        if self._kind == _CALL:
-            yield self._of_item("response.function_call_arguments.done", arguments=text, name=self._call.name)
+        item = self._item(status)
+        if item["type"] == "custom_tool_call":
+            text = item["input"]
+            if text:
+                yield self._of_item("response.custom_tool_call_input.delta", delta=text)
+            yield self._of_item("response.custom_tool_call_input.done", input=text)
+        elif self._kind == _CALL:
+            yield self._of_item("response.function_call_arguments.done", arguments=text, name=item["name"])
         elif self._kind == _REASONING:
             yield self._of_item("response.reasoning_text.done", content_index=0, text=text)
         else:
@@ -596,22 +654,21 @@ class ResponseEvents:
             yield self._of_item("response.output_text.done", content_index=0, text=text, logprobs=self._logprobs)
         if self._kind != _CALL:
             yield self._of_item("response.content_part.done", content_index=0, part=self._part(text))
-        self._items[-1] = self._item(status)
-        yield self._event("response.output_item.done", output_index=self._index, item=self._items[-1])
+        self.items[-1] = item
+        yield self._event("response.output_item.done", output_index=self._index, item=item)
         self._kind, self._text, self._logprobs = "", "", []
 
     @property
     def _index(self) -> int:
-        return len(self._items) - 1
+        return len(self.items) - 1
 
     def _item(self, status: str) -> dict[str, Any]:
-        request_id, number = self._heading.request_id, len(self._items) - (status != "in_progress")
+        number = len(self.items) - (status != IN_PROGRESS)
         if self._kind == _REASONING:
-            return reasoning_item(request_id, number, self._text, status)
+            return self._how.reasoning_item(number, self._text, status)
         if self._kind == _MESSAGE:
-            return message_item(request_id, number, self._text, self._logprobs, status)
-        call = ToolCall(self._call.id, self._call.name, self._text)
-        return call_item(request_id, number, call, status)
+            return self._how.message_item(number, self._text, self._logprobs, status)
+        return self._how.call_item(number, ToolCall(self._call.id, self._call.name, self._text), status)
 
     def _part(self, text: str) -> dict[str, Any]:
         if self._kind == _REASONING:
@@ -620,12 +677,16 @@ class ResponseEvents:
 
     def _delta(self, kind: str, delta: str, **fields: object) -> bytes:
         self._text += delta
+        self.size += len(delta)
         return self._of_item(kind, delta=delta, **fields)
 
     def _of_item(self, kind: str, **fields: object) -> bytes:
-        return self._event(kind, item_id=self._items[-1]["id"], output_index=self._index, **fields)
+        return self._event(kind, item_id=self.items[-1]["id"], output_index=self._index, **fields)
 
     def _event(self, kind: str, **fields: object) -> bytes:
         value = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return b"".join((b"event: ", kind.encode(), b"\ndata: ", *json_text.pieces(value), b"\n\n"))
+
+
+_MARK = "jpaged-mark"

@@ -34,7 +34,11 @@ _OPTIONS = {
     *("max_model_len", "attention_backend", "block_size", "num_blocks", "memory_utilization"),
     "kv_cache_memory_bytes",
     *("kv_cache_dtype", "swap_space", "enable_cascade_attention", "max_num_seqs", "max_num_batched_tokens"),
+<<<<<<< HEAD
     *("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
+=======
+    *("tensor_parallel_size", "context_parallel_size", "enable_expert_parallel", "enable_dp_attention"),
+>>>>>>> main
     *("lossy_kv_window", "lossy_kv_sinks"),
     *("enable_lora", "max_loras", "max_lora_rank", "speculative_config"),
 }
@@ -116,6 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
     names = list(dict.fromkeys(name for words in arguments.topology for name in words.split(",")))
     if arguments.save is not None and len(names) > 1:
         raise InvalidArgument("--save", f"supports one topology; {len(names)} are given")
+    if arguments.save is not None and config.parallel.enable_dp_attention:
+        raise InvalidArgument("--save", "does not support --enable-dp-attention")
     report, found = StartupReport(sys.stderr), []
     try:
         _, model_config = find_config(model, config.model.overrides)

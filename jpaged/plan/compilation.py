@@ -46,7 +46,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import streaming_llm
 from jpaged.models.hf_config import from_hf, to_hf
 from jpaged.models.model import Model
-from jpaged.models.sharding import largest_split, pad_for_sharding, with_parallel_experts
+from jpaged.models.sharding import largest_split, pad_for_sharding, with_dp_attention, with_parallel_experts
 from jpaged.plan.known_models import KNOWN_MODELS, find_known
 from jpaged.plan.step_times import PlannedModel, PlannedStepTimes, PlanTarget, find_target
 
@@ -157,6 +157,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     target = find_target(question.target)
     if options.parallel.enable_expert_parallel:
         config = with_parallel_experts(config)
+    config = with_dp_attention(config) if options.parallel.enable_dp_attention else config
     config = streaming_llm.as_asked(config, options)
     draft, chosen = _draft_config(options), 1 if options.has_head else question.options.get("tensor_parallel_size")
     num_parts = options.parallel.context_parallel_size

@@ -81,7 +81,7 @@ def assess(plan: CompiledPlan, workload: PlanWorkload) -> Assessment:
         return Assessment(plan, (), price, 0.0, None, None)
     deployment = plan.deployment
     pool = ConcurrencyLimits(
-        deployment.memory.num_blocks,
+        deployment.num_blocks,
         deployment.geometry.block_size,
         deployment.geometry.max_num_seqs,
         deployment.geometry.max_num_batched_tokens,
@@ -143,9 +143,9 @@ def lines(found: Assessment) -> list[str]:
         text.append(f"  compiler error: {refusal.message}")
     text += [f"  {line}" for line in memory.lines()]
     if deployment.fits:
-        longest = memory.num_blocks // sum(reach.num_kept(sizes.max_model_len) for reach in sizes.reaches)
+        longest = deployment.num_blocks // sum(reach.num_kept(sizes.max_model_len) for reach in sizes.reaches)
         text.append(
-            f"  {memory.num_blocks} blocks of {sizes.block_size} tokens hold {longest} sequences of "
+            f"  {deployment.num_blocks} blocks of {sizes.block_size} tokens hold {longest} sequences of "
             f"{sizes.max_model_len} tokens, or one of these:"
         )
         text += [f"    {line}" for line in _estimate_lines(found)]
@@ -240,7 +240,7 @@ def as_json(found: Assessment) -> dict[str, Any]:
         "max_num_batched_tokens": deployment.geometry.max_num_batched_tokens,
         "block_size": deployment.geometry.block_size,
         "windows": list(deployment.geometry.windows),
-        "num_blocks": memory.num_blocks,
+        "num_blocks": deployment.num_blocks,
         "most_blocks": deployment.most_blocks,
         "notes": list(plan.notes),
         "memory_of_one_device": {
@@ -287,7 +287,7 @@ def _by_how_much(found: Assessment) -> str:
     deployment = found.plan.deployment
     free = deployment.memory.free_bytes or 0
     if deployment.fits:
-        return f", {max(0, free) / _GIB:.3f} GiB per device free after a pool of {deployment.memory.num_blocks} blocks"
+        return f", {max(0, free) / _GIB:.3f} GiB per device free after a pool of {deployment.num_blocks} blocks"
     if free < 0:
         return f", over by {-free / _GIB:.2f} GiB per device"
     return ""

@@ -6,6 +6,9 @@
     sums      = (2 * layers + 1) all-reduces of [tokens, E] in the type that the program sums in, each 2 * (n - 1) / n
                 of the bytes over the links and 2 * (size - 1) hops along every axis; if the program sums in parts that
                 overlap with products, only the time that the products do not hide (`exposed_s`)
+    exchanges = with data-parallel attention, of each layer with experts: rows to the devices of their experts, and
+                results back, each E numbers per row and device that it is sent to (`mean_devices`); a message passes
+                the mean distance of two devices on a TPU's mesh. Only other layers, and the ends, have sums.
     merges    = a layer's outputs [tokens, H, D] added up over the devices that share contexts, and their log-sum-exp
                 [tokens, H] gathered, in float32; each of those devices reads its part of the contexts
     step      = all of these, and at least the host's part
@@ -36,7 +39,7 @@ from jpaged.device.sharded_matmul import num_column_parts
 from jpaged.device.step import Microbatches
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.hardware import HARDWARE, Hardware, find_hardware
-from jpaged.models.config import ModelConfig
+from jpaged.models.config import Mixture, ModelConfig
 from jpaged.models.param_specs import leaf_format
 from jpaged.models.sharding import pad_for_sharding
 from jpaged.plan.cost import ASSUMED, HBM_EFFICIENCY, PRODUCTS_EFFICIENCY, ModelShape, Roofline, StepLoad
@@ -195,8 +198,13 @@ class PlannedModel:
             num_params=num_params(config) - looked_up,
             num_layers=config.num_layers,
             query_width=config.query_width,
+<<<<<<< HEAD
             weight_bytes=self._model_bytes - (embedding_bytes(config, self.itemsize) if looked_up else 0),
             kv_bytes_per_token=self.bytes_per_block * num_devices / self.block_size,
+=======
+            weight_bytes=self.weight_bytes * num_devices - (embedding_bytes(config, self.itemsize) if looked_up else 0),
+            kv_bytes_per_token=self.bytes_per_block * (1 if config.has_dp_attention else num_devices) / self.block_size,
+>>>>>>> main
             head_params=head_params,
             adapter_params=self.adapter_bytes * num_devices / self.itemsize,
             windows=windows,
@@ -205,7 +213,7 @@ class PlannedModel:
         )
         local = pad_for_sharding(config, num_devices)
         heads = HeadShape(
-            num_kv_heads=local.num_kv_heads // num_devices,
+            num_kv_heads=-(-local.num_kv_heads // num_devices),
             group=local.num_heads // local.num_kv_heads,
             head_dim=local.head_dim,
             kv_dtype=self.kv_dtype,
@@ -229,9 +237,14 @@ class PlannedModel:
         outputs = local.num_heads // num_devices * (local.value_dim or local.head_dim)
         numbers = OutputNumbers(outputs, local.num_heads // num_devices)
         matrices = layer_matrices(config) if self.overlaps_sums else None
+        exchange = RowMessages.of(config, num_devices, self.itemsize)
         return PlannedStepTimes(
+<<<<<<< HEAD
             *(roofline, self.target, config.hidden_size, self.number_bytes, times, num_parts, numbers, matrices),
             num_stages=self.num_stages,
+=======
+            roofline, self.target, config.hidden_size, self.number_bytes, times, num_parts, numbers, matrices, exchange
+>>>>>>> main
         )
 
 
@@ -241,6 +254,53 @@ class OutputNumbers:
 
     outputs: int = 0
     heads: int = 0
+
+
+def mean_devices(mixture: Mixture, num_devices: int) -> float:
+    """Return the mean number of devices with experts of a row, if rows choose groups, and experts in them, evenly.
+
+    A device has consecutive experts: of one group, or of several whole ones.
+    """
+    routing = mixture.routing
+    own = routing.num_experts // num_devices
+    of_group = routing.num_experts // routing.num_groups
+    held, own = max(1, own // of_group), min(own, of_group)
+    eligible = routing.top_groups * of_group
+    used = 0.0
+    for chosen in range(min(held, routing.top_groups) + 1):
+        ways = math.comb(held, chosen) * math.comb(routing.num_groups - held, routing.top_groups - chosen)
+        missed = math.comb(eligible - chosen * own, routing.top_k) / math.comb(eligible, routing.top_k)
+        used += ways / math.comb(routing.num_groups, routing.top_groups) * (1 - missed)
+    return num_devices * used
+
+
+@dataclass(frozen=True, slots=True)
+class RowMessages:
+    """Rows that devices send to experts and back, with data-parallel attention.
+
+    Attributes:
+        num_layers: layers with experts.
+        num_devices: mean devices that a row is sent to, its own included.
+        number_bytes: bytes of each number of a row.
+    """
+
+    num_layers: int
+    num_devices: float
+    number_bytes: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, num_devices: int, number_bytes: int) -> RowMessages | None:
+        """Return the messages of a model on some devices; None if its devices have the rows of all sequences."""
+        if not config.has_dp_attention or num_devices == 1:
+            return None
+        num_layers = sum(kind.is_sparse for kind in config.layer_kinds)
+        sent_to = 0.0 if config.mixture is None else mean_devices(config.mixture, num_devices)
+        return cls(num_layers, sent_to, number_bytes)
+
+    def sent_bytes(self, num_tokens: int, width: int, num_devices: int) -> float:
+        """Return the bytes that a device sends to others in one direction of a layer, to experts or back."""
+        num_rows = num_tokens / num_devices * self.num_devices * (num_devices - 1) / num_devices
+        return num_rows * width * self.number_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +316,11 @@ class PlannedStepTimes:
         num_context_parts: parts of every context.
         numbers: attention outputs that are merged over these parts.
         matrices: numbers of each of a layer's matrices, by name, if sums of parts overlap with products; else None.
+<<<<<<< HEAD
         num_stages: parts of the layers, each on these devices.
+=======
+        messages: rows exchanged for experts instead of sums; None for tensor-parallel attention.
+>>>>>>> main
     """
 
     roofline: Roofline
@@ -267,7 +331,11 @@ class PlannedStepTimes:
     num_context_parts: int = 1
     numbers: OutputNumbers = OutputNumbers()
     matrices: Mapping[str, int] | None = None
+<<<<<<< HEAD
     num_stages: int = 1
+=======
+    messages: RowMessages | None = None
+>>>>>>> main
 
     def parts(self, load: StepLoad) -> StepParts:
         """Return the parts of a step's time.
@@ -328,6 +396,18 @@ class PlannedStepTimes:
         hops = sum(2 * (size - 1) for size in axes)
         return link_bytes / (self.target.hardware.link_bytes_per_s * LINK_EFFICIENCY) + max(hops, 2) * HOP_S
 
+    def message_s(self, num_tokens: int) -> float:
+        """Return the seconds in which all devices send rows to experts, or back, in one layer."""
+        if self.messages is None:
+            return 0.0
+        n = self.roofline.num_devices
+        axes = self.target.shape if n == self.target.num_devices and self.target.platform == "tpu" else (n,)
+        sent_bytes = self.messages.sent_bytes(num_tokens, self.hidden_size, n)
+        is_mesh = self.target.platform == "tpu"
+        distance = sum((size * size - 1) / (3 * size) for size in axes) * n / (n - 1) if is_mesh else 1.0
+        rate = self.target.hardware.link_bytes_per_s * LINK_EFFICIENCY
+        return sent_bytes * distance / rate + max(sum(size - 1 for size in axes) if is_mesh else 1, 1) * HOP_S
+
     def _sums_s(self, num_tokens: int, products_s: float) -> float:
         """Return the seconds during which devices only sum, of a step with these matrix products; 0 if unknown."""
         n, num_layers = self.roofline.num_devices, self.roofline.shape.num_layers
@@ -335,6 +415,9 @@ class PlannedStepTimes:
             return 0.0
         link_bytes = 2 * (n - 1) / n * num_tokens * self.hidden_size * self.number_bytes
         whole_s, parts = self.exchange_s(link_bytes), num_column_parts(num_tokens, self.hidden_size)
+        if self.messages is not None:
+            num_sums = num_layers - self.messages.num_layers + 2
+            return num_sums * whole_s + 2 * self.messages.num_layers * self.message_s(num_tokens)
         if self.matrices is None or parts == 1 or products_s == 0.0:
             return (2 * num_layers + 1) * whole_s
         part_s = self.exchange_s(link_bytes / parts)

@@ -427,16 +427,17 @@ class InputProcessor:
     def _check_length(self, num_prompt_tokens: int, sampling: SamplingParams, max_tokens: int) -> None:
         geometry = self._geometry
         total, num_rows = num_prompt_tokens + max_tokens, sampling.beam_width or sampling.num_samples
-        if num_rows > geometry.max_num_seqs:
+        if num_rows > (limit := geometry.max_num_seqs_of_rank):
             name = "beam_width" if sampling.beam_width else "best_of" if sampling.best_of else "n"
-            raise InvalidArgument(f"sampling.{name}", f"{num_rows} is over max_num_seqs ({geometry.max_num_seqs})")
+            of_rank = f" over {geometry.dp_size} devices" if geometry.dp_size > 1 else ""
+            raise InvalidArgument(f"sampling.{name}", f"{num_rows} is over max_num_seqs{of_rank} ({limit})")
         what = f"{num_prompt_tokens} prompt tokens and {max_tokens} to generate make {total}"
         if total > geometry.max_model_len:
             raise RequestTooLong("sampling.max_tokens", f"{what}, over max_model_len ({geometry.max_model_len})")
         needed = geometry.num_blocks_alone(num_prompt_tokens, max_tokens, num_rows)
-        if needed > geometry.num_blocks:
-            pool_tokens = geometry.num_blocks * geometry.block_size
-            blocks = f"{geometry.num_blocks} blocks of {geometry.block_size}"
+        if needed > (limit := geometry.num_blocks_of_rank):
+            pool_tokens = limit * geometry.block_size
+            blocks = f"{limit} blocks of {geometry.block_size}"
             each = f" for each of {num_rows} sequences" if num_rows > 1 else ""
             times = f"{each}, {needed} blocks" if num_rows > 1 or len(geometry.windows) > 1 else ""
             raise RequestTooLong("sampling.max_tokens", f"{what}{times}, over the whole pool ({pool_tokens}: {blocks})")
@@ -446,7 +447,9 @@ class InputProcessor:
         geometry, num_rows = self._geometry, sampling.beam_width or sampling.num_samples
         lengths = range(sampling.max_num_tokens, geometry.max_model_len - num_prompt_tokens + 1)
         num_fitting = bisect.bisect_right(
-            lengths, geometry.num_blocks, key=lambda most: geometry.num_blocks_alone(num_prompt_tokens, most, num_rows)
+            lengths,
+            geometry.num_blocks_of_rank,
+            key=lambda most: geometry.num_blocks_alone(num_prompt_tokens, most, num_rows),
         )
         return lengths[num_fitting - 1]
 

@@ -292,6 +292,7 @@ class FakeExecutor:
     num_speculative_tokens = 0
     windows: tuple[int | None, ...] = (None,)
     num_sink_tokens = 0
+    dp_size = 1
     max_loras = 0
     num_compiles_after_warm_up = 0
     sampled: Callable[[SeenTokens, np.void, int], int] = staticmethod(sampled)
@@ -317,16 +318,17 @@ class FakeExecutor:
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             bytes_per_block=block_size * 8,
-            buckets=_buckets(max_num_batched_tokens, max_num_seqs, self.max_num_steps, self.num_speculative_tokens),
+            buckets=_buckets(max_num_batched_tokens, max_num_seqs, self),
             num_host_blocks=num_host_blocks,
             max_num_steps=self.max_num_steps,
             has_fed_steps=self.has_fed_steps,
             windows=self.windows,
             num_sink_tokens=self.num_sink_tokens,
+            dp_size=self.dp_size,
             max_loras=self.max_loras,
             num_speculative_tokens=self.num_speculative_tokens,
             cascade=None
-            if self.num_sink_tokens
+            if self.num_sink_tokens or self.dp_size > 1
             else dataclasses.replace(_ANY_SHARING_PAYS, granule_tokens=block_size, tile_queries=max_num_batched_tokens),
         )
         # For each slot the token, and the digest of the tokens up to it.
@@ -384,6 +386,7 @@ class FakeExecutor:
         if self.num_steps == self.faults.fail_at_step:
             raise RuntimeError(f"injected fault at step {self.num_steps}")
         self.num_steps += 1
+        self._check_ranks(inputs)
         tokens_t = np.where(inputs.is_prev_sampled_t, self.last_tokens[inputs.prev_sampled_rows_t], inputs.token_ids_t)
         used = slice(0, inputs.num_tokens)
         is_nan_t = np.isin(tokens_t, list(self.faults.nan_token_ids))
@@ -394,6 +397,24 @@ class FakeExecutor:
         last_t = inputs.query_starts_s1[1 : inputs.num_rows + 1] - 1
         has_ended = inputs.is_prev_sampled_t[last_t] & self.have_ended[inputs.prev_sampled_rows_t[last_t]]
         return [self._seen(inputs, row, is_checked=not has_ended[row]) for row in range(inputs.num_rows)]
+
+    def _check_ranks(self, inputs: StepInputs) -> None:
+        """Check that all blocks of a row are of one rank, and that each rank's tokens fit into its part of the step.
+
+        Raises:
+            InternalError: they are not, or do not.
+        """
+        geometry = self._geometry
+        if geometry.dp_size == 1:
+            return
+        tables_sm = inputs.block_tables_gsm[0, : inputs.num_rows]
+        ranks_sm = np.where(tables_sm > 0, (tables_sm - 1) // geometry.num_blocks_of_rank, -1)
+        ranks_s, lens_s = ranks_sm[:, 0], np.diff(inputs.query_starts_s1)[: inputs.num_rows]
+        if ((ranks_sm >= 0) & (ranks_sm != ranks_s[:, None])).any():
+            raise InternalError(f"rows have blocks of several ranks: {ranks_sm}")
+        limit = len(inputs.token_ids_t) // geometry.dp_size
+        if np.bincount(ranks_s, lens_s).max() > limit:
+            raise InternalError(f"a rank has over {limit} tokens: {lens_s} tokens of ranks {ranks_s}")
 
     def sample(self, hidden: list[SeenTokens], inputs: SamplingInputs) -> StepOutputs:
         """Sample at once; the handle is the result."""
@@ -613,13 +634,14 @@ def scripted(*answers: str, kind: type[FakeExecutor] = FakeExecutor) -> type[Fak
     return type(f"{kind.__name__}Scripted", (kind,), {"sampled": staticmethod(script)})
 
 
-def _buckets(
-    max_num_batched_tokens: int, max_num_seqs: int, max_num_steps: int, num_speculative_tokens: int
-) -> BucketTable:
+def _buckets(max_num_batched_tokens: int, max_num_seqs: int, executor: FakeExecutor) -> BucketTable:
     buckets = BucketTable.build(
-        max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, max_num_steps=max_num_steps
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_num_steps=executor.max_num_steps,
+        multiple=executor.dp_size,
     )
-    return dataclasses.replace(buckets, speculates=buckets.rows if num_speculative_tokens else ())
+    return dataclasses.replace(buckets, speculates=buckets.rows if executor.num_speculative_tokens else ())
 
 
 def _digests(tokens: NDArray[np.int64], factors: NDArray[np.int64], weight: int) -> NDArray[np.int64]:

@@ -168,6 +168,41 @@ def check_merges(result: ProgramResult, config: ModelConfig, num_contexts: int, 
     assert {opcode for opcode, _ in numbers} == {"all-gather", "all-reduce"}
 
 
+LINK_BYTES = {"ep": 21_700_000, "dp": 7_600_000}
+"""Bytes over a link in a step of 64 rows of DeepSeek-V2-Lite on four v6e: with sums of all rows in each layer, and with
+rows sent to the devices of their experts."""
+
+EXPOSED_S = {"ep": 0.34e-3, "dp": 0.38e-3}
+"""Estimated time in which the devices only exchange: mostly latencies, because rows are few."""
+
+
+@pytest.mark.parametrize("parallel", long("dp") + deep("ep"))
+def test_devices_with_their_own_sequences_exchange_rows_with_experts(parallel: str) -> None:
+    """Two messages of any length a layer, and the routes of all rows, instead of two sums of all rows."""
+    forward, copy = compile_cells(f"deepseek-v2-lite+{parallel}@v6e:2x2#forward[64],copy[8]")
+    check(forward, work_mib=24, padding=0.01)
+    check(copy, work_mib=1, padding=0.01)
+    assert copy.collectives == (), "a block is copied where it is"
+    config = KNOWN_MODELS["deepseek-v2-lite"].config
+    num_sparse, states = sum(kind.is_sparse for kind in config.layer_kinds), 64 * config.hidden_size
+    numbers = Counter[tuple[str, int]]()
+    for one in forward.collectives:
+        for dims in one.dims:
+            numbers[one.opcode, math.prod(dims)] += math.prod(trips or 0 for trips in one.loop_trips)
+    found = Exchange.count(forward)
+    assert found.link_bytes <= LINK_BYTES[parallel]
+    assert found.exposed_s <= EXPOSED_S[parallel]
+    if parallel == "ep":
+        assert numbers == {("all-reduce", states): 2 * config.num_layers + 1}
+        return
+    assert config.mixture is not None
+    assert numbers["ragged-all-to-all", states] == 2 * num_sparse
+    assert numbers["all-gather", 64 * 2 * config.mixture.routing.top_k] == num_sparse
+    assert sum(num for (_, size), num in numbers.items() if size == states) <= 2 * num_sparse + 5
+    assert numbers["all-reduce", states] + numbers["all-gather", states] <= 5, "none of them in a layer with experts"
+    assert forward.num_blocks * forward.num_devices > 3.5 * 16_796, "blocks of a pool that every device repeats"
+
+
 EDITING = "edited[64],count[256],tell[64, logprobs],tell[8, all-logprobs],tell[64, hidden]"
 COUNTS_BYTES = 65 * (2 * 128256 + 4)
 """The counts of 64 rows and slot 0, for all tokens of the vocabulary."""

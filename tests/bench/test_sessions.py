@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -247,7 +248,7 @@ class Clock:
 
 def driven(monkeypatch: pytest.MonkeyPatch, backend: Echo, samples: list[Sample], times_s: list[float]) -> Any:
     clock = Clock()
-    monkeypatch.setattr(load_generator.time, "perf_counter", clock.perf_counter)
+    monkeypatch.setattr(time, "perf_counter", clock.perf_counter)
     sleeping = replace_sleep(clock)
     monkeypatch.setattr(load_generator, "asyncio", sleeping)
     ended: list[Trace] = []
@@ -283,7 +284,7 @@ def test_a_turn_begins_with_the_answer_to_the_one_before(monkeypatch: pytest.Mon
 
 
 def test_recorded_times_and_delays_both_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    def turn(number: int, **timing: float) -> Sample:
+    def turn(number: int, **timing: Any) -> Sample:
         return Sample((5,), 1, 2, session="a", turn=number, **timing)
 
     samples = [turn(0, start_s=3.0), turn(1, start_s=9.0, delay_s=1.0), turn(2, start_s=9.5, delay_s=2.0)]
@@ -350,10 +351,10 @@ def test_turns_are_drawn_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [ax.get_ylabel() for ax in (ttft, cached, computed)] == [
         *("median TTFT, ms", "cached share of the prompt", "computed tokens"),
     ]
-    assert [(str(line.get_label()), list(line.get_xdata())) for line in cached.lines] == [
+    assert [(str(line.get_label()), np.asarray(line.get_xdata()).tolist()) for line in cached.lines] == [
         *(("1.0 requests/s", [1, 2, 3]), ("2.0 requests/s", [1, 2, 3])),
     ]
-    assert list(cached.lines[0].get_ydata()) == pytest.approx([0.0, 0.25, 1 / 3])
+    assert np.asarray(cached.lines[0].get_ydata()).tolist() == pytest.approx([0.0, 0.25, 1 / 3])
     draw({"a": [run(1.0)], "b": [run(1.0, 1)]}, tmp_path / "b.png", "turns")
     assert [line.get_label() for line in saved[1].axes[2].lines] == ["a, 1.0/s", "b, 1.0/s"]
 

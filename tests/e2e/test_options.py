@@ -45,7 +45,15 @@ BASE = {"max_model_len": 64, "num_blocks": 40}
 NUM_LEAST = 10
 """Programs that a server begins with, those of swaps among them."""
 OTHER_SIZES = {"max_model_len": 40, "block_size": 4, "num_blocks": 9, "max_num_seqs": 3, "max_num_batched_tokens": 11}
-APART = {"enable_expert_parallel", "quantization", "max_logprobs", "kv_disk_dir", "lossy_kv_window", "lossy_kv_sinks"}
+APART = {
+    "enable_expert_parallel",
+    "enable_dp_attention",
+    "quantization",
+    "max_logprobs",
+    "kv_disk_dir",
+    "lossy_kv_window",
+    "lossy_kv_sinks",
+}
 APART |= {*field_names(LoraOptions), "tool_call_parser", "reasoning_parser", "speculative_config", "kv_disk_space"}
 APART.add("kv_transfer_config")
 APART |= {"revision", "tokenizer_revision", "download_dir", "hf_token"}
@@ -121,7 +129,7 @@ def test_options_of_several_processes_are_refused(name: str) -> None:
 @flips("eviction_policy")
 def test_eviction_policy_ranks_what_is_cached(base: LLM, folder: Path) -> None:
     with open_llm(folder, eviction_policy="worth", **BASE) as llm:
-        kinds = [type(one.prefixes.pool._free) for one in (engine_of(llm), engine_of(base)) if one.prefixes]
+        kinds = [type(one.prefixes.pool._free_lists[0]) for one in (engine_of(llm), engine_of(base)) if one.prefixes]
     assert [kind.__name__ for kind in kinds] == ["RankedFreeList", "LeastRecentlyUsed"]
 
 
@@ -241,7 +249,7 @@ def test_a_kernel_that_is_passed_over_is_said_before_anything_is_loaded(
     assert told == ["attention xla, not cpu: it is Tuesday"]
 
 
-@flips("tensor_parallel_size", "enable_expert_parallel")
+@flips("tensor_parallel_size", "enable_expert_parallel", "enable_dp_attention")
 @pytest.mark.long
 def test_tensor_parallel_size_is_how_many_devices_share_the_model(base: LLM, folder: Path) -> None:
     with open_llm(folder, tensor_parallel_size=2, **BASE) as llm:
@@ -249,6 +257,8 @@ def test_tensor_parallel_size_is_how_many_devices_share_the_model(base: LLM, fol
         assert len({generate(one, random_prompts([20]), GREEDY)[0].token_ids for one in (llm, base)}) == 1
     with pytest.raises(InvalidArgument, match="enable_expert_parallel: is on, but LlamaForCausalLM has no experts"):
         LLM(str(folder), tensor_parallel_size=2, enable_expert_parallel=True)
+    with pytest.raises(InvalidArgument, match="enable_dp_attention: is on, but LlamaForCausalLM has no latent cache"):
+        LLM(str(folder), tensor_parallel_size=2, enable_dp_attention=True)
 
 
 @flips("data_parallel_size")

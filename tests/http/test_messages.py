@@ -357,6 +357,18 @@ def test_unknown_fields_of_a_lenient_body_are_noted_in_every_place() -> None:
         parse_messages_request({**given, "nickname": None})
 
 
+def test_unknown_fields_of_a_tool_that_a_message_adds_are_noted_too() -> None:
+    def adding(definition: dict[str, Any]) -> list[dict[str, Any]]:
+        block = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": definition}}
+        return [*BODY["messages"], {"role": "system", "content": [block]}]
+
+    body = LenientBody({**BODY, "messages": adding(WEATHER | {"nickname": 1})})
+    assert parse_messages_request(body) == parse_messages_request({**BODY, "messages": adding(WEATHER)})
+    assert body.ignored.keys() == {"tools.nickname"}
+    with pytest.raises(InvalidArgument, match=r"definition.nickname: is not supported"):
+        parse_messages_request({**BODY, "messages": adding(WEATHER | {"nickname": 1})})
+
+
 ODD: tuple[Any, ...] = (None, 7, "x", [[]], {"type": []})
 
 

@@ -76,7 +76,7 @@ async def test_what_is_thought_said_and_called_are_items() -> None:
         assert usage is not None and usage.output_tokens == len(TEXT.encode()) + 1
         assert usage.output_tokens_details.reasoning_tokens == len("Look.")
         assert usage.total_tokens == usage.input_tokens + usage.output_tokens
-        assert response.to_dict()["store"] is False
+        assert response.to_dict()["store"] is True
 
 
 @pytest.mark.long
@@ -240,17 +240,22 @@ USER = {"role": "user", "content": "hi"}
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "responses are not stored"),
-        ({"input": "a", "conversation": "conv_1"}, "conversation", "responses are not stored"),
-        ({"input": "a", "background": True}, "background", "/v1/batches"),
+        ({"input": "a", "previous_response_id": 7}, "previous_response_id", "not a string"),
+        ({"input": "a", "conversation": "conv_1"}, "conversation", "previous_response_id"),
+        ({"input": "a", "background": True, "store": False}, "background", "`store` is true"),
         ({"input": "a", "truncation": "auto"}, "truncation", "remove items"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type", "only tools of type 'function'"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, None, ""),
+        ({"input": "a", "tools": ["web_search"]}, "tools[0]", "an object with a type"),
+        ({"input": "a", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"input": "a", "tool_choice": {"type": "web_search"}}, "tool_choice", "of the client"),
         ({"input": "a", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", ""),
         ({"input": "a", "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice", "'auto'"),
+        ({"input": "a", "max_tool_calls": 3}, None, ""),
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"input": "a", "include": ["surprise"]}, "include", "logprobs"),
         ({"input": "a", "top_logprobs": 2}, "top_logprobs", "include"),
-        ({"input": "a", "reasoning": {"summary": "detailed"}}, "reasoning.summary", "items of type reasoning"),
+        ({"input": "a", "reasoning": {"summary": "detailed"}}, None, ""),
+        ({"input": "a", "reasoning": {"summary": "long"}}, "reasoning.summary", "concise"),
         ({"input": "a", "text": {"format": {"type": "grammar"}}}, "text.format", "json_schema"),
         ({"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "schema"),
         ({"input": "a", "text": {"verbosity": "none"}}, "text.verbosity", "low, medium, high"),
@@ -268,7 +273,8 @@ USER = {"role": "user", "content": "hi"}
         ({"input": "a", "surprise": 1}, None, ""),
         ({}, "input", ""),
         ({"input": []}, "input", ""),
-        ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input[1].type", "stored"),
+        ({"input": [USER, {"type": "item_reference"}]}, "input[1].id", "not a string"),
+        ({"input": [USER, {"type": "compaction", "encrypted_content": "x"}]}, "input[1].type", "reasoning"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0]",
@@ -303,7 +309,7 @@ async def test_an_answer_can_be_sent_back_as_a_body() -> None:
 
 async def test_nothing_is_stored() -> None:
     async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
-        answer = await client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 4, "store": True})
+        answer = await client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 4, "store": False})
         assert answer.json()["store"] is False
         counted = await client.post("/v1/responses/input_tokens", json={"model": "fake", "input": "abc"})
         whole = await client.post("/v1/responses", json={"model": "fake", "input": "abc"})
@@ -314,7 +320,7 @@ async def test_nothing_is_stored() -> None:
         wrong = await client.post("/v1/responses/input_tokens", json={"model": "other", "input": "abc"})
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "model_not_found")
         missing = await client.get(f"/v1/responses/{answer.json()['id']}")
-        assert missing.status_code == 404 and "stored" in missing.json()["error"]["message"]
+        assert missing.status_code == 404 and "never stored" in missing.json()["error"]["message"]
 
 
 async def test_events_are_named_on_the_wire() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -331,3 +332,20 @@ def test_processes_that_know_one_secret_serve_together_and_one_that_does_not_is_
         assert all(code > 0 for code in codes), (codes, group.log())
         assert group.members[1].find("it does not have the secret"), group.log()
         assert group.members[0].find("refused a connection"), group.log()
+
+
+@pytest.mark.long
+def test_processes_have_the_latents_of_their_own_sequences(tmp_path: Path, programs: Path) -> None:
+    """Data-parallel attention over processes: rows go to the experts of others, and tokens are those of one process."""
+    model = str(write_checkpoint(tiny_case("deepseek_v3"), tmp_path))
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    kinds = [greedy, replace(greedy, n=2, temperature=0.9, seed=4)]
+    many = [(prompt(5 + 7 * i, i), kinds[i % 2]) for i in range(6)]
+    with open_llm(model, block_size=8, max_model_len=64, num_blocks=64) as llm:
+        want = llm.generate([tokens for tokens, _ in many], [params for _, params in many])
+    words = (model, *SIZES, "--num-blocks", "64", "--max-model-len", "64")
+    with running(2, (*words, "--enable-expert-parallel", "--enable-dp-attention"), programs) as group:
+        with Client(group.target) as client:
+            assert_same(ask(client, many), want)
+        group.signal(0, signal.SIGTERM)
+        assert group.codes() == [0, 0], group.log()

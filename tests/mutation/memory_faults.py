@@ -9,6 +9,7 @@ WINDOWS = ("kv_cache/test_windows.py", "test_lives.py")
 STREAMING = ("kv_cache/test_streaming.py",)
 ROOM = ("scheduler/test_scheduler.py", "kv_cache/test_paged.py")
 RESERVED = ("kv_cache/test_contiguous.py",)
+RANKS = ("test_dp_attention.py",)
 
 MEMORY_FAULTS = (
     Fault(
@@ -28,8 +29,8 @@ MEMORY_FAULTS = (
     Fault(
         "the first release of a shared block frees it",
         "kv_cache/blocks.py",
-        "            if count == 1:\n                self._free[block_id] = None",
-        "            if count >= 1:\n                self._free[block_id] = None",
+        "            if count == 1:\n                self._free_lists[",
+        "            if count >= 1:\n                self._free_lists[",
         ("kv_cache/test_sharing.py",),
     ),
     Fault(
@@ -55,9 +56,37 @@ MEMORY_FAULTS = (
     Fault(
         "the pool reuses the most recently freed block first",
         "kv_cache/blocks.py",
-        "self._free.popitem(last=False)",
-        "self._free.popitem(last=True)",
+        "= free.popitem(last=False)",
+        "= free.popitem(last=True)",
         ("kv_cache/test_prefixes.py",),
+    ),
+    Fault(
+        "a copy of a shared block is on another device",
+        "kv_cache/blocks.py",
+        "self.allocate(1, self.rank_of(source))",
+        "self.allocate(1)",
+        RANKS,
+    ),
+    Fault(
+        "a prompt finds the prefixes of another device",
+        "kv_cache/prefix_cache.py",
+        "self._caches[leader.kv.rank].match(",
+        "self._caches[0].match(",
+        RANKS,
+    ),
+    Fault(
+        "a device gets more tokens than its part of a step holds",
+        "scheduler/scheduler.py",
+        "return budget if self._geometry.dp_size == 1 else min(budget, self.left[group.rank])",
+        "return budget",
+        RANKS,
+    ),
+    Fault(
+        "a device gets more rows than its part of a step holds",
+        "scheduler/scheduler.py",
+        "most = self._geometry.max_num_seqs_of_rank - num_rows",
+        "most = self._geometry.max_num_seqs - num_rows",
+        RANKS,
     ),
     Fault(
         "a released chain is freed from its head",

@@ -328,8 +328,8 @@ TIER_FAULTS = (
         "an evicted device block is not offered to connectors again",
         "kv_cache/prefix_cache.py",
         "            for connector in self._connectors:\n                connector.on_block_stored(key)\n"
-        "            self._cache",
-        "            self._cache",
+        "            cache.evict",
+        "            cache.evict",
         DISK,
     ),
     Fault(

@@ -52,6 +52,11 @@ MIB = 1 << 20
         ),
         (["demo", "--topology", "v6e:1x1,v5e:1x1", "--save", "x"], 2, "--save: supports one topology; 2 are"),
         (["demo", "--topology", "h100:8", "--save", "x"], 2, "--save: saved programs are not supported for GPUs"),
+        (
+            ["deepseek-v2-lite", "--topology", "v6e:2x2", "--save", "x", "--enable-dp-attention"],
+            2,
+            "--save: does not support --enable-dp-attention",
+        ),
         (["demo", "--topology", "v6e:1x1", "--block-size", "0"], 2, "--block-size: 0 is below the limit of 1"),
     ],
 )

@@ -1,5 +1,6 @@
 """Times of steps and moves, against arithmetic done by hand."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -9,12 +10,15 @@ from jpaged.config import EngineConfig
 from jpaged.engine.executor import BlockMoves, Move
 from jpaged.errors import InvalidArgument
 from jpaged.hardware import HARDWARE, Hardware
+from jpaged.kernels.mixture_kind import Routing
+from jpaged.models.config import Mixture
+from jpaged.models.sharding import with_dp_attention, with_parallel_experts
 from jpaged.plan.cost import Assumptions, ModelShape, StepLoad
 from jpaged.plan.known_models import KNOWN_MODELS
 from jpaged.plan.simulator.deployment import MODELS, SimulatedDeployment, SimulatedModel, deploy
 from jpaged.plan.simulator.simulation import SimulatedExecutor, simulate
 from jpaged.plan.simulator.trace import TraceRequest
-from jpaged.plan.step_times import PlannedModel, PlannedStepTimes, find_target
+from jpaged.plan.step_times import PlannedModel, PlannedStepTimes, RowMessages, find_target, mean_devices
 from jpaged.testing.fake_steps import VirtualClock
 
 CONFIG = replace(
@@ -212,3 +216,27 @@ def test_alternatives_are_distributions_that_differ_by_row():
     first = np.exp(top[:, 0])
     assert 0.05 <= first.min() < 0.2
     assert 0.8 < first.max() <= 0.95
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+@pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (4, 2)])
+def test_rows_are_sent_to_the_mean_number_of_devices_of_all_choices(
+    num_devices: int, num_groups: int, top_groups: int
+) -> None:
+    mixture = Mixture(routing=Routing(8, 3, num_groups=num_groups, top_groups=top_groups), width=1)
+    size, counts = 8 // num_groups, []
+    for groups in itertools.combinations(range(num_groups), top_groups):
+        eligible = [size * group + expert for group in groups for expert in range(size)]
+        for experts in itertools.combinations(eligible, 3):
+            counts.append(len({expert // (8 // num_devices) for expert in experts}))
+    assert mean_devices(mixture, num_devices) == pytest.approx(sum(counts) / len(counts))
+
+
+def test_a_device_sends_its_rows_to_the_other_devices_of_their_experts() -> None:
+    config = with_dp_attention(with_parallel_experts(KNOWN_MODELS["deepseek-v3"].config))
+    assert RowMessages.of(config, 1, 2) is None
+    assert RowMessages.of(KNOWN_MODELS["deepseek-v3"].config, 8, 2) is None
+    messages = RowMessages.of(config, 8, 2)
+    assert messages is not None
+    assert (messages.num_layers, messages.number_bytes) == (58, 2)
+    assert messages.sent_bytes(128, 7168, 8) == pytest.approx(16 * messages.num_devices * 7 / 8 * 7168 * 2)

@@ -15,6 +15,7 @@ from benchmarks.plans import (
     GOAL,
     GOOD_SHARE,
     PUBLISHED,
+    WIDE,
     Anchor,
     anchor_record,
     anchors_table,
@@ -25,6 +26,7 @@ from benchmarks.plans import (
     planned,
     published_table,
     table,
+    wide_table,
 )
 from benchmarks.record import RESULTS
 from jpaged.plan.cost import StepLoad
@@ -116,3 +118,18 @@ def test_products_in_8_bit_floats_have_twice_the_peak() -> None:
     assert "(twice that for the 100% of the layers' parameters" in fp8.assumptions(512)[0]
     before_hopper = dataclasses.replace(Anchor("llama-3.1-8b", *sizes, quantization="fp8"), topology="a100")
     assert before_hopper.estimate()[1].roofline.shape.fp8_share == 0.0
+
+
+def test_latents_of_all_devices_are_planned_for_each_target() -> None:
+    """Each target before and after: the pool grows with the devices, and fewer bytes are sent for a row."""
+    wide = [json.loads(json.dumps(one.record())) for one in WIDE]
+    assert wide == RECORD["wide"]
+    assert wide_table(wide) in PAGE
+    assert {one["devices"] for one in wide} == {"v6e:8x8", "h200:8", "h200:16"}
+    for before, after in zip(wide[::2], wide[1::2], strict=True):
+        assert (before["devices"], before["lengths"]) == (after["devices"], after["lengths"])
+        assert (before["has_dp_attention"], after["has_dp_attention"]) == (False, True)
+        assert after["pool_tokens"] > 5 * before["pool_tokens"]
+        assert after["sent_bytes"] / after["num_running"] < before["sent_bytes"] / before["num_running"]
+        assert after["decode_tokens_per_s_of_device"] > before["decode_tokens_per_s_of_device"]
+    assert all(one["source"] for one in wide if one["published"] is not None)

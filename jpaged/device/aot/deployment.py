@@ -36,7 +36,7 @@ from jpaged.device.compilation.memory_plan import (
 )
 from jpaged.device.compilation.program_registry import NUM_BACKGROUND_THREADS, NUM_THREADS, CompiledProgram
 from jpaged.device.executor import waits_for_all_programs
-from jpaged.device.mesh import first_device
+from jpaged.device.mesh import first_device, get_dp_size
 from jpaged.device.step_sizes import DeviceAttention
 from jpaged.device.transfers import move_sizes
 from jpaged.engine.executor import Geometry, Progress
@@ -338,6 +338,11 @@ class PlannedDeployment:
     overlaps_sums: bool = False
 
     @property
+    def num_blocks(self) -> int:
+        """Usable blocks of the whole pool; the memory plan has those of one device."""
+        return self.memory.num_blocks * self.geometry.dp_size
+
+    @property
     def fits(self) -> bool:
         return self.problem is None
 
@@ -371,10 +376,10 @@ def compile_deployment(
             compiler fails.
     """
     set_up_compile_cache(None)  # compile times must be the compiler's, and a program from a cache cannot be saved
-    begin = time.perf_counter()
+    begin, dp_size = time.perf_counter(), get_dp_size(models.model.config, mesh)
 
     def served(num_blocks: int) -> ServerPrograms:
-        cache = dataclasses.replace(options.cache, num_blocks=num_blocks)
+        cache = dataclasses.replace(options.cache, num_blocks=num_blocks * dp_size)
         served = dataclasses.replace(options, cache=cache)
         return ServerPrograms.of(*abstract_serving(models.model, served, mesh, draft=models.draft))
 
@@ -415,7 +420,7 @@ def compile_deployment(
     ) -> PlannedDeployment:
         return PlannedDeployment(
             memory=plan,
-            most_blocks=max(0, plan.most_blocks or 0),
+            most_blocks=dp_size * max(0, plan.most_blocks or 0),
             problem=problem,
             refusal=refusal,
             programs=tuple(

@@ -37,15 +37,19 @@ from jpaged.device.linear import choose_activation_dtype, choose_linear_backend,
 from jpaged.device.lora import AdapterRoom, fill_slot, get_matrices
 from jpaged.device.mesh import (
     LOGITS_SPEC,
-    POOL_SPEC,
-    SCALES_SPEC,
     MeshPlacement,
     first_device,
+    get_dp_size,
     local_bytes,
     num_context_parts,
     num_shards,
+<<<<<<< HEAD
     num_stages,
+=======
+    pool_spec,
+>>>>>>> main
     replicated,
+    scales_spec,
 )
 from jpaged.device.model_runner import EDIT_WORDS, MOST_BYTES, NUM_COUNT_WORDS, ROW_WORDS, DecodePacking
 from jpaged.device.sharded_matmul import overlaps_sums
@@ -64,6 +68,7 @@ from jpaged.device.step_sizes import DeviceAttention, StepSizes
 from jpaged.device.transfers import MAX_ON_THE_WAY, content_bytes, lower_move, move_sizes, num_host_blocks
 from jpaged.engine.executor import BucketTable, Geometry, Progress
 from jpaged.engine.executor.io import AUX_IDS, NUM_SINGLES, AuxKind, num_mask_words
+from jpaged.errors import InvalidArgument
 from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
 from jpaged.models.layer_kinds import KVGroups, LayerKind, get_stacks, group_layers
 from jpaged.models.layers import Params
@@ -90,6 +95,7 @@ def sized_step(
     """Return the step and its sizes for a number of blocks. Allocates and compiles nothing.
 
     Args:
+        num_blocks: usable blocks; with data-parallel attention, those of one device.
         draft: the draft model, if the options require one.
 
     Raises:
@@ -106,7 +112,7 @@ def sized_step(
 def _sized_step(
     model: Model, options: EngineConfig, layer_mode: LayerMode, num_blocks: int, mesh: Mesh
 ) -> tuple[Step, Geometry]:
-    num_parts, num_contexts = num_shards(mesh), num_context_parts(mesh)
+    num_parts, num_contexts, dp_size = num_shards(mesh), num_context_parts(mesh), get_dp_size(model.config, mesh)
     attention = DeviceAttention.on(model, options, mesh)
     chosen = attention.choose(sizes := attention.sizes())
     vocab_size, model = model.config.vocab_size, MeshPlacement.of(model, mesh, layer_mode).model
@@ -114,32 +120,44 @@ def _sized_step(
     groups, in_stages = _kv_groups(config.layer_kinds, sizes, layer_mode, mesh), num_stages(mesh)
     layout = dataclasses.replace(
         chosen.layout,
+<<<<<<< HEAD
         num_layers=groups.num_layers * in_stages,
         num_stages=in_stages,
         num_blocks=num_blocks,
+=======
+        num_layers=groups.num_layers,
+        num_blocks=num_blocks * dp_size,
+>>>>>>> main
         block_size=sizes.block_size,
         num_kv_heads=config.num_kv_heads,
-        num_shards=num_parts,
+        num_shards=num_parts // dp_size,
         num_context_parts=num_contexts,
+        dp_size=dp_size,
     )
-    cascade = cascade_costs(chosen.backend, layout.local, kinds, config.num_heads // num_parts, num_contexts)
-    max_num_steps = max_steps_of_dispatch(options, mesh)
-    sampler = choose_kernel(chosen.backend, mesh.size, vocab_size)
+    cascade = cascade_costs(
+        chosen.backend, layout.local, kinds, config.num_heads // (num_parts // dp_size), num_contexts
+    )
+    max_num_steps, sampler = max_steps_of_dispatch(options, mesh), choose_kernel(chosen.backend, mesh.size, vocab_size)
     geometry = Geometry(
-        num_blocks=num_blocks,
+        num_blocks=layout.num_blocks,
         block_size=layout.block_size,
         max_num_seqs=sizes.max_num_seqs,
         max_model_len=sizes.max_model_len,
         vocab_size=vocab_size,
         bytes_per_block=layout.bytes_per_block,
-        buckets=_buckets(sizes, max_num_steps, mesh),
+        buckets=_buckets(sizes, max_num_steps, mesh, dp_size),
         num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
+<<<<<<< HEAD
         cascade=cascade if options.cache.enable_cascade_attention and in_stages == 1 else None,
+=======
+        cascade=cascade if options.cache.enable_cascade_attention and dp_size == 1 else None,
+>>>>>>> main
         max_num_steps=max_num_steps,
         has_fed_steps=max_num_steps > 1 and _can_be_fed(sampler),
         windows=groups.windows,
         num_sink_tokens=max(kind.num_sink_tokens for kind in kinds),
         max_loras=options.lora.max_loras if options.lora.enable_lora else 0,
+        dp_size=dp_size,
         num_aux=min(sizes.max_num_batched_tokens, _NUM_TOLD.get(first_device(mesh).platform, _NUM_TOLD_ELSEWHERE)),
     )
     step = Step(
@@ -162,6 +180,7 @@ def _sized_step(
     return step, geometry
 
 
+<<<<<<< HEAD
 def _kv_groups(kinds: tuple[LayerKind, ...], sizes: StepSizes, layer_mode: LayerMode, mesh: Mesh) -> KVGroups:
     """Return the groups of the layers of each stage, which are equal."""
     of_stage = kinds[: len(kinds) // num_stages(mesh)]
@@ -170,11 +189,28 @@ def _kv_groups(kinds: tuple[LayerKind, ...], sizes: StepSizes, layer_mode: Layer
 
 
 def _buckets(sizes: StepSizes, max_num_steps: int, mesh: Mesh) -> BucketTable:
+=======
+def blocks_of_rank(num_blocks: int | None, dp_size: int) -> int | None:
+    """Return the chosen number of blocks of one device, if any.
+
+    Raises:
+        InvalidArgument: the devices cannot have equal numbers.
+    """
+    if num_blocks is not None and num_blocks % dp_size:
+        raise InvalidArgument(
+            "num_blocks", f"{num_blocks} blocks cannot be divided evenly among {dp_size} devices (enable_dp_attention)"
+        )
+    return None if num_blocks is None else num_blocks // dp_size
+
+
+def _buckets(sizes: StepSizes, max_num_steps: int, mesh: Mesh, dp_size: int) -> BucketTable:
+>>>>>>> main
     buckets = BucketTable.build(
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         max_num_seqs=sizes.max_num_seqs,
         max_num_steps=max_num_steps,
         halves_from=None if first_device(mesh).platform == "cpu" else _HALVES_FROM,
+        multiple=dp_size,
     )
     if has_cheap_branches(mesh):
         return buckets
@@ -217,7 +253,7 @@ def abstract_serving(
         InvalidArgument, Unsupported: as in `sized_step`.
     """
     where = MeshPlacement.of(model, mesh, layer_mode)
-    num_blocks = options.cache.num_blocks
+    num_blocks = blocks_of_rank(options.cache.num_blocks, get_dp_size(model.config, mesh))
     if num_blocks is None:
         num_blocks = sized_step(model, options, where.layer_mode, 1, mesh)[1].num_blocks_of_longest
     step, geometry = sized_step(model, options, where.layer_mode, num_blocks, mesh, draft)
@@ -225,7 +261,7 @@ def abstract_serving(
     layout = step.layout
     if layout.is_scaled:
         num_layers = len(geometry.windows) * layout.num_layers
-        shape, sharding = (num_layers, layout.num_kv_heads, 2), NamedSharding(mesh, SCALES_SPEC)
+        shape, sharding = (num_layers, layout.num_kv_heads, 2), NamedSharding(mesh, scales_spec(layout))
         params["kv_scales"] = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
     if step.draft is not None:
         params[DRAFT] = abstract_draft_params(step.draft, params)
@@ -242,7 +278,7 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
     Args:
         params: may be shapes with shardings; includes the draft's parameters if there is a draft.
     """
-    whole, of_pool = replicated(step.mesh), NamedSharding(step.mesh, POOL_SPEC)
+    whole, of_pool = replicated(step.mesh), NamedSharding(step.mesh, pool_spec(step.layout))
 
     def shape(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=whole)
@@ -414,12 +450,12 @@ class ServerPrograms:
         return PoolRequest(
             bytes_per_block=pool_bytes_per_block(self.step),
             blocks_per_seq=self.geometry.num_blocks_of_longest,
-            max_num_seqs=self.geometry.max_num_seqs,
+            max_num_seqs=self.geometry.max_num_seqs_of_rank,
             max_model_len=self.geometry.max_model_len,
             memory_utilization=cache.memory_utilization
             or platform_default("memory_utilization", first_device(self.step.mesh).platform),
             weight_bytes=self.weight_bytes,
-            num_blocks=cache.num_blocks,
+            num_blocks=blocks_of_rank(cache.num_blocks, self.geometry.dp_size),
             pool_bytes=None if cache.num_blocks is not None else cache.kv_cache_memory_bytes,
             has_default_share=cache.memory_utilization is None,
         )

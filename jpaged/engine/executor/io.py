@@ -195,7 +195,8 @@ class BucketTable:
     There are only two axes. The forward is compiled for a number of packed tokens (T), the sampler for a number of rows
     (R); tables and row arrays have one size. Powers of two keep padding below half; above some size there may also be
     sizes halfway between two. `decodes` are row counts of multi-step decode programs, if any, and `speculates` those of
-    draft-model programs.
+    draft-model programs. If attention is data-parallel, each size is split
+    equally over the devices.
     """
 
     tokens: tuple[int, ...]
@@ -205,9 +206,18 @@ class BucketTable:
 
     @classmethod
     def build(
-        cls, *, max_num_batched_tokens: int, max_num_seqs: int, max_num_steps: int = 1, halves_from: int | None = None
+        cls,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        max_num_steps: int = 1,
+        halves_from: int | None = None,
+        multiple: int = 1,
     ) -> BucketTable:
-        tokens, rows = _sizes_up_to(max_num_batched_tokens, halves_from), _sizes_up_to(max_num_seqs)
+        tokens, rows = (
+            tuple(multiple * size for size in _sizes_up_to(-(-limit // multiple), halves))
+            for limit, halves in ((max_num_batched_tokens, halves_from), (max_num_seqs, None))
+        )
         return cls(tokens, rows, rows if max_num_steps > 1 else ())
 
     def num_tokens(self, n: int) -> int:
@@ -258,6 +268,8 @@ class Geometry:
         has_fed_steps: a program of several steps can receive masks while it runs.
         num_aux: maximum prompt tokens of a step with aux outputs (Q).
         num_speculative_tokens: tokens that a draft model on the device proposes to a row in a round; 0 without one.
+        dp_size: devices that each hold all blocks of some sequences (data-parallel attention); 1 if there is one pool
+            for all. Rank r has the blocks r * N / dp_size + 1 to (r + 1) * N / dp_size.
     """
 
     num_blocks: int
@@ -276,6 +288,22 @@ class Geometry:
     has_fed_steps: bool = False
     num_aux: int = MIN_BUCKET
     num_speculative_tokens: int = 0
+    dp_size: int = 1
+
+    @property
+    def max_num_seqs_of_rank(self) -> int:
+        """Maximum rows of a step whose blocks are on one device."""
+        return -(-self.max_num_seqs // self.dp_size)
+
+    @property
+    def max_num_batched_tokens_of_rank(self) -> int:
+        """Maximum tokens of a step whose blocks are on one device."""
+        return self.max_num_batched_tokens // self.dp_size
+
+    @property
+    def num_blocks_of_rank(self) -> int:
+        """Usable blocks of one device."""
+        return self.num_blocks // self.dp_size
 
     @property
     def max_num_batched_tokens(self) -> int:

@@ -173,9 +173,10 @@ class SequenceBlocks:
         root: parent hash of the first block; None if the sequence does not use the prefix cache.
         num_registered_blocks: number of leading blocks that were offered to the prefix cache.
         owner: salt, tenant and adapter that the root is computed from.
+        rank: the part of the pool that its blocks are in (data-parallel attention); 0 if there is one.
     """
 
-    __slots__ = ("_keys", "host_tables", "ids_gm", "num_registered_blocks", "owner", "root", "tables")
+    __slots__ = ("_keys", "host_tables", "ids_gm", "num_registered_blocks", "owner", "rank", "root", "tables")
 
     def __init__(
         self, max_blocks: int, root: BlockHash | None, num_kv_groups: int = 1, owner: PrefixOwner | None = None
@@ -186,12 +187,19 @@ class SequenceBlocks:
         self.host_tables = tuple(BlockTable(max_blocks) for _ in self.ids_gm)
         self.root = root
         self.num_registered_blocks = 0
+        self.rank = 0
         self._keys: list[BlockHash] = []
 
     def new_like(self) -> SequenceBlocks:
         """Return an empty handle for a sequence with the same tokens."""
         num_kv_groups, max_blocks = self.ids_gm.shape
-        return SequenceBlocks(max_blocks, self.root, num_kv_groups, self.owner)
+        made = SequenceBlocks(max_blocks, self.root, num_kv_groups, self.owner)
+        made.rank = self.rank
+        return made
+
+    def place(self, rank: int) -> None:
+        """Set the part of the pool that later blocks are taken from; the sequence must have no blocks."""
+        self.rank = rank
 
     @property
     def num_blocks(self) -> int:
@@ -240,7 +248,8 @@ class BlockPool:
     """Allocator of blocks; the only writer of reference counts and of the free list.
 
     Args:
-        free: a free list that contains all blocks; None creates an LRU list.
+        free: a free list that contains all blocks; None creates an LRU list for each part.
+        dp_size: equal parts of consecutive blocks, from each of which a sequence takes all its blocks.
         on_reissue: called with a free block just before it is allocated again.
         on_release: called with the blocks that a release has freed.
     """
@@ -253,28 +262,44 @@ class BlockPool:
         free: FreeList | None = None,
         on_reissue: Callable[[int], None] = lambda block_id: None,
         on_release: Callable[[list[int]], None] = lambda block_ids: None,
+        dp_size: int = 1,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.dp_size = dp_size
+        self._of_rank = num_blocks // dp_size
         self._on_reissue = on_reissue
         self._on_release = on_release
-        self._free: FreeList = LeastRecentlyUsed.fromkeys(range(1, num_blocks + 1)) if free is None else free
+        self._free_lists: list[FreeList] = [
+            LeastRecentlyUsed.fromkeys(range(rank * self._of_rank + 1, (rank + 1) * self._of_rank + 1))
+            for rank in range(dp_size)
+        ]
+        if free is not None:
+            self._free_lists = [free]
         self._ref_counts = [0] * (num_blocks + 1)
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return sum(map(len, self._free_lists))
+
+    def num_free_of(self, rank: int) -> int:
+        """Return the number of free blocks in one part."""
+        return len(self._free_lists[rank])
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
+
+    def rank_of(self, block_id: int) -> int:
+        """Return the part that a block is in."""
+        return (block_id - 1) // self._of_rank
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that num_tokens fill, the last one possibly in part."""
         return -(-num_tokens // self.block_size)
 
-    def can_allocate(self, num_blocks: int) -> bool:
-        return num_blocks <= len(self._free)
+    def can_allocate(self, num_blocks: int, rank: int = 0) -> bool:
+        return num_blocks <= len(self._free_lists[rank])
 
     def is_free(self, block_id: int) -> bool:
         return self._ref_counts[block_id] == 0
@@ -282,27 +307,29 @@ class BlockPool:
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
 
-    def allocate(self, num_blocks: int) -> list[int]:
-        """Allocate the first blocks of the free list, with one reference each.
+    def allocate(self, num_blocks: int, rank: int = 0) -> list[int]:
+        """Allocate the first blocks of the free list of a part, with one reference each.
 
         Raises:
             InternalError: too few blocks are free; the caller must check `can_allocate` first.
         """
-        if num_blocks > len(self._free):
-            raise InternalError(f"{num_blocks} blocks requested, but {len(self._free)} of {self.num_blocks} are free")
+        free = self._free_lists[rank]
+        if num_blocks > len(free):
+            raise InternalError(f"{num_blocks} blocks requested, but {len(free)} of {self._of_rank} are free")
         block_ids = []
         for _ in range(num_blocks):
-            block_id, _ = self._free.popitem(last=False)
+            block_id, _ = free.popitem(last=False)
             self._on_reissue(block_id)
             self._ref_counts[block_id] = 1
             block_ids.append(block_id)
         return block_ids
 
     def allocate_last(self, num_blocks: int) -> list[int]:
-        """Allocate up to num_blocks free blocks, highest ids first."""
-        block_ids = sorted(self._free)[::-1][:num_blocks]
+        """Allocate up to num_blocks free blocks, the last ones of each part first."""
+        free = (block_id for free in self._free_lists for block_id in free)
+        block_ids = sorted(free, key=lambda block_id: (-((block_id - 1) % self._of_rank), block_id))[:num_blocks]
         for block_id in block_ids:
-            del self._free[block_id]
+            del self._free_lists[self.rank_of(block_id)][block_id]
             self._on_reissue(block_id)
             self._ref_counts[block_id] = 1
         return block_ids
@@ -311,7 +338,7 @@ class BlockPool:
         """Add a reference to a block and keep its content. Return True if it was free (and still cached) until now."""
         was_free = self._ref_counts[block_id] == 0
         if was_free:
-            del self._free[block_id]
+            del self._free_lists[self.rank_of(block_id)][block_id]
         self._ref_counts[block_id] += 1
         return was_free
 
@@ -329,7 +356,7 @@ class BlockPool:
         source = table.block_id(index)
         if self._ref_counts[source] == 1:
             return None
-        (destination,) = self.allocate(1)
+        (destination,) = self.allocate(1, self.rank_of(source))
         self._ref_counts[source] -= 1
         table.replace(index, destination)
         return source, destination
@@ -375,7 +402,7 @@ class BlockPool:
                 raise InternalError(f"block {block_id} is released but has {count} references")
             self._ref_counts[block_id] = count - 1
             if count == 1:
-                self._free[block_id] = None
+                self._free_lists[self.rank_of(block_id)][block_id] = None
                 freed.append(block_id)
         self._on_release(freed)
 
@@ -394,13 +421,11 @@ class BlockPool:
         for block_id, (held, counted) in enumerate(zip(counts, self._ref_counts, strict=True)):
             if held != counted:
                 raise InternalError(f"block {block_id} is held by {held} tables, but its reference count is {counted}")
-            if held and block_id in self._free:
+            if held and block_id in self._free_lists[self.rank_of(block_id)]:
                 raise InternalError(f"block {block_id} is free but held by {held} tables")
         num_referenced = sum(1 for count in counts if count)
-        if len(self._free) + num_referenced != self.num_blocks:
-            raise InternalError(
-                f"{len(self._free)} free + {num_referenced} referenced blocks are not {self.num_blocks}"
-            )
+        if self.num_free + num_referenced != self.num_blocks:
+            raise InternalError(f"{self.num_free} free + {num_referenced} referenced blocks are not {self.num_blocks}")
 
 
 @dataclass(slots=True)

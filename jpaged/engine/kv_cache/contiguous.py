@@ -22,7 +22,7 @@ import numpy as np
 from jpaged.config import KVPolicy
 from jpaged.engine.executor import I32, Geometry, Move
 from jpaged.engine.kv_cache.blocks import BlockCopyPlan
-from jpaged.engine.kv_cache.interface import MemoryUse, Shares
+from jpaged.engine.kv_cache.interface import MemoryUse, RankPlacement, Shares
 from jpaged.engine.kv_cache.offload.connector_tier import ConnectorTier
 from jpaged.engine.kv_cache.offload.host import HostTier
 from jpaged.engine.kv_cache.offload.host_prefetch import HostPrefetcher
@@ -114,6 +114,7 @@ class ContiguousKVCacheManager:
         self.held: PinnedForRead | None = None
         self.prefetcher: HostPrefetcher | None = None
         self.connectors: tuple[ConnectorTier, ...] = ()
+        self.placement: RankPlacement | None = None
         self.swapping = None
         self.windows = None
         self.limiter = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +35,20 @@ class MemoryUse:
     num_reserved: int = 0
 
 
+class RankPlacement(Protocol):
+    """Choice of the part of the pool that all blocks of a group are in (data-parallel attention)."""
+
+    def place(self, group: SequenceGroup, ranks: Iterable[int], num_spare_blocks: SequenceOf[int]) -> bool:
+        """Choose one of these parts for a waiting group; return False if none has room for it.
+
+        The part with the longest cached prefix is chosen, of several the one with the most free blocks.
+
+        Args:
+            num_spare_blocks: free blocks that must be left over in each part.
+        """
+        ...
+
+
 class KVCacheManager(Protocol):
     """Block manager for sequences: allocation, sharing and placement.
 
@@ -42,6 +57,7 @@ class KVCacheManager(Protocol):
         held: cached blocks pinned for external readers; None without a prefix cache.
         prefetcher: prefetcher from host memory to the device; None without host memory or a prefix cache.
         connectors: tiers below host memory; empty if there are none.
+        placement: choice of a part of the pool for a sequence; None if there is one part.
     """
 
     num_blocks: int
@@ -50,6 +66,7 @@ class KVCacheManager(Protocol):
     held: PinnedForRead | None
     prefetcher: HostPrefetcher | None
     connectors: tuple[ConnectorTier, ...]
+    placement: RankPlacement | None
 
     @property
     def limit(self) -> int:

@@ -22,7 +22,7 @@ from jpaged.engine.kv_cache.blocks import BlockCopyPlan, BlockHash, BlockPool
 from jpaged.engine.kv_cache.contiguous import ContiguousKVCacheManager
 from jpaged.engine.kv_cache.events import KVEventRecorder
 from jpaged.engine.kv_cache.eviction.policies import Eviction
-from jpaged.engine.kv_cache.interface import KVCacheManager, MemoryUse, Shares
+from jpaged.engine.kv_cache.interface import KVCacheManager, MemoryUse, RankPlacement, Shares
 from jpaged.engine.kv_cache.offload.connector_tier import ConnectorTier, EngineStore
 from jpaged.engine.kv_cache.offload.host import HostTier
 from jpaged.engine.kv_cache.offload.host_prefetch import HostPrefetcher
@@ -89,6 +89,26 @@ class BlockDemand:
         return needed
 
 
+class MostFreeRank:
+    """Implementation of `jpaged.engine.kv_cache.interface.RankPlacement` over a memory's pool."""
+
+    def __init__(self, memory: PagedKVCacheManager, pool: BlockPool) -> None:
+        self._memory = memory
+        self._pool = pool
+
+    def place(self, group: SequenceGroup, ranks: Iterable[int], num_spare_blocks: SequenceOf[int]) -> bool:
+        prefixes = self._memory.prefixes
+        fitting: list[tuple[int, int, int]] = []
+        for rank in ranks:
+            group.place(rank)
+            if self._memory.can_admit(group, num_spare_blocks[rank]):
+                num_matched = 0 if prefixes is None else prefixes.match(group).num_blocks
+                fitting.append((num_matched, self._pool.num_free_of(rank), -rank))
+        if fitting:
+            group.place(-max(fitting)[2])
+        return bool(fitting)
+
+
 class PagedKVCacheManager:
     """Implementation of `jpaged.engine.kv_cache.interface.KVCacheManager`.
 
@@ -107,6 +127,7 @@ class PagedKVCacheManager:
     swapping: Swapper | None
     windows: SlidingWindows | None
     limiter: PoolLimiter
+    placement: RankPlacement | None
 
     def __init__(
         self,
@@ -136,8 +157,7 @@ class PagedKVCacheManager:
         self.prefixes = self.held = self.prefetcher = self.swapping = self.windows = None
         if caches_prefixes:
             self.prefixes = PrefixCacheManager(
-                self.num_blocks,
-                self._reaches,
+                geometry,
                 self._host,
                 self._ops,
                 max_tokens=max_cached_tokens,
@@ -152,8 +172,9 @@ class PagedKVCacheManager:
                 connector.connect(self.prefixes, self._ops)
             self._pool = self.prefixes.pool
         else:
-            self._pool = BlockPool(num_blocks=self.num_blocks, block_size=self.block_size)
+            self._pool = BlockPool(num_blocks=self.num_blocks, block_size=self.block_size, dp_size=geometry.dp_size)
         self.limiter = PoolLimiter(self._pool)
+        self.placement = MostFreeRank(self, self._pool) if geometry.dp_size > 1 else None
         self._needs = BlockDemand(self._pool, self._reaches)
         if any(reach.num_seen is not None for reach in self._reaches):
             self.windows = SlidingWindows(self._pool, self._reaches)
@@ -176,7 +197,8 @@ class PagedKVCacheManager:
 
     def can_admit(self, group: SequenceGroup, num_spare_blocks: int) -> bool:
         match = None if self.prefixes is None else self.prefixes.match(group)
-        return self._pool.can_allocate(self._needs.to_admit(group, match) + num_spare_blocks)
+        needed = self._needs.to_admit(group, match) + num_spare_blocks
+        return self._pool.can_allocate(needed, group.live[0].kv.rank)
 
     def admit(self, group: SequenceGroup) -> int:
         num_tokens = 0 if self.prefixes is None else self.prefixes.admit(group)
@@ -189,17 +211,25 @@ class PagedKVCacheManager:
     def can_grow(self, shares: Shares) -> bool:
         # Try an upper bound first, which suffices unless the pool is nearly full: a copy, a partial block and the full
         # blocks for each.
+        if self._pool.dp_size == 1:
+            return self._can_grow(shares, 0)
+        of_ranks: dict[int, Shares] = {}
+        for share in shares:
+            of_ranks.setdefault(share[0].kv.rank, []).append(share)
+        return all(self._can_grow(of_rank, rank) for rank, of_rank in of_ranks.items())
+
+    def _can_grow(self, shares: Shares, rank: int) -> bool:
         num_kv_groups, bound = len(self._reaches), 2 * len(shares)
         for _, num_tokens in shares:
             bound += num_tokens // self.block_size
-        if self._pool.can_allocate(bound * num_kv_groups):
+        if self._pool.can_allocate(bound * num_kv_groups, rank):
             return True
         needed = 0
         for sequence, num_tokens in shares:
             end = sequence.num_computed_tokens + num_tokens
             needed += num_kv_groups * max(0, self._pool.num_blocks_for(end) - sequence.kv.num_blocks)
         writers = [(table, sequence.num_computed_tokens) for sequence, _ in shares for table in sequence.kv.tables]
-        return self._pool.can_allocate(needed + self._pool.num_copies(writers))
+        return self._pool.can_allocate(needed + self._pool.num_copies(writers), rank)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         start, block_size = sequence.num_computed_tokens, self.block_size
@@ -212,13 +242,14 @@ class PagedKVCacheManager:
                     self.counts.copied_on_write()
             if start + num_tokens > table.num_blocks * block_size:
                 missing = self._pool.num_blocks_for(start + num_tokens) - table.num_blocks
-                table.extend(self._pool.allocate(missing))
+                table.extend(self._pool.allocate(missing, sequence.kv.rank))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         for table, of_child in zip(parent.kv.tables, child.kv.tables, strict=True):
             self._pool.fork(table, of_child)
         for table, of_child in zip(parent.kv.host_tables, child.kv.host_tables, strict=True):
             self._host.pool.fork(table, of_child)
+        child.kv.place(parent.kv.rank)
         child.kv.share(parent.kv, parent.num_computed_tokens // self.block_size)
         child.set_num_computed_tokens(parent.num_computed_tokens)
 
@@ -266,7 +297,7 @@ class PagedKVCacheManager:
         """Return True if the group could run alone within the limit of the pool, with all pinned prefixes kept."""
         needed = group.num_blocks_alone(self._geometry)
         num_pinned = 0 if self.prefixes is None else len(self.prefixes.pinned_blocks)
-        return needed <= self.limit - num_pinned
+        return needed <= self.limit // self._geometry.dp_size - num_pinned
 
     def use(self) -> MemoryUse:
         num_cached = 0 if self.prefixes is None else self.prefixes.num_cached

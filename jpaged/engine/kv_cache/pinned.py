@@ -158,7 +158,7 @@ class PinnedPrefixes:
         assert self._prefixes is not None
         num_tokens = self._prefixes.pin(pin, group.live[0])
         num_pinned = len(self._prefixes.pinned_blocks)
-        limit = self._limit()
+        limit = self._limit() // self._geometry.dp_size
         others = [other for other in self._groups.values() if other is not group]
         needed = max((other.num_blocks_alone(self._geometry) for other in others), default=0)
         if limit - num_pinned < needed:

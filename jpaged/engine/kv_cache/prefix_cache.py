@@ -29,10 +29,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Protocol
 
-from jpaged.engine.executor import BEYOND_TOKENS, Move
+from jpaged.engine.executor import BEYOND_TOKENS, Geometry, Move
 from jpaged.engine.executor.io import WindowSpec
 from jpaged.engine.kv_cache.blocks import (
     BlockCopyPlan,
@@ -82,6 +82,7 @@ class BlockHashIndex:
         num_blocks: number of blocks of the pool.
         ranked: free list of the pool, which is notified of contents; None if it ignores them.
         changes: recorder of KV cache events; None for none.
+        marks: the attribute, if indexes of other parts of the pool share it; None creates one.
     """
 
     def __init__(
@@ -90,10 +91,11 @@ class BlockHashIndex:
         num_blocks: int,
         ranked: RankedFreeList | None = None,
         changes: KVEventRecorder | None = None,
+        marks: bytearray | None = None,
     ) -> None:
         self._ranked = ranked
         self._changes = KVEventRecorder() if changes is None else changes
-        self.marks = bytearray(num_blocks + 1)
+        self.marks = bytearray(num_blocks + 1) if marks is None else marks
         self._reaches = reaches
         self._block_size = reaches[0].block_size
         self._blocks: dict[BlockHash, int] = {}
@@ -295,12 +297,13 @@ class PrefixCacheManager:
         num_cached: number of free blocks that hold a prefix.
         marks: [N + 1] 1 if the block holds a prefix, free or not; written only by the cache.
         changes: recorder of KV cache events of this tier and those below it.
-        cache: index of the blocks that hold prefixes.
+        cache: index of the blocks that hold prefixes, of the first part of the pool.
         reaches: attention window of each KV group.
 
+    Each part of the pool (`Geometry.dp_size`) has its own prefixes, because a sequence has all blocks in one part.
+
     Args:
-        num_blocks: number of device blocks.
-        reaches: attention window of each KV group.
+        geometry: device blocks and attention windows.
         host: tier that stores evicted blocks.
         connectors: tiers below host memory.
         max_tokens: positions from here on are never cached, and neither is any longer prompt: with position
@@ -311,8 +314,7 @@ class PrefixCacheManager:
 
     def __init__(
         self,
-        num_blocks: int,
-        reaches: Sequence[WindowSpec],
+        geometry: Geometry,
         host: HostTier,
         ops: BlockCopyPlan,
         *,
@@ -323,22 +325,26 @@ class PrefixCacheManager:
     ) -> None:
         self.max_tokens = BEYOND_TOKENS if max_tokens is None else max_tokens
         self.num_cached = 0
-        self.reaches = reaches
+        self.reaches = reaches = geometry.reaches
         self._block_size = host.pool.block_size
         self.pool = BlockPool(
-            num_blocks=num_blocks,
+            num_blocks=geometry.num_blocks,
             block_size=self._block_size,
             free=ranked,
             on_reissue=self._evict,
             on_release=self._freed,
+            dp_size=geometry.dp_size,
         )
         self._ranked = ranked
         self._host = host
         self._connectors = connectors
         self._ops = ops
         self.changes = KVEventRecorder() if changes is None else changes
-        self.cache = self._cache = BlockHashIndex(reaches, num_blocks, ranked, self.changes)
-        self.marks = self._cache.marks
+        self.marks, num_blocks = bytearray(geometry.num_blocks + 1), geometry.num_blocks
+        self._caches = [
+            BlockHashIndex(reaches, num_blocks, ranked, self.changes, self.marks) for _ in range(geometry.dp_size)
+        ]
+        self.cache = self._caches[0]
         self._pinned: dict[Hashable, BlockTable] = {}
 
     # --- admission ------------------------------------------------------------------------------------------------
@@ -352,7 +358,7 @@ class PrefixCacheManager:
         # One more than can be cached: the last token of the match always runs.
         limit = min(limit, self.max_tokens + 1 if leader.rope_len <= self.max_tokens else 0)
         keys = _keys(self._block_size, leader, limit // self._block_size)
-        return self._cache.match(leader.kv.root, keys, leader.token_ids[:limit])
+        return self._caches[leader.kv.rank].match(leader.kv.root, keys, leader.token_ids[:limit])
 
     def admit(self, group: SequenceGroup) -> int:
         """Assign all cached blocks of a group's prompt to its leader; return the number of tokens that need not run."""
@@ -382,7 +388,11 @@ class PrefixCacheManager:
         for other in running:
             first = other.live[0]
             begin, end = first.kv.num_registered_blocks, first.num_prompt_tokens // self._block_size
-            if begin < end and key in _keys(self._block_size, first, min(_num_cacheable(self, first), end))[begin:end]:
+            if (
+                first.kv.rank == leader.kv.rank
+                and begin < end
+                and key in _keys(self._block_size, first, min(_num_cacheable(self, first), end))[begin:end]
+            ):
                 return True
         return False
 
@@ -394,7 +404,7 @@ class PrefixCacheManager:
 
     def touch(self, keys: Iterable[BlockHash]) -> None:
         """Move the free cached blocks among these keys to the end of the eviction order."""
-        free = [b for key in keys if (b := self._cache.find(key)) is not None and self.pool.is_free(b)]
+        free = [b for key in keys if (b := self.cache.find(key)) is not None and self.pool.is_free(b)]
         for block_id in free:
             self.num_cached -= self.pool.acquire(block_id)
         table = BlockTable(len(free))
@@ -414,11 +424,11 @@ class PrefixCacheManager:
         num_full = min(num_known // self._block_size, _num_cacheable(self, sequence), kv.num_blocks)
         if first >= num_full:
             return
-        keys = _keys(self._block_size, sequence, num_full)
+        keys, cache = _keys(self._block_size, sequence, num_full), self._caches[kv.rank]
         for i in range(first, num_full):
             for kv_group, table in enumerate(kv.tables):
                 if table.holds(i):
-                    self._cache.insert_in_group(sequence, i, table.block_id(i), keys[i], kv_group)
+                    cache.insert_in_group(sequence, i, table.block_id(i), keys[i], kv_group)
                     for connector in self._connectors:
                         connector.on_block_stored(group_block_hash(keys[i], kv_group))
         kv.registered(num_full)
@@ -434,24 +444,25 @@ class PrefixCacheManager:
             self._host.remove(key)
             for connector in self._connectors:
                 connector.remove(key)
-            block_id = self._cache.find(key)
-            if block_id is not None and block_id not in pinned:
-                self._cache.remove(block_id)
-                self.num_cached -= self.pool.is_free(block_id)
+            for cache in self._caches:
+                block_id = cache.find(key)
+                if block_id is not None and block_id not in pinned:
+                    cache.remove(block_id)
+                    self.num_cached -= self.pool.is_free(block_id)
         sequence.kv.leave_cache()
 
     def remove_block(self, block_id: int) -> None:
         """Remove a block that its sequence is about to overwrite from the cache."""
-        self._cache.remove(block_id)
+        self._caches[self.pool.rank_of(block_id)].remove(block_id)
 
     def reset(self) -> int:
         """Remove all unreferenced prefixes, in lower tiers too; return the number of their blocks.
 
         Blocks that sequences or pins reference stay cached.
         """
-        free = [block_id for block_id in self._cache.block_ids() if self.pool.is_free(block_id)]
+        free = [block_id for block_id in self._cached_ids() if self.pool.is_free(block_id)]
         for block_id in free:
-            self._cache.remove(block_id)
+            self.remove_block(block_id)
         self.num_cached -= len(free)
         return len(free) + self._host.reset() + sum(connector.reset() for connector in self._connectors)
 
@@ -461,7 +472,7 @@ class PrefixCacheManager:
         The two dict look-ups are atomic under the GIL while the engine thread writes. A stale answer costs a hit, never
         correctness. A plain block hash is the key of the first KV group, see `group_block_hash`.
         """
-        return self._cache.find(key) is not None or key in self._host
+        return any(cache.find(key) is not None for cache in self._caches) or key in self._host
 
     def num_cacheable_blocks(self, num_prompt_tokens: int) -> int:
         """Return the number of full blocks of a prompt that may be cached. Any thread may ask."""
@@ -480,7 +491,7 @@ class PrefixCacheManager:
         table = BlockTable(len(self.reaches) * len(keys))
         for kv_group, reach in enumerate(self.reaches):
             for index in reach.seen(len(keys)):
-                block_id = self._cache.find(group_block_hash(keys[index], kv_group))
+                block_id = self._caches[sequence.kv.rank].find(group_block_hash(keys[index], kv_group))
                 assert block_id is not None
                 self.num_cached -= self.pool.acquire(block_id)
                 table.extend([block_id])
@@ -504,35 +515,39 @@ class PrefixCacheManager:
         Raises:
             InternalError: the counts differ.
         """
-        num_cached = sum(self.pool.is_free(block_id) for block_id in self._cache.block_ids())
+        num_cached = sum(self.pool.is_free(block_id) for block_id in self._cached_ids())
         if num_cached != self.num_cached:
             raise InternalError(f"{num_cached} free blocks are cached, but {self.num_cached} were counted")
         if self._ranked is not None:
-            self._ranked.check(set(self._cache.block_ids()), self.pool.is_free)
+            self._ranked.check(set(self._cached_ids()), self.pool.is_free)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
+    def _cached_ids(self) -> Iterable[int]:
+        return chain.from_iterable(cache.block_ids() for cache in self._caches)
+
     def _freed(self, block_ids: list[int]) -> None:
-        self.num_cached += sum(block_id in self._cache for block_id in block_ids)
+        self.num_cached += sum(map(self.marks.__getitem__, block_ids))
 
     def _evict(self, block_id: int) -> None:
         """Copy the content of a free block to host memory before the block is reissued, and remove it from the cache.
 
         The copy is published before the removal, so that event subscribers do not drop the block in between.
         """
-        key = self._cache.get_key(block_id)
+        cache = self._caches[self.pool.rank_of(block_id)]
+        key = cache.get_key(block_id)
         if key is not None:
             self.num_cached -= 1
             self._host.keep(key, block_id, None if self._ranked is None else self._ranked.evicted(block_id))
             for connector in self._connectors:
                 connector.on_block_stored(key)
-            self._cache.evict(block_id)
+            cache.evict(block_id)
 
     def _take(self, leader: TokenSequence, num_blocks: int) -> None:
         """Assign the blocks visible after num_blocks blocks to an empty sequence; load those in host memory."""
         keys, kv = _keys(self._block_size, leader, num_blocks), leader.kv
-        wanted = keys_seen(keys, num_blocks, self.reaches)
-        found = {key: block_id for key in wanted if (block_id := self._cache.find(key)) is not None}
+        cache, wanted = self._caches[kv.rank], keys_seen(keys, num_blocks, self.reaches)
+        found = {key: block_id for key in wanted if (block_id := cache.find(key)) is not None}
         for block_id in found.values():
             self.num_cached -= self.pool.acquire(block_id)
         if self._ranked is not None:
@@ -545,7 +560,7 @@ class PrefixCacheManager:
             for i in reach.seen(num_blocks):
                 key = group_block_hash(keys[i], kv_group)
                 if key in brought:
-                    self._cache.insert_in_group(leader, i, brought[key], keys[i], kv_group, times_seen=seen[key])
+                    cache.insert_in_group(leader, i, brought[key], keys[i], kv_group, times_seen=seen[key])
                 block_ids.append(found[key] if key in found else brought[key])
             table.fill(block_ids, reach.first_block(num_blocks), reach.num_sinks)
         self._ops.counts.brought_back(self._block_size * len(brought) // len(self.reaches))
@@ -580,7 +595,7 @@ class PinnedForRead:
 
     def find(self, key: BlockHash) -> int | None:
         """Return the device block with this key, or None."""
-        return self._prefixes._cache.find(key)
+        return self._prefixes.cache.find(key)
 
     def hold(self, keys: Iterable[BlockHash]) -> BlockTable:
         """Pin the blocks of these keys; the table has them in the order of the keys.
@@ -590,7 +605,7 @@ class PinnedForRead:
         """
         prefixes, block_ids = self._prefixes, []
         for key in keys:
-            block_id = prefixes._cache.find(key)
+            block_id = prefixes.cache.find(key)
             if block_id is None:
                 raise InternalError(f"no block on the device has the hash {key.hex()}")
             prefixes.num_cached -= prefixes.pool.acquire(block_id)
@@ -641,7 +656,7 @@ def _keys(block_size: int, sequence: TokenSequence, num_blocks: int) -> list[Blo
 
 def _copy_partial(kv: SequenceBlocks, block_ids: list[int], pool: BlockPool, ops: BlockCopyPlan) -> None:
     """Assign copies of blocks, one per KV group, to a sequence; a block that was free may become its own copy."""
-    copies = pool.allocate(len(block_ids))
+    copies = pool.allocate(len(block_ids), kv.rank)
     others = [copy for copy in copies if copy not in block_ids]
     for block_id, table in zip(block_ids, kv.tables, strict=True):
         copy = block_id if block_id in copies else others.pop()

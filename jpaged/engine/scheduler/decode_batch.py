@@ -296,6 +296,11 @@ class PersistentDecodeBatch:
             may_end=bool(self._may_end_s[:num_rows].any()),
         )
 
+    @property
+    def first_blocks_s(self) -> I32:
+        """First block of each row, in the first KV group."""
+        return self._block_tables_gsm[0, : len(self), 0]
+
     def grown(self, sequence: Sequence, num_accepted: int = 0) -> None:
         """Update the row of a sequence whose block tables have changed, or which had a draft.
 

@@ -17,7 +17,6 @@ from jpaged.engine.executor import (
     BANNED_WIDTH,
     BEYOND_TOKENS,
     I32,
-    BucketTable,
     Detail,
     Geometry,
     SamplingInputs,
@@ -386,11 +385,12 @@ def build_step_inputs(schedule: SchedulerOutput, geometry: Geometry) -> StepInpu
     """
     block_size, max_rows = geometry.block_size, geometry.max_num_seqs
     num_rows, num_tokens = schedule.num_rows, schedule.num_tokens
-    num_padded = _num_padded_rows(schedule, geometry.buckets) or geometry.buckets.num_tokens(num_tokens)
     columns = _columns(schedule)
     starts, lens = columns.starts, columns.lens
     ends = np.cumsum(lens, dtype=np.int32)
     block_tables_gsm = _block_tables(schedule, geometry)
+    num_at_least = padded_for_ranks(geometry, num_tokens, block_tables_gsm[0, :num_rows, 0], lens)
+    num_padded = _num_padded_rows(schedule, geometry) or geometry.buckets.num_tokens(num_at_least)
 
     rows_t = np.repeat(np.arange(num_rows), lens)
     positions_t = np.arange(num_tokens, dtype=np.int32) + (starts + lens - ends)[rows_t]
@@ -451,7 +451,7 @@ def build_sampling_inputs(
         (i, row, row.group.request.sampling) for i, row in enumerate(schedule.rows, len(decodes)) if row.samples_token
     ]
     detail = max((Detail.of(params) for _, _, params in sampled), default=Detail.TOKENS)
-    num_padded = _num_padded_rows(schedule, geometry.buckets) or geometry.buckets.num_rows(num_rows)
+    num_padded = _num_padded_rows(schedule, geometry) or geometry.buckets.num_rows(num_rows)
     inputs = SamplingInputs.neutral(num_padded, detail=max(detail, decodes.detail))
     inputs.rows_r[: len(decodes)] = decodes.sampling_s
     inputs.rows_r["positions_r"][: len(decodes)] = np.where(decodes.is_random_s, decodes.starts_s + 1, 0)
@@ -475,12 +475,31 @@ def build_sampling_inputs(
     return dataclasses.replace(inputs, edits=edits.reordered(schedule.order) if schedule.order else edits)
 
 
-def _num_padded_rows(schedule: SchedulerOutput, buckets: BucketTable) -> int | None:
+def _num_padded_rows(schedule: SchedulerOutput, geometry: Geometry) -> int | None:
     """Return the padded rows of a multi-step or draft-model program; None for a dispatch of single steps."""
+    buckets = geometry.buckets
     if schedule.decodes.num_rounds:
         return buckets.num_speculate_rows(schedule.num_rows)
     is_one_program = schedule.decodes.kind in (StepKind.MULTI_STEP, StepKind.MASKED_MULTI_STEP)
-    return buckets.num_decode_rows(schedule.num_rows) if is_one_program else None
+    if not is_one_program:
+        return None
+    decodes = schedule.decodes
+    num_rows, first_blocks_s = len(decodes), decodes.block_tables_gsm[0, :, 0]
+    return buckets.num_decode_rows(padded_for_ranks(geometry, num_rows, first_blocks_s, np.ones(num_rows, np.int32)))
+
+
+def padded_for_ranks(geometry: Geometry, size: int, first_blocks_s: I32, lens_s: I32) -> int:
+    """Return the size that a step needs at least, so that the tokens of each rank fit into an equal part of it.
+
+    Args:
+        size: rows or tokens of the step.
+        first_blocks_s: the first block of each row.
+        lens_s: the tokens of each row.
+    """
+    if geometry.dp_size == 1:
+        return size
+    ranks_s = (first_blocks_s - 1) // geometry.num_blocks_of_rank
+    return geometry.dp_size * int(np.bincount(ranks_s, lens_s).max(initial=0))
 
 
 class _Columns(NamedTuple):

@@ -35,6 +35,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, takewhile
 
+import numpy as np
+
 from jpaged.config import PreemptionMode, SchedulerOptions
 from jpaged.engine.executor import DeviceRates, Geometry
 from jpaged.engine.kv_cache.interface import KVCacheManager, Shares
@@ -42,7 +44,7 @@ from jpaged.engine.kv_cache.long_rope import LongRopeRecompute
 from jpaged.engine.lora import LoRASlots
 from jpaged.engine.scheduler.decode_batch import PersistentDecodeBatch, commit_full_blocks
 from jpaged.engine.scheduler.multi_step import MultiStepPolicy, PrefillBudget, choose_bound_s
-from jpaged.engine.scheduler.output import ScheduledRow, SchedulerOutput
+from jpaged.engine.scheduler.output import ScheduledRow, SchedulerOutput, padded_for_ranks
 from jpaged.engine.sequence import Sequence, SequenceGroup, Status, has_unknown_tokens
 from jpaged.engine.speculative.drafts import DraftRows, DraftTokens, RoundRows
 
@@ -259,6 +261,49 @@ class Preemption:
         return num_tokens / self.rates.prefill_tokens_per_s
 
 
+class RankLimits:
+    """Rows and tokens that each rank of data-parallel attention may have in a step.
+
+    Without ranks, and for the only one, there is no limit but the step's.
+
+    Attributes:
+        left: tokens of the step that are left for each rank.
+
+    Args:
+        running: the running groups.
+    """
+
+    def __init__(self, geometry: Geometry, running: list[SequenceGroup], max_num_batched_tokens: int) -> None:
+        self._geometry = geometry
+        self._running = running
+        self._most = max_num_batched_tokens if geometry.dp_size == 1 else geometry.max_num_batched_tokens_of_rank
+        self.left = [self._most] * geometry.dp_size
+
+    def begin_step(self, rows: PersistentDecodeBatch) -> None:
+        """Start a step in which the rows of the decode batch get a token each."""
+        num_ranks = self._geometry.dp_size
+        if num_ranks > 1:
+            ranks_s = (rows.first_blocks_s - 1) // self._geometry.num_blocks_of_rank
+            self.left = [self._most - count for count in np.bincount(ranks_s, minlength=num_ranks).tolist()]
+
+    def within(self, budget: int, group: SequenceGroup) -> int:
+        """Return the tokens of a budget that a group may have."""
+        return budget if self._geometry.dp_size == 1 else min(budget, self.left[group.rank])
+
+    def take(self, group: SequenceGroup, num_tokens: int) -> None:
+        """Count tokens that a group gets."""
+        if self._geometry.dp_size > 1:
+            self.left[group.rank] -= num_tokens
+
+    def open_ranks(self, num_rows: int) -> list[int]:
+        """Return the ranks with free rows for a group of `num_rows`, and at least a token for each."""
+        of_ranks = [0] * self._geometry.dp_size
+        for group in self._running:
+            of_ranks[group.rank] += group.num_rows
+        most = self._geometry.max_num_seqs_of_rank - num_rows
+        return [rank for rank, rows in enumerate(of_ranks) if rows <= most and self.left[rank] >= num_rows]
+
+
 class Scheduler:
     """Decides each step. No other class allocates blocks for rows.
 
@@ -305,6 +350,8 @@ class Scheduler:
         self.multi_step_policy = MultiStepPolicy(
             options.num_scheduler_steps, bound_s, rates, geometry, has_overlap=options.overlap is not False
         )
+        self._ranks = RankLimits(geometry, self.queues.running, self._max_num_batched_tokens)
+        self._geometry = geometry
         long_rope = None if outgrown_len is None else LongRopeRecompute(memory, outgrown_len)
         self.rows = PersistentDecodeBatch(geometry, long_rope, eos_token_ids)
         self.drafts = DraftRows(memory, self.rows, geometry, self._policy)
@@ -417,6 +464,7 @@ class Scheduler:
     def _share_tokens(self) -> tuple[dict[SequenceGroup, Shares], int]:
         """Return the tokens for running sequences outside the decode batch, and the budget left for other groups."""
         self.rows.prompt_logprob_budget.begin_step()
+        self._ranks.begin_step(self.rows)
         parts, prefilling = dict[SequenceGroup, Shares](), list[SequenceGroup]()
         budget = self._max_num_batched_tokens - len(self.rows)
         for group in [group for group in self.queues.running if group not in self.rows.fully_batched_groups]:
@@ -425,6 +473,7 @@ class Scheduler:
                 prefilling.append(group)
             else:
                 budget -= len(pending)
+                self._ranks.take(group, len(pending))
         queues = self.queues
         has_prompts = bool(prefilling) or (queues.num_waiting > 0 and queues.num_rows < self.max_num_seqs)
         if self.prefill_budget is not None and has_prompts and len(prefilling) < len(queues.running):
@@ -434,11 +483,12 @@ class Scheduler:
         for group in prefilling:
             parts[group] = _within(self._limited(budget, group), group, parts[group])
             budget -= _num_tokens(parts[group])
+            self._ranks.take(group, _num_tokens(parts[group]))
         return parts, budget
 
     def _limited(self, budget: int, group: SequenceGroup) -> int:
         """Return the tokens that a group may have in a step: its rows always sample together."""
-        return min(budget, max(self._max_prompt_tokens, group.num_rows))
+        return min(self._ranks.within(budget, group), max(self._max_prompt_tokens, group.num_rows))
 
     def _decode(self, parts: dict[SequenceGroup, Shares], schedule: SchedulerOutput, *, is_alone: bool) -> bool:
         """Schedule the decode batch. Return False, without changes, if its rows and the others do not all find blocks.
@@ -446,10 +496,10 @@ class Scheduler:
         With `is_alone` it may schedule several steps: no other rows run, all rows need tokens only, and no group can
         join.
         """
-        rows, ahead, num_steps = self.rows, self.rows.multi_step_limits, 1
+        ahead, num_steps = self.rows.multi_step_limits, 1
         if is_alone:
             num_steps = self.multi_step_policy.num_steps(
-                len(rows),
+                self._num_padded_rows,
                 ahead.least_left,
                 may_end=ahead.may_end,
                 has_room=self.queues.num_rows < self.max_num_seqs,
@@ -467,7 +517,7 @@ class Scheduler:
             self._memory.grow(sequence, num_steps)
         for sequence in changed:
             self.rows.grown(sequence)
-        has_program = is_alone and self.multi_step_policy.has_program(len(rows))
+        has_program = is_alone and self.multi_step_policy.has_program(self._num_padded_rows)
         decodes = self.rows.take(num_steps, is_alone=has_program)
         if self.queues.num_rows < self.max_num_seqs and self.multi_step_policy.is_interruptible:
             decodes.set_interruptible()
@@ -475,12 +525,18 @@ class Scheduler:
         self._policy.decoded(decodes.groups * (1 if decodes.may_be_cut_short else num_steps))
         return True
 
+    @property
+    def _num_padded_rows(self) -> int:
+        """Rows that the program of several steps has at least."""
+        num_rows = len(self.rows)
+        return padded_for_ranks(self._geometry, num_rows, self.rows.first_blocks_s, np.ones(num_rows, np.int32))
+
     def _grow_running(self, parts: dict[SequenceGroup, Shares], schedule: SchedulerOutput) -> None:
         """Allocate blocks for every running row, in the policy's order; preempt from its end."""
         running = self.queues.running
         for group, shares in parts.items():
             while group.status is Status.RUNNING and not self._memory.can_grow(shares):
-                self._preempt(running[-1], schedule)
+                self._preempt(next(each for each in reversed(running) if each.rank == group.rank), schedule)
             if group.status is Status.RUNNING:
                 self._enter(group, shares, schedule)
 
@@ -491,7 +547,9 @@ class Scheduler:
             return
         is_batch_open = not self._is_static or not queues.running
         # If every row is taken, blocks do not matter, and a full batch costs the step nothing.
-        outstanding = self._num_outstanding_blocks() if queues.num_rows < self.max_num_seqs else 0
+        outstanding = (
+            self._num_outstanding_blocks() if queues.num_rows < self.max_num_seqs else [0] * self._geometry.dp_size
+        )
         while budget > 0 and is_batch_open:
             group = self._next_admissible(outstanding)
             if group is None:
@@ -509,10 +567,11 @@ class Scheduler:
                 self._admit(group, schedule)
             parts = _within(self._limited(budget, group), group, _pending_shares(group, self.rows, self._memory))
             budget -= _num_tokens(parts)
+            self._ranks.take(group, _num_tokens(parts))
             self._enter(group, parts, schedule)
-            outstanding += self._memory.num_outstanding_blocks(group)
+            outstanding[group.rank] += self._memory.num_outstanding_blocks(group)
 
-    def _next_admissible(self, outstanding: int) -> SequenceGroup | None:
+    def _next_admissible(self, outstanding: list[int]) -> SequenceGroup | None:
         """Return the next group if it can run now: rows and blocks are free, and no group computes its prefix."""
         group, prefixes = self.queues.next_group(), self._memory.prefixes
         if group is None or not self._has_room(group, outstanding):
@@ -524,26 +583,32 @@ class Scheduler:
             return None
         return group
 
-    def _num_outstanding_blocks(self) -> int:
-        """Return the number of blocks that running groups still need for tokens that they have."""
+    def _num_outstanding_blocks(self) -> list[int]:
+        """Return the number of blocks that running groups still need for tokens that they have, by rank."""
         settled = self.rows.fully_batched_groups
         growing = {group for group in self.queues.running if group not in settled}
         growing.update(
             self.rows.get_group(sequence) for sequence in self.rows.needing_blocks()
         )  # the other batched rows need none
-        return sum(self._memory.num_outstanding_blocks(group) for group in growing)
+        found = [0] * self._geometry.dp_size
+        for group in growing:
+            found[group.rank] += self._memory.num_outstanding_blocks(group)
+        return found
 
-    def _has_room(self, group: SequenceGroup, outstanding: int) -> bool:
+    def _has_room(self, group: SequenceGroup, outstanding: list[int]) -> bool:
         """Return True if rows, blocks and an adapter slot are free for a whole group, beyond running groups' needs."""
         if self.queues.num_rows + group.num_rows > self.max_num_seqs:
             return False
         if group.request.adapter is not None and not self.adapters.can_take(group.request.adapter):
             return False
         # While others run, keep blocks free so that growing rows need no preemption.
-        spare = outstanding + (max(1, self._memory.limit // 100) if self.queues.running else 0)
+        least = max(1, self._memory.limit // len(outstanding) // 100) if self.queues.running else 0
+        spare = [num_blocks + least for num_blocks in outstanding]
         if group.status is Status.SWAPPED and self._memory.swapping is not None:
-            return self._memory.swapping.can_swap_in(group, spare)
-        return self._memory.can_admit(group, spare)
+            return self._memory.swapping.can_swap_in(group, spare[0])
+        if self._memory.placement is not None:
+            return self._memory.placement.place(group, self._ranks.open_ranks(group.num_rows), spare)
+        return self._memory.can_admit(group, spare[0])
 
     def _admit(self, group: SequenceGroup, schedule: SchedulerOutput) -> None:
         self.queues.run(group)

@@ -10,8 +10,7 @@ from jpaged.engine.scheduler.scheduler import Scheduler
 from jpaged.engine.sequence import Sequence, SequenceGroup
 from jpaged.engine.speculative.controller import AdaptiveSpeculation, StepCosts
 from jpaged.engine.speculative.drafts import DraftTokens, decoding_rows, takes_drafts
-from jpaged.engine.speculative.ngram import NgramProposer
-from jpaged.engine.speculative.proposer import Proposer
+from jpaged.engine.speculative.ngram import NgramProposer, Proposer
 from jpaged.engine.speculative.suffix import SuffixProposer
 from jpaged.errors import InternalError
 

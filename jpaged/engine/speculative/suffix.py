@@ -44,7 +44,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jpaged.config import SpeculativeOptions
-from jpaged.engine.speculative.proposer import MAX_INDEXED_TOKENS
+from jpaged.engine.speculative.ngram import MAX_INDEXED_TOKENS
 
 SEED_LEN = 2
 """Tokens of the shortest match, by which leaves are indexed."""

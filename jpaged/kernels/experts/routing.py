@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jpaged.kernels.mixture_kind import Routing
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Bool, Float, Int
 
 _LEAST_SUM = 1e-20
 
@@ -44,6 +44,7 @@ def route(
     routing: Routing,
     num_rows: Int[Array, ""],
     bias_x: Float[Array, "X"] | None = None,
+    is_used_t: Bool[Array, "T"] | None = None,
 ) -> Routes:
     """Choose the experts of each row and their weights, in float32.
 
@@ -53,6 +54,7 @@ def route(
     Args:
         num_rows: rows in use, the first ones; the others are sent nowhere.
         bias_x: added to scores for the choice of experts and groups; does not affect weights (DeepSeek-V3).
+        is_used_t: rows in use, if they are not the first ones.
     """
     logits = logits_tx.astype(jnp.float32)
     if routing.scores == "chosen":
@@ -66,7 +68,7 @@ def route(
     if routing.normalises:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _LEAST_SUM)
     weights = weights * routing.scale
-    is_in_use = (jnp.arange(len(logits)) < num_rows)[:, None]
+    is_in_use = (jnp.arange(len(logits)) < num_rows if is_used_t is None else is_used_t)[:, None]
     return Routes(jnp.where(is_in_use, ids, routing.num_experts), jnp.where(is_in_use, weights, 0.0))
 
 

@@ -144,11 +144,10 @@ def _fused(path: tuple[str, ...], axes: LogicalAxes, shape: tuple[int, ...], nam
 def _shared(mixture: Mixture, width: int, prefix: str, names: ExpertNames) -> list[Leaf]:
     inner, into = mixture.shared_width, Linears(tuple(f"{prefix}{names.shared}{part}_proj" for part in ("gate", "up")))
     down = f"{prefix}{names.shared}down_proj.weight"
+    axis = None if mixture.shared_is_whole else "feed_forward"
     leaves = [
-        stacked_kernel(
-            ("mlp", "shared", "gate_up", "kernel"), into, ("embed", None, "feed_forward"), (width, 2, inner)
-        ),
-        transposed(("mlp", "shared", "down", "kernel"), down, ("feed_forward", "embed"), (inner, width)),
+        stacked_kernel(("mlp", "shared", "gate_up", "kernel"), into, ("embed", None, axis), (width, 2, inner)),
+        transposed(("mlp", "shared", "down", "kernel"), down, (axis, "embed"), (inner, width)),
     ]
     if mixture.shared_is_weighed:
         name = f"{prefix}{names.shared_score}.weight"

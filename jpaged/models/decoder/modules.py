@@ -42,7 +42,7 @@ from jpaged.models.layers import (
 )
 from jpaged.models.rope_config import RopeConfig
 from jpaged.models.stack import LayerPlace
-from jpaged.models.tokens import HeadsKernel, Rows, TokenBatch
+from jpaged.models.tokens import HeadsKernel, Rows, StateShardings, TokenBatch
 
 
 class ExpertRouter(Module):
@@ -134,7 +134,8 @@ class MixtureOfExperts(Module):
         before = norm.for_kernel if is_packed else None
         h_te = norm(x_te) if before is None else matmul.loaded().normalise(x_te, before, rows.num_in_use)
         choice_bias = None if self.router.choice_bias is None else self.router.choice_bias[...]
-        routes = route(self.router(h_te, rows), self.mixture.routing, rows.num_in_use, choice_bias)
+        logits_tx = self.router(h_te, rows)
+        routes = route(logits_tx, self.mixture.routing, rows.num_in_use, choice_bias, rows.is_used_t)
         y_te = apply_experts(h_te, routes, self.experts.weights, self.mixture.gate, kernel)
         if self.shared is not None:
             y_te = y_te + self.shared(h_te, rows)
@@ -152,12 +153,14 @@ class Shared:
         rows: the tokens as rows of matmuls.
         heads: the kernel that splits and rotates heads, if there is one. Static.
         experts: see `TokenBatch`. Static.
+        states: see `TokenBatch`. Static.
     """
 
     angles: tuple[Any, ...]
     rows: Rows
     heads: HeadsKernel | None = dataclasses.field(default=None, metadata={"static": True})
     experts: ExpertsKernel | None = dataclasses.field(default=None, metadata={"static": True})
+    states: StateShardings | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 def make_norm(config: DecoderConfig, dtype: np.dtype) -> RMSNorm | LayerNorm:
@@ -338,7 +341,11 @@ class DecoderLayer(Module):
     ) -> jax.Array:
         if isinstance(self.mlp, MixtureOfExperts):
             return self.mlp(x_te, shared.rows, norm=norm, residual=residual, kernel=shared.experts)
-        return self.mlp(x_te, shared.rows, norm=norm, residual=residual)
+        if shared.states is None:
+            return self.mlp(x_te, shared.rows, norm=norm, residual=residual)
+        whole_te = jax.lax.with_sharding_constraint(x_te, shared.states.whole)
+        y_te = jax.lax.with_sharding_constraint(self.mlp(whole_te, shared.rows, norm=norm), shared.states.split)
+        return y_te if residual is None else residual + y_te
 
 
 class DecoderEnds(Ends):
@@ -359,6 +366,8 @@ class DecoderEnds(Ends):
             x_te = x_te * jnp.asarray(config.embed_scale, x_te.dtype)
         if self.positions is not None:
             x_te = x_te + self.positions(tokens.positions_t)
+        if tokens.states is not None:
+            x_te = jax.lax.with_sharding_constraint(x_te, tokens.states.split)
         x = Measured.of(x_te, is_measured=tokens.heads is not None and config.norm == "rms")
         return x, self.shared(tokens)
 
@@ -371,7 +380,7 @@ class DecoderEnds(Ends):
             # With the barrier, XLA for TPUs does not compute them again in every layer.
             return jax.lax.optimization_barrier(made if heads is None else heads.angles(*made))
 
-        return Shared(tuple(map(angles, config.ropes)), tokens.rows, heads, tokens.experts)
+        return Shared(tuple(map(angles, config.ropes)), tokens.rows, heads, tokens.experts, tokens.states)
 
     def end(self, x: Measured) -> jax.Array:
         """See `Ends`."""

@@ -22,13 +22,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jpaged.json_text import encode_string
 from jpaged.service.chat.tool_parser import (
     SPACE,
     JsonValue,
     PieceWriter,
     ToolParser,
     find_first,
-    json_string,
     num_held,
 )
 
@@ -169,7 +169,7 @@ class ArgumentTypes:
     def to_json(self, text: str) -> str:
         """Return a value that a model wrote as text, as JSON: a string as it is if it has none of the other types."""
         if self.is_text or text in self.texts:
-            return json_string(text)
+            return encode_string(text)
         plain = text.strip(SPACE)
         if (not self.names or "boolean" in self.names) and plain.lower() in ("true", "false"):
             return plain.lower()
@@ -177,7 +177,7 @@ class ArgumentTypes:
             kind = None if candidate is None else _read_type(candidate)
             if kind is not None and kind != "string" and self.has(kind):
                 return str(candidate)
-        return json_string(text)
+        return encode_string(text)
 
 
 def _read_type(text: str) -> str | None:
@@ -294,11 +294,11 @@ def _token_to_json(found: re.Match[str], parts: list[str], quote: str, *, is_key
     """Return a token of a literal as JSON; empty if JSON has none. Removes a comma before a closing bracket."""
     token, kind = found[0], found.lastgroup
     if kind == "raw":
-        return json_string(token[len(quote) : -len(quote)])
+        return encode_string(token[len(quote) : -len(quote)])
     if kind == "string":
-        return json_string(_string_content(token))
+        return encode_string(_string_content(token))
     if kind == "word":
-        return json_string(token) if quote and is_key else _WORDS.get(token, token)
+        return encode_string(token) if quote and is_key else _WORDS.get(token, token)
     if token in "])}" and len(parts) > 1 and parts[-1] == ",":
         parts.pop()
     return {"(": "[", ")": "]"}.get(token, token)
@@ -317,13 +317,13 @@ class _ArgumentWriter:
         self._writer.arguments("{")
 
     def key(self, key: str) -> None:
-        self._writer.arguments(f"{', ' if self._num else ''}{json_string(key)}: ")
+        self._writer.arguments(f"{', ' if self._num else ''}{encode_string(key)}: ")
         self._num += 1
 
     def cut_key(self, key: str) -> None:
         """Write the beginning of a key at the end of the text."""
         if key:
-            self._writer.arguments(f"{', ' if self._num else ''}{json_string(key)[:-1]}")
+            self._writer.arguments(f"{', ' if self._num else ''}{encode_string(key)[:-1]}")
 
     def value(self, written: str) -> None:
         self._writer.arguments(written)
@@ -505,7 +505,7 @@ class MarkupParser(ToolParser):
         text = self._waiting[:end]
         if self._is_on_lines:
             text = text.removesuffix("\n")
-        self._writer.arguments(json_string(text)[1:-1])
+        self._writer.arguments(encode_string(text)[1:-1])
         if found is None:
             self._waiting = self._waiting[len(text) :]
             return False
@@ -538,7 +538,7 @@ class MarkupParser(ToolParser):
         if self._state == self._in_key:
             self._arguments.cut_key(self._waiting)
         elif self._state == self._in_text:
-            self._writer.arguments(json_string(self._waiting)[1:-1])
+            self._writer.arguments(encode_string(self._waiting)[1:-1])
         elif self._state in (self._in_value, self._open_value) and self._waiting:
             self._arguments.cut_value(self._typed(self._waiting))
         elif self._state not in (self._between, self._before_value, self._after_arguments, self._after_call):
@@ -773,7 +773,7 @@ class CallListParser(ToolParser):
         kind = None if written is None else _read_type(written)
         if written is None or kind is None:
             is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-            return json_string(_unescape(text[1:-1])) if is_quoted else self._types.to_json(text)
+            return encode_string(_unescape(text[1:-1])) if is_quoted else self._types.to_json(text)
         if self._types.has(kind):
             return written
         return self._types.to_json(json.loads(written) if kind == "string" else text)
@@ -827,4 +827,4 @@ class CallListParser(ToolParser):
         if not quote or is_whole or len(text) == len(quote):
             return self._to_json(text)
         inside = text[len(quote) :]
-        return json_string(inside if quote == self._markup.quote else _unescape(inside))
+        return encode_string(inside if quote == self._markup.quote else _unescape(inside))

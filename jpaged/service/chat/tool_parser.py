@@ -111,7 +111,6 @@ _ARGUMENTS, _SAYS_NOTHING = ("arguments", "parameters"), ("type", "id", "index")
 _OF_STRING = re.compile(r'["\\]')
 _OF_VALUE = re.compile(r'["{}\[\]]')
 _AFTER_PLAIN = re.compile(r"[,\]}\s]")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Reading(enum.Enum):
@@ -332,11 +331,6 @@ def num_held(text: str, tags: tuple[str, ...]) -> int:
 def find_first(text: str, tags: tuple[str, ...], start: int = 0, end: int | None = None) -> tuple[int, str] | None:
     """Return the position of the first tag in a text, and the tag; None if there is none."""
     return min(((at, tag) for tag in tags if (at := text.find(tag, start, end)) >= 0), default=None)
-
-
-def json_string(text: str) -> str:
-    """Return a text as a JSON string; unpaired surrogates are escaped."""
-    return json.dumps(text, ensure_ascii=_SURROGATE.search(text) is not None)
 
 
 class ToolParser(abc.ABC):

@@ -54,7 +54,7 @@ def prefixes_of(h: Harness) -> PrefixCacheManager:
 def held_by(h: Harness) -> dict[str, set[tuple[bytes, int]]]:
     """What the cache and the host tier hold in truth."""
     prefixes = prefixes_of(h)
-    found = {"device": prefixes._cache._blocks, "host": prefixes._host.blocks}
+    found = {"device": prefixes.cache._blocks, "host": prefixes._host.blocks}
     return {tier: {(key[:32], key[32] if len(key) > 32 else 0) for key in keys} for tier, keys in found.items()}
 
 

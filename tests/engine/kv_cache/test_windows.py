@@ -150,7 +150,7 @@ def test_a_prefix_ends_where_its_window_was_reissued():
     memory.release(compute(memory, group_of(range(30))))
     (sequence,) = group_of(range(30)).sequences
     keys = sequence.kv.keys(range(30), 7, 4)
-    reissued = memory.prefixes._cache.find(keys[5] + b"\x01")
+    reissued = memory.prefixes.cache.find(keys[5] + b"\x01")
     assert reissued is not None
     memory.prefixes.remove_block(reissued)
     memory.prefixes.num_cached -= 1
@@ -165,8 +165,8 @@ def test_parts_of_blocks_are_copied_in_every_group_whatever_block_is_reissued_fi
         tails = [table.block_id(1) for table in first.kv.tables]
         memory.release(first)
         for block_id in order:
-            del memory._pool._free[block_id]
-            memory._pool._free[block_id] = None
+            del memory._pool._free_lists[0][block_id]
+            memory._pool._free_lists[0][block_id] = None
         memory.take_ops()
         group = group_of([*range(6), 99])
         num_tokens, contents = memory.admit(group), {block_id: block_id for block_id in range(1, 6)}

@@ -10,7 +10,7 @@ import pytest
 
 from jpaged.errors import InvalidArgument
 from jpaged.openai.request import chat_job, check_values, completion_job
-from jpaged.openai.responses import build_messages
+from jpaged.openai.response_input import build_messages
 from jpaged.sampling_params import request_fields
 from tests.server.harness import running
 

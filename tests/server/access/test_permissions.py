@@ -108,7 +108,8 @@ async def test_every_route_answers_the_roles_of_the_table_alone(tmp_path: Path, 
             permission = permission_of_route(method, route)
             listed = "/page/{path}" if method in ("GET", "HEAD") and route.startswith("/page/") else route
             assert ("GET" if method == "HEAD" else method, listed) in HTTP, f"{method} {route} is not in the table"
-            path = route.replace(":path", "").format(name="fake", rest="x", file_id="file-x", batch_id="batch_x")
+            names = {"rest": "x", "file_id": "file-x", "batch_id": "batch_x", "response_id": "resp_x"}
+            path = route.replace(":path", "").format(name="fake", **names)
             if permission.public is Public.ALWAYS:
                 assert (await client.request(method, path)).status_code == 200
                 continue

@@ -19,7 +19,8 @@ from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.llm import LLM
 from jpaged.openai.request import chat_job, check_values
-from jpaged.openai.responses import build_messages, parse_responses_request
+from jpaged.openai.response_input import build_messages
+from jpaged.openai.responses import parse_responses_request
 from jpaged.server.servicer import chat_options_from, messages_from
 from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.service.chat.sandbox import template_process

@@ -228,13 +228,20 @@ def _attention(config: DeepseekConfig, prefix: str) -> list[Leaf]:
         _latents(config, f"{prefix}kv_a_proj_with_mqa.weight"),
         _norm("kv_norm", f"{prefix}kv_a_layernorm.weight", config.latent_dim),
         *_ups(config, f"{prefix}kv_b_proj.weight"),
-        transposed(("attention", "out", "kernel"), f"{prefix}o_proj.weight", ("heads", "embed"), (values, width)),
+        transposed(
+            ("attention", "out", "kernel"), f"{prefix}o_proj.weight", (_heads(config), "embed"), (values, width)
+        ),
     ]
     if rank is not None:
         down = ("attention", "q_down", "kernel")
         leaves.append(transposed(down, f"{prefix}q_a_proj.weight", ("embed", None), (width, rank)))
         leaves.append(_norm("q_norm", f"{prefix}q_a_layernorm.weight", rank))
     return leaves
+
+
+def _heads(config: DeepseekConfig) -> str | None:
+    """Return the axis name of heads; None if each device has all of them."""
+    return None if config.has_dp_attention else "heads"
 
 
 def _norm(part: str, name: str, width: int) -> Leaf:
@@ -250,7 +257,7 @@ def _queries(config: DeepseekConfig, name: str, width: int) -> Leaf:
         for index, rows in enumerate(tensors[0].reshape(-1, dim, tensors[0].shape[1])):
             transpose(rows[order], leaf[:, index * dim : (index + 1) * dim])
 
-    axes = (None if config.query_rank else "embed", "heads")
+    axes = (None if config.query_rank else "embed", _heads(config))
     tensors = ((name, (num_heads * dim, width)),)
     return Leaf(("attention", "q", "kernel"), axes, (width, num_heads * dim), tensors, pack, (1, 0))
 
@@ -270,7 +277,7 @@ def _latents(config: DeepseekConfig, name: str) -> Leaf:
 def _ups(config: DeepseekConfig, name: str) -> list[Leaf]:
     """Return the two leaves of one tensor."""
     num_heads, rank, nope, v_dim = config.num_heads, config.latent_dim, config.nope_dim, config.v_head_dim
-    tensors, axes = ((name, (num_heads * (nope + v_dim), rank)),), ("heads", None, None)
+    tensors, axes = ((name, (num_heads * (nope + v_dim), rank)),), (_heads(config), None, None)
 
     def pack_keys(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
         leaf[...] = tensors[0].reshape(-1, nope + v_dim, rank)[:, :nope]

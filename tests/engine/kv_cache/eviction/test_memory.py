@@ -48,7 +48,7 @@ def where(h, tokens, salt=""):
     prefixes, parent, on_device, in_host = h.engine.prefixes, root_block_hash(salt), [], []
     for end in range(4, len(tokens) + 1, 4):
         parent = block_key(parent, tokens[end - 4 : end])
-        on_device.append(prefixes._cache.find(parent))
+        on_device.append(prefixes.cache.find(parent))
         in_host.append(prefixes._host.blocks.get(parent))
     return on_device, in_host
 

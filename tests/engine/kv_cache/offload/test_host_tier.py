@@ -163,10 +163,10 @@ def test_a_block_that_was_taken_in_is_a_hit():
     h.run()
     host, prefixes, blocks = h.engine._loop.memory.host, h.engine._loop.memory.prefixes, h.executor.host_blocks
     assert host is not None and prefixes is not None and blocks is not None
-    keys = [*prefixes._cache._blocks]
+    keys = [*prefixes.cache._blocks]
     table = host.reserve(len(keys))
     for key, home in zip(keys, table.block_ids(), strict=True):
-        host.copy_out(prefixes._cache._blocks[key], home)
+        host.copy_out(prefixes.cache._blocks[key], home)
     h.step()
     sent = {key: bytes(blocks.view(home)) for key, home in zip(keys, table.block_ids(), strict=True)}
     host.release(table)
