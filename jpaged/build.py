@@ -322,11 +322,7 @@ def preview(options: EngineConfig) -> Preview:
     device = first_device(where.mesh)
     attention = DeviceAttention.on(model, options, where.mesh)
     sizes = attention.sizes()
-<<<<<<< HEAD
-    held = int(weight_bytes(model.config, model.dtype.itemsize) / (where.num_parts * num_stages(where.mesh)))
-=======
-    held = int(weight_bytes(model.config, model.dtype.itemsize, where.num_parts))
->>>>>>> main
+    held = int(weight_bytes(model.config, model.dtype.itemsize, where.num_parts) / num_stages(where.mesh))
     memory = DeviceMemory.of(device, 0, where.mesh.size * num_places)
     linear_backend = choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode)
     return Preview(

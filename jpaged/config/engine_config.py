@@ -223,6 +223,7 @@ class EngineConfig:
         cache, name = self.cache, "enable_dp_attention"
         refused: dict[str, tuple[object, object]] = {
             "context_parallel_size": (self.parallel.context_parallel_size, 1),
+            "pipeline_parallel_size": (self.parallel.pipeline_parallel_size, 1),
             "kv_policy": (cache.kv_policy, "paged"),
             "batching": (self.scheduler.batching, "continuous"),
             "speculative_config": (self.scheduler.speculative_config, None),

@@ -4,15 +4,10 @@
     context  parts of every context: the slots of a block (`jpaged.device.context`); each part has whole weights
     model    parts of one copy: heads, feed-forward width, vocabulary
 
-<<<<<<< HEAD
 Each copy of the model (replica) has its own mesh. Every array of the serving programs has a sharding that is made here.
 An array that is not split over `model` is whole on every device, except the pool and layers in stages. All parts of the
-pool have the same blocks, so one block table serves them all.
-=======
-Every array of the serving programs has a sharding that is made here. An array that is not split over `model` is whole
-on every device, except the pool. All parts of the pool have the same blocks, so one block table serves them all. If
-attention is data-parallel, each device of `model` has other blocks, and the rows of their sequences (`TOKENS_SPEC`).
->>>>>>> main
+pool have the same blocks, so one block table serves them all. If attention is data-parallel, each device of `model` has
+other blocks, and the rows of their sequences (`TOKENS_SPEC`).
 """
 
 from __future__ import annotations
@@ -33,10 +28,7 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.matmul import PackedMatrix, QuantizedMatrix
 from jpaged.kernels.matmul.triton.form import lies_by_columns
 from jpaged.models.config import ModelConfig
-<<<<<<< HEAD
 from jpaged.models.layer_kinds import divides_into_stages
-=======
->>>>>>> main
 from jpaged.models.layers import Params
 from jpaged.models.model import Model, can_stack
 from jpaged.models.param_specs import LogicalAxes
@@ -209,13 +201,9 @@ def partition_spec(*logical_axes: str | None) -> PartitionSpec:
     return PartitionSpec(*(None if axis is None else LOGICAL_AXES[axis] for axis in logical_axes))
 
 
-<<<<<<< HEAD
-POOL_SPEC = partition_spec("layer_blocks", "slots", "kv_heads")
-=======
 TOKENS_SPEC = PartitionSpec(MODEL_AXIS)
 """Sharding of the tokens of data-parallel attention, and of its pool's blocks."""
-POOL_SPEC = partition_spec("blocks", "slots", "kv_heads")
->>>>>>> main
+POOL_SPEC = partition_spec("layer_blocks", "slots", "kv_heads")
 CONTENTS_SPEC = partition_spec("blocks", "layers", "slots", "kv_heads")
 """Sharding of the result of `KVLayout.read_blocks`."""
 SCALES_SPEC = partition_spec("layers", "kv_heads", None)

@@ -48,20 +48,14 @@ from jpaged.device.mesh import (
     MODEL_AXIS,
     PROJECTION_SPEC,
     SINKS_SPEC,
-<<<<<<< HEAD
     STAGE_AXIS,
-=======
     TOKENS_SPEC,
->>>>>>> main
     num_context_parts,
     num_shards,
     num_stages,
     on_shards,
-<<<<<<< HEAD
     on_stages,
-=======
     pool_spec,
->>>>>>> main
     replicated,
     scales_spec,
 )
@@ -95,6 +89,7 @@ if TYPE_CHECKING:
 
 _RUNS = {"kv_begins_s", "run_starts_s1", "num_runs"}
 _ADAPTERS = {"adapters_t"}
+_Order = ContextOrder | RankOrder | None
 
 
 def forward_packing(num_tokens: int, geometry: Geometry) -> Packing:
@@ -283,9 +278,10 @@ class Step:
         if num_stages(self.mesh) > 1:
             return *self._run_stages(params, pool, ids_t, inputs), []
         inputs, ids_t, order = self._ordered(inputs, ids_t)
-        states_te = None if states_te is None or order is None else states_te[order.tokens_t]
+        if order is not None and states_te is not None:
+            states_te = states_te[order.tokens_t]
         attend = self._attention(params, inputs, order)
-        tokens = self._tokens(ids_t, inputs, states_te)
+        tokens = self._tokens(ids_t, inputs, order, states_te)
         params = in_parts(params, self.model, self.layer_mode, self.mesh)
         places = self.kv_groups.places
         hidden_te, pool, seen = self.model.run_watched(params, tokens, attend, pool, self.layer_mode, watched, places)
@@ -309,7 +305,7 @@ class Step:
                 received, pool, hidden_mte = state
                 part, part_ids, number = parts.take(inputs, ids_t, index - stage)
                 own, own_ids, order = self._ordered(part, part_ids)
-                attend, tokens = self._attention(params, own, order), self._tokens(own_ids, own, None)
+                attend, tokens = self._attention(params, own, order), self._tokens(own_ids, own, order)
                 x, pool, hidden_te = self.model.run_stage(
                     params, tokens, attend, pool, self.kv_groups.places, (stage == 0, received)
                 )
@@ -319,7 +315,7 @@ class Step:
                 return sent, pool, hidden_mte
 
             part, part_ids, _ = parts.take(inputs, ids_t, jnp.int32(0))
-            begun = jax.eval_shape(self.model.begin, params, self._tokens(part_ids, part, None))
+            begun = jax.eval_shape(self.model.begin, params, self._tokens(part_ids, part))
             shape = parts.num + 1, parts.num_tokens, self.model.config.hidden_size
             state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), begun), pool, jnp.zeros(shape, self.model.dtype)
             _, pool, hidden_mte = lax.fori_loop(0, parts.num + last, turn, state)
@@ -338,32 +334,21 @@ class Step:
 
     def _ordered(
         self, inputs: Mapping[str, jax.Array], ids_t: jax.Array
-    ) -> tuple[Mapping[str, jax.Array], jax.Array, ContextOrder | None]:
-        """Return inputs and tokens in the order of split contexts, and that order; unchanged if they are not split."""
-        num_parts = num_context_parts(self.mesh)
-        if num_parts == 1:
-            return inputs, ids_t, None
-        order = ContextOrder.of(inputs["query_starts_s1"], inputs["num_rows"], len(ids_t), num_parts)
-        return order.ordered(inputs), ids_t[order.tokens_t], order
-
-    def _attention(self, params: Params, inputs: Mapping[str, jax.Array], order: ContextOrder | None) -> Attend:
-        """Return the attention of a step's layers."""
-        kinds, places = self.model.config.attention_kinds, self.kv_groups.places
-<<<<<<< HEAD
-        pairs = {(kind, group) for kind, (group, _) in zip(kinds, places, strict=False)}  # a stage has the first kinds
-=======
-        pairs = {(kind, group) for kind, (group, _) in zip(kinds, places, strict=True)}
-        order: ContextOrder | RankOrder | None = None
-        num_parts, is_used_t = num_context_parts(self.mesh), None
-        if num_parts > 1:
+    ) -> tuple[Mapping[str, jax.Array], jax.Array, _Order]:
+        """Return inputs and tokens in the order of distributed contexts, and that order; unchanged if there is none."""
+        order: _Order = None
+        if (num_parts := num_context_parts(self.mesh)) > 1:
             order = ContextOrder.of(inputs["query_starts_s1"], inputs["num_rows"], len(ids_t), num_parts)
         elif self.layout.dp_size > 1:
             order = RankOrder.of(inputs, self.layout)
-            is_used_t = order.is_used_t
-        if order is not None:
-            inputs, ids_t = order.ordered(inputs), ids_t[order.tokens_t]
-            states_te = None if states_te is None else states_te[order.tokens_t]
->>>>>>> main
+        if order is None:
+            return inputs, ids_t, None
+        return order.ordered(inputs), ids_t[order.tokens_t], order
+
+    def _attention(self, params: Params, inputs: Mapping[str, jax.Array], order: _Order) -> Attend:
+        """Return the attention of a step's layers."""
+        kinds, places = self.model.config.attention_kinds, self.kv_groups.places
+        pairs = {(kind, group) for kind, (group, _) in zip(kinds, places, strict=False)}  # a stage has the first kinds
         rows = {pair: self._prepare(*pair, inputs, order) for pair in pairs}
 
         def attend(
@@ -383,18 +368,20 @@ class Step:
 
         return attend
 
-    def _tokens(self, ids_t: jax.Array, inputs: Mapping[str, jax.Array], states_te: jax.Array | None) -> TokenBatch:
+    def _tokens(
+        self,
+        ids_t: jax.Array,
+        inputs: Mapping[str, jax.Array],
+        order: _Order = None,
+        states_te: jax.Array | None = None,
+    ) -> TokenBatch:
         """Return a step's tokens as the model takes them."""
+        is_used_t = order.is_used_t if isinstance(order, RankOrder) else None
         num_tokens = inputs["query_starts_s1"][-1]  # rows that are not in use begin at the end of the last one
-<<<<<<< HEAD
         return TokenBatch(
-=======
-        experts = experts_kernel(self.model.config, self.mesh)
-        tokens = TokenBatch(
->>>>>>> main
             *(ids_t, inputs["positions_t"], inputs["rope_lens_t"], num_tokens),
             heads=self._heads(),
-            experts=experts_kernel(self.model.config.mixture, self.mesh),
+            experts=experts_kernel(self.model.config, self.mesh),
             adapters_t=inputs.get("adapters_t"),
             states_te=states_te,
             num_column_parts=self.num_column_parts(len(ids_t)),
@@ -609,9 +596,7 @@ class Step:
     def _sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
 
-    def _prepare(
-        self, kind: AttentionKind, group: int, inputs: Mapping[str, jax.Array], order: ContextOrder | RankOrder | None
-    ) -> StepRows:
+    def _prepare(self, kind: AttentionKind, group: int, inputs: Mapping[str, jax.Array], order: _Order) -> StepRows:
         """Prepare the rows for the layers of an attention kind in a KV group, once per step.
 
         If contexts are split, or sequences distributed, each device has its own rows, stacked on a first axis.

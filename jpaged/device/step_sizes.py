@@ -225,13 +225,8 @@ class DeviceAttention:
     def _num_fitting(self, usable_bytes: int, max_model_len: int) -> int:
         """Return how many sequences of 1024 tokens fit into one device's memory next to its weights."""
         share = self.options.cache.memory_utilization or platform_default("memory_utilization", self.device.platform)
-<<<<<<< HEAD
-        held = weight_bytes(self.model.config, self.model.dtype.itemsize) / (self.num_parts * self.num_stages)
+        held = weight_bytes(self.model.config, self.model.dtype.itemsize, self.num_parts) / self.num_stages
         sequence_bytes = self._layout(1).bytes_per_block * min(_SEQUENCE_TOKENS, max_model_len) / self.num_stages
-        return max(0, int((share * usable_bytes - held) * self.num_context_parts // sequence_bytes))
-=======
-        held = weight_bytes(self.model.config, self.model.dtype.itemsize, self.num_parts)
-        sequence_bytes = self._layout(1).bytes_per_block * min(_SEQUENCE_TOKENS, max_model_len)
         num_pools = self.num_context_parts * self._dp_size
         return max(0, int((share * usable_bytes - held) * num_pools // sequence_bytes))
 
@@ -239,7 +234,6 @@ class DeviceAttention:
     def _dp_size(self) -> int:
         """Devices that each have the KV cache of some sequences."""
         return self.num_parts if self.model.config.has_dp_attention else 1
->>>>>>> main
 
     def _layout(self, block_size: int) -> KVLayout:
         config = pad_for_sharding(self.model.config, self.num_parts)

@@ -52,15 +52,8 @@ MAX_NUMBER = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 _DTYPES = ("float32", "bfloat16", "float16", *MAX_NUMBER)
 _LANES = 128
-<<<<<<< HEAD
-_COUNTS = (
-    *("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim"),
-    *("num_shards", "num_context_parts", "num_stages"),
-)
-=======
 _SIZES = ("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim")
-_COUNTS = (*_SIZES, "num_shards", "num_context_parts", "dp_size")
->>>>>>> main
+_COUNTS = (*_SIZES, "num_shards", "num_context_parts", "num_stages", "dp_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +73,9 @@ class KVLayout:
             of every context.
         value_dim: keys are latents whose first `value_dim` numbers are the value, as in DeepSeek-V2 (2024); each device
             has one head, the same. None stores values separately.
-<<<<<<< HEAD
         num_stages: equal parts into which the layers are split over devices, in order.
-=======
         dp_size: equal parts into which the blocks are split over devices (data-parallel attention), each with its own
             null blocks: block b is number (b - 1) % (N / dp_size) + 1 of part (b - 1) // (N / dp_size).
->>>>>>> main
     """
 
     num_layers: int
@@ -98,11 +88,8 @@ class KVLayout:
     num_shards: int = 1
     value_dim: int | None = None
     num_context_parts: int = 1
-<<<<<<< HEAD
     num_stages: int = 1
-=======
     dp_size: int = 1
->>>>>>> main
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
@@ -141,35 +128,22 @@ class KVLayout:
 
     @property
     def local(self) -> KVLayout:
-<<<<<<< HEAD
-        """The layout of one device's part: its stage's layers, one shard's heads, in its own slots of every block."""
+        """The layout of one device's part: its stage's layers, one shard's heads, in the slots and blocks there."""
         return dataclasses.replace(
             self,
             num_layers=self.num_layers // self.num_stages,
-=======
-        """The layout of one device's part: one shard's heads, in the slots and blocks there."""
-        return dataclasses.replace(
-            self,
             num_blocks=self.num_blocks // self.dp_size,
->>>>>>> main
             block_size=self.block_size // self.num_context_parts,
             num_kv_heads=self.num_kv_heads // self.num_shards,
             num_shards=1,
             num_context_parts=1,
-<<<<<<< HEAD
             num_stages=1,
-=======
             dp_size=1,
->>>>>>> main
         )
 
     @property
     def shape(self) -> tuple[int, ...]:
-<<<<<<< HEAD
-        """Shape of the pool. Axis 2 is split over devices by heads, axis 1 by context, axis 0 by stages."""
-=======
-        """Shape of the pool. Axis 2 is split over devices by heads, axis 1 by context, axis 0 by sequences."""
->>>>>>> main
+        """Shape of the pool. Devices split axis 2 by heads, axis 1 by context, axis 0 by stages or sequences."""
         return (self.num_layers * self.blocks_per_layer, self.block_size, *self.token_shape)
 
     @property

@@ -198,13 +198,8 @@ class PlannedModel:
             num_params=num_params(config) - looked_up,
             num_layers=config.num_layers,
             query_width=config.query_width,
-<<<<<<< HEAD
             weight_bytes=self._model_bytes - (embedding_bytes(config, self.itemsize) if looked_up else 0),
-            kv_bytes_per_token=self.bytes_per_block * num_devices / self.block_size,
-=======
-            weight_bytes=self.weight_bytes * num_devices - (embedding_bytes(config, self.itemsize) if looked_up else 0),
             kv_bytes_per_token=self.bytes_per_block * (1 if config.has_dp_attention else num_devices) / self.block_size,
->>>>>>> main
             head_params=head_params,
             adapter_params=self.adapter_bytes * num_devices / self.itemsize,
             windows=windows,
@@ -239,12 +234,8 @@ class PlannedModel:
         matrices = layer_matrices(config) if self.overlaps_sums else None
         exchange = RowMessages.of(config, num_devices, self.itemsize)
         return PlannedStepTimes(
-<<<<<<< HEAD
             *(roofline, self.target, config.hidden_size, self.number_bytes, times, num_parts, numbers, matrices),
-            num_stages=self.num_stages,
-=======
-            roofline, self.target, config.hidden_size, self.number_bytes, times, num_parts, numbers, matrices, exchange
->>>>>>> main
+            *(exchange, self.num_stages),
         )
 
 
@@ -316,11 +307,8 @@ class PlannedStepTimes:
         num_context_parts: parts of every context.
         numbers: attention outputs that are merged over these parts.
         matrices: numbers of each of a layer's matrices, by name, if sums of parts overlap with products; else None.
-<<<<<<< HEAD
-        num_stages: parts of the layers, each on these devices.
-=======
         messages: rows exchanged for experts instead of sums; None for tensor-parallel attention.
->>>>>>> main
+        num_stages: parts of the layers, each on these devices.
     """
 
     roofline: Roofline
@@ -331,11 +319,8 @@ class PlannedStepTimes:
     num_context_parts: int = 1
     numbers: OutputNumbers = OutputNumbers()
     matrices: Mapping[str, int] | None = None
-<<<<<<< HEAD
-    num_stages: int = 1
-=======
     messages: RowMessages | None = None
->>>>>>> main
+    num_stages: int = 1
 
     def parts(self, load: StepLoad) -> StepParts:
         """Return the parts of a step's time.

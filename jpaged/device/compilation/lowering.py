@@ -43,11 +43,8 @@ from jpaged.device.mesh import (
     local_bytes,
     num_context_parts,
     num_shards,
-<<<<<<< HEAD
     num_stages,
-=======
     pool_spec,
->>>>>>> main
     replicated,
     scales_spec,
 )
@@ -120,14 +117,9 @@ def _sized_step(
     groups, in_stages = _kv_groups(config.layer_kinds, sizes, layer_mode, mesh), num_stages(mesh)
     layout = dataclasses.replace(
         chosen.layout,
-<<<<<<< HEAD
         num_layers=groups.num_layers * in_stages,
         num_stages=in_stages,
-        num_blocks=num_blocks,
-=======
-        num_layers=groups.num_layers,
         num_blocks=num_blocks * dp_size,
->>>>>>> main
         block_size=sizes.block_size,
         num_kv_heads=config.num_kv_heads,
         num_shards=num_parts // dp_size,
@@ -147,11 +139,7 @@ def _sized_step(
         bytes_per_block=layout.bytes_per_block,
         buckets=_buckets(sizes, max_num_steps, mesh, dp_size),
         num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
-<<<<<<< HEAD
-        cascade=cascade if options.cache.enable_cascade_attention and in_stages == 1 else None,
-=======
-        cascade=cascade if options.cache.enable_cascade_attention and dp_size == 1 else None,
->>>>>>> main
+        cascade=cascade if options.cache.enable_cascade_attention and dp_size == in_stages == 1 else None,
         max_num_steps=max_num_steps,
         has_fed_steps=max_num_steps > 1 and _can_be_fed(sampler),
         windows=groups.windows,
@@ -180,7 +168,6 @@ def _sized_step(
     return step, geometry
 
 
-<<<<<<< HEAD
 def _kv_groups(kinds: tuple[LayerKind, ...], sizes: StepSizes, layer_mode: LayerMode, mesh: Mesh) -> KVGroups:
     """Return the groups of the layers of each stage, which are equal."""
     of_stage = kinds[: len(kinds) // num_stages(mesh)]
@@ -188,8 +175,6 @@ def _kv_groups(kinds: tuple[LayerKind, ...], sizes: StepSizes, layer_mode: Layer
     return group_layers([kind.attention.sliding_window for kind in of_stage], sizes.max_model_len, stacks)
 
 
-def _buckets(sizes: StepSizes, max_num_steps: int, mesh: Mesh) -> BucketTable:
-=======
 def blocks_of_rank(num_blocks: int | None, dp_size: int) -> int | None:
     """Return the chosen number of blocks of one device, if any.
 
@@ -204,7 +189,6 @@ def blocks_of_rank(num_blocks: int | None, dp_size: int) -> int | None:
 
 
 def _buckets(sizes: StepSizes, max_num_steps: int, mesh: Mesh, dp_size: int) -> BucketTable:
->>>>>>> main
     buckets = BucketTable.build(
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         max_num_seqs=sizes.max_num_seqs,
