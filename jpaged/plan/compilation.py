@@ -160,8 +160,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     config = with_dp_attention(config) if options.parallel.enable_dp_attention else config
     config = streaming_llm.as_asked(config, options)
     draft, chosen = _draft_config(options), 1 if options.has_head else question.options.get("tensor_parallel_size")
-    num_parts = options.parallel.context_parallel_size
-    in_stages = options.parallel.pipeline_parallel_size
+    num_parts, in_stages = options.parallel.context_parallel_size, options.parallel.pipeline_parallel_size
     configs = [config] if draft is None else [config, draft]
     num_sharing, notes = _num_devices(configs, target, chosen, num_parts, in_stages)
     num_devices = num_sharing * num_parts * in_stages
