@@ -42,7 +42,7 @@ from jpaged.device.device_info import prepare_gpu_memory
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.kv_scales import kv_dtype, name_of_kv_dtype
 from jpaged.device.linear import choose_activation_dtype, choose_linear_backend, leaf_packer, served_config
-from jpaged.device.mesh import MeshPlacement, first_device, serving_meshes
+from jpaged.device.mesh import MeshPlacement, first_device, num_stages, serving_meshes
 from jpaged.device.multihost.executor import MultiHostExecutor
 from jpaged.device.multihost.executor import follow as run_steps
 from jpaged.device.multihost.handshake import Follower, Leader
@@ -140,7 +140,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
     runs: list[Executor[Any, Any]] = [*executors]
     if leader is not None:
         leader.agree(_findings(source, executor, options.model.overrides))
-        runs = [MultiHostExecutor(executor, leader)]
+        runs = [*MultiHostExecutor.of_replicas(executor, leader, options.parallel.data_parallel_size)]
     for index, one in enumerate(runs):
         one.warm_up(_get_progress(index, len(runs), progress))
     _say([*executor.memory_plan.lines(), *streaming_llm.describe_lossy_cache(options)], progress)
@@ -156,7 +156,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         backend=BackendFacts(
             platform=device.platform,
             device_kind=device.device_kind,
-            num_devices=sum(where.mesh.size for where in places),
+            num_devices=places[0].mesh.size * len(runs),
             attention=executor.step.backend,
             jax_version=metadata.version("jax"),
         ),
@@ -322,7 +322,7 @@ def preview(options: EngineConfig) -> Preview:
     device = first_device(where.mesh)
     attention = DeviceAttention.on(model, options, where.mesh)
     sizes = attention.sizes()
-    held = int(weight_bytes(model.config, model.dtype.itemsize, where.num_parts))
+    held = int(weight_bytes(model.config, model.dtype.itemsize, where.num_parts) / num_stages(where.mesh))
     memory = DeviceMemory.of(device, 0, where.mesh.size * num_places)
     linear_backend = choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode)
     return Preview(
@@ -357,7 +357,10 @@ def follow(options: EngineConfig, progress: Progress, follower: Follower) -> Non
     (executor,) = _make_executors(source, model, options, places, progress, follower)
     follower.agree(_findings(source, executor, options.model.overrides))
     executor.warm_up(progress)
-    run_steps(executor, follower)
+    parallel = options.parallel
+    num_processes, process = parallel.num_processes or 1, parallel.process_id or 0
+    is_first_of_replica = process % (num_processes // parallel.data_parallel_size) == 0
+    run_steps(executor, follower, reports=is_first_of_replica)
 
 
 def _place(
@@ -366,7 +369,8 @@ def _place(
     """Return the model, and the devices of each replica; report why its data type is not the checkpoint's."""
     parallel = options.parallel
     prepare_gpu_memory()
-    meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size)
+    sizes = parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size
+    meshes = serving_meshes(*sizes, parallel.pipeline_parallel_size)
     source = find_source(options.model, starts_templates=starts_templates)
     source = replace(source, config=quantized_here(source.config, options.model.quantization))
     config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config

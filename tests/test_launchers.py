@@ -122,15 +122,24 @@ def test_options_come_before_the_environment(monkeypatch):
     assert EngineConfig().multihost() is None
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("data_parallel_size", 2), ("compiled", "programs"), ("enable_lora", True)]
-)
+@pytest.mark.parametrize(("name", "value"), [("compiled", "programs"), ("enable_lora", True), ("role", "prefill")])
 def test_what_works_in_one_process_alone_is_refused_by_name(name, value):
     multihost = MultiHost("a:1", 2, 1, "Slurm")
     with pytest.raises(InvalidArgument, match=f"{name}: {value}.* requires a single process .there are 2, from Slurm"):
         EngineConfig.load({name: value}).for_multihost(multihost)
     place = EngineConfig().for_multihost(multihost).parallel
     assert (place.coordinator, place.num_processes, place.process_id) == ("a:1", 2, 1)
+
+
+def test_replicas_have_equally_many_processes():
+    multihost = MultiHost("a:1", 4, 1, "Slurm")
+    for size in (1, 2, 4):
+        found = EngineConfig.load({"data_parallel_size": size}).for_multihost(multihost)
+        assert found.parallel.data_parallel_size == size
+    for size in (3, 8):
+        message = f"data_parallel_size: {size} does not divide the 4 processes .from Slurm., of which each replica has"
+        with pytest.raises(InvalidArgument, match=message):
+            EngineConfig.load({"data_parallel_size": size}).for_multihost(multihost)
 
 
 def test_options_of_several_processes_are_those_of_a_server():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -378,11 +379,12 @@ class _LeafSource:
         return (len(self.leaves), *shape) if self.is_stacked else shape
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Read a part of the leaf: a slice of the split axis, and all other axes completely."""
+        """Read a part of the leaf: a slice of the split axis and some of the layers; all other axes completely."""
+        own = dataclasses.replace(self, leaves=self.leaves[index[0]]) if self.is_stacked else self
         if self.split is None:
-            return self._pack(slice(None))
+            return own._pack(slice(None))
         begin, end, _ = index[self.split.axis + self.is_stacked].indices(self.split.wide_size)
-        return self.split.padded(self._pack(slice(*self.split.source(begin, end))), begin, end)
+        return self.split.padded(own._pack(slice(*self.split.source(begin, end))), begin, end)
 
     def _pack(self, part: slice) -> np.ndarray:
         """Read a part of the published leaf along the split axis, which need not be an axis of the stored tensors."""

@@ -152,10 +152,31 @@ class EngineConfig:
         self.cache.check()
         self.lossy.check(self.cache, self.speculation.method if self.speculation and self.has_draft else None)
         self.parallel.check()
+        self._check_stages()
         self.lora.check()
         self.timeouts.check()
         self.http.check()
         self._check_draft()
+
+    def _check_stages(self) -> None:
+        """Reject options that conflict with layers in stages."""
+        if (size := self.parallel.pipeline_parallel_size) == 1:
+            return
+        if self.lora.enable_lora or self.lora.lora:
+            raise InvalidArgument(
+                "pipeline_parallel_size", f"{size}: adapter slots are not split into stages (enable_lora is True)"
+            )
+        if self.speculation is not None and self.has_draft:
+            method = self.speculation.method
+            raise InvalidArgument(
+                "pipeline_parallel_size", f"{size}: {method} drafts are not split into stages; use ngram or suffix"
+            )
+        if self.cache.kv_cache_dtype in ("int8", "fp8"):
+            raise InvalidArgument(
+                "pipeline_parallel_size",
+                f"{size}: scales of 8-bit keys and values are not split into stages (kv_cache_dtype is "
+                f"{self.cache.kv_cache_dtype})",
+            )
 
     def _check_draft(self) -> None:
         """Reject options that conflict with a draft model or head, which shares the model's device."""
@@ -202,6 +223,7 @@ class EngineConfig:
         cache, name = self.cache, "enable_dp_attention"
         refused: dict[str, tuple[object, object]] = {
             "context_parallel_size": (self.parallel.context_parallel_size, 1),
+            "pipeline_parallel_size": (self.parallel.pipeline_parallel_size, 1),
             "kv_policy": (cache.kv_policy, "paged"),
             "batching": (self.scheduler.batching, "continuous"),
             "speculative_config": (self.scheduler.speculative_config, None),
@@ -285,8 +307,12 @@ class EngineConfig:
             InvalidArgument: an option does not support several processes.
         """
         single = f"requires a single process (there are {multihost.num_processes}, from {multihost.source})"
-        if self.parallel.data_parallel_size > 1:
-            raise InvalidArgument("data_parallel_size", f"{self.parallel.data_parallel_size} {single}")
+        if (size := self.parallel.data_parallel_size) > 1 and multihost.num_processes % size:
+            raise InvalidArgument(
+                "data_parallel_size",
+                f"{size} does not divide the {multihost.num_processes} processes (from {multihost.source}), of which "
+                "each replica has equally many",
+            )
         if self.startup.compiled is not None:
             raise InvalidArgument("compiled", f"{self.startup.compiled} {single}")
         if (store := self.cache.store_option) is not None:

@@ -522,6 +522,13 @@ class ParallelOptions:
         "several processes, 1 means all devices",
         low=1,
     )
+    pipeline_parallel_size: int = option(
+        1,
+        "stages that the layers are split into, each with the weights and the KV cache of its layers on "
+        "tensor_parallel_size times context_parallel_size devices; a step passes through them in microbatches",
+        low=1,
+        high=256,
+    )
     data_parallel_size: int = option(
         1,
         "model replicas behind one server, each with its own devices and KV pool; max_num_seqs and num_blocks "
@@ -575,12 +582,6 @@ class ParallelOptions:
         Raises:
             InvalidArgument: one is missing, malformed or conflicts with another.
         """
-        if self.context_parallel_size > 1 and (self.num_processes or 1) > 1:
-            raise InvalidArgument(
-                "context_parallel_size",
-                f"{self.context_parallel_size}: contexts are split over the devices of one process, but num_processes "
-                f"is {self.num_processes}",
-            )
         if self.heartbeat_timeout < 2 * self.heartbeat_interval:
             raise InvalidArgument(
                 "heartbeat_timeout",

@@ -225,7 +225,8 @@ class JaxExecutor:
             cache = dataclasses.replace(options.cache, num_blocks=saved.target.num_blocks)
             options = dataclasses.replace(options, cache=cache)
         parallel = options.parallel
-        mesh = mesh or serving_mesh(parallel.tensor_parallel_size, parallel.context_parallel_size)
+        sizes = parallel.tensor_parallel_size, parallel.context_parallel_size, parallel.pipeline_parallel_size
+        mesh = mesh or serving_mesh(*sizes)
         layer_mode: LayerMode = "loop" if isinstance(params["layers"], list) else "scan"
 
         def assemble(num_blocks: int) -> tuple[Step, Geometry]:

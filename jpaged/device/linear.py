@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jpaged.config import ActivationDtype, LinearBackend
-from jpaged.device.mesh import first_device, layer_mode_for, num_context_parts, num_shards, replicated
+from jpaged.device.mesh import first_device, layer_mode_for, num_context_parts, num_shards, num_stages, replicated
 from jpaged.device.step import Step
 from jpaged.errors import Unsupported
 from jpaged.kernels import matmul as matmul_module
@@ -204,6 +204,8 @@ def _unsupported_reason(mesh: Mesh, layer_mode: LayerMode) -> str | None:
         return f"it runs on CPUs, not on {platform}"
     if num_shards(mesh) > 1:
         return f"the model is split over {num_shards(mesh)} devices (tensor_parallel_size)"
+    if num_stages(mesh) > 1:
+        return f"the layers are split into {num_stages(mesh)} stages (pipeline_parallel_size)"
     if mesh.size > 1:
         return f"contexts are split over {num_context_parts(mesh)} devices (context_parallel_size)"
     if layer_mode == "scan":

@@ -1,12 +1,13 @@
 """Devices as a mesh, and the mesh axis of each logical axis of an array.
 
-    data     always 1: each copy of the model (replica) has its own mesh
+    stage    parts of the layers, in order (`jpaged.device.step.Microbatches`): of their weights and of the pool
     context  parts of every context: the slots of a block (`jpaged.device.context`); each part has whole weights
     model    parts of one copy: heads, feed-forward width, vocabulary
 
-Every array of the serving programs has a sharding that is made here. An array that is not split over `model` is whole
-on every device, except the pool. All parts of the pool have the same blocks, so one block table serves them all. If
-attention is data-parallel, each device of `model` has other blocks, and the rows of their sequences (`TOKENS_SPEC`).
+Each copy of the model (replica) has its own mesh. Every array of the serving programs has a sharding that is made here.
+An array that is not split over `model` is whole on every device, except the pool and layers in stages. All parts of the
+pool have the same blocks, so one block table serves them all. If attention is data-parallel, each device of `model` has
+other blocks, and the rows of their sequences (`TOKENS_SPEC`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.matmul import PackedMatrix, QuantizedMatrix
 from jpaged.kernels.matmul.triton.form import lies_by_columns
 from jpaged.models.config import ModelConfig
+from jpaged.models.layer_kinds import divides_into_stages
 from jpaged.models.layers import Params
 from jpaged.models.model import Model, can_stack
 from jpaged.models.param_specs import LogicalAxes
@@ -36,14 +38,16 @@ from jpaged.models.stack import LayerMode
 _HALF_BYTES = (jnp.dtype(jnp.int4), jnp.dtype(jnp.float4_e2m1fn))
 MODEL_AXIS = "model"
 CONTEXT_AXIS = "context"
-MESH_AXES = ("data", CONTEXT_AXIS, MODEL_AXIS)
+STAGE_AXIS = "stage"
+MESH_AXES = (STAGE_AXIS, CONTEXT_AXIS, MODEL_AXIS)
 
 LOGICAL_AXES: Mapping[str, str | None] = {
     "tokens": None,
     "rows": None,
     "blocks": None,
+    "layer_blocks": STAGE_AXIS,
     "slots": CONTEXT_AXIS,
-    "layers": None,
+    "layers": STAGE_AXIS,
     "embed": None,
     "heads": MODEL_AXIS,
     "kv_heads": MODEL_AXIS,
@@ -55,66 +59,83 @@ LOGICAL_AXES: Mapping[str, str | None] = {
 """Mesh axis of each logical axis; None means whole on every device."""
 
 
-def build_mesh(devices: Sequence[jax.Device], context_parallel_size: int = 1) -> Mesh:
+def build_mesh(devices: Sequence[jax.Device], context_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> Mesh:
     """Build a mesh of one copy of the model. Devices of a topology description give a mesh to compile for.
 
-    Devices that share heads, and so meet in most collectives, are neighbors.
+    Devices that share heads, and so meet in most collectives, are neighbors. Stages, which exchange least, are farthest
+    from each other.
     """
-    return Mesh(np.asarray(devices).reshape(1, context_parallel_size, -1), MESH_AXES)
+    return Mesh(np.asarray(devices).reshape(pipeline_parallel_size, context_parallel_size, -1), MESH_AXES)
 
 
-def serving_mesh(tensor_parallel_size: int, context_parallel_size: int = 1) -> Mesh:
+def serving_mesh(tensor_parallel_size: int, context_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> Mesh:
     """Return a mesh of JAX's first devices; see `serving_meshes` for the devices of several processes.
 
     Raises:
         InvalidArgument: there are too few devices.
     """
-    return serving_meshes(tensor_parallel_size, 1, context_parallel_size)[0]
+    return serving_meshes(tensor_parallel_size, 1, context_parallel_size, pipeline_parallel_size)[0]
 
 
-def serving_meshes(tensor_parallel_size: int, data_parallel_size: int, context_parallel_size: int = 1) -> list[Mesh]:
+def serving_meshes(
+    tensor_parallel_size: int,
+    data_parallel_size: int,
+    context_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+) -> list[Mesh]:
     """Return a mesh for each copy of the model: JAX's devices in order, each in at most one mesh.
 
-    Several processes run one copy together. Each contributes the same number of devices; all its devices if
-    tensor_parallel_size is 1. Contexts can only be split over the devices of a single process.
+    Several processes run one copy together, or with data_parallel_size equally many processes each copy; the mesh is
+    that of this process's copy. Each process contributes the same number of devices; all its devices if
+    tensor_parallel_size is 1. Heads are split over the devices of one process first, then contexts, then layers.
 
     Raises:
         InvalidArgument: there are too few devices, or the processes cannot share them evenly.
     """
-    devices, size, num_processes = jax.devices(), tensor_parallel_size, jax.process_count()
-    if context_parallel_size > 1 and num_processes > 1:
-        raise InvalidArgument(
-            "context_parallel_size",
-            f"{context_parallel_size}: contexts are split over the devices of one process, but num_processes is "
-            f"{num_processes}",
-        )
-    if num_processes > 1 and size == 1:
-        size = len(devices)
-    of_copy, has = size * context_parallel_size, f"{devices[0].platform} has {len(devices)}"
+    devices, size = jax.devices(), tensor_parallel_size
+    if (num_processes := jax.process_count()) > 1:  # the other replicas have other processes
+        num_processes //= data_parallel_size
+        own, data_parallel_size = jax.process_index() // num_processes, 1
+        devices = [device for device in devices if device.process_index // num_processes == own]
+    if jax.process_count() > 1 and size == 1:
+        size = max(1, len(devices) // (context_parallel_size * pipeline_parallel_size))
+    of_stage, has = size * context_parallel_size, f"{devices[0].platform} has {len(devices)}"
+    of_copy = of_stage * pipeline_parallel_size
     num_devices = of_copy * data_parallel_size
     if size > len(devices):
         raise InvalidArgument("tensor_parallel_size", f"requires {size} devices; {has}")
-    if of_copy > len(devices):
+    if of_stage > len(devices):
         raise InvalidArgument(
             "context_parallel_size",
-            f"{context_parallel_size} parts of {size} devices each (tensor_parallel_size) require {of_copy} devices; "
+            f"{context_parallel_size} parts of {size} devices each (tensor_parallel_size) require {of_stage} devices; "
             f"{has}",
         )
+    if of_copy > len(devices):
+        raise InvalidArgument(
+            "pipeline_parallel_size",
+            f"{pipeline_parallel_size} stages of {of_stage} devices each require {of_copy} devices; {has}",
+        )
     if num_processes > 1:
-        return [build_mesh(_of_each_process(devices, size, num_processes))]
+        each = _of_each_process(devices, of_copy, num_processes)
+        _check_nesting(of_copy // num_processes, (size, context_parallel_size, pipeline_parallel_size))
+        return [build_mesh(each, context_parallel_size, pipeline_parallel_size)]
     if num_devices > len(devices):
         raise InvalidArgument(
             "data_parallel_size",
             f"{data_parallel_size} copies of the model on {of_copy} devices each "
-            f"(tensor_parallel_size{' times context_parallel_size' if context_parallel_size > 1 else ''}) require "
+            f"(tensor_parallel_size{' times context_parallel_size' if context_parallel_size > 1 else ''}"
+            f"{' times pipeline_parallel_size' if pipeline_parallel_size > 1 else ''}) require "
             f"{num_devices} devices; {has}",
         )
     firsts = range(0, num_devices, of_copy)
-    return [build_mesh(devices[first : first + of_copy], context_parallel_size) for first in firsts]
+    return [
+        build_mesh(devices[first : first + of_copy], context_parallel_size, pipeline_parallel_size) for first in firsts
+    ]
 
 
 def _of_each_process(devices: Sequence[jax.Device], size: int, num_processes: int) -> list[jax.Device]:
-    groups = [[device for device in devices if device.process_index == i] for i in range(num_processes)]
+    first = devices[0].process_index
+    groups = [[device for device in devices if device.process_index == first + i] for i in range(num_processes)]
     each, left_over = divmod(size, num_processes)
     if left_over or each > min(map(len, groups)):
         raise InvalidArgument(
@@ -123,6 +144,27 @@ def _of_each_process(devices: Sequence[jax.Device], size: int, num_processes: in
             f"{', '.join(str(len(group)) for group in groups)}",
         )
     return [device for group in groups for device in group[:each]]
+
+
+def _check_nesting(num_own: int, sizes: Sequence[int]) -> None:
+    """Check that the parts of each process are a contiguous range on every axis, which its host blocks require.
+
+    Args:
+        num_own: devices of each process.
+        sizes: of the axes, from the one whose devices are neighbors.
+
+    Raises:
+        InvalidArgument: they are not.
+    """
+    rest = num_own
+    for size in sizes:
+        if rest % size and size % rest:
+            raise InvalidArgument(
+                "tensor_parallel_size",
+                f"{sizes[0]}: with {num_own} devices per process, each size of parallelism must be a divisor or a "
+                "multiple of the devices of a process that are left for it",
+            )
+        rest = max(1, rest // size)
 
 
 def num_shards(mesh: Mesh) -> int:
@@ -138,6 +180,11 @@ def get_dp_size(config: ModelConfig, mesh: Mesh) -> int:
 def num_context_parts(mesh: Mesh) -> int:
     """Return the number of parts that every context is split into."""
     return mesh.shape[CONTEXT_AXIS]
+
+
+def num_stages(mesh: Mesh) -> int:
+    """Return the number of parts that the layers are split into."""
+    return mesh.shape[STAGE_AXIS]
 
 
 def first_device(mesh: Mesh) -> jax.Device:
@@ -156,7 +203,7 @@ def partition_spec(*logical_axes: str | None) -> PartitionSpec:
 
 TOKENS_SPEC = PartitionSpec(MODEL_AXIS)
 """Sharding of the tokens of data-parallel attention, and of its pool's blocks."""
-POOL_SPEC = partition_spec("blocks", "slots", "kv_heads")
+POOL_SPEC = partition_spec("layer_blocks", "slots", "kv_heads")
 CONTENTS_SPEC = partition_spec("blocks", "layers", "slots", "kv_heads")
 """Sharding of the result of `KVLayout.read_blocks`."""
 SCALES_SPEC = partition_spec("layers", "kv_heads", None)
@@ -290,6 +337,9 @@ class MeshPlacement:
             InvalidArgument: the model cannot be split this way; names the numbers that work.
         """
         layer_mode = layer_mode or layer_mode_for(first_device(mesh))
+        if num_stages(mesh) > 1:
+            check_stages(model.config, num_stages(mesh))
+            layer_mode = "scan"
         if not can_stack(model.config):
             layer_mode = "loop"
         wide = Model(pad_for_sharding(model.config, num_shards(mesh)), model.dtype)
@@ -325,6 +375,25 @@ class MeshPlacement:
             self.shardings,
         )
         return params
+
+
+def check_stages(config: ModelConfig, num_stages: int) -> None:
+    """Check that the layers can be split into equal stages.
+
+    Raises:
+        InvalidArgument: they cannot; names the numbers that work.
+    """
+    if not can_stack(config):
+        raise InvalidArgument(
+            "pipeline_parallel_size", f"{num_stages}: layers with matrices of different formats are not stacked"
+        )
+    if not divides_into_stages(config.layer_kinds, num_stages):
+        working = [n for n in range(1, config.num_layers + 1) if divides_into_stages(config.layer_kinds, n)]
+        raise InvalidArgument(
+            "pipeline_parallel_size",
+            f"{num_stages} stages of equal layers cannot be made of {config.num_layers} layers of "
+            f"{len(set(config.layer_kinds))} kinds; {', '.join(map(str, working))} work",
+        )
 
 
 def check_params(params: Params, expected: Params) -> None:
@@ -371,11 +440,38 @@ def _local_bytes(leaf: jax.Array) -> int:
 
 
 def on_shards(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """Return the function run by each device on its own shards; on one device the function itself."""
+    """Return the function run by each device on its own shards; on one device the function itself.
+
+    Within a stage (`on_stages`) the arrays are the stage's, and are split over the other axes only.
+    """
     if mesh.size == 1:
         return function
+    within = jax.sharding.get_abstract_mesh()
     # Kernels do not declare over which axes their results vary, so that cannot be checked.
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    if STAGE_AXIS not in within.manual_axes:
+        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    own_in, own_out = _within_stage(in_specs), _within_stage(out_specs)
+    axes = {CONTEXT_AXIS, MODEL_AXIS}
+    return jax.shard_map(function, mesh=within, axis_names=axes, in_specs=own_in, out_specs=own_out, check_vma=False)
+
+
+def _within_stage(specs: Any) -> Any:
+    """Return specs of arrays without the axis of stages."""
+
+    def without(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*(None if axis == STAGE_AXIS else axis for axis in spec))
+
+    return jax.tree.map(without, specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+
+
+def on_stages(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Return the function run by each stage on its part of the arrays; specs name the axis of stages only.
+
+    XLA splits the computation of a stage over its devices.
+    """
+    return jax.shard_map(
+        function, mesh=mesh, axis_names={STAGE_AXIS}, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
 
 
 def layer_mode_for(device: jax.Device) -> LayerMode:

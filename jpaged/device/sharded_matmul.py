@@ -39,6 +39,7 @@ from jpaged.device.mesh import (
     first_device,
     num_context_parts,
     num_shards,
+    num_stages,
     on_shards,
     partition_spec,
 )
@@ -69,7 +70,7 @@ def overlaps_sums(model: Model, layer_mode: LayerMode, mesh: Mesh, *, has_adapte
 
     Quantized matrices and adapters have no parts.
     """
-    is_split = num_shards(mesh) > 1 and num_context_parts(mesh) == 1
+    is_split = num_shards(mesh) > 1 and num_context_parts(mesh) == num_stages(mesh) == 1
     if has_adapters or not is_split or layer_mode != "scan" or first_device(mesh).device_kind not in _KINDS:
         return False
     layer = (leaf for path, (leaf, *_) in placed_leaves(model.config, "loop") if path[:2] == ("layers", 0))

@@ -48,10 +48,13 @@ from jpaged.device.mesh import (
     MODEL_AXIS,
     PROJECTION_SPEC,
     SINKS_SPEC,
+    STAGE_AXIS,
     TOKENS_SPEC,
     num_context_parts,
     num_shards,
+    num_stages,
     on_shards,
+    on_stages,
     pool_spec,
     replicated,
     scales_spec,
@@ -76,7 +79,7 @@ from jpaged.kernels.paged_attention.cascade import StepRows, cascade_attention_u
 from jpaged.kernels.paged_attention.spec import NewKV, add_sinks
 from jpaged.kernels.sampling import FedSamplingKernel, RowSampling, SampledTokens, SamplingKernel
 from jpaged.models.layer_kinds import KVGroups
-from jpaged.models.layers import Params
+from jpaged.models.layers import Attend, Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode, LayerPlace
 from jpaged.models.tokens import HeadsKernel, StateShardings, TokenBatch
@@ -86,6 +89,7 @@ if TYPE_CHECKING:
 
 _RUNS = {"kv_begins_s", "run_starts_s1", "num_runs"}
 _ADAPTERS = {"adapters_t"}
+_Order = ContextOrder | RankOrder | None
 
 
 def forward_packing(num_tokens: int, geometry: Geometry) -> Packing:
@@ -102,6 +106,76 @@ def forward_packing(num_tokens: int, geometry: Geometry) -> Packing:
     )
 
 
+_MICROBATCHES_PER_STAGE = 4
+"""Microbatches at most: with 4 per stage, a stage is idle in less than a fifth of the turns."""
+_LEAST_TOKENS, _LEAST_TOKENS_ELSEWHERE = {"cpu": 8}, 256
+"""Tokens of a microbatch at least: a turn with fewer takes as long, because it reads all weights of a stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """A step's packed tokens in equal parts, which pass through the stages one after another.
+
+        turn       0    1    2    3
+        stage 0    m0   m1   m2   -      each stage runs its layers on one microbatch, and
+        stage 1    -    m0   m1   m2     passes the hidden states on to the next stage
+
+    A row may be cut: a later part reads the keys that the earlier one stored, in each layer. Turns without a microbatch
+    run on no rows.
+
+    Attributes:
+        num: number of microbatches.
+        num_tokens: tokens of each, including padding.
+    """
+
+    num: int
+    num_tokens: int
+
+    @classmethod
+    def of(cls, num_tokens: int, num_stages: int, platform: str) -> Microbatches:
+        """Return the microbatches of a step of this many tokens."""
+        least = _LEAST_TOKENS.get(platform, _LEAST_TOKENS_ELSEWHERE)
+        nums = range(_MICROBATCHES_PER_STAGE * num_stages, 1, -1)
+        num = next((num for num in nums if num_tokens % num == 0 and num_tokens >= least * num), 1)
+        return cls(num, num_tokens // num)
+
+    def take(
+        self, inputs: Mapping[str, jax.Array], ids_t: Int[Array, "T"], index: Int[Array, ""]
+    ) -> tuple[dict[str, jax.Array], Int[Array, "t"], Int[Array, ""]]:
+        """Return the inputs and the tokens of a microbatch, and its number.
+
+        If there is no microbatch with this index, it has no rows, stores nothing, and its number is `num`.
+        """
+        is_one = (index >= 0) & (index < self.num)
+        begin = jnp.clip(index, 0, self.num - 1) * self.num_tokens
+        end, starts_s1 = begin + self.num_tokens, inputs["query_starts_s1"]
+        starts_s, ends_s, num_rows = starts_s1[:-1], starts_s1[1:], len(starts_s1) - 1
+        is_used_s = jnp.arange(num_rows) < inputs["num_rows"]
+        first = jnp.sum(is_used_s & (ends_s <= begin), dtype=jnp.int32)
+        num_own = jnp.sum(is_used_s & (ends_s > begin) & (starts_s < end) & is_one, dtype=jnp.int32)
+        rows_s = jnp.minimum(first + jnp.arange(num_rows), num_rows - 1)
+        places_s1 = jnp.minimum(first + jnp.arange(num_rows + 1), num_rows)
+        num_later_s = jnp.maximum(ends_s[rows_s] - end, 0)
+        own_kv_s = inputs["kv_lens_s"][rows_s] - num_later_s
+
+        def cut(array: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(array, begin, self.num_tokens, axis=-1)
+
+        own = {name: cut(inputs[name]) for name in ("positions_t", "rope_lens_t", "slots_gt")}
+        return (
+            {
+                **own,
+                "slots_gt": jnp.where(is_one, own["slots_gt"], -1),
+                "query_starts_s1": jnp.where(is_one, jnp.clip(starts_s1[places_s1] - begin, 0, self.num_tokens), 0),
+                "kv_lens_s": jnp.where(jnp.arange(num_rows) < num_own, own_kv_s, 0),
+                "block_tables_gsm": inputs["block_tables_gsm"][:, rows_s],
+                "num_rows": num_own,
+            },
+            cut(ids_t),
+            jnp.where(is_one, index, self.num),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """The two programs of a model over a pool. Static under jit; holds no array.
@@ -109,7 +183,8 @@ class Step:
     Attributes:
         model: the description of the network, padded for every shard.
         layout: of the pool that its attention reads.
-        kv_groups: layers that share block tables; the layout has the number of layers of one group.
+        kv_groups: layers that share block tables, of each stage; the layout has the number of layers of one group, in
+            all stages.
         layer_mode: how the layers run, and so how the parameters are stacked.
         max_sample_rows: rows of the last tokens, and of the hidden states to sample from: those of the largest sample.
         num_aux: hidden states after those, for log-probabilities or embeddings.
@@ -200,18 +275,80 @@ class Step:
         states_te: jax.Array | None = None,
         watched: Sequence[int] = (),
     ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-        kinds, places = self.model.config.attention_kinds, self.kv_groups.places
-        pairs = {(kind, group) for kind, (group, _) in zip(kinds, places, strict=True)}
-        order: ContextOrder | RankOrder | None = None
-        num_parts, is_used_t = num_context_parts(self.mesh), None
-        if num_parts > 1:
+        if num_stages(self.mesh) > 1:
+            return *self._run_stages(params, pool, ids_t, inputs), []
+        inputs, ids_t, order = self._ordered(inputs, ids_t)
+        if order is not None and states_te is not None:
+            states_te = states_te[order.tokens_t]
+        attend = self._attention(params, inputs, order)
+        tokens = self._tokens(ids_t, inputs, order, states_te)
+        params = in_parts(params, self.model, self.layer_mode, self.mesh)
+        places = self.kv_groups.places
+        hidden_te, pool, seen = self.model.run_watched(params, tokens, attend, pool, self.layer_mode, watched, places)
+        if order is None:
+            return hidden_te, pool, seen
+        return hidden_te[order.places_t], pool, [states[order.places_t] for states in seen]
+
+    def _run_stages(
+        self, params: Params, pool: jax.Array, ids_t: jax.Array, inputs: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Run the layers in stages, each on its own devices, on one microbatch per turn; see `Microbatches`."""
+        last = num_stages(self.mesh) - 1
+        parts = Microbatches.of(len(ids_t), last + 1, self.layout.form)
+
+        def run(
+            params: Params, pool: jax.Array, ids_t: jax.Array, inputs: Mapping[str, jax.Array]
+        ) -> tuple[jax.Array, jax.Array]:
+            stage = lax.axis_index(STAGE_AXIS)
+
+            def turn(index: jax.Array, state: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
+                received, pool, hidden_mte = state
+                part, part_ids, number = parts.take(inputs, ids_t, index - stage)
+                own, own_ids, order = self._ordered(part, part_ids)
+                attend, tokens = self._attention(params, own, order), self._tokens(own_ids, own, order)
+                x, pool, hidden_te = self.model.run_stage(
+                    params, tokens, attend, pool, self.kv_groups.places, (stage == 0, received)
+                )
+                hidden_te = hidden_te if order is None else hidden_te[order.places_t]
+                hidden_mte = lax.dynamic_update_index_in_dim(hidden_mte, hidden_te, number, 0)
+                sent = jax.tree.map(lambda x: lax.ppermute(x, STAGE_AXIS, [(i, i + 1) for i in range(last)]), x)
+                return sent, pool, hidden_mte
+
+            part, part_ids, _ = parts.take(inputs, ids_t, jnp.int32(0))
+            begun = jax.eval_shape(self.model.begin, params, self._tokens(part_ids, part))
+            shape = parts.num + 1, parts.num_tokens, self.model.config.hidden_size
+            state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), begun), pool, jnp.zeros(shape, self.model.dtype)
+            _, pool, hidden_mte = lax.fori_loop(0, parts.num + last, turn, state)
+            hidden_te = hidden_mte[:-1].reshape(len(ids_t), -1)
+            # A sum with zeros in float32 is exact; that of 16 bits does not compile on every platform.
+            of_last = lax.psum(jnp.where(stage == last, hidden_te.astype(jnp.float32), 0), STAGE_AXIS)
+            return of_last.astype(hidden_te.dtype), pool
+
+        whole, of_stage = PartitionSpec(), PartitionSpec(STAGE_AXIS)
+        of_params = {name: of_stage if name == "layers" else whole for name in params}
+        results = on_stages(run, self.mesh, (of_params, of_stage, whole, whole), (whole, of_stage))(
+            params, pool, ids_t, inputs
+        )
+        hidden_te, pool = results
+        return hidden_te, pool
+
+    def _ordered(
+        self, inputs: Mapping[str, jax.Array], ids_t: jax.Array
+    ) -> tuple[Mapping[str, jax.Array], jax.Array, _Order]:
+        """Return inputs and tokens in the order of distributed contexts, and that order; unchanged if there is none."""
+        order: _Order = None
+        if (num_parts := num_context_parts(self.mesh)) > 1:
             order = ContextOrder.of(inputs["query_starts_s1"], inputs["num_rows"], len(ids_t), num_parts)
         elif self.layout.dp_size > 1:
             order = RankOrder.of(inputs, self.layout)
-            is_used_t = order.is_used_t
-        if order is not None:
-            inputs, ids_t = order.ordered(inputs), ids_t[order.tokens_t]
-            states_te = None if states_te is None else states_te[order.tokens_t]
+        if order is None:
+            return inputs, ids_t, None
+        return order.ordered(inputs), ids_t[order.tokens_t], order
+
+    def _attention(self, params: Params, inputs: Mapping[str, jax.Array], order: _Order) -> Attend:
+        """Return the attention of a step's layers."""
+        kinds, places = self.model.config.attention_kinds, self.kv_groups.places
+        pairs = {(kind, group) for kind, (group, _) in zip(kinds, places, strict=False)}  # a stage has the first kinds
         rows = {pair: self._prepare(*pair, inputs, order) for pair in pairs}
 
         def attend(
@@ -229,23 +366,28 @@ class Step:
             of_step = rows[place.attention, place.group]
             return self._attend(q_thd, new_kv, pool, place, of_step, scales_lk2, sinks_h)
 
+        return attend
+
+    def _tokens(
+        self,
+        ids_t: jax.Array,
+        inputs: Mapping[str, jax.Array],
+        order: _Order = None,
+        states_te: jax.Array | None = None,
+    ) -> TokenBatch:
+        """Return a step's tokens as the model takes them."""
+        is_used_t = order.is_used_t if isinstance(order, RankOrder) else None
         num_tokens = inputs["query_starts_s1"][-1]  # rows that are not in use begin at the end of the last one
-        experts = experts_kernel(self.model.config, self.mesh)
-        tokens = TokenBatch(
+        return TokenBatch(
             *(ids_t, inputs["positions_t"], inputs["rope_lens_t"], num_tokens),
             heads=self._heads(),
-            experts=experts,
+            experts=experts_kernel(self.model.config, self.mesh),
             adapters_t=inputs.get("adapters_t"),
             states_te=states_te,
             num_column_parts=self.num_column_parts(len(ids_t)),
             is_used_t=is_used_t,
             states=None if is_used_t is None else StateShardings(self._sharding(TOKENS_SPEC), replicated(self.mesh)),
         )
-        params = in_parts(params, self.model, self.layer_mode, self.mesh)
-        hidden_te, pool, seen = self.model.run_watched(params, tokens, attend, pool, self.layer_mode, watched, places)
-        if order is None:
-            return hidden_te, pool, seen
-        return hidden_te[order.places_t], pool, [states[order.places_t] for states in seen]
 
     def packed_sample(
         self,
@@ -454,9 +596,7 @@ class Step:
     def _sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
 
-    def _prepare(
-        self, kind: AttentionKind, group: int, inputs: Mapping[str, jax.Array], order: ContextOrder | RankOrder | None
-    ) -> StepRows:
+    def _prepare(self, kind: AttentionKind, group: int, inputs: Mapping[str, jax.Array], order: _Order) -> StepRows:
         """Prepare the rows for the layers of an attention kind in a KV group, once per step.
 
         If contexts are split, or sequences distributed, each device has its own rows, stacked on a first axis.

@@ -38,7 +38,7 @@ from jpaged.checkpoints.names import weight_bytes
 from jpaged.config import EngineConfig, iter_options, platform_default
 from jpaged.device.context import check_windows, most_rows
 from jpaged.device.kv_scales import kv_dtype
-from jpaged.device.mesh import first_device, num_context_parts, num_shards
+from jpaged.device.mesh import first_device, num_context_parts, num_shards, num_stages
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.hardware import Hardware, find_hardware, identify_hardware
 from jpaged.kernels.kv_layout import KVLayout
@@ -85,6 +85,7 @@ class DeviceAttention:
         device: of the kind to run on; it need not be attached.
         num_parts: devices that share the heads, or with data-parallel attention the sequences.
         num_context_parts: devices that share the slots of every block.
+        num_stages: devices that share the layers.
     """
 
     model: Model
@@ -92,11 +93,13 @@ class DeviceAttention:
     device: jax.Device
     num_parts: int
     num_context_parts: int = 1
+    num_stages: int = 1
 
     @classmethod
     def on(cls, model: Model, options: EngineConfig, mesh: Mesh) -> DeviceAttention:
         """Return the attention of each device of a mesh."""
-        return cls(model, options, first_device(mesh), num_shards(mesh), num_context_parts(mesh))
+        parts = num_shards(mesh), num_context_parts(mesh), num_stages(mesh)
+        return cls(model, options, first_device(mesh), *parts)
 
     def sizes(self) -> StepSizes:
         """Return the chosen sizes, and those of the rule for options that are not set.
@@ -222,8 +225,8 @@ class DeviceAttention:
     def _num_fitting(self, usable_bytes: int, max_model_len: int) -> int:
         """Return how many sequences of 1024 tokens fit into one device's memory next to its weights."""
         share = self.options.cache.memory_utilization or platform_default("memory_utilization", self.device.platform)
-        held = weight_bytes(self.model.config, self.model.dtype.itemsize, self.num_parts)
-        sequence_bytes = self._layout(1).bytes_per_block * min(_SEQUENCE_TOKENS, max_model_len)
+        held = weight_bytes(self.model.config, self.model.dtype.itemsize, self.num_parts) / self.num_stages
+        sequence_bytes = self._layout(1).bytes_per_block * min(_SEQUENCE_TOKENS, max_model_len) / self.num_stages
         num_pools = self.num_context_parts * self._dp_size
         return max(0, int((share * usable_bytes - held) * num_pools // sequence_bytes))
 

@@ -12,7 +12,7 @@ gets it donated and updates it in place.
 This process's part of an array over several processes is one numpy array of the local devices' shards:
 
     whole      [C, L, B, 2K, D] split on 2K      process 0: devices 0, 1      process 1: devices 2, 3
-    local      [C, L, B, 2K / 2, D]              the shards of this process's devices, concatenated
+    local      [C, L, B, 2K / 2, D]              the shards of this process's devices, put together
 
 If all devices belong to this process, an array and its local part are the same.
 
@@ -52,7 +52,7 @@ Shape = tuple[int, ...]
 
 
 class AddressableShards:
-    """This process's part of arrays of one sharding, split on at most one axis.
+    """This process's part of arrays of one sharding: a contiguous range on each axis that is split.
 
     Args:
         sharding: of the whole array.
@@ -60,44 +60,66 @@ class AddressableShards:
 
     def __init__(self, sharding: NamedSharding) -> None:
         self._sharding = sharding
-        split = [axis for axis, name in enumerate(sharding.spec) if _num_parts(sharding, name) > 1]
-        self._axis = split[0] if split else 0
         self._is_whole = sharding.is_fully_addressable or sharding.is_fully_replicated
 
     def shape(self, whole: Shape) -> Shape:
         """Return the shape of the local array."""
-        if self._is_whole:
-            return whole
-        begins = self._begins(whole)
-        shape = list(whole)
-        shape[self._axis] = self._sharding.shard_shape(whole)[self._axis] * len(set(begins.values()))
-        return tuple(shape)
+        return whole if self._is_whole else self._parts(whole).shape
 
     def to_host(self, array: jax.Array) -> NDArray:
         """Return the local array in host memory; waits for it."""
         if self._is_whole:
             return np.asarray(array)
-        parts = {shard.index[self._axis].start or 0: shard.data for shard in array.addressable_shards}
-        return np.concatenate([np.asarray(parts[begin]) for begin in sorted(parts)], axis=self._axis)
+        parts = self._parts(array.shape)
+        shards = {parts.begins[shard.device]: shard for shard in array.addressable_shards}
+        if len(shards) == 1:
+            return np.asarray(next(iter(shards.values())).data)
+        local = np.empty(parts.shape, array.dtype)
+        for shard in shards.values():
+            local[parts.get_slices(shard.device)] = np.asarray(shard.data)
+        return local
 
     def to_devices(self, local: NDArray, whole: Shape) -> jax.Array | NDArray:
         """Return the whole array, as a program takes it, from its local parts. Every process calls it in each step."""
         if self._is_whole:
             return local
-        size = self._sharding.shard_shape(whole)[self._axis]
-        begins = self._begins(whole)
-        order = {begin: index for index, begin in enumerate(sorted(set(begins.values())))}
-        before = (slice(None),) * self._axis
-        parts = [
-            jax.device_put(local[(*before, slice(order[begin] * size, (order[begin] + 1) * size))], device)
-            for device, begin in begins.items()
-        ]
-        return jax.make_array_from_single_device_arrays(whole, self._sharding, parts)
+        parts = self._parts(whole)
+        shards = [jax.device_put(local[parts.get_slices(device)], device) for device in parts.begins]
+        return jax.make_array_from_single_device_arrays(whole, self._sharding, shards)
 
-    def _begins(self, whole: Shape) -> dict[jax.Device, int]:
-        """Return the start on the split axis of the shard of each of this process's devices."""
-        indices = self._sharding.addressable_devices_indices_map(whole)
-        return {device: (index or ())[self._axis].start or 0 for device, index in indices.items()}
+    def _parts(self, whole: Shape) -> _LocalParts:
+        return _LocalParts.of(self._sharding, whole)
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalParts:
+    """The shards of this process's devices in its local array.
+
+    Attributes:
+        begins: of each device's shard in the local array.
+        shard_shape: of each shard.
+        shape: of the local array.
+    """
+
+    begins: dict[jax.Device, Shape]
+    shard_shape: Shape
+    shape: Shape
+
+    @classmethod
+    def of(cls, sharding: NamedSharding, whole: Shape) -> _LocalParts:
+        """Return the parts of an array of this shape."""
+        indices = sharding.addressable_devices_indices_map(whole)
+        begins = {device: tuple(part.start or 0 for part in index or ()) for device, index in indices.items()}
+        firsts, lasts = (tuple(map(pick, zip(*begins.values(), strict=True))) for pick in (min, max))
+        shard = sharding.shard_shape(whole)
+        local = {device: tuple(np.subtract(begin, firsts).tolist()) for device, begin in begins.items()}
+        return cls(local, shard, tuple((np.subtract(lasts, firsts) + shard).tolist()))
+
+    def get_slices(self, device: jax.Device) -> tuple[slice, ...]:
+        """Return the place of a device's shard in the local array."""
+        return tuple(
+            slice(begin, begin + size) for begin, size in zip(self.begins[device], self.shard_shape, strict=True)
+        )
 
 
 def copy_to(array: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -111,12 +133,6 @@ def copy_to(array: jax.Array, sharding: NamedSharding) -> jax.Array:
         for shard in array.addressable_shards
     ]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
-
-
-def _num_parts(sharding: NamedSharding, name: str | tuple[str, ...] | None) -> int:
-    """Return the number of parts that an axis is split into by the mesh axes of this name."""
-    names = (name,) if isinstance(name, str) else name or ()
-    return math.prod(sharding.mesh.shape[one] for one in names)
 
 
 MAX_ON_THE_WAY = 4

@@ -53,7 +53,7 @@ MAX_NUMBER = {"int8": 127.0, "float8_e4m3fn": 448.0}
 _DTYPES = ("float32", "bfloat16", "float16", *MAX_NUMBER)
 _LANES = 128
 _SIZES = ("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim")
-_COUNTS = (*_SIZES, "num_shards", "num_context_parts", "dp_size")
+_COUNTS = (*_SIZES, "num_shards", "num_context_parts", "num_stages", "dp_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,7 @@ class KVLayout:
             of every context.
         value_dim: keys are latents whose first `value_dim` numbers are the value, as in DeepSeek-V2 (2024); each device
             has one head, the same. None stores values separately.
+        num_stages: equal parts into which the layers are split over devices, in order.
         dp_size: equal parts into which the blocks are split over devices (data-parallel attention), each with its own
             null blocks: block b is number (b - 1) % (N / dp_size) + 1 of part (b - 1) // (N / dp_size).
     """
@@ -87,6 +88,7 @@ class KVLayout:
     num_shards: int = 1
     value_dim: int | None = None
     num_context_parts: int = 1
+    num_stages: int = 1
     dp_size: int = 1
 
     def __post_init__(self) -> None:
@@ -101,6 +103,8 @@ class KVLayout:
             raise InvalidArgument(
                 "num_context_parts", f"{self.num_context_parts} does not divide the {self.block_size} slots of a block"
             )
+        if self.num_layers % self.num_stages:
+            raise InvalidArgument("num_stages", f"{self.num_stages} does not divide the {self.num_layers} layers")
         if self.num_kv_heads % self.num_shards:
             raise InvalidArgument(
                 "num_shards", f"{self.num_shards} does not divide the {self.num_kv_heads} key/value heads"
@@ -109,7 +113,7 @@ class KVLayout:
             raise InvalidArgument("num_blocks", f"{self.num_blocks} is not a multiple of dp_size, {self.dp_size}")
         if self.value_dim is not None:
             _check_latents(self, self.value_dim)
-        num_slots = self.num_layers * self.blocks_per_layer * self.block_size
+        num_slots = self.num_layers // self.num_stages * self.blocks_per_layer * self.block_size
         if num_slots > MAX_SLOTS:
             raise InvalidArgument(
                 "num_blocks",
@@ -124,20 +128,22 @@ class KVLayout:
 
     @property
     def local(self) -> KVLayout:
-        """The layout of one device's part: one shard's heads, in the slots and blocks there."""
+        """The layout of one device's part: its stage's layers, one shard's heads, in the slots and blocks there."""
         return dataclasses.replace(
             self,
+            num_layers=self.num_layers // self.num_stages,
             num_blocks=self.num_blocks // self.dp_size,
             block_size=self.block_size // self.num_context_parts,
             num_kv_heads=self.num_kv_heads // self.num_shards,
             num_shards=1,
             num_context_parts=1,
+            num_stages=1,
             dp_size=1,
         )
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the pool. Axis 2 is split over devices by heads, axis 1 by context, axis 0 by sequences."""
+        """Shape of the pool. Devices split axis 2 by heads, axis 1 by context, axis 0 by stages or sequences."""
         return (self.num_layers * self.blocks_per_layer, self.block_size, *self.token_shape)
 
     @property

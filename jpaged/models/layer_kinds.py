@@ -111,6 +111,17 @@ def get_stacks(kinds: tuple[LayerKind, ...]) -> dict[str, range]:
     }
 
 
+def divides_into_stages(kinds: tuple[LayerKind, ...], num_stages: int) -> bool:
+    """Return True if equal parts of the layers, in order, have equal parts of every stack."""
+    num_layers = len(kinds) // num_stages
+    if kinds[:num_layers] * num_stages != kinds:
+        return False
+    stacks, own = get_stacks(kinds), get_stacks(kinds[:num_layers])
+    return {name: len(layers) for name, layers in stacks.items()} == {
+        name: len(layers) * num_stages for name, layers in own.items()
+    }
+
+
 KVPlace = tuple[int, int]
 """Place of a layer's keys and values: its group, and its index in that group."""
 

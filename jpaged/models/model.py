@@ -22,7 +22,7 @@ from jpaged.models.layer_kinds import KVPlace, LayerKind, get_stacks
 from jpaged.models.layers import Attend, ColumnParts, Ends, Module, Params, RandomKeys
 from jpaged.models.param_specs import EXPERT_AXES, Leaf, LogicalAxes, contracted_axis, is_uniform, leaf_format
 from jpaged.models.registry import find_family
-from jpaged.models.stack import LayerMode, LayerPlace, can_pipeline, run_layers, run_pipelined
+from jpaged.models.stack import Layer, LayerMode, LayerPlace, can_pipeline, run_layers, run_pipelined
 from jpaged.models.tokens import Rows, TokenBatch
 
 ModuleT = TypeVar("ModuleT", bound=Module)
@@ -205,11 +205,7 @@ class Model:
         """
         ends, config = self._ends(params), self.config
         x, shared = ends.begin(tokens)
-
-        def layer(params: Params, x: Any, carry: Any, place: LayerPlace) -> tuple[Any, Any]:
-            module: Any = _layer_structure(config, self.dtype, place.kind).with_params(params)
-            return module(x, shared, attend, carry, place)
-
+        layer = self._layer(shared, attend)
         places = [(0, index) for index in range(config.num_layers)] if kv_places is None else kv_places
         if tokens.num_column_parts > 1:
             halves = _Halves(config, self.dtype, shared, attend)
@@ -222,6 +218,37 @@ class Model:
             layer, params["layers"], x, carry, config.layer_kinds, places, mode=layer_mode, watched=watched
         )
         return ends.end(x), carry, [ends.end(one) for one in seen]
+
+    def begin(self, params: Params, tokens: TokenBatch) -> Any:
+        """Return the input of the first layer: hidden states, or a tree with them."""
+        return self._ends(params).begin(tokens)[0]
+
+    def run_stage(
+        self,
+        params: Params,
+        tokens: TokenBatch,
+        attend: Attend,
+        carry: Any,
+        kv_places: Sequence[KVPlace],
+        x: tuple[jax.Array, Any],
+    ) -> tuple[Any, Any, jax.Array]:
+        """Run some of the layers, which are a stage of a pipeline (`divides_into_stages`), in the layer mode `scan`.
+
+        Args:
+            params: `layers` has those of the stage.
+            kv_places: of the stage's layers.
+            x: whether the stage is the first one, which begins with the tokens, and the input of others: the result of
+                the previous stage for the same tokens.
+
+        Returns:
+            the input of the next stage, the carry, and, for the last stage, the hidden states `[T, E]`.
+        """
+        ends, (is_first, received) = self._ends(params), x
+        begun, shared = ends.begin(tokens)
+        own = jax.tree.map(lambda mine, other: jnp.where(is_first, mine, other), begun, received)
+        kinds, layer = self.config.layer_kinds[: len(kv_places)], self._layer(shared, attend)
+        result, carry, _ = run_layers(layer, params["layers"], own, carry, kinds, kv_places, mode="scan")
+        return result, carry, ends.end(result)
 
     @property
     def takes_column_parts(self) -> bool:
@@ -248,6 +275,14 @@ class Model:
     def normed(self, params: Params, hidden_re: jax.Array) -> jax.Array:
         """Return hidden states `[R, E]` of the last layer after the final norm."""
         return self._ends(params).normed(hidden_re)
+
+    def _layer(self, shared: Any, attend: Attend) -> Layer:
+        def layer(params: Params, x: Any, carry: Any, place: LayerPlace) -> tuple[Any, Any]:
+            module: Any = _layer_structure(self.config, self.dtype, place.kind).with_params(params)
+            result: tuple[Any, Any] = module(x, shared, attend, carry, place)
+            return result
+
+        return layer
 
     def _ends(self, params: Params) -> Ends:
         return _ends_structure(self.config, self.dtype).with_params(params)

@@ -34,7 +34,8 @@ _OPTIONS = {
     *("max_model_len", "attention_backend", "block_size", "num_blocks", "memory_utilization"),
     "kv_cache_memory_bytes",
     *("kv_cache_dtype", "swap_space", "enable_cascade_attention", "max_num_seqs", "max_num_batched_tokens"),
-    *("tensor_parallel_size", "context_parallel_size", "enable_expert_parallel", "enable_dp_attention"),
+    *("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"),
+    *("enable_expert_parallel", "enable_dp_attention"),
     *("lossy_kv_window", "lossy_kv_sinks"),
     *("enable_lora", "max_loras", "max_lora_rank", "speculative_config"),
 }

@@ -111,6 +111,7 @@ class CompiledPlan:
     Attributes:
         num_devices: devices that share one copy of the model.
         num_context_parts: context-parallel groups among them, each with a part of every context and the whole model.
+        num_stages: pipeline stages among them, each with a part of the layers.
         dtype: type of weights and activations.
         kv_dtype: type of the pool.
         notes: choices that the user did not make explicitly.
@@ -121,6 +122,7 @@ class CompiledPlan:
     target: PlanTarget
     num_devices: int
     num_context_parts: int
+    num_stages: int
     dtype: str
     kv_dtype: str
     notes: tuple[str, ...]
@@ -157,10 +159,11 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     config = with_dp_attention(config) if options.parallel.enable_dp_attention else config
     config = streaming_llm.as_asked(config, options)
     draft, chosen = _draft_config(options), 1 if options.has_head else question.options.get("tensor_parallel_size")
-    num_parts = options.parallel.context_parallel_size
-    num_sharing, notes = _num_devices([config] if draft is None else [config, draft], target, chosen, num_parts)
-    num_devices = num_sharing * num_parts
-    mesh = build_mesh(_devices(target)[:num_devices], num_parts)
+    num_parts, in_stages = options.parallel.context_parallel_size, options.parallel.pipeline_parallel_size
+    configs = [config] if draft is None else [config, draft]
+    num_sharing, notes = _num_devices(configs, target, chosen, num_parts, in_stages)
+    num_devices = num_sharing * num_parts * in_stages
+    mesh = build_mesh(_devices(target)[:num_devices], num_parts, in_stages)
     config = served_config(config, options.model.linear_backend, mesh)
     dtype, reason = choose_dtype(options.model.dtype, config, target.platform)
     notes += [] if reason is None else [reason]
@@ -176,17 +179,13 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         save=None if question.save is None else Path(question.save),
         num_threads=question.num_threads,
     )
-    if num_slots := deployment.geometry.max_loras:
-        notes.append(
-            f"{num_slots} adapter slots of rank {options.lora.max_lora_rank} take "
-            f"{deployment.adapter_bytes / _GIB:.3f} GiB of the weights: every step reads all of them and multiplies "
-            "every token with all of them"
-        )
+    notes += _adapter_notes(options, deployment)
     return CompiledPlan(
         model=name,
         target=target,
         num_devices=num_devices,
         num_context_parts=num_parts,
+        num_stages=in_stages,
         dtype=model.dtype.name,
         kv_dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype).name,
         notes=tuple(notes),
@@ -198,8 +197,11 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
             target=target,
             num_devices=num_sharing,
             num_context_parts=num_parts,
+            num_stages=in_stages,
             weight_bytes=deployment.memory.request.weight_bytes,
-            bytes_per_block=deployment.memory.request.bytes_per_block // deployment.block_layers * config.num_layers,
+            bytes_per_block=deployment.memory.request.bytes_per_block
+            // (deployment.block_layers // in_stages)
+            * config.num_layers,
             block_size=deployment.geometry.block_size // num_parts,
             number_bytes=deployment.number_bytes or model.dtype.itemsize,
             adapter_bytes=deployment.adapter_bytes,
@@ -210,15 +212,28 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     )
 
 
+def _adapter_notes(options: EngineConfig, deployment: PlannedDeployment) -> list[str]:
+    """Return a note about the cost of adapter slots, if there are any."""
+    if not (num_slots := deployment.geometry.max_loras):
+        return []
+    return [
+        f"{num_slots} adapter slots of rank {options.lora.max_lora_rank} take "
+        f"{deployment.adapter_bytes / _GIB:.3f} GiB of the weights: every step reads all of them and multiplies "
+        "every token with all of them"
+    ]
+
+
 def _num_devices(
-    configs: Sequence[ModelConfig], target: PlanTarget, chosen: int | None, num_context_parts: int
+    configs: Sequence[ModelConfig], target: PlanTarget, chosen: int | None, num_context_parts: int, num_stages: int
 ) -> tuple[int, list[str]]:
     """Return the number of tensor-parallel devices of a model and its draft, and notes about the choice."""
-    most = target.num_devices // num_context_parts
+    most = target.num_devices // (num_context_parts * num_stages)
     if most < (chosen or 1):
+        sizes = {"pipeline_parallel_size": num_stages, "context_parallel_size": num_context_parts}
         raise InvalidArgument(
-            "tensor_parallel_size" if num_context_parts == 1 else "context_parallel_size",
-            f"requires {(chosen or 1) * num_context_parts} devices; {target.name} has {target.num_devices}",
+            next((name for name, size in sizes.items() if size > 1), "tensor_parallel_size"),
+            f"requires {(chosen or 1) * num_context_parts * num_stages} devices; {target.name} has "
+            f"{target.num_devices}",
         )
     if chosen is not None:
         for config in configs:

@@ -102,6 +102,17 @@ class StepLoad:
             num_decoding_kv_tokens=self.num_decoding_kv_tokens / num_parts,
         )
 
+    def in_microbatches(self, num: int) -> StepLoad:
+        """Return the load of one of equal parts of the tokens."""
+        return StepLoad(
+            num_rows=-(-self.num_rows // num),
+            num_tokens=-(-self.num_tokens // num),
+            num_kv_tokens=self.num_kv_tokens / num,
+            num_pairs=self.num_pairs / num,
+            num_decoding=self.num_decoding // num,
+            num_decoding_kv_tokens=self.num_decoding_kv_tokens / num,
+        )
+
     def within(self, window: int | None) -> StepLoad:
         """Return the load of a layer whose queries see `window` tokens, including themselves; None for all.
 

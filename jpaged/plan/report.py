@@ -128,6 +128,8 @@ def lines(found: Assessment) -> list[str]:
     )
     if plan.num_context_parts > 1:
         text.append(f"  contexts are split over {plan.num_context_parts} devices with the same weights")
+    if plan.num_stages > 1:
+        text.append(f"  the layers are split into {plan.num_stages} stages, each with the whole vocabulary")
     text += [f"  {line}" for line in deployment.passed_over]
     text.append(
         f"  steps of up to {sizes.max_num_seqs} rows and {sizes.max_num_batched_tokens} tokens, blocks of "
@@ -225,8 +227,9 @@ def as_json(found: Assessment) -> dict[str, Any]:
         "compiler_needs_bytes": None if deployment.refusal is None else deployment.refusal.needs_bytes,
         "num_chips": plan.target.num_chips,
         "num_devices": plan.target.num_devices,
-        "tensor_parallel_size": plan.num_devices // plan.num_context_parts,
+        "tensor_parallel_size": plan.num_devices // (plan.num_context_parts * plan.num_stages),
         "context_parallel_size": plan.num_context_parts,
+        "pipeline_parallel_size": plan.num_stages,
         "num_copies": plan.num_copies,
         "dtype": plan.dtype,
         "kv_cache_dtype": plan.kv_dtype,

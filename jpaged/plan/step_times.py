@@ -36,6 +36,7 @@ from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.names import embedding_bytes, model_leaves, num_params, weight_bytes
 from jpaged.device.aot.topology import GPUS, TOPOLOGIES, device_kind
 from jpaged.device.sharded_matmul import num_column_parts
+from jpaged.device.step import Microbatches
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.hardware import HARDWARE, Hardware, find_hardware
 from jpaged.models.config import Mixture, ModelConfig
@@ -158,6 +159,7 @@ class PlannedModel:
         num_context_parts: parts of every context, each on num_devices devices that share the copy.
         overlaps_sums: the program sums hidden states in parts: see `jpaged.device.sharded_matmul`.
         token_sizes: packed tokens of the compiled forwards, ascending, to which steps are padded; empty pads none.
+        num_stages: parts of the layers, which each run on num_devices times num_context_parts devices.
     """
 
     config: ModelConfig
@@ -173,6 +175,14 @@ class PlannedModel:
     num_context_parts: int = 1
     overlaps_sums: bool = False
     token_sizes: tuple[int, ...] = ()
+    num_stages: int = 1
+
+    @property
+    def _model_bytes(self) -> float:
+        """Bytes of the weights of one copy, of which each stage has its layers and the whole vocabulary."""
+        num_ends = 1 if self.config.tie_word_embeddings else 2
+        ends = num_ends * embedding_bytes(self.config, self.itemsize)
+        return self.weight_bytes * self.num_devices * self.num_stages - (self.num_stages - 1) * ends
 
     def step_times(self, counted: CountedCycles | None = None) -> PlannedStepTimes:
         """Return the step times. An embedding that is only looked up is ignored, because a step reads little of it.
@@ -190,7 +200,7 @@ class PlannedModel:
             num_params=num_params(config) - looked_up,
             num_layers=config.num_layers,
             query_width=config.query_width,
-            weight_bytes=self.weight_bytes * num_devices - (embedding_bytes(config, self.itemsize) if looked_up else 0),
+            weight_bytes=self._model_bytes - (embedding_bytes(config, self.itemsize) if looked_up else 0),
             kv_bytes_per_token=self.bytes_per_block * (1 if config.has_dp_attention else num_devices) / self.block_size,
             head_params=head_params,
             adapter_params=self.adapter_bytes * num_devices / self.itemsize,
@@ -226,16 +236,8 @@ class PlannedModel:
         matrices = layer_matrices(config) if self.overlaps_sums else None
         exchange = RowMessages.of(config, num_devices, self.itemsize)
         return PlannedStepTimes(
-            roofline,
-            self.target,
-            config.hidden_size,
-            self.number_bytes,
-            times,
-            num_parts,
-            numbers,
-            matrices,
-            exchange,
-            self.token_sizes,
+            *(roofline, self.target, config.hidden_size, self.number_bytes, times, num_parts, numbers, matrices),
+            *(exchange, self.token_sizes, self.num_stages),
         )
 
 
@@ -309,6 +311,7 @@ class PlannedStepTimes:
         matrices: numbers of each of a layer's matrices, by name, if sums of parts overlap with products; else None.
         messages: rows exchanged for experts instead of sums; None for tensor-parallel attention.
         token_sizes: see `PlannedModel`.
+        num_stages: parts of the layers, each on these devices.
     """
 
     roofline: Roofline
@@ -321,9 +324,25 @@ class PlannedStepTimes:
     matrices: Mapping[str, int] | None = None
     messages: RowMessages | None = None
     token_sizes: tuple[int, ...] = ()
+    num_stages: int = 1
 
     def parts(self, load: StepLoad) -> StepParts:
-        """Return the parts of a step's time."""
+        """Return the parts of a step's time.
+
+        With stages, a turn takes the time of one microbatch in a stage's layers; the exchange between two turns is
+        neglected.
+        """
+        whole = self._parts(load)
+        if self.num_stages == 1:
+            return whole
+        padded = 1 << (load.num_tokens - 1).bit_length()
+        num = Microbatches.of(padded, self.num_stages, self.target.platform).num
+        one, turns = self._parts(load.in_microbatches(num)), (num + self.num_stages - 1) / self.num_stages
+        in_layers = ("products_s", "attention_s", "glue_s", "sums_s", "merges_s")
+        return dataclasses.replace(whole, **{name: turns * getattr(one, name) for name in in_layers})
+
+    def _parts(self, load: StepLoad) -> StepParts:
+        """Return the parts of a step's time without stages."""
         num_tokens, host_s = load.num_tokens, HOST_S + HOST_ROW_S * load.num_rows
         merges_s = self._merges_s(num_tokens)
         load = load.in_parts(self.num_context_parts)

@@ -136,6 +136,7 @@ def get_facts(model: LoadedModel) -> tuple[tuple[str, str], ...]:
         "attention": backend.attention,
         "tensor_parallel_size": model.config.parallel.tensor_parallel_size,
         "context_parallel_size": model.config.parallel.context_parallel_size,
+        "pipeline_parallel_size": model.config.parallel.pipeline_parallel_size,
         "jax": backend.jax_version,
     }
     return tuple((name, str(value)) for name, value in facts.items())

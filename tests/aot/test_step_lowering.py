@@ -155,6 +155,34 @@ def test_a_step_lowers_with_its_attention_kernel(name: str, program: str) -> Non
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("name", ["v6e", "h200", "a100"])
+def test_a_step_in_stages_lowers_with_each_devices_kernel(name: str) -> None:
+    """A stage has half of the layers; a turn calls the kernel on what a device has, and passes hidden states on."""
+    target = A100 if name == "a100" else TARGETS[name]
+    model = Model(KNOWN_MODELS["llama-3-8b"].config, jnp.dtype("bfloat16"))
+    options = EngineConfig.load({**OPTIONS, "pipeline_parallel_size": 2, "tensor_parallel_size": 2})
+    step, geometry, params = abstract_serving(model, options, build_mesh(jax.devices()[:4], 1, 2))
+    mesh = AbstractMesh((2, 1, 2), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES), abstract_device=target.device)
+    layout = dataclasses.replace(step.layout, form=target.form)
+    assert (layout.num_layers, layout.local.num_layers, layout.local.num_kv_heads) == (32, 16, 4)
+    step = dataclasses.replace(step, layout=layout, backend=target.backend, mesh=cast("Mesh", mesh))
+    packing = forward_packing(NUM_TOKENS, geometry)
+    jitted = jax.jit(functools.partial(step.packed_forward, packing=packing), donate_argnums=1)
+    with jax.sharding.use_abstract_mesh(mesh):
+        checks = [export.DisabledSafetyCheck.custom_call(name) for name in ("LayoutConstraint", TRITON_CALL)]
+        text = export.export(jitted, platforms=[target.platform], disabled_checks=checks)(
+            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params),
+            jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype),
+            jax.ShapeDtypeStruct((step.max_sample_rows,), np.int32),
+            jax.ShapeDtypeStruct((packing.size,), np.int32),
+        ).mlir_module()
+    assert target.call in text
+    num_states = 2 if name == "v6e" else 1  # on TPUs states have the sums of their squares with them
+    assert text.count("stablehlo.collective_permute") == num_states
+    assert text.count("stablehlo.all_reduce") == 1, "the hidden states of the last stage"
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("has_runs", [True, False])
 @pytest.mark.parametrize("name", ["v6e", "h200", "a100"])
 def test_a_step_over_contexts_in_parts_lowers_with_each_devices_kernel(name: str, has_runs: bool) -> None:

@@ -115,6 +115,7 @@ def test_every_flag_has_the_outcome_of_its_row(serve, outcome):
         ("--gpu-memory-utilization 0.8", {"memory_utilization": 0.8}),
         ("--device-memory-utilization=0.8", {"memory_utilization": 0.8}),
         ("-tp 2 -dp=3 -ep", {"tensor_parallel_size": 2, "data_parallel_size": 3, "enable_expert_parallel": True}),
+        ("-pp 2 m", {"pipeline_parallel_size": 2, "model": "m"}),
         ("-tp=2 m", {"tensor_parallel_size": 2, "model": "m"}),
         ("--no-async-scheduling", {"overlap": False}),
         ("--disable-cascade-attn", {"enable_cascade_attention": False}),
@@ -155,7 +156,10 @@ def test_every_flag_has_the_outcome_of_its_row(serve, outcome):
         ("--enforce-eager --cudagraph-capture-sizes 1 2 4 --swap-space 4", {"swap_space": 4.0}),
         ("-O3 m", {"model": "m"}),
         ("-O 2 -cc.mode 3 --compilation-config {} m", {"model": "m"}),
-        ("--pipeline-parallel-size 1 --runner generate --no-enable-sleep-mode --reasoning-config {} m", {"model": "m"}),
+        (
+            "--prefill-context-parallel-size 1 --runner generate --no-enable-sleep-mode --reasoning-config {} m",
+            {"model": "m"},
+        ),
         ('--structured-outputs-config {"backend":"xgrammar"} --engram-config {} m', {"model": "m"}),
         ("m --api-key a b", {"model": "m", "api_key": ["a", "b"]}),
         (
@@ -296,7 +300,7 @@ def test_commands_share_a_file(file):
         ("max-num-seqs: true", "max-num-seqs: takes a value; true is none"),
         ("policy: lottery", "policy: invalid choice: 'lottery'"),
         ("enable-prefix-caching: 'no'", "enable-prefix-caching: 'no' is not true or false"),
-        ("pipeline-parallel-size: 2", "--pipeline-parallel-size: 2 is not supported, only 1"),
+        ("prefill-context-parallel-size: 2", "--prefill-context-parallel-size: 2 is not supported, only 1"),
         ("speculative-config: {method: ngram}\nspeculative-config.method: suffix", "use one of them"),
         ("port.x: 1", "port.x: is not an option: the value of --port is not a JSON object"),
         ("swap-space.x: 1", "swap-space.x: is not an option: the value of --swap-space is not a JSON object"),
@@ -384,9 +388,9 @@ def test_notes_are_lines_of_standard_error(capsys):
     ("words", "message"),
     [
         (
-            "--pipeline-parallel-size 2",
-            "--pipeline-parallel-size: 2 is not supported, only 1: layers are not split over devices; the nearest "
-            "option is --tensor-parallel-size",
+            "--prefill-context-parallel-size 2",
+            "--prefill-context-parallel-size: 2 is not supported, only 1: contexts are split for prefill and decode; "
+            "the nearest option is --context-parallel-size",
         ),
         (
             "--enable-sleep-mode",

@@ -74,10 +74,11 @@ def cold_executors(case: TinyCase, folder: Path, **options: Any) -> list[JaxExec
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": MAX_TOKENS, "block_size": BLOCK_SIZE, "num_blocks": 200}
     config = EngineConfig.load({**defaults, "swap_space": 0.005, "wait_for_all_programs": True, **options})
     parallel = config.parallel
-    meshes = serving_meshes(parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size)
+    sizes = parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.context_parallel_size
+    meshes = serving_meshes(*sizes, parallel.pipeline_parallel_size)
     where, *_ = places = [MeshPlacement.of(model, mesh, "loop") for mesh in meshes]
     folder = write_checkpoint(case, folder)
-    params = load_params(model, folder, "loop", num_parts=where.num_parts, shardings=where.shardings)
+    params = load_params(model, folder, where.layer_mode, num_parts=where.num_parts, shardings=where.shardings)
     return [JaxExecutor.create(model, place.put(params), config, mesh=place.mesh) for place in places]
 
 

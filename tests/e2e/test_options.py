@@ -133,6 +133,16 @@ def test_eviction_policy_ranks_what_is_cached(base: LLM, folder: Path) -> None:
     assert [kind.__name__ for kind in kinds] == ["RankedFreeList", "LeastRecentlyUsed"]
 
 
+@flips("pipeline_parallel_size")
+@pytest.mark.long
+def test_pipeline_parallel_size_is_how_many_devices_share_the_layers(base: LLM, folder: Path) -> None:
+    num_layers = device_executor_of(base).step.layout.num_layers
+    with open_llm(folder, pipeline_parallel_size=num_layers, **BASE) as llm:
+        assert llm._serving.backend.num_devices == num_layers
+        assert device_executor_of(llm).step.layout.local.num_layers == 1
+        assert len({generate(one, random_prompts([20]), GREEDY)[0].token_ids for one in (llm, base)}) == 1
+
+
 @flips("context_parallel_size")
 @pytest.mark.long
 def test_context_parallel_size_is_how_many_devices_share_a_context(base: LLM, folder: Path) -> None:

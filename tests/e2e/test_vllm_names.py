@@ -374,7 +374,7 @@ def test_engine_arguments_have_vllms_names(open_model: Open) -> None:
     llm = open_model(gpu_memory_utilization=0.5, enforce_eager=True, dtype=None, runner="pooling", seed=3)
     assert llm.config.cache.memory_utilization == 0.5
     for given, named in (
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
         ({"cpu_offload_gb": 4}, "cpu_offload_gb"),
     ):
         with pytest.raises(InvalidArgument, match=f"{named}: .* not supported"):

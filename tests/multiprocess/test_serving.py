@@ -177,6 +177,68 @@ def test_processes_may_have_several_devices(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--context-parallel-size", "4"), id="contexts"),
+        pytest.param(("--context-parallel-size", "2", "--tensor-parallel-size", "2"), id="contexts and heads"),
+        pytest.param(("--pipeline-parallel-size", "2"), id="layers and heads"),
+        pytest.param(("--pipeline-parallel-size", "2", "--context-parallel-size", "2"), id="layers and contexts"),
+    ],
+)
+def test_processes_may_split_contexts_and_layers(
+    options: tuple[str, ...], model: str, alone: list[RequestOutput], programs: Path
+) -> None:
+    """Over two processes of two devices, with blocks that are swapped out; then one is killed."""
+    with running(2, (model, *SWAPS, *options), programs, num_devices=2) as group:
+        check_tokens(group, alone, swaps=True)
+        assert group.members[0].find(r"^  4 x cpu")
+        kill_one(group, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("process", [0, 1])
+def test_each_process_may_have_a_replica(
+    process: int, model: str, alone: list[RequestOutput], programs: Path, tmp_path: Path
+) -> None:
+    """Process 0 serves both; the tokens of either are those of one device, also what is told of them."""
+    words = (model, *SWAPS, "--data-parallel-size", "2", "--max-logprobs", "-1")
+    with running(2, words, programs, num_devices=2) as group, Client(group.target) as client:
+        assert_same(ask(client, questions()), alone)
+        many = changed_questions()
+        with open_llm(model, block_size=8, max_num_batched_tokens=16, num_blocks=200, max_logprobs=-1) as llm:
+            want = llm.generate([tokens for tokens, _ in many], [params for _, params in many])
+        got = ask(client, many)
+        assert_same(got, want)
+        assert_told_alike(got, want)
+        assert group.members[0].find(r"^  4 x cpu")
+        kill_one(group, process)
+
+
+@pytest.mark.deep
+def test_replicas_may_each_have_several_processes(model: str, alone: list[RequestOutput], programs: Path) -> None:
+    with running(4, (model, *SWAPS, "--data-parallel-size", "2"), programs) as group:
+        with Client(group.target) as client:
+            assert_same(ask(client, questions()), alone)
+        streams = Streams(group.target, 4)
+        group.signal(3, signal.SIGTERM)
+        assert streams.join() == [300] * 4
+        assert group.codes() == [0] * 4, group.log()
+
+
+@pytest.mark.long
+def test_processes_may_have_whole_experts(tmp_path: Path) -> None:
+    model = str(write_checkpoint(tiny_case("mixtral"), tmp_path / "model"))
+    many = questions()
+    with open_llm(model, block_size=8, max_num_batched_tokens=16, num_blocks=200) as llm:
+        want = llm.generate([tokens for tokens, _ in many], [params for _, params in many])
+    with running(2, (model, *SWAPS, "--enable-expert-parallel"), tmp_path / "programs", num_devices=2) as group:
+        check_tokens(group, want, swaps=True)
+        group.signal(0, signal.SIGTERM)
+        assert group.codes() == [0, 0], group.log()
+
+
+@pytest.mark.long
 def test_a_signal_to_any_process_drains_all(model: str, programs: Path) -> None:
     """As Kubernetes ends pods: all of them, in any order, some twice."""
     with running(2, (model, *SIZES, "--num-blocks", "80"), programs) as group:

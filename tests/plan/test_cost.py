@@ -127,6 +127,24 @@ def test_steps_of_tpus_are_a_plans() -> None:
     assert deploy(model, HARDWARE["h200"]).times is None
 
 
+def test_stages_read_a_step_in_the_time_of_the_whole_model_and_share_the_work_of_prompts() -> None:
+    """Two stages of Llama 3 8B: a decoding step passes through both, and a long prompt keeps both busy."""
+    config, ends_bytes = KNOWN_MODELS["llama-3-8b"].config, 2 * 2 * 128_256 * 4096
+
+    def times(num_stages: int) -> PlannedStepTimes:
+        weight_bytes = (16_060_522_496 - ends_bytes) // num_stages + ends_bytes
+        target = find_target("v6e:1x1")
+        return PlannedModel(
+            config, "bfloat16", 2, target, 1, weight_bytes, 1 << 17, 64, 2, num_stages=num_stages
+        ).step_times()
+
+    one, two = times(1), times(2)
+    assert two.roofline.shape.weight_bytes == one.roofline.shape.weight_bytes
+    decode, prefill = StepLoad.decoding(8, 100), StepLoad.prompts(4096, 1000)
+    assert two.step_s(decode) == one.step_s(decode)
+    assert 0.5 * one.step_s(prefill) < two.step_s(prefill) < 0.7 * one.step_s(prefill)
+
+
 def test_experts_that_no_token_chooses_are_neither_read_nor_multiplied_with() -> None:
     shape = ModelShape(100.0, 1, 1, weight_bytes=200.0, kv_bytes_per_token=0.0, expert_params=80.0, expert_share=0.25)
     assert shape.token_params == 20 + 80 / 4

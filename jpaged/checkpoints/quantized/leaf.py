@@ -78,7 +78,8 @@ def quantized_leaf(
             if is_plain or split is None or place is None:
                 return np.array(array[index], order="C")
             begin, end, _ = index[place].indices(split.wide_size)
-            cut = array[(*(slice(None),) * place, slice(*split.source(begin, end)))]
+            of_layers = (*index[:is_stacked], *(slice(None),) * (place - is_stacked))
+            cut = array[(*of_layers, slice(*split.source(begin, end)))]
             return split.padded(np.ascontiguousarray(cut), begin, end)
 
         if is_plain or split is None:

@@ -43,6 +43,7 @@ from jpaged.device.mesh import (
     local_bytes,
     num_context_parts,
     num_shards,
+    num_stages,
     pool_spec,
     replicated,
     scales_spec,
@@ -66,7 +67,7 @@ from jpaged.engine.executor import BucketTable, Geometry, Progress
 from jpaged.engine.executor.io import AUX_IDS, NUM_SINGLES, AuxKind, num_mask_words
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
-from jpaged.models.layer_kinds import get_stacks, group_layers
+from jpaged.models.layer_kinds import KVGroups, LayerKind, get_stacks, group_layers
 from jpaged.models.layers import Params
 from jpaged.models.model import MatricesOf, Model, dense_formats
 from jpaged.models.stack import LayerMode
@@ -113,11 +114,11 @@ def _sized_step(
     chosen = attention.choose(sizes := attention.sizes())
     vocab_size, model = model.config.vocab_size, MeshPlacement.of(model, mesh, layer_mode).model
     config, kinds = model.config, model.config.attention_kinds  # the chosen layout is one device's part
-    stacks = list(get_stacks(config.layer_kinds).values()) if layer_mode == "scan" else None
-    groups = group_layers([kind.sliding_window for kind in kinds], sizes.max_model_len, stacks)
+    groups, in_stages = _kv_groups(config.layer_kinds, sizes, layer_mode, mesh), num_stages(mesh)
     layout = dataclasses.replace(
         chosen.layout,
-        num_layers=groups.num_layers,
+        num_layers=groups.num_layers * in_stages,
+        num_stages=in_stages,
         num_blocks=num_blocks * dp_size,
         block_size=sizes.block_size,
         num_kv_heads=config.num_kv_heads,
@@ -138,7 +139,7 @@ def _sized_step(
         bytes_per_block=layout.bytes_per_block,
         buckets=_buckets(sizes, max_num_steps, mesh, dp_size),
         num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
-        cascade=cascade if options.cache.enable_cascade_attention and dp_size == 1 else None,
+        cascade=cascade if options.cache.enable_cascade_attention and dp_size == in_stages == 1 else None,
         max_num_steps=max_num_steps,
         has_fed_steps=max_num_steps > 1 and _can_be_fed(sampler),
         windows=groups.windows,
@@ -165,6 +166,13 @@ def _sized_step(
         overlaps_sums=overlaps_sums(model, layer_mode, mesh, has_adapters=geometry.max_loras > 0),
     )
     return step, geometry
+
+
+def _kv_groups(kinds: tuple[LayerKind, ...], sizes: StepSizes, layer_mode: LayerMode, mesh: Mesh) -> KVGroups:
+    """Return the groups of the layers of each stage, which are equal."""
+    of_stage = kinds[: len(kinds) // num_stages(mesh)]
+    stacks = list(get_stacks(of_stage).values()) if layer_mode == "scan" else None
+    return group_layers([kind.attention.sliding_window for kind in of_stage], sizes.max_model_len, stacks)
 
 
 def blocks_of_rank(num_blocks: int | None, dp_size: int) -> int | None:
@@ -206,7 +214,7 @@ def _can_be_fed(sampler: SamplingKernel | None) -> bool:
 
 def max_steps_of_dispatch(options: EngineConfig, mesh: Mesh) -> int:
     """Return the maximum decode steps per dispatch: one with several processes, which exchange single steps."""
-    if _is_of_several_processes(mesh):
+    if _is_of_several_processes(mesh) or (jax.distributed.is_initialized() and jax.process_count() > 1):
         return 1
     on_its_own = _NUM_STEPS.get(first_device(mesh).platform, _NUM_STEPS_ELSEWHERE)
     chosen = options.scheduler.num_scheduler_steps

@@ -73,6 +73,10 @@ class MessageKind(enum.IntEnum):
     """Log-probabilities or hidden states are to be computed."""
     HEARTBEAT = 15
     """The sender is alive."""
+    COLLECT_AUX = 16
+    """The results of the oldest TELL are requested, by a process 0 that has no part in the replica."""
+    RESULT = 17
+    """The outputs of a step, or of a TELL, for a process 0 that has no part in the replica."""
     JOIN = 32
     """A process that knows a secret wants to send HELLO: a nonce."""
     CHALLENGE = 33

@@ -7,6 +7,13 @@
 A step travels as the two buffers that its programs take, a move as its block ids. A digest covers everything dispatched
 since the previous one, and the tokens that the step sampled. If a process differs, all end.
 
+With replicas (`data_parallel_size`), each has the processes of one group, and its messages go to those. Process 0
+receives the results of the replicas that it has no part in:
+
+    process 0   engine of replica 1 ─ forward n+1 ─ sample n+1 ─ collect n ─ ...
+                                        │ STEP        │ SAMPLE     │ COLLECT     ↑ DIGEST n, RESULT n
+    process 1                           └ forward     └ sample     └ collect ────┘
+
 A message is a few numbers, and 32-bit words:
 
 | head: i64 each, as HEADS names them | words: i32 each |
@@ -14,18 +21,24 @@ A message is a few numbers, and 32-bit words:
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
+import math
+import queue
 import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from jpaged import json_text
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.model_runner import PackedForward
 from jpaged.device.multihost.channel import MessageKind
@@ -66,6 +79,7 @@ HEADS: Mapping[MessageKind, tuple[str, ...]] = {
     MessageKind.COUNT: ("slot", "num_prompt"),  # then the tokens
     MessageKind.MOVES: ("move",),  # its index in `Move`; then the sources, and the destinations
     MessageKind.COLLECT: ("number",),
+    MessageKind.COLLECT_AUX: (),
     MessageKind.DIGEST: ("number",),  # then the digest
     MessageKind.END: (),
 }
@@ -84,6 +98,33 @@ def decode(kind: MessageKind, payload: bytes | bytearray) -> tuple[tuple[int, ..
     """Parse a message; the inverse of `encode`. The words are a view of the payload."""
     head = struct.Struct(f"<{len(HEADS[kind])}q")
     return head.unpack_from(payload), np.frombuffer(payload, np.int32, offset=head.size)
+
+
+Outputs = TypeVar("Outputs", StepOutputs, AuxOutputs)
+_OUTPUT_DTYPES = {"int32": np.int32, "float32": np.float32, "bool": np.bool_}
+_HEADER_LEN = struct.Struct("<I")
+_LOOK_S = 0.1
+"""How often a wait for results checks whether a process is lost."""
+
+
+def encode_outputs(outputs: StepOutputs | AuxOutputs) -> Parts:
+    """Return outputs as the parts of a message: names, types and shapes of the arrays, and their bytes."""
+    named = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
+    arrays = {name: np.ascontiguousarray(array) for name, array in named.items() if array is not None}
+    described = [(name, array.dtype.name, array.shape) for name, array in arrays.items()]
+    header = json_text.dumps(described).encode()
+    return _HEADER_LEN.pack(len(header)), header, *(array.tobytes() for array in arrays.values())
+
+
+def decode_outputs(kind: type[Outputs], payload: bytes | bytearray) -> Outputs:
+    """Parse outputs; the inverse of `encode_outputs`."""
+    (size,) = _HEADER_LEN.unpack_from(payload)
+    begin = _HEADER_LEN.size + size
+    arrays: dict[str, Any] = {}
+    for name, dtype, shape in json.loads(payload[_HEADER_LEN.size : begin]):
+        array = np.frombuffer(payload, _OUTPUT_DTYPES[dtype], math.prod(shape), begin).reshape(shape)
+        arrays[name], begin = array, begin + array.nbytes
+    return kind(**arrays)
 
 
 def pack_words(inputs: SamplingInputs) -> NDArray[np.int32]:
@@ -157,12 +198,12 @@ class MultiHostHandle:
 
     Attributes:
         number: of the step.
-        array: handle of `JaxExecutor`.
+        array: handle of `JaxExecutor`; None in a process that has no part in the replica.
         sent_messages: messages dispatched since the previous step; empty for a forward.
     """
 
     number: int
-    array: jax.Array
+    array: Any
     sent_messages: Sequence[bytes | bytearray] = ()
 
 
@@ -191,6 +232,8 @@ class DigestCheck:
         Raises:
             InternalError: another process differs.
         """
+        if self._num_others == 0:
+            return
         with self._news:
             step = self._steps.setdefault(number, _Step())
             step.sent_messages, step.token_ids_rn = told, token_ids_rn
@@ -242,16 +285,109 @@ class DigestCheck:
                 self._news.notify_all()
 
 
-class MultiHostExecutor:
-    """Implements `engine.executor.Executor` in process 0, for all processes. Used only by the engine thread."""
+class RemoteReplica:
+    """Stands in for process 0's part of a replica in which it has no part. Used only by the replica's engine thread.
 
-    def __init__(self, executor: JaxExecutor, leader: Leader) -> None:
+    Args:
+        executor: process 0's own, whose geometry, rates and packing are those of every replica.
+        process: the process of the replica that sends its results.
+    """
+
+    def __init__(self, executor: JaxExecutor, leader: Leader, process: int) -> None:
         self._executor = executor
         self._leader = leader
-        self._check = DigestCheck(leader.num_processes - 1)
+        self._process = process
+        self._results: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+        leader.take_results(self._results.put, process)
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._executor.geometry
+
+    @property
+    def rates(self) -> DeviceRates:
+        return self._executor.rates
+
+    @property
+    def num_compiles_after_warm_up(self) -> int:
+        """0: the process itself logs its compilations."""
+        return 0
+
+    def warm_up(self, progress: Progress) -> None:
+        """Return at once: the processes of the replica warm up by themselves."""
+
+    def move_blocks(self, moves: BlockMoves) -> None:
+        """Do nothing: the message has been sent."""
+
+    def pack(self, inputs: StepInputs) -> PackedForward:
+        """Pack a step's inputs, as `JaxExecutor.pack`."""
+        return self._executor.pack(inputs)
+
+    def forward(self, inputs: PackedForward) -> None:
+        """Do nothing: the message has been sent."""
+
+    def sample(self, hidden: None, inputs: SamplingInputs) -> None:
+        """Do nothing: the message has been sent."""
+
+    def compute_aux(self, hidden: None, inputs: AuxInputs) -> Callable[[], AuxOutputs]:
+        """Return a function that requests the outputs and waits for them; call the functions in order."""
+
+        def collect() -> AuxOutputs:
+            self._leader.send(MessageKind.COLLECT_AUX, *encode(MessageKind.COLLECT_AUX), to=(self._process,))
+            return decode_outputs(AuxOutputs, self._receive())
+
+        return collect
+
+    def is_done(self, handle: None) -> bool:
+        """Return False: a step that has run is known only by its results."""
+        return False
+
+    def collect(self, handle: None) -> StepOutputs:
+        """Wait for the outputs of the oldest step that was not collected.
+
+        Raises:
+            JpagedError: a process is lost; all must end.
+        """
+        return decode_outputs(StepOutputs, self._receive())
+
+    def shutdown(self) -> None:
+        """Do nothing: the processes end by themselves."""
+
+    def _receive(self) -> bytearray:
+        while True:
+            with suppress(queue.Empty):
+                return self._results.get(timeout=_LOOK_S)
+            if self._leader.failure is not None:
+                raise self._leader.failure
+
+
+class MultiHostExecutor:
+    """Implements `engine.executor.Executor` in process 0, for all processes. Used only by the engine thread.
+
+    Args:
+        executor: process 0's part.
+        others: the other processes that take part; None is all.
+    """
+
+    def __init__(
+        self, executor: JaxExecutor | RemoteReplica, leader: Leader, others: Sequence[int] | None = None
+    ) -> None:
+        self._executor: Any = executor
+        self._leader = leader
+        self._others = tuple(range(1, leader.num_processes) if others is None else others)
+        self._check = DigestCheck(len(self._others))
         self._sent_messages: deque[bytes] = deque()
         self._num_steps = 0
-        leader.take_digests(self._confirm)
+        leader.take_digests(self._confirm, self._others)
+
+    @classmethod
+    def of_replicas(cls, executor: JaxExecutor, leader: Leader, num_replicas: int) -> list[MultiHostExecutor]:
+        """Return the executors of replicas that each have equally many processes, in order; process 0 has the first."""
+        size, found = leader.num_processes // num_replicas, []
+        for begin in range(0, leader.num_processes, size):
+            part = executor if begin == 0 else RemoteReplica(executor, leader, begin)
+            found.append(cls(part, leader, [process for process in range(begin, begin + size) if process]))
+        return found
 
     @property
     def geometry(self) -> Geometry:
@@ -383,7 +519,7 @@ class MultiHostExecutor:
     def collect(self, handle: MultiHostHandle) -> StepOutputs:
         """Collect a step in every process; raises as `move_blocks`, and if another process sampled other tokens."""
         with self._naming_the_lost():
-            self._leader.send(MessageKind.COLLECT, *encode(MessageKind.COLLECT, handle.number))
+            self._leader.send(MessageKind.COLLECT, *encode(MessageKind.COLLECT, handle.number), to=self._others)
             outputs = self._executor.collect(handle.array)
             try:
                 self._check.add_own(handle.number, handle.sent_messages, get_sampled(outputs))
@@ -395,13 +531,15 @@ class MultiHostExecutor:
             return outputs
 
     def shutdown(self) -> None:
-        """End the other processes, and check the digests of their last steps.
+        """End the other processes if no replica is left, and check the digests of the last steps.
 
         Raises:
             InternalError: some steps were not confirmed. The memory is freed in any case.
         """
         is_well = self._leader.failure is None
-        if is_well:
+        if is_well and not self._leader.release_replica():
+            is_well = self._check.wait(0, _CONFIRM_TIMEOUT_S)
+        elif is_well:
             is_ended = self._leader.end()
             is_well = is_ended and self._check.wait(0, 0.0)
         self._executor.shutdown()
@@ -412,7 +550,7 @@ class MultiHostExecutor:
 
     def _send(self, kind: MessageKind, *head: int, words: NDArray[np.int32]) -> None:
         parts = encode(kind, *head, words=words)
-        self._leader.send(kind, *parts)
+        self._leader.send(kind, *parts, to=self._others)
         self._sent_messages.extend(parts)
 
     def _confirm(self, process: int, payload: bytearray) -> None:
@@ -435,8 +573,11 @@ class MultiHostExecutor:
             raise failure from error
 
 
-def follow(executor: JaxExecutor, follower: Follower) -> None:
+def follow(executor: JaxExecutor, follower: Follower, *, reports: bool = False) -> None:
     """Run what process 0 sends until END.
+
+    Args:
+        reports: send the results of a replica that process 0 has no part in.
 
     Raises:
         InternalError: a device failed, or steps are sampled or collected in another order.
@@ -446,6 +587,7 @@ def follow(executor: JaxExecutor, follower: Follower) -> None:
     counts: list[TokenCountReset] = []
     forwards: deque[MultiHostHandle] = deque(maxlen=1)
     in_flight: deque[MultiHostHandle] = deque()
+    aux: deque[Callable[[], AuxOutputs]] = deque()
     for kind, payload in follower.follow():
         if kind not in HEADS:
             raise Unavailable(f"process 0 sent an unexpected {kind.name}")
@@ -469,16 +611,25 @@ def follow(executor: JaxExecutor, follower: Follower) -> None:
                 told.append(payload)
                 if not forwards or forwards[0].number != head[0]:
                     raise Unavailable(f"process 0 refers to step {head[0]}, which was not the last to run")
-                executor.compute_aux(forwards[0].array, AuxInputs.of_words(AuxKind(head[1]), words, head[2]))
+                collect = executor.compute_aux(forwards[0].array, AuxInputs.of_words(AuxKind(head[1]), words, head[2]))
+                if reports:
+                    aux.append(collect)
             case MessageKind.COUNT:
                 told.append(payload)
                 counts.append(TokenCountReset(head[0], words.tolist(), head[1]))
             case MessageKind.COLLECT:
                 step = _next(in_flight, "collected", head[0])
-                digest = compute_digest(step.sent_messages, get_sampled(executor.collect(step.array)))
+                outputs = executor.collect(step.array)
+                if reports:
+                    follower.send(MessageKind.RESULT, *encode_outputs(outputs))
+                digest = compute_digest(step.sent_messages, get_sampled(outputs))
                 follower.send(
                     MessageKind.DIGEST, *encode(MessageKind.DIGEST, step.number, words=np.frombuffer(digest, np.int32))
                 )
+            case MessageKind.COLLECT_AUX:
+                if not aux:
+                    raise Unavailable("process 0 requests results that it has received")
+                follower.send(MessageKind.RESULT, *encode_outputs(aux.popleft()()))
             case MessageKind.END:
                 return
 

@@ -274,7 +274,9 @@ class Leader:
     ) -> None:
         self.failure: JpagedError | None = None
         self._owner = owner
-        self._on_digest: Callable[[int, bytearray], None] = lambda process, payload: None
+        self._on_digest: dict[int, Callable[[int, bytearray], None]] = {}
+        self._on_result: dict[int, Callable[[bytearray], None]] = {}
+        self._num_replicas = 0
         self._channels = dict(sorted(channels.items()))
         self._port_holder = port_holder
         self._facts: dict[int, queue.SimpleQueue[bytearray]] = {i: queue.SimpleQueue() for i in channels}
@@ -294,15 +296,18 @@ class Leader:
     def num_processes(self) -> int:
         return len(self._channels) + 1
 
-    def send(self, kind: MessageKind, *parts: bytes) -> None:
-        """Send a message to every other process.
+    def send(self, kind: MessageKind, *parts: bytes, to: Iterable[int] | None = None) -> None:
+        """Send a message to other processes.
+
+        Args:
+            to: their numbers; None is every other process.
 
         Raises:
             JpagedError: a process is lost, which is named; all must end.
         """
-        for process, channel in self._channels.items():
+        for process in self._channels if to is None else to:
             try:
-                channel.send(kind, *parts)
+                self._channels[process].send(kind, *parts)
             except OSError as error:
                 self.wait_for_failure(_BLAME_S)  # its last message may still arrive
                 lost = _lost(process, self.num_processes, error)
@@ -319,9 +324,24 @@ class Leader:
 
         self._heartbeats = Heartbeats(self._channels, times, lose)
 
-    def take_digests(self, on_digest: Callable[[int, bytearray], None]) -> None:
-        """Set the callback for the digests of the others, called as (process, payload) on their threads."""
-        self._on_digest = on_digest
+    def take_digests(self, on_digest: Callable[[int, bytearray], None], processes: Iterable[int]) -> None:
+        """Add a replica: set the callback for the digests of these processes, called on the threads that receive them.
+
+        Args:
+            on_digest: called as (process, payload).
+        """
+        self._num_replicas += 1
+        self._on_digest.update(dict.fromkeys(processes, on_digest))
+
+    def take_results(self, on_result: Callable[[bytearray], None], process: int) -> None:
+        """Set the callback for the results of a process, called on the thread that receives them."""
+        self._on_result[process] = on_result
+
+    def release_replica(self) -> bool:
+        """Remove a replica; return True if it was the last one, after which the other processes may end."""
+        with self._lock:
+            self._num_replicas -= 1
+            return self._num_replicas <= 0
 
     def least(self, value: int) -> int:
         """Return the minimum over all processes, for `device.executor.Least`."""
@@ -390,8 +410,10 @@ class Leader:
             match kind:
                 case MessageKind.HEARTBEAT:
                     """Already recorded above."""
-                case MessageKind.DIGEST:
-                    self._on_digest(process, payload)
+                case MessageKind.DIGEST if process in self._on_digest:
+                    self._on_digest[process](process, payload)
+                case MessageKind.RESULT if process in self._on_result:
+                    self._on_result[process](payload)
                 case MessageKind.FACTS:
                     self._facts[process].put(payload)
                 case MessageKind.SHUTDOWN_REQUEST:

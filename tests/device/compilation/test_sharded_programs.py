@@ -183,6 +183,26 @@ def test_contexts_in_parts_cost_two_exchanges_a_layer(num_contexts: int, num_par
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_stages_pass_states_on_and_update_the_pool_in_place(num_parts: int) -> None:
+    """One exchange for each turn, and one for the states of the last stage; moves of blocks have none."""
+    model = model_of("llama3_tied")
+    num_stages = model.config.num_layers
+    mesh = build_mesh(jax.devices()[: num_stages * num_parts], 1, num_stages)
+    step, geometry, params = abstract_serving(model, EngineConfig.load(OPTIONS), mesh)
+    executable = program_lowerings(step, params, geometry)[ProgramSpec("forward", 16)]().compile()
+    counts = opcodes(executable)
+    assert counts["collective-permute"] == 1
+    assert num_parts > 1 or counts == {"collective-permute": 1, "all-reduce": 1}
+    memory, layout = executable.memory_analysis(), step.layout
+    assert memory is not None
+    assert memory.alias_size_in_bytes == layout.local.num_bytes == layout.num_bytes // (num_stages * num_parts)
+    assert pool_sized_operations(executable, math.prod(layout.local.shape)) == set()
+    for kind in ("copy", "swap_out", "swap_in"):
+        assert collectives(lower_move(ProgramSpec(kind, 8), layout, mesh).compile()) == []
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("num_parts", [2, 4])
 def test_what_edits_and_tells_is_split_over_the_vocabulary(num_parts: int) -> None:
     """A device counts its own tokens, in place; none sees the logits of another but the best few of each row."""

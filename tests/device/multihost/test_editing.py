@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -45,7 +45,8 @@ class Line:
     def failure(self) -> JpagedError | None:
         return self.failures[0] if self.failures else None
 
-    def take_digests(self, on_digest: Callable[[int, bytearray], None]) -> None:
+    def take_digests(self, on_digest: Callable[[int, bytearray], None], processes: Iterable[int]) -> None:
+        assert tuple(processes) == (1,)
         self._on_digest = on_digest
 
     def wait_for_failure(self, timeout_s: float) -> JpagedError | None:
@@ -54,7 +55,8 @@ class Line:
     def fail(self, error: JpagedError) -> None:
         self.failures.append(error)
 
-    def send(self, kind: MessageKind, *parts: bytes) -> None:
+    def send(self, kind: MessageKind, *parts: bytes, to: Iterable[int] | None = None) -> None:
+        assert to is None or tuple(to) == (1,)
         payload = bytearray(b"".join(parts))
         if kind is MessageKind.DIGEST:
             self._on_digest(1, payload)

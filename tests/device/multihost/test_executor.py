@@ -7,7 +7,9 @@ import re
 import socket
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -18,10 +20,21 @@ from jpaged.config import EngineConfig
 from jpaged.device.mesh import CONTENTS_SPEC, serving_mesh
 from jpaged.device.multihost import handshake
 from jpaged.device.multihost.channel import Channel, MessageKind, connect, hold_port, listen, prove
-from jpaged.device.multihost.executor import HEADS, DigestCheck, compute_digest, decode, encode
+from jpaged.device.multihost.executor import (
+    HEADS,
+    DigestCheck,
+    RemoteReplica,
+    compute_digest,
+    decode,
+    decode_outputs,
+    encode,
+    encode_outputs,
+)
 from jpaged.device.multihost.handshake import Leader, follow, gather, get_facts, require_same
 from jpaged.device.transfers import AddressableShards
 from jpaged.distributed_env import MultiHost
+from jpaged.engine.executor import StepOutputs
+from jpaged.engine.executor.io import AuxOutputs
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable
 
 TOKENS = np.asarray([3, 1, 4], np.int32)
@@ -141,6 +154,27 @@ def test_a_difference_names_the_step_and_the_process(is_own_first, wrong):
         check.add(2, wrong)
         with pytest.raises(InternalError, match=message):
             check.add_own(7, (b"step",), TOKENS)
+
+
+def test_outputs_travel_as_they_are():
+    steps = StepOutputs(TOKENS.reshape(-1, 1).astype(np.int32), np.ones((TOKENS.size, 1), np.bool_))
+    found = decode_outputs(StepOutputs, bytearray(b"".join(encode_outputs(steps))))
+    np.testing.assert_array_equal(found.token_ids_rn, steps.token_ids_rn)
+    np.testing.assert_array_equal(found.is_finite_rn, steps.is_finite_rn)
+    assert found.logprobs_rn is None
+    told = AuxOutputs(all_logprobs_rv=np.array([[-np.inf, -1.5]], np.float32), ranks_r=np.array([3], np.int32))
+    got = decode_outputs(AuxOutputs, bytearray(b"".join(encode_outputs(told))))
+    np.testing.assert_array_equal(got.all_logprobs_rv, told.all_logprobs_rv)
+    np.testing.assert_array_equal(got.ranks_r, told.ranks_r)
+    assert got.hidden_re is None
+
+
+def test_a_wait_for_results_ends_when_a_process_is_lost():
+    leader = types.SimpleNamespace(failure=None, take_results=lambda put, process: None)
+    replica = RemoteReplica(cast("Any", None), cast("Any", leader), 1)
+    leader.failure = Unavailable("process 1 of 2 is lost")
+    with pytest.raises(Unavailable, match="process 1 of 2 is lost"):
+        replica.collect(None)
 
 
 # --- starting ---------------------------------------------------------------------------------------------------------
