@@ -15,7 +15,6 @@ from jpaged.models.families import (
     gpt_neox,
     gpt_oss,
     llama,
-    mixtral,
     opt,
     phi3,
     qwen_moe,
@@ -24,7 +23,7 @@ from jpaged.models.families import (
 from jpaged.models.family import AnyFamily
 
 _FAMILIES = (
-    *(llama, mixtral, qwen_moe, gpt_oss, deepseek, gemma, phi3),
+    *(llama, qwen_moe, gpt_oss, deepseek, gemma, phi3),
     *(gpt2, gpt_neox, falcon, opt, variants),
 )
 

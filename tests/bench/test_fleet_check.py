@@ -223,7 +223,7 @@ def test_the_page_has_what_is_recorded():
 
 def test_a_start_takes_what_the_startup_table_says():
     starts = json.loads((RESULTS / "startup.json").read_text())["starts"]
-    rounds = next(one["rounds"] for one in starts if (one["start"], one["programs"]) == ("cold", "in need"))
+    rounds = next(one["rounds"] for one in starts if (one["start"], one["way"]) == ("cold", "in-need"))
     assert sorted(one["ready_s"] for one in rounds)[1] == pytest.approx(START_S, rel=0.1)
 
 

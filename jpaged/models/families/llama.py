@@ -1,4 +1,4 @@
-"""The Llama family: rotary positions, RMS norms, a gated feed-forward; Llama, Mistral, Qwen2 and Qwen3."""
+"""The Llama family: rotary positions, RMS norms, a gated feed-forward; Llama, Mistral, Mixtral, Qwen2 and Qwen3."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ from typing import Literal
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.kernels.mixture_kind import Routing
+from jpaged.models.config import Mixture
 from jpaged.models.decoder import DecoderConfig, Names, decoder_family
 from jpaged.models.decoder.config_fields import (
     FULL,
     SLIDING,
+    TRAINING,
     name_of_activation,
     read_activation,
+    read_choice,
     read_heads,
     read_sizes,
     read_window,
 )
+from jpaged.models.decoder.leaves import ExpertNames
 from jpaged.models.family import Family
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind
@@ -150,9 +155,54 @@ def _family(variant: LlamaVariant) -> Family[DecoderConfig]:
     return decoder_family(variant.model_type, variant.read, variant.to_hf, Names())
 
 
+def _read_mixtral(fields: JsonFields, architecture: str) -> DecoderConfig:
+    """Read a config of Mixtral (Mistral 2023): experts in every layer, of which each token uses two."""
+    fields.ignore(TRAINING)
+    sizes = read_sizes(fields)
+    heads = read_heads(fields, sizes["hidden_size"], num_kv_heads=8)
+    fields.only("hidden_act", "silu", "swish", why="experts support only the activation silu")
+    max_position_embeddings = fields.integer("max_position_embeddings", 131072)
+    num_experts, top_k = read_choice(fields, (8, 2))
+    routing = Routing(num_experts, top_k, normalises=True)
+    attention = AttentionKind(heads["head_dim"] ** -0.5, sliding_window=read_window(fields))
+    return DecoderConfig(
+        architecture=architecture,
+        **sizes,
+        **heads,
+        norm_eps=fields.number("rms_norm_eps", 1e-5),
+        ropes=(RopeConfig.from_hf(fields, max_position_embeddings, default_theta=1e6),),
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        eos_token_ids=(2,),
+        bos_token_id=1,
+        kinds=(LayerKind(attention, is_sparse=True),) * sizes["num_layers"],
+        mixture=Mixture(routing=routing, width=sizes["intermediate_size"]),
+    )
+
+
+def _mixtral_to_hf(config: DecoderConfig) -> dict[str, object]:
+    assert config.mixture is not None
+    return {
+        "intermediate_size": config.intermediate_size,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": config.ropes[0].to_hf(),
+        "sliding_window": config.attention_kinds[0].sliding_window,
+        "num_local_experts": config.mixture.routing.num_experts,
+        "num_experts_per_tok": config.mixture.routing.top_k,
+    }
+
+
+_MIXTRAL_EXPERTS = ExpertNames(
+    router="block_sparse_moe.gate", experts="block_sparse_moe.experts.", gate="w1", up="w3", down="w2"
+)
+
 ARCHITECTURES = {
     "LlamaForCausalLM": _family(LlamaVariant("llama", "config", True, False, "none", None, None, 2048, (1, 2))),
     "MistralForCausalLM": _family(LlamaVariant("mistral", "none", False, False, "length", None, 8, 131072, (1, 2))),
     "Qwen2ForCausalLM": _family(LlamaVariant("qwen2", "qkv", False, False, "switch", None, 32, 32768, None)),
     "Qwen3ForCausalLM": _family(LlamaVariant("qwen3", "config", False, True, "switch", 128, 32, 32768, None)),
+    "MixtralForCausalLM": decoder_family("mixtral", _read_mixtral, _mixtral_to_hf, Names(experts=_MIXTRAL_EXPERTS)),
 }

@@ -377,7 +377,8 @@ REASONING, ANSWER = [90, 91, 92, 93, 94, 95], [60, 61, 62]
 def test_turns_find_the_blocks_of_a_template_that_drops_reasoning(keeps):
     """All blocks up to the last answer are found, and the answer without its reasoning runs again."""
     h = Harness(executor=FakeExecutor(block_size=4, num_blocks=60, max_num_batched_tokens=64, max_model_len=120))
-    history, first_changed = [], 0
+    history: list[int] = []
+    first_changed = 0
     for turn in range(5):
         prompt = [*history, 7, 100 + turn, 8, 9]
         cached = serve(h, f"turn {turn}", prompt)
