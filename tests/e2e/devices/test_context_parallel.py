@@ -180,12 +180,9 @@ def test_sizes_that_cannot_be_are_refused(options: dict[str, Any], message: str,
         pass
 
 
-def test_several_processes_do_not_share_contexts() -> None:
+def test_several_processes_may_share_contexts() -> None:
     options = {"context_parallel_size": 2, "coordinator": "h:1", "num_processes": 2, "process_id": 0}
-    with pytest.raises(
-        InvalidArgument, match=r"context_parallel_size: 2: contexts .* one process, but num_processes is 2"
-    ):
-        EngineConfig.load(options)
+    assert EngineConfig.load(options).parallel.context_parallel_size == 2
 
 
 def test_a_window_is_cut_evenly_or_refused(tmp_path: Path) -> None:

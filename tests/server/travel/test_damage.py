@@ -118,7 +118,7 @@ async def test_no_more_comes_than_was_announced_and_nobody_makes_room_for_it(mon
         pieces.extend([first] * 100)
         with pytest.raises(InvalidArgument, match=r"blocks\[0\]: starts at byte 0 of group 0; expected"):
             await b.prefixes.load(framed(messages))
-        assert sum(reserved) <= 7
+        assert max(reserved, default=0) <= 7
 
 
 @pytest.mark.parametrize("num_pieces", [0, 2732])
