@@ -10,6 +10,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import BucketTable
 from jpaged.engine.kv_cache.blocks import BlockPool, BlockTable
+from jpaged.engine.kv_cache.pinned import pin_limit
 from jpaged.engine.scheduler.output import padded_for_ranks
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong
 from jpaged.testing import SeveralStepsExecutor
@@ -90,6 +91,27 @@ def test_a_request_must_fit_onto_one_device() -> None:
         h.submit("long", list(range(30)), max_tokens=10)
     with pytest.raises(InvalidArgument, match=r"5 is over max_num_seqs over 2 devices \(4\)"):
         h.submit("wide", [1], n=5, max_tokens=1)
+
+
+def test_pinned_prefixes_leave_room_for_the_longest_request_on_every_device() -> None:
+    geometry = TwoRanks(num_blocks=20, block_size=4, max_model_len=64).geometry
+    assert (pin_limit(None, geometry), pin_limit(4, geometry)) == (4, 4)
+    with pytest.raises(InvalidArgument, match="5 is over 4: .* may need 16 of 20 blocks of a device"):
+        pin_limit(5, geometry)
+
+
+def test_a_limited_pool_leaves_room_for_each_request_on_a_device() -> None:
+    h = harness()
+    h.submit("needs six", list(range(10)), max_tokens=14)
+    h.step()
+    (refused,), (limited,) = h.engine.inspector.limit(11), h.engine.inspector.limit(12)
+    h.step()
+    assert "11 blocks are fewer than the 12" in str(refused.exception())
+    assert limited.exception() is None
+    h.submit("needs seven", list(range(30, 40)), max_tokens=18)
+    h.run()
+    assert len(h.tokens("needs six")) == 14
+    assert "into the pool of a device, which has 6 blocks" in str(h.last("needs seven").error)
 
 
 def test_a_part_of_the_pool_has_its_own_free_list() -> None:
