@@ -96,7 +96,7 @@ def test_a_request_must_fit_onto_one_device() -> None:
 def test_pinned_prefixes_leave_room_for_the_longest_request_on_every_device() -> None:
     geometry = TwoRanks(num_blocks=20, block_size=4, max_model_len=64).geometry
     assert (pin_limit(None, geometry), pin_limit(4, geometry)) == (4, 4)
-    with pytest.raises(InvalidArgument, match="5 is over 4: .* may need 16 of 20 blocks of a device"):
+    with pytest.raises(InvalidArgument, match=r"5 is over 4: .* may need 16 of 20 blocks of a device"):
         pin_limit(5, geometry)
 
 
