@@ -36,9 +36,9 @@ def test_lives_on_two_devices_sample_every_token_as_if_alone(first: int) -> None
         Life(seed, kind=TwoRanks, **options).run()
 
 
-def harness(num_blocks: int = 8) -> Any:
+def harness(num_blocks: int = 8, **options: Any) -> Any:
     executor = TwoRanks(num_blocks=num_blocks, block_size=4, max_num_batched_tokens=32, max_model_len=64)
-    return Harness(executor=executor)
+    return Harness(executor=executor, **options)
 
 
 def ranks(h: Any) -> dict[str, int]:
@@ -83,6 +83,18 @@ def test_a_device_gets_its_share_of_the_rows_even_if_it_has_the_prefix_of_all() 
         h.step()
     assert sorted(ranks(h).values()) == [0] * 4 + [1] * 4
     h.run()
+
+
+def test_tokens_of_the_previous_step_preempt_no_request() -> None:
+    h = harness(num_blocks=60, policy="priority")
+    for first in (0, 1):
+        h.submit(f"low {first}", list(range(first, first + 40)), max_tokens=4, priority=5)
+    h.step()
+    h.step()
+    assert h.engine.load().num_running == 2
+    h.submit("high", [1, 2, 3], max_tokens=4, priority=0)
+    h.run()
+    assert h.engine.load().num_preemptions == 0
 
 
 def test_a_request_must_fit_onto_one_device() -> None:
