@@ -206,6 +206,11 @@ def test_a_pool_has_one_size(other, problem):
     assert EngineConfig.load({"kv_cache_memory_bytes": 4096}).cache.num_blocks is None
 
 
+def test_devices_are_counted_over_every_kind_of_parallelism():
+    sizes = {"tensor_parallel_size": 2, "context_parallel_size": 3, "pipeline_parallel_size": 5}
+    assert EngineConfig.load({**sizes, "data_parallel_size": 7}).parallel.num_devices == 210
+
+
 def test_saved_programs_go_with_one_copy_of_the_model():
     with pytest.raises(InvalidArgument, match="data_parallel_size is 2, but must be 1") as error:
         EngineConfig.load({"compiled": "folder", "data_parallel_size": 2})

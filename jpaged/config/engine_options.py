@@ -576,6 +576,12 @@ class ParallelOptions:
         unit="s",
     )
 
+    @property
+    def num_devices(self) -> int:
+        """Devices of all replicas in one process."""
+        of_stage = self.tensor_parallel_size * self.context_parallel_size
+        return of_stage * self.pipeline_parallel_size * self.data_parallel_size
+
     def check(self) -> None:
         """Check the options of several processes against each other.
 
