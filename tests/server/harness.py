@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,8 @@ def make_serving(
         eos_token_ids=frozenset({EOS}),
         answering=ChatOutputConfig(tokenizer, answer_format, frozenset({EOS})),
     )
-    return LoadedModel(engine, input_processor, tokenizer, MODEL, BACKEND, config, adapters, checkpoint=CHECKPOINT)
+    model = replace(MODEL, aliases=tuple(config.server.served_model_aliases))
+    return LoadedModel(engine, input_processor, tokenizer, model, BACKEND, config, adapters, checkpoint=CHECKPOINT)
 
 
 @asynccontextmanager
