@@ -163,16 +163,16 @@ def request(text: str = "hello", *, request_id: str | None = None, **sampling: A
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    """Waits for something that another thread brings about; fails after 60 s."""
-    until = asyncio.get_running_loop().time() + 60
+    """Waits for something that another thread brings about; fails after 300 s."""
+    until = asyncio.get_running_loop().time() + 300
     while not condition():
         assert asyncio.get_running_loop().time() < until
         await asyncio.sleep(0.002)
 
 
 async def collect(call: Any) -> list[inference_pb2.GenerateResponse]:
-    """All messages of a call that must end within 60 s."""
-    async with asyncio.timeout(60):
+    """All messages of a call that must end within 300 s."""
+    async with asyncio.timeout(300):
         messages = []
         while (message := await call.read()) is not aio.EOF:
             messages.append(message)
