@@ -724,4 +724,5 @@ def _model_info(
         lossy_kv_window=resolved.lossy.lossy_kv_window or 0,
         lossy_kv_sinks=geometry.num_sink_tokens,
         default_sampling=read_default_sampling(source.folder, resolved.model),
+        aliases=resolved.server.served_model_aliases,
     )

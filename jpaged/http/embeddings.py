@@ -223,7 +223,7 @@ async def answer_scoring(
         until_s=None if remaining_s is None else time.monotonic() + remaining_s,
     )
     max_bytes = int(service.state.config.http.max_response_size * 2**20)
-    answers = Answers(model, service.run_blocking, loaded.adapters.names, aliases=loaded.names, max_bytes=max_bytes)
+    answers = Answers(model, service.run_blocking, loaded.adapters.names, max_bytes=max_bytes)
     found = await while_there(request, answers.evaluate(server, job), remaining_s)
     return await build_answer(service, found.body, CHARS_OF_NUMBER * found.size)
 

@@ -13,7 +13,6 @@ A response in the background is a task (`BackgroundRun`). It has its events, if 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import time
@@ -199,7 +198,7 @@ class _TenantResponses:
 
 
 class ResponseStore:
-    """Responses in memory, separately per tenant. Bound to the event loop, except `find_item` and `read`.
+    """Responses in memory, separately per tenant. Bound to the event loop, except `find`.
 
     A tenant's oldest responses are evicted for its newer ones. If the whole store is full, the oldest responses of the
     tenant with the most bytes are. Responses that run are never evicted.
@@ -251,17 +250,6 @@ class ResponseStore:
             raise NotFound(f"{problem} Responses are in the memory of one server until it restarts: {why}.")
         return found
 
-    def find_item(self, owner: str, item_id: str) -> Mapping[str, Any]:
-        """Return an item of a tenant's responses; raise NotFound if there is none."""
-        request_id = item_id.partition("_")[2].rpartition("_")[0]
-        with contextlib.suppress(NotFound):
-            found = self.find(owner, f"resp_{request_id}")
-            for item in (*found.input.read(), *found.output.read()):
-                if item.get("id") == item_id:
-                    return item
-        problem = f"Item with id {ascii(item_id)[:_MAX_SHOWN]} not found."
-        raise NotFound(f"{problem} Only items of stored responses can be referred to: send the item itself.")
-
     def add(self, response: StoredResponse) -> bool:
         """Store a response, in place of one of the same id; return False if it is too large.
 
@@ -296,7 +284,7 @@ class ResponseStore:
         return response in self._by_age
 
     def update(self, response: StoredResponse, body: bytes, output: StoredTurn) -> None:
-        """Set the body and the answer of a response; no-op if it has been removed."""
+        """Set the body and the answer of a response, which then expires later; no-op if it has been removed."""
         if not self.holds(response):
             return
         owned = self._owners[response.owner]
@@ -304,6 +292,8 @@ class ResponseStore:
         self._use(owned, output)
         self._release(owned, response.output)
         response.body, response.output = body, output
+        response.expires_s = self._clock() + self._expiry_s
+        self._by_age[response] = self._by_age.pop(response)
         self._make_room(response)
 
     def add_events(self, response: StoredResponse, events: bytes) -> None:
@@ -376,6 +366,48 @@ class ResponseStore:
         return False
 
 
+class ReferredItems:
+    """Items of a tenant's responses that one input refers to; each response is read once.
+
+    Args:
+        max_bytes: limit of all items together, each as often as it is referred to.
+    """
+
+    def __init__(self, store: ResponseStore, owner: str, max_bytes: int) -> None:
+        self._store = store
+        self._owner = owner
+        self._num_left = max_bytes
+        self._read: dict[str, dict[Any, tuple[dict[str, Any], int]]] = {}
+
+    def find(self, item_id: str) -> Mapping[str, Any]:
+        """Return an item.
+
+        Raises:
+            NotFound: there is none.
+            RequestTooLong: the items have more than `max_bytes`.
+        """
+        response_id = f"resp_{item_id.partition('_')[2].rpartition('_')[0]}"
+        if response_id not in self._read:
+            self._read[response_id] = self._items_of(response_id)
+        if item_id not in self._read[response_id]:
+            problem = f"Item with id {ascii(item_id)[:_MAX_SHOWN]} not found."
+            raise NotFound(f"{problem} Only items of stored responses can be referred to: send the item itself.")
+        item, num_bytes = self._read[response_id][item_id]
+        self._num_left -= num_bytes
+        if self._num_left < 0:
+            raise RequestTooLong("input", "the items that it refers to exceed max_request_size")
+        return item
+
+    def _items_of(self, response_id: str) -> dict[Any, tuple[dict[str, Any], int]]:
+        try:
+            found = self._store.find(self._owner, response_id)
+        except NotFound:
+            return {}
+        items = (*found.input.read(), *found.output.read())
+        named = [item for item in reversed(items) if isinstance(item["id"], str)]
+        return {item["id"]: (item, len(json_text.dumps(item))) for item in named}
+
+
 class BackgroundRun:
     """A request that runs without a connection, and its events.
 
@@ -385,6 +417,7 @@ class BackgroundRun:
     Attributes:
         num_bytes: size of the events.
         admitted: done when the request has been admitted; has the error if it was refused.
+        is_ending: the request has ended, and its response is being stored: it is too late to cancel it.
         is_over: the response has ended.
         task: runs the request.
     """
@@ -394,6 +427,7 @@ class BackgroundRun:
         self.num_bytes = 0
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.admitted.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self.is_ending = False
         self.is_over = False
         self.task: asyncio.Task[None] | None = None
         self._chunks: deque[tuple[int, bytes]] = deque()
@@ -516,11 +550,11 @@ class _Responses:
         model, owner = service.state.serving(), get_owner(service, request)
         body, num_bytes = await body_in(service, request)
         earlier = self._earlier(owner, body.get("previous_response_id"), num_bytes)
+        size = num_bytes + sum(len(turn.items) for turn in earlier)
         stored = StoredTurns(
             lambda: itertools.chain.from_iterable(turn.read() for turn in earlier),
-            lambda item_id: self.store.find_item(owner, item_id),
+            ReferredItems(self.store, owner, self._max_conversation_bytes - size).find,
         )
-        size = num_bytes + sum(len(turn.items) for turn in earlier)
         parsed = await service.run_blocking(
             lambda: parse_responses_request(body, model.model.default_sampling, stored), size
         )
@@ -546,9 +580,13 @@ class _Responses:
         if found.is_running:
             raise InvalidArgument("previous_response_id", "is of a response that has not ended")
         size = num_bytes + sum(len(turn.items) for turn in found.turns)
-        if size > (most := int(self._service.state.config.server.max_request_size * 2**20)):
+        if size > (most := self._max_conversation_bytes):
             raise RequestTooLong("previous_response_id", f"the conversation has {size} bytes, over the limit of {most}")
         return found.turns
+
+    @property
+    def _max_conversation_bytes(self) -> int:
+        return int(self._service.state.config.server.max_request_size * 2**20)
 
     async def create(self, request: Request) -> Response | EventStream:
         """Answer a request, whole or streamed, or start it in the background."""
@@ -573,7 +611,7 @@ class _Responses:
             return build_response(call.format(is_stored=is_stored), output, self._token_text(call), num_reasoning)
 
         if not call.request.is_stored or size > self.store.max_response_bytes:
-            return await build_answer(service, body, size)
+            return await build_answer(service, body, call.num_bytes + size)
         encoded = await self._store(call, lambda is_stored: body(is_stored=is_stored), size)
         return Response(encoded, media_type="application/json")
 
@@ -592,7 +630,7 @@ class _Responses:
         entry = await self._service.run_blocking(encode, call.num_bytes + size)
         if self.store.add(entry):
             return entry.body
-        return await self._service.run_blocking(lambda: _encoded(body(False)), size)
+        return await self._service.run_blocking(lambda: _encoded(body(False)), call.num_bytes + size)
 
     def _entry(
         self, call: _ResponsesCall, body: bytes, output: Iterable[Mapping[str, Any]] | None = None
@@ -616,7 +654,7 @@ class _Responses:
                 async for _, _, event in received:
                     if not has_begun:
                         has_begun = True
-                        yield events.begin()
+                        yield await service.run_blocking(events.begin, call.num_bytes)
                     made = await self._made(events, event)
                     if made:
                         yield made
@@ -628,13 +666,14 @@ class _Responses:
             if is_stored:
                 encoded = await self._store(call, body, size)
             else:
-                encoded = await service.run_blocking(lambda: _encoded(body(False)), size)
+                encoded = await service.run_blocking(lambda: _encoded(body(False)), call.num_bytes + size)
             yield events.last(events.status, encoded)
         except Exception as error:
             if not has_begun:
                 raise
             made, failed = events.fail(error_for(error), is_stored=False)
-            yield made + events.last("failed", _encoded(failed))
+            encoded = await service.run_blocking(lambda: _encoded(failed), call.num_bytes + events.size)
+            yield made + events.last("failed", encoded)
 
     async def _made(self, events: ResponseEvents, event: OutputEvent) -> bytes:
         """Return the events of the answer for an event of the request."""
@@ -670,27 +709,30 @@ class _Responses:
         events = ResponseEvents(how, self._token_text(call))
         try:
             async with aclosing(iter_events(self._service, call.asked, run.set_admitted)) as received:
-                store.add_events(entry, events.queue())
+                store.add_events(entry, await self._service.run_blocking(events.queue, call.num_bytes))
                 is_queued = True
                 async for _, _, event in received:
                     if is_queued:
                         is_queued = False
-                        store.add_events(entry, events.start())
-                        store.update(entry, _encoded(how.body()), entry.output)
+                        begun = await self._service.run_blocking(
+                            lambda: (events.start(), _encoded(how.body())), call.num_bytes
+                        )
+                        store.add_events(entry, begun[0])
+                        store.update(entry, begun[1], entry.output)
                     store.add_events(entry, await self._made(events, event))
             body = events.end(await _num_tokens(self._service, events.reasoning), is_stored=True)
-            encoded, output = await self._service.run_blocking(lambda: _encoded_parts(body), events.size)
         except asyncio.CancelledError:
             made, body = events.cancel()
             store.add_events(entry, made)
-            encoded, output = _encoded_parts(body)
         except Exception as error:
             if not run.admitted.done():
                 run.admitted.set_exception(error)
                 store.remove(entry)
             made, body = events.fail(error_for(error), is_stored=True)
             store.add_events(entry, made)
-            encoded, output = _encoded_parts(body)
+        run.is_ending = True
+        size = call.num_bytes + events.size
+        encoded, output = await self._service.run_blocking(lambda: _encoded_parts(body), size)
         store.update(entry, encoded, output)
         store.add_events(entry, events.last(body["status"], encoded))
         run.end()
@@ -778,7 +820,8 @@ async def _admitted(run: BackgroundRun) -> None:
 async def _stop(run: BackgroundRun) -> None:
     """Cancel a request that runs in the background, and wait for its end."""
     if run.task is not None and not run.is_over:
-        run.task.cancel()
+        if not (run.is_ending or run.task.cancelling()):
+            run.task.cancel()
         await asyncio.wait((run.task,))
 
 

@@ -387,10 +387,9 @@ class Answers:
     """Answers lines, and caches the texts of tokens in log-probabilities.
 
     Args:
-        model: the model of all servers; a line that names another is rejected.
+        model: the model of all servers; a line that names another, by none of its names, is rejected.
         adapters: returns the names of loaded adapters, each of which a line may name as its model.
         work: runs the encoding of answers.
-        aliases: further names of the model.
         max_bytes: limit of an answer's size, as estimated before it is computed; None for no limit.
     """
 
@@ -400,11 +399,10 @@ class Answers:
         work: WorkRunner = at_once,
         adapters: Callable[[], Collection[str]] = frozenset,
         *,
-        aliases: Collection[str] = (),
         max_bytes: int | None = None,
     ) -> None:
         self._adapters = adapters
-        self._names = (None, model.name, *aliases)
+        self._names = (None, model.name, *model.aliases)
         self._max_bytes = max_bytes
         self._model = model
         self._work = work

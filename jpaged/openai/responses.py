@@ -134,15 +134,20 @@ class ResponsesRequest:
         """
         (prompt,) = self.job.prompts
         messages: list[dict[str, Any]] = []
+        texts: list[list[str]] = []
         for one in prompt.messages or ():
             message, last = dict(one), messages[-1] if messages else None
             if message["role"] == "system" and last is not None and last["role"] != "system":
                 text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
                 message = {"role": "user", "content": text}
             if last is not None and message["role"] == last["role"] and message["role"] in ("system", "user"):
-                last["content"] = f"{last['content']}\n\n{message['content']}"
+                texts[-1].append(message["content"])
             else:
                 messages.append(message)
+                texts.append([message["content"]])
+        for message, parts in zip(messages, texts, strict=True):
+            if len(parts) > 1:
+                message["content"] = "\n\n".join(parts)
         return replace(self.job, prompts=(replace(prompt, messages=tuple(messages)),))
 
 

@@ -332,4 +332,4 @@ class LoadedModel:
     @property
     def names(self) -> tuple[str, ...]:
         """Names that requests may use for the model; the first one is its own."""
-        return (self.model.name, *self.config.server.served_model_aliases)
+        return (self.model.name, *self.model.aliases)

@@ -94,9 +94,10 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Properties of the model, as clients see them. A request's model must equal `name`. Limits are 0 without adapters.
+    """Properties of the model, as clients see them. Limits are 0 without adapters.
 
     Attributes:
+        name: name that a request's model must equal, unless it is one of the aliases.
         tool_call_parser: format of tool calls; "" if unknown.
         reasoning_parser: format of reasoning; "" if unknown.
         max_logprobs: maximum top log-probabilities per position; -1 for the full vocabulary.
@@ -105,6 +106,7 @@ class ModelInfo:
         lossy_kv_sinks: StreamingLLM: number of first tokens that stay visible.
         default_sampling: fields of SamplingParams and their values for requests that leave them out: those of the
             checkpoint's generation config.
+        aliases: further names of the model.
     """
 
     name: str
@@ -126,6 +128,7 @@ class ModelInfo:
     lossy_kv_window: int = 0
     lossy_kv_sinks: int = 0
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

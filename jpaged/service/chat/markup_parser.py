@@ -461,7 +461,8 @@ class MarkupParser(ToolParser):
 
     def _in_key(self) -> bool:
         found = find_first(self._waiting, self._key_ends, 0, _MAX_NAME_CHARS)
-        key = self._waiting if found is None else self._waiting[: found[0]]
+        end = len(self._waiting) - num_held(self._waiting, self._key_ends) if found is None else found[0]
+        key = self._waiting[:end]
         if "\n" in key.strip(SPACE) or (found is None and len(self._waiting) >= _MAX_NAME_CHARS):
             self._arguments.end()
             return self._give_up()
