@@ -115,7 +115,17 @@ def make_serving(
         eos_token_ids=frozenset({EOS}),
         answering=ChatOutputConfig(tokenizer, answer_format, frozenset({EOS})),
     )
-    return LoadedModel(engine, input_processor, tokenizer, MODEL, BACKEND, config, adapters, checkpoint=CHECKPOINT)
+    return LoadedModel(
+        engine,
+        input_processor,
+        tokenizer,
+        MODEL,
+        BACKEND,
+        config,
+        adapters,
+        checkpoint=CHECKPOINT,
+        hidden_size=3,
+    )
 
 
 @asynccontextmanager
