@@ -163,6 +163,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         config=resolved,
         adapters=adapters,
         grammars=grammars,
+        hidden_size=source.config.hidden_size,
         checkpoint=fingerprint(source.folder, options.model.overrides),
     )
 

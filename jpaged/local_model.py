@@ -27,10 +27,11 @@ from jpaged.engine.executor import Progress
 from jpaged.engine.sequence import OutputCallback
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable, Unsupported
 from jpaged.outputs import CounterMetric, GaugeMetric, HistogramMetric, VectorMetric
-from jpaged.sampling_params import with_defaults
+from jpaged.sampling_params import PoolingParams, with_defaults
 from jpaged.server_load import EngineLoad
 from jpaged.service.chat.output_parser import ChatOutputParser
 from jpaged.service.loaded_model import EngineClient, LoadedModel
+from jpaged.service.score_embed import EMBED_SAMPLING, errors_named
 from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.service.tokenizer_parts import keep_quiet_about_torch
 from jpaged.types import (
@@ -38,6 +39,7 @@ from jpaged.types import (
     LoadedAdapter,
     LoRARequest,
     OutputEvent,
+    Pooling,
     Prompt,
     Request,
     SamplingParams,
@@ -379,6 +381,28 @@ class LocalModel:
             with processor.naming_errors(prompt, sampling, request):
                 request = request if grammars is None else grammars.bind_now(request)
             return PreparedRequest(request, processor.answers(prompt, sampling, request), lora_request)
+
+    def _pooling_requests(
+        self,
+        prompts: GivenPrompt | Sequence[GivenPrompt],
+        given: PoolingParams,
+        lora_request: GivenLora,
+        adapter: str | None,
+        pooling: Pooling,
+    ) -> list[PreparedRequest]:
+        """Return a request with pooling for each prompt."""
+        many, _ = list_prompts(prompts)
+        loras: list[Any] = one_each("lora_request", lora_request, (LoRARequest, NoneType), len(many))
+        sampling = EMBED_SAMPLING
+        if given.truncate_prompt_tokens is not None:
+            sampling = replace(sampling, truncate_prompt_tokens=given.truncate_prompt_tokens)
+        requests: list[PreparedRequest] = []
+        for i, (one, lora) in enumerate(zip(many, loras, strict=True)):
+            with errors_named(f"prompts[{i}]"):
+                parsed = parse_prompt(one)
+                salted = sampling if parsed.cache_salt is None else replace(sampling, cache_salt=parsed.cache_salt)
+                requests.append(self._request(salted, replace(parsed.prompt, pooling=pooling), lora or adapter))
+        return requests
 
     def _find_adapter(self, given: str | LoRARequest | None) -> LoadedAdapter | None:
         """Return the adapter of a name or a LoRARequest, which is loaded if needed.

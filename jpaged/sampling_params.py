@@ -614,6 +614,17 @@ class BeamSearchParams:
         )
 
 
+POOLING_TASKS = ("embed", "token_embed")
+"""What is computed from a prompt instead of text: one vector, or one for each token."""
+
+
+def check_pooling_task(field: str, task: str) -> None:
+    """Raise Unsupported for a task that models have no head for; names the field."""
+    if task not in POOLING_TASKS:
+        known = " and ".join(map(repr, POOLING_TASKS))
+        raise Unsupported(f"{field}: {task!r} is not supported, only {known}: models have no other pooler")
+
+
 @dataclass(slots=True)
 class PoolingParams:
     """Parameters of `LLM.embed`, `LLM.encode` and `LLM.score`. Assigned values are checked when they are used.
@@ -623,7 +634,7 @@ class PoolingParams:
         dimensions: only None: vectors have the model's width.
         truncate_prompt_tokens: keep only the last N prompt tokens; -1 keeps what fits into max_model_len.
         normalize: former name of use_activation.
-        task: None or "embed", the only task.
+        task: None, "embed" or "token_embed"; None for the task of the method.
     """
 
     use_activation: bool | None = None
@@ -641,8 +652,8 @@ class PoolingParams:
             raise InvalidArgument(
                 "pooling_params.truncate_prompt_tokens", f"{kept!r} is out of range: must be an integer >= 1, or -1"
             )
-        if self.task not in (None, "embed"):
-            raise Unsupported(f"pooling_params.task: {self.task!r} is not supported, only 'embed'")
+        if self.task is not None:
+            check_pooling_task("pooling_params.task", self.task)
         if self.dimensions is not None:
             raise Unsupported(
                 f"pooling_params.dimensions: {self.dimensions} is not supported: vectors are not shortened"

@@ -256,6 +256,8 @@ HTTP: Final[dict[tuple[str, str], Permission]] = {
     ("POST", "/v1/responses/{response_id:path}/cancel"): _INFERENCE,
     ("GET", "/v1/responses/{response_id:path}/input_items"): _INFERENCE,
     ("POST", "/v1/embeddings"): _INFERENCE,
+    ("POST", "/pooling"): _INFERENCE,
+    ("POST", "/classify"): _INFERENCE,
     ("POST", "/v1/score"): _INFERENCE,
     ("POST", "/score"): _INFERENCE,
     ("POST", "/v1/rerank"): _INFERENCE,

@@ -29,26 +29,26 @@ from starlette.types import Receive, Scope, Send
 from jpaged.config import HttpOptions
 from jpaged.engine.tokenizer import Tokenizer, is_special_token
 from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument, JpagedError, ModelNotFound
+from jpaged.http.exchange import build_answer as json_answer_of
 from jpaged.http.exchange import (
-    REQUEST_ID_HEADER,
     error_for,
     get_answer_headers,
     get_caller,
     get_remaining_s,
     get_request_id,
     get_tenant,
+    name_request,
     note_ignored_fields,
     read_body,
     while_connected,
     while_there,
 )
-from jpaged.http.exchange import build_answer as json_answer_of
 from jpaged.json_text import PIECE_BYTES
 from jpaged.openai.lines import error_body
 from jpaged.openai.request import Job, Streaming, chat_job, completion_job, renamed, shown
 from jpaged.openai.response import AnswerSize, ChunkBuilder, ResponseMetadata, ShownToken, build_answer, sent_event
 from jpaged.outputs import new_completions
-from jpaged.service.calls import Call, Caller, RequestHandle, RequestRecord, require_name
+from jpaged.service.calls import Call, Caller, RequestHandle, RequestRecord
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.score_embed import num_at_once, run_all
 from jpaged.service.service import Service
@@ -159,7 +159,8 @@ async def parse_job(
     """
     began_s = time.monotonic()
     model = service.state.serving()
-    request_id, tenant, remaining_s = get_request_id(request), get_tenant(request), get_remaining_s(request)
+    tenant, remaining_s = get_tenant(request), get_remaining_s(request)
+    get_request_id(request)
     defaults = model.model.default_sampling
     if body is None:
         job = await read_body(service, request, lambda given: read(given, defaults))
@@ -167,9 +168,6 @@ async def parse_job(
         job = read(body, defaults)
         note_ignored_fields(service, request, body)
     job = with_server_defaults(job, service.state.config.http)
-    if job.request_id is not None and REQUEST_ID_HEADER not in request.headers:
-        require_name("request_id", job.request_id)
-        request_id = get_answer_headers(request)[REQUEST_ID_HEADER] = job.request_id
     try:
         size = AnswerSize(
             job.sampling,
@@ -194,7 +192,7 @@ async def parse_job(
         job=job,
         model=model,
         adapter=_adapter(model, job),
-        request_id=request_id,
+        request_id=name_request(request, job.request_id),
         tenant=tenant,
         remaining_s=remaining_s,
         caller=replace(get_caller(request), user=job.user or ""),

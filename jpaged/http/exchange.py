@@ -85,6 +85,15 @@ def get_request_id(request: Request) -> str:
     return request_id
 
 
+def name_request(request: Request, given: str | None) -> str:
+    """Return the id of a request from its header, or else `given` from its body, which the response repeats."""
+    if not given or REQUEST_ID_HEADER in request.headers:
+        return get_request_id(request)
+    require_name("request_id", given)
+    get_answer_headers(request)[REQUEST_ID_HEADER] = given
+    return given
+
+
 def get_remaining_s(request: Request) -> float | None:
     """Return the timeout of a request in seconds; None for no limit."""
     given = _header(request, TIMEOUT_HEADER)

@@ -330,8 +330,14 @@ OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
     },
     "/v1/embeddings": {
         **_OF_TEXTS,
-        "task": only("embed", advice="only vectors of whole inputs are computed"),
+        "task": only("embed", advice="/pooling has other tasks"),
     },
+    "/pooling": {
+        "data": never("IO processor plugins are not supported"),
+        "normalize": never("use `use_activation`"),
+        "pooling": never("use /v1/embeddings"),
+    },
+    "/classify": {"normalize": never("use `use_activation`")},
     "/v1/score": {
         **_OF_TEXTS,
         "use_activation": hint(bool),
@@ -480,7 +486,7 @@ OF_ANY = frozenset(
         *("system", "stop_sequences", "thinking", "output_config", "output_format", "metadata", "context_management"),
         *("pooling", "encoding_format", "dimensions", "normalize", "use_activation", "continuations"),
         *("text_1", "text_2", "data_1", "data_2", "queries", "items", "query", "documents", "top_n"),
-        *("return_documents", "tokens", "return_token_strs"),
+        *("return_documents", "tokens", "return_token_strs", "task"),
     }
 )
 """Fields that some path reads."""

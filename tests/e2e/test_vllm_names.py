@@ -309,6 +309,25 @@ def test_vectors_and_similarities(open_model: Open) -> None:
         PoolingParams(dimensions=3)
 
 
+async def test_every_token_has_a_vector(open_model: Open) -> None:
+    llm, engine = open_model(), open_model(AsyncLLM)
+    raw = PoolingParams(use_activation=False)
+    (one,) = llm.encode([IDS], raw, pooling_task="token_embed")
+    values_te = one.outputs.data
+    assert isinstance(values_te, np.ndarray) and values_te.shape[0] == len(IDS) == len(one.prompt_token_ids)
+    for length in (1, len(IDS)):  # causal: a token's state is that of the prompt that ends with it
+        assert values_te[length - 1].tolist() == list(llm.embed([IDS[:length]])[0].values)
+    (units,) = llm.encode([IDS], PoolingParams(task="token_embed"))
+    assert np.allclose(np.linalg.norm(np.asarray(units.outputs.data), axis=1), 1.0)
+    params = PoolingParams(use_activation=False, task="token_embed")
+    found = [one async for one in engine.encode({"prompt_token_ids": IDS}, params, "a")]
+    assert np.array_equal(found[0].outputs.data, values_te)
+    with pytest.raises(Unsupported, match="use encode"):
+        llm.embed([IDS], pooling_params=PoolingParams(task="token_embed"))
+    with pytest.raises(InvalidArgument, match="pooling: 'all'"):
+        llm.embed([IDS], pooling="all")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "error", "problem"),
     [

@@ -116,7 +116,17 @@ def make_serving(
         answering=ChatOutputConfig(tokenizer, answer_format, frozenset({EOS})),
     )
     model = replace(MODEL, aliases=tuple(config.server.served_model_aliases))
-    return LoadedModel(engine, input_processor, tokenizer, model, BACKEND, config, adapters, checkpoint=CHECKPOINT)
+    return LoadedModel(
+        engine,
+        input_processor,
+        tokenizer,
+        model,
+        BACKEND,
+        config,
+        adapters,
+        checkpoint=CHECKPOINT,
+        hidden_size=3,
+    )
 
 
 @asynccontextmanager
