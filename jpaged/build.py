@@ -735,5 +735,6 @@ def _model_info(
         max_logprobs=resolved.model.max_logprobs,
         lossy_kv_window=resolved.lossy.lossy_kv_window or 0,
         lossy_kv_sinks=geometry.num_sink_tokens,
+        state_bytes_per_sequence=geometry.state_bytes,
         default_sampling=read_default_sampling(source.folder, resolved.model),
     )

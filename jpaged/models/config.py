@@ -204,6 +204,11 @@ class ModelConfig:
         return sum(bool(kind.states) for kind in self.layer_kinds)
 
     @property
+    def num_attention_layers(self) -> int:
+        """Layers that store keys and values."""
+        return self.num_layers - self.num_recurrent_layers
+
+    @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
         """Attention kind of each layer."""
         return tuple(kind.attention for kind in self.layer_kinds)

@@ -48,9 +48,9 @@ class StateArray:
     shape: tuple[int, ...]
     dtype: str | None = None
 
-    def num_bytes(self, model_dtype: np.dtype, num_parts: int = 1) -> int:
-        """Return the bytes of one of `num_parts` equal parts."""
-        return math.prod(self.shape) * self.get_dtype(model_dtype).itemsize // num_parts
+    def num_bytes(self, model_dtype: np.dtype) -> int:
+        """Return the bytes of the array."""
+        return math.prod(self.shape) * self.get_dtype(model_dtype).itemsize
 
     def get_dtype(self, model_dtype: np.dtype) -> np.dtype:
         """Return the type of the numbers."""
@@ -183,6 +183,12 @@ def get_states(kinds: Iterable[LayerKind]) -> tuple[int, tuple[StateArray, ...]]
     """Return the number of recurrent layers, and the state of each of them; (0, ()) without any."""
     found = [kind.states for kind in kinds if kind.states]
     return len(found), found[0] if found else ()
+
+
+def count_state_bytes(kinds: Iterable[LayerKind], model_dtype: np.dtype) -> int:
+    """Return the bytes of the recurrent state of a sequence, in all layers."""
+    num_layers, states = get_states(kinds)
+    return num_layers * sum(one.num_bytes(model_dtype) for one in states)
 
 
 def group_kinds(kinds: Sequence[LayerKind], max_model_len: int, units: Units | None = None) -> KVGroups:

@@ -105,6 +105,7 @@ class ModelInfo:
         lossy_kv_sinks: StreamingLLM: number of first tokens that stay visible.
         default_sampling: fields of SamplingParams and their values for requests that leave them out: those of the
             checkpoint's generation config.
+        state_bytes_per_sequence: bytes of the recurrent state of a sequence, all layers; 0 without recurrent layers.
     """
 
     name: str
@@ -126,6 +127,7 @@ class ModelInfo:
     lossy_kv_window: int = 0
     lossy_kv_sinks: int = 0
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    state_bytes_per_sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True)

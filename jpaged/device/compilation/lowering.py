@@ -69,7 +69,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.kernels.recurrence import StatefulPool
 from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
 from jpaged.models.config import ModelConfig
-from jpaged.models.layer_kinds import KVGroups, LayerKind, get_stacks, get_states, group_kinds
+from jpaged.models.layer_kinds import KVGroups, LayerKind, count_state_bytes, get_stacks, group_kinds
 from jpaged.models.layers import Params
 from jpaged.models.model import MatricesOf, Model, dense_formats
 from jpaged.models.stack import LayerMode
@@ -132,8 +132,7 @@ def _sized_step(
     cascade = cascade_costs(
         chosen.backend, layout.local, kinds, config.num_heads // (num_parts // dp_size), num_contexts
     )
-    num_recurrent, states = get_states(config.layer_kinds)
-    state_bytes = num_recurrent * sum(one.num_bytes(model.dtype) for one in states)
+    state_bytes = count_state_bytes(config.layer_kinds, model.dtype)
     max_num_steps, sampler = max_steps_of_dispatch(options, mesh), choose_kernel(chosen.backend, mesh.size, vocab_size)
     geometry = Geometry(
         num_blocks=layout.num_blocks,
