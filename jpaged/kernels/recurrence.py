@@ -1,7 +1,7 @@
 """Recurrent layers over packed rows: the state of each sequence, and the short convolution. XLA is the reference.
 
 A sequence has a slot in each array of states, `[L, N, ...]`, and slot 0 is for padding. A step reads the state of each
-row from one slot and writes it to another. So a fork costs no copy: its first step reads the slot of its parent.
+row from one slot and writes it to another. So a fork costs no copy: the first step reads the parent's slot.
 
     slot      0   1   2   3   4
     row 0         r                     the last holder of a slot writes it in place
@@ -80,7 +80,7 @@ class StatefulPool:
     """
 
     kv: Any
-    states: tuple[jax.Array, ...]
+    states: tuple[Any, ...]
 
     def with_kv(self, kv: Any) -> StatefulPool:
         """Return the states with another pool."""

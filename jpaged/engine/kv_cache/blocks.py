@@ -258,7 +258,7 @@ class SequenceBlocks:
 class StateSlots:
     """Allocator of slots for recurrent state, numbered from 1; the only writer of their reference counts.
 
-    A sequence holds one slot, from its first step until it is released. A fork shares the slot of its parent. The first
+    A sequence holds one slot, from its first step until it is released. A fork shares the parent's slot. The first
     of them that runs gets a new slot, for which its step reads the shared one; the last one writes in place. So there
     are never more slots in use than sequences.
     """
@@ -307,7 +307,7 @@ class StateSlots:
         kv.hold_state(0, 0)
 
     def check(self, handles: Iterable[SequenceBlocks]) -> None:
-        """Raise InternalError unless each slot is free or held as often as its count says."""
+        """Raise InternalError if a reference count differs from the number of holders."""
         held = Counter(kv.state_slot for kv in handles if kv.state_slot)
         for slot, count in enumerate(self._ref_counts[1:], 1):
             if count != held[slot] or (count == 0) != (slot in self._free):

@@ -64,8 +64,10 @@ def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
 def _read_inner(fields: JsonFields) -> int:
     """Return the width of the feed-forward: two thirds of the config's, times a factor, rounded up to a multiple."""
     inner = fields.integer("block_ff_dim", fields.integer("intermediate_size", 12288), maximum=MAX_WIDTH)
-    factor = None if fields.value("block_ffn_dim_multiplier", 1.0) is None else fields.number(
-        "block_ffn_dim_multiplier", 1.0
+    factor = (
+        None
+        if fields.value("block_ffn_dim_multiplier", 1.0) is None
+        else fields.number("block_ffn_dim_multiplier", 1.0)
     )
     multiple = fields.integer("block_multiple_of", 256, maximum=MAX_WIDTH)
     if not fields.flag("block_auto_adjust_ff_dim", True):
@@ -137,7 +139,5 @@ def taps(name: str, width: int, num_taps: int) -> Leaf:
 
 
 ARCHITECTURES = {
-    "Lfm2ForCausalLM": dataclasses.replace(
-        decoder_family("lfm2", _read, _to_hf, _NAMES), layer_leaves=_layer_leaves
-    ),
+    "Lfm2ForCausalLM": dataclasses.replace(decoder_family("lfm2", _read, _to_hf, _NAMES), layer_leaves=_layer_leaves),
 }
