@@ -93,6 +93,13 @@ class ModelSource:
         return frozenset(self.config.eos_token_ids) or self.tokenizer.eos_token_ids
 
 
+RECURRENT = (
+    "recurrent state is neither cached nor swapped: enable_prefix_caching is False, swap_space 0, and preempted "
+    "requests are recomputed"
+)
+"""Line that is logged for models with recurrent layers."""
+
+
 def build(
     options: EngineConfig,
     progress: Progress = ignore_progress,
@@ -131,6 +138,9 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
     if (transfer := options.cache.kv_transfer) is not None:
         import_connector(transfer)  # errors before weights are read
     source, model, places = _place(options, progress, starts_templates=not is_offline)
+    if model.config.num_recurrent_layers:
+        options = options.for_recurrent(model.config.architecture)
+        _say((RECURRENT,), progress)
     if is_offline and options.startup.wait_for_all_programs is None:
         options = options.replace(wait_for_all_programs=not _has_equal_programs(model, options, places[0]))
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
@@ -323,6 +333,8 @@ def preview(options: EngineConfig) -> Preview:
     device = first_device(where.mesh)
     attention = DeviceAttention.on(model, options, where.mesh)
     sizes = attention.sizes()
+    if model.config.num_recurrent_layers:
+        options = options.for_recurrent(model.config.architecture)
     held = int(weight_bytes(model.config, model.dtype.itemsize, where.num_parts) / num_stages(where.mesh))
     memory = DeviceMemory.of(device, 0, where.mesh.size * num_places)
     linear_backend = choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode)
@@ -724,6 +736,7 @@ def _model_info(
         max_logprobs=resolved.model.max_logprobs,
         lossy_kv_window=resolved.lossy.lossy_kv_window or 0,
         lossy_kv_sinks=geometry.num_sink_tokens,
+        state_bytes_per_sequence=geometry.state_bytes,
         default_sampling=read_default_sampling(source.folder, resolved.model),
         aliases=resolved.server.served_model_aliases,
     )

@@ -43,6 +43,7 @@ from jpaged.errors import InternalError, InvalidArgument
 _OF_COMPILERS = ("XLA_", "TF_XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
 _WITH_HEAD: Mapping[str, Any] = {"num_scheduler_steps": 1, "swap_space": 0.0}
 _WITH_DP_ATTENTION: Mapping[str, Any] = {"swap_space": 0.0}
+_WITH_STATE: Mapping[str, Any] = {"swap_space": 0.0, "enable_prefix_caching": False}
 ENVIRONMENT: Mapping[str, str] = {
     "JPAGED_CACHE_DIR": "directory of the compiled-program cache; empty disables the cache",
     "JPAGED_API_KEY": "API key that clients and commands send",
@@ -243,6 +244,41 @@ class EngineConfig:
             if value != only:
                 raise InvalidArgument(name, f"is on, and does not support {other} {value}; it must be {only}")
         return self.replace(**_WITH_DP_ATTENTION)
+
+    def check_recurrent(self, architecture: str) -> None:
+        """Reject options that conflict with recurrent layers.
+
+        Raises:
+            InvalidArgument: names the first such option.
+        """
+        refused: dict[str, tuple[object, object]] = {
+            "context_parallel_size": (self.parallel.context_parallel_size, 1),
+            "pipeline_parallel_size": (self.parallel.pipeline_parallel_size, 1),
+            "num_processes": (self.parallel.num_processes or 1, 1),
+            "kv_policy": (self.cache.kv_policy, "paged"),
+            "speculative_config": (self.scheduler.speculative_config, None),
+            "enable_lora": (self.lora.enable_lora or bool(self.lora.lora), False),
+            "kv_events_endpoint": (self.kv_events.kv_events_endpoint, None),
+            "role": (self.roles.role, "both"),
+            "compiled": (self.startup.compiled, None),
+            "lossy_kv_window": (self.lossy.lossy_kv_window, None),
+        }
+        if (store := self.cache.store_option) is not None:
+            refused[store] = (self.cache.described_store(), None)
+        for name, (value, only) in refused.items():
+            if value != only:
+                raise InvalidArgument(
+                    name, f"is {value}, but {architecture} has recurrent state, which requires {only}"
+                )
+
+    def for_recurrent(self, architecture: str) -> EngineConfig:
+        """Return these options for a model with recurrent layers, whose state is never shared with other requests.
+
+        Raises:
+            InvalidArgument: as `check_recurrent`.
+        """
+        self.check_recurrent(architecture)
+        return self.replace(**_WITH_STATE)
 
     @property
     def has_draft(self) -> bool:

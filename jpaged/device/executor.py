@@ -56,6 +56,7 @@ from jpaged.device.model_runner import (
     ModelRunner,
     PackedForward,
     PendingHostCopies,
+    ServedPool,
     unpack_aux,
     unpack_outputs,
 )
@@ -178,8 +179,9 @@ class JaxExecutor:
         shardings = jax.tree.map(lambda struct: struct.sharding, abstract)
         zeros = functools.partial(jax.tree.map, lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
         counts = jax.jit(zeros, out_shardings=shardings)()
+        served_pool = ServedPool(self._pool, step.abstract_states(geometry.max_num_seqs))
         self._runner = ModelRunner(
-            params, last_tokens, (packings, several), self._pool, self._programs, counts, geometry.vocab_size
+            params, last_tokens, (packings, several), served_pool, self._programs, counts, geometry.vocab_size
         )
         self._pending_copies = PendingHostCopies()
         self._drafter = build_drafter(step, geometry, draft_params, self._runner, self._programs)

@@ -14,6 +14,7 @@ from jpaged.models.families import (
     gpt2,
     gpt_neox,
     gpt_oss,
+    lfm2,
     llama,
     opt,
     phi3,
@@ -24,7 +25,7 @@ from jpaged.models.family import AnyFamily
 
 _FAMILIES = (
     *(llama, qwen_moe, gpt_oss, deepseek, gemma, phi3),
-    *(gpt2, gpt_neox, falcon, opt, variants),
+    *(gpt2, gpt_neox, falcon, opt, lfm2, variants),
 )
 
 ARCHITECTURES: Mapping[str, AnyFamily] = {

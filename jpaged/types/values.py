@@ -107,6 +107,7 @@ class ModelInfo:
         default_sampling: fields of SamplingParams and their values for requests that leave them out: those of the
             checkpoint's generation config.
         aliases: further names of the model.
+        state_bytes_per_sequence: bytes of the recurrent state of a sequence, all layers; 0 without recurrent layers.
     """
 
     name: str
@@ -129,6 +130,7 @@ class ModelInfo:
     lossy_kv_sinks: int = 0
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
+    state_bytes_per_sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True)

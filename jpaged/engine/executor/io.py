@@ -270,6 +270,8 @@ class Geometry:
         num_speculative_tokens: tokens that a draft model on the device proposes to a row in a round; 0 without one.
         dp_size: devices that each hold all blocks of some sequences (data-parallel attention); 1 if there is one pool
             for all. Rank r has the blocks r * N / dp_size + 1 to (r + 1) * N / dp_size.
+        state_bytes: recurrent state of a sequence, all layers; 0 without recurrent layers. There is a slot for each of
+            the max_num_seqs rows, numbered from 1.
     """
 
     num_blocks: int
@@ -289,6 +291,7 @@ class Geometry:
     num_aux: int = MIN_BUCKET
     num_speculative_tokens: int = 0
     dp_size: int = 1
+    state_bytes: int = 0
 
     @property
     def max_num_seqs_of_rank(self) -> int:
@@ -667,6 +670,8 @@ class StepInputs:
         run_starts_s1: [S + 1]; run g is the rows run_starts[g] to run_starts[g + 1]. num_rows beyond num_runs.
         num_runs: runs in use, which cover the rows in use; 0 if no two rows share a prefix.
         num_tokens: tokens in use.
+        state_sources_s: slot from which each row's recurrent state is read; unused by a row that begins its sequence.
+        state_slots_s: slot to which it is written; 0 beyond num_rows, and for rows without tokens.
     """
 
     token_ids_t: I32
@@ -686,6 +691,8 @@ class StepInputs:
     run_starts_s1: I32
     num_runs: int
     num_tokens: int
+    state_sources_s: I32
+    state_slots_s: I32
 
     def further(self, num_steps: int, block_size: int) -> Iterator[StepInputs]:
         """Yield the inputs of the next `num_steps - 1` steps of rows with one token each, sampled by the step before.
@@ -712,6 +719,7 @@ class StepInputs:
                 rope_lens_t=rope_lens_kt[i],
                 slots_gt=np.ascontiguousarray(slots_gkt[:, i]),
                 kv_lens_s=kv_lens_ks[i],
+                state_sources_s=self.state_slots_s,
             )
 
     @property

@@ -64,6 +64,7 @@ class DecoderConfig(ModelConfig):
         logit_cap: logits become cap * tanh(logits / cap); None leaves them.
         outgrows_keys: a sequence that grows beyond the length of pretraining has all its keys recomputed; else existing
             keys stay.
+        conv_len: tokens that a short convolution reads, with its own (K), in recurrent layers; 0 without any.
     """
 
     kinds: tuple[LayerKind, ...] = ()
@@ -91,6 +92,7 @@ class DecoderConfig(ModelConfig):
     logit_bias: bool = False
     logit_cap: float | None = None
     outgrows_keys: bool = False
+    conv_len: int = 0
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)

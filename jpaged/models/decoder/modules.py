@@ -16,6 +16,7 @@ import numpy as np
 
 from jpaged.kernels import matmul
 from jpaged.kernels.experts import ExpertsKernel, ExpertWeights, apply_experts, route
+from jpaged.kernels.recurrence import RecurrentRows, read_states, short_convolution, write_states
 from jpaged.models import rope
 from jpaged.models.config import Mixture
 from jpaged.models.decoder.config import DecoderConfig, QueryScale
@@ -163,6 +164,7 @@ class Shared:
         experts: see `TokenBatch`. Static.
         states: see `TokenBatch`. Static.
         query_scales_t: a factor of each token's queries, float32; None is none.
+        recurrent: see `TokenBatch`.
     """
 
     angles: tuple[Any, ...]
@@ -171,6 +173,7 @@ class Shared:
     experts: ExpertsKernel | None = dataclasses.field(default=None, metadata={"static": True})
     states: StateShardings | None = dataclasses.field(default=None, metadata={"static": True})
     query_scales_t: jax.Array | None = None
+    recurrent: RecurrentRows | None = None
 
 
 def make_norm(config: DecoderConfig, dtype: np.dtype) -> RMSNorm | LayerNorm:
@@ -286,6 +289,30 @@ class Attention(Module):
         return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
 
 
+class GatedConvolution(Module):
+    """A short convolution between two gates (LFM2): out(c * conv(b * x)), with b, c and x from one projection."""
+
+    def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> None:
+        width = config.hidden_size
+        self.project = Linear(width, (3, width), False, dtype, rngs)
+        self.taps = Param(normal(rngs.next_key(), (width, config.conv_len), dtype))
+        self.out = Linear(width, (width,), False, dtype, rngs)
+
+    def attend(
+        self, x_te: jax.Array, norm: Norm | None, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
+    ) -> tuple[jax.Array, Any]:
+        """See `AttentionModule`; the state is the window of b * x, `[E * (K - 1)]`."""
+        rows, taps_ek = shared.recurrent, self.taps[...]
+        assert rows is not None
+        projected = self.project(x_te, shared.rows, norm=norm)
+        b_te, c_te, x_te = (projected[:, part] for part in range(3))
+        (state_sf,) = read_states(carry, rows, place.index, place.kind.blank_states(x_te.dtype))
+        window_sek = state_sf.reshape(len(state_sf), len(taps_ek), -1)
+        y_te, window_sek = short_convolution(b_te * x_te, window_sek, taps_ek, rows)
+        carry = write_states(carry, rows, place.index, [window_sek.reshape(state_sf.shape)])
+        return c_te * y_te.astype(x_te.dtype), carry
+
+
 def _unit_norm(x_thd: jax.Array, eps: float) -> jax.Array:
     """Divide each head by its root mean square."""
     means = RMSNorm.measure(x_thd)[..., None] / x_thd.shape[-1]
@@ -362,7 +389,8 @@ class DecoderLayer(Module):
     def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys, kind: LayerKind) -> None:
         has_two = config.residual != "shared" and config.pre_norms
         self.attention_norm = make_norm(config, dtype) if config.pre_norms else None
-        self.attention = self.make_attention(config, dtype, rngs)
+        make = self.make_recurrent if kind.states else self.make_attention
+        self.attention = make(config, dtype, rngs)
         self.mlp_norm = make_norm(config, dtype) if has_two else None
         self.mlp: MLP | MixtureOfExperts
         if kind.is_sparse and config.mixture is not None:
@@ -378,6 +406,11 @@ class DecoderLayer(Module):
     def make_attention(config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> AttentionModule:
         """Return the attention of a layer; families may override it."""
         return Attention(config, dtype, rngs)
+
+    @staticmethod
+    def make_recurrent(config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> AttentionModule:
+        """Return the replacement of attention in a recurrent layer; families may override it."""
+        return GatedConvolution(config, dtype, rngs)
 
     def __call__(
         self, x: Measured, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
@@ -471,7 +504,11 @@ class DecoderEnds(Ends):
             return jax.lax.optimization_barrier(made if heads is None else heads.angles(*made))
 
         scales_t = None if config.query_scale is None else _query_scales(config.query_scale, tokens.positions_t)
-        return Shared(tuple(map(angles, config.ropes)), tokens.rows, heads, tokens.experts, tokens.states, scales_t)
+        recurrent = tokens.recurrent
+        if recurrent is None and any(kind.states for kind in config.layer_kinds):
+            recurrent = RecurrentRows.one(len(tokens.ids_t))
+        made = tuple(map(angles, config.ropes))
+        return Shared(made, tokens.rows, heads, tokens.experts, tokens.states, scales_t, recurrent)
 
     def end(self, x: Measured) -> jax.Array:
         """See `Ends`."""

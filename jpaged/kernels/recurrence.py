@@ -1,0 +1,142 @@
+"""Recurrent layers over packed rows: the state of each sequence, and the short convolution. XLA is the reference.
+
+A sequence has a slot in each array of states, `[L, N, ...]`, and slot 0 is for padding. A step reads the state of each
+row from one slot and writes it to another. So a fork costs no copy: the first step reads the parent's slot.
+
+    slot      0   1   2   3   4
+    row 0         r                     the last holder of a slot writes it in place
+    row 1             r   w             a slot that others share is read, and the result is in a new one
+    row 2                     w         a sequence that begins reads nothing: its state is zero
+
+All rows are read before the first one is written, so one row may take over the slot of another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class RecurrentRows:
+    """The rows of a step, as recurrent layers read them.
+
+    Attributes:
+        starts_s1: first packed token of each row, and the end.
+        is_first_s: the row begins its sequence.
+        sources_s: slot from which the state is read.
+        slots_s: slot to which it is written; 0 for padding.
+        rows_t: row of each token.
+        offsets_t: tokens of the same row before each token.
+    """
+
+    starts_s1: jax.Array
+    is_first_s: jax.Array
+    sources_s: jax.Array
+    slots_s: jax.Array
+    rows_t: jax.Array
+    offsets_t: jax.Array
+
+    @classmethod
+    def of(
+        cls,
+        starts_s1: jax.Array,
+        is_first_s: jax.Array,
+        sources_s: jax.Array,
+        slots_s: jax.Array,
+        num_tokens: int,
+    ) -> RecurrentRows:
+        """Return the rows of a step of `num_tokens` packed tokens, including padding."""
+        t, last = jnp.arange(num_tokens, dtype=jnp.int32), len(starts_s1) - 2
+        rows_t = jnp.minimum((t[:, None] >= starts_s1[None, 1:]).sum(axis=1, dtype=jnp.int32), last)
+        return cls(starts_s1, is_first_s, sources_s, slots_s, rows_t, t - starts_s1[rows_t])
+
+    @classmethod
+    def one(cls, num_tokens: int) -> RecurrentRows:
+        """Return a single row, which begins its sequence."""
+        zero = jnp.zeros(1, jnp.int32)
+        return cls.of(jnp.array([0, num_tokens], jnp.int32), jnp.ones(1, bool), zero, zero, num_tokens)
+
+    @property
+    def lens_s(self) -> jax.Array:
+        """Tokens of each row."""
+        return self.starts_s1[1:] - self.starts_s1[:-1]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class StatefulPool:
+    """The KV pool together with the states of recurrent layers.
+
+    Attributes:
+        kv: the pool.
+        states: for each array of a layer, `[L, N, ...]`: all recurrent layers and slots.
+    """
+
+    kv: Any
+    states: tuple[Any, ...]
+
+    def with_kv(self, kv: Any) -> StatefulPool:
+        """Return the states with another pool."""
+        return StatefulPool(kv, self.states)
+
+
+def read_states(
+    carry: Any, rows: RecurrentRows, layer: jax.Array, blank: Sequence[tuple[tuple[int, ...], Any]]
+) -> list[jax.Array]:
+    """Return the state of each row, `[S, ...]`: zeros for a sequence that begins, and if the carry has no states.
+
+    Args:
+        carry: of the layers: a `StatefulPool`, or anything else for a pass that keeps no state.
+        layer: int32 scalar: index among the recurrent layers.
+        blank: shape and type of one sequence's arrays.
+    """
+    num_rows = len(rows.slots_s)
+    if not isinstance(carry, StatefulPool):
+        return [jnp.zeros((num_rows, *shape), dtype) for shape, dtype in blank]
+    found = [states[layer, rows.sources_s] for states in carry.states]
+    return [jnp.where(rows.is_first_s.reshape(-1, *[1] * (x.ndim - 1)), 0, x).astype(x.dtype) for x in found]
+
+
+def write_states(carry: Any, rows: RecurrentRows, layer: jax.Array, states: Sequence[jax.Array]) -> Any:
+    """Return the carry with the state of each row in its slot."""
+    if not isinstance(carry, StatefulPool):
+        return carry
+    written = (old.at[layer, rows.slots_s].set(new) for old, new in zip(carry.states, states, strict=True))
+    return dataclasses.replace(carry, states=tuple(written))
+
+
+def short_convolution(
+    u_te: jax.Array, window_sek: jax.Array, weights_ek: jax.Array, rows: RecurrentRows
+) -> tuple[jax.Array, jax.Array]:
+    """Return the causal depthwise convolution of each row, float32 `[T, E]`, and the windows after the step.
+
+    Each output is the sum of K products. It depends on no other row, nor on where a prompt is cut.
+
+    Args:
+        window_sek: the K - 1 inputs before the step, oldest first, `[S, E, K - 1]`.
+        weights_ek: `[E, K]`; the last one multiplies the token itself.
+    """
+    num_before = weights_ek.shape[1] - 1
+    weights_ek = weights_ek.astype(jnp.float32)
+    y_te = u_te.astype(jnp.float32) * weights_ek[:, num_before]
+    for back in range(1, num_before + 1):
+        earlier_te = jnp.pad(u_te, ((back, 0), (0, 0)))[: len(u_te)]
+        column_t = jnp.clip(num_before - back + rows.offsets_t, 0, num_before - 1)
+        kept_te = window_sek[rows.rows_t, :, column_t]
+        x_te = jnp.where((rows.offsets_t >= back)[:, None], earlier_te, kept_te)
+        y_te = y_te + x_te.astype(jnp.float32) * weights_ek[:, num_before - back]
+    ends_s, lens_s, s = rows.starts_s1[1:], rows.lens_s, jnp.arange(len(window_sek))
+    columns = []
+    for column in range(num_before):
+        back = num_before - column
+        new_se = u_te[jnp.maximum(ends_s - back, 0)]
+        old_se = window_sek[s, :, jnp.minimum(column + lens_s, num_before - 1)]
+        columns.append(jnp.where((lens_s >= back)[:, None], new_se, old_se))
+    return y_te, jnp.stack(columns, axis=-1).astype(window_sek.dtype)
