@@ -368,8 +368,10 @@ def pooling_body(
 
     def data() -> Iterator[dict[str, Any]]:
         for i, values in enumerate(found):
-            is_array = isinstance(values, np.ndarray) and job.encoding == "float"
-            shown_values = Items(partial(_rows, values)) if is_array else _encoded(values, job.encoding)
+            if isinstance(values, np.ndarray) and job.encoding == "float":
+                shown_values: object = Items(partial(_rows, values))
+            else:
+                shown_values = _encoded(values, job.encoding)
             yield {"index": i, "object": "pooling", "data": shown_values}
 
     return {"id": f"pooling-{job.request_id}", **_body(model, Items(data), prompt_tokens)}

@@ -205,7 +205,7 @@ def get_token_embeddings(output: RequestOutput, *, normalize: bool = False) -> N
     if not normalize:
         return values_te
     lengths_t1 = np.linalg.norm(values_te, axis=1, keepdims=True)
-    return values_te / np.where(lengths_t1 == 0, np.float32(1), lengths_t1)
+    return np.divide(values_te, np.where(lengths_t1 == 0, 1, lengths_t1), dtype=np.float32)
 
 
 def get_pooling_output(output: RequestOutput, *, normalize: bool) -> PoolingRequestOutput[PoolingOutput]:

@@ -33,7 +33,8 @@ from jpaged.device.model_runner import EDIT_WORDS, NUM_COUNT_WORDS, ROW_WORDS, D
 from jpaged.device.speculative.dispatch import SpeculatePacking
 from jpaged.device.speculative.step import packed_speculate
 from jpaged.device.step import Step, forward_packing, packed_decode
-from jpaged.engine.executor.io import NUM_SINGLES, AuxKind, num_mask_words
+from jpaged.engine.executor.aux_io import AuxKind
+from jpaged.engine.executor.io import NUM_SINGLES, num_mask_words
 from jpaged.kernels.kv_layout import KVForm
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.sampling import choose_kernel

@@ -12,7 +12,7 @@ import pytest
 
 from jpaged import json_text
 from jpaged.errors import AlreadyExists, InvalidArgument, LimitExceeded, NotFound, QueueFull, RequestTooLong
-from jpaged.http.responses import BackgroundRun, ReferredItems, ResponseStore, StoredResponse, StoredTurn
+from jpaged.http.response_store import BackgroundRun, ReferredItems, ResponseStore, StoredResponse, StoredTurn
 from jpaged.openai.request import LenientBody
 from jpaged.openai.response_input import custom_input, open_reasoning, seal_reasoning
 from jpaged.openai.responses import StoredTurns, continued_items, listed_items, parse_responses_request

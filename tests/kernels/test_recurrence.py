@@ -39,7 +39,8 @@ def test_a_convolution_does_not_depend_on_where_a_sequence_is_cut(num_taps: int)
         ([2, 9, 3], [(3, 1), (2, 2), (1, 3)]),  # two rows exchange their slots
     ]
     states = jnp.full((2, NUM_SLOTS, WIDTH * (num_taps - 1)), 7.0, jnp.float32)
-    carry, done, got = StatefulPool((), (states,)), [0, 0, 5], [[], [], []]
+    carry, done = StatefulPool((), (states,)), [0, 0, 5]
+    got: list[list[np.ndarray]] = [[], [], []]
 
     @jax.jit
     def step(carry: StatefulPool, u_te: jax.Array, rows: RecurrentRows) -> tuple[jax.Array, StatefulPool]:

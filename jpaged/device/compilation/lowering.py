@@ -64,8 +64,10 @@ from jpaged.device.step_costs import cascade_costs
 from jpaged.device.step_sizes import DeviceAttention, StepSizes
 from jpaged.device.transfers import MAX_ON_THE_WAY, content_bytes, lower_move, move_sizes, num_host_blocks
 from jpaged.engine.executor import BucketTable, Geometry, Progress
-from jpaged.engine.executor.io import AUX_IDS, NUM_SINGLES, AuxKind, num_mask_words
+from jpaged.engine.executor.aux_io import AUX_IDS, AuxKind
+from jpaged.engine.executor.io import NUM_SINGLES, num_mask_words
 from jpaged.errors import InvalidArgument
+from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.recurrence import StatefulPool
 from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
 from jpaged.models.config import ModelConfig
@@ -118,17 +120,7 @@ def _sized_step(
     vocab_size, model = model.config.vocab_size, MeshPlacement.of(model, mesh, layer_mode).model
     config, kinds = model.config, model.config.attention_kinds  # the chosen layout is one device's part
     groups, in_stages = _kv_groups(config.layer_kinds, sizes, layer_mode, mesh), num_stages(mesh)
-    layout = dataclasses.replace(
-        chosen.layout,
-        num_layers=groups.num_layers * in_stages,
-        num_stages=in_stages,
-        num_blocks=num_blocks * dp_size,
-        block_size=sizes.block_size,
-        num_kv_heads=config.num_kv_heads,
-        num_shards=num_parts // dp_size,
-        num_context_parts=num_contexts,
-        dp_size=dp_size,
-    )
+    layout = _pool_layout(chosen.layout, groups, config, sizes, num_blocks, mesh)
     cascade = cascade_costs(
         chosen.backend, layout.local, kinds, config.num_heads // (num_parts // dp_size), num_contexts
     )
@@ -174,6 +166,24 @@ def _sized_step(
         overlaps_sums=overlaps_sums(model, layer_mode, mesh, has_adapters=geometry.max_loras > 0),
     )
     return step, geometry
+
+
+def _pool_layout(
+    layout: KVLayout, groups: KVGroups, config: ModelConfig, sizes: StepSizes, num_blocks: int, mesh: Mesh
+) -> KVLayout:
+    """Return a backend's layout with the sizes of the pool; `num_blocks` are those of one device's part."""
+    in_stages, dp_size = num_stages(mesh), get_dp_size(config, mesh)
+    return dataclasses.replace(
+        layout,
+        num_layers=groups.num_layers * in_stages,
+        num_stages=in_stages,
+        num_blocks=num_blocks * dp_size,
+        block_size=sizes.block_size,
+        num_kv_heads=config.num_kv_heads,
+        num_shards=num_shards(mesh) // dp_size,
+        num_context_parts=num_context_parts(mesh),
+        dp_size=dp_size,
+    )
 
 
 def _kv_groups(kinds: tuple[LayerKind, ...], sizes: StepSizes, layer_mode: LayerMode, mesh: Mesh) -> KVGroups:

@@ -59,15 +59,8 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.io import (
-    EDIT_DTYPE,
-    SINGLE_DTYPE,
-    AuxInputs,
-    AuxKind,
-    AuxOutputs,
-    LogitsProcessorInputs,
-    TokenCountReset,
-)
+from jpaged.engine.executor.aux_io import AuxInputs, AuxKind, AuxOutputs
+from jpaged.engine.executor.io import EDIT_DTYPE, SINGLE_DTYPE, LogitsProcessorInputs, TokenCountReset
 from jpaged.errors import InternalError, Unavailable
 from jpaged.types import Adapter
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import BEYOND_TOKENS, I32, StepOutputs
-from jpaged.engine.executor.io import AuxOutputs
+from jpaged.engine.executor.aux_io import AuxOutputs
 from jpaged.engine.output.beam import Beam, BeamSearch
 from jpaged.engine.scheduler.aux_inputs import AuxRequest, StepAux
 from jpaged.engine.scheduler.output import SampledRows

@@ -34,7 +34,7 @@ from jpaged.device.multihost.handshake import Leader, follow, gather, get_facts,
 from jpaged.device.transfers import AddressableShards
 from jpaged.distributed_env import MultiHost
 from jpaged.engine.executor import StepOutputs
-from jpaged.engine.executor.io import AuxOutputs
+from jpaged.engine.executor.aux_io import AuxOutputs
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable
 
 TOKENS = np.asarray([3, 1, 4], np.int32)
