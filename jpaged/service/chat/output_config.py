@@ -378,7 +378,7 @@ def _search_pattern(pattern: str) -> str:
 
 
 def _listed_values(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:
-    """Return the values that a schema lists, itself or in each of its alternatives; empty if it allows others."""
+    """Return the values that a schema lists, directly or in each alternative; empty if other values are allowed."""
     resolved = resolve_reference(schema, root)
     choices = next((resolved[key] for key in ("anyOf", "oneOf") if isinstance(resolved.get(key), list)), None)
     if choices is None or "const" in resolved or "enum" in resolved:
