@@ -425,8 +425,8 @@ class EventStream:
             keeping.cancel()
 
     async def _end(self, send: Send, error: Exception | None = None) -> None:
-        if error is not None:
-            await self._send(send, self._failed(error_for(error)))
+        if error is not None or not self._num_sent:
+            await self._send(send, b"" if error is None else self._failed(error_for(error)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _keep_alive(self, send: Send) -> None:

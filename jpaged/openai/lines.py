@@ -407,7 +407,7 @@ class Answers:
     """Answers lines, and caches the texts of tokens in log-probabilities.
 
     Args:
-        model: the model of all servers; lines with other names are rejected.
+        model: the model of all servers. Lines that name another model are rejected.
         adapters: returns the names of loaded adapters, each of which a line may name as its model.
         work: runs the encoding of answers.
         max_bytes: limit of an answer's size, as estimated before it is computed; None for no limit.

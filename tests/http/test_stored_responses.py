@@ -555,6 +555,9 @@ async def test_a_stream_in_the_background_can_be_left_and_taken_up_again() -> No
         assert last.type == "response.incomplete" and last.response.usage.output_tokens == 60
         again = [event async for event in await client.responses.retrieve(first.response.id, stream=True)]
         assert [event.to_dict() for event in again] == [event.to_dict() for event in (*seen, *rest)]
+        end: Any = rest[-1].sequence_number
+        after = await client.responses.retrieve(first.response.id, stream=True, starting_after=end)
+        assert [event async for event in after] == []
         text = "".join(event.delta for event in again if event.type == "response.output_text.delta")
         assert text == (await client.responses.retrieve(first.response.id)).output_text
 
