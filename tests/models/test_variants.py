@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jpaged.checkpoints.names import num_params
+from jpaged.checkpoints.names import model_leaves, num_params
 from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.experts import route
@@ -118,6 +119,19 @@ def test_the_period_of_windows_has_two_names_and_counts_only_without_a_list() ->
         windows = [kind.sliding_window for kind in read("cohere2", layer_types=None, **{name: 2}).attention_kinds]
         assert [window is None for window in windows] == [index % 2 == 1 for index in range(len(windows))]
         assert read("cohere2", layer_types=types, **{name: 2}) == read("cohere2")
+
+
+@pytest.mark.parametrize("name", ["ministral3", "mistral4"])
+def test_a_language_model_with_images_has_the_shape_of_its_own_class(name: str) -> None:
+    """The config and the leaves are those of the model alone, under another prefix."""
+    inner = {key: value for key, value in tiny_case(name).config.items() if key != "architectures"}
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": inner}
+    config = from_hf(whole)
+    assert from_hf(to_hf(config)) == config
+    assert dataclasses.replace(config, architecture=read(name).architecture) == read(name)
+    alone, inside = model_leaves(read(name)), model_leaves(config)
+    for mine, theirs in zip(inside.layers, alone.layers, strict=True):
+        assert [leaf.path for leaf in mine] == [leaf.path for leaf in theirs]
 
 
 def test_the_length_of_command_r_is_not_that_of_its_pretraining() -> None:

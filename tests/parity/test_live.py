@@ -107,7 +107,13 @@ def test_a_gemma_that_reads_images_answers_texts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "text"), [("mistral3", "mistral_window"), ("mistral3", "ministral3"), ("llama4", "llama4_text")]
+    ("model_type", "text"),
+    [
+        ("mistral3", "mistral_window"),
+        ("mistral3", "ministral3"),
+        ("mistral3", "mistral4"),
+        ("llama4", "llama4_text"),
+    ],
 )
 def test_a_model_that_reads_images_answers_texts(model_type: str, text: str, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText

@@ -19,10 +19,12 @@ from jpaged.models.decoder.config_fields import (
     SLIDING,
 )
 from jpaged.models.decoder.leaves import ExpertNames, outer_leaves
-from jpaged.models.families import llama
+from jpaged.models.families import deepseek, llama
+from jpaged.models.families.deepseek.config import DeepseekConfig
 from jpaged.models.families.switches import DecoderVariant, ExpertKeys, Key, Layers
-from jpaged.models.family import Family
+from jpaged.models.family import AnyFamily, Family, Modules
 from jpaged.models.json_fields import JsonFields
+from jpaged.models.layer_kinds import LayerKind
 from jpaged.models.param_specs import LM_HEAD, Leaf
 from jpaged.models.rope_config import RopeConfig
 
@@ -647,11 +649,12 @@ _VARIANTS |= {
     ),
 }
 
-_BY_TEXT = {
+_BY_TEXT: dict[str, AnyFamily] = {
     "mistral": llama.ARCHITECTURES["MistralForCausalLM"],
     "ministral3": _VARIANTS["Ministral3ForCausalLM"].family(),
+    "mistral4": deepseek.ARCHITECTURES["Mistral4ForCausalLM"],
+    "llama4_text": _VARIANTS["Llama4ForCausalLM"].family(),
 }
-_BY_TEXT["llama4_text"] = _VARIANTS["Llama4ForCausalLM"].family()
 _OF_IMAGES = (
     *("vision_config", "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index"),
     *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"),
@@ -689,8 +692,15 @@ def _with_images(model_type: str, *text_types: str, names: Names) -> Family[Deco
         config: DecoderConfig = _BY_TEXT[text_type].read(fields, architecture)
         return config
 
+    def text_type_of(config: DecoderConfig) -> str:
+        if len(text_types) == 1:
+            return text_types[0]
+        if isinstance(config, DeepseekConfig):
+            return "mistral4"
+        return "mistral" if config.query_scale is None else "ministral3"
+
     def write(config: DecoderConfig) -> dict[str, object]:
-        text_type = text_types[-1] if config.query_scale is not None else text_types[0]
+        text_type = text_type_of(config)
         sizes = {
             "model_type": text_type,
             "vocab_size": config.vocab_size,
@@ -705,12 +715,23 @@ def _with_images(model_type: str, *text_types: str, names: Names) -> Family[Deco
         is_inside = prefix.startswith("language_model.")
         return outer_leaves(config, prefix, names, f"language_model.{LM_HEAD}" if is_inside else LM_HEAD)
 
+    def modules() -> Modules[DecoderConfig]:
+        families = {text_type: _BY_TEXT[text_type].modules() for text_type in text_types}
+        return Modules(
+            families[text_types[0]].ends,
+            lambda config, *given: families[text_type_of(config)].layer(config, *given),
+        )
+
+    def layer(config: DecoderConfig, prefix: str, kind: LayerKind) -> list[Leaf]:
+        leaves: list[Leaf] = _BY_TEXT[text_type_of(config)].layer_leaves(config, prefix, kind)
+        return leaves
+
     ignored = ("vision_tower.", "vision_model.", "multi_modal_projector.")
     family = decoder_family(model_type, read, write, names, name_prefix=_language_prefix, ignored=ignored)
-    return dataclasses.replace(family, outer_leaves=outer, language=_language)
+    return dataclasses.replace(family, outer_leaves=outer, layer_leaves=layer, modules=modules, language=_language)
 
 
 ARCHITECTURES = {name: variant.family() for name, variant in _VARIANTS.items()} | {
-    "Mistral3ForConditionalGeneration": _with_images("mistral3", "mistral", "ministral3", names=Names()),
+    "Mistral3ForConditionalGeneration": _with_images("mistral3", "mistral", "ministral3", "mistral4", names=Names()),
     "Llama4ForConditionalGeneration": _with_images("llama4", "llama4_text", names=_LLAMA4),
 }
