@@ -235,7 +235,6 @@ def test_generation_config_names_the_tokens_that_end_a_sequence() -> None:
         ({"architectures": ["BloomForCausalLM"]}, "'BloomForCausalLM' is not supported; supported: LlamaForCausalLM"),
         ({"hidden_act": "tanh"}, "hidden_act is 'tanh'; supported: silu, swish"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"pretraining_tp": 2}, "pretraining_tp is 2"),
         ({"num_local_experts": 8}, "num_local_experts=8"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder is True"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
