@@ -163,6 +163,11 @@ class DecoderConfig(ModelConfig):
         return LayerKind(AttentionKind(self.head_dim**-0.5), 0 if self.ropes else None)
 
     @property
+    def num_recurrent_parts(self) -> int:
+        """See `ModelConfig`: a key head of the delta rule, with its value heads, is on one device."""
+        return self.hidden_size if self.delta is None else self.delta.num_key_heads
+
+    @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Kind of each layer."""
         return self.kinds or (self._alike,) * self.num_layers

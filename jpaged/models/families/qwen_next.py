@@ -1,4 +1,4 @@
-"""Qwen3-Next (Qwen 2025): three of four layers follow the gated delta rule, and the others have attention with gates."""
+"""Qwen3-Next (Qwen 2025): the gated delta rule in three of four layers, and attention with gates in the others."""
 
 from __future__ import annotations
 
