@@ -198,7 +198,7 @@ def check_recurrent(config: ModelConfig, options: EngineConfig, mesh: Mesh) -> N
         raise InvalidArgument("num_processes", f"{config.architecture} has recurrent state, which needs one process")
     if isinstance(config, DecoderConfig) and config.delta is not None and not has_cheap_branches(mesh):
         raise Unsupported(
-            f"{config.architecture} does not run on GPUs: the loop of the gated delta rule over a prompt has no fixed length"
+            f"{config.architecture} does not run on GPUs: the gated delta rule loops over a prompt of any length"
         )
 
 

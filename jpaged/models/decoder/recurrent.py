@@ -52,7 +52,7 @@ class ConvolutionLayer(DecoderLayer):
 
 
 class GatedAttention(Attention):
-    """Attention whose output is multiplied by the sigmoid of another projection of its input (Qwen3-Next)."""
+    """Attention multiplied by the sigmoid of another projection of the same states (Qwen3-Next)."""
 
     def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> None:
         super().__init__(config, dtype, rngs)
@@ -74,7 +74,7 @@ class GatedDeltaNet(Module):
     by heads. A key head has several value heads.
 
         project   [E, Kh * (2 * Dk + 2 * r * Dv)]     queries, keys, values and gates of each key head
-        control   [E, Kh * 2 * r]                     write strengths and decays of its value heads
+        control   [E, Kh * 2 * r]                     write strengths and decays of the value heads
     """
 
     def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> None:
