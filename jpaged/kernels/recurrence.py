@@ -1,4 +1,4 @@
-"""Recurrent layers over packed rows: the state of each sequence, and the short convolution. XLA is the reference.
+"""Recurrent layers over packed rows: states, the short convolution, and the gated delta rule. XLA is the reference.
 
 A sequence has a slot in each array of states, `[L, N, ...]`, and slot 0 is for padding. A step reads the state of each
 row from one slot and writes it to another. So a fork costs no copy: the first step reads the parent's slot.
@@ -140,3 +140,57 @@ def short_convolution(
         old_se = window_sek[s, :, jnp.minimum(column + lens_s, num_before - 1)]
         columns.append(jnp.where((lens_s >= back)[:, None], new_se, old_se))
     return y_te, jnp.stack(columns, axis=-1).astype(window_sek.dtype)
+
+
+def gated_delta_rule(
+    q_tkd: jax.Array,
+    k_tkd: jax.Array,
+    v_thv: jax.Array,
+    decays_th: jax.Array,
+    strengths_th: jax.Array,
+    state_shdv: jax.Array,
+    rows: RecurrentRows,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the outputs of each row, float32 `[T, H, V]`, and the states after the step.
+
+    For each token and value head (Yang et al. 2024, arXiv 2412.06464):
+
+        S = decay * S;  S = S + strength * k (v - k S);  o = q S
+
+    The first token of every row is computed for all rows at once, and later ones in a loop, in packed order. Both do
+    the same operations on a row, so that its bits do not depend on other rows, nor on where a prompt is cut.
+
+    Args:
+        q_tkd, k_tkd: float32 `[T, K, D]`; each key head is that of H / K consecutive value heads.
+        state_shdv: float32 `[S, H, D, V]`.
+    """
+    num_tokens, group = len(q_tkd), v_thv.shape[1] // q_tkd.shape[1]
+    q_thd, k_thd = (jnp.repeat(x, group, axis=1) for x in (q_tkd, k_tkd))
+    inputs = q_thd, k_thd, v_thv, decays_th, strengths_th
+    lens_s, starts_s, end = rows.lens_s, rows.starts_s1[:-1], rows.starts_s1[-1]
+    first_s = jnp.minimum(starts_s, num_tokens - 1)
+    o_shv, next_shdv = _delta_step(state_shdv, *(x[first_s] for x in inputs))
+    state_shdv = jnp.where((lens_s > 0)[:, None, None, None], next_shdv, state_shdv)
+    o_thv = jnp.zeros(v_thv.shape, jnp.float32)
+    o_thv = o_thv.at[jnp.where(lens_s > 0, starts_s, num_tokens)].set(o_shv, mode="drop")
+    is_later_t = (rows.offsets_t > 0) & (jnp.arange(num_tokens) < end)
+    (later_t,) = jnp.nonzero(is_later_t, size=num_tokens, fill_value=0)
+
+    def run(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        o_thv, state_shdv = carry
+        token = later_t[index]
+        row = rows.rows_t[token]
+        o_hv, next_hdv = _delta_step(state_shdv[row], *(x[token] for x in inputs))
+        return o_thv.at[token].set(o_hv), state_shdv.at[row].set(next_hdv)
+
+    return jax.lax.fori_loop(0, jnp.sum(is_later_t, dtype=jnp.int32), run, (o_thv, state_shdv))
+
+
+def _delta_step(
+    state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, strength: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the outputs `[..., H, V]` of one token in each row, and the states `[..., H, D, V]` after it."""
+    state = state * decay[..., None, None]
+    known = jnp.sum(state * k[..., None], axis=-2)
+    state = state + k[..., None] * ((v - known) * strength[..., None])[..., None, :]
+    return jnp.sum(state * q[..., None], axis=-2), state

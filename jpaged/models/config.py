@@ -204,6 +204,11 @@ class ModelConfig:
         return sum(bool(kind.states) for kind in self.layer_kinds)
 
     @property
+    def num_recurrent_parts(self) -> int:
+        """Largest number of equal parts of a recurrent layer; a number of devices must divide it."""
+        return self.hidden_size
+
+    @property
     def num_attention_layers(self) -> int:
         """Layers that store keys and values."""
         return self.num_layers - self.num_recurrent_layers

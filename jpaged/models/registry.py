@@ -19,13 +19,14 @@ from jpaged.models.families import (
     opt,
     phi3,
     qwen_moe,
+    qwen_next,
     variants,
 )
 from jpaged.models.family import AnyFamily
 
 _FAMILIES = (
     *(llama, qwen_moe, gpt_oss, deepseek, gemma, phi3),
-    *(gpt2, gpt_neox, falcon, opt, lfm2, variants),
+    *(gpt2, gpt_neox, falcon, opt, lfm2, qwen_next, variants),
 )
 
 ARCHITECTURES: Mapping[str, AnyFamily] = {

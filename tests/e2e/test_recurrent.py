@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,14 +17,17 @@ from hypothesis import strategies as st
 
 from jpaged.checkpoints.weights import load_params
 from jpaged.device.executor import JaxExecutor
+from jpaged.errors import InvalidArgument
 from jpaged.models.hf_config import from_hf
+from jpaged.models.layer_kinds import count_state_bytes
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.types import SamplingParams
-from tests.e2e.rig import random_prompts
+from tests.e2e.rig import open_llm, random_prompts
 from tests.e2e.sharing_rig import Rig, make_executor
 from tests.models import dense
 from tests.models.tiny import tiny_case, write_checkpoint
+from tests.parity import cases
 
 NUM_TOKENS = 14
 KINDS = {
@@ -58,7 +62,7 @@ class Served:
         return self.known["", prompt]
 
 
-@pytest.fixture(scope="module", params=["lfm2"])
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_next"])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, quick_programs: None
 ) -> Iterator[Served]:
@@ -113,3 +117,23 @@ def test_memory_for_less_than_all_preempts(served: Served) -> None:
     assert load.num_preemptions > 0
     assert load.num_blocks_swapped_out == 0
     assert [answer.sequences for answer in answers] == [served.alone(k, 7) for k in ("three", "greedy", "beams")]
+
+
+@pytest.mark.long
+def test_a_model_with_state_is_served_with_what_it_supports(tmp_path: Path) -> None:
+    """Two replicas of LFM2: their plan has the state, and options that would need a copy of it are off."""
+    case = tiny_case("lfm2")
+    folder, golden = write_checkpoint(case, tmp_path / "lfm2"), cases.read("lfm2")
+    options = {"skip_tokenizer_init": True, "swap_space": 0.01, "data_parallel_size": 2, "num_blocks": 60}
+    with open_llm(folder, **options) as llm:
+        serving = llm._serving
+        state_bytes = count_state_bytes(from_hf(case.config).layer_kinds, np.dtype(np.float32))
+        assert serving.model.state_bytes_per_sequence == state_bytes
+        assert (serving.config.cache.enable_prefix_caching, serving.config.cache.swap_space) == (False, 0.0)
+        prompts = [{"prompt_token_ids": prompt} for prompt in (golden["prompt"], *PROMPTS)]
+        params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+        outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    assert list(outputs[0]) == golden["tokens"][:24]
+    for name, value in (("enable_lora", True), ("context_parallel_size", 2)):
+        with pytest.raises(InvalidArgument, match=f"{name}: is {value}, but Lfm2ForCausalLM has recurrent state"):
+            open_llm(folder, **{**options, "data_parallel_size": 1, name: value}).__enter__()

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.kernels.recurrence import RecurrentRows, StatefulPool, read_states, short_convolution, write_states
+from jpaged.kernels.recurrence import (
+    RecurrentRows,
+    StatefulPool,
+    gated_delta_rule,
+    read_states,
+    short_convolution,
+    write_states,
+)
 
 WIDTH, NUM_SLOTS = 6, 4
 
@@ -25,7 +32,7 @@ def rows_of(lens: list[int], starts: list[int], slots: list[tuple[int, int]], nu
     return RecurrentRows.of(starts_s1, jnp.asarray(starts) == 0, sources_s, slots_s, num_tokens)
 
 
-@pytest.mark.parametrize("num_taps", [2, 3, 4])
+@pytest.mark.parametrize("num_taps", [2, 4])
 def test_a_convolution_does_not_depend_on_where_a_sequence_is_cut(num_taps: int) -> None:
     """Three rows in four steps, of which one is empty at times, and another is forked; padding is not a number."""
     rng = np.random.default_rng(num_taps)
@@ -71,3 +78,60 @@ def test_without_a_pool_a_pass_is_one_row_that_begins() -> None:
     assert write_states((), rows, jnp.int32(0), [state]) == ()
     assert rows.rows_t.tolist() == [0] * 5
     assert rows.offsets_t.tolist() == [0, 1, 2, 3, 4]
+
+
+def delta_rule(q, k, v, decays, strengths):
+    """A whole sequence, token by token and head by head, in float64."""
+    (num_tokens, num_heads, value_dim), group = v.shape, v.shape[1] // q.shape[1]
+    states, outputs = np.zeros((num_heads, q.shape[2], value_dim)), np.zeros(v.shape)
+    for t in range(num_tokens):
+        for head in range(num_heads):
+            query, key = q[t, head // group], k[t, head // group]
+            state = decays[t, head] * states[head]
+            state = state + np.outer(key, strengths[t, head] * (v[t, head] - key @ state))
+            states[head], outputs[t, head] = state, query @ state
+    return outputs, states
+
+
+@pytest.mark.long
+def test_the_delta_rule_has_the_same_bits_in_every_cut_and_company() -> None:
+    rng = np.random.default_rng(5)
+    shapes = {"q": (2, 8), "k": (2, 8), "v": (4, 6), "decays": (4,), "strengths": (4,)}
+    names = list(shapes)
+
+    def sequence(length: int) -> list[np.ndarray]:
+        made = {name: rng.normal(size=(length, *shape)) for name, shape in shapes.items()}
+        made["decays"], made["strengths"] = (rng.uniform(0.1, 1, (length, 4)) for _ in range(2))
+        return [(made[name] / (3 if name in "qk" else 1)).astype(np.float32) for name in names]
+
+    @jax.jit
+    def step(parts: list[jax.Array], state: jax.Array, rows: RecurrentRows) -> tuple[jax.Array, jax.Array]:
+        return gated_delta_rule(*parts, state, rows)
+
+    def run(one: list[np.ndarray], cuts: list[int], others: list[int], size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Runs a sequence in chunks as the second row, next to rows of other lengths, padded to a size."""
+        state, outputs = np.zeros((1 + len(others), 4, 8, 6), np.float32), []
+        for begin, end in zip([0, *cuts], [*cuts, len(one[0])], strict=True):
+            lens = [others[0], end - begin, *others[1:]]
+            starts_s1 = jnp.asarray(np.cumsum([0, *lens]), jnp.int32)
+            none = jnp.zeros(len(lens), jnp.int32)
+            rows = RecurrentRows.of(starts_s1, none > 0, none, none, size)
+            parts = [np.full((size, *x.shape[1:]), np.nan, np.float32) for x in one]
+            for part, x, other in zip(parts, one, sequence(sum(lens)), strict=True):
+                part[: sum(lens)] = other
+                part[others[0] : others[0] + end - begin] = x[begin:end]
+            o, after = step([jnp.asarray(part) for part in parts], jnp.asarray(state), rows)
+            outputs.append(np.asarray(o)[others[0] : others[0] + end - begin])
+            state[1] = np.asarray(after)[1]
+        return np.concatenate(outputs), state[1]
+
+    one = sequence(11)
+    outputs, state = run(one, [], [0], 16)
+    expected_outputs, expected_state = delta_rule(*one)
+    np.testing.assert_allclose(outputs, expected_outputs, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(state, expected_state, rtol=1e-4, atol=1e-5)
+    ways = ([4, 5], [0], 16), ([1, 2, 3, 9], [3, 2], 32), ([10], [1, 1, 1], 24)
+    for cuts, others, size in ways:
+        again, state_again = run(one, list(cuts), list(others), size)
+        np.testing.assert_array_equal(again, outputs)
+        np.testing.assert_array_equal(state_again, state)

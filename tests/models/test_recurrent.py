@@ -10,8 +10,10 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.decoder import DecoderConfig
+from jpaged.models.decoder.config import DeltaShape
 from jpaged.models.hf_config import from_hf, to_hf
 from jpaged.models.layer_kinds import count_state_bytes, get_stacks, group_kinds
+from jpaged.models.sharding import largest_split, pad_for_sharding
 from tests.models.tiny import tiny_case
 
 LFM2_350M: dict[str, object] = {
@@ -51,11 +53,53 @@ LFM2_350M: dict[str, object] = {
     "use_pos_enc": True,
     "vocab_size": 65536,
 }
+QWEN3_NEXT_80B: dict[str, object] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.57.0.dev0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 ATTENDING = [2, 5, 8, 10, 12, 14]
 
 
-def read(**settings: object) -> DecoderConfig:
-    config = from_hf({**tiny_case("lfm2").config, **settings})
+def read(name: str = "lfm2", **settings: object) -> DecoderConfig:
+    config = from_hf({**tiny_case(name).config, **settings})
     assert isinstance(config, DecoderConfig)
     return config
 
@@ -67,6 +111,24 @@ def test_lfm2_is_read_as_published() -> None:
     assert (config.num_recurrent_layers, config.num_attention_layers) == (10, 6)
     assert count_state_bytes(config.layer_kinds, np.dtype(np.float16)) == 10 * 1024 * 2 * 2
     assert from_hf(to_hf(config)) == config
+
+
+def test_qwen3_next_is_read_as_published() -> None:
+    config = from_hf(QWEN3_NEXT_80B)
+    assert isinstance(config, DecoderConfig)
+    assert config.delta == DeltaShape(16, 32, 128, 128)
+    assert [index for index, kind in enumerate(config.layer_kinds) if not kind.states] == list(range(3, 48, 4))
+    assert {kind.is_sparse for kind in config.layer_kinds} == {True}
+    window, matrices = 8192 * 3 * 2, 32 * 128 * 128 * 4
+    assert count_state_bytes(config.layer_kinds, np.dtype(np.float16)) == 36 * (window + matrices)
+    assert from_hf(to_hf(config)) == config
+
+
+def test_devices_divide_the_key_heads_of_the_delta_rule() -> None:
+    config = from_hf(tiny_case("qwen3_next").config)
+    assert largest_split(config, 8) == 4
+    with pytest.raises(InvalidArgument, match="4 query heads, 2 key/value heads, 4 parts of recurrent layers"):
+        pad_for_sharding(config, 8)
 
 
 @pytest.mark.parametrize("in_stacks", [False, True])
@@ -84,16 +146,21 @@ def test_only_layers_with_attention_are_in_blocks(in_stacks: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "problem"),
+    ("name", "settings", "problem"),
     [
-        ({"conv_bias": True}, "conv_bias is True"),
-        ({"use_pos_enc": False}, "use_pos_enc is False"),
-        ({"layer_types": ["conv"] * 5}, "no layer has attention"),
+        ("lfm2", {"conv_bias": True}, "conv_bias is True"),
+        ("lfm2", {"use_pos_enc": False}, "use_pos_enc is False"),
+        ("lfm2", {"layer_types": ["conv"] * 5}, "no layer has attention"),
+        ("qwen3_next", {"attention_bias": True}, "attention_bias is True"),
+        ("qwen3_next", {"full_attention_interval": 5}, "no layer has attention"),
+        ("qwen3_next", {"linear_num_key_heads": 3}, "linear_num_key_heads"),
     ],
 )
-def test_settings_that_are_not_supported_are_refused_by_name(settings: dict[str, object], problem: str) -> None:
-    with pytest.raises(Unsupported, match=problem):
-        read(**settings)
+def test_settings_that_are_not_supported_are_refused_by_name(
+    name: str, settings: dict[str, object], problem: str
+) -> None:
+    with pytest.raises((Unsupported, InvalidArgument), match=problem):
+        read(name, **settings)
 
 
 def test_the_width_of_the_feed_forward_follows_its_settings() -> None:

@@ -71,6 +71,7 @@ FAMILIES = (
     "glm4_moe_lite",
     "mistral4",
     "lfm2",
+    "qwen3_next",
 )
 """One checkpoint of each family, which is served in every way; a search on it is golden, too."""
 NUM_TOKENS = 64

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.errors import InternalError
 from jpaged.kernels import matmul
 from jpaged.kernels.experts import ExpertsKernel, ExpertWeights, apply_experts, route
-from jpaged.kernels.recurrence import RecurrentRows, read_states, short_convolution, write_states
+from jpaged.kernels.recurrence import RecurrentRows
 from jpaged.models import rope
 from jpaged.models.config import Mixture
 from jpaged.models.decoder.config import DecoderConfig, QueryScale
@@ -289,30 +290,6 @@ class Attention(Module):
         return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
 
 
-class GatedConvolution(Module):
-    """A short convolution between two gates (LFM2): out(c * conv(b * x)), with b, c and x from one projection."""
-
-    def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> None:
-        width = config.hidden_size
-        self.project = Linear(width, (3, width), False, dtype, rngs)
-        self.taps = Param(normal(rngs.next_key(), (width, config.conv_len), dtype))
-        self.out = Linear(width, (width,), False, dtype, rngs)
-
-    def attend(
-        self, x_te: jax.Array, norm: Norm | None, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
-    ) -> tuple[jax.Array, Any]:
-        """See `AttentionModule`; the state is the window of b * x, `[E * (K - 1)]`."""
-        rows, taps_ek = shared.recurrent, self.taps[...]
-        assert rows is not None
-        projected = self.project(x_te, shared.rows, norm=norm)
-        b_te, c_te, x_te = (projected[:, part] for part in range(3))
-        (state_sf,) = read_states(carry, rows, place.index, place.kind.blank_states(x_te.dtype))
-        window_sek = state_sf.reshape(len(state_sf), len(taps_ek), -1)
-        y_te, window_sek = short_convolution(b_te * x_te, window_sek, taps_ek, rows)
-        carry = write_states(carry, rows, place.index, [window_sek.reshape(state_sf.shape)])
-        return c_te * y_te.astype(x_te.dtype), carry
-
-
 def _unit_norm(x_thd: jax.Array, eps: float) -> jax.Array:
     """Divide each head by its root mean square."""
     means = RMSNorm.measure(x_thd)[..., None] / x_thd.shape[-1]
@@ -409,8 +386,8 @@ class DecoderLayer(Module):
 
     @staticmethod
     def make_recurrent(config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> AttentionModule:
-        """Return the replacement of attention in a recurrent layer; families may override it."""
-        return GatedConvolution(config, dtype, rngs)
+        """Return the replacement of attention in a recurrent layer; families with such layers override it."""
+        raise InternalError(f"{config.architecture} has no recurrent layers")
 
     def __call__(
         self, x: Measured, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
@@ -435,7 +412,7 @@ class DecoderLayer(Module):
         """True if `project` and `finish` support the layer."""
         has_norms = isinstance(self.attention_norm, RMSNorm) and isinstance(self.mlp_norm, RMSNorm)
         is_plain = self.is_sequential and self.attention_post_norm is None and self.residual_scale == 1
-        return has_norms and is_plain and isinstance(self.attention, Attention) and isinstance(self.mlp, MLP)
+        return has_norms and is_plain and type(self.attention) is Attention and isinstance(self.mlp, MLP)
 
     def project(self, x: ColumnParts) -> jax.Array:
         """Return queries, keys and values, not rotated; see `LayerHalves`."""

@@ -3,6 +3,7 @@
 llama.py       Llama, Mistral, Mixtral, Qwen2 and Qwen3
 gemma.py       Gemma 1 and 2, and the language models of Gemma 3
 qwen_moe.py    Qwen2-MoE and Qwen3-MoE
+qwen_next.py   Qwen3-Next, with the gated delta rule
 gpt_oss.py     gpt-oss
 phi3.py        Phi-3 and Phi-4
 gpt2.py        GPT-2

@@ -13,6 +13,7 @@ from jpaged.models.config import MAX_LAYERS, MAX_WIDTH
 from jpaged.models.decoder import DecoderConfig, Names, decoder_family
 from jpaged.models.decoder.config_fields import FULL, divided_heads
 from jpaged.models.decoder.leaves import layer_leaves
+from jpaged.models.family import Modules
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind, StateArray
 from jpaged.models.param_specs import Leaf, Linears, stacked_kernel, transposed
@@ -138,6 +139,15 @@ def taps(name: str, width: int, num_taps: int) -> Leaf:
     return Leaf(("attention", "taps"), ("heads", None), (width, num_taps), tensors, pack, (0, None))
 
 
+def _modules() -> Modules[DecoderConfig]:
+    from jpaged.models.decoder.modules import DecoderEnds
+    from jpaged.models.decoder.recurrent import ConvolutionLayer
+
+    return Modules(DecoderEnds, ConvolutionLayer)
+
+
 ARCHITECTURES = {
-    "Lfm2ForCausalLM": dataclasses.replace(decoder_family("lfm2", _read, _to_hf, _NAMES), layer_leaves=_layer_leaves),
+    "Lfm2ForCausalLM": dataclasses.replace(
+        decoder_family("lfm2", _read, _to_hf, _NAMES), layer_leaves=_layer_leaves, modules=_modules
+    ),
 }
