@@ -368,9 +368,10 @@ def pooling_body(
 
     def data() -> Iterator[dict[str, Any]]:
         for i, values in enumerate(found):
-            is_array = isinstance(values, np.ndarray) and job.encoding == "float"
-            shown_values = Items(partial(_rows, values)) if is_array else _encoded(values, job.encoding)
-            yield {"index": i, "object": "pooling", "data": shown_values}
+            if isinstance(values, np.ndarray) and job.encoding == "float":
+                yield {"index": i, "object": "pooling", "data": Items(partial(_rows, values))}
+            else:
+                yield {"index": i, "object": "pooling", "data": _encoded(values, job.encoding)}
 
     return {"id": f"pooling-{job.request_id}", **_body(model, Items(data), prompt_tokens)}
 
