@@ -9,10 +9,12 @@ from typing import Any
 import httpx2
 import pytest
 
+from docs.site.links import ROOT
 from jpaged.chat import ToolCallPiece
 from jpaged.errors import InvalidArgument
 from jpaged.ollama import (
     EMBED_URL,
+    OF_CHATS,
     ROWS,
     OllamaLines,
     OllamaRequest,
@@ -304,6 +306,18 @@ def test_unknown_fields_of_a_lenient_body_are_noted() -> None:
     assert parse_chat_request(body).job.prompts[0].messages == (USER,)
     assert set(body.ignored) == {"nickname", "options.wild", "messages.mood"}
     assert {"options.num_ctx", "keep_alive"} <= ROWS[EMBED_URL].keys()
+
+
+def test_the_page_names_every_option_and_refused_field() -> None:
+    page = (ROOT / "docs" / "ollama.md").read_text()
+    names = {name.removeprefix("options.") for rows in ROWS.values() for name in rows if name.startswith("options.")}
+    refused = ("images", "suffix", "context", "template", "width", "height", "steps", "truncate", "shift")
+    for name in (*names - {"options"}, *refused, *sampling_names()):
+        assert f"`{name}`" in page, name
+
+
+def sampling_names() -> set[str]:
+    return {name.removeprefix("options.") for name in OF_CHATS if name.startswith("options.")}
 
 
 def test_a_call_is_one_line_when_it_is_complete() -> None:
