@@ -364,8 +364,8 @@ def _begun_character(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 
 
 KEEP_ALIVE = b": keep-alive\n\n"
+_EVENTS = b"text/event-stream; charset=utf-8"
 _HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
@@ -380,6 +380,7 @@ class EventStream:
         remaining_s: timeout from the client; None for no limit.
         keep_alive: a comment, or an event that clients ignore.
         failed: encodes the last event of a stream that fails.
+        content_type: type of the response, if events have another encoding.
     """
 
     def __init__(
@@ -390,7 +391,9 @@ class EventStream:
         *,
         keep_alive: bytes = KEEP_ALIVE,
         failed: Callable[[JpagedError], bytes] = lambda error: sent_event(error_body(error)),
+        content_type: bytes = _EVENTS,
     ) -> None:
+        self._headers = [(b"content-type", content_type), *_HEADERS]
         self._events = events
         self._keep_alive_s = keep_alive_s
         self._remaining_s = remaining_s
@@ -440,7 +443,7 @@ class EventStream:
         async with self._sending:
             self._num_sent += 1
             if self._num_sent == 1:
-                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                await send({"type": "http.response.start", "status": 200, "headers": self._headers})
             for begin in range(0, len(event), PIECE_BYTES):
                 piece = event[begin : begin + PIECE_BYTES]
                 await send({"type": "http.response.body", "body": piece, "more_body": True})

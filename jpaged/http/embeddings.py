@@ -251,11 +251,17 @@ async def answer_scoring(
     """Return the response to a body of embeddings, scores or ranks."""
     job = await service.run_blocking(lambda: read(body), num_bytes)
     note_ignored_fields(service, request, body)
+    found = await evaluate_job(service, request, job, str(body.get("user") or ""))
+    return await build_answer(service, found.body, CHARS_OF_NUMBER * found.size)
+
+
+async def evaluate_job(service: Service, request: Request, job: ScoringJob, user: str = "") -> Evaluation:
+    """Run a job of embeddings, scores or ranks while the client is connected; `user` is the end user's name."""
     remaining_s = get_remaining_s(request)
     server = LocalServer(
         service=service,
         tenant=get_tenant(request),
-        caller=replace(get_caller(request), user=str(body.get("user") or "")),
+        caller=replace(get_caller(request), user=user),
         until_s=None if remaining_s is None else time.monotonic() + remaining_s,
     )
     answers = _make_answers(service, server)
@@ -269,8 +275,7 @@ async def answer_scoring(
     async def evaluate() -> Evaluation:
         return await answers.evaluate(server, await _tokenized(service, job))
 
-    found = await while_there(request, evaluate(), remaining_s)
-    return await build_answer(service, found.body, CHARS_OF_NUMBER * found.size)
+    return await while_there(request, evaluate(), remaining_s)
 
 
 def _make_answers(service: Service, server: LocalServer | None = None) -> Answers:

@@ -339,6 +339,21 @@ def is_anthropic(scope: Scope) -> bool:
     return any(name == key for name, _ in scope["headers"])
 
 
+_OLLAMA_PATHS = "/api/"
+
+
+def is_ollama(scope: Scope) -> bool:
+    """Return True if the path of a request belongs to Ollama's API, and so do errors."""
+    path: str = scope["path"]
+    return path.startswith(_OLLAMA_PATHS)
+
+
+def error_text(error: JpagedError) -> str:
+    """Return the text of an error, which is all that Ollama's clients read of one."""
+    text: str = error_body(error)["error"]["message"]
+    return text
+
+
 def _anthropic_status(error: JpagedError) -> int:
     return _OVERLOADED if isinstance(error, QueueFull) else get_status_code(error)
 
@@ -379,4 +394,6 @@ def build_response(error: JpagedError, scope: Scope, status: int | None = None) 
     if is_anthropic(scope):
         body = anthropic_error(error, scope["state"]["answer_headers"][REQUEST_ID_HEADER], status)
         return JSON(body, status_code=status or _anthropic_status(error), headers=headers)
+    if is_ollama(scope):
+        return JSON({"error": error_text(error)}, status_code=status or get_status_code(error), headers=headers)
     return JSON(error_body(error), status_code=status or get_status_code(error), headers=headers)

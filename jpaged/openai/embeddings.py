@@ -369,10 +369,9 @@ def pooling_body(
     def data() -> Iterator[dict[str, Any]]:
         for i, values in enumerate(found):
             if isinstance(values, np.ndarray) and job.encoding == "float":
-                shown_values: object = Items(partial(_rows, values))
+                yield {"index": i, "object": "pooling", "data": Items(partial(_rows, values))}
             else:
-                shown_values = _encoded(values, job.encoding)
-            yield {"index": i, "object": "pooling", "data": shown_values}
+                yield {"index": i, "object": "pooling", "data": _encoded(values, job.encoding)}
 
     return {"id": f"pooling-{job.request_id}", **_body(model, Items(data), prompt_tokens)}
 

@@ -390,18 +390,19 @@ class LenientBody(dict[str, Any]):
             self.ignored[name[:_MAX_SHOWN]] = None
 
 
-def own_fields(path: str, body: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
+def own_fields(path: str | Mapping[str, Neutral], body: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
     """Return the fields of a body that its path reads; null counts as absent.
 
     Those of a `LenientBody` are another one, which shares `ignored`.
 
     Args:
+        path: the path, or the fields without effect.
         own: names of the fields that the path reads.
 
     Raises:
         InvalidArgument: a field is unknown and the body is no `LenientBody`, or its value is not supported.
     """
-    neutral, known = _NEUTRAL_FIELDS[path], frozenset(own)
+    neutral, known = _NEUTRAL_FIELDS[path] if isinstance(path, str) else path, frozenset(own)
     found: dict[str, Any] = LenientBody({}, body.ignored) if isinstance(body, LenientBody) else {}
     problems: dict[str, str] = {}
     for name, value in body.items():
