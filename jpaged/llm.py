@@ -52,8 +52,6 @@ from jpaged.local_model import (
     list_prompts,
     one_each,
     parse_prompt,
-    python_names,
-    with_python_name,
 )
 from jpaged.outputs import (
     BeamSearchOutput,
@@ -66,7 +64,14 @@ from jpaged.outputs import (
     new_completions,
     without_errors,
 )
-from jpaged.sampling_params import BeamSearchParams, PoolingParams, RequestOutputKind, check_pooling
+from jpaged.sampling_params import (
+    BeamSearchParams,
+    PoolingParams,
+    RequestOutputKind,
+    check_pooling,
+    python_names,
+    with_python_name,
+)
 from jpaged.service.score_embed import EMBED_SAMPLING, SCORE_SAMPLING, continued, errors_named, get_embedding, get_score
 from jpaged.types import (
     Embedding,

@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from numbers import Integral
@@ -27,7 +27,7 @@ from jpaged.engine.executor import Progress
 from jpaged.engine.sequence import OutputCallback
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable, Unsupported
 from jpaged.outputs import CounterMetric, GaugeMetric, HistogramMetric, VectorMetric
-from jpaged.sampling_params import with_defaults
+from jpaged.sampling_params import python_names, with_defaults
 from jpaged.server_load import EngineLoad
 from jpaged.service.chat.output_parser import ChatOutputParser
 from jpaged.service.loaded_model import EngineClient, LoadedModel
@@ -528,27 +528,6 @@ def apply_changes(
         changes = get_sampling_changes(tokenization_kwargs, salt, first)
         changed.append(one._replace(sampling=change_sampling(one.sampling, changes)) if changes else one)
     return changed
-
-
-_SAMPLING = "sampling."
-
-
-def with_python_name(error: Exception) -> Exception:
-    """Return an error that names a field as in Python: `temperature` for `sampling.temperature` of requests."""
-    if not isinstance(error, InvalidArgument) or not error.field.startswith(_SAMPLING):
-        return error
-    return type(error)(error.field.removeprefix(_SAMPLING), error.problem)
-
-
-@contextlib.contextmanager
-def python_names() -> Iterator[None]:
-    """Name fields of sampling parameters in errors as `with_python_name`."""
-    try:
-        yield
-    except InvalidArgument as error:
-        if (named := with_python_name(error)) is error:
-            raise
-        raise named from None
 
 
 def _get_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.errors import InternalError
-from jpaged.types import PositionLogprobs, SamplingParams, TokenLogprob
+from jpaged.types import MAX_LOGPROB_TOKEN_IDS, PositionLogprobs, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -801,7 +801,7 @@ class StepOutputs:
         return PositionLogprobs(chosen, tuple(TokenLogprob(token_id, value, rank) for rank, (token_id, value) in pairs))
 
 
-AUX_IDS = 33
+AUX_IDS = 1 + MAX_LOGPROB_TOKEN_IDS
 """Maximum token ids per hidden state with log-probabilities: the next token, and those a request names (K)."""
 NO_ID = 0
 """Padding of token ids."""
