@@ -18,7 +18,7 @@ from concurrent.futures import CancelledError
 from dataclasses import replace
 from numbers import Integral
 from types import NoneType
-from typing import Any, ClassVar, NamedTuple, NotRequired, Self, TypedDict, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, NotRequired, Self, TypedDict, TypeVar
 
 from jpaged.build import build, ignore_progress
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names
@@ -227,6 +227,9 @@ def _stop(serving: LoadedModel, process_id: int) -> None:
         serving.grammars.close()
 
 
+_NO_SLEEP = "weights stay on the device; close() releases their memory, and reset_prefix_cache() cached prefixes"
+
+
 class LocalModel:
     """A loaded model with its engine in this process: the base of `LLM`, `AsyncLLM` and `LLMEngine`.
 
@@ -271,6 +274,26 @@ class LocalModel:
     def config(self) -> EngineConfig:
         """The resolved options."""
         return self._serving.config
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> NoReturn:
+        """Raise Unsupported: weights stay on the device."""
+        raise Unsupported(f"sleep: {_NO_SLEEP}")
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> NoReturn:
+        """Raise Unsupported, as `sleep`."""
+        raise Unsupported(f"wake_up: {_NO_SLEEP}")
+
+    def collective_rpc(self, method: object, *arguments: Any, **options: Any) -> NoReturn:
+        """Raise Unsupported: the engine has no worker processes."""
+        raise Unsupported("collective_rpc: the engine runs in this process and has no workers to call")
+
+    def apply_model(self, func: object) -> NoReturn:
+        """Raise Unsupported: a model is compiled programs and arrays."""
+        raise Unsupported("apply_model: a model is compiled programs and arrays, not a module")
+
+    def start_profile(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Raise Unsupported: JAX has a profiler."""
+        raise Unsupported("start_profile: use jax.profiler.start_trace and stop_trace around the calls")
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of a request without any: the model's generation config, then the API's defaults."""

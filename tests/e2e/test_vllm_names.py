@@ -304,6 +304,11 @@ def test_vectors_and_similarities(open_model: Open) -> None:
     assert len(llm.score(["a", "b"], ["c", "d"])) == 2
     with pytest.raises(InvalidArgument, match="data_1: 2 prompts are given for 3 in data_2"):
         llm.score(["a", "b"], ["c", "d", "e"])
+    for name, given in (("sleep", (1,)), ("wake_up", ()), ("collective_rpc", ("f",)), ("apply_model", (len,))):
+        with pytest.raises(Unsupported, match=f"^{name}: "):
+            getattr(llm, name)(*given)
+    with pytest.raises(Unsupported, match=r"^start_profile: use jax\.profiler"):
+        llm.start_profile()
     for call in (lambda: llm.classify("a"), lambda: llm.reward("a"), lambda: llm.encode("a", pooling_task="classify")):
         with pytest.raises(Unsupported, match=r"classify|reward"):
             call()

@@ -108,7 +108,7 @@ LIMITS: list[tuple[str, Any, Any]] = [
     ("stop", ["x"] * 16, ["x"] * 17),
     ("stop", ["x" * 1024], ["x" * 1025]),
     ("stop", ["x"], [""]),
-    ("stop_token_ids", range(128), range(129)),
+    ("stop_token_ids", range(32), range(33)),
     ("stop_token_ids", [0], [-1]),
     ("n", 1, 0),
     ("n", 256, 257),
