@@ -52,8 +52,6 @@ from jpaged.local_model import (
     list_prompts,
     one_each,
     parse_prompt,
-    python_names,
-    with_python_name,
 )
 from jpaged.outputs import (
     BeamSearchOutput,
@@ -72,6 +70,8 @@ from jpaged.sampling_params import (
     RequestOutputKind,
     check_pooling,
     check_pooling_task,
+    python_names,
+    with_python_name,
 )
 from jpaged.service.score_embed import (
     EMBED_SAMPLING,
@@ -475,7 +475,7 @@ class LLM(LocalModel):
 
     def reward(self, prompts: GivenPrompt | Sequence[GivenPrompt], **options: Any) -> NoReturn:
         """Raise Unsupported: reward models are not supported."""
-        raise Unsupported("reward: models with a reward head are not supported")
+        raise Unsupported("reward: models with a reward head are not supported; embed() returns hidden states")
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> int:
         """Drop all cached prefixes that are not in use; return the number of dropped blocks.
@@ -713,7 +713,8 @@ class AsyncLLM(LocalModel):
             InvalidArgument: the mode is not supported.
         """
         if mode not in ("abort", "wait"):
-            raise InvalidArgument("mode", f"{mode!r} is not supported; must be 'abort' or 'wait'")
+            why = ": running requests cannot be held" if mode == "keep" else ""
+            raise InvalidArgument("mode", f"{mode!r} is not supported{why}; must be 'abort' or 'wait'")
         self._check_usable()
         self._admission.pause()
         running = [(name, stream) for name, (call, stream) in self._running.items() if call.running]

@@ -187,6 +187,9 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     assert compile_cache_dir() == tmp_path / "programs"
     monkeypatch.setenv("JPAGED_CACHE_DIR", "")
     assert compile_cache_dir() is None
+    monkeypatch.setenv("JPAGED_CACHE_DIR", "gs://bucket/cache")
+    with pytest.raises(InvalidArgument, match=r"^JPAGED_CACHE_DIR: gs://bucket/cache is a URL: must be a folder"):
+        compile_cache_dir()
     monkeypatch.delenv("JPAGED_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert compile_cache_dir() == tmp_path / "jpaged" / "programs"

@@ -25,7 +25,7 @@ import base64
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -137,12 +137,14 @@ class SimilarityJob:
     Attributes:
         top_n: number of documents to rank by their similarity to the query, which is the first text of each pair;
             None returns similarities in the order of the pairs.
+        name: the caller's name of the first texts, for errors.
     """
 
     pairs: tuple[tuple[str, str], ...]
     how: How = How()
     pooling: Pooling = POOLINGS[0]
     top_n: int | None = None
+    name: str = field(default="text_1", compare=False)
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -264,7 +266,7 @@ def rerank_job(given: Mapping[str, Any]) -> SimilarityJob:
     if type(top_n) is not int or top_n < 0:
         raise InvalidArgument("top_n", f"{shown(top_n)} is not an integer of 0 or more")
     pairs = tuple((query[0], one) for one in documents)
-    return SimilarityJob(pairs, how, _choice(body, "pooling", POOLINGS), top_n or len(pairs))
+    return SimilarityJob(pairs, how, _choice(body, "pooling", POOLINGS), top_n or len(pairs), "query")
 
 
 def _loglikelihood_job(body: Mapping[str, Any]) -> ScoreJob:
@@ -284,7 +286,7 @@ def _similarity_job(body: Mapping[str, Any]) -> SimilarityJob:
             names[1], f"{len(right)} texts for {len(left)} of {names[0]}: give 1 {names[0]}, or the same number"
         )
     pairs = tuple(zip(left, right, strict=True))
-    return SimilarityJob(pairs, how, _choice(body, "pooling", POOLINGS))
+    return SimilarityJob(pairs, how, _choice(body, "pooling", POOLINGS), name=names[0])
 
 
 def _only_name(body: Mapping[str, Any], names: Sequence[str]) -> str:

@@ -518,9 +518,10 @@ class Answers:
         try:
             return await self._evaluate(server, job)
         except RequestTooLong as error:
-            field = "input" if isinstance(job, EmbedJob) else "prompt" if isinstance(job, ScoreJob) else "text_1"
-            if isinstance(job, EmbedJob) and job.messages is not None:
-                field = "messages"
+            if isinstance(job, EmbedJob):
+                field = "input" if job.messages is None else "messages"
+            else:
+                field = "prompt" if isinstance(job, ScoreJob) else job.name
             raise RequestTooLong(field, error.problem) from error
 
     async def _evaluate(self, server: LineServer, job: ScoringJob) -> Evaluation:

@@ -93,13 +93,13 @@ def reasoning_fields(text: str) -> dict[str, str]:
 
 
 def build_message(output: CompletionOutput, role: str = "assistant", echoed: str = "") -> dict[str, Any]:
-    """Return an answer as a message: without content if it only calls tools.
+    """Return an answer as a message: without content if it only calls tools, and with `reasoning` null if it has none.
 
     Args:
         echoed: text before the answer's.
     """
     text = echoed + output.text
-    message: dict[str, Any] = {"role": role, "content": text}
+    message: dict[str, Any] = {"role": role, "content": text, "reasoning": None}
     if output.reasoning_content:
         message |= reasoning_fields(output.reasoning_content)
     if output.tool_calls:

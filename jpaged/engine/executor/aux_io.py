@@ -12,9 +12,9 @@ import numpy as np
 
 from jpaged.engine.executor.io import F32, I32, Bool
 from jpaged.errors import InternalError
-from jpaged.types import TokenLogprob
+from jpaged.types import MAX_LOGPROB_TOKEN_IDS, TokenLogprob
 
-AUX_IDS = 33
+AUX_IDS = 1 + MAX_LOGPROB_TOKEN_IDS
 """Maximum token ids per hidden state with log-probabilities: the next token, and those a request names (K)."""
 NO_ID = 0
 """Padding of token ids."""
