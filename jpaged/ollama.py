@@ -430,7 +430,7 @@ def timestamp(moment: datetime | None = None) -> str:
     return (moment or datetime.now(UTC)).astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-def digest_of(text: str) -> str:
+def hex_digest(text: str) -> str:
     """Return a digest in the format of Ollama's: 64 hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()
 

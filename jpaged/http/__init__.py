@@ -5,6 +5,7 @@ port.py         uvicorn on the event loop of the server; limits of connections a
 exchange.py     bounded bodies in and out, on threads if large; errors -> statuses and error objects of either API
 completions.py  /v1/completions, /v1/chat/completions
 responses.py    /v1/responses, /v1/messages
+response_store.py  responses that are kept, or run in the background
 ollama.py       /api/chat, /api/generate, /api/embed and Ollama's facts about the model
 embeddings.py   /v1/embeddings, /v1/score, /pooling, /tokenize, /detokenize; in-process client for OpenAI's bodies
 batches/        /v1/files, /v1/batches

@@ -30,8 +30,8 @@ from jpaged.ollama import (
     OllamaLines,
     OllamaRequest,
     build_ollama_answer,
-    digest_of,
     embeddings_body,
+    hex_digest,
     line,
     load_body,
     parse_chat_request,
@@ -197,7 +197,7 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
         "model": with_tag(name),
         "modified_at": timestamp(service.state.start_time),
         "size": 0,
-        "digest": digest_of(f"{model.checkpoint} {name}"),
+        "digest": hex_digest(f"{model.checkpoint} {name}"),
         "details": _details(model),
     }
 

@@ -106,7 +106,8 @@ def test_the_delta_rule_has_the_same_bits_in_every_cut_and_company() -> None:
 
     @jax.jit
     def step(parts: list[jax.Array], state: jax.Array, rows: RecurrentRows) -> tuple[jax.Array, jax.Array]:
-        return gated_delta_rule(*parts, state, rows)
+        q, k, v, decays, strengths = parts
+        return gated_delta_rule(q, k, v, decays, strengths, state, rows)
 
     def run(one: list[np.ndarray], cuts: list[int], others: list[int], size: int) -> tuple[np.ndarray, np.ndarray]:
         """Runs a sequence in chunks as the second row, next to rows of other lengths, padded to a size."""

@@ -1,4 +1,4 @@
-"""Inputs and outputs of an aux call: what a request wants of hidden states besides the next token.
+"""Inputs and outputs of an aux call: log-probabilities of chosen tokens, or hidden states.
 
 R  rows of a call, padded to a bucket        K  AUX_IDS, the token ids of a row
 """

@@ -692,7 +692,7 @@ def _with_images(model_type: str, *text_types: str, names: Names) -> Family[Deco
         config: DecoderConfig = _BY_TEXT[text_type].read(fields, architecture)
         return config
 
-    def text_type_of(config: DecoderConfig) -> str:
+    def get_text_type(config: DecoderConfig) -> str:
         if len(text_types) == 1:
             return text_types[0]
         if isinstance(config, DeepseekConfig):
@@ -700,7 +700,7 @@ def _with_images(model_type: str, *text_types: str, names: Names) -> Family[Deco
         return "mistral" if config.query_scale is None else "ministral3"
 
     def write(config: DecoderConfig) -> dict[str, object]:
-        text_type = text_type_of(config)
+        text_type = get_text_type(config)
         sizes = {
             "model_type": text_type,
             "vocab_size": config.vocab_size,
@@ -719,11 +719,11 @@ def _with_images(model_type: str, *text_types: str, names: Names) -> Family[Deco
         families = {text_type: _BY_TEXT[text_type].modules() for text_type in text_types}
         return Modules(
             families[text_types[0]].ends,
-            lambda config, *given: families[text_type_of(config)].layer(config, *given),
+            lambda config, *given: families[get_text_type(config)].layer(config, *given),
         )
 
     def layer(config: DecoderConfig, prefix: str, kind: LayerKind) -> list[Leaf]:
-        leaves: list[Leaf] = _BY_TEXT[text_type_of(config)].layer_leaves(config, prefix, kind)
+        leaves: list[Leaf] = _BY_TEXT[get_text_type(config)].layer_leaves(config, prefix, kind)
         return leaves
 
     ignored = ("vision_tower.", "vision_model.", "multi_modal_projector.")

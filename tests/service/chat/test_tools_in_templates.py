@@ -321,9 +321,9 @@ def test_reasoning_is_asked_of_a_template_by_the_variable_that_it_has(process):
     assert plain.reasoning_variables(ReasoningOptions(effort="low"), {}) == {}
     with pytest.raises(InvalidArgument, match=r"^reasoning\.enabled: .*thinking"):
         plain.reasoning_variables(ReasoningOptions(effort="low", enabled=True), {})
-    for effort in ("", "x" * 65, 3):
+    for wrong in ("", "x" * 65, 3):
         with pytest.raises(InvalidArgument, match=r"^reasoning\.effort: "):
-            parse_reasoning({"effort": effort})
+            parse_reasoning({"effort": wrong})
     assert [parse_reasoning({"effort": "x" * num_chars}).effort for num_chars in (1, 64)] == ["x", "x" * 64]
 
 
