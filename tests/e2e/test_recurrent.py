@@ -89,7 +89,7 @@ def test_requests_alone_equal_passes_without_a_cache(served: Served) -> None:
     num_tokens=st.sampled_from([8, 11, 32]),
     overlap=st.booleans(),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_fork_preemption_cut_or_abort_changes_a_token(
     served: Served, work: list[tuple[str, int, int, bool]], num_blocks: int, num_tokens: int, overlap: bool
 ) -> None:
