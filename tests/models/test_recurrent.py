@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig
+from jpaged.device.compilation.lowering import check_recurrent
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.decoder.config import DeltaShape
@@ -193,3 +195,11 @@ def test_options_that_recurrent_state_does_not_support_are_refused_by_name(optio
 def test_prefixes_are_not_cached_and_blocks_not_swapped() -> None:
     options = EngineConfig.load({}).for_recurrent("Lfm2ForCausalLM")
     assert (options.cache.enable_prefix_caching, options.cache.swap_space) == (False, 0.0)
+
+
+def test_gpus_run_convolutions_but_not_the_delta_rule() -> None:
+    device = SimpleNamespace(platform="gpu", process_index=0)
+    mesh: Any = SimpleNamespace(devices=np.array([device], object))
+    check_recurrent(from_hf(LFM2_350M), EngineConfig(), mesh)
+    with pytest.raises(Unsupported, match="Qwen3NextForCausalLM does not run on GPUs"):
+        check_recurrent(from_hf(QWEN3_NEXT_80B), EngineConfig(), mesh)

@@ -105,6 +105,7 @@ def sized_step(
             does not match it.
         Unsupported: the chosen attention backend cannot run the model.
     """
+    check_recurrent(model.config, options, mesh)
     step, geometry = _sized_step(model, options, layer_mode, num_blocks, mesh)
     if draft is None or options.speculation is None:
         return step, geometry
@@ -115,17 +116,24 @@ def _sized_step(
     model: Model, options: EngineConfig, layer_mode: LayerMode, num_blocks: int, mesh: Mesh
 ) -> tuple[Step, Geometry]:
     num_parts, num_contexts, dp_size = num_shards(mesh), num_context_parts(mesh), get_dp_size(model.config, mesh)
-    check_recurrent(model.config, options, mesh)
     attention = DeviceAttention.on(model, options, mesh)
     chosen = attention.choose(sizes := attention.sizes())
     vocab_size, model = model.config.vocab_size, MeshPlacement.of(model, mesh, layer_mode).model
     config, kinds = model.config, model.config.attention_kinds  # the chosen layout is one device's part
     groups, in_stages = _kv_groups(config.layer_kinds, sizes, layer_mode, mesh), num_stages(mesh)
-    layout = _pool_layout(chosen.layout, groups, config, sizes, num_blocks, mesh)
-    cascade = cascade_costs(
-        chosen.backend, layout.local, kinds, config.num_heads // (num_parts // dp_size), num_contexts
+    layout = dataclasses.replace(
+        chosen.layout,
+        num_layers=groups.num_layers * in_stages,
+        num_stages=in_stages,
+        num_blocks=num_blocks * dp_size,
+        block_size=sizes.block_size,
+        num_kv_heads=config.num_kv_heads,
+        num_shards=num_parts // dp_size,
+        num_context_parts=num_contexts,
+        dp_size=dp_size,
     )
-    state_bytes = count_state_bytes(config.layer_kinds, model.dtype)
+    num_heads = config.num_heads // (num_parts // dp_size)
+    cascade = cascade_costs(chosen.backend, layout.local, kinds, num_heads, num_contexts)
     max_num_steps, sampler = max_steps_of_dispatch(options, mesh), choose_kernel(chosen.backend, mesh.size, vocab_size)
     geometry = Geometry(
         num_blocks=layout.num_blocks,
@@ -135,19 +143,16 @@ def _sized_step(
         vocab_size=vocab_size,
         bytes_per_block=layout.bytes_per_block,
         buckets=_buckets(sizes, max_num_steps, mesh, dp_size),
-        num_host_blocks=0
-        if state_bytes
-        else num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
+        num_host_blocks=_num_host_blocks(options, layout, config),
         cascade=cascade if options.cache.enable_cascade_attention and dp_size == in_stages == 1 else None,
         max_num_steps=max_num_steps,
-        # A step without a mask runs again, which a recurrent state does not allow.
-        has_fed_steps=max_num_steps > 1 and _can_be_fed(sampler) and not state_bytes,
+        has_fed_steps=max_num_steps > 1 and _can_be_fed(sampler, config),
         windows=groups.windows,
         num_sink_tokens=max(kind.num_sink_tokens for kind in kinds),
         max_loras=options.lora.max_loras if options.lora.enable_lora else 0,
         dp_size=dp_size,
         num_aux=min(sizes.max_num_batched_tokens, _NUM_TOLD.get(first_device(mesh).platform, _NUM_TOLD_ELSEWHERE)),
-        state_bytes=state_bytes,
+        state_bytes=count_state_bytes(config.layer_kinds, model.dtype),
     )
     step = Step(
         model,
@@ -167,24 +172,6 @@ def _sized_step(
         overlaps_sums=overlaps_sums(model, layer_mode, mesh, has_adapters=geometry.max_loras > 0),
     )
     return step, geometry
-
-
-def _pool_layout(
-    layout: KVLayout, groups: KVGroups, config: ModelConfig, sizes: StepSizes, num_blocks: int, mesh: Mesh
-) -> KVLayout:
-    """Return a backend's layout with the sizes of the pool; `num_blocks` are those of one device's part."""
-    in_stages, dp_size = num_stages(mesh), get_dp_size(config, mesh)
-    return dataclasses.replace(
-        layout,
-        num_layers=groups.num_layers * in_stages,
-        num_stages=in_stages,
-        num_blocks=num_blocks * dp_size,
-        block_size=sizes.block_size,
-        num_kv_heads=config.num_kv_heads,
-        num_shards=num_shards(mesh) // dp_size,
-        num_context_parts=num_context_parts(mesh),
-        dp_size=dp_size,
-    )
 
 
 def _kv_groups(kinds: tuple[LayerKind, ...], sizes: StepSizes, layer_mode: LayerMode, mesh: Mesh) -> KVGroups:
@@ -244,9 +231,20 @@ def has_cheap_branches(mesh: Mesh) -> bool:
     return first_device(mesh).platform != "gpu"
 
 
-def _can_be_fed(sampler: SamplingKernel | None) -> bool:
-    """Return True if a program can wait for the host: it needs its own thread, which JAX's settings can disable."""
-    return isinstance(sampler, FedSamplingKernel) and bool(jax.config.values["jax_cpu_enable_async_dispatch"])
+def _can_be_fed(sampler: SamplingKernel | None, config: ModelConfig) -> bool:
+    """Return True if a program can wait for the host: it needs its own thread, which JAX's settings can disable.
+
+    A step that gets no mask runs again, which recurrent state does not allow.
+    """
+    is_fed = isinstance(sampler, FedSamplingKernel) and bool(jax.config.values["jax_cpu_enable_async_dispatch"])
+    return is_fed and not config.num_recurrent_layers
+
+
+def _num_host_blocks(options: EngineConfig, layout: KVLayout, config: ModelConfig) -> int:
+    """Return the blocks in host memory; none with recurrent state, which is not swapped."""
+    if config.num_recurrent_layers:
+        return 0
+    return num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size)
 
 
 def max_steps_of_dispatch(options: EngineConfig, mesh: Mesh) -> int:

@@ -179,9 +179,7 @@ class RopeLengthLimits:
 
 
 I32 = NDArray[np.int32]
-
 F32 = NDArray[np.float32]
-
 Bool = NDArray[np.bool_]
 
 MIN_BUCKET = 8
@@ -270,8 +268,7 @@ class Geometry:
         num_speculative_tokens: tokens that a draft model on the device proposes to a row in a round; 0 without one.
         dp_size: devices that each hold all blocks of some sequences (data-parallel attention); 1 if there is one pool
             for all. Rank r has the blocks r * N / dp_size + 1 to (r + 1) * N / dp_size.
-        state_bytes: recurrent state of a sequence, all layers; 0 without recurrent layers. There is a slot for each of
-            the max_num_seqs rows, numbered from 1.
+        state_bytes: recurrent state of a sequence, which has one of max_num_seqs slots, from 1 on; 0 without any.
     """
 
     num_blocks: int
@@ -534,9 +531,7 @@ Records, padding, the buffer of a call and the messages to other processes are d
 """
 
 ROW_DTYPE = np.dtype([(field.name, field.dtype, field.width or ()) for field in ROW_FIELDS])
-
 _NEUTRAL_ROW = np.zeros(1, ROW_DTYPE)
-
 for _field in ROW_FIELDS:
     _NEUTRAL_ROW[_field.name] = _field.neutral
 
@@ -615,10 +610,8 @@ class SamplingInputs:
 
 MAX_NUM_STEPS = 16
 """Maximum number of decode steps in one dispatch."""
-
 MAX_NUM_ROUNDS = 16
 """Maximum number of draft-model rounds in one dispatch."""
-
 NULL_BLOCK = 0
 """Padding rows and padding tokens write here; nothing reads it. Usable blocks are 1 to num_blocks."""
 
