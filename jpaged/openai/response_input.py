@@ -19,7 +19,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,6 +210,12 @@ class ResponseTools:
                 self.renamed[name] = tool
         self.functions.append({"type": "function", "function": function})
         self._places.append(where)
+
+    def keep(self, names: Collection[str]) -> None:
+        """Remove all functions except those of these names."""
+        kept = [i for i, one in enumerate(self.functions) if one["function"].get("name") in names]
+        self.functions = [self.functions[i] for i in kept]
+        self._places = [self._places[i] for i in kept]
 
     def _remove(self, name: str) -> None:
         self.renamed.pop(name, None)
