@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from jpaged.config import HttpOptions
 from jpaged.engine.tokenizer import Tokenizer, is_special_token
-from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument, JpagedError, ModelNotFound
+from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument, JpagedError, ModelNotFound, RequestTooLong
 from jpaged.http.exchange import build_answer as json_answer_of
 from jpaged.http.exchange import (
     error_for,
@@ -52,7 +52,7 @@ from jpaged.service.calls import Call, Caller, RequestHandle, RequestRecord
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.score_embed import num_at_once, run_all
 from jpaged.service.service import Service
-from jpaged.types import LoadedAdapter, OutputEvent, PositionLogprobs, RequestOutput
+from jpaged.types import LoadedAdapter, OutputEvent, PositionLogprobs, Prompt, RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +199,35 @@ async def parse_job(
         headers=get_answer_headers(request),
         began_s=began_s,
     )
+
+
+async def fit_turns(service: Service, job: Job) -> Job:
+    """Return the job of a chat, without its oldest turns if they exceed the model's length.
+
+    A turn begins with a message of the user, and the last one stays. So do messages of the role system.
+    """
+    (prompt,) = job.prompts
+    messages = prompt.messages or ()
+    room = service.state.serving().model.max_model_len - job.sampling.max_num_tokens
+    turns = [i for i, one in enumerate(messages) if one["role"] == "user"]
+
+    def begin_at(turn: int) -> Prompt:
+        kept = [one for i, one in enumerate(messages) if i >= turns[turn] or one["role"] == "system"]
+        return replace(prompt, messages=kept)
+
+    async def fits(one: Prompt) -> bool:
+        try:
+            return len(await service.tokenize(lambda: one, None)) <= room
+        except RequestTooLong:
+            return False
+
+    if len(turns) < 2 or await fits(prompt):
+        return job
+    low, high = 1, len(turns) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if await fits(begin_at(middle)) else (middle + 1, high)
+    return replace(job, prompts=(begin_at(low),))
 
 
 def with_server_defaults(job: Job, options: HttpOptions) -> Job:

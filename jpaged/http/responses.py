@@ -29,7 +29,7 @@ from jpaged.errors import (
     InvalidArgument,
     RequestTooLong,
 )
-from jpaged.http.completions import CompletionJob, EventStream, TokenTexts, iter_events, parse_job, run_job
+from jpaged.http.completions import CompletionJob, EventStream, TokenTexts, fit_turns, iter_events, parse_job, run_job
 from jpaged.http.exchange import (
     JSON,
     MAX_HEADER_CHARS,
@@ -164,6 +164,7 @@ class _Responses:
         job = parsed.job
         if parsed.has_late_system and not await self._late_systems.are_accepted(model):
             job = await service.run_blocking(parsed.with_one_system, size)
+        job = await fit_turns(service, job) if parsed.truncates else job
         if parsed.is_background:
             if not self.store.max_response_bytes:
                 raise InvalidArgument("background", "requires stored responses: max_response_storage is 0")

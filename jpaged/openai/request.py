@@ -281,7 +281,6 @@ OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
     "/v1/completions": {},
     "/v1/chat/completions": {},
     "/v1/responses": {
-        "truncation": only("disabled", advice="remove items from `input` if the conversation is too long"),
         "conversation": never("conversations are not stored: use `previous_response_id`, or send all items in `input`"),
         "prompt": never("prompt templates are not stored: send `instructions` and `input`"),
         "client_metadata": hint(dict),
@@ -483,6 +482,7 @@ OF_ANY = frozenset(
             "store",
             "background",
             "previous_response_id",
+            "truncation",
         ),
         *("system", "stop_sequences", "thinking", "output_config", "output_format", "metadata", "context_management"),
         *("pooling", "encoding_format", "dimensions", "normalize", "use_activation", "continuations"),

@@ -20,7 +20,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,6 +215,14 @@ class ResponseTools:
             raise InvalidArgument("tools", f"more than {MAX_TOOLS} tools; at most {MAX_TOOLS}")
         self.functions[number : number + 1] = [{"type": "function", "function": function}]
         self._places[number : number + 1] = [where]
+
+    def keep(self, names: Collection[str]) -> None:
+        """Remove all functions except those of these names."""
+        kept = [i for i, one in enumerate(self.functions) if one["function"].get("name") in names]
+        self.functions = [self.functions[i] for i in kept]
+        self._places = [self._places[i] for i in kept]
+        names_kept = (one["function"].get("name") for one in self.functions)
+        self._numbers = {name: number for number, name in enumerate(names_kept) if isinstance(name, str)}
 
     def _function_of_custom(self, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a custom tool as a function with one argument; a grammar becomes a part of the description."""
