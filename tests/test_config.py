@@ -301,6 +301,8 @@ def test_adapters_of_the_start_turn_lora_on():
     assert config.lora.adapters == (("sql", "/adapters/sql"), ("chat", "a=b"))
     assert config.lora.enable_lora
     assert not EngineConfig.load({}).lora.enable_lora
+    small = EngineConfig.load({"max_cpu_loras": 2}).lora
+    assert (small.max_loras, small.max_cpu_loras) == (2, 2)
     told = {name: (value, source) for name, value, source in config.explain()}
     assert told["lora"] == ("sql=/adapters/sql, chat=a=b", "set or resolved")
 
