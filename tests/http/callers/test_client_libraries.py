@@ -15,6 +15,7 @@ import pytest
 from tests.http.callers.test_callers import ENVIRONMENT, served  # noqa: F401
 from tests.http.callers.weather_server import ANSWER, serve_weather
 from tests.processes import WAIT_S
+from tests.server.harness import collect, eventually, request
 
 pytestmark = pytest.mark.long
 
@@ -105,3 +106,30 @@ async def test_a_client_gets_what_openai_s_package_gets(
             assert len(value) == NUM_CONCURRENT and all(map(is_times, value))
         else:
             assert value == expected[kind], kind
+
+
+async def test_clients_retry_while_the_queue_is_full() -> None:
+    async with serve_weather(max_num_seqs=1, max_num_queued_reqs=1) as harness:
+        harness.faults.hold_after(0)
+        calls = [asyncio.ensure_future(collect(harness.inference.Generate(request())))]
+        await eventually(lambda: harness.executor.num_steps > 0)
+        calls.append(asyncio.ensure_future(collect(harness.inference.Generate(request()))))
+        await eventually(lambda: harness.serving.engine.is_full)
+        process = await asyncio.create_subprocess_exec(
+            *(str(PYTHON), str(FOLDER / "sdk_calls.py"), "retries", harness.http_url, harness.http_url),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**ENVIRONMENT, **OFFLINE, "OPENAI_LOG": "debug", "ANTHROPIC_LOG": "debug"},
+            limit=2**24,
+        )
+        assert process.stdout and process.stderr
+        log, num_rejected = b"", 0
+        while num_rejected < 3 and (line := await asyncio.wait_for(process.stderr.readline(), WAIT_S)):
+            log += line
+            num_rejected += b"HTTP Response:" in line and b'"429' in line
+        harness.faults.release()
+        out, err = await asyncio.wait_for(process.communicate(), WAIT_S)
+        assert num_rejected == 3 and process.returncode == 0, (log + err).decode()[-6000:]
+        answers = json.loads(out.splitlines()[-1])
+        assert answers == dict.fromkeys(("langchain_openai", "langchain_anthropic", "litellm"), ANSWER)
+        assert all(messages[-1].HasField("finish") for messages in await asyncio.gather(*calls))

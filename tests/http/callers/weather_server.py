@@ -33,5 +33,6 @@ class WeatherExecutor(FakeExecutor):
 
 def serve_weather(**options: Any) -> AbstractAsyncContextManager[Harness]:
     """Return a running server of the model `fake`, with HTTP."""
-    executor = WeatherExecutor(num_blocks=4096, max_model_len=16_384)
+    size = {"max_num_seqs": options["max_num_seqs"]} if "max_num_seqs" in options else {}
+    executor = WeatherExecutor(num_blocks=4096, max_model_len=16_384, **size)
     return running(executor=executor, answer_format=QWEN, http_port=0, **options)

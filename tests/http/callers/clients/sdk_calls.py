@@ -344,6 +344,27 @@ def dspy(demo: str, scripted: str) -> dict[str, Any]:
     }
 
 
+def retries(openai_url: str, anthropic_url: str) -> dict[str, Any]:
+    """Ask through three libraries at once, which retry if the server is full."""
+    import litellm as library
+    from langchain_anthropic import ChatAnthropic
+    from langchain_openai import ChatOpenAI
+
+    asked: dict[str, Any] = {"api_key": KEY, "model": "fake", "max_tokens": 200, "max_retries": 50}
+    chat = ChatOpenAI(base_url=f"{openai_url}/v1", **asked)
+    messages = ChatAnthropic(base_url=anthropic_url, **asked)
+    asked |= {"model": "openai/fake", "api_base": f"{openai_url}/v1"}
+    turns: list[Any] = [{"role": "user", "content": "There is rain in Oslo."}]
+
+    async def run() -> dict[str, Any]:
+        calls = (chat.ainvoke(turns), messages.ainvoke(turns), library.acompletion(**asked, messages=turns))
+        first, second, third = await asyncio.gather(*calls)
+        answers = {"langchain_openai": first.text, "langchain_anthropic": second.text}
+        return {**answers, "litellm": third.choices[0].message.content}
+
+    return asyncio.run(run())
+
+
 def plain(value: Any) -> Any:
     """Return an array of another library as a list."""
     return np.asarray(value).tolist()
