@@ -147,8 +147,6 @@ class ReplicatedControl:
                 await self._take_back(done, unsure, key, act)
                 raise _of_one(failed, len(members), "the other servers have undone it" if done else "")
             self._standing[key] = DesiredState(act, {one.name for one in members})
-            for undone in self._undone.values():
-                undone.pop(key, None)
             return answers[0][0]
 
     async def _undo(self, act: ControlOperation) -> bytes:

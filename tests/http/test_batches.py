@@ -15,6 +15,7 @@ import httpx2
 import openai
 import pytest
 
+from jpaged.access.keys import ApiKey, Role
 from jpaged.errors import InvalidArgument, QueueFull, StorageError
 from jpaged.http.batches import job as lines_of_batches
 from jpaged.http.batches import routes as files_of_batches
@@ -417,6 +418,11 @@ async def test_lines_leave_rows_to_callers_and_rank_behind_them(tmp_path: Path) 
         harness.faults.release()
         assert (await mine).choices[0].finish_reason in ("stop", "length")
         assert (await ended(client, batch.id)).request_counts.completed == 40
+
+
+def test_the_lines_of_a_batch_have_the_permissions_of_the_key_that_created_it():
+    assert batch_of("acme", "a", key_id="k1", role="inference").key == ApiKey("k1", "acme", Role.INFERENCE)
+    assert batch_of("acme", "a").key is None
 
 
 def batch_of(owner: str, batch_id: str, **fields: Any) -> Batch:

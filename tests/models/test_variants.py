@@ -20,6 +20,7 @@ from jpaged.models.decoder import DecoderConfig
 from jpaged.models.decoder.config import QueryScale
 from jpaged.models.hf_config import from_hf, to_hf
 from jpaged.models.model import Model
+from jpaged.models.registry import find_family
 from tests.models import dense
 from tests.models.tiny import TinyCase, tensors, tiny_case
 
@@ -47,6 +48,13 @@ def read(name: str, **settings: object) -> DecoderConfig:
     config = from_hf({**tiny_case(name).config, **settings})
     assert isinstance(config, DecoderConfig)
     return config
+
+
+def test_the_correction_bias_of_ernie_is_a_row() -> None:
+    config = read("ernie4_5_moe")
+    leaves = find_family(config.architecture).layer_leaves(config, "model.layers.1.", config.layer_kinds[1])
+    (bias,) = (leaf for leaf in leaves if leaf.path[-1] == "choice_bias")
+    assert bias.tensors == (("model.layers.1.mlp.moe_statics.e_score_correction_bias", (1, 8)),)
 
 
 def test_layers_without_rotation_are_those_of_the_list_or_of_the_interval() -> None:

@@ -170,6 +170,26 @@ async def test_a_server_that_was_away_undoes_what_was_undone_meanwhile(adapter):
         assert await has_pin(second, "q")
 
 
+async def test_what_is_done_again_and_undone_again_is_undone_where_it_was_done_first(adapter):
+    async with (
+        server() as first,
+        server() as second,
+        wire(second.port) as cut,
+        routed(first.target, cut.target) as router,
+        router.client() as client,
+    ):
+        await client.load_adapter("x", adapter)
+        cut.kill()
+        await router.until(1)
+        await client.unload_adapter("x")
+        await client.load_adapter("x", adapter)
+        await client.unload_adapter("x")
+        assert await adapters_of(second) == {"x"}
+        cut.restart()
+        await router.until(2)
+        assert await adapters_of(second) == set()
+
+
 async def test_a_server_that_cannot_keep_it_has_no_calls(adapter):
     async with server() as first, server() as gone:
         port = gone.port

@@ -120,7 +120,6 @@ class ResumableStream:
         self._usage = inference_pb2.Usage()
         self._is_fresh = True
         self.is_elsewhere = self._was_accepted = False
-        self._num_to_skip = 0
         self.has_ended = False
         self.num_tries = 0
         self.call = self._begin()

@@ -105,9 +105,6 @@ class BlockHashIndex:
         self._tokens: dict[int, tuple[int, ...]] = {}
         self._children: dict[BlockHash, dict[int, None]] = {}
 
-    def __contains__(self, block_id: int) -> bool:
-        return block_id in self._keys
-
     def find(self, key: BlockHash) -> int | None:
         """Return the block with this key, or None."""
         return self._blocks.get(key)

@@ -197,6 +197,13 @@ def test_what_no_row_of_a_group_asks_for_is_not_run(monkeypatch: pytest.MonkeyPa
     assert (tokens[8:] == 0).all()
 
 
+def test_the_largest_alone_is_kept_beside_one_that_is_next_to_it() -> None:
+    logits = np.full((4, 1024), -50.0, np.float32)
+    logits[:, 300], logits[:, 700] = np.nextafter(np.float32(5), np.float32(9)), 5.0
+    rows = [Params(seed=i, top_k=1) for i in range(4)]
+    assert sample(logits, row_sampling(rows)).token_ids_r.tolist() == [300] * 4
+
+
 def test_it_goes_with_the_attention_of_tpus_where_a_group_fits() -> None:
     assert choose_kernel("pallas-tpu", 1, 262_144) == TpuSampling()
     assert choose_kernel("pallas-tpu", 2, 262_144) is None

@@ -6,12 +6,16 @@ import resource
 import socket
 import sys
 import threading
+import types
 import urllib.request
+from typing import Any
 
 import pytest
 
 from jpaged._proto.v1 import control_pb2
 from jpaged.client import Client
+from jpaged.errors import InvalidArgument
+from jpaged.http import port
 from jpaged.server import grpc_server as grpc_port
 from jpaged.telemetry import scrapes
 from jpaged.types import SamplingParams
@@ -85,6 +89,19 @@ def test_connections_stay_below_what_the_process_may_open(monkeypatch, caplog):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, limit=limit: (limit, limit))
         assert grpc_port._max_connections(512) == expected
     assert "max_connections is 50, not 512: the process may open 100 files" in caplog.text
+
+
+def test_http_connections_are_at_most_a_quarter_of_the_files(monkeypatch, caplog):
+    for limit, expected in ((4096, 512), (2048, 512), (100, 25), (1, 1), (resource.RLIM_INFINITY, 512)):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, limit=limit: (limit, limit))
+        assert port.num_connections(512) == expected
+    assert "accepts 25 connections, not 512: the process may open 100 files" in caplog.text
+
+
+def test_a_port_that_grpc_does_not_bind_is_named():
+    unbound: Any = types.SimpleNamespace(add_insecure_port=lambda address: 0)
+    with pytest.raises(InvalidArgument, match=r"port: 127\.0\.0\.1:0 cannot be bound"):
+        grpc_port.bind(unbound, "port", "127.0.0.1", 0, None)
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jpaged.errors import InvalidArgument
-from jpaged.service.structured_output.budgeted_completion import BRIEF, find_completion
+from jpaged.service.structured_output.budgeted_completion import BRIEF, Effort, find_completion
 from jpaged.service.structured_output.compiler import compile_now
 from jpaged.structured import StructuredOutputs
 from tests.service.structured_output.schemas import random_schema, with_definitions
@@ -90,6 +90,12 @@ def test_a_brief_search_does_not_go_around_in_circles(compiler):
     found = find_completion(state.vocabulary, state.matcher, 200, BRIEF) or ()
     assert json.loads(packaged_tokenizer().decode(found)) == [0] * 5
     assert len(found) <= 12  # a token for each bracket, digit and comma, and one of its own choice
+
+
+def test_a_search_ends_after_the_states_that_it_may_try(compiler):
+    integers = {"type": "array", "items": {"type": "integer"}, "minItems": 5}
+    state = compile_now(compiler, StructuredOutputs(json=integers, disable_any_whitespace=True)).start()
+    assert find_completion(state.vocabulary, state.matcher, 200, Effort(width=1, num_states=1)) is None
 
 
 def test_a_choice_that_cannot_be_finished_in_time_is_not_offered(compiler):

@@ -180,3 +180,4 @@ def test_a_block_that_was_taken_in_is_a_hit():
     h.submit("second", prompt, max_tokens=2)
     h.run()
     assert h.last("second").usage.cached_tokens == 8
+    assert h.engine.load().num_host_hit_tokens == 8
