@@ -1,7 +1,6 @@
 """Load generators that others wrote, unmodified, against the demo model: their counts equal the server's."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,13 +19,13 @@ NUM_REQUESTS = 8
 NUM_TOKENS = 8
 
 
-def run(words: list[str], folder: Path) -> None:
+def run(words: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:
     """Run a command of the environment; fail with what it prints if it fails."""
     done = subprocess.run(
         [str(BIN / words[0]), *words[1:]],
         check=False,
         cwd=folder,
-        env={**ENVIRONMENT, "HOME": str(folder), "NO_PROXY": "*", "PYTHONPATH": "", "PATH": os.environ["PATH"]},
+        env={**ENVIRONMENT, "HOME": str(folder), "NO_PROXY": "*", "PYTHONPATH": "", **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -77,7 +76,8 @@ def test_aiperf_counts_the_tokens_that_the_server_counts(
     words += ["--tokenizer", str(FOLDER), "--concurrency", "4", "--request-count", str(NUM_REQUESTS)]
     words += ["--isl", "32", "--osl", str(NUM_TOKENS), "--workers-max", "1", "--ui", "none", "--no-gpu-telemetry"]
     words += ["--no-server-metrics", "--use-server-token-count", "--output-artifact-dir", str(tmp_path / "out")]
-    run([*words, "--extra-inputs", "ignore_eos:true", "--extra-inputs", "temperature:0"], tmp_path)
+    words += ["--extra-inputs", "ignore_eos:true", "--extra-inputs", "temperature:0"]
+    run(words, tmp_path, {"HF_HUB_OFFLINE": "", "TRANSFORMERS_OFFLINE": ""})  # offline it looks up a path in its cache
     report: dict[str, Any] = json.loads((tmp_path / "out" / "profile_export_aiperf.json").read_text())
     assert report["request_count"]["avg"] == NUM_REQUESTS
     assert "error_request_count" not in report and not report.get("error_summary")
