@@ -15,7 +15,7 @@ import pytest
 from tests.http.callers.test_callers import ENVIRONMENT, served  # noqa: F401
 from tests.http.callers.weather_server import ANSWER, serve_weather
 from tests.processes import WAIT_S
-from tests.server.harness import collect, eventually, request
+from tests.server.harness import eventually, request
 
 pytestmark = pytest.mark.long
 
@@ -108,22 +108,30 @@ async def test_a_client_gets_what_openai_s_package_gets(
             assert value == expected[kind], kind
 
 
+async def read_all(call: Any) -> list[Any]:
+    """Return all messages of a call."""
+    return [message async for message in call]
+
+
 async def test_clients_retry_while_the_queue_is_full() -> None:
     async with serve_weather(max_num_seqs=1, max_num_queued_reqs=1) as harness:
-        harness.faults.hold_after(0)
-        calls = [asyncio.ensure_future(collect(harness.inference.Generate(request())))]
-        await eventually(lambda: harness.executor.num_steps > 0)
-        calls.append(asyncio.ensure_future(collect(harness.inference.Generate(request()))))
-        await eventually(lambda: harness.serving.engine.is_full)
         process = await asyncio.create_subprocess_exec(
             *(str(PYTHON), str(FOLDER / "sdk_calls.py"), "retries", harness.http_url, harness.http_url),
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={**ENVIRONMENT, **OFFLINE, "OPENAI_LOG": "debug", "ANTHROPIC_LOG": "debug"},
             limit=2**24,
         )
-        assert process.stdout and process.stderr
-        log, num_rejected = b"", 0
+        assert process.stdin and process.stdout and process.stderr
+        log = await asyncio.wait_for(process.stderr.readuntil(b"imported\n"), WAIT_S)
+        harness.faults.hold_after(0)
+        calls = [asyncio.ensure_future(read_all(harness.inference.Generate(request())))]
+        await eventually(lambda: harness.executor.num_steps > 0)
+        calls.append(asyncio.ensure_future(read_all(harness.inference.Generate(request()))))
+        await eventually(lambda: harness.serving.engine.is_full)
+        process.stdin.write(b"\n")
+        num_rejected = 0
         while num_rejected < 3 and (line := await asyncio.wait_for(process.stderr.readline(), WAIT_S)):
             log += line
             num_rejected += b"HTTP Response:" in line and b'"429' in line

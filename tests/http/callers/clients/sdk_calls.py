@@ -345,10 +345,13 @@ def dspy(demo: str, scripted: str) -> dict[str, Any]:
 
 
 def retries(openai_url: str, anthropic_url: str) -> dict[str, Any]:
-    """Ask through three libraries at once, which retry if the server is full."""
+    """Ask through three libraries at once, which retry if the server is full; start after a line of the input."""
     import litellm as library
     from langchain_anthropic import ChatAnthropic
     from langchain_openai import ChatOpenAI
+
+    print("imported", file=sys.stderr, flush=True)
+    sys.stdin.readline()
 
     asked: dict[str, Any] = {"api_key": KEY, "model": "fake", "max_tokens": 200, "max_retries": 50}
     chat = ChatOpenAI(base_url=f"{openai_url}/v1", **asked)
