@@ -498,9 +498,9 @@ GPT2_NAMES: Mapping[str, object] = {
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"architectures": ["Qwen3NextForCausalLM"]}, "the closest is Qwen3"),
+        ({"architectures": ["Qwen4NextForCausalLM"]}, "the closest is Qwen3"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "the closest is LlamaForCausalLM; docs/models.md"),
-        ({"architectures": None, "model_type": "qwen3_next"}, "model_type 'qwen3_next' is not supported; supported: "),
+        ({"architectures": None, "model_type": "qwen4_next"}, "model_type 'qwen4_next' is not supported; supported: "),
     ],
 )
 def test_an_unsupported_model_is_refused_with_the_closest_one(given: Mapping[str, object], named: str) -> None:
