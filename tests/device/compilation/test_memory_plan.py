@@ -413,5 +413,5 @@ def test_recurrent_state_is_a_row_of_the_plan_and_leaves_fewer_blocks() -> None:
     assert ("recurrent state", 512 * MIB) in plan.rows()
     assert sum(num_bytes for _, num_bytes in plan.rows()) == plan.total_bytes
     assert "recurrent state" not in dict(plain.rows())
-    with pytest.raises(InvalidArgument, match="3.00 GiB for recurrent state"):
+    with pytest.raises(InvalidArgument, match=r"3\.00 GiB for recurrent state"):
         plan_memory(dataclasses.replace(REQUEST, state_bytes=3 * GIB), OWN, programs)
