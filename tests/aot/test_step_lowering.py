@@ -46,7 +46,12 @@ from jpaged.plan.known_models import KNOWN_MODELS
 
 NUM_TOKENS = 16
 TRITON_CALL = "__gpu$xla.gpu.triton"
-NUM_WORDS = {"rows": 8 * ROW_WORDS, "edits": 8 * EDIT_WORDS + 1, "count": NUM_COUNT_WORDS + 256, "tell": 64 * (1 + AUX_IDS)}
+NUM_WORDS = {
+    "rows": 8 * ROW_WORDS,
+    "edits": 8 * EDIT_WORDS + 1,
+    "count": NUM_COUNT_WORDS + 256,
+    "tell": 64 * (1 + AUX_IDS),
+}
 OPTIONS = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": NUM_TOKENS,
