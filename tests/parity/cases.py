@@ -72,6 +72,7 @@ FAMILIES = (
     "mistral4",
     "lfm2",
     "qwen3_next",
+    "granitemoehybrid",
 )
 """One checkpoint of each family, which is served in every way; a search on it is golden, too."""
 NUM_TOKENS = 64
