@@ -216,6 +216,33 @@ def _lfm2(size: str, width: int, inner: int, num_heads: int) -> KnownModel:
     )
 
 
+_LFM2_MOE = decoder(
+    "lfm2-8b-a1b",
+    "LiquidAI/LFM2-8B-A1B",
+    FamilyShape(24, 2048, 7168, 32, 8),
+    architectures=["Lfm2MoeForCausalLM"],
+    model_type="lfm2_moe",
+    vocab_size=65536,
+    max_position_embeddings=128000,
+    moe_intermediate_size=1792,
+    num_dense_layers=2,
+    num_experts=32,
+    num_experts_per_tok=4,
+    use_expert_bias=True,
+    norm_topk_prob=True,
+    routed_scaling_factor=1.0,
+    norm_eps=1e-5,
+    rope_theta=1000000.0,
+    conv_L_cache=3,
+    conv_bias=False,
+    layer_types=["full_attention" if index in (2, 6, 10, 14, 18, 21) else "conv" for index in range(24)],
+    tie_word_embeddings=True,
+    bos_token_id=1,
+    eos_token_id=7,
+    torch_dtype="bfloat16",
+)
+
+
 def _granite4(size: str, shape: FamilyShape, attending: tuple[int, ...], **settings: object) -> KnownModel:
     types = ["attention" if index in attending else "mamba" for index in range(shape.num_layers)]
     fields: dict[str, object] = {
@@ -296,6 +323,7 @@ DECODERS_MODELS = (
     _starcoder2("15b", FamilyShape(40, 6144, 24576, 48, 4), 100000.0),
     _lfm2("350m", 1024, 6656, 16),
     _lfm2("1.2b", 2048, 12288, 32),
+    _LFM2_MOE,
     _granite4(
         "350m",
         FamilyShape(32, 768, 2048, 12, 4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -171,6 +172,19 @@ def test_qwen3_next_is_read_as_published() -> None:
     window, matrices = 8192 * 3 * 2, 32 * 128 * 128 * 4
     assert count_state_bytes(config.layer_kinds, np.dtype(np.float16)) == 36 * (window + matrices)
     assert from_hf(to_hf(config)) == config
+
+
+def test_the_first_layers_of_lfm2_moe_have_no_experts() -> None:
+    config = read("lfm2_moe")
+    assert [kind.is_sparse for kind in config.layer_kinds] == [False, True, True, True, True]
+    assert [bool(kind.states) for kind in config.layer_kinds] == [True, True, False, True, False]
+    assert from_hf(to_hf(config)) == config
+    biased = config.mixture
+    assert biased is not None
+    assert biased.choice_bias
+    plain = read("lfm2_moe", use_expert_bias=False, num_dense_layers=0)
+    assert plain.mixture == dataclasses.replace(biased, choice_bias=False)
+    assert all(kind.is_sparse for kind in plain.layer_kinds)
 
 
 def test_granite_4_is_read_as_published() -> None:

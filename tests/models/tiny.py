@@ -159,6 +159,12 @@ def _variants() -> list[TinyCase]:
     windows = {"sliding_window": 9, "layer_types": _types(4, 4)}
     conv = {"layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"], "num_hidden_layers": 5}
     conv |= {"intermediate_size": 120, "block_multiple_of": 8}
+    conv_experts: dict[str, object] = {
+        "layer_types": conv["layer_types"],
+        "num_hidden_layers": 5,
+        "num_dense_layers": 1,
+    }
+    conv_experts |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
     delta: dict[str, object] = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16}
     delta |= {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "head_dim": 32, "num_hidden_layers": 4}
     delta |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "mlp_only_layers": [1]}
@@ -204,6 +210,7 @@ def _variants() -> list[TinyCase]:
         _variant("phimoe", "Phimoe", 24, **local, attention_bias=True, lm_head_bias=True, router_jitter_noise=0.3),
         _variant("llama4_text", "Llama4", 26, **llama4, head_dim=32, num_hidden_layers=4),
         _variant("lfm2", "Lfm2", 40, **conv),
+        _variant("lfm2_moe", "Lfm2Moe", 40, **conv_experts),
         _variant("qwen3_next", "Qwen3Next", 40, **delta),
         _variant("granitemoehybrid", "GraniteMoeHybrid", 40, **hybrid, **local),
         _variant("granitemoehybrid_rope", "GraniteMoeHybrid", 40, **dense),

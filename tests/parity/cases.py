@@ -71,6 +71,7 @@ FAMILIES = (
     "glm4_moe_lite",
     "mistral4",
     "lfm2",
+    "lfm2_moe",
     "qwen3_next",
     "granitemoehybrid",
 )
