@@ -93,6 +93,13 @@ class ModelSource:
         return frozenset(self.config.eos_token_ids) or self.tokenizer.eos_token_ids
 
 
+RECURRENT = (
+    "recurrent state is neither cached nor swapped: enable_prefix_caching is False, swap_space 0, and preempted "
+    "requests are recomputed"
+)
+"""Line that is logged for models with recurrent layers."""
+
+
 def build(
     options: EngineConfig,
     progress: Progress = ignore_progress,
@@ -131,6 +138,9 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
     if (transfer := options.cache.kv_transfer) is not None:
         import_connector(transfer)  # errors before weights are read
     source, model, places = _place(options, progress, starts_templates=not is_offline)
+    if model.config.num_recurrent_layers:
+        options = options.for_recurrent(model.config.architecture)
+        _say((RECURRENT,), progress)
     if is_offline and options.startup.wait_for_all_programs is None:
         options = options.replace(wait_for_all_programs=not _has_equal_programs(model, options, places[0]))
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
@@ -143,6 +153,8 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         runs = [*MultiHostExecutor.of_replicas(executor, leader, options.parallel.data_parallel_size)]
     for index, one in enumerate(runs):
         one.warm_up(_get_progress(index, len(runs), progress))
+    if leader is not None:
+        leader.agree({})  # replicas in other processes are ready, too
     _say([*executor.memory_plan.lines(), *streaming_llm.describe_lossy_cache(options)], progress)
     resolved = _resolve(options, source.name, executor, model.dtype.name, places[0])
     whitespace = options.model.whitespace_pattern
@@ -163,6 +175,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         config=resolved,
         adapters=adapters,
         grammars=grammars,
+        hidden_size=source.config.hidden_size,
         checkpoint=fingerprint(source.folder, options.model.overrides),
     )
 
@@ -322,6 +335,8 @@ def preview(options: EngineConfig) -> Preview:
     device = first_device(where.mesh)
     attention = DeviceAttention.on(model, options, where.mesh)
     sizes = attention.sizes()
+    if model.config.num_recurrent_layers:
+        options = options.for_recurrent(model.config.architecture)
     held = int(weight_bytes(model.config, model.dtype.itemsize, where.num_parts) / num_stages(where.mesh))
     memory = DeviceMemory.of(device, 0, where.mesh.size * num_places)
     linear_backend = choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode)
@@ -357,6 +372,7 @@ def follow(options: EngineConfig, progress: Progress, follower: Follower) -> Non
     (executor,) = _make_executors(source, model, options, places, progress, follower)
     follower.agree(_findings(source, executor, options.model.overrides))
     executor.warm_up(progress)
+    follower.agree({})
     parallel = options.parallel
     num_processes, process = parallel.num_processes or 1, parallel.process_id or 0
     is_first_of_replica = process % (num_processes // parallel.data_parallel_size) == 0
@@ -723,5 +739,7 @@ def _model_info(
         max_logprobs=resolved.model.max_logprobs,
         lossy_kv_window=resolved.lossy.lossy_kv_window or 0,
         lossy_kv_sinks=geometry.num_sink_tokens,
+        state_bytes_per_sequence=geometry.state_bytes,
         default_sampling=read_default_sampling(source.folder, resolved.model),
+        aliases=resolved.server.served_model_aliases,
     )

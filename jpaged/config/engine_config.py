@@ -43,6 +43,7 @@ from jpaged.errors import InternalError, InvalidArgument
 _OF_COMPILERS = ("XLA_", "TF_XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
 _WITH_HEAD: Mapping[str, Any] = {"num_scheduler_steps": 1, "swap_space": 0.0}
 _WITH_DP_ATTENTION: Mapping[str, Any] = {"swap_space": 0.0}
+_WITH_STATE: Mapping[str, Any] = {"swap_space": 0.0, "enable_prefix_caching": False}
 ENVIRONMENT: Mapping[str, str] = {
     "JPAGED_CACHE_DIR": "directory of the compiled-program cache; empty disables the cache",
     "JPAGED_API_KEY": "API key that clients and commands send",
@@ -244,6 +245,41 @@ class EngineConfig:
                 raise InvalidArgument(name, f"is on, and does not support {other} {value}; it must be {only}")
         return self.replace(**_WITH_DP_ATTENTION)
 
+    def check_recurrent(self, architecture: str) -> None:
+        """Reject options that conflict with recurrent layers.
+
+        Raises:
+            InvalidArgument: names the first such option.
+        """
+        refused: dict[str, tuple[object, object]] = {
+            "context_parallel_size": (self.parallel.context_parallel_size, 1),
+            "pipeline_parallel_size": (self.parallel.pipeline_parallel_size, 1),
+            "num_processes": (self.parallel.num_processes or 1, 1),
+            "kv_policy": (self.cache.kv_policy, "paged"),
+            "speculative_config": (self.scheduler.speculative_config, None),
+            "enable_lora": (self.lora.enable_lora or bool(self.lora.lora), False),
+            "kv_events_endpoint": (self.kv_events.kv_events_endpoint, None),
+            "role": (self.roles.role, "both"),
+            "compiled": (self.startup.compiled, None),
+            "lossy_kv_window": (self.lossy.lossy_kv_window, None),
+        }
+        if (store := self.cache.store_option) is not None:
+            refused[store] = (self.cache.described_store(), None)
+        for name, (value, only) in refused.items():
+            if value != only:
+                raise InvalidArgument(
+                    name, f"is {value}, but {architecture} has recurrent state, which requires {only}"
+                )
+
+    def for_recurrent(self, architecture: str) -> EngineConfig:
+        """Return these options for a model with recurrent layers, whose state is never shared with other requests.
+
+        Raises:
+            InvalidArgument: as `check_recurrent`.
+        """
+        self.check_recurrent(architecture)
+        return self.replace(**_WITH_STATE)
+
     @property
     def has_draft(self) -> bool:
         """True if a draft model or head on the device proposes tokens."""
@@ -392,9 +428,16 @@ def server_field_names() -> tuple[str, ...]:
 
 
 def compile_cache_dir() -> Path | None:
-    """Return the cache folder of compiled programs: JPAGED_CACHE_DIR (None if empty), else in the user's cache."""
+    """Return the cache folder of compiled programs: JPAGED_CACHE_DIR (None if empty), else in the user's cache.
+
+    Raises:
+        InvalidArgument: JPAGED_CACHE_DIR is a URL.
+    """
     chosen = os.environ.get("JPAGED_CACHE_DIR")
     if chosen is not None:
+        if "://" in chosen:
+            problem = f"{shorten(chosen)} is a URL: must be a folder, such as one that a bucket is mounted on"
+            raise InvalidArgument("JPAGED_CACHE_DIR", problem)
         return Path(chosen) / "programs" if chosen else None
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "jpaged" / "programs"

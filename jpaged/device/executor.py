@@ -56,6 +56,7 @@ from jpaged.device.model_runner import (
     ModelRunner,
     PackedForward,
     PendingHostCopies,
+    ServedPool,
     unpack_aux,
     unpack_outputs,
 )
@@ -79,7 +80,8 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.io import AuxInputs, AuxOutputs, num_mask_words
+from jpaged.engine.executor.aux_io import AuxInputs, AuxOutputs
+from jpaged.engine.executor.io import num_mask_words
 from jpaged.errors import InternalError
 from jpaged.kernels.sampling.cpu.feed import Feed
 from jpaged.models.layers import Params
@@ -178,8 +180,9 @@ class JaxExecutor:
         shardings = jax.tree.map(lambda struct: struct.sharding, abstract)
         zeros = functools.partial(jax.tree.map, lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
         counts = jax.jit(zeros, out_shardings=shardings)()
+        served_pool = ServedPool(self._pool, step.abstract_states(geometry.max_num_seqs))
         self._runner = ModelRunner(
-            params, last_tokens, (packings, several), self._pool, self._programs, counts, geometry.vocab_size
+            params, last_tokens, (packings, several), served_pool, self._programs, counts, geometry.vocab_size
         )
         self._pending_copies = PendingHostCopies()
         self._drafter = build_drafter(step, geometry, draft_params, self._runner, self._programs)

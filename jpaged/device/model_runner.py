@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -33,12 +33,9 @@ from jpaged.device.logits_processors import TokenCounts
 from jpaged.device.lora import get_arguments, get_matrices, with_matrices
 from jpaged.device.sampling import SamplingStages
 from jpaged.engine.executor import BANNED_WIDTH, I32, ROW_FIELDS, Detail, SamplingInputs, StepInputs, StepOutputs
+from jpaged.engine.executor.aux_io import AUX_IDS, AuxInputs, AuxKind, AuxOutputs
 from jpaged.engine.executor.io import (
-    AUX_IDS,
     EDIT_FIELDS,
-    AuxInputs,
-    AuxKind,
-    AuxOutputs,
     LogitsProcessorInputs,
     TokenCountReset,
     no_singles,
@@ -48,6 +45,7 @@ from jpaged.engine.executor.io import (
 from jpaged.errors import InternalError
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.cpu.attention import blank_pool
+from jpaged.kernels.recurrence import StatefulPool
 from jpaged.models.layers import Params
 from jpaged.models.lora import HostAdapter
 
@@ -109,6 +107,37 @@ class KVPool(DonatedArray):
 
     def __init__(self, layout: KVLayout, sharding: Sharding) -> None:
         super().__init__(layout.shape, layout.storage_dtype, sharding)
+
+
+class ServedPool:
+    """The KV pool as steps take it: with the states of recurrent layers, if there are any.
+
+    Args:
+        states: shapes of the states.
+    """
+
+    def __init__(self, pool: KVPool, states: Sequence[jax.ShapeDtypeStruct] = ()) -> None:
+        self._pool = pool
+        self._states = [DonatedArray(one.shape, one.dtype, one.sharding) for one in states]
+
+    def take(self) -> Any:
+        """Take the arrays, to be donated."""
+        kv = self._pool.take()
+        return StatefulPool(kv, tuple(states.take() for states in self._states)) if self._states else kv
+
+    def put(self, pool: Any) -> None:
+        """Store the arrays that a step returned."""
+        if not isinstance(pool, StatefulPool):
+            self._pool.put(pool)
+            return
+        self._pool.put(pool.kv)
+        for holder, states in zip(self._states, pool.states, strict=True):
+            holder.put(states)
+
+    def release(self) -> None:
+        """Free the memory of the states. Idempotent."""
+        for states in self._states:
+            states.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +334,7 @@ class ModelRunner:
         params: Params,
         last_tokens: jax.Array,
         packings: tuple[Mapping[int, Packing], Mapping[int, DecodePacking]],
-        pool: KVPool,
+        pool: ServedPool,
         programs: ProgramStore,
         counts: TokenCounts,
         vocab_size: int,
@@ -455,6 +484,7 @@ class ModelRunner:
     def release(self) -> None:
         """Drop the parameters. Idempotent."""
         self._params, self._head_params = {}, {}
+        self._pool.release()
         self._nothing.clear()
         for array in jax.tree.leaves(self._counts):
             if not array.is_deleted():

@@ -70,15 +70,16 @@ from jpaged.device.model_runner import (
 from jpaged.device.sampling import SamplingStages, SamplingVocabulary
 from jpaged.device.sharded_matmul import experts_kernel, in_parts, num_column_parts
 from jpaged.engine.executor import MAX_NUM_STEPS, Detail, Geometry, StepDirective, StepInputs
-from jpaged.engine.executor.io import AUX_IDS, AuxKind
+from jpaged.engine.executor.aux_io import AUX_IDS, AuxKind
 from jpaged.kernels import qkv_rope as heads
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.cascade import StepRows, cascade_attention_update, prepare_step_rows
 from jpaged.kernels.paged_attention.spec import NewKV, add_sinks
+from jpaged.kernels.recurrence import RecurrentRows, StatefulPool
 from jpaged.kernels.sampling import FedSamplingKernel, RowSampling, SampledTokens, SamplingKernel
-from jpaged.models.layer_kinds import KVGroups
+from jpaged.models.layer_kinds import KVGroups, get_states
 from jpaged.models.layers import Attend, Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode, LayerPlace
@@ -89,17 +90,19 @@ if TYPE_CHECKING:
 
 _RUNS = {"kv_begins_s", "run_starts_s1", "num_runs"}
 _ADAPTERS = {"adapters_t"}
+_STATES = {"state_sources_s", "state_slots_s"}
 _Order = ContextOrder | RankOrder | None
 
 
 def forward_packing(num_tokens: int, geometry: Geometry) -> Packing:
     """Return the buffer of a forward call with T tokens: the fields of `StepInputs`, whose names encode their shapes.
 
-    Fields of runs with a shared prefix, and of adapters, are included only if the geometry has them.
+    Fields of runs with a shared prefix, of adapters and of recurrent state are included only if the geometry has them.
     """
     t, s, m, g = num_tokens, geometry.max_num_seqs, geometry.max_blocks_per_seq, len(geometry.windows)
     shapes = {"q": (geometry.num_aux,), "t": (t,), "gt": (g, t), "s": (s,), "s1": (s + 1,), "gsm": (g, s, m)}
     left_out = {"num_tokens", *(_RUNS if geometry.cascade is None else ()), *(() if geometry.max_loras else _ADAPTERS)}
+    left_out |= set() if geometry.state_bytes else _STATES
     names = [field.name for field in dataclasses.fields(StepInputs) if field.name not in left_out]
     return Packing.of(
         **{name: (shapes.get(name.split("_")[-1], ()), "bool" if name.startswith("is_") else "int32") for name in names}
@@ -221,12 +224,12 @@ class Step:
     def packed_forward(
         self,
         params: Params,
-        pool: Shaped[Array, "P B ..."],
+        pool: Shaped[Array, "P B ..."] | StatefulPool,
         last_tokens_s: Int[Array, "S"],
         words: Int[Array, "W"],
         *,
         packing: Packing,
-    ) -> tuple[jax.Array, ...]:
+    ) -> tuple[Any, ...]:
         """Run the layers on packed inputs.
 
         If the pool has 8 bits, the parameters have its scales as "kv_scales" `[G * L, K, 2]`, group by group.
@@ -244,8 +247,12 @@ class Step:
         return pool, hidden_te[places], *features
 
     def run_watched(
-        self, params: Params, pool: Shaped[Array, "P B ..."], ids_t: Int[Array, "T"], inputs: Mapping[str, jax.Array]
-    ) -> tuple[Float[Array, "T E"], Shaped[Array, "P B ..."], tuple[jax.Array, ...]]:
+        self,
+        params: Params,
+        pool: Shaped[Array, "P B ..."] | StatefulPool,
+        ids_t: Int[Array, "T"],
+        inputs: Mapping[str, jax.Array],
+    ) -> tuple[Float[Array, "T E"], Any, tuple[jax.Array, ...]]:
         """Run the layers as `run`; with a head also return the states that it takes, concatenated, `[T, F]`."""
         watched = () if self.draft is None else self.draft.watched
         hidden_te, pool, seen = self._run(params, pool, ids_t, inputs, watched=watched)
@@ -254,11 +261,11 @@ class Step:
     def run(
         self,
         params: Params,
-        pool: Shaped[Array, "P B ..."],
+        pool: Shaped[Array, "P B ..."] | StatefulPool,
         ids_t: Int[Array, "T"],
         inputs: Mapping[str, jax.Array],
         states_te: Float[Array, "T E"] | None = None,
-    ) -> tuple[Float[Array, "T E"], Shaped[Array, "P B ..."]]:
+    ) -> tuple[Float[Array, "T E"], Any]:
         """Run the layers on tokens, with the other fields of `StepInputs` by name; return each token's hidden state.
 
         A head takes states in addition to the tokens.
@@ -269,12 +276,12 @@ class Step:
     def _run(
         self,
         params: Params,
-        pool: jax.Array,
+        pool: Any,
         ids_t: jax.Array,
         inputs: Mapping[str, jax.Array],
         states_te: jax.Array | None = None,
         watched: Sequence[int] = (),
-    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    ) -> tuple[jax.Array, Any, list[jax.Array]]:
         if num_stages(self.mesh) > 1:
             return *self._run_stages(params, pool, ids_t, inputs), []
         inputs, ids_t, order = self._ordered(inputs, ids_t)
@@ -355,10 +362,13 @@ class Step:
             q_thd: jax.Array,
             k_tkd: jax.Array,
             v_tkd: jax.Array | None,
-            pool: jax.Array,
+            pool: Any,
             place: LayerPlace,
             sinks_h: jax.Array | None = None,
-        ) -> tuple[jax.Array, jax.Array]:
+        ) -> tuple[jax.Array, Any]:
+            if isinstance(pool, StatefulPool):
+                o_thd, kv = attend(q_thd, k_tkd, v_tkd, pool.kv, place, sinks_h)
+                return o_thd, pool.with_kv(kv)
             new_kv, num_layers = (k_tkd, v_tkd, inputs["slots_gt"][place.group]), self.layout.num_layers
             scales_lk2 = params.get("kv_scales")
             if scales_lk2 is not None:
@@ -387,6 +397,7 @@ class Step:
             num_column_parts=self.num_column_parts(len(ids_t)),
             is_used_t=is_used_t,
             states=None if is_used_t is None else StateShardings(self._sharding(TOKENS_SPEC), replicated(self.mesh)),
+            recurrent=_recurrent_rows(inputs, len(ids_t)),
         )
 
     def packed_sample(
@@ -551,6 +562,17 @@ class Step:
         mesh, shape = self.mesh, (num_slots + 1, self.model.config.vocab_size)
         counts = jax.ShapeDtypeStruct(shape, jnp.int16, sharding=NamedSharding(mesh, LOGITS_SPEC))
         return _of_counts(counts, jax.ShapeDtypeStruct(shape[:1], jnp.int32, sharding=replicated(mesh)))
+
+    def abstract_states(self, num_slots: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the shapes of the recurrent states of `num_slots` sequences, with slot 0 for padding."""
+        num_layers, states = get_states(self.model.config.layer_kinds)
+        sharding = NamedSharding(self.mesh, PartitionSpec(None, None, MODEL_AXIS))
+        return tuple(
+            jax.ShapeDtypeStruct(
+                (num_layers, num_slots + 1, *one.shape), one.get_dtype(self.model.dtype), sharding=sharding
+            )
+            for one in states
+        )
 
     def num_column_parts(self, num_tokens: int) -> int:
         """Return the parts of the hidden states' columns in a step of this many tokens; see `ColumnParts`."""
@@ -725,6 +747,15 @@ class DraftStep:
         return bool(self.watched)
 
 
+def _recurrent_rows(inputs: Mapping[str, jax.Array], num_tokens: int) -> RecurrentRows | None:
+    """Return a step's rows for recurrent layers; None if there are none."""
+    if "state_slots_s" not in inputs:
+        return None
+    starts_s1 = inputs["query_starts_s1"]
+    is_first_s = inputs["kv_lens_s"] == starts_s1[1:] - starts_s1[:-1]
+    return RecurrentRows.of(starts_s1, is_first_s, inputs["state_sources_s"], inputs["state_slots_s"], num_tokens)
+
+
 def _of_counts(counts: Any, last_tokens: Any) -> TokenCounts:
     """Return counts with any values in place of their arrays."""
     return TokenCounts(counts, last_tokens)
@@ -734,7 +765,7 @@ def _bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
-_State = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+_State = tuple[jax.Array, Any, jax.Array, jax.Array, jax.Array, jax.Array]
 """Number of steps run, the pool, the last tokens, ended rows, the outputs, and the newest step's verdict."""
 
 
@@ -773,6 +804,8 @@ class _Decode:
         rows_r = jnp.minimum(jnp.arange(len(positions_r)), len(kv_lens_s) - 1)
         blocks_gr = tables_gsm[:, rows_r, positions_r // self.block_size]
         slots_gr = blocks_gr * self.block_size + positions_r % self.block_size
+        if "state_slots_s" in step:  # the first step has copied states that were shared
+            step = {**step, "state_sources_s": jnp.where(index > 0, step["state_slots_s"], step["state_sources_s"])}
         return {
             **step,
             "positions_t": positions_r,
@@ -785,12 +818,12 @@ class _Decode:
 def packed_decode(
     step: Step,
     params: Params,
-    pool: Shaped[Array, "P B ..."],
+    pool: Shaped[Array, "P B ..."] | StatefulPool,
     last_tokens_s: Int[Array, "S"],
     words: Int[Array, "W"],
     *,
     packing: DecodePacking,
-) -> tuple[Shaped[Array, "P B ..."], Int[Array, "S"], Int[Array, "N R C"]]:
+) -> tuple[Shaped[Array, "P B ..."] | StatefulPool, Int[Array, "S"], Int[Array, "N R C"]]:
     """Run the steps on packed inputs until every row has ended.
 
     Returns:

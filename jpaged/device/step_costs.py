@@ -213,6 +213,8 @@ def null_prefill(geometry: Geometry, num_padded: int, start: int = 0, *, num_tok
         num_rows=num_rows,
         num_tokens=num_tokens,
         num_runs=0,
+        state_sources_s=np.zeros(max_rows, np.int32),
+        state_slots_s=np.zeros(max_rows, np.int32),
     )
 
 

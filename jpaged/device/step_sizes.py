@@ -43,6 +43,7 @@ from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.hardware import Hardware, find_hardware, identify_hardware
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import Choice, Queries, choose
+from jpaged.models.layer_kinds import count_state_bytes
 from jpaged.models.model import Model
 from jpaged.models.sharding import pad_for_sharding
 
@@ -169,7 +170,7 @@ class DeviceAttention:
             return [line]
         block_kib = (
             self._layout(sizes.block_size // self.num_context_parts).bytes_per_block
-            / self.model.config.num_layers
+            / self.model.config.num_attention_layers
             / 1024
         )
         return [
@@ -190,7 +191,7 @@ class DeviceAttention:
             return chosen
         platform = self.device.platform
         default, larger = platform_default("block_size", platform), _LARGER_BLOCKS.get(platform)
-        is_small = self._layout(default).bytes_per_block < _LEAST_BLOCK_BYTES * self.model.config.num_layers
+        is_small = self._layout(default).bytes_per_block < _LEAST_BLOCK_BYTES * self.model.config.num_attention_layers
         num_entries = platform_default("max_num_seqs", platform) * -(-max_model_len // (default * num_parts))
         return num_parts * (larger if larger and (is_small or num_entries >= _MOST_TABLE_ENTRIES) else default)
 
@@ -227,6 +228,7 @@ class DeviceAttention:
         share = self.options.cache.memory_utilization or platform_default("memory_utilization", self.device.platform)
         held = weight_bytes(self.model.config, self.model.dtype.itemsize, self.num_parts) / self.num_stages
         sequence_bytes = self._layout(1).bytes_per_block * min(_SEQUENCE_TOKENS, max_model_len) / self.num_stages
+        sequence_bytes += count_state_bytes(self.model.config.layer_kinds, self.model.dtype) / self.num_parts
         num_pools = self.num_context_parts * self._dp_size
         return max(0, int((share * usable_bytes - held) * num_pools // sequence_bytes))
 
@@ -238,7 +240,7 @@ class DeviceAttention:
     def _layout(self, block_size: int) -> KVLayout:
         config = pad_for_sharding(self.model.config, self.num_parts)
         return KVLayout(
-            num_layers=config.num_layers,
+            num_layers=config.num_attention_layers,
             num_blocks=1,
             block_size=block_size,
             num_kv_heads=config.num_kv_heads // (self.num_parts // self._dp_size),

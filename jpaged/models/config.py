@@ -199,6 +199,21 @@ class ModelConfig:
         return (LayerKind(AttentionKind(self.head_dim**-0.5)),) * self.num_layers
 
     @property
+    def num_recurrent_layers(self) -> int:
+        """Layers that keep a state for each sequence, in place of keys and values."""
+        return sum(bool(kind.states) for kind in self.layer_kinds)
+
+    @property
+    def num_recurrent_parts(self) -> int:
+        """Largest number of equal parts of a recurrent layer; a number of devices must divide it."""
+        return self.hidden_size
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers that store keys and values."""
+        return self.num_layers - self.num_recurrent_layers
+
+    @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
         """Attention kind of each layer."""
         return tuple(kind.attention for kind in self.layer_kinds)

@@ -22,9 +22,14 @@ tokens cost nearly as little as those of groups of one layer.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from jpaged.kernels.attention_kind import AttentionKind
 
@@ -32,18 +37,45 @@ _MAX_PERIOD = 8
 
 
 @dataclass(frozen=True, slots=True)
+class StateArray:
+    """An array of fixed size that a recurrent layer keeps for each sequence, in place of keys and values.
+
+    Attributes:
+        shape: of one sequence in one layer; devices split the first axis.
+        dtype: float32, for example; None is the model's type.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str | None = None
+
+    def num_bytes(self, model_dtype: np.dtype) -> int:
+        """Return the bytes of the array."""
+        return math.prod(self.shape) * self.get_dtype(model_dtype).itemsize
+
+    def get_dtype(self, model_dtype: np.dtype) -> np.dtype:
+        """Return the type of the numbers."""
+        return model_dtype if self.dtype is None else np.dtype(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerKind:
     """A kind of layer: hashable, static under jit. Layers of one kind have parameters of the same shapes.
 
     Attributes:
-        attention: the attention kind.
+        attention: the attention kind; a recurrent layer has that of other layers, without effect.
         rope: index of the model's rotary embedding for queries and keys; None is none.
         is_sparse: a mixture of experts replaces the dense feed-forward.
+        states: of a recurrent layer, which replaces attention; empty for attention.
     """
 
     attention: AttentionKind
     rope: int | None = 0
     is_sparse: bool = False
+    states: tuple[StateArray, ...] = ()
+
+    def blank_states(self, model_dtype: np.dtype) -> list[tuple[tuple[int, ...], np.dtype]]:
+        """Return the shape and the type of each array of a sequence's state."""
+        return [(one.shape, one.get_dtype(model_dtype)) for one in self.states]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +171,43 @@ class KVGroups:
         windows: tokens that the queries of each group see, including themselves; None is everything. Groups without a
             window come first.
         num_layers: of the largest group (Lg): the layers of a block.
-        places: of each layer.
+        places: of each layer; see `group_kinds` for recurrent ones.
     """
 
     windows: tuple[int | None, ...]
     num_layers: int
     places: tuple[KVPlace, ...]
+
+
+def get_states(kinds: Iterable[LayerKind]) -> tuple[int, tuple[StateArray, ...]]:
+    """Return the number of recurrent layers, and the state of each of them; (0, ()) without any."""
+    found = [kind.states for kind in kinds if kind.states]
+    return len(found), found[0] if found else ()
+
+
+def count_state_bytes(kinds: Iterable[LayerKind], model_dtype: np.dtype) -> int:
+    """Return the bytes of the recurrent state of a sequence, in all layers."""
+    num_layers, states = get_states(kinds)
+    return num_layers * sum(one.num_bytes(model_dtype) for one in states)
+
+
+def group_kinds(kinds: Sequence[LayerKind], max_model_len: int, units: Units | None = None) -> KVGroups:
+    """Group the layers of a model as `group_layers`; recurrent layers have no keys and are in no group.
+
+    The place of a recurrent layer has its index among the recurrent layers.
+    """
+    attending = [layer for layer, kind in enumerate(kinds) if not kind.states]
+    if len(attending) == len(kinds):
+        return group_layers([kind.attention.sliding_window for kind in kinds], max_model_len, units)
+    index = {layer: number for number, layer in enumerate(attending)}
+    own = None if units is None else [[index[layer] for layer in unit] for unit in units if unit[0] in index]
+    groups = group_layers([kinds[layer].attention.sliding_window for layer in attending], max_model_len, own)
+    num_before = itertools.accumulate((bool(kind.states) for kind in kinds), initial=0)
+    places = tuple(
+        groups.places[index[layer]] if layer in index else (0, number)
+        for layer, number in zip(range(len(kinds)), num_before, strict=False)
+    )
+    return dataclasses.replace(groups, places=places)
 
 
 def group_layers(windows: Sequence[int | None], max_model_len: int, units: Units | None = None) -> KVGroups:

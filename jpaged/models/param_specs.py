@@ -311,7 +311,7 @@ def transpose(tensor: np.ndarray, leaf: np.ndarray) -> None:
 
 _SPLIT = frozenset({"heads", "feed_forward"})
 """Axes that are both contracted and split over devices."""
-_NEVER = frozenset({"bias", "scale", "sinks"})
+_NEVER = frozenset({"bias", "scale", "sinks", "taps"})
 _CHOOSING = frozenset({"router", "score"})
 """Layers that score experts."""
 EXPERT_AXES = frozenset({"experts", "expert_parts"})

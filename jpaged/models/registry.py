@@ -14,22 +14,27 @@ from jpaged.models.families import (
     gpt2,
     gpt_neox,
     gpt_oss,
+    lfm2,
     llama,
     opt,
     phi3,
     qwen_moe,
+    qwen_next,
     variants,
 )
 from jpaged.models.family import AnyFamily
 
 _FAMILIES = (
     *(llama, qwen_moe, gpt_oss, deepseek, gemma, phi3),
-    *(gpt2, gpt_neox, falcon, opt, variants),
+    *(gpt2, gpt_neox, falcon, opt, lfm2, qwen_next, variants),
 )
 
 ARCHITECTURES: Mapping[str, AnyFamily] = {
     name: family for module in _FAMILIES for name, family in module.ARCHITECTURES.items()
 }
+
+SYNONYMS: Mapping[str, str] = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
+"""Names of architectures in published files, and those of transformers' classes."""
 
 
 def find_family(architecture: str) -> AnyFamily:

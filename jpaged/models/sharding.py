@@ -128,6 +128,8 @@ def pad_for_sharding(config: ModelConfig, num_parts: int) -> ModelConfig:
         working = [n for n in range(1, config.num_heads + 1) if _divides(config, n)]
         mixture = "" if config.mixture is None else f", {config.mixture}"
         heads = f"{config.num_heads} query heads, {config.num_kv_heads} key/value heads"
+        if config.num_recurrent_layers:
+            heads += f", {config.num_recurrent_parts} parts of recurrent layers"
         raise InvalidArgument(
             "tensor_parallel_size",
             f"{num_parts} does not divide {heads}{mixture} and a feed-forward width of {config.intermediate_size}; "
@@ -155,7 +157,8 @@ def _divides(config: ModelConfig, num_parts: int) -> bool:
     has_heads = config.has_dp_attention or (config.num_heads % num_parts == 0 and has_groups)
     has_widths = all(kind.is_sparse for kind in config.layer_kinds) or config.intermediate_size % num_parts == 0
     has_experts = config.mixture is None or config.mixture.divides(num_parts)
-    return has_heads and has_widths and has_experts
+    has_states = not config.num_recurrent_layers or config.num_recurrent_parts % num_parts == 0
+    return has_heads and has_widths and has_experts and has_states
 
 
 def with_parallel_experts(config: ModelConfig) -> ModelConfig:

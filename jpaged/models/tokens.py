@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jpaged.kernels.experts import ExpertsKernel
+from jpaged.kernels.recurrence import RecurrentRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class TokenBatch:
             all at once. More require `Model.takes_column_parts` and the layer mode `scan`. Static.
         is_used_t: see `Rows`.
         states: shardings of hidden states that are split by rows; None if every device has all rows. Static.
+        recurrent: the rows of recurrent layers; None for one row that begins its sequence.
     """
 
     ids_t: jax.Array
@@ -93,6 +95,7 @@ class TokenBatch:
     num_column_parts: int = dataclasses.field(default=1, metadata={"static": True})
     is_used_t: jax.Array | None = None
     states: StateShardings | None = dataclasses.field(default=None, metadata={"static": True})
+    recurrent: RecurrentRows | None = None
 
     @property
     def rows(self) -> Rows:

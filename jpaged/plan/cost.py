@@ -150,7 +150,8 @@ class ModelShape:
 
     Attributes:
         num_params: parameters that are multiplied with.
-        query_width: query heads times head dimension; if values are narrower than keys, times the mean of both.
+        query_width: query heads times head dimension; if values are narrower than keys, times the mean of both. It is
+            the mean over all layers if some are recurrent.
         weight_bytes: bytes of weights read in a step.
         kv_bytes_per_token: all layers.
         head_params: those of num_params that only sampled rows are multiplied with.

@@ -192,6 +192,30 @@ def _falcon(size: str, num_layers: int, width: int, num_heads: int, num_kv_heads
     return KnownModel(f"falcon-{size}", f"tiiuae/falcon-{size}", fields)
 
 
+def _lfm2(size: str, width: int, inner: int, num_heads: int) -> KnownModel:
+    return decoder(
+        f"lfm2-{size}",
+        f"LiquidAI/LFM2-{size.upper()}",
+        FamilyShape(16, width, inner, num_heads, 8),
+        architectures=["Lfm2ForCausalLM"],
+        model_type="lfm2",
+        vocab_size=65536,
+        max_position_embeddings=128000,
+        norm_eps=1e-5,
+        rope_theta=1000000.0,
+        conv_L_cache=3,
+        conv_bias=False,
+        block_auto_adjust_ff_dim=True,
+        block_ffn_dim_multiplier=1.0,
+        block_multiple_of=256,
+        full_attn_idxs=[2, 5, 8, 10, 12, 14],
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=7,
+        torch_dtype="bfloat16",
+    )
+
+
 def _starcoder2(size: str, shape: FamilyShape, rope_theta: float) -> KnownModel:
     return decoder(
         f"starcoder2-{size}",
@@ -244,6 +268,8 @@ DECODERS_MODELS = (
     _starcoder2("3b", FamilyShape(30, 3072, 12288, 24, 2), 999999.4420358813),
     _starcoder2("7b", FamilyShape(32, 4608, 18432, 36, 4), 1000000.0),
     _starcoder2("15b", FamilyShape(40, 6144, 24576, 48, 4), 100000.0),
+    _lfm2("350m", 1024, 6656, 16),
+    _lfm2("1.2b", 2048, 12288, 32),
     decoder(
         "smollm3-3b",
         "HuggingFaceTB/SmolLM3-3B",

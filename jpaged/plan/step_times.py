@@ -199,7 +199,7 @@ class PlannedModel:
         shape = ModelShape(
             num_params=num_params(config) - looked_up,
             num_layers=config.num_layers,
-            query_width=config.query_width,
+            query_width=config.query_width * config.num_attention_layers // config.num_layers,
             weight_bytes=self._model_bytes - (embedding_bytes(config, self.itemsize) if looked_up else 0),
             kv_bytes_per_token=self.bytes_per_block * (1 if config.has_dp_attention else num_devices) / self.block_size,
             head_params=head_params,
@@ -225,7 +225,7 @@ class PlannedModel:
                 hardware,
                 heads,
                 windows,
-                self.bytes_per_block / self.block_size / config.num_layers,
+                self.bytes_per_block / self.block_size / config.num_attention_layers,
                 math.ceil(local.vocab_size / num_devices),
                 is_split=num_devices > 1,
             )
@@ -501,9 +501,9 @@ def stored_shape(
     return ModelShape(
         num_params=num_params(config) - looked_up,
         num_layers=config.num_layers,
-        query_width=config.query_width,
+        query_width=config.query_width * config.num_attention_layers // config.num_layers,
         weight_bytes=weight_bytes(config, item_bytes) - (embedding_bytes(config, item_bytes) if looked_up else 0),
-        kv_bytes_per_token=config.num_layers * config.kv_width * ITEM_BYTES.get(kv_dtype or "", item_bytes),
+        kv_bytes_per_token=config.num_attention_layers * config.kv_width * ITEM_BYTES.get(kv_dtype or "", item_bytes),
         head_params=head_params,
         **expert_shape(config),
     )

@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from benchmarks.record import PAGE, RESULTS
@@ -28,6 +29,7 @@ from benchmarks.tpu_programs import (
 )
 from jpaged.device.aot.deployment import Collective
 from jpaged.models.config import ModelConfig
+from jpaged.models.layer_kinds import count_state_bytes
 from jpaged.plan.known_models import KNOWN_MODELS
 
 MIB = 1 << 20
@@ -253,8 +255,24 @@ def test_every_architecture_is_served_in_place(which: str) -> None:
         check(result, work_mib=80, padding=0.12 if which == "experts" else 0.01)
 
 
+RECURRENT = ("lfm2-350m@v6e:1x1",)
+
+
+@pytest.mark.long
+def test_recurrent_state_is_updated_in_place() -> None:
+    """The state of 64 rows and of padding is aliased next to the pool; a TPU pads the 65 slots to 72."""
+    for result in compile_cells(*(f"{model}#forward[64]" for model in RECURRENT)):
+        config = KNOWN_MODELS[result.cell.partition("@")[0]].config
+        assert result.report is not None, result.out_of_memory
+        assert (result.made, result.backend) == ((), "pallas-tpu")
+        state_bytes = count_state_bytes(config.layer_kinds, jnp.dtype("bfloat16"))
+        assert result.report.alias_bytes == result.pool_bytes + 72 * state_bytes
+        assert result.report.temp_bytes < 80 * MIB
+
+
 def test_no_architecture_is_left_out() -> None:
-    names = [cell.partition("@")[0] for cells in ARCHITECTURES.values() for cell in cells]
+    cells = [cell for cells in (*ARCHITECTURES.values(), RECURRENT) for cell in cells]
+    names = [cell.partition("@")[0] for cell in cells]
     compiled = {KNOWN_MODELS[name].config.architecture for name in (*names, "opt-13b", "mixtral-8x7b")}
     too_large = {"DeepseekV3ForCausalLM"}  # larger than eight chips, and a DeepSeek-V2 but for how experts are chosen
     assert compiled | too_large == {model.config.architecture for model in KNOWN_MODELS.values()}

@@ -104,6 +104,8 @@ class Driver:
             num_rows=len(rows),
             num_tokens=num_tokens,
             num_runs=0,
+            state_sources_s=np.zeros(s, np.int32),
+            state_slots_s=np.zeros(s, np.int32),
         )
 
     def sampling(self, rows: list[Row], *, detail: Detail = Detail.LOGPROBS) -> SamplingInputs:

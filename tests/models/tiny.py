@@ -157,6 +157,12 @@ def _variants() -> list[TinyCase]:
     scaled = {**_YARN, "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
     stretched = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
     windows = {"sliding_window": 9, "layer_types": _types(4, 4)}
+    conv = {"layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"], "num_hidden_layers": 5}
+    conv |= {"intermediate_size": 120, "block_multiple_of": 8}
+    delta: dict[str, object] = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16}
+    delta |= {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "head_dim": 32, "num_hidden_layers": 4}
+    delta |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "mlp_only_layers": [1]}
+    delta |= {"shared_expert_intermediate_size": 48}
     local = {"num_local_experts": 4, "num_experts_per_tok": 2}
     glm = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
     glm |= {"moe_intermediate_size": 40}
@@ -193,6 +199,8 @@ def _variants() -> list[TinyCase]:
         ),
         _variant("phimoe", "Phimoe", 24, **local, attention_bias=True, lm_head_bias=True, router_jitter_noise=0.3),
         _variant("llama4_text", "Llama4", 26, **llama4, head_dim=32, num_hidden_layers=4),
+        _variant("lfm2", "Lfm2", 40, **conv),
+        _variant("qwen3_next", "Qwen3Next", 40, **delta),
         _latent("glm4_moe_lite", "Glm4MoeLite", n_group=4, topk_group=2, routed_scaling_factor=1.5),
         _latent("mistral4", "Mistral4", rope_parameters=scaled, routed_scaling_factor=1.5),
     ]

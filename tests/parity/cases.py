@@ -70,6 +70,8 @@ FAMILIES = (
     "llama4_text",
     "glm4_moe_lite",
     "mistral4",
+    "lfm2",
+    "qwen3_next",
 )
 """One checkpoint of each family, which is served in every way; a search on it is golden, too."""
 NUM_TOKENS = 64

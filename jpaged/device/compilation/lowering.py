@@ -64,10 +64,15 @@ from jpaged.device.step_costs import cascade_costs
 from jpaged.device.step_sizes import DeviceAttention, StepSizes
 from jpaged.device.transfers import MAX_ON_THE_WAY, content_bytes, lower_move, move_sizes, num_host_blocks
 from jpaged.engine.executor import BucketTable, Geometry, Progress
-from jpaged.engine.executor.io import AUX_IDS, NUM_SINGLES, AuxKind, num_mask_words
-from jpaged.errors import InvalidArgument
+from jpaged.engine.executor.aux_io import AUX_IDS, AuxKind
+from jpaged.engine.executor.io import NUM_SINGLES, num_mask_words
+from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.kernels.kv_layout import KVLayout
+from jpaged.kernels.recurrence import StatefulPool
 from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
-from jpaged.models.layer_kinds import KVGroups, LayerKind, get_stacks, group_layers
+from jpaged.models.config import ModelConfig
+from jpaged.models.decoder import DecoderConfig
+from jpaged.models.layer_kinds import KVGroups, LayerKind, count_state_bytes, get_stacks, group_kinds
 from jpaged.models.layers import Params
 from jpaged.models.model import MatricesOf, Model, dense_formats
 from jpaged.models.stack import LayerMode
@@ -100,6 +105,7 @@ def sized_step(
             does not match it.
         Unsupported: the chosen attention backend cannot run the model.
     """
+    check_recurrent(model.config, options, mesh)
     step, geometry = _sized_step(model, options, layer_mode, num_blocks, mesh)
     if draft is None or options.speculation is None:
         return step, geometry
@@ -126,9 +132,8 @@ def _sized_step(
         num_context_parts=num_contexts,
         dp_size=dp_size,
     )
-    cascade = cascade_costs(
-        chosen.backend, layout.local, kinds, config.num_heads // (num_parts // dp_size), num_contexts
-    )
+    num_heads = config.num_heads // (num_parts // dp_size)
+    cascade = cascade_costs(chosen.backend, layout.local, kinds, num_heads, num_contexts)
     max_num_steps, sampler = max_steps_of_dispatch(options, mesh), choose_kernel(chosen.backend, mesh.size, vocab_size)
     geometry = Geometry(
         num_blocks=layout.num_blocks,
@@ -138,15 +143,16 @@ def _sized_step(
         vocab_size=vocab_size,
         bytes_per_block=layout.bytes_per_block,
         buckets=_buckets(sizes, max_num_steps, mesh, dp_size),
-        num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
+        num_host_blocks=_num_host_blocks(options, layout, config),
         cascade=cascade if options.cache.enable_cascade_attention and dp_size == in_stages == 1 else None,
         max_num_steps=max_num_steps,
-        has_fed_steps=max_num_steps > 1 and _can_be_fed(sampler),
+        has_fed_steps=max_num_steps > 1 and _can_be_fed(sampler, config),
         windows=groups.windows,
         num_sink_tokens=max(kind.num_sink_tokens for kind in kinds),
         max_loras=options.lora.max_loras if options.lora.enable_lora else 0,
         dp_size=dp_size,
         num_aux=min(sizes.max_num_batched_tokens, _NUM_TOLD.get(first_device(mesh).platform, _NUM_TOLD_ELSEWHERE)),
+        state_bytes=count_state_bytes(config.layer_kinds, model.dtype),
     )
     step = Step(
         model,
@@ -172,7 +178,25 @@ def _kv_groups(kinds: tuple[LayerKind, ...], sizes: StepSizes, layer_mode: Layer
     """Return the groups of the layers of each stage, which are equal."""
     of_stage = kinds[: len(kinds) // num_stages(mesh)]
     stacks = list(get_stacks(of_stage).values()) if layer_mode == "scan" else None
-    return group_layers([kind.attention.sliding_window for kind in of_stage], sizes.max_model_len, stacks)
+    return group_kinds(of_stage, sizes.max_model_len, stacks)
+
+
+def check_recurrent(config: ModelConfig, options: EngineConfig, mesh: Mesh) -> None:
+    """Check that the options suit a model with recurrent layers.
+
+    Raises:
+        InvalidArgument: names the option that does not.
+        Unsupported: the devices do not run its layers.
+    """
+    if not config.num_recurrent_layers:
+        return
+    options.check_recurrent(config.architecture)
+    if _is_of_several_processes(mesh):
+        raise InvalidArgument("num_processes", f"{config.architecture} has recurrent state, which needs one process")
+    if isinstance(config, DecoderConfig) and config.delta is not None and not has_cheap_branches(mesh):
+        raise Unsupported(
+            f"{config.architecture} does not run on GPUs: the gated delta rule loops over a prompt of any length"
+        )
 
 
 def blocks_of_rank(num_blocks: int | None, dp_size: int) -> int | None:
@@ -207,9 +231,20 @@ def has_cheap_branches(mesh: Mesh) -> bool:
     return first_device(mesh).platform != "gpu"
 
 
-def _can_be_fed(sampler: SamplingKernel | None) -> bool:
-    """Return True if a program can wait for the host: it needs its own thread, which JAX's settings can disable."""
-    return isinstance(sampler, FedSamplingKernel) and bool(jax.config.values["jax_cpu_enable_async_dispatch"])
+def _can_be_fed(sampler: SamplingKernel | None, config: ModelConfig) -> bool:
+    """Return True if a program can wait for the host: it needs its own thread, which JAX's settings can disable.
+
+    A step that gets no mask runs again, which recurrent state does not allow.
+    """
+    is_fed = isinstance(sampler, FedSamplingKernel) and bool(jax.config.values["jax_cpu_enable_async_dispatch"])
+    return is_fed and not config.num_recurrent_layers
+
+
+def _num_host_blocks(options: EngineConfig, layout: KVLayout, config: ModelConfig) -> int:
+    """Return the blocks in host memory; none with recurrent state, which is not swapped."""
+    if config.num_recurrent_layers:
+        return 0
+    return num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size)
 
 
 def max_steps_of_dispatch(options: EngineConfig, mesh: Mesh) -> int:
@@ -278,7 +313,11 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
         return compiler_options(device, formats[spec.kind], overlaps_sums=step.num_column_parts(spec.size) > 1)
 
     head = {name: tree for name, tree in params.items() if name != "layers"}
-    pool = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
+    pool: Any = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
+    of_served: Any = of_pool
+    if states := step.abstract_states(geometry.max_num_seqs):
+        pool = StatefulPool(pool, states)
+        of_served = jax.tree.map(lambda struct: struct.sharding, pool)
     last_tokens = shape((step.max_sample_rows,), np.int32)
     counts = step.abstract_counts(geometry.max_num_seqs)
     of_counts = jax.tree.map(lambda struct: struct.sharding, counts)
@@ -289,13 +328,13 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
             packing = forward_packing(spec.size, geometry)
             forward = functools.partial(step.packed_forward, packing=packing)
             watches = step.draft is not None and step.draft.is_head
-            outputs = (of_pool, whole, whole) if watches else (of_pool, whole)
+            outputs = (of_served, whole, whole) if watches else (of_served, whole)
             jitted = jax.jit(forward, donate_argnums=1, out_shardings=outputs, compiler_options=options(spec))
             return jitted.lower(params, pool, last_tokens, shape((packing.size,), np.int32))
         if spec.kind == "decode":
             several = DecodePacking(forward_packing(spec.size, geometry), spec.size)
             decode = functools.partial(packed_decode, step, packing=several)
-            results = of_pool, whole, whole
+            results = of_served, whole, whole
             jitted = jax.jit(decode, donate_argnums=1, out_shardings=results, compiler_options=options(spec))
             return jitted.lower(params, pool, last_tokens, shape((several.size,), np.int32))
         if spec.kind in ("speculate", "draft", "draft_copy"):
@@ -439,6 +478,7 @@ class ServerPrograms:
             memory_utilization=cache.memory_utilization
             or platform_default("memory_utilization", first_device(self.step.mesh).platform),
             weight_bytes=self.weight_bytes,
+            state_bytes=local_bytes({"states": list(self.step.abstract_states(self.geometry.max_num_seqs))}),
             num_blocks=blocks_of_rank(cache.num_blocks, self.geometry.dp_size),
             pool_bytes=None if cache.num_blocks is not None else cache.kv_cache_memory_bytes,
             has_default_share=cache.memory_utilization is None,

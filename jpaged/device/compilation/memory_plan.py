@@ -2,10 +2,11 @@
 
     all memory of the device
     |<-------------- memory_utilization of it -------------->|<- left alone ->|
-    | weights | pool | temporaries | kept | code |  not used |
+    | weights | pool | state | temporaries | kept | code |  not used |
 
     weights       the parameters of one device
     pool          every block, and the null block, in all layers: a step updates it in place, so it counts once
+    state         recurrent state: a slot for each row, and one for padding; updated in place, too
     temporaries   working memory of the two largest programs: one step may still run when the next one is dispatched
     kept          data between calls: inputs and outputs of two overlapped steps, last tokens, blocks in flight, token
                   counts, log-probabilities and hidden states that the host has not read
@@ -136,6 +137,7 @@ class PoolRequest:
         max_model_len: maximum tokens of a sequence.
         memory_utilization: share of the memory that weights, programs and the pool may take.
         weight_bytes: of the parameters of one device.
+        state_bytes: of the recurrent state of one device, all slots; 0 without recurrent layers.
         has_default_share: memory_utilization is the platform's default, not the user's.
         num_blocks: the user's choice; None if memory decides.
         pool_bytes: the user's choice of the pool's bytes on one device instead; it determines num_blocks.
@@ -153,6 +155,7 @@ class PoolRequest:
     num_blocks: int | None = None
     pool_bytes: int | None = None
     has_default_share: bool = False
+    state_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.pool_bytes is None:
@@ -165,18 +168,23 @@ class PoolRequest:
             )
         object.__setattr__(self, "num_blocks", self.pool_bytes // self.bytes_per_block - 1)
 
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of one device that do not depend on the pool: weights and recurrent state."""
+        return self.weight_bytes + self.state_bytes
+
     def most_blocks(self, memory: DeviceMemory) -> int:
         """Return the blocks of max_num_seqs sequences of maximum length, within the default limit of host memory."""
         most = self.max_num_seqs * self.blocks_per_seq
         if memory.is_own or not self.has_default_share or memory.total_bytes is None:
             return most
-        free = max(0, memory.total_bytes - self.weight_bytes)
+        free = max(0, memory.total_bytes - self.fixed_bytes)
         limit = _rounded_down(min(_MAX_HOST_BYTES, free // _HOST_PART)) // self.bytes_per_block - 1
         return max(self.blocks_per_seq, min(most, limit))
 
     def probe_blocks(self, memory: DeviceMemory) -> int:
         """Return the pool size for compiling programs to measure their memory: a GiB, if that fits."""
-        free = int((memory.total_bytes or 0) * self.memory_utilization) - self.weight_bytes
+        free = int((memory.total_bytes or 0) * self.memory_utilization) - self.fixed_bytes
         room = max(1, min(_PROBE_BYTES, free // _PROBE_PART) // self.bytes_per_block)
         return min(room, self.num_blocks or room)
 
@@ -215,7 +223,7 @@ class MemoryPlan:
     @property
     def used_bytes(self) -> int:
         """All planned bytes of the total; excludes programs as long as their memory is unknown."""
-        return self.request.weight_bytes + self.pool_bytes + self.program_bytes
+        return self.request.fixed_bytes + self.pool_bytes + self.program_bytes
 
     @property
     def usable_bytes(self) -> int | None:
@@ -243,6 +251,7 @@ class MemoryPlan:
         rows = [
             ("weights", request.weight_bytes),
             (f"pool of {self.num_blocks} blocks of {request.bytes_per_block} bytes", self.pool_bytes),
+            *([("recurrent state", request.state_bytes)] if request.state_bytes else []),
             ("temporaries of programs", programs.temp_bytes),
             ("inputs, outputs and blocks in flight", programs.kept_bytes),
             *([("code of programs", programs.loaded_bytes)] if self.outside_bytes is None else []),
@@ -320,7 +329,7 @@ def plan_memory(request: PoolRequest, memory: DeviceMemory, programs: Callable[[
     most = request.most_blocks(memory)
     wanted = most if request.num_blocks is None else request.num_blocks
     before = MemoryPlan(request, memory.total_bytes, wanted, what=memory.what, outside_bytes=memory.outside_bytes)
-    free = int(memory.total_bytes * request.memory_utilization) - request.weight_bytes
+    free = int(memory.total_bytes * request.memory_utilization) - request.fixed_bytes
     if not memory.is_own and before.pool_bytes < free * 3 // 4:
         return before
     if free <= 0:
@@ -342,6 +351,7 @@ def too_large(plan: MemoryPlan) -> InvalidArgument:
     request = plan.request
     most, total = max(0, plan.most_blocks or 0), plan.total_bytes or 0
     what = f" ({plan.what})" if plan.what else ""
+    state = f", {request.state_bytes / _GIB:.2f} GiB for recurrent state" if request.state_bytes else ""
     if plan.usable_bytes is not None and request.weight_bytes >= plan.usable_bytes:
         return InvalidArgument(
             "tensor_parallel_size",
@@ -351,7 +361,7 @@ def too_large(plan: MemoryPlan) -> InvalidArgument:
         )
     spent = (
         f"{request.memory_utilization:g} of {total / _GIB:.2f} GiB{what}, minus {request.weight_bytes / _GIB:.2f} GiB "
-        f"for weights and {plan.program_bytes / _GIB:.2f} GiB for programs, leaves {most} blocks of "
+        f"for weights{state} and {plan.program_bytes / _GIB:.2f} GiB for programs, leaves {most} blocks of "
         f"{request.bytes_per_block} bytes"
     )
     if request.pool_bytes is not None and most >= 1:

@@ -179,9 +179,7 @@ class RopeLengthLimits:
 
 
 I32 = NDArray[np.int32]
-
 F32 = NDArray[np.float32]
-
 Bool = NDArray[np.bool_]
 
 MIN_BUCKET = 8
@@ -270,6 +268,7 @@ class Geometry:
         num_speculative_tokens: tokens that a draft model on the device proposes to a row in a round; 0 without one.
         dp_size: devices that each hold all blocks of some sequences (data-parallel attention); 1 if there is one pool
             for all. Rank r has the blocks r * N / dp_size + 1 to (r + 1) * N / dp_size.
+        state_bytes: recurrent state of a sequence, which has one of max_num_seqs slots, from 1 on; 0 without any.
     """
 
     num_blocks: int
@@ -289,6 +288,7 @@ class Geometry:
     num_aux: int = MIN_BUCKET
     num_speculative_tokens: int = 0
     dp_size: int = 1
+    state_bytes: int = 0
 
     @property
     def max_num_seqs_of_rank(self) -> int:
@@ -531,9 +531,7 @@ Records, padding, the buffer of a call and the messages to other processes are d
 """
 
 ROW_DTYPE = np.dtype([(field.name, field.dtype, field.width or ()) for field in ROW_FIELDS])
-
 _NEUTRAL_ROW = np.zeros(1, ROW_DTYPE)
-
 for _field in ROW_FIELDS:
     _NEUTRAL_ROW[_field.name] = _field.neutral
 
@@ -612,10 +610,8 @@ class SamplingInputs:
 
 MAX_NUM_STEPS = 16
 """Maximum number of decode steps in one dispatch."""
-
 MAX_NUM_ROUNDS = 16
 """Maximum number of draft-model rounds in one dispatch."""
-
 NULL_BLOCK = 0
 """Padding rows and padding tokens write here; nothing reads it. Usable blocks are 1 to num_blocks."""
 
@@ -667,6 +663,8 @@ class StepInputs:
         run_starts_s1: [S + 1]; run g is the rows run_starts[g] to run_starts[g + 1]. num_rows beyond num_runs.
         num_runs: runs in use, which cover the rows in use; 0 if no two rows share a prefix.
         num_tokens: tokens in use.
+        state_sources_s: slot from which each row's recurrent state is read; unused by a row that begins its sequence.
+        state_slots_s: slot to which it is written; 0 beyond num_rows, and for rows without tokens.
     """
 
     token_ids_t: I32
@@ -686,6 +684,8 @@ class StepInputs:
     run_starts_s1: I32
     num_runs: int
     num_tokens: int
+    state_sources_s: I32
+    state_slots_s: I32
 
     def further(self, num_steps: int, block_size: int) -> Iterator[StepInputs]:
         """Yield the inputs of the next `num_steps - 1` steps of rows with one token each, sampled by the step before.
@@ -712,6 +712,7 @@ class StepInputs:
                 rope_lens_t=rope_lens_kt[i],
                 slots_gt=np.ascontiguousarray(slots_gkt[:, i]),
                 kv_lens_s=kv_lens_ks[i],
+                state_sources_s=self.state_slots_s,
             )
 
     @property
@@ -799,101 +800,3 @@ class StepOutputs:
         ids, values = self.top_ids_rnk[row, index, :num_top], self.top_logprobs_rnk[row, index, :num_top]
         pairs = enumerate(zip(ids.tolist(), values.tolist(), strict=True), start=1)
         return PositionLogprobs(chosen, tuple(TokenLogprob(token_id, value, rank) for rank, (token_id, value) in pairs))
-
-
-AUX_IDS = 33
-"""Maximum token ids per hidden state with log-probabilities: the next token, and those a request names (K)."""
-NO_ID = 0
-"""Padding of token ids."""
-
-
-class AuxKind(enum.IntEnum):
-    """Kind of an aux output."""
-
-    LOGPROBS = 0
-    """The log-probabilities of some tokens, and of the likeliest ones."""
-    ALL_LOGPROBS = 1
-    """The log-probabilities of all tokens of the vocabulary."""
-    HIDDEN = 2
-    """The hidden state itself, after the model's final norm."""
-
-
-@dataclass(frozen=True, slots=True)
-class AuxInputs:
-    """Rows of one aux call, padded.
-
-    Attributes:
-        places_r: indices of the hidden states that the step's forward leaves; 0 in padding.
-        ids_rk: `[R, AUX_IDS]`, the requested tokens; NO_ID in padding.
-        num_rows: rows in use.
-    """
-
-    kind: AuxKind
-    places_r: I32
-    ids_rk: I32
-    num_rows: int
-
-    @classmethod
-    def padded(cls, kind: AuxKind, places: list[int], ids: list[list[int]], size: int) -> AuxInputs:
-        """Return the inputs of at most `size` rows."""
-        places_r, ids_rk = np.zeros(size, np.int32), np.full((size, AUX_IDS), NO_ID, np.int32)
-        places_r[: len(places)] = places
-        for row, of_row in enumerate(ids):
-            ids_rk[row, : len(of_row)] = of_row
-        return cls(kind, places_r, ids_rk, len(places))
-
-    @classmethod
-    def of_words(cls, kind: AuxKind, words: I32, num_rows: int) -> AuxInputs:
-        """Return the inputs from packed words, the inverse of `words`."""
-        rows = words.reshape(-1, 1 + AUX_IDS)
-        return cls(kind, rows[:, 0], rows[:, 1:], num_rows)
-
-    @property
-    def words(self) -> I32:
-        """The inputs packed for a program: `[R, 1 + AUX_IDS]`, row after row."""
-        return np.concatenate([self.places_r[:, None], self.ids_rk], axis=1).reshape(-1)
-
-
-@dataclass(frozen=True, slots=True)
-class AuxOutputs:
-    """Aux outputs in host memory; fields that the kind does not have are None.
-
-    Attributes:
-        is_sound_r: False if logits hold NaN or plus infinity.
-        ranks_r: rank of the first id: 1 for the likeliest token.
-        logprobs_rk: log-probabilities of the ids.
-        top_ids_rk, top_logprobs_rk: the likeliest tokens in order.
-        all_logprobs_rv: log-probability of every token.
-        hidden_re: float32.
-    """
-
-    is_sound_r: Bool | None = None
-    ranks_r: I32 | None = None
-    logprobs_rk: F32 | None = None
-    top_ids_rk: I32 | None = None
-    top_logprobs_rk: F32 | None = None
-    all_logprobs_rv: F32 | None = None
-    hidden_re: F32 | None = None
-
-    def top(self, row: int, num_top: int) -> tuple[TokenLogprob, ...]:
-        """Return the likeliest tokens of a row; all of them for -1."""
-        if self.all_logprobs_rv is not None:
-            values = self.all_logprobs_rv[row]
-            ids = np.argsort(-values, kind="stable")[: len(values) if num_top < 0 else num_top].astype(np.int32)
-            values = values[ids]
-        elif self.top_ids_rk is not None and self.top_logprobs_rk is not None:
-            ids, values = self.top_ids_rk[row, :num_top], self.top_logprobs_rk[row, :num_top]
-        else:
-            raise InternalError("aux outputs of hidden states have no top log-probabilities")
-        pairs = enumerate(zip(ids.tolist(), values.tolist(), strict=True), start=1)
-        return tuple(TokenLogprob(token_id, value, rank) for rank, (token_id, value) in pairs)
-
-    def chosen(self, row: int, token_id: int) -> TokenLogprob:
-        """Return the log-probability and rank of a row's first id, which is token_id."""
-        if self.all_logprobs_rv is not None:
-            values = self.all_logprobs_rv[row]
-            value = values.item(token_id)
-            return TokenLogprob(token_id, value, 1 + int((values > value).sum()))
-        if self.logprobs_rk is None or self.ranks_r is None:
-            raise InternalError("aux outputs of hidden states have no log-probabilities")
-        return TokenLogprob(token_id, self.logprobs_rk.item(row, 0), self.ranks_r.item(row))

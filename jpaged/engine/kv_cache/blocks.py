@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -174,9 +175,14 @@ class SequenceBlocks:
         num_registered_blocks: number of leading blocks that were offered to the prefix cache.
         owner: salt, tenant and adapter that the root is computed from.
         rank: the part of the pool that its blocks are in (data-parallel attention); 0 if there is one.
+        state_slot: slot of the recurrent state after the last scheduled step; 0 is none.
+        state_source: slot that this step reads; another one if the state was shared.
     """
 
-    __slots__ = ("_keys", "host_tables", "ids_gm", "num_registered_blocks", "owner", "rank", "root", "tables")
+    __slots__ = (
+        *("_keys", "host_tables", "ids_gm", "num_registered_blocks", "owner", "rank", "root", "tables"),
+        *("state_slot", "state_source"),
+    )
 
     def __init__(
         self, max_blocks: int, root: BlockHash | None, num_kv_groups: int = 1, owner: PrefixOwner | None = None
@@ -188,6 +194,7 @@ class SequenceBlocks:
         self.root = root
         self.num_registered_blocks = 0
         self.rank = 0
+        self.state_slot = self.state_source = 0
         self._keys: list[BlockHash] = []
 
     def new_like(self) -> SequenceBlocks:
@@ -242,6 +249,69 @@ class SequenceBlocks:
     def leave_cache(self) -> None:
         """Exclude the sequence from the prefix cache."""
         self.root = None
+
+    def hold_state(self, source: int, slot: int) -> None:
+        """Set the slots that the next step reads and writes; 0 is none."""
+        self.state_source, self.state_slot = source, slot
+
+
+class StateSlots:
+    """Allocator of slots for recurrent state, numbered from 1; the only writer of their reference counts.
+
+    A sequence holds one slot, from its first step until it is released. A fork shares the parent's slot. The first
+    of them that runs gets a new slot, for which its step reads the shared one; the last one writes in place. So there
+    are never more slots in use than sequences.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(range(num_slots, 0, -1))
+        self._ref_counts = [0] * (num_slots + 1)
+
+    @property
+    def num_free(self) -> int:
+        """Number of free slots."""
+        return len(self._free)
+
+    def prepare(self, kv: SequenceBlocks) -> None:
+        """Make the slot that a sequence's next step writes exclusive to it.
+
+        Raises:
+            InternalError: every slot is in use.
+        """
+        source = kv.state_slot
+        if source and self._ref_counts[source] == 1:
+            kv.hold_state(source, source)
+            return
+        if not self._free:
+            raise InternalError(f"all {len(self._ref_counts) - 1} slots for recurrent state are in use")
+        slot = self._free.pop()
+        self._ref_counts[slot] = 1
+        if source:
+            self._ref_counts[source] -= 1
+        kv.hold_state(source or slot, slot)
+
+    def fork(self, parent: SequenceBlocks, child: SequenceBlocks) -> None:
+        """Share the parent's slot with the child, which holds none."""
+        if parent.state_slot:
+            self._ref_counts[parent.state_slot] += 1
+            child.hold_state(parent.state_slot, parent.state_slot)
+
+    def release(self, kv: SequenceBlocks) -> None:
+        """Release the slot of a sequence, if it holds one."""
+        slot = kv.state_slot
+        if not slot:
+            return
+        self._ref_counts[slot] -= 1
+        if not self._ref_counts[slot]:
+            self._free.append(slot)
+        kv.hold_state(0, 0)
+
+    def check(self, handles: Iterable[SequenceBlocks]) -> None:
+        """Raise InternalError if a reference count differs from the number of holders."""
+        held = Counter(kv.state_slot for kv in handles if kv.state_slot)
+        for slot, count in enumerate(self._ref_counts[1:], 1):
+            if count != held[slot] or (count == 0) != (slot in self._free):
+                raise InternalError(f"state slot {slot} has {count} references, but {held[slot]} sequences hold it")
 
 
 class BlockPool:

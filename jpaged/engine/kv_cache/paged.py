@@ -18,7 +18,7 @@ import numpy as np
 from jpaged.config import CacheOptions
 from jpaged.engine.executor import I32, Executor, Geometry, HostBlocks, Move
 from jpaged.engine.executor.io import WindowSpec
-from jpaged.engine.kv_cache.blocks import BlockCopyPlan, BlockHash, BlockPool
+from jpaged.engine.kv_cache.blocks import BlockCopyPlan, BlockHash, BlockPool, StateSlots
 from jpaged.engine.kv_cache.contiguous import ContiguousKVCacheManager
 from jpaged.engine.kv_cache.events import KVEventRecorder
 from jpaged.engine.kv_cache.eviction.policies import Eviction
@@ -29,6 +29,7 @@ from jpaged.engine.kv_cache.offload.host_prefetch import HostPrefetcher
 from jpaged.engine.kv_cache.prefix_cache import PinnedForRead, PrefixCacheManager, PrefixMatch
 from jpaged.engine.kv_cache.swapper import PoolLimiter, SlidingWindows, Swapper, Tables
 from jpaged.engine.sequence import Sequence, SequenceGroup
+from jpaged.errors import Unsupported
 from jpaged.pool import BlockFlags
 
 
@@ -143,9 +144,12 @@ class PagedKVCacheManager:
         self.block_size = geometry.block_size
         self._geometry = geometry
         self._reaches = geometry.reaches
+        # Recurrent state is only in its slots: no prefix is cached, and a preempted group is recomputed.
+        self._states = StateSlots(geometry.max_num_seqs) if geometry.state_bytes else None
+        caches_prefixes = caches_prefixes and self._states is None
         self._ops = BlockCopyPlan()
         self.counts = self._ops.counts
-        num_host_blocks = geometry.num_host_blocks
+        num_host_blocks = 0 if self._states is not None else geometry.num_host_blocks
         self._eviction = eviction
         in_host = None if eviction is None or not caches_prefixes else eviction.free_list(num_host_blocks, self._load_s)
         changes = KVEventRecorder()
@@ -178,7 +182,7 @@ class PagedKVCacheManager:
         self._needs = BlockDemand(self._pool, self._reaches)
         if any(reach.num_seen is not None for reach in self._reaches):
             self.windows = SlidingWindows(self._pool, self._reaches)
-        if geometry.num_host_blocks:
+        if num_host_blocks:
             self.swapping = Swapper(self._pool, self._host.pool, self._ops, self._needs.for_running, self.prefixes)
 
     def _from_below_s(self, key: BlockHash) -> float | None:
@@ -232,6 +236,8 @@ class PagedKVCacheManager:
         return self._pool.can_allocate(needed + self._pool.num_copies(writers), rank)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
+        if self._states is not None:
+            self._states.prepare(sequence.kv)
         start, block_size = sequence.num_computed_tokens, self.block_size
         index = start // block_size
         for table in sequence.kv.tables:
@@ -249,6 +255,8 @@ class PagedKVCacheManager:
             self._pool.fork(table, of_child)
         for table, of_child in zip(parent.kv.host_tables, child.kv.host_tables, strict=True):
             self._host.pool.fork(table, of_child)
+        if self._states is not None:
+            self._states.fork(parent.kv, child.kv)
         child.kv.place(parent.kv.rank)
         child.kv.share(parent.kv, parent.num_computed_tokens // self.block_size)
         child.set_num_computed_tokens(parent.num_computed_tokens)
@@ -272,6 +280,8 @@ class PagedKVCacheManager:
             self.prefixes.register_full_blocks(sequence)
         self._pool.release(*sequence.kv.tables)
         self._host.pool.release(*sequence.kv.host_tables)
+        if self._states is not None:
+            self._states.release(sequence.kv)
         sequence.kv.registered(0)
         sequence.set_num_computed_tokens(0)
 
@@ -330,6 +340,8 @@ class PagedKVCacheManager:
         tables = (table for sequence in sequences for table in sequence.kv.tables)
         held = () if self.held is None else self.held.tables()
         self._pool.check([*tables, *pinned, *held, self.limiter.table])
+        if self._states is not None:
+            self._states.check(sequence.kv for sequence in sequences)
         if self.host is not None:
             self.host.check(table for sequence in sequences for table in sequence.kv.host_tables)
         if self.prefixes is not None:
@@ -343,6 +355,8 @@ def make_memory(
 ) -> KVCacheManager:
     """Create the KV memory that the options select, for an executor's blocks."""
     geometry, rates, blocks = executor.geometry, executor.rates, executor.host_blocks
+    if geometry.state_bytes and options.kv_policy != "paged":
+        raise Unsupported(f"kv_policy {options.kv_policy} has no slots for recurrent state; it must be paged")
     if options.kv_policy != "paged":
         return ContiguousKVCacheManager(geometry, options.kv_policy)
 

@@ -405,6 +405,7 @@ def build_step_inputs(schedule: SchedulerOutput, geometry: Geometry) -> StepInpu
     query_starts_s1 = _padded(ends - lens, max_rows + 1, num_tokens)
     last_tokens_s = np.maximum(query_starts_s1[1:] - 1, 0)
     kv_begins_s, run_starts_s1 = _runs(schedule, max_rows)
+    state_sources_s, state_slots_s = _state_slots(schedule, max_rows)
     return StepInputs(
         token_ids_t=_padded(_known_tokens(schedule), num_padded),
         is_prev_sampled_t=prev_rows_t != _KNOWN,
@@ -423,6 +424,8 @@ def build_step_inputs(schedule: SchedulerOutput, geometry: Geometry) -> StepInpu
         num_rows=num_rows,
         num_tokens=num_tokens,
         num_runs=len(schedule.runs),
+        state_sources_s=state_sources_s,
+        state_slots_s=state_slots_s,
     )
 
 
@@ -558,6 +561,17 @@ def _block_tables(schedule: SchedulerOutput, geometry: Geometry) -> I32:
     if schedule.order:
         block_tables_gsm[:, :num_rows] = block_tables_gsm[:, schedule.order]
     return block_tables_gsm
+
+
+def _state_slots(schedule: SchedulerOutput, max_rows: int) -> tuple[I32, I32]:
+    """Return the slots that each row reads and writes; a fresh fork computes nothing, and so has none."""
+    handles = [row.sequence.kv if row.num_tokens else None for row in schedule.rows]
+    sources = [0 if kv is None else kv.state_source for kv in handles]
+    slots = [0 if kv is None else kv.state_slot for kv in handles]
+    columns = [_column(schedule.decodes.state_slots_s, others) for others in (sources, slots)]
+    if schedule.order:
+        columns = [column[schedule.order] for column in columns]
+    return _padded(columns[0], max_rows), _padded(columns[1], max_rows)
 
 
 def _runs(schedule: SchedulerOutput, max_rows: int) -> tuple[I32, I32]:

@@ -32,6 +32,43 @@ class QueryScale:
     is_global: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """Heads of the gated delta rule; each key head has an equal number of value heads.
+
+    Attributes:
+        key_dim: of queries and keys.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise InvalidArgument(
+                "linear_num_key_heads",
+                f"is {self.num_key_heads}; it must divide linear_num_value_heads, {self.num_value_heads}",
+            )
+
+    @property
+    def value_width(self) -> int:
+        """Numbers of the values of a key head."""
+        return self.num_value_heads // self.num_key_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Numbers of a key head that the convolution reads: query, key and values."""
+        return 2 * self.key_dim + self.value_width
+
+    @property
+    def states(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers of all channels, and the shape of the matrices of all value heads."""
+        matrices = self.num_value_heads, self.key_dim, self.value_dim
+        return (self.num_key_heads * self.num_channels,), matrices
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig(ModelConfig):
     """A decoder of layers with attention and feed-forward.
@@ -64,6 +101,8 @@ class DecoderConfig(ModelConfig):
         logit_cap: logits become cap * tanh(logits / cap); None leaves them.
         outgrows_keys: a sequence that grows beyond the length of pretraining has all its keys recomputed; else existing
             keys stay.
+        conv_len: tokens that a short convolution reads, with the newest one (K), in recurrent layers; 0 without any.
+        delta: heads of the gated delta rule in recurrent layers; None without it.
     """
 
     kinds: tuple[LayerKind, ...] = ()
@@ -91,6 +130,8 @@ class DecoderConfig(ModelConfig):
     logit_bias: bool = False
     logit_cap: float | None = None
     outgrows_keys: bool = False
+    conv_len: int = 0
+    delta: DeltaShape | None = None
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
@@ -120,6 +161,11 @@ class DecoderConfig(ModelConfig):
     @property
     def _alike(self) -> LayerKind:
         return LayerKind(AttentionKind(self.head_dim**-0.5), 0 if self.ropes else None)
+
+    @property
+    def num_recurrent_parts(self) -> int:
+        """See `ModelConfig`: a key head of the delta rule, with its value heads, is on one device."""
+        return self.hidden_size if self.delta is None else self.delta.num_key_heads
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:

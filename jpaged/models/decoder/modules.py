@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.errors import InternalError
 from jpaged.kernels import matmul
 from jpaged.kernels.experts import ExpertsKernel, ExpertWeights, apply_experts, route
+from jpaged.kernels.recurrence import RecurrentRows
 from jpaged.models import rope
 from jpaged.models.config import Mixture
 from jpaged.models.decoder.config import DecoderConfig, QueryScale
@@ -163,6 +165,7 @@ class Shared:
         experts: see `TokenBatch`. Static.
         states: see `TokenBatch`. Static.
         query_scales_t: a factor of each token's queries, float32; None is none.
+        recurrent: see `TokenBatch`.
     """
 
     angles: tuple[Any, ...]
@@ -171,6 +174,7 @@ class Shared:
     experts: ExpertsKernel | None = dataclasses.field(default=None, metadata={"static": True})
     states: StateShardings | None = dataclasses.field(default=None, metadata={"static": True})
     query_scales_t: jax.Array | None = None
+    recurrent: RecurrentRows | None = None
 
 
 def make_norm(config: DecoderConfig, dtype: np.dtype) -> RMSNorm | LayerNorm:
@@ -362,7 +366,8 @@ class DecoderLayer(Module):
     def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys, kind: LayerKind) -> None:
         has_two = config.residual != "shared" and config.pre_norms
         self.attention_norm = make_norm(config, dtype) if config.pre_norms else None
-        self.attention = self.make_attention(config, dtype, rngs)
+        make = self.make_recurrent if kind.states else self.make_attention
+        self.attention = make(config, dtype, rngs)
         self.mlp_norm = make_norm(config, dtype) if has_two else None
         self.mlp: MLP | MixtureOfExperts
         if kind.is_sparse and config.mixture is not None:
@@ -378,6 +383,11 @@ class DecoderLayer(Module):
     def make_attention(config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> AttentionModule:
         """Return the attention of a layer; families may override it."""
         return Attention(config, dtype, rngs)
+
+    @staticmethod
+    def make_recurrent(config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> AttentionModule:
+        """Return the replacement of attention in a recurrent layer; families with such layers override it."""
+        raise InternalError(f"{config.architecture} has no recurrent layers")
 
     def __call__(
         self, x: Measured, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
@@ -402,7 +412,7 @@ class DecoderLayer(Module):
         """True if `project` and `finish` support the layer."""
         has_norms = isinstance(self.attention_norm, RMSNorm) and isinstance(self.mlp_norm, RMSNorm)
         is_plain = self.is_sequential and self.attention_post_norm is None and self.residual_scale == 1
-        return has_norms and is_plain and isinstance(self.attention, Attention) and isinstance(self.mlp, MLP)
+        return has_norms and is_plain and type(self.attention) is Attention and isinstance(self.mlp, MLP)
 
     def project(self, x: ColumnParts) -> jax.Array:
         """Return queries, keys and values, not rotated; see `LayerHalves`."""
@@ -471,7 +481,11 @@ class DecoderEnds(Ends):
             return jax.lax.optimization_barrier(made if heads is None else heads.angles(*made))
 
         scales_t = None if config.query_scale is None else _query_scales(config.query_scale, tokens.positions_t)
-        return Shared(tuple(map(angles, config.ropes)), tokens.rows, heads, tokens.experts, tokens.states, scales_t)
+        recurrent = tokens.recurrent
+        if recurrent is None and any(kind.states for kind in config.layer_kinds):
+            recurrent = RecurrentRows.one(len(tokens.ids_t))
+        made = tuple(map(angles, config.ropes))
+        return Shared(made, tokens.rows, heads, tokens.experts, tokens.states, scales_t, recurrent)
 
     def end(self, x: Measured) -> jax.Array:
         """See `Ends`."""

@@ -56,7 +56,7 @@ class SimulatedModel:
             num_layers=config.num_layers,
             query_width=config.query_width,
             weight_bytes=2 * self.num_params,
-            kv_bytes_per_token=config.num_layers * config.kv_width * 2,
+            kv_bytes_per_token=config.num_attention_layers * config.kv_width * 2,
         )
 
 

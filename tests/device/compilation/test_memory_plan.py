@@ -26,7 +26,8 @@ from jpaged.device.compilation.memory_plan import (
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import serving_mesh
 from jpaged.engine.executor import TOP_WIDTH
-from jpaged.engine.executor.io import AUX_IDS, EDIT_FIELDS, NUM_SINGLES, num_mask_words
+from jpaged.engine.executor.aux_io import AUX_IDS
+from jpaged.engine.executor.io import EDIT_FIELDS, NUM_SINGLES, num_mask_words
 from jpaged.errors import InternalError, InvalidArgument
 from tests.device import tiny_model
 
@@ -401,3 +402,17 @@ def test_the_analysis_of_programs_that_edit_and_tell_counts() -> None:
         found = served.memory({**compiled, spec: fake})
         assert found.temp_bytes > before.temp_bytes + GIB - MIB, spec
         assert found.code_bytes > before.code_bytes + MIB - 1, spec
+
+
+def test_recurrent_state_is_a_row_of_the_plan_and_leaves_fewer_blocks() -> None:
+    def programs() -> ProgramMemory:
+        return ProgramMemory(100 * MIB, 10 * MIB, MIB)
+
+    plain = plan_memory(REQUEST, OWN, programs)
+    plan = plan_memory(dataclasses.replace(REQUEST, state_bytes=512 * MIB), OWN, programs)
+    assert plan.num_blocks == plain.num_blocks - 512
+    assert ("recurrent state", 512 * MIB) in plan.rows()
+    assert sum(num_bytes for _, num_bytes in plan.rows()) == plan.total_bytes
+    assert "recurrent state" not in dict(plain.rows())
+    with pytest.raises(InvalidArgument, match=r"3\.00 GiB for recurrent state"):
+        plan_memory(dataclasses.replace(REQUEST, state_bytes=3 * GIB), OWN, programs)

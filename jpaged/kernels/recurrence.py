@@ -1,0 +1,196 @@
+"""Recurrent layers over packed rows: states, the short convolution, and the gated delta rule. XLA is the reference.
+
+A sequence has a slot in each array of states, `[L, N, ...]`, and slot 0 is for padding. A step reads the state of each
+row from one slot and writes it to another. So a fork costs no copy: the first step reads the parent's slot.
+
+    slot      0   1   2   3   4
+    row 0         r                     the last holder of a slot writes it in place
+    row 1             r   w             a slot that others share is read, and the result is in a new one
+    row 2                     w         a sequence that begins reads nothing: its state is zero
+
+All rows are read before the first one is written, so one row may take over the slot of another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class RecurrentRows:
+    """The rows of a step, as recurrent layers read them.
+
+    Attributes:
+        starts_s1: first packed token of each row, and the end.
+        is_first_s: the row begins its sequence.
+        sources_s: slot from which the state is read.
+        slots_s: slot to which it is written; 0 for padding.
+        rows_t: row of each token.
+        offsets_t: tokens of the same row before each token.
+    """
+
+    starts_s1: jax.Array
+    is_first_s: jax.Array
+    sources_s: jax.Array
+    slots_s: jax.Array
+    rows_t: jax.Array
+    offsets_t: jax.Array
+
+    @classmethod
+    def of(
+        cls,
+        starts_s1: jax.Array,
+        is_first_s: jax.Array,
+        sources_s: jax.Array,
+        slots_s: jax.Array,
+        num_tokens: int,
+    ) -> RecurrentRows:
+        """Return the rows of a step of `num_tokens` packed tokens, including padding."""
+        t, last = jnp.arange(num_tokens, dtype=jnp.int32), len(starts_s1) - 2
+        rows_t = jnp.minimum((t[:, None] >= starts_s1[None, 1:]).sum(axis=1, dtype=jnp.int32), last)
+        return cls(starts_s1, is_first_s, sources_s, slots_s, rows_t, t - starts_s1[rows_t])
+
+    @classmethod
+    def one(cls, num_tokens: int) -> RecurrentRows:
+        """Return a single row, which begins its sequence."""
+        zero = jnp.zeros(1, jnp.int32)
+        return cls.of(jnp.array([0, num_tokens], jnp.int32), jnp.ones(1, bool), zero, zero, num_tokens)
+
+    @property
+    def lens_s(self) -> jax.Array:
+        """Tokens of each row."""
+        return self.starts_s1[1:] - self.starts_s1[:-1]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class StatefulPool:
+    """The KV pool together with the states of recurrent layers.
+
+    Attributes:
+        kv: the pool.
+        states: for each array of a layer, `[L, N, ...]`: all recurrent layers and slots.
+    """
+
+    kv: Any
+    states: tuple[Any, ...]
+
+    def with_kv(self, kv: Any) -> StatefulPool:
+        """Return the states with another pool."""
+        return StatefulPool(kv, self.states)
+
+
+def read_states(
+    carry: Any, rows: RecurrentRows, layer: jax.Array, blank: Sequence[tuple[tuple[int, ...], Any]]
+) -> list[jax.Array]:
+    """Return the state of each row, `[S, ...]`: zeros for a sequence that begins, and if the carry has no states.
+
+    Args:
+        carry: of the layers: a `StatefulPool`, or anything else for a pass that keeps no state.
+        layer: int32 scalar: index among the recurrent layers.
+        blank: shape and type of one sequence's arrays.
+    """
+    num_rows = len(rows.slots_s)
+    if not isinstance(carry, StatefulPool):
+        return [jnp.zeros((num_rows, *shape), dtype) for shape, dtype in blank]
+    found = [states[layer, rows.sources_s] for states in carry.states]
+    return [jnp.where(rows.is_first_s.reshape(-1, *[1] * (x.ndim - 1)), 0, x).astype(x.dtype) for x in found]
+
+
+def write_states(carry: Any, rows: RecurrentRows, layer: jax.Array, states: Sequence[jax.Array]) -> Any:
+    """Return the carry with the state of each row in its slot."""
+    if not isinstance(carry, StatefulPool):
+        return carry
+    written = (old.at[layer, rows.slots_s].set(new) for old, new in zip(carry.states, states, strict=True))
+    return dataclasses.replace(carry, states=tuple(written))
+
+
+def short_convolution(
+    u_te: jax.Array, window_sek: jax.Array, weights_ek: jax.Array, rows: RecurrentRows
+) -> tuple[jax.Array, jax.Array]:
+    """Return the causal depthwise convolution of each row, float32 `[T, E]`, and the windows after the step.
+
+    Each output is the sum of K products. It depends on no other row, nor on where a prompt is cut.
+
+    Args:
+        window_sek: the K - 1 inputs before the step, oldest first, `[S, E, K - 1]`.
+        weights_ek: `[E, K]`; the last one multiplies the token itself.
+    """
+    num_before = weights_ek.shape[1] - 1
+    weights_ek = weights_ek.astype(jnp.float32)
+    y_te = u_te.astype(jnp.float32) * weights_ek[:, num_before]
+    for back in range(1, num_before + 1):
+        earlier_te = jnp.pad(u_te, ((back, 0), (0, 0)))[: len(u_te)]
+        column_t = jnp.clip(num_before - back + rows.offsets_t, 0, num_before - 1)
+        kept_te = window_sek[rows.rows_t, :, column_t]
+        x_te = jnp.where((rows.offsets_t >= back)[:, None], earlier_te, kept_te)
+        y_te = y_te + x_te.astype(jnp.float32) * weights_ek[:, num_before - back]
+    ends_s, lens_s, s = rows.starts_s1[1:], rows.lens_s, jnp.arange(len(window_sek))
+    columns = []
+    for column in range(num_before):
+        back = num_before - column
+        new_se = u_te[jnp.maximum(ends_s - back, 0)]
+        old_se = window_sek[s, :, jnp.minimum(column + lens_s, num_before - 1)]
+        columns.append(jnp.where((lens_s >= back)[:, None], new_se, old_se))
+    return y_te, jnp.stack(columns, axis=-1).astype(window_sek.dtype)
+
+
+def gated_delta_rule(
+    q_tkd: jax.Array,
+    k_tkd: jax.Array,
+    v_thv: jax.Array,
+    decays_th: jax.Array,
+    strengths_th: jax.Array,
+    state_shdv: jax.Array,
+    rows: RecurrentRows,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the outputs of each row, float32 `[T, H, V]`, and the states after the step.
+
+    For each token and value head (Yang et al. 2024, arXiv 2412.06464):
+
+        S = decay * S;  S = S + strength * k (v - k S);  o = q S
+
+    The first token of every row is computed for all rows at once, and later ones in a loop, in packed order. Both do
+    the same operations on a row, so that its bits do not depend on other rows, nor on where a prompt is cut.
+
+    Args:
+        q_tkd, k_tkd: float32 `[T, K, D]`; each key head is that of H / K consecutive value heads.
+        state_shdv: float32 `[S, H, D, V]`.
+    """
+    num_tokens, group = len(q_tkd), v_thv.shape[1] // q_tkd.shape[1]
+    q_thd, k_thd = (jnp.repeat(x, group, axis=1) for x in (q_tkd, k_tkd))
+    inputs = q_thd, k_thd, v_thv, decays_th, strengths_th
+    lens_s, starts_s, end = rows.lens_s, rows.starts_s1[:-1], rows.starts_s1[-1]
+    first_s = jnp.minimum(starts_s, num_tokens - 1)
+    o_shv, next_shdv = _delta_step(state_shdv, *(x[first_s] for x in inputs))
+    state_shdv = jnp.where((lens_s > 0)[:, None, None, None], next_shdv, state_shdv)
+    o_thv = jnp.zeros(v_thv.shape, jnp.float32)
+    o_thv = o_thv.at[jnp.where(lens_s > 0, starts_s, num_tokens)].set(o_shv, mode="drop")
+    is_later_t = (rows.offsets_t > 0) & (jnp.arange(num_tokens) < end)
+    (later_t,) = jnp.nonzero(is_later_t, size=num_tokens, fill_value=0)
+
+    def run(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        o_thv, state_shdv = carry
+        token = later_t[index]
+        row = rows.rows_t[token]
+        o_hv, next_hdv = _delta_step(state_shdv[row], *(x[token] for x in inputs))
+        return o_thv.at[token].set(o_hv), state_shdv.at[row].set(next_hdv)
+
+    return jax.lax.fori_loop(0, jnp.sum(is_later_t, dtype=jnp.int32), run, (o_thv, state_shdv))
+
+
+def _delta_step(
+    state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, strength: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the outputs `[..., H, V]` of one token in each row, and the states `[..., H, D, V]` after it."""
+    state = state * decay[..., None, None]
+    known = jnp.sum(state * k[..., None], axis=-2)
+    state = state + k[..., None] * ((v - known) * strength[..., None])[..., None, :]
+    return jnp.sum(state * q[..., None], axis=-2), state

@@ -1,0 +1,148 @@
+"""The recurrent layers of decoders, and their attention with gates: LFM2's convolution, and the gated delta rule.
+
+A recurrent layer replaces attention: it reads the state of each row from its slot, and writes it back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.kernels.recurrence import gated_delta_rule, read_states, short_convolution, write_states
+from jpaged.models.decoder.config import DecoderConfig
+from jpaged.models.decoder.modules import Attention, AttentionModule, DecoderLayer, Shared
+from jpaged.models.layers import Attend, Linear, Module, Norm, Param, RandomKeys, RMSNorm, normal
+from jpaged.models.stack import LayerPlace
+
+
+class GatedConvolution(Module):
+    """A short convolution between two gates (LFM2): out(c * conv(b * x)), with b, c and x from one projection."""
+
+    def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> None:
+        width = config.hidden_size
+        self.project = Linear(width, (3, width), False, dtype, rngs)
+        self.taps = Param(normal(rngs.next_key(), (width, config.conv_len), dtype))
+        self.out = Linear(width, (width,), False, dtype, rngs)
+
+    def attend(
+        self, x_te: jax.Array, norm: Norm | None, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
+    ) -> tuple[jax.Array, Any]:
+        """See `AttentionModule`; the state is the window of b * x, `[E * (K - 1)]`."""
+        rows, taps_ek = shared.recurrent, self.taps[...]
+        assert rows is not None
+        projected = self.project(x_te, shared.rows, norm=norm)
+        b_te, c_te, x_te = (projected[:, part] for part in range(3))
+        (state_sf,) = read_states(carry, rows, place.index, place.kind.blank_states(x_te.dtype))
+        window_sek = state_sf.reshape(len(state_sf), len(taps_ek), -1)
+        y_te, window_sek = short_convolution(b_te * x_te, window_sek, taps_ek, rows)
+        carry = write_states(carry, rows, place.index, [window_sek.reshape(state_sf.shape)])
+        return c_te * y_te.astype(x_te.dtype), carry
+
+
+class ConvolutionLayer(DecoderLayer):
+    """A layer with attention or a gated convolution (LFM2)."""
+
+    @staticmethod
+    def make_recurrent(config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> AttentionModule:
+        """See `DecoderLayer`."""
+        return GatedConvolution(config, dtype, rngs)
+
+
+class GatedAttention(Attention):
+    """Attention multiplied by the sigmoid of another projection of the same states (Qwen3-Next)."""
+
+    def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> None:
+        super().__init__(config, dtype, rngs)
+        self.gate = Linear(config.hidden_size, (config.num_heads * config.head_dim,), False, dtype, rngs)
+
+    def attend(
+        self, x_te: jax.Array, norm: Norm | None, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
+    ) -> tuple[jax.Array, Any]:
+        """See `AttentionModule`."""
+        gate = self.gate(x_te, shared.rows, norm=norm)
+        o, carry = super().attend(x_te, norm, shared, attend, carry, place)
+        return _times(o, jax.nn.sigmoid(gate.astype(jnp.float32))), carry
+
+
+class GatedDeltaNet(Module):
+    """Linear attention by the gated delta rule (Yang et al. 2024, arXiv 2412.06464), after a short convolution.
+
+    Columns of the projections, and so channels of the convolution, are grouped by key head, so that devices split them
+    by heads. A key head has several value heads.
+
+        project   [E, Kh * (2 * Dk + 2 * r * Dv)]     queries, keys, values and gates of each key head
+        control   [E, Kh * 2 * r]                     write strengths and decays of the value heads
+    """
+
+    def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> None:
+        delta, width = config.delta, config.hidden_size
+        assert delta is not None
+        self.delta = delta
+        self.project = Linear(
+            width, (delta.num_key_heads * (delta.num_channels + delta.value_width),), False, dtype, rngs
+        )
+        self.control = Linear(width, (2 * delta.num_value_heads,), False, dtype, rngs)
+        num_channels = delta.num_key_heads * delta.num_channels
+        self.taps = Param(normal(rngs.next_key(), (num_channels, config.conv_len), dtype))
+        self.log_rate = Param(jnp.zeros((delta.num_value_heads,), jnp.float32))
+        self.step_bias = Param(jnp.ones((delta.num_value_heads,), jnp.float32))
+        self.norm = RMSNorm(delta.value_dim, config.norm_eps, dtype)
+        self.out = Linear(delta.num_value_heads * delta.value_dim, (width,), False, dtype, rngs)
+
+    def attend(
+        self, x_te: jax.Array, norm: Norm | None, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
+    ) -> tuple[jax.Array, Any]:
+        """See `AttentionModule`; the state is the convolution's window, and a matrix for each value head."""
+        rows, delta, dtype = shared.recurrent, self.delta, x_te.dtype
+        assert rows is not None
+        num_tokens, group = len(x_te), delta.num_value_heads // delta.num_key_heads
+        projected = self.project(x_te, shared.rows, norm=norm).reshape(num_tokens, delta.num_key_heads, -1)
+        mixed, gates = projected[..., : delta.num_channels], projected[..., delta.num_channels :]
+        control = self.control(x_te, shared.rows, norm=norm).astype(jnp.float32)
+        strengths, rates = jnp.split(control.reshape(num_tokens, delta.num_key_heads, 2 * group), 2, axis=-1)
+        window_sf, state_shkv = read_states(carry, rows, place.index, place.kind.blank_states(dtype))
+        window_sck = window_sf.reshape(len(window_sf), len(self.taps[...]), -1)
+        y_tc, window_sck = short_convolution(mixed.reshape(num_tokens, -1), window_sck, self.taps[...], rows)
+        y_tc = jax.nn.silu(y_tc.astype(dtype).astype(jnp.float32)).astype(dtype)
+        heads = y_tc.astype(jnp.float32).reshape(num_tokens, delta.num_key_heads, -1)
+        q, k, v = jnp.split(heads, (delta.key_dim, 2 * delta.key_dim), axis=-1)
+        step_th = jax.nn.softplus(rates.reshape(num_tokens, -1) + self.step_bias[...])
+        o_thv, state_shkv = gated_delta_rule(
+            _unit(q) * delta.key_dim**-0.5,
+            _unit(k),
+            v.reshape(num_tokens, delta.num_value_heads, delta.value_dim),
+            jnp.exp(-jnp.exp(self.log_rate[...]) * step_th),
+            jax.nn.sigmoid(strengths.reshape(num_tokens, -1)),
+            state_shkv,
+            rows,
+        )
+        carry = write_states(carry, rows, place.index, [window_sck.reshape(window_sf.shape), state_shkv])
+        o_thv = self.norm(o_thv.astype(dtype))
+        gates = gates.reshape(o_thv.shape).astype(jnp.float32)
+        return _times(o_thv, jax.nn.silu(gates)).reshape(num_tokens, -1), carry
+
+
+class DeltaLayer(DecoderLayer):
+    """A layer with gated attention or the gated delta rule (Qwen3-Next)."""
+
+    @staticmethod
+    def make_attention(config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> AttentionModule:
+        """See `DecoderLayer`."""
+        return GatedAttention(config, dtype, rngs)
+
+    @staticmethod
+    def make_recurrent(config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> AttentionModule:
+        """See `DecoderLayer`."""
+        return GatedDeltaNet(config, dtype, rngs)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """Divide each head by its length."""
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+
+
+def _times(x: jax.Array, factor: jax.Array) -> jax.Array:
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)

@@ -1,0 +1,140 @@
+"""Recurrent state after random forks, preemptions, cuts and aborts: every answer equals the one without a cache.
+
+Greedy answers are held against passes that recompute the whole sequence, without a pool or a state. Sampled answers and
+searches are held against the same request alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jpaged import TokensPrompt
+from jpaged.checkpoints.weights import load_params
+from jpaged.device.executor import JaxExecutor
+from jpaged.errors import InvalidArgument
+from jpaged.models.hf_config import from_hf
+from jpaged.models.layer_kinds import count_state_bytes
+from jpaged.models.layers import Params
+from jpaged.models.model import Model
+from jpaged.types import SamplingParams
+from tests.e2e.rig import open_llm, random_prompts
+from tests.e2e.sharing_rig import Rig, make_executor
+from tests.models import dense
+from tests.models.tiny import tiny_case, write_checkpoint
+from tests.parity import cases
+
+NUM_TOKENS = 14
+KINDS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.9, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True),
+    "three": SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=NUM_TOKENS, ignore_eos=True),
+    "counted": SamplingParams(temperature=0.0, presence_penalty=1.5, max_tokens=NUM_TOKENS, ignore_eos=True),
+    "told": SamplingParams(temperature=0.0, prompt_logprobs=1, max_tokens=NUM_TOKENS, ignore_eos=True),
+    "beams": SamplingParams(beam_width=3, n=3, max_tokens=NUM_TOKENS),
+}
+PROMPTS = random_prompts([1, 2, 3, 7, 8, 9, 24, 41], seed=3)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Served:
+    """A model, its executor, and the answers of requests alone."""
+
+    executor: JaxExecutor
+    model: Model
+    params: Params
+    known: dict[tuple[str, int], list[list[int]]] = field(default_factory=dict)
+
+    def alone(self, kind: str, prompt: int) -> list[list[int]]:
+        if (kind, prompt) not in self.known:
+            rig = Rig(self.executor, cascade=None)
+            self.known[kind, prompt] = rig.answer(PROMPTS[prompt], KINDS[kind]).sequences
+        return self.known[kind, prompt]
+
+    def recomputed(self, prompt: int) -> list[list[int]]:
+        if ("", prompt) not in self.known:
+            self.known["", prompt] = [dense.greedy(self.model, self.params, PROMPTS[prompt], NUM_TOKENS)]
+        return self.known["", prompt]
+
+
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_next"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, quick_programs: None
+) -> Iterator[Served]:
+    case, folder = tiny_case(request.param), tmp_path_factory.mktemp("recurrent")
+    executor = make_executor(case, folder, max_model_len=128)
+    model = Model(from_hf(case.config), np.dtype(np.float32))
+    yield Served(executor, model, load_params(model, write_checkpoint(case, folder), "loop"))
+    executor.shutdown()
+
+
+jobs = st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, len(PROMPTS) - 1), st.integers(0, 20), st.booleans())
+
+
+@pytest.mark.long
+def test_requests_alone_equal_passes_without_a_cache(served: Served) -> None:
+    for prompt in range(len(PROMPTS)):
+        assert served.alone("greedy", prompt) == served.recomputed(prompt)
+
+
+@pytest.mark.long
+@given(
+    work=st.lists(jobs, min_size=2, max_size=7),
+    num_blocks=st.integers(12, 40),
+    num_tokens=st.sampled_from([8, 11, 32]),
+    overlap=st.booleans(),
+)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_fork_preemption_cut_or_abort_changes_a_token(
+    served: Served, work: list[tuple[str, int, int, bool]], num_blocks: int, num_tokens: int, overlap: bool
+) -> None:
+    rig = Rig(served.executor, num_blocks=num_blocks, max_num_batched_tokens=num_tokens, overlap=overlap)
+    answers = []
+    for index, (kind, prompt, num_steps, aborts) in enumerate(work):
+        answers.append((kind, prompt, aborts, rig.submit(PROMPTS[prompt], KINDS[kind])))
+        for _ in range(num_steps):
+            rig.engine.step()
+            rig.engine.check()
+        if aborts:
+            rig.engine.abort(str(index))
+    rig.run()
+    for kind, prompt, aborts, answer in answers:
+        if not aborts:
+            assert answer.sequences == (served.recomputed(prompt) if kind == "greedy" else served.alone(kind, prompt))
+
+
+@pytest.mark.long
+def test_memory_for_less_than_all_preempts(served: Served) -> None:
+    """What the random workloads rely on: groups of several sequences are preempted, and recomputed."""
+    rig = Rig(served.executor, num_blocks=14, overlap=True, preemption_mode="swap", num_host_blocks=30)
+    answers = [rig.submit(PROMPTS[7], KINDS[kind]) for kind in ("three", "greedy", "beams")]
+    load = rig.run()
+    assert load.num_preemptions > 0
+    assert load.num_blocks_swapped_out == 0
+    assert [answer.sequences for answer in answers] == [served.alone(k, 7) for k in ("three", "greedy", "beams")]
+
+
+@pytest.mark.long
+def test_a_model_with_state_is_served_with_what_it_supports(tmp_path: Path) -> None:
+    """Two replicas of LFM2: their plan has the state, and options that would need a copy of it are off."""
+    case = tiny_case("lfm2")
+    folder, golden = write_checkpoint(case, tmp_path / "lfm2"), cases.read("lfm2")
+    options = {"skip_tokenizer_init": True, "swap_space": 0.01, "data_parallel_size": 2, "num_blocks": 60}
+    with open_llm(folder, **options) as llm:
+        serving = llm._serving
+        state_bytes = count_state_bytes(from_hf(case.config).layer_kinds, np.dtype(np.float32))
+        assert serving.model.state_bytes_per_sequence == state_bytes
+        assert (serving.config.cache.enable_prefix_caching, serving.config.cache.swap_space) == (False, 0.0)
+        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in (golden["prompt"], *PROMPTS)]
+        params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+        outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    assert list(outputs[0]) == golden["tokens"][:24]
+    for name, value in (("enable_lora", True), ("context_parallel_size", 2)):
+        with pytest.raises(InvalidArgument, match=f"{name}: is {value}, but Lfm2ForCausalLM has recurrent state"):
+            open_llm(folder, **{**options, "data_parallel_size": 1, name: value}).__enter__()

@@ -1,0 +1,86 @@
+"""Slots of recurrent state: shared by forks, exclusive to a writer, and never more than there are sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jpaged.config import CacheOptions
+from jpaged.engine.kv_cache.blocks import SequenceBlocks, StateSlots
+from jpaged.engine.kv_cache.paged import make_memory
+from jpaged.errors import InternalError, Unsupported
+from jpaged.testing import FakeExecutor
+
+
+def handle() -> SequenceBlocks:
+    return SequenceBlocks(4, None)
+
+
+def test_a_fork_shares_a_slot_and_the_first_writer_reads_it_for_another() -> None:
+    slots, parent, child = StateSlots(3), handle(), handle()
+    slots.prepare(parent)
+    assert (parent.state_source, parent.state_slot) == (1, 1)
+    slots.fork(parent, child)
+    slots.prepare(parent)
+    assert (parent.state_source, parent.state_slot) == (1, 2)
+    slots.prepare(child)
+    assert (child.state_source, child.state_slot) == (1, 1)
+    slots.prepare(parent)
+    assert (parent.state_source, parent.state_slot) == (2, 2)
+    slots.check([parent, child])
+    for each in (parent, child):
+        slots.release(each)
+        slots.release(each)
+    assert slots.num_free == 3
+
+
+def test_more_sequences_than_slots_are_an_error() -> None:
+    slots = StateSlots(1)
+    slots.prepare(handle())
+    with pytest.raises(InternalError, match="all 1 slots"):
+        slots.prepare(handle())
+    with pytest.raises(InternalError, match="state slot 1 has 1 references, but 0"):
+        slots.check([])
+
+
+@given(st.lists(st.tuples(st.sampled_from(["begin", "run", "fork", "release"]), st.integers(0, 5)), max_size=60))
+def test_every_sequence_reads_its_own_state(acts: list[tuple[str, int]]) -> None:
+    """The contents of slots are modeled: a run appends to what its sequence has read."""
+    slots, contents, live, count = StateSlots(6), dict[int, str](), list[tuple[SequenceBlocks, list[str]]](), 0
+    for act, which in acts:
+        if act == "begin" and len(live) < 6:
+            live.append((handle(), []))
+        elif live:
+            kv, history = live[which % len(live)]
+            if act == "run":
+                count += 1
+                slots.prepare(kv)
+                before = contents[kv.state_source] if history else ""
+                assert before == "".join(history)
+                history.append(f"{count};")
+                contents[kv.state_slot] = before + history[-1]
+            elif act == "fork" and len(live) < 6:
+                live.append((handle(), list(history)))
+                slots.fork(kv, live[-1][0])
+            elif act == "release":
+                slots.release(kv)
+                live.pop(which % len(live))
+        slots.check(kv for kv, _ in live)
+    for kv, _ in live:
+        slots.release(kv)
+    assert slots.num_free == 6
+
+
+def test_a_memory_with_state_caches_and_swaps_nothing_and_must_be_paged() -> None:
+    fake = FakeExecutor(num_blocks=8, num_host_blocks=8)
+    geometry = dataclasses.replace(fake.geometry, state_bytes=64)
+    executor: Any = SimpleNamespace(geometry=geometry, rates=fake.rates, host_blocks=None)
+    memory = make_memory(executor, CacheOptions(), None, ())
+    assert (memory.prefixes, memory.swapping, memory.host, memory.prefetcher) == (None, None, None, None)
+    with pytest.raises(Unsupported, match="kv_policy reserve-max has no slots"):
+        make_memory(executor, CacheOptions(kv_policy="reserve-max"), None, ())

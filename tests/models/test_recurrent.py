@@ -1,0 +1,205 @@
+"""Models with recurrent layers: their configs as published, their places, and the options that they refuse by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jpaged.config import EngineConfig
+from jpaged.device.compilation.lowering import check_recurrent
+from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.models.decoder import DecoderConfig
+from jpaged.models.decoder.config import DeltaShape
+from jpaged.models.hf_config import from_hf, to_hf
+from jpaged.models.layer_kinds import count_state_bytes, get_stacks, group_kinds
+from jpaged.models.sharding import largest_split, pad_for_sharding
+from tests.models.tiny import tiny_case
+
+LFM2_350M: dict[str, object] = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "block_auto_adjust_ff_dim": True,
+    "block_dim": 1024,
+    "block_ff_dim": 6656,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_mlp_init_scale": 1.0,
+    "block_multiple_of": 256,
+    "block_norm_eps": 1e-05,
+    "block_out_init_scale": 1.0,
+    "block_use_swiglu": True,
+    "block_use_xavier_init": True,
+    "bos_token_id": 1,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "conv_dim": 1024,
+    "conv_dim_out": 1024,
+    "conv_use_xavier_init": True,
+    "eos_token_id": 7,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 128000,
+    "model_type": "lfm2",
+    "norm_eps": 1e-05,
+    "num_attention_heads": 16,
+    "num_heads": 16,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pad_token_id": 0,
+    "rope_theta": 1000000.0,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.54.0.dev0",
+    "use_cache": True,
+    "use_pos_enc": True,
+    "vocab_size": 65536,
+}
+QWEN3_NEXT_80B: dict[str, object] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.57.0.dev0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+ATTENDING = [2, 5, 8, 10, 12, 14]
+
+
+def read(name: str = "lfm2", **settings: object) -> DecoderConfig:
+    config = from_hf({**tiny_case(name).config, **settings})
+    assert isinstance(config, DecoderConfig)
+    return config
+
+
+def test_lfm2_is_read_as_published() -> None:
+    config = from_hf(LFM2_350M)
+    assert (config.intermediate_size, config.head_dim, config.tie_word_embeddings) == (4608, 64, True)
+    assert [index for index, kind in enumerate(config.layer_kinds) if not kind.states] == ATTENDING
+    assert (config.num_recurrent_layers, config.num_attention_layers) == (10, 6)
+    assert count_state_bytes(config.layer_kinds, np.dtype(np.float16)) == 10 * 1024 * 2 * 2
+    assert from_hf(to_hf(config)) == config
+
+
+def test_qwen3_next_is_read_as_published() -> None:
+    config = from_hf(QWEN3_NEXT_80B)
+    assert isinstance(config, DecoderConfig)
+    assert config.delta == DeltaShape(16, 32, 128, 128)
+    assert [index for index, kind in enumerate(config.layer_kinds) if not kind.states] == list(range(3, 48, 4))
+    assert {kind.is_sparse for kind in config.layer_kinds} == {True}
+    window, matrices = 8192 * 3 * 2, 32 * 128 * 128 * 4
+    assert count_state_bytes(config.layer_kinds, np.dtype(np.float16)) == 36 * (window + matrices)
+    assert from_hf(to_hf(config)) == config
+
+
+def test_devices_divide_the_key_heads_of_the_delta_rule() -> None:
+    config = from_hf(tiny_case("qwen3_next").config)
+    assert largest_split(config, 8) == 4
+    with pytest.raises(InvalidArgument, match="4 query heads, 2 key/value heads, 4 parts of recurrent layers"):
+        pad_for_sharding(config, 8)
+
+
+@pytest.mark.parametrize("in_stacks", [False, True])
+def test_only_layers_with_attention_are_in_blocks(in_stacks: bool) -> None:
+    kinds = from_hf(LFM2_350M).layer_kinds
+    units = list(get_stacks(kinds).values()) if in_stacks else None
+    groups = group_kinds(kinds, 1000, units)
+    assert (groups.windows, groups.num_layers) == ((None,), 6)
+    assert sorted(groups.places[index] for index in ATTENDING) == [(0, index) for index in range(6)]
+    others = [place for index, place in enumerate(groups.places) if index not in ATTENDING]
+    assert others == [(0, index) for index in range(10)]
+    for unit in units or ():
+        indices = [groups.places[layer][1] for layer in unit]
+        assert len(set(np.diff(indices).tolist())) <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "problem"),
+    [
+        ("lfm2", {"conv_bias": True}, "conv_bias is True"),
+        ("lfm2", {"use_pos_enc": False}, "use_pos_enc is False"),
+        ("lfm2", {"layer_types": ["conv"] * 5}, "no layer has attention"),
+        ("qwen3_next", {"attention_bias": True}, "attention_bias is True"),
+        ("qwen3_next", {"full_attention_interval": 5}, "no layer has attention"),
+        ("qwen3_next", {"linear_num_key_heads": 3}, "linear_num_key_heads"),
+    ],
+)
+def test_settings_that_are_not_supported_are_refused_by_name(
+    name: str, settings: dict[str, object], problem: str
+) -> None:
+    with pytest.raises((Unsupported, InvalidArgument), match=problem):
+        read(name, **settings)
+
+
+def test_the_width_of_the_feed_forward_follows_its_settings() -> None:
+    assert read(intermediate_size=120, block_multiple_of=8).intermediate_size == 80
+    assert read(intermediate_size=120, block_multiple_of=64).intermediate_size == 128
+    assert read(intermediate_size=120, block_ffn_dim_multiplier=None).intermediate_size == 80
+    assert read(intermediate_size=120, block_auto_adjust_ff_dim=False).intermediate_size == 120
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"context_parallel_size": 2}, "context_parallel_size"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"kv_policy": "reserve-max"}, "kv_policy"),
+        ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'}, "speculative_config"),
+        ({"enable_lora": True}, "enable_lora"),
+        ({"role": "prefill"}, "role"),
+        ({"kv_disk_space": 1.0, "kv_disk_dir": "/tmp/blocks"}, "kv_disk_space"),
+        ({"kv_events_endpoint": "tcp://*:5557"}, "kv_events_endpoint"),
+        ({"lossy_kv_window": 64}, "lossy_kv_window"),
+    ],
+)
+def test_options_that_recurrent_state_does_not_support_are_refused_by_name(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(InvalidArgument, match="Lfm2ForCausalLM has recurrent state") as error:
+        EngineConfig.load(options).for_recurrent("Lfm2ForCausalLM")
+    assert error.value.field == name
+
+
+def test_prefixes_are_not_cached_and_blocks_not_swapped() -> None:
+    options = EngineConfig.load({}).for_recurrent("Lfm2ForCausalLM")
+    assert (options.cache.enable_prefix_caching, options.cache.swap_space) == (False, 0.0)
+
+
+def test_gpus_run_convolutions_but_not_the_delta_rule() -> None:
+    device = SimpleNamespace(platform="gpu", process_index=0)
+    mesh: Any = SimpleNamespace(devices=np.array([device], object))
+    check_recurrent(from_hf(LFM2_350M), EngineConfig(), mesh)
+    with pytest.raises(Unsupported, match="Qwen3NextForCausalLM does not run on GPUs"):
+        check_recurrent(from_hf(QWEN3_NEXT_80B), EngineConfig(), mesh)
