@@ -26,6 +26,10 @@ AOT_NEWEST := $(VENV)/aot-newest
 RAY := $(VENV)/ray
 LM_EVAL := $(VENV)/lm-eval
 CALLERS := $(VENV)/callers
+CLIENTS := $(VENV)/callers-clients
+LOAD := $(VENV)/callers-load
+NODE := $(VENV)/callers-node
+CALLER_STAMPS := $(CALLERS)/.installed $(CLIENTS)/.installed $(LOAD)/.installed $(NODE)/.installed
 DOCS := $(VENV)/docs
 ENVOY := $(VENV)/envoy
 RELEASE := $(VENV)/release
@@ -60,7 +64,7 @@ unexport JAX EXTRAS ARGS JOBS TORCH VENV
 # it imports again, which is half of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-model demo-draft test test-long test-deep test-compat compat aot chromium aot-gpu ray lm-eval callers vllm-bench vllm-tests accelerator bench bench-peers bench-pretrained paper docs dist check format proto torch clean
+.PHONY: help setup demo demo-model demo-draft test test-long test-deep test-compat compat aot chromium aot-gpu ray lm-eval callers callers-environments vllm-bench vllm-tests accelerator bench bench-peers bench-pretrained paper docs dist check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -129,10 +133,10 @@ test: $(STAMP) ## the quick tests
 # Every planted fault, the second grid of each interpreted kernel, and the rest of the grids whose pairs are long: what
 # nobody needs who changed no kernel, no engine and none of their tests, and what a release is made after. That each fault
 # is still one edit of the code as it is, the quick tests see.
-test-deep: $(STAMP) $(AOT)/.installed $(AOT_NEWEST)/.installed ## the planted faults, and the rest of the grids (before a release)
+test-deep: $(STAMP) $(AOT)/.installed $(AOT_NEWEST)/.installed $(LOAD)/.installed ## the planted faults, and the rest of the grids (before a release)
 	@$(BIN)/python -m pytest -q -m deep -n $(JOBS) --dist worksteal $(ARGS)
 
-test-long: $(STAMP) $(AOT)/.installed $(RAY)/.installed $(CALLERS)/.installed $(DOCS)/.installed $(ENVOY)/.installed $(RELEASE)/.installed ## the long tests
+test-long: $(STAMP) $(AOT)/.installed $(RAY)/.installed $(CALLER_STAMPS) $(DOCS)/.installed $(ENVOY)/.installed $(RELEASE)/.installed ## the long tests
 	@$(BIN)/python -m pytest -q -m long -n $(JOBS) --dist worksteal $(ARGS)
 
 # What an interpreter or its jax can break, once and in a minute: the command line and its help, options, messages, client
@@ -224,7 +228,30 @@ $(CALLERS)/.installed: tests/http/callers/requirements.txt tests/http/callers/al
 	@$(CALLERS)/bin/python tests/http/callers/alias.py
 	@touch $@
 
-callers: $(CALLERS)/.installed ## vLLM's benchmark and lm-evaluation-harness against the demo's HTTP face
+# Client libraries that cannot share an environment with those: they need other versions of the same packages.
+$(CLIENTS)/.installed: tests/http/callers/clients/requirements.txt | $(STAMP)
+	@echo "==> installing client libraries into $(CLIENTS) (0.5 GB)"; rm -rf $(CLIENTS)
+	@$(BIN)/python -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --no-deps --requirement $<
+	@touch $@
+
+# Load generators. The .pth file adds the packages of the first environment, PyTorch among them, behind their own.
+$(LOAD)/.installed: tests/http/callers/load/requirements.txt $(CALLERS)/.installed
+	@echo "==> installing AIPerf and GuideLLM into $(LOAD) (0.7 GB)"; rm -rf $(LOAD)
+	@$(BIN)/python -m venv $(LOAD)
+	@$(LOAD)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --no-deps --requirement $<
+	@echo $(abspath $(CALLERS))/lib/python3*/site-packages > $$(echo $(LOAD)/lib/python3*/site-packages)/callers.pth
+	@touch $@
+
+$(NODE)/.installed: tests/http/callers/clients/package.json tests/http/callers/clients/package-lock.json | $(STAMP)
+	@command -v npm >/dev/null || { echo "error: npm was not found (Debian and Ubuntu: apt install nodejs npm)" >&2; exit 1; }
+	@echo "==> installing the AI SDK into $(NODE) (30 MB)"; rm -rf $(NODE); mkdir -p $(NODE); cp $^ $(NODE)
+	@cd $(NODE) && npm ci --ignore-scripts --no-audit --no-fund --silent
+	@touch $@
+
+callers-environments: $(CALLER_STAMPS)
+
+callers: $(CALLER_STAMPS) ## clients and load generators of others against the demo's HTTP face
 	@$(BIN)/python -m pytest -q -m long tests/http/callers $(ARGS)
 
 vllm-bench: ## `vllm bench serve` alone

@@ -38,7 +38,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.io import AuxInputs, AuxOutputs
+from jpaged.engine.executor.aux_io import AuxInputs, AuxOutputs
 from jpaged.engine.kv_cache.paged import PagedKVCacheManager
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.scheduler.output import build_sampling_inputs, build_step_inputs

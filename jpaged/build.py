@@ -153,6 +153,8 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         runs = [*MultiHostExecutor.of_replicas(executor, leader, options.parallel.data_parallel_size)]
     for index, one in enumerate(runs):
         one.warm_up(_get_progress(index, len(runs), progress))
+    if leader is not None:
+        leader.agree({})  # replicas in other processes are ready, too
     _say([*executor.memory_plan.lines(), *streaming_llm.describe_lossy_cache(options)], progress)
     resolved = _resolve(options, source.name, executor, model.dtype.name, places[0])
     whitespace = options.model.whitespace_pattern
@@ -173,6 +175,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         config=resolved,
         adapters=adapters,
         grammars=grammars,
+        hidden_size=source.config.hidden_size,
         checkpoint=fingerprint(source.folder, options.model.overrides),
     )
 
@@ -369,6 +372,7 @@ def follow(options: EngineConfig, progress: Progress, follower: Follower) -> Non
     (executor,) = _make_executors(source, model, options, places, progress, follower)
     follower.agree(_findings(source, executor, options.model.overrides))
     executor.warm_up(progress)
+    follower.agree({})
     parallel = options.parallel
     num_processes, process = parallel.num_processes or 1, parallel.process_id or 0
     is_first_of_replica = process % (num_processes // parallel.data_parallel_size) == 0
@@ -737,4 +741,5 @@ def _model_info(
         lossy_kv_sinks=geometry.num_sink_tokens,
         state_bytes_per_sequence=geometry.state_bytes,
         default_sampling=read_default_sampling(source.folder, resolved.model),
+        aliases=resolved.server.served_model_aliases,
     )

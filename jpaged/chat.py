@@ -397,7 +397,8 @@ class ReasoningOptions:
     """Options for the reasoning of a model, and its output.
 
     Attributes:
-        effort: the chat template's variable `reasoning_effort`, such as "low"; None leaves it to the template.
+        effort: the chat template's variable `reasoning_effort`, such as "low"; None leaves it to the template. It also
+            sets `enable_thinking`, False for "none".
         enabled: switch thinking on or off, by the chat template's variable `enable_thinking` or `thinking`; None leaves
             it to the template.
         thinking_token_budget: maximum tokens of thinking; None for no limit.

@@ -52,8 +52,6 @@ from jpaged.local_model import (
     list_prompts,
     one_each,
     parse_prompt,
-    python_names,
-    with_python_name,
 )
 from jpaged.outputs import (
     BeamSearchOutput,
@@ -66,8 +64,25 @@ from jpaged.outputs import (
     new_completions,
     without_errors,
 )
-from jpaged.sampling_params import BeamSearchParams, PoolingParams, RequestOutputKind, check_pooling
-from jpaged.service.score_embed import EMBED_SAMPLING, SCORE_SAMPLING, continued, errors_named, get_embedding, get_score
+from jpaged.sampling_params import (
+    BeamSearchParams,
+    PoolingParams,
+    RequestOutputKind,
+    check_pooling,
+    check_pooling_task,
+    python_names,
+    with_python_name,
+)
+from jpaged.service.score_embed import (
+    EMBED_SAMPLING,
+    SCORE_SAMPLING,
+    continued,
+    errors_named,
+    get_embedding,
+    get_pooling_output,
+    get_score,
+    no_classification_head,
+)
 from jpaged.types import (
     Embedding,
     LoRARequest,
@@ -412,23 +427,12 @@ class LLM(LocalModel):
             InvalidArgument: a prompt is invalid; nothing was computed.
             NotFound: there is no such adapter; nothing was computed.
         """
-        many, _ = list_prompts(prompts)
-        loras: list[Any] = one_each("lora_request", lora_request, (LoRARequest, NoneType), len(many))
         given = PoolingParams(use_activation=normalize) if pooling_params is None else check_pooling(pooling_params)
-        sampling = EMBED_SAMPLING
-        if given.truncate_prompt_tokens is not None:
-            sampling = dataclasses.replace(sampling, truncate_prompt_tokens=given.truncate_prompt_tokens)
-        requests: list[PreparedRequest] = []
-        for i, (one, lora) in enumerate(zip(many, loras, strict=True)):
-            with errors_named(f"prompts[{i}]"):
-                parsed = parse_prompt(one)
-                salted = (
-                    sampling
-                    if parsed.cache_salt is None
-                    else dataclasses.replace(sampling, cache_salt=parsed.cache_salt)
-                )
-                pooled = dataclasses.replace(parsed.prompt, pooling=pooling)
-                requests.append(self._request(salted, pooled, lora or adapter))
+        if given.task not in (None, "embed"):
+            raise Unsupported(f"pooling_params.task: {given.task!r} is not supported here: use encode")
+        if pooling not in ("last", "mean"):
+            raise InvalidArgument("pooling", f"{pooling!r} is neither 'last' nor 'mean'")
+        requests = self._pooling_requests(prompts, given, lora_request, adapter, pooling)
         outputs = without_errors(self._run(requests, use_tqdm))
         is_normalized = given.is_normalized(default=True)
         vectors = [get_embedding(output, normalize=is_normalized) for output in outputs]
@@ -444,36 +448,34 @@ class LLM(LocalModel):
         lora_request: GivenLora = None,
         pooling_task: str | None = "embed",
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return one vector per prompt, as `embed`, in `outputs.data`.
+        """Return one vector per prompt, as `embed`, or one for each of the prompt's tokens, in `outputs.data`.
 
         Args:
             prompts: as in `generate`.
             pooling_params: as in `embed`.
             use_tqdm: as in `generate`.
             lora_request: as in `generate`.
-            pooling_task: "embed", the only task.
+            pooling_task: "embed", or "token_embed" for an array `[T, E]` of the tokens' hidden states. `pooling_params`
+                with a task take precedence.
 
         Raises:
             Unsupported: another task.
         """
-        if pooling_task not in (None, "embed"):
-            raise Unsupported(
-                f"pooling_task: {pooling_task!r} is not supported, only 'embed': models have no other pooler"
-            )
-        params = pooling_params or PoolingParams()
-        vectors = self.embed(prompts, use_tqdm=use_tqdm, pooling_params=params, lora_request=lora_request)
-        return [
-            PoolingRequestOutput(one.request_id, PoolingOutput(one.values), one.prompt_token_ids, one.num_cached_tokens)
-            for one in vectors
-        ]
+        check_pooling_task("pooling_task", pooling_task or "embed")
+        params = check_pooling(pooling_params or PoolingParams())
+        task = params.task or pooling_task or "embed"
+        pooling: Pooling = "last" if task == "embed" else "all"
+        requests = self._pooling_requests(prompts, params, lora_request, None, pooling)
+        outputs = without_errors(self._run(requests, use_tqdm))
+        return [get_pooling_output(output, normalize=params.is_normalized(default=True)) for output in outputs]
 
     def classify(self, prompts: GivenPrompt | Sequence[GivenPrompt], **options: Any) -> NoReturn:
         """Raise Unsupported: models with a classification head are not supported."""
-        raise Unsupported("classify: models with a classification head are not supported; compare score_continuations")
+        raise no_classification_head(self._serving.model)
 
     def reward(self, prompts: GivenPrompt | Sequence[GivenPrompt], **options: Any) -> NoReturn:
         """Raise Unsupported: reward models are not supported."""
-        raise Unsupported("reward: models with a reward head are not supported")
+        raise Unsupported("reward: models with a reward head are not supported; embed() returns hidden states")
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> int:
         """Drop all cached prefixes that are not in use; return the number of dropped blocks.
@@ -676,7 +678,7 @@ class AsyncLLM(LocalModel):
         lora_request: LoRARequest | None = None,
         priority: int | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
-        """Yield the vector of one prompt, as `LLM.encode`; arguments are those of `generate`.
+        """Yield the vector of one prompt, or one for each token, as `LLM.encode`; arguments are those of `generate`.
 
         Raises:
             Unavailable: also if the request was aborted.
@@ -686,14 +688,12 @@ class AsyncLLM(LocalModel):
         kept = params.truncate_prompt_tokens
         kind = RequestOutputKind.FINAL_ONLY
         sampling = change_sampling(EMBED_SAMPLING, {"truncate_prompt_tokens": kept, "output_kind": kind, **changes})
-        pooled = dataclasses.replace(parsed.prompt, pooling="last")
+        pooled = dataclasses.replace(parsed.prompt, pooling="all" if params.task == "token_embed" else "last")
         async with contextlib.aclosing(self._stream(sampling, pooled, request_id, lora_request)) as stream:
             async for output in stream:
                 if output.embedding is None:
                     raise Unavailable(f"request {request_id!r} was aborted")
-                one = get_embedding(output, normalize=params.is_normalized(default=True))
-                data = PoolingOutput(one.values)
-                yield PoolingRequestOutput(request_id, data, one.prompt_token_ids, one.num_cached_tokens)
+                yield get_pooling_output(output, normalize=params.is_normalized(default=True))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests by id; their last output has the finish reason "abort". Unknown ids have no effect."""
@@ -713,7 +713,8 @@ class AsyncLLM(LocalModel):
             InvalidArgument: the mode is not supported.
         """
         if mode not in ("abort", "wait"):
-            raise InvalidArgument("mode", f"{mode!r} is not supported; must be 'abort' or 'wait'")
+            why = ": running requests cannot be held" if mode == "keep" else ""
+            raise InvalidArgument("mode", f"{mode!r} is not supported{why}; must be 'abort' or 'wait'")
         self._check_usable()
         self._admission.pause()
         running = [(name, stream) for name, (call, stream) in self._running.items() if call.running]

@@ -13,12 +13,12 @@ import os
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from numbers import Integral
 from types import NoneType
-from typing import Any, ClassVar, NamedTuple, NotRequired, Self, TypedDict, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, NotRequired, Self, TypedDict, TypeVar
 
 from jpaged.build import build, ignore_progress
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names
@@ -27,10 +27,11 @@ from jpaged.engine.executor import Progress
 from jpaged.engine.sequence import OutputCallback
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable, Unsupported
 from jpaged.outputs import CounterMetric, GaugeMetric, HistogramMetric, VectorMetric
-from jpaged.sampling_params import with_defaults
+from jpaged.sampling_params import PoolingParams, python_names, with_defaults
 from jpaged.server_load import EngineLoad
 from jpaged.service.chat.output_parser import ChatOutputParser
 from jpaged.service.loaded_model import EngineClient, LoadedModel
+from jpaged.service.score_embed import EMBED_SAMPLING, errors_named
 from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.service.tokenizer_parts import keep_quiet_about_torch
 from jpaged.types import (
@@ -38,6 +39,7 @@ from jpaged.types import (
     LoadedAdapter,
     LoRARequest,
     OutputEvent,
+    Pooling,
     Prompt,
     Request,
     SamplingParams,
@@ -227,6 +229,9 @@ def _stop(serving: LoadedModel, process_id: int) -> None:
         serving.grammars.close()
 
 
+_NO_SLEEP = "weights stay on the device; close() releases their memory, and reset_prefix_cache() cached prefixes"
+
+
 class LocalModel:
     """A loaded model with its engine in this process: the base of `LLM`, `AsyncLLM` and `LLMEngine`.
 
@@ -271,6 +276,26 @@ class LocalModel:
     def config(self) -> EngineConfig:
         """The resolved options."""
         return self._serving.config
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> NoReturn:
+        """Raise Unsupported: weights stay on the device."""
+        raise Unsupported(f"sleep: {_NO_SLEEP}")
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> NoReturn:
+        """Raise Unsupported, as `sleep`."""
+        raise Unsupported(f"wake_up: {_NO_SLEEP}")
+
+    def collective_rpc(self, method: object, *arguments: Any, **options: Any) -> NoReturn:
+        """Raise Unsupported: the engine has no worker processes."""
+        raise Unsupported("collective_rpc: the engine runs in this process and has no workers to call")
+
+    def apply_model(self, func: object) -> NoReturn:
+        """Raise Unsupported: a model is compiled programs and arrays."""
+        raise Unsupported("apply_model: a model is compiled programs and arrays, not a module")
+
+    def start_profile(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Raise Unsupported: JAX has a profiler."""
+        raise Unsupported("start_profile: use jax.profiler.start_trace and stop_trace around the calls")
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of a request without any: the model's generation config, then the API's defaults."""
@@ -379,6 +404,28 @@ class LocalModel:
             with processor.naming_errors(prompt, sampling, request):
                 request = request if grammars is None else grammars.bind_now(request)
             return PreparedRequest(request, processor.answers(prompt, sampling, request), lora_request)
+
+    def _pooling_requests(
+        self,
+        prompts: GivenPrompt | Sequence[GivenPrompt],
+        given: PoolingParams,
+        lora_request: GivenLora,
+        adapter: str | None,
+        pooling: Pooling,
+    ) -> list[PreparedRequest]:
+        """Return a request with pooling for each prompt."""
+        many, _ = list_prompts(prompts)
+        loras: list[Any] = one_each("lora_request", lora_request, (LoRARequest, NoneType), len(many))
+        sampling = EMBED_SAMPLING
+        if given.truncate_prompt_tokens is not None:
+            sampling = replace(sampling, truncate_prompt_tokens=given.truncate_prompt_tokens)
+        requests: list[PreparedRequest] = []
+        for i, (one, lora) in enumerate(zip(many, loras, strict=True)):
+            with errors_named(f"prompts[{i}]"):
+                parsed = parse_prompt(one)
+                salted = sampling if parsed.cache_salt is None else replace(sampling, cache_salt=parsed.cache_salt)
+                requests.append(self._request(salted, replace(parsed.prompt, pooling=pooling), lora or adapter))
+        return requests
 
     def _find_adapter(self, given: str | LoRARequest | None) -> LoadedAdapter | None:
         """Return the adapter of a name or a LoRARequest, which is loaded if needed.
@@ -528,27 +575,6 @@ def apply_changes(
         changes = get_sampling_changes(tokenization_kwargs, salt, first)
         changed.append(one._replace(sampling=change_sampling(one.sampling, changes)) if changes else one)
     return changed
-
-
-_SAMPLING = "sampling."
-
-
-def with_python_name(error: Exception) -> Exception:
-    """Return an error that names a field as in Python: `temperature` for `sampling.temperature` of requests."""
-    if not isinstance(error, InvalidArgument) or not error.field.startswith(_SAMPLING):
-        return error
-    return type(error)(error.field.removeprefix(_SAMPLING), error.problem)
-
-
-@contextlib.contextmanager
-def python_names() -> Iterator[None]:
-    """Name fields of sampling parameters in errors as `with_python_name`."""
-    try:
-        yield
-    except InvalidArgument as error:
-        if (named := with_python_name(error)) is error:
-            raise
-        raise named from None
 
 
 def _get_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jpaged.chat import ChatAnswer
 from jpaged.errors import InternalError
 from jpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -63,9 +66,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class PoolingOutput:
-    """Pooled hidden states: a vector of the model's width."""
+    """Pooled hidden states: a vector of the model's width E, or for `token_embed` an array `[T, E]`."""
 
-    data: tuple[float, ...]
+    data: tuple[float, ...] | NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,7 @@ class Completions:
         self._has_logprobs = has_logprobs
         self._has_prompt_logprobs = has_prompt_logprobs
         self._prompt_logprobs: list[PositionLogprobs | None] = [None]
-        self._embedding: tuple[float, ...] | None = None
+        self._embedding: tuple[float, ...] | memoryview | None = None
         self._deltas: dict[int, list[SequenceDelta]] = {}
         self._last: SequenceDelta | None = None
 
@@ -315,7 +318,7 @@ class RequestOutputStream:
         self._prompt_logprobs: list[PositionLogprobs | None] | None = (
             None if sampling.prompt_logprobs is None else [None]
         )
-        self._embedding: tuple[float, ...] | None = None
+        self._embedding: tuple[float, ...] | memoryview | None = None
         self._sequences: dict[int, _PartialSequence] = {}
         self._changed: set[int] = set()
         self._last: SequenceDelta | None = None

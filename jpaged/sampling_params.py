@@ -5,10 +5,11 @@ A value out of range raises an error on construction, and an assigned one when t
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import ipaddress
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, Field, InitVar, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeGuard
@@ -32,7 +33,7 @@ MAX_LOGIT_BIASES = 300
 MAX_LOGIT_BIAS = 100.0
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
-MAX_LOGPROB_TOKEN_IDS = 32
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 100.0
 MAX_TOP_N_SIGMA = 100.0
@@ -77,7 +78,7 @@ def is_loopback(host: str) -> bool:
 def _require(ok: bool, name: str, value: object, limit: str) -> None:
     if not ok:
         shown = f"{value[:_MAX_SHOWN]!r}... ({len(value)} characters)" if _is_long(value) else repr(value)
-        raise InvalidArgument(f"sampling.{name}", f"{shown} is out of range: must be {limit}")
+        raise InvalidArgument(name, f"{shown} is out of range: must be {limit}")
 
 
 def _is_long(value: object) -> TypeGuard[str]:
@@ -104,6 +105,28 @@ _NO_EDITS: Mapping[str, object] = {
     "structured_outputs": None,
 }
 """Fields that change logits, with their neutral values."""
+
+
+_SAMPLING = "sampling."
+"""Prefix of the fields in errors of requests."""
+
+
+def with_python_name(error: Exception) -> Exception:
+    """Return an error that names a field as in Python: `temperature` for `sampling.temperature` of requests."""
+    if not isinstance(error, InvalidArgument) or not error.field.startswith(_SAMPLING):
+        return error
+    return type(error)(error.field.removeprefix(_SAMPLING), error.problem)
+
+
+@contextlib.contextmanager
+def python_names() -> Iterator[None]:
+    """Name fields of sampling parameters in errors as `with_python_name`."""
+    try:
+        yield
+    except InvalidArgument as error:
+        if (named := with_python_name(error)) is error:
+            raise
+        raise named from None
 
 
 def param(default: Any, help: str) -> Any:
@@ -184,7 +207,7 @@ class SamplingParams:
         seed: the sampling noise depends only on (seed, sequence index, position); None or -1 picks a seed.
         logprobs: number of top log-probabilities per position; 0 for the sampled token only, -1 for the full
             vocabulary.
-        logprob_token_ids: tokens whose log-probabilities are also returned at each position, each once; at most 32.
+        logprob_token_ids: tokens whose log-probabilities are also returned at each position, each once; at most 128.
         prompt_logprobs: as logprobs, for the prompt's tokens.
         truncate_prompt_tokens: keep only the last N prompt tokens; -1 keeps what fits into max_model_len.
         stop: texts that end a sequence; not part of the output.
@@ -329,7 +352,7 @@ class SamplingParams:
                 setattr(self, name, default)
         for (name, (neutral, instead)), value in zip(_NOT_SUPPORTED.items(), unsupported, strict=True):
             if value not in neutral:
-                raise Unsupported(f"sampling.{name}: is not supported: {instead}")
+                raise Unsupported(f"{name}: is not supported: {instead}")
         is_kind = isinstance(self.output_kind, RequestOutputKind)
         _require(is_kind, "output_kind", self.output_kind, "a RequestOutputKind")
         if skip_reading_prefix_cache:
@@ -354,6 +377,14 @@ class SamplingParams:
         self._check_stops()
         self._check_sequences()
         self._check_sharing()
+
+    @classmethod
+    def from_request(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters of a request, whose errors name fields as `sampling.temperature`."""
+        try:
+            return cls(**values)
+        except InvalidArgument as error:
+            raise type(error)(f"{_SAMPLING}{error.field}", error.problem) from None
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
@@ -418,7 +449,8 @@ class SamplingParams:
     def _check_tokens(self) -> None:
         given = self.structured_outputs
         if isinstance(given, Mapping):
-            self.structured_outputs = get_structured_outputs(given)
+            with python_names():
+                self.structured_outputs = get_structured_outputs(given)
         elif given is not None:
             limit = "an object that has one of " + ", ".join(kind.value for kind in ConstraintKind)
             _require(isinstance(given, StructuredOutputs), "structured_outputs", given, limit)
@@ -429,9 +461,12 @@ class SamplingParams:
             _require(is_ok, f"logit_bias[{token_id}]", bias, f"a number from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}")
         for token_id in self.logprob_token_ids:
             _require(_is_int(token_id) and token_id >= 0, "logprob_token_ids", token_id, "token ids >= 0")
+        if self.logprob_token_ids and self.logprobs == len(self.logprob_token_ids):  # redundant, as in vLLM
+            self.logprobs = None
         self.logprob_token_ids = tuple(dict.fromkeys(self.logprob_token_ids))
         if self.logprob_token_ids:
-            _require(self.logprobs is None, "logprobs", self.logprobs, "left out with logprob_token_ids")
+            limit = "left out with logprob_token_ids, or their number"
+            _require(self.logprobs is None, "logprobs", self.logprobs, limit)
         if self.allowed_token_ids is not None:
             _require(bool(self.allowed_token_ids), "allowed_token_ids", (), "at least one token id, or None for all")
             for token_id in self.allowed_token_ids:
@@ -439,7 +474,7 @@ class SamplingParams:
         for word in self.bad_words:
             is_ok = isinstance(word, str) and 1 <= len(word) <= MAX_BAD_WORD_CHARS and bool(word.strip())
             _require(is_ok, "bad_words", word, f"a string of 1 to {MAX_BAD_WORD_CHARS} characters that is not blank")
-            require_whole_characters("sampling.bad_words", word)
+            require_whole_characters("bad_words", word)
 
     def _check_counts(self) -> None:
         """Check the lengths of lists before anything is copied."""
@@ -460,7 +495,7 @@ class SamplingParams:
         for text in self.stop:
             is_ok = isinstance(text, str) and 1 <= len(text) <= MAX_STOP_STRING_CHARS
             _require(is_ok, "stop", text, f"a string of 1 to {MAX_STOP_STRING_CHARS} characters")
-            require_whole_characters("sampling.stop", text)
+            require_whole_characters("stop", text)
         for name in ("detokenize", "include_stop_str_in_output"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         if not self.detokenize:
@@ -502,7 +537,7 @@ class SamplingParams:
         _require(is_ok, "priority", self.priority, "a 32-bit integer")
         is_ok = isinstance(self.cache_salt, str) and len(self.cache_salt) <= MAX_CACHE_SALT_CHARS
         _require(is_ok, "cache_salt", self.cache_salt, f"a string of at most {MAX_CACHE_SALT_CHARS} characters")
-        require_whole_characters("sampling.cache_salt", self.cache_salt)
+        require_whole_characters("cache_salt", self.cache_salt)
         is_bool = isinstance(self.use_prefix_cache, bool)
         _require(is_bool, "use_prefix_cache", self.use_prefix_cache, "true or false")
 
@@ -614,6 +649,17 @@ class BeamSearchParams:
         )
 
 
+POOLING_TASKS = ("embed", "token_embed")
+"""What is computed from a prompt instead of text: one vector, or one for each token."""
+
+
+def check_pooling_task(field: str, task: str) -> None:
+    """Raise Unsupported for a task that models have no head for; names the field."""
+    if task not in POOLING_TASKS:
+        known = " and ".join(map(repr, POOLING_TASKS))
+        raise Unsupported(f"{field}: {task!r} is not supported, only {known}: models have no other pooler")
+
+
 @dataclass(slots=True)
 class PoolingParams:
     """Parameters of `LLM.embed`, `LLM.encode` and `LLM.score`. Assigned values are checked when they are used.
@@ -623,7 +669,7 @@ class PoolingParams:
         dimensions: only None: vectors have the model's width.
         truncate_prompt_tokens: keep only the last N prompt tokens; -1 keeps what fits into max_model_len.
         normalize: former name of use_activation.
-        task: None or "embed", the only task.
+        task: None, "embed" or "token_embed"; None for the task of the method.
     """
 
     use_activation: bool | None = None
@@ -641,8 +687,8 @@ class PoolingParams:
             raise InvalidArgument(
                 "pooling_params.truncate_prompt_tokens", f"{kept!r} is out of range: must be an integer >= 1, or -1"
             )
-        if self.task not in (None, "embed"):
-            raise Unsupported(f"pooling_params.task: {self.task!r} is not supported, only 'embed'")
+        if self.task is not None:
+            check_pooling_task("pooling_params.task", self.task)
         if self.dimensions is not None:
             raise Unsupported(
                 f"pooling_params.dimensions: {self.dimensions} is not supported: vectors are not shortened"

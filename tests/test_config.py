@@ -187,6 +187,9 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     assert compile_cache_dir() == tmp_path / "programs"
     monkeypatch.setenv("JPAGED_CACHE_DIR", "")
     assert compile_cache_dir() is None
+    monkeypatch.setenv("JPAGED_CACHE_DIR", "gs://bucket/cache")
+    with pytest.raises(InvalidArgument, match=r"^JPAGED_CACHE_DIR: gs://bucket/cache is a URL: must be a folder"):
+        compile_cache_dir()
     monkeypatch.delenv("JPAGED_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert compile_cache_dir() == tmp_path / "jpaged" / "programs"
@@ -204,6 +207,11 @@ def test_a_pool_has_one_size(other, problem):
         EngineConfig.load({"kv_cache_memory_bytes": 4096, **other})
     assert error.value.field == "kv_cache_memory_bytes"
     assert EngineConfig.load({"kv_cache_memory_bytes": 4096}).cache.num_blocks is None
+
+
+def test_devices_are_counted_over_every_kind_of_parallelism():
+    sizes = {"tensor_parallel_size": 2, "context_parallel_size": 3, "pipeline_parallel_size": 5}
+    assert EngineConfig.load({**sizes, "data_parallel_size": 7}).parallel.num_devices == 210
 
 
 def test_saved_programs_go_with_one_copy_of_the_model():
@@ -293,6 +301,8 @@ def test_adapters_of_the_start_turn_lora_on():
     assert config.lora.adapters == (("sql", "/adapters/sql"), ("chat", "a=b"))
     assert config.lora.enable_lora
     assert not EngineConfig.load({}).lora.enable_lora
+    small = EngineConfig.load({"max_cpu_loras": 2}).lora
+    assert (small.max_loras, small.max_cpu_loras) == (2, 2)
     told = {name: (value, source) for name, value, source in config.explain()}
     assert told["lora"] == ("sql=/adapters/sql, chat=a=b", "set or resolved")
 

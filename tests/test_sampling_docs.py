@@ -35,7 +35,7 @@ def test_bounds_are_what_they_say(name: str, low: str, high: str) -> None:
         kept = value % 2**64 if name == "seed" else value
         assert getattr(params_of(name, value), name) == kept
     for value in (int(low) - 1, int(high) + 1):
-        with pytest.raises(InvalidArgument, match=f"sampling.{name}: {value}"):
+        with pytest.raises(InvalidArgument, match=f"{name}: {value}"):
             params_of(name, value)
 
 
@@ -43,7 +43,7 @@ def test_bounds_are_what_they_say(name: str, low: str, high: str) -> None:
 def test_what_is_above_0_is_not_0(name: str, high: str) -> None:
     assert getattr(params_of(name, float(high)), name) == float(high)
     for value in (0.0, float(high) + 0.5):
-        with pytest.raises(InvalidArgument, match=f"sampling.{name}: {value}"):
+        with pytest.raises(InvalidArgument, match=f"{name}: {value}"):
             params_of(name, value)
 
 

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.record import save
 from jpaged import json_text
-from jpaged.checkpoints.safetensors_writer import StoredTensor, write_tensor_files
+from jpaged.checkpoints.tensor_files import StoredTensor, write_tensor_files
 from jpaged.llm import LLM, TokensPrompt
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import placed_leaves

@@ -22,7 +22,7 @@ from jpaged.device.model_runner import unpack_rows
 from jpaged.device.sampling import SamplingVocabulary
 from jpaged.engine.executor import BEYOND_TOKENS, Detail, SamplingInputs
 from jpaged.kernels import cuda_library
-from jpaged.kernels.experts import ExpertsBackend, ExpertWeights, Routes, ragged, sum_experts
+from jpaged.kernels.experts import ExpertsBackend, ExpertWeights, Routes, sorted_rows, sum_experts
 from jpaged.kernels.lowered_device import unsupported_gpu_reason
 from jpaged.kernels.matmul.on_device import kernel_takes, multiply_on_device
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, dequantize, quantize, rows_on_device
@@ -200,7 +200,7 @@ def _apply(x_te: jax.Array, routes: Routes, weights: ExpertWeights) -> jax.Array
     platform = jax.devices()[0].platform
     if platform == "cpu":
         multiply = functools.partial(multiply_sorted, is_interpreted=True)
-        return ragged.apply_experts(x_te, routes, weights, SILU, multiply)
+        return sorted_rows.apply_grouped(x_te, routes, weights, SILU, multiply)
     backend: ExpertsBackend = "ragged" if platform == "tpu" else "triton"
     return sum_experts(x_te, routes, weights, SILU, backend)
 

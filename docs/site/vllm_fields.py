@@ -61,6 +61,12 @@ FIELDS = {
         mm_processor_kwargs model padding priority request_id truncate_prompt_tokens truncation_side
         use_activation user
     """,
+    "/pooling": """
+        add_generation_prompt add_special_tokens cache_salt chat_template chat_template_kwargs
+        continue_final_message data dimensions embed_dtype encoding_format endianness input media_io_kwargs
+        messages mm_processor_kwargs model padding priority request_id task truncate_prompt_tokens
+        truncation_side use_activation user
+    """,
     "/v1/score": """
         cache_salt chat_template_kwargs data_1 data_2 documents instruction items max_tokens_per_doc
         max_tokens_per_query mm_processor_kwargs model padding priority queries request_id text_1 text_2
@@ -86,6 +92,8 @@ OWN: dict[str, Collection[str]] = {
     "/v1/responses": responses.OF_RESPONSES,
     "/v1/messages": anthropic.OF_MESSAGES,
     "/v1/embeddings": embeddings.OF_EMBEDDINGS | embeddings.OF_EMBEDDED_CHATS,
+    "/pooling": embeddings.OF_POOLING | embeddings.OF_POOLED_CHATS,
+    "/classify": embeddings.OF_CLASSIFYING | embeddings.OF_CLASSIFIED_CHATS,
     "/v1/score": embeddings.OF_SCORES,
     "/v1/rerank": embeddings.OF_RERANKING,
     "/tokenize": embeddings.OF_TOKENIZED_TEXTS | embeddings.OF_TOKENIZED_CHATS | {"messages"},
@@ -135,6 +143,7 @@ COLUMNS = {
     "/v1/responses": "responses",
     "/v1/messages": "messages",
     "/v1/embeddings": "embeddings",
+    "/pooling": "pooling",
     "/v1/score": "scores",
     "/v1/rerank": "ranks",
     "/tokenize": "tokenize",

@@ -28,7 +28,7 @@ PATHS = """
 """
 """HTTP paths of vLLM's server of this version."""
 INSTEAD: Mapping[str, str] = {
-    "/reset_mm_cache /reset_encoder_cache /classify /pooling /generative_scoring /v1/decisions /v1/systemone "
+    "/reset_mm_cache /reset_encoder_cache /generative_scoring /v1/decisions /v1/systemone "
     "/v1/audio/transcriptions /v1/audio/translations /v1/realtime": "models take text, and have no such heads",
     "/sleep /wake_up /is_sleeping /release_kv_cache_memory": "a server releases its memory by exiting",
     "/pause /resume /is_paused": "in Python, `AsyncLLM.pause_generation()` and `resume_generation()`",
@@ -47,6 +47,8 @@ INSTEAD: Mapping[str, str] = {
     "/get_world_size": "the number of replicas and the weights are fixed: restart the server",
 }
 """Alternatives to paths that are not served."""
+ERRORS: Mapping[str, str] = {"/classify": "an error that names the model: none has a classification head"}
+"""Paths that read the same bodies and answer with an error."""
 
 METRICS = """
     num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries prefix_cache_hits
@@ -106,7 +108,9 @@ def _row(names: Collection[str], cell: str) -> str:
 def _paths() -> Iterator[str]:
     served = {path.replace(":path", "") for _, path in HTTP}
     yield f"\n| path of vLLM {VERSION} | here |\n|---|---|"
-    yield _row([path for path in PATHS.split() if path in served], "the same")
+    yield _row([path for path in PATHS.split() if path in served - ERRORS.keys()], "the same")
+    for path, text in ERRORS.items():
+        yield _row([path], text)
     for paths, text in INSTEAD.items():
         yield _row(paths.split(), text)
     yield ""

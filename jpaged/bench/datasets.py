@@ -136,6 +136,11 @@ _MAX_SHAREGPT_TOTAL_LEN = 2048
 _MAX_DECODES = 10
 _MAX_DELAY_S = 86_400
 _MAX_SPEEDUP = 1e6
+_MAX_TIME = 1e15
+"""Maximum of a recorded time, in the unit of its file; some are the time since 1970 in ms."""
+_MAX_SUBAGENTS = 32
+"""Maximum depth of agents that run others."""
+_MAX_SHOWN = 80
 _FROM_0 = (*("random_input_len", "random_prefix_len", "prefix_repetition_prefix_len", "multi_turn_prefix_len"),)
 _FROM_1 = (
     *("random_output_len", "prefix_repetition_suffix_len", "prefix_repetition_output_len"),
@@ -315,7 +320,7 @@ class DatasetOptions:
         path = self._path()
         try:
             entries = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InvalidArgument("--dataset-path", f"{path} cannot be read: {error}") from error
         turns = [pair for entry in entries if (pair := _first_turns(entry))] if isinstance(entries, list) else []
         if not self.disable_shuffle:
@@ -335,7 +340,7 @@ class DatasetOptions:
     def _custom(self, rng: np.random.Generator) -> list[Sample]:
         path = self._path()
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8").split("\n")  # other line ends may occur in strings
         except (OSError, ValueError) as error:
             raise InvalidArgument("--dataset-path", f"{path} cannot be read: {error}") from error
         samples = [
@@ -443,7 +448,7 @@ def _first_turns(entry: Any) -> tuple[str, str] | None:
 def _custom_sample(line: str, where: str, output_len: int) -> Sample:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument("--dataset-path", f"{where}: is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise InvalidArgument("--dataset-path", f"{where}: is not a JSON object")
@@ -529,13 +534,13 @@ def _json_values(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         yield str(path), json.loads(text)
         return
-    except ValueError:
-        lines = text.splitlines()
+    except (ValueError, RecursionError):
+        lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
                 yield f"{path}: line {number}", json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise InvalidArgument("--dataset-path", f"{path}: line {number}: is not JSON: {error}") from error
 
 
@@ -564,8 +569,8 @@ class _Fields:
         found = self.value.get(name)
         if found is None:
             return None
-        if not isinstance(found, int | float) or isinstance(found, bool) or not 0 <= found < math.inf:
-            raise self.error(name, f"{found!r} is not a number from 0")
+        if not isinstance(found, int | float) or isinstance(found, bool) or not 0 <= found <= _MAX_TIME:
+            raise self.error(name, f"{str(found)[:_MAX_SHOWN]} is not a number from 0 to {_MAX_TIME:g}")
         return found / per_second
 
     def hash_ids(self, block_size: int, input_len: int) -> tuple[int, ...]:
@@ -607,7 +612,9 @@ def _weka_records(where: str, value: Any) -> list[TraceRecord]:
     return _agent_records(fields, f"{where} {fields.value.get('id', '')}", scope, block_size)
 
 
-def _agent_records(agent: _Fields, session: str, scope: str, block_size: int) -> list[TraceRecord]:
+def _agent_records(agent: _Fields, session: str, scope: str, block_size: int, depth: int = 0) -> list[TraceRecord]:
+    if depth > _MAX_SUBAGENTS:
+        raise agent.error("requests", f"are nested deeper than the limit of {_MAX_SUBAGENTS}")
     entries = agent.value.get("requests")
     if not isinstance(entries, list):
         raise agent.error("requests", "is not a list")
@@ -615,7 +622,7 @@ def _agent_records(agent: _Fields, session: str, scope: str, block_size: int) ->
     for number, entry in enumerate(entries):
         fields = _Fields.of(f"{agent.where}: requests[{number}]", entry)
         if fields.value.get("type") == "subagent":
-            records += _agent_records(fields, f"{session}/{number}", scope, block_size)
+            records += _agent_records(fields, f"{session}/{number}", scope, block_size, depth + 1)
             continue
         start_s, input_len = fields.seconds("t"), fields.length("in")
         if start_s is None:

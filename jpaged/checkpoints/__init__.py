@@ -4,9 +4,8 @@ hub.py                 a model's name -> its folder -> its config and quantizati
 names.py               names of the tensors in a model's checkpoint
 weights.py             files -> parameters on devices, one leaf at a time
 finite.py              check for NaN and infinities
-tensor_files.py        interface of the checkpoint readers, and the reader of safetensors files
-safetensors_writer.py  writer of safetensors files
-adapters/              adapters (LoRA)
+tensor_files.py        interface of the checkpoint readers, and the reader and writer of safetensors files
+adapters.py            adapters (LoRA)
 orbax.py               reader of Orbax folders
 orbax_writer.py        writer of Orbax folders
 conversion.py          conversion between formats

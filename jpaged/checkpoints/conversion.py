@@ -25,15 +25,21 @@ import numpy as np
 
 from jpaged import json_text
 from jpaged.checkpoints.gguf.file import is_gguf
-from jpaged.checkpoints.gguf.scheme import read_model
+from jpaged.checkpoints.gguf.tensors import read_model
 from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
 from jpaged.checkpoints.hub import CONFIG_FILE, read_config, read_json, read_scheme
 from jpaged.checkpoints.names import model_leaves
 from jpaged.checkpoints.orbax import MANIFEST_FILE, is_orbax_folder, write_manifest
 from jpaged.checkpoints.orbax_writer import write_orbax
 from jpaged.checkpoints.quantized.quantizer import ASKED, Rounded
-from jpaged.checkpoints.safetensors_writer import StoredTensor, write_tensor_files
-from jpaged.checkpoints.tensor_files import DTYPES, INDEX_FILE, SINGLE_FILE, TensorSource
+from jpaged.checkpoints.tensor_files import (
+    DTYPES,
+    INDEX_FILE,
+    SINGLE_FILE,
+    StoredTensor,
+    TensorSource,
+    write_tensor_files,
+)
 from jpaged.checkpoints.weights import Progress, check_tensors, no_progress, open_tensors
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable
 from jpaged.models.config import ModelConfig

@@ -20,10 +20,10 @@ import numpy as np
 
 from jpaged import json_text
 from jpaged.checkpoints.gguf.file import SUFFIX, find_gguf, get_parts, is_gguf
-from jpaged.checkpoints.gguf.scheme import read_model
+from jpaged.checkpoints.gguf.tensors import read_model
 from jpaged.checkpoints.names import model_leaves
 from jpaged.checkpoints.orbax import PARAMS_FOLDER, is_orbax_folder, refuse_other_orbax
-from jpaged.checkpoints.quantized import awq, compressed_tensors, fp8, gptq, mxfp4
+from jpaged.checkpoints.quantized import compressed_tensors, floats, gptq
 from jpaged.checkpoints.quantized.scheme import Scheme
 from jpaged.checkpoints.tensor_files import (
     DTYPES,
@@ -53,11 +53,11 @@ QUANTISATION_KEYS = ("quantization_config", "compression_config")
 
 _READERS: Mapping[str, Callable[[JsonFields], Scheme]] = {
     "auto-round": gptq.read_auto_round,
-    "awq": awq.read_config,
+    "awq": gptq.read_awq,
     "compressed-tensors": compressed_tensors.read_config,
-    "fp8": fp8.read_config,
-    "gptq": gptq.read_config,
-    "mxfp4": mxfp4.read_config,
+    "fp8": floats.read_fp8_config,
+    "gptq": gptq.read_gptq,
+    "mxfp4": floats.read_mxfp4_config,
 }
 
 

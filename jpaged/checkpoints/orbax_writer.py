@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jpaged.checkpoints.orbax import PARAMS_FOLDER
-from jpaged.checkpoints.safetensors_writer import StoredTensor
+from jpaged.checkpoints.tensor_files import StoredTensor
 
 _CHUNK_BYTES = 2**20  # 512 x 1024 in bfloat16; Orbax warns of less
 _MAX_PRIME = 4096

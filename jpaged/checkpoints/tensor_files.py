@@ -1,11 +1,17 @@
-"""Interface of checkpoint readers for files of any format, and a reader of safetensors files, one tensor at a time."""
+"""Interface of checkpoint readers for files of any format, and safetensors files: read and written tensor by tensor.
+
+    8 bytes: length of the header | header: JSON, padded with spaces to 8 bytes | the tensors, one after another
+
+The library's own writer takes all tensors of a file at once. A checkpoint of several files has an index file in the
+format of transformers.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +20,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from jpaged import json_text
 from jpaged.errors import InvalidArgument, Unsupported
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -442,3 +449,80 @@ class TensorFiles:
         # As in transformers, the shards decide: an index may omit tensors, or name another shard.
         for name in sorted(wanted.keys() - self._file_of.keys()):
             raise InvalidArgument(str(path), f"puts tensor {name} into {wanted[name]}, but it is in no shard")
+
+
+_FORMAT_NAMES = {dtype: name for name, dtype in FORMAT_DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor to write. `read` creates it, once; it is dropped before the next one is read."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.size * self.dtype.itemsize
+
+
+def write_tensor_files(tensors: Sequence[StoredTensor], folder: Path, max_shard_bytes: int) -> None:
+    """Write `model.safetensors`, or shards and their index if one file would exceed the limit.
+
+    Args:
+        tensors: in the order in which they are assigned to files.
+        folder: must exist.
+        max_shard_bytes: limit for the tensors of one file; a larger tensor has a separate file.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    by_name = {tensor.name: tensor for tensor in tensors}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    for file_name, names in split.filename_to_tensors.items():
+        _write_file([by_name[name] for name in names], folder / file_name)
+    if split.is_sharded:
+        metadata = {"total_parameters": sum(tensor.size for tensor in tensors), **split.metadata}
+        index = {"metadata": metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        (folder / INDEX_FILE).write_text(json_text.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_file(tensors: Sequence[StoredTensor], path: Path) -> None:
+    # Wide types first, as in the library: then every tensor is aligned to the size of the type.
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    with path.open("wb") as file:
+        file.write(_header(ordered))
+        for tensor in ordered:
+            array = np.ascontiguousarray(tensor.read())
+            file.write(array.reshape(-1).view(np.uint8).data)
+            del array
+
+
+def _header(tensors: Sequence[StoredTensor]) -> bytes:
+    entries: dict[str, Mapping[str, object]] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.nbytes
+        entries[tensor.name] = {
+            "dtype": _FORMAT_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json_text.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -20,8 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jpaged.checkpoints.finite import check_finite, refuse_tensor
 from jpaged.checkpoints.gguf.file import is_gguf
-from jpaged.checkpoints.gguf.scheme import GgufScheme, get_columns, read_model
-from jpaged.checkpoints.gguf.tensors import GgufTensors
+from jpaged.checkpoints.gguf.tensors import GgufScheme, GgufTensors, get_columns, read_model
 from jpaged.checkpoints.hub import CONFIG_FILE, read_json, read_scheme
 from jpaged.checkpoints.names import is_ignored, model_leaves
 from jpaged.checkpoints.orbax import OrbaxTensors, is_orbax_folder, refuse_other_orbax

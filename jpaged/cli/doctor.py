@@ -311,7 +311,10 @@ def environment_findings() -> Iterator[Finding]:
 def machine_findings(config: EngineConfig) -> Iterator[Finding]:
     """Yield all findings about this machine."""
     yield from limits(config.server.max_connections)
-    yield from cache(compile_cache_dir())
+    try:
+        yield from cache(compile_cache_dir())
+    except InvalidArgument as error:
+        yield Finding("machine", "compiled programs", "stop", error.field, error.problem)
     yield from ports(config)
     yield from files(config)
     yield from processes(config)

@@ -398,7 +398,7 @@ class BatchTargets(Generic[_S]):
             differences = [
                 f"{one.name} is {getattr(model, one.name)!r}, not {getattr(first, one.name)!r}"
                 for one in dataclasses.fields(ModelInfo)
-                if getattr(model, one.name) != getattr(first, one.name)
+                if one.name != "aliases" and getattr(model, one.name) != getattr(first, one.name)
             ]
             if differences:
                 raise InvalidArgument(

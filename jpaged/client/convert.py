@@ -496,7 +496,11 @@ def _parse_server_info(message: control_pb2.GetServerInfoResponse) -> ServerInfo
 
 
 def _parse_model_info(message: control_pb2.GetModelInfoResponse) -> ModelInfo:
-    fields = {**_parse_fields(message), "eos_token_ids": tuple(message.eos_token_ids)}
+    fields = {
+        **_parse_fields(message),
+        "eos_token_ids": tuple(message.eos_token_ids),
+        "aliases": tuple(message.aliases),
+    }
     return ModelInfo(
         **fields, default_sampling={field.name: value for field, value in message.default_sampling.ListFields()}
     )

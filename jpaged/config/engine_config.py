@@ -428,9 +428,16 @@ def server_field_names() -> tuple[str, ...]:
 
 
 def compile_cache_dir() -> Path | None:
-    """Return the cache folder of compiled programs: JPAGED_CACHE_DIR (None if empty), else in the user's cache."""
+    """Return the cache folder of compiled programs: JPAGED_CACHE_DIR (None if empty), else in the user's cache.
+
+    Raises:
+        InvalidArgument: JPAGED_CACHE_DIR is a URL.
+    """
     chosen = os.environ.get("JPAGED_CACHE_DIR")
     if chosen is not None:
+        if "://" in chosen:
+            problem = f"{shorten(chosen)} is a URL: must be a folder, such as one that a bucket is mounted on"
+            raise InvalidArgument("JPAGED_CACHE_DIR", problem)
         return Path(chosen) / "programs" if chosen else None
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "jpaged" / "programs"

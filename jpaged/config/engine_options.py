@@ -576,6 +576,12 @@ class ParallelOptions:
         unit="s",
     )
 
+    @property
+    def num_devices(self) -> int:
+        """Devices of all replicas in one process."""
+        of_stage = self.tensor_parallel_size * self.context_parallel_size
+        return of_stage * self.pipeline_parallel_size * self.data_parallel_size
+
     def check(self) -> None:
         """Check the options of several processes against each other.
 
@@ -622,14 +628,18 @@ class StartupOptions:
     )
 
 
+_DEFAULT_MAX_LORAS = 8
+
+
 @dataclass(frozen=True, slots=True)
 class LoraOptions:
     """LoRA adapters: slots on the device, and adapters loaded at the start."""
 
     enable_lora: bool = option(False, "serve LoRA adapters; on if `lora` names any")
     max_loras: int = option(
-        8,
-        "maximum number of adapters in one step; each takes a device slot for matrices of max_lora_rank",
+        _DEFAULT_MAX_LORAS,
+        "maximum number of adapters in one step; each takes a device slot for matrices of max_lora_rank; by default at "
+        "most max_cpu_loras",
         low=1,
         high=256,
     )
@@ -638,6 +648,11 @@ class LoraOptions:
         256, "maximum number of adapters loaded in host memory; further ones are refused", low=1, high=1 << 16
     )
     lora: tuple[str, ...] = option((), "NAME=PATH of an adapter to load at startup, a folder in PEFT's format")
+
+    def __post_init__(self) -> None:
+        """Lower the default of `max_loras` to `max_cpu_loras`."""
+        if self.max_cpu_loras < self.max_loras == _DEFAULT_MAX_LORAS:
+            object.__setattr__(self, "max_loras", self.max_cpu_loras)
 
     @property
     def adapters(self) -> tuple[tuple[str, str], ...]:

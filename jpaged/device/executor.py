@@ -80,7 +80,8 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.io import AuxInputs, AuxOutputs, num_mask_words
+from jpaged.engine.executor.aux_io import AuxInputs, AuxOutputs
+from jpaged.engine.executor.io import num_mask_words
 from jpaged.errors import InternalError
 from jpaged.kernels.sampling.cpu.feed import Feed
 from jpaged.models.layers import Params

@@ -33,12 +33,9 @@ from jpaged.device.logits_processors import TokenCounts
 from jpaged.device.lora import get_arguments, get_matrices, with_matrices
 from jpaged.device.sampling import SamplingStages
 from jpaged.engine.executor import BANNED_WIDTH, I32, ROW_FIELDS, Detail, SamplingInputs, StepInputs, StepOutputs
+from jpaged.engine.executor.aux_io import AUX_IDS, AuxInputs, AuxKind, AuxOutputs
 from jpaged.engine.executor.io import (
-    AUX_IDS,
     EDIT_FIELDS,
-    AuxInputs,
-    AuxKind,
-    AuxOutputs,
     LogitsProcessorInputs,
     TokenCountReset,
     no_singles,

@@ -70,7 +70,7 @@ from jpaged.device.model_runner import (
 from jpaged.device.sampling import SamplingStages, SamplingVocabulary
 from jpaged.device.sharded_matmul import experts_kernel, in_parts, num_column_parts
 from jpaged.engine.executor import MAX_NUM_STEPS, Detail, Geometry, StepDirective, StepInputs
-from jpaged.engine.executor.io import AUX_IDS, AuxKind
+from jpaged.engine.executor.aux_io import AUX_IDS, AuxKind
 from jpaged.kernels import qkv_rope as heads
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
@@ -252,7 +252,7 @@ class Step:
         pool: Shaped[Array, "P B ..."] | StatefulPool,
         ids_t: Int[Array, "T"],
         inputs: Mapping[str, jax.Array],
-    ) -> tuple[Float[Array, "T E"], Shaped[Array, "P B ..."] | StatefulPool, tuple[jax.Array, ...]]:
+    ) -> tuple[Float[Array, "T E"], Any, tuple[jax.Array, ...]]:
         """Run the layers as `run`; with a head also return the states that it takes, concatenated, `[T, F]`."""
         watched = () if self.draft is None else self.draft.watched
         hidden_te, pool, seen = self._run(params, pool, ids_t, inputs, watched=watched)

@@ -393,7 +393,8 @@ class EngineCore:
             needed = (
                 f"the request needs up to {group.num_blocks_alone(geometry)} blocks and can never fit into the pool"
             )
-            problem = f"{needed}, which has {self.memory.limit} blocks minus pinned prefixes"
+            limit, of_device = self.memory.limit // geometry.dp_size, " of a device" if geometry.dp_size > 1 else ""
+            problem = f"{needed}{of_device}, which has {limit} blocks minus pinned prefixes"
             self._fail([group], RequestTooLong("sampling.max_tokens", problem))
             return
         if request.deadline_s is not None and self._deadline_estimator is not None:

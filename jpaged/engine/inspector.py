@@ -288,7 +288,7 @@ class ReplicaInspector:
         prefixes = self._memory.prefixes
         num_pinned = 0 if prefixes is None else len(prefixes.pinned_blocks)
         alone = (group.num_blocks_alone(self._geometry) for group in self._groups.values())
-        needed = num_pinned + max(alone, default=0)
+        needed = (num_pinned + max(alone, default=0)) * self._geometry.dp_size
         if num_blocks < needed:
             what = (
                 f"{num_blocks} blocks are fewer than the {needed} that pinned prefixes and the longest request in "

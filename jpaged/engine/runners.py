@@ -33,7 +33,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.io import AuxOutputs
+from jpaged.engine.executor.aux_io import AuxOutputs
 from jpaged.engine.results import ResultProcessor
 from jpaged.engine.scheduler.aux_inputs import StepAux, build_aux_inputs
 from jpaged.engine.scheduler.decode_batch import StepKind

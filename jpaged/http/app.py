@@ -1,7 +1,7 @@
 """The application: routes, and common handling of every request.
 
 X-Request-Id    the caller's id, or a generated one, in the response
-an error        one status, and OpenAI's or Anthropic's error object, in one place
+an error        one status, and the error object of OpenAI's, Anthropic's or Ollama's API, in one place
 
 Requests are authorized by the table of permissions; unknown paths require a key too. Routes that need no body are here:
 health, version, metrics, and /v1/models with the served model and the adapters that a request can name.
@@ -45,6 +45,7 @@ from jpaged.http.exchange import (
     is_anthropic,
     read_body,
 )
+from jpaged.http.ollama import ollama_routes
 from jpaged.http.responses import message_routes, response_routes
 from jpaged.openai.embeddings import embed_job, rerank_job, score_job
 from jpaged.openai.request import adapter_in, chat_job, completion_job
@@ -317,7 +318,7 @@ def inspector_routes(service: Service) -> list[Route]:
 
 _ROUTES = (
     *(operator_routes, control_routes, model_routes, completion_routes, response_routes, message_routes),
-    *(scoring_routes, token_routes, invocation_routes, inspector_routes),
+    *(scoring_routes, token_routes, invocation_routes, ollama_routes, inspector_routes),
 )
 """Functions that return the routes of a service, except those of batches."""
 

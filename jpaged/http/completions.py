@@ -28,31 +28,31 @@ from starlette.types import Receive, Scope, Send
 
 from jpaged.config import HttpOptions
 from jpaged.engine.tokenizer import Tokenizer, is_special_token
-from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument, JpagedError, ModelNotFound
+from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument, JpagedError, ModelNotFound, RequestTooLong
+from jpaged.http.exchange import build_answer as json_answer_of
 from jpaged.http.exchange import (
-    REQUEST_ID_HEADER,
     error_for,
     get_answer_headers,
     get_caller,
     get_remaining_s,
     get_request_id,
     get_tenant,
+    name_request,
     note_ignored_fields,
     read_body,
     while_connected,
     while_there,
 )
-from jpaged.http.exchange import build_answer as json_answer_of
 from jpaged.json_text import PIECE_BYTES
 from jpaged.openai.lines import error_body
 from jpaged.openai.request import Job, Streaming, chat_job, completion_job, renamed, shown
 from jpaged.openai.response import AnswerSize, ChunkBuilder, ResponseMetadata, ShownToken, build_answer, sent_event
 from jpaged.outputs import new_completions
-from jpaged.service.calls import Call, Caller, RequestHandle, RequestRecord, require_name
+from jpaged.service.calls import Call, Caller, RequestHandle, RequestRecord
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.score_embed import num_at_once, run_all
 from jpaged.service.service import Service
-from jpaged.types import LoadedAdapter, OutputEvent, PositionLogprobs, RequestOutput
+from jpaged.types import LoadedAdapter, OutputEvent, PositionLogprobs, Prompt, RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,8 @@ async def parse_job(
     """
     began_s = time.monotonic()
     model = service.state.serving()
-    request_id, tenant, remaining_s = get_request_id(request), get_tenant(request), get_remaining_s(request)
+    tenant, remaining_s = get_tenant(request), get_remaining_s(request)
+    get_request_id(request)
     defaults = model.model.default_sampling
     if body is None:
         job = await read_body(service, request, lambda given: read(given, defaults))
@@ -167,9 +168,6 @@ async def parse_job(
         job = read(body, defaults)
         note_ignored_fields(service, request, body)
     job = with_server_defaults(job, service.state.config.http)
-    if job.request_id is not None and REQUEST_ID_HEADER not in request.headers:
-        require_name("request_id", job.request_id)
-        request_id = get_answer_headers(request)[REQUEST_ID_HEADER] = job.request_id
     try:
         size = AnswerSize(
             job.sampling,
@@ -194,13 +192,42 @@ async def parse_job(
         job=job,
         model=model,
         adapter=_adapter(model, job),
-        request_id=request_id,
+        request_id=name_request(request, job.request_id),
         tenant=tenant,
         remaining_s=remaining_s,
         caller=replace(get_caller(request), user=job.user or ""),
         headers=get_answer_headers(request),
         began_s=began_s,
     )
+
+
+async def fit_turns(service: Service, job: Job) -> Job:
+    """Return the job of a chat, without its oldest turns if they exceed the model's length.
+
+    A turn begins with a message of the user, and the last one stays. So do messages of the role system.
+    """
+    (prompt,) = job.prompts
+    messages = prompt.messages or ()
+    room = service.state.serving().model.max_model_len - job.sampling.max_num_tokens
+    turns = [i for i, one in enumerate(messages) if one["role"] == "user"]
+
+    def begin_at(turn: int) -> Prompt:
+        kept = [one for i, one in enumerate(messages) if i >= turns[turn] or one["role"] == "system"]
+        return replace(prompt, messages=kept)
+
+    async def fits(one: Prompt) -> bool:
+        try:
+            return len(await service.tokenize(lambda: one, None)) <= room
+        except RequestTooLong:
+            return False
+
+    if len(turns) < 2 or await fits(prompt):
+        return job
+    low, high = 1, len(turns) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if await fits(begin_at(middle)) else (middle + 1, high)
+    return replace(job, prompts=(begin_at(low),))
 
 
 def with_server_defaults(job: Job, options: HttpOptions) -> Job:
@@ -366,8 +393,8 @@ def _begun_character(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 
 
 KEEP_ALIVE = b": keep-alive\n\n"
+_EVENTS = b"text/event-stream; charset=utf-8"
 _HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
@@ -382,6 +409,7 @@ class EventStream:
         remaining_s: timeout from the client; None for no limit.
         keep_alive: a comment, or an event that clients ignore.
         failed: encodes the last event of a stream that fails.
+        content_type: type of the response, if events have another encoding.
     """
 
     def __init__(
@@ -392,7 +420,9 @@ class EventStream:
         *,
         keep_alive: bytes = KEEP_ALIVE,
         failed: Callable[[JpagedError], bytes] = lambda error: sent_event(error_body(error)),
+        content_type: bytes = _EVENTS,
     ) -> None:
+        self._headers = [(b"content-type", content_type), *_HEADERS]
         self._events = events
         self._keep_alive_s = keep_alive_s
         self._remaining_s = remaining_s
@@ -427,8 +457,8 @@ class EventStream:
             keeping.cancel()
 
     async def _end(self, send: Send, error: Exception | None = None) -> None:
-        if error is not None:
-            await self._send(send, self._failed(error_for(error)))
+        if error is not None or not self._num_sent:
+            await self._send(send, b"" if error is None else self._failed(error_for(error)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _keep_alive(self, send: Send) -> None:
@@ -442,7 +472,7 @@ class EventStream:
         async with self._sending:
             self._num_sent += 1
             if self._num_sent == 1:
-                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                await send({"type": "http.response.start", "status": 200, "headers": self._headers})
             for begin in range(0, len(event), PIECE_BYTES):
                 piece = event[begin : begin + PIECE_BYTES]
                 await send({"type": "http.response.body", "body": piece, "more_body": True})

@@ -1,4 +1,6 @@
-"""/v1/embeddings, /v1/score, /v1/rerank: calls of several requests, aborted if the client disconnects. Tokens.
+"""/v1/embeddings, /v1/score, /v1/rerank, /pooling: calls of several requests, and tokens.
+
+If the client disconnects, all requests of a call are aborted.
 
 /tokenize, /detokenize and /tokenizer_info are compatible with vLLM. `LocalServer` is an in-process client: the methods
 that OpenAI's bodies need, on the service of this process.
@@ -11,6 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -25,24 +29,30 @@ from jpaged.http.exchange import (
     get_caller,
     get_remaining_s,
     get_tenant,
+    name_request,
     note_ignored_fields,
     read_body,
     while_there,
 )
 from jpaged.openai.embeddings import (
+    HEAD_TASKS,
+    PoolingJob,
     ScoringJob,
+    Text,
+    classify_job,
     embed_job,
     parse_detokenize_job,
     parse_tokenize_job,
+    pooling_job,
     rerank_job,
     score_job,
     tokenized_body,
 )
-from jpaged.openai.lines import EMBEDDINGS_URL, SCORE_URL, Answers
+from jpaged.openai.lines import EMBEDDINGS_URL, SCORE_URL, Answers, Evaluation
 from jpaged.openai.response import AnswerSize
 from jpaged.outputs import Evaluated, new_completions
 from jpaged.service.calls import NOBODY, Call, Caller
-from jpaged.service.score_embed import CallerOptions, embed, score
+from jpaged.service.score_embed import CallerOptions, embed, embed_tokens, no_classification_head, score
 from jpaged.service.service import Service
 from jpaged.types import MAX_DETOKENIZE_IDS, Pooling, Prompt, RequestOutput, SamplingParams, Score, Usage
 
@@ -136,6 +146,23 @@ class LocalServer:
         )
         return Evaluated([one.values for one in found], _usage([one.usage for one in found]))
 
+    async def embed_tokens(
+        self,
+        inputs: Sequence[Sequence[int]],
+        *,
+        normalize: bool = False,
+        adapter: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Evaluated[NDArray[np.float32]]:
+        """Return the hidden states of each input's tokens, `[T, E]`."""
+        size = sum(map(len, inputs))
+        asker = self._asker(adapter, cache_salt, priority)
+        found = await embed_tokens(
+            self.service, asker, lambda: [_prompt(one) for one in inputs], size, normalize=normalize
+        )
+        return Evaluated([values_te for values_te, _ in found], _usage([usage for _, usage in found]))
+
     async def tokenize(
         self,
         text: str | None = None,
@@ -192,7 +219,7 @@ ScoringReader = Callable[[Mapping[str, Any]], ScoringJob]
 
 
 def scoring_routes(service: Service) -> list[Route]:
-    """Return the routes of /v1/embeddings, /v1/score and /v1/rerank."""
+    """Return the routes of /v1/embeddings, /v1/score, /v1/rerank, /pooling and /classify."""
 
     def answering(read: ScoringReader) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -200,12 +227,22 @@ def scoring_routes(service: Service) -> list[Route]:
 
         return answer
 
+    async def classify(request: Request) -> Response:
+        job = await read_body(service, request, classify_job)
+        model = service.state.serving().model
+        _make_answers(service).check_model(job.how)
+        raise no_classification_head(model)
+
     paths: dict[str, ScoringReader] = {
         EMBEDDINGS_URL: embed_job,
+        "/pooling": pooling_job,
         **dict.fromkeys((SCORE_URL, "/score"), score_job),
         **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), rerank_job),
     }
-    return [Route(path, answering(read), methods=["POST"]) for path, read in paths.items()]
+    return [
+        *(Route(path, answering(read), methods=["POST"]) for path, read in paths.items()),
+        Route("/classify", classify, methods=["POST"]),
+    ]
 
 
 async def answer_scoring(
@@ -214,18 +251,59 @@ async def answer_scoring(
     """Return the response to a body of embeddings, scores or ranks."""
     job = await service.run_blocking(lambda: read(body), num_bytes)
     note_ignored_fields(service, request, body)
-    model, loaded = service.state.serving().model, service.state.loaded()
+    found = await evaluate_job(service, request, job, str(body.get("user") or ""))
+    return await build_answer(service, found.body, CHARS_OF_NUMBER * found.size)
+
+
+async def evaluate_job(service: Service, request: Request, job: ScoringJob, user: str = "") -> Evaluation:
+    """Run a job of embeddings, scores or ranks while the client is connected; `user` is the end user's name."""
     remaining_s = get_remaining_s(request)
     server = LocalServer(
         service=service,
         tenant=get_tenant(request),
-        caller=replace(get_caller(request), user=str(body.get("user") or "")),
+        caller=replace(get_caller(request), user=user),
         until_s=None if remaining_s is None else time.monotonic() + remaining_s,
     )
-    max_bytes = int(service.state.config.http.max_response_size * 2**20)
-    answers = Answers(model, service.run_blocking, loaded.adapters.names, aliases=loaded.names, max_bytes=max_bytes)
-    found = await while_there(request, answers.evaluate(server, job), remaining_s)
-    return await build_answer(service, found.body, CHARS_OF_NUMBER * found.size)
+    answers = _make_answers(service, server)
+    if isinstance(job, PoolingJob):
+        answers.check_model(job.how)
+        if job.task in HEAD_TASKS:
+            error = no_classification_head(service.state.serving().model)
+            raise InvalidArgument("task", f"{job.task!r} is not supported: {error}")
+        job = replace(job, request_id=name_request(request, job.request_id))
+
+    async def evaluate() -> Evaluation:
+        return await answers.evaluate(server, await _tokenized(service, job))
+
+    return await while_there(request, evaluate(), remaining_s)
+
+
+def _make_answers(service: Service, server: LocalServer | None = None) -> Answers:
+    """Return what answers bodies of scores and embeddings with the served model."""
+    loaded = service.state.serving()
+    return Answers(
+        loaded.model,
+        service.run_blocking,
+        loaded.adapters.names,
+        max_bytes=int(service.state.config.http.max_response_size * 2**20),
+        hidden_size=loaded.hidden_size,
+        embed_tokens=None if server is None else server.embed_tokens,
+    )
+
+
+async def _tokenized(service: Service, job: ScoringJob) -> ScoringJob:
+    """Return a job whose texts are token ids, if they are to be tokenized without special tokens."""
+    if not isinstance(job, PoolingJob) or job.add_special_tokens:
+        return job
+    inputs: list[Text] = []
+    for text in job.inputs:
+        if isinstance(text, str):
+            prompt = Prompt(text=text)
+            token_ids = await service.tokenize(lambda: prompt, prompt.size, add_special_tokens=False)  # noqa: B023
+            inputs.append(tuple(token_ids))
+        else:
+            inputs.append(text)
+    return replace(job, inputs=tuple(inputs))
 
 
 def token_routes(service: Service) -> list[Route]:

@@ -85,6 +85,15 @@ def get_request_id(request: Request) -> str:
     return request_id
 
 
+def name_request(request: Request, given: str | None) -> str:
+    """Return the id of a request from its header, or else `given` from its body, which the response repeats."""
+    if not given or REQUEST_ID_HEADER in request.headers:
+        return get_request_id(request)
+    require_name("request_id", given)
+    get_answer_headers(request)[REQUEST_ID_HEADER] = given
+    return given
+
+
 def get_remaining_s(request: Request) -> float | None:
     """Return the timeout of a request in seconds; None for no limit."""
     given = _header(request, TIMEOUT_HEADER)
@@ -330,6 +339,21 @@ def is_anthropic(scope: Scope) -> bool:
     return any(name == key for name, _ in scope["headers"])
 
 
+_OLLAMA_PATHS = "/api/"
+
+
+def is_ollama(scope: Scope) -> bool:
+    """Return True if the path of a request belongs to Ollama's API, and so do errors."""
+    path: str = scope["path"]
+    return path.startswith(_OLLAMA_PATHS)
+
+
+def error_text(error: JpagedError) -> str:
+    """Return the text of an error, which is all that Ollama's clients read of one."""
+    text: str = error_body(error)["error"]["message"]
+    return text
+
+
 def _anthropic_status(error: JpagedError) -> int:
     return _OVERLOADED if isinstance(error, QueueFull) else get_status_code(error)
 
@@ -370,4 +394,6 @@ def build_response(error: JpagedError, scope: Scope, status: int | None = None) 
     if is_anthropic(scope):
         body = anthropic_error(error, scope["state"]["answer_headers"][REQUEST_ID_HEADER], status)
         return JSON(body, status_code=status or _anthropic_status(error), headers=headers)
+    if is_ollama(scope):
+        return JSON({"error": error_text(error)}, status_code=status or get_status_code(error), headers=headers)
     return JSON(error_body(error), status_code=status or get_status_code(error), headers=headers)

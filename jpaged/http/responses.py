@@ -1,26 +1,12 @@
-"""/v1/responses and /v1/messages: chats in other formats, as a whole or streamed.
-
-`ResponseStore` keeps responses in memory, separately per tenant. A response that continues another one refers to the
-turns of that one, so that each turn is in memory once:
-
-    StoredResponse 1    body    earlier ()              input A    output B
-    StoredResponse 2    body    earlier (A, B)          input C    output D
-    StoredResponse 3    body    earlier (A, B, C, D)    input E    output F
-
-A response in the background is a task (`BackgroundRun`). It has its events, if it may be streamed.
-"""
+"""/v1/responses and /v1/messages: chats in other formats, as a whole or streamed."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import json
-import time
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -39,15 +25,11 @@ from jpaged.anthropic import (
     parse_messages_request,
 )
 from jpaged.errors import (
-    AlreadyExists,
     Cancelled,
     InvalidArgument,
-    LimitExceeded,
-    NotFound,
-    QueueFull,
     RequestTooLong,
 )
-from jpaged.http.completions import CompletionJob, EventStream, TokenTexts, iter_events, parse_job, run_job
+from jpaged.http.completions import CompletionJob, EventStream, TokenTexts, fit_turns, iter_events, parse_job, run_job
 from jpaged.http.exchange import (
     JSON,
     MAX_HEADER_CHARS,
@@ -60,6 +42,7 @@ from jpaged.http.exchange import (
     get_owner,
     while_there,
 )
+from jpaged.http.response_store import BackgroundRun, ReferredItems, ResponseStore, StoredResponse, StoredTurn
 from jpaged.openai.request import Job, Streaming
 from jpaged.openai.response import ResponseMetadata, ShownToken
 from jpaged.openai.responses import (
@@ -121,352 +104,6 @@ class _LateSystems:
         return self._are_accepted
 
 
-class StoredTurn:
-    """Encoded items of one turn, which all responses that continue it share.
-
-    Attributes:
-        num_uses: number of stored responses that refer to it.
-    """
-
-    __slots__ = ("items", "num_uses")
-
-    def __init__(self, items: Sequence[Mapping[str, Any]] = ()) -> None:
-        self.items = b"".join(json_text.pieces(list(items)))
-        self.num_uses = 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return the items."""
-        found: list[dict[str, Any]] = json.loads(self.items)
-        return found
-
-
-class StoredResponse:
-    """A response in the store.
-
-    Attributes:
-        owner: the tenant that may read it.
-        expires_s: time of the removal.
-        body: the encoded response.
-        earlier: turns that it continues.
-        input: turn with the input.
-        output: turn with the answer.
-        run: the running request; None unless it runs in the background.
-    """
-
-    def __init__(
-        self, owner: str, response_id: str, body: bytes, earlier: tuple[StoredTurn, ...], given: StoredTurn
-    ) -> None:
-        self.owner = owner
-        self.response_id = response_id
-        self.expires_s = 0.0
-        self.body = body
-        self.earlier = earlier
-        self.input = given
-        self.output = StoredTurn()
-        self.run: BackgroundRun | None = None
-
-    @property
-    def turns(self) -> tuple[StoredTurn, ...]:
-        """The turns of the conversation, with this one."""
-        return (*self.earlier, self.input, self.output)
-
-    @property
-    def num_own_bytes(self) -> int:
-        """Size without turns."""
-        num_events = 0 if self.run is None else self.run.num_bytes
-        return _OVERHEAD_BYTES + len(self.body) + num_events
-
-    @property
-    def num_bytes(self) -> int:
-        """Size if no other response shares its turns."""
-        return self.num_own_bytes + sum(len(turn.items) for turn in self.turns)
-
-    @property
-    def is_running(self) -> bool:
-        return self.run is not None and not self.run.is_over
-
-
-_OVERHEAD_BYTES = 2048
-"""Approximate size of an entry without its texts."""
-
-
-@dataclass(slots=True)
-class _TenantResponses:
-    """Responses of one tenant by id, the oldest first, and their size."""
-
-    responses: dict[str, StoredResponse] = field(default_factory=dict)
-    num_bytes: int = 0
-
-
-class ResponseStore:
-    """Responses in memory, separately per tenant. Bound to the event loop, except `find_item` and `read`.
-
-    A tenant's oldest responses are evicted for its newer ones. If the whole store is full, the oldest responses of the
-    tenant with the most bytes are. Responses that run are never evicted.
-
-    Args:
-        max_bytes: maximum size of all responses; 0 stores none.
-        max_responses: maximum responses of one tenant.
-        share: fraction of `max_bytes` that one tenant may use.
-        expiry_s: time after which a response is removed.
-        clock: returns the time in seconds.
-    """
-
-    def __init__(
-        self,
-        max_bytes: int,
-        max_responses: int,
-        share: float,
-        expiry_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._max_bytes = max_bytes
-        self._max_owned_bytes = int(max_bytes * share)
-        self._max_responses = max_responses
-        self._expiry_s = expiry_s
-        self._clock = clock
-        self._owners: dict[str, _TenantResponses] = {}
-        self._by_age: dict[StoredResponse, None] = {}
-        self.num_bytes = 0
-
-    @property
-    def max_response_bytes(self) -> int:
-        """Maximum size of one response; 0 stores none."""
-        return self._max_owned_bytes
-
-    def __len__(self) -> int:
-        return len(self._by_age)
-
-    def find(self, owner: str, response_id: str) -> StoredResponse:
-        """Return a tenant's response; raise NotFound if there is none."""
-        owned = self._owners.get(owner)
-        found = None if owned is None else owned.responses.get(response_id)
-        if found is None or (found.expires_s <= self._clock() and not found.is_running):
-            why = (
-                "it was never stored, was deleted, has expired, or was evicted"
-                if self._max_bytes
-                else "nothing is stored"
-            )
-            problem = f"Response with id {ascii(response_id)[:_MAX_SHOWN]} not found."
-            raise NotFound(f"{problem} Responses are in the memory of one server until it restarts: {why}.")
-        return found
-
-    def find_item(self, owner: str, item_id: str) -> Mapping[str, Any]:
-        """Return an item of a tenant's responses; raise NotFound if there is none."""
-        request_id = item_id.partition("_")[2].rpartition("_")[0]
-        with contextlib.suppress(NotFound):
-            found = self.find(owner, f"resp_{request_id}")
-            for item in (*found.input.read(), *found.output.read()):
-                if item.get("id") == item_id:
-                    return item
-        problem = f"Item with id {ascii(item_id)[:_MAX_SHOWN]} not found."
-        raise NotFound(f"{problem} Only items of stored responses can be referred to: send the item itself.")
-
-    def add(self, response: StoredResponse) -> bool:
-        """Store a response, in place of one of the same id; return False if it is too large.
-
-        Raises:
-            AlreadyExists: a response of this id is running.
-            QueueFull: all responses that the tenant may have are running.
-        """
-        self._drop_expired()
-        if response.num_bytes > self._max_owned_bytes:
-            return False
-        owned = self._owners.setdefault(response.owner, _TenantResponses())
-        replaced = owned.responses.get(response.response_id)
-        if replaced is not None:
-            if replaced.is_running:
-                raise AlreadyExists(f"response {response.response_id!r} is running")
-            self.remove(replaced)
-            owned = self._owners.setdefault(response.owner, owned)
-        if response.is_running and sum(one.is_running for one in owned.responses.values()) >= self._max_responses:
-            what = f"{self._max_responses} responses are running in the background"
-            raise QueueFull(f"{what}, the limit of a tenant (max_stored_responses)", retry_after_s=1.0)
-        response.expires_s = self._clock() + self._expiry_s
-        owned.responses[response.response_id] = response
-        self._by_age[response] = None
-        self._count(owned, response.num_own_bytes)
-        for turn in response.turns:
-            self._use(owned, turn)
-        self._make_room(response)
-        return True
-
-    def holds(self, response: StoredResponse) -> bool:
-        """Return True if a response has not been removed."""
-        return response in self._by_age
-
-    def update(self, response: StoredResponse, body: bytes, output: StoredTurn) -> None:
-        """Set the body and the answer of a response; no-op if it has been removed."""
-        if not self.holds(response):
-            return
-        owned = self._owners[response.owner]
-        self._count(owned, len(body) - len(response.body))
-        self._use(owned, output)
-        self._release(owned, response.output)
-        response.body, response.output = body, output
-        self._make_room(response)
-
-    def add_events(self, response: StoredResponse, events: bytes) -> None:
-        """Add events to a running response, which loses its oldest ones if nothing else can be removed."""
-        run = response.run
-        if run is None:
-            return
-        before = run.num_bytes
-        run.add(events)
-        if not self.holds(response):
-            return
-        owned = self._owners[response.owner]
-        self._count(owned, run.num_bytes - before)
-        self._make_room(response)
-        while self._is_over(owned) and (num_dropped := run.drop_oldest()):
-            self._count(owned, -num_dropped)
-
-    def remove(self, response: StoredResponse) -> None:
-        """Remove a response; no-op if it has been removed."""
-        if not self.holds(response):
-            return
-        owned = self._owners[response.owner]
-        del owned.responses[response.response_id]
-        del self._by_age[response]
-        self._count(owned, -response.num_own_bytes)
-        for turn in response.turns:
-            self._release(owned, turn)
-        if not owned.responses:
-            del self._owners[response.owner]
-
-    def _count(self, owned: _TenantResponses, num_bytes: int) -> None:
-        owned.num_bytes += num_bytes
-        self.num_bytes += num_bytes
-
-    def _use(self, owned: _TenantResponses, turn: StoredTurn) -> None:
-        turn.num_uses += 1
-        if turn.num_uses == 1:
-            self._count(owned, len(turn.items))
-
-    def _release(self, owned: _TenantResponses, turn: StoredTurn) -> None:
-        turn.num_uses -= 1
-        if turn.num_uses == 0:
-            self._count(owned, -len(turn.items))
-
-    def _is_over(self, owned: _TenantResponses) -> bool:
-        return owned.num_bytes > self._max_owned_bytes or self.num_bytes > self._max_bytes
-
-    def _drop_expired(self) -> None:
-        now_s = self._clock()
-        for one in list(itertools.takewhile(lambda one: one.expires_s <= now_s, self._by_age)):
-            if not one.is_running:
-                self.remove(one)
-
-    def _make_room(self, kept: StoredResponse) -> None:
-        """Evict responses until the limits hold, or nothing except `kept` and running responses is left."""
-        owned = self._owners[kept.owner]
-        while len(owned.responses) > self._max_responses or owned.num_bytes > self._max_owned_bytes:
-            if not self._evict_oldest(owned, kept):
-                break
-        while self.num_bytes > self._max_bytes:
-            by_size = sorted(self._owners.values(), key=lambda one: -one.num_bytes)
-            if not any(self._evict_oldest(one, kept) for one in by_size):
-                break
-
-    def _evict_oldest(self, owned: _TenantResponses, kept: StoredResponse) -> bool:
-        for one in owned.responses.values():
-            if one is not kept and not one.is_running:
-                self.remove(one)
-                return True
-        return False
-
-
-class BackgroundRun:
-    """A request that runs without a connection, and its events.
-
-    Args:
-        keeps_events: events are kept, so that the response can be streamed.
-
-    Attributes:
-        num_bytes: size of the events.
-        admitted: done when the request has been admitted; has the error if it was refused.
-        is_over: the response has ended.
-        task: runs the request.
-    """
-
-    def __init__(self, *, keeps_events: bool) -> None:
-        self.keeps_events = keeps_events
-        self.num_bytes = 0
-        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.admitted.add_done_callback(lambda future: future.cancelled() or future.exception())
-        self.is_over = False
-        self.task: asyncio.Task[None] | None = None
-        self._chunks: deque[tuple[int, bytes]] = deque()
-        self._num_events = 0
-        self._num_dropped = 0
-        self._changed = asyncio.Event()
-
-    def set_admitted(self) -> None:
-        """Report that the request has been admitted."""
-        self.admitted.set_result(None)
-
-    def add(self, events: bytes) -> None:
-        """Add encoded events."""
-        if self.keeps_events and events:
-            self._chunks.append((self._num_events, events))
-            self._num_events += events.count(_END_OF_EVENT)
-            self.num_bytes += _CHUNK_BYTES + len(events)
-            self._notify()
-
-    def drop_oldest(self) -> int:
-        """Drop the oldest events except the last ones; return their size, 0 if none were dropped."""
-        if len(self._chunks) < 2:
-            return 0
-        _, events = self._chunks.popleft()
-        self._num_dropped += 1
-        size = _CHUNK_BYTES + len(events)
-        self.num_bytes -= size
-        return size
-
-    def end(self) -> None:
-        """Mark the response as ended."""
-        self.is_over = True
-        if not self.admitted.done():
-            self.admitted.set_exception(Cancelled("the response was cancelled"))
-        self._notify()
-
-    def follow(self, after: int) -> AsyncGenerator[bytes, None]:
-        """Yield the events whose number is above `after`, until the response has ended.
-
-        Raises:
-            InvalidArgument: they are not kept.
-        """
-        if not self.keeps_events:
-            raise InvalidArgument("stream", "true requires a response that was created with stream and background")
-        kept = self._chunks[0][0] if self._chunks else 0
-        if after + 1 < kept:
-            problem = f"{after} is too small: the first event that is still stored has the number {kept}"
-            raise InvalidArgument("starting_after", problem)
-        return self._follow(after)
-
-    async def _follow(self, after: int) -> AsyncGenerator[bytes, None]:
-        index = self._num_dropped
-        while True:
-            changed = self._changed
-            while index < self._num_dropped + len(self._chunks):
-                if index < self._num_dropped:
-                    raise LimitExceeded("events were dropped before they were read, to keep max_response_storage")
-                first, events = self._chunks[index - self._num_dropped]
-                index += 1
-                if left := events.split(_END_OF_EVENT)[max(0, after + 1 - first) : -1]:
-                    yield b"".join(part + _END_OF_EVENT for part in left)
-            if self.is_over:
-                return
-            await changed.wait()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-
-_CHUNK_BYTES = 128
-"""Approximate size of the objects that hold events."""
-_END_OF_EVENT = b"\n\n"
 _MAX_SHOWN = 80
 _MAX_LISTED, _NUM_LISTED = 100, 20
 """Maximum and default number of items in one list."""
@@ -516,17 +153,18 @@ class _Responses:
         model, owner = service.state.serving(), get_owner(service, request)
         body, num_bytes = await body_in(service, request)
         earlier = self._earlier(owner, body.get("previous_response_id"), num_bytes)
+        size = num_bytes + sum(len(turn.items) for turn in earlier)
         stored = StoredTurns(
             lambda: itertools.chain.from_iterable(turn.read() for turn in earlier),
-            lambda item_id: self.store.find_item(owner, item_id),
+            ReferredItems(self.store, owner, self._max_conversation_bytes - size).find,
         )
-        size = num_bytes + sum(len(turn.items) for turn in earlier)
         parsed = await service.run_blocking(
             lambda: parse_responses_request(body, model.model.default_sampling, stored), size
         )
         job = parsed.job
         if parsed.has_late_system and not await self._late_systems.are_accepted(model):
             job = await service.run_blocking(parsed.with_one_system, size)
+        job = await fit_turns(service, job) if parsed.truncates else job
         if parsed.is_background:
             if not self.store.max_response_bytes:
                 raise InvalidArgument("background", "requires stored responses: max_response_storage is 0")
@@ -546,9 +184,13 @@ class _Responses:
         if found.is_running:
             raise InvalidArgument("previous_response_id", "is of a response that has not ended")
         size = num_bytes + sum(len(turn.items) for turn in found.turns)
-        if size > (most := int(self._service.state.config.server.max_request_size * 2**20)):
+        if size > (most := self._max_conversation_bytes):
             raise RequestTooLong("previous_response_id", f"the conversation has {size} bytes, over the limit of {most}")
         return found.turns
+
+    @property
+    def _max_conversation_bytes(self) -> int:
+        return int(self._service.state.config.server.max_request_size * 2**20)
 
     async def create(self, request: Request) -> Response | EventStream:
         """Answer a request, whole or streamed, or start it in the background."""
@@ -573,7 +215,7 @@ class _Responses:
             return build_response(call.format(is_stored=is_stored), output, self._token_text(call), num_reasoning)
 
         if not call.request.is_stored or size > self.store.max_response_bytes:
-            return await build_answer(service, body, size)
+            return await build_answer(service, body, call.num_bytes + size)
         encoded = await self._store(call, lambda is_stored: body(is_stored=is_stored), size)
         return Response(encoded, media_type="application/json")
 
@@ -592,7 +234,7 @@ class _Responses:
         entry = await self._service.run_blocking(encode, call.num_bytes + size)
         if self.store.add(entry):
             return entry.body
-        return await self._service.run_blocking(lambda: _encoded(body(False)), size)
+        return await self._service.run_blocking(lambda: _encoded(body(False)), call.num_bytes + size)
 
     def _entry(
         self, call: _ResponsesCall, body: bytes, output: Iterable[Mapping[str, Any]] | None = None
@@ -616,7 +258,7 @@ class _Responses:
                 async for _, _, event in received:
                     if not has_begun:
                         has_begun = True
-                        yield events.begin()
+                        yield await service.run_blocking(events.begin, call.num_bytes)
                     made = await self._made(events, event)
                     if made:
                         yield made
@@ -628,13 +270,14 @@ class _Responses:
             if is_stored:
                 encoded = await self._store(call, body, size)
             else:
-                encoded = await service.run_blocking(lambda: _encoded(body(False)), size)
+                encoded = await service.run_blocking(lambda: _encoded(body(False)), call.num_bytes + size)
             yield events.last(events.status, encoded)
         except Exception as error:
             if not has_begun:
                 raise
             made, failed = events.fail(error_for(error), is_stored=False)
-            yield made + events.last("failed", _encoded(failed))
+            encoded = await service.run_blocking(lambda: _encoded(failed), call.num_bytes + events.size)
+            yield made + events.last("failed", encoded)
 
     async def _made(self, events: ResponseEvents, event: OutputEvent) -> bytes:
         """Return the events of the answer for an event of the request."""
@@ -670,27 +313,30 @@ class _Responses:
         events = ResponseEvents(how, self._token_text(call))
         try:
             async with aclosing(iter_events(self._service, call.asked, run.set_admitted)) as received:
-                store.add_events(entry, events.queue())
+                store.add_events(entry, await self._service.run_blocking(events.queue, call.num_bytes))
                 is_queued = True
                 async for _, _, event in received:
                     if is_queued:
                         is_queued = False
-                        store.add_events(entry, events.start())
-                        store.update(entry, _encoded(how.body()), entry.output)
+                        begun = await self._service.run_blocking(
+                            lambda: (events.start(), _encoded(how.body())), call.num_bytes
+                        )
+                        store.add_events(entry, begun[0])
+                        store.update(entry, begun[1], entry.output)
                     store.add_events(entry, await self._made(events, event))
             body = events.end(await _num_tokens(self._service, events.reasoning), is_stored=True)
-            encoded, output = await self._service.run_blocking(lambda: _encoded_parts(body), events.size)
         except asyncio.CancelledError:
             made, body = events.cancel()
             store.add_events(entry, made)
-            encoded, output = _encoded_parts(body)
         except Exception as error:
             if not run.admitted.done():
                 run.admitted.set_exception(error)
                 store.remove(entry)
             made, body = events.fail(error_for(error), is_stored=True)
             store.add_events(entry, made)
-            encoded, output = _encoded_parts(body)
+        run.is_ending = True
+        size = call.num_bytes + events.size
+        encoded, output = await self._service.run_blocking(lambda: _encoded_parts(body), size)
         store.update(entry, encoded, output)
         store.add_events(entry, events.last(body["status"], encoded))
         run.end()
@@ -778,7 +424,8 @@ async def _admitted(run: BackgroundRun) -> None:
 async def _stop(run: BackgroundRun) -> None:
     """Cancel a request that runs in the background, and wait for its end."""
     if run.task is not None and not run.is_over:
-        run.task.cancel()
+        if not (run.is_ending or run.task.cancelling()):
+            run.task.cancel()
         await asyncio.wait((run.task,))
 
 

@@ -14,7 +14,7 @@ from jpaged.models.decoder import DecoderConfig
 from jpaged.models.decoder.config_fields import ACTIVATIONS, FULL, SLIDING
 from jpaged.models.eagle import HEADS, NAMES, EagleConfig
 from jpaged.models.json_fields import JsonFields
-from jpaged.models.registry import ARCHITECTURES, find_family, unsupported
+from jpaged.models.registry import ARCHITECTURES, SYNONYMS, find_family, unsupported
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ _HARMLESS = (
     "output_attentions",
     "output_hidden_states",
     "pad_token_id",
+    "pretraining_tp",  # into how many parts a projection was split, whose sum is the same
     "problem_type",
     "return_dict",
     "sep_token_id",
@@ -232,7 +233,7 @@ def _restatements(config: ModelConfig) -> Mapping[str, tuple[object, ...]]:
         **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), (config.num_layers,)),
         **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads"), (config.num_heads,)),
         **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv"), (config.num_kv_heads,)),
-        **dict.fromkeys(("head_dim", "kv_channels"), (config.head_dim,)),
+        **dict.fromkeys(("head_dim", "attention_head_dim", "kv_channels"), (config.head_dim,)),
         **dict.fromkeys(
             ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length"),
             (config.max_position_embeddings,),
@@ -280,6 +281,8 @@ def _restatements_of_decoder(config: DecoderConfig) -> dict[str, tuple[object, .
         **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), (config.norm_eps,)),
         **dict.fromkeys(("use_rope", "use_rotary", "use_rotary_embedding"), (has_rope,)),
         "position_embedding_type": positions,
+        **dict.fromkeys(("rope_pct", "rope_percent", "rotary_pct"), tuple({rope.fraction for rope in config.ropes})),
+        "rotary_scaling_factor": (1,),
         **dict.fromkeys(("alibi", "use_alibi"), (False,)),
         **dict.fromkeys(("use_parallel_residual", "parallel_attn"), (config.residual != "sequential",)),
         "embedding_multiplier": (config.embed_scale,),
@@ -326,6 +329,7 @@ def _architecture(fields: JsonFields) -> str:
         raise unsupported("model_type", model_type)
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise fields.bad("architectures", f"is {names!r}; it must be a list of one name")
+    names = [SYNONYMS.get(name, name) for name in names]
     name = next((name for name in names if name in ARCHITECTURES or name in HEADS or name in NAMES), names[0])
     # A model saved without its head: the class with a head computes the same layers.
     if name.endswith("Model") and of_type and _stem(of_type[0]) == _stem(name):
@@ -363,7 +367,6 @@ def _checkpoint_dtype(fields: JsonFields) -> str | None:
 
 def _refuse_other_forms(fields: JsonFields) -> None:
     fields.only("quantization_config", why="quantized checkpoints are not supported; use the original weights")
-    fields.only("pretraining_tp", 0, 1, why="split projections are not supported; it must be 1")
     fields.only("rope_interleaved", False, why="only half-split rotary embedding is supported")
     fields.only("use_mrope", False, why="multimodal rotary embedding is not supported")
     fields.only("pruned_heads", {}, why="pruned heads are not supported")

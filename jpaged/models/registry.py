@@ -33,6 +33,9 @@ ARCHITECTURES: Mapping[str, AnyFamily] = {
     name: family for module in _FAMILIES for name, family in module.ARCHITECTURES.items()
 }
 
+SYNONYMS: Mapping[str, str] = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
+"""Names of architectures in published files, and those of transformers' classes."""
+
 
 def find_family(architecture: str) -> AnyFamily:
     """Return the family of an architecture, or of a head.

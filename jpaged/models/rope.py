@@ -115,9 +115,11 @@ def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
     wavelengths = np.float32(2 * math.pi) / frequencies
     is_long = wavelengths > original / rope.low_freq_factor
     is_short = wavelengths < original / rope.high_freq_factor
-    span = rope.high_freq_factor - rope.low_freq_factor
-    blend = (np.float32(original) / wavelengths - np.float32(rope.low_freq_factor)) / np.float32(span)
     factor = np.float32(rope.factor)
+    span = rope.high_freq_factor - rope.low_freq_factor
+    if span == 0:
+        return np.where(is_long, frequencies / factor, frequencies).astype(np.float32)
+    blend = (np.float32(original) / wavelengths - np.float32(rope.low_freq_factor)) / np.float32(span)
     blended = (1 - blend) * frequencies / factor + blend * frequencies
     return np.where(is_long, frequencies / factor, np.where(is_short, frequencies, blended)).astype(np.float32)
 

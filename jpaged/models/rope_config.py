@@ -209,8 +209,8 @@ class RopeConfig:
 
 def _llama3(rope: JsonFields) -> dict[str, Any]:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if high <= low:
-        raise rope.bad("high_freq_factor", f"is {high:g}; it must be above low_freq_factor, {low:g}")
+    if high < low:
+        raise rope.bad("high_freq_factor", f"is {high:g}; it must be at least low_freq_factor, {low:g}")
     return {"low_freq_factor": low, "high_freq_factor": high}
 
 

@@ -4,10 +4,13 @@
     /v1/score       {"text_1": text or texts, "text_2": likewise}        -> the cosine of each pair's vectors
     /v1/score       {"prompt": ..., "continuations": [...]}              -> the log-probability of each continuation
     /v1/rerank      {"query": text, "documents": texts}                  -> the documents by similarity to the query
+    /pooling        {"input": ..., "task": "embed"}                      -> a vector for each
+    /pooling        {"input": ..., "task": "token_embed"}                -> a vector for each token of each
+    /classify       {"input": ...}                                       -> an error: no model has such a head
 
 Each may have `adapter`, `cache_salt` and `priority`, as completions, and embeddings `normalize`; `user` is ignored. The
-first is OpenAI's (https://platform.openai.com/docs/api-reference/embeddings), the second and last vLLM's
-(https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_server.html), the third specific to jpaged.
+first is OpenAI's (https://platform.openai.com/docs/api-reference/embeddings), the third specific to jpaged, the others
+vLLM's (https://docs.vllm.ai/en/v0.9.0/serving/openai_compatible_server.html).
 
     /tokenize    {"prompt": text, "add_special_tokens": true}   -> the ids of a text
     /tokenize    {"messages": [...], "tools": [...]}            -> the ids of a chat, up to the assistant's turn
@@ -22,10 +25,12 @@ import base64
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jpaged.chat import ChatOptions
 from jpaged.errors import InternalError, InvalidArgument
@@ -40,6 +45,7 @@ from jpaged.openai.request import (
     shown,
     truncation_side_in,
 )
+from jpaged.sampling_params import POOLING_TASKS
 from jpaged.types import Pooling, Prompt, SamplingParams, Score, TokenLogprob
 
 _T = TypeVar("_T")
@@ -101,6 +107,21 @@ class EmbedJob:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolingJob(EmbedJob):
+    """A parsed body of /pooling.
+
+    Attributes:
+        task: one of `POOLING_TASKS`, or of `HEAD_TASKS`, which no model supports.
+        add_special_tokens: add the tokenizer's special tokens to texts.
+        request_id: id of the response, after "pooling-".
+    """
+
+    task: str = POOLING_TASKS[0]
+    add_special_tokens: bool = True
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ScoreJob:
     """Continuations of a prompt to score."""
 
@@ -116,12 +137,14 @@ class SimilarityJob:
     Attributes:
         top_n: number of documents to rank by their similarity to the query, which is the first text of each pair;
             None returns similarities in the order of the pairs.
+        name: the caller's name of the first texts, for errors.
     """
 
     pairs: tuple[tuple[str, str], ...]
     how: How = How()
     pooling: Pooling = POOLINGS[0]
     top_n: int | None = None
+    name: str = field(default="text_1", compare=False)
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -142,6 +165,13 @@ _OF_SIMILARITIES = {*_OF_ALL, *_TEXTS_1, *_TEXTS_2, "pooling"}
 _OF_LOGLIKELIHOODS = {*_OF_ALL, "prompt", "continuations"} - {"truncate_prompt_tokens", "truncation_side"}
 OF_RERANKING = {*_OF_ALL, "query", "documents", "top_n", "return_documents", "pooling"}
 OF_SCORES = _OF_SIMILARITIES | _OF_LOGLIKELIHOODS
+OF_CLASSIFYING = {*_OF_ALL, "input", "user", "use_activation", "add_special_tokens", "request_id"}
+OF_CLASSIFIED_CHATS = {*(OF_CLASSIFYING - {"input"}), *(OF_EMBEDDED_CHATS - OF_EMBEDDINGS)}
+OF_POOLING = {*OF_CLASSIFYING, "encoding_format", "dimensions", "task"}
+OF_POOLED_CHATS = {*OF_CLASSIFIED_CHATS, "encoding_format", "dimensions", "task"}
+HEAD_TASKS = ("classify", "token_classify", "embed&token_classify")
+"""vLLM's tasks of models with a classification head."""
+_OTHER_TASKS = {"encode": "use token_embed", "score": "use /score", "plugin": "plugins are not supported"}
 ScoringJob = EmbedJob | ScoreJob | SimilarityJob
 
 
@@ -162,28 +192,61 @@ def embed_job(as_given: Mapping[str, Any]) -> EmbedJob:
     Raises:
         InvalidArgument: as `score_job`.
     """
-    is_chat = as_given.get("messages") is not None
-    own = OF_EMBEDDED_CHATS if is_chat else OF_EMBEDDINGS
+    own = OF_EMBEDDED_CHATS if as_given.get("messages") is not None else OF_EMBEDDINGS
     body = own_fields("/v1/embeddings", as_given, own)
-    how = _how(body, own)
-    name_in(body, "user")
-    messages, options = None, ChatOptions()
-    inputs: tuple[Text, ...] = ()
-    if is_chat:
-        body.setdefault("add_generation_prompt", False)
-        messages, options = messages_in(body), chat_options_in(body)
-    else:
-        given = body.get("input")
-        is_one = isinstance(given, str) or (isinstance(given, list) and any(type(one) is int for one in given))
-        inputs = _texts("input", [given] if is_one else given)
-    dimensions = body.get("dimensions")
-    if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
-        raise InvalidArgument("dimensions", f"{shown(dimensions)} is not an integer of 1 or more")
     normalize = flag_in(body, "normalize", default=flag_in(body, "use_activation", default=False))
     if normalize is not flag_in(body, "use_activation", default=normalize):
         raise InvalidArgument("use_activation", "conflicts with normalize: give only one of them")
-    encoding, pooling = _choice(body, "encoding_format", ENCODINGS), _choice(body, "pooling", POOLINGS)
-    return EmbedJob(inputs, how, pooling, encoding, dimensions, normalize, messages, options)
+    pooling = _choice(body, "pooling", POOLINGS)
+    return EmbedJob(**_embed_fields(body, own), pooling=pooling, normalize=normalize)
+
+
+def pooling_job(as_given: Mapping[str, Any]) -> PoolingJob:
+    """Parse a body of /pooling; vectors have length 1 by default, as in vLLM.
+
+    Raises:
+        InvalidArgument: as `score_job`.
+    """
+    own = OF_POOLED_CHATS if as_given.get("messages") is not None else OF_POOLING
+    body = own_fields("/pooling", as_given, own)
+    task = name_in(body, "task") or POOLING_TASKS[0]
+    if task not in (*POOLING_TASKS, *HEAD_TASKS):
+        advice = _OTHER_TASKS.get(task, f"must be one of {', '.join(POOLING_TASKS)}")
+        raise InvalidArgument("task", f"{shown(task)} is not supported: {advice}")
+    return PoolingJob(
+        **_embed_fields(body, own),
+        pooling="all" if task == "token_embed" else "last",
+        normalize=flag_in(body, "use_activation", default=True),
+        task=task,
+        add_special_tokens=flag_in(body, "add_special_tokens", default=True),
+        request_id=name_in(body, "request_id") or "",
+    )
+
+
+def classify_job(as_given: Mapping[str, Any]) -> EmbedJob:
+    """Parse a body of /classify; raise as `score_job`."""
+    own = OF_CLASSIFIED_CHATS if as_given.get("messages") is not None else OF_CLASSIFYING
+    body = own_fields("/classify", as_given, own)
+    for name in ("use_activation", "add_special_tokens"):
+        flag_in(body, name)
+    return EmbedJob(**_embed_fields(body, own))
+
+
+def _embed_fields(body: dict[str, Any], own: set[str]) -> dict[str, Any]:
+    """Return the common fields of jobs that read inputs or a chat, by the names of an EmbedJob."""
+    found: dict[str, Any] = {"how": _how(body, own), "inputs": ()}
+    name_in(body, "user")
+    if "messages" in own:
+        body.setdefault("add_generation_prompt", False)
+        found |= {"messages": messages_in(body), "chat_options": chat_options_in(body)}
+    else:
+        given = body.get("input")
+        is_one = isinstance(given, str) or (isinstance(given, list) and any(type(one) is int for one in given))
+        found["inputs"] = _texts("input", [given] if is_one else given)
+    dimensions = body.get("dimensions")
+    if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
+        raise InvalidArgument("dimensions", f"{shown(dimensions)} is not an integer of 1 or more")
+    return found | {"dimensions": dimensions, "encoding": _choice(body, "encoding_format", ENCODINGS)}
 
 
 def rerank_job(given: Mapping[str, Any]) -> SimilarityJob:
@@ -203,7 +266,7 @@ def rerank_job(given: Mapping[str, Any]) -> SimilarityJob:
     if type(top_n) is not int or top_n < 0:
         raise InvalidArgument("top_n", f"{shown(top_n)} is not an integer of 0 or more")
     pairs = tuple((query[0], one) for one in documents)
-    return SimilarityJob(pairs, how, _choice(body, "pooling", POOLINGS), top_n or len(pairs))
+    return SimilarityJob(pairs, how, _choice(body, "pooling", POOLINGS), top_n or len(pairs), "query")
 
 
 def _loglikelihood_job(body: Mapping[str, Any]) -> ScoreJob:
@@ -223,7 +286,7 @@ def _similarity_job(body: Mapping[str, Any]) -> SimilarityJob:
             names[1], f"{len(right)} texts for {len(left)} of {names[0]}: give 1 {names[0]}, or the same number"
         )
     pairs = tuple(zip(left, right, strict=True))
-    return SimilarityJob(pairs, how, _choice(body, "pooling", POOLINGS))
+    return SimilarityJob(pairs, how, _choice(body, "pooling", POOLINGS), name=names[0])
 
 
 def _only_name(body: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -289,17 +352,43 @@ def embeddings_body(
 ) -> dict[str, Any]:
     """Return the response to an EmbedJob; raise InvalidArgument if the vectors do not have the required width."""
     _require_one_each(job.inputs, vectors)
-    width = len(vectors[0])
-    if job.dimensions not in (None, width):
-        raise InvalidArgument(
-            "dimensions", f"{job.dimensions} is not supported: the model's vectors have {width} dimensions"
-        )
+    check_dimensions(job, len(vectors[0]))
 
     def data() -> Iterator[dict[str, Any]]:
         for i, vector in enumerate(vectors):
             yield {"object": "embedding", "index": i, "embedding": _encoded(vector, job.encoding)}
 
     return _body(model, Items(data), prompt_tokens)
+
+
+def pooling_body(
+    job: PoolingJob, found: Sequence[Sequence[float] | NDArray[np.float32]], *, model: str, prompt_tokens: int
+) -> dict[str, Any]:
+    """Return the response to a PoolingJob: a vector `[E]` or an array `[T, E]` for each input."""
+    _require_one_each(job.inputs, found)
+    check_dimensions(job, np.shape(found[0])[-1])
+
+    def data() -> Iterator[dict[str, Any]]:
+        for i, values in enumerate(found):
+            if isinstance(values, np.ndarray) and job.encoding == "float":
+                yield {"index": i, "object": "pooling", "data": Items(partial(_rows, values))}
+            else:
+                yield {"index": i, "object": "pooling", "data": _encoded(values, job.encoding)}
+
+    return {"id": f"pooling-{job.request_id}", **_body(model, Items(data), prompt_tokens)}
+
+
+def _rows(values_te: NDArray[np.float32]) -> Iterator[list[float]]:
+    for values_e in values_te:
+        yield values_e.tolist()
+
+
+def check_dimensions(job: EmbedJob, width: int) -> None:
+    """Raise InvalidArgument if the caller requires vectors of another width; there are no shorter ones."""
+    if job.dimensions not in (None, width):
+        raise InvalidArgument(
+            "dimensions", f"{job.dimensions} is not supported: the model's vectors have {width} dimensions"
+        )
 
 
 def loglikelihoods_body(job: ScoreJob, scores: Sequence[Score], *, model: str, prompt_tokens: int) -> dict[str, Any]:
@@ -349,7 +438,7 @@ def _require_one_each(asked: Sequence[object], answered: Sequence[object]) -> No
         raise InternalError(f"the server answered {len(answered)} of {len(asked)} inputs")
 
 
-def _encoded(vector: Sequence[float], encoding: str) -> list[float] | str:
+def _encoded(vector: Sequence[float] | NDArray[np.float32], encoding: str) -> list[float] | str:
     if encoding == "base64":
         return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode()
     return [float(number) for number in vector]

@@ -27,6 +27,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jpaged import json_text
 from jpaged.chat import ChatOptions
 from jpaged.errors import (
@@ -41,12 +44,15 @@ from jpaged.errors import (
 from jpaged.openai.embeddings import (
     EmbedJob,
     How,
+    PoolingJob,
     ScoreJob,
     ScoringJob,
     Text,
+    check_dimensions,
     embed_job,
     embeddings_body,
     loglikelihoods_body,
+    pooling_body,
     score_job,
     similarities_body,
 )
@@ -349,6 +355,20 @@ class LineServer(Protocol):
         ...
 
 
+class TokenEmbedder(Protocol):
+    """Call that returns the hidden states of the tokens of each input."""
+
+    async def __call__(
+        self,
+        inputs: Sequence[Sequence[int]],
+        *,
+        normalize: bool = False,
+        adapter: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Evaluated[NDArray[np.float32]]: ...
+
+
 class WorkRunner(Protocol):
     """Runs work on `size` characters, ids or numbers; may use a thread if `size` is large."""
 
@@ -387,11 +407,12 @@ class Answers:
     """Answers lines, and caches the texts of tokens in log-probabilities.
 
     Args:
-        model: the model of all servers; a line that names another is rejected.
+        model: the model of all servers. Lines that name another model are rejected.
         adapters: returns the names of loaded adapters, each of which a line may name as its model.
         work: runs the encoding of answers.
-        aliases: further names of the model.
         max_bytes: limit of an answer's size, as estimated before it is computed; None for no limit.
+        hidden_size: numbers of a vector; 0 if unknown.
+        embed_tokens: returns the hidden states of each input's tokens `[T, E]`; None if the server has no such call.
     """
 
     def __init__(
@@ -400,11 +421,14 @@ class Answers:
         work: WorkRunner = at_once,
         adapters: Callable[[], Collection[str]] = frozenset,
         *,
-        aliases: Collection[str] = (),
         max_bytes: int | None = None,
+        hidden_size: int = 0,
+        embed_tokens: TokenEmbedder | None = None,
     ) -> None:
+        self._hidden_size = hidden_size
+        self._embed_tokens = embed_tokens
         self._adapters = adapters
-        self._names = (None, model.name, *aliases)
+        self._names = (None, model.name, *model.aliases)
         self._max_bytes = max_bytes
         self._model = model
         self._work = work
@@ -494,9 +518,10 @@ class Answers:
         try:
             return await self._evaluate(server, job)
         except RequestTooLong as error:
-            field = "input" if isinstance(job, EmbedJob) else "prompt" if isinstance(job, ScoreJob) else "text_1"
-            if isinstance(job, EmbedJob) and job.messages is not None:
-                field = "messages"
+            if isinstance(job, EmbedJob):
+                field = "input" if job.messages is None else "messages"
+            else:
+                field = "prompt" if isinstance(job, ScoreJob) else job.name
             raise RequestTooLong(field, error.problem) from error
 
     async def _evaluate(self, server: LineServer, job: ScoringJob) -> Evaluation:
@@ -513,14 +538,21 @@ class Answers:
             if job.messages is not None:
                 token_ids = await server.tokenize(messages=job.messages, chat_options=job.chat_options)
                 job = replace(job, inputs=(tuple(token_ids),))
+            if self._hidden_size:
+                check_dimensions(job, self._hidden_size)
             job = replace(job, inputs=await self._truncated(server, how, job.inputs))
+            if isinstance(job, PoolingJob) and job.pooling == "all":
+                return await self._token_embeddings(server, job, asked)
             num_bytes = _BYTES_OF_NUMBER if job.encoding == "float" else _BYTES_OF_BASE64_NUMBER
             vectors, num_tokens = await _by_calls(
                 partial(server.embed, pooling=job.pooling, normalize=job.normalize, **asked),
                 job.inputs,
                 partial(self._check, "input", "numbers", num_bytes),
             )
-            body = partial(embeddings_body, job, vectors, model=model, prompt_tokens=num_tokens)
+            if isinstance(job, PoolingJob):
+                body = partial(pooling_body, job, vectors, model=model, prompt_tokens=num_tokens)
+            else:
+                body = partial(embeddings_body, job, vectors, model=model, prompt_tokens=num_tokens)
         else:
             vectors, num_tokens = await _by_calls(
                 partial(server.embed, pooling=job.pooling, **asked),
@@ -529,6 +561,20 @@ class Answers:
             )
             body = partial(similarities_body, job, vectors, model=model, prompt_tokens=num_tokens)
         return Evaluation(body, sum(map(len, vectors)), num_tokens)
+
+    async def _token_embeddings(self, server: LineServer, job: PoolingJob, asked: Mapping[str, Any]) -> Evaluation:
+        """Run a body that asks for a vector per token; its size is known before it runs."""
+        if self._embed_tokens is None:
+            raise Unsupported("task: 'token_embed' is not supported by this server")
+        inputs = [await server.tokenize(one) if isinstance(one, str) else one for one in job.inputs]
+        num_bytes = _BYTES_OF_NUMBER if job.encoding == "float" else _BYTES_OF_BASE64_NUMBER
+        self._check_size("input", "numbers", num_bytes, sum(map(len, inputs)) * self._hidden_size, len(inputs))
+        found, num_tokens = await _by_calls(
+            partial(self._embed_tokens, normalize=job.normalize, **asked), inputs, lambda found, num: None
+        )
+        job, model = replace(job, inputs=tuple(map(tuple, inputs))), job.how.model or self._model.name
+        body = partial(pooling_body, job, found, model=model, prompt_tokens=num_tokens)
+        return Evaluation(body, sum(one.size for one in found), num_tokens)
 
     async def _truncated(self, server: LineServer, how: How, texts: Sequence[Text]) -> tuple[Text, ...]:
         """Return inputs of the length that the caller asks for; texts become token ids if there is one."""
@@ -542,11 +588,17 @@ class Answers:
 
     def _check(self, field: str, what: str, num_bytes: int, parts: Sequence[Sequence[object]], num_parts: int) -> None:
         """Refuse a body of `num_parts` if the first `parts` show that its answer would be too large."""
-        num = sum(map(len, parts)) * num_parts // len(parts)
+        self._check_size(field, what, num_bytes, sum(map(len, parts)) * num_parts // len(parts), num_parts)
+
+    def _check_size(self, field: str, what: str, num_bytes: int, num: int, num_parts: int) -> None:
         if self._max_bytes is not None and num * num_bytes > self._max_bytes:
             size = f"an answer of about {num * num_bytes / 2**20:.0f} MiB"
             limit = f"the limit of {self._max_bytes / 2**20:g} MiB (max_response_size)"
             raise InvalidArgument(field, f"{num_parts} with {num} {what} make {size}, over {limit}")
+
+    def check_model(self, how: How) -> None:
+        """Raise ModelNotFound or InvalidArgument if a body names another model than that of the servers."""
+        self._adapter(how.model, how.adapter)
 
     def _adapter(self, name: str | None, adapter: str | None) -> str | None:
         """Return the adapter that a body names by `adapter` or by `model`."""

@@ -93,13 +93,13 @@ def reasoning_fields(text: str) -> dict[str, str]:
 
 
 def build_message(output: CompletionOutput, role: str = "assistant", echoed: str = "") -> dict[str, Any]:
-    """Return an answer as a message: without content if it only calls tools.
+    """Return an answer as a message: without content if it only calls tools, and with `reasoning` null if it has none.
 
     Args:
         echoed: text before the answer's.
     """
     text = echoed + output.text
-    message: dict[str, Any] = {"role": role, "content": text}
+    message: dict[str, Any] = {"role": role, "content": text, "reasoning": None}
     if output.reasoning_content:
         message |= reasoning_fields(output.reasoning_content)
     if output.tool_calls:
@@ -281,7 +281,6 @@ OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
     "/v1/completions": {},
     "/v1/chat/completions": {},
     "/v1/responses": {
-        "truncation": only("disabled", advice="remove items from `input` if the conversation is too long"),
         "conversation": never("conversations are not stored: use `previous_response_id`, or send all items in `input`"),
         "prompt": never("prompt templates are not stored: send `instructions` and `input`"),
         "client_metadata": hint(dict),
@@ -330,8 +329,14 @@ OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
     },
     "/v1/embeddings": {
         **_OF_TEXTS,
-        "task": only("embed", advice="only vectors of whole inputs are computed"),
+        "task": only("embed", advice="/pooling has other tasks"),
     },
+    "/pooling": {
+        "data": never("IO processor plugins are not supported"),
+        "normalize": never("use `use_activation`"),
+        "pooling": never("use /v1/embeddings"),
+    },
+    "/classify": {"normalize": never("use `use_activation`")},
     "/v1/score": {
         **_OF_TEXTS,
         "use_activation": hint(bool),
@@ -384,18 +389,19 @@ class LenientBody(dict[str, Any]):
             self.ignored[name[:_MAX_SHOWN]] = None
 
 
-def own_fields(path: str, body: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
+def own_fields(path: str | Mapping[str, Neutral], body: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
     """Return the fields of a body that its path reads; null counts as absent.
 
     Those of a `LenientBody` are another one, which shares `ignored`.
 
     Args:
+        path: the path, or the fields without effect.
         own: names of the fields that the path reads.
 
     Raises:
         InvalidArgument: a field is unknown and the body is no `LenientBody`, or its value is not supported.
     """
-    neutral, known = _NEUTRAL_FIELDS[path], frozenset(own)
+    neutral, known = _NEUTRAL_FIELDS[path] if isinstance(path, str) else path, frozenset(own)
     found: dict[str, Any] = LenientBody({}, body.ignored) if isinstance(body, LenientBody) else {}
     problems: dict[str, str] = {}
     for name, value in body.items():
@@ -476,11 +482,12 @@ OF_ANY = frozenset(
             "store",
             "background",
             "previous_response_id",
+            "truncation",
         ),
         *("system", "stop_sequences", "thinking", "output_config", "output_format", "metadata", "context_management"),
         *("pooling", "encoding_format", "dimensions", "normalize", "use_activation", "continuations"),
         *("text_1", "text_2", "data_1", "data_2", "queries", "items", "query", "documents", "top_n"),
-        *("return_documents", "tokens", "return_token_strs"),
+        *("return_documents", "tokens", "return_token_strs", "task"),
     }
 )
 """Fields that some path reads."""

@@ -16,15 +16,16 @@ Tools and items of tools that OpenAI's servers run are ignored with a warning.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jpaged import json_text
-from jpaged.chat import without_surrogates
+from jpaged.chat import MAX_TOOLS, without_surrogates
 from jpaged.errors import InvalidArgument, NotFound
 from jpaged.openai.request import LenientBody
 
@@ -77,13 +78,11 @@ def open_reasoning(where: str, content: str) -> str:
     """
     if not content.startswith(_SEALED):
         return ""
-    try:
+    with contextlib.suppress(ValueError):  # neither base64 nor UTF-8
         data = base64.b64decode(content.removeprefix(_SEALED), validate=True)
         digest, data = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
         if hashlib.sha256(data).digest()[:_DIGEST_BYTES] == digest:
             return data.decode()
-    except ValueError:
-        pass
     raise InvalidArgument(where, "was changed or cut: send it back as it was received, or leave it out")
 
 
@@ -161,6 +160,7 @@ class ResponseTools:
         self.warnings: list[str] = []
         self._policy = policy
         self._places: list[str] = []
+        self._numbers: dict[str, int] = {}
 
     def add(self, where: str, given: Any, namespace: str | None = None, *, replaces: bool = False) -> None:
         """Add a tool, or those of a namespace.
@@ -169,7 +169,7 @@ class ResponseTools:
             replaces: it takes the place of a tool of the same name, which otherwise is an error.
 
         Raises:
-            InvalidArgument: it is malformed.
+            InvalidArgument: it is malformed, or there are more than `MAX_TOOLS`.
         """
         kind = given.get("type") if isinstance(given, dict) else None
         if not isinstance(kind, str):
@@ -202,21 +202,27 @@ class ResponseTools:
         return self._places[number] if number < len(self._places) else None
 
     def _add_function(self, where: str, function: dict[str, Any], tool: ClientTool, *, replaces: bool) -> None:
+        number = len(self.functions)
         if isinstance(tool.name, str):
             function["name"] = name = flat_name(tool.name, tool.namespace)
             if replaces:
-                self._remove(name)
+                self.renamed.pop(name, None)
+                number = self._numbers.get(name, number)
+            self._numbers[name] = number
             if tool.namespace is not None or tool.is_custom:
                 self.renamed[name] = tool
-        self.functions.append({"type": "function", "function": function})
-        self._places.append(where)
+        if number >= MAX_TOOLS:
+            raise InvalidArgument("tools", f"more than {MAX_TOOLS} tools; at most {MAX_TOOLS}")
+        self.functions[number : number + 1] = [{"type": "function", "function": function}]
+        self._places[number : number + 1] = [where]
 
-    def _remove(self, name: str) -> None:
-        self.renamed.pop(name, None)
-        for number, one in enumerate(self.functions):
-            if one["function"].get("name") == name:
-                del self.functions[number], self._places[number]
-                return
+    def keep(self, names: Collection[str]) -> None:
+        """Remove all functions except those of these names."""
+        kept = [i for i, one in enumerate(self.functions) if one["function"].get("name") in names]
+        self.functions = [self.functions[i] for i in kept]
+        self._places = [self._places[i] for i in kept]
+        names_kept = (one["function"].get("name") for one in self.functions)
+        self._numbers = {name: number for number, name in enumerate(names_kept) if isinstance(name, str)}
 
     def _function_of_custom(self, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a custom tool as a function with one argument; a grammar becomes a part of the description."""
@@ -275,7 +281,7 @@ class ItemConverter:
         self._policy = policy
         self._tools = tools
         self._find_item = find_item
-        self._thought = ""
+        self._thought: list[str] = []
 
     def add_stored(self, items: Iterable[Mapping[str, Any]]) -> None:
         """Add the items of a stored response."""
@@ -318,7 +324,7 @@ class ItemConverter:
             raise InvalidArgument(f"{where}.type", f"{shown}: must be one of {', '.join(_ITEM_FIELDS)}")
         self._policy.check(where, item, _ITEM_FIELDS[kind] | _ECHOED)
         if kind == "reasoning":
-            self._thought += self._reasoning_text(where, item)
+            self._thought.append(self._reasoning_text(where, item))
             return
         if kind == "additional_tools":
             for i, tool in enumerate(_list(where, item, "tools")):
@@ -327,21 +333,22 @@ class ItemConverter:
         if kind == "message":
             self.messages.append(self._message(where, item))
         elif kind in ("function_call", "custom_tool_call"):
-            _add_call(self.messages, _call(where, item))
+            _add_call(self.messages, _call(where, item), has_thought=any(self._thought))
         else:
             call_id = _string(where, item, "call_id")
             text = self._text(f"{where}.output", item.get("output"))
             self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
-        if self._thought:
-            _add_thought(self.messages, self._thought, before=1)
-            self._thought = ""
+        self._end_thought(before=1)
 
     def end(self) -> list[dict[str, Any]]:
         """Return the messages; reasoning without a turn after it becomes a separate turn."""
-        if self._thought:
-            _add_thought(self.messages, self._thought, before=0)
-            self._thought = ""
+        self._end_thought(before=0)
         return self.messages
+
+    def _end_thought(self, *, before: int) -> None:
+        if any(self._thought):
+            _add_thought(self.messages, "".join(self._thought), before=before)
+        self._thought = []
 
     def _message(self, where: str, item: Mapping[str, Any]) -> dict[str, Any]:
         role = item.get("role")
@@ -435,9 +442,10 @@ def _call(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": function}
 
 
-def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
-    """Add a call to the preceding turn of the assistant."""
-    if not messages or messages[-1]["role"] != "assistant":
+def _add_call(messages: list[dict[str, Any]], call: dict[str, Any], *, has_thought: bool) -> None:
+    """Add a call to the preceding turn of the assistant, or to a new one if both have reasoning before them."""
+    last = messages[-1] if messages else None
+    if last is None or last["role"] != "assistant" or (has_thought and "reasoning_content" in last):
         messages.append({"role": "assistant", "content": None, "tool_calls": []})
     messages[-1].setdefault("tool_calls", []).append(call)
 

@@ -66,6 +66,7 @@ _OWN = frozenset(
     {
         *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "include", "top_logprobs"),
         *("metadata", "stream", "stream_options", "reasoning", "store", "background", "previous_response_id"),
+        "truncation",
     }
 )
 _OF_CHATS = OF_CHATS - {
@@ -110,6 +111,7 @@ class ResponsesRequest:
         is_stored: the client asks to store the response.
         is_background: the response does not end with the connection.
         warnings: ignored tools and items, with the reason.
+        truncates: leave out the oldest turns of a conversation that is too long.
     """
 
     job: Job
@@ -120,6 +122,7 @@ class ResponsesRequest:
     is_stored: bool = True
     is_background: bool = False
     warnings: tuple[str, ...] = ()
+    truncates: bool = False
 
     @property
     def has_late_system(self) -> bool:
@@ -134,15 +137,20 @@ class ResponsesRequest:
         """
         (prompt,) = self.job.prompts
         messages: list[dict[str, Any]] = []
+        texts: list[list[str]] = []
         for one in prompt.messages or ():
             message, last = dict(one), messages[-1] if messages else None
             if message["role"] == "system" and last is not None and last["role"] != "system":
                 text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
                 message = {"role": "user", "content": text}
             if last is not None and message["role"] == last["role"] and message["role"] in ("system", "user"):
-                last["content"] = f"{last['content']}\n\n{message['content']}"
+                texts[-1].append(message["content"])
             else:
                 messages.append(message)
+                texts.append([message["content"]])
+        for message, parts in zip(messages, texts, strict=True):
+            if len(parts) > 1:
+                message["content"] = "\n\n".join(parts)
         return replace(self.job, prompts=(replace(prompt, messages=tuple(messages)),))
 
 
@@ -187,8 +195,8 @@ def parse_responses_request(
         "max_completion_tokens": body.get("max_output_tokens"),
         "stream": body.get("stream"),
         "stream_options": _stream_options(body),
+        "tool_choice": _tool_choice(body.get("tool_choice"), tools),
         "tools": tools.functions or None,
-        "tool_choice": _tool_choice(body.get("tool_choice")),
         "response_format": _response_format(text_format),
         "reasoning": {name: one for name, one in reasoning.items() if name not in _SUMMARY_FIELDS} or None,
         **_logprobs(body, included),
@@ -208,7 +216,15 @@ def parse_responses_request(
         is_stored=is_stored,
         is_background=is_background,
         warnings=tuple(tools.warnings),
+        truncates=_truncation(body) == "auto",
     )
+
+
+def _truncation(body: Mapping[str, Any]) -> str:
+    value: str = body.get("truncation", "disabled")
+    if value not in ("auto", "disabled"):
+        raise InvalidArgument("truncation", f"{str(value)[:_MAX_SHOWN]!r} is not 'auto' or 'disabled'")
+    return value
 
 
 def _echoed(body: Mapping[str, Any], given: Mapping[str, Any], job: Job) -> dict[str, Any]:
@@ -226,6 +242,7 @@ def _echoed(body: Mapping[str, Any], given: Mapping[str, Any], job: Job) -> dict
         "tools": list_in(body, "tools"),
         "top_logprobs": body.get("top_logprobs", 0),
         "top_p": sampling.top_p,
+        "truncation": _truncation(body),
         "user": job.user,
         **{name: given[name] for name in _REPEATED if given.get(name) is not None},
     }
@@ -263,16 +280,38 @@ def _response_format(text_format: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {k: v for k, v in text_format.items() if k != "type"}}
 
 
-def _tool_choice(given: Any) -> Any:
+def _tool_choice(given: Any, tools: ResponseTools) -> Any:
+    """Return the tool choice of a chat; one of type allowed_tools removes the other tools."""
     if not isinstance(given, dict):
         return given
+    if given.get("type") != "allowed_tools":
+        return {"type": "function", "function": {"name": _chosen_name("tool_choice", given)}}
+    mode, listed = given.get("mode"), given.get("tools")
+    if mode not in ("auto", "required") or given.keys() - {"type", "mode", "tools"}:
+        raise InvalidArgument("tool_choice.mode", f"{str(mode)[:_MAX_SHOWN]!r} is not 'auto' or 'required'")
+    if not isinstance(listed, list) or not listed:
+        raise InvalidArgument("tool_choice.tools", "must be a list with at least one tool")
+    names, known = set[str](), [one["function"].get("name") for one in tools.functions]
+    for i, one in enumerate(listed):
+        if isinstance(one, dict) and one.get("type") in ("function", "custom"):
+            name = _chosen_name(f"tool_choice.tools[{i}]", one)
+            if not isinstance(name, str) or name not in known:
+                problem = f"{str(name)[:_MAX_SHOWN]!r} is the name of none of the tools"
+                raise InvalidArgument(f"tool_choice.tools[{i}].name", problem)
+            names.add(name)
+        elif not isinstance(one, dict) or not isinstance(one.get("type"), str):
+            raise InvalidArgument(f"tool_choice.tools[{i}]", "must be an object with a type")
+    tools.keep(names)  # others are tools that OpenAI runs, which the server ignores
+    return mode
+
+
+def _chosen_name(where: str, given: Mapping[str, Any]) -> Any:
+    """Return the chat's name of a tool of the client."""
     kind, name, namespace = given.get("type"), given.get("name"), given.get("namespace")
     if kind not in ("function", "custom") or given.keys() - {"type", "name", "namespace"}:
         problem = "is not supported: must be 'none', 'auto', 'required', or a function or custom tool of the client"
-        raise InvalidArgument("tool_choice", f"{str(kind)[:_MAX_SHOWN]!r} {problem}")
-    if isinstance(name, str) and isinstance(namespace, str):
-        name = flat_name(name, namespace)
-    return {"type": "function", "function": {"name": name}}
+        raise InvalidArgument(where, f"{str(kind)[:_MAX_SHOWN]!r} {problem}")
+    return flat_name(name, namespace) if isinstance(name, str) and isinstance(namespace, str) else name
 
 
 def _reasoning_in(body: Mapping[str, Any], policy: FieldPolicy) -> dict[str, Any]:
@@ -395,7 +434,6 @@ class ResponseFormat:
             "model": self.heading.model,
             "output": list(items),
             "store": self.is_stored,
-            "truncation": "disabled",
             "usage": usage,
             **self.request.echoed,
         }

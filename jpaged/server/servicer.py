@@ -414,7 +414,7 @@ def sampling_from(message: inference_pb2.SamplingParams, defaults: Mapping[str, 
     if "structured_outputs" in values:
         given = {field.name: value for field, value in message.structured_outputs.ListFields()}
         values["structured_outputs"] = get_structured_outputs(given)
-    return SamplingParams(**with_defaults(values, defaults))
+    return SamplingParams.from_request(with_defaults(values, defaults))
 
 
 def build_response(

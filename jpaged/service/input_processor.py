@@ -254,8 +254,8 @@ class InputProcessor:
 
     def _check_fields(self, prompt: Prompt, sampling: SamplingParams) -> None:
         """Reject invalid fields with checks that need no tokenization."""
-        if prompt.pooling not in (None, "last", "mean"):
-            raise InvalidArgument("pooling", f"{prompt.pooling!r} is neither 'last' nor 'mean'")
+        if prompt.pooling not in (None, "last", "mean", "all"):
+            raise InvalidArgument("pooling", f"{prompt.pooling!r} is not one of 'last', 'mean' and 'all'")
         if sum(form is not None for form in (prompt.text, prompt.token_ids, prompt.messages)) != 1:
             raise InvalidArgument("prompt", "give exactly one of text, token ids and chat messages")
         self._check_beams(sampling)

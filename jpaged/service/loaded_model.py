@@ -315,6 +315,7 @@ class LoadedModel:
         role_counts: counters of disaggregated prefill.
         ignored_fields: counters of unknown fields of requests.
         checkpoint: fingerprint of the weights' files.
+        hidden_size: numbers of a hidden state; 0 if unknown.
     """
 
     engine: EngineClient
@@ -328,8 +329,9 @@ class LoadedModel:
     role_counts: RoleCounts = field(default_factory=RoleCounts)
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
     checkpoint: str = ""
+    hidden_size: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names that requests may use for the model; the first one is its own."""
-        return (self.model.name, *self.config.server.served_model_aliases)
+        return (self.model.name, *self.model.aliases)

@@ -19,12 +19,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from jpaged.errors import InternalError, InvalidArgument, QueueFull, RequestTooLong
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.errors import InternalError, InvalidArgument, QueueFull, RequestTooLong, Unsupported
+from jpaged.outputs import PoolingOutput, PoolingRequestOutput
 from jpaged.service.calls import NOBODY, Call, Caller, RequestRecord, loggable_name, require_salt
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.service import Service, get_timeout
-from jpaged.types import Embedding, LoadedAdapter, Pooling, Prompt, RequestOutput, SamplingParams, Score
+from jpaged.types import (
+    Embedding,
+    LoadedAdapter,
+    ModelInfo,
+    Pooling,
+    Prompt,
+    RequestOutput,
+    SamplingParams,
+    Score,
+    Usage,
+)
 
 MAX_PARTS = 1024
 """Maximum continuations of one prompt, or prompts of one embed call."""
@@ -170,13 +184,43 @@ def get_score(output: RequestOutput) -> Score:
 
 def get_embedding(output: RequestOutput, *, normalize: bool = False) -> Embedding:
     """Return the embedding of a finished request with pooling; scaled to length 1 if `normalize`."""
-    if output.embedding is None:
-        raise InternalError(f"request {output.request_id!r} has no hidden states")
     values = output.embedding
+    if not isinstance(values, tuple):
+        raise InternalError(f"request {output.request_id!r} has no pooled hidden states")
     if normalize:
         length = math.sqrt(math.fsum(value * value for value in values)) or 1.0
         values = tuple(value / length for value in values)
     return Embedding(output.prompt_token_ids, values, output.usage)
+
+
+def get_token_embeddings(output: RequestOutput, *, normalize: bool = False) -> NDArray[np.float32]:
+    """Return the hidden state of each prompt token `[T, E]`, float32, of a finished request with the pooling "all".
+
+    Args:
+        normalize: scale each hidden state to length 1.
+    """
+    if not isinstance(output.embedding, memoryview):
+        raise InternalError(f"request {output.request_id!r} has no hidden states of its tokens")
+    values_te = np.frombuffer(output.embedding, np.float32).reshape(len(output.prompt_token_ids), -1)
+    if not normalize:
+        return values_te
+    lengths_t1 = np.linalg.norm(values_te, axis=1, keepdims=True)
+    return np.divide(values_te, np.where(lengths_t1 == 0, 1, lengths_t1), dtype=np.float32)
+
+
+def get_pooling_output(output: RequestOutput, *, normalize: bool) -> PoolingRequestOutput[PoolingOutput]:
+    """Return the result of `LLM.encode` from a finished request with pooling."""
+    if isinstance(output.embedding, memoryview):
+        data = PoolingOutput(get_token_embeddings(output, normalize=normalize))
+    else:
+        data = PoolingOutput(get_embedding(output, normalize=normalize).values)
+    return PoolingRequestOutput(output.request_id, data, output.prompt_token_ids, output.usage.cached_tokens)
+
+
+def no_classification_head(model: ModelInfo) -> Unsupported:
+    """Return the error of a classification with a model that cannot classify."""
+    what = f"{model.name!r} ({model.architecture}) has no classification head, as *ForSequenceClassification have"
+    return Unsupported(f"classify: {what}; compare the log-likelihoods of continuations instead")
 
 
 _T = TypeVar("_T")
@@ -245,6 +289,28 @@ async def embed(
     normalize: bool = False,
 ) -> list[Embedding]:
     """Embed each prompt that `read` decodes; `size` is their characters and token ids. Raises as `score` does."""
+    return await _pool(service, asker, read, size, pooling, lambda output: get_embedding(output, normalize=normalize))
+
+
+async def embed_tokens(
+    service: Service, asker: CallerOptions, read: Callable[[], Sequence[Prompt]], size: int, *, normalize: bool = False
+) -> list[tuple[NDArray[np.float32], Usage]]:
+    """Return the hidden states of each prompt's tokens `[T, E]`, with its usage; arguments and errors as `embed`."""
+
+    def convert(output: RequestOutput) -> tuple[NDArray[np.float32], Usage]:
+        return get_token_embeddings(output, normalize=normalize), output.usage
+
+    return await _pool(service, asker, read, size, "all", convert)
+
+
+async def _pool(
+    service: Service,
+    asker: CallerOptions,
+    read: Callable[[], Sequence[Prompt]],
+    size: int,
+    pooling: Pooling,
+    convert: Callable[[RequestOutput], _T],
+) -> list[_T]:
     require_salt(asker.cache_salt)
     record = asker.begins("embeddings")
     async with service.open_batch_call(asker.model, record) as model:
@@ -257,11 +323,12 @@ async def embed(
 
         inputs = await service.run_blocking(prepare, size)
 
-        async def one(i: int) -> Embedding:
+        async def one(i: int) -> _T:
             prompt = Prompt(token_ids=inputs[i], pooling=pooling)
             with errors_named(f"inputs[{i}]"):
                 output = await parts.complete(lambda: prompt, len(inputs[i]), EMBED_SAMPLING)
-            return get_embedding(output, normalize=normalize)
+            num_numbers = len(output.embedding or ())
+            return await service.run_blocking(lambda: convert(output), num_numbers)
 
         return await run_all(one, len(inputs), parts.num_at_once)
 

@@ -50,16 +50,8 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.io import (
-    ANY_TOKEN,
-    MASK_BITS,
-    AuxInputs,
-    AuxKind,
-    AuxOutputs,
-    CascadeCosts,
-    LogitsProcessorInputs,
-    TokenCountReset,
-)
+from jpaged.engine.executor.aux_io import AuxInputs, AuxKind, AuxOutputs
+from jpaged.engine.executor.io import ANY_TOKEN, MASK_BITS, CascadeCosts, LogitsProcessorInputs, TokenCountReset
 from jpaged.errors import InternalError
 from jpaged.testing.fake_model import NAN, ByteTokenizer, Script, SeenTokens, Window, places_seen, sampled
 from jpaged.testing.fake_steps import FakeDraft, FakeFeed, FakeInterrupt, FakeRounds

@@ -75,8 +75,8 @@ MIN_MAX_TOKENIZE_BYTES = 256 << 10
 MAX_DETOKENIZE_IDS = 256 << 10
 
 
-Pooling = Literal["last", "mean"]
-"""How a prompt's hidden states become one vector: that of the last token, or the mean of all."""
+Pooling = Literal["last", "mean", "all"]
+"""How a prompt's hidden states become one vector: that of the last token, or the mean of all. "all" keeps every one."""
 
 
 class FinishReason(enum.Enum):
@@ -94,9 +94,10 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Properties of the model, as clients see them. A request's model must equal `name`. Limits are 0 without adapters.
+    """Properties of the model, as clients see them. Limits are 0 without adapters.
 
     Attributes:
+        name: name that a request's model must equal, unless it is one of the aliases.
         tool_call_parser: format of tool calls; "" if unknown.
         reasoning_parser: format of reasoning; "" if unknown.
         max_logprobs: maximum top log-probabilities per position; -1 for the full vocabulary.
@@ -105,6 +106,7 @@ class ModelInfo:
         lossy_kv_sinks: StreamingLLM: number of first tokens that stay visible.
         default_sampling: fields of SamplingParams and their values for requests that leave them out: those of the
             checkpoint's generation config.
+        aliases: further names of the model.
         state_bytes_per_sequence: bytes of the recurrent state of a sequence, all layers; 0 without recurrent layers.
     """
 
@@ -127,6 +129,7 @@ class ModelInfo:
     lossy_kv_window: int = 0
     lossy_kv_sinks: int = 0
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
     state_bytes_per_sequence: int = 0
 
 
@@ -397,7 +400,8 @@ class SequenceDelta:
         times: set only with is_last; None from a server that does not report them.
         prompt_logprobs: log-probabilities of the prompt's tokens, from the second or the requested one on; sent before
             any token.
-        embedding: the prompt's pooled hidden states, float32; sent before any token.
+        embedding: the prompt's pooled hidden states, float32; sent before any token. The pooling "all" gives a view
+            of one array, the hidden states of all tokens in order.
         reasoning_content: chats: reasoning to append; not part of `text`.
         tool_calls: chats: parts of calls, in order; not part of `text`.
     """
@@ -413,7 +417,7 @@ class SequenceDelta:
     is_last: bool = False
     times: RequestTimes | None = None
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
-    embedding: tuple[float, ...] = ()
+    embedding: tuple[float, ...] | memoryview = ()
     reasoning_content: str = ""
     tool_calls: tuple[ToolCallPiece, ...] = ()
 
@@ -503,7 +507,7 @@ class RequestOutput:
         finished: False while a stream continues.
         times: times in the engine that ran it; None from a server that does not report them.
         prompt_logprobs: one entry per prompt token, None for the first; None if not requested.
-        embedding: the pooled hidden states, if requested.
+        embedding: the pooled hidden states, if requested, as in `SequenceDelta`.
         error: why the request failed while the rest of the batch ran; `outputs` is then empty.
         lora_request: its adapter, as the caller of `LLM` gave it.
     """
@@ -516,7 +520,7 @@ class RequestOutput:
     finished: bool = True
     times: RequestTimes | None = None
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
-    embedding: tuple[float, ...] | None = None
+    embedding: tuple[float, ...] | memoryview | None = None
     error: Exception | None = None
     lora_request: LoRARequest | None = None
 

@@ -33,7 +33,8 @@ from jpaged.device.model_runner import EDIT_WORDS, NUM_COUNT_WORDS, ROW_WORDS, D
 from jpaged.device.speculative.dispatch import SpeculatePacking
 from jpaged.device.speculative.step import packed_speculate
 from jpaged.device.step import Step, forward_packing, packed_decode
-from jpaged.engine.executor.io import NUM_SINGLES, AuxKind, num_mask_words
+from jpaged.engine.executor.aux_io import AUX_IDS, AuxKind
+from jpaged.engine.executor.io import NUM_SINGLES, num_mask_words
 from jpaged.kernels.kv_layout import KVForm
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.sampling import choose_kernel
@@ -45,7 +46,12 @@ from jpaged.plan.known_models import KNOWN_MODELS
 
 NUM_TOKENS = 16
 TRITON_CALL = "__gpu$xla.gpu.triton"
-NUM_WORDS = {"rows": 8 * ROW_WORDS, "edits": 8 * EDIT_WORDS + 1, "count": NUM_COUNT_WORDS + 256, "tell": 64 * 34}
+NUM_WORDS = {
+    "rows": 8 * ROW_WORDS,
+    "edits": 8 * EDIT_WORDS + 1,
+    "count": NUM_COUNT_WORDS + 256,
+    "tell": 64 * (1 + AUX_IDS),
+}
 OPTIONS = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": NUM_TOKENS,

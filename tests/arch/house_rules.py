@@ -52,12 +52,13 @@ MAY_IMPORT = {
     "_proto": set(),
     "openai": VALUES,
     "anthropic": VALUES | {"openai"},
+    "ollama": VALUES | {"openai"},
     "client": VALUES | {"_proto", "openai"},
     "peers": VALUES | {"_proto", "client", "service"},
     "access": {"errors", "json_text", "config"},  # knows no protocol, and no request
     "service": VALUES | {"engine", "access"},
     "telemetry": VALUES | {"engine", "service"},
-    "http": VALUES | {"engine", "service", "openai", "anthropic", "telemetry", "access"},
+    "http": VALUES | {"engine", "service", "openai", "anthropic", "ollama", "telemetry", "access"},
     "server": VALUES
     | {"engine", "service", "_proto", "telemetry", "http", "access"}
     | {"client.channel", "client.errors"},  # of another server it is a client

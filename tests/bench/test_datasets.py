@@ -102,12 +102,15 @@ def test_a_line_of_json_is_a_request(tmp_path: Path):
     options = {"dataset_name": "custom", "dataset_path": path, "disable_shuffle": True, "custom_output_len": 9}
     assert made(**options, num_prompts=2) == [Sample("hello", None, 3), Sample((5, 6), 2, 9)]
     assert made(**options, num_prompts=1) == [Sample("hello", None, 3)]
+    path.write_text('{"prompt": "a\u2028b"}\r\n', encoding="utf-8")
+    assert made(**options, num_prompts=1) == [Sample("a\u2028b", None, 9)]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", "line 1: is not JSON"),
+        ("[" * 100_000, "line 1: is not JSON"),
         ("[]", "line 1: is not a JSON object"),
         ('{"prompt": ""}', "line 1: one of prompt and prompt_token_ids is expected"),
         ('{"prompt": "a", "prompt_token_ids": [1]}', "line 1: one of prompt and prompt_token_ids"),

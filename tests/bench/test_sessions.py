@@ -177,6 +177,8 @@ def test_a_folder_has_a_session_in_each_file_with_blocks_of_its_own(tmp_path: Pa
         (mooncake(0, 4, hash_ids=[0.5]), "line 2: hash_ids: is not a list of numbers"),
         (mooncake(0, 4, session_id=[1]), r"line 2: session_id: \[1\] is neither text nor a number"),
         (mooncake(0, 4, messages=[]), "line 2: messages: is not supported"),
+        ("[" * 100_000, "line 2: is not JSON"),
+        (mooncake(10**400, 4), "line 2: timestamp: 1000* is not a number from 0"),
         ({"block_size": 4, "requests": 5}, "line 2: requests: is not a list"),
         ({"requests": []}, "line 2: block_size: None is not from 0"),
         ({"block_size": 4, "requests": [{"in": 1, "out": 1}]}, r"line 2: requests\[0\]: t: is missing"),
@@ -185,6 +187,16 @@ def test_a_folder_has_a_session_in_each_file_with_blocks_of_its_own(tmp_path: Pa
 def test_a_trace_of_another_format_is_refused_with_its_line(tmp_path: Path, record: Any, problem: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^--dataset-path: .*trace.jsonl: {problem}"):
         trace_of(tmp_path, mooncake(0, 4), record)
+
+
+def test_agents_are_nested_up_to_a_depth(tmp_path: Path) -> None:
+    entry: dict[str, Any] = {"t": 0.0, "in": 1, "out": 1}
+    for _ in range(32):
+        entry = {"type": "subagent", "requests": [entry]}
+    assert len(trace_of(tmp_path, {"block_size": 4, "requests": [entry]})) == 1
+    deeper = {"type": "subagent", "requests": [entry]}
+    with pytest.raises(InvalidArgument, match="requests: are nested deeper than the limit of 32"):
+        trace_of(tmp_path, {"block_size": 4, "requests": [deeper]})
 
 
 def test_a_trace_without_requests_is_refused(tmp_path: Path) -> None:

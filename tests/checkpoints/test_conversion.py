@@ -24,8 +24,7 @@ from jpaged.checkpoints import conversion, hub
 from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
 from jpaged.checkpoints.orbax import MANIFEST_FILE, MAX_MANIFEST_BYTES, PARAMS_FOLDER, OrbaxTensors, write_manifest
 from jpaged.checkpoints.orbax_writer import write_orbax
-from jpaged.checkpoints.safetensors_writer import StoredTensor
-from jpaged.checkpoints.tensor_files import MAX_INDEX_BYTES, TensorFiles
+from jpaged.checkpoints.tensor_files import MAX_INDEX_BYTES, StoredTensor, TensorFiles
 from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument, Unavailable, Unsupported
 from jpaged.models.hf_config import from_hf, to_hf

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jpaged.checkpoints import tensor_files
-from jpaged.checkpoints.adapters.config import read_lora_config
+from jpaged.checkpoints.adapters import read_lora_config
 from jpaged.checkpoints.hub import read_json
 from jpaged.checkpoints.tensor_files import INDEX_FILE, SINGLE_FILE, TensorFiles, read_bounded
 from jpaged.errors import InvalidArgument

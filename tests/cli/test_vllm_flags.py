@@ -336,6 +336,36 @@ def test_a_file_with_a_wrong_option_is_rejected_by_key(serve, file, text, proble
     assert error.value.field.startswith(str(file))
 
 
+DEPLOYMENTS = (
+    "--model=/mnt/models/ --download-dir=/cache --port=8080 --distributed-executor-backend=mp --tensor-parallel-size=2 "
+    "--max-model-len=2048 --enable-chunked-prefill --gpu-memory-utilization=0.95 --max-num-seqs=512",
+    "m --max-num-batched-tokens 8192 --kv-cache-dtype fp8 --trust-remote-code --disable-uvicorn-access-log "
+    '--no-enable-flashinfer-autotune --compilation-config {"cudagraph_mode":"FULL_AND_PIECEWISE"}',
+    "m --async-scheduling --max-cudagraph-capture-size 2048 --stream-interval 20 --no-enable-prefix-caching",
+    "m --enable-auto-tool-choice --tool-call-parser qwen3_coder --reasoning-parser qwen3 -ep -tp 8",
+    'm --speculative-config {"num_speculative_tokens":1,"method":"deepseek_mtp"} --enable-reasoning',
+    'm --kv-transfer-config {"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"} --block-size 128',
+    'm --kv-events-config {"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557","topic":"kv@p"} '
+    "--prefix-caching-hash-algo sha256_cbor",
+    'm --limit-mm-per-prompt {"image":4} --mm-processor-cache-type shm --allowed-local-media-path /data',
+    "m --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29501 -tp 8 -pp 2",
+    "m --enable-lora --lora-modules a=/a b=/b --max-loras 4 --max-lora-rank 64 --lora-extra-vocab-size 256",
+    "m --swap-space 16 --disable-log-stats --disable-log-requests --uvicorn-log-level warning --enable-prefix-caching",
+    "m --quantization awq --dtype half --enforce-eager --max-model-len 4k --guided-decoding-backend xgrammar",
+    "m --kv-offloading-size 64 --kv-offloading-backend native --disable-hybrid-kv-cache-manager",
+    "m --numa-bind --all2all-backend deepep_low_latency --enable-eplb --enable-dbo --disable-custom-all-reduce",
+    "m --num-scheduler-steps=8 --use-v2-block-manager --max-seq-len-to-capture 8192 --num-gpu-blocks-override 4096",
+)
+"""Command lines of charts, recipes and manifests."""
+
+
+@pytest.mark.parametrize("line", DEPLOYMENTS)
+def test_command_lines_of_deployments_are_accepted(serve, line):
+    found, notes = parse(serve, *line.split())
+    assert found["model"] in ("m", "/mnt/models/")
+    assert len(found) + len(notes) > 2
+
+
 def test_digits_of_a_file_stay_as_they_are_written(serve, tmp_path):
     file = tmp_path / "serve.yaml"
     file.write_text("api-key: 0123456701234567012345\nrevision: 0012345\nmax-model-len: 64\n")

@@ -101,6 +101,15 @@ async def test_every_line_gets_its_answer(tmp_path):
     )
 
 
+async def test_a_line_may_name_an_alias_of_the_model(tmp_path: Path) -> None:
+    bodies = simple(1, model="further") + simple(1, model="other")
+    source, target = write_input(tmp_path / "in", bodies), tmp_path / "out"
+    async with running(served_model_aliases=["further"]) as harness:
+        await run_batch(BatchOptions(source, target, harness.target), ignore)
+    found = results(target)
+    assert (found["c0"]["response"]["status_code"], found["c1"]["response"]["status_code"]) == (200, 404)
+
+
 def fallback_folder(tmp_path: Path) -> Path:
     """A folder of a tokenizer as SentencePiece makes them: bytes are tokens, and the first word has no space."""
     (tmp_path / "config.json").write_text((FOLDER / "config.json").read_text())

@@ -163,7 +163,7 @@ MISTAKES: dict[tuple[str, str], list[tuple[str, Any, str]]] = {
         (f"{GROUP}.restartPolicy", "None", "restartPolicy must be RecreateGroupOnPodRestart"),
         (f"{LEADER}.nodeSelector.cloud|google|com/gke-tpu-topology", "2x4", "2x4 does not have 16 chips"),
         (f"{LEADER}.containers.0.args", ["demo", "--tensor-parallel-size=16"], "are started differently"),
-        (f"{LEADER}.containers.0.args", ["demo", "--data-parallel-size=2"], "2 requires a single process"),
+        (f"{LEADER}.containers.0.args", ["demo", "--data-parallel-size=3"], "3 does not divide the 4 processes"),
         (
             f"{WORKER}.containers.0.livenessProbe.grpc.port",
             50051,

@@ -29,7 +29,8 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.io import AuxInputs, CascadeCosts, RopeLengthLimits
+from jpaged.engine.executor.aux_io import AuxInputs
+from jpaged.engine.executor.io import CascadeCosts, RopeLengthLimits
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jpaged import TokensPrompt
 from jpaged.checkpoints.weights import load_params
 from jpaged.device.executor import JaxExecutor
 from jpaged.errors import InvalidArgument
@@ -130,7 +131,7 @@ def test_a_model_with_state_is_served_with_what_it_supports(tmp_path: Path) -> N
         state_bytes = count_state_bytes(from_hf(case.config).layer_kinds, np.dtype(np.float32))
         assert serving.model.state_bytes_per_sequence == state_bytes
         assert (serving.config.cache.enable_prefix_caching, serving.config.cache.swap_space) == (False, 0.0)
-        prompts = [{"prompt_token_ids": prompt} for prompt in (golden["prompt"], *PROMPTS)]
+        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in (golden["prompt"], *PROMPTS)]
         params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
         outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     assert list(outputs[0]) == golden["tokens"][:24]

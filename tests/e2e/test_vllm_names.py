@@ -102,8 +102,10 @@ def test_log_probabilities_of_a_token_are_returned_once(open_model: Open) -> Non
     (output,) = open_model().generate([IDS], params)
     for position in output.outputs[0].logprobs:
         assert [one.token_id for one in position.asked] == [9, 7, 8]
-    with pytest.raises(InvalidArgument, match="logprobs: 1 is out of range: must be left out with logprob_token_ids"):
-        SamplingParams(logprobs=1, logprob_token_ids=[7])
+    same = SamplingParams(logprobs=2, logprob_token_ids=[7, 9])
+    assert (same.logprobs, same.clone()) == (None, SamplingParams(logprob_token_ids=[7, 9]))
+    with pytest.raises(InvalidArgument, match=r"^logprobs: 1 is out of range: must be left out with logprob_token_ids"):
+        SamplingParams(logprobs=1, logprob_token_ids=[7, 9])
 
 
 def test_the_kind_of_outputs_is_a_field() -> None:
@@ -130,7 +132,7 @@ def test_the_kind_of_outputs_is_a_field() -> None:
     ],
 )
 def test_parameters_that_would_change_the_result_are_refused_by_name(given: dict[str, Any]) -> None:
-    with pytest.raises(Unsupported, match=f"sampling.{next(iter(given))}: is not supported"):
+    with pytest.raises(Unsupported, match=f"^{next(iter(given))}: is not supported"):
         SamplingParams(**given)
 
 
@@ -302,11 +304,35 @@ def test_vectors_and_similarities(open_model: Open) -> None:
     assert len(llm.score(["a", "b"], ["c", "d"])) == 2
     with pytest.raises(InvalidArgument, match="data_1: 2 prompts are given for 3 in data_2"):
         llm.score(["a", "b"], ["c", "d", "e"])
+    for name, given in (("sleep", (1,)), ("wake_up", ()), ("collective_rpc", ("f",)), ("apply_model", (len,))):
+        with pytest.raises(Unsupported, match=f"^{name}: "):
+            getattr(llm, name)(*given)
+    with pytest.raises(Unsupported, match=r"^start_profile: use jax\.profiler"):
+        llm.start_profile()
     for call in (lambda: llm.classify("a"), lambda: llm.reward("a"), lambda: llm.encode("a", pooling_task="classify")):
         with pytest.raises(Unsupported, match=r"classify|reward"):
             call()
     with pytest.raises(Unsupported, match=r"pooling_params\.dimensions"):
         PoolingParams(dimensions=3)
+
+
+async def test_every_token_has_a_vector(open_model: Open) -> None:
+    llm, engine = open_model(), open_model(AsyncLLM)
+    raw = PoolingParams(use_activation=False)
+    (one,) = llm.encode([IDS], raw, pooling_task="token_embed")
+    values_te = one.outputs.data
+    assert isinstance(values_te, np.ndarray) and values_te.shape[0] == len(IDS) == len(one.prompt_token_ids)
+    for length in (1, len(IDS)):  # causal: a token's state is that of the prompt that ends with it
+        assert values_te[length - 1].tolist() == list(llm.embed([IDS[:length]])[0].values)
+    (units,) = llm.encode([IDS], PoolingParams(task="token_embed"))
+    assert np.allclose(np.linalg.norm(np.asarray(units.outputs.data), axis=1), 1.0)
+    params = PoolingParams(use_activation=False, task="token_embed")
+    found = [one async for one in engine.encode({"prompt_token_ids": IDS}, params, "a")]
+    assert np.array_equal(found[0].outputs.data, values_te)
+    with pytest.raises(Unsupported, match="use encode"):
+        llm.embed([IDS], pooling_params=PoolingParams(task="token_embed"))
+    with pytest.raises(InvalidArgument, match="pooling: 'all'"):
+        llm.embed([IDS], pooling="all")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import BucketTable
 from jpaged.engine.kv_cache.blocks import BlockPool, BlockTable
+from jpaged.engine.kv_cache.pinned import pin_limit
 from jpaged.engine.scheduler.output import padded_for_ranks
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong
 from jpaged.testing import SeveralStepsExecutor
@@ -35,9 +36,9 @@ def test_lives_on_two_devices_sample_every_token_as_if_alone(first: int) -> None
         Life(seed, kind=TwoRanks, **options).run()
 
 
-def harness(num_blocks: int = 8) -> Any:
+def harness(num_blocks: int = 8, **options: Any) -> Any:
     executor = TwoRanks(num_blocks=num_blocks, block_size=4, max_num_batched_tokens=32, max_model_len=64)
-    return Harness(executor=executor)
+    return Harness(executor=executor, **options)
 
 
 def ranks(h: Any) -> dict[str, int]:
@@ -84,12 +85,45 @@ def test_a_device_gets_its_share_of_the_rows_even_if_it_has_the_prefix_of_all() 
     h.run()
 
 
+def test_tokens_of_the_previous_step_preempt_no_request() -> None:
+    h = harness(num_blocks=60, policy="priority")
+    for first in (0, 1):
+        h.submit(f"low {first}", list(range(first, first + 40)), max_tokens=4, priority=5)
+    h.step()
+    h.step()
+    assert h.engine.load().num_running == 2
+    h.submit("high", [1, 2, 3], max_tokens=4, priority=0)
+    h.run()
+    assert h.engine.load().num_preemptions == 0
+
+
 def test_a_request_must_fit_onto_one_device() -> None:
     h = harness()
     with pytest.raises(RequestTooLong, match=r"over the whole pool \(32: 8 blocks of 4\)"):
         h.submit("long", list(range(30)), max_tokens=10)
     with pytest.raises(InvalidArgument, match=r"5 is over max_num_seqs over 2 devices \(4\)"):
         h.submit("wide", [1], n=5, max_tokens=1)
+
+
+def test_pinned_prefixes_leave_room_for_the_longest_request_on_every_device() -> None:
+    geometry = TwoRanks(num_blocks=20, block_size=4, max_model_len=64).geometry
+    assert (pin_limit(None, geometry), pin_limit(4, geometry)) == (4, 4)
+    with pytest.raises(InvalidArgument, match=r"5 is over 4: .* may need 16 of 20 blocks of a device"):
+        pin_limit(5, geometry)
+
+
+def test_a_limited_pool_leaves_room_for_each_request_on_a_device() -> None:
+    h = harness()
+    h.submit("needs six", list(range(10)), max_tokens=14)
+    h.step()
+    (refused,), (limited,) = h.engine.inspector.limit(11), h.engine.inspector.limit(12)
+    h.step()
+    assert "11 blocks are fewer than the 12" in str(refused.exception())
+    assert limited.exception() is None
+    h.submit("needs seven", list(range(30, 40)), max_tokens=18)
+    h.run()
+    assert len(h.tokens("needs six")) == 14
+    assert "into the pool of a device, which has 6 blocks" in str(h.last("needs seven").error)
 
 
 def test_a_part_of_the_pool_has_its_own_free_list() -> None:

@@ -85,7 +85,7 @@ def test_beams_and_other_fields_go_on_under_their_names() -> None:
         ({"until": 3}, "gen_kwargs.until"),
         ({"stop": [3]}, "gen_kwargs.stop"),
         ({"temperature": "hot"}, "gen_kwargs.temperature"),
-        ({"top_p": 2.0}, "sampling.top_p"),
+        ({"top_p": 2.0}, "top_p"),
     ],
 )
 def test_what_is_not_understood_is_named(asked: dict[str, Any], field: str) -> None:

@@ -56,7 +56,7 @@ async def send(client: openai.AsyncOpenAI, content: bytes, **options: Any) -> An
 
 async def once(client: openai.AsyncOpenAI, batch_id: str, is_there: Callable[[Any], bool]) -> Any:
     """Waits until a batch is as it is to be."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while True:
             batch = await client.batches.retrieve(batch_id)
             if is_there(batch):
@@ -564,7 +564,7 @@ async def test_a_slow_upload_is_ended(tmp_path: Path, monkeypatch: pytest.Monkey
         reader, writer = await asyncio.open_connection("127.0.0.1", harness.server.http_port)
         writer.write(b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n")
         writer.write(b"content-length: 1000\r\n\r\n--b\r\n")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             assert (await reader.readline()).startswith(b"HTTP/1.1 504")
             assert b"slower than" in await reader.readuntil(b"}}")
         writer.close()

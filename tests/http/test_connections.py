@@ -21,9 +21,9 @@ async def opened(harness: Harness) -> tuple[asyncio.StreamReader, asyncio.Stream
 
 
 async def rest(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the other side ends the connection; fails after 60 s."""
+    """What comes until the other side ends the connection; fails after 300 s."""
     found = b""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         with contextlib.suppress(ConnectionError):
             while part := await reader.read(4096):
                 found += part

@@ -10,7 +10,8 @@ import pydantic
 import pytest
 
 from jpaged.client import AsyncClient
-from jpaged.openai.responses import LOGPROBS
+from jpaged.errors import InvalidArgument
+from jpaged.openai.responses import LOGPROBS, parse_responses_request
 from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.testing import FakeExecutor, scripted
 from jpaged.types import SamplingParams
@@ -57,6 +58,47 @@ EXPECTED = [
     ("call", "weather", ARGUMENTS, "completed"),
     ("call", "now", "{}", "completed"),
 ]
+
+
+def test_allowed_tools_are_all_that_the_model_sees() -> None:
+    def chosen(tools: list[Any], mode: str = "auto") -> Any:
+        choice = {"type": "allowed_tools", "mode": mode, "tools": tools}
+        parsed = parse_responses_request({"input": "a", "tools": TOOLS, "tool_choice": choice})
+        options = parsed.job.prompts[0].chat_options
+        assert parsed.echoed["tool_choice"] == choice and len(parsed.echoed["tools"]) == len(TOOLS)
+        return [tool.name for tool in options.tools], options.choice.mode.value
+
+    now = {"type": "function", "name": "now"}
+    assert chosen([now]) == (["now"], "auto")
+    assert chosen([now], "required") == (["now"], "required")
+    assert chosen([{"type": "web_search"}]) == ([], "none")
+    for wrong, field in (
+        ([{**now, "name": "later"}], r"tool_choice.tools\[0\].name"),
+        ([{**now, "name": ["now"]}], r"tool_choice.tools\[0\].name"),
+        (["now"], r"tool_choice.tools\[0\]"),
+        ([], "tool_choice.tools"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"^{field}: "):
+            chosen(wrong)
+
+
+async def test_a_conversation_that_is_too_long_loses_its_oldest_turns() -> None:
+    turns = [{"role": role, "content": f"{i} " + "x" * 8} for i in range(6) for role in ("user", "assistant")]
+    items = [{"role": "system", "content": "Be brief."}, *turns, {"role": "user", "content": "last"}]
+    body = {"input": items, "max_output_tokens": 8}
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        refused = await client.post("/v1/responses", json=body)
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+        answer = (await client.post("/v1/responses", json={**body, "truncation": "auto"})).json()
+        assert answer["truncation"] == "auto" and 60 < answer["usage"]["input_tokens"] <= 120
+        counts = []
+        for num in range(1, 6):  # the longest conversation of whole turns that fits
+            kept = {"input": [items[0], *items[-1 - 2 * num :]]}
+            counted = await client.post("/v1/responses/input_tokens", json=kept)
+            counts.append(counted.json()["input_tokens"])
+        assert answer["usage"]["input_tokens"] == max(count for count in counts if count <= 120)
+        one = {"input": [{"role": "user", "content": "y" * 500}], "truncation": "auto"}
+        assert (await client.post("/v1/responses", json=one)).status_code == 400
 
 
 async def test_what_is_thought_said_and_called_are_items() -> None:
@@ -243,13 +285,13 @@ USER = {"role": "user", "content": "hi"}
         ({"input": "a", "previous_response_id": 7}, "previous_response_id", "not a string"),
         ({"input": "a", "conversation": "conv_1"}, "conversation", "previous_response_id"),
         ({"input": "a", "background": True, "store": False}, "background", "`store` is true"),
-        ({"input": "a", "truncation": "auto"}, "truncation", "remove items"),
+        ({"input": "a", "truncation": "most"}, "truncation", "'auto' or 'disabled'"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, None, ""),
         ({"input": "a", "tools": ["web_search"]}, "tools[0]", "an object with a type"),
         ({"input": "a", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"input": "a", "tool_choice": {"type": "web_search"}}, "tool_choice", "of the client"),
         ({"input": "a", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", ""),
-        ({"input": "a", "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice", "'auto'"),
+        ({"input": "a", "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.mode", "'auto'"),
         ({"input": "a", "max_tool_calls": 3}, None, ""),
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"input": "a", "include": ["surprise"]}, "include", "logprobs"),

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from jpaged.client import AsyncClient
-from jpaged.testing import with_adapters
+from jpaged.testing import ByteTokenizer, with_adapters
 from tests.server.harness import Harness, eventually, running
 
 
@@ -49,6 +49,37 @@ async def test_base64_is_float32_in_little_endian_order() -> None:
             assert np.allclose(np.frombuffer(base64.b64decode(other["embedding"]), "<f4"), one["embedding"])
 
 
+async def test_pooling_returns_a_vector_for_each_input_or_token() -> None:
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+
+        async def pooled(**body: Any) -> Any:
+            answer = await client.post("/pooling", json=body, headers={"x-request-id": "mine"})
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        raw = await pooled(model="fake", input=["one", [51, 52]], task="embed", use_activation=False)
+        assert (raw["id"], raw["object"], raw["model"]) == ("pooling-mine", "list", "fake")
+        assert [(one["index"], one["object"]) for one in raw["data"]] == [(0, "pooling"), (1, "pooling")]
+        plain = (await client.post("/v1/embeddings", json={"input": ["one", [51, 52]]})).json()
+        assert [one["data"] for one in raw["data"]] == [one["embedding"] for one in plain["data"]]
+        assert raw["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
+        units = await pooled(input="one")
+        assert np.isclose(np.linalg.norm(units["data"][0]["data"]), 1.0)
+
+        tokens = await pooled(input=["one", [51, 52]], task="token_embed", use_activation=False)
+        values = [np.array(one["data"]) for one in tokens["data"]]
+        assert [one.shape for one in values] == [(3, 3), (2, 3)]
+        assert [one[-1].tolist() for one in values] == [one["data"] for one in raw["data"]]
+        packed = await pooled(input="one", task="token_embed", use_activation=False, encoding_format="base64")
+        assert np.frombuffer(base64.b64decode(packed["data"][0]["data"]), "<f4").tolist() == values[0].ravel().tolist()
+        scaled = await pooled(input="one", task="token_embed", dimensions=3, truncate_prompt_tokens=2)
+        assert np.allclose(np.linalg.norm(scaled["data"][0]["data"], axis=1), [1.0, 1.0])
+        chat = await pooled(messages=[{"role": "user", "content": "one"}], task="token_embed")
+        assert len(chat["data"][0]["data"]) == chat["usage"]["prompt_tokens"] > 3
+        named = await client.post("/pooling", json={"input": "a", "request_id": "theirs"})
+        assert named.json()["id"] == "pooling-theirs" and named.headers["x-request-id"] == "theirs"
+
+
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
 async def test_pairs_and_continuations_are_scored(path: str) -> None:
     async with (
@@ -77,6 +108,17 @@ async def test_pairs_and_continuations_are_scored(path: str) -> None:
         ("/v1/embeddings", {"input": "a", "model": "other"}, 404, None),
         ("/v1/embeddings", {"input": "a" * 500}, 400, "input"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, 400, "text_2"),
+        ("/pooling", {"input": "a", "task": "classify"}, 400, "task"),
+        ("/pooling", {"input": "a", "task": "score"}, 400, "task"),
+        ("/pooling", {"input": "a", "dimensions": 2}, 400, "dimensions"),
+        ("/pooling", {"input": "a", "model": "other"}, 404, None),
+        ("/pooling", {"input": "a", "normalize": True}, 400, "normalize"),
+        ("/pooling", {"input": "a" * 500, "task": "token_embed"}, 400, "input"),
+        ("/pooling", {"data": {"image": "x"}}, 400, "data"),
+        ("/classify", {"input": "a"}, 501, None),
+        ("/classify", {"messages": [{"role": "user", "content": "a"}]}, 501, None),
+        ("/classify", {"input": "a", "model": "other"}, 404, None),
+        ("/classify", {"input": []}, 400, "input"),
         ("/v1/score", {"prompt": "a", "continuations": []}, 400, "continuations"),
     ],
 )
@@ -100,6 +142,34 @@ async def test_a_body_that_is_too_large_or_no_json_is_refused() -> None:
             as_json = {"content-type": "application/json"}
             refused = await client.post("/tokenize", content=content, headers=as_json)
             assert refused.status_code == 400 and refused.json()["error"]["param"] == "body"
+
+
+async def test_vectors_of_tokens_are_limited_before_they_are_computed() -> None:
+    async with (
+        running(http_port=0, max_response_size=0.0625) as harness,
+        httpx2.AsyncClient(base_url=harness.http_url) as client,
+    ):
+        body = {"input": [[1] * 100] * 10, "task": "token_embed"}
+        refused = await client.post("/pooling", json=body)
+        assert refused.status_code == 400 and "max_response_size" in refused.json()["error"]["message"]
+        assert harness.executor.num_steps == 0
+        assert (await client.post("/pooling", json={**body, "encoding_format": "base64"})).status_code == 200
+
+
+async def test_special_tokens_are_left_out_of_pooled_texts_on_demand() -> None:
+    class Tokenizer(ByteTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            return [1] * add_special_tokens + super().encode(text)
+
+    async with (
+        running(tokenizer=Tokenizer(), http_port=0) as harness,
+        httpx2.AsyncClient(base_url=harness.http_url) as client,
+    ):
+        for added in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+            answer = await client.post("/pooling", json={"input": ["a", [7]], **added})
+            assert answer.json()["usage"]["prompt_tokens"] == 2 + added.get("add_special_tokens", True)
+        answer = await client.post("/classify", json={"input": "a", "add_special_tokens": "no"})
+        assert answer.json()["error"]["param"] == "add_special_tokens"
 
 
 async def test_a_model_may_be_an_adapters_name(tmp_path: Path) -> None:

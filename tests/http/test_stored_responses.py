@@ -10,8 +10,9 @@ import httpx2
 import openai
 import pytest
 
-from jpaged.errors import AlreadyExists, InvalidArgument, LimitExceeded, NotFound, QueueFull
-from jpaged.http.responses import BackgroundRun, ResponseStore, StoredResponse, StoredTurn
+from jpaged import json_text
+from jpaged.errors import AlreadyExists, InvalidArgument, LimitExceeded, NotFound, QueueFull, RequestTooLong
+from jpaged.http.response_store import BackgroundRun, ReferredItems, ResponseStore, StoredResponse, StoredTurn
 from jpaged.openai.request import LenientBody
 from jpaged.openai.response_input import custom_input, open_reasoning, seal_reasoning
 from jpaged.openai.responses import StoredTurns, continued_items, listed_items, parse_responses_request
@@ -77,7 +78,7 @@ def test_a_tenant_with_few_responses_keeps_them_when_another_fills_the_store() -
         with pytest.raises(NotFound):
             store.find(owner, "mine")
         with pytest.raises(NotFound):
-            store.find_item(owner, "msg_mine_0")
+            ReferredItems(store, owner, 1 << 20).find("msg_mine_0")
 
 
 def test_shared_turns_count_once_and_outlive_the_response_that_began_them() -> None:
@@ -130,6 +131,59 @@ def test_a_response_expires() -> None:
     with pytest.raises(NotFound, match="expired"):
         store.find("", "a")
     assert store.add(entry("c")) and len(store) == 2
+
+
+def test_a_response_that_is_updated_expires_later() -> None:
+    now = [0.0]
+    store = ResponseStore(9 * ONE, 9, 1.0, 60.0, lambda: now[0])
+    ran, other = entry("ran"), entry("other")
+    assert store.add(ran) and store.add(other)
+    now[0] = 59.0
+    store.update(ran, b"{}", StoredTurn())
+    now[0] = 61.0
+    assert store.find("", "ran") is ran and store.add(entry("c")) and not store.holds(other)
+
+
+def test_items_that_are_referred_to_count_each_time_and_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ResponseStore(99 * ONE, 99, 1.0, 60.0)
+    items: list[dict[str, Any]] = [{"id": one, **USER} for one in ("msg_a_in0", 3, "msg_a_in1")]
+    assert store.add(StoredResponse("me", "resp_a", b"{}", (), StoredTurn(items)))
+    reads: list[StoredTurn] = []
+    read = StoredTurn.read
+
+    def counted(turn: StoredTurn) -> list[dict[str, Any]]:
+        reads.append(turn)
+        return read(turn)
+
+    monkeypatch.setattr(StoredTurn, "read", counted)
+    referred = ReferredItems(store, "me", 4 * len(json_text.dumps(items[0])))
+    for name in ("msg_a_in0", "msg_a_in1") * 2:
+        assert referred.find(name)["id"] == name
+    assert len(reads) == 2
+    for name in ("msg_a_in2", "msg_b_in0", "", "_"):
+        with pytest.raises(NotFound):
+            referred.find(name)
+    with pytest.raises(RequestTooLong, match="max_request_size"):
+        referred.find("msg_a_in0")
+
+
+def test_more_tools_than_a_chat_may_have_are_refused_at_once() -> None:
+    tools = [{"type": "function", "name": f"f{i % 600}"} for i in range(4000)]
+    for body in ({"input": "a", "tools": tools}, {"input": [USER, {"type": "additional_tools", "tools": tools}]}):
+        with pytest.raises(InvalidArgument, match=r"^tools: more than 512 tools"):
+            parse_responses_request(body)
+
+
+def test_reasoning_between_a_message_and_a_call_stays_between_them() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    said = {"role": "assistant", "content": "I look."}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    parsed = parse_responses_request({"input": [USER, thought("A"), said, thought("B"), call, call]})
+    found = parsed.job.prompts[0].messages or ()
+    assert [(one.get("reasoning_content"), one["content"]) for one in found[1:]] == [("A", "I look."), ("B", None)]
+    assert [len(one.get("tool_calls", ())) for one in found[1:]] == [0, 2]
 
 
 def test_a_store_of_no_bytes_stores_nothing() -> None:
@@ -320,7 +374,7 @@ def test_additional_tools_take_the_place_of_tools_of_the_same_name() -> None:
     added = {"type": "additional_tools", "role": "developer", "tools": [tool("a", "new"), tool("c", "new", "custom")]}
     parsed = parse_responses_request({"input": [USER, added], "tools": [tool("a", "old"), tool("b", "old")]})
     tools = [(one.name, one.description) for one in parsed.job.prompts[0].chat_options.tools]
-    assert tools == [("b", "old"), ("a", "new"), ("c", "new")] and list(parsed.renamed) == ["c"]
+    assert tools == [("a", "new"), ("b", "old"), ("c", "new")] and list(parsed.renamed) == ["c"]
     with pytest.raises(InvalidArgument, match=r"^tools\[1\]\.name"):
         parse_responses_request({"input": "a", "tools": [tool("a", "old"), tool("a", "new")]})
 
@@ -501,6 +555,9 @@ async def test_a_stream_in_the_background_can_be_left_and_taken_up_again() -> No
         assert last.type == "response.incomplete" and last.response.usage.output_tokens == 60
         again = [event async for event in await client.responses.retrieve(first.response.id, stream=True)]
         assert [event.to_dict() for event in again] == [event.to_dict() for event in (*seen, *rest)]
+        end: Any = rest[-1].sequence_number
+        after = await client.responses.retrieve(first.response.id, stream=True, starting_after=end)
+        assert [event async for event in after] == []
         text = "".join(event.delta for event in again if event.type == "response.output_text.delta")
         assert text == (await client.responses.retrieve(first.response.id)).output_text
 

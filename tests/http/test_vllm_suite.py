@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.http.vllm_suite.run import Expected, compare, read_outcomes, summary
+from tests.http.vllm_suite.run import Expected, compare, compare_files, read_outcomes, summary
 
 REPORT = """<testsuites><testsuite>
 <testcase file="tests/entrypoints/a.py" name="test_one[x]"/>
@@ -44,10 +44,20 @@ def test_a_report_is_compared_with_the_expected_failures(tmp_path: Path) -> None
     ]
 
 
+def test_every_file_of_vllm_is_listed_or_excluded() -> None:
+    expected = Expected("1", {"a.py": {}, "old.py": {}}, {"units/": "why", "b/c.py": "why", "gone/": "why"})
+    assert compare_files(expected, ["a.py", "b/c.py", "b/d.py", "units/x/e.py"]) == [
+        "not listed: b/d.py",
+        "not in vLLM: gone/",
+        "not in vLLM: old.py",
+    ]
+
+
 def test_every_expected_failure_has_a_reason() -> None:
     expected = Expected.read()
     reasons = [reason for rows in expected.failures.values() for reason in rows.values()]
-    assert expected.version and reasons and all(len(reason) > 10 for reason in reasons)
+    assert expected.version and reasons and all(len(reason) > 10 for reason in (*reasons, *expected.not_run.values()))
+    assert expected.not_run and expected.not_run.keys().isdisjoint(expected.failures)
 
 
 def test_a_failure_without_a_reason_is_refused(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def test_a_convolution_does_not_depend_on_where_a_sequence_is_cut(num_taps: int)
         ([2, 9, 3], [(3, 1), (2, 2), (1, 3)]),  # two rows exchange their slots
     ]
     states = jnp.full((2, NUM_SLOTS, WIDTH * (num_taps - 1)), 7.0, jnp.float32)
-    carry, done, got = StatefulPool((), (states,)), [0, 0, 5], [[], [], []]
+    carry, done = StatefulPool((), (states,)), [0, 0, 5]
+    got: list[list[np.ndarray]] = [[], [], []]
 
     @jax.jit
     def step(carry: StatefulPool, u_te: jax.Array, rows: RecurrentRows) -> tuple[jax.Array, StatefulPool]:
@@ -105,7 +106,8 @@ def test_the_delta_rule_has_the_same_bits_in_every_cut_and_company() -> None:
 
     @jax.jit
     def step(parts: list[jax.Array], state: jax.Array, rows: RecurrentRows) -> tuple[jax.Array, jax.Array]:
-        return gated_delta_rule(*parts, state, rows)
+        q, k, v, decays, strengths = parts
+        return gated_delta_rule(q, k, v, decays, strengths, state, rows)
 
     def run(one: list[np.ndarray], cuts: list[int], others: list[int], size: int) -> tuple[np.ndarray, np.ndarray]:
         """Runs a sequence in chunks as the second row, next to rows of other lengths, padded to a size."""

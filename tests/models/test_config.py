@@ -235,7 +235,6 @@ def test_generation_config_names_the_tokens_that_end_a_sequence() -> None:
         ({"architectures": ["BloomForCausalLM"]}, "'BloomForCausalLM' is not supported; supported: LlamaForCausalLM"),
         ({"hidden_act": "tanh"}, "hidden_act is 'tanh'; supported: silu, swish"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"pretraining_tp": 2}, "pretraining_tp is 2"),
         ({"num_local_experts": 8}, "num_local_experts=8"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder is True"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
@@ -499,9 +498,9 @@ GPT2_NAMES: Mapping[str, object] = {
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"architectures": ["Qwen3NextForCausalLM"]}, "the closest is Qwen3"),
+        ({"architectures": ["Qwen4NextForCausalLM"]}, "the closest is Qwen3"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "the closest is LlamaForCausalLM; docs/models.md"),
-        ({"architectures": None, "model_type": "qwen3_next"}, "model_type 'qwen3_next' is not supported; supported: "),
+        ({"architectures": None, "model_type": "qwen4_next"}, "model_type 'qwen4_next' is not supported; supported: "),
     ],
 )
 def test_an_unsupported_model_is_refused_with_the_closest_one(given: Mapping[str, object], named: str) -> None:

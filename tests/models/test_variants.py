@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jpaged.checkpoints.names import num_params
+from jpaged.checkpoints.names import model_leaves, num_params
 from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.experts import route
@@ -21,6 +22,7 @@ from jpaged.models.decoder.config import QueryScale
 from jpaged.models.hf_config import from_hf, to_hf
 from jpaged.models.model import Model
 from jpaged.models.registry import find_family
+from jpaged.models.rope import inverse_frequencies
 from tests.models import dense
 from tests.models.tiny import TinyCase, tensors, tiny_case
 
@@ -91,6 +93,12 @@ def test_layers_with_a_window_have_another_rotation() -> None:
         ("hunyuan_v1_moe", {"moe_topk": [2, 1, 2]}, "moe_topk differs between layers"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "dense"]}, "a dense layer after a sparse one"),
         ("granite", {"new_scale_factor": 2.0}, "new_scale_factor=2.0"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min is 0.1; the limit is 1e-06"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list has other numbers than 1"),
+        ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias is False"),
+        ("hunyuan_v1_moe", {"n_group": 2}, "n_group is 2; hunyuan_v1_moe supports only False or 1"),
+        ("hunyuan_v1_moe", {"routed_scaling_factor": 2.0}, "routed_scaling_factor is 2.0"),
+        ("stablelm", {"rope_pct": 0.75}, "rope_pct=0.75"),
     ],
 )
 def test_settings_that_are_not_supported_are_refused_by_name(
@@ -104,9 +112,60 @@ def test_llama_4_is_limited_to_the_length_of_its_chunks_and_to_one_expert() -> N
     config = read("llama4_text", max_position_embeddings=10485760, attention_chunk_size=8192)
     assert config.max_model_len == 8192
     assert config.query_scale == QueryScale(0.3, 8, offset=1, is_global=True)
-    assert read("llama4_text", attn_temperature_tuning=False).query_scale is None
+    for off in (False, 0):
+        assert read("llama4_text", attn_temperature_tuning=off).query_scale is None
+    assert read("llama4_text", attn_temperature_tuning=4) == read("llama4_text")
+    with pytest.raises(InvalidArgument, match="attn_temperature_tuning: is 'yes'"):
+        read("llama4_text", attn_temperature_tuning="yes")
     with pytest.raises(InvalidArgument, match="only one expert per token"):
         read("llama4_text", num_experts_per_tok=2)
+
+
+def test_the_period_of_windows_has_two_names_and_counts_only_without_a_list() -> None:
+    types = tiny_case("cohere2").config["layer_types"]
+    for name in ("sliding_window_pattern", "_sliding_window_pattern"):
+        windows = [kind.sliding_window for kind in read("cohere2", layer_types=None, **{name: 2}).attention_kinds]
+        assert [window is None for window in windows] == [index % 2 == 1 for index in range(len(windows))]
+        assert read("cohere2", layer_types=types, **{name: 2}) == read("cohere2")
+
+
+@pytest.mark.parametrize("name", ["ministral3", "mistral4"])
+def test_a_language_model_with_images_has_the_shape_of_its_own_class(name: str) -> None:
+    """The config and the leaves are those of the model alone, under another prefix."""
+    inner = {key: value for key, value in tiny_case(name).config.items() if key != "architectures"}
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": inner}
+    config = from_hf(whole)
+    assert from_hf(to_hf(config)) == config
+    assert dataclasses.replace(config, architecture=read(name).architecture) == read(name)
+    alone, inside = model_leaves(read(name)), model_leaves(config)
+    for mine, theirs in zip(inside.layers, alone.layers, strict=True):
+        assert [leaf.path for leaf in mine] == [leaf.path for leaf in theirs]
+
+
+def test_the_length_of_command_r_is_not_that_of_its_pretraining() -> None:
+    assert read("cohere", model_max_length=131072).max_model_len == 131072
+
+
+def test_phi_moe_has_its_length_of_pretraining_in_either_place() -> None:
+    pairs = read("phimoe").head_dim // 2
+    factors = {"short_factor": [1.0] * pairs, "long_factor": [2.0] * pairs}
+    section = {"rope_type": "longrope", "short_mscale": 1.2, "long_mscale": 1.2, **factors}
+    outside = read("phimoe", rope_parameters=section, original_max_position_embeddings=8)
+    assert outside == read("phimoe", rope_parameters={**section, "original_max_position_embeddings": 8})
+    assert outside.ropes[0].original_max_position_embeddings == 8
+    with pytest.raises(Unsupported, match=r"long_mscale is 1\.2; it must equal short_mscale, 1\.1"):
+        read("phimoe", rope_parameters={**section, "short_mscale": 1.1})
+
+
+def test_a_rope_of_llama_3_without_a_blend_has_long_and_short_wavelengths_only() -> None:
+    """As published with Llama 4 Scout, whose two factors are equal."""
+    section = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    config = read("llama4_text", rope_parameters={**section, "original_max_position_embeddings": 64})
+    plain = inverse_frequencies(read("llama4_text").ropes[0], config.head_dim)
+    is_long = 2 * np.pi / plain > 64
+    assert 0 < is_long.sum() < len(plain)
+    got = inverse_frequencies(config.ropes[0], config.head_dim)
+    np.testing.assert_array_equal(got, np.where(is_long, plain / np.float32(16), plain))
 
 
 def test_multipliers_survive_being_written() -> None:
@@ -280,6 +339,129 @@ PUBLISHED: dict[str, dict[str, object]] = {
         "tie_word_embeddings": True,
         "use_bias": False,
     },
+    "llama-4-scout": {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "model_type": "llama4",
+        "boi_token_index": 200080,
+        "eoi_token_index": 200081,
+        "image_token_index": 200092,
+        "vision_config": {"hidden_size": 1408},
+        "text_config": {
+            **sizes(48, 5120, 8192, 40, 8, 202048),
+            "model_type": "llama4_text",
+            "_attn_implementation_autoset": True,
+            "attention_bias": False,
+            "attention_chunk_size": 8192,
+            "attn_scale": 0.1,
+            "attn_temperature_tuning": 4,
+            "cache_implementation": "hybrid",
+            "floor_scale": 8192,
+            "for_llm_compressor": False,
+            "head_dim": 128,
+            "interleave_moe_layer_step": 1,
+            "intermediate_size_mlp": 16384,
+            "max_position_embeddings": 10485760,
+            "moe_layers": [*range(48)],
+            "no_rope_layers": [1, 1, 1, 0] * 12,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 16,
+            "rope_scaling": {
+                "factor": 16.0,
+                "high_freq_factor": 1.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0,
+            "use_qk_norm": True,
+        },
+    },
+    "phi-3.5-moe": {
+        "architectures": ["PhiMoEForCausalLM"],
+        "model_type": "phimoe",
+        **sizes(32, 4096, 6400, 32, 8, 32064),
+        "attention_bias": True,
+        "hidden_dropout": 0.0,
+        "input_jitter_noise": 0.01,
+        "lm_head_bias": True,
+        "max_position_embeddings": 131072,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 16,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {
+            "long_factor": [2.0] * 64,
+            "long_mscale": 1.243163121016122,
+            "original_max_position_embeddings": 4096,
+            "short_factor": [1.0] * 64,
+            "short_mscale": 1.243163121016122,
+            "type": "longrope",
+        },
+        "rope_theta": 10000.0,
+        "router_jitter_noise": 0.01,
+        "sliding_window": 131072,
+    },
+    "smollm3": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        **sizes(36, 2048, 11008, 16, 4, 128256),
+        "layer_types": ["full_attention"] * 36,
+        "max_position_embeddings": 65536,
+        "max_window_layers": 28,
+        "mlp_bias": False,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 9,
+        "pretraining_tp": 2,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+    },
+    "hunyuan-a13b": {
+        "architectures": ["HunYuanMoEV1ForCausalLM"],
+        "model_type": "hunyuan_v1_moe",
+        **sizes(32, 4096, 3072, 32, 8, 128167),
+        "add_classification_head": False,
+        "attention_head_dim": 128,
+        "cla_share_factor": 2,
+        "class_num": 0,
+        "dense_list": [4096, 0],
+        "group_limited_greedy": False,
+        "max_position_embeddings": 32768,
+        "mlp_bias": False,
+        "moe_drop_tokens": False,
+        "moe_intermediate_size": [3072] * 32,
+        "moe_layer_num_skipped": 0,
+        "moe_random_routing_dropped_token": False,
+        "moe_topk": [8] * 32,
+        "n_group": False,
+        "norm_topk_prob": True,
+        "norm_type": "rms",
+        "num_experts": 64,
+        "num_shared_expert": [1] * 32,
+        "pool_type": "last",
+        "position_embedding_xdrope": False,
+        "rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "type": "dynamic"},
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": True,
+        "topk_group": False,
+        "use_cla": False,
+        "use_mixed_mlp_moe": True,
+        "use_mla": False,
+        "use_qk_norm": True,
+    },
+    "command-r": {
+        "architectures": ["CohereForCausalLM"],
+        "model_type": "cohere",
+        **sizes(40, 8192, 22528, 64, 64, 256000),
+        "tie_word_embeddings": True,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.0625,
+        "max_position_embeddings": 8192,
+        "model_max_length": 131072,
+        "pretraining_tp": 1,
+        "rope_theta": 8000000.0,
+        "use_qk_norm": False,
+    },
     "yi-6b": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -288,7 +470,18 @@ PUBLISHED: dict[str, dict[str, object]] = {
         "rope_theta": 5000000.0,
     },
 }
-NUM_PARAMS = {"kimi-k2": 1026, "glm-4.5-air": 106, "minimax-m2": 228, "ernie-4.5-21b-a3b": 21, "yi-6b": 6}
+NUM_PARAMS = {
+    "kimi-k2": 1026,
+    "glm-4.5-air": 106,
+    "minimax-m2": 228,
+    "ernie-4.5-21b-a3b": 21,
+    "llama-4-scout": 107,
+    "phi-3.5-moe": 41,
+    "smollm3": 3,
+    "hunyuan-a13b": 80,
+    "command-r": 34,
+    "yi-6b": 6,
+}
 """In billions, rounded down."""
 
 

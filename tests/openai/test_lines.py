@@ -467,7 +467,7 @@ def test_a_completion_line_is_openais():
 def test_a_chat_line_is_openais():
     body = json.loads(success_line("c", parse_job(chat()), OUTPUT, model="m", token_text=shown))["response"]["body"]
     assert body["object"] == "chat.completion"
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": "ab"}
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "ab", "reasoning": None}
     first = body["choices"][0]["logprobs"]["content"][0]
     assert (first["token"], first["bytes"], first["logprob"]) == ("a", [97], -1.0)
     assert [token["token"] for token in first["top_logprobs"]] == ["a", "c"]

@@ -10,7 +10,16 @@ import pytest
 from docs.site.vllm_fields import OWN
 from jpaged.anthropic import MessagesRequest, parse_messages_request
 from jpaged.errors import InvalidArgument
-from jpaged.openai.embeddings import embed_job, parse_detokenize_job, parse_tokenize_job, rerank_job, score_job
+from jpaged.openai.embeddings import (
+    PoolingJob,
+    classify_job,
+    embed_job,
+    parse_detokenize_job,
+    parse_tokenize_job,
+    pooling_job,
+    rerank_job,
+    score_job,
+)
 from jpaged.openai.lines import BadLine, parse_job, parse_request_line
 from jpaged.openai.request import (
     EVERYWHERE,
@@ -35,6 +44,8 @@ READERS: dict[str, tuple[Callable[[Mapping[str, Any]], Any], dict[str, Any]]] = 
     "/v1/responses": (parse_responses_request, {"input": "x"}),
     "/v1/messages": (parse_messages_request, {"messages": MESSAGES, "max_tokens": 9}),
     "/v1/embeddings": (embed_job, {"input": "x"}),
+    "/pooling": (pooling_job, {"input": "x"}),
+    "/classify": (classify_job, {"input": "x"}),
     "/v1/score": (score_job, {"text_1": "x", "text_2": "y"}),
     "/v1/rerank": (rerank_job, {"query": "x", "documents": ["y"]}),
     "/tokenize": (parse_tokenize_job, {"prompt": "x"}),
@@ -154,6 +165,8 @@ def plain(value: Any) -> Any:
     """Return what was read, with one form of values that are the same and without notes of the caller."""
     if isinstance(value, ResponsesRequest | MessagesRequest):
         return plain(value.job)
+    if isinstance(value, PoolingJob):
+        return replace(value, request_id="")
     if not isinstance(value, Job):
         return value
     sampling = replace(value.sampling, top_k=max(0, value.sampling.top_k), best_of=None)

@@ -175,6 +175,8 @@ def test_a_body_without_optional_fields_has_the_documented_defaults():
     assert score_job({"prompt": "p", "continuations": ["c"]}) == ScoreJob("p", ("c",), PLAIN)
     assert score_job({"text_1": "a", "text_2": "b"}) == SimilarityJob((("a", "b"),), PLAIN, "last", None)
     ranked = rerank_job({"query": "q", "documents": ["a", "b"]})
+    for found, name in ((score_job({"queries": "a", "documents": "b"}), "queries"), (ranked, "query")):
+        assert isinstance(found, SimilarityJob) and found.name == name
     assert ranked == SimilarityJob((("q", "a"), ("q", "b")), PLAIN, "last", 2)
 
     tokenize = {"add_special_tokens": True, "wants_texts": False, "model": None}

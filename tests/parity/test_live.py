@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,7 +107,13 @@ def test_a_gemma_that_reads_images_answers_texts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "text"), [("mistral3", "mistral_window"), ("mistral3", "ministral3"), ("llama4", "llama4_text")]
+    ("model_type", "text"),
+    [
+        ("mistral3", "mistral_window"),
+        ("mistral3", "ministral3"),
+        ("mistral3", "mistral4"),
+        ("llama4", "llama4_text"),
+    ],
 )
 def test_a_model_that_reads_images_answers_texts(model_type: str, text: str, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText
@@ -127,6 +134,24 @@ def test_a_model_that_reads_images_answers_texts(model_type: str, text: str, tmp
     assert from_hf(to_hf(model.config)) == model.config
     ours = dense.logits(model, load_params(model, tmp_path, "loop"), token_ids, len(token_ids))
     np.testing.assert_allclose(ours, make.logits(theirs, token_ids), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["phimoe", "llama4_text"])
+def test_published_ropes_that_no_checkpoint_has_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """At lengths up to that of pretraining: beyond it, transformers keeps the short factors of Phi-3.5-MoE."""
+    case = tiny_case(name)
+    head_dim = from_hf(case.config).head_dim
+    factors = np.linspace(1, 3, head_dim // 2)
+    phimoe: dict[str, object] = {"rope_type": "longrope", "short_mscale": 1.2, "long_mscale": 1.2}
+    phimoe |= {"short_factor": factors.tolist(), "long_factor": (2 * factors).tolist()}
+    llama4 = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    rope = {"phimoe": phimoe, "llama4_text": llama4}[name] | {"original_max_position_embeddings": 48}
+    write_checkpoint(case, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**case.config, "rope_parameters": rope}), encoding="utf-8")
+    model = Model(read_config(tmp_path), FLOAT32)
+    token_ids = random_ids(40)
+    ours = dense.logits(model, load_params(model, tmp_path, "loop"), token_ids, len(token_ids))
+    np.testing.assert_allclose(ours, make.logits(make.load(tmp_path), token_ids), rtol=0, atol=1e-4)
 
 
 def test_positions_far_out_keep_their_frequencies(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ async def health_of(router: Routed, service: str = "") -> Any:
 
 async def until_health(router: Routed, wanted: Any) -> None:
     stub: Any = health_pb2_grpc.HealthStub(router.channel)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         async for answer in stub.Watch(health_pb2.HealthCheckRequest()):
             if answer.status == wanted:
                 return

@@ -61,7 +61,7 @@ async def test_what_goes_ahead_of_a_stream_and_behind_an_error_goes_through():
     async with server() as harness, routed(harness.target) as router:
         harness.faults.gate.clear()
         call = router.inference.Generate(request(request_id="mine"))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             ahead = dict(await call.initial_metadata())
         assert ahead["x-jpaged-request-id"] == "mine"
         harness.faults.release()

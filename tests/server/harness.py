@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,18 @@ def make_serving(
         eos_token_ids=frozenset({EOS}),
         answering=ChatOutputConfig(tokenizer, answer_format, frozenset({EOS})),
     )
-    return LoadedModel(engine, input_processor, tokenizer, MODEL, BACKEND, config, adapters, checkpoint=CHECKPOINT)
+    model = replace(MODEL, aliases=tuple(config.server.served_model_aliases))
+    return LoadedModel(
+        engine,
+        input_processor,
+        tokenizer,
+        model,
+        BACKEND,
+        config,
+        adapters,
+        checkpoint=CHECKPOINT,
+        hidden_size=3,
+    )
 
 
 @asynccontextmanager
@@ -162,16 +173,16 @@ def request(text: str = "hello", *, request_id: str | None = None, **sampling: A
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    """Waits for something that another thread brings about; fails after 60 s."""
-    until = asyncio.get_running_loop().time() + 60
+    """Waits for something that another thread brings about; fails after 300 s."""
+    until = asyncio.get_running_loop().time() + 300
     while not condition():
         assert asyncio.get_running_loop().time() < until
         await asyncio.sleep(0.002)
 
 
 async def collect(call: Any) -> list[inference_pb2.GenerateResponse]:
-    """All messages of a call that must end within 60 s."""
-    async with asyncio.timeout(60):
+    """All messages of a call that must end within 300 s."""
+    async with asyncio.timeout(300):
         messages = []
         while (message := await call.read()) is not aio.EOF:
             messages.append(message)

@@ -32,7 +32,7 @@ async def replica(faults: Faults) -> AsyncIterator[Replica]:
 async def all_of(
     replica: Replica, message: inference_pb2.GenerateRequest, metadata: tuple[tuple[str, str], ...] = ()
 ) -> list[inference_pb2.GenerateResponse]:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         return [response async for response in replica.generate(message, metadata)]
 
 

@@ -57,9 +57,9 @@ def input_processor():
     ],
 )
 def test_a_sampling_value_out_of_range_is_named(field, value):
-    with pytest.raises(InvalidArgument, match=rf"sampling\.{field}: .*must be") as error:
+    with pytest.raises(InvalidArgument, match=rf"^{field}: .*must be") as error:
         SamplingParams(**{field: value})
-    assert error.value.field == f"sampling.{field}"
+    assert error.value.field == field
 
 
 def beyond(limit: float) -> float:
@@ -97,7 +97,7 @@ LIMITS: list[tuple[str, Any, Any]] = [
     ("logit_bias", {0: -100.0}, {0: beyond(-100.0)}),
     ("logit_bias", {0: 1.0}, {-1: 1.0}),
     ("logit_bias", dict.fromkeys(range(300), 1.0), dict.fromkeys(range(301), 1.0)),
-    ("logprob_token_ids", range(32), range(33)),
+    ("logprob_token_ids", range(128), range(129)),
     ("logprob_token_ids", [0], [-1]),
     ("allowed_token_ids", [0], [-1]),
     ("allowed_token_ids", [0], []),
@@ -137,7 +137,7 @@ def test_sampling_values_pass_up_to_their_limits_and_no_further():
         SamplingParams(**{name: last}, **others)
         with pytest.raises(InvalidArgument) as error:
             SamplingParams(**{name: out}, **others)
-        assert error.value.field.partition("[")[0] == f"sampling.{name}"
+        assert error.value.field.partition("[")[0] == name
 
 
 def test_a_single_stop_string_is_a_list_of_one():

@@ -139,5 +139,5 @@ def test_a_vector_is_scaled_where_that_is_wanted_and_not_where_it_has_no_length(
     assert get_embedding(output(embedding=(3.0, 4.0))).values == (3.0, 4.0)
     assert get_embedding(output(embedding=(3.0, 4.0)), normalize=True).values == (0.6, 0.8)
     assert get_embedding(output(embedding=(0.0, 0.0)), normalize=True).values == (0.0, 0.0)
-    with pytest.raises(InternalError, match="'r' has no hidden states"):
+    with pytest.raises(InternalError, match="'r' has no pooled hidden states"):
         get_embedding(output())

@@ -90,8 +90,7 @@ class Offline:
         report = StartupReport(stream)
         values = {"wait_for_all_programs": True, **defaults, **config_values(arguments)}
         model = values.pop("model")
-        parallel = config.parallel
-        num_devices = parallel.tensor_parallel_size * parallel.context_parallel_size * parallel.data_parallel_size
+        num_devices = config.parallel.num_devices
         if arguments.hardware in ("auto", "cpu"):
             report.line("measuring the machine's bandwidth and FLOP/s")
         limits, reason = get_limits(arguments.hardware, _dtype_on_cpu(config), num_devices)

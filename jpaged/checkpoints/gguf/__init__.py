@@ -3,7 +3,6 @@
 file.py       the file: location, mapping, metadata and tensors
 config.py     metadata -> a Hugging Face config
 blocks.py     the types of tensors -> values, scales and zero points
-tensors.py    the file as a source of tensors, under the names of Hugging Face
-scheme.py     matrices that stay quantized, and their formats
+tensors.py    the file as a source of tensors, under the names of Hugging Face; matrices that stay quantized
 tokenizer.py  metadata -> tokens, end-of-text tokens, and a tokenizer
 """

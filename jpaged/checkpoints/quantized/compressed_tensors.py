@@ -27,8 +27,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jpaged.checkpoints.quantized.fp8 import block_sizes, one_number, read_fp8
-from jpaged.checkpoints.quantized.mxfp4 import not_a_power, powers_of_two, unpack_e2m1
+from jpaged.checkpoints.quantized.floats import (
+    block_sizes,
+    not_a_power,
+    one_number,
+    powers_of_two,
+    read_fp8,
+    unpack_e2m1,
+)
 from jpaged.checkpoints.quantized.scheme import (
     FLOATS,
     MatrixPart,

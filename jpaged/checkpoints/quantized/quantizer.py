@@ -32,8 +32,7 @@ from jpaged.checkpoints.finite import refuse_tensor
 from jpaged.checkpoints.names import model_leaves
 from jpaged.checkpoints.quantized.compressed_tensors import FLOATING, PACKED
 from jpaged.checkpoints.quantized.scheme import Shape, StoredMatrix, numbers_to_words
-from jpaged.checkpoints.safetensors_writer import StoredTensor
-from jpaged.checkpoints.tensor_files import TensorSource, read_weight
+from jpaged.checkpoints.tensor_files import StoredTensor, TensorSource, read_weight
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.matmul.quantized import round_to
 from jpaged.kernels.matrix_format import NUM_BITS, MatrixFormat

@@ -32,7 +32,7 @@ from jpaged import json_text
 from jpaged.device.compilation.compile import ProgramSpec, compiler_options
 from jpaged.device.compilation.program_registry import CompiledProgram
 from jpaged.device.kv_scales import name_of_kv_dtype
-from jpaged.device.mesh import first_device, num_context_parts, num_shards
+from jpaged.device.mesh import first_device, num_context_parts, num_shards, num_stages
 from jpaged.device.step import DraftStep, Step
 from jpaged.engine.executor import Geometry
 from jpaged.errors import InternalError, InvalidArgument
@@ -85,6 +85,7 @@ class CompileTarget:
     dtype: str
     tensor_parallel_size: int
     context_parallel_size: int
+    pipeline_parallel_size: int
     attention_backend: str
     linear_backend: str
     activation_dtype: str
@@ -117,6 +118,7 @@ class CompileTarget:
             dtype=model.dtype.name,
             tensor_parallel_size=num_shards(step.mesh),
             context_parallel_size=num_context_parts(step.mesh),
+            pipeline_parallel_size=num_stages(step.mesh),
             attention_backend=step.backend,
             linear_backend=step.linear_backend,
             activation_dtype=step.activation_dtype,

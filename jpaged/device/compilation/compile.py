@@ -22,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jpaged.device.sampling import SamplingStages
 from jpaged.engine.executor import MIN_BUCKET, BucketTable, Detail
-from jpaged.engine.executor.io import AuxKind
+from jpaged.engine.executor.aux_io import AuxKind
 from jpaged.hardware import identify_hardware
 from jpaged.kernels.matrix_format import MatrixFormat
 

@@ -64,7 +64,8 @@ from jpaged.device.step_costs import cascade_costs
 from jpaged.device.step_sizes import DeviceAttention, StepSizes
 from jpaged.device.transfers import MAX_ON_THE_WAY, content_bytes, lower_move, move_sizes, num_host_blocks
 from jpaged.engine.executor import BucketTable, Geometry, Progress
-from jpaged.engine.executor.io import AUX_IDS, NUM_SINGLES, AuxKind, num_mask_words
+from jpaged.engine.executor.aux_io import AUX_IDS, AuxKind
+from jpaged.engine.executor.io import NUM_SINGLES, num_mask_words
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.recurrence import StatefulPool

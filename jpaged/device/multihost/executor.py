@@ -59,15 +59,8 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.io import (
-    EDIT_DTYPE,
-    SINGLE_DTYPE,
-    AuxInputs,
-    AuxKind,
-    AuxOutputs,
-    LogitsProcessorInputs,
-    TokenCountReset,
-)
+from jpaged.engine.executor.aux_io import AuxInputs, AuxKind, AuxOutputs
+from jpaged.engine.executor.io import EDIT_DTYPE, SINGLE_DTYPE, LogitsProcessorInputs, TokenCountReset
 from jpaged.errors import InternalError, Unavailable
 from jpaged.types import Adapter
 
@@ -285,7 +278,23 @@ class DigestCheck:
                 self._news.notify_all()
 
 
-class RemoteReplica:
+class _OfProcess0:
+    """Geometry and rates of an executor of process 0, which are those of every replica."""
+
+    _executor: Any
+
+    @property
+    def geometry(self) -> Geometry:
+        found: Geometry = self._executor.geometry
+        return found
+
+    @property
+    def rates(self) -> DeviceRates:
+        found: DeviceRates = self._executor.rates
+        return found
+
+
+class RemoteReplica(_OfProcess0):
     """Stands in for process 0's part of a replica in which it has no part. Used only by the replica's engine thread.
 
     Args:
@@ -299,14 +308,6 @@ class RemoteReplica:
         self._process = process
         self._results: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
         leader.take_results(self._results.put, process)
-
-    @property
-    def geometry(self) -> Geometry:
-        return self._executor.geometry
-
-    @property
-    def rates(self) -> DeviceRates:
-        return self._executor.rates
 
     @property
     def num_compiles_after_warm_up(self) -> int:
@@ -361,7 +362,7 @@ class RemoteReplica:
                 raise self._leader.failure
 
 
-class MultiHostExecutor:
+class MultiHostExecutor(_OfProcess0):
     """Implements `engine.executor.Executor` in process 0, for all processes. Used only by the engine thread.
 
     Args:
@@ -388,14 +389,6 @@ class MultiHostExecutor:
             part = executor if begin == 0 else RemoteReplica(executor, leader, begin)
             found.append(cls(part, leader, [process for process in range(begin, begin + size) if process]))
         return found
-
-    @property
-    def geometry(self) -> Geometry:
-        return self._executor.geometry
-
-    @property
-    def rates(self) -> DeviceRates:
-        return self._executor.rates
 
     @property
     def host_blocks(self) -> HostBlocks | None:

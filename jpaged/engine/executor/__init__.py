@@ -17,6 +17,7 @@ array.
     n  tokens that a row samples in a dispatch: 1, one in each step, or the number of accepted tokens
 
 io.py       sizes, sampling parameters of each row, inputs and outputs of a step
+aux_io.py   inputs and outputs of an aux call
 verbs.py    the executor's methods
 """
 

@@ -15,10 +15,9 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from jpaged.engine.executor.aux_io import AuxInputs, AuxOutputs
 from jpaged.engine.executor.io import (
     I32,
-    AuxInputs,
-    AuxOutputs,
     BlockMoves,
     Bool,
     DeviceRates,

@@ -28,17 +28,20 @@ Pin = tuple[str, str]
 def pin_limit(max_pinned_blocks: int | None, geometry: Geometry) -> int:
     """Return the limit of pinned blocks: the option, or a quarter of the pool that still fits the longest request.
 
+    With data-parallel attention, all pinned blocks may be on one device, where the longest request must fit as well.
+
     Raises:
         InvalidArgument: the option leaves too few blocks for a request of max_model_len.
     """
-    most = max(0, geometry.num_blocks - geometry.num_blocks_of_longest)
+    most = max(0, geometry.num_blocks_of_rank - geometry.num_blocks_of_longest)
     if max_pinned_blocks is None:
         return min(geometry.num_blocks // 4, most)
     if max_pinned_blocks > most:
+        of_device = " of a device" if geometry.dp_size > 1 else ""
         raise InvalidArgument(
             "max_pinned_blocks",
             f"{max_pinned_blocks} is over {most}: a request of max_model_len ({geometry.max_model_len}) may need "
-            f"{geometry.num_blocks_of_longest} of {geometry.num_blocks} blocks",
+            f"{geometry.num_blocks_of_longest} of {geometry.num_blocks_of_rank} blocks{of_device}",
         )
     return max_pinned_blocks
 

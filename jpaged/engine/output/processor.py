@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import BEYOND_TOKENS, I32, StepOutputs
-from jpaged.engine.executor.io import AuxOutputs
+from jpaged.engine.executor.aux_io import AuxOutputs
 from jpaged.engine.output.beam import Beam, BeamSearch
 from jpaged.engine.scheduler.aux_inputs import AuxRequest, StepAux
 from jpaged.engine.scheduler.output import SampledRows
@@ -194,14 +194,22 @@ class NoText:
 
 @dataclass(slots=True)
 class _PromptResults:
-    """Accumulated log-probabilities of a prompt, or the sum of hidden states."""
+    """Accumulated log-probabilities of a prompt, or its hidden states: their sum, or all `[T, E]`."""
 
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     sum_e: NDArray[np.float64] | None = None
     num_summed: int = 0
+    all_te: NDArray[np.float32] | None = None
 
     def add(self, request: AuxRequest, outputs: AuxOutputs, row: int) -> None:
         """Add the next position."""
+        if outputs.hidden_re is not None and request.group.request.pooling == "all":
+            assert request.position is not None
+            if self.all_te is None:
+                num_tokens = len(request.group.request.prompt_token_ids)
+                self.all_te = np.empty((num_tokens, outputs.hidden_re.shape[1]), np.float32)
+            self.all_te[request.position] = outputs.hidden_re[row]
+            return
         if outputs.hidden_re is not None:
             hidden_e = outputs.hidden_re[row].astype(np.float64)
             self.sum_e = hidden_e if self.sum_e is None else self.sum_e + hidden_e
@@ -213,8 +221,10 @@ class _PromptResults:
         self.logprobs.append(PositionLogprobs(outputs.chosen(row, token_id), outputs.top(row, num_top)))
 
     @property
-    def embedding(self) -> tuple[float, ...]:
-        """Return the mean of the hidden states, in float32."""
+    def embedding(self) -> tuple[float, ...] | memoryview:
+        """Return the mean of the hidden states, in float32, or a view of all of them."""
+        if self.all_te is not None:
+            return self.all_te.reshape(-1).data.toreadonly()
         if self.sum_e is None:
             return ()
         mean: list[float] = (self.sum_e / self.num_summed).astype(np.float32).tolist()

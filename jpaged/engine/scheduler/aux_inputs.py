@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jpaged.engine.executor import Geometry
-from jpaged.engine.executor.io import NO_ID, AuxInputs, AuxKind
+from jpaged.engine.executor.aux_io import NO_ID, AuxInputs, AuxKind
 from jpaged.engine.scheduler.output import SchedulerOutput
 from jpaged.engine.sequence import Sequence, SequenceGroup
 

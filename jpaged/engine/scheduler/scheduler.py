@@ -277,7 +277,11 @@ class RankLimits:
         self._geometry = geometry
         self._running = running
         self._most = max_num_batched_tokens if geometry.dp_size == 1 else geometry.max_num_batched_tokens_of_rank
-        self.left = [self._most] * geometry.dp_size
+        self.reset()
+
+    def reset(self) -> None:
+        """Count no token of the next step yet."""
+        self.left = [self._most] * self._geometry.dp_size
 
     def begin_step(self, rows: PersistentDecodeBatch) -> None:
         """Start a step in which the rows of the decode batch get a token each."""
@@ -449,6 +453,7 @@ class Scheduler:
     def _preempt_for_priority(self, schedule: SchedulerOutput) -> None:
         """Preempt running groups, from the end of the order, if the next group outranks them and finds no room."""
         queues = self.queues
+        self._ranks.reset()  # of the previous step no token is left
         while queues.running and not self._is_static:
             group = queues.next_group()
             if group is None or not self._policy.can_preempt(queues.running[-1], group):

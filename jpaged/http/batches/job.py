@@ -398,7 +398,6 @@ class BatchJob:
             loaded.model,
             self._service.run_blocking,
             loaded.adapters.names,
-            aliases=loaded.names,
             max_bytes=int(http.max_response_size * 2**20),
         )
         try:

@@ -95,31 +95,28 @@ __device__ __forceinline__ uint32_t as_bits(float x) {
 }
 
 // Types of the products. `pack` makes a word of two numbers.
-struct BF16 {
+template <Number kOf>
+struct Halves {
   static constexpr int kPerWord = 2;
-  static constexpr Number kNumber = Number::kBF16;
+  static constexpr Number kNumber = kOf;
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
 #ifdef __CUDACC__
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(pair);
+    if constexpr (kOf == Number::kBF16) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+      return reinterpret_cast<const uint32_t&>(pair);
+    } else {
+      const __half2 pair = __floats2half2_rn(low, high);
+      return reinterpret_cast<const uint32_t&>(pair);
+    }
 #else
-    return encode_bf16(low) | static_cast<uint32_t>(encode_bf16(high)) << 16;
+    constexpr auto encode = kOf == Number::kBF16 ? encode_bf16 : encode_f16;
+    return encode(low) | static_cast<uint32_t>(encode(high)) << 16;
 #endif
   }
 };
 
-struct F16 {
-  static constexpr int kPerWord = 2;
-  static constexpr Number kNumber = Number::kF16;
-  static __device__ __forceinline__ uint32_t pack(float low, float high) {
-#ifdef __CUDACC__
-    const __half2 pair = __floats2half2_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(pair);
-#else
-    return encode_f16(low) | static_cast<uint32_t>(encode_f16(high)) << 16;
-#endif
-  }
-};
+using BF16 = Halves<Number::kBF16>;
+using F16 = Halves<Number::kF16>;
 
 struct F32 {
   static constexpr int kPerWord = 1;

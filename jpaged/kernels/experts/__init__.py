@@ -1,11 +1,10 @@
 """Mixtures of experts: routing of rows to experts, and the experts' outputs.
 
-routing.py    rows of scores -> experts and their weights; rows sorted by expert
-weights.py    the matrices of the experts of a layer, alone or in the array of all layers; the gate function
-apply.py      the entry point: chooses the backend, and adds the last bias
-ragged.py     rows sorted by expert and a grouped matmul, on accelerators
-tiles.py      rows sorted by expert in tiles of one expert each, in a loop over the tiles, on CPUs
-cpu/          the kernel that reads packed experts
+routing.py      rows of scores -> experts and their weights; rows sorted by expert
+weights.py      the matrices of the experts of a layer, alone or in the array of all layers; the gate function
+apply.py        the entry point: chooses the backend, and adds the last bias
+sorted_rows.py  rows sorted by expert: a grouped matmul on accelerators, a loop over tiles of one expert on CPUs
+cpu/            the kernel that reads packed experts
 """
 
 from jpaged.kernels.experts.apply import ExpertsBackend, ExpertsKernel, apply_experts, sum_experts

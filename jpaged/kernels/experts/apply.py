@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import jax
 import jax.numpy as jnp
 
-from jpaged.kernels.experts import ragged, tiles
+from jpaged.kernels.experts import sorted_rows
 from jpaged.kernels.experts.cpu.experts import loaded
 from jpaged.kernels.experts.routing import Routes
 from jpaged.kernels.experts.weights import ExpertWeights, flat
@@ -71,14 +71,16 @@ def sum_experts(
     if isinstance(weights.gate, PackedMatrix):
         return loaded().apply(x_te, routes, weights, gate)
     if backend == "tiles":
-        return tiles.apply_experts(x_te, routes, weights, gate)
+        return sorted_rows.apply_tiles(x_te, routes, weights, gate)
     if backend in ("triton", "cuda") and takes_all(weights, backend):
-        return ragged.apply_experts(x_te, routes, weights, gate, functools.partial(multiply_sorted, backend=backend))
+        return sorted_rows.apply_grouped(
+            x_te, routes, weights, gate, functools.partial(multiply_sorted, backend=backend)
+        )
     if backend == "ragged" and _takes_all_on_tpu(weights):
-        return ragged.apply_experts(x_te, routes, weights, gate, tpu.multiply_sorted)
+        return sorted_rows.apply_grouped(x_te, routes, weights, gate, tpu.multiply_sorted)
     if backend != "ragged" or isinstance(flat(weights.gate)[0], QuantizedMatrix):
-        return tiles.apply_experts(x_te, routes, weights, gate, tiles.rows_for(routes, weights.num_experts))
-    return ragged.apply_experts(x_te, routes, weights, gate)
+        return sorted_rows.apply_tiles(x_te, routes, weights, gate, sorted_rows.rows_for(routes, weights.num_experts))
+    return sorted_rows.apply_grouped(x_te, routes, weights, gate)
 
 
 def takes_all(weights: ExpertWeights, backend: ProductBackend = "triton") -> bool:

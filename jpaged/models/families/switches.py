@@ -66,6 +66,10 @@ class Key:
         return 1 / value if self.is_divisor else value
 
 
+_PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
+"""Names of the period of layers without a window, which counts only without `layer_types`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layers:
     """Windows and ropes of layers.
@@ -94,14 +98,15 @@ class Layers:
         if window is None:
             if SLIDING in types:
                 raise Unsupported(f"{fields.name}: layer_types has {SLIDING}, but there is no sliding_window")
-            fields.ignore(("sliding_window_pattern",))
+            fields.ignore(_PATTERN)
             return (LayerKind(full),) * num_layers
         if self.windows == "all":
             types = (SLIDING,) * num_layers
         elif not types:
-            period = fields.integer("sliding_window_pattern", self.period, maximum=MAX_LAYERS)
+            key = next((name for name in _PATTERN if fields.has(name)), _PATTERN[0])
+            period = fields.integer(key, self.period, maximum=MAX_LAYERS)
             types = tuple(SLIDING if (index + 1) % period else FULL for index in range(num_layers))
-        fields.ignore(("sliding_window_pattern",))
+        fields.ignore(_PATTERN)
         kinds = {
             FULL: LayerKind(full, self.ropes[0]),
             SLIDING: LayerKind(dataclasses.replace(full, sliding_window=window), self.ropes[1]),
@@ -258,7 +263,7 @@ class DecoderVariant:
         write_own: returns the keys that `own` reads.
         keys: by the field that each sets.
         fixed: fields that no key sets.
-        only: keys with the one value that is supported.
+        only: keys with the value, or the tuple of values, that is supported.
         ignored: keys without effect.
         ignored_tensors: parts of the names of tensors without effect.
         experts: of sparse layers; None has none.
@@ -292,7 +297,8 @@ class DecoderVariant:
         """See `Family`."""
         fields.ignore(self.ignored)
         for key, value in self.only.items():
-            fields.only(key, value, why=f"{self.model_type} supports only {value!r}")
+            values = value if isinstance(value, tuple) else (value,)
+            fields.only(key, *values, why=f"{self.model_type} supports only {' or '.join(map(repr, values))}")
         sizes = read_sizes(fields)
         heads = read_heads(fields, sizes["hidden_size"], num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
         length = fields.integer("max_position_embeddings", self.length)

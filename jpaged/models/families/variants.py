@@ -19,10 +19,12 @@ from jpaged.models.decoder.config_fields import (
     SLIDING,
 )
 from jpaged.models.decoder.leaves import ExpertNames, outer_leaves
-from jpaged.models.families import llama
+from jpaged.models.families import deepseek, llama
+from jpaged.models.families.deepseek.config import DeepseekConfig
 from jpaged.models.families.switches import DecoderVariant, ExpertKeys, Key, Layers
-from jpaged.models.family import Family
+from jpaged.models.family import AnyFamily, Family, Modules
 from jpaged.models.json_fields import JsonFields
+from jpaged.models.layer_kinds import LayerKind
 from jpaged.models.param_specs import LM_HEAD, Leaf
 from jpaged.models.rope_config import RopeConfig
 
@@ -104,13 +106,16 @@ def _phimoe_ropes(fields: JsonFields, length: int, head_dim: int) -> tuple[RopeC
     """Read the rope of Phi-3.5-MoE, which scales the attention of short and of long sequences by one factor."""
     key = "rope_scaling" if fields.mapping("rope_scaling") else "rope_parameters"
     section = JsonFields(fields.mapping(key), f"{fields.name} {key}")
-    theta = fields.number("rope_theta", 1e6)
-    fields.ignore(("original_max_position_embeddings",))
+    theta, outer = fields.number("rope_theta", 1e6), fields.value("original_max_position_embeddings")
+    original = None
+    if outer is not None and not section.has("original_max_position_embeddings"):
+        original = fields.integer("original_max_position_embeddings")
     if not section.has("short_mscale"):
-        return (RopeConfig.of_section(section, length, theta),)
+        return (RopeConfig.of_section(section, length, theta, original=original),)
     factor = section.number("short_mscale")
     section.only("long_mscale", factor, why=f"it must equal short_mscale, {factor:g}")
-    return (dataclasses.replace(RopeConfig.of_section(section, length, theta), attention_factor=factor),)
+    rope = RopeConfig.of_section(section, length, theta, original=original)
+    return (dataclasses.replace(rope, attention_factor=factor),)
 
 
 def _minimax_ropes(fields: JsonFields, length: int, head_dim: int) -> tuple[RopeConfig, ...]:
@@ -119,11 +124,30 @@ def _minimax_ropes(fields: JsonFields, length: int, head_dim: int) -> tuple[Rope
     return (RopeConfig.from_hf(fields, length, default_theta=5e6, default_fraction=fraction),)
 
 
-def _ernie_end(fields: JsonFields) -> dict[str, Any]:
-    """Check that the last layer has experts."""
+_MAX_NORM_MIN = 1e-6
+"""Largest lower bound of the sum of weights that has no effect."""
+
+
+def _check_ernie(fields: JsonFields) -> dict[str, Any]:
+    """Check that the last layer has experts, and that their weights sum to 1."""
+    if (bound := fields.number("moe_norm_min", 1e-12)) > _MAX_NORM_MIN:
+        raise Unsupported(f"{fields.name}: moe_norm_min is {bound:g}; the limit is {_MAX_NORM_MIN:g}")
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     fields.only("moe_layer_end_index", -1, num_layers - 1, why="all layers after the first with experts must have them")
     return {}
+
+
+def _check_minimax(fields: JsonFields) -> dict[str, Any]:
+    """Check that attention in all layers is the usual one."""
+    kinds = fields.value("attn_type_list", [])
+    if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
+        raise Unsupported(f"{fields.name}: attn_type_list has other numbers than 1; only full attention is supported")
+    return {}
+
+
+def _cohere_length(fields: JsonFields) -> dict[str, Any]:
+    """Read the length of Command R: `max_position_embeddings` has that of pretraining."""
+    return {"max_position_embeddings": fields.integer("model_max_length")} if fields.has("model_max_length") else {}
 
 
 def _llama4_own(fields: JsonFields) -> dict[str, Any]:
@@ -133,10 +157,14 @@ def _llama4_own(fields: JsonFields) -> dict[str, Any]:
     if fields.value("attention_chunk_size", 8192) is not None:
         length = min(length, fields.integer("attention_chunk_size", 8192))
     own["max_position_embeddings"] = length
-    if fields.flag("attn_temperature_tuning", True):
+    # The published files have a number: 0 is false.
+    tunes = fields.value("attn_temperature_tuning", True)
+    if not isinstance(tunes, int):
+        raise fields.bad("attn_temperature_tuning", f"is {tunes!r}; it must be true, false or an integer")
+    if tunes:
         beta, period = fields.number("attn_scale", 0.1), fields.integer("floor_scale", 8192)
         own["query_scale"] = QueryScale(beta, period, offset=1, is_global=True)
-    fields.ignore(("attn_scale", "floor_scale", "layer_types"))
+    fields.ignore(("attn_scale", "floor_scale", "layer_types", "for_llm_compressor"))
     return own
 
 
@@ -224,11 +252,22 @@ _LLAMA4_EXPERTS = ExpertNames(
 _LLAMA4 = Names(
     gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"), down="feed_forward.down_proj", experts=_LLAMA4_EXPERTS
 )
-_HUNYUAN_ONLY = {"use_qk_norm": True, "use_cla": False, "mlp_bias": False, "norm_type": "rms"}
+_HUNYUAN_ONLY = {
+    "use_qk_norm": True,
+    "use_cla": False,
+    "use_mla": False,
+    "mlp_bias": False,
+    "norm_type": "rms",
+    "position_embedding_xdrope": False,
+}
 _HUNYUAN_IGNORED = (
     *("cla_share_factor", "eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "mask_init_id"),
     *("org_vocab_size", "pad_id", "text_end_id", "text_start_id", "use_rotary_pos_emb"),
+    *("add_classification_head", "class_num", "dense_list", "pool_type"),
+    *("image_token_id", "num_media_embeds", "skip_cls_token", "vit_add_patchemb_bias", "vit_input_resolution"),
+    *("vit_mapping_type", "vit_norm_type", "vit_patch", "vit_token", "vit_used_rms_norm"),
 )
+"""Ids of tokens, and keys of classification and images."""
 _GRANITE_KEYS = {
     "embed_scale": Key("embedding_multiplier", 1.0),
     "residual_scale": Key("residual_multiplier", 1.0),
@@ -325,6 +364,7 @@ _VARIANTS = {
         length=8192,
         theta=500000.0,
         ends=(5, (255001,)),
+        own=_cohere_length,
         keys=_COHERE_KEYS | {"qk_norm": Key("use_qk_norm", False, ("none", "layer"))},
         fixed=_COHERE,
     ),
@@ -332,6 +372,7 @@ _VARIANTS = {
         model_type="cohere2",
         length=8192,
         ends=(5, (255001,)),
+        own=_cohere_length,
         keys=_COHERE_KEYS,
         fixed=_COHERE,
         layers=Layers("types", 4096, ropes=(None, 0)),
@@ -450,6 +491,7 @@ _VARIANTS = {
         theta=500000.0,
         keys=_rms(1e-5) | _tied(True) | _biases("use_bias", mlp="use_bias"),
         fixed={"is_interleaved": True},
+        ignored=("fuse_rms_norm",),
     ),
 }
 
@@ -506,8 +548,10 @@ _VARIANTS |= {
             "qk_norm_type": "per_layer",
             "scoring_func": "sigmoid",
             "shared_intermediate_size": 0,
+            "use_routing_bias": True,
         },
-        ignored=("num_mtp_modules", "mtp_transformer_layers", "use_mtp", "attn_type_list", "use_routing_bias"),
+        own=_check_minimax,
+        ignored=("num_mtp_modules", "mtp_transformer_layers", "use_mtp"),
         ignores_later_layers=True,
     ),
     "Ernie4_5_MoeForCausalLM": DecoderVariant(
@@ -527,8 +571,8 @@ _VARIANTS |= {
             choice_bias=True,
         ),
         only={"use_bias": False, "moe_layer_interval": 1, "moe_use_aux_free": True, "moe_gate": "topk"},
-        own=_ernie_end,
-        ignored=("moe_norm_min", "moe_capacity", "num_nextn_predict_layers"),
+        own=_check_ernie,
+        ignored=("moe_capacity", "num_nextn_predict_layers", "fuse_rms_norm"),
         ignored_tensors=("model.mtp_",),
     ),
     "HunYuanMoEV1ForCausalLM": DecoderVariant(
@@ -538,8 +582,20 @@ _VARIANTS |= {
         keys=_rms(1e-5) | _tied(False) | _biases(),
         fixed={"qk_norm": "rotated"},
         experts=ExpertKeys(num_experts=("num_experts", 1), top_k=("moe_topk", 1), num_shared=1),
-        only=_HUNYUAN_ONLY | {"use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0, "group_limited_greedy": False},
-        ignored=(*_HUNYUAN_IGNORED, "num_shared_expert", "moe_intermediate_size", "moe_drop_tokens"),
+        only=_HUNYUAN_ONLY
+        | {
+            "use_mixed_mlp_moe": True,
+            "moe_layer_num_skipped": 0,
+            "group_limited_greedy": False,
+            "n_group": (False, 1),
+            "topk_group": (False, 1),
+            "norm_topk_prob": True,
+            "routed_scaling_factor": (1, 1.0),
+        },
+        ignored=(
+            *_HUNYUAN_IGNORED,
+            *("num_shared_expert", "moe_intermediate_size", "moe_drop_tokens", "moe_random_routing_dropped_token"),
+        ),
     ),
     "PhimoeForCausalLM": DecoderVariant(
         model_type="phimoe",
@@ -593,11 +649,12 @@ _VARIANTS |= {
     ),
 }
 
-_BY_TEXT = {
+_BY_TEXT: dict[str, AnyFamily] = {
     "mistral": llama.ARCHITECTURES["MistralForCausalLM"],
     "ministral3": _VARIANTS["Ministral3ForCausalLM"].family(),
+    "mistral4": deepseek.ARCHITECTURES["Mistral4ForCausalLM"],
+    "llama4_text": _VARIANTS["Llama4ForCausalLM"].family(),
 }
-_BY_TEXT["llama4_text"] = _VARIANTS["Llama4ForCausalLM"].family()
 _OF_IMAGES = (
     *("vision_config", "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index"),
     *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"),
@@ -635,8 +692,15 @@ def _with_images(model_type: str, *text_types: str, names: Names) -> Family[Deco
         config: DecoderConfig = _BY_TEXT[text_type].read(fields, architecture)
         return config
 
+    def get_text_type(config: DecoderConfig) -> str:
+        if len(text_types) == 1:
+            return text_types[0]
+        if isinstance(config, DeepseekConfig):
+            return "mistral4"
+        return "mistral" if config.query_scale is None else "ministral3"
+
     def write(config: DecoderConfig) -> dict[str, object]:
-        text_type = text_types[-1] if config.query_scale is not None else text_types[0]
+        text_type = get_text_type(config)
         sizes = {
             "model_type": text_type,
             "vocab_size": config.vocab_size,
@@ -651,12 +715,23 @@ def _with_images(model_type: str, *text_types: str, names: Names) -> Family[Deco
         is_inside = prefix.startswith("language_model.")
         return outer_leaves(config, prefix, names, f"language_model.{LM_HEAD}" if is_inside else LM_HEAD)
 
+    def modules() -> Modules[DecoderConfig]:
+        families = {text_type: _BY_TEXT[text_type].modules() for text_type in text_types}
+        return Modules(
+            families[text_types[0]].ends,
+            lambda config, *given: families[get_text_type(config)].layer(config, *given),
+        )
+
+    def layer(config: DecoderConfig, prefix: str, kind: LayerKind) -> list[Leaf]:
+        leaves: list[Leaf] = _BY_TEXT[get_text_type(config)].layer_leaves(config, prefix, kind)
+        return leaves
+
     ignored = ("vision_tower.", "vision_model.", "multi_modal_projector.")
     family = decoder_family(model_type, read, write, names, name_prefix=_language_prefix, ignored=ignored)
-    return dataclasses.replace(family, outer_leaves=outer, language=_language)
+    return dataclasses.replace(family, outer_leaves=outer, layer_leaves=layer, modules=modules, language=_language)
 
 
 ARCHITECTURES = {name: variant.family() for name, variant in _VARIANTS.items()} | {
-    "Mistral3ForConditionalGeneration": _with_images("mistral3", "mistral", "ministral3", names=Names()),
+    "Mistral3ForConditionalGeneration": _with_images("mistral3", "mistral", "ministral3", "mistral4", names=Names()),
     "Llama4ForConditionalGeneration": _with_images("llama4", "llama4_text", names=_LLAMA4),
 }

@@ -49,7 +49,7 @@ from jpaged.engine.executor import (
     StepInputs,
     StepOutputs,
 )
-from jpaged.engine.executor.io import AuxInputs, AuxOutputs
+from jpaged.engine.executor.aux_io import AuxInputs, AuxOutputs
 from jpaged.engine.tokenizer import NoTokenizer
 from jpaged.errors import InternalError
 from jpaged.plan.cost import StepLoad

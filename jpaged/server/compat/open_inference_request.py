@@ -232,7 +232,7 @@ class Parameters:
                 values["logit_bias"] = _biases(biases)
             if values.get("max_tokens") is None and "max_tokens" in defaults:
                 values["max_tokens"] = max(1, values.get("min_tokens", 0))
-            return SamplingParams(**values)
+            return SamplingParams.from_request(values)
 
 
 def _read(value: Any, name: str) -> Any:

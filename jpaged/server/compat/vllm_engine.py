@@ -258,7 +258,7 @@ def parse_sampling(
         values.setdefault("temperature", defaults["temperature"])
     values["logit_bias"] = given.logit_bias or None
     values["structured_outputs"] = _parse_constraint(given)
-    return SamplingParams(**values, max_tokens=max_tokens, detokenize=bool(given.stop))
+    return SamplingParams.from_request({**values, "max_tokens": max_tokens, "detokenize": bool(given.stop)})
 
 
 def _parse_prompt(request: vllm_engine_pb2.GenerateRequest) -> Prompt:

@@ -38,6 +38,7 @@ _MAX_CHOICES = 256
 _TYPE_KEYS = frozenset({"type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf"})
 _NAME = re.compile(r"[^\s<>{}()\[\]\"'=,;|]+")
 _KEY_IN_LIST = re.compile(r"[^\s<>{}()\[\]\"'=,;|:]+")
+_BEYOND_SPACE = re.compile(f"[^{SPACE}]")
 _NUMBERED = re.compile(r"functions\.(.+):\d+", re.DOTALL)
 INDEX, CALL_ID = "INDEX", "CALL_ID?"
 """Places in the text before a call's arguments: of the call's number, and of an id that Mistral's models may write."""
@@ -461,7 +462,8 @@ class MarkupParser(ToolParser):
 
     def _in_key(self) -> bool:
         found = find_first(self._waiting, self._key_ends, 0, _MAX_NAME_CHARS)
-        key = self._waiting if found is None else self._waiting[: found[0]]
+        end = len(self._waiting) - num_held(self._waiting, self._key_ends) if found is None else found[0]
+        key = self._waiting[:end]
         if "\n" in key.strip(SPACE) or (found is None and len(self._waiting) >= _MAX_NAME_CHARS):
             self._arguments.end()
             return self._give_up()
@@ -585,11 +587,11 @@ class LiteralScanner:
         while found := pattern.search(text, self._at):
             self._at = found.start()
             if found[0] != "\\":
-                after = text[found.end() :].lstrip(SPACE)[:1]
-                if not after:
+                after = _BEYOND_SPACE.search(text, found.end())
+                if after is None:
                     return -1
                 self._at = found.end()
-                if after in ",:)]}":
+                if after[0] in ",:)]}":
                     self._string = ""
                     return None
             elif self._at + 1 == len(text):

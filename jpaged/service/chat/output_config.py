@@ -325,7 +325,7 @@ def _tagged_arguments(
         types = argument_types(schema, root)
         is_text = "string" in types.names or (not types.names and len(style.key_ends) == 1)
         value = (
-            _text_value(schema, types, style.end, tokens)
+            _text_value(schema, types, style.end, tokens, root, is_string=len(style.key_ends) > 1)
             if is_text
             else [{"type": "json_schema", "json_schema": schema}, *tokens.parts(style.end)]
         )
@@ -341,10 +341,23 @@ def _free_text(end: str, tokens: SpecialTokens) -> list[Format]:
     return [_tag("", {"type": "any_text"}, end)]
 
 
-def _text_value(schema: Mapping[str, Any], types: ArgumentTypes, end: str, tokens: SpecialTokens) -> list[Format]:
-    """Return the formats of a string without quotes, and its end. Its length is bounded by the schema, if at all."""
+def _text_value(
+    schema: Mapping[str, Any],
+    types: ArgumentTypes,
+    end: str,
+    tokens: SpecialTokens,
+    root: Mapping[str, Any],
+    *,
+    is_string: bool = False,
+) -> list[Format]:
+    """Return the formats of a string without quotes, and its end. Its length is bounded by the schema, if at all.
+
+    Args:
+        is_string: the text is a string whatever the schema, so values of other types cannot be written.
+    """
     after = tokens.parts(end)
-    values = _listed_values(schema)
+    values = [one for one in _listed_values(schema, root) if isinstance(one, str) or not is_string]
+    schema = resolve_reference(schema, root)
     if values:
         texts = [one if isinstance(one, str) else json_text.dumps(one, ensure_ascii=False) for one in values]
         return [_or([_constant(text) for text in texts]), *after]
@@ -364,10 +377,22 @@ def _search_pattern(pattern: str) -> str:
     return f"{start}(?:{inside[:-1] if is_to_end else inside}){'' if is_to_end else '(?s:.*)'}"
 
 
-def _listed_values(schema: Mapping[str, Any]) -> list[Any]:
-    values = schema.get("enum")
+def _listed_values(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:
+    """Return the values that a schema lists, directly or in each alternative; empty if other values are allowed."""
+    resolved = resolve_reference(schema, root)
+    choices = next((resolved[key] for key in ("anyOf", "oneOf") if isinstance(resolved.get(key), list)), None)
+    if choices is None or "const" in resolved or "enum" in resolved:
+        return _own_values(resolved)
+    found = [_own_values(one, has_null=True) for choice in choices if (one := resolve_reference(choice, root))]
+    return [value for values in found for value in values] if len(found) == len(choices) and all(found) else []
+
+
+def _own_values(schema: Any, *, has_null: bool = False) -> list[Any]:
+    if not isinstance(schema, Mapping):
+        return []
     if "const" in schema:
         return [schema["const"]]
+    values = schema.get("enum", [None] if has_null and schema.get("type") == "null" else None)
     return list(values) if isinstance(values, list) else []
 
 
@@ -408,7 +433,7 @@ def _literal(
     resolved = resolve_reference(schema, root)
     types = argument_types(schema, root)
     words = {} if style.quote else {True: "True", False: "False", None: "None"}
-    values = _listed_values(resolved)
+    values = _listed_values(schema, root)
     as_json: list[Format] = [{"type": "json_schema", "json_schema": _with_definitions(schema, root)}]
     if values and all(isinstance(one, str | bool | int | float | None) for one in values):
         return [_or([_sequence(_scalar(one, style, tokens, words)) for one in values])]
@@ -418,7 +443,7 @@ def _literal(
     if not style.quote or (depth and "$ref" in schema) or depth == _MAX_DEPTH:
         return as_json
     if not types.names or "string" in types.names:
-        text = [*tokens.parts(style.quote), *_text_value(resolved, types, style.quote, tokens)]
+        text = [*tokens.parts(style.quote), *_text_value(resolved, types, style.quote, tokens, root)]
         return text if types.is_text else [_or([_sequence(text), *as_json])]
     if types.names == {"array"} and not _ARRAY_LIMITS & resolved.keys() and isinstance(resolved.get("items"), Mapping):
         item = _literal(resolved["items"], style, tokens, root, depth + 1)

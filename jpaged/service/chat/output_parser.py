@@ -188,18 +188,25 @@ class ReasoningParser:
 
 
 START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
+CONSTRAIN = "<|constrain|>"
 _HEADS = (START, CHANNEL, MESSAGE, " to=")
-_ENDS = (END, CALL, "<|return|>", START, CHANNEL)
+_MESSAGE_ENDS = (END, CALL, "<|return|>", START)
+_ENDS = (*_MESSAGE_ENDS, CHANNEL)
 _HARMONY_MAX_HEAD_CHARS = 512
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(analysis|\w+)")
 _RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
+_WORDS = ("assistant", "analysis", "commentary", "final", "json", "code")
+_HEAD_PART = re.compile(
+    rf"<\|start\|>(?:\s*functions\.[^\s<]*)?|<\|channel\|>|<\|constrain\|>\s*\w*|\bto=[^\s<]*|\b(?:{'|'.join(_WORDS)})"
+)
+"""A tag, the role, the channel, the type of the text or the recipient in the head of a message."""
 
 
 class HarmonyParser:
     """Parses reasoning, content and calls together.
 
     The analysis channel is reasoning. A message to a function is a call, with the arguments as the model writes them.
-    Everything else is content, including text outside of any message.
+    Everything else is content, including text outside of any message, or in the head of one.
     """
 
     def __init__(self, writer: PieceWriter) -> None:
@@ -218,12 +225,17 @@ class HarmonyParser:
         return self._writer.take()
 
     def finish(self) -> list[Piece]:
-        """Return the remaining pieces at the end of the text. An incomplete head is dropped."""
+        """Return the remaining pieces at the end of the text. An incomplete head is dropped, except for other text."""
         if self._state == self._body:
             self._put(self._waiting)
             self._end_message()
         elif not self._waiting.startswith(_HEADS):
             self._writer.content(self._waiting)
+        else:
+            head = self._waiting[: len(self._waiting) - num_held(self._waiting, (*_HEADS, CONSTRAIN))]
+            rest = _other_text(head)
+            if not any(word.startswith(rest) for word in ("to=", *_WORDS)):  # the end may be cut in one of them
+                self._writer.content(rest)
         self._waiting = ""
         return self._writer.take()
 
@@ -234,27 +246,37 @@ class HarmonyParser:
                 return False
             self._open(self._writer.content)
             return True
-        end = self._waiting.find(MESSAGE, 0, _HARMONY_MAX_HEAD_CHARS)
-        if end < 0:
+        begin = 0 if self._waiting.startswith(MESSAGE) else 1
+        found = find_first(self._waiting, (MESSAGE, *_MESSAGE_ENDS), begin, _HARMONY_MAX_HEAD_CHARS)
+        if found is None:
             if len(self._waiting) < _HARMONY_MAX_HEAD_CHARS:
                 return False
             self._writer.content(self._waiting[:_HARMONY_MAX_HEAD_CHARS])
             self._waiting = self._waiting[_HARMONY_MAX_HEAD_CHARS:]
             self._open(self._writer.content)
             return True
-        head, self._waiting = self._waiting[:end], self._waiting[end + len(MESSAGE) :]
+        end, tag = found
+        head, self._waiting = self._waiting[:end], self._waiting[end + (0 if tag == START else len(tag)) :]
+        self._writer.content(_other_text(head))
+        self._open_message(head, tag)
+        if tag != MESSAGE:
+            self._end_message()
+            self._state = self._head
+        return True
+
+    def _open_message(self, head: str, tag: str) -> None:
+        """Begin what a head announces; one without a text is nothing, unless it is a call."""
         channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
-        if recipient is not None:
+        if recipient is not None and tag in (MESSAGE, CALL):
             self._writer.call(recipient[1])
             self._open(self._writer.arguments)
             self._is_empty_call = True
-        elif channel is not None and channel[1] == "analysis":
+        elif channel is not None and channel[1] == "analysis" and tag == MESSAGE:
             self._writer.reasoning("\n" if self._has_reasoning else "")
             self._has_reasoning = True
             self._open(self._writer.reasoning)
         else:
             self._open(self._writer.content)
-        return True
 
     def _open(self, write: Callable[[str], None]) -> None:
         self._write, self._state = write, self._body
@@ -281,6 +303,11 @@ class HarmonyParser:
         if self._is_empty_call:
             self._writer.arguments("{}")
         self._is_empty_call = False
+
+
+def _other_text(head: str) -> str:
+    """Return the text in the head of a message that is no part of it; all of it if it has no tag."""
+    return _HEAD_PART.sub("", head).strip(SPACE) if "<|" in head else head
 
 
 class WithoutTokens:

@@ -240,6 +240,7 @@ _Outcome = Callable[[Sequence[Mapping[str, Any]]], tuple[FrameKind, str]]
 _LOG = logging.getLogger(__name__)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _EFFORT = "reasoning_effort"
+_NO_EFFORT = "none"
 _DEVELOPER = "developer"
 """OpenAI's newer name of the system role; templates print unknown roles verbatim."""
 _SWITCHES = ("enable_thinking", "thinking")
@@ -332,6 +333,8 @@ class ChatTemplate:
     def reasoning_variables(self, reasoning: ReasoningOptions, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the template variables that implement the requested reasoning options.
 
+        As in vLLM, an effort also sets `enable_thinking`, false for "none", unless the caller sets it.
+
         Args:
             kwargs: variables that the caller sets by name.
 
@@ -351,6 +354,9 @@ class ChatTemplate:
             if name in kwargs:
                 raise InvalidArgument(f"reasoning.{field}", f"conflicts with {_KWARGS}.{name}: give only one of them")
             variables[name] = value
+        switch = _SWITCHES[0]
+        if reasoning.effort is not None and switch in self._settable and switch not in kwargs:
+            variables.setdefault(switch, reasoning.effort != _NO_EFFORT)
         return variables
 
     def render(

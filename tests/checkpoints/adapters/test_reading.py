@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jpaged.checkpoints.adapters import AdapterReader
-from jpaged.checkpoints.adapters.config import Patterns
+from jpaged.checkpoints.adapters import AdapterReader, Patterns
 from jpaged.errors import InvalidArgument, JpagedError, Unsupported
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model

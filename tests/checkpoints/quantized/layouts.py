@@ -14,7 +14,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from jpaged.checkpoints.safetensors_writer import StoredTensor, write_tensor_files
+from jpaged.checkpoints.tensor_files import StoredTensor, write_tensor_files
 from tests.models.tiny import TinyCase, tensors
 
 Written = tuple[Mapping[str, np.ndarray], np.ndarray]

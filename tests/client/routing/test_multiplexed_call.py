@@ -45,7 +45,7 @@ def expected(text: str, num_tokens: int) -> list[int]:
 
 
 async def tokens(stream: Any) -> list[int]:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         return [token_id async for chunk in stream for token_id in chunk.token_ids]
 
 

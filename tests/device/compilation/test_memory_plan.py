@@ -26,7 +26,8 @@ from jpaged.device.compilation.memory_plan import (
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import serving_mesh
 from jpaged.engine.executor import TOP_WIDTH
-from jpaged.engine.executor.io import AUX_IDS, EDIT_FIELDS, NUM_SINGLES, num_mask_words
+from jpaged.engine.executor.aux_io import AUX_IDS
+from jpaged.engine.executor.io import EDIT_FIELDS, NUM_SINGLES, num_mask_words
 from jpaged.errors import InternalError, InvalidArgument
 from tests.device import tiny_model
 

@@ -137,6 +137,9 @@ def test_what_a_sequence_ends_with_is_no_part_of_a_program() -> None:
 def test_another_number_of_devices_is_another_target() -> None:
     step, geometry, _ = abstract_serving(tiny_model.model(), tiny_model.OPTIONS, serving_mesh(2), "loop")
     assert CompileTarget.of(step, geometry).tensor_parallel_size == 2
+    step, geometry, _ = abstract_serving(tiny_model.model(), tiny_model.OPTIONS, serving_mesh(1, 1, 3), "loop")
+    target = CompileTarget.of(step, geometry)
+    assert (target.tensor_parallel_size, target.pipeline_parallel_size) == (1, 3)
 
 
 def test_damage_is_named(folder: Path, warm: JaxExecutor, tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ from jpaged.device.logits_processors import IN_PROMPT
 from jpaged.device.mesh import MODEL_AXIS, build_mesh
 from jpaged.device.transfers import lower_move
 from jpaged.engine.executor import TOP_WIDTH, Detail
-from jpaged.engine.executor.io import AUX_IDS, AuxKind, TokenCountReset
+from jpaged.engine.executor.aux_io import AUX_IDS, AuxKind
+from jpaged.engine.executor.io import TokenCountReset
 from jpaged.kernels.matmul.on_device import PartedMatrix
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.models.config import Quantization

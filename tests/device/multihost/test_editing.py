@@ -14,15 +14,8 @@ from jpaged.device.multihost.channel import MessageKind
 from jpaged.device.multihost.executor import MultiHostExecutor, decode, follow, get_sizes, pack_words, parse_sampling
 from jpaged.device.multihost.handshake import Follower, Leader
 from jpaged.engine.executor import Detail, SamplingInputs
-from jpaged.engine.executor.io import (
-    ANY_TOKEN,
-    AuxInputs,
-    AuxKind,
-    LogitsProcessorInputs,
-    TokenCountReset,
-    no_masks,
-    no_singles,
-)
+from jpaged.engine.executor.aux_io import AuxInputs, AuxKind
+from jpaged.engine.executor.io import ANY_TOKEN, LogitsProcessorInputs, TokenCountReset, no_masks, no_singles
 from jpaged.errors import InternalError, JpagedError, Unavailable
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from jpaged import build as build_module
 from jpaged.config import EngineConfig
 from jpaged.device.mesh import CONTENTS_SPEC, serving_mesh
 from jpaged.device.multihost import handshake
@@ -34,7 +35,7 @@ from jpaged.device.multihost.handshake import Leader, follow, gather, get_facts,
 from jpaged.device.transfers import AddressableShards
 from jpaged.distributed_env import MultiHost
 from jpaged.engine.executor import StepOutputs
-from jpaged.engine.executor.io import AuxOutputs
+from jpaged.engine.executor.aux_io import AuxOutputs
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable
 
 TOKENS = np.asarray([3, 1, 4], np.int32)
@@ -418,3 +419,16 @@ def test_where_all_devices_are_ours_local_parts_are_the_whole():
     assert parts.shape(whole.shape) == whole.shape
     np.testing.assert_array_equal(parts.to_host(jax.device_put(whole, sharding)), whole)
     assert parts.to_devices(whole, whole.shape) is whole
+
+
+def test_a_process_takes_steps_when_all_processes_are_warm(monkeypatch):
+    """Replicas without a process in common do not wait for each other in their programs."""
+    events: list[str] = []
+    executor = types.SimpleNamespace(warm_up=lambda progress: events.append("warm"))
+    follower = cast("Any", types.SimpleNamespace(agree=lambda facts: events.append(f"agreed on {sorted(facts)}")))
+    monkeypatch.setattr(build_module, "_place", lambda *args, **options: (None, None, []))
+    monkeypatch.setattr(build_module, "_make_executors", lambda *args: [executor])
+    monkeypatch.setattr(build_module, "_findings", lambda *args: {"dtype": "float32"})
+    monkeypatch.setattr(build_module, "run_steps", lambda *args, **options: events.append("steps"))
+    build_module.follow(EngineConfig.load({"model": "demo"}), lambda what, done, total: None, follower)
+    assert events == ["agreed on ['dtype']", "warm", "agreed on []", "steps"]

@@ -16,7 +16,7 @@ from jpaged.device import sharded_matmul
 from jpaged.device.context import RankOrder
 from jpaged.device.mesh import build_mesh
 from jpaged.device.sharded_matmul import RowExchange, _exchanging_kernel
-from jpaged.kernels.experts import ExpertWeights, Routes, tiles
+from jpaged.kernels.experts import ExpertWeights, Routes, sorted_rows
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.mixture_kind import SILU, Routing
 from jpaged.kernels.paged_attention.spec import RaggedRows
@@ -84,7 +84,7 @@ NUM_EXPERTS, TOP_K, WIDTH = 8, 3, 16
 
 def exchanging(mesh: Mesh) -> Callable[[jax.Array, Routes, ExpertWeights], jax.Array]:
     kind = Mixture(routing=Routing(NUM_EXPERTS, TOP_K), width=8, is_parallel=True)
-    kernel = _exchanging_kernel(tiles.apply_experts, kind, mesh)
+    kernel = _exchanging_kernel(sorted_rows.apply_tiles, kind, mesh)
     return lambda x_te, routes, weights: kernel(x_te, routes, weights, SILU)
 
 
@@ -110,7 +110,7 @@ def test_no_row_is_dropped_whatever_experts_the_rows_choose(make: Callable[[int]
     x = jnp.asarray(numbers((num_rows, WIDTH), "float32"))
     run = exchanging(mesh)
     got = jax.jit(run, compiler_options=QUICK_XLA_OPTIONS)(x, routes, weights)
-    np.testing.assert_allclose(got, tiles.apply_experts(x, routes, weights, SILU), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(got, sorted_rows.apply_tiles(x, routes, weights, SILU), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])

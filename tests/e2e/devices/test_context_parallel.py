@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +24,33 @@ TWO_LAYERS = {"num_hidden_layers": 2}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3)
 
 
-def check_same(case: TinyCase, sizes: list[tuple[int, int]], checks: list[str], folder: Path, **options: Any) -> None:
+def check_devices(case: TinyCase, sizes: list[dict[str, int]], checks: list[str], folder: Path, **options: Any) -> None:
     """Every kind of request alone on one device and on more; then the checks of sharing on those.
 
     Args:
-        sizes: devices that share contexts, and that share heads.
+        sizes: the options of each distribution over devices.
     """
     wanted = [Job(tuple(tokens(21, i)), params) for i, params in enumerate(ALL_KINDS.values())]
     executor = make_executor(case, folder, **options)
     want = [alone(executor, job) for job in wanted]
     executor.shutdown()
-    for contexts, size in sizes:
-        executor = make_executor(case, folder, context_parallel_size=contexts, tensor_parallel_size=size, **options)
-        assert executor.step.mesh.size == contexts * size
+    for each in sizes:
+        executor = make_executor(case, folder, **each, **options)
+        assert executor.step.mesh.size == math.prod(size for name, size in each.items() if name.endswith("_size"))
         for job, one in zip(wanted, want, strict=True):
             many = alone(executor, job)
-            assert many.sequences == one.sequences, (contexts, size, job.params)
+            assert many.sequences == one.sequences, (each, job.params)
             for index, value in one.cumulative_logprobs.items():
                 assert many.cumulative_logprobs[index] == pytest.approx(value, abs=3e-4)
         for name in checks:
             CHECKS[name](executor, jobs(["greedy", "seeded", "four", "beams"], 4))
         executor.shutdown()
+
+
+def check_same(case: TinyCase, sizes: list[tuple[int, int]], checks: list[str], folder: Path, **options: Any) -> None:
+    """`check_devices` for devices that share contexts, and that share heads."""
+    each = [{"context_parallel_size": contexts, "tensor_parallel_size": size} for contexts, size in sizes]
+    check_devices(case, each, checks, folder, **options)
 
 
 @pytest.mark.long

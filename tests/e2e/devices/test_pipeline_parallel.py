@@ -11,33 +11,15 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument
 from jpaged.types import SamplingParams
+from tests.e2e.devices.test_context_parallel import check_devices
 from tests.e2e.rig import assert_same, generate, open_llm, random_prompts, write_model
-from tests.e2e.sharing_rig import make_executor
-from tests.e2e.test_sharing import CHECKS, Job, alone, jobs, tokens
-from tests.e2e.test_tensor_parallel import ALL_KINDS, two_layers
-from tests.models.tiny import TinyCase, tiny_case
+from tests.e2e.test_sharing import CHECKS
+from tests.e2e.test_tensor_parallel import two_layers
+from tests.models.tiny import tiny_case
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3)
-
-
-def check_same(case: TinyCase, sizes: dict[str, int], checks: list[str], folder: Path, **options: Any) -> None:
-    """Every kind of request alone on one device and on more; then the checks of sharing on those."""
-    wanted = [Job(tuple(tokens(21, i)), params) for i, params in enumerate(ALL_KINDS.values())]
-    executor = make_executor(case, folder, **options)
-    want = [alone(executor, job) for job in wanted]
-    executor.shutdown()
-    executor = make_executor(case, folder, **sizes, **options)
-    assert executor.step.mesh.shape["stage"] == sizes["pipeline_parallel_size"]
-    for job, one in zip(wanted, want, strict=True):
-        many = alone(executor, job)
-        assert many.sequences == one.sequences, job.params
-        for index, value in one.cumulative_logprobs.items():
-            assert many.cumulative_logprobs[index] == pytest.approx(value, abs=3e-4)
-    for name in checks:
-        CHECKS[name](executor, jobs(["greedy", "seeded", "four", "beams"], 4))
-    executor.shutdown()
 
 
 @pytest.mark.long
@@ -49,7 +31,7 @@ def test_any_number_of_devices_samples_what_one_device_samples(
     case = two_layers("llama3_tied")
     case = dataclasses.replace(case, config={**case.config, "num_hidden_layers": stages})
     sizes = {"pipeline_parallel_size": stages, "context_parallel_size": contexts, "tensor_parallel_size": size}
-    check_same(case, sizes, [*CHECKS], tmp_path)
+    check_devices(case, [sizes], [*CHECKS], tmp_path)
 
 
 @pytest.mark.long
@@ -76,7 +58,7 @@ def test_any_layers_are_the_same_in_stages(
     case = tiny_case(name)
     case = dataclasses.replace(case, config={**case.config, **settings})
     stages = {"pipeline_parallel_size": settings.get("num_hidden_layers", 3)}
-    check_same(case, {**sizes, **stages}, checks, tmp_path, **options)
+    check_devices(case, [{**sizes, **stages}], checks, tmp_path, **options)
 
 
 @pytest.mark.long

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 import vllm.config
 import vllm.tokenizers
 import vllm.transformers_utils.repo_utils
+from safetensors.torch import save_file
 from tests.utils import MODEL
 
 _from_pretrained = transformers.AutoTokenizer.from_pretrained
 
 
+def _load(from_pretrained: Callable[..., Any]) -> Any:
+    if MODEL.endswith(".gguf"):
+        return from_pretrained(os.path.dirname(MODEL), gguf_file=os.path.basename(MODEL))
+    return from_pretrained(MODEL)
+
+
 @cache
 def _tokenizer() -> Any:
-    if MODEL.endswith(".gguf"):
-        return _from_pretrained(os.path.dirname(MODEL), gguf_file=os.path.basename(MODEL))
-    return _from_pretrained(MODEL)
+    return _load(_from_pretrained)
 
 
 def _get_tokenizer(*_: object, **__: object) -> Any:
@@ -36,11 +45,28 @@ class _ModelConfig(vllm.config.ModelConfig):  # type: ignore[misc]
         return len(_tokenizer())
 
 
+@cache
+def _adapter() -> str:
+    """Return the folder of a LoRA adapter of the served model that changes nothing: its second factors are zero."""
+    folder = Path(os.environ["JPAGED_LOG"]).parent / "adapter"
+    folder.mkdir(exist_ok=True)
+    config, rank, tensors = _load(transformers.AutoConfig.from_pretrained), 8, {}
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for layer in range(config.num_hidden_layers):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{name}.lora_A.weight"] = torch.full((rank, config.hidden_size), 1e-3)
+        tensors[f"{name}.lora_B.weight"] = torch.zeros(config.num_attention_heads * size, rank)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return str(folder)
+
+
 class _Hub:
-    """Stands in for the client of the Hub; the stand-in server drops adapters."""
+    """Stands in for the client of the Hub: every repository that the tests download is an adapter."""
 
     def snapshot_download(self, *_: object, **__: object) -> str:
-        return "/nonexistent"
+        return _adapter()
 
 
 vllm.tokenizers.get_tokenizer = _get_tokenizer

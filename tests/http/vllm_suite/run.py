@@ -19,8 +19,8 @@ import tarfile
 import tomllib
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -42,10 +42,12 @@ class Expected:
         version: version of vLLM.
         failures: by file below `tests/entrypoints`, the names of the tests that fail, and why. A name without its
             parameters stands for the test with any.
+        not_run: by file or folder with a slash at the end, why it does not run.
     """
 
     version: str
     failures: Mapping[str, Mapping[str, str]]
+    not_run: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path = EXPECTED) -> Expected:
@@ -60,12 +62,25 @@ class Expected:
             failures[file] = {name: reason for reason, names in rows.items() for name in names}
             if not all(failures[file].values()):
                 raise ValueError(f"{path.name}: {file} has a failure without a reason")
-        return cls(value["version"], failures)
+        not_run = {name: reason for reason, names in value.get("not_run", {}).items() for name in names}
+        return cls(value["version"], failures, not_run)
 
     def reason(self, file: str, name: str) -> str:
         """Return why a test is expected to fail; "" if it should pass."""
         rows = self.failures.get(file, {})
         return rows.get(name) or rows.get(name.partition("[")[0], "")
+
+
+def compare_files(expected: Expected, files: Iterable[str]) -> list[str]:
+    """Return a line for each test file that `expected.toml` does not have, and for each of its entries without one."""
+    files = set(files)
+    folders = tuple(name for name in expected.not_run if name.endswith("/"))
+    known = expected.failures.keys() | expected.not_run.keys()
+    found = [f"not listed: {file}" for file in sorted(files - known) if not file.startswith(folders)]
+    for name in sorted(known - files):
+        if not (name.endswith("/") and any(file.startswith(name) for file in files)):
+            found.append(f"not in vLLM: {name}")
+    return found
 
 
 def compare(expected: Expected, outcomes: Mapping[tuple[str, str], str]) -> list[str]:
@@ -168,9 +183,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     lay_out(fetch(options.python, expected.version, folder), folder / "run")
+    tests = folder / "run" / TESTS
+    there = (path.relative_to(tests).as_posix() for path in tests.rglob("test_*.py"))
+    differences = [] if options.files else compare_files(expected, there)
     outcomes = run(options.python, folder / "run", files, options.model)
     print("\n".join(summary(files, outcomes)))
-    differences = compare(expected, outcomes)
+    differences += compare(expected, outcomes)
     print("\n".join(differences) or "as expected")
     return 1 if differences else 0
 

@@ -9,7 +9,6 @@ A server is kept for the next test file if its model name and arguments are the 
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import shlex
 import socket
@@ -29,8 +28,11 @@ VLLM_PATH = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _WITH_VALUE = (
     *("--max-model-len", "--max-logprobs", "--root-path", "--tool-call-parser", "--reasoning-parser"),
     *("--chat-template", "--max-num-batched-tokens", "--stream-interval", "--api-key"),
+    *("--max-lora-rank", "--max-cpu-loras"),
 )
-_FLAGS = (*("--enable-force-include-usage", "--trust-request-chat-template", "--return-tokens-as-token-ids"),)
+_FLAGS = (
+    *("--enable-lora", "--enable-force-include-usage", "--trust-request-chat-template", "--return-tokens-as-token-ids"),
+)
 _F = TypeVar("_F")
 _MAX_MODEL_LEN = 8192
 """Limit of the small model."""
@@ -56,21 +58,12 @@ def kept_arguments(arguments: list[str]) -> list[str]:
             value = arguments[arguments.index(name) + 1]
             kept += [name, str(min(int(value), _MAX_MODEL_LEN)) if name == "--max-model-len" else value]
     kept += [name for name in _FLAGS if name in arguments]
-    names = adapter_names(arguments)  # the tests only call adapters by name
+    if "--lora-modules" in arguments:
+        given = arguments[arguments.index("--lora-modules") + 1 :]
+        kept += ["--lora-modules", *takewhile(lambda one: not one.startswith("--"), given)]
     if "--served-model-name" in arguments:
-        names.append(arguments[arguments.index("--served-model-name") + 1])
-    for name in names:
-        kept += ["--served-model-aliases", name]
+        kept += ["--served-model-aliases", arguments[arguments.index("--served-model-name") + 1]]
     return kept
-
-
-def adapter_names(arguments: list[str]) -> list[str]:
-    """Return the names of the adapters that a vLLM server loads."""
-    if "--lora-modules" not in arguments:
-        return []
-    given = arguments[arguments.index("--lora-modules") + 1 :]
-    modules = list(takewhile(lambda one: not one.startswith("--"), given))
-    return [json.loads(one)["name"] if one.startswith("{") else one.partition("=")[0] for one in modules]
 
 
 class _Server:

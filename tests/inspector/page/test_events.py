@@ -143,7 +143,7 @@ async def test_streams_end_with_the_server() -> None:
         texts = frames(response)
         await anext(texts)
         harness.server.request_stop()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             [_ async for _ in texts]
         await harness.run
         assert harness.server.state.stage is Stage.DRAINING

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.kernels.experts import ExpertWeights, Routes, StackedExperts, apply_experts, ragged, sum_experts
+from jpaged.kernels.experts import ExpertWeights, Routes, StackedExperts, apply_experts, sorted_rows, sum_experts
 from jpaged.kernels.experts.cpu import experts as cpu
 from jpaged.kernels.experts.cpu.experts import CpuExperts
 from jpaged.kernels.matmul import can_pack_experts
@@ -37,10 +37,10 @@ def run(
     if who == "reference":
         called = functools.partial(reference.apply_experts, gate=gate)
     elif who == "ragged":
-        called = functools.partial(apply_experts, gate=gate, kernel=ragged.apply_experts)
+        called = functools.partial(apply_experts, gate=gate, kernel=sorted_rows.apply_grouped)
     elif who == "triton":
         multiply = functools.partial(multiply_sorted, is_interpreted=True)
-        kernel = functools.partial(ragged.apply_experts, multiply=multiply)
+        kernel = functools.partial(sorted_rows.apply_grouped, multiply=multiply)
         called, options = functools.partial(apply_experts, gate=gate, kernel=kernel), QUICK_XLA_OPTIONS
     elif who == "cpu":
         called, weights = functools.partial(apply_experts, gate=gate), packed(weights)

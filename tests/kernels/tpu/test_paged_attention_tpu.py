@@ -193,6 +193,25 @@ def test_keys_of_8_bits_that_are_turned_before_their_product(num_kv_heads: int, 
     Late().check(RAGGED["decodes"], shape)
 
 
+@pytest.mark.usefixtures("tpu7x")
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "kv_dtype"), [(16, 2, 128, "int8"), (16, 4, 64, "float8_e4m3fn")]
+)
+@pytest.mark.long
+def test_heads_that_fill_a_deep_matrix_unit_together(
+    num_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: str
+) -> None:
+    shape = Shape(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        kv_dtype=kv_dtype,
+        dtype="bfloat16",
+        num_tokens=8,
+    )
+    Late().check(RAGGED["decodes"], shape)
+
+
 class AtOnce(Interpreted):
     """Two cores that run at the same time. Both store the new keys: races are not looked for."""
 
@@ -377,6 +396,28 @@ def test_real_shapes_have_sizes(num_heads: int, num_kv_heads: int, head_dim: int
         paging = Paging(8192, blocks, block_size, held)
         assert paging.page_blocks % blocks == paging.page_blocks % 128 == 0
         assert paging.num_bytes <= sizing.PAGES_BUDGET_BYTES
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "shallow", "deep"),
+    [
+        (16, 2, 128, 1, 2),  # two heads have 256 lanes
+        (8, 1, 128, 1, 1),
+        (24, 3, 128, 1, 1),  # three do not divide by two
+        (32, 8, 64, 2, 4),  # two heads share 128 lanes
+        (24, 6, 64, 2, 2),
+        (16, 2, 256, 1, 1),
+        (32, 8, 128, 2, 2),  # rows of one register have 256 lanes already
+    ],
+)
+def test_a_matmul_is_as_deep_as_the_matrix_units_if_heads_divide_evenly(
+    num_heads: int, num_kv_heads: int, head_dim: int, shallow: int, deep: int
+) -> None:
+    layout = KVLayout(2, 9, 64, num_kv_heads, head_dim, jnp.dtype("int8"), "tpu")
+    bundles = {
+        kind: decode_sizes.rule(layout, num_heads, 64, kind).bundle for kind in ("TPU v5 lite", "TPU v6e", "TPU7x")
+    }
+    assert bundles == {"TPU v5 lite": shallow, "TPU v6e": deep, "TPU7x": deep}
 
 
 @pytest.mark.parametrize(("num_rows", "num_tokens", "kib"), [(64, 131072, 1095), (65536, 65536, 2356)])

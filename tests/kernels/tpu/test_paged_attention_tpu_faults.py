@@ -34,10 +34,10 @@ from tests.kernels.tpu.tpu_checks import (
 )
 from tests.kernels.tpu_interpreter import COMPILER_OPTIONS, Early, Interpreted, Late
 
-STORE, TABLES = "store", "tables"
-ITEMS, STAGES, TOKENS, DECODE = "decode.items", "decode.stages", "decode.tokens", "decode.kernel"
-KEYS, CHUNK_STAGES, CHUNKS = "chunks.keys", "chunks.stages", "chunks.kernel"
-FILES = (STORE, TABLES, ITEMS, STAGES, TOKENS, DECODE, KEYS, CHUNK_STAGES, CHUNKS)
+TABLES = "tables"
+ITEMS, STAGES, DECODE = "decode.items", "decode.stages", "decode.kernel"
+CHUNK_STAGES, CHUNKS = "chunks.stages", "chunks.kernel"
+FILES = (TABLES, ITEMS, STAGES, DECODE, CHUNK_STAGES, CHUNKS)
 """The kernels' modules, each behind those that it uses."""
 FOLDER = Path(package.__file__).parent / "tpu"
 SOURCES = {name: (FOLDER / f"{name.replace('.', '/')}.py").read_text() for name in FILES}
@@ -79,7 +79,7 @@ FAULTS = (
     ),
     Fault(
         "single tokens are not waited for",
-        STORE,
+        ITEMS,
         "_repeat(num_singles, lambda _: copy_token(0, 0, 0).wait())",
         "pass",
         update,
@@ -87,7 +87,7 @@ FAULTS = (
     ),
     Fault(
         "whole blocks are not waited for",
-        STORE,
+        ITEMS,
         "_repeat(num_blocks, lambda _: copy_block(0, 0).wait())",
         "pass",
         update,
@@ -95,7 +95,7 @@ FAULTS = (
     ),
     Fault(
         "a whole block is stored a token too late",
-        STORE,
+        ITEMS,
         "new_ref.at[pl.ds(t, block_size)]",
         "new_ref.at[pl.ds(t + 1, block_size)]",
         update,
@@ -173,14 +173,14 @@ FAULTS = (
     Fault(
         "a token of no row gets what its place had",
         DECODE,
-        "    tokens.clear(kept, plan)\n\n    @pl.when(num_items > 0)",
+        "    stages.clear(kept, plan)\n\n    @pl.when(num_items > 0)",
         "    @pl.when(num_items > 0)",
         padding,
         Late(),
     ),
     Fault(
         "a head's outputs are put where the next one's are",
-        TOKENS,
+        STAGES,
         "words.gather(kept.q, row)",
         "words.gather(kept.q, row ^ 1)",
         decodes,
@@ -188,7 +188,7 @@ FAULTS = (
     ),
     Fault(
         "a head that has the other half of the lanes has its queries where the first one has",
-        TOKENS,
+        STAGES,
         "head // plan.group % 2 == 1",
         "False",
         pairs,
@@ -196,7 +196,7 @@ FAULTS = (
     ),
     Fault(
         "a head that has its lanes alone gets its keys for values",
-        TOKENS,
+        STAGES,
         " and kv_head < layout.num_kv_heads - 1",
         "",
         pairs,
@@ -271,7 +271,7 @@ FAULTS = (
     ),
     Fault("a row has a page too many", TABLES, "is_last = (page + 1)", "is_last = page", several_of_a_row, Late()),
     Fault("a stale page", ITEMS, " | (item & (paging.chunks - 1) == 0)", "", several_of_a_row, Late()),
-    Fault("a tile's stale page", KEYS, " | (lax.rem(chunk, paging.chunks) == 0)", "", two_chunks, Late()),
+    Fault("a tile's stale page", CHUNK_STAGES, " | (lax.rem(chunk, paging.chunks) == 0)", "", two_chunks, Late()),
     Fault(
         "an id outside of the layer is looked for in the next item's page",
         ITEMS,
@@ -293,7 +293,7 @@ FAULTS = (
     ),
     Fault(
         "a chunk of whole blocks is not waited for",
-        KEYS,
+        CHUNK_STAGES,
         "pltpu.make_async_copy(whole, whole, kept.fetched.at[buffer]).wait()",
         "pass",
         chunks,
@@ -334,7 +334,7 @@ FAULTS = (
     ),
     Fault(
         "a tile's layer is not counted",
-        KEYS,
+        CHUNK_STAGES,
         "copy(first_block + block_id, buffer",
         "copy(block_id, buffer",
         chunks,
@@ -361,7 +361,7 @@ FAULTS = (
     ),
     Fault(
         "a tile's values are not masked",
-        KEYS,
+        CHUNK_STAGES,
         "functools.partial(unpack_words, is_masked=is_masked)",
         "functools.partial(unpack_words, is_masked=False)",
         chunks,
@@ -396,7 +396,7 @@ FAULTS = (
     ),
     Fault(
         "an id outside of the layer leaves what a tile's buffer had",
-        KEYS,
+        CHUNK_STAGES,
         "kept.chunk[buffer, place] = jnp.zeros(kept.chunk.shape[2:], kept.chunk.dtype)",
         "pass",
         chunk_ids_outside,
@@ -404,7 +404,7 @@ FAULTS = (
     ),
     Fault(
         "a core fetches the heads of another",
-        KEYS,
+        CHUNK_STAGES,
         "pl.ds(core * plan.token_shape[0], plan.token_shape[0])",
         "pl.ds(0, plan.token_shape[0])",
         chunks_on_two_cores,

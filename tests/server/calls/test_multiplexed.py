@@ -36,7 +36,7 @@ def cancels(*numbers: int) -> inference_pb2.GenerateMultiplexedRequest:
 async def read(call: Any, parts: Parts | None = None, *, until: int | None = None) -> Parts:
     """The parts by number, to the end of the call or until the first part of request `until`."""
     parts = {} if parts is None else parts
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while (message := await call.read()) is not aio.EOF:
             assert message.responses
             for one in message.responses:

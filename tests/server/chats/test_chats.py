@@ -253,7 +253,7 @@ async def test_a_batch_file_has_calls_in_openais_form(tmp_path, monkeypatch):
             {"name": "now", "arguments": "{}"},
         ]
     (choice,) = answers["2"]["response"]["body"]["choices"]
-    assert choice["message"] == {"role": "assistant", "content": f"So: {CALLS}"}
+    assert choice["message"] == {"role": "assistant", "content": f"So: {CALLS}", "reasoning": None}
 
 
 async def test_clients_are_told_which_formats_are_read():

@@ -25,7 +25,7 @@ def text(prompt: str, num_tokens: int = 8) -> str:
 async def results_of(responses: Any) -> dict[str, list[Any]]:
     """The results of each request, by its id; an error stands under the empty one."""
     found: dict[str, list[Any]] = {}
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         async for result, error in responses:
             found.setdefault("" if error else result.get_response().id, []).append(error or result)
     return found

@@ -55,7 +55,7 @@ class Connection:
 
     async def status(self, stream: int) -> tuple[int, str]:
         """Reads until the call ends: its grpc-status and grpc-message."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while True:
                 kind, flags, number, payload = await self.read()
                 # Who answers before all of a call was read resets it after the status: a call before this one, by now.

@@ -42,7 +42,7 @@ async def test_a_server_that_says_nothing_is_asked_once_and_again_when_it_speaks
             silent.close()
             for writer in held:
                 writer.close()
-            async with running(executor=fake(), role="prefill", port=port) as back, asyncio.timeout(60.0):
+            async with running(executor=fake(), role="prefill", port=port) as back, asyncio.timeout(300):
                 while not back.serving.role_counts.load().num_prefills_for_others:
                     number += 1
                     await generated(decode, number)

@@ -98,7 +98,7 @@ async def test_whoever_brings_nothing_more_is_told_so_and_what_came_is_kept(monk
             await asyncio.sleep(600)
 
         with pytest.raises(DeadlineExceeded, match=r"no part of the prefix arrived for 0.5 s"):
-            async with asyncio.timeout(60.0):
+            async with asyncio.timeout(300):
                 await b.prefixes.load(some())
         assert (await b.complete(TEXT, GREEDY)).usage.cached_tokens == 28
 

@@ -292,6 +292,11 @@ def test_what_models_write_beside_their_template_is_read(name, text, wanted):
     assert one_call(name, text) == expected
 
 
+def test_a_key_that_ends_in_a_line_break_is_the_same_however_it_comes():
+    text = DSML.format("days\n", "true", "3")
+    assert answer("deepseek_v32", *text) == answer("deepseek_v32", text)
+
+
 def test_ids_that_the_model_writes_are_unique():
     call = "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
     assert [one.id for one in answer("kimi_k2", call + call).tool_calls] == ["functions.now:0", "id0"]

@@ -319,7 +319,7 @@ async def by_upload(theirs: openai.AsyncOpenAI, bodies: Sequence[dict[str, Any]]
     file = await theirs.files.create(file=("in.jsonl", lines_of(bodies)), purpose="batch")
     options: Any = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
     batch = await theirs.batches.create(input_file_id=file.id, **options)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while batch.status in ("validating", "in_progress", "finalizing"):
             await asyncio.sleep(0.02)
             batch = await theirs.batches.retrieve(batch.id)

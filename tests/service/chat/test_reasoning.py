@@ -77,6 +77,28 @@ def test_gpt_oss_thinks_answers_and_calls_in_channels():
     assert answer(GPT_OSS, "<|channel|>" + "x" * 600) == ChatAnswer("<|channel|>" + "x" * 600)
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("<|channel|>final Hello there<|message|>Hi", ChatAnswer("Hello thereHi")),
+        ("<|start|>assistant Hello<|channel|>analysis<|message|>Hm", ChatAnswer("Hello", "Hm")),
+        ("<|channel|>final Hello", ChatAnswer("Hello")),
+        ("<|channel|>finalHello<|end|>", ChatAnswer("Hello")),
+        (" to=be or not", ChatAnswer(" to=be or not")),
+        ("<|channel|>final<|end|><|start|>assistant<|channel|>analysis<|message|>Hm", ChatAnswer("", "Hm")),
+        (
+            "<|channel|>commentary to=functions.f<|end|><|start|>assistant<|channel|>final<|message|>Hi",
+            ChatAnswer("Hi"),
+        ),
+        ("<|channel|>commentary to=functions.f<|call|>", ChatAnswer("", "", (ToolCall("id", "f", "{}"),))),
+        *((cut, ChatAnswer()) for cut in ("<|channel|>fin", "<|channel|>commentary t", "<|channel|>final<|mess")),
+        ("<|message|>Hi", ChatAnswer("Hi")),
+    ],
+)
+def test_gpt_oss_keeps_the_text_in_a_head_and_ends_one_without_a_message(text, wanted):
+    assert answer(GPT_OSS, text) == answer(GPT_OSS, *text) == wanted
+
+
 @pytest.mark.parametrize("name", REASONING_FORMATS)
 @given(
     fragments=st.lists(

@@ -303,7 +303,15 @@ def test_reasoning_is_asked_of_a_template_by_the_variable_that_it_has(process):
     qwen = ChatTemplate(process, source % "enable_thinking", {})
     both = ReasoningOptions(effort="low", enabled=False)
     assert qwen.reasoning_variables(both, {}) == {"reasoning_effort": "low", "enable_thinking": False}
-    assert ChatTemplate(process, source % "thinking", {}).reasoning_variables(both, {})["thinking"] is False
+    other = ChatTemplate(process, source % "thinking", {})
+    assert other.reasoning_variables(both, {})["thinking"] is False
+    assert other.reasoning_variables(ReasoningOptions(effort="low"), {}) == {"reasoning_effort": "low"}  # as in vLLM
+    for effort, is_on in (("none", False), ("low", True)):
+        variables = qwen.reasoning_variables(ReasoningOptions(effort=effort), {})
+        assert variables == {"reasoning_effort": effort, "enable_thinking": is_on}
+    only_switch = ChatTemplate(process, "{{ messages[0].content }}{{ enable_thinking }}", {})
+    assert only_switch.reasoning_variables(ReasoningOptions(effort="high"), {}) == {"enable_thinking": True}
+    assert only_switch.reasoning_variables(ReasoningOptions(effort="high"), {"enable_thinking": False}) == {}
     assert qwen.reasoning_variables(ReasoningOptions(include=False), {}) == {}
     with pytest.raises(
         InvalidArgument, match=r"^reasoning.enabled: conflicts with chat_template_kwargs.enable_thinking"
@@ -313,9 +321,9 @@ def test_reasoning_is_asked_of_a_template_by_the_variable_that_it_has(process):
     assert plain.reasoning_variables(ReasoningOptions(effort="low"), {}) == {}
     with pytest.raises(InvalidArgument, match=r"^reasoning\.enabled: .*thinking"):
         plain.reasoning_variables(ReasoningOptions(effort="low", enabled=True), {})
-    for effort in ("", "x" * 65, 3):
+    for wrong in ("", "x" * 65, 3):
         with pytest.raises(InvalidArgument, match=r"^reasoning\.effort: "):
-            parse_reasoning({"effort": effort})
+            parse_reasoning({"effort": wrong})
     assert [parse_reasoning({"effort": "x" * num_chars}).effort for num_chars in (1, 64)] == ["x", "x" * 64]
 
 

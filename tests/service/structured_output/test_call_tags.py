@@ -296,6 +296,18 @@ def test_schemas_that_refer_to_themselves_have_a_grammar(compiler, name):
     assert argument_types({"$ref": "#/$defs/Either"}, tool.parameters) == ArgumentTypes()
 
 
+@pytest.mark.parametrize("name", ["glm47", "gemma4", "deepseek_v32"])
+def test_listed_texts_are_required_behind_a_reference_and_beside_null(name):
+    unit = {"type": "string", "enum": ["low", "high"]}
+    either = {"anyOf": [{"$ref": "#/$defs/Unit"}, {"type": "null"}]}
+    properties = {"a": {"$ref": "#/$defs/Unit"}, "b": either, "c": {"anyOf": [unit, {"type": "string"}]}}
+    schema = {"type": "object", "properties": properties, "required": ["a", "b", "c"], "$defs": {"Unit": unit}}
+    tag = structural_tag_for((Tool("f", parameters=schema),), REQUIRED, AnswerFormat(TOOL_FORMATS[name]))
+    written = [str(one) for one in re.findall(r"'value': '(low|high|null|\"low\"|\"high\")", str(tag))]
+    nulls = [] if name == "deepseek_v32" else ["null"]  # its tag says that the text is a string
+    assert [one.strip('"') for one in written] == ["low", "high", "low", "high", *nulls]
+
+
 def test_definitions_that_many_arguments_repeat_are_limited():
     properties = {f"a{number}": {"$ref": "#/$defs/A"} for number in range(600)}
     schema = {"type": "object", "properties": properties, "$defs": {"A": {"enum": ["x" * 1000]}}}

@@ -2,8 +2,7 @@
 
 call.py    the kernel's inputs, prepared by XLA, and the places of the results
 kernel.py  the kernel: segments, their chunks of keys, and the pipeline
-keys.py    a chunk's blocks, fetched into a buffer and unpacked
-stages.py  the pipeline's three stages
+stages.py  a chunk's blocks, fetched into a buffer and unpacked, and the pipeline's three stages
 plan.py    the kernel's arguments and scratch memory
 sizes.py   sizes of the work
 """

@@ -37,7 +37,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.kernels.paged_attention.tpu import tables
-from jpaged.kernels.paged_attention.tpu.chunks.keys import fetch, repeat, unpack
 from jpaged.kernels.paged_attention.tpu.chunks.plan import (
     Chunk,
     ChunkPlan,
@@ -49,7 +48,17 @@ from jpaged.kernels.paged_attention.tpu.chunks.plan import (
     scratch_shapes,
 )
 from jpaged.kernels.paged_attention.tpu.chunks.sizes import ITEMS_A_TURN, VMEM_LIMIT_BYTES, num_buffers
-from jpaged.kernels.paged_attention.tpu.chunks.stages import LOG2_E, is_seen, scores, values, weights, wide
+from jpaged.kernels.paged_attention.tpu.chunks.stages import (
+    LOG2_E,
+    fetch,
+    is_seen,
+    repeat,
+    scores,
+    unpack,
+    values,
+    weights,
+    wide,
+)
 
 LOWEST = -1e30
 """Start of the running maximum: finite, so that a chunk without a visible key leaves no NaN."""

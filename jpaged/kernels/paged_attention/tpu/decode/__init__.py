@@ -2,9 +2,8 @@
 
 call.py    the kernel's inputs, prepared by XLA, and the places of the results
 kernel.py  the kernel: one loop over all rows' chunks of keys
-tokens.py  conversion of queries and outputs between a tile of tokens and rows of heads
-items.py   a chunk's blocks, fetched into a buffer
-stages.py  a chunk's arithmetic
+items.py   a chunk's blocks, fetched into a buffer; new keys and values, stored in the pool
+stages.py  a chunk's arithmetic; conversion of queries and outputs between a tile of tokens and rows of heads
 plan.py    the kernel's arguments and scratch memory
 sizes.py   sizes of the work
 """

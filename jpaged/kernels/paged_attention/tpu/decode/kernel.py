@@ -41,9 +41,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.kernels.paged_attention.tpu import tables, words
-from jpaged.kernels.paged_attention.tpu.decode import items, stages, tokens
+from jpaged.kernels.paged_attention.tpu.decode import items, stages
 from jpaged.kernels.paged_attention.tpu.decode.plan import DecodePlan, DecodeRefs, DecodeScalars, Kept
-from jpaged.kernels.paged_attention.tpu.store import store
 
 _STORES = 4
 """Rows finished together: their reductions do not wait for each other."""
@@ -60,10 +59,10 @@ def _kernel(scalars: DecodeScalars, q_ref: Any, o_ref: Any, refs: DecodeRefs, ke
 
     @pl.when(step == 0)
     def _() -> None:
-        tokens.clear(kept, plan)
+        stages.clear(kept, plan)
         tables.begin(segments, begin_core, end_core, refs.tables, kept.pages, plan.paging)
         if plan.has_writes:
-            store(scalars.writes, scalars.layer[0], refs.new, refs.pool, kept.written, plan.spec.layout)
+            items.store(scalars.writes, scalars.layer[0], refs.new, refs.pool, kept.written, plan.spec.layout)
         kept.cursor[0], kept.cursor[1], kept.cursor[2] = begin_core, segments.first[begin_core], 0
         kept.turn[0] = 0
         num_first = jnp.minimum(ahead, all_items - begin_turn)
@@ -97,14 +96,14 @@ def _kernel(scalars: DecodeScalars, q_ref: Any, o_ref: Any, refs: DecodeRefs, ke
 
     @pl.when(num_items > 0)
     def _() -> None:
-        tokens.take_apart(q_ref, kept, plan)
+        stages.take_apart(q_ref, kept, plan)
         buffer = kept.turn[0]
         state = (first, segments.first[first], buffer)
         idle = (nobody, jnp.bool_(True), buffer)
         (_, _, buffer), _, _ = lax.fori_loop(0, num_items + 2, turn, (state, idle, idle))
         kept.turn[0] = items.buffer_after(buffer, plan)
 
-    tokens.clear(kept, plan)
+    stages.clear(kept, plan)
 
     @pl.when(num_items > 0)
     def _() -> None:
@@ -118,7 +117,7 @@ def _kernel(scalars: DecodeScalars, q_ref: Any, o_ref: Any, refs: DecodeRefs, ke
     # A core with fewer steps than another keeps the outputs of the last one.
     @pl.when(step < tiles.num[core])
     def _() -> None:
-        tokens.put_together(o_ref, kept, plan)
+        stages.put_together(o_ref, kept, plan)
 
 
 def call(

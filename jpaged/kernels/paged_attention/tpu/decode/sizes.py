@@ -2,7 +2,8 @@
 
 ring      buffers of a chunk each: three in progress, and those whose blocks are in flight
 places    tokens of one step of the grid: their queries, outputs, maxima and sums are in vector memory
-bundle    heads that share a matmul, so that it has 8 rows; at least two if two heads share a row of lanes
+bundle    heads that share a matmul, so that it has 8 rows; at least two if two heads share a row of lanes, or if the
+          matrix units are 256 deep
 pitch     rows of words from token to token in a buffer; a load whose stride is a multiple of 4 takes longer
 """
 
@@ -28,6 +29,9 @@ _STAGES = 3
 _PLACES_BYTES = 12 * 2**20
 _LANES, _SUBLANES = 128, 8
 _MAX_BUNDLE_LANES = 1024
+_DEEP_KINDS = frozenset({"TPU v6 lite", "TPU v6e", "TPU7x"})
+"""Device kinds whose matrix units are 256 deep and wide: 128 lanes of keys would fill half of them."""
+_DEEP_LANES = 256
 _LEAST_PLACES = 16
 
 
@@ -104,7 +108,8 @@ def rule(
     group, rows = num_heads // layout.num_kv_heads, layout.token_shape[0]
     folds = layout.lanes // _LANES
     column_heads = 2 if layout.is_joined else 1
-    num_columns = max(1, min(_SUBLANES // group // column_heads, _MAX_BUNDLE_LANES // layout.lanes))
+    num_columns = min(_SUBLANES // group // column_heads, _MAX_BUNDLE_LANES // layout.lanes)
+    num_columns = max(num_columns, _least_columns(layout, device_kind))
     bundle = min(layout.num_kv_heads, num_columns * column_heads)
     if chunk_tokens is None:
         token_bytes = rows * folds * _LANES * 4
@@ -122,6 +127,12 @@ def rule(
     while vmem_bytes(sizes, layout, num_heads) > VMEM_BUDGET_BYTES and sizes.ahead > 1:
         sizes = dataclasses.replace(sizes, ahead=sizes.ahead - 1)
     return sizes
+
+
+def _least_columns(layout: KVLayout, device_kind: str) -> int:
+    """Return the columns of lanes that fill the depth of the matrix units, if the heads divide evenly into them."""
+    columns, heads = _DEEP_LANES // layout.lanes, 2 if layout.is_joined else 1
+    return columns if device_kind in _DEEP_KINDS and columns > 1 and layout.num_kv_heads % (columns * heads) == 0 else 1
 
 
 def num_tiles(layout: KVLayout, num_heads: int, num_tokens: int) -> int:
