@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from jpaged import json_text
-from jpaged.chat import ToolCall, ToolCallPiece, json_object
+from jpaged.chat import MAX_TOOL_CALLS, ToolCall, ToolCallPiece, json_object
 from jpaged.errors import InvalidArgument
 from jpaged.json_text import Items
 from jpaged.openai.embeddings import EmbedJob, embed_job
@@ -50,6 +50,8 @@ from jpaged.types import FinishReason, OutputEvent, PositionLogprobs, RequestOut
 
 CHAT_URL, GENERATE_URL = "/api/chat", "/api/generate"
 EMBED_URL, EMBEDDINGS_URL = "/api/embed", "/api/embeddings"
+API_VERSION = "0.12.11"
+"""First version of Ollama that has every field here; clients refuse servers of older versions."""
 LATEST = ":latest"
 """Tag that Ollama adds to the name of a model without one."""
 _THINK_LEVELS = ("low", "medium", "high", "max")
@@ -73,13 +75,18 @@ _OPTION_ROWS: Mapping[str, Neutral] = {
     "mirostat_eta": hint(int, float),
     "penalize_newline": only(True, advice="use logit_bias of /v1/chat/completions"),
 }
+_INTEGERS = {"top_k", "seed", "num_predict", *(name for name, row in _OPTION_ROWS.items() if row == hint(int))}
+"""Options that may be written as 8.0."""
 _SHARED_ROWS: Mapping[str, Neutral] = {
     "keep_alive": hint(str, int, float),
     **{f"options.{name}": row for name, row in _OPTION_ROWS.items()},
 }
+_SAMPLING_ROWS: Mapping[str, Neutral] = {
+    f"options.{name}": hint(int, float, str, list) for name in (*_SAMPLING, "num_predict")
+}
+"""Options of sampling, which clients also send with texts to embed."""
 _TEXT_ROWS: Mapping[str, Neutral] = {
     **_SHARED_ROWS,
-    "truncate": only(False, advice="send fewer messages: prompts are never shortened"),
     "shift": only(False, advice="answers end at the model's length"),
     "_debug_render_only": only(False, advice="use /tokenize and /detokenize"),
 }
@@ -91,11 +98,12 @@ ROWS: Mapping[str, Mapping[str, Neutral]] = {
         **_TEXT_ROWS,
         "images": only([], advice=_NO_IMAGES),
         "context": only([], advice="send the conversation to /api/chat"),
+        "truncate": only(False, advice="send a shorter prompt"),
         "template": only("", advice="the server has the model's chat template; use raw for another prompt"),
         **dict.fromkeys(("width", "height", "steps"), never("the server makes no images")),
     },
-    EMBED_URL: {**EVERYWHERE, **_SHARED_ROWS},
-    EMBEDDINGS_URL: {**EVERYWHERE, **_SHARED_ROWS},
+    EMBED_URL: {**EVERYWHERE, **_SHARED_ROWS, **_SAMPLING_ROWS},
+    EMBEDDINGS_URL: {**EVERYWHERE, **_SHARED_ROWS, **_SAMPLING_ROWS},
     "/api/show": {
         **EVERYWHERE,
         "verbose": hint(bool),
@@ -108,7 +116,7 @@ _OF_TEXTS = {
     *("model", "stream", "format", "think", "logprobs", "top_logprobs", "options.num_predict"),
     *(f"options.{name}" for name in _SAMPLING),
 }
-OF_CHATS = {*_OF_TEXTS, "messages", "tools"}
+OF_CHATS = {*_OF_TEXTS, "messages", "tools", "truncate"}
 OF_PROMPTS = {*_OF_TEXTS, "prompt", "system", "raw"}
 OF_EMBEDDINGS = {"model", "input", "truncate", "dimensions"}
 _THEIRS = {
@@ -128,12 +136,14 @@ class OllamaRequest:
         model: name of the model in the body, which answers repeat.
         is_chat: answers have a message; otherwise a text.
         loads: the body has nothing to answer, as those that only load a model.
+        truncates: leave out the oldest turns of a conversation that is too long.
     """
 
     job: Job
     model: str
     is_chat: bool
     loads: bool = False
+    truncates: bool = False
 
 
 def without_tag(name: str, served: Collection[str]) -> str:
@@ -172,7 +182,13 @@ def parse_chat_request(
         "messages": [{"role": "user", "content": ""}] if loads else _messages(messages),
         "tools": body.get("tools") or None,
     }
-    return OllamaRequest(_read(body, chat_job, chat, defaults), str(body["model"]), is_chat=True, loads=loads)
+    return OllamaRequest(
+        _read(body, chat_job, chat, defaults),
+        str(body["model"]),
+        is_chat=True,
+        loads=loads,
+        truncates=flag_in(body, "truncate", default=True),
+    )
 
 
 def parse_generate_request(
@@ -204,6 +220,7 @@ def parse_generate_request(
         completion = {name: value for name, value in fields.items() if name != "reasoning"}
         completion |= {"prompt": prompt or " ", "logprobs": num_top if wants_logprobs else None}
         job = _read(body, completion_job, completion, defaults)
+        job = replace(job, names={**job.names, "logprobs": "top_logprobs"})
     else:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
@@ -215,11 +232,15 @@ def parse_generate_request(
 def _own_fields(path: str, given: Mapping[str, Any], own: set[str]) -> dict[str, Any]:
     """Return the fields of a body that its path reads, with those of `options` as `options.x`."""
     flat = {name: value for name, value in given.items() if name != "options"}
-    flat |= {f"options.{name}": value for name, value in object_in(given, "options").items()}
+    flat |= {f"options.{name}": _option(name, value) for name, value in object_in(given, "options").items()}
     body = own_fields(ROWS[path], LenientBody(flat, given.ignored) if isinstance(given, LenientBody) else flat, own)
     if not name_in(body, "model"):
         raise InvalidArgument("model", "is missing or empty")
     return body
+
+
+def _option(name: str, value: Any) -> Any:
+    return int(value) if name in _INTEGERS and isinstance(value, float) and value.is_integer() else value
 
 
 def _read(
@@ -299,6 +320,9 @@ def _messages(given: Sequence[Any]) -> list[Any]:
         if message.pop("images", None):
             raise InvalidArgument(f"messages[{i}].images", f"is not supported: {_NO_IMAGES}")
         message.setdefault("content", "")
+        for name in ("thinking", "tool_name"):
+            if not isinstance(message.get(name, ""), str):
+                raise InvalidArgument(f"messages[{i}].{name}", f"{shown(message[name])} is not a string")
         if thought := message.pop("thinking", None):
             message["reasoning_content"] = thought
         tool_name = message.pop("tool_name", None)
@@ -307,6 +331,8 @@ def _messages(given: Sequence[Any]) -> list[Any]:
             if tool_name:
                 message["name"] = tool_name
         calls = message.get("tool_calls")
+        if isinstance(calls, list) and len(calls) > MAX_TOOL_CALLS:
+            raise InvalidArgument(f"messages[{i}].tool_calls", f"{len(calls)} calls; at most {MAX_TOOL_CALLS}")
         if isinstance(calls, list) and calls:
             message["tool_calls"] = [_with_id(call, f"call_{i}_{j}") for j, call in enumerate(calls)]
             pending = [
