@@ -54,6 +54,8 @@ API_VERSION = "0.12.11"
 """First version of Ollama that has every field here; clients refuse servers of older versions."""
 LATEST = ":latest"
 """Tag that Ollama adds to the name of a model without one."""
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables of chat templates that switch thinking on or off."""
 _THINK_LEVELS = ("low", "medium", "high", "max")
 _UNLIMITED = (-2, -1, 0)
 """Values of `num_predict` without a limit."""
@@ -124,6 +126,7 @@ _THEIRS = {
     "structured_outputs": "format",
     "response_format": "format",
     "reasoning": "think",
+    "chat_template_kwargs": "think",
 }
 """Field of a chat -> its name in Ollama's bodies."""
 
@@ -212,12 +215,13 @@ def parse_generate_request(
     is_raw = flag_in(body, "raw") or not has_template
     if is_raw and system:
         raise InvalidArgument("system", "needs a chat template: write it into the prompt")
-    if is_raw and fields["reasoning"]:
+    if is_raw and body.get("think"):
         raise InvalidArgument("think", "is not supported with raw prompts")
     if is_raw:
         wants_logprobs = fields.pop("logprobs")
         num_top = fields.pop("top_logprobs") or 0
-        completion = {name: value for name, value in fields.items() if name != "reasoning"}
+        of_chats = ("reasoning", "chat_template_kwargs")
+        completion = {name: value for name, value in fields.items() if name not in of_chats}
         completion |= {"prompt": prompt or " ", "logprobs": num_top if wants_logprobs else None}
         job = _read(body, completion_job, completion, defaults)
         job = replace(job, names={**job.names, "logprobs": "top_logprobs"})
@@ -278,7 +282,7 @@ def _chat_fields(body: Mapping[str, Any], served: Collection[str], *, can_think:
         "model": without_tag(str(body["model"]), served),
         "stream": flag_in(body, "stream", default=True),
         "response_format": _response_format(body.get("format", "")),
-        "reasoning": _reasoning(body.get("think"), can_think=can_think),
+        **_thinking(body.get("think"), can_think=can_think),
         "logprobs": flag_in(body, "logprobs"),
         "top_logprobs": body.get("top_logprobs") or None,
     }
@@ -294,18 +298,18 @@ def _response_format(given: Any) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": given}}
 
 
-def _reasoning(think: Any, *, can_think: bool) -> dict[str, Any] | None:
+def _thinking(think: Any, *, can_think: bool) -> dict[str, Any]:
+    """Return the fields of a chat that switch thinking on or off, without an effect if the template has no switch."""
     if think is None or think == "":
-        return None
+        return {}
     if not isinstance(think, bool) and think not in _THINK_LEVELS:
         raise InvalidArgument("think", f"{shown(think)} is not true, false or one of {', '.join(_THINK_LEVELS)}")
     if not can_think:
         if think:
             raise InvalidArgument("think", "is not supported: the model's reasoning format is unknown")
-        return None
-    if think is False:
-        return {"enabled": False, "include": False}
-    return {"enabled": True} if think is True else {"enabled": True, "effort": think}
+        return {}
+    reasoning = {"effort": think} if isinstance(think, str) else {"include": think}
+    return {"reasoning": reasoning, "chat_template_kwargs": dict.fromkeys(_SWITCHES, bool(think))}
 
 
 def _messages(given: Sequence[Any]) -> list[Any]:

@@ -55,7 +55,7 @@ async def test_ollamas_api_keeps_its_path_behind_a_proxy_at_api() -> None:
         running(http_port=0, root_path="/api") as harness,
         httpx2.AsyncClient(base_url=harness.http_url) as client,
     ):
-        for path in ("/api/v1/models", "/v1/models", "/api/health", "/api/tags", "/api/api/tags", "/api/tokenizer_info"):
+        for path in ("/api/v1/models", "/v1/models", "/api/health", "/api/tags", "/api/api/tags", "/api/load"):
             assert (await client.get(path)).status_code == 200, path
         assert "models" in (await client.get("/api/tags")).json()
         assert (await client.get("/api/nothing")).status_code == 404

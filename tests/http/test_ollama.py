@@ -276,12 +276,15 @@ def test_formats_and_thinking() -> None:
         assert structured is not None and structured.kind.value == kind
 
     def reasoning(think: Any, **how: Any) -> Any:
-        options = parse_chat_request({**CHAT, "think": think}, **how).job.prompts[0].chat_options.reasoning
-        return options.enabled, options.effort, options.include
+        options = parse_chat_request({**CHAT, "think": think}, **how).job.prompts[0].chat_options
+        assert options.reasoning.enabled is None  # it requires a switch in the template
+        switches = set(options.template_kwargs.items())
+        return switches, options.reasoning.effort, options.reasoning.include
 
-    assert reasoning(True) == (True, None, True) and reasoning("high") == (True, "high", True)
-    assert reasoning(False) == (False, None, False) and reasoning(None) == (None, None, True)
-    assert reasoning(False, can_think=False) == (None, None, True)
+    on, off = {("enable_thinking", True), ("thinking", True)}, {("enable_thinking", False), ("thinking", False)}
+    assert reasoning(True) == (on, None, True) and reasoning("high") == (on, "high", True)
+    assert reasoning(False) == (off, None, False) and reasoning(None) == (set(), None, True)
+    assert reasoning(False, can_think=False) == (set(), None, True)
     with pytest.raises(InvalidArgument, match="think: is not supported: the model's reasoning format is unknown"):
         reasoning(True, can_think=False)
 
