@@ -236,7 +236,8 @@ def parse_generate_request(
 def _own_fields(path: str, given: Mapping[str, Any], own: set[str]) -> dict[str, Any]:
     """Return the fields of a body that its path reads, with those of `options` as `options.x`."""
     flat = {name: value for name, value in given.items() if name != "options"}
-    flat |= {f"options.{name}": _option(name, value) for name, value in object_in(given, "options").items()}
+    if given.get("options") is not None:  # Ollama's client in Go sends null
+        flat |= {f"options.{name}": _option(name, value) for name, value in object_in(given, "options").items()}
     body = own_fields(ROWS[path], LenientBody(flat, given.ignored) if isinstance(given, LenientBody) else flat, own)
     if not name_in(body, "model"):
         raise InvalidArgument("model", "is missing or empty")

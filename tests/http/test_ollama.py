@@ -231,6 +231,17 @@ def test_options_are_parameters_of_sampling() -> None:
     assert sampling_in(num_ctx=4096, num_gpu=99, use_mmap=True, repeat_last_n=64, typical_p=1.0) == sampling_in()
 
 
+def test_bodies_of_the_client_in_go_are_accepted() -> None:
+    chat = {"model": "fake", "messages": [USER], "format": None, "options": None}
+    assert parse_chat_request(chat).job.sampling == sampling_in()
+    prompt = {"model": "fake", "prompt": "a", "suffix": "", "system": "", "template": "", "format": None}
+    assert parse_generate_request({**prompt, "options": None}).job.sampling == sampling_in()
+    assert parse_embed_request({"model": "fake", "input": "a", "options": None}).job is not None
+    assert parse_embeddings_request({"model": "fake", "prompt": "a", "options": None}).job is not None
+    shown = {"model": "fake", "system": "", "template": "", "verbose": False, "options": None, "name": ""}
+    assert parse_show_request(shown) == "fake"
+
+
 def test_whole_numbers_may_be_written_with_a_fraction() -> None:
     assert sampling_in(top_k=5.0, num_ctx=4096.0) == sampling_in(top_k=5)
     (prompt,) = parse_chat_request({**CHAT, "options": {"num_predict": 9.0}}).job.prompts
