@@ -282,21 +282,25 @@ def _chat_fields(body: Mapping[str, Any], served: Collection[str], *, can_think:
     return fields | {
         "model": without_tag(str(body["model"]), served),
         "stream": flag_in(body, "stream", default=True),
-        "response_format": _response_format(body.get("format", "")),
+        **_output_format(body.get("format", "")),
         **_thinking(body.get("think"), can_think=can_think),
         "logprobs": flag_in(body, "logprobs"),
         "top_logprobs": body.get("top_logprobs") or None,
     }
 
 
-def _response_format(given: Any) -> dict[str, Any] | None:
+def _output_format(given: Any) -> dict[str, Any]:
+    """Return the fields of a chat for `format`; as in llama.cpp, objects have only the properties of the schema."""
     if given == "":
-        return None
+        return {}
     if given == "json":
-        return {"type": "json_object"}
+        return {"response_format": {"type": "json_object"}}
     if not isinstance(given, dict):
         raise InvalidArgument("format", f"{shown(given)} is neither 'json' nor a JSON schema")
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": given}}
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": given}},
+        "structured_outputs": {"disable_additional_properties": True},
+    }
 
 
 def _thinking(think: Any, *, can_think: bool) -> dict[str, Any]:

@@ -286,6 +286,9 @@ def test_formats_and_thinking() -> None:
     for given, kind in (("json", "json_object"), (schema, "json")):
         structured = parse_chat_request({**CHAT, "format": given}).job.sampling.structured_outputs
         assert structured is not None and structured.kind.value == kind
+        assert structured.disable_additional_properties is (kind == "json")
+    raw = parse_generate_request({"model": "fake", "prompt": "a", "raw": True, "format": schema}).job.sampling
+    assert raw.structured_outputs == structured
 
     def reasoning(think: Any, **how: Any) -> Any:
         options = parse_chat_request({**CHAT, "think": think}, **how).job.prompts[0].chat_options
