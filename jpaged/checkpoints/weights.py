@@ -147,6 +147,8 @@ def load_params(
     keeps_embedding = quantization is None or quantization.has_embedding
     with open_tensors(folder, keeps_embedding=keeps_embedding) as files:
         scheme = read_scheme(folder, keeps_embedding=keeps_embedding)
+        if isinstance(scheme, GgufScheme) and (cost := read_model(folder, keeps_embedding=keeps_embedding).widening()):
+            _LOG.info("%s: %s", folder, cost)
         groups = _leaf_groups(config, files, layer_mode)
         _check_names(files, groups, config, scheme)
         for done, (path, leaves) in enumerate(groups, start=1):
@@ -186,11 +188,12 @@ def _packed_leaf(
     form: MatrixFormat,
     dtype: np.dtype,
 ) -> PackedMatrix | None:
-    """Return a leaf packed from a GGUF file; None for other files and leaves."""
+    """Return a leaf packed from a GGUF file; None for other files, leaves and types."""
     if not (isinstance(files, GgufTensors) and isinstance(scheme, GgufScheme)) or leaf.axes[0] in EXPERT_AXES:
         return None
     matrix = abstract_matrix(form, leaf.shape, contracted_axis(leaf), dtype)
-    return pack_stored(path, matrix, get_columns(files, scheme, leaf, form))
+    columns = get_columns(files, scheme, leaf, form)
+    return None if columns is None else pack_stored(path, matrix, columns)
 
 
 def _read_matrix(

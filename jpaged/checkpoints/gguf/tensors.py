@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES, FLOATS, READ, dequantize_blocks, joint_form
+from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES, FLOATS, PACKED_TYPES, READ, dequantize_blocks, joint_form
 from jpaged.checkpoints.gguf.config import hf_config
 from jpaged.checkpoints.gguf.file import GgufFile, GgufTensor, open_gguf
 from jpaged.checkpoints.names import model_leaves
@@ -29,7 +29,7 @@ from jpaged.checkpoints.quantized.scheme import MatrixPart, Parts, Shape, Stored
 from jpaged.checkpoints.tensor_files import StableFile, check_shape
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.matmul.packed import StoredColumns
-from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.kernels.matrix_format import NUM_BITS, MatrixFormat
 from jpaged.models.config import ModelConfig, Quantization
 from jpaged.models.hf_config import from_hf
 from jpaged.models.param_specs import Leaf, contracted_axis, get_module, is_matrix, stored_formats
@@ -354,12 +354,16 @@ class GgufScheme:
         return BLOCK_TYPES[kind].matrix(rows, form)
 
 
-def get_columns(files: GgufTensors, scheme: GgufScheme, leaf: Leaf, form: MatrixFormat) -> StoredColumns:
+def get_columns(files: GgufTensors, scheme: GgufScheme, leaf: Leaf, form: MatrixFormat) -> StoredColumns | None:
     """Return the columns of a leaf, which is no expert's, as rows of blocks in the file.
+
+    None if the kernel's library does not read blocks of these types.
 
     Raises:
         InvalidArgument: a tensor of it is missing or misshapen.
     """
+    if any(scheme.kinds[get_module(name)] not in PACKED_TYPES for name, _ in leaf.tensors):
+        return None
     place = len(leaf.shape) + contracted_axis(leaf)
     stored_axis = leaf.tensor_axes[place]
     assert stored_axis is not None
@@ -418,7 +422,7 @@ def _columns(
             used += num_bytes
         return addresses, memory
 
-    kinds = np.array([list(BLOCK_TYPES).index(tensor.kind) for tensor in stored], np.uint8)
+    kinds = np.array([PACKED_TYPES.index(tensor.kind) for tensor in stored], np.uint8)
     return StoredColumns(
         kinds[owners],
         max(row_bytes),
@@ -442,6 +446,30 @@ class GgufModel:
     hf: Mapping[str, object]
     scheme: GgufScheme | None
     places: Mapping[str, TensorLocation]
+
+    def widening(self) -> str | None:
+        """Return what the types with fewer bits in the file than in memory cost; None if there are none."""
+        if self.scheme is None:
+            return None
+        kinds, stored, kept = set(), 0, 0
+        for module, kind in self.scheme.kinds.items():
+            form = self.scheme.quantization.get_format(module)
+            if kind in PACKED_TYPES or form is None:
+                continue
+            place = self.places[f"{module}.weight"]
+            tensor = self.file.tensors[place.tensor]
+            num_out, depth = tensor.shape[-2:]
+            block = BLOCK_TYPES[kind]
+            kinds.add(kind)
+            stored += num_out * depth // block.size * block.num_bytes
+            of_group = 4 * (1 + form.has_zeros)
+            kept += num_out * (depth * NUM_BITS[form.values] // 8 + form.num_groups(depth) * of_group)
+        if kept <= stored:
+            return None
+        return (
+            f"{', '.join(sorted(kinds))}: {stored / 2**20:.1f} MiB in the file take up to {kept / 2**20:.1f} MiB in "
+            "memory, because no kernel multiplies these types as stored; the weights are the same"
+        )
 
     def tensors(self, *, as_weights: bool = False) -> GgufTensors:
         """Return its tensors; quantized ones for the scheme, or all of them as weights."""

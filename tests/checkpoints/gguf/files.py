@@ -38,7 +38,10 @@ ARCHITECTURES = {
     "gpt_neox": "GPTNEOX",
 }
 """The package's names, by those that Hugging Face has for types of models."""
-_SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+_SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,)} | {
+    **dict.fromkeys(("IQ4_XS", "IQ3_XXS", "IQ3_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S"), (0,)),
+    "NVFP4": (),
+}
 """Types that the package cannot make: where in a block the float16 are that everything is multiplied by."""
 
 
