@@ -36,7 +36,7 @@ from jpaged.models.param_specs import Leaf, contracted_axis, get_module, is_matr
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are a part of the config."""
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
 _OUTER = re.compile(r"(\w+)\.(weight|bias)")
 _OTHER_LAYOUTS = {
     r"blk\.\d+\.attn_qkv\.\w+": "fused queries, keys and values; convert the model without --fuse-qkv",
@@ -56,7 +56,7 @@ class TensorLocation:
         rows: index of each row in the file; None if rows are in order.
         offset: subtracted from each number.
         is_transposed: it is stored transposed.
-        is_row: it has a leading axis of 1 in the checkpoint.
+        new_axis: place of an axis of 1 that only the checkpoint has.
     """
 
     tensor: str
@@ -64,13 +64,13 @@ class TensorLocation:
     rows: np.ndarray | None = None
     offset: float = 0.0
     is_transposed: bool = False
-    is_row: bool = False
+    new_axis: int | None = None
 
     def shape(self, tensor: GgufTensor) -> tuple[int, ...]:
         """Return its shape in a checkpoint."""
         stored = tensor.shape if self.expert is None else tensor.shape[1:]
-        if self.is_row:
-            return (1, *stored)
+        if self.new_axis is not None:
+            return (*stored[: self.new_axis], 1, *stored[self.new_axis :])
         return stored[::-1] if self.is_transposed else stored
 
 
@@ -80,7 +80,7 @@ class Naming:
 
     Attributes:
         outer: by names in the file, without `.weight` and `.bias`.
-        layers: the same for a layer; `{x}` is an expert's number.
+        layers: the same for a layer; `{x}` is the number of an expert or, in a norm's name, of a head.
         layers_prefix: prefix of a layer's number.
         rows: tensors with reordered rows: `alternating` in each head, or `parted` into queries, keys, values.
         offset: of norms.
@@ -148,6 +148,30 @@ _NEOX = {
     "ffn_up": "mlp.dense_h_to_4h",
     "ffn_down": "mlp.dense_4h_to_h",
 }
+_LAST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_UNGATED = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_GLM4 = _ATTENTION | {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LFM2 = {
+    "attn_norm": "operator_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_down": "feed_forward.w2",
+    "ffn_up": "feed_forward.w3",
+}
 _TURNED = {"attn_q": "alternating", "attn_k": "alternating"}
 
 NAMINGS: Mapping[str, Naming] = {
@@ -177,6 +201,26 @@ NAMINGS: Mapping[str, Naming] = {
         "gpt_neox.layers.",
         rows={"attn_qkv": "parted"},
     ),
+    "arcee": Naming(_OUTER_NAMES, _ATTENTION | _UNGATED, rows=_TURNED),
+    "smollm3": Naming(_OUTER_NAMES, _LAYER_NAMES, rows=_TURNED),
+    "granite": Naming(_OUTER_NAMES, _LAYER_NAMES, rows=_TURNED),
+    "olmo2": Naming(_OUTER_NAMES, _LAYER_NAMES | _HEAD_NORMS | _LAST_NORMS),
+    "glm4": Naming(_OUTER_NAMES, _GLM4),
+    "seed_oss": Naming(_OUTER_NAMES, _LAYER_NAMES | _LAST_NORMS),
+    "exaone4": Naming(_OUTER_NAMES, _LAYER_NAMES | _HEAD_NORMS | _LAST_NORMS),
+    "hunyuan-dense": Naming(
+        _OUTER_NAMES,
+        _LAYER_NAMES | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+    ),
+    "command-r": Naming(_OUTER_NAMES, _LAYER_NAMES | _HEAD_NORMS),
+    "cohere2": Naming(_OUTER_NAMES, _LAYER_NAMES),
+    "stablelm": Naming(
+        _OUTER_NAMES,
+        _LAYER_NAMES | {f"attn_{part}_norm": f"self_attn.{part}_layernorm.norms.{{x}}" for part in ("q", "k")},
+    ),
+    "nemotron": Naming(_OUTER_NAMES, _ATTENTION | _UNGATED, offset=1.0),
+    "ernie4_5": Naming(_OUTER_NAMES, _LAYER_NAMES),
+    "lfm2": Naming(_OUTER_NAMES | {"token_embd_norm": "model.embedding_norm"}, _LFM2),
 }
 """By the names of architectures in llama.cpp."""
 
@@ -199,7 +243,7 @@ def places(file: GgufFile, num_heads: int, num_kv_heads: int) -> dict[str, Tenso
 def _named(naming: Naming, name: str, tensor: GgufTensor, orders: _Orders) -> Iterator[tuple[str, TensorLocation]]:
     outer, layer = _OUTER.fullmatch(name), _LAYER.fullmatch(name)
     if outer is not None and outer[1] in naming.outer:
-        offset = naming.offset if outer[1].endswith("_norm") else 0.0
+        offset = naming.offset if outer[1].endswith("_norm") and outer[2] == "weight" else 0.0
         yield f"{naming.outer[outer[1]]}.{outer[2]}", TensorLocation(name, offset=offset)
         return
     if layer is None or layer[2] not in naming.layers:
@@ -219,11 +263,18 @@ def _named(naming: Naming, name: str, tensor: GgufTensor, orders: _Orders) -> It
         TensorLocation(
             name,
             rows=orders.of((naming.rows or {}).get(stem), stem, tensor.shape[0]),
-            offset=naming.offset if stem.endswith("_norm") else 0.0,
+            offset=naming.offset if stem.endswith("_norm") and end == "weight" else 0.0,
             is_transposed=stem in naming.transposed and end == "weight",
-            is_row=stem == "ffn_gate_inp_shexp" and len(tensor.shape) == 1,
+            new_axis=_new_axis(stem, tensor),
         ),
     )
+
+
+def _new_axis(stem: str, tensor: GgufTensor) -> int | None:
+    """Return the place of the axis of 1 of shared experts' gates and of convolutions."""
+    if stem == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
+        return 0
+    return 1 if stem == "shortconv.conv" and len(tensor.shape) == 2 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,9 +354,10 @@ class GgufTensors:
             if not BLOCK_TYPES[tensor.kind].is_finite(rows):
                 raise InvalidArgument(str(tensor.path), f"tensor {name} has block scales that are not finite")
             return rows
-        if place.is_transposed or place.is_row:
+        if place.is_transposed or place.new_axis is not None:
             whole = dequantize_blocks(tensor.kind, _rows(data, place, ()))
-            return (whole.T if place.is_transposed else whole[None])[index]
+            found: np.ndarray = whole.T if place.new_axis is None else np.expand_dims(whole, place.new_axis)
+            return found[index]
         weights = dequantize_blocks(tensor.kind, _rows(data, place, index[:1]))
         if len(index) > 1:
             weights = weights[(slice(None), *index[1:])]

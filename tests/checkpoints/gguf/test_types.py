@@ -88,6 +88,34 @@ def quantized(params: Params) -> list[QuantizedMatrix]:
     return [leaf for leaf in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(leaf)]
 
 
+@pytest.mark.parametrize("name", ["lfm2", "glm4"])
+def test_matrices_of_other_layouts_stay_quantized(name: str, tmp_path: Path) -> None:
+    config, tensors = checkpoint(name)
+    width = 96  # of the feed-forward, in whole blocks
+    config["intermediate_size"] = width * 3 // 2 if name == "lfm2" else width
+    tensors = {key: resized(tensor, width) for key, tensor in tensors.items()}
+    file = tmp_path / "model.gguf"
+    plain = write_gguf(
+        (config, tensors), file, lambda key, shape: of_kind("Q8_0")(key.replace("conv.conv", "norm"), shape)
+    )
+    model, params = load(file)
+    assert_same_weights(params, load(write_plain(config, plain, tmp_path / "plain"))[1])
+    assert len(quantized(params)) == {"lfm2": 5 * 4 + 1, "glm4": 3 * 4 + 2}[name]
+    packer = matmul.loaded().packer(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    found = load_params(model, file, "loop", pack_stored=LeafPacker(packer, model.config).pack_stored)
+    want = pack_params(params, model.config, packer)
+    jax.tree.map(np.testing.assert_array_equal, pack_params(found, model.config, packer), want)
+
+
+def resized(tensor: np.ndarray, width: int) -> np.ndarray:
+    """A matrix with its feed-forward axis, of 80 or 88 numbers, or twice 88, repeated up to a width."""
+    for axis, size in enumerate(tensor.shape):
+        if size in (80, 88, 2 * 88):
+            wanted = width * (2 if size == 2 * 88 else 1)
+            return np.take(tensor, np.arange(wanted) % size, axis)
+    return tensor
+
+
 def size(leaf: QuantizedMatrix) -> float:
     """Bytes of a matrix; two int4 or float4 make a byte."""
     others = [each.nbytes for each in (leaf.scales, leaf.zeros) if each is not None]
