@@ -22,7 +22,7 @@ from jpaged.errors import InvalidArgument, Unsupported
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-_NO_MODELS = ("mmproj", "imatrix")
+NO_MODELS = ("mmproj", "imatrix")
 """Prefixes or types of files published with models: multimodal projectors and importance matrices."""
 _REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"} | {
     36: "IQ4_NL_4_4",
@@ -162,7 +162,7 @@ def find_gguf(path: Path) -> Path | None:
         return _first_part(path)
     if not path.is_dir():
         return None
-    files = [file for file in path.glob(f"*{SUFFIX}") if not file.name.startswith(_NO_MODELS)]
+    files = [file for file in path.glob(f"*{SUFFIX}") if not file.name.startswith(NO_MODELS)]
     models = sorted({_first_part(file) for file in files})
     if len(models) > 1:
         models = [model for model in models if _is_model(model)]
@@ -178,7 +178,7 @@ def _is_model(path: Path) -> bool:
         metadata = open_gguf(path).metadata
     except (InvalidArgument, Unsupported):
         return True
-    return metadata.get("general.type") not in _NO_MODELS and metadata.get("general.architecture") != "clip"
+    return metadata.get("general.type") not in NO_MODELS and metadata.get("general.architecture") != "clip"
 
 
 def is_gguf(path: Path) -> bool:
