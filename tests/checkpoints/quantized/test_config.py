@@ -12,6 +12,7 @@ from tests.checkpoints.quantized.layouts import LAYOUTS, compressed_config
 
 CONFIGS = {layout.name: layout.config for layout in LAYOUTS}
 WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel"}
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 ROWS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 AUTO_ROUND = {
     "bits": 4,
@@ -62,6 +63,12 @@ REFUSED = [
     ({**CONFIGS["deepseek_fp8"], "weight_block_size": [128]}, InvalidArgument, "the size of blocks is"),
     ({**CONFIGS["deepseek_fp8"], "activation_scheme": "static"}, Unsupported, "activation_scheme is 'static'"),
     (compressed_config("marlin-24", WEIGHTS), Unsupported, "format 'marlin-24'"),
+    (
+        compressed_config("nvfp4-pack-quantized", NVFP4 | {"group_size": 32}),
+        Unsupported,
+        "nvfp4-pack-quantized requires 16",
+    ),
+    (compressed_config("nvfp4-pack-quantized", NVFP4, {"num_bits": 8, "type": "float"}), Unsupported, "num_bits is 8"),
     (compressed_config("pack-quantized", {**WEIGHTS, "num_bits": 3}), Unsupported, "int3"),
     (compressed_config("int-quantized", {**WEIGHTS, "actorder": "random"}), Unsupported, "actorder is 'random'"),
     (compressed_config("int-quantized", {**WEIGHTS, "strategy": "block"}), Unsupported, "strategy is 'block'"),
