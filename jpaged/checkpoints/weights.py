@@ -24,6 +24,7 @@ from jpaged.checkpoints.gguf.tensors import GgufScheme, GgufTensors, get_columns
 from jpaged.checkpoints.hub import CONFIG_FILE, read_json, read_scheme
 from jpaged.checkpoints.names import is_ignored, model_leaves
 from jpaged.checkpoints.orbax import OrbaxTensors, is_orbax_folder, refuse_other_orbax
+from jpaged.checkpoints.quantized.compressed_tensors import CompressedTensors
 from jpaged.checkpoints.quantized.leaf import Dequantized, LeafPart, ReadMatrix, quantized_leaf
 from jpaged.checkpoints.quantized.quantizer import round_matrix
 from jpaged.checkpoints.quantized.scheme import UNUSED, Scheme, StoredMatrix, check_parts, read_matrix
@@ -147,8 +148,7 @@ def load_params(
     keeps_embedding = quantization is None or quantization.has_embedding
     with open_tensors(folder, keeps_embedding=keeps_embedding) as files:
         scheme = read_scheme(folder, keeps_embedding=keeps_embedding)
-        if isinstance(scheme, GgufScheme) and (cost := read_model(folder, keeps_embedding=keeps_embedding).widening()):
-            _LOG.info("%s: %s", folder, cost)
+        _log_widening(folder, scheme, keeps_embedding)
         groups = _leaf_groups(config, files, layer_mode)
         _check_names(files, groups, config, scheme)
         for done, (path, leaves) in enumerate(groups, start=1):
@@ -177,6 +177,15 @@ def load_params(
             if not is_finite():
                 _refuse_not_finite(weights, leaves, model.dtype)
     return params
+
+
+def _log_widening(folder: Path, scheme: Scheme | None, keeps_embedding: bool) -> None:
+    """Log what matrices cost that take more memory than in the file."""
+    cost = scheme.widening() if isinstance(scheme, CompressedTensors) else None
+    if isinstance(scheme, GgufScheme):
+        cost = read_model(folder, keeps_embedding=keeps_embedding).widening()
+    if cost is not None:
+        _LOG.info("%s: %s", folder, cost)
 
 
 def _packed_leaf(

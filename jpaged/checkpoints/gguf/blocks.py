@@ -413,7 +413,7 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
     "IQ2_XS": BlockType(256, 74, (0,), _SIXTEEN, _iq2_xs),
     "IQ2_S": BlockType(256, 82, (0,), _SIXTEEN, _iq2_s),
     "IQ1_S": BlockType(256, 50, (0,), _changed(_FULL_SCALES, num_bits=5), _iq1_s),
-    "IQ1_M": BlockType(256, 56, None, _changed(_SIXTEEN, num_bits=5), _iq1_m),
+    "IQ1_M": BlockType(256, 56, None, _changed(_SIXTEEN, num_bits=6), _iq1_m),
     "TQ1_0": BlockType(256, 54, (52,), _TERNARY, _tq1_0),
     "TQ2_0": BlockType(256, 66, (64,), _TERNARY, _tq2_0),
     "MXFP4": BlockType(32, 17, (), MatrixFormat("mxfp4", 32), _mxfp4),

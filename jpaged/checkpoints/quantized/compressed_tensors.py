@@ -17,8 +17,9 @@
     weight = scale * (number - zero)
 
 `config_groups` assigns these to modules; `ignore` takes precedence. A dynamic activation scale of a whole batch is read
-as one scale per row, because otherwise a row's result would depend on the other rows. Activations of NVFP4 are not
-rounded: no kernel multiplies two matrices of float4.
+as one scale per row, because otherwise a row's result would depend on the other rows. NVFP4 becomes int8, in six bits
+on CPUs: twice its numbers are whole, and kernels of float4 require scales that are powers of two. Its activations are
+not rounded to float4.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _WEIGHTS: Mapping[tuple[str, str, int], Values] = {
     (INTEGERS, "int", 8): "int8",
     (FLOATING, "float", 8): "fp8",
     (MXFP4, "float", 4): "mxfp4",
-    (NVFP4, "float", 4): "mxfp4",
+    (NVFP4, "float", 4): "int8",
     (MXFP8, "float", 8): "fp8",
 }
 _OBSERVERS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
@@ -99,6 +100,15 @@ class CompressedTensors:
 
     quantization: Quantization
     layouts: tuple[Layout | None, ...]
+
+    def widening(self) -> str | None:
+        """Return what the formats with fewer bits in the file than in memory cost; None if there are none."""
+        if all(layout is None or layout.written != NVFP4 for layout in self.layouts):
+            return None
+        return (
+            f"{NVFP4}: 4.5 bits per weight in the file take 8 in memory on CPUs, and 10 elsewhere, because no kernel "
+            "multiplies this format as stored; the weights are the same"
+        )
 
     def parts(self, module: str, shape: Shape, form: MatrixFormat) -> Parts:
         """See `Scheme`."""
@@ -156,10 +166,10 @@ class CompressedTensors:
         if form.values == "fp8":
             return read_fp8(tensors, shape, form)
         if form.values == "mxfp4":
-            factors = tensors["scale"].astype(np.float32)
-            if "whole" in tensors:
-                factors /= tensors["whole"].astype(np.float32)
-            return StoredMatrix(unpack_e2m1(tensors["packed"]), factors)
+            return StoredMatrix(unpack_e2m1(tensors["packed"]), tensors["scale"])
+        if "whole" in tensors:
+            halves = tensors["scale"].astype(np.float32) / tensors["whole"].astype(np.float32) / 2
+            return StoredMatrix((unpack_e2m1(tensors["packed"]).astype(np.float32) * 2).astype(np.int8), halves)
         scales = tensors["scale"].astype(np.float32).reshape(-1, groups)
         zeros = tensors.get("zeros")
         if "packed" in tensors:
@@ -268,7 +278,7 @@ def _weights(fields: JsonFields, written: str) -> Layout:
         )
     fields.ignore(("group_size", *_OBSERVERS))
     fields.finish()
-    form = MatrixFormat(values, has_zeros=not is_symmetric)
+    form = MatrixFormat(values, has_zeros=not is_symmetric, num_bits=6 if written == NVFP4 else None)
     if strategy == "block":
         if values != "fp8":
             raise Unsupported(

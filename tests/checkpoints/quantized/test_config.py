@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from jpaged.checkpoints.hub import find_scheme
+from jpaged.checkpoints.quantized.compressed_tensors import CompressedTensors
 from jpaged.errors import InvalidArgument, Unsupported
 from tests.checkpoints.quantized.layouts import LAYOUTS, compressed_config
 
@@ -246,3 +247,11 @@ def test_modules_have_the_format_of_the_first_rule_that_finds_them() -> None:
     down = scheme.quantization.get_format("model.layers.0.mlp.down_proj")
     assert down is not None and down.values == "int4"
     assert find_scheme({"architectures": ["LlamaForCausalLM"]}) is None
+
+
+@pytest.mark.parametrize(("written", "weights"), [("nvfp4-pack-quantized", NVFP4), ("int-quantized", WEIGHTS)])
+def test_a_format_that_takes_more_memory_than_in_the_file_states_it(written: str, weights: dict[str, object]) -> None:
+    scheme = find_scheme({"quantization_config": compressed_config(written, weights)})
+    assert isinstance(scheme, CompressedTensors)
+    cost = scheme.widening()
+    assert cost is None if weights is WEIGHTS else str(cost).startswith("nvfp4-pack-quantized: 4.5 bits per weight")
