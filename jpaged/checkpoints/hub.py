@@ -71,7 +71,7 @@ MODEL_OPT_PROBLEM = (
 
 
 def find_scheme(config: Mapping[str, object]) -> Scheme | None:
-    """Return the layout of a checkpoint's quantized weights from its config.json; None if not quantized.
+    """Return the layout of a checkpoint's quantized weights from its config.json; None if they are read as weights.
 
     Raises:
         Unsupported: the method or a setting is not supported; it is named.
@@ -86,8 +86,11 @@ def find_scheme(config: Mapping[str, object]) -> Scheme | None:
     method = fields.text("quant_method", _MODEL_OPT if "quant_algo" in given else None)
     if method == _MODEL_OPT or "quant_algo" in given:
         raise Unsupported(MODEL_OPT_PROBLEM)
+    if method == "bitsandbytes":
+        floats.check_bitsandbytes_config(fields)
+        return None
     if method not in _READERS:
-        raise Unsupported(f"config.json: quant_method is {method!r}; supported: {', '.join(_READERS)}")
+        raise Unsupported(f"config.json: quant_method is {method!r}; supported: {', '.join(_READERS)}, bitsandbytes")
     scheme = _READERS[method](fields)
     fields.finish()
     return scheme

@@ -25,6 +25,7 @@ from jpaged.checkpoints.hub import CONFIG_FILE, read_json, read_scheme
 from jpaged.checkpoints.names import is_ignored, model_leaves
 from jpaged.checkpoints.orbax import OrbaxTensors, is_orbax_folder, refuse_other_orbax
 from jpaged.checkpoints.quantized.compressed_tensors import CompressedTensors
+from jpaged.checkpoints.quantized.floats import BitsAndBytesTensors
 from jpaged.checkpoints.quantized.leaf import Dequantized, LeafPart, ReadMatrix, quantized_leaf
 from jpaged.checkpoints.quantized.quantizer import round_matrix
 from jpaged.checkpoints.quantized.scheme import UNUSED, Scheme, StoredMatrix, check_parts, read_matrix
@@ -148,7 +149,7 @@ def load_params(
     keeps_embedding = quantization is None or quantization.has_embedding
     with open_tensors(folder, keeps_embedding=keeps_embedding) as files:
         scheme = read_scheme(folder, keeps_embedding=keeps_embedding)
-        _log_widening(folder, scheme, keeps_embedding)
+        _log_widening(folder, scheme, files, keeps_embedding)
         groups = _leaf_groups(config, files, layer_mode)
         _check_names(files, groups, config, scheme)
         for done, (path, leaves) in enumerate(groups, start=1):
@@ -179,8 +180,15 @@ def load_params(
     return params
 
 
-def _log_widening(folder: Path, scheme: Scheme | None, keeps_embedding: bool) -> None:
+def _log_widening(folder: Path, scheme: Scheme | None, files: TensorSource, keeps_embedding: bool) -> None:
     """Log what matrices cost that take more memory than in the file."""
+    if isinstance(files, BitsAndBytesTensors):
+        _LOG.info(
+            "%s: %d matrices of bitsandbytes become weights of the served type, because no kernel multiplies them as "
+            "stored",
+            folder,
+            files.num_matrices,
+        )
     cost = scheme.widening() if isinstance(scheme, CompressedTensors) else None
     if isinstance(scheme, GgufScheme):
         cost = read_model(folder, keeps_embedding=keeps_embedding).widening()
@@ -259,7 +267,9 @@ def open_tensors(folder: Path, *, keeps_embedding: bool = True) -> Iterator[Tens
         return
     refuse_other_orbax(folder)
     with ExitStack() as opened:
-        yield TensorFiles(folder, opened)
+        files = TensorFiles(folder, opened)
+        widened = BitsAndBytesTensors(files)
+        yield widened if widened.num_matrices else files
 
 
 def read_head(folder: Path) -> EagleConfig:
