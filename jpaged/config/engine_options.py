@@ -644,6 +644,9 @@ class LoraOptions:
         high=256,
     )
     max_lora_rank: int = option(16, "maximum LoRA rank", low=1, high=512)
+    enable_dora: bool = option(
+        False, "also serve adapters with DoRA or biases: two more float32 numbers per slot and output of a matrix"
+    )
     max_cpu_loras: int = option(
         256, "maximum number of adapters loaded in host memory; further ones are refused", low=1, high=1 << 16
     )

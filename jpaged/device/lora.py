@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jpaged.device.mesh import partition_spec
@@ -23,8 +24,11 @@ from jpaged.models.lora import HostAdapter, adapted_places
 from jpaged.models.model import LeafPath, Model
 from jpaged.models.stack import LayerMode
 
-Matrices = tuple[Any, tuple[Any, ...]]
-"""A, and B of each part: of all slots, or of one adapter."""
+Matrices = tuple[Any, tuple[Any, ...], tuple[Any, ...]]
+"""A, B of each part, and the vectors of each part if there is room for them: of all slots, or of one adapter."""
+
+
+_FLOAT32 = np.dtype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +38,12 @@ class AdapterRoom:
     Attributes:
         num_slots: number of adapter slots of each matrix.
         max_rank: maximum rank of an adapter.
+        has_vectors: slots have vectors for DoRA and biases.
     """
 
     num_slots: int
     max_rank: int
+    has_vectors: bool = False
 
     def shapes(self, model: Model, layer_mode: LayerMode, mesh: Mesh, *, has_slots: bool) -> dict[LeafPath, Matrices]:
         """Return the shapes of the matrices of all slots, or of one adapter, by their paths in the parameters.
@@ -54,11 +60,18 @@ class AdapterRoom:
             a_axes, b_axes = place.axes()
             a_shape, b_shapes = place.shapes(self.max_rank)
 
-            def struct(shape: tuple[int, ...], axes: Any, lead: tuple[int, ...] = lead) -> jax.ShapeDtypeStruct:
+            def struct(
+                shape: tuple[int, ...], axes: Any, lead: tuple[int, ...] = lead, dtype: np.dtype = model.dtype
+            ) -> jax.ShapeDtypeStruct:
                 sharding = NamedSharding(mesh, partition_spec(*(None,) * len(lead), *axes))
-                return jax.ShapeDtypeStruct((*lead, *shape), model.dtype, sharding=sharding)
+                return jax.ShapeDtypeStruct((*lead, *shape), dtype, sharding=sharding)
 
-            found[place.path] = struct(a_shape, a_axes), tuple(struct(shape, b_axes) for shape in b_shapes)
+            vectors = place.vector_shapes() if self.has_vectors else ()
+            found[place.path] = (
+                struct(a_shape, a_axes),
+                tuple(struct(shape, b_axes) for shape in b_shapes),
+                tuple(struct(shape, b_axes, dtype=_FLOAT32) for shape in vectors),
+            )
         return found
 
     def add_to(self, params: Params, model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:
@@ -68,26 +81,31 @@ class AdapterRoom:
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             matrices = _zeros(shapes)
         groups = {place.path: place.num_groups for place in adapted_places(model.config, layer_mode)}
-        return _replaced(
-            params, {path: AdaptedMatrix(_at(params, path), *matrices[path], groups[path]) for path in matrices}
-        )
+        adapted = {
+            path: AdaptedMatrix(_at(params, path), a, b, groups[path], vectors)
+            for path, (a, b, vectors) in matrices.items()
+        }
+        return _replaced(params, adapted)
 
 
 def get_matrices(params: Params) -> dict[LeafPath, Matrices]:
     """Return the matrices of all slots, by path."""
     found, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda leaf: isinstance(leaf, AdaptedMatrix))
-    return {_keys(path): (leaf.a, leaf.b) for path, leaf in found if isinstance(leaf, AdaptedMatrix)}
+    return {_keys(path): (leaf.a, leaf.b, leaf.vectors) for path, leaf in found if isinstance(leaf, AdaptedMatrix)}
 
 
 def with_matrices(params: Params, matrices: Mapping[LeafPath, Matrices]) -> Params:
     """Return the parameters with their adapter matrices replaced by `matrices`."""
-    adapted = {path: dataclasses.replace(_at(params, path), a=a, b=tuple(b)) for path, (a, b) in matrices.items()}
+    adapted = {
+        path: dataclasses.replace(_at(params, path), a=a, b=tuple(b), vectors=tuple(vectors))
+        for path, (a, b, vectors) in matrices.items()
+    }
     return _replaced(params, adapted)
 
 
 def get_arguments(adapter: HostAdapter, params: Params) -> list[Matrices]:
     """Return an adapter's matrices as the program's arguments, in the order of the slots' matrices."""
-    return [adapter.matrices[path] for path in get_matrices(params)]
+    return [(*adapter.matrices[path], adapter.vectors.get(path, ())) for path in get_matrices(params)]
 
 
 def fill_slot(all_slots: list[Matrices], index: jax.Array, adapter: list[Matrices]) -> list[Matrices]:

@@ -444,7 +444,8 @@ class Linear(Module):
         elif rows.adapters_t is None:
             y = dot(x_te, kernel.base, 0)
         else:
-            y = dot(x_te, kernel.base, 0) + lora.adapt(x_te, rows.adapters_t, kernel)
+            y = lora.scaled(dot(x_te, kernel.base, 0), rows.adapters_t, kernel)
+            y = y + lora.adapt(x_te, rows.adapters_t, kernel)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         y = self.activate(y).astype(x_te.dtype)
@@ -471,7 +472,9 @@ class Linear(Module):
             # Both matmuls read the normalized rows.
             x_te, before = x_te if before is None else run.normalise(x_te, before, num_rows), None
             delta = matmul_module.RowDelta(
-                lora.loaded().adapt(x_te, rows.adapters_t, num_rows, kernel), rows.adapters_t
+                lora.loaded().adapt(x_te, rows.adapters_t, num_rows, kernel),
+                rows.adapters_t,
+                lora.joined_vectors(kernel),
             )
         y = run.multiply(x_te, packed, num_rows, norm=before, bias=bias, residual=residual, delta=delta)
         return y.reshape(len(y), *packed.shape[1:]) if packed.num_parts == 1 else y

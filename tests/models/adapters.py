@@ -77,6 +77,14 @@ class TinyAdapter:
             prefix = f"base_model.model.{module}"
             found[f"{prefix}.lora_A.weight"] = rng.normal(0, 0.3, (self.rank, width)).astype(np.float32)
             found[f"{prefix}.lora_B.weight"] = rng.normal(0, 0.1, (num_out, self.rank)).astype(np.float32)
+            given = self.config()
+            if given["use_dora"]:
+                magnitudes = rng.uniform(0.2, 2.0, (num_out,))
+                found[f"{prefix}.lora_magnitude_vector"] = magnitudes.astype(np.float32)
+            if given.get("lora_bias"):
+                found[f"{prefix}.lora_B.bias"] = rng.normal(0, 0.2, (num_out,)).astype(np.float32)
+            if given["bias"] != "none":
+                found[f"{prefix}.base_layer.bias"] = rng.normal(0, 0.2, (num_out,)).astype(np.float32)
         return found
 
     def write(self, folder: Path, **changed: object) -> str:
@@ -93,7 +101,15 @@ class TinyAdapter:
         for module in self.module_names():
             a, b = (own[f"base_model.model.{module}.lora_{which}.weight"].astype(np.float64) for which in "AB")
             delta = b @ a * (self.alpha / self.rank)
-            name = f"{module}.weight"
-            merged[name] = (merged[name] + (delta.T if self.is_transposed else delta)).astype(np.float32)
+            name, prefix = f"{module}.weight", f"base_model.model.{module}"
+            weight = (merged[name].T if self.is_transposed else merged[name]) + delta
+            if (magnitudes := own.get(f"{prefix}.lora_magnitude_vector")) is not None:
+                weight = weight * (magnitudes / np.linalg.norm(weight, axis=1))[:, None]
+            merged[name] = (weight.T if self.is_transposed else weight).astype(np.float32)
+            bias = own.get(f"{prefix}.base_layer.bias", merged.get(f"{module}.bias"))
+            if (added := own.get(f"{prefix}.lora_B.bias")) is not None:
+                bias = (0 if bias is None else bias) + added * np.float32(self.alpha / self.rank)
+            if bias is not None:
+                merged[f"{module}.bias"] = bias
         save_file(merged, folder / "model.safetensors", metadata={"format": "pt"})
         return folder

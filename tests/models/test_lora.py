@@ -27,6 +27,8 @@ from tests.models.tiny import tiny_case, write_checkpoint
 
 FLOAT32 = np.dtype(np.float32)
 SLOTS = AdapterRoom(num_slots=3, max_rank=5)
+WITH_VECTORS = AdapterRoom(num_slots=3, max_rank=5, has_vectors=True)
+DORA, BIASES = {"use_dora": True, "bias": "all"}, {"lora_bias": True, "bias": "lora_only"}
 CASES = (
     "llama_gqa_bias",
     "qwen2",
@@ -67,7 +69,7 @@ def logits_of(model: Model, params: Params, prompt: list[int], slot: int, layer_
     return np.asarray(run(model, params, jnp.asarray(prompt, jnp.int32), jnp.int32(slot), layer_mode))
 
 
-def check(name: str, tmp_path: Path, how: str) -> None:
+def check(name: str, tmp_path: Path, how: str, *forms: dict[str, object]) -> None:
     case = tiny_case(name)
     layer_mode: LayerMode = "scan" if how == "scan" else "loop"
     model = Model(from_hf(case.config), FLOAT32)
@@ -76,12 +78,14 @@ def check(name: str, tmp_path: Path, how: str) -> None:
     base = dense.logits(model, params, jnp.asarray(case.prompt(), jnp.int32), case.prompt_len, layer_mode)
     if how == "packed":
         params = pack_params(params, model.config, matmul.loaded().packer(replicated(mesh)))
-    params = SLOTS.add_to(params, model, layer_mode, mesh)
-    read = AdapterReader(model, layer_mode, 1, SLOTS.max_rank)
+    params = (WITH_VECTORS if forms else SLOTS).add_to(params, model, layer_mode, mesh)
+    read = AdapterReader(model, layer_mode, 1, SLOTS.max_rank, has_vectors=bool(forms), checkpoint=tmp_path / "base")
     adapters = {
-        2: TinyAdapter(case, "all"),
+        2: TinyAdapter(case, "all", settings=forms[0] if forms else None),
         3: TinyAdapter(case, "some", 5, 2.0, r"\.[1-9]\..*(q_|qkv|up|fc|out|o_|query)"),
     }
+    if len(forms) > 1:
+        adapters[1] = TinyAdapter(case, "other", settings=forms[1])
     for slot, adapter in adapters.items():
         read_adapter = read(adapter.write(tmp_path / adapter.name))
         params = fill(params, jnp.int32(slot - 1), get_arguments(read_adapter, params))
@@ -98,6 +102,24 @@ def check(name: str, tmp_path: Path, how: str) -> None:
 @pytest.mark.thinned(3)
 def test_logits_are_those_of_the_merged_checkpoint(name: str, how: str, tmp_path: Path) -> None:
     check(name, tmp_path, how)
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "forms"),
+    [
+        pytest.param("llama_gqa_bias", "packed", (DORA, BIASES), marks=pytest.mark.long),
+        pytest.param("llama_gqa_bias", "xla", (DORA, BIASES), marks=pytest.mark.long),
+        pytest.param("llama_gqa_bias", "scan", (DORA, BIASES), marks=pytest.mark.long),
+        pytest.param("phi3_short", "packed", ({"use_dora": True},), marks=pytest.mark.long),
+        pytest.param("gpt2", "packed", (DORA, BIASES), marks=pytest.mark.long),
+        pytest.param("falcon_groups", "packed", ({"use_dora": True},), marks=pytest.mark.long),
+        pytest.param("deepseek_v3", "scan", ({"use_dora": True},), marks=pytest.mark.long),
+    ],
+)
+def test_dora_and_biases_run_next_to_plain_adapters(
+    name: str, how: str, forms: tuple[dict[str, object], ...], tmp_path: Path
+) -> None:
+    check(name, tmp_path, how, *forms)
 
 
 # Every family with packed matrices, and one of each kind of layer scanned; the others are deep.

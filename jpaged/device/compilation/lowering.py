@@ -167,7 +167,9 @@ def _sized_step(
         linear_backend=(linear := choose_linear_backend(options.model.linear_backend, mesh, layer_mode)),
         activation_dtype=choose_activation_dtype(options.model.activation_dtype, linear, model.config),
         sampler=sampler,
-        slots=AdapterRoom(geometry.max_loras, options.lora.max_lora_rank) if geometry.max_loras else None,
+        slots=AdapterRoom(geometry.max_loras, options.lora.max_lora_rank, options.lora.enable_dora)
+        if geometry.max_loras
+        else None,
         has_branches=has_cheap_branches(mesh),
         overlaps_sums=overlaps_sums(model, layer_mode, mesh, has_adapters=geometry.max_loras > 0),
     )
