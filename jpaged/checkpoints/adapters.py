@@ -296,6 +296,10 @@ _VECTOR = re.compile(
     r"|(?P<bias>(base_layer\.)?bias))"
 )
 _OF_EMBEDDING = re.compile(r"\.lora_embedding_[AB](\.|$)|(^|\.)(embed_\w+|wte|wpe|lm_head|embed_out)\.")
+_SAVED_MODULE = re.compile(
+    r"base_model\.model\.([\w.]+?\.)??(?P<word>\w+)(\.base_layer|\.modules_to_save(\.default)?)?\.weight"
+)
+_OUTPUT_MODULES = frozenset({"lm_head", "embed_out"})
 _OUTER = frozenset({"model", "language_model", "transformer", "gpt_neox", "decoder"})
 """Possible prefixes of a layer's name, depending on the class of the trained model."""
 
@@ -373,7 +377,8 @@ class AdapterReader:
 
     def _read(self, files: TensorFiles, config: LoraConfig, folder: Path) -> HostAdapter:
         places = list(adapted_places(self.model.config, self.layer_mode))
-        tensors = self._tensors(files, folder)
+        saved = {name: word for name in files.names if (word := _get_saved_module(name)) is not None}
+        tensors = self._tensors(files, frozenset(files.names - saved.keys()), folder)
         known = {get_module(name) for place in places for leaf in place.leaves for name, _ in leaf.tensors}
         refuse_others(sorted(tensors.keys() - known), self.model.config, folder)
         trained = [each.trained for each in tensors.values() if each.has_matrices]
@@ -382,8 +387,11 @@ class AdapterReader:
         wide = list(adapted_places(pad_for_sharding(self.model.config, self.num_parts), self.layer_mode))
         with ExitStack() as opened:
             base = None
-            if any(not pair.vectors.keys() <= {"added"} for pair in pairs.values()):
+            if saved or any(not pair.vectors.keys() <= {"added"} for pair in pairs.values()):
                 base = opened.enter_context(_open_base(self.checkpoint, self.model.config, folder))
+            for name, word in sorted(saved.items()):
+                assert base is not None
+                base.require_same(files, name, word, self.model)
             source = _AdapterTensors(files, pairs, self.max_rank, self.model.dtype, base)
             matrices = {each.path: self._matrices(each, to, source) for each, to in zip(places, wide, strict=True)}
             vectors = {}
@@ -391,11 +399,11 @@ class AdapterReader:
                 vectors = {each.path: self._vectors(each, to, source) for each, to in zip(places, wide, strict=True)}
         return HostAdapter(matrices, vectors)
 
-    def _tensors(self, files: TensorFiles, folder: Path) -> dict[str, _Tensors]:
+    def _tensors(self, files: TensorFiles, stored: Set[str], folder: Path) -> dict[str, _Tensors]:
         """Return the tensors of each module, by its name in the model's checkpoints."""
         family = find_family(self.model.config.architecture)
         prefix, found = family.name_prefix(()), dict[str, _Tensors]()
-        for name in sorted(files.names):
+        for name in sorted(stored):
             parts = _NAME.fullmatch(name)
             vector = _VECTOR.fullmatch(name)
             if parts is None and vector is not None and not self.has_vectors:
@@ -502,6 +510,32 @@ class _BaseTensors:
             raise Unsupported(problem)
         return read_weight(self.source, name, (num_out,)).astype(np.float32)
 
+    def require_same(self, files: TensorFiles, name: str, word: str, model: Model) -> None:
+        """Raise an error unless an adapter's copy of an embedding or output matrix equals the model's.
+
+        PEFT saves copies if the vocabulary was resized, whether or not they were trained. Numbers are compared in the
+        model's type.
+
+        Raises:
+            Unsupported: they differ.
+        """
+        config = model.config
+        is_output = word in _OUTPUT_MODULES and not config.tie_word_embeddings
+        path = ("lm_head" if is_output else "embed", "embedding")
+        leaf = next(leaf for leaf in model_leaves(config).outer if leaf.path == path)
+        ((own, shape),) = leaf.tensors
+        what = f"{self.folder}: tensor {name} replaces {word} of the model"
+        remedy = "which is not supported: merge the adapter into the model, or train it without them"
+        if files.shape(name) != shape:
+            raise Unsupported(f"{what}, whose shape is {list(shape)} instead of {list(files.shape(name))}, {remedy}")
+        step = shape[0] if self.is_quantized else max(1, _MAX_CHUNK // shape[1])
+        for begin in range(0, shape[0], step):
+            index = (slice(begin, min(begin + step, shape[0])),)
+            parts = read_weight(files, name, shape, index), read_weight(self.source, self.names[own], shape, index)
+            first, second = (part.astype(model.dtype) for part in parts)
+            if not np.array_equal(first, second):
+                raise Unsupported(f"{what} with other numbers, {remedy}")
+
     def measure(self, module: str, shape: tuple[int, ...], in_axis: int, delta: tuple[np.ndarray, ...]) -> np.ndarray:
         """Return the norm of each output's row of W + B A, float32 `[out]`, for B times the scale, and A."""
         b, a = delta
@@ -517,6 +551,12 @@ class _BaseTensors:
         return np.concatenate(norms)
 
 
+def _get_saved_module(name: str) -> str | None:
+    """Return the last word of the embedding or output matrix that a tensor is a copy of; None for other tensors."""
+    found = _SAVED_MODULE.fullmatch(name) if len(name) <= MAX_NAME_LEN else None
+    return found["word"] if found is not None and found["word"] in _OUTER_MODULES - {"wpe"} else None
+
+
 @contextmanager
 def _open_base(checkpoint: Path | None, config: ModelConfig, folder: Path) -> Iterator[_BaseTensors]:
     """Open the checkpoint of the model that an adapter with DoRA or trained biases is for.
@@ -525,14 +565,18 @@ def _open_base(checkpoint: Path | None, config: ModelConfig, folder: Path) -> It
         Unsupported: there is none.
     """
     if checkpoint is None:
-        raise Unsupported(f"{folder}: DoRA and trained biases need the model's weights, but load_format is dummy")
+        raise Unsupported(
+            f"{folder}: DoRA, trained biases and saved embeddings need the model's weights, but load_format is dummy"
+        )
     with open_tensors(checkpoint) as files:
         scheme = read_scheme(checkpoint)
         published, stored = model_leaves(config), model_leaves(config, files.names)
-        leaves = [leaf for of_layer in stored.layers for leaf in of_layer]
+        before, leaves = (
+            [leaf for of_place in (each.outer, *each.layers) for leaf in of_place] for each in (published, stored)
+        )
         names = {
             name: found
-            for leaf, own in zip((leaf for of_layer in published.layers for leaf in of_layer), leaves, strict=True)
+            for leaf, own in zip(before, leaves, strict=True)
             for (name, _), (found, _) in zip(leaf.tensors, own.tensors, strict=True)
         }
         source = files if scheme is None else Dequantized(files, scheme, tuple(leaves))

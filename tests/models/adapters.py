@@ -105,7 +105,8 @@ class TinyAdapter:
             weight = (merged[name].T if self.is_transposed else merged[name]) + delta
             if (magnitudes := own.get(f"{prefix}.lora_magnitude_vector")) is not None:
                 weight = weight * (magnitudes / np.linalg.norm(weight, axis=1))[:, None]
-            merged[name] = (weight.T if self.is_transposed else weight).astype(np.float32)
+            stored = weight.T if self.is_transposed else weight
+            merged[name] = np.ascontiguousarray(stored, np.float32)
             bias = own.get(f"{prefix}.base_layer.bias", merged.get(f"{module}.bias"))
             if (added := own.get(f"{prefix}.lora_B.bias")) is not None:
                 bias = (0 if bias is None else bias) + added * np.float32(self.alpha / self.rank)

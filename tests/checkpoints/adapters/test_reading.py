@@ -87,7 +87,7 @@ def test_biases_are_shifts_from_those_of_the_model(with_vectors: AdapterReader, 
     trained, added = (own[f"base_model.model.{MODULE}.{name}"] for name in ("base_layer.bias", "lora_B.bias"))
     want = trained - base_tensors(CASE)[f"{MODULE}.bias"] + added * np.float32(1.5)
     np.testing.assert_allclose(with_vectors(path).vectors[DOWN][0], [np.zeros_like(want), want], rtol=1e-5, atol=1e-6)
-    with pytest.raises(Unsupported, match="trained biases need the model's weights, but load_format is dummy"):
+    with pytest.raises(Unsupported, match="saved embeddings need the model's weights, but load_format is dummy"):
         replace(with_vectors, checkpoint=None)(path)
 
     def add_others(tensors: dict[str, np.ndarray]) -> None:
@@ -132,6 +132,34 @@ def test_vectors_that_cannot_be_are_refused(
     change(tmp_path, edit)
     with pytest.raises(JpagedError, match=message):
         with_vectors(path)
+
+
+def store(folder: Path, key: str, array: np.ndarray) -> None:
+    change(folder, lambda own: own.update({f"base_model.model.{key}": array}))
+
+
+COPIES = {
+    "lm_head.weight": "lm_head.weight",
+    "model.embed_tokens.base_layer.weight": "model.embed_tokens.weight",
+}
+
+
+def test_copies_of_embeddings_are_accepted_if_they_are_the_models(with_vectors: AdapterReader, tmp_path: Path) -> None:
+    path, base = TinyAdapter(CASE, "resized", modules="down_proj").write(tmp_path), base_tensors(CASE)
+    want = with_vectors(path)
+    change(tmp_path, lambda own: own.update({f"base_model.model.{key}": base[name] for key, name in COPIES.items()}))
+    read = replace(with_vectors, has_vectors=False)
+    assert read(path).digest == replace(want, vectors={}).digest
+    for key, name in COPIES.items():
+        store(tmp_path, key, base[name] + np.float32(1e-3))
+        with pytest.raises(
+            Unsupported, match=rf"{key} replaces (lm_head|embed_tokens) .* with other numbers, .* merge"
+        ):
+            read(path)
+        store(tmp_path, key, base[name][1:])
+        with pytest.raises(Unsupported, match=rf"{key} replaces .*, whose shape is .* instead of .* merge"):
+            read(path)
+        store(tmp_path, key, base[name])
 
 
 def test_tensors_of_dora_are_refused_without_room_for_them(tmp_path: Path) -> None:
