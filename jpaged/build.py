@@ -282,7 +282,13 @@ def _adapters(
         return Adapters()
     folder = None if options.model.load_format == "dummy" else source.folder
     reader = AdapterReader(
-        model, where.layer_mode, where.num_parts, lora.max_lora_rank, has_vectors=lora.enable_dora, checkpoint=folder
+        model,
+        where.layer_mode,
+        where.num_parts,
+        lora.max_lora_rank,
+        has_vectors=lora.enable_dora,
+        has_output=lora.enable_lm_head_lora,
+        checkpoint=folder,
     )
     model_name = options.server.served_model_name or source.name
     adapters = Adapters(reader, lora.max_cpu_loras, model_name, options.server.served_model_aliases)

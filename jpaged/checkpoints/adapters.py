@@ -241,7 +241,10 @@ def _targets(fields: JsonFields) -> tuple[str, ...]:
 
 _MAX_SHOWN = 5
 _OUTER_MODULES = frozenset({"lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "wpe", "word_embeddings"})
-_NOT_OUTER = "adapters of embeddings and lm_head are not supported; merge the adapter into the model"
+_NOT_OUTER = (
+    "adapters of embeddings and lm_head are not supported, except those of lm_head with enable_lm_head_lora: start the "
+    "server with --enable-lm-head-lora, or merge the adapter into the model"
+)
 _ROUTERS = frozenset({"gate", "router"})
 
 
@@ -342,6 +345,7 @@ class AdapterReader:
         num_parts: number of parts that it is split into.
         max_rank: rank of the adapter slots.
         has_vectors: slots have room for DoRA and biases.
+        has_output: the output matrix has slots.
         checkpoint: of the model; None if its weights are random, which supports no DoRA and no trained biases.
     """
 
@@ -350,6 +354,7 @@ class AdapterReader:
     num_parts: int
     max_rank: int
     has_vectors: bool = False
+    has_output: bool = False
     checkpoint: Path | None = None
 
     def __call__(self, path: str) -> HostAdapter:
@@ -376,7 +381,7 @@ class AdapterReader:
             return self._read(files, config, folder)
 
     def _read(self, files: TensorFiles, config: LoraConfig, folder: Path) -> HostAdapter:
-        places = list(adapted_places(self.model.config, self.layer_mode))
+        places = self._places(1)
         saved = {name: word for name in files.names if (word := _get_saved_module(name)) is not None}
         tensors = self._tensors(files, frozenset(files.names - saved.keys()), folder)
         known = {get_module(name) for place in places for leaf in place.leaves for name, _ in leaf.tensors}
@@ -384,7 +389,7 @@ class AdapterReader:
         trained = [each.trained for each in tensors.values() if each.has_matrices]
         _refuse_incomplete(config.targets, known, trained, folder)
         pairs = {module: self._pair(module, each, config, folder) for module, each in tensors.items()}
-        wide = list(adapted_places(pad_for_sharding(self.model.config, self.num_parts), self.layer_mode))
+        wide = self._places(self.num_parts)
         with ExitStack() as opened:
             base = None
             if saved or any(not pair.vectors.keys() <= {"added"} for pair in pairs.values()):
@@ -398,6 +403,10 @@ class AdapterReader:
             if self.has_vectors:
                 vectors = {each.path: self._vectors(each, to, source) for each, to in zip(places, wide, strict=True)}
         return HostAdapter(matrices, vectors)
+
+    def _places(self, num_parts: int) -> list[AdaptedPlace]:
+        config = pad_for_sharding(self.model.config, num_parts)
+        return list(adapted_places(config, self.layer_mode, has_output=self.has_output))
 
     def _tensors(self, files: TensorFiles, stored: Set[str], folder: Path) -> dict[str, _Tensors]:
         """Return the tensors of each module, by its name in the model's checkpoints."""
@@ -463,11 +472,8 @@ class AdapterReader:
         each_a, each_b = [], list[tuple[np.ndarray, ...]]()
         for leaf in place.leaves:
             a, b = source.read(leaf)
-            split = padded_axis(leaf, self.num_parts)
-            if split is not None and split.axis > 0:  # its inputs are never padded
-                b = split.padded(b, 0, split.wide_size)
             each_a.append(a)
-            each_b.append(wide.split(b))
+            each_b.append(wide.split(self._padded(b, leaf)))
         if not place.is_stacked:
             return each_a[0], each_b[0]
         return np.stack(each_a), tuple(np.stack(parts) for parts in zip(*each_b, strict=True))
@@ -476,12 +482,17 @@ class AdapterReader:
         """Return the vectors of a place, in the layout of the padded model."""
         found = []
         for leaf in place.leaves:
-            vectors = source.read_vectors(leaf)
-            split = padded_axis(leaf, self.num_parts)
-            if split is not None and split.axis > 0:
-                vectors = split.padded(vectors, 0, split.wide_size)
-            found.append(wide.split(vectors))
+            found.append(wide.split(self._padded(source.read_vectors(leaf), leaf)))
         return tuple(np.stack(parts) for parts in zip(*found, strict=True)) if place.is_stacked else found[0]
+
+    def _padded(self, rows: np.ndarray, leaf: Leaf) -> np.ndarray:
+        """Return rows `[rank, *out]` of a published leaf with the outputs of the padded one."""
+        split = padded_axis(leaf, self.num_parts)
+        if split is None or split.axis == 0:  # inputs are never padded
+            return rows
+        if split.name == "vocab":
+            return np.pad(rows, ((0, 0), (0, split.wide_size - rows.shape[1])))
+        return split.padded(rows, 0, split.wide_size)
 
 
 _MAX_CHUNK = 1 << 24
@@ -579,6 +590,7 @@ def _open_base(checkpoint: Path | None, config: ModelConfig, folder: Path) -> It
             for leaf, own in zip(before, leaves, strict=True)
             for (name, _), (found, _) in zip(leaf.tensors, own.tensors, strict=True)
         }
+        names.setdefault(find_family(config.architecture).lm_head, names[published.outer[0].tensors[0][0]])
         source = files if scheme is None else Dequantized(files, scheme, tuple(leaves))
         yield _BaseTensors(source, names, scheme is not None, folder)
 

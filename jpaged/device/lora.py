@@ -8,7 +8,7 @@ A slot is zeros until it is filled. On a single CPU device, a slot that no row u
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from jpaged.device.mesh import partition_spec
 from jpaged.kernels.lora import AdaptedMatrix
+from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
-from jpaged.models.lora import HostAdapter, adapted_places
+from jpaged.models.lora import AdaptedPlace, HostAdapter, adapted_places, get_output_path
 from jpaged.models.model import LeafPath, Model
 from jpaged.models.stack import LayerMode
 
@@ -39,11 +40,13 @@ class AdapterRoom:
         num_slots: number of adapter slots of each matrix.
         max_rank: maximum rank of an adapter.
         has_vectors: slots have vectors for DoRA and biases.
+        has_output: the output matrix has slots. A hidden state then carries the slot of its row in one more column.
     """
 
     num_slots: int
     max_rank: int
     has_vectors: bool = False
+    has_output: bool = False
 
     def shapes(self, model: Model, layer_mode: LayerMode, mesh: Mesh, *, has_slots: bool) -> dict[LeafPath, Matrices]:
         """Return the shapes of the matrices of all slots, or of one adapter, by their paths in the parameters.
@@ -55,7 +58,7 @@ class AdapterRoom:
             has_slots: shapes of all slots; otherwise of one adapter.
         """
         found = {}
-        for place in adapted_places(model.config, layer_mode):
+        for place in self._places(model, layer_mode):
             lead = ((len(place.leaves),) if place.is_stacked else ()) + ((self.num_slots,) if has_slots else ())
             a_axes, b_axes = place.axes()
             a_shape, b_shapes = place.shapes(self.max_rank)
@@ -80,12 +83,36 @@ class AdapterRoom:
         matrices: dict[LeafPath, Matrices] = shapes
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             matrices = _zeros(shapes)
-        groups = {place.path: place.num_groups for place in adapted_places(model.config, layer_mode)}
+        groups = {place.path: place.num_groups for place in self._places(model, layer_mode)}
         adapted = {
             path: AdaptedMatrix(_at(params, path), a, b, groups[path], vectors)
             for path, (a, b, vectors) in matrices.items()
         }
         return _replaced(params, adapted)
+
+    def _places(self, model: Model, layer_mode: LayerMode) -> Iterator[AdaptedPlace]:
+        return adapted_places(model.config, layer_mode, has_output=self.has_output)
+
+    def add_slots(self, hidden_te: jax.Array, slots_t: jax.Array) -> jax.Array:
+        """Return hidden states followed by their slots, `[T, E + 1]`; unchanged without slots of the output matrix.
+
+        Their type represents every slot: there are at most 256.
+        """
+        if not self.has_output:
+            return hidden_te
+        return jnp.concatenate([hidden_te, slots_t.astype(hidden_te.dtype)[:, None]], axis=1)
+
+    def without_slots(self, hidden_re: jax.Array) -> jax.Array:
+        """Return the hidden states alone."""
+        return hidden_re[:, :-1] if self.has_output else hidden_re
+
+    def bind(self, params: Params, hidden_re: jax.Array, config: ModelConfig) -> Params:
+        """Return the parameters with the slots of the hidden states next to the output matrix."""
+        if not self.has_output:
+            return params
+        path = get_output_path(config)
+        bound = dataclasses.replace(_at(params, path), adapters_r=hidden_re[:, -1].astype(jnp.int32))
+        return _replaced(params, {path: bound})
 
 
 def get_matrices(params: Params) -> dict[LeafPath, Matrices]:

@@ -37,6 +37,7 @@ class AdaptedMatrix:
         num_groups: groups of columns of the matrix; each has a share of each part, in order.
         vectors: for each part float32 `[slots, 2, its columns]`: scales less 1, and shifts; empty if no adapter may
             have them.
+        adapters_r: int32 `[R]`, the slots of the rows that an output matrix multiplies; None for other matrices.
     """
 
     base: Any
@@ -44,6 +45,7 @@ class AdaptedMatrix:
     b: tuple[jax.Array, ...]
     num_groups: int = dataclasses.field(default=1, metadata={"static": True})
     vectors: tuple[jax.Array, ...] = ()
+    adapters_r: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,6 +56,12 @@ class AdaptedMatrix:
     def dtype(self) -> np.dtype:
         """Type of the matrix."""
         return np.dtype(self.base.dtype)
+
+    @property
+    def of_output(self) -> AdaptedMatrix:
+        """The adapters alone of an output matrix `[out, in]`, as those of a matrix `[in, out]`."""
+        shape = int(self.a.shape[-1]), int(self.b[0].shape[-1])
+        return dataclasses.replace(self, base=jax.ShapeDtypeStruct(shape, self.a.dtype), adapters_r=None)
 
     @property
     def rank(self) -> int:

@@ -22,7 +22,8 @@ import numpy as np
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.model import LeafPath, placed_leaves
-from jpaged.models.param_specs import Leaf, LogicalAxes
+from jpaged.models.param_specs import Leaf, Linears, LogicalAxes, get_module, stacked_kernel
+from jpaged.models.registry import find_family
 from jpaged.models.stack import LayerMode
 
 _OF_EXPERTS = frozenset({"experts", "router"})
@@ -115,8 +116,22 @@ def is_of_experts(leaf: Leaf) -> bool:
     return not _OF_EXPERTS.isdisjoint(leaf.path)
 
 
-def adapted_places(config: ModelConfig, layer_mode: LayerMode) -> Iterator[AdaptedPlace]:
-    """Yield every place that may have adapters, in the order of the tree."""
+def adapted_places(config: ModelConfig, layer_mode: LayerMode, *, has_output: bool = False) -> Iterator[AdaptedPlace]:
+    """Yield every place that may have adapters, in the order of the tree; with the output matrix if `has_output`.
+
+    The output matrix is described as a kernel `[in, out]`. If it is tied to the embedding, the place is the embedding,
+    whose rows for tokens have no adapters.
+    """
     for path, leaves in placed_leaves(config, layer_mode):
         if path[0] == "layers" and path[-1] == "kernel" and not is_of_experts(leaves[0]):
             yield AdaptedPlace(path, leaves, layer_mode == "scan")
+    if has_output:
+        path = get_output_path(config)
+        size, width = next(leaf.shape for own, (leaf, *_) in placed_leaves(config, "loop") if own == path)
+        linears = Linears((get_module(find_family(config.architecture).lm_head),))
+        yield AdaptedPlace(path, (stacked_kernel(path, linears, ("embed", "vocab"), (width, size)),), False)
+
+
+def get_output_path(config: ModelConfig) -> tuple[str, str]:
+    """Return the path of the matrix of the logits."""
+    return "embed" if config.tie_word_embeddings else "lm_head", "embedding"

@@ -138,6 +138,21 @@ def store(folder: Path, key: str, array: np.ndarray) -> None:
     change(folder, lambda own: own.update({f"base_model.model.{key}": array}))
 
 
+@pytest.mark.parametrize("name", ["llama_gqa_bias", "llama3_tied"])
+def test_the_output_matrix_has_an_adapter_if_there_is_room(name: str, tmp_path: Path) -> None:
+    case = tiny_case(name)
+    adapter, path = TinyAdapter(case, "output", modules="lm_head", has_output=True), ("lm_head", "embedding")
+    read = AdapterReader(Model(from_hf(case.config), np.dtype(np.float32)), "loop", 2, 8, has_output=True)
+    a, (b,) = read(adapter.write(tmp_path)).matrices[path if name == "llama_gqa_bias" else ("embed", "embedding")]
+    own = adapter.tensors()
+    want = own["base_model.model.lm_head.lora_B.weight"].T * np.float32(1.5)
+    np.testing.assert_array_equal(a[:4], own["base_model.model.lm_head.lora_A.weight"])
+    np.testing.assert_allclose(b[:4, : want.shape[1]], want, rtol=1e-6)
+    assert b.shape[1] % 2 == 0
+    with pytest.raises(Unsupported, match=r"lm_head: .* start the server with --enable-lm-head-lora, or merge"):
+        replace(read, has_output=False)(str(tmp_path))
+
+
 COPIES = {
     "lm_head.weight": "lm_head.weight",
     "model.embed_tokens.base_layer.weight": "model.embed_tokens.weight",
