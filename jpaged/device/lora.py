@@ -40,7 +40,7 @@ class AdapterRoom:
         num_slots: number of adapter slots of each matrix.
         max_rank: maximum rank of an adapter.
         has_vectors: slots have vectors for DoRA and biases.
-        has_output: the output matrix has slots. A hidden state then carries the slot of its row in one more column.
+        has_output: the output matrix has slots. Hidden states then carry their row's slot in one more column.
     """
 
     num_slots: int
