@@ -60,10 +60,9 @@ def run(
     model: Model, params: Params, ids_t: jax.Array, slot: jax.Array, layer_mode: LayerMode, room: AdapterRoom
 ) -> jax.Array:
     positions_t = jnp.arange(len(ids_t), dtype=jnp.int32)
-    tokens = TokenBatch(
-        ids_t, positions_t, jnp.full(len(ids_t), len(ids_t)), adapters_t=jnp.full(len(ids_t), slot, jnp.int32)
-    )
-    hidden_te = room.add_slots(model.run(params, tokens, dense.attend, (), layer_mode)[0], tokens.rows.adapters_t)
+    slots_t = jnp.full(len(ids_t), slot, jnp.int32)
+    tokens = TokenBatch(ids_t, positions_t, jnp.full(len(ids_t), len(ids_t)), adapters_t=slots_t)
+    hidden_te = room.add_slots(model.run(params, tokens, dense.attend, (), layer_mode)[0], slots_t)
     return model.logits(room.bind(params, hidden_te, model.config), room.without_slots(hidden_te))
 
 
