@@ -144,7 +144,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
     if is_offline and options.startup.wait_for_all_programs is None:
         options = options.replace(wait_for_all_programs=not _has_equal_programs(model, options, places[0]))
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
-    adapters = _adapters(options, options.server.served_model_name or source.name, model, places[0], progress)
+    adapters = _adapters(options, source, model, places[0], progress)
     executors = _make_executors(source, model, options, places, progress, leader)
     executor, geometry = executors[0], executors[0].geometry
     runs: list[Executor[Any, Any]] = [*executors]
@@ -274,13 +274,23 @@ def _build_kv_events(options: EngineConfig, engines: list[Engine]) -> list[Engin
 
 
 def _adapters(
-    options: EngineConfig, model_name: str, model: Model, where: MeshPlacement, progress: Progress
+    options: EngineConfig, source: ModelSource, model: Model, where: MeshPlacement, progress: Progress
 ) -> Adapters:
     """Return the adapter registry of a model, with the adapters of the options loaded."""
     lora = options.lora
     if not lora.enable_lora:
         return Adapters()
-    reader = AdapterReader(model, where.layer_mode, where.num_parts, lora.max_lora_rank)
+    folder = None if options.model.load_format == "dummy" else source.folder
+    reader = AdapterReader(
+        model,
+        where.layer_mode,
+        where.num_parts,
+        lora.max_lora_rank,
+        has_vectors=lora.enable_dora,
+        has_output=lora.enable_lm_head_lora,
+        checkpoint=folder,
+    )
+    model_name = options.server.served_model_name or source.name
     adapters = Adapters(reader, lora.max_cpu_loras, model_name, options.server.served_model_aliases)
     for done, (name, path) in enumerate(lora.adapters):
         progress(f"adapter {name}", done, len(lora.adapters))

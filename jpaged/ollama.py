@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from jpaged import json_text
-from jpaged.chat import ToolCall, ToolCallPiece, json_object
+from jpaged.chat import MAX_TOOL_CALLS, ToolCall, ToolCallPiece, json_object
 from jpaged.errors import InvalidArgument
 from jpaged.json_text import Items
 from jpaged.openai.embeddings import EmbedJob, embed_job
@@ -50,8 +50,12 @@ from jpaged.types import FinishReason, OutputEvent, PositionLogprobs, RequestOut
 
 CHAT_URL, GENERATE_URL = "/api/chat", "/api/generate"
 EMBED_URL, EMBEDDINGS_URL = "/api/embed", "/api/embeddings"
+API_VERSION = "0.12.11"
+"""First version of Ollama that has every field here; clients refuse servers of older versions."""
 LATEST = ":latest"
 """Tag that Ollama adds to the name of a model without one."""
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables of chat templates that switch thinking on or off."""
 _THINK_LEVELS = ("low", "medium", "high", "max")
 _UNLIMITED = (-2, -1, 0)
 """Values of `num_predict` without a limit."""
@@ -73,13 +77,18 @@ _OPTION_ROWS: Mapping[str, Neutral] = {
     "mirostat_eta": hint(int, float),
     "penalize_newline": only(True, advice="use logit_bias of /v1/chat/completions"),
 }
+_INTEGERS = {"top_k", "seed", "num_predict", *(name for name, row in _OPTION_ROWS.items() if row == hint(int))}
+"""Options that may be written as 8.0."""
 _SHARED_ROWS: Mapping[str, Neutral] = {
     "keep_alive": hint(str, int, float),
     **{f"options.{name}": row for name, row in _OPTION_ROWS.items()},
 }
+_SAMPLING_ROWS: Mapping[str, Neutral] = {
+    f"options.{name}": hint(int, float, str, list) for name in (*_SAMPLING, "num_predict")
+}
+"""Options of sampling, which clients also send with texts to embed."""
 _TEXT_ROWS: Mapping[str, Neutral] = {
     **_SHARED_ROWS,
-    "truncate": only(False, advice="send fewer messages: prompts are never shortened"),
     "shift": only(False, advice="answers end at the model's length"),
     "_debug_render_only": only(False, advice="use /tokenize and /detokenize"),
 }
@@ -91,11 +100,12 @@ ROWS: Mapping[str, Mapping[str, Neutral]] = {
         **_TEXT_ROWS,
         "images": only([], advice=_NO_IMAGES),
         "context": only([], advice="send the conversation to /api/chat"),
+        "truncate": only(False, advice="send a shorter prompt"),
         "template": only("", advice="the server has the model's chat template; use raw for another prompt"),
         **dict.fromkeys(("width", "height", "steps"), never("the server makes no images")),
     },
-    EMBED_URL: {**EVERYWHERE, **_SHARED_ROWS},
-    EMBEDDINGS_URL: {**EVERYWHERE, **_SHARED_ROWS},
+    EMBED_URL: {**EVERYWHERE, **_SHARED_ROWS, **_SAMPLING_ROWS},
+    EMBEDDINGS_URL: {**EVERYWHERE, **_SHARED_ROWS, **_SAMPLING_ROWS},
     "/api/show": {
         **EVERYWHERE,
         "verbose": hint(bool),
@@ -108,7 +118,7 @@ _OF_TEXTS = {
     *("model", "stream", "format", "think", "logprobs", "top_logprobs", "options.num_predict"),
     *(f"options.{name}" for name in _SAMPLING),
 }
-OF_CHATS = {*_OF_TEXTS, "messages", "tools"}
+OF_CHATS = {*_OF_TEXTS, "messages", "tools", "truncate"}
 OF_PROMPTS = {*_OF_TEXTS, "prompt", "system", "raw"}
 OF_EMBEDDINGS = {"model", "input", "truncate", "dimensions"}
 _THEIRS = {
@@ -116,6 +126,7 @@ _THEIRS = {
     "structured_outputs": "format",
     "response_format": "format",
     "reasoning": "think",
+    "chat_template_kwargs": "think",
 }
 """Field of a chat -> its name in Ollama's bodies."""
 
@@ -128,12 +139,14 @@ class OllamaRequest:
         model: name of the model in the body, which answers repeat.
         is_chat: answers have a message; otherwise a text.
         loads: the body has nothing to answer, as those that only load a model.
+        truncates: leave out the oldest turns of a conversation that is too long.
     """
 
     job: Job
     model: str
     is_chat: bool
     loads: bool = False
+    truncates: bool = False
 
 
 def without_tag(name: str, served: Collection[str]) -> str:
@@ -172,7 +185,13 @@ def parse_chat_request(
         "messages": [{"role": "user", "content": ""}] if loads else _messages(messages),
         "tools": body.get("tools") or None,
     }
-    return OllamaRequest(_read(body, chat_job, chat, defaults), str(body["model"]), is_chat=True, loads=loads)
+    return OllamaRequest(
+        _read(body, chat_job, chat, defaults),
+        str(body["model"]),
+        is_chat=True,
+        loads=loads,
+        truncates=flag_in(body, "truncate", default=True),
+    )
 
 
 def parse_generate_request(
@@ -196,14 +215,16 @@ def parse_generate_request(
     is_raw = flag_in(body, "raw") or not has_template
     if is_raw and system:
         raise InvalidArgument("system", "needs a chat template: write it into the prompt")
-    if is_raw and fields["reasoning"]:
+    if is_raw and body.get("think"):
         raise InvalidArgument("think", "is not supported with raw prompts")
     if is_raw:
         wants_logprobs = fields.pop("logprobs")
         num_top = fields.pop("top_logprobs") or 0
-        completion = {name: value for name, value in fields.items() if name != "reasoning"}
+        of_chats = ("reasoning", "chat_template_kwargs")
+        completion = {name: value for name, value in fields.items() if name not in of_chats}
         completion |= {"prompt": prompt or " ", "logprobs": num_top if wants_logprobs else None}
         job = _read(body, completion_job, completion, defaults)
+        job = replace(job, names={**job.names, "logprobs": "top_logprobs"})
     else:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
@@ -215,11 +236,16 @@ def parse_generate_request(
 def _own_fields(path: str, given: Mapping[str, Any], own: set[str]) -> dict[str, Any]:
     """Return the fields of a body that its path reads, with those of `options` as `options.x`."""
     flat = {name: value for name, value in given.items() if name != "options"}
-    flat |= {f"options.{name}": value for name, value in object_in(given, "options").items()}
+    if given.get("options") is not None:  # Ollama's client in Go sends null
+        flat |= {f"options.{name}": _option(name, value) for name, value in object_in(given, "options").items()}
     body = own_fields(ROWS[path], LenientBody(flat, given.ignored) if isinstance(given, LenientBody) else flat, own)
     if not name_in(body, "model"):
         raise InvalidArgument("model", "is missing or empty")
     return body
+
+
+def _option(name: str, value: Any) -> Any:
+    return int(value) if name in _INTEGERS and isinstance(value, float) and value.is_integer() else value
 
 
 def _read(
@@ -256,35 +282,39 @@ def _chat_fields(body: Mapping[str, Any], served: Collection[str], *, can_think:
     return fields | {
         "model": without_tag(str(body["model"]), served),
         "stream": flag_in(body, "stream", default=True),
-        "response_format": _response_format(body.get("format", "")),
-        "reasoning": _reasoning(body.get("think"), can_think=can_think),
+        **_output_format(body.get("format", "")),
+        **_thinking(body.get("think"), can_think=can_think),
         "logprobs": flag_in(body, "logprobs"),
         "top_logprobs": body.get("top_logprobs") or None,
     }
 
 
-def _response_format(given: Any) -> dict[str, Any] | None:
+def _output_format(given: Any) -> dict[str, Any]:
+    """Return the fields of a chat for `format`; as in llama.cpp, objects have only the properties of the schema."""
     if given == "":
-        return None
+        return {}
     if given == "json":
-        return {"type": "json_object"}
+        return {"response_format": {"type": "json_object"}}
     if not isinstance(given, dict):
         raise InvalidArgument("format", f"{shown(given)} is neither 'json' nor a JSON schema")
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": given}}
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": given}},
+        "structured_outputs": {"disable_additional_properties": True},
+    }
 
 
-def _reasoning(think: Any, *, can_think: bool) -> dict[str, Any] | None:
+def _thinking(think: Any, *, can_think: bool) -> dict[str, Any]:
+    """Return the fields of a chat that switch thinking on or off, without an effect if the template has no switch."""
     if think is None or think == "":
-        return None
+        return {}
     if not isinstance(think, bool) and think not in _THINK_LEVELS:
         raise InvalidArgument("think", f"{shown(think)} is not true, false or one of {', '.join(_THINK_LEVELS)}")
     if not can_think:
         if think:
             raise InvalidArgument("think", "is not supported: the model's reasoning format is unknown")
-        return None
-    if think is False:
-        return {"enabled": False, "include": False}
-    return {"enabled": True} if think is True else {"enabled": True, "effort": think}
+        return {}
+    reasoning = {"effort": think} if isinstance(think, str) else {"include": think}
+    return {"reasoning": reasoning, "chat_template_kwargs": dict.fromkeys(_SWITCHES, bool(think))}
 
 
 def _messages(given: Sequence[Any]) -> list[Any]:
@@ -299,6 +329,9 @@ def _messages(given: Sequence[Any]) -> list[Any]:
         if message.pop("images", None):
             raise InvalidArgument(f"messages[{i}].images", f"is not supported: {_NO_IMAGES}")
         message.setdefault("content", "")
+        for name in ("thinking", "tool_name"):
+            if not isinstance(message.get(name, ""), str):
+                raise InvalidArgument(f"messages[{i}].{name}", f"{shown(message[name])} is not a string")
         if thought := message.pop("thinking", None):
             message["reasoning_content"] = thought
         tool_name = message.pop("tool_name", None)
@@ -307,6 +340,8 @@ def _messages(given: Sequence[Any]) -> list[Any]:
             if tool_name:
                 message["name"] = tool_name
         calls = message.get("tool_calls")
+        if isinstance(calls, list) and len(calls) > MAX_TOOL_CALLS:
+            raise InvalidArgument(f"messages[{i}].tool_calls", f"{len(calls)} calls; at most {MAX_TOOL_CALLS}")
         if isinstance(calls, list) and calls:
             message["tool_calls"] = [_with_id(call, f"call_{i}_{j}") for j, call in enumerate(calls)]
             pending = [

@@ -62,13 +62,17 @@ class ServedModel:
             num_steps: number of steps, each of which reads the weights.
             num_rows: rows per step; only the experts that these rows choose are read.
         """
-        shape, flops, kv_tokens = self.shape, 0.0, 0.0
+        shape, flops, kv_tokens, num_decoded = self.shape, 0.0, 0.0, 0
         for prompt_len, output_len in lens:
             num_run = prompt_len + max(0, output_len - 1)
             flops += 2 * shape.token_params * num_run + 2 * shape.head_params * output_len
             flops += 4 * shape.num_layers * shape.query_width * num_run * (num_run + 1) / 2
             kv_tokens += (num_run * (num_run + 1) - prompt_len * (prompt_len + 1)) / 2
-        return StepWork(num_steps * shape.read_bytes(num_rows) + kv_tokens * shape.kv_bytes_per_token, flops)
+            num_decoded += max(0, output_len - 1)
+        state_bytes = 2 * shape.state_bytes * num_decoded
+        return StepWork(
+            num_steps * shape.read_bytes(num_rows) + kv_tokens * shape.kv_bytes_per_token + state_bytes, flops
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,7 @@ def serving_shares(
     kv_tokens = sum(contexts) / busy_s
     shape = model.shape
     step = StepWork(
-        shape.read_bytes(rows) + kv_tokens * shape.kv_bytes_per_token,
+        shape.moved_bytes(rows, rows) + kv_tokens * shape.kv_bytes_per_token,
         2 * rows * (shape.token_params + shape.head_params) + 4 * shape.num_layers * shape.query_width * kv_tokens,
     )
     return shares | {

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jpaged import json_text
-from jpaged.checkpoints.gguf.file import SUFFIX, find_gguf, get_parts, is_gguf
+from jpaged.checkpoints.gguf.file import NO_MODELS, SUFFIX, find_gguf, get_parts, is_gguf
 from jpaged.checkpoints.gguf.tensors import read_model
 from jpaged.checkpoints.names import model_leaves
 from jpaged.checkpoints.orbax import PARAMS_FOLDER, is_orbax_folder, refuse_other_orbax
@@ -71,7 +71,7 @@ MODEL_OPT_PROBLEM = (
 
 
 def find_scheme(config: Mapping[str, object]) -> Scheme | None:
-    """Return the layout of a checkpoint's quantized weights from its config.json; None if not quantized.
+    """Return the layout of a checkpoint's quantized weights from its config.json; None if they are read as weights.
 
     Raises:
         Unsupported: the method or a setting is not supported; it is named.
@@ -86,8 +86,11 @@ def find_scheme(config: Mapping[str, object]) -> Scheme | None:
     method = fields.text("quant_method", _MODEL_OPT if "quant_algo" in given else None)
     if method == _MODEL_OPT or "quant_algo" in given:
         raise Unsupported(MODEL_OPT_PROBLEM)
+    if method == "bitsandbytes":
+        floats.check_bitsandbytes_config(fields)
+        return None
     if method not in _READERS:
-        raise Unsupported(f"config.json: quant_method is {method!r}; supported: {', '.join(_READERS)}")
+        raise Unsupported(f"config.json: quant_method is {method!r}; supported: {', '.join(_READERS)}, bitsandbytes")
     scheme = _READERS[method](fields)
     fields.finish()
     return scheme
@@ -119,6 +122,8 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096
 _TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 _WANTED_FILES = (*_TOKENIZER_FILES, "*.safetensors")
 _UNWANTED_FILES = ("*/*", "consolidated*")
+_GGUF_ID = re.compile(r"([^/:]+/[^/:]+):([\w.-]+)")
+"""A repository with GGUF files, and the type of one of its models."""
 
 
 def find_folder(
@@ -127,7 +132,8 @@ def find_folder(
     """Return the folder of a checkpoint: a local one, or a snapshot of a hub id, downloaded if it is not cached.
 
     A name that exists as a folder or as a GGUF file, or that is written as a path (beginning with `.`, `/` or `~`, or
-    ending in `.gguf`), is local. The environment variables of the hub client (token, cache, offline mode) apply.
+    ending in `.gguf`), is local. `user/name:Q4_K_M` is the GGUF model of that type in a repository, in one file or in
+    parts. The environment variables of the hub client (token, cache, offline mode) apply.
 
     Args:
         revision: branch, tag or commit on the hub; main if None.
@@ -143,7 +149,30 @@ def find_folder(
     if folder is not None:
         _refuse_revision("revision", revision, folder)
         return folder
+    if (of_type := _GGUF_ID.fullmatch(model)) is not None:
+        return _download_gguf(of_type[1], of_type[2], revision, download_dir, token)
     return _download("model", model, _WANTED_FILES, revision, download_dir, token)
+
+
+def _download_gguf(name: str, kind: str, revision: str | None, download_dir: str | None, token: str | None) -> Path:
+    """Return the first part of a repository's GGUF model of a type; other types are not downloaded.
+
+    Raises:
+        NotFound: the hub does not provide the repository, or it has no such model.
+        InvalidArgument: it has several.
+    """
+    ends = [f"[-.]{each}{end}" for each in dict.fromkeys((kind, kind.upper(), kind.lower())) for end in ("", "-*")]
+    patterns = [f"{folder}*{end}{SUFFIX}" for end in ends for folder in ("", "*/")]
+    unwanted = [f"{folder}{prefix}*" for prefix in NO_MODELS for folder in ("", "*/")]
+    snapshot = _download("model", name, patterns, revision, download_dir, token, unwanted=unwanted)
+    files = {path for pattern in patterns for path in snapshot.glob(pattern) if not path.name.startswith(NO_MODELS)}
+    found = sorted({first for path in files if (first := find_gguf(path)) is not None})
+    if not found:
+        raise NotFound(f"model: {name} has no GGUF file of type {kind}: no file matches {patterns[0]}")
+    if len(found) > 1:
+        listed = ", ".join(str(path.relative_to(snapshot)) for path in found)
+        raise InvalidArgument("model", f"{name}:{kind} matches {len(found)} GGUF models: {listed}")
+    return found[0]
 
 
 def find_model(options: ModelOptions) -> Path:
@@ -187,7 +216,14 @@ def _refuse_revision(field: str, revision: str | None, folder: Path) -> None:
 
 
 def _download(
-    field: str, name: str, patterns: Sequence[str], revision: str | None, download_dir: str | None, token: str | None
+    field: str,
+    name: str,
+    patterns: Sequence[str],
+    revision: str | None,
+    download_dir: str | None,
+    token: str | None,
+    *,
+    unwanted: Sequence[str] = _UNWANTED_FILES,
 ) -> Path:
     """Return the folder of a snapshot with the files of these patterns.
 
@@ -202,9 +238,7 @@ def _download(
     given = {"revision": revision, "cache_dir": cache, "token": token}
     keywords: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     try:
-        snapshot = snapshot_download(
-            name, allow_patterns=list(patterns), ignore_patterns=list(_UNWANTED_FILES), **keywords
-        )
+        snapshot = snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=list(unwanted), **keywords)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         at = "" if revision is None else f" at revision {revision}"

@@ -24,6 +24,8 @@ from jpaged.checkpoints.gguf.tensors import GgufScheme, GgufTensors, get_columns
 from jpaged.checkpoints.hub import CONFIG_FILE, read_json, read_scheme
 from jpaged.checkpoints.names import is_ignored, model_leaves
 from jpaged.checkpoints.orbax import OrbaxTensors, is_orbax_folder, refuse_other_orbax
+from jpaged.checkpoints.quantized.compressed_tensors import CompressedTensors
+from jpaged.checkpoints.quantized.floats import BitsAndBytesTensors
 from jpaged.checkpoints.quantized.leaf import Dequantized, LeafPart, ReadMatrix, quantized_leaf
 from jpaged.checkpoints.quantized.quantizer import round_matrix
 from jpaged.checkpoints.quantized.scheme import UNUSED, Scheme, StoredMatrix, check_parts, read_matrix
@@ -147,6 +149,7 @@ def load_params(
     keeps_embedding = quantization is None or quantization.has_embedding
     with open_tensors(folder, keeps_embedding=keeps_embedding) as files:
         scheme = read_scheme(folder, keeps_embedding=keeps_embedding)
+        _log_widening(folder, scheme, files, keeps_embedding)
         groups = _leaf_groups(config, files, layer_mode)
         _check_names(files, groups, config, scheme)
         for done, (path, leaves) in enumerate(groups, start=1):
@@ -177,6 +180,22 @@ def load_params(
     return params
 
 
+def _log_widening(folder: Path, scheme: Scheme | None, files: TensorSource, keeps_embedding: bool) -> None:
+    """Log what matrices cost that take more memory than in the file."""
+    if isinstance(files, BitsAndBytesTensors):
+        _LOG.info(
+            "%s: %d matrices of bitsandbytes become weights of the served type, because no kernel multiplies them as "
+            "stored",
+            folder,
+            files.num_matrices,
+        )
+    cost = scheme.widening() if isinstance(scheme, CompressedTensors) else None
+    if isinstance(scheme, GgufScheme):
+        cost = read_model(folder, keeps_embedding=keeps_embedding).widening()
+    if cost is not None:
+        _LOG.info("%s: %s", folder, cost)
+
+
 def _packed_leaf(
     pack_stored: PackStored,
     files: TensorSource,
@@ -186,11 +205,12 @@ def _packed_leaf(
     form: MatrixFormat,
     dtype: np.dtype,
 ) -> PackedMatrix | None:
-    """Return a leaf packed from a GGUF file; None for other files and leaves."""
+    """Return a leaf packed from a GGUF file; None for other files, leaves and types."""
     if not (isinstance(files, GgufTensors) and isinstance(scheme, GgufScheme)) or leaf.axes[0] in EXPERT_AXES:
         return None
     matrix = abstract_matrix(form, leaf.shape, contracted_axis(leaf), dtype)
-    return pack_stored(path, matrix, get_columns(files, scheme, leaf, form))
+    columns = get_columns(files, scheme, leaf, form)
+    return None if columns is None else pack_stored(path, matrix, columns)
 
 
 def _read_matrix(
@@ -247,7 +267,9 @@ def open_tensors(folder: Path, *, keeps_embedding: bool = True) -> Iterator[Tens
         return
     refuse_other_orbax(folder)
     with ExitStack() as opened:
-        yield TensorFiles(folder, opened)
+        files = TensorFiles(folder, opened)
+        widened = BitsAndBytesTensors(files)
+        yield widened if widened.num_matrices else files
 
 
 def read_head(folder: Path) -> EagleConfig:

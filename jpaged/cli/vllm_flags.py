@@ -618,7 +618,8 @@ class _Translation:
         """Drop a flag that turns an unsupported feature off; raise InvalidArgument for any other."""
         is_off = flag.kind == "switch" and name not in flag.names
         if flag.kind == "json":
-            is_off = {key.partition(".")[0]} <= set(flag.values) if key else _keys(values[-1]) <= set(flag.values)
+            given = {key.partition(".")[0]: values[-1]} if key else _items(values[-1])
+            is_off = all({one, f"{one}={value}"} & set(flag.values) for one, value in given.items())
         elif values:
             is_off = " ".join(values) in flag.values
         if is_off:
@@ -684,13 +685,13 @@ def _parse_object(name: str, text: str) -> dict[str, Any]:
     return found
 
 
-def _keys(text: str) -> set[str]:
-    """Return the keys of a JSON object; {text} if it is none."""
+def _items(text: str) -> dict[str, Any]:
+    """Return the keys of a JSON object with their values; the text as a key if it is none."""
     try:
         found = json.loads(text)
     except ValueError:
-        return {text}
-    return set(found) if isinstance(found, dict) else {text}
+        found = None
+    return found if isinstance(found, dict) else {text: ""}
 
 
 def _int_or_none(text: str) -> int | None:

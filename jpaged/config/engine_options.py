@@ -644,6 +644,12 @@ class LoraOptions:
         high=256,
     )
     max_lora_rank: int = option(16, "maximum LoRA rank", low=1, high=512)
+    enable_dora: bool = option(
+        False, "also serve adapters with DoRA or biases: two more float32 numbers per slot and output of a matrix"
+    )
+    enable_lm_head_lora: bool = option(
+        False, "also serve adapters of lm_head: two more matrices per slot, for the outputs of the vocabulary"
+    )
     max_cpu_loras: int = option(
         256, "maximum number of adapters loaded in host memory; further ones are refused", low=1, high=1 << 16
     )

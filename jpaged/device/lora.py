@@ -8,23 +8,28 @@ A slot is zeros until it is filled. On a single CPU device, a slot that no row u
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jpaged.device.mesh import partition_spec
 from jpaged.kernels.lora import AdaptedMatrix
+from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
-from jpaged.models.lora import HostAdapter, adapted_places
+from jpaged.models.lora import AdaptedPlace, HostAdapter, adapted_places, get_output_path
 from jpaged.models.model import LeafPath, Model
 from jpaged.models.stack import LayerMode
 
-Matrices = tuple[Any, tuple[Any, ...]]
-"""A, and B of each part: of all slots, or of one adapter."""
+Matrices = tuple[Any, tuple[Any, ...], tuple[Any, ...]]
+"""A, B of each part, and the vectors of each part if there is room for them: of all slots, or of one adapter."""
+
+
+_FLOAT32 = np.dtype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +39,14 @@ class AdapterRoom:
     Attributes:
         num_slots: number of adapter slots of each matrix.
         max_rank: maximum rank of an adapter.
+        has_vectors: slots have vectors for DoRA and biases.
+        has_output: the output matrix has slots. Hidden states then carry their row's slot in one more column.
     """
 
     num_slots: int
     max_rank: int
+    has_vectors: bool = False
+    has_output: bool = False
 
     def shapes(self, model: Model, layer_mode: LayerMode, mesh: Mesh, *, has_slots: bool) -> dict[LeafPath, Matrices]:
         """Return the shapes of the matrices of all slots, or of one adapter, by their paths in the parameters.
@@ -49,16 +58,23 @@ class AdapterRoom:
             has_slots: shapes of all slots; otherwise of one adapter.
         """
         found = {}
-        for place in adapted_places(model.config, layer_mode):
+        for place in self._places(model, layer_mode):
             lead = ((len(place.leaves),) if place.is_stacked else ()) + ((self.num_slots,) if has_slots else ())
             a_axes, b_axes = place.axes()
             a_shape, b_shapes = place.shapes(self.max_rank)
 
-            def struct(shape: tuple[int, ...], axes: Any, lead: tuple[int, ...] = lead) -> jax.ShapeDtypeStruct:
+            def struct(
+                shape: tuple[int, ...], axes: Any, lead: tuple[int, ...] = lead, dtype: np.dtype = model.dtype
+            ) -> jax.ShapeDtypeStruct:
                 sharding = NamedSharding(mesh, partition_spec(*(None,) * len(lead), *axes))
-                return jax.ShapeDtypeStruct((*lead, *shape), model.dtype, sharding=sharding)
+                return jax.ShapeDtypeStruct((*lead, *shape), dtype, sharding=sharding)
 
-            found[place.path] = struct(a_shape, a_axes), tuple(struct(shape, b_axes) for shape in b_shapes)
+            vectors = place.vector_shapes() if self.has_vectors else ()
+            found[place.path] = (
+                struct(a_shape, a_axes),
+                tuple(struct(shape, b_axes) for shape in b_shapes),
+                tuple(struct(shape, b_axes, dtype=_FLOAT32) for shape in vectors),
+            )
         return found
 
     def add_to(self, params: Params, model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:
@@ -67,27 +83,56 @@ class AdapterRoom:
         matrices: dict[LeafPath, Matrices] = shapes
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             matrices = _zeros(shapes)
-        groups = {place.path: place.num_groups for place in adapted_places(model.config, layer_mode)}
-        return _replaced(
-            params, {path: AdaptedMatrix(_at(params, path), *matrices[path], groups[path]) for path in matrices}
-        )
+        groups = {place.path: place.num_groups for place in self._places(model, layer_mode)}
+        adapted = {
+            path: AdaptedMatrix(_at(params, path), a, b, groups[path], vectors)
+            for path, (a, b, vectors) in matrices.items()
+        }
+        return _replaced(params, adapted)
+
+    def _places(self, model: Model, layer_mode: LayerMode) -> Iterator[AdaptedPlace]:
+        return adapted_places(model.config, layer_mode, has_output=self.has_output)
+
+    def add_slots(self, hidden_te: jax.Array, slots_t: jax.Array) -> jax.Array:
+        """Return hidden states followed by their slots, `[T, E + 1]`; unchanged without slots of the output matrix.
+
+        Their type represents every slot: there are at most 256.
+        """
+        if not self.has_output:
+            return hidden_te
+        return jnp.concatenate([hidden_te, slots_t.astype(hidden_te.dtype)[:, None]], axis=1)
+
+    def without_slots(self, hidden_re: jax.Array) -> jax.Array:
+        """Return the hidden states alone."""
+        return hidden_re[:, :-1] if self.has_output else hidden_re
+
+    def bind(self, params: Params, hidden_re: jax.Array, config: ModelConfig) -> Params:
+        """Return the parameters with the slots of the hidden states next to the output matrix."""
+        if not self.has_output:
+            return params
+        path = get_output_path(config)
+        bound = dataclasses.replace(_at(params, path), adapters_r=hidden_re[:, -1].astype(jnp.int32))
+        return _replaced(params, {path: bound})
 
 
 def get_matrices(params: Params) -> dict[LeafPath, Matrices]:
     """Return the matrices of all slots, by path."""
     found, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda leaf: isinstance(leaf, AdaptedMatrix))
-    return {_keys(path): (leaf.a, leaf.b) for path, leaf in found if isinstance(leaf, AdaptedMatrix)}
+    return {_keys(path): (leaf.a, leaf.b, leaf.vectors) for path, leaf in found if isinstance(leaf, AdaptedMatrix)}
 
 
 def with_matrices(params: Params, matrices: Mapping[LeafPath, Matrices]) -> Params:
     """Return the parameters with their adapter matrices replaced by `matrices`."""
-    adapted = {path: dataclasses.replace(_at(params, path), a=a, b=tuple(b)) for path, (a, b) in matrices.items()}
+    adapted = {
+        path: dataclasses.replace(_at(params, path), a=a, b=tuple(b), vectors=tuple(vectors))
+        for path, (a, b, vectors) in matrices.items()
+    }
     return _replaced(params, adapted)
 
 
 def get_arguments(adapter: HostAdapter, params: Params) -> list[Matrices]:
     """Return an adapter's matrices as the program's arguments, in the order of the slots' matrices."""
-    return [adapter.matrices[path] for path in get_matrices(params)]
+    return [(*adapter.matrices[path], adapter.vectors.get(path, ())) for path in get_matrices(params)]
 
 
 def fill_slot(all_slots: list[Matrices], index: jax.Array, adapter: list[Matrices]) -> list[Matrices]:

@@ -340,7 +340,7 @@ class ModelRunner:
         vocab_size: int,
     ) -> None:
         self._params = params
-        self._head_params = {name: tree for name, tree in params.items() if name != "layers"}
+        self._head_params = _without_layers(params)
         self._pool = pool
         self._programs = programs
         self._packings, self._decode_packings = packings
@@ -480,6 +480,7 @@ class ModelRunner:
         matrices = get_matrices(self._params)
         filled = program(list(matrices.values()), np.int32(slot - 1), get_arguments(adapter, self._params))
         self._params = with_matrices(self._params, dict(zip(matrices, filled, strict=True)))
+        self._head_params = _without_layers(self._params)
 
     def release(self) -> None:
         """Drop the parameters. Idempotent."""
@@ -493,6 +494,10 @@ class ModelRunner:
     def _find(self, spec: ProgramSpec) -> jax.stages.Compiled:
         program = self._programs.ready.get(spec)
         return self._programs.find(spec) if program is None else program.executable
+
+
+def _without_layers(params: Params) -> Params:
+    return {name: tree for name, tree in params.items() if name != "layers"}
 
 
 MOST_BYTES = 64 << 20

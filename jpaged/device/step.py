@@ -256,7 +256,7 @@ class Step:
         """Run the layers as `run`; with a head also return the states that it takes, concatenated, `[T, F]`."""
         watched = () if self.draft is None else self.draft.watched
         hidden_te, pool, seen = self._run(params, pool, ids_t, inputs, watched=watched)
-        return hidden_te, pool, (jnp.concatenate(seen, axis=-1),) if seen else ()
+        return self._with_slots(hidden_te, inputs), pool, (jnp.concatenate(seen, axis=-1),) if seen else ()
 
     def run(
         self,
@@ -271,7 +271,10 @@ class Step:
         A head takes states in addition to the tokens.
         """
         hidden_te, pool, _ = self._run(params, pool, ids_t, inputs, states_te)
-        return hidden_te, pool
+        return self._with_slots(hidden_te, inputs), pool
+
+    def _with_slots(self, hidden_te: jax.Array, inputs: Mapping[str, jax.Array]) -> jax.Array:
+        return hidden_te if self.slots is None else self.slots.add_slots(hidden_te, inputs["adapters_t"])
 
     def _run(
         self,
@@ -544,6 +547,7 @@ class Step:
         vocabulary, rows = self._vocabulary, words.reshape(-1, 1 + AUX_IDS)
         hidden_re, ids_rk = hidden_he[rows[:, 0]], rows[:, 1:]
         if tell == AuxKind.HIDDEN:
+            hidden_re = hidden_re if self.slots is None else self.slots.without_slots(hidden_re)
             return self.model.normed(params, hidden_re).astype(jnp.float32)
 
         def find(logits_rv: jax.Array, ids_rk: jax.Array) -> jax.Array:
@@ -579,6 +583,9 @@ class Step:
         return num_column_parts(num_tokens, self.model.config.hidden_size) if self.overlaps_sums else 1
 
     def _logits(self, params: Params, hidden_re: jax.Array, num_in_use: jax.Array) -> Float[Array, "R V"]:
+        if self.slots is not None:
+            params = self.slots.bind(params, hidden_re, self.model.config)
+            hidden_re = self.slots.without_slots(hidden_re)
         logits_rv = self.model.logits(params, hidden_re, num_in_use)
         return jax.lax.with_sharding_constraint(logits_rv, NamedSharding(self.mesh, LOGITS_SPEC))
 

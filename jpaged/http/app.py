@@ -43,6 +43,7 @@ from jpaged.http.exchange import (
     build_response,
     error_for,
     is_anthropic,
+    is_ollama,
     read_body,
 )
 from jpaged.http.ollama import ollama_routes
@@ -323,10 +324,15 @@ _ROUTES = (
 """Functions that return the routes of a service, except those of batches."""
 
 
+_OLLAMA_ROUTES = frozenset(route for _, route in HTTP if is_ollama({"path": route}))
+
+
 def require_free_path(root_path: str | None) -> None:
     """Raise InvalidArgument if paths of the API begin with the path of a proxy, which would hide them."""
     root = (root_path or "").rstrip("/")
     for _, route in HTTP if root else ():
+        if route in _OLLAMA_ROUTES:  # they keep their paths
+            continue
         fixed, brace, _ = route.partition("{")
         if f"{fixed}/".startswith(f"{root}/") or (brace and f"{root}/".startswith(fixed)):
             problem = f"{root_path} is the start of the API's own path {route}, which it would hide: use another"
@@ -378,8 +384,8 @@ class _Named:
     """Middleware that gives each request an id, and returns it in the response.
 
     Args:
-        root_path: removed from the start of paths; empty for none. Browsers are sent from the path to the one with a
-            slash: the dashboard's links are relative.
+        root_path: removed from the start of paths, except those of Ollama's API, which may begin with it; empty for
+            none. Browsers are sent from the path to the one with a slash: the dashboard's links are relative.
     """
 
     def __init__(self, app: App, root_path: str) -> None:
@@ -396,7 +402,8 @@ class _Named:
         headers: dict[str, str] = {REQUEST_ID_HEADER: request_id}
         scope.setdefault("state", {}).update(request_id=request_id, answer_headers=headers)
         lacks_slash = self._root_path == scope["path"] != "" and scope["method"] in ("GET", "HEAD")
-        if self._root_path and f"{scope['path']}/".startswith(f"{self._root_path}/"):
+        is_below = f"{scope['path']}/".startswith(f"{self._root_path}/") and scope["path"] not in _OLLAMA_ROUTES
+        if self._root_path and is_below:
             scope["path"] = scope["path"].removeprefix(self._root_path) or "/"
 
         has_begun = False

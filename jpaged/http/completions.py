@@ -204,7 +204,7 @@ async def parse_job(
 async def fit_turns(service: Service, job: Job) -> Job:
     """Return the job of a chat, without its oldest turns if they exceed the model's length.
 
-    A turn begins with a message of the user, and the last one stays. So do messages of the role system.
+    A turn begins with a message of the user, and the last one stays. So do messages of the roles system and developer.
     """
     (prompt,) = job.prompts
     messages = prompt.messages or ()
@@ -212,7 +212,7 @@ async def fit_turns(service: Service, job: Job) -> Job:
     turns = [i for i, one in enumerate(messages) if one["role"] == "user"]
 
     def begin_at(turn: int) -> Prompt:
-        kept = [one for i, one in enumerate(messages) if i >= turns[turn] or one["role"] == "system"]
+        kept = [one for i, one in enumerate(messages) if i >= turns[turn] or one["role"] in ("system", "developer")]
         return replace(prompt, messages=kept)
 
     async def fits(one: Prompt) -> bool:

@@ -189,9 +189,14 @@ def note_ignored_fields(service: Service, request: Request, body: Mapping[str, A
 
 async def _read_content(service: Service, request: Request) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
+    if kind != "application/json" and not kind.endswith("+json") and not _may_have_any_type(request):
         raise InvalidArgument("content-type", f"{kind[:80]!r} is not application/json")
     return await read_content(request, int(service.state.config.server.max_request_size * 2**20))
+
+
+def _may_have_any_type(request: Request) -> bool:
+    """Return True for Ollama's API, except in browsers, which send JSON to another site only after they ask it."""
+    return is_ollama(request.scope) and "origin" not in request.headers
 
 
 def _build_fields(service: Service, content: bytes) -> dict[str, Any]:

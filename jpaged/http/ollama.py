@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -17,11 +18,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jpaged.errors import ModelNotFound
-from jpaged.http.completions import EventStream, TokenTexts, iter_events, parse_job, run_job
+from jpaged.errors import ModelNotFound, RequestTooLong
+from jpaged.http.completions import EventStream, TokenTexts, fit_turns, iter_events, parse_job, run_job
 from jpaged.http.embeddings import evaluate_job
 from jpaged.http.exchange import CHARS_OF_NUMBER, JSON, build_answer, error_text, read_body, while_there
 from jpaged.ollama import (
+    API_VERSION,
     CHAT_URL,
     EMBED_URL,
     EMBEDDINGS_URL,
@@ -47,7 +49,6 @@ from jpaged.openai.request import Job
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.service import Service
 from jpaged.types import OutputEvent
-from jpaged.version import __version__
 
 _CONTENT_TYPE = b"application/x-ndjson"
 _KEEP_ALIVE = b" "
@@ -91,7 +92,7 @@ def ollama_routes(service: Service) -> list[Route]:
         return JSON(body)
 
     async def version(request: Request) -> Response:
-        return JSON({"version": __version__})
+        return JSON({"version": API_VERSION})
 
     return [
         *(Route(path, answering(path), methods=["POST"]) for path in readers),
@@ -139,6 +140,8 @@ async def _answer(service: Service, request: Request, texts: TokenTexts, read: _
     asked = await parse_job(service, request, read_job)
     if parsed[-1].loads:
         return JSON(load_body(parsed[-1]))
+    if parsed[-1].truncates:
+        asked = replace(asked, job=await fit_turns(service, asked.job))
     token_text = partial(texts.of, asked.model)
     if asked.job.streaming is None:
 
@@ -180,7 +183,10 @@ async def _embed(service: Service, request: Request, read: Callable[..., OllamaE
     parsed = await read_body(service, request, lambda body: read(body, served=names))
     if parsed.job is None:
         return JSON(embeddings_body(parsed, [], num_tokens=0, began_s=began_s))
-    found = await evaluate_job(service, request, parsed.job)
+    try:
+        found = await evaluate_job(service, request, parsed.job)
+    except RequestTooLong as error:
+        raise RequestTooLong("prompt" if parsed.is_one else error.field, error.problem) from error
 
     def body() -> dict[str, Any]:
         vectors = [one["embedding"] for one in found.body()["data"]]

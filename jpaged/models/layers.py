@@ -444,7 +444,8 @@ class Linear(Module):
         elif rows.adapters_t is None:
             y = dot(x_te, kernel.base, 0)
         else:
-            y = dot(x_te, kernel.base, 0) + lora.adapt(x_te, rows.adapters_t, kernel)
+            y = lora.scaled(dot(x_te, kernel.base, 0), rows.adapters_t, kernel)
+            y = y + lora.adapt(x_te, rows.adapters_t, kernel)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         y = self.activate(y).astype(x_te.dtype)
@@ -471,7 +472,9 @@ class Linear(Module):
             # Both matmuls read the normalized rows.
             x_te, before = x_te if before is None else run.normalise(x_te, before, num_rows), None
             delta = matmul_module.RowDelta(
-                lora.loaded().adapt(x_te, rows.adapters_t, num_rows, kernel), rows.adapters_t
+                lora.loaded().adapt(x_te, rows.adapters_t, num_rows, kernel),
+                rows.adapters_t,
+                lora.joined_vectors(kernel),
             )
         y = run.multiply(x_te, packed, num_rows, norm=before, bias=bias, residual=residual, delta=delta)
         return y.reshape(len(y), *packed.shape[1:]) if packed.num_parts == 1 else y
@@ -593,6 +596,11 @@ class QKVLinear(Linear):
 EndsKeys = tuple[jax.Array, jax.Array]
 
 
+def _get_base(matrix: Any) -> Any:
+    """Return a matrix without its adapters."""
+    return matrix.base if isinstance(matrix, lora.AdaptedMatrix) else matrix
+
+
 class TokenEmbedding(Module):
     """A matrix with a row for each id: an embedding of ids, and an output matrix for hidden states."""
 
@@ -603,7 +611,7 @@ class TokenEmbedding(Module):
         """Map `[T]` to `[T, width]`."""
         # CPUs gather bfloat16 from float32: without a dependency on the ids, XLA would widen the whole matrix before a
         # loop.
-        embedding, ids_t = jax.lax.optimization_barrier((self.embedding.get_value(), ids_t))
+        embedding, ids_t = jax.lax.optimization_barrier((_get_base(self.embedding.get_value()), ids_t))
         is_array = isinstance(embedding, jax.Array)
         return embedding[ids_t] if is_array else embedding.rows(ids_t)
 
@@ -612,12 +620,24 @@ class TokenEmbedding(Module):
 
         Results of the other rows may be undefined: writing zeros takes as long as a tenth of the product of one row.
         """
-        embedding = self.embedding.get_value()
+        matrix, slots_r = self.embedding.get_value(), None
+        embedding = _get_base(matrix)
+        if isinstance(matrix, lora.AdaptedMatrix):
+            matrix, slots_r = matrix.of_output, matrix.adapters_r
         if isinstance(embedding, matmul_module.PackedMatrix):
             before, hidden_re = _fused(norm, hidden_re)
-            kernel = dataclasses.replace(matmul_module.loaded(), clears=False)
-            return kernel.multiply(hidden_re, embedding, num_rows, norm=before, dtype=np.dtype(np.float32))
-        return dot(hidden_re if norm is None else norm(hidden_re), embedding, 1)
+            kernel, delta = dataclasses.replace(matmul_module.loaded(), clears=False), None
+            if slots_r is not None:  # both matmuls read the normalized rows
+                hidden_re = hidden_re if before is None else kernel.normalise(hidden_re, before, num_rows)
+                sums_rv, before = lora.loaded().adapt(hidden_re, slots_r, num_rows, matrix), None
+                delta = matmul_module.RowDelta(sums_rv, slots_r, lora.joined_vectors(matrix))
+            dtype = np.dtype(np.float32)
+            return kernel.multiply(hidden_re, embedding, num_rows, norm=before, dtype=dtype, delta=delta)
+        hidden_re = hidden_re if norm is None else norm(hidden_re)
+        logits_rv = dot(hidden_re, embedding, 1)
+        if slots_r is None:
+            return logits_rv
+        return lora.scaled(logits_rv, slots_r, matrix) + lora.adapt(hidden_re, slots_r, matrix)
 
 
 class Ends(Module, abc.ABC):

@@ -29,8 +29,9 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from jpaged.chat import ChatOptions
 from jpaged.errors import InternalError, InvalidArgument
@@ -58,6 +59,10 @@ MAX_INPUTS = 2048
 POOLINGS: tuple[Pooling, ...] = ("last", "mean")
 """Poolings of an input's hidden states into one vector."""
 ENCODINGS = ("float", "base64")
+DTYPES: Mapping[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+"""Types of the numbers in base64."""
+BYTE_ORDERS = ("native", "little", "big")
+"""Orders of their bytes; the native one is little-endian, as on every supported processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,9 @@ class EmbedJob:
     """A parsed body of /v1/embeddings.
 
     Attributes:
-        encoding: one of `ENCODINGS`: numbers, or float32 in little-endian order as base64.
+        encoding: one of `ENCODINGS`: numbers, or the bytes of `dtype` as base64.
+        dtype: one of `DTYPES`.
+        is_big_endian: their bytes are in big-endian order.
         dimensions: required width of a vector; None for any.
         normalize: scale vectors to length 1.
         messages: a chat instead of inputs; None for inputs.
@@ -104,6 +111,18 @@ class EmbedJob:
     normalize: bool = False
     messages: tuple[Mapping[str, Any], ...] | None = None
     chat_options: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
+    dtype: str = "float32"
+    is_big_endian: bool = False
+
+    def encoded(self, values: Sequence[float] | NDArray[np.float32]) -> list[float] | str:
+        """Return a vector, or an array as base64, in the encoding of the job."""
+        if self.encoding != "base64":
+            return [float(number) for number in values]
+        with np.errstate(over="ignore"):  # infinity, as in vLLM
+            found = np.asarray(values, np.float32).astype(DTYPES[self.dtype])
+        order = ">" if self.is_big_endian else "<"
+        words = found.view(f"u{found.itemsize}").astype(f"{order}u{found.itemsize}")
+        return base64.b64encode(words.tobytes()).decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +172,8 @@ class SimilarityJob:
 
 
 _OF_ALL = {one.name for one in fields(How)}
-OF_EMBEDDINGS = {*_OF_ALL, "input", "pooling", "encoding_format", "dimensions", "normalize", "user", "use_activation"}
+_OF_VECTORS = {"encoding_format", "embed_dtype", "endianness", "dimensions"}
+OF_EMBEDDINGS = {*_OF_ALL, *_OF_VECTORS, "input", "pooling", "normalize", "user", "use_activation"}
 OF_EMBEDDED_CHATS = {
     *(OF_EMBEDDINGS - {"input"}),
     *("messages", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
@@ -167,8 +187,8 @@ OF_RERANKING = {*_OF_ALL, "query", "documents", "top_n", "return_documents", "po
 OF_SCORES = _OF_SIMILARITIES | _OF_LOGLIKELIHOODS
 OF_CLASSIFYING = {*_OF_ALL, "input", "user", "use_activation", "add_special_tokens", "request_id"}
 OF_CLASSIFIED_CHATS = {*(OF_CLASSIFYING - {"input"}), *(OF_EMBEDDED_CHATS - OF_EMBEDDINGS)}
-OF_POOLING = {*OF_CLASSIFYING, "encoding_format", "dimensions", "task"}
-OF_POOLED_CHATS = {*OF_CLASSIFIED_CHATS, "encoding_format", "dimensions", "task"}
+OF_POOLING = {*OF_CLASSIFYING, *_OF_VECTORS, "task"}
+OF_POOLED_CHATS = {*OF_CLASSIFIED_CHATS, *_OF_VECTORS, "task"}
 HEAD_TASKS = ("classify", "token_classify", "embed&token_classify")
 """vLLM's tasks of models with a classification head."""
 _OTHER_TASKS = {"encode": "use token_embed", "score": "use /score", "plugin": "plugins are not supported"}
@@ -246,7 +266,12 @@ def _embed_fields(body: dict[str, Any], own: set[str]) -> dict[str, Any]:
     dimensions = body.get("dimensions")
     if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
         raise InvalidArgument("dimensions", f"{shown(dimensions)} is not an integer of 1 or more")
-    return found | {"dimensions": dimensions, "encoding": _choice(body, "encoding_format", ENCODINGS)}
+    return found | {
+        "dimensions": dimensions,
+        "encoding": _choice(body, "encoding_format", ENCODINGS),
+        "dtype": _choice(body, "embed_dtype", tuple(DTYPES)),
+        "is_big_endian": _choice(body, "endianness", BYTE_ORDERS) == "big",
+    }
 
 
 def rerank_job(given: Mapping[str, Any]) -> SimilarityJob:
@@ -356,7 +381,7 @@ def embeddings_body(
 
     def data() -> Iterator[dict[str, Any]]:
         for i, vector in enumerate(vectors):
-            yield {"object": "embedding", "index": i, "embedding": _encoded(vector, job.encoding)}
+            yield {"object": "embedding", "index": i, "embedding": job.encoded(vector)}
 
     return _body(model, Items(data), prompt_tokens)
 
@@ -373,7 +398,7 @@ def pooling_body(
             if isinstance(values, np.ndarray) and job.encoding == "float":
                 yield {"index": i, "object": "pooling", "data": Items(partial(_rows, values))}
             else:
-                yield {"index": i, "object": "pooling", "data": _encoded(values, job.encoding)}
+                yield {"index": i, "object": "pooling", "data": job.encoded(values)}
 
     return {"id": f"pooling-{job.request_id}", **_body(model, Items(data), prompt_tokens)}
 
@@ -436,12 +461,6 @@ def _body(model: str, data: Iterable[object], prompt_tokens: int) -> dict[str, A
 def _require_one_each(asked: Sequence[object], answered: Sequence[object]) -> None:
     if len(answered) != len(asked):
         raise InternalError(f"the server answered {len(answered)} of {len(asked)} inputs")
-
-
-def _encoded(vector: Sequence[float] | NDArray[np.float32], encoding: str) -> list[float] | str:
-    if encoding == "base64":
-        return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode()
-    return [float(number) for number in vector]
 
 
 def _unit(vector: Sequence[float]) -> np.ndarray:

@@ -287,11 +287,13 @@ def _tool_choice(given: Any, tools: ResponseTools) -> Any:
     if given.get("type") != "allowed_tools":
         return {"type": "function", "function": {"name": _chosen_name("tool_choice", given)}}
     mode, listed = given.get("mode"), given.get("tools")
-    if mode not in ("auto", "required") or given.keys() - {"type", "mode", "tools"}:
+    for name in given.keys() - {"type", "mode", "tools"}:
+        raise InvalidArgument(f"tool_choice.{str(name)[:_MAX_SHOWN]}", "is not supported; type, mode, tools are")
+    if mode not in ("auto", "required"):
         raise InvalidArgument("tool_choice.mode", f"{str(mode)[:_MAX_SHOWN]!r} is not 'auto' or 'required'")
     if not isinstance(listed, list) or not listed:
         raise InvalidArgument("tool_choice.tools", "must be a list with at least one tool")
-    names, known = set[str](), [one["function"].get("name") for one in tools.functions]
+    names, known = set[str](), {name for one in tools.functions if isinstance(name := one["function"].get("name"), str)}
     for i, one in enumerate(listed):
         if isinstance(one, dict) and one.get("type") in ("function", "custom"):
             name = _chosen_name(f"tool_choice.tools[{i}]", one)

@@ -1,6 +1,7 @@
 """Roofline of a step: the larger of bytes over bandwidth and FLOPs over peak.
 
     bytes  = weights (used experts only) + KV of every row's context / gather efficiency              read once a step
+             + recurrent state of every row                                                read and written once a step
     FLOPs  = 2 * params (chosen experts, all adapters) * tokens + 4 * layers * query width * (query, key) pairs
     step   = max(bytes / (devices * bandwidth * eff), FLOPs / (devices * peak * eff))
 
@@ -161,6 +162,7 @@ class ModelShape:
             and weight_bytes includes them.
         windows: tokens that the queries of each layer see; empty if they see all.
         fp8_share: share of the layers' parameters that rows of 8-bit floats are multiplied with, at twice the peak.
+        state_bytes: recurrent state of a sequence, all layers, which a step reads and writes.
     """
 
     num_params: float
@@ -174,6 +176,7 @@ class ModelShape:
     adapter_params: float = 0.0
     windows: tuple[int | None, ...] = ()
     fp8_share: float = 0.0
+    state_bytes: float = 0.0
 
     @property
     def token_params(self) -> float:
@@ -185,6 +188,10 @@ class ModelShape:
         """Return the bytes of weights read for num_tokens tokens, which choose their experts independently."""
         unread = self.expert_params / (self.num_params + self.adapter_params) * (1 - self.expert_share) ** num_tokens
         return self.weight_bytes * (1 - unread)
+
+    def moved_bytes(self, num_tokens: float, num_rows: float) -> float:
+        """Return the bytes of weights read for num_tokens tokens, and of states read and written for num_rows rows."""
+        return self.read_bytes(num_tokens) + 2 * self.state_bytes * num_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,18 +216,19 @@ class Roofline:
     def step_s(self, load: StepLoad) -> float:
         """Return the seconds of a step."""
         load = load.seen_by(self.shape.windows)
-        return max(self.bytes_s(load.num_kv_tokens, load.num_tokens), self.flops_s(load))
+        return max(self.bytes_s(load.num_kv_tokens, load.num_tokens, load.num_rows), self.flops_s(load))
 
     def products_s(self, load: StepLoad) -> float:
-        """Return the seconds of weights and products, without attention, if that is computed separately."""
+        """Return the seconds of weights, states and products, without attention, if that is computed separately."""
         devices, shape = self.hardware, self.shape
-        bytes_s = shape.read_bytes(load.num_tokens) / (self.num_devices * devices.hbm_bytes_per_s * HBM_EFFICIENCY)
+        num_bytes = shape.moved_bytes(load.num_tokens, load.num_rows)
+        bytes_s = num_bytes / (self.num_devices * devices.hbm_bytes_per_s * HBM_EFFICIENCY)
         return max(bytes_s, self._product_flops(load) / (self.num_devices * devices.flops * PRODUCTS_EFFICIENCY))
 
-    def bytes_s(self, num_kv_tokens: float, num_tokens: float = math.inf) -> float:
-        """Return the seconds to read the weights for num_tokens tokens, and the keys and values of num_kv_tokens."""
+    def bytes_s(self, num_kv_tokens: float, num_tokens: float = math.inf, num_rows: float = 0) -> float:
+        """Return the seconds to move weights for num_tokens, keys and values of num_kv_tokens, and states of rows."""
         kv_bytes = num_kv_tokens * self.shape.kv_bytes_per_token / self.gather_efficiency
-        return (self.shape.read_bytes(num_tokens) + kv_bytes) / self.bytes_per_s
+        return (self.shape.moved_bytes(num_tokens, num_rows) + kv_bytes) / self.bytes_per_s
 
     def flops_s(self, load: StepLoad) -> float:
         """Return the seconds of the matrix products, including those of attention."""

@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.names import embedding_bytes, model_leaves, num_params, weight_bytes
 from jpaged.device.aot.topology import GPUS, TOPOLOGIES, device_kind
@@ -40,6 +42,7 @@ from jpaged.device.step import Microbatches
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.hardware import HARDWARE, Hardware, find_hardware
 from jpaged.models.config import Mixture, ModelConfig
+from jpaged.models.layer_kinds import count_state_bytes
 from jpaged.models.param_specs import leaf_format
 from jpaged.models.sharding import pad_for_sharding
 from jpaged.plan.cost import ASSUMED, HBM_EFFICIENCY, PRODUCTS_EFFICIENCY, ModelShape, Roofline, StepLoad
@@ -206,6 +209,7 @@ class PlannedModel:
             adapter_params=self.adapter_bytes * num_devices / self.itemsize,
             windows=windows,
             fp8_share=fp8_share(config) if hardware.multiplies_fp8 else 0.0,
+            state_bytes=count_state_bytes(config.layer_kinds, np.dtype(f"f{self.itemsize}")),
             **expert_shape(config),
         )
         local = pad_for_sharding(config, num_devices)
@@ -505,5 +509,6 @@ def stored_shape(
         weight_bytes=weight_bytes(config, item_bytes) - (embedding_bytes(config, item_bytes) if looked_up else 0),
         kv_bytes_per_token=config.num_attention_layers * config.kv_width * ITEM_BYTES.get(kv_dtype or "", item_bytes),
         head_params=head_params,
+        state_bytes=count_state_bytes(config.layer_kinds, np.dtype(f"f{item_bytes}")),
         **expert_shape(config),
     )

@@ -44,6 +44,12 @@ def test_the_work_of_requests_is_that_of_their_tokens():
     assert work.num_bytes == 3 * 2400 + sum(by_hand(*one)[1] for one in lens)
 
 
+def test_decoding_rows_read_and_write_their_recurrent_state():
+    lens = [(5, 4), (9, 1), (1, 7)]
+    stateful = ServedModel(dataclasses.replace(SHAPE, state_bytes=50.0))
+    assert stateful.work(lens, 3).num_bytes - MODEL.work(lens, 3).num_bytes == 2 * 50 * (3 + 0 + 6)
+
+
 def test_a_run_reads_the_weights_as_often_as_its_steps_must():
     lens = [(5, 4)] * 6
     kv_bytes = 6 * by_hand(5, 4)[1]

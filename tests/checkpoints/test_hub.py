@@ -13,6 +13,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 from jpaged.checkpoints import hub
 from jpaged.checkpoints.orbax import MANIFEST_FILE, PARAMS_FOLDER
@@ -78,6 +79,38 @@ def test_a_hub_id_becomes_a_snapshot_of_the_files_that_are_read(
     assert model == "someone/model"
     assert {"*.json", "*.safetensors", "tokenizer.model"} <= set(allowed)
     assert "*/*" in ignored
+
+
+def test_a_hub_id_with_a_type_is_one_gguf_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [
+        *("m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m.IQ2_XS.gguf", "mmproj-m-Q8_0.gguf", "m-q8_0.gguf", "README.md"),
+        *(f"BF16/m-BF16-0000{part}-of-00002.gguf" for part in (1, 2)),
+        *("a-Q2_K.gguf", "b-Q2_K.gguf"),
+    ]
+    asked: list[str] = []
+
+    def download(model: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append(model)
+        for name in filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    found = {kind: hub.find_folder(f"a/m:{kind}").name for kind in ("Q4_K_M", "IQ2_XS", "Q8_0", "BF16")}
+    assert found == {
+        "Q4_K_M": "m-Q4_K_M.gguf",
+        "IQ2_XS": "m.IQ2_XS.gguf",
+        "Q8_0": "m-q8_0.gguf",
+        "BF16": "m-BF16-00001-of-00002.gguf",
+    }
+    assert len(list(tmp_path.glob("BF16/*"))) == 2
+    assert not (tmp_path / "m-Q4_K_S.gguf").exists()
+    assert set(asked) == {"a/m"}
+    with pytest.raises(NotFound, match=r"model: a/m has no GGUF file of type Q4: no file matches \*\[-\.\]Q4\.gguf"):
+        hub.find_folder("a/m:Q4")
+    with pytest.raises(InvalidArgument, match=r"a/m:Q2_K matches 2 GGUF models: a-Q2_K\.gguf, b-Q2_K\.gguf"):
+        hub.find_folder("a/m:Q2_K")
 
 
 def test_a_hub_that_cannot_be_reached_is_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:

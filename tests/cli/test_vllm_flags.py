@@ -460,3 +460,15 @@ def test_a_mistyped_option_shows_the_usage_of_its_command(capsys):
     assert "jpaged bench serve: error: unrecognized arguments: --request-rat; did you mean --request-rate?" in said
     assert main(["plan", "--tensor-parallel", "5", "--topology", "v5e:1x1"]) == 2
     assert "did you mean --tensor-parallel-size?" in capsys.readouterr().err
+
+
+def test_the_pooling_may_be_named(serve):
+    for words in (['{"pooling_type": "LAST"}'], ['{"seq_pooling_type": "LAST"}'], ["{}"]):
+        _, notes = translate(serve, ["--pooler-config", *words])
+        assert any("--pooler-config" in note and "has no effect" in note for note in notes)
+    assert translate(serve, ["--pooler-config.pooling_type", "LAST"])[1]
+    for words in (["--pooler-config", '{"pooling_type": "CLS"}'], ["--pooler-config.pooling_type", "MEAN"]):
+        with pytest.raises(InvalidArgument, match="the pooling of embeddings is fixed"):
+            translate(serve, words)
+    with pytest.raises(InvalidArgument, match="the pooling of embeddings is fixed"):
+        translate(serve, ["--pooler-config", '{"pooling_type": "LAST", "dimensions": 8}'])

@@ -45,9 +45,20 @@ def test_a_path_of_a_proxy_that_hides_one_of_the_api_is_rejected(path: str) -> N
     assert error.value.field == "root_path"
 
 
-@pytest.mark.parametrize("path", [None, "/llm", "/v1x", "/llm/v1", "/healthy", "/v1/chats"])
+@pytest.mark.parametrize("path", [None, "/llm", "/v1x", "/llm/v1", "/healthy", "/v1/chats", "/api"])
 def test_other_paths_of_a_proxy_are_accepted(path: str | None) -> None:
     require_free_path(path)
+
+
+async def test_ollamas_api_keeps_its_path_behind_a_proxy_at_api() -> None:
+    async with (
+        running(http_port=0, root_path="/api") as harness,
+        httpx2.AsyncClient(base_url=harness.http_url) as client,
+    ):
+        for path in ("/api/v1/models", "/v1/models", "/api/health", "/api/tags", "/api/api/tags", "/api/load"):
+            assert (await client.get(path)).status_code == 200, path
+        assert "models" in (await client.get("/api/tags")).json()
+        assert (await client.get("/api/nothing")).status_code == 404
 
 
 async def test_a_server_does_not_start_with_a_path_of_the_api() -> None:

@@ -6,6 +6,7 @@ import errno
 import gzip
 import io
 import json
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from jpaged.errors import InvalidArgument, QueueFull, StorageError
 from jpaged.http.batches import job as lines_of_batches
 from jpaged.http.batches import routes as files_of_batches
 from jpaged.http.batches import store as stores
-from jpaged.http.batches.job import PRIORITY
+from jpaged.http.batches.job import PRIORITY, BatchJob, Outputs
 from jpaged.http.batches.routes import _Uploads
 from jpaged.http.batches.store import Batch, Store
 from tests.server.harness import Harness, eventually, running
@@ -207,6 +208,28 @@ async def test_a_torn_line_is_run_again(tmp_path: Path) -> None:
         after = await ended(client, batch.id)
         assert after.request_counts.completed == 20
         assert len(await results(client, after.output_file_id)) == 20
+
+
+async def test_a_line_that_is_written_while_a_batch_is_cancelled_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cancel_with_a_write_pending(job: BatchJob, outputs: Outputs) -> str:
+        await job._enter("cancelling")
+        may_write = threading.Event()
+
+        def write() -> None:
+            assert may_write.wait(300)
+            outputs.add_answer("r0", json.dumps({"custom_id": "r0"}) + "\n")
+
+        job._threads._writer.submit(write)
+        asyncio.get_running_loop().call_soon(may_write.set)
+        return "cancelled"
+
+    monkeypatch.setattr(BatchJob, "_run_lines", cancel_with_a_write_pending)
+    async with serving(tmp_path) as (_, client):
+        batch = await ended(client, (await send(client, jsonl([line("r0")]))).id)
+        assert batch.status == "cancelled" and batch.request_counts.completed == 1
+        assert [*await results(client, batch.output_file_id)] == ["r0"]
 
 
 async def test_a_batch_is_cancelled_and_keeps_what_was_answered(tmp_path: Path) -> None:

@@ -60,6 +60,15 @@ async def test_an_idle_one_is_closed_and_one_with_a_request_is_not() -> None:
             one.close()
 
 
+def test_what_is_written_to_a_connection_leaves_at_once() -> None:
+    with (
+        port._listen("127.0.0.1", 0) as listening,
+        socket.create_connection(listening.getsockname()),
+        listening.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 async def test_no_more_than_the_limit_and_those_who_are_there_are_served() -> None:
     async with (
         running(http_port=0, max_connections=3) as harness,

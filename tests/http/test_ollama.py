@@ -121,8 +121,40 @@ async def test_embeddings_have_length_one_and_long_inputs_are_cut() -> None:
         assert cut["prompt_eval_count"] == 127
         refused = await client.post("/api/embed", json={**long, "truncate": False})
         assert refused.status_code == 400 and refused.json()["error"].startswith("input: ")
+        for path, field in (("/api/embed", "input"), ("/api/embeddings", "prompt")):
+            refused = await client.post(path, json={"model": "fake", field: "a" * 300_000})
+            assert refused.status_code == 400 and refused.json()["error"].startswith(f"{field}: 300000 bytes"), path
         assert (await client.post("/api/embed", json={"model": "fake", "input": ""})).json()["embeddings"] == []
         assert (await client.post("/api/embeddings", json={"model": "fake"})).json() == {"embedding": []}
+
+
+async def test_bodies_have_any_type_except_from_pages_of_other_sites() -> None:
+    body = json.dumps({"model": "fake", "prompt": "ab", "stream": False, "options": {"num_predict": 2}})
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        for headers in (form, {"content-type": "text/plain"}, {}):
+            answer = await client.post("/api/generate", content=body, headers=headers)
+            assert answer.status_code == 200 and answer.json()["eval_count"] == 2, headers
+        page = {"origin": "https://other.example"}
+        refused = await client.post("/api/generate", content=body, headers={**form, **page})
+        assert refused.status_code == 400 and refused.json()["error"].startswith("content-type: ")
+        answer = await client.post("/api/generate", content=body, headers={**page, "content-type": "application/json"})
+        assert answer.status_code == 200
+        assert (await client.post("/v1/completions", content=body, headers=form)).status_code == 400
+
+
+async def test_a_long_chat_loses_its_oldest_turns() -> None:
+    system = {"role": "developer", "content": "s" * 20}
+    turns = [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "y" * 20}] * 3
+    body = {**CHAT, "messages": [system, *turns, USER], "options": {"num_predict": 2}, "stream": False}
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        kept = (await client.post("/api/chat", json={**body, "messages": [system, USER], "truncate": False})).json()
+        answer = await client.post("/api/chat", json=body)
+        assert answer.status_code == 200 and answer.json()["prompt_eval_count"] == kept["prompt_eval_count"]
+        refused = await client.post("/api/chat", json={**body, "truncate": False})
+        assert refused.status_code == 400 and refused.json()["error"].startswith("messages: "), refused.text
+        streamed = lines_in((await client.post("/api/chat", json={**body, "stream": True})).text)
+        assert streamed[-1]["prompt_eval_count"] == answer.json()["prompt_eval_count"]
 
 
 async def test_the_model_is_listed_and_described() -> None:
@@ -137,7 +169,8 @@ async def test_the_model_is_listed_and_described() -> None:
             assert shown["model_info"]["FakeForCausalLM.context_length"] == 128
             assert shown["model_info"]["FakeForCausalLM.embedding_length"] == 3
             assert shown["capabilities"] == ["completion", "embedding", "tools", "thinking"]
-        assert (await client.get("/api/version")).json().keys() == {"version"}
+        version = (await client.get("/api/version")).json()["version"]
+        assert tuple(map(int, version.split("."))) >= (0, 6, 4)  # the minimum of GitHub Copilot
         assert (await client.head("/")).status_code == 200
 
 
@@ -199,6 +232,37 @@ def test_options_are_parameters_of_sampling() -> None:
     assert sampling_in(num_ctx=4096, num_gpu=99, use_mmap=True, repeat_last_n=64, typical_p=1.0) == sampling_in()
 
 
+def test_bodies_of_the_client_in_go_are_accepted() -> None:
+    chat = {"model": "fake", "messages": [USER], "format": None, "options": None}
+    assert parse_chat_request(chat).job.sampling == sampling_in()
+    prompt = {"model": "fake", "prompt": "a", "suffix": "", "system": "", "template": "", "format": None}
+    assert parse_generate_request({**prompt, "options": None}).job.sampling == sampling_in()
+    assert parse_embed_request({"model": "fake", "input": "a", "options": None}).job is not None
+    assert parse_embeddings_request({"model": "fake", "prompt": "a", "options": None}).job is not None
+    shown = {"model": "fake", "system": "", "template": "", "verbose": False, "options": None, "name": ""}
+    assert parse_show_request(shown) == "fake"
+
+
+def test_whole_numbers_may_be_written_with_a_fraction() -> None:
+    assert sampling_in(top_k=5.0, num_ctx=4096.0) == sampling_in(top_k=5)
+    (prompt,) = parse_chat_request({**CHAT, "options": {"num_predict": 9.0}}).job.prompts
+    assert prompt.max_filled == 9
+    with pytest.raises(InvalidArgument, match=r"options\.num_ctx: 8\.5 is not of type int"):
+        sampling_in(num_ctx=8.5)
+
+
+def test_calls_are_counted_before_results_are_matched_with_them() -> None:
+    result = {"role": "tool", "tool_name": "other", "content": "x"}
+    messages = [{"role": "assistant", "tool_calls": [CALL] * 129}, *[result] * 1000]
+    with pytest.raises(InvalidArgument, match=r"messages\[0\].tool_calls: 129 calls; at most 128"):
+        parse_chat_request({**CHAT, "messages": messages})
+
+
+def test_errors_of_raw_prompts_name_top_logprobs() -> None:
+    parsed = parse_generate_request({"model": "fake", "prompt": "a", "raw": True, "logprobs": True, "top_logprobs": 9})
+    assert parsed.job.sampling.logprobs == 9 and parsed.job.names["logprobs"] == "top_logprobs"
+
+
 def test_messages_have_calls_with_ids_that_results_refer_to() -> None:
     calls = [CALL, {"id": "mine", "function": {"index": 1, "name": "time", "arguments": {}}}]
     results = [
@@ -222,14 +286,20 @@ def test_formats_and_thinking() -> None:
     for given, kind in (("json", "json_object"), (schema, "json")):
         structured = parse_chat_request({**CHAT, "format": given}).job.sampling.structured_outputs
         assert structured is not None and structured.kind.value == kind
+        assert structured.disable_additional_properties is (kind == "json")
+    raw = parse_generate_request({"model": "fake", "prompt": "a", "raw": True, "format": schema}).job.sampling
+    assert raw.structured_outputs == structured
 
     def reasoning(think: Any, **how: Any) -> Any:
-        options = parse_chat_request({**CHAT, "think": think}, **how).job.prompts[0].chat_options.reasoning
-        return options.enabled, options.effort, options.include
+        options = parse_chat_request({**CHAT, "think": think}, **how).job.prompts[0].chat_options
+        assert options.reasoning.enabled is None  # it requires a switch in the template
+        switches = set(options.template_kwargs.items())
+        return switches, options.reasoning.effort, options.reasoning.include
 
-    assert reasoning(True) == (True, None, True) and reasoning("high") == (True, "high", True)
-    assert reasoning(False) == (False, None, False) and reasoning(None) == (None, None, True)
-    assert reasoning(False, can_think=False) == (None, None, True)
+    on, off = {("enable_thinking", True), ("thinking", True)}, {("enable_thinking", False), ("thinking", False)}
+    assert reasoning(True) == (on, None, True) and reasoning("high") == (on, "high", True)
+    assert reasoning(False) == (off, None, False) and reasoning(None) == (set(), None, True)
+    assert reasoning(False, can_think=False) == (set(), None, True)
     with pytest.raises(InvalidArgument, match="think: is not supported: the model's reasoning format is unknown"):
         reasoning(True, can_think=False)
 
@@ -250,7 +320,9 @@ def test_formats_and_thinking() -> None:
         ({"format": 3}, "format: 3 is neither"),
         ({"think": "deep"}, "think: 'deep' is not true, false or one of"),
         ({"stream": "yes"}, "stream: 'yes' is not true or false"),
-        ({"truncate": True}, "truncate: True is not supported"),
+        ({"truncate": "no"}, "truncate: 'no' is not true or false"),
+        ({"messages": [{**USER, "thinking": [3]}]}, r"messages\[0\].thinking: \[3\] is not a string"),
+        ({"messages": [{**USER, "tool_name": 3}]}, r"messages\[0\].tool_name: 3 is not a string"),
         ({"top_logprobs": 3}, "top_logprobs: needs logprobs"),
     ],
 )
@@ -264,6 +336,7 @@ def test_what_a_chat_cannot_have_is_named(body: dict[str, Any], problem: str) ->
     [
         ({"suffix": "a"}, "suffix: 'a' is not supported, only '': infilling"),
         ({"template": "a"}, "template: 'a' is not supported"),
+        ({"truncate": True}, "truncate: True is not supported, only False: send a shorter prompt"),
         ({"width": 3}, "width: is not supported: the server makes no images"),
         ({"raw": True, "system": "a"}, "system: needs a chat template"),
         ({"raw": True, "think": True}, "think: is not supported with raw"),
@@ -282,9 +355,11 @@ def test_a_model_without_a_chat_template_takes_raw_prompts() -> None:
 
 def test_other_bodies() -> None:
     wrong: tuple[dict[str, Any], ...] = ({"input": 3}, {"input": [3]}, {"input": "a", "dimensions": -1})
-    for body in (*wrong, {"input": "a", "options": {"top_k": 1}}):
-        with pytest.raises(InvalidArgument, match=r"^(input|dimensions|options\.top_k)"):
+    for body in wrong:
+        with pytest.raises(InvalidArgument, match=r"^(input|dimensions)"):
             parse_embed_request({"model": "fake", **body})
+    sampled = {"top_k": 1, "temperature": 0.1, "stop": ["a"], "num_predict": 3}
+    assert parse_embed_request({"model": "fake", "input": "a", "options": sampled}).job is not None
     with pytest.raises(InvalidArgument, match="prompt"):
         parse_embeddings_request({"model": "fake", "prompt": ["a"]})
     with pytest.raises(InvalidArgument, match="model: is missing"):

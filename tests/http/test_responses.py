@@ -292,6 +292,7 @@ USER = {"role": "user", "content": "hi"}
         ({"input": "a", "tool_choice": {"type": "web_search"}}, "tool_choice", "of the client"),
         ({"input": "a", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", ""),
         ({"input": "a", "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.mode", "'auto'"),
+        ({"input": "a", "tool_choice": {"type": "allowed_tools", "mode": "auto", "x": 1}}, "tool_choice.x", "mode"),
         ({"input": "a", "max_tool_calls": 3}, None, ""),
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"input": "a", "include": ["surprise"]}, "include", "logprobs"),

@@ -25,6 +25,7 @@ class TinyAdapter:
         name: seeds its numbers.
         modules: a regular expression of the modules that it is of.
         settings: what its adapter_config.json says besides.
+        has_output: it is of lm_head, too.
     """
 
     case: TinyCase
@@ -33,10 +34,11 @@ class TinyAdapter:
     alpha: float = 6.0
     modules: str = ""
     settings: Mapping[str, object] | None = None
+    has_output: bool = False
 
     def module_names(self) -> list[str]:
         """Every module that may have an adapter, as the checkpoint calls it, and this one has."""
-        places = adapted_places(from_hf(self.case.config), "loop")
+        places = adapted_places(from_hf(self.case.config), "loop", has_output=self.has_output)
         names = [name.removesuffix(".weight") for place in places for leaf in place.leaves for name, _ in leaf.tensors]
         return [name for name in names if re.search(self.modules, name)]
 
@@ -71,13 +73,26 @@ class TinyAdapter:
         """Under the names that PEFT gives them."""
         stored, found = tensors(self.case), dict[str, np.ndarray]()
         for module in self.module_names():
-            shape = stored[f"{module}.weight"].shape
+            shape = self._stored(stored, module).shape
             num_out, width = shape[::-1] if self.is_transposed else shape
             rng = np.random.default_rng(zlib.crc32(f"{self.case.name}/{self.name}/{module}".encode()))
             prefix = f"base_model.model.{module}"
             found[f"{prefix}.lora_A.weight"] = rng.normal(0, 0.3, (self.rank, width)).astype(np.float32)
             found[f"{prefix}.lora_B.weight"] = rng.normal(0, 0.1, (num_out, self.rank)).astype(np.float32)
+            given = self.config()
+            if given["use_dora"]:
+                magnitudes = rng.uniform(0.2, 2.0, (num_out,))
+                found[f"{prefix}.lora_magnitude_vector"] = magnitudes.astype(np.float32)
+            if given.get("lora_bias"):
+                found[f"{prefix}.lora_B.bias"] = rng.normal(0, 0.2, (num_out,)).astype(np.float32)
+            if given["bias"] != "none" and f"{module}.bias" in stored:
+                found[f"{prefix}.base_layer.bias"] = rng.normal(0, 0.2, (num_out,)).astype(np.float32)
         return found
+
+    @staticmethod
+    def _stored(stored: Mapping[str, np.ndarray], module: str) -> np.ndarray:
+        """A module's weight; that of a tied lm_head is the embedding."""
+        return stored[f"{module}.weight"] if f"{module}.weight" in stored else stored["model.embed_tokens.weight"]
 
     def write(self, folder: Path, **changed: object) -> str:
         """Writes the folder, with other values in its config; its path."""
@@ -87,13 +102,25 @@ class TinyAdapter:
         return str(folder)
 
     def write_merged(self, folder: Path) -> Path:
-        """Writes the checkpoint with the adapter added to its weights."""
+        """Writes the checkpoint with the adapter added to its weights; an lm_head that has one is no longer tied."""
         write_checkpoint(self.case, folder)
+        if self.has_output:
+            untied = {**self.case.config, "tie_word_embeddings": False}
+            (folder / "config.json").write_text(json.dumps(untied), encoding="utf-8")
         own, merged = self.tensors(), tensors(self.case)
         for module in self.module_names():
             a, b = (own[f"base_model.model.{module}.lora_{which}.weight"].astype(np.float64) for which in "AB")
             delta = b @ a * (self.alpha / self.rank)
-            name = f"{module}.weight"
-            merged[name] = (merged[name] + (delta.T if self.is_transposed else delta)).astype(np.float32)
+            name, prefix = f"{module}.weight", f"base_model.model.{module}"
+            stored = self._stored(merged, module)
+            weight = (stored.T if self.is_transposed else stored) + delta
+            if (magnitudes := own.get(f"{prefix}.lora_magnitude_vector")) is not None:
+                weight = weight * (magnitudes / np.linalg.norm(weight, axis=1))[:, None]
+            merged[name] = np.ascontiguousarray(weight.T if self.is_transposed else weight, np.float32)
+            bias = own.get(f"{prefix}.base_layer.bias", merged.get(f"{module}.bias"))
+            if (added := own.get(f"{prefix}.lora_B.bias")) is not None:
+                bias = (0 if bias is None else bias) + added * np.float32(self.alpha / self.rank)
+            if bias is not None:
+                merged[f"{module}.bias"] = bias
         save_file(merged, folder / "model.safetensors", metadata={"format": "pt"})
         return folder

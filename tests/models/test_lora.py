@@ -27,6 +27,8 @@ from tests.models.tiny import tiny_case, write_checkpoint
 
 FLOAT32 = np.dtype(np.float32)
 SLOTS = AdapterRoom(num_slots=3, max_rank=5)
+WITH_VECTORS = AdapterRoom(num_slots=3, max_rank=5, has_vectors=True)
+DORA, BIASES = {"use_dora": True, "bias": "all"}, {"lora_bias": True, "bias": "lora_only"}
 CASES = (
     "llama_gqa_bias",
     "qwen2",
@@ -53,21 +55,30 @@ def fill(params: Params, index: jax.Array, adapter: list) -> Params:
     return with_matrices(params, dict(zip(matrices, fill_slot(list(matrices.values()), index, adapter), strict=True)))
 
 
-@functools.partial(jax.jit, static_argnames=("model", "layer_mode"))
-def run(model: Model, params: Params, ids_t: jax.Array, slot: jax.Array, layer_mode: LayerMode) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("model", "layer_mode", "room"))
+def run(
+    model: Model, params: Params, ids_t: jax.Array, slot: jax.Array, layer_mode: LayerMode, room: AdapterRoom
+) -> jax.Array:
     positions_t = jnp.arange(len(ids_t), dtype=jnp.int32)
-    tokens = TokenBatch(
-        ids_t, positions_t, jnp.full(len(ids_t), len(ids_t)), adapters_t=jnp.full(len(ids_t), slot, jnp.int32)
-    )
-    return model.logits(params, model.run(params, tokens, dense.attend, (), layer_mode)[0])
+    slots_t = jnp.full(len(ids_t), slot, jnp.int32)
+    tokens = TokenBatch(ids_t, positions_t, jnp.full(len(ids_t), len(ids_t)), adapters_t=slots_t)
+    hidden_te = room.add_slots(model.run(params, tokens, dense.attend, (), layer_mode)[0], slots_t)
+    return model.logits(room.bind(params, hidden_te, model.config), room.without_slots(hidden_te))
 
 
-def logits_of(model: Model, params: Params, prompt: list[int], slot: int, layer_mode: LayerMode = "loop") -> np.ndarray:
+def logits_of(
+    model: Model,
+    params: Params,
+    prompt: list[int],
+    slot: int,
+    layer_mode: LayerMode = "loop",
+    room: AdapterRoom = SLOTS,
+) -> np.ndarray:
     """One program for every slot, as a server has it."""
-    return np.asarray(run(model, params, jnp.asarray(prompt, jnp.int32), jnp.int32(slot), layer_mode))
+    return np.asarray(run(model, params, jnp.asarray(prompt, jnp.int32), jnp.int32(slot), layer_mode, room))
 
 
-def check(name: str, tmp_path: Path, how: str) -> None:
+def check(name: str, tmp_path: Path, how: str, *forms: dict[str, object]) -> None:
     case = tiny_case(name)
     layer_mode: LayerMode = "scan" if how == "scan" else "loop"
     model = Model(from_hf(case.config), FLOAT32)
@@ -76,12 +87,14 @@ def check(name: str, tmp_path: Path, how: str) -> None:
     base = dense.logits(model, params, jnp.asarray(case.prompt(), jnp.int32), case.prompt_len, layer_mode)
     if how == "packed":
         params = pack_params(params, model.config, matmul.loaded().packer(replicated(mesh)))
-    params = SLOTS.add_to(params, model, layer_mode, mesh)
-    read = AdapterReader(model, layer_mode, 1, SLOTS.max_rank)
+    params = (WITH_VECTORS if forms else SLOTS).add_to(params, model, layer_mode, mesh)
+    read = AdapterReader(model, layer_mode, 1, SLOTS.max_rank, has_vectors=bool(forms), checkpoint=tmp_path / "base")
     adapters = {
-        2: TinyAdapter(case, "all"),
+        2: TinyAdapter(case, "all", settings=forms[0] if forms else None),
         3: TinyAdapter(case, "some", 5, 2.0, r"\.[1-9]\..*(q_|qkv|up|fc|out|o_|query)"),
     }
+    if len(forms) > 1:
+        adapters[1] = TinyAdapter(case, "other", settings=forms[1])
     for slot, adapter in adapters.items():
         read_adapter = read(adapter.write(tmp_path / adapter.name))
         params = fill(params, jnp.int32(slot - 1), get_arguments(read_adapter, params))
@@ -98,6 +111,55 @@ def check(name: str, tmp_path: Path, how: str) -> None:
 @pytest.mark.thinned(3)
 def test_logits_are_those_of_the_merged_checkpoint(name: str, how: str, tmp_path: Path) -> None:
     check(name, tmp_path, how)
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "forms"),
+    [
+        pytest.param("llama_gqa_bias", "packed", (DORA, BIASES), marks=pytest.mark.long),
+        pytest.param("llama_gqa_bias", "xla", (DORA, BIASES), marks=pytest.mark.long),
+        pytest.param("llama_gqa_bias", "scan", (DORA, BIASES), marks=pytest.mark.long),
+        pytest.param("phi3_short", "packed", ({"use_dora": True},), marks=pytest.mark.long),
+        pytest.param("gpt2", "packed", (DORA, BIASES), marks=pytest.mark.long),
+        pytest.param("falcon_groups", "packed", ({"use_dora": True},), marks=pytest.mark.long),
+        pytest.param("deepseek_v3", "scan", ({"use_dora": True},), marks=pytest.mark.long),
+    ],
+)
+def test_dora_and_biases_run_next_to_plain_adapters(
+    name: str, how: str, forms: tuple[dict[str, object], ...], tmp_path: Path
+) -> None:
+    check(name, tmp_path, how, *forms)
+
+
+def check_output(name: str, tmp_path: Path, how: str) -> None:
+    """Compare with merged checkpoints, whose output matrix is another."""
+    case, room = tiny_case(name), AdapterRoom(2, 5, has_vectors=True, has_output=True)
+    model, mesh = Model(from_hf(case.config), FLOAT32), build_mesh(jax.devices()[:1])
+    untied = Model(from_hf({**case.config, "tie_word_embeddings": False}), FLOAT32)
+    params = load_params(model, write_checkpoint(case, tmp_path / "base"), "loop")
+    if how == "packed":
+        params = pack_params(params, model.config, matmul.loaded().packer(replicated(mesh)))
+    params = room.add_to(params, model, "loop", mesh)
+    read = AdapterReader(model, "loop", 1, 5, has_vectors=True, has_output=True, checkpoint=tmp_path / "base")
+    adapters = (
+        TinyAdapter(case, "output", 5, 2.0, "lm_head|down", has_output=True),
+        TinyAdapter(case, "dora", 4, 6.0, "lm_head|q_proj", {"use_dora": True}, has_output=True),
+    )
+    for slot, adapter in enumerate(adapters):
+        read_adapter = read(adapter.write(tmp_path / adapter.name))
+        params = fill(params, jnp.int32(slot), get_arguments(read_adapter, params))
+    for slot, adapter in enumerate(adapters, 1):
+        merged = load_params(untied, adapter.write_merged(tmp_path / f"{adapter.name}-merged"), "loop")
+        want = dense.logits(untied, merged, jnp.asarray(case.prompt(), jnp.int32), case.prompt_len)
+        got = logits_of(model, params, case.prompt(), slot, room=room)
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["packed", "xla"])
+@pytest.mark.parametrize("name", ["llama_gqa_bias", "llama3_tied", "gemma2"])
+def test_output_matrices_take_adapters(name: str, how: str, tmp_path: Path) -> None:
+    check_output(name, tmp_path, how)
 
 
 # Every family with packed matrices, and one of each kind of layer scanned; the others are deep.

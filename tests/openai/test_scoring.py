@@ -24,6 +24,7 @@ from jpaged.openai.embeddings import (
     embed_job,
     parse_detokenize_job,
     parse_tokenize_job,
+    pooling_job,
     rerank_job,
     score_job,
 )
@@ -298,6 +299,27 @@ async def test_embeddings_are_numbers_or_base64_of_float32():
     packed = await answered(EMBEDDINGS, {"input": "ab", "encoding_format": "base64", "dimensions": 2})
     data = base64.b64decode(packed["data"][0]["embedding"])
     np.testing.assert_array_equal(np.frombuffer(data, "<f4"), np.array([2.0, 97.0], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "order", "expected"),
+    [
+        ("float32", "little", np.array([1.5, -70000.0], "<f4").tobytes()),
+        ("float32", "big", np.array([1.5, -70000.0], ">f4").tobytes()),
+        ("float16", "native", np.array([1.5, -np.inf], "<f2").tobytes()),
+        ("bfloat16", "little", bytes((0xC0, 0x3F, 0x89, 0xC7))),
+        ("bfloat16", "big", bytes((0x3F, 0xC0, 0xC7, 0x89))),
+    ],
+)
+def test_base64_has_the_type_and_byte_order_of_the_request(dtype, order, expected):
+    fields = {"input": "a", "encoding_format": "base64", "embed_dtype": dtype, "endianness": order}
+    for job in (embed_job(fields), pooling_job(fields)):
+        assert base64.b64decode(str(job.encoded([1.5, -70000.0]))) == expected
+    assert embed_job({**fields, "encoding_format": "float"}).encoded([1.5]) == [1.5]
+    with pytest.raises(InvalidArgument, match="embed_dtype: 'fp8_e4m3' is not one of float32, float16, bfloat16"):
+        embed_job({**fields, "embed_dtype": "fp8_e4m3"})
+    with pytest.raises(InvalidArgument, match="endianness: 'middle' is not one of native, little, big"):
+        pooling_job({**fields, "endianness": "middle"})
 
 
 async def test_dimensions_that_are_not_the_models_are_refused():

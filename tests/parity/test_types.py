@@ -26,6 +26,12 @@ QUANTISED = [
     for i, name in enumerate(cases.FAMILIES)
     for j, asked in enumerate(ASKED)
 ]
+MORE_SENSITIVE = {"qwen3_next": 0.05, "minimax_m2": 0.05}
+"""Families whose tiny model turns the same rounding into more.
+
+qwen3_next: transformers' own bfloat16 is 0.040 away, and jpaged's 0.040. minimax_m2: two experts of the tenth token are
+nearly tied. The nine before it are 0.008 away, and 0.010 in transformers.
+"""
 TOKEN_IDS = np.arange(3, 43, dtype=np.int32) * 5 % 131
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -59,7 +65,7 @@ def test_bfloat16_is_as_close_as_its_digits_allow(name: str, tmp_path: Path) -> 
     want = logits_of(exact, load_params(exact, folder, "loop"))
     for got in (logits_of(rounded, load_params(rounded, folder, "loop")), on_two(rounded, folder)):
         assert got.dtype == np.float32
-        assert np.median(np.abs(got - want)) < 0.03 * want.std()
+        assert np.median(np.abs(got - want)) < MORE_SENSITIVE.get(name, 0.03) * want.std()
 
 
 @pytest.mark.parametrize(

@@ -240,3 +240,20 @@ def test_a_device_sends_its_rows_to_the_other_devices_of_their_experts() -> None
     assert messages is not None
     assert (messages.num_layers, messages.number_bytes) == (58, 2)
     assert messages.sent_bytes(128, 7168, 8) == pytest.approx(16 * messages.num_devices * 7 / 8 * 7168 * 2)
+
+
+def test_a_step_reads_and_writes_the_recurrent_state_of_each_row():
+    # A sequence has 1e6 bytes of state: 50 rows move 2 * 50 * 1e6 = 1e8 bytes.
+    stateful = toy()
+    stateful = replace(
+        stateful, roofline=replace(stateful.roofline, shape=replace(stateful.roofline.shape, state_bytes=1e6))
+    )
+    load = StepLoad(50, 50, 100_000, 100_000)
+    assert stateful.step_s(load) - toy().step_s(load) == pytest.approx(1e8 / 1e12)
+    assert stateful.roofline.products_s(load) > toy().roofline.products_s(load)
+
+
+def test_layers_with_state_cost_a_simulation_state_and_no_attention():
+    # LFM2: 6 of 16 layers attend with 32 heads of 64 numbers, and 10 keep 2 inputs of 2048 channels.
+    shape = MODELS["lfm2-1.2b"].shape
+    assert (shape.query_width, shape.state_bytes) == (2048 * 6 // 16, 10 * 2 * 2048 * 2)

@@ -4,7 +4,8 @@ import asyncio
 import dataclasses
 import logging
 import socket
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -445,13 +446,16 @@ async def test_a_server_for_which_a_certificate_cannot_be_read_is_tried_again_an
                 assert missing == [0]
 
 
-async def test_a_router_that_is_its_own_target_is_none_of_its_servers():
+@asynccontextmanager
+async def routed_to_itself(target: str) -> AsyncIterator[tuple[Routed, str]]:
+    """A router with itself as a second target; its port is chosen when the server already has its own."""
     own = free_port()
-    async with (
-        server() as one,
-        routed(one.target, f"127.0.0.1:{own}", wait_for=1, server={"port": own}) as router,
-    ):
-        mine = f"127.0.0.1:{own}"
+    async with routed(target, f"127.0.0.1:{own}", wait_for=1, server={"port": own}) as router:
+        yield router, f"127.0.0.1:{own}"
+
+
+async def test_a_router_that_is_its_own_target_is_none_of_its_servers():
+    async with server() as one, routed_to_itself(one.target) as (router, mine):
         await eventually(lambda: "leads back to this router" in router.states()[mine])
         await router.control.PinPrefix(control_pb2.PinPrefixRequest(name="p", text="a" * 32), timeout=60)
         assert len(await collect(router.inference.Generate(request()))) > 0

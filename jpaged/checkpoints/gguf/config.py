@@ -23,7 +23,10 @@ Config = dict[str, Any]
 _HARMLESS = ("vocab_size", "rope.scaling.finetuned")
 _GEMMA_27B = {2: 46, 3: 62}
 """Numbers of layers of the models whose scores are scaled by the hidden width per head instead of head_dim."""
+_UNROTATED = 4
+"""Period of the layers without a window, or without rotation, in families for which llama.cpp has it built in."""
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_RMS_EPSILON, _EPSILON = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -86,17 +89,31 @@ def _sizes(fields: JsonFields, file: GgufFile) -> Config:
 
 def _decoder(fields: JsonFields, file: GgufFile) -> Config:
     """Return the sizes, heads and norms of decoders with rotary positions."""
+    config = _heads(fields, file) | {"rms_norm_eps": fields.number(_RMS_EPSILON)}
+    fields.ignore((_EPSILON,))
+    return config
+
+
+def _heads(fields: JsonFields, file: GgufFile) -> Config:
+    """Return the sizes and heads of decoders with rotary positions."""
     sizes = _sizes(fields, file)
     heads = sizes["num_attention_heads"]
     head_dim = fields.integer("attention.key_length", max(1, sizes["hidden_size"] // heads))
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise Unsupported(f"{fields.name}: attention.value_length is not attention.key_length, {head_dim}")
-    fields.ignore(("attention.layer_norm_epsilon",))
-    return sizes | {
-        "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
-    }
+    return sizes | {"num_key_value_heads": _kv_heads(fields, heads), "head_dim": head_dim}
+
+
+def _kv_heads(fields: JsonFields, num_heads: int) -> int:
+    """Return the number of key-value heads of all layers with attention; other layers have 0 of them."""
+    key = "attention.head_count_kv"
+    counts = fields.value(key, num_heads)
+    if not isinstance(counts, list):
+        return fields.integer(key, num_heads)
+    others = {count for count in counts if count != 0}
+    if len(others) != 1:
+        raise Unsupported(f"{fields.name}: {key} differs between layers with attention")
+    return JsonFields({key: others.pop()}, fields.name).integer(key)
 
 
 def _rope(fields: JsonFields, file: GgufFile, config: Config, *, may_be_partial: bool = False) -> Config:
@@ -303,6 +320,138 @@ def _phi3(fields: JsonFields, file: GgufFile) -> Config:
     }
 
 
+Own = Callable[[JsonFields, GgufFile, Config], Config]
+"""Reads what sets a family apart, given the config so far."""
+
+
+def _variant(
+    architecture: str,
+    model_type: str,
+    own: Own,
+    *,
+    epsilon: str = "rms_norm_eps",
+    has_mean: bool = False,
+    may_be_partial: bool = False,
+) -> Callable[[JsonFields, GgufFile], Config]:
+    """Return the reader of a family that differs from Llama in switches.
+
+    Args:
+        epsilon: its key in config.json.
+        has_mean: norms subtract the mean.
+        may_be_partial: heads may be rotated in part.
+    """
+
+    def read(fields: JsonFields, file: GgufFile) -> Config:
+        config = _heads(fields, file)
+        config |= {"architectures": [architecture], "model_type": model_type}
+        config[epsilon] = fields.number(_EPSILON if has_mean else _RMS_EPSILON)
+        fields.ignore((_EPSILON, _RMS_EPSILON))
+        rope = _rope(fields, file, config, may_be_partial=may_be_partial)
+        config["rope_parameters"] = {"partial_rotary_factor": 1.0} | rope if may_be_partial else rope
+        return config | own(fields, file, config)
+
+    return read
+
+
+def _types(fields: JsonFields, config: Config, period: int) -> list[str]:
+    """Return the kinds of layers: as listed by the window pattern, or full attention in each `period`th."""
+    key, num_layers = "attention.sliding_window_pattern", config["num_hidden_layers"]
+    pattern = fields.value(key, period)
+    if isinstance(pattern, list):
+        if len(pattern) != num_layers:
+            raise InvalidArgument(fields.name, f"{key} has {len(pattern)} values for {num_layers} layers")
+        return [_SLIDING if has_window else _FULL for has_window in pattern]
+    period = fields.integer(key, period)
+    return [_SLIDING if (index + 1) % period else _FULL for index in range(num_layers)]
+
+
+def _attention_biases(fields: JsonFields, file: GgufFile, config: Config) -> Config:
+    return {"attention_bias": _has(file, "attn_q.bias"), "mlp_bias": _has(file, "ffn_up.bias")}
+
+
+def _smollm3(fields: JsonFields, file: GgufFile, config: Config) -> Config:
+    return _attention_biases(fields, file, config) | {"no_rope_layer_interval": _UNROTATED}
+
+
+def _granite(fields: JsonFields, file: GgufFile, config: Config) -> Config:
+    return _attention_biases(fields, file, config) | {
+        "attention_multiplier": fields.number("attention.scale", config["head_dim"] ** -0.5),
+        "embedding_multiplier": fields.number("embedding_scale", 1.0),
+        "residual_multiplier": fields.number("residual_scale", 1.0),
+        "logits_scaling": fields.number("logit_scale", 1.0),
+    }
+
+
+def _olmo2(fields: JsonFields, file: GgufFile, config: Config) -> Config:
+    """Read OLMo 2, or OLMo 3 if there are windows: its layers with a window have unscaled positions."""
+    bias, window = {"attention_bias": _has(file, "attn_q.bias")}, _window(fields)
+    if window is None:
+        return bias
+    rope = config["rope_parameters"]
+    local = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return bias | {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "sliding_window": window,
+        "layer_types": _types(fields, config, _UNROTATED),
+        "rope_parameters": {_FULL: rope, _SLIDING: local},
+    }
+
+
+def _one_bias(fields: JsonFields, file: GgufFile, config: Config) -> Config:
+    return {"attention_bias": _has(file, "attn_q.bias")}
+
+
+def _seed_oss(fields: JsonFields, file: GgufFile, config: Config) -> Config:
+    return _attention_biases(fields, file, config) | {"attention_out_bias": _has(file, "attn_output.bias")}
+
+
+def _exaone4(fields: JsonFields, file: GgufFile, config: Config) -> Config:
+    window = _window(fields)
+    return {} if window is None else {"sliding_window": window, "layer_types": _types(fields, config, _UNROTATED)}
+
+
+def _cohere(fields: JsonFields, file: GgufFile, config: Config) -> Config:
+    return {
+        "logit_scale": fields.number("logit_scale"),
+        "use_qk_norm": _has(file, "attn_q_norm.weight"),
+        "attention_bias": _has(file, "attn_q.bias"),
+    }
+
+
+def _cohere2(fields: JsonFields, file: GgufFile, config: Config) -> Config:
+    return {
+        "logit_scale": fields.number("logit_scale"),
+        "sliding_window": fields.integer("attention.sliding_window"),
+        "layer_types": _types(fields, config, _UNROTATED),
+    }
+
+
+def _stablelm(fields: JsonFields, file: GgufFile, config: Config) -> Config:
+    # Converters write `use_parallel_residual` with a default that the files of StableLM 2 contradict.
+    fields.ignore(("use_parallel_residual",))
+    return {
+        "use_qkv_bias": _has(file, "attn_q.bias"),
+        "qk_layernorm": _has(file, "attn_q_norm.weight"),
+        "use_parallel_residual": not _has(file, "ffn_norm.weight"),
+    }
+
+
+def _ernie4_5(fields: JsonFields, file: GgufFile, config: Config) -> Config:
+    return {"use_bias": _has(file, "attn_q.bias")}
+
+
+def _lfm2(fields: JsonFields, file: GgufFile, config: Config) -> Config:
+    counts = fields.value("attention.head_count_kv")
+    if not isinstance(counts, list) or len(counts) != config["num_hidden_layers"]:
+        raise InvalidArgument(fields.name, "attention.head_count_kv must have a number for each layer")
+    return {
+        "conv_L_cache": fields.integer("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": [_FULL if count else "conv" for count in counts],
+    }
+
+
 def _starcoder2(fields: JsonFields, file: GgufFile) -> Config:
     sizes = _sizes(fields, file)
     heads = sizes["num_attention_heads"]
@@ -362,4 +511,22 @@ _READERS: Mapping[str, Callable[[JsonFields, GgufFile], Config]] = {
     "starcoder2": _starcoder2,
     "gpt2": _gpt2,
     "gptneox": _gptneox,
+    "arcee": _variant("ArceeForCausalLM", "arcee", _attention_biases),
+    "smollm3": _variant("SmolLM3ForCausalLM", "smollm3", _smollm3),
+    "granite": _variant("GraniteForCausalLM", "granite", _granite),
+    "olmo2": _variant("Olmo2ForCausalLM", "olmo2", _olmo2),
+    "glm4": _variant("Glm4ForCausalLM", "glm4", _one_bias, may_be_partial=True),
+    "seed_oss": _variant("SeedOssForCausalLM", "seed_oss", _seed_oss),
+    "exaone4": _variant("Exaone4ForCausalLM", "exaone4", _exaone4),
+    "hunyuan-dense": _variant("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", _one_bias),
+    "command-r": _variant("CohereForCausalLM", "cohere", _cohere, epsilon="layer_norm_eps", has_mean=True),
+    "cohere2": _variant("Cohere2ForCausalLM", "cohere2", _cohere2, epsilon="layer_norm_eps", has_mean=True),
+    "stablelm": _variant(
+        "StableLmForCausalLM", "stablelm", _stablelm, epsilon="layer_norm_eps", has_mean=True, may_be_partial=True
+    ),
+    "nemotron": _variant(
+        "NemotronForCausalLM", "nemotron", _attention_biases, epsilon="norm_eps", has_mean=True, may_be_partial=True
+    ),
+    "ernie4_5": _variant("Ernie4_5ForCausalLM", "ernie4_5", _ernie4_5),
+    "lfm2": _variant("Lfm2ForCausalLM", "lfm2", _lfm2, epsilon="norm_eps"),
 }

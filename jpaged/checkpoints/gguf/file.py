@@ -22,7 +22,7 @@ from jpaged.errors import InvalidArgument, Unsupported
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-_NO_MODELS = ("mmproj", "imatrix")
+NO_MODELS = ("mmproj", "imatrix")
 """Prefixes or types of files published with models: multimodal projectors and importance matrices."""
 _REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"} | {
     36: "IQ4_NL_4_4",
@@ -56,7 +56,30 @@ _STRING, _ARRAY = 8, 9
 """Types of values in the metadata, by number."""
 _UINT32, _UINT64 = _NUMBERS[4], _NUMBERS[10]
 _PLAIN, _BF16 = {0: "F32", 1: "F16"}, 30
-_BLOCKS = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
+_BLOCKS = {
+    2: "Q4_0",
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    8: "Q8_0",
+    10: "Q2_K",
+    11: "Q3_K",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+}
 """Types of tensors that need no import, by number."""
 _WHOLE = {"F64": np.float64, "I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64}
 """Types of tensors that are stored as numbers, except those above."""
@@ -139,7 +162,7 @@ def find_gguf(path: Path) -> Path | None:
         return _first_part(path)
     if not path.is_dir():
         return None
-    files = [file for file in path.glob(f"*{SUFFIX}") if not file.name.startswith(_NO_MODELS)]
+    files = [file for file in path.glob(f"*{SUFFIX}") if not file.name.startswith(NO_MODELS)]
     models = sorted({_first_part(file) for file in files})
     if len(models) > 1:
         models = [model for model in models if _is_model(model)]
@@ -155,7 +178,7 @@ def _is_model(path: Path) -> bool:
         metadata = open_gguf(path).metadata
     except (InvalidArgument, Unsupported):
         return True
-    return metadata.get("general.type") not in _NO_MODELS and metadata.get("general.architecture") != "clip"
+    return metadata.get("general.type") not in NO_MODELS and metadata.get("general.architecture") != "clip"
 
 
 def is_gguf(path: Path) -> bool:

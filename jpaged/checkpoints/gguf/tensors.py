@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES, FLOATS, READ, dequantize_blocks, joint_form
+from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES, FLOATS, PACKED_TYPES, READ, dequantize_blocks, joint_form
 from jpaged.checkpoints.gguf.config import hf_config
 from jpaged.checkpoints.gguf.file import GgufFile, GgufTensor, open_gguf
 from jpaged.checkpoints.names import model_leaves
@@ -29,14 +29,14 @@ from jpaged.checkpoints.quantized.scheme import MatrixPart, Parts, Shape, Stored
 from jpaged.checkpoints.tensor_files import StableFile, check_shape
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.matmul.packed import StoredColumns
-from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.kernels.matrix_format import NUM_BITS, MatrixFormat
 from jpaged.models.config import ModelConfig, Quantization
 from jpaged.models.hf_config import from_hf
 from jpaged.models.param_specs import Leaf, contracted_axis, get_module, is_matrix, stored_formats
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are a part of the config."""
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
 _OUTER = re.compile(r"(\w+)\.(weight|bias)")
 _OTHER_LAYOUTS = {
     r"blk\.\d+\.attn_qkv\.\w+": "fused queries, keys and values; convert the model without --fuse-qkv",
@@ -56,7 +56,7 @@ class TensorLocation:
         rows: index of each row in the file; None if rows are in order.
         offset: subtracted from each number.
         is_transposed: it is stored transposed.
-        is_row: it has a leading axis of 1 in the checkpoint.
+        new_axis: place of an axis of 1 that only the checkpoint has.
     """
 
     tensor: str
@@ -64,13 +64,13 @@ class TensorLocation:
     rows: np.ndarray | None = None
     offset: float = 0.0
     is_transposed: bool = False
-    is_row: bool = False
+    new_axis: int | None = None
 
     def shape(self, tensor: GgufTensor) -> tuple[int, ...]:
         """Return its shape in a checkpoint."""
         stored = tensor.shape if self.expert is None else tensor.shape[1:]
-        if self.is_row:
-            return (1, *stored)
+        if self.new_axis is not None:
+            return (*stored[: self.new_axis], 1, *stored[self.new_axis :])
         return stored[::-1] if self.is_transposed else stored
 
 
@@ -80,7 +80,7 @@ class Naming:
 
     Attributes:
         outer: by names in the file, without `.weight` and `.bias`.
-        layers: the same for a layer; `{x}` is an expert's number.
+        layers: the same for a layer; `{x}` is the number of an expert or, in a norm's name, of a head.
         layers_prefix: prefix of a layer's number.
         rows: tensors with reordered rows: `alternating` in each head, or `parted` into queries, keys, values.
         offset: of norms.
@@ -148,6 +148,30 @@ _NEOX = {
     "ffn_up": "mlp.dense_h_to_4h",
     "ffn_down": "mlp.dense_4h_to_h",
 }
+_LAST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_UNGATED = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_GLM4 = _ATTENTION | {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LFM2 = {
+    "attn_norm": "operator_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_down": "feed_forward.w2",
+    "ffn_up": "feed_forward.w3",
+}
 _TURNED = {"attn_q": "alternating", "attn_k": "alternating"}
 
 NAMINGS: Mapping[str, Naming] = {
@@ -177,6 +201,26 @@ NAMINGS: Mapping[str, Naming] = {
         "gpt_neox.layers.",
         rows={"attn_qkv": "parted"},
     ),
+    "arcee": Naming(_OUTER_NAMES, _ATTENTION | _UNGATED, rows=_TURNED),
+    "smollm3": Naming(_OUTER_NAMES, _LAYER_NAMES, rows=_TURNED),
+    "granite": Naming(_OUTER_NAMES, _LAYER_NAMES, rows=_TURNED),
+    "olmo2": Naming(_OUTER_NAMES, _LAYER_NAMES | _HEAD_NORMS | _LAST_NORMS),
+    "glm4": Naming(_OUTER_NAMES, _GLM4),
+    "seed_oss": Naming(_OUTER_NAMES, _LAYER_NAMES | _LAST_NORMS),
+    "exaone4": Naming(_OUTER_NAMES, _LAYER_NAMES | _HEAD_NORMS | _LAST_NORMS),
+    "hunyuan-dense": Naming(
+        _OUTER_NAMES,
+        _LAYER_NAMES | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+    ),
+    "command-r": Naming(_OUTER_NAMES, _LAYER_NAMES | _HEAD_NORMS),
+    "cohere2": Naming(_OUTER_NAMES, _LAYER_NAMES),
+    "stablelm": Naming(
+        _OUTER_NAMES,
+        _LAYER_NAMES | {f"attn_{part}_norm": f"self_attn.{part}_layernorm.norms.{{x}}" for part in ("q", "k")},
+    ),
+    "nemotron": Naming(_OUTER_NAMES, _ATTENTION | _UNGATED, offset=1.0),
+    "ernie4_5": Naming(_OUTER_NAMES, _LAYER_NAMES),
+    "lfm2": Naming(_OUTER_NAMES | {"token_embd_norm": "model.embedding_norm"}, _LFM2),
 }
 """By the names of architectures in llama.cpp."""
 
@@ -199,7 +243,7 @@ def places(file: GgufFile, num_heads: int, num_kv_heads: int) -> dict[str, Tenso
 def _named(naming: Naming, name: str, tensor: GgufTensor, orders: _Orders) -> Iterator[tuple[str, TensorLocation]]:
     outer, layer = _OUTER.fullmatch(name), _LAYER.fullmatch(name)
     if outer is not None and outer[1] in naming.outer:
-        offset = naming.offset if outer[1].endswith("_norm") else 0.0
+        offset = naming.offset if outer[1].endswith("_norm") and outer[2] == "weight" else 0.0
         yield f"{naming.outer[outer[1]]}.{outer[2]}", TensorLocation(name, offset=offset)
         return
     if layer is None or layer[2] not in naming.layers:
@@ -219,11 +263,18 @@ def _named(naming: Naming, name: str, tensor: GgufTensor, orders: _Orders) -> It
         TensorLocation(
             name,
             rows=orders.of((naming.rows or {}).get(stem), stem, tensor.shape[0]),
-            offset=naming.offset if stem.endswith("_norm") else 0.0,
+            offset=naming.offset if stem.endswith("_norm") and end == "weight" else 0.0,
             is_transposed=stem in naming.transposed and end == "weight",
-            is_row=stem == "ffn_gate_inp_shexp" and len(tensor.shape) == 1,
+            new_axis=_new_axis(stem, tensor),
         ),
     )
+
+
+def _new_axis(stem: str, tensor: GgufTensor) -> int | None:
+    """Return the place of the axis of 1 of shared experts' gates and of convolutions."""
+    if stem == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
+        return 0
+    return 1 if stem == "shortconv.conv" and len(tensor.shape) == 2 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,9 +354,10 @@ class GgufTensors:
             if not BLOCK_TYPES[tensor.kind].is_finite(rows):
                 raise InvalidArgument(str(tensor.path), f"tensor {name} has block scales that are not finite")
             return rows
-        if place.is_transposed or place.is_row:
+        if place.is_transposed or place.new_axis is not None:
             whole = dequantize_blocks(tensor.kind, _rows(data, place, ()))
-            return (whole.T if place.is_transposed else whole[None])[index]
+            found: np.ndarray = whole.T if place.new_axis is None else np.expand_dims(whole, place.new_axis)
+            return found[index]
         weights = dequantize_blocks(tensor.kind, _rows(data, place, index[:1]))
         if len(index) > 1:
             weights = weights[(slice(None), *index[1:])]
@@ -354,12 +406,16 @@ class GgufScheme:
         return BLOCK_TYPES[kind].matrix(rows, form)
 
 
-def get_columns(files: GgufTensors, scheme: GgufScheme, leaf: Leaf, form: MatrixFormat) -> StoredColumns:
+def get_columns(files: GgufTensors, scheme: GgufScheme, leaf: Leaf, form: MatrixFormat) -> StoredColumns | None:
     """Return the columns of a leaf, which is no expert's, as rows of blocks in the file.
+
+    None if the kernel's library does not read blocks of these types.
 
     Raises:
         InvalidArgument: a tensor of it is missing or misshapen.
     """
+    if any(scheme.kinds[get_module(name)] not in PACKED_TYPES for name, _ in leaf.tensors):
+        return None
     place = len(leaf.shape) + contracted_axis(leaf)
     stored_axis = leaf.tensor_axes[place]
     assert stored_axis is not None
@@ -418,7 +474,7 @@ def _columns(
             used += num_bytes
         return addresses, memory
 
-    kinds = np.array([list(BLOCK_TYPES).index(tensor.kind) for tensor in stored], np.uint8)
+    kinds = np.array([PACKED_TYPES.index(tensor.kind) for tensor in stored], np.uint8)
     return StoredColumns(
         kinds[owners],
         max(row_bytes),
@@ -442,6 +498,30 @@ class GgufModel:
     hf: Mapping[str, object]
     scheme: GgufScheme | None
     places: Mapping[str, TensorLocation]
+
+    def widening(self) -> str | None:
+        """Return what the types with fewer bits in the file than in memory cost; None if there are none."""
+        if self.scheme is None:
+            return None
+        kinds, stored, kept = set(), 0, 0
+        for module, kind in self.scheme.kinds.items():
+            form = self.scheme.quantization.get_format(module)
+            if kind in PACKED_TYPES or form is None:
+                continue
+            place = self.places[f"{module}.weight"]
+            tensor = self.file.tensors[place.tensor]
+            num_out, depth = tensor.shape[-2:]
+            block = BLOCK_TYPES[kind]
+            kinds.add(kind)
+            stored += num_out * depth // block.size * block.num_bytes
+            of_group = 4 * (1 + form.has_zeros)
+            kept += num_out * (depth * NUM_BITS[form.values] // 8 + form.num_groups(depth) * of_group)
+        if kept <= stored:
+            return None
+        return (
+            f"{', '.join(sorted(kinds))}: {stored / 2**20:.1f} MiB in the file take up to {kept / 2**20:.1f} MiB in "
+            "memory, because no kernel multiplies these types as stored; the weights are the same"
+        )
 
     def tensors(self, *, as_weights: bool = False) -> GgufTensors:
         """Return its tensors; quantized ones for the scheme, or all of them as weights."""

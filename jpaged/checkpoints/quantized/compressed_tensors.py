@@ -5,6 +5,9 @@
     pack-quantized    weight_packed  int32 [out, ceil(in * bits / 32)], numbers from 0 on, the first in the lowest bits
                       weight_shape   [2]
     mxfp4-pack-quantized             uint8 [out, in / 2], scales uint8 with 127 for 1
+    nvfp4-pack-quantized             likewise, scales float8_e4m3fn
+      weight_global_scale            [1], divisor of the scales
+    mxfp8-quantized   weight         float8_e4m3fn [out, in], scales uint8 with 127 for 1
 
     weight_scale       [1], [out, 1], [out, groups], or [ceil(out / rows), ceil(in / columns)] of blocks
     weight_zero_point  likewise int8; of pack-quantized int32 [ceil(out * bits / 32), groups]
@@ -14,7 +17,9 @@
     weight = scale * (number - zero)
 
 `config_groups` assigns these to modules; `ignore` takes precedence. A dynamic activation scale of a whole batch is read
-as one scale per row, because otherwise a row's result would depend on the other rows.
+as one scale per row, because otherwise a row's result would depend on the other rows. NVFP4 becomes int8, in six bits
+on CPUs: twice its numbers are whole, and kernels of float4 require scales that are powers of two. Its activations are
+not rounded to float4.
 """
 
 from __future__ import annotations
@@ -51,7 +56,8 @@ from jpaged.kernels.matrix_format import Activations, MatrixFormat, Values
 from jpaged.models.config import Quantization
 from jpaged.models.json_fields import JsonFields
 
-PACKED, INTEGERS, FLOATING, MXFP4 = "pack-quantized", "int-quantized", "float-quantized", "mxfp4-pack-quantized"
+PACKED, INTEGERS, FLOATING = "pack-quantized", "int-quantized", "float-quantized"
+MXFP4, NVFP4, MXFP8 = "mxfp4-pack-quantized", "nvfp4-pack-quantized", "mxfp8-quantized"
 _NAIVE = "naive-quantized"  # old checkpoints' name of the two formats that are not packed
 _WEIGHTS: Mapping[tuple[str, str, int], Values] = {
     (PACKED, "int", 4): "int4",
@@ -60,11 +66,14 @@ _WEIGHTS: Mapping[tuple[str, str, int], Values] = {
     (INTEGERS, "int", 8): "int8",
     (FLOATING, "float", 8): "fp8",
     (MXFP4, "float", 4): "mxfp4",
+    (NVFP4, "float", 4): "int8",
+    (MXFP8, "float", 8): "fp8",
 }
 _OBSERVERS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 _ORDERS = ("group", "dynamic", "weight", "static")
 """Group orders: by activations, which is stored as weight_g_idx, and by weights, which is not; two names each."""
-_MXFP4_BLOCK = 32
+_BLOCKS = {MXFP4: 32, NVFP4: 16, MXFP8: 32}
+"""Numbers that share a scale in formats that have a single group size."""
 _LINEAR, _EXPRESSION = "Linear", "re:"
 _NOT_SET = -1
 _MIDDLES = np.array([0x88888888, 0x80808080], np.uint32)
@@ -92,6 +101,15 @@ class CompressedTensors:
     quantization: Quantization
     layouts: tuple[Layout | None, ...]
 
+    def widening(self) -> str | None:
+        """Return what the formats with fewer bits in the file than in memory cost; None if there are none."""
+        if all(layout is None or layout.written != NVFP4 for layout in self.layouts):
+            return None
+        return (
+            f"{NVFP4}: 4.5 bits per weight in the file take 8 in memory on CPUs, and 10 elsewhere, because no kernel "
+            "multiplies this format as stored; the weights are the same"
+        )
+
     def parts(self, module: str, shape: Shape, form: MatrixFormat) -> Parts:
         """See `Scheme`."""
         layout = self._get_layout(module)
@@ -102,9 +120,14 @@ class CompressedTensors:
         if layout.block_rows is not None:
             scale_shapes = ((-(-num_out // layout.block_rows), groups),)
         scale = MatrixPart(f"{module}.weight_scale", scale_shapes, FLOATS, block_rows=layout.block_rows or 1)
-        if layout.written == MXFP4:
+        if layout.written in (MXFP4, MXFP8):
             scale = dataclasses.replace(scale, dtypes=("uint8",), problem=not_a_power)
         parts = {"scale": scale}
+        if layout.written == NVFP4:
+            parts["scale"] = dataclasses.replace(scale, dtypes=("float8_e4m3fn",))
+            whole = MatrixPart(f"{module}.weight_global_scale", ((1,), ()), FLOATS, problem=_not_positive)
+            inputs = f"{module}.input_global_scale"
+            parts |= {"whole": whole, "inputs": dataclasses.replace(whole, name=inputs, is_optional=True)}
         if layout.written == PACKED:
             bits = 8 if form.values == "int8" else 4
             parts["packed"] = MatrixPart(
@@ -112,7 +135,7 @@ class CompressedTensors:
             )
             parts["shape"] = MatrixPart(f"{module}.weight_shape", ((2,),), ("int64", "int32"), is_optional=True)
             zeros = MatrixPart(f"{module}.weight_zero_point", ((math.ceil(num_out * bits / 32), groups),), ("int32",))
-        elif layout.written == MXFP4:
+        elif layout.written in (MXFP4, NVFP4):
             parts["packed"] = MatrixPart(f"{module}.weight_packed", ((num_out, depth // 2),), ("uint8",))
         else:
             stored = "int8" if layout.written == INTEGERS else "float8_e4m3fn"
@@ -138,10 +161,15 @@ class CompressedTensors:
     def read(self, tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
         """See `Scheme`."""
         (num_out, depth), groups = shape, form.num_groups(shape[1])
+        if tensors["scale"].dtype == np.uint8:
+            tensors = {**tensors, "scale": powers_of_two(tensors["scale"])}
         if form.values == "fp8":
             return read_fp8(tensors, shape, form)
         if form.values == "mxfp4":
-            return StoredMatrix(unpack_e2m1(tensors["packed"]), powers_of_two(tensors["scale"]))
+            return StoredMatrix(unpack_e2m1(tensors["packed"]), tensors["scale"])
+        if "whole" in tensors:
+            halves = tensors["scale"].astype(np.float32) / tensors["whole"].astype(np.float32) / 2
+            return StoredMatrix((unpack_e2m1(tensors["packed"]).astype(np.float32) * 2).astype(np.int8), halves)
         scales = tensors["scale"].astype(np.float32).reshape(-1, groups)
         zeros = tensors.get("zeros")
         if "packed" in tensors:
@@ -167,6 +195,12 @@ def _not_symmetric(zeros: np.ndarray) -> str | None:
     if not zeros.any() or (zeros.dtype == np.int32 and np.isin(zeros.view(np.uint32), _MIDDLES).all()):
         return None
     return "has zero points, but symmetric is true in quantization_config"
+
+
+def _not_positive(scale: np.ndarray) -> str | None:
+    """Return the problem of a divisor that is not above 0; None if there is none."""
+    value = float(scale.reshape(-1)[0])
+    return None if value > 0 else f"is {value:g}; it must be above 0"
 
 
 def _get_groups(ids: np.ndarray | None, depth: int, form: MatrixFormat) -> np.ndarray:
@@ -236,13 +270,15 @@ def _weights(fields: JsonFields, written: str) -> Layout:
     strategy = fields.text("strategy", "tensor" if group_size is None else "channel" if group_size < 0 else "group")
     fields.only("actorder", False, True, *_ORDERS, why=f"supported group orders: {', '.join(_ORDERS)}")
     order, blocks = fields.value("actorder"), fields.value("block_structure")
+    if written == NVFP4 and strategy == "tensor_group":
+        strategy = "group"
     if strategy not in ("tensor", "channel", "group", "block"):
         raise Unsupported(
             f"quantization_config: strategy of weights is {strategy!r}; supported: tensor, channel, group, block"
         )
     fields.ignore(("group_size", *_OBSERVERS))
     fields.finish()
-    form = MatrixFormat(values, has_zeros=not is_symmetric)
+    form = MatrixFormat(values, has_zeros=not is_symmetric, num_bits=6 if written == NVFP4 else None)
     if strategy == "block":
         if values != "fp8":
             raise Unsupported(
@@ -254,17 +290,21 @@ def _weights(fields: JsonFields, written: str) -> Layout:
         size = group_size if group_size is not None and group_size > 0 else 0
         if size == 0:
             raise fields.bad("group_size", f"is {group_size}; it must be above 0")
-        if values == "mxfp4" and size != _MXFP4_BLOCK:
-            raise Unsupported(f"quantization_config: group_size is {size}; MXFP4 requires {_MXFP4_BLOCK}")
+        if size != _BLOCKS.get(written, size):
+            raise Unsupported(f"quantization_config: group_size is {size}; {written} requires {_BLOCKS[written]}")
         has_ids = order in (True, "group", "dynamic")
         return Layout(written, dataclasses.replace(form, group_size=size, has_group_ids=has_ids))
-    if values == "mxfp4":
-        raise Unsupported(f"quantization_config: strategy is {strategy!r}; MXFP4 requires group")
+    if written in _BLOCKS:
+        raise Unsupported(f"quantization_config: strategy is {strategy!r}; {written} requires group")
     return Layout(written, form)
 
 
-def _activations(fields: JsonFields, layout: Layout) -> tuple[Activations, bool]:
+def _activations(fields: JsonFields, layout: Layout) -> tuple[Activations | None, bool]:
     """Return the format of activations, and True if the checkpoint has a static scale for them."""
+    if layout.written == NVFP4:
+        fields.only("type", "float", why="activations of NVFP4 have float4")
+        fields.only("num_bits", 4, why="activations of NVFP4 have 4 bits")
+        return None, False
     kind, bits, values = fields.text("type", "int"), fields.integer("num_bits", 8), layout.form.values
     is_integer = kind == "int" and bits == 8 and values in ("int8", "int4")
     if not is_integer and not (kind == "float" and bits == 8 and values == "fp8"):

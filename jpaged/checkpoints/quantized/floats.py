@@ -11,17 +11,28 @@ MXFP4, in blocks of 32 along the contracted axis
     NAME_scales       uint8 [experts, out, in / 32]        exponents of two, 127 for 1
 
 With dynamic activations of FP8 each row has a separate scale; with blocks, each row and block.
+
+bitsandbytes, which becomes weights
+    weight            uint8 [out * in / 2, 1]    two indices of a table in a byte, the first in its highest bits
+    weight.quant_map  [16]    the table of NF4 or FP4
+    weight.absmax     [blocks], or uint8: indices of nested_quant_map, to be scaled by nested_absmax [blocks / 256]
+    weight.quant_state.bitsandbytes__nf4    uint8, JSON: shape, blocksize, dtype, nested_blocksize, nested_offset
+    SCB               [out], of a weight that is int8 [out, in]: weight = number * SCB / 127
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from jpaged.checkpoints.quantized.scheme import FLOATS, MatrixPart, Parts, Shape, StoredMatrix, build_rules, within
+from jpaged.checkpoints.tensor_files import DTYPES, TensorSource, check_shape
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.matrix_format import Activations, MatrixFormat
 from jpaged.models.config import Quantization
@@ -166,3 +177,126 @@ def read_mxfp4_config(fields: JsonFields) -> Mxfp4:
     form = MatrixFormat("mxfp4", _BLOCK)
     rules = (*((pattern, None) for pattern in patterns), (r"\.experts\.(gate_up_proj|down_proj)$", form))
     return Mxfp4(Quantization("mxfp4", rules))
+
+
+_STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+_BESIDE = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *_STATES)
+_SCALE, _FORMAT = "SCB", "weight_format"
+_MAX_INT8 = 127
+
+
+def check_bitsandbytes_config(fields: JsonFields) -> None:
+    """Check a `quantization_config` of bitsandbytes, whose matrices become weights.
+
+    Raises:
+        Unsupported: weights are quantized while they load, not in the files.
+    """
+    if not (fields.flag("load_in_4bit", False) or fields.flag("load_in_8bit", False)):
+        raise Unsupported("quantization_config: quant_method is 'bitsandbytes' without load_in_4bit or load_in_8bit")
+
+
+class BitsAndBytesTensors:
+    """A checkpoint of bitsandbytes as a `TensorSource` of weights.
+
+    Args:
+        files: the tensors as stored.
+    """
+
+    def __init__(self, files: TensorSource) -> None:
+        self._files, self._stored = files, files.names
+        others = {name + end for name in self._stored for end in _BESIDE}
+        modules = [name.removesuffix(_SCALE) for name in self._stored if name.endswith(f".{_SCALE}")]
+        self._names = self._stored - others - {module + end for module in modules for end in (_SCALE, _FORMAT)}
+
+    @property
+    def names(self) -> frozenset[str]:
+        """See `TensorSource`; tensors that only describe others are left out."""
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `TensorSource`."""
+        state = self._state(name)
+        return self._files.shape(name) if state is None else tuple(state["shape"])
+
+    def dtype(self, name: str) -> np.dtype:
+        """See `TensorSource`."""
+        state = self._state(name)
+        if state is not None:
+            return DTYPES[state["dtype"]]
+        return self._files.dtype(name) if self._scale(name) is None else np.dtype(np.float32)
+
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
+        """See `TensorSource`; a matrix of four bits is read whole.
+
+        Raises:
+            InvalidArgument: it is misshapen, or does not have the blocks that its state describes.
+        """
+        check_shape(self, name, shape)
+        state, scale = self._state(name), self._scale(name)
+        if state is not None:
+            return self._read_four_bits(name, state)[index]
+        stored = self._files.read(name, shape, index)
+        if scale is None:
+            return stored
+        rows = self._whole(scale)[index[0]] if index else self._whole(scale)
+        return stored.astype(np.float32) * (rows.astype(np.float32) / _MAX_INT8)[:, None]
+
+    def where(self, name: str) -> Path:
+        """See `TensorSource`."""
+        return self._files.where(name)
+
+    @property
+    def num_matrices(self) -> int:
+        """Number of quantized matrices."""
+        return sum(name.endswith((*_STATES, f".{_SCALE}")) for name in self._stored)
+
+    def _whole(self, name: str) -> np.ndarray:
+        if name not in self._stored:
+            raise InvalidArgument(str(self._files.where(name)), f"tensor {name} is missing from the checkpoint")
+        return self._files.read(name, self._files.shape(name))
+
+    def _scale(self, name: str) -> str | None:
+        """Return the name of the scales of an int8 matrix; None for other tensors."""
+        scale = f"{name.removesuffix('weight')}{_SCALE}"
+        return scale if name.endswith(".weight") and scale in self._stored else None
+
+    def _state(self, name: str) -> Mapping[str, Any] | None:
+        """Return the description of a matrix of four bits; None for other tensors.
+
+        Raises:
+            InvalidArgument: it is malformed.
+        """
+        found = next((name + end for end in _STATES if name + end in self._stored), None)
+        if found is None:
+            return None
+        try:
+            state = json.loads(self._whole(found).tobytes())
+            sizes = [state["blocksize"], *state["shape"]]
+            is_valid = state["dtype"] in DTYPES and all(type(size) is int and size > 0 for size in sizes)
+        except (ValueError, LookupError, TypeError) as error:
+            raise InvalidArgument(str(self._files.where(found)), f"tensor {found} is malformed: {error}") from error
+        if not is_valid:
+            raise InvalidArgument(
+                str(self._files.where(found)), f"tensor {found} has other values than sizes and types"
+            )
+        described: Mapping[str, Any] = state
+        return described
+
+    def _read_four_bits(self, name: str, state: Mapping[str, Any]) -> np.ndarray:
+        packed = self._whole(name).reshape(-1).view(np.uint8)
+        scales, count = self._whole(f"{name}.absmax"), int(np.prod(state["shape"]))
+        num_blocks = -(-count // state["blocksize"])
+        if scales.size != num_blocks or packed.size != -(-count // 2):
+            raise InvalidArgument(
+                str(self.where(name)),
+                f"tensor {name} has {packed.size} bytes and {scales.size} blocks; its state describes "
+                f"{-(-count // 2)} and {num_blocks}",
+            )
+        if scales.dtype == np.uint8:
+            outer = np.repeat(self._whole(f"{name}.nested_absmax"), int(state["nested_blocksize"]))[: scales.size]
+            scales = self._whole(f"{name}.nested_quant_map")[scales] * outer + np.float32(state["nested_offset"])
+        weights = np.zeros((num_blocks, state["blocksize"]), np.float32)
+        indices = np.stack((packed >> 4, packed & 15), axis=-1).reshape(-1)[:count]
+        weights.reshape(-1)[:count] = self._whole(f"{name}.quant_map")[indices]
+        weights *= scales[:, None]
+        return weights.reshape(-1)[:count].reshape(state["shape"]).astype(DTYPES[state["dtype"]])

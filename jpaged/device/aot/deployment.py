@@ -375,6 +375,9 @@ def compile_deployment(
         InvalidArgument, Unsupported: the model cannot be served with these options, whatever the memory, or the
             compiler fails.
     """
+    if save is not None and models.model.config.num_recurrent_layers:
+        what = f"{models.model.config.architecture} has recurrent state"
+        raise InvalidArgument("--save", f"is {save}, but {what}, whose programs no server loads (--compiled)")
     set_up_compile_cache(None)  # compile times must be the compiler's, and a program from a cache cannot be saved
     begin, dp_size = time.perf_counter(), get_dp_size(models.model.config, mesh)
 

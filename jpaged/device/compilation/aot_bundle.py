@@ -99,6 +99,8 @@ class CompileTarget:
     cascade: str
     max_loras: int
     max_lora_rank: int
+    enable_dora: bool
+    enable_lm_head_lora: bool
     speculation: str
     compiler_options: str
 
@@ -132,6 +134,8 @@ class CompileTarget:
             cascade=_digest(repr(geometry.cascade)) if geometry.cascade else "",
             max_loras=geometry.max_loras,
             max_lora_rank=step.slots.max_rank if step.slots else 0,
+            enable_dora=step.slots is not None and step.slots.has_vectors,
+            enable_lm_head_lora=step.slots is not None and step.slots.has_output,
             speculation=_digest_of_draft(step.draft) if step.draft else "",
             compiler_options=json_text.dumps(
                 compiler_options(device, dense_formats(model.config), overlaps_sums=step.overlaps_sums), sort_keys=True

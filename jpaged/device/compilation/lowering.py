@@ -167,7 +167,14 @@ def _sized_step(
         linear_backend=(linear := choose_linear_backend(options.model.linear_backend, mesh, layer_mode)),
         activation_dtype=choose_activation_dtype(options.model.activation_dtype, linear, model.config),
         sampler=sampler,
-        slots=AdapterRoom(geometry.max_loras, options.lora.max_lora_rank) if geometry.max_loras else None,
+        slots=AdapterRoom(
+            geometry.max_loras,
+            options.lora.max_lora_rank,
+            options.lora.enable_dora,
+            options.lora.enable_lm_head_lora,
+        )
+        if geometry.max_loras
+        else None,
         has_branches=has_cheap_branches(mesh),
         overlaps_sums=overlaps_sums(model, layer_mode, mesh, has_adapters=geometry.max_loras > 0),
     )
@@ -322,7 +329,8 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
     last_tokens = shape((step.max_sample_rows,), np.int32)
     counts = step.abstract_counts(geometry.max_num_seqs)
     of_counts = jax.tree.map(lambda struct: struct.sharding, counts)
-    hidden = shape((step.max_sample_rows + step.num_aux, model.config.hidden_size), model.dtype)
+    width = model.config.hidden_size + (step.slots is not None and step.slots.has_output)
+    hidden = shape((step.max_sample_rows + step.num_aux, width), model.dtype)
 
     def lower(spec: ProgramSpec) -> jax.stages.Lowered:
         if spec.kind == "forward":

@@ -153,7 +153,7 @@ def _check_options(step: Step, geometry: Geometry, options: EngineConfig) -> Non
 
 
 def _check_model(step: Step, geometry: Geometry, draft: Model) -> tuple[int, ...]:
-    """Check the draft's vocabulary and length against the target model; return the layers whose states a head takes."""
+    """Check that the draft suits the target model; return the layers whose states a head takes."""
     config = draft.config
     if config.vocab_size != step.vocab_size:
         raise InvalidArgument(
@@ -162,6 +162,11 @@ def _check_model(step: Step, geometry: Geometry, draft: Model) -> tuple[int, ...
         )
     if isinstance(config, EagleConfig):
         return _check_head(config, step)
+    if config.num_recurrent_layers:
+        raise InvalidArgument(
+            f"{NAME}.model",
+            f"{config.architecture} has recurrent state, which draft models do not support; use another draft model",
+        )
     if config.max_model_len < geometry.max_model_len:
         raise InvalidArgument(
             f"{NAME}.model",

@@ -365,10 +365,11 @@ class BatchJob:
             ending = await self._run_lines(outputs)
             if ending == "expired":
                 await self._threads.write(partial(self._write_expired, outputs))
-                self._count(outputs)
         finally:
-            self._count(outputs)
-            await self._threads.write(outputs.close)
+            try:
+                await self._threads.write(outputs.close)  # after the lines that are still being written
+            finally:
+                self._count(outputs)
         if ending == "expired":
             await self._finish("expired")
         elif ending == "completed":

@@ -5,6 +5,6 @@ cpu/          the kernel that reads only adapters in use
 """
 
 from jpaged.kernels.lora.cpu.lora import loaded
-from jpaged.kernels.lora.reference import AdaptedMatrix, adapt
+from jpaged.kernels.lora.reference import AdaptedMatrix, adapt, joined_vectors, scaled
 
-__all__ = ["AdaptedMatrix", "adapt", "loaded"]
+__all__ = ["AdaptedMatrix", "adapt", "joined_vectors", "loaded", "scaled"]

@@ -56,10 +56,13 @@ class RowDelta:
     Attributes:
         sums_tn: float32 `[T, parts * N]`; ignored for rows without a delta.
         adapters_t: int32 `[T]`; rows have a delta if it is not 0.
+        vectors: float32 `[slots, 2, parts * N]`, or None: scales less 1, by which a slot's rows multiply their sums
+            first, and shifts that they add.
     """
 
     sums_tn: jax.Array
     adapters_t: jax.Array
+    vectors: jax.Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +126,11 @@ class ProductKernel:
         )
         scales, form = scale_operands(matrix)
         gate = np.int64(GATES.index(self.gate if matrix.num_parts == 2 else None))
-        none32 = jnp.zeros((0,), jnp.float32), jnp.zeros((0,), jnp.int32)
-        added = none32 if delta is None else (delta.sums_tn, delta.adapters_t)
+        none32 = jnp.zeros((0,), jnp.float32)
+        added = (none32, jnp.zeros((0,), jnp.int32)) if delta is None else (delta.sums_tn, delta.adapters_t)
+        vectors = none32 if delta is None or delta.vectors is None else delta.vectors
         attributes = {**form, **self._norm_attributes(norm), "clears": np.int64(self.clears)}
-        y_tn: jax.Array = run(*operands, *scales, *added, gate=gate, **attributes)
+        y_tn: jax.Array = run(*operands, *scales, *added, vectors, gate=gate, **attributes)
         return y_tn
 
     def normalise(self, x_tk: Float[Array, "T K"], norm: Norm, num_rows: Int[Array, ""]) -> Float[Array, "T K"]:

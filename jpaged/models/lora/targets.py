@@ -5,6 +5,10 @@ gates and ups. An adapter keeps a separate pair per tensor, as trained, so that 
 
     a       [parts * rank, in]
     b       for each part [rank, its columns], times the adapter's scale
+
+DoRA and biases need two more numbers for each output, if the server has room for them:
+
+    vectors for each part [2, its columns], float32: a scale of the base's product less 1, and a shift
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ import numpy as np
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.model import LeafPath, placed_leaves
-from jpaged.models.param_specs import Leaf, LogicalAxes
+from jpaged.models.param_specs import Leaf, Linears, LogicalAxes, get_module, stacked_kernel
+from jpaged.models.registry import find_family
 from jpaged.models.stack import LayerMode
 
 _OF_EXPERTS = frozenset({"experts", "router"})
@@ -58,6 +63,10 @@ class AdaptedPlace:
             columns = heads.outputs
         return (self.num_parts * rank, width), tuple((rank, num) for num in columns)
 
+    def vector_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of one adapter's vectors, without an axis of layers."""
+        return self.shapes(2)[1]
+
     def axes(self) -> tuple[LogicalAxes, LogicalAxes]:
         """Return the axis names of a, and of b of each part, without an axis of layers."""
         width, *out = self.leaves[0].axes
@@ -79,16 +88,18 @@ class HostAdapter:
 
     Attributes:
         matrices: for each place a, and b of each part; with an axis of layers first if those are stacked.
+        vectors: for each place those of each part; empty if the server has no room for them.
         digest: a hash of every place and its matrices, 32 bytes; computed at construction, on the loading thread.
     """
 
     matrices: Mapping[LeafPath, tuple[np.ndarray, tuple[np.ndarray, ...]]]
+    vectors: Mapping[LeafPath, tuple[np.ndarray, ...]] = field(default_factory=dict)
     digest: bytes = field(init=False)
 
     def __post_init__(self) -> None:
         found = hashlib.sha256()
         for path, (a, b) in sorted(self.matrices.items(), key=lambda item: str(item[0])):
-            for array in (a, *b):
+            for array in (a, *b, *self.vectors.get(path, ())):
                 found.update(repr((path, array.shape, array.dtype.name)).encode())
                 found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         object.__setattr__(self, "digest", found.digest())
@@ -96,7 +107,8 @@ class HostAdapter:
     @property
     def num_bytes(self) -> int:
         """Bytes of all matrices."""
-        return sum(a.nbytes + sum(part.nbytes for part in b) for a, b in self.matrices.values())
+        vectors = sum(part.nbytes for parts in self.vectors.values() for part in parts)
+        return vectors + sum(a.nbytes + sum(part.nbytes for part in b) for a, b in self.matrices.values())
 
 
 def is_of_experts(leaf: Leaf) -> bool:
@@ -104,8 +116,22 @@ def is_of_experts(leaf: Leaf) -> bool:
     return not _OF_EXPERTS.isdisjoint(leaf.path)
 
 
-def adapted_places(config: ModelConfig, layer_mode: LayerMode) -> Iterator[AdaptedPlace]:
-    """Yield every place that may have adapters, in the order of the tree."""
+def adapted_places(config: ModelConfig, layer_mode: LayerMode, *, has_output: bool = False) -> Iterator[AdaptedPlace]:
+    """Yield every place that may have adapters, in the order of the tree; with the output matrix if `has_output`.
+
+    The output matrix is described as a kernel `[in, out]`. If it is tied to the embedding, the place is the embedding,
+    whose rows for tokens have no adapters.
+    """
     for path, leaves in placed_leaves(config, layer_mode):
         if path[0] == "layers" and path[-1] == "kernel" and not is_of_experts(leaves[0]):
             yield AdaptedPlace(path, leaves, layer_mode == "scan")
+    if has_output:
+        path = get_output_path(config)
+        size, width = next(leaf.shape for own, (leaf, *_) in placed_leaves(config, "loop") if own == path)
+        linears = Linears((get_module(find_family(config.architecture).lm_head),))
+        yield AdaptedPlace(path, (stacked_kernel(path, linears, ("embed", "vocab"), (width, size)),), False)
+
+
+def get_output_path(config: ModelConfig) -> tuple[str, str]:
+    """Return the path of the matrix of the logits."""
+    return "embed" if config.tie_word_embeddings else "lm_head", "embedding"

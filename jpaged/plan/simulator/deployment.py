@@ -21,9 +21,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+
 from jpaged.errors import InvalidArgument
 from jpaged.hardware import Hardware
 from jpaged.models.config import ModelConfig
+from jpaged.models.layer_kinds import count_state_bytes
 from jpaged.plan.cost import ASSUMED, Assumptions, ModelShape, Roofline, StepLoad
 from jpaged.plan.known_models import KNOWN_MODELS
 
@@ -54,9 +57,10 @@ class SimulatedModel:
         return ModelShape(
             num_params=self.num_params,
             num_layers=config.num_layers,
-            query_width=config.query_width,
+            query_width=config.query_width * config.num_attention_layers // config.num_layers,
             weight_bytes=2 * self.num_params,
             kv_bytes_per_token=config.num_attention_layers * config.kv_width * 2,
+            state_bytes=count_state_bytes(config.layer_kinds, np.dtype(np.float16)),
         )
 
 

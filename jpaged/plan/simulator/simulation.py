@@ -260,7 +260,7 @@ class SimulatedExecutor:
         self._clock.advance(seconds)
         self._num_steps += 1
         roofline = self._deployment.roofline
-        is_flops_bound = roofline.flops_s(load) > roofline.bytes_s(num_kv_tokens)
+        is_flops_bound = roofline.flops_s(load) > roofline.bytes_s(num_kv_tokens, num_rows=num_rows)
         self.seen = ExecutorObservation(num_kv_tokens, *self._count_blocks(inputs), is_flops_bound)
         return inputs.kv_lens_s[:num_rows]
 

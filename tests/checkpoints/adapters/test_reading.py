@@ -18,13 +18,16 @@ from jpaged.errors import InvalidArgument, JpagedError, Unsupported
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
 from tests.models.adapters import TinyAdapter
-from tests.models.tiny import tiny_case
+from tests.models.tiny import tensors as base_tensors
+from tests.models.tiny import tiny_case, write_checkpoint
 
 CASE = tiny_case("llama_gqa_bias")
 MODEL = Model(from_hf(CASE.config), np.dtype(np.float32))
 READ = AdapterReader(MODEL, "loop", 1, 8)
 DOWN = ("layers", 1, "mlp", "down", "kernel")
-NAME = "base_model.model.model.layers.1.mlp.down_proj.lora_{}.weight"
+MODULE = "model.layers.1.mlp.down_proj"
+NAME = f"base_model.model.{MODULE}.lora_{{}}.weight"
+ONES = np.ones(64, np.float32)
 
 
 def change(folder: Path, edit: Callable[[dict[str, np.ndarray]], Any]) -> None:
@@ -55,6 +58,129 @@ def test_what_a_module_is_scaled_by(settings: dict[str, Any], rank: int, scale: 
     np.testing.assert_allclose(b[0][:rank], tensors[NAME.format("B")].T * scale, rtol=1e-6)
     assert not a[rank:].any()
     assert not b[0][rank:].any()
+
+
+@pytest.fixture(scope="module")
+def with_vectors(tmp_path_factory: pytest.TempPathFactory) -> AdapterReader:
+    """A reader for slots with room for DoRA and biases."""
+    base = write_checkpoint(CASE, tmp_path_factory.mktemp("base"))
+    return replace(READ, has_vectors=True, checkpoint=base)
+
+
+def test_dora_scales_each_output_by_its_magnitude_over_its_norm(with_vectors: AdapterReader, tmp_path: Path) -> None:
+    adapter = TinyAdapter(CASE, "dora", modules="down_proj", settings={"use_dora": True, "use_rslora": True})
+    read, own = with_vectors(adapter.write(tmp_path)), adapter.tensors()
+    a, b = (own[NAME.format(which)].astype(np.float64) for which in "AB")
+    weight = base_tensors(CASE)[f"{MODULE}.weight"].astype(np.float64)
+    gains = own[f"base_model.model.{MODULE}.lora_magnitude_vector"] / np.linalg.norm(weight + 3 * b @ a, axis=1)
+    np.testing.assert_allclose(read.matrices[DOWN][1][0][:4], (3 * gains[:, None] * b).T, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(read.vectors[DOWN][0], [gains - 1, np.zeros_like(gains)], rtol=1e-5, atol=1e-6)
+    plain = with_vectors(TinyAdapter(CASE, "plain", modules="down_proj").write(tmp_path / "plain"))
+    assert not any(part.any() for parts in plain.vectors.values() for part in parts)
+    assert read.num_bytes == plain.num_bytes > READ(str(tmp_path / "plain")).num_bytes
+
+
+def test_biases_are_shifts_from_those_of_the_model(with_vectors: AdapterReader, tmp_path: Path) -> None:
+    settings = {"lora_bias": True, "bias": "all"}
+    adapter = TinyAdapter(CASE, "biases", modules="down_proj", settings=settings)
+    path, own = adapter.write(tmp_path), adapter.tensors()
+    trained, added = (own[f"base_model.model.{MODULE}.{name}"] for name in ("base_layer.bias", "lora_B.bias"))
+    want = trained - base_tensors(CASE)[f"{MODULE}.bias"] + added * np.float32(1.5)
+    np.testing.assert_allclose(with_vectors(path).vectors[DOWN][0], [np.zeros_like(want), want], rtol=1e-5, atol=1e-6)
+    with pytest.raises(Unsupported, match="saved embeddings need the model's weights, but load_format is dummy"):
+        replace(with_vectors, checkpoint=None)(path)
+
+    def add_others(tensors: dict[str, np.ndarray]) -> None:
+        tensors["base_model.model.model.layers.1.mlp.up_proj.bias"] = np.full(88, 3, np.float32)
+
+    change(tmp_path, add_others)
+    up = with_vectors(path).vectors["layers", 1, "mlp", "gate_up", "kernel"]
+    np.testing.assert_allclose(up[1][1], 3 - base_tensors(CASE)["model.layers.1.mlp.up_proj.bias"], rtol=1e-6)
+    assert not up[0].any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "edit", "message"),
+    [
+        (
+            {"use_dora": True},
+            lambda own: own.pop(f"base_model.model.{MODULE}.lora_magnitude_vector"),
+            "has no lora_mag",
+        ),
+        ({}, lambda own: own.update({f"base_model.model.{MODULE}.lora_magnitude_vector": ONES}), "has a lora_magn"),
+        (
+            {"bias": "all"},
+            lambda own: own.update({"base_model.model.model.norm.bias": ONES}),
+            "model.norm: adapters are",
+        ),
+        (
+            {"use_dora": True},
+            lambda own: own.update({f"base_model.model.{MODULE}.lora_magnitude_vector": ONES[:48] * np.nan}),
+            "lora_magnitude_vector times 1 has non-finite",
+        ),
+    ],
+    ids=["no magnitude", "magnitude without DoRA", "norm", "not finite"],
+)
+def test_vectors_that_cannot_be_are_refused(
+    with_vectors: AdapterReader,
+    settings: dict[str, object],
+    edit: Callable[[dict[str, np.ndarray]], Any],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    path = TinyAdapter(CASE, "bad", modules="down_proj", settings=settings).write(tmp_path)
+    change(tmp_path, edit)
+    with pytest.raises(JpagedError, match=message):
+        with_vectors(path)
+
+
+def store(folder: Path, key: str, array: np.ndarray) -> None:
+    change(folder, lambda own: own.update({f"base_model.model.{key}": array}))
+
+
+@pytest.mark.parametrize("name", ["llama_gqa_bias", "llama3_tied"])
+def test_the_output_matrix_has_an_adapter_if_there_is_room(name: str, tmp_path: Path) -> None:
+    case = tiny_case(name)
+    adapter, path = TinyAdapter(case, "output", modules="lm_head", has_output=True), ("lm_head", "embedding")
+    read = AdapterReader(Model(from_hf(case.config), np.dtype(np.float32)), "loop", 2, 8, has_output=True)
+    a, (b,) = read(adapter.write(tmp_path)).matrices[path if name == "llama_gqa_bias" else ("embed", "embedding")]
+    own = adapter.tensors()
+    want = own["base_model.model.lm_head.lora_B.weight"].T * np.float32(1.5)
+    np.testing.assert_array_equal(a[:4], own["base_model.model.lm_head.lora_A.weight"])
+    np.testing.assert_allclose(b[:4, : want.shape[1]], want, rtol=1e-6)
+    assert b.shape[1] % 2 == 0
+    with pytest.raises(Unsupported, match=r"lm_head: .* start the server with --enable-lm-head-lora, or merge"):
+        replace(read, has_output=False)(str(tmp_path))
+
+
+COPIES = {
+    "lm_head.weight": "lm_head.weight",
+    "model.embed_tokens.base_layer.weight": "model.embed_tokens.weight",
+}
+
+
+def test_copies_of_embeddings_are_accepted_if_they_are_the_models(with_vectors: AdapterReader, tmp_path: Path) -> None:
+    path, base = TinyAdapter(CASE, "resized", modules="down_proj").write(tmp_path), base_tensors(CASE)
+    want = with_vectors(path)
+    change(tmp_path, lambda own: own.update({f"base_model.model.{key}": base[name] for key, name in COPIES.items()}))
+    read = replace(with_vectors, has_vectors=False)
+    assert read(path).digest == replace(want, vectors={}).digest
+    for key, name in COPIES.items():
+        store(tmp_path, key, base[name] + np.float32(1e-3))
+        with pytest.raises(
+            Unsupported, match=rf"{key} replaces (lm_head|embed_tokens) .* with other numbers, .* merge"
+        ):
+            read(path)
+        store(tmp_path, key, base[name][1:])
+        with pytest.raises(Unsupported, match=rf"{key} replaces .*, whose shape is .* instead of .* merge"):
+            read(path)
+        store(tmp_path, key, base[name])
+
+
+def test_tensors_of_dora_are_refused_without_room_for_them(tmp_path: Path) -> None:
+    path = TinyAdapter(CASE, "bad", modules="down_proj", settings={"use_dora": True}).write(tmp_path, use_dora=False)
+    with pytest.raises(Unsupported, match=r"magnitude_vector: DoRA and biases .* with --enable-dora"):
+        READ(path)
 
 
 def test_modules_without_an_adapter_are_zeros(tmp_path: Path) -> None:
@@ -142,8 +268,10 @@ def test_letters_that_mean_themselves_are_no_choices(letters: str) -> None:
         {"target_modules": r".*\.(down|up)_proj"},
         {"target_modules": ["down_proj", "k_proj"], "exclude_modules": ["k_proj"]},
         {"target_modules": ["mlp.down_proj", "layers.1.self_attn.k_proj"], "layers_to_transform": 0},
+        {"target_modules": "all-linear", "fan_in_fan_out": True},
+        {"target_modules": ["down_proj", "k_proj"], "exclude_modules": ["k_proj"], "layers_to_transform": [0, 1]},
     ],
-    ids=["for several models", "expression", "excluded", "layers"],
+    ids=["for several models", "expression", "excluded", "layers", "all linear", "excluded and layers"],
 )
 def test_targets_without_tensors_that_need_not_be_there(settings: dict[str, Any], tmp_path: Path) -> None:
     assert READ(TinyAdapter(CASE, "whole", modules="down_proj").write(tmp_path, **settings)).matrices[DOWN][0].any()

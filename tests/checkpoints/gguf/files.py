@@ -36,10 +36,56 @@ ARCHITECTURES = {
     "starcoder2": "STARCODER2",
     "gpt2": "GPT2",
     "gpt_neox": "GPTNEOX",
+    "arcee": "ARCEE",
+    "smollm3": "SMOLLM3",
+    "granite": "GRANITE",
+    "olmo2": "OLMO2",
+    "olmo3": "OLMO2",
+    "glm4": "GLM4",
+    "seed_oss": "SEED_OSS",
+    "exaone4": "EXAONE4",
+    "hunyuan_v1_dense": "HUNYUAN_DENSE",
+    "cohere": "COMMAND_R",
+    "cohere2": "COHERE2",
+    "stablelm": "STABLELM",
+    "nemotron": "NEMOTRON",
+    "ernie4_5": "ERNIE4_5",
+    "lfm2": "LFM2",
 }
 """The package's names, by those that Hugging Face has for types of models."""
-_SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+_SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,)} | {
+    **dict.fromkeys(("IQ4_XS", "IQ3_XXS", "IQ3_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S"), (0,)),
+    "NVFP4": (),
+}
 """Types that the package cannot make: where in a block the float16 are that everything is multiplied by."""
+
+
+_DEFAULTS: dict[str, tuple[float, float, float]] = {
+    "arcee": (1e-5, 1e4, 1.0),
+    "smollm3": (1e-6, 2e6, 1.0),
+    "olmo2": (1e-5, 1e4, 1.0),
+    "olmo3": (1e-5, 1e4, 1.0),
+    "glm4": (1.5625e-07, 1e4, 0.5),
+    "exaone4": (1e-5, 1e4, 1.0),
+    "hunyuan_v1_dense": (1e-5, 1e4, 1.0),
+    "cohere": (1e-5, 5e5, 1.0),
+    "stablelm": (1e-5, 1e4, 0.25),
+    "nemotron": (1e-5, 1e4, 0.5),
+    "ernie4_5": (1e-5, 5e5, 1.0),
+    "lfm2": (1e-5, 1e6, 1.0),
+    "mixtral": (1e-5, 1e6, 1.0),
+    "phi3": (1e-5, 1e4, 1.0),
+}
+"""What a config without them means: the epsilon of norms, the base of rotations, and the part of heads rotated."""
+_SAME = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale",
+    "conv_L_cache": "shortconv.l_cache",
+}
+"""Keys of an architecture that are those of a config under other names."""
 
 
 def of_kind(kind: str) -> Kinds:
@@ -57,6 +103,12 @@ def checkpoint(name: str, **settings: object) -> tuple[Config, Tensors]:
     case = dataclasses.replace(case, config={**case.config, **settings})
     config: Config = dict(case.config)
     found = tensors(case)
+    if config["model_type"] == "smollm3":
+        config["no_rope_layer_interval"] = 4
+    if config["model_type"] == "olmo3":
+        config["rope_parameters"]["full_attention"].pop("attention_factor")
+    if config["model_type"] == "lfm2":
+        config["conv_L_cache"] = 3
     if config["model_type"].startswith("gemma"):
         config["query_pre_attn_scalar"] = config["head_dim"]
     if config.get("mlp_only_layers"):
@@ -143,12 +195,13 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     names = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
     own: dict[str, Any] = dict(zip(names, sizes, strict=True))
     head_dim = config.get("head_dim", width // sizes[-1])
-    if kind in ("gpt2", "gpt_neox", "starcoder2"):
+    if kind in ("gpt2", "gpt_neox", "starcoder2", "cohere", "cohere2", "stablelm", "nemotron"):
         eps = next((config[key] for key in ("layer_norm_epsilon", "norm_epsilon") if key in config), 1e-5)
         own["attention.layer_norm_epsilon"] = eps
     else:
-        default = 1e-5 if kind in ("mixtral", "phi3") else 1e-6
+        default = _DEFAULTS.get(kind, (1e-6,))[0]
         own["attention.layer_norm_rms_epsilon"] = config.get("rms_norm_eps", default)
+    if kind not in ("gpt2", "gpt_neox", "starcoder2"):
         own |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     if kind not in ("gpt2", "gpt_neox"):
         own["attention.head_count_kv"] = config["num_key_value_heads"]
@@ -161,6 +214,16 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         own["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
     if config.get("use_sliding_window", True) and config.get("sliding_window"):
         own["attention.sliding_window"] = config["sliding_window"]
+    own |= {name: config[key] for key, name in _SAME.items() if key in config}
+    if kind in ("olmo3", "exaone4"):
+        own["attention.sliding_window_pattern"] = [name == "sliding_attention" for name in config["layer_types"]]
+    if kind == "stablelm":
+        own["use_parallel_residual"] = config.get("use_parallel_residual", True)
+    if kind == "lfm2":
+        heads = config["num_key_value_heads"]
+        own["attention.head_count_kv"] = [0 if name == "conv" else heads for name in config["layer_types"]]
+        inner, multiple = config["intermediate_size"] * 2 // 3, config["block_multiple_of"]
+        own["feed_forward_length"] = -(-inner // multiple) * multiple
     if kind == "gemma3_text":
         own["attention.sliding_window_pattern"] = config["layer_types"].index("full_attention") + 1
     if kind == "gemma2":
@@ -176,12 +239,14 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
     if config["model_type"] == "gpt2":
         return {}
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    default = 1e6 if config["model_type"] == "mixtral" else 10000.0
+    _, default, part = _DEFAULTS.get(config["model_type"], (0.0, 10000.0, 1.0))
     theta = config.get("rope_theta", config.get("rotary_emb_base", scaling.get("rope_theta", default)))
     if "full_attention" in scaling:
         scaling = scaling["full_attention"]
         theta = scaling["rope_theta"]
-    fraction = config.get("partial_rotary_factor", config.get("rotary_pct", 1.0))
+    fraction = config.get("partial_rotary_factor", config.get("rotary_pct", part))
+    if "alpha" in scaling:
+        theta *= scaling["alpha"] ** (head_dim / (head_dim - 2))
     keys: dict[str, Any] = {"rope.freq_base": float(theta), "rope.dimension_count": int(head_dim * fraction)}
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind in ("linear", "yarn"):
@@ -217,8 +282,9 @@ def _stored(config: Config, model: Tensors, architecture: gguf.MODEL_ARCH) -> di
     found: dict[str, tuple[np.ndarray, Undo]] = {}
     experts: dict[str, list[tuple[str, np.ndarray]]] = {}
     for name, tensor in model.items():
-        if ".experts." in name:
-            experts.setdefault(re.sub(r"experts\.\d+\.", "experts.", name), []).append((name, tensor))
+        if numbered := re.search(r"(experts\.|layernorm\.norms\.)\d+\.", name):
+            joint = name.replace(numbered[0], numbered[1].replace("norms.", ""))
+            experts.setdefault(joint, []).append((name, tensor))
             continue
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert mapped is not None, name
@@ -237,7 +303,7 @@ def _unstack(names: list[str]) -> Undo:
 def _changed(config: Mapping[str, Any], name: str, tensor: np.ndarray) -> tuple[np.ndarray, Undo]:
     kind = config["model_type"]
     heads = config.get("num_attention_heads", 0)
-    if kind in ("llama", "mistral", "mixtral") and re.search(r"[qk]_proj", name):
+    if kind in ("llama", "mistral", "mixtral", "arcee", "smollm3", "granite") and re.search(r"[qk]_proj", name):
         count = heads if "q_proj" in name else config["num_key_value_heads"]
         rows = tensor.reshape(count, 2, -1, *tensor.shape[1:])
         return rows.swapaxes(1, 2).reshape(tensor.shape), lambda stored: {
@@ -250,7 +316,9 @@ def _changed(config: Mapping[str, Any], name: str, tensor: np.ndarray) -> tuple[
         }
     if kind == "gpt2" and re.search(r"(c_attn|c_proj|c_fc)\.weight", name):
         return np.ascontiguousarray(tensor.T), lambda stored: {name: stored.T}
-    if kind.startswith("gemma") and name.endswith("norm.weight"):
+    if "conv.conv" in name:
+        return tensor[:, 0], lambda stored: {name: stored[:, None]}
+    if kind.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
         return tensor + 1, lambda stored: {name: stored - 1}
     if "shared_expert_gate" in name:
         return tensor[0], lambda stored: {name: stored[None]}

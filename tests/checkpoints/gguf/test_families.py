@@ -23,6 +23,8 @@ NAMES = (
     *("llama_mha", "llama_gqa_bias", "llama3_tied", "llama_linear", "mistral_window", "mistral_yarn", "mixtral"),
     *("qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "gemma2", "gemma3", "phi3", "phi3_long", "phi3_short"),
     *("gpt2", "gpt_neox", "gpt_neox_sequential", "starcoder2", "starcoder2_unbiased"),
+    *("arcee", "smollm3", "granite", "olmo2", "olmo3", "glm4", "seed_oss", "exaone4", "hunyuan_v1_dense", "cohere"),
+    *("cohere2", "stablelm", "stablelm_parallel", "nemotron", "ernie4_5", "lfm2"),
 )
 
 
@@ -58,7 +60,7 @@ def test_it_has_the_config_and_the_weights(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["llama3_tied", "gemma3", "phi3_long", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama3_tied", "gemma3", "phi3_long", "qwen3_moe", *NAMES[NAMES.index("arcee") :]])
 def test_it_has_the_logits(name: str, tmp_path: Path) -> None:
     got, want = (logits(path) for path in write_both(name, tmp_path))
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES, joint_form
+from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES, PACKED_TYPES, joint_form
 from jpaged.checkpoints.gguf.file import open_gguf
 from jpaged.checkpoints.hub import find_folder, read_config
 from jpaged.checkpoints.weights import load_params
@@ -88,6 +88,40 @@ def quantized(params: Params) -> list[QuantizedMatrix]:
     return [leaf for leaf in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(leaf)]
 
 
+@pytest.mark.parametrize("name", ["lfm2", "glm4"])
+def test_matrices_of_other_layouts_stay_quantized(name: str, tmp_path: Path) -> None:
+    config, tensors = checkpoint(name)
+    width = 96  # of the feed-forward, in whole blocks
+    config["intermediate_size"] = width * 3 // 2 if name == "lfm2" else width
+    tensors = {key: resized(tensor, width) for key, tensor in tensors.items()}
+    file = tmp_path / "model.gguf"
+    plain = write_gguf(
+        (config, tensors), file, lambda key, shape: of_kind("Q8_0")(key.replace("conv.conv", "norm"), shape)
+    )
+    model, params = load(file)
+    assert_same_weights(params, load(write_plain(config, plain, tmp_path / "plain"))[1])
+    assert len(quantized(params)) == {"lfm2": 5 * 4 + 1, "glm4": 3 * 4 + 2}[name]
+    packer = matmul.loaded().packer(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    found = load_params(model, file, "loop", pack_stored=LeafPacker(packer, model.config).pack_stored)
+    want = pack_params(params, model.config, packer)
+    jax.tree.map(np.testing.assert_array_equal, pack_params(found, model.config, packer), want)
+
+
+def resized(tensor: np.ndarray, width: int) -> np.ndarray:
+    """A matrix with its feed-forward axis, of 80 or 88 numbers, or twice 88, repeated up to a width."""
+    for axis, size in enumerate(tensor.shape):
+        if size in (80, 88, 2 * 88):
+            wanted = width * (2 if size == 2 * 88 else 1)
+            return np.take(tensor, np.arange(wanted) % size, axis)
+    return tensor
+
+
+def size(leaf: QuantizedMatrix) -> float:
+    """Bytes of a matrix; two int4 or float4 make a byte."""
+    others = [each.nbytes for each in (leaf.scales, leaf.zeros) if each is not None]
+    return leaf.values.size * (1 if leaf.values.dtype == np.int8 else 0.5) + sum(others)
+
+
 def assert_same_weights(params: Params, wanted: Params) -> None:
     weights = jax.tree.map(lambda leaf: dequantize(leaf) if is_quantized(leaf) else leaf, params, is_leaf=is_quantized)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), weights, wanted)
@@ -111,7 +145,7 @@ def test_a_type_has_the_weights_of_its_blocks(kind: str, tmp_path: Path) -> None
     assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), model.abstract_params("loop"))
 
 
-@pytest.mark.parametrize("kinds", [*map(of_kind, BLOCK_TYPES), mixed])
+@pytest.mark.parametrize("kinds", [*map(of_kind, PACKED_TYPES), mixed])
 def test_matrices_packed_from_the_file_have_the_bits_of_decoded_and_packed_ones(kinds: Kinds, tmp_path: Path) -> None:
     data = checkpoint("llama_mha", **{**WIDE, "num_hidden_layers": 1}, **HEADS)
     file = tmp_path / "model.gguf"
@@ -132,11 +166,79 @@ def test_matrices_packed_from_the_file_have_the_bits_of_decoded_and_packed_ones(
         (("Q5_0", "Q8_0"), MatrixFormat("int8", 32, has_half_scales=True)),
         (("Q4_0", "Q5_0"), MatrixFormat("int8", 32, num_bits=5, has_half_scales=True)),
         (("Q4_K", "Q6_K"), MatrixFormat("int8", 16, has_zeros=True, has_whole_zeros=False, num_bits=6)),
+        (("MXFP4", "MXFP4"), MatrixFormat("mxfp4", 32)),
+        (("MXFP4", "Q8_0"), MatrixFormat("int8", 32)),
+        (("IQ2_XS", "TQ2_0"), MatrixFormat("int8", 16)),
         (("Q4_0", "Q4_1"), MatrixFormat("int4", 32, has_zeros=True, has_whole_zeros=False, has_half_scales=True)),
     ],
 )
 def test_the_format_of_several_types_holds_the_numbers_of_all(kinds: tuple[str, ...], want: MatrixFormat) -> None:
     assert joint_form([BLOCK_TYPES[kind].form for kind in kinds]) == want
+
+
+def random_blocks(kind: str, num_blocks: int) -> np.ndarray:
+    """Blocks of random bytes, with finite scales."""
+    rng, block = np.random.default_rng(len(kind)), BLOCK_TYPES[kind]
+    blocks = rng.integers(0, 256, (num_blocks, block.num_bytes), np.uint8)
+    scales = rng.uniform(0.5e-3, 2e-3, (num_blocks, 1)).astype(np.float16)
+    for at in block.halves or ():
+        blocks[:, at : at + 2] = scales.view(np.uint8)
+    if kind == "IQ1_M":
+        words = blocks[:, 48:].copy().view(np.uint16)
+        quarters = scales.view(np.uint16) >> np.arange(0, 16, 4, dtype=np.uint16) & 15
+        blocks[:, 48:] = (words & 0xFFF | quarters << 12).view(np.uint8)
+    return blocks
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_blocks_have_the_weights_of_the_package(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jpaged.checkpoints.gguf.blocks._STRIP_BLOCKS", 10)
+    block, data = BLOCK_TYPES[kind], random_blocks(kind, 48).reshape(6, -1)
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] == (block.size, block.num_bytes)
+    want = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind]).astype(np.float32)
+    matrix = block.matrix(data, block.form)
+    assert block.is_finite(data)
+    assert (matrix.values.dtype, matrix.group_size) == (block.form.dtype, block.form.group_size)
+    assert np.abs(matrix.values.astype(np.float32)).max() <= block.form.largest + 1
+    if block.form.has_zeros:
+        np.testing.assert_allclose(matrix.weights(), want, rtol=1e-6, atol=np.abs(want).max() * 2e-7)
+    else:
+        np.testing.assert_array_equal(matrix.weights(), want)
+
+
+def test_a_scale_in_parts_that_is_not_finite_is_found() -> None:
+    blocks = random_blocks("IQ1_M", 4)
+    words = blocks[:, 48:].view(np.uint16)
+    words[2] = words[2] & 0xFFF | (np.float16(np.inf).view(np.uint16) >> np.arange(0, 16, 4) & 15) << 12
+    blocks[:, 48:] = words.view(np.uint8)
+    assert BLOCK_TYPES["IQ1_M"].is_finite(blocks[:2])
+    assert not BLOCK_TYPES["IQ1_M"].is_finite(blocks)
+
+
+def few_bits(name: str, shape: tuple[int, ...]) -> str:
+    """A type of few bits for each matrix of a layer; queries, keys and values have several."""
+    kinds = {"attn_q": "IQ2_XS", "attn_k": "Q2_K", "attn_v": "Q4_K", "attn_output": "IQ3_S", "ffn_gate": "MXFP4"}
+    kinds |= {"ffn_up": "MXFP4", "ffn_down": "TQ2_0", "output": "Q3_K", "token_embd": "IQ4_NL"}
+    return kinds[name.removeprefix("blk.0.").removesuffix(".weight")] if len(shape) > 1 else "F32"
+
+
+def test_types_of_few_bits_become_wider_ones_at_a_logged_cost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, tensors = checkpoint("llama_mha", **{**WIDE, "num_hidden_layers": 1}, **HEADS)
+    file = tmp_path / "model.gguf"
+    plain = write_gguf((config, tensors), file, few_bits)
+    with caplog.at_level("INFO", "jpaged.checkpoints.weights"):
+        model, params = load(file)
+    assert_same_weights(params, load(write_plain(config, plain, tmp_path / "plain"))[1])
+    (line,) = [record.getMessage() for record in caplog.records if "no kernel" in record.getMessage()]
+    assert f"{file}: IQ2_XS, IQ3_S, IQ4_NL, MXFP4, Q2_K, Q3_K, TQ2_0: " in line
+    qkv = params["layers"][0]["attention"]["qkv"]["kernel"]
+    num_bytes = sum(map(size, quantized(params))) - size(qkv) * HEADS["num_key_value_heads"] / 8  # values are Q4_K
+    assert f" take up to {num_bytes / 2**20:.1f} MiB in memory" in line
+    packer = matmul.loaded().packer(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    stored = LeafPacker(packer, model.config).pack_stored
+    packed = load_params(model, file, "loop", pack_stored=stored)
+    want = pack_params(params, model.config, packer)
+    jax.tree.map(np.testing.assert_array_equal, pack_params(packed, model.config, packer), want)
 
 
 @pytest.mark.parametrize("kind", HALVES)
@@ -237,7 +339,7 @@ def test_a_model_in_two_parts_computes_the_same(kinds: Kinds, tmp_path: Path) ->
     assert_same_logits((where.model, halves), (model, params))
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "IQ4_NL", "TQ2_0"])
+@pytest.mark.parametrize("kind", ["NVFP4"])
 def test_another_type_is_refused_with_the_name_of_its_tensor(kind: str, tmp_path: Path) -> None:
     model = checkpoint("llama_mha", **WIDE, **HEADS)
     file = tmp_path / "model.gguf"

@@ -254,6 +254,29 @@ def compressed_mxfp4(weight: np.ndarray, rng: np.random.Generator) -> Written:
     return parts, E2M1[codes] * spread(np.exp2(exponents[..., 0]), weight.shape[1])
 
 
+def compressed_nvfp4(weight: np.ndarray, rng: np.random.Generator) -> Written:
+    groups = by_group(weight, 16)
+    whole = np.float32(448 * 6 / np.abs(weight).max())
+    scales = (np.abs(groups).max(-1) / 6 * whole).astype(ml_dtypes.float8_e4m3fn)
+    each = spread(scales.astype(np.float32) / whole, weight.shape[1])
+    codes = np.abs((weight / each)[..., None] - E2M1).argmin(-1).astype(np.uint8)
+    parts = {
+        ".weight_packed": codes[:, 0::2] | (codes[:, 1::2] << 4),
+        ".weight_scale": scales,
+        ".weight_global_scale": np.array([whole], np.float32),
+        ".input_global_scale": np.array([rng.uniform(20, 30)], np.float32),
+    }
+    return parts, E2M1[codes] * each
+
+
+def compressed_mxfp8(weight: np.ndarray, rng: np.random.Generator) -> Written:
+    exponents = np.floor(np.log2(np.abs(by_group(weight, 32)).max(-1))) - 8
+    each = spread(np.exp2(exponents), weight.shape[1])
+    numbers = np.clip(weight / each, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    parts = {".weight": numbers, ".weight_scale": (exponents + 127).astype(np.uint8)}
+    return parts, numbers.astype(np.float32) * each
+
+
 def compressed_config(
     written: str, weights: Mapping[str, object], inputs: object = None, **more: object
 ) -> dict[str, object]:
@@ -413,6 +436,21 @@ LAYOUTS = [
         "mxfp4",
         compressed_config("mxfp4-pack-quantized", {**_int(4, "group", group_size=32), "type": "float"}),
         compressed_mxfp4,
+        cuts_nothing=True,
+    ),
+    LayoutCase(
+        "nvfp4",
+        compressed_config(
+            "nvfp4-pack-quantized",
+            {**_int(4, "tensor_group", group_size=16), "type": "float", "scale_dtype": "torch.float8_e4m3fn"},
+            {**_int(4, "tensor_group", group_size=16, dynamic="local"), "type": "float"},
+        ),
+        compressed_nvfp4,
+    ),
+    LayoutCase(
+        "mxfp8",
+        compressed_config("mxfp8-quantized", _float("group", group_size=32, scale_dtype="torch.uint8")),
+        compressed_mxfp8,
         cuts_nothing=True,
     ),
 ]

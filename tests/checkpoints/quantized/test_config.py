@@ -7,11 +7,13 @@ from collections.abc import Mapping
 import pytest
 
 from jpaged.checkpoints.hub import find_scheme
+from jpaged.checkpoints.quantized.compressed_tensors import CompressedTensors
 from jpaged.errors import InvalidArgument, Unsupported
 from tests.checkpoints.quantized.layouts import LAYOUTS, compressed_config
 
 CONFIGS = {layout.name: layout.config for layout in LAYOUTS}
 WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel"}
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 ROWS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 AUTO_ROUND = {
     "bits": 4,
@@ -62,6 +64,12 @@ REFUSED = [
     ({**CONFIGS["deepseek_fp8"], "weight_block_size": [128]}, InvalidArgument, "the size of blocks is"),
     ({**CONFIGS["deepseek_fp8"], "activation_scheme": "static"}, Unsupported, "activation_scheme is 'static'"),
     (compressed_config("marlin-24", WEIGHTS), Unsupported, "format 'marlin-24'"),
+    (
+        compressed_config("nvfp4-pack-quantized", NVFP4 | {"group_size": 32}),
+        Unsupported,
+        "nvfp4-pack-quantized requires 16",
+    ),
+    (compressed_config("nvfp4-pack-quantized", NVFP4, {"num_bits": 8, "type": "float"}), Unsupported, "num_bits is 8"),
     (compressed_config("pack-quantized", {**WEIGHTS, "num_bits": 3}), Unsupported, "int3"),
     (compressed_config("int-quantized", {**WEIGHTS, "actorder": "random"}), Unsupported, "actorder is 'random'"),
     (compressed_config("int-quantized", {**WEIGHTS, "strategy": "block"}), Unsupported, "strategy is 'block'"),
@@ -239,3 +247,11 @@ def test_modules_have_the_format_of_the_first_rule_that_finds_them() -> None:
     down = scheme.quantization.get_format("model.layers.0.mlp.down_proj")
     assert down is not None and down.values == "int4"
     assert find_scheme({"architectures": ["LlamaForCausalLM"]}) is None
+
+
+@pytest.mark.parametrize(("written", "weights"), [("nvfp4-pack-quantized", NVFP4), ("int-quantized", WEIGHTS)])
+def test_a_format_that_takes_more_memory_than_in_the_file_states_it(written: str, weights: dict[str, object]) -> None:
+    scheme = find_scheme({"quantization_config": compressed_config(written, weights)})
+    assert isinstance(scheme, CompressedTensors)
+    cost = scheme.widening()
+    assert cost is None if weights is WEIGHTS else str(cost).startswith("nvfp4-pack-quantized: 4.5 bits per weight")

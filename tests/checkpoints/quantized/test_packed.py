@@ -15,7 +15,7 @@ from jpaged.kernels import matmul
 from tests.checkpoints.quantized.layouts import LAYOUTS, write_quantized
 from tests.checkpoints.quantized.test_layouts import case_of, logits, model_of, write_plain
 
-NAMES = ("gptq_desc_act", "awq", "w8a8", "w8a8_static", "w4a16_asymmetric", "deepseek_fp8", "mxfp4")
+NAMES = ("gptq_desc_act", "awq", "w8a8", "w8a8_static", "w4a16_asymmetric", "deepseek_fp8", "mxfp4", "nvfp4")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -50,6 +50,7 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
         ("gptq_desc_act", ".g_idx", -1, "g_idx has groups from -1 to"),
         ("w4a16_actorder", ".weight_g_idx", 99, "weight_g_idx has groups from 0 to 99; there are"),
         ("w4a16_actorder", ".weight_g_idx", -2, "weight_g_idx has groups from -2 to"),
+        ("nvfp4", ".weight_global_scale", 0, "weight_global_scale is 0; it must be above 0"),
         ("mxfp4", ".weight_scale", 255, "weight_scale has 1 exponents of 255, which encode no number"),
     ],
 )

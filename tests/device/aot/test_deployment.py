@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig, SchedulerOptions, StartupOptions
@@ -18,10 +19,11 @@ from jpaged.device.compilation.program_registry import NUM_BACKGROUND_THREADS, N
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import build_mesh
 from jpaged.errors import InvalidArgument
-from jpaged.models.hf_config import head_from_hf
+from jpaged.models.hf_config import from_hf, head_from_hf
 from jpaged.models.model import Model
 from tests.device import tiny_model
 from tests.models.eagle_heads import HeadSizes
+from tests.models.tiny import tiny_case
 
 MIB = 1 << 20
 
@@ -34,6 +36,7 @@ def deployment(
     save: Path | None = None,
     scheduler: SchedulerOptions = tiny_model.OPTIONS.scheduler,
     draft: Model | None = None,
+    model: Model | None = None,
     **cache: Any,
 ) -> PlannedDeployment:
     cache = {"num_blocks": None, "memory_utilization": 1.0, "swap_space": 0.0, **cache}
@@ -42,7 +45,7 @@ def deployment(
     )
     mesh = build_mesh(jax.devices()[:num_devices])
     return compile_deployment(
-        Models(tiny_model.model(), draft),
+        Models(model or tiny_model.model(), draft),
         options,
         mesh,
         hbm_bytes,
@@ -161,6 +164,14 @@ def test_a_head_is_planned_and_saved_with_its_model(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_not_saved(tmp_path: Path) -> None:
     assert not deployment(64 * MIB, save=tmp_path / "programs", num_blocks=100_000).fits
     assert not (tmp_path / "programs").exists()
+
+
+def test_programs_that_no_server_would_load_are_not_compiled(tmp_path: Path) -> None:
+    stateful = Model(from_hf(tiny_case("lfm2").config), np.dtype(np.float32))
+    with pytest.raises(
+        InvalidArgument, match=r"--save: .* Lfm2ForCausalLM has recurrent state, whose programs no server"
+    ):
+        deployment(64 * MIB, save=tmp_path / "programs", model=stateful)
 
 
 def test_weights_that_are_too_large_are_known_before_anything_is_compiled() -> None:

@@ -50,7 +50,7 @@ NUM_TOKENS = 6
 class Served:
     """An executor, a driver of it, and its adapters in files."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, adapters: tuple[TinyAdapter, ...] = ADAPTERS, **options: Any) -> None:
         chosen = EngineConfig.load({**OPTIONS, **options})
         where = MeshPlacement.of(MODEL, serving_mesh(chosen.parallel.tensor_parallel_size))
         params = load_params(
@@ -63,8 +63,16 @@ class Served:
         with programs_on_demand():
             self.executor = JaxExecutor.create(MODEL, params, chosen, mesh=where.mesh)
             self.executor.warm_up(tiny_model.quiet)
-        read = AdapterReader(MODEL, where.layer_mode, where.num_parts, 5)
-        self.adapters = [read(adapter.write(folder / adapter.name)) for adapter in ADAPTERS]
+        read = AdapterReader(
+            MODEL,
+            where.layer_mode,
+            where.num_parts,
+            5,
+            has_vectors=chosen.lora.enable_dora,
+            has_output=chosen.lora.enable_lm_head_lora,
+            checkpoint=folder / "base",
+        )
+        self.adapters = [read(adapter.write(folder / adapter.name)) for adapter in adapters]
         self.driver = Driver(self.executor)
 
     def sequence(self, slot: int) -> Sequence:
@@ -166,4 +174,36 @@ def test_a_slot_that_is_not_there_is_refused(served: Served) -> None:
 def test_xla_and_several_devices_give_the_same_tokens(folder: Path, options: dict[str, Any]) -> None:
     served = Served(folder / str(options), **options)
     check_mixed(served, folder)
+    served.executor.shutdown()
+
+
+FORMS = (
+    TinyAdapter(CASE, "dora and lm_head", settings={"use_dora": True}, has_output=True),
+    TinyAdapter(CASE, "biases", 5, 2.0, "q_proj|down_proj", {"bias": "all", "lora_bias": True}),
+)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"linear_backend": "xla"}, {"tensor_parallel_size": 2}], ids=["packed", "xla", "tp2"]
+)
+@pytest.mark.long
+def test_other_forms_run_next_to_each_other_and_the_base(tmp_path: Path, options: dict[str, Any]) -> None:
+    served = Served(tmp_path, FORMS, enable_dora=True, enable_lm_head_lora=True, **options)
+    for slot, adapter in enumerate(served.adapters, 1):
+        served.executor.load_adapter(slot, adapter)
+    prompt, folders = CASE.prompt()[:6], [tmp_path / "base"]
+    folders += [adapter.write_merged(tmp_path / f"{adapter.name}-merged") for adapter in FORMS]
+    want = [dense.greedy(MODEL, load_params(MODEL, one, "loop"), prompt, NUM_TOKENS) for one in folders]
+    assert len(set(map(tuple, want))) == len(want), "they differ"
+    slots, driver = (2, 0, 1, 2), served.driver
+    sequences = [served.sequence(slot) for slot in slots]
+    for _ in range(2):
+        served.step(sequences)
+    rows = [Row(each, 1) for each in sequences]
+    ends = np.full((driver.geometry.buckets.num_rows(len(rows)), BANNED_WIDTH), -1, np.int32)
+    inputs, sampling = driver.inputs(rows), driver.sampling(rows, detail=Detail.TOKENS)
+    outputs = served.executor.collect(served.executor.decode(inputs, sampling, ends, NUM_TOKENS - 2))
+    for row, (sequence, slot) in enumerate(zip(sequences, slots, strict=True)):
+        assert [*sequence.tokens[6:], *outputs.token_ids_rn[row, : NUM_TOKENS - 2].tolist()] == want[slot]
+        driver.release(sequence)
     served.executor.shutdown()

@@ -25,6 +25,7 @@ from tests.device.driver import Driver, Row, Sequence
 from tests.device.speculative.eagle_rig import HEAD, LLAMA, SIZES, Served, likely_head, serve
 from tests.device.speculative.test_rounds import NO_IDS, NUM_TOKENS, PROMPTS, one_by_one, speculate
 from tests.models.eagle_heads import random_head, write
+from tests.models.tiny import tiny_case
 
 SPECULATION = f'{{"method": "eagle3", "model": "head", "num_speculative_tokens": {NUM_TOKENS}}}'
 OPTIONS = tiny_model.OPTIONS.replace(
@@ -250,6 +251,17 @@ def test_a_head_that_does_not_go_with_the_model_is_refused_by_name(config: dict[
     model = Model(from_hf(LLAMA), np.dtype(np.float32))
     with pytest.raises(InvalidArgument, match=problem) as raised:
         sized_step(model, OPTIONS, "loop", 8, serving_mesh(1), Model(stored, model.dtype))
+    assert raised.value.field == "speculative_config.model"
+
+
+def test_a_draft_model_with_recurrent_state_is_refused_by_name() -> None:
+    model, lfm2 = Model(from_hf(LLAMA), np.dtype(np.float32)), tiny_case("lfm2").config
+    draft = Model(from_hf({**lfm2, "vocab_size": LLAMA["vocab_size"]}), np.dtype(np.float32))
+    options = OPTIONS.replace(
+        speculative_config='{"method": "draft_model", "model": "lfm2", "num_speculative_tokens": 2}'
+    )
+    with pytest.raises(InvalidArgument, match="Lfm2ForCausalLM has recurrent state, which draft models") as raised:
+        sized_step(model, options, "loop", 8, serving_mesh(1), draft)
     assert raised.value.field == "speculative_config.model"
 
 

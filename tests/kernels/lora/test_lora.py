@@ -138,3 +138,51 @@ def test_packed_products_add_it_to_the_sums_of_rows_that_have_one(num_parts: int
     np.testing.assert_allclose(np.asarray(got[:13], np.float64), want[:13], rtol=rtol, atol=1e-3)
     without = run.multiply(x, packed, jnp.int32(13), bias=bias, residual=residual)
     assert np.asarray(got)[slots == 0].tobytes() == np.asarray(without)[slots == 0].tobytes()
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "wide"])
+def test_products_are_scaled_and_shifted_by_the_vectors_of_each_row_alone(name: str) -> None:
+    out, num_groups, of_part = SHAPES[name]
+    vectors = tuple(numbers((3, 2, width), "float32", 5 + i) for i, width in enumerate(of_part))
+    matrix = dataclasses.replace(matrix_of(name, "float32"), vectors=vectors)
+    slots = np.asarray([0, 3, 1, 3, 0, 2], np.int32)
+    y = numbers((len(slots), *out), "float32", 7)
+    got = np.asarray(jax.jit(lora.scaled)(y, jnp.asarray(slots), matrix))
+    joined = np.asarray(lora.joined_vectors(matrix))
+    for row, slot in enumerate(slots):
+        alone = np.asarray(y[row]).reshape(-1)
+        parts = [np.asarray(part[slot - 1], np.float32).reshape(2, num_groups, -1) for part in vectors]
+        scales, shifts = np.concatenate(parts, axis=2).reshape(2, -1)
+        if slot:
+            np.testing.assert_array_equal(joined[slot - 1], [scales, shifts])
+            alone = alone * (1 + scales) + shifts
+        np.testing.assert_allclose(got[row].reshape(-1), alone, rtol=1e-5, atol=1e-5)
+    assert got[slots == 0].tobytes() == np.asarray(y)[slots == 0].tobytes()
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_packed_products_scale_and_shift_the_sums_of_rows_with_vectors(num_parts: int) -> None:
+    width, inner = 90, 45
+    shape = (width, 2, inner) if num_parts == 2 else (width, inner)
+    run, weights, x = matmul.loaded(), numbers(shape, "float32", 1), numbers((14, width), "float32")
+    packed = run.packer(SingleDeviceSharding(jax.devices()[0])).pack(weights, num_parts=num_parts)
+    sums, vectors = numbers((14, num_parts * inner), "float32", 2), numbers((2, 2, num_parts * inner), "float32", 3)
+    slots, bias = np.asarray([0, 1, 2, 2, 1, 0, 2] * 2, np.int32), numbers(shape[1:], "float32", 3)
+
+    def multiply(rows: slice) -> np.ndarray:
+        delta = matmul.RowDelta(sums[rows], jnp.asarray(slots[rows]), vectors)
+        return np.asarray(run.multiply(x[rows], packed, jnp.int32(len(slots[rows])), bias=bias, delta=delta))
+
+    got = multiply(slice(None))
+    want = np.asarray(x, np.float64) @ np.asarray(weights, np.float64).reshape(width, -1)
+    scales, shifts = (np.asarray(vectors, np.float64)[np.maximum(slots - 1, 0), row] for row in range(2))
+    want += np.where(slots[:, None] > 0, want * scales + shifts + np.asarray(sums), 0)
+    want += np.asarray(bias, np.float64).reshape(-1)
+    if num_parts == 2:
+        want = want[:, :inner] / (1 + np.exp(-want[:, :inner])) * want[:, inner:]
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+    for row in (2, 6):
+        assert multiply(slice(row, row + 1)).tobytes() == got[row].tobytes()
+    wrong = matmul.RowDelta(sums, jnp.asarray(slots), vectors[:, :1])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="scales and shifts of adapters do not fit the sums"):
+        run.multiply(x, packed, jnp.int32(14), delta=wrong)

@@ -95,6 +95,7 @@ struct Operands {
   AnyBuffer scales, zeros, order, step;  // of a quantized matrix
   AnyBuffer delta;                       // added to the sums of rows with an adapter
   Ints32 adapters;
+  AnyBuffer vectors;  // of adapters: scales and shifts of the sums
 };
 
 Quantised quantised_of(const Operands& o, const Attributes& a) {
@@ -175,22 +176,38 @@ const char* contradiction(const Operands& o, const AnyBuffer& y, const Attribute
                             static_cast<int64_t>(o.adapters.element_count()) != x[0])) {
     return "what adapters add does not fit the rows";
   }
+  const int64_t num_sums = parts * out[1];
+  if (count_of(o.vectors) && (!count_of(o.delta) || o.vectors.element_type() != ffi::F32 ||
+                              o.vectors.dimensions().size() != 3 || o.vectors.dimensions()[1] != 2 ||
+                              o.vectors.dimensions()[2] != num_sums)) {
+    return "scales and shifts of adapters do not fit the sums";
+  }
   return nullptr;
 }
 
-// Deltas of adapters, added to the sums first, or null: [T, N], with adjacent parts.
+// Deltas of adapters, added to the sums first, or null: [T, N], with adjacent parts. Vectors, or null: for each slot N
+// scales less 1, by which the sums are multiplied before that, and N shifts.
 struct Delta {
   const float* sums;
   const int32_t* adapters;  // of each row; 0 is none
   int64_t num_columns, num_parts;
+  const float* vectors;
+  int64_t num_slots;
 
   void add(int64_t row, int64_t count, int64_t part, int64_t column, float* tile) const {
     if (!sums) return;
     const int64_t width = std::min(kColumns, num_columns - column);
     for (int64_t r = 0; r < count; ++r) {
-      if (adapters[row + r] <= 0) continue;
+      const int32_t slot = adapters[row + r];
+      if (slot <= 0) continue;
       const float* from = sums + ((row + r) * num_parts + part) * num_columns + column;
-      for (int64_t c = 0; c < width; ++c) tile[r * kColumns + c] += from[c];
+      float* to = tile + r * kColumns;
+      if (vectors && slot <= num_slots) {
+        const float* scales = vectors + (2 * (slot - 1) * num_parts + part) * num_columns + column;
+        const float* shifts = scales + num_parts * num_columns;
+        for (int64_t c = 0; c < width; ++c) to[c] += to[c] * scales[c] + shifts[c];
+      }
+      for (int64_t c = 0; c < width; ++c) to[c] += from[c];
     }
   }
 };
@@ -281,9 +298,9 @@ void multiply_quantised(ffi::ThreadPool& pool, const Core& core, const Before& b
 
 ffi::Error multiply(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer matrix, Ints32 num_rows, AnyBuffer scale,
                     AnyBuffer norm_bias, AnyBuffer bias, AnyBuffer residual, AnyBuffer scales, AnyBuffer zeros,
-                    AnyBuffer order, AnyBuffer step, AnyBuffer delta, Ints32 adapters, ffi::Result<AnyBuffer> y,
-                    Attributes a) {
-  const Operands o{x, matrix, num_rows, scale, norm_bias, bias, residual, scales, zeros, order, step, delta, adapters};
+                    AnyBuffer order, AnyBuffer step, AnyBuffer delta, Ints32 adapters, AnyBuffer vectors,
+                    ffi::Result<AnyBuffer> y, Attributes a) {
+  const Operands o{x, matrix, num_rows, scale, norm_bias, bias, residual, scales, zeros, order, step, delta, adapters, vectors};
   if (const char* reason = contradiction(o, *y, a)) return ffi::Error::InvalidArgument(reason);
   const int64_t num_tokens = x.dimensions()[0], depth = x.dimensions()[1], num_columns = y->dimensions()[1];
   const int64_t rows_in_use = std::clamp<int64_t>(num_rows.typed_data()[0], 0, num_tokens);
@@ -303,7 +320,8 @@ ffi::Error multiply(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer matrix, Ints32 
                       depth, static_cast<Rounding>(a.rounding), static_cast<const float*>(or_null(step)),
                       static_cast<const int32_t*>(or_null(order))};
   const Tiles tiles{rows_in_use, num_blocks, work > kLeastShared ? count_threads(pool, a.max_threads) : 1, 0,
-                    {static_cast<const float*>(or_null(delta)), adapters.typed_data(), num_columns, parts}};
+                    {static_cast<const float*>(or_null(delta)), adapters.typed_data(), num_columns, parts,
+                     static_cast<const float*>(or_null(vectors)), count_of(vectors) ? vectors.dimensions()[0] : 0}};
   if (is_quantised) {
     multiply_quantised(pool, core, before, after, tiles, quantised_of(o, a), x.untyped_data());
   } else {
@@ -474,6 +492,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_multiply, jpaged::product::multiply,
                                   .Arg<AnyBuffer>()  // step of its rows
                                   .Arg<AnyBuffer>()  // deltas of adapters
                                   .Arg<Ints32>()     // adapter of each row
+                                  .Arg<AnyBuffer>()  // scales and shifts of adapters
                                   .Ret<AnyBuffer>()
                                   .Attrs<jpaged::product::Attributes>());
 
