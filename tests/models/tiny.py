@@ -170,7 +170,12 @@ def _variants() -> list[TinyCase]:
     delta |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "mlp_only_layers": [1]}
     delta |= {"shared_expert_intermediate_size": 48}
     local: dict[str, object] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    hybrid = {**granite, "attention_multiplier": 0.3, "num_hidden_layers": 4, "shared_intermediate_size": 48}
+    hybrid: dict[str, object] = {
+        **granite,
+        "attention_multiplier": 0.3,
+        "num_hidden_layers": 4,
+        "shared_intermediate_size": 48,
+    }
     hybrid |= {"layer_types": ["mamba", "attention", "mamba", "mamba"], "mamba_n_heads": 8, "mamba_d_state": 16}
     dense = {**hybrid, "num_local_experts": 0, "mamba_n_groups": 2, "mamba_conv_bias": False}
     dense |= {"position_embedding_type": "rope", "layer_types": ["mamba", "mamba", "attention", "mamba"]}
