@@ -1,4 +1,4 @@
-"""Recurrent layers over packed rows: states, the short convolution, and the gated delta rule. XLA is the reference.
+"""Recurrent layers over packed rows: states, short convolutions, the delta rule and Mamba-2. XLA is the reference.
 
 A sequence has a slot in each array of states, `[L, N, ...]`, and slot 0 is for padding. A step reads the state of each
 row from one slot and writes it to another. So a fork costs no copy: the first step reads the parent's slot.
@@ -14,7 +14,7 @@ All rows are read before the first one is written, so one row may take over the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,40 +157,79 @@ def gated_delta_rule(
 
         S = decay * S;  S = S + strength * k (v - k S);  o = q S
 
-    The first token of every row is computed for all rows at once, and later ones in a loop, in packed order. Both do
-    the same operations on a row, so that its bits do not depend on other rows, nor on where a prompt is cut.
+    Tokens are computed in a loop, in packed order. Each has the same operations on arrays of the same shapes, so that
+    bits do not depend on other rows, nor on where a prompt is cut. XLA sums in another order for several rows at once.
 
     Args:
         q_tkd, k_tkd: float32 `[T, K, D]`; each key head is that of H / K consecutive value heads.
         state_shdv: float32 `[S, H, D, V]`.
     """
-    num_tokens, group = len(q_tkd), v_thv.shape[1] // q_tkd.shape[1]
+    group = v_thv.shape[1] // q_tkd.shape[1]
     q_thd, k_thd = (jnp.repeat(x, group, axis=1) for x in (q_tkd, k_tkd))
-    inputs = q_thd, k_thd, v_thv, decays_th, strengths_th
-    lens_s, starts_s, end = rows.lens_s, rows.starts_s1[:-1], rows.starts_s1[-1]
-    first_s = jnp.minimum(starts_s, num_tokens - 1)
-    o_shv, next_shdv = _delta_step(state_shdv, *(x[first_s] for x in inputs))
-    state_shdv = jnp.where((lens_s > 0)[:, None, None, None], next_shdv, state_shdv)
-    o_thv = jnp.zeros(v_thv.shape, jnp.float32)
-    o_thv = o_thv.at[jnp.where(lens_s > 0, starts_s, num_tokens)].set(o_shv, mode="drop")
-    is_later_t = (rows.offsets_t > 0) & (jnp.arange(num_tokens) < end)
-    (later_t,) = jnp.nonzero(is_later_t, size=num_tokens, fill_value=0)
+    return _scan_rows(_delta_step, (q_thd, k_thd, v_thv, decays_th, strengths_th), v_thv.shape, state_shdv, rows)
 
-    def run(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        o_thv, state_shdv = carry
-        token = later_t[index]
+
+def selective_scan(
+    x_thp: jax.Array,
+    b_tgn: jax.Array,
+    c_tgn: jax.Array,
+    steps_th: jax.Array,
+    decays_th: jax.Array,
+    state_shnp: jax.Array,
+    rows: RecurrentRows,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the outputs of Mamba-2 for each row, float32 `[T, H, P]`, and the states after the step.
+
+    For each token and head (Dao and Gu 2024, arXiv 2405.21060):
+
+        S = decay * S + b (step * x);  y = c S
+
+    Bits depend on nothing that those of `gated_delta_rule` do not depend on.
+
+    Args:
+        b_tgn, c_tgn: float32 `[T, G, N]`; each group is that of H / G consecutive heads.
+        state_shnp: float32 `[S, H, N, P]`.
+    """
+    group = x_thp.shape[1] // b_tgn.shape[1]
+    b_thn, c_thn = (jnp.repeat(x, group, axis=1) for x in (b_tgn, c_tgn))
+    return _scan_rows(_ssm_step, (x_thp, b_thn, c_thn, steps_th, decays_th), x_thp.shape, state_shnp, rows)
+
+
+def _scan_rows(
+    step: Callable[..., tuple[jax.Array, jax.Array]],
+    inputs: tuple[jax.Array, ...],
+    shape: tuple[int, ...],
+    states: jax.Array,
+    rows: RecurrentRows,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the outputs of a shape, and the states after all tokens; see `gated_delta_rule`.
+
+    Args:
+        step: maps (state, *inputs) of a token to (outputs, state).
+    """
+
+    def run(token: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        outputs, states = carry
         row = rows.rows_t[token]
-        o_hv, next_hdv = _delta_step(state_shdv[row], *(x[token] for x in inputs))
-        return o_thv.at[token].set(o_hv), state_shdv.at[row].set(next_hdv)
+        output, state = step(states[row], *(x[token] for x in inputs))
+        return outputs.at[token].set(output), states.at[row].set(state)
 
-    return jax.lax.fori_loop(0, jnp.sum(is_later_t, dtype=jnp.int32), run, (o_thv, state_shdv))
+    return jax.lax.fori_loop(0, rows.starts_s1[-1], run, (jnp.zeros(shape, jnp.float32), states))
+
+
+def _ssm_step(
+    state: jax.Array, x: jax.Array, b: jax.Array, c: jax.Array, step: jax.Array, decay: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the outputs `[H, P]` of a token, and the state `[H, N, P]` after it."""
+    state = state * decay[:, None, None] + b[:, :, None] * (x * step[:, None])[:, None, :]
+    return jnp.sum(state * c[:, :, None], axis=1), state
 
 
 def _delta_step(
     state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, strength: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the outputs `[..., H, V]` of one token in each row, and the states `[..., H, D, V]` after it."""
-    state = state * decay[..., None, None]
-    known = jnp.sum(state * k[..., None], axis=-2)
-    state = state + k[..., None] * ((v - known) * strength[..., None])[..., None, :]
-    return jnp.sum(state * q[..., None], axis=-2), state
+    """Return the outputs `[H, V]` of a token, and the state `[H, D, V]` after it."""
+    state = state * decay[:, None, None]
+    known = jnp.sum(state * k[:, :, None], axis=1)
+    state = state + k[:, :, None] * ((v - known) * strength[:, None])[:, None, :]
+    return jnp.sum(state * q[:, :, None], axis=1), state

@@ -11,11 +11,11 @@ from jpaged.models.families import (
     deepseek,
     falcon,
     gemma,
-    gpt2,
-    gpt_neox,
+    gpt,
     gpt_oss,
     lfm2,
     llama,
+    mamba,
     opt,
     phi3,
     qwen_moe,
@@ -26,7 +26,7 @@ from jpaged.models.family import AnyFamily
 
 _FAMILIES = (
     *(llama, qwen_moe, gpt_oss, deepseek, gemma, phi3),
-    *(gpt2, gpt_neox, falcon, opt, lfm2, qwen_next, variants),
+    *(gpt, falcon, opt, lfm2, qwen_next, mamba, variants),
 )
 
 ARCHITECTURES: Mapping[str, AnyFamily] = {

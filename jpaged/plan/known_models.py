@@ -216,6 +216,59 @@ def _lfm2(size: str, width: int, inner: int, num_heads: int) -> KnownModel:
     )
 
 
+_LFM2_MOE = decoder(
+    "lfm2-8b-a1b",
+    "LiquidAI/LFM2-8B-A1B",
+    FamilyShape(24, 2048, 7168, 32, 8),
+    architectures=["Lfm2MoeForCausalLM"],
+    model_type="lfm2_moe",
+    vocab_size=65536,
+    max_position_embeddings=128000,
+    moe_intermediate_size=1792,
+    num_dense_layers=2,
+    num_experts=32,
+    num_experts_per_tok=4,
+    use_expert_bias=True,
+    norm_topk_prob=True,
+    routed_scaling_factor=1.0,
+    norm_eps=1e-5,
+    rope_theta=1000000.0,
+    conv_L_cache=3,
+    conv_bias=False,
+    layer_types=["full_attention" if index in (2, 6, 10, 14, 18, 21) else "conv" for index in range(24)],
+    tie_word_embeddings=True,
+    bos_token_id=1,
+    eos_token_id=7,
+    torch_dtype="bfloat16",
+)
+
+
+def _granite4(size: str, shape: FamilyShape, attending: tuple[int, ...], **settings: object) -> KnownModel:
+    types = ["attention" if index in attending else "mamba" for index in range(shape.num_layers)]
+    fields: dict[str, object] = {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "vocab_size": 100352,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000,
+        "position_embedding_type": "nope",
+        "normalization_function": "rmsnorm",
+        "layer_types": types,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 128,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 256,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": 100257,
+        "eos_token_id": 100257,
+        "torch_dtype": "bfloat16",
+    }
+    return decoder(f"granite-4.0-h-{size}", f"ibm-granite/granite-4.0-h-{size}", shape, **fields | settings)
+
+
 def _starcoder2(size: str, shape: FamilyShape, rope_theta: float) -> KnownModel:
     return decoder(
         f"starcoder2-{size}",
@@ -270,6 +323,37 @@ DECODERS_MODELS = (
     _starcoder2("15b", FamilyShape(40, 6144, 24576, 48, 4), 100000.0),
     _lfm2("350m", 1024, 6656, 16),
     _lfm2("1.2b", 2048, 12288, 32),
+    _LFM2_MOE,
+    _granite4(
+        "350m",
+        FamilyShape(32, 768, 2048, 12, 4),
+        (10, 13, 17, 27),
+        shared_intermediate_size=2048,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        mamba_n_heads=48,
+        mamba_d_head=32,
+        embedding_multiplier=12,
+        attention_multiplier=0.015625,
+        residual_multiplier=0.246,
+        logits_scaling=3,
+        max_position_embeddings=32768,
+    ),
+    _granite4(
+        "tiny",
+        FamilyShape(40, 1536, 512, 12, 4),
+        (5, 15, 25, 35),
+        shared_intermediate_size=1024,
+        num_local_experts=64,
+        num_experts_per_tok=6,
+        mamba_n_heads=48,
+        mamba_d_head=64,
+        embedding_multiplier=12,
+        attention_multiplier=0.0078125,
+        residual_multiplier=0.22,
+        logits_scaling=6,
+        max_position_embeddings=131072,
+    ),
     decoder(
         "smollm3-3b",
         "HuggingFaceTB/SmolLM3-3B",

@@ -12,6 +12,7 @@ from jpaged.kernels.recurrence import (
     StatefulPool,
     gated_delta_rule,
     read_states,
+    selective_scan,
     short_convolution,
     write_states,
 )
@@ -93,25 +94,65 @@ def delta_rule(q, k, v, decays, strengths):
     return outputs, states
 
 
+def mamba(x, b, c, steps, decays):
+    """A whole sequence, token by token and head by head, in float64."""
+    (num_tokens, num_heads, head_dim), group = x.shape, x.shape[1] // b.shape[1]
+    states, outputs = np.zeros((num_heads, b.shape[2], head_dim)), np.zeros(x.shape)
+    for t in range(num_tokens):
+        for head in range(num_heads):
+            written = np.outer(b[t, head // group], steps[t, head] * x[t, head])
+            states[head] = decays[t, head] * states[head] + written
+            outputs[t, head] = c[t, head // group] @ states[head]
+    return outputs, states
+
+
+# Sums over these axes have other bits if XLA makes them for several rows at once.
+DELTA_SHAPES = {"q": (4, 16), "k": (4, 16), "v": (8, 16), "decays": (8,), "strengths": (8,)}
+MAMBA_SHAPES = {"x": (8, 16), "b": (2, 16), "c": (2, 16), "steps": (8,), "decays": (8,)}
+
+
 @pytest.mark.long
 def test_the_delta_rule_has_the_same_bits_in_every_cut_and_company() -> None:
+    check_bits(gated_delta_rule, delta_rule, DELTA_SHAPES, (8, 16, 16))
+
+
+@pytest.mark.long
+def test_mamba_has_the_same_bits_in_every_cut_and_company() -> None:
+    check_bits(selective_scan, mamba, MAMBA_SHAPES, (8, 16, 16))
+
+
+def test_mamba_equals_its_recurrence_for_rows_next_to_each_other() -> None:
+    """Three rows, of which one is empty and one continues from a state."""
+    rng = np.random.default_rng(1)
+    made = [rng.normal(size=(6, *shape)).astype(np.float32) for shape in MAMBA_SHAPES.values()]
+    made[4] = rng.uniform(0.1, 1, (6, 8)).astype(np.float32)
+    none = jnp.zeros(3, jnp.int32)
+    rows = RecurrentRows.of(jnp.asarray([0, 4, 4, 6]), none > 0, none, none, 6)
+    first, second = (mamba(*(x[part] for x in made)) for part in (slice(4), slice(4, 6)))
+    x, b, c, steps, decays = map(jnp.asarray, made)
+    o, states = selective_scan(x, b, c, steps, decays, jnp.zeros((3, 8, 16, 16)), rows)
+    np.testing.assert_allclose(o, np.concatenate((first[0], second[0])), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(states, np.stack((first[1], np.zeros((8, 16, 16)), second[1])), rtol=1e-4, atol=1e-5)
+
+
+def check_bits(kernel, reference, shapes, state_shape) -> None:
+    """A sequence equals the reference, and has the same bits in other chunks and next to other rows."""
     rng = np.random.default_rng(5)
-    shapes = {"q": (2, 8), "k": (2, 8), "v": (4, 6), "decays": (4,), "strengths": (4,)}
     names = list(shapes)
 
     def sequence(length: int) -> list[np.ndarray]:
         made = {name: rng.normal(size=(length, *shape)) for name, shape in shapes.items()}
-        made["decays"], made["strengths"] = (rng.uniform(0.1, 1, (length, 4)) for _ in range(2))
-        return [(made[name] / (3 if name in "qk" else 1)).astype(np.float32) for name in names]
+        for name in names[-2:]:
+            made[name] = rng.uniform(0.1, 1, (length, *shapes[name]))
+        return [(made[name] / (4 if name in "qk" else 1)).astype(np.float32) for name in names]
 
     @jax.jit
     def step(parts: list[jax.Array], state: jax.Array, rows: RecurrentRows) -> tuple[jax.Array, jax.Array]:
-        q, k, v, decays, strengths = parts
-        return gated_delta_rule(q, k, v, decays, strengths, state, rows)
+        return kernel(*parts, state, rows)
 
     def run(one: list[np.ndarray], cuts: list[int], others: list[int], size: int) -> tuple[np.ndarray, np.ndarray]:
         """Runs a sequence in chunks as the second row, next to rows of other lengths, padded to a size."""
-        state, outputs = np.zeros((1 + len(others), 4, 8, 6), np.float32), []
+        state, outputs = np.zeros((1 + len(others), *state_shape), np.float32), []
         for begin, end in zip([0, *cuts], [*cuts, len(one[0])], strict=True):
             lens = [others[0], end - begin, *others[1:]]
             starts_s1 = jnp.asarray(np.cumsum([0, *lens]), jnp.int32)
@@ -128,7 +169,7 @@ def test_the_delta_rule_has_the_same_bits_in_every_cut_and_company() -> None:
 
     one = sequence(11)
     outputs, state = run(one, [], [0], 16)
-    expected_outputs, expected_state = delta_rule(*one)
+    expected_outputs, expected_state = reference(*one)
     np.testing.assert_allclose(outputs, expected_outputs, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(state, expected_state, rtol=1e-4, atol=1e-5)
     ways = ([4, 5], [0], 16), ([1, 2, 3, 9], [3, 2], 32), ([10], [1, 1, 1], 24)

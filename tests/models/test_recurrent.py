@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from jpaged.config import EngineConfig
 from jpaged.device.compilation.lowering import check_recurrent
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.decoder import DecoderConfig
-from jpaged.models.decoder.config import DeltaShape
+from jpaged.models.decoder.config import DeltaShape, MambaShape
 from jpaged.models.hf_config import from_hf, to_hf
 from jpaged.models.layer_kinds import count_state_bytes, get_stacks, group_kinds
 from jpaged.models.sharding import largest_split, pad_for_sharding
@@ -97,6 +98,53 @@ QWEN3_NEXT_80B: dict[str, object] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+GRANITE_4_H_350M: dict[str, object] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_multiplier": 0.015625,
+    "bos_token_id": 100257,
+    "embedding_multiplier": 12,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 768,
+    "init_method": "mup",
+    "initializer_range": 0.1,
+    "intermediate_size": 2048,
+    "layer_types": ["attention" if index in (10, 13, 17, 27) else "mamba" for index in range(32)],
+    "logits_scaling": 3,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 48,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 32768,
+    "model_type": "granitemoehybrid",
+    "normalization_function": "rmsnorm",
+    "num_attention_heads": 12,
+    "num_experts_per_tok": 0,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 4,
+    "num_local_experts": 0,
+    "output_router_logits": False,
+    "pad_token_id": 100256,
+    "position_embedding_type": "nope",
+    "residual_multiplier": 0.246,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "router_aux_loss_coef": 0.01,
+    "shared_intermediate_size": 2048,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.56.0",
+    "use_cache": True,
+    "vocab_size": 100352,
+}
 ATTENDING = [2, 5, 8, 10, 12, 14]
 
 
@@ -124,6 +172,50 @@ def test_qwen3_next_is_read_as_published() -> None:
     window, matrices = 8192 * 3 * 2, 32 * 128 * 128 * 4
     assert count_state_bytes(config.layer_kinds, np.dtype(np.float16)) == 36 * (window + matrices)
     assert from_hf(to_hf(config)) == config
+
+
+def test_the_first_layers_of_lfm2_moe_have_no_experts() -> None:
+    config = read("lfm2_moe")
+    assert [kind.is_sparse for kind in config.layer_kinds] == [False, True, True, True, True]
+    assert [bool(kind.states) for kind in config.layer_kinds] == [True, True, False, True, False]
+    assert from_hf(to_hf(config)) == config
+    biased = config.mixture
+    assert biased is not None
+    assert biased.choice_bias
+    plain = read("lfm2_moe", use_expert_bias=False, num_dense_layers=0)
+    assert plain.mixture == dataclasses.replace(biased, choice_bias=False)
+    assert all(kind.is_sparse for kind in plain.layer_kinds)
+
+
+def test_granite_4_is_read_as_published() -> None:
+    config = from_hf(GRANITE_4_H_350M)
+    assert isinstance(config, DecoderConfig)
+    assert (config.mamba, config.mixture, config.ropes) == (MambaShape(48, 32, 1, 128), None, ())
+    assert (config.embed_scale, config.residual_scale, config.logit_scale) == (12, 0.246, 1 / 3)
+    assert {kind.scale for kind in config.attention_kinds} == {0.015625}
+    assert [index for index, kind in enumerate(config.layer_kinds) if not kind.states] == [10, 13, 17, 27]
+    windows, matrices = (1536 + 256) * 3 * 2, 48 * 32 * 128 * 4
+    assert count_state_bytes(config.layer_kinds, np.dtype(np.float16)) == 28 * (windows + matrices)
+    assert from_hf(to_hf(config)) == config
+
+
+def test_granite_4_without_mamba_has_no_state() -> None:
+    config = read("granitemoehybrid", layer_types=["attention"] * 4, position_embedding_type="rope")
+    assert (config.num_recurrent_layers, {kind.rope for kind in config.layer_kinds}) == (0, {0})
+    assert from_hf(to_hf(config)) == config
+
+
+def test_step_sizes_without_limits_are_accepted_as_transformers_writes_them() -> None:
+    limits: list[object] = [[0.0, {"__float__": "Infinity"}], [0.0, float("inf")], None]
+    configs = {read("granitemoehybrid", time_step_limit=limit) for limit in limits}
+    assert len(configs) == 1
+
+
+def test_devices_divide_the_heads_of_mamba() -> None:
+    config = from_hf(tiny_case("granitemoehybrid").config)
+    assert largest_split(config, 8) == 4
+    with pytest.raises(InvalidArgument, match="8 parts of recurrent layers"):
+        pad_for_sharding(config, 16)
 
 
 def test_devices_divide_the_key_heads_of_the_delta_rule() -> None:
@@ -156,6 +248,13 @@ def test_only_layers_with_attention_are_in_blocks(in_stacks: bool) -> None:
         ("qwen3_next", {"attention_bias": True}, "attention_bias is True"),
         ("qwen3_next", {"full_attention_interval": 5}, "no layer has attention"),
         ("qwen3_next", {"linear_num_key_heads": 3}, "linear_num_key_heads"),
+        ("granitemoehybrid", {"layer_types": ["mamba"] * 4}, "no layer has attention"),
+        ("granitemoehybrid", {"mamba_proj_bias": True}, "mamba_proj_bias is True"),
+        ("granitemoehybrid", {"mamba_n_heads": 7}, "mamba_n_heads: is 7; it must divide"),
+        ("granitemoehybrid", {"mamba_d_head": 32}, "mamba_d_head: is 32; 8 heads have 16"),
+        ("granitemoehybrid", {"mamba_n_groups": 3}, "num_groups: is 3; it must divide 8"),
+        ("granitemoehybrid", {"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type"),
     ],
 )
 def test_settings_that_are_not_supported_are_refused_by_name(
@@ -197,9 +296,10 @@ def test_prefixes_are_not_cached_and_blocks_not_swapped() -> None:
     assert (options.cache.enable_prefix_caching, options.cache.swap_space) == (False, 0.0)
 
 
-def test_gpus_run_convolutions_but_not_the_delta_rule() -> None:
+@pytest.mark.parametrize("fields", [QWEN3_NEXT_80B, GRANITE_4_H_350M])
+def test_gpus_run_convolutions_but_not_the_delta_rule(fields: dict[str, object]) -> None:
     device = SimpleNamespace(platform="gpu", process_index=0)
     mesh: Any = SimpleNamespace(devices=np.array([device], object))
     check_recurrent(from_hf(LFM2_350M), EngineConfig(), mesh)
-    with pytest.raises(Unsupported, match="Qwen3NextForCausalLM does not run on GPUs"):
-        check_recurrent(from_hf(QWEN3_NEXT_80B), EngineConfig(), mesh)
+    with pytest.raises(Unsupported, match="ForCausalLM does not run on GPUs"):
+        check_recurrent(from_hf(fields), EngineConfig(), mesh)

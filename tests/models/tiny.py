@@ -159,11 +159,21 @@ def _variants() -> list[TinyCase]:
     windows = {"sliding_window": 9, "layer_types": _types(4, 4)}
     conv = {"layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"], "num_hidden_layers": 5}
     conv |= {"intermediate_size": 120, "block_multiple_of": 8}
+    conv_experts: dict[str, object] = {
+        "layer_types": conv["layer_types"],
+        "num_hidden_layers": 5,
+        "num_dense_layers": 1,
+    }
+    conv_experts |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
     delta: dict[str, object] = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16}
     delta |= {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "head_dim": 32, "num_hidden_layers": 4}
     delta |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "mlp_only_layers": [1]}
     delta |= {"shared_expert_intermediate_size": 48}
-    local = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    local: dict[str, object] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    hybrid = {**granite, "attention_multiplier": 0.3, "num_hidden_layers": 4, "shared_intermediate_size": 48}
+    hybrid |= {"layer_types": ["mamba", "attention", "mamba", "mamba"], "mamba_n_heads": 8, "mamba_d_state": 16}
+    dense = {**hybrid, "num_local_experts": 0, "mamba_n_groups": 2, "mamba_conv_bias": False}
+    dense |= {"position_embedding_type": "rope", "layer_types": ["mamba", "mamba", "attention", "mamba"]}
     glm = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
     glm |= {"moe_intermediate_size": 40}
     ernie = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 40}
@@ -200,7 +210,10 @@ def _variants() -> list[TinyCase]:
         _variant("phimoe", "Phimoe", 24, **local, attention_bias=True, lm_head_bias=True, router_jitter_noise=0.3),
         _variant("llama4_text", "Llama4", 26, **llama4, head_dim=32, num_hidden_layers=4),
         _variant("lfm2", "Lfm2", 40, **conv),
+        _variant("lfm2_moe", "Lfm2Moe", 40, **conv_experts),
         _variant("qwen3_next", "Qwen3Next", 40, **delta),
+        _variant("granitemoehybrid", "GraniteMoeHybrid", 40, **hybrid, **local),
+        _variant("granitemoehybrid_rope", "GraniteMoeHybrid", 40, **dense),
         _latent("glm4_moe_lite", "Glm4MoeLite", n_group=4, topk_group=2, routed_scaling_factor=1.5),
         _latent("mistral4", "Mistral4", rope_parameters=scaled, routed_scaling_factor=1.5),
     ]
@@ -217,7 +230,7 @@ def _latent(name: str, family: str, **settings: object) -> TinyCase:
 def _variant(name: str, family: str, prompt_len: int, **settings: object) -> TinyCase:
     sizes: dict[str, object] = {"hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 3}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0}
-    model_type = name.removesuffix("_parallel")
+    model_type = name.removesuffix("_parallel").removesuffix("_rope")
     return _other(name, family, model_type, prompt_len, **{**sizes, **settings})
 
 

@@ -71,7 +71,9 @@ FAMILIES = (
     "glm4_moe_lite",
     "mistral4",
     "lfm2",
+    "lfm2_moe",
     "qwen3_next",
+    "granitemoehybrid",
 )
 """One checkpoint of each family, which is served in every way; a search on it is golden, too."""
 NUM_TOKENS = 64

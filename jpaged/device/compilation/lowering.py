@@ -200,9 +200,10 @@ def check_recurrent(config: ModelConfig, options: EngineConfig, mesh: Mesh) -> N
     options.check_recurrent(config.architecture)
     if _is_of_several_processes(mesh):
         raise InvalidArgument("num_processes", f"{config.architecture} has recurrent state, which needs one process")
-    if isinstance(config, DecoderConfig) and config.delta is not None and not has_cheap_branches(mesh):
+    has_loops = isinstance(config, DecoderConfig) and (config.delta is not None or config.mamba is not None)
+    if has_loops and not has_cheap_branches(mesh):
         raise Unsupported(
-            f"{config.architecture} does not run on GPUs: the gated delta rule loops over a prompt of any length"
+            f"{config.architecture} does not run on GPUs: its recurrence loops over a prompt of any length"
         )
 
 

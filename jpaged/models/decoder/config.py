@@ -69,6 +69,45 @@ class DeltaShape:
         return (self.num_key_heads * self.num_channels,), matrices
 
 
+@dataclass(frozen=True, slots=True)
+class MambaShape:
+    """Heads of Mamba-2; each group has an equal number of consecutive heads.
+
+    Attributes:
+        state_dim: numbers of the state for each of the `head_dim` channels of a head.
+        has_bias: the convolution has a bias.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    has_bias: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_groups:
+            raise InvalidArgument("num_groups", f"is {self.num_groups}; it must divide {self.num_heads} heads of Mamba")
+
+    @property
+    def width(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_width(self) -> int:
+        """Numbers of all groups by which states are written and read."""
+        return 2 * self.num_groups * self.state_dim
+
+    def get_states(self, num_taps: int) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of a sequence's state: windows of channels and of groups, and the matrices of all heads."""
+        num_before = num_taps - 1
+        return (
+            (self.width * num_before,),
+            (self.group_width * num_before,),
+            (self.num_heads, self.state_dim, self.head_dim),
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig(ModelConfig):
     """A decoder of layers with attention and feed-forward.
@@ -103,6 +142,7 @@ class DecoderConfig(ModelConfig):
             keys stay.
         conv_len: tokens that a short convolution reads, with the newest one (K), in recurrent layers; 0 without any.
         delta: heads of the gated delta rule in recurrent layers; None without it.
+        mamba: heads of Mamba-2 in recurrent layers; None without it.
     """
 
     kinds: tuple[LayerKind, ...] = ()
@@ -132,6 +172,7 @@ class DecoderConfig(ModelConfig):
     outgrows_keys: bool = False
     conv_len: int = 0
     delta: DeltaShape | None = None
+    mamba: MambaShape | None = None
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
@@ -165,6 +206,8 @@ class DecoderConfig(ModelConfig):
     @property
     def num_recurrent_parts(self) -> int:
         """See `ModelConfig`: a key head of the delta rule, with its value heads, is on one device."""
+        if self.mamba is not None:
+            return math.gcd(self.mamba.num_heads, self.mamba.group_width)
         return self.hidden_size if self.delta is None else self.delta.num_key_heads
 
     @property

@@ -51,6 +51,7 @@ class ExpertNames:
             `halves` of them (Llama 4), or of the outputs of `[X, out, in]` (`rows`, Granite). Empty if each expert has
             tensors.
         shared: prefix of the shared expert's names.
+        shared_gate_up, shared_down: follow it; one name of gate and up is that of both.
         shared_score: the linear layer whose output weights the shared expert.
     """
 
@@ -63,6 +64,8 @@ class ExpertNames:
     down: str = "down_proj"
     fused: Literal["", "alternating", "halves", "rows"] = ""
     shared: str = "mlp.shared_expert."
+    shared_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    shared_down: str = "down_proj"
     shared_score: str = "mlp.shared_expert_gate"
 
 
@@ -158,8 +161,8 @@ def _fused(path: tuple[str, ...], axes: LogicalAxes, shape: tuple[int, ...], nam
 
 
 def _shared(mixture: Mixture, width: int, prefix: str, names: ExpertNames) -> list[Leaf]:
-    inner, into = mixture.shared_width, Linears(tuple(f"{prefix}{names.shared}{part}_proj" for part in ("gate", "up")))
-    down = f"{prefix}{names.shared}down_proj.weight"
+    inner, into = mixture.shared_width, Linears(tuple(f"{prefix}{names.shared}{name}" for name in names.shared_gate_up))
+    down = f"{prefix}{names.shared}{names.shared_down}.weight"
     axis = None if mixture.shared_is_whole else "feed_forward"
     leaves = [
         stacked_kernel(("mlp", "shared", "gate_up", "kernel"), into, ("embed", None, axis), (width, 2, inner)),

@@ -1,4 +1,4 @@
-"""The recurrent layers of decoders, and their attention with gates: LFM2's convolution, and the gated delta rule.
+"""The recurrent layers of decoders: LFM2's convolution, the gated delta rule with gated attention, and Mamba-2.
 
 A recurrent layer replaces attention: it reads the state of each row from its slot, and writes it back.
 """
@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.kernels.recurrence import gated_delta_rule, read_states, short_convolution, write_states
+from jpaged.kernels.recurrence import (
+    RecurrentRows,
+    gated_delta_rule,
+    read_states,
+    selective_scan,
+    short_convolution,
+    write_states,
+)
 from jpaged.models.decoder.config import DecoderConfig
 from jpaged.models.decoder.modules import Attention, AttentionModule, DecoderLayer, Shared
 from jpaged.models.layers import Attend, Linear, Module, Norm, Param, RandomKeys, RMSNorm, normal
@@ -137,6 +144,85 @@ class DeltaLayer(DecoderLayer):
     def make_recurrent(config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> AttentionModule:
         """See `DecoderLayer`."""
         return GatedDeltaNet(config, dtype, rngs)
+
+
+class ActivatedConvolution(Module):
+    """The short convolution of some channels of Mamba-2, with a bias and silu."""
+
+    def __init__(self, width: int, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> None:
+        assert config.mamba is not None
+        self.taps = Param(normal(rngs.next_key(), (width, config.conv_len), dtype))
+        self.bias = Param(jnp.zeros((width,), dtype)) if config.mamba.has_bias else None
+
+    def __call__(self, u_tc: jax.Array, window_sf: jax.Array, rows: RecurrentRows) -> tuple[jax.Array, jax.Array]:
+        """Map `[T, C]` to float32 `[T, C]`, and the windows `[S, C * (K - 1)]` to those after the step."""
+        taps_ck, dtype = self.taps[...], u_tc.dtype
+        y_tc, window_sck = short_convolution(u_tc, window_sf.reshape(len(window_sf), len(taps_ck), -1), taps_ck, rows)
+        if self.bias is not None:
+            y_tc = y_tc + self.bias[...].astype(jnp.float32)
+        y_tc = jax.nn.silu(y_tc.astype(dtype).astype(jnp.float32)).astype(dtype)
+        return y_tc.astype(jnp.float32), window_sck.reshape(window_sf.shape)
+
+
+class Mamba2(Module):
+    """A selective state space (Dao and Gu 2024, arXiv 2405.21060), after a short convolution.
+
+    Devices split heads. All of them have the groups, which are few, and the step sizes.
+
+        project   [E, 2, H * P]           gates, and channels of the heads
+        control   [E, 2 * G * N + H]      the groups' vectors b and c, and step sizes of the heads
+    """
+
+    def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> None:
+        mamba, width = config.mamba, config.hidden_size
+        assert mamba is not None
+        self.mamba, self.eps = mamba, config.norm_eps
+        self.project = Linear(width, (2, mamba.width), False, dtype, rngs)
+        self.control = Linear(width, (mamba.group_width + mamba.num_heads,), False, dtype, rngs)
+        self.channels = ActivatedConvolution(mamba.width, config, dtype, rngs)
+        self.groups = ActivatedConvolution(mamba.group_width, config, dtype, rngs)
+        self.log_rate = Param(jnp.zeros((mamba.num_heads,), jnp.float32))
+        self.step_bias = Param(jnp.ones((mamba.num_heads,), jnp.float32))
+        self.skip = Param(jnp.ones((mamba.num_heads,), jnp.float32))
+        self.scale = Param(jnp.ones((mamba.width,), dtype))
+        self.out = Linear(mamba.width, (width,), False, dtype, rngs)
+
+    def attend(
+        self, x_te: jax.Array, norm: Norm | None, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
+    ) -> tuple[jax.Array, Any]:
+        """See `AttentionModule`; the state is two windows of the convolution, and a matrix for each head."""
+        rows, mamba, dtype, num_tokens = shared.recurrent, self.mamba, x_te.dtype, len(x_te)
+        assert rows is not None
+        projected = self.project(x_te, shared.rows, norm=norm)
+        control = self.control(x_te, shared.rows, norm=norm)
+        channels_sf, groups_sf, state_shnp = read_states(carry, rows, place.index, place.kind.blank_states(dtype))
+        x_tc, channels_sf = self.channels(projected[:, 1], channels_sf, rows)
+        b_c_tc, groups_sf = self.groups(control[:, : mamba.group_width], groups_sf, rows)
+        b_tgn, c_tgn = jnp.moveaxis(b_c_tc.reshape(num_tokens, 2, mamba.num_groups, mamba.state_dim), 1, 0)
+        steps_th = jax.nn.softplus(control[:, mamba.group_width :].astype(jnp.float32) + self.step_bias[...])
+        x_thp = x_tc.reshape(num_tokens, mamba.num_heads, mamba.head_dim)
+        decays_th = jnp.exp(-jnp.exp(self.log_rate[...]) * steps_th)
+        y_thp, state_shnp = selective_scan(x_thp, b_tgn, c_tgn, steps_th, decays_th, state_shnp, rows)
+        carry = write_states(carry, rows, place.index, [channels_sf, groups_sf, state_shnp])
+        y_tc = (y_thp + self.skip[...][:, None] * x_thp).astype(dtype).reshape(num_tokens, -1)
+        return self._gated_norm(y_tc, projected[:, 0]), carry
+
+    def _gated_norm(self, y_tc: jax.Array, gates_tc: jax.Array) -> jax.Array:
+        """Return the outputs times their gates, divided by the root mean square of each group."""
+        gated_tc = y_tc.astype(jnp.float32) * jax.nn.silu(gates_tc.astype(jnp.float32))
+        grouped_tgc = gated_tc.reshape(len(y_tc), self.mamba.num_groups, -1)
+        means_tg1 = jnp.mean(jnp.square(grouped_tgc), axis=-1, keepdims=True)
+        normed_tc = (grouped_tgc * jax.lax.rsqrt(means_tg1 + self.eps)).reshape(y_tc.shape)
+        return normed_tc.astype(y_tc.dtype) * self.scale[...]
+
+
+class MambaLayer(DecoderLayer):
+    """A layer with attention or Mamba-2."""
+
+    @staticmethod
+    def make_recurrent(config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> AttentionModule:
+        """See `DecoderLayer`."""
+        return Mamba2(config, dtype, rngs)
 
 
 def _unit(x: jax.Array) -> jax.Array:

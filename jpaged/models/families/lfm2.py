@@ -1,19 +1,23 @@
-"""LFM2 (Liquid AI 2025): most layers are short convolutions between two gates, and the others have attention."""
+"""LFM2 (Liquid AI 2025): most layers are short convolutions between two gates, and the others have attention.
+
+All but the first layers of LFM2-MoE have experts.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
-from jpaged.models.config import MAX_LAYERS, MAX_WIDTH
+from jpaged.kernels.mixture_kind import Routing
+from jpaged.models.config import MAX_LAYERS, MAX_WIDTH, Mixture
 from jpaged.models.decoder import DecoderConfig, Names, decoder_family
-from jpaged.models.decoder.config_fields import FULL, divided_heads
-from jpaged.models.decoder.leaves import layer_leaves
-from jpaged.models.family import Modules
+from jpaged.models.decoder.config_fields import FULL, TRAINING, divided_heads, read_choice, read_width
+from jpaged.models.decoder.leaves import ExpertNames, layer_leaves
+from jpaged.models.family import Family, Modules
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind, StateArray
 from jpaged.models.param_specs import Leaf, Linears, stacked_kernel, transposed
@@ -28,7 +32,12 @@ _TRAINING = (
 _MAX_TAPS = 64
 
 
-def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
+def _read_dense(fields: JsonFields, architecture: str) -> DecoderConfig:
+    return _read(fields, architecture, _read_inner(fields))
+
+
+def _read(fields: JsonFields, architecture: str, inner: int) -> DecoderConfig:
+    """Read the config, without experts; `inner` is the width of the feed-forward."""
     fields.ignore(_TRAINING)
     fields.only("conv_bias", False, why="biases in convolutions are not supported")
     fields.only("block_use_swiglu", True, why="lfm2 always has a gate")
@@ -45,7 +54,7 @@ def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
         architecture=architecture,
         vocab_size=fields.integer("vocab_size", 65536),
         hidden_size=width,
-        intermediate_size=_read_inner(fields),
+        intermediate_size=inner,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", 8, maximum=MAX_WIDTH),
@@ -60,6 +69,27 @@ def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
         conv_len=conv_len,
         kinds=tuple(conv if name == CONV else LayerKind(attention) for name in _read_types(fields, num_layers)),
     )
+
+
+def _read_sparse(fields: JsonFields, architecture: str) -> DecoderConfig:
+    """Read the config of LFM2-MoE, whose first layers have no experts."""
+    fields.ignore(TRAINING)
+    config = _read(fields, architecture, fields.integer("intermediate_size", 7168, maximum=MAX_WIDTH))
+    num_dense = fields.integer("num_dense_layers", 2, minimum=0, maximum=config.num_layers - 1)
+    num_experts, top_k = read_choice(fields, (32, 4), ("num_experts",))
+    mixture = Mixture(
+        routing=Routing(
+            num_experts,
+            top_k,
+            "sigmoid",
+            normalises=fields.flag("norm_topk_prob", True),
+            scale=fields.number("routed_scaling_factor", 1.0),
+        ),
+        width=read_width(fields, "moe_intermediate_size", 1792),
+        choice_bias=fields.flag("use_expert_bias", True),
+    )
+    kinds = (dataclasses.replace(kind, is_sparse=i >= num_dense) for i, kind in enumerate(config.layer_kinds))
+    return dataclasses.replace(config, kinds=tuple(kinds), mixture=mixture)
 
 
 def _read_inner(fields: JsonFields) -> int:
@@ -94,9 +124,20 @@ def _read_types(fields: JsonFields, num_layers: int) -> Sequence[str]:
 
 
 def _to_hf(config: DecoderConfig) -> dict[str, object]:
-    return {
+    mixture = config.mixture
+    own: dict[str, object] = {"block_auto_adjust_ff_dim": False}
+    if mixture is not None:
+        own = {
+            "num_dense_layers": [kind.is_sparse for kind in config.layer_kinds].index(True),
+            "num_experts": mixture.routing.num_experts,
+            "num_experts_per_tok": mixture.routing.top_k,
+            "norm_topk_prob": mixture.routing.normalises,
+            "routed_scaling_factor": mixture.routing.scale,
+            "moe_intermediate_size": mixture.width,
+            "use_expert_bias": mixture.choice_bias,
+        }
+    return own | {
         "intermediate_size": config.intermediate_size,
-        "block_auto_adjust_ff_dim": False,
         "num_key_value_heads": config.num_kv_heads,
         "norm_eps": config.norm_eps,
         "conv_L_cache": config.conv_len,
@@ -105,6 +146,14 @@ def _to_hf(config: DecoderConfig) -> dict[str, object]:
     }
 
 
+_EXPERTS = ExpertNames(
+    router="feed_forward.gate",
+    choice_bias="feed_forward.expert_bias",
+    experts="feed_forward.experts.",
+    gate="w1",
+    up="w3",
+    down="w2",
+)
 _NAMES = Names(
     norm="embedding_norm",
     attention_norm="operator_norm",
@@ -114,6 +163,7 @@ _NAMES = Names(
     out="self_attn.out_proj",
     gate_up=("feed_forward.w1", "feed_forward.w3"),
     down="feed_forward.w2",
+    experts=_EXPERTS,
 )
 
 
@@ -146,8 +196,12 @@ def _modules() -> Modules[DecoderConfig]:
     return Modules(DecoderEnds, ConvolutionLayer)
 
 
+def _family(model_type: str, read: Callable[[JsonFields, str], DecoderConfig]) -> Family[DecoderConfig]:
+    family = decoder_family(model_type, read, _to_hf, _NAMES)
+    return dataclasses.replace(family, layer_leaves=_layer_leaves, modules=_modules)
+
+
 ARCHITECTURES = {
-    "Lfm2ForCausalLM": dataclasses.replace(
-        decoder_family("lfm2", _read, _to_hf, _NAMES), layer_leaves=_layer_leaves, modules=_modules
-    ),
+    "Lfm2ForCausalLM": _family("lfm2", _read_dense),
+    "Lfm2MoeForCausalLM": _family("lfm2_moe", _read_sparse),
 }

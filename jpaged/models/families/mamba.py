@@ -1,0 +1,264 @@
+"""Granite 4 (IBM 2025): Mamba-2 in most layers, attention in the others, and experts or a dense feed-forward in all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jpaged.errors import Unsupported
+from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.kernels.mixture_kind import Routing
+from jpaged.models.config import MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH, Mixture
+from jpaged.models.decoder import DecoderConfig, Names, decoder_family
+from jpaged.models.decoder.config import MambaShape
+from jpaged.models.decoder.config_fields import FULL, MAX_EXPERTS, TRAINING, divided_heads, read_width
+from jpaged.models.decoder.leaves import ExpertNames, layer_leaves
+from jpaged.models.family import Modules
+from jpaged.models.json_fields import JsonFields
+from jpaged.models.layer_kinds import LayerKind, StateArray
+from jpaged.models.param_specs import Leaf, LogicalAxes, same, transpose, transposed
+from jpaged.models.rope_config import RopeConfig
+
+MAMBA, ATTENTION, LINEAR = "mamba", "attention", "linear_attention"
+"""Types of layers in published files, and the name of the first one in those of transformers 5."""
+_MAX_TAPS = 64
+
+
+def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
+    fields.ignore((*TRAINING, "init_method", "logits_to_keep", "mamba_chunk_size", "mamba_expand"))
+    fields.only("normalization_function", "rmsnorm", why="granite has RMS norms")
+    fields.only("hidden_act", "silu", "swish", why="granite supports only the activation silu")
+    fields.only("mamba_proj_bias", False, why="biases in the projections of Mamba are not supported")
+    width = fields.integer("hidden_size", maximum=MAX_WIDTH)
+    num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    num_heads = fields.integer("num_attention_heads", maximum=MAX_WIDTH)
+    max_position_embeddings = fields.integer("max_position_embeddings", 2048)
+    num_experts = fields.integer("num_local_experts", 8, minimum=0, maximum=MAX_EXPERTS)
+    shared_width, has_bias = read_width(fields, "shared_intermediate_size", 1024), fields.flag("attention_bias", False)
+    conv_len = fields.integer("mamba_d_conv", 4, minimum=2, maximum=_MAX_TAPS)
+    mamba = _read_mamba(fields, width)
+    position_type = fields.value("position_embedding_type")
+    fields.only("position_embedding_type", "rope", "nope", why="it must be rope or nope")
+    return DecoderConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size", maximum=MAX_VOCAB_SIZE),
+        hidden_size=width,
+        intermediate_size=shared_width,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads, maximum=MAX_WIDTH),
+        head_dim=divided_heads(fields, width, num_heads),
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        eos_token_ids=(2,),
+        bos_token_id=1,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        ropes=_read_ropes(fields, max_position_embeddings, rotates=position_type == "rope"),
+        attention_bias=has_bias,
+        attention_output_bias=has_bias,
+        embed_scale=fields.number("embedding_multiplier", 1.0),
+        residual_scale=fields.number("residual_multiplier", 1.0),
+        logit_scale=1 / fields.number("logits_scaling", 1.0),
+        conv_len=conv_len,
+        mamba=mamba,
+        kinds=_read_kinds(fields, num_layers, mamba, conv_len, 0 if position_type == "rope" else None, num_experts > 0),
+        mixture=_read_mixture(fields, num_experts, shared_width),
+    )
+
+
+def _read_mamba(fields: JsonFields, width: int) -> MambaShape:
+    num_heads = fields.integer("mamba_n_heads", 128, maximum=MAX_WIDTH)
+    inner = fields.integer("mamba_expand", 2, maximum=MAX_WIDTH) * width
+    if inner % num_heads:
+        raise fields.bad("mamba_n_heads", f"is {num_heads}; it must divide mamba_expand * hidden_size, {inner}")
+    head_dim = inner // num_heads
+    if fields.value("mamba_d_head", "auto") != "auto" and fields.integer("mamba_d_head") != head_dim:
+        raise fields.bad("mamba_d_head", f"is {fields.integer('mamba_d_head')}; {num_heads} heads have {head_dim}")
+    check_step_limits(fields)
+    return MambaShape(
+        num_heads,
+        head_dim,
+        fields.integer("mamba_n_groups", 1, maximum=num_heads),
+        fields.integer("mamba_d_state", 256, maximum=MAX_WIDTH),
+        fields.flag("mamba_conv_bias", True),
+    )
+
+
+def check_step_limits(fields: JsonFields) -> None:
+    """Check that step sizes have no limits.
+
+    Raises:
+        Unsupported: they have.
+    """
+    limits = fields.value("time_step_limit")
+    if limits is None:
+        return
+    # transformers writes infinity as an object, because JSON has none.
+    unlimited: tuple[Any, ...] = (math.inf, {"__float__": "Infinity"})
+    if not isinstance(limits, list) or len(limits) != 2 or limits[0] != 0 or limits[1] not in unlimited:
+        raise Unsupported(f"{fields.name}: time_step_limit is {limits!r}; limits of step sizes are not supported")
+
+
+def _read_ropes(fields: JsonFields, length: int, *, rotates: bool) -> tuple[RopeConfig, ...]:
+    if rotates:
+        return (RopeConfig.from_hf(fields, length),)
+    fields.ignore(("rope_parameters", "rope_scaling", "rope_theta"))
+    return ()
+
+
+def _read_kinds(
+    fields: JsonFields, num_layers: int, mamba: MambaShape, conv_len: int, rope: int | None, is_sparse: bool
+) -> tuple[LayerKind, ...]:
+    """Return the kinds of layers.
+
+    Raises:
+        Unsupported: no layer has attention.
+    """
+    key = "layers_block_type" if fields.has("layers_block_type") else "layer_types"
+    types: Sequence[str] = fields.texts(key, MAMBA, LINEAR, ATTENTION, FULL, count=num_layers)
+    if not any(name in (ATTENTION, FULL) for name in types):
+        raise Unsupported(f"{fields.name}: no layer has attention; at least one is required")
+    attention = AttentionKind(fields.number("attention_multiplier", 1.0))
+    full = LayerKind(attention, rope, is_sparse)
+    recurrent = LayerKind(attention, None, is_sparse, mamba_states(mamba, conv_len))
+    return tuple(full if name in (ATTENTION, FULL) else recurrent for name in types)
+
+
+def mamba_states(mamba: MambaShape, conv_len: int) -> tuple[StateArray, ...]:
+    """Return the arrays of a sequence's state in a layer; matrices are float32."""
+    channels, groups, matrices = mamba.get_states(conv_len)
+    return StateArray(channels), StateArray(groups), StateArray(matrices, "float32")
+
+
+def _read_mixture(fields: JsonFields, num_experts: int, shared_width: int) -> Mixture | None:
+    if not num_experts:
+        fields.ignore(("num_experts_per_tok", "intermediate_size"))
+        return None
+    top_k = fields.integer("num_experts_per_tok", 2, maximum=num_experts)
+    return Mixture(
+        routing=Routing(num_experts, top_k, "chosen", normalises=False),
+        width=read_width(fields, "intermediate_size"),
+        shared_width=shared_width,
+    )
+
+
+def _to_hf(config: DecoderConfig) -> dict[str, object]:
+    mixture, mamba = config.mixture, config.mamba
+    assert mamba is not None
+    experts: dict[str, object] = {"num_local_experts": 0, "intermediate_size": config.intermediate_size}
+    if mixture is not None:
+        experts = {
+            "num_local_experts": mixture.routing.num_experts,
+            "num_experts_per_tok": mixture.routing.top_k,
+            "intermediate_size": mixture.width,
+        }
+    return {
+        "num_key_value_heads": config.num_kv_heads,
+        "shared_intermediate_size": config.intermediate_size,
+        "rms_norm_eps": config.norm_eps,
+        "position_embedding_type": "rope" if config.ropes else None,
+        **({"rope_parameters": config.ropes[0].to_hf()} if config.ropes else {}),
+        "attention_bias": config.attention_bias,
+        "attention_multiplier": config.attention_kinds[0].scale,
+        "embedding_multiplier": config.embed_scale,
+        "residual_multiplier": config.residual_scale,
+        "logits_scaling": 1 / config.logit_scale,
+        "layer_types": [LINEAR if kind.states else FULL for kind in config.layer_kinds],
+        "mamba_n_heads": mamba.num_heads,
+        "mamba_d_head": mamba.head_dim,
+        "mamba_n_groups": mamba.num_groups,
+        "mamba_d_state": mamba.state_dim,
+        "mamba_d_conv": config.conv_len,
+        "mamba_conv_bias": mamba.has_bias,
+        "mamba_expand": mamba.width // config.hidden_size,
+    } | experts
+
+
+_EXPERTS = ExpertNames(
+    router="block_sparse_moe.router.layer",
+    experts="block_sparse_moe.",
+    gate="input_linear.weight",
+    down="output_linear.weight",
+    fused="rows",
+    shared="shared_mlp.",
+    shared_gate_up=("input_linear",),
+    shared_down="output_linear",
+)
+_NAMES = Names(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear", experts=_EXPERTS)
+
+
+def _layer_leaves(config: DecoderConfig, prefix: str, kind: LayerKind) -> list[Leaf]:
+    attention = mamba_leaves(config, f"{prefix}mamba.") if kind.states else None
+    return layer_leaves(config, prefix, kind, _NAMES, attention=attention)
+
+
+def mamba_leaves(config: DecoderConfig, prefix: str) -> list[Leaf]:
+    """Return the leaves of Mamba-2 in a layer.
+
+    One projection of the checkpoint has gates, channels, groups and step sizes, and one convolution has channels and
+    groups. Channels are split over devices, and groups are not.
+    """
+    mamba, width = config.mamba, config.hidden_size
+    assert mamba is not None
+    inner, num_groups, num_heads = mamba.width, mamba.group_width, mamba.num_heads
+    name, num_outputs = f"{prefix}in_proj.weight", 2 * inner + num_groups + num_heads
+
+    def pack_project(tensors: Sequence[np.ndarray], out: np.ndarray) -> None:
+        for part in range(2):
+            transpose(tensors[0][part * inner : (part + 1) * inner], out[:, part])
+
+    def pack_control(tensors: Sequence[np.ndarray], out: np.ndarray) -> None:
+        transpose(tensors[0][2 * inner :], out)
+
+    tensors = ((name, (num_outputs, width)),)
+    project, control = ("attention", "project", "kernel"), ("attention", "control", "kernel")
+    heads: LogicalAxes = ("heads",)
+    of_heads = [
+        same(("attention", leaf), f"{prefix}{stored}", heads, (num_heads,))
+        for leaf, stored in (("log_rate", "A_log"), ("step_bias", "dt_bias"), ("skip", "D"))
+    ]
+    return [
+        Leaf(project, ("embed", None, "heads"), (width, 2, inner), tensors, pack_project, (1, None, None)),
+        Leaf(control, ("embed", None), (width, num_groups + num_heads), tensors, pack_control, (1, None)),
+        *_convolution(config, prefix, "channels", heads, slice(inner)),
+        *_convolution(config, prefix, "groups", (None,), slice(inner, inner + num_groups)),
+        *(dataclasses.replace(leaf, dtype=np.dtype(np.float32)) for leaf in of_heads),
+        same(("attention", "scale"), f"{prefix}norm.weight", heads, (inner,)),
+        transposed(("attention", "out", "kernel"), f"{prefix}out_proj.weight", ("heads", "embed"), (inner, width)),
+    ]
+
+
+def _convolution(config: DecoderConfig, prefix: str, path: str, axes: LogicalAxes, channels: slice) -> list[Leaf]:
+    """Return taps, and the biases if there are any, of some channels of the checkpoint's convolution."""
+    mamba, num_taps = config.mamba, config.conv_len
+    assert mamba is not None
+    num_all = mamba.width + mamba.group_width
+    num_own = len(range(*channels.indices(num_all)))
+
+    def pack(tensors: Sequence[np.ndarray], out: np.ndarray) -> None:
+        out[...] = tensors[0][channels].reshape(out.shape)
+
+    taps = ((f"{prefix}conv1d.weight", (num_all, 1, num_taps)),)
+    bias = ((f"{prefix}conv1d.bias", (num_all,)),)
+    leaves = [Leaf(("attention", path, "taps"), (*axes, None), (num_own, num_taps), taps, pack, (None, None))]
+    if mamba.has_bias:
+        leaves.append(Leaf(("attention", path, "bias"), axes, (num_own,), bias, pack, (None,)))
+    return leaves
+
+
+def _modules() -> Modules[DecoderConfig]:
+    from jpaged.models.decoder.modules import DecoderEnds
+    from jpaged.models.decoder.recurrent import MambaLayer
+
+    return Modules(DecoderEnds, MambaLayer)
+
+
+ARCHITECTURES = {
+    "GraniteMoeHybridForCausalLM": dataclasses.replace(
+        decoder_family("granitemoehybrid", _read, _to_hf, _NAMES), layer_leaves=_layer_leaves, modules=_modules
+    ),
+}
