@@ -348,9 +348,9 @@ class PlannedDeployment:
         return self.problem is None
 
 
-def _require_loadable(config: ModelConfig, save: Path) -> None:
-    """Raise InvalidArgument if no server loads saved programs of the model."""
-    if config.num_recurrent_layers:
+def _require_loadable(config: ModelConfig, save: Path | None) -> None:
+    """Raise InvalidArgument if programs are saved that no server loads."""
+    if save is not None and config.num_recurrent_layers:
         what = f"{config.architecture} has recurrent state"
         raise InvalidArgument("--save", f"is {save}, but {what}, whose programs no server loads (--compiled)")
 
@@ -383,8 +383,7 @@ def compile_deployment(
         InvalidArgument, Unsupported: the model cannot be served with these options, whatever the memory, or the
             compiler fails.
     """
-    if save is not None:
-        _require_loadable(models.model.config, save)
+    _require_loadable(models.model.config, save)
     set_up_compile_cache(None)  # compile times must be the compiler's, and a program from a cache cannot be saved
     begin, dp_size = time.perf_counter(), get_dp_size(models.model.config, mesh)
 
