@@ -87,6 +87,7 @@ def tiny_cases() -> list[TinyCase]:
         _opt("opt_no_final_norm", (4, 16), 20, _remove_final_layer_norm=True, prefix="</s>"),
         *_decoders(),
         *_variants(),
+        *_recurrent(),
     ]
 
 
@@ -157,28 +158,7 @@ def _variants() -> list[TinyCase]:
     scaled = {**_YARN, "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
     stretched = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
     windows = {"sliding_window": 9, "layer_types": _types(4, 4)}
-    conv = {"layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"], "num_hidden_layers": 5}
-    conv |= {"intermediate_size": 120, "block_multiple_of": 8}
-    conv_experts: dict[str, object] = {
-        "layer_types": conv["layer_types"],
-        "num_hidden_layers": 5,
-        "num_dense_layers": 1,
-    }
-    conv_experts |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
-    delta: dict[str, object] = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16}
-    delta |= {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "head_dim": 32, "num_hidden_layers": 4}
-    delta |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "mlp_only_layers": [1]}
-    delta |= {"shared_expert_intermediate_size": 48}
     local: dict[str, object] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    hybrid: dict[str, object] = {
-        **granite,
-        "attention_multiplier": 0.3,
-        "num_hidden_layers": 4,
-        "shared_intermediate_size": 48,
-    }
-    hybrid |= {"layer_types": ["mamba", "attention", "mamba", "mamba"], "mamba_n_heads": 8, "mamba_d_state": 16}
-    dense = {**hybrid, "num_local_experts": 0, "mamba_n_groups": 2, "mamba_conv_bias": False}
-    dense |= {"position_embedding_type": "rope", "layer_types": ["mamba", "mamba", "attention", "mamba"]}
     glm = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
     glm |= {"moe_intermediate_size": 40}
     ernie = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 40}
@@ -214,13 +194,45 @@ def _variants() -> list[TinyCase]:
         ),
         _variant("phimoe", "Phimoe", 24, **local, attention_bias=True, lm_head_bias=True, router_jitter_noise=0.3),
         _variant("llama4_text", "Llama4", 26, **llama4, head_dim=32, num_hidden_layers=4),
+        _latent("glm4_moe_lite", "Glm4MoeLite", n_group=4, topk_group=2, routed_scaling_factor=1.5),
+        _latent("mistral4", "Mistral4", rope_parameters=scaled, routed_scaling_factor=1.5),
+    ]
+
+
+def _recurrent() -> list[TinyCase]:
+    """Families with recurrent layers, besides those with attention."""
+    granite = {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0}
+    local: dict[str, object] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    conv: dict[str, object] = {
+        "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+        "num_hidden_layers": 5,
+    }
+    conv |= {"intermediate_size": 120, "block_multiple_of": 8}
+    conv_experts: dict[str, object] = {
+        "layer_types": conv["layer_types"],
+        "num_hidden_layers": 5,
+        "num_dense_layers": 1,
+    }
+    conv_experts |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+    delta: dict[str, object] = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16}
+    delta |= {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "head_dim": 32, "num_hidden_layers": 4}
+    delta |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "mlp_only_layers": [1]}
+    delta |= {"shared_expert_intermediate_size": 48}
+    hybrid: dict[str, object] = {
+        **granite,
+        "attention_multiplier": 0.3,
+        "num_hidden_layers": 4,
+        "shared_intermediate_size": 48,
+    }
+    hybrid |= {"layer_types": ["mamba", "attention", "mamba", "mamba"], "mamba_n_heads": 8, "mamba_d_state": 16}
+    dense: dict[str, object] = {**hybrid, "num_local_experts": 0, "mamba_n_groups": 2, "mamba_conv_bias": False}
+    dense |= {"position_embedding_type": "rope", "layer_types": ["mamba", "mamba", "attention", "mamba"]}
+    return [
         _variant("lfm2", "Lfm2", 40, **conv),
         _variant("lfm2_moe", "Lfm2Moe", 40, **conv_experts),
         _variant("qwen3_next", "Qwen3Next", 40, **delta),
         _variant("granitemoehybrid", "GraniteMoeHybrid", 40, **hybrid, **local),
         _variant("granitemoehybrid_rope", "GraniteMoeHybrid", 40, **dense),
-        _latent("glm4_moe_lite", "Glm4MoeLite", n_group=4, topk_group=2, routed_scaling_factor=1.5),
-        _latent("mistral4", "Mistral4", rope_parameters=scaled, routed_scaling_factor=1.5),
     ]
 
 

@@ -42,6 +42,7 @@ from jpaged.device.transfers import move_sizes
 from jpaged.engine.executor import Geometry, Progress
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.hardware import GPU_MEMORY_SHARE
+from jpaged.models.config import ModelConfig
 from jpaged.models.model import Model
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[a-z][\w\-]*)\(")
@@ -347,6 +348,13 @@ class PlannedDeployment:
         return self.problem is None
 
 
+def _require_loadable(config: ModelConfig, save: Path | None) -> None:
+    """Raise InvalidArgument if programs are saved that no server loads."""
+    if save is not None and config.num_recurrent_layers:
+        what = f"{config.architecture} has recurrent state"
+        raise InvalidArgument("--save", f"is {save}, but {what}, whose programs no server loads (--compiled)")
+
+
 def compile_deployment(
     models: Models,
     options: EngineConfig,
@@ -375,9 +383,7 @@ def compile_deployment(
         InvalidArgument, Unsupported: the model cannot be served with these options, whatever the memory, or the
             compiler fails.
     """
-    if save is not None and models.model.config.num_recurrent_layers:
-        what = f"{models.model.config.architecture} has recurrent state"
-        raise InvalidArgument("--save", f"is {save}, but {what}, whose programs no server loads (--compiled)")
+    _require_loadable(models.model.config, save)
     set_up_compile_cache(None)  # compile times must be the compiler's, and a program from a cache cannot be saved
     begin, dp_size = time.perf_counter(), get_dp_size(models.model.config, mesh)
 

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jpaged.config import CacheOptions, EngineConfig, platform_default
+from jpaged.config import CacheOptions, EngineConfig, LoraOptions, platform_default
 from jpaged.device.compilation.aot_bundle import AOTBundle
 from jpaged.device.compilation.compile import TELLS, ProgramSpec, compiler_options, program_specs
 from jpaged.device.compilation.executable_cache import ExecutableCache
@@ -167,18 +167,18 @@ def _sized_step(
         linear_backend=(linear := choose_linear_backend(options.model.linear_backend, mesh, layer_mode)),
         activation_dtype=choose_activation_dtype(options.model.activation_dtype, linear, model.config),
         sampler=sampler,
-        slots=AdapterRoom(
-            geometry.max_loras,
-            options.lora.max_lora_rank,
-            options.lora.enable_dora,
-            options.lora.enable_lm_head_lora,
-        )
-        if geometry.max_loras
-        else None,
+        slots=_adapter_room(options.lora),
         has_branches=has_cheap_branches(mesh),
         overlaps_sums=overlaps_sums(model, layer_mode, mesh, has_adapters=geometry.max_loras > 0),
     )
     return step, geometry
+
+
+def _adapter_room(lora: LoraOptions) -> AdapterRoom | None:
+    """Return the slots for adapters; None without adapters."""
+    if not lora.enable_lora:
+        return None
+    return AdapterRoom(lora.max_loras, lora.max_lora_rank, lora.enable_dora, lora.enable_lm_head_lora)
 
 
 def _kv_groups(kinds: tuple[LayerKind, ...], sizes: StepSizes, layer_mode: LayerMode, mesh: Mesh) -> KVGroups:
