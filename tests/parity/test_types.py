@@ -29,8 +29,9 @@ QUANTISED = [
 MORE_SENSITIVE = {"qwen3_next": 0.05, "granitemoehybrid": 0.05, "minimax_m2": 0.05}
 """Families whose tiny model turns the same rounding into more.
 
-qwen3_next: transformers' own bfloat16 is 0.040 away, and jpaged's 0.040. granitemoehybrid: 0.043 and 0.038. minimax_m2: two experts of the tenth token are
-nearly tied. The nine before it are 0.008 away, and 0.010 in transformers.
+qwen3_next: transformers' own bfloat16 is 0.040 away, and jpaged's 0.040. granitemoehybrid: 0.043 and 0.038.
+minimax_m2: two experts of the tenth token are nearly tied. The nine before it are 0.008 away, and 0.010 in
+transformers.
 """
 TOKEN_IDS = np.arange(3, 43, dtype=np.int32) * 5 % 131
 
