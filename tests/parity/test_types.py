@@ -27,7 +27,7 @@ QUANTISED = [
     for j, asked in enumerate(ASKED)
 ]
 MORE_SENSITIVE = {"qwen3_next": 0.05, "granitemoehybrid": 0.05, "minimax_m2": 0.05}
-"""Families whose tiny model turns the same rounding into more.
+"""Families whose tiny model turns the same rounding into more. The numbers are those of bfloat16.
 
 qwen3_next: transformers' own bfloat16 is 0.040 away, and jpaged's 0.040. granitemoehybrid: 0.043 and 0.038.
 minimax_m2: two experts of the tenth token are nearly tied. The nine before it are 0.008 away, and 0.010 in
@@ -83,7 +83,7 @@ def test_float16_is_as_close_as_its_digits_allow(name: str, tmp_path: Path) -> N
     want = logits_of(exact, load_params(exact, folder, "loop"))
     for got in (logits_of(rounded, load_params(rounded, folder, "loop")), on_two(rounded, folder)):
         assert got.dtype == np.float32
-        assert np.median(np.abs(got - want)) < 0.03 / 8 * want.std()
+        assert np.median(np.abs(got - want)) < MORE_SENSITIVE.get(name, 0.03) / 8 * want.std()
 
 
 @pytest.mark.parametrize(("name", "asked"), QUANTISED)
