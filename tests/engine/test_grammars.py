@@ -262,6 +262,32 @@ def test_a_grammar_that_takes_too_much_ends_its_request_with_why():
     assert len(h.tokens("b")) == 20
 
 
+@dataclass(slots=True)
+class RefusingState(FakeGrammarState):
+    """Refuses its second token, because it takes too much."""
+
+    def accept(self, token_id: int) -> bool:
+        if self.token_ids:
+            self.failure = "too many states"
+            return False
+        return FakeGrammarState.accept(self, token_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusing(FakeGrammar):
+    def start(self) -> FakeGrammarState:
+        return RefusingState(self)
+
+
+def test_a_token_that_a_grammar_fails_to_accept_ends_its_request_with_why():
+    h = harness(overlap=False)
+    h.submit("a", [3], grammar=Refusing(V, EOS, 30, is_free=True), max_tokens=20)
+    h.submit("b", [3], max_tokens=9)
+    h.run()
+    assert "the grammar exceeds the limit of a step: too many states" in str(h.last("a").error)
+    assert len(h.tokens("b")) == 9
+
+
 @dataclass(frozen=True, slots=True)
 class FirstStartFails(FakeGrammar):
     """The state of the first sample fails after its first token; each token after the first is forced."""

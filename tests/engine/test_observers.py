@@ -1,5 +1,7 @@
 """The features that observe steps: only those that are on, in a fixed order, with one timing for each dispatch."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from jpaged.engine.scheduler.output import SchedulerOutput, build_step_inputs
@@ -98,3 +100,13 @@ def test_the_host_time_of_a_step_excludes_its_waits_and_idle_time_ends_with_a_di
     timer.end_idle()
     now_s = 8.0
     assert timer.end_step() == pytest.approx((4.0, 2.0))
+
+
+def test_steps_that_were_not_executed_are_not_counted():
+    h = Harness()
+    loop, schedule = h.engine._loop, SimpleNamespace(num_steps=5, runs=["a"], num_tokens_shared=7)
+    loop.stats.count_steps(schedule)
+    loop.stats.discard_steps(schedule, 3)
+    loop.stats.end_step(loop.memory, loop.scheduler)
+    load = loop.stats.snapshot(0)
+    assert (load.num_steps, load.num_cascade_steps, load.num_cascade_tokens) == (2, 2, 14)

@@ -163,6 +163,20 @@ async def test_an_input_that_is_no_list_of_requests_fails_as_a_whole(
         assert harness.num_open_calls == 0
 
 
+async def test_a_batch_whose_outputs_cannot_be_stored_fails_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def add_output(*_: Any) -> None:
+        raise StorageError("an output: the disk is gone")
+
+    monkeypatch.setattr(Store, "add_output", add_output)
+    async with serving(tmp_path) as (_, client):
+        batch = await ended(client, (await send(client, jsonl([line("a")]))).id)
+        assert batch.status == "failed" and batch.output_file_id is None
+        assert batch.errors.data[0].code == "storage"
+        assert "the outputs of batch" in caplog.text
+
+
 @pytest.mark.long
 async def test_a_server_that_starts_again_goes_on_where_the_last_one_was(tmp_path: Path) -> None:
     lines = [line(f"r{i}") for i in range(40)]

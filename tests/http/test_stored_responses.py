@@ -12,6 +12,7 @@ import pytest
 
 from jpaged import json_text
 from jpaged.errors import AlreadyExists, InvalidArgument, LimitExceeded, NotFound, QueueFull, RequestTooLong
+from jpaged.http import responses
 from jpaged.http.response_store import BackgroundRun, ReferredItems, ResponseStore, StoredResponse, StoredTurn
 from jpaged.openai.request import LenientBody
 from jpaged.openai.response_input import custom_input, open_reasoning, seal_reasoning
@@ -425,6 +426,16 @@ async def test_a_streamed_response_is_stored_as_it_was_sent() -> None:
         unknown: Any = [{"type": "item_reference", "id": "msg_none_0"}]
         with pytest.raises(openai.NotFoundError, match="Item with id 'msg_none_0' not found"):
             await client.responses.create(**SHORT, input=unknown)
+
+
+async def test_items_that_are_referred_to_count_beside_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses._Responses, "_max_conversation_bytes", 700)
+    async with running(http_port=0) as harness, client_of(harness) as client:
+        first = await client.responses.create(**SHORT, input="x" * 90)
+        item: Any = {"type": "item_reference", "id": (await client.responses.input_items.list(first.id)).data[0].id}
+        assert (await client.responses.create(**SHORT, input=[item, USER])).status == "incomplete"
+        with pytest.raises(openai.BadRequestError, match="the items that it refers to exceed max_request_size"):
+            await client.responses.create(**SHORT, input=[item, USER], previous_response_id=first.id)
 
 
 async def test_a_response_of_another_tenant_does_not_exist() -> None:

@@ -363,18 +363,23 @@ def _text_value(
         return [_or([_constant(text) for text in texts]), *after]
     pattern, low, high = schema.get("pattern"), schema.get("minLength"), schema.get("maxLength")
     if isinstance(pattern, str) and types.is_text:
-        return [{"type": "regex", "pattern": _search_pattern(pattern)}, *after]
+        return _matching_text(_search_pattern(pattern), end, tokens)
     if (low or high is not None) and types.is_text:
-        return [{"type": "regex", "pattern": f"(?s:[^<]{{{low or 0},{'' if high is None else high}}})"}, *after]
+        return _matching_text(f"[^<]{{{low or 0},{'' if high is None else high}}}", end, tokens)
     return _free_text(end, tokens)
 
 
+def _matching_text(pattern: str, end: str, tokens: SpecialTokens) -> list[Format]:
+    text: Format = {"type": "regex", "pattern": pattern}
+    return [text, *tokens.parts(end)] if tokens.are_in([end]) else [_tag("", text, end)]
+
+
 def _search_pattern(pattern: str) -> str:
-    """Return a regular expression of whole texts in which a schema's pattern occurs."""
-    start = "" if pattern.startswith("^") else "(?s:.*)"
+    """Return a regular expression of whole texts in which a schema's pattern occurs, with no "<" around it."""
+    start = "" if pattern.startswith("^") else "[^<]*"
     is_to_end = pattern.endswith("$") and not pattern.endswith("\\$")
     inside = pattern.removeprefix("^")
-    return f"{start}(?:{inside[:-1] if is_to_end else inside}){'' if is_to_end else '(?s:.*)'}"
+    return f"{start}(?:{inside[:-1] if is_to_end else inside}){'' if is_to_end else '[^<]*'}"
 
 
 def _listed_values(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:

@@ -214,6 +214,9 @@ class StructuralTagWriter:
         kind = value["type"]
         if kind in (*_ENDLESS, "sequence"):
             return self._write_open(value, at, ends)
+        if kind == "regex" and ends and all(ends):
+            # In one lexeme, because one without its end takes as much as it can, of what ends it too.
+            return self._rule(f"/{self._pattern(value, at)}/ {_alternatives(ends)}", options="[lazy]")
         writers: dict[str, Callable[[Any, str], str]] = {
             "const_string": self._write_const_string,
             "json_schema": self._write_json_schema,
@@ -249,8 +252,11 @@ class StructuralTagWriter:
         return self._rule(f"%json {json_text.dumps(schema)}")
 
     def _write_regex(self, value: Any, at: str) -> str:
+        return self._rule(f"/{self._pattern(value, at)}/")
+
+    def _pattern(self, value: Any, at: str) -> str:
         pattern = _text(self, _object(self, value, at, {"type", "pattern"}, set())["pattern"], f"{at}/pattern")
-        return self._rule(f"/{slashes_escaped(pattern)}/")
+        return slashes_escaped(pattern)
 
     def _write_grammar(self, value: Any, at: str) -> str:
         text = _text(self, _object(self, value, at, {"type", "grammar"}, set())["grammar"], f"{at}/grammar")

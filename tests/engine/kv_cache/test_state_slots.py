@@ -15,6 +15,7 @@ from jpaged.engine.kv_cache.blocks import SequenceBlocks, StateSlots
 from jpaged.engine.kv_cache.paged import make_memory
 from jpaged.errors import InternalError, Unsupported
 from jpaged.testing import FakeExecutor
+from tests.engine.groups import computed, group_of
 
 
 def handle() -> SequenceBlocks:
@@ -84,3 +85,14 @@ def test_a_memory_with_state_caches_and_swaps_nothing_and_must_be_paged() -> Non
     assert (memory.prefixes, memory.swapping, memory.host, memory.prefetcher) == (None, None, None, None)
     with pytest.raises(Unsupported, match="kv_policy reserve-max has no slots"):
         make_memory(executor, CacheOptions(kv_policy="reserve-max"), None, ())
+
+
+def test_a_fork_of_a_sequence_shares_its_state() -> None:
+    fake = FakeExecutor(num_blocks=8)
+    geometry = dataclasses.replace(fake.geometry, state_bytes=64)
+    executor: Any = SimpleNamespace(geometry=geometry, rates=fake.rates, host_blocks=None)
+    memory, group = make_memory(executor, CacheOptions(), None, ()), group_of(3, n=2)
+    computed(memory, group)
+    parent, child = (sequence.kv for sequence in group.live)
+    assert child.state_slot == parent.state_slot == 1
+    memory.check([group])

@@ -153,6 +153,17 @@ def test_of_both_tiers_each_block_is_read_where_it_is():
     assert b.tokens("first") == a.tokens("first") == expected_tokens(PROMPT, 4)
 
 
+def test_a_part_is_not_ready_before_its_blocks_are_copied():
+    a, ready = make(), []
+    compute(a)
+    future = a.engine.kv_transfer.leave(chain_of(a))
+    future.add_done_callback(lambda done: ready.append(done.result().when_there(0).done()))
+    a.step()
+    assert ready == [False]
+    future.result(0).close()
+    assert_nothing_is_held(a)
+
+
 def test_a_step_moves_a_part_at_most_and_running_rows_go_on(monkeypatch):
     monkeypatch.setattr(leaving_module, "MAX_STAGED_BLOCKS", 3)
     a = make()

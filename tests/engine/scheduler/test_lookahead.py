@@ -558,6 +558,24 @@ def test_with_overlap_a_dispatch_is_interruptible_only_while_arrivals_are_expect
     assert h.tokens("b") == expected_tokens([5], 20)
 
 
+def test_a_dispatch_that_has_ended_is_not_interrupted():
+    h, calls = make(overlap=False, executor=Interrupted()), []
+
+    def decode_interruptibly(*inputs):
+        feed, interrupt = Interrupted.decode_interruptibly(h.executor, *inputs)
+        counted = SimpleNamespace(interrupt=lambda: calls.append("late"), close=interrupt.close)
+        return feed, counted
+
+    h.executor.decode_interruptibly = decode_interruptibly
+    h.submit("a", [1], max_tokens=40)
+    while not h.executor.executed:
+        h.step()
+    assert h.executor.nums_executed == [8]
+    h.submit("b", [5], max_tokens=2)
+    assert calls == []
+    h.run()
+
+
 def test_an_arrival_before_a_dispatch_is_armed_interrupts_it():
     interrupted = []
     signal = ArrivalSignal()

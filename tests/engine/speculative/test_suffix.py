@@ -222,3 +222,12 @@ def test_it_is_made_by_the_options():
     proposer = SuffixProposer.of(SpeculativeOptions.parse(text))
     proposer.begin(0, [*range(20), 0, 1], None)
     assert proposer.propose(0, NO_LIMIT) == [2, 3, 4, 5]
+
+
+def test_shares_of_texts_and_of_tokens_count_alike():
+    texts = SharedTexts(RULE, 4, max_tokens=40)
+    for name in (b"many", b"many", b"long"):
+        texts.add(name, [1] * (20 if name == b"long" else 2))
+    texts.add(b"new", [2] * 20)
+    assert texts.num_tokens == 24  # of two halves of the store, the one whose key sorts first gave up its oldest text
+    assert texts.tree(b"long") is None

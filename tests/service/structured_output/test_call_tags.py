@@ -177,6 +177,9 @@ FULL = {
         "tags": {"type": "array", "items": {"type": "string"}},
         "near": {"$ref": "#/$defs/Near"},
         "zip": {"type": "string", "pattern": "^[0-9]{4}$"},
+        "seat": {"type": "string", "pattern": "[0-9]c"},
+        "note": {"type": "string", "pattern": "^.+!$"},
+        "code": {"type": "string", "maxLength": 3},
     },
     "required": ["city"],
     "additionalProperties": False,
@@ -188,7 +191,8 @@ ACCEPTED: list[Calls] = [
     [("find", OSLO)],
     [("now", {})],
     [("find", ALL)],
-    [("find", {**OSLO, "near": [1.5, -2], "zip": "0150"})],
+    [("find", {**OSLO, "near": [1.5, -2], "zip": "0150", "seat": "2c"})],
+    [("find", {**OSLO, "note": "so!", "code": "abc"}), ("find", {**OSLO, "seat": "2c", "note": "no!"})],
     [("find", OSLO), ("now", {}), ("find", {**OSLO, "unit": "C"})],
 ]
 REFUSED: list[Calls] = [
@@ -196,6 +200,8 @@ REFUSED: list[Calls] = [
     [("find", {"city": "Oslo", "days": 10})],
     [("find", {"city": "Oslo", "unit": "K"})],
     [("find", {"city": "Oslo", "zip": "15"})],
+    [("find", {"city": "Oslo", "seat": "1d"})],
+    [("find", {"city": "Oslo", "code": "abcd"})],
     [("find", {"city": "Oslo", "other": 1})],
     [("other", {})],
 ]

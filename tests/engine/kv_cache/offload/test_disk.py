@@ -444,6 +444,18 @@ def test_the_rates_decide_by_attention_too(tmp_path):
     second.kill()
 
 
+@pytest.mark.parametrize(("pair_s", "num_cached"), [(1e-4, 24), (2e-6, 0)])
+def test_pairs_of_tokens_are_what_attention_takes_time_for(tmp_path, pair_s, num_cached):
+    class Attentive(FakeExecutor):
+        @property
+        def rates(self):
+            return DeviceRates(16e6, 16e6, ((1, 1e-9),), pair_s=pair_s)
+
+    second = second_life(tmp_path, kind=Attentive)
+    assert second.ask("a", PROMPT) == num_cached
+    second.kill()
+
+
 def test_what_a_prompt_has_on_the_device_is_no_room_for_the_rest_of_it(tmp_path):
     second = second_life(tmp_path, sizes={"num_blocks": 12, "num_host_blocks": 16})
     prefixes = second.memory.prefixes
