@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from jpaged import json_text
-from jpaged.errors import AlreadyExists, InvalidArgument, LimitExceeded, NotFound, QueueFull, RequestTooLong
+from jpaged.errors import AlreadyExists, Cancelled, InvalidArgument, LimitExceeded, NotFound, QueueFull, RequestTooLong
 from jpaged.http import responses
 from jpaged.http.response_store import BackgroundRun, ReferredItems, ResponseStore, StoredResponse, StoredTurn
 from jpaged.openai.request import LenientBody
@@ -192,6 +192,16 @@ def test_a_store_of_no_bytes_stores_nothing() -> None:
     assert not store.add(entry("a"))
     with pytest.raises(NotFound, match="nothing is stored"):
         store.find("", "a")
+
+
+async def test_a_response_that_ends_before_it_was_admitted_says_so_to_whoever_waits() -> None:
+    waiting, admitted = BackgroundRun(keeps_events=False), BackgroundRun(keeps_events=False)
+    waiting.end()
+    with pytest.raises(Cancelled, match="the response was cancelled"):
+        await waiting.admitted
+    admitted.set_admitted()
+    admitted.end()
+    await admitted.admitted
 
 
 async def test_running_responses_are_not_evicted_and_lose_their_oldest_events() -> None:

@@ -298,3 +298,16 @@ async def test_who_reads_nothing_along_wakes_the_loop_once(loop):
     await steps(loop, [reader], 6, last=True)
     assert reader.token_ids == [[1, 2, 3, 4, 5, 6]]
     assert loop.num_wake_ups == 1
+
+
+async def test_rounds_go_on_after_one_that_the_loop_was_late_for(loop):
+    bridge = OutputDispatcher(loop, 4 / STEP_S)
+    readers = [Reader(bridge) for _ in range(16)]
+    await steps(loop, readers, 2)
+    loop.now_s += 1.0  # other callbacks ran, and the next round is overdue
+    newcomer = Reader(bridge)
+    newcomer.sample()
+    bridge.deliver()
+    await steps(loop, readers, 40)
+    assert min(reader.token_ids[-1][-1] for reader in readers) > 30
+    await steps(loop, [*readers, newcomer], 1, last=True)
