@@ -77,6 +77,17 @@ def fill(channel: Channel) -> None:
     channel._socket.setblocking(True)
 
 
+def test_results_and_digests_reach_whoever_takes_them(pairs):
+    a, b = pairs()
+    leader, received = Leader({1: a}, Owner()), queue.Queue[object]()
+    leader.take_results(received.put, 1)
+    leader.take_digests(lambda *message: received.put(message), [1])
+    b.send(MessageKind.RESULT, b"tokens")
+    assert received.get(timeout=60) == b"tokens"
+    b.send(MessageKind.DIGEST, b"inputs")
+    assert received.get(timeout=60) == (1, b"inputs")
+
+
 def test_the_leader_ends_all_when_one_is_silent_and_reads_nothing(pairs, monkeypatch):
     monkeypatch.setattr(Leader, "_end_anyway", lambda leader: None)  # which ends the process
     (first, follower), (second, _) = pairs(), pairs()
