@@ -284,3 +284,22 @@ async def test_a_server_that_is_not_there_costs_nothing_but_a_look():
                     await client.complete(f"prompt {i}", GREEDY)
                     if again.serving.engine.load().num_generation_tokens:
                         break
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_servers_are_asked_for_their_load(kind, monkeypatch):
+    answered: list[tuple[str, Any]] = []
+    take = Endpoints.handle_answer
+
+    def handle_answer(endpoints: Any, endpoint: Any, question: Any, answer: Any, error: Any) -> None:
+        answered.append((question, error))
+        take(endpoints, endpoint, question, answer, error)
+
+    monkeypatch.setattr(Endpoints, "handle_answer", handle_answer)
+    async with running() as first, running() as second:
+        targets = [first.target, second.target]
+        made = AsyncClient(targets) if kind == "async" else Client(targets)
+        client: Any = made if isinstance(made, AsyncClient) else Threaded(made)
+        await client.complete("prompt", GREEDY)
+        await eventually(lambda: answered.count(("load", None)) >= 2)
+        await client.close()
