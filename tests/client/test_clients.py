@@ -153,6 +153,7 @@ async def test_the_other_calls(client_of):
         ({"messages": [{"role": "user"}]}, InvalidArgument, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 1}]}, InvalidArgument, "messages[0].content"),
         ({"prompt": "x", "request_id": "\n"}, InvalidArgument, "request_id"),
+        ({"prompt": "x", "sampling": SamplingParams(max_tokens=1 << 32)}, InvalidArgument, "sampling.max_tokens"),
     ],
 )
 async def test_a_bad_argument_comes_back_with_its_field(client_of, arguments, error, field):

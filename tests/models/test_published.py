@@ -406,6 +406,7 @@ NESTED = {"full_attention": {"rope_type": "yarn", "factor": 8.0, "truncate": Fal
         ("gpt-neox-20b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but rotary_pct is 0.25"),
         ("gpt-neox-20b", {"rope_theta": 50000}, "rope_theta is 50000, but rotary_emb_base is 10000"),
         ("mistral-7b", {"pruned_heads": {"0": [1]}}, "pruned_heads is {'0': [1]}"),
+        ("mistral-7b", {"chunk_size_feed_forward": 1}, "chunk_size_feed_forward is 1"),
     ],
 )
 def test_what_transformers_reads_otherwise_is_refused_by_name(name: str, settings: Fields, refusal: str) -> None:

@@ -246,6 +246,7 @@ def test_how_requests_end_is_counted_by_reason():
 def test_every_histogram_holds_what_the_clock_said():
     clock = VirtualClock()
     with scraped(clock=clock, overlap=False, executor=FakeExecutor(max_num_seqs=2)) as engine:
+        clock.advance(2.0)
         engine.submit("a", [1, 2, 3], max_tokens=3)
         engine.submit("b", [4, 5], max_tokens=2)
         clock.advance(0.4)

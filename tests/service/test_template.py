@@ -8,7 +8,7 @@ import pytest
 
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, RequestTooLong, Unavailable
-from jpaged.service.chat.sandbox import TemplateProcess
+from jpaged.service.chat.sandbox import TemplateProcess, _TemplateChild
 from jpaged.service.chat.template import ChatTemplate
 
 USER = [{"role": "user", "content": "hi"}]
@@ -163,3 +163,9 @@ def test_a_developers_message_is_the_systems_where_a_template_knows_no_developer
     assert made(process, source, messages) == "system,user,"
     told_apart = f"{source}{{% if messages[0].role == 'developer' %}}!{{% endif %}}"
     assert made(process, told_apart, messages) == "developer,user,!"
+
+
+def test_a_process_that_does_not_answer_is_not_waited_for_again():
+    error = _TemplateChild.reason(None, TimeoutError())  # type: ignore[arg-type]
+    assert isinstance(error, Unavailable)
+    assert "did not answer within" in str(error)
