@@ -201,7 +201,7 @@ class _FourBits:
 
     Attributes:
         block_size: numbers that share a scale.
-        nested: scales that share a scale of their own, and the number to add to them; None if scales are float32.
+        nested: number of scales that share an outer one, and the offset of all; None if scales are float32.
     """
 
     shape: Shape
