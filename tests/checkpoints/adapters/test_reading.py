@@ -118,8 +118,29 @@ def test_biases_are_shifts_from_those_of_the_model(with_vectors: AdapterReader, 
             lambda own: own.update({f"base_model.model.{MODULE}.lora_magnitude_vector": ONES[:48] * np.nan}),
             "lora_magnitude_vector times 1 has non-finite",
         ),
+        ({"lora_bias": True}, lambda own: own.pop(f"base_model.model.{MODULE}.lora_B.bias"), "has no lora_B.bias, but"),
+        (
+            {},
+            lambda own: own.update({f"base_model.model.{MODULE}.lora_B.bias": ONES}),
+            "a lora_B.bias, but lora_bias is F",
+        ),
+        ({"use_dora": True, "lora_bias": True}, dict.copy, "lora_bias: is True; it must be False if use_dora is True"),
+        (
+            {"use_dora": True},
+            lambda own: own.update({NAME.format(w): own[NAME.format(w)] * 1e30 for w in "AB"}),
+            "or not",
+        ),
     ],
-    ids=["no magnitude", "magnitude without DoRA", "norm", "not finite"],
+    ids=[
+        "no magnitude",
+        "magnitude without DoRA",
+        "norm",
+        "not finite",
+        "no bias",
+        "bias without lora_bias",
+        "DoRA with lora_bias",
+        "large",
+    ],
 )
 def test_vectors_that_cannot_be_are_refused(
     with_vectors: AdapterReader,
@@ -131,6 +152,15 @@ def test_vectors_that_cannot_be_are_refused(
     path = TinyAdapter(CASE, "bad", modules="down_proj", settings=settings).write(tmp_path)
     change(tmp_path, edit)
     with pytest.raises(JpagedError, match=message):
+        with_vectors(path)
+
+
+def test_a_bias_far_from_the_models_is_refused(with_vectors: AdapterReader, tmp_path: Path) -> None:
+    path = TinyAdapter(CASE, "far", modules="down_proj", settings={"bias": "all", "lora_bias": True}).write(tmp_path)
+    name = f"base_model.model.{MODULE}."
+    for end, value in (("base_layer.bias", 3e38), ("lora_B.bias", 2e38)):
+        change(tmp_path, lambda own, end=end, value=value: own[name + end].fill(value))
+    with pytest.raises(InvalidArgument, match=f"{MODULE}: its biases less those of the model are not finite"):
         with_vectors(path)
 
 
@@ -247,12 +277,13 @@ def test_a_config_that_is_not_understood_is_refused(
         (".*.*.*.*.*x", r"\d+ ways; the limit is \d+: use fewer"),
         (".?" * 40 + "x", r"\d+ ways; the limit is \d+: use fewer"),
         ("(.|.)" * 25 + "x", r"\d+ ways; the limit is \d+: use fewer"),
+        (".?" * 20000, r"at least \d{8} ways; the limit is \d+: use fewer"),
     ],
 )
 def test_a_pattern_that_would_hold_up_the_server_is_refused(pattern: str, problem: str, tmp_path: Path) -> None:
     for key in ("rank_pattern", "alpha_pattern"):
         path = TinyAdapter(CASE, "slow", modules="down_proj").write(tmp_path, **{key: {"q_proj": 4, pattern: 4}})
-        with pytest.raises(InvalidArgument, match=f"{key}: {re.escape(repr(pattern))}.* {problem}"):
+        with pytest.raises(InvalidArgument, match=f"{key}: {re.escape(repr(pattern)[:200])}.* {problem}"):
             READ(path)
 
 
