@@ -14,9 +14,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jpaged.checkpoints.adapters import AdapterReader, Patterns
+from jpaged.checkpoints.hub import read_config, read_scheme
+from jpaged.checkpoints.quantized.scheme import read_matrix
+from jpaged.checkpoints.weights import open_tensors
 from jpaged.errors import InvalidArgument, JpagedError, Unsupported
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
+from tests.checkpoints.quantized.layouts import LAYOUTS, write_quantized
+from tests.checkpoints.quantized.test_layouts import case_of
 from tests.models.adapters import TinyAdapter
 from tests.models.tiny import tensors as base_tensors
 from tests.models.tiny import tiny_case, write_checkpoint
@@ -419,3 +424,22 @@ def test_folders_that_are_none_of_an_adapter_are_refused(tmp_path: Path) -> None
     (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
     with pytest.raises(Unsupported, match="pickles are not supported: save the adapter with safe_serialization=True"):
         READ(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["gptq", "fp8_channel", "w8a8", "nvfp4"])
+def test_dora_normalizes_by_the_decoded_weights_of_a_quantized_model(name: str, tmp_path: Path) -> None:
+    layout = next(each for each in LAYOUTS if each.name == name)
+    case, base = case_of(layout), tmp_path / "base"
+    base.mkdir()
+    write_quantized(case, layout, base)
+    adapter = TinyAdapter(case, "dora", modules=r"layers\.0\.mlp\.down_proj", settings={"use_dora": True})
+    model, scheme, own = Model(read_config(base), np.dtype(np.float32)), read_scheme(base), adapter.tensors()
+    assert scheme is not None
+    module, place = "model.layers.0.mlp.down_proj", ("layers", 0, "mlp", "down", "kernel")
+    a, b = (own[f"base_model.model.{module}.lora_{which}.weight"].astype(np.float64) for which in "AB")
+    with open_tensors(base) as files:
+        weights = read_matrix(scheme, files, module, (len(b), a.shape[1])).weights()
+    gains = own[f"base_model.model.{module}.lora_magnitude_vector"] / np.linalg.norm(weights + 1.5 * b @ a, axis=1)
+    reader = AdapterReader(model, "loop", 1, 8, has_vectors=True, checkpoint=base)
+    (vectors,) = reader(adapter.write(tmp_path / "adapter")).vectors[place]
+    np.testing.assert_allclose(vectors, [gains - 1, np.zeros_like(gains)], rtol=1e-5, atol=1e-6)
