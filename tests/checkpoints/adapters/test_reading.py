@@ -162,9 +162,8 @@ def test_vectors_that_cannot_be_are_refused(
 
 def test_a_bias_far_from_the_models_is_refused(with_vectors: AdapterReader, tmp_path: Path) -> None:
     path = TinyAdapter(CASE, "far", modules="down_proj", settings={"bias": "all", "lora_bias": True}).write(tmp_path)
-    name = f"base_model.model.{MODULE}."
-    for end, value in (("base_layer.bias", 3e38), ("lora_B.bias", 2e38)):
-        change(tmp_path, lambda own, end=end, value=value: own[name + end].fill(value))
+    store(tmp_path, f"{MODULE}.base_layer.bias", np.full(48, 3e38, np.float32))
+    store(tmp_path, f"{MODULE}.lora_B.bias", np.full(48, 2e38, np.float32))
     with pytest.raises(InvalidArgument, match=f"{MODULE}: its biases less those of the model are not finite"):
         with_vectors(path)
 

@@ -135,7 +135,10 @@ def _with(name: str, tensor: np.ndarray) -> Callable[[dict[str, np.ndarray]], No
 
 
 def _without(name: str) -> Callable[[dict[str, np.ndarray]], None]:
-    return lambda stored: stored.pop(name) and None
+    def edit(stored: dict[str, np.ndarray]) -> None:
+        del stored[name]
+
+    return edit
 
 
 def _read_all(files: BitsAndBytesTensors) -> None:
