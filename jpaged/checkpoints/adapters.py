@@ -104,8 +104,8 @@ class Patterns(Generic[NumberT]):
             if num_ways > _MAX_WAYS:
                 raise InvalidArgument(
                     field,
-                    f"{shown} and those before it may match a name in {num_ways} ways; the limit is {_MAX_WAYS}: use "
-                    "fewer repeats, optional parts and alternatives",
+                    f"{shown} and those before it may match a name in at least {num_ways} ways; the limit is "
+                    f"{_MAX_WAYS}: use fewer repeats, optional parts and alternatives",
                 )
         return cls(tuple(compiled))
 
@@ -115,7 +115,10 @@ class Patterns(Generic[NumberT]):
 
 
 def _num_ways(expression: str) -> int:
-    """Return a bound of the ways to match a name, for an expression without escapes, classes or repeated groups."""
+    """Return a bound of the ways to match a name, for an expression without escapes, classes or repeated groups.
+
+    Above the limit, it is that of a beginning of the expression.
+    """
     num_ways, alternatives = 1, [1]
     for choice in _CHOICE.findall(expression):
         if choice.startswith("("):
@@ -126,6 +129,8 @@ def _num_ways(expression: str) -> int:
             alternatives[-1] += 1
         else:
             num_ways *= 2 if choice.startswith("?") else _WAYS_OF_REPEAT
+        if num_ways > _MAX_WAYS:
+            return num_ways
     return num_ways * alternatives.pop()
 
 
@@ -152,6 +157,7 @@ class LoraConfig:
         alphas: alphas of matching modules; others have `alpha`.
         is_root: the scale is divided by the square root of the rank instead of the rank (rsLoRA).
         is_dora: modules have magnitudes.
+        has_bias: B of each module has a bias.
         targets: suffixes of module names, starting at a dot: all such modules were trained. Empty if unknown.
     """
 
@@ -161,6 +167,7 @@ class LoraConfig:
     alphas: Patterns[float]
     is_root: bool
     is_dora: bool
+    has_bias: bool
     targets: tuple[str, ...]
 
     def get_rank(self, module: str) -> int:
@@ -195,7 +202,9 @@ def read_lora_config(folder: Path, *, has_vectors: bool = False) -> LoraConfig:
     biases = ("all", "lora_only") if has_vectors else ()
     fields.only("bias", "none", *biases, why=f"biases are not supported {_WITHOUT_VECTORS}")
     fields.only("lora_bias", False, *extra, why=f"biases are not supported {_WITHOUT_VECTORS}")
-    is_dora = fields.flag("use_dora", False)
+    is_dora, has_bias = fields.flag("use_dora", False), fields.flag("lora_bias", False)
+    if is_dora and has_bias:
+        raise fields.bad("lora_bias", "is True; it must be False if use_dora is True, as PEFT requires")
     for key in ("modules_to_save", "target_parameters", "trainable_token_indices"):
         fields.only(
             key,
@@ -227,6 +236,7 @@ def read_lora_config(folder: Path, *, has_vectors: bool = False) -> LoraConfig:
         Patterns.checked(alphas, patterns["alpha_pattern"].name),
         is_root,
         is_dora,
+        has_bias,
         targets,
     )
 
@@ -454,9 +464,13 @@ class AdapterReader:
         vectors = {kind: name for kind, name in tensors.names.items() if kind not in ("A", "B")}
         if not tensors.has_matrices:
             return _Pair("", "", 0, 0.0, vectors)
-        if ("magnitude" in vectors) != config.is_dora:
-            problem = f"has {'no ' if config.is_dora else 'a '}lora_magnitude_vector, but use_dora is {config.is_dora}"
-            raise InvalidArgument("lora", f"{folder}: {module} {problem}")
+        for kind, name, key, is_set in (
+            ("magnitude", "lora_magnitude_vector", "use_dora", config.is_dora),
+            ("added", "lora_B.bias", "lora_bias", config.has_bias),
+        ):
+            if (kind in vectors) != is_set:
+                problem = f"has {'no' if is_set else 'a'} {name}, but {key} is {is_set}"
+                raise InvalidArgument("lora", f"{folder}: {module} {problem}")
         rank = config.get_rank(tensors.trained)
         if rank > self.max_rank:
             raise InvalidArgument("lora", f"{folder}: {module} has rank {rank}; max_lora_rank is {self.max_rank}")
@@ -654,13 +668,15 @@ class _AdapterTensors:
             num_out, module = stored[1 - in_axis], get_module(name)
             a = self._finite(pair.a, (pair.rank, leaf.shape[0]), dtype=_FLOAT32)
             b = self._finite(pair.b, (num_out, pair.rank), pair.scale, dtype=_FLOAT32)
-            norms = self.base.measure(module, stored, in_axis, (b, a))
+            with np.errstate(over="ignore", invalid="ignore"):
+                norms = self.base.measure(module, stored, in_axis, (b, a))
             magnitudes = self._finite(pair.vectors["magnitude"], (num_out,), dtype=_FLOAT32)
-            if not norms.all():
+            if not (norms.all() and np.isfinite(norms).all()):
                 where = str(self.files.where(pair.b))
-                problem = f"{module}: a row of the weight with the adapter is zero, so that DoRA cannot normalize it"
-                raise InvalidArgument(where, problem)
-            self.gains[name] = (magnitudes / norms)[:, None]
+                problem = f"{module}: a row of the weight with the adapter is zero or not finite, so that DoRA cannot "
+                raise InvalidArgument(where, problem + "normalize it")
+            with np.errstate(over="ignore"):
+                self.gains[name] = (magnitudes / norms)[:, None]
         return self.gains[name]
 
     def _shift(self, module: str, num_out: int, pair: _Pair) -> np.ndarray | float:
@@ -671,7 +687,11 @@ class _AdapterTensors:
         if "bias" in pair.vectors:
             assert self.base is not None
             trained = self._finite(pair.vectors["bias"], (num_out,), dtype=_FLOAT32)
-            shift = shift + (trained - self.base.get_bias(module, num_out))
+            with np.errstate(over="ignore"):
+                shift = shift + (trained - self.base.get_bias(module, num_out))
+        if not np.isfinite(shift).all():
+            where = str(self.files.where(next(iter(pair.vectors.values()))))
+            raise InvalidArgument(where, f"{module}: its biases less those of the model are not finite in float32")
         return shift
 
     def _finite(

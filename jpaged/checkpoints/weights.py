@@ -26,7 +26,7 @@ from jpaged.checkpoints.names import is_ignored, model_leaves
 from jpaged.checkpoints.orbax import OrbaxTensors, is_orbax_folder, refuse_other_orbax
 from jpaged.checkpoints.quantized.compressed_tensors import CompressedTensors
 from jpaged.checkpoints.quantized.floats import BitsAndBytesTensors
-from jpaged.checkpoints.quantized.leaf import Dequantized, LeafPart, ReadMatrix, quantized_leaf
+from jpaged.checkpoints.quantized.leaf import Dequantized, LeafPart, ReadMatrix, is_input_first, quantized_leaf
 from jpaged.checkpoints.quantized.quantizer import round_matrix
 from jpaged.checkpoints.quantized.scheme import UNUSED, Scheme, StoredMatrix, check_parts, read_matrix
 from jpaged.checkpoints.tensor_files import TensorFiles, TensorSource, check_shape, read_integers, read_weight
@@ -301,7 +301,8 @@ def check_tensors(tensors: TensorSource, config: ModelConfig, scheme: Scheme | N
             if form is None or scheme is None:
                 check_shape(tensors, name, shape)
             else:
-                check_parts(tensors, scheme.parts(get_module(name), shape, form), shape)
+                stored = shape[::-1] if is_input_first(leaf) else shape
+                check_parts(tensors, scheme.parts(get_module(name), stored, form), stored)
     _check_tie(tensors, config)
 
 

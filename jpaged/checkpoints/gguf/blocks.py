@@ -47,6 +47,9 @@ FLOATS: Mapping[str, np.dtype] = {
 }
 """Types of tensors with plain numbers."""
 
+_NO_NUMBER = 255
+"""Exponent of an MXFP4 block that encodes NaN."""
+
 # Values `[blocks, numbers]`, scales and zeros `[blocks, groups]`.
 Unpacked = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
@@ -72,6 +75,8 @@ class BlockType:
     def is_finite(self, rows: np.ndarray) -> bool:
         """Return True if the numbers of rows `[out, bytes]` are finite."""
         blocks = np.asarray(rows).reshape(-1, self.num_bytes)
+        if self.form.values == "mxfp4":
+            return not bool((blocks[:, 0] == _NO_NUMBER).any())
         if self.halves is None:
             return bool(np.isfinite(self.unpack(np.ascontiguousarray(blocks))[1]).all())
         return all(bool(np.isfinite(_halves(blocks[:, at : at + 2])).all()) for at in self.halves)

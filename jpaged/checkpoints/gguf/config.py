@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.checkpoints.gguf.blocks import dequantize_blocks
+from jpaged.checkpoints.gguf.blocks import FLOATS, dequantize_blocks
 from jpaged.checkpoints.gguf.file import GgufFile
 from jpaged.checkpoints.gguf.tokenizer import has_vocabulary, read_vocabulary
 from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.models.config import MAX_LAYERS
 from jpaged.models.json_fields import JsonFields
 
 Config = dict[str, Any]
@@ -80,7 +81,7 @@ def _sizes(fields: JsonFields, file: GgufFile) -> Config:
         "vocab_size": embedding.shape[0],
         "hidden_size": fields.integer("embedding_length"),
         "intermediate_size": fields.integer("feed_forward_length"),
-        "num_hidden_layers": fields.integer("block_count"),
+        "num_hidden_layers": fields.integer("block_count", maximum=MAX_LAYERS),
         "num_attention_heads": fields.integer("attention.head_count"),
         "max_position_embeddings": fields.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -164,6 +165,9 @@ def _factors(file: GgufFile) -> dict[str, list[float]]:
     for name in ("rope_freqs", "rope_factors_short", "rope_factors_long"):
         tensor = file.tensors.get(f"{name}.weight")
         if tensor is not None:
+            if len(tensor.shape) > 1 or tensor.kind not in FLOATS:
+                problem = f"tensor {name}.weight is {tensor.kind} {list(tensor.shape)}; it must be a vector of "
+                raise InvalidArgument(str(tensor.path), problem + ", ".join(FLOATS))
             found[name] = [
                 float(str(factor)) for factor in dequantize_blocks(tensor.kind, tensor.read()).astype(np.float32)
             ]

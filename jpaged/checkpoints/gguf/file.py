@@ -34,6 +34,9 @@ _MAGIC = b"GGUF"
 _VERSION_BYTES, _VERSIONS = 4, (2, 3)
 _ALIGNMENT = 32
 """Alignment of the data, and with it of offsets, if the metadata has none."""
+_MAX_SHOWN = 80
+_MAX_AXES = 4
+"""Limit of the format for the axes of a tensor."""
 _FIRST_BYTES = 1 << 20
 """Bytes of a header that are read at first; vocabularies make it 2 to 16 MiB."""
 _NUMBERS = {
@@ -222,11 +225,13 @@ def _open(path: Path, parts: tuple[tuple[Path, int, int], ...]) -> GgufFile:
             tensors[name] = tensor
         number = found.get("split.no", 0)
         if number != index:
-            raise InvalidArgument(str(part), f"is part {number + 1} by its metadata, but part {index + 1} by its name")
+            given = number + 1 if type(number) is int else f"{number!r:.{_MAX_SHOWN}}"
+            raise InvalidArgument(str(part), f"is part {given} by its metadata, but part {index + 1} by its name")
     count = metadata.get("split.tensors.count", len(tensors))
     if count != len(tensors):
         raise InvalidArgument(
-            str(path), f"has {len(tensors)} tensors in {len(parts)} parts; its metadata requires {count}"
+            str(path),
+            f"has {len(tensors)} tensors in {len(parts)} parts; its metadata requires {count!r:.{_MAX_SHOWN}}",
         )
     return GgufFile(path, metadata, tensors)
 
@@ -321,7 +326,7 @@ class _Reader:
             metadata[name] = self._value(self._number(_UINT32))
         found = [self._tensor() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", _ALIGNMENT)
-        if not isinstance(alignment, int) or alignment.bit_count() != 1:
+        if not isinstance(alignment, int) or alignment < 1 or alignment.bit_count() != 1:
             raise ValueError("has an alignment that is no power of two")
         begin = -(-self._at // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
@@ -373,7 +378,13 @@ class _Reader:
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """Return name, shape with the contracted axis last, number of the type, and offset in the data."""
         name, num_axes = self._text(), self._number(_UINT32)
+        if not 1 <= num_axes <= _MAX_AXES:
+            problem = f"tensor {name:.{_MAX_SHOWN}} has {num_axes} axes; it must have 1 to {_MAX_AXES}"
+            raise InvalidArgument(str(self._path), problem)
         shape = tuple(self._number(_UINT64) for _ in range(num_axes))[::-1]
+        if not all(shape):
+            problem = f"tensor {name:.{_MAX_SHOWN}} has shape {list(shape)}; every axis must be above 0"
+            raise InvalidArgument(str(self._path), problem)
         return name, shape, self._number(_UINT32), self._number(_UINT64)
 
     def _placed(self, name: str, shape: tuple[int, ...], number: int, begin: int) -> GgufTensor:

@@ -547,7 +547,7 @@ def read_model(path: Path, *, keeps_embedding: bool = True) -> GgufModel:
     if not formed:
         return GgufModel(file, config, hf, None, found)
     quantization = Quantization(_METHOD, _rules(formed), has_output=True, has_embedding=keeps_embedding)
-    kinds = {module: _kind(file, found, f"{module}.weight") for module in formed}
+    kinds = {module: file.tensors[found[f"{module}.weight"].tensor].kind for module in formed}
     config = dataclasses.replace(config, quantization=quantization)
     return GgufModel(file, config, hf, GgufScheme(quantization, kinds), found)
 
@@ -560,7 +560,7 @@ def _forms(
     for leaf in (leaf for each in (leaves.outer, *leaves.layers) for leaf in each):
         if not _may_be_quantized(leaf) or (leaf.path[0] == "embed" and not keeps_embedding):
             continue
-        kinds = [_kind(file, found, name) for name, _ in leaf.tensors]
+        kinds = [_kind(file, found, name, shape) for name, shape in leaf.tensors]
         if all(kind in BLOCK_TYPES for kind in kinds):
             form = joint_form([BLOCK_TYPES[kind].form for kind in kinds])
             for name, _ in leaf.tensors:
@@ -571,9 +571,12 @@ def _may_be_quantized(leaf: Leaf) -> bool:
     return is_matrix(leaf) and all(form is not None for form in stored_formats(_EVERYTHING, leaf))
 
 
-def _kind(file: GgufFile, found: Mapping[str, TensorLocation], name: str) -> str:
-    """Return the GGUF type of a tensor; empty if it does not exist."""
-    return file.tensors[found[name].tensor].kind if name in found else ""
+def _kind(file: GgufFile, found: Mapping[str, TensorLocation], name: str, shape: Shape) -> str:
+    """Return the GGUF type of a tensor; empty if it does not exist or has another shape, which its reader refuses."""
+    if name not in found:
+        return ""
+    tensor = file.tensors[found[name].tensor]
+    return tensor.kind if found[name].shape(tensor) == shape else ""
 
 
 def _rules(forms: Mapping[str, MatrixFormat]) -> tuple[tuple[str, MatrixFormat | None], ...]:

@@ -48,6 +48,7 @@ from jpaged.checkpoints.quantized.scheme import (
     StoredMatrix,
     from_start,
     not_among,
+    require_whole,
     signed,
     words_to_numbers,
 )
@@ -74,6 +75,8 @@ _ORDERS = ("group", "dynamic", "weight", "static")
 """Group orders: by activations, which is stored as weight_g_idx, and by weights, which is not; two names each."""
 _BLOCKS = {MXFP4: 32, NVFP4: 16, MXFP8: 32}
 """Numbers that share a scale in formats that have a single group size."""
+_LEAST_DIVISOR = 1e-30
+"""Limit of the divisor of NVFP4's scales, which are up to 448: float32 ends at 3e38."""
 _LINEAR, _EXPRESSION = "Linear", "re:"
 _NOT_SET = -1
 _MIDDLES = np.array([0x88888888, 0x80808080], np.uint32)
@@ -125,7 +128,7 @@ class CompressedTensors:
         parts = {"scale": scale}
         if layout.written == NVFP4:
             parts["scale"] = dataclasses.replace(scale, dtypes=("float8_e4m3fn",))
-            whole = MatrixPart(f"{module}.weight_global_scale", ((1,), ()), FLOATS, problem=_not_positive)
+            whole = MatrixPart(f"{module}.weight_global_scale", ((1,), ()), FLOATS, problem=_not_a_divisor)
             inputs = f"{module}.input_global_scale"
             parts |= {"whole": whole, "inputs": dataclasses.replace(whole, name=inputs, is_optional=True)}
         if layout.written == PACKED:
@@ -136,6 +139,7 @@ class CompressedTensors:
             parts["shape"] = MatrixPart(f"{module}.weight_shape", ((2,),), ("int64", "int32"), is_optional=True)
             zeros = MatrixPart(f"{module}.weight_zero_point", ((math.ceil(num_out * bits / 32), groups),), ("int32",))
         elif layout.written in (MXFP4, NVFP4):
+            require_whole(module, shape, 2)
             parts["packed"] = MatrixPart(f"{module}.weight_packed", ((num_out, depth // 2),), ("uint8",))
         else:
             stored = "int8" if layout.written == INTEGERS else "float8_e4m3fn"
@@ -197,10 +201,10 @@ def _not_symmetric(zeros: np.ndarray) -> str | None:
     return "has zero points, but symmetric is true in quantization_config"
 
 
-def _not_positive(scale: np.ndarray) -> str | None:
-    """Return the problem of a divisor that is not above 0; None if there is none."""
+def _not_a_divisor(scale: np.ndarray) -> str | None:
+    """Return the problem of a divisor that is not above 0, or by which scales overflow; None if there is none."""
     value = float(scale.reshape(-1)[0])
-    return None if value > 0 else f"is {value:g}; it must be above 0"
+    return None if value >= _LEAST_DIVISOR else f"is {value:g}; it must be at least {_LEAST_DIVISOR:g}"
 
 
 def _get_groups(ids: np.ndarray | None, depth: int, form: MatrixFormat) -> np.ndarray:

@@ -23,10 +23,10 @@ bitsandbytes, which becomes weights
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -195,6 +195,45 @@ def check_bitsandbytes_config(fields: JsonFields) -> None:
         raise Unsupported("quantization_config: quant_method is 'bitsandbytes' without load_in_4bit or load_in_8bit")
 
 
+@dataclass(frozen=True, slots=True)
+class _FourBits:
+    """The description of a matrix of four bits.
+
+    Attributes:
+        block_size: numbers that share a scale.
+        nested: number of scales that share an outer one, and the offset of all; None if scales are float32.
+    """
+
+    shape: Shape
+    dtype: np.dtype
+    block_size: int
+    nested: tuple[int, float] | None
+
+    @classmethod
+    def parse(cls, text: bytes, where: str) -> _FourBits:
+        """Parse the JSON of a quantization state.
+
+        Raises:
+            InvalidArgument: it is malformed, or a value of it is.
+        """
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InvalidArgument(where, f"is not JSON: {error}") from error
+        if not isinstance(found, Mapping):
+            raise InvalidArgument(where, f"is a {type(found).__name__}; it must be an object")
+        fields = JsonFields(found, where)
+        sizes, dtype = fields.value("shape"), fields.text("dtype")
+        if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes):
+            raise fields.bad("shape", f"is {sizes!r:.80}; it must be a list of numbers above 0")
+        if dtype not in DTYPES:
+            raise fields.bad("dtype", f"is {dtype!r:.80}; supported: {', '.join(DTYPES)}")
+        nested = None
+        if fields.has("nested_blocksize") or fields.has("nested_offset"):
+            nested = fields.integer("nested_blocksize"), fields.number("nested_offset", is_signed=True)
+        return cls(tuple(sizes), DTYPES[dtype], fields.integer("blocksize"), nested)
+
+
 class BitsAndBytesTensors:
     """A checkpoint of bitsandbytes as a `TensorSource` of weights.
 
@@ -216,20 +255,21 @@ class BitsAndBytesTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         """See `TensorSource`."""
         state = self._state(name)
-        return self._files.shape(name) if state is None else tuple(state["shape"])
+        return self._files.shape(name) if state is None else state.shape
 
     def dtype(self, name: str) -> np.dtype:
         """See `TensorSource`."""
         state = self._state(name)
         if state is not None:
-            return DTYPES[state["dtype"]]
+            return state.dtype
         return self._files.dtype(name) if self._scale(name) is None else np.dtype(np.float32)
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
         """See `TensorSource`; a matrix of four bits is read whole.
 
         Raises:
-            InvalidArgument: it is misshapen, or does not have the blocks that its state describes.
+            InvalidArgument: it is misshapen, or a tensor that describes it is missing, misshapen or of another type.
+            Unsupported: its numbers are in the order of a kernel.
         """
         check_shape(self, name, shape)
         state, scale = self._state(name), self._scale(name)
@@ -238,8 +278,9 @@ class BitsAndBytesTensors:
         stored = self._files.read(name, shape, index)
         if scale is None:
             return stored
-        rows = self._whole(scale)[index[0]] if index else self._whole(scale)
-        return stored.astype(np.float32) * (rows.astype(np.float32) / _MAX_INT8)[:, None]
+        self._check_int8(name, stored.dtype)
+        rows = self._vector(scale, shape[0])[index[0]] if index else self._vector(scale, shape[0])
+        return stored.astype(np.float32) * (rows / _MAX_INT8)[:, None]
 
     def where(self, name: str) -> Path:
         """See `TensorSource`."""
@@ -255,12 +296,36 @@ class BitsAndBytesTensors:
             raise InvalidArgument(str(self._files.where(name)), f"tensor {name} is missing from the checkpoint")
         return self._files.read(name, self._files.shape(name))
 
+    def _vector(self, name: str, size: int) -> np.ndarray:
+        """Read a vector of `size` numbers, float32.
+
+        Raises:
+            InvalidArgument: it is missing, misshapen or of another type.
+        """
+        found = self._whole(name)
+        if found.shape != (size,) or found.dtype.name not in FLOATS:
+            problem = f"tensor {name} is {found.dtype.name} {list(found.shape)}; it must be {' or '.join(FLOATS)}"
+            raise InvalidArgument(str(self._files.where(name)), f"{problem} [{size}]")
+        return found.astype(np.float32)
+
     def _scale(self, name: str) -> str | None:
         """Return the name of the scales of an int8 matrix; None for other tensors."""
         scale = f"{name.removesuffix('weight')}{_SCALE}"
         return scale if name.endswith(".weight") and scale in self._stored else None
 
-    def _state(self, name: str) -> Mapping[str, Any] | None:
+    def _check_int8(self, name: str, dtype: np.dtype) -> None:
+        """Raise an error unless a matrix with scales is int8 in the order of rows."""
+        if dtype != np.int8:
+            problem = f"tensor {name} is {dtype.name}; it must be int8, because {_SCALE} has scales for it"
+            raise InvalidArgument(str(self.where(name)), problem)
+        key = f"{name.removesuffix('weight')}{_FORMAT}"
+        if key in self._stored and self._whole(key).any():
+            raise Unsupported(
+                f"{self.where(key)}: tensor {key} is {self._whole(key).tolist()}; only 0, the order of rows, is "
+                "supported: save the model again with bitsandbytes 0.45 or newer"
+            )
+
+    def _state(self, name: str) -> _FourBits | None:
         """Return the description of a matrix of four bits; None for other tensors.
 
         Raises:
@@ -269,34 +334,31 @@ class BitsAndBytesTensors:
         found = next((name + end for end in _STATES if name + end in self._stored), None)
         if found is None:
             return None
-        try:
-            state = json.loads(self._whole(found).tobytes())
-            sizes = [state["blocksize"], *state["shape"]]
-            is_valid = state["dtype"] in DTYPES and all(type(size) is int and size > 0 for size in sizes)
-        except (ValueError, LookupError, TypeError) as error:
-            raise InvalidArgument(str(self._files.where(found)), f"tensor {found} is malformed: {error}") from error
-        if not is_valid:
-            raise InvalidArgument(
-                str(self._files.where(found)), f"tensor {found} has other values than sizes and types"
-            )
-        described: Mapping[str, Any] = state
-        return described
+        return _FourBits.parse(self._whole(found).tobytes(), f"{self._files.where(found)}: tensor {found}")
 
-    def _read_four_bits(self, name: str, state: Mapping[str, Any]) -> np.ndarray:
-        packed = self._whole(name).reshape(-1).view(np.uint8)
-        scales, count = self._whole(f"{name}.absmax"), int(np.prod(state["shape"]))
-        num_blocks = -(-count // state["blocksize"])
-        if scales.size != num_blocks or packed.size != -(-count // 2):
-            raise InvalidArgument(
-                str(self.where(name)),
-                f"tensor {name} has {packed.size} bytes and {scales.size} blocks; its state describes "
-                f"{-(-count // 2)} and {num_blocks}",
-            )
-        if scales.dtype == np.uint8:
-            outer = np.repeat(self._whole(f"{name}.nested_absmax"), int(state["nested_blocksize"]))[: scales.size]
-            scales = self._whole(f"{name}.nested_quant_map")[scales] * outer + np.float32(state["nested_offset"])
-        weights = np.zeros((num_blocks, state["blocksize"]), np.float32)
+    def _read_four_bits(self, name: str, state: _FourBits) -> np.ndarray:
+        packed, count = self._whole(name).reshape(-1).view(np.uint8), math.prod(state.shape)
+        if packed.size != -(-count // 2):
+            problem = f"tensor {name} has {packed.size} bytes; its state describes {-(-count // 2)}"
+            raise InvalidArgument(str(self.where(name)), problem)
+        size = min(state.block_size, count)
+        num_blocks = -(-count // size)
+        scales = self._block_scales(name, num_blocks, state.nested)
+        weights = np.zeros((num_blocks, size), np.float32)
         indices = np.stack((packed >> 4, packed & 15), axis=-1).reshape(-1)[:count]
-        weights.reshape(-1)[:count] = self._whole(f"{name}.quant_map")[indices]
+        weights.reshape(-1)[:count] = self._vector(f"{name}.quant_map", 16)[indices]
         weights *= scales[:, None]
-        return weights.reshape(-1)[:count].reshape(state["shape"]).astype(DTYPES[state["dtype"]])
+        return weights.reshape(-1)[:count].reshape(state.shape).astype(state.dtype)
+
+    def _block_scales(self, name: str, num_blocks: int, nested: tuple[int, float] | None) -> np.ndarray:
+        """Return the scale of each block of a matrix of four bits, float32."""
+        key = f"{name}.absmax"
+        if nested is None:
+            return self._vector(key, num_blocks)
+        indices, (size, offset) = self._whole(key), nested
+        if indices.shape != (num_blocks,) or indices.dtype != np.uint8:
+            problem = f"tensor {key} is {indices.dtype.name} {list(indices.shape)}; it must be uint8 [{num_blocks}]"
+            raise InvalidArgument(str(self._files.where(key)), f"{problem}, because its state describes nested scales")
+        outer = self._vector(f"{name}.nested_absmax", -(-num_blocks // size))
+        table = self._vector(f"{name}.nested_quant_map", 256)
+        return table[indices] * outer[np.arange(num_blocks) // size] + np.float32(offset)

@@ -35,6 +35,7 @@ from jpaged.checkpoints.quantized.scheme import (
     build_rules,
     dynamic_rules,
     not_among,
+    require_whole,
     signed,
     within,
     words_to_numbers,
@@ -72,6 +73,7 @@ class Awq:
     def parts(self, module: str, shape: Shape, form: MatrixFormat) -> Parts:
         """See `Scheme`."""
         (num_out, depth), groups = shape, form.num_groups(shape[1])
+        require_whole(module, shape, 1, _PER_WORD)
         return {
             "qweight": MatrixPart(f"{module}.qweight", ((depth, num_out // _PER_WORD),), ("int32",)),
             "qzeros": MatrixPart(f"{module}.qzeros", ((groups, num_out // _PER_WORD),), ("int32",)),
@@ -176,6 +178,7 @@ class Gptq:
         """See `Scheme`."""
         bits = _BITS_OF[form.values]
         (num_out, depth), groups, per_word = shape, form.num_groups(shape[1]), 32 // bits
+        require_whole(module, shape, per_word, per_word)
         return {
             "qweight": MatrixPart(f"{module}.qweight", ((depth // per_word, num_out),), ("int32",)),
             "qzeros": MatrixPart(

@@ -161,6 +161,24 @@ def check_parts(files: TensorSource, parts: Parts, shape: Shape) -> None:
             )
 
 
+def require_whole(module: str, shape: Shape, in_multiple: int, out_multiple: int = 1) -> None:
+    """Raise an error if the sizes of a matrix do not fill its words.
+
+    Args:
+        shape: `[out, in]`.
+        in_multiple: numbers of `in` that a word holds.
+        out_multiple: numbers of `out` that a word holds.
+
+    Raises:
+        Unsupported: one size is no multiple.
+    """
+    for axis, size, multiple in (("outputs", shape[-2], out_multiple), ("inputs", shape[-1], in_multiple)):
+        if size % multiple:
+            raise Unsupported(
+                f"{module}: the number of {axis} is {size}; its quantization packs them into words of {multiple}"
+            )
+
+
 def words_to_numbers(words: np.ndarray, bits: int) -> np.ndarray:
     """Unpack int32 `[..., n]` to uint8 `[..., n * 32 / bits]`: numbers start at the lowest bits of a word."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)

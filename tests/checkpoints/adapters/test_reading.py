@@ -14,9 +14,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jpaged.checkpoints.adapters import AdapterReader, Patterns
+from jpaged.checkpoints.hub import read_config, read_scheme
+from jpaged.checkpoints.quantized.scheme import read_matrix
+from jpaged.checkpoints.weights import open_tensors
 from jpaged.errors import InvalidArgument, JpagedError, Unsupported
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
+from tests.checkpoints.quantized.layouts import LAYOUTS, write_quantized
+from tests.checkpoints.quantized.test_layouts import case_of
 from tests.models.adapters import TinyAdapter
 from tests.models.tiny import tensors as base_tensors
 from tests.models.tiny import tiny_case, write_checkpoint
@@ -118,8 +123,29 @@ def test_biases_are_shifts_from_those_of_the_model(with_vectors: AdapterReader, 
             lambda own: own.update({f"base_model.model.{MODULE}.lora_magnitude_vector": ONES[:48] * np.nan}),
             "lora_magnitude_vector times 1 has non-finite",
         ),
+        ({"lora_bias": True}, lambda own: own.pop(f"base_model.model.{MODULE}.lora_B.bias"), "has no lora_B.bias, but"),
+        (
+            {},
+            lambda own: own.update({f"base_model.model.{MODULE}.lora_B.bias": ONES}),
+            "a lora_B.bias, but lora_bias is F",
+        ),
+        ({"use_dora": True, "lora_bias": True}, dict.copy, "lora_bias: is True; it must be False if use_dora is True"),
+        (
+            {"use_dora": True},
+            lambda own: own.update({NAME.format(w): own[NAME.format(w)] * 1e30 for w in "AB"}),
+            "or not",
+        ),
     ],
-    ids=["no magnitude", "magnitude without DoRA", "norm", "not finite"],
+    ids=[
+        "no magnitude",
+        "magnitude without DoRA",
+        "norm",
+        "not finite",
+        "no bias",
+        "bias without lora_bias",
+        "DoRA with lora_bias",
+        "large",
+    ],
 )
 def test_vectors_that_cannot_be_are_refused(
     with_vectors: AdapterReader,
@@ -131,6 +157,14 @@ def test_vectors_that_cannot_be_are_refused(
     path = TinyAdapter(CASE, "bad", modules="down_proj", settings=settings).write(tmp_path)
     change(tmp_path, edit)
     with pytest.raises(JpagedError, match=message):
+        with_vectors(path)
+
+
+def test_a_bias_far_from_the_models_is_refused(with_vectors: AdapterReader, tmp_path: Path) -> None:
+    path = TinyAdapter(CASE, "far", modules="down_proj", settings={"bias": "all", "lora_bias": True}).write(tmp_path)
+    store(tmp_path, f"{MODULE}.base_layer.bias", np.full(48, 3e38, np.float32))
+    store(tmp_path, f"{MODULE}.lora_B.bias", np.full(48, 2e38, np.float32))
+    with pytest.raises(InvalidArgument, match=f"{MODULE}: its biases less those of the model are not finite"):
         with_vectors(path)
 
 
@@ -247,12 +281,13 @@ def test_a_config_that_is_not_understood_is_refused(
         (".*.*.*.*.*x", r"\d+ ways; the limit is \d+: use fewer"),
         (".?" * 40 + "x", r"\d+ ways; the limit is \d+: use fewer"),
         ("(.|.)" * 25 + "x", r"\d+ ways; the limit is \d+: use fewer"),
+        (".?" * 20000, r"at least \d{8} ways; the limit is \d+: use fewer"),
     ],
 )
 def test_a_pattern_that_would_hold_up_the_server_is_refused(pattern: str, problem: str, tmp_path: Path) -> None:
     for key in ("rank_pattern", "alpha_pattern"):
         path = TinyAdapter(CASE, "slow", modules="down_proj").write(tmp_path, **{key: {"q_proj": 4, pattern: 4}})
-        with pytest.raises(InvalidArgument, match=f"{key}: {re.escape(repr(pattern))}.* {problem}"):
+        with pytest.raises(InvalidArgument, match=f"{key}: {re.escape(repr(pattern)[:200])}.* {problem}"):
             READ(path)
 
 
@@ -388,3 +423,22 @@ def test_folders_that_are_none_of_an_adapter_are_refused(tmp_path: Path) -> None
     (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
     with pytest.raises(Unsupported, match="pickles are not supported: save the adapter with safe_serialization=True"):
         READ(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["gptq", "fp8_channel", "w8a8", "nvfp4"])
+def test_dora_normalizes_by_the_decoded_weights_of_a_quantized_model(name: str, tmp_path: Path) -> None:
+    layout = next(each for each in LAYOUTS if each.name == name)
+    case, base = case_of(layout), tmp_path / "base"
+    base.mkdir()
+    write_quantized(case, layout, base)
+    adapter = TinyAdapter(case, "dora", modules=r"layers\.0\.mlp\.down_proj", settings={"use_dora": True})
+    model, scheme, own = Model(read_config(base), np.dtype(np.float32)), read_scheme(base), adapter.tensors()
+    assert scheme is not None
+    module, place = "model.layers.0.mlp.down_proj", ("layers", 0, "mlp", "down", "kernel")
+    a, b = (own[f"base_model.model.{module}.lora_{which}.weight"].astype(np.float64) for which in "AB")
+    with open_tensors(base) as files:
+        weights = read_matrix(scheme, files, module, (len(b), a.shape[1])).weights()
+    gains = own[f"base_model.model.{module}.lora_magnitude_vector"] / np.linalg.norm(weights + 1.5 * b @ a, axis=1)
+    reader = AdapterReader(model, "loop", 1, 8, has_vectors=True, checkpoint=base)
+    (vectors,) = reader(adapter.write(tmp_path / "adapter")).vectors[place]
+    np.testing.assert_allclose(vectors, [gains - 1, np.zeros_like(gains)], rtol=1e-5, atol=1e-6)

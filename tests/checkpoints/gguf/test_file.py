@@ -248,3 +248,73 @@ def test_a_header_over_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(files, "MAX_HEADER_BYTES", 10_000)
     with pytest.raises(InvalidArgument, match=r"tiny\.gguf: its header is damaged, or over the limit of 10000 bytes"):
         open_gguf(file)
+
+
+@pytest.mark.parametrize(
+    ("shape", "problem"),
+    [
+        ((), "has 0 axes; it must have 1 to 4"),
+        ((1,) * 99, "has 99 axes; it must have 1 to 4"),
+        ((1 << 63,) * 5, "has 5 axes; it must have 1 to 4"),
+        ((1 << 62, 0, 64), r"has shape \[4611686018427387904, 0, 64\]; every axis must be above 0"),
+    ],
+    ids=["none", "many", "large", "empty"],
+)
+def test_a_tensor_that_no_file_can_hold_is_refused(shape: tuple[int, ...], problem: str, tmp_path: Path) -> None:
+    header = b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 4) + b"many" + struct.pack("<I", len(shape))
+    header += struct.pack(f"<{len(shape)}Q", *reversed(shape)) + struct.pack("<IQ", 0, 0)
+    (tmp_path / "tiny.gguf").write_bytes(header + bytes(64))
+    with pytest.raises(InvalidArgument, match=f"tiny.gguf: tensor many {problem}"):
+        open_gguf(tmp_path / "tiny.gguf")
+
+
+def test_an_alignment_below_1_is_refused(tmp_path: Path) -> None:
+    header = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 17) + b"general.alignment"
+    for alignment, is_valid in ((32, True), (-32, False)):
+        file = tmp_path / f"{is_valid}.gguf"
+        file.write_bytes(header + struct.pack("<Ii", 5, alignment) + bytes(64))
+        if is_valid:
+            assert open_gguf(file).metadata == {"general.alignment": alignment}
+            continue
+        with pytest.raises(InvalidArgument, match=r"False\.gguf: is not a complete GGUF file"):
+            open_gguf(file)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"split.no": "x"}, "is part 'x' by its metadata, but part 1 by its name"),
+        ({"llama.block_count": 2**31 - 1}, "block_count: is 2147483647; the limit is 4096"),
+    ],
+    ids=["part", "layers"],
+)
+def test_metadata_without_meaning_is_refused(more: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "tiny.gguf", **more)
+    with pytest.raises(InvalidArgument, match=message):
+        hub.read_config(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("blk.0.attn_q.weight", (4096,), r"q_proj.weight has shape \[4096\]; config.json requires \[64, 64\]"),
+        ("blk.0.attn_q.weight", (1, 64, 64), r"q_proj.weight has shape \[1, 64, 64\]; config.json requires \[64, 64\]"),
+        ("blk.0.attn_q.weight", (64, 32), r"q_proj.weight has shape \[64, 32\]; config.json requires \[64, 64\]"),
+        ("token_embd.weight", (8384,), r"embed_tokens.weight has shape \[8384\]; config.json requires \[8384, 64\]"),
+        ("rope_freqs.weight", (2, 4), r"rope_freqs.weight is F32 \[2, 4\]; it must be a vector of F32, F16, BF16"),
+    ],
+)
+def test_a_quantized_tensor_of_another_shape_is_refused(
+    name: str, shape: tuple[int, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(other: str, of_one: tuple[int, ...]) -> str:
+        return "Q8_0" if len(of_one) > 1 and other in ("blk.0.attn_q.weight", "token_embd.weight") else "F32"
+
+    write_gguf(MODEL, tmp_path / "tiny.gguf", choose)
+    whole = open_gguf(tmp_path / "tiny.gguf")
+    tensor = whole.tensors.get(name, whole.tensors["output_norm.weight"])
+    tensors = {**whole.tensors, name: dataclasses.replace(tensor, shape=shape)}
+    changed = dataclasses.replace(whole, tensors=tensors)
+    monkeypatch.setattr("jpaged.checkpoints.gguf.tensors.open_gguf", lambda _: changed)
+    with pytest.raises(InvalidArgument, match=message):
+        load_params(Model(hub.read_config(tmp_path / "tiny.gguf"), FLOAT), tmp_path / "tiny.gguf", "loop")

@@ -13,8 +13,8 @@ import pytest
 
 from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES, PACKED_TYPES, joint_form
 from jpaged.checkpoints.gguf.file import open_gguf
-from jpaged.checkpoints.hub import find_folder, read_config
-from jpaged.checkpoints.weights import load_params
+from jpaged.checkpoints.hub import find_folder, read_config, read_scheme
+from jpaged.checkpoints.weights import check_tensors, load_params, open_tensors
 from jpaged.device.linear import LeafPacker, pack_params
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels import matmul
@@ -347,3 +347,19 @@ def test_another_type_is_refused_with_the_name_of_its_tensor(kind: str, tmp_path
     with pytest.raises(Unsupported, match=rf"model.layers.1.mlp.up_proj.weight has type {kind}; supported GGUF types"):
         load(find_folder(str(file)))
     assert dataclasses.is_dataclass(read_config(file))
+
+
+def test_an_exponent_of_mxfp4_that_encodes_no_number_is_refused() -> None:
+    rows = np.full((2, 34), 127, np.uint8)
+    assert BLOCK_TYPES["MXFP4"].is_finite(rows)
+    rows[1, 17] = 255
+    assert not BLOCK_TYPES["MXFP4"].is_finite(rows)
+
+
+def test_the_shapes_of_transposed_quantized_matrices_are_checked_as_stored(tmp_path: Path) -> None:
+    write_gguf(
+        checkpoint("gpt2"), tmp_path / "tiny.gguf", lambda name, shape: "Q8_0" if name.endswith("qkv.weight") else "F32"
+    )
+    config = read_config(tmp_path / "tiny.gguf")
+    with open_tensors(tmp_path / "tiny.gguf") as files:
+        check_tensors(files, config, read_scheme(tmp_path / "tiny.gguf"))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import jax
@@ -14,8 +16,10 @@ import numpy as np
 import pytest
 
 from jpaged.checkpoints.hub import read_config
+from jpaged.checkpoints.quantized.floats import BitsAndBytesTensors
+from jpaged.checkpoints.tensor_files import TensorFiles
 from jpaged.checkpoints.weights import load_params
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InvalidArgument, JpagedError
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, dequantize
 from jpaged.models.model import Model
 from tests.checkpoints.quantized.layouts import E2M1, write_tensors
@@ -110,5 +114,79 @@ def test_matrices_of_bitsandbytes_become_weights(tmp_path: Path, caplog: pytest.
     assert "3 matrices of bitsandbytes become weights of the served type" in caplog.text
     stored["model.layers.0.self_attn.q_proj.weight.absmax"] = np.ones(3, np.float32)
     write_tensors(stored, tmp_path / "bnb")
-    with pytest.raises(InvalidArgument, match=r"q_proj\.weight has \d+ bytes and 3 blocks; its state describes"):
+    with pytest.raises(InvalidArgument, match=r"q_proj\.weight\.absmax is float32 \[3\]; it must be float32 or"):
         load_params(Model(read_config(tmp_path / "bnb"), np.dtype(np.float32)), tmp_path / "bnb", "loop")
+
+
+def _state(**changes: object) -> Callable[[dict[str, np.ndarray]], None]:
+    """Return an edit of the description of a matrix of four bits; None removes a value."""
+
+    def edit(stored: dict[str, np.ndarray]) -> None:
+        name = "m.weight.quant_state.bitsandbytes__nf4"
+        state = {**json.loads(stored[name].tobytes()), **changes}
+        text = json.dumps({key: value for key, value in state.items() if value is not None})
+        stored[name] = np.frombuffer(text.encode(), np.uint8)
+
+    return edit
+
+
+def _with(name: str, tensor: np.ndarray) -> Callable[[dict[str, np.ndarray]], None]:
+    return lambda stored: stored.update({name: tensor})
+
+
+def _without(name: str) -> Callable[[dict[str, np.ndarray]], None]:
+    def edit(stored: dict[str, np.ndarray]) -> None:
+        del stored[name]
+
+    return edit
+
+
+def _read_all(files: BitsAndBytesTensors) -> None:
+    for name in sorted(files.names):
+        files.read(name, files.shape(name))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (_state(nested_blocksize=None), "bitsandbytes__nf4 nested_blocksize: is missing"),
+        (_state(nested_offset=None), "bitsandbytes__nf4 nested_offset: is missing"),
+        (_state(nested_blocksize=0), "nested_blocksize: is 0; it must be an integer of at least 1"),
+        (_state(nested_blocksize=1 << 40), "nested_blocksize: is 1099511627776; the limit is 2147483647"),
+        (_state(nested_offset="x"), "nested_offset: is 'x'; it must be a finite number"),
+        (_state(shape="x"), "shape: is 'x'; it must be a list of numbers above 0"),
+        (_state(dtype="int8"), "dtype: is 'int8'; supported: float64"),
+        (_with("m.weight.quant_state.bitsandbytes__nf4", np.full(99999, ord("["), np.uint8)), "is not JSON: maximum"),
+        (_with("m.weight.quant_state.bitsandbytes__nf4", np.array([ord("3")], np.uint8)), "is a int; it must be an"),
+        (_with("m.weight", np.ones((9, 1), np.uint8)), "m.weight has 9 bytes; its state describes 256"),
+        (_with("m.weight.absmax", np.ones(8, np.float32)), r"absmax is float32 \[8\]; it must be uint8 \[8\], because"),
+        (_with("m.weight.quant_map", np.ones(1, np.float32)), r"quant_map is float32 \[1\]; it must be .* \[16\]"),
+        (_with("m.weight.nested_quant_map", np.ones(2, np.float32)), r"nested_quant_map is .*; it must be .* \[256\]"),
+        (_with("m.weight.nested_absmax", np.ones(2, np.float32)), r"nested_absmax is .*; it must be .* \[1\]"),
+        (_without("m.weight.nested_absmax"), r"m.weight.nested_absmax is missing"),
+        (_with("i.SCB", np.ones(1, np.float32)), r"i.SCB is float32 \[1\]; it must be .* \[4\]"),
+        (_with("i.SCB", np.ones((4, 1), np.float32)), r"i.SCB is float32 \[4, 1\]; it must be .* \[4\]"),
+        (_with("i.weight", np.ones((4, 8), np.float16)), "i.weight is float16; it must be int8, because SCB"),
+        (_with("i.weight_format", np.array(2, np.uint8)), "i.weight_format is 2; only 0, the order of rows"),
+    ],
+)
+def test_a_matrix_of_bitsandbytes_that_is_described_wrongly_is_refused(
+    edit: Callable[[dict[str, np.ndarray]], None], message: str, tmp_path: Path
+) -> None:
+    parts, _ = _four_bits(np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32), is_nested=True)
+    stored = {f"m.weight{end}": part for end, part in parts.items()}
+    stored |= {"i.weight": np.ones((4, 8), np.int8), "i.SCB": np.ones(4, np.float32)}
+    edit(stored)
+    write_tensors(stored, tmp_path)
+    with ExitStack() as opened, pytest.raises(JpagedError, match=message):
+        _read_all(BitsAndBytesTensors(TensorFiles(tmp_path, opened)))
+
+
+def test_a_block_of_bitsandbytes_may_be_larger_than_its_matrix(tmp_path: Path) -> None:
+    parts, want = _four_bits(np.random.default_rng(1).normal(size=(1, 64)).astype(np.float32), is_nested=False)
+    stored = {f"m.weight{end}": part for end, part in parts.items()}
+    _state(blocksize=1 << 30)(stored)
+    write_tensors(stored, tmp_path)
+    with ExitStack() as opened:
+        got = BitsAndBytesTensors(TensorFiles(tmp_path, opened)).read("m.weight", (1, 64))
+    np.testing.assert_array_equal(got, want)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jpaged.checkpoints.hub import find_scheme
 from jpaged.checkpoints.weights import load_params, open_tensors
 from jpaged.errors import InvalidArgument, Unsupported
 from tests.checkpoints.quantized.layouts import LAYOUTS, LayoutCase, with_tensor, write_quantized, write_tensors
@@ -22,7 +23,7 @@ def layout_with(name: str, suffix: str, change: Callable[[np.ndarray], np.ndarra
     return dataclasses.replace(OF[name], write=with_tensor(OF[name].write, suffix, change))
 
 
-def set_first(value: int) -> Callable[[np.ndarray], np.ndarray]:
+def set_first(value: float) -> Callable[[np.ndarray], np.ndarray]:
     def change(tensor: np.ndarray) -> np.ndarray:
         changed = tensor.copy()
         changed.flat[0] = value
@@ -50,12 +51,13 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
         ("gptq_desc_act", ".g_idx", -1, "g_idx has groups from -1 to"),
         ("w4a16_actorder", ".weight_g_idx", 99, "weight_g_idx has groups from 0 to 99; there are"),
         ("w4a16_actorder", ".weight_g_idx", -2, "weight_g_idx has groups from -2 to"),
-        ("nvfp4", ".weight_global_scale", 0, "weight_global_scale is 0; it must be above 0"),
+        ("nvfp4", ".weight_global_scale", 0, "weight_global_scale is 0; it must be at least 1e-30"),
+        ("nvfp4", ".weight_global_scale", 1e-31, "weight_global_scale is 1e-31; it must be at least 1e-30"),
         ("mxfp4", ".weight_scale", 255, "weight_scale has 1 exponents of 255, which encode no number"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(
-    name: str, suffix: str, value: int, problem: str, tmp_path: Path
+    name: str, suffix: str, value: float, problem: str, tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidArgument, match=problem) as refusal:
         load(layout_with(name, suffix, set_first(value)), tmp_path)
@@ -123,3 +125,23 @@ def test_scales_of_inputs_are_passed_over_where_rows_are_not_rounded(tmp_path: P
     layout = OF["fp8_static"]
     load(dataclasses.replace(layout, config={**layout.config, "dequantize": True}), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["dequantize"] is True
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "problem"),
+    [
+        ("gptq", (8, 31), "the number of inputs is 31; its quantization packs them into words of 8"),
+        ("gptq", (7, 32), "the number of outputs is 7; its quantization packs them into words of 8"),
+        ("gptq_8_bits", (4, 30), "the number of inputs is 30; its quantization packs them into words of 4"),
+        ("awq_part_of_a_word", (12, 32), "the number of outputs is 12; its quantization packs them into words of 8"),
+        ("mxfp4", (8, 31), "the number of inputs is 31; its quantization packs them into words of 2"),
+        ("nvfp4", (8, 31), "the number of inputs is 31; its quantization packs them into words of 2"),
+    ],
+)
+def test_sizes_that_do_not_fill_words_are_refused(name: str, shape: tuple[int, int], problem: str) -> None:
+    scheme, module = find_scheme({"quantization_config": OF[name].config}), "model.layers.0.mlp.down_proj"
+    assert scheme is not None
+    form = scheme.quantization.get_format(module)
+    assert form is not None
+    with pytest.raises(Unsupported, match=f"{module}: {problem}"):
+        scheme.parts(module, shape, form)
