@@ -1,9 +1,11 @@
 """Scales of keys and values stored in 8 bits: one per layer, head, and key or value.
 
-    pool holds round(k / scale)        scale = MARGIN * largest |k| of the head on a probe / largest stored number
+    pool holds round(k / scale)        scale = margin * largest |k| of the head on a probe / largest stored number
 
 The probe is a fixed row of tokens sampled uniformly from the vocabulary, with full attention: the range of a head's
-keys depends far more on its weights than on the text. Larger numbers saturate.
+keys depends far more on its weights than on the text. Larger numbers saturate. Integers hold rotated keys and values
+(`rotate_heads`), whose range depends less on the text. The relative error of floats does not depend on the scale, so
+theirs leaves more room.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from jax.sharding import NamedSharding
 from jpaged.device.mesh import scales_spec
 from jpaged.device.step import Step
 from jpaged.kernels.kv_layout import MAX_NUMBER, output_dim
+from jpaged.kernels.paged_attention import rotate_heads
 from jpaged.models.layers import Params
 from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import TokenBatch
 
-MARGIN = 1.25
-PROBE_LEN = 256
+MARGINS = {"int8": 1.0, "float8_e4m3fn": 4.0}
+PROBE_LEN = 512
 
 _FP8 = "float8_e4m3fn"
 
@@ -45,7 +48,8 @@ def measure_scales(step: Step, params: Params) -> jax.Array:
     token_ids = np.random.default_rng(0).integers(0, step.vocab_size, probe_len, dtype=np.int32)
     sharding = NamedSharding(step.mesh, scales_spec(step.layout))
     largest_lk2 = jax.jit(functools.partial(_largest, step), out_shardings=sharding)(params, token_ids)
-    return jnp.maximum(largest_lk2, 1e-6) * (MARGIN / MAX_NUMBER[step.layout.dtype.name])
+    name = step.layout.dtype.name
+    return jnp.maximum(largest_lk2, 1e-6) * (MARGINS[name] / MAX_NUMBER[name])
 
 
 def _largest(step: Step, params: Params, token_ids_t: jax.Array) -> jax.Array:
@@ -67,7 +71,9 @@ def _largest(step: Step, params: Params, token_ids_t: jax.Array) -> jax.Array:
         p_kgqt = jax.nn.softmax(jnp.where(is_seen_qk, s_kgqt, -jnp.inf)).astype(v_tkd.dtype)
         o_thd = jnp.einsum("kgqt,tkd->qkgd", p_kgqt, v_tkd).reshape(*q_thd.shape[:2], -1)
         # A latent is stored once, with one scale for all its uses.
-        stored = (k_tkd, v_tkd if layout.value_dim is None else k_tkd)
+        stored = [k_tkd, v_tkd if layout.value_dim is None else k_tkd]
+        if layout.is_rotated:
+            stored = [rotate_heads(x, jnp.float32, backend="xla") for x in stored]
         found_k2 = jnp.stack([jnp.abs(x.astype(jnp.float32)).max(axis=(0, 2)) for x in stored], axis=-1)
         return o_thd, carry.at[place.group * layout.num_layers + place.index].set(found_k2)
 

@@ -74,7 +74,7 @@ from jpaged.engine.executor.aux_io import AUX_IDS, AuxKind
 from jpaged.kernels import qkv_rope as heads
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update
+from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update, rotate_heads
 from jpaged.kernels.paged_attention.cascade import StepRows, cascade_attention_update, prepare_step_rows
 from jpaged.kernels.paged_attention.spec import NewKV, add_sinks
 from jpaged.kernels.recurrence import RecurrentRows, StatefulPool
@@ -709,10 +709,15 @@ class Step:
                 new_kv = k, v, RankOrder.own_slots(slots, jax.lax.axis_index(MODEL_AXIS), self.layout)
             if num_parts > 1 or dp_size > 1:
                 rows = jax.tree.map(lambda leaf: leaf[0], rows)
+            if (is_rotated := spec.layout.is_rotated):
+                k, v, slots = new_kv
+                k, v = (rotate_heads(x, jnp.float32, backend=self.backend) for x in (k, v))
+                q, new_kv = rotate_heads(q, q.dtype, backend=self.backend), (k, v, slots)
             update = paged_attention_update if isinstance(rows, RaggedRows) else cascade_attention_update
             *attended, pool = update(q, new_kv, pool, layer, rows, spec, scales, backend=self.backend)
             o_thd, lse_th = attended if num_parts == 1 else merged((attended[0], attended[1]), CONTEXT_AXIS)
-            return (o_thd if sinks is None else add_sinks((o_thd, lse_th), sinks)[0]), pool
+            o_thd = o_thd if sinks is None else add_sinks((o_thd, lse_th), sinks)[0]
+            return (rotate_heads(o_thd, o_thd.dtype, backend=self.backend) if is_rotated else o_thd), pool
 
         whole, of_rows = PartitionSpec(), PartitionSpec(*((CONTEXT_AXIS,) if num_parts > 1 else ()))
         of_heads, of_scales, of_pool = HEADS_SPEC, scales_spec(self.layout), pool_spec(self.layout)

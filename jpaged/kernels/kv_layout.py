@@ -186,6 +186,11 @@ class KVLayout:
         return self.dtype.itemsize == 1
 
     @property
+    def is_rotated(self) -> bool:
+        """True if keys and values are stored rotated (`rotate_heads`), so that integers hold them better."""
+        return self.dtype == jnp.int8 and self.value_dim is None
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block in all layers and shards, keys and values, as allocated."""
         return math.prod(self.block_shape) * self.dtype.itemsize

@@ -11,7 +11,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.device.compilation.lowering import sized_step
-from jpaged.device.kv_scales import MARGIN, kv_dtype, measure_scales, name_of_kv_dtype
+from jpaged.device.kv_scales import MARGINS, kv_dtype, measure_scales, name_of_kv_dtype
 from jpaged.device.mesh import build_mesh
 from jpaged.kernels.kv_layout import MAX_NUMBER
 from jpaged.models.stack import LayerMode
@@ -64,7 +64,7 @@ def test_scales_let_the_probe_fill_the_range(name: str, layer_mode: LayerMode) -
     layout = step.layout
     assert scales.shape == (layout.num_layers, layout.num_kv_heads, 2)
     assert len(np.unique(scales)) == scales.size
-    largest = scales * MAX_NUMBER[layout.dtype.name] / MARGIN
+    largest = scales * MAX_NUMBER[layout.dtype.name] / MARGINS[layout.dtype.name]
     assert (largest > 0.01).all()
     assert (largest < 1000).all()
 

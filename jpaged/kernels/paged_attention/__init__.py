@@ -12,7 +12,14 @@ triton/       the kernels for other GPUs
 cuda/         the same in CUDA C++, for a jax without Pallas Triton
 """
 
-from jpaged.kernels.paged_attention.api import Choice, choose, paged_attention, paged_attention_update, prepare_rows
+from jpaged.kernels.paged_attention.api import (
+    Choice,
+    choose,
+    paged_attention,
+    paged_attention_update,
+    prepare_rows,
+    rotate_heads,
+)
 from jpaged.kernels.paged_attention.spec import AttentionSpec, Queries, RaggedRows, add_sinks
 
 __all__ = [
@@ -25,4 +32,5 @@ __all__ = [
     "paged_attention",
     "paged_attention_update",
     "prepare_rows",
+    "rotate_heads",
 ]

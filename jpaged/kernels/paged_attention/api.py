@@ -19,9 +19,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jpaged.config import Backend
 from jpaged.errors import Unsupported
@@ -63,6 +65,7 @@ class Implementation:
             all layers of a step; None if it needs none.
         attend_parts: attention over several parts of each context in one launch (`cascade.py`); if None, each part is a
             separate call.
+        rotate: (vectors, type of the result, size of a block) -> `rotate_heads`; None is a matrix product.
     """
 
     attend: Callable[[AttentionCall], Attended]
@@ -73,6 +76,7 @@ class Implementation:
     unsupported_device_reason: Callable[[jax.Device], str | None]
     prepare: Callable[[RaggedRows, jax.Array | None, AttentionSpec, Queries], RaggedRows] | None = None
     attend_parts: Callable[[AttentionCall, Sequence[ContextPart]], Attended] | None = None
+    rotate: Callable[[jax.Array, Any, int], jax.Array] | None = None
 
 
 IMPLEMENTATIONS: dict[Backend, Implementation] = {
@@ -106,7 +110,15 @@ IMPLEMENTATIONS: dict[Backend, Implementation] = {
         cuda.unsupported_device_reason,
         attend_parts=cuda.attend_parts,
     ),
-    "cpu": Implementation(cpu.attend, cpu.update, "cpu", "cpu", cpu.unsupported_reason, cpu.unsupported_device_reason),
+    "cpu": Implementation(
+        cpu.attend,
+        cpu.update,
+        "cpu",
+        "cpu",
+        cpu.unsupported_reason,
+        cpu.unsupported_device_reason,
+        rotate=cpu.rotate,
+    ),
     "xla": Implementation(reference.attend, None, None, None, lambda pool, queries: None, lambda device: None),
 }
 """In order of preference: `choose` takes the first that refuses neither the device nor the call."""
@@ -236,3 +248,28 @@ def paged_attention_update(
         return run.update(call, new_kv)
     pool = spec.layout.write(pool, layer, *new_kv)
     return *run.attend(dataclasses.replace(call, pool=pool)), pool
+
+
+def rotate_heads(x: Float[Array, "... D"], dtype: Any, *, backend: Backend) -> Float[Array, "... D"]:
+    """Multiply the vectors of heads by an orthogonal matrix that is its own inverse: a Hadamard matrix and D^-1/2.
+
+    Products of two rotated vectors are those of the vectors. Numbers that are large in a few places, as those of keys
+    are, spread over all places, so that integers with one scale hold them better (Ashkboos et al., QuaRot, 2024). If
+    D is no power of two, each block of the largest one that divides it is rotated by itself.
+
+    Args:
+        dtype: of the result; sums are float32.
+    """
+    head_dim = x.shape[-1]
+    block = head_dim & -head_dim
+    if (rotate := IMPLEMENTATIONS[backend].rotate) is not None:
+        return rotate(x, dtype, block)
+    signs = np.ones((1, 1), np.float32)
+    while len(signs) < block:
+        signs = np.block([[signs, signs], [signs, -signs]])
+    blocks = x.reshape(*x.shape[:-1], head_dim // block, block)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None  # products of 16 bits with 1 are exact
+    rotated = jnp.einsum(
+        "...d,de->...e", blocks, signs.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32
+    )
+    return (rotated * np.float32(block**-0.5)).reshape(x.shape).astype(dtype)

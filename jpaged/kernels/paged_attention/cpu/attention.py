@@ -69,6 +69,15 @@ class CpuKernel:
         }
 
 
+def rotate(x: jax.Array, dtype: np.dtype, block: int) -> jax.Array:
+    """See `jpaged.kernels.paged_attention.rotate_heads`. No bit depends on the other vectors."""
+    _loaded()
+    rotated: jax.Array = jax.ffi.ffi_call(f"{NAME}_hadamard", jax.ShapeDtypeStruct(x.shape, dtype))(
+        x, block=np.int64(block)
+    )
+    return rotated
+
+
 def blank_pool(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array | None:
     """Return zeros, traced, whose memory a CPU maps when it is first used; None if the library is missing or old."""
     if isinstance(register("blank"), str):
@@ -97,7 +106,7 @@ def _numbers(call: AttentionCall) -> tuple[jax.Array, ...]:
 @functools.cache
 def kernel() -> CpuKernel | str:
     """Return the package's kernel, or the reason why there is none."""
-    found = register("attend", "update")
+    found = register("attend", "update", "hadamard")
     if isinstance(found, str):
         return found
     found.jpaged_vectors.restype = ctypes.c_char_p

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -281,6 +282,20 @@ Number query_number(ffi::DataType type) {
   return type == ffi::F32 ? Number::kF32 : type == ffi::BF16 ? Number::kBF16 : Number::kF16;
 }
 
+float decode(const void* numbers, Number number, int64_t i) {
+  if (number == Number::kF32) return static_cast<const float*>(numbers)[i];
+  const uint16_t stored = static_cast<const uint16_t*>(numbers)[i];
+  return number == Number::kBF16 ? decode_bf16(stored) : decode_f16(stored);
+}
+
+void encode(void* numbers, Number number, int64_t i, float x) {
+  if (number == Number::kF32) {
+    static_cast<float*>(numbers)[i] = x;
+  } else {
+    static_cast<uint16_t*>(numbers)[i] = number == Number::kBF16 ? encode_bf16(x) : encode_f16(x);
+  }
+}
+
 // Return why shapes are inconsistent, or null; calls by attention.py are always consistent.
 const char* contradiction(const Operands& x, const Attributes& a) {
   const auto q = x.q.dimensions(), pool = x.pool.dimensions(), tables = x.tables.dimensions();
@@ -410,9 +425,46 @@ xla::ffi::Error blank(xla::ffi::Result<xla::ffi::AnyBuffer> pool) {
 
 }  // namespace jpaged
 
+namespace jpaged {
+
+// Multiply every `block` numbers by a Hadamard matrix and block^-1/2, in float32; any float type in and out.
+xla::ffi::Error hadamard(xla::ffi::AnyBuffer x, xla::ffi::Result<xla::ffi::AnyBuffer> out, int64_t block) {
+  const int64_t count = static_cast<int64_t>(x.element_count());
+  if (!is_query_type(x.element_type()) || !is_query_type(out->element_type()) ||
+      static_cast<int64_t>(out->element_count()) != count) {
+    return xla::ffi::Error::InvalidArgument("operand and result are not floats of one size");
+  }
+  if (block < 1 || (block & (block - 1)) || count % block) {
+    return xla::ffi::Error::InvalidArgument("the block is no power of two that divides the numbers");
+  }
+  const Number from = query_number(x.element_type()), to = query_number(out->element_type());
+  const float factor = 1.0f / std::sqrt(static_cast<float>(block));
+  std::vector<float> memory(static_cast<size_t>(block));
+  float* const numbers = memory.data();
+  for (int64_t first = 0; first < count; first += block) {
+    for (int64_t i = 0; i < block; ++i) numbers[i] = decode(x.untyped_data(), from, first + i);
+    for (int64_t half = 1; half < block; half *= 2) {
+      for (int64_t at = 0; at < block; at += 2 * half) {
+        for (int64_t i = at; i < at + half; ++i) {
+          const float a = numbers[i], b = numbers[i + half];
+          numbers[i] = a + b;
+          numbers[i + half] = a - b;
+        }
+      }
+    }
+    for (int64_t i = 0; i < block; ++i) encode(out->untyped_data(), to, first + i, numbers[i] * factor);
+  }
+  return xla::ffi::Error::Success();
+}
+
+}  // namespace jpaged
+
 namespace ffi = xla::ffi;
 using ffi::AnyBuffer;
 using jpaged::Ints32;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_hadamard, jpaged::hadamard,
+                              ffi::Ffi::Bind().Arg<AnyBuffer>().Ret<AnyBuffer>().Attr<int64_t>("block"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_blank, jpaged::blank, ffi::Ffi::Bind().Ret<AnyBuffer>());
 
