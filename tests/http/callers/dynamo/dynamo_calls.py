@@ -9,6 +9,7 @@ import json
 import sys
 import urllib.request
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from dynamo._core import SelectionService
@@ -71,7 +72,7 @@ async def main(workers: list[dict[str, str]], block_size: int) -> dict[str, Any]
     for number, (worker, prompt) in enumerate(zip(workers, prompts, strict=True)):
         compute(worker, prompt)
         cached = [NUM_BLOCKS * (number == i) for i in range(len(workers))]
-        await eventually(lambda prompt=prompt: overlap(early, prompt), cached)
+        await eventually(partial(overlap, early, prompt), cached)
     found: dict[str, Any] = {
         "overlaps": [await overlap(early, prompt) for prompt in prompts],
         "selected": [
@@ -83,9 +84,9 @@ async def main(workers: list[dict[str, str]], block_size: int) -> dict[str, Any]
     }
     late = await start(workers, block_size)
     compute(workers[0], other)  # its event shows the late reader that others came before
-    found["replayed"] = await eventually(lambda: overlap(late, prompts[0]), [NUM_BLOCKS, 0])
+    found["replayed"] = await eventually(partial(overlap, late, prompts[0]), [NUM_BLOCKS, 0])
     post(f"{workers[0]['url']}/reset_prefix_cache", {})
-    removed = [await eventually(lambda: overlap(early, prompts[0]), [0, 0]), await overlap(early, prompts[1])]
+    removed = [await eventually(partial(overlap, early, prompts[0]), [0, 0]), await overlap(early, prompts[1])]
     found["removed"] = [removed[0][0], removed[1][1]]
     for service in (early, late):
         service.shutdown()
