@@ -37,6 +37,22 @@ ENVIRONMENT = {
 NUM_DOCUMENTS = 24
 
 
+def run(words: Sequence[str], folder: Path) -> str:
+    """What a command prints; fails with it where the command does."""
+    done = subprocess.run(
+        [str(BIN / words[0]), *words[1:]],
+        check=False,
+        cwd=folder,
+        env={**ENVIRONMENT, "HF_HOME": str(folder / "hf"), "HOME": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=2 * WAIT_S,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
 IN_TURN = """
 import json, runpy, sys
 for sys.argv in json.loads(sys.argv[1]):
@@ -167,30 +183,16 @@ def test_a_conversation_of_four_turns_goes_back_through_each_api(
         text += theirs.completions.create(prompt=text, **asked).choices[0].text + follow_up
 
 
-EVALUATIONS = {
-    "jpaged_endings": ("local-completions", "/v1/completions"),
-    "jpaged_next": ("local-chat-completions", "/v1/chat/completions", "--apply_chat_template"),
-}
-
-
-@pytest.fixture(scope="module")
-def evaluations(served: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The results and the samples of tasks as lm_eval writes them."""
-    folder = tmp_path_factory.mktemp("lm_eval")
+def evaluated(model: str, url: str, task: str, folder: Path, *more: str) -> dict[str, Any]:
+    """The results of a task as lm_eval writes them."""
+    arguments = f"base_url={url},model=demo,tokenizer={FOLDER},num_concurrent=4,max_length=1023,max_retries=1"
+    words = ["lm_eval", "--model", model, "--tasks", task, "--include_path", str(TASKS), "--output_path", "out"]
     (folder / "stories.jsonl").symlink_to(TASKS / "stories.jsonl")
-    commands = []
-    for task, (model, path, *more) in EVALUATIONS.items():
-        arguments = f"base_url={served[1]}{path},model=demo,tokenizer={FOLDER},num_concurrent=4,max_length=1023"
-        words = ["lm_eval", "--model", model, "--tasks", task, "--include_path", str(TASKS), "--output_path", task]
-        words += ["--model_args", f"{arguments},max_retries=1", "--limit", str(NUM_DOCUMENTS), "--log_samples", *more]
-        commands.append(words)
-    run_in_turn(commands, folder)
-    found: dict[str, dict[str, Any]] = {}
-    for task in EVALUATIONS:
-        (results,), (samples,) = (list((folder / task).rglob(name)) for name in ("results_*.json", "samples_*.jsonl"))
-        found[task] = json.loads(results.read_text())["results"][task]
-        found[task]["samples"] = [json.loads(line) for line in samples.read_text().splitlines()]
-    return found
+    run([*words, "--model_args", arguments, "--limit", str(NUM_DOCUMENTS), "--log_samples", *more], folder)
+    (path,) = (folder / "out").rglob("results_*.json")
+    found: dict[str, Any] = json.loads(path.read_text())["results"][task]
+    (path,) = (folder / "out").rglob("samples_*.jsonl")
+    return {**found, "samples": [json.loads(line) for line in path.read_text().splitlines()]}
 
 
 def documents() -> list[dict[str, Any]]:
@@ -198,8 +200,8 @@ def documents() -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:NUM_DOCUMENTS]]
 
 
-def test_lm_eval_scores_as_our_own_client_does(served: tuple[str, str], evaluations: dict[str, dict[str, Any]]) -> None:
-    found = evaluations["jpaged_endings"]
+def test_lm_eval_scores_as_our_own_client_does(served: tuple[str, str], tmp_path: Path) -> None:
+    found = evaluated("local-completions", f"{served[1]}/v1/completions", "jpaged_endings", tmp_path)
     num_right, told = 0, {sample["doc_id"]: sample for sample in found["samples"]}
     with Client(served[0]) as client:
         for number, document in enumerate(documents()):
@@ -214,10 +216,9 @@ def test_lm_eval_scores_as_our_own_client_does(served: tuple[str, str], evaluati
     assert found["acc,none"] == pytest.approx(num_right / NUM_DOCUMENTS)
 
 
-def test_lm_eval_generates_through_chats_as_our_own_client_does(
-    served: tuple[str, str], evaluations: dict[str, dict[str, Any]]
-) -> None:
-    found = evaluations["jpaged_next"]
+def test_lm_eval_generates_through_chats_as_our_own_client_does(served: tuple[str, str], tmp_path: Path) -> None:
+    url = f"{served[1]}/v1/chat/completions"
+    found = evaluated("local-chat-completions", url, "jpaged_next", tmp_path, "--apply_chat_template")
     told = {sample["doc_id"]: sample for sample in found["samples"]}
     greedy = SamplingParams(max_tokens=32, temperature=0.0, stop=[".", "!", "?", ","])
     with Client(served[0]) as client:
