@@ -29,7 +29,10 @@ CALLERS := $(VENV)/callers
 CLIENTS := $(VENV)/callers-clients
 LOAD := $(VENV)/callers-load
 NODE := $(VENV)/callers-node
-CALLER_STAMPS := $(CALLERS)/.installed $(CLIENTS)/.installed $(LOAD)/.installed $(NODE)/.installed
+PROMPTFOO := $(VENV)/callers-promptfoo
+DYNAMO := $(VENV)/callers-dynamo
+PERF := $(VENV)/callers-perf
+CALLER_STAMPS := $(addsuffix /.installed,$(CALLERS) $(CLIENTS) $(LOAD) $(NODE) $(PROMPTFOO) $(DYNAMO))
 DOCS := $(VENV)/docs
 ENVOY := $(VENV)/envoy
 RELEASE := $(VENV)/release
@@ -133,7 +136,7 @@ test: $(STAMP) ## the quick tests
 # Every planted fault, the second grid of each interpreted kernel, and the rest of the grids whose pairs are long: what
 # nobody needs who changed no kernel, no engine and none of their tests, and what a release is made after. That each fault
 # is still one edit of the code as it is, the quick tests see.
-test-deep: $(STAMP) $(AOT)/.installed $(AOT_NEWEST)/.installed $(LOAD)/.installed ## the planted faults, and the rest of the grids (before a release)
+test-deep: $(STAMP) $(AOT)/.installed $(AOT_NEWEST)/.installed $(LOAD)/.installed $(PERF)/.installed ## the planted faults, and the rest of the grids (before a release)
 	@$(BIN)/python -m pytest -q -m deep -n $(JOBS) --dist worksteal $(ARGS)
 
 test-long: $(STAMP) $(AOT)/.installed $(RAY)/.installed $(CALLER_STAMPS) $(DOCS)/.installed $(ENVOY)/.installed $(RELEASE)/.installed ## the long tests
@@ -243,11 +246,36 @@ $(LOAD)/.installed: tests/http/callers/load/requirements.txt $(CALLERS)/.install
 	@echo $(abspath $(CALLERS))/lib/python3*/site-packages > $$(echo $(LOAD)/lib/python3*/site-packages)/callers.pth
 	@touch $@
 
-$(NODE)/.installed: tests/http/callers/clients/package.json tests/http/callers/clients/package-lock.json | $(STAMP)
+define install_node_packages
 	@command -v npm >/dev/null || { echo "error: npm was not found (Debian and Ubuntu: apt install nodejs npm)" >&2; exit 1; }
-	@echo "==> installing the AI SDK into $(NODE) (30 MB)"; rm -rf $(NODE); mkdir -p $(NODE); cp $^ $(NODE)
-	@cd $(NODE) && npm ci --ignore-scripts --no-audit --no-fund --silent
+	@echo "==> installing $(1)"; rm -rf $(@D); mkdir -p $(@D); cp $^ $(@D)
+	@cd $(@D) && npm ci --ignore-scripts --no-audit --no-fund --silent
 	@touch $@
+endef
+
+$(NODE)/.installed: tests/http/callers/clients/package.json tests/http/callers/clients/package-lock.json | $(STAMP)
+	$(call install_node_packages,the AI SDK into $(NODE) (30 MB))
+
+# package-lock.json has none of its optional packages, browsers and agents among them, but for those of its database.
+$(PROMPTFOO)/.installed: tests/http/callers/promptfoo/package.json tests/http/callers/promptfoo/package-lock.json | $(STAMP)
+	$(call install_node_packages,promptfoo into $(PROMPTFOO) (0.3 GB))
+
+$(DYNAMO)/.installed: tests/http/callers/dynamo/requirements.txt | $(STAMP)
+	@echo "==> installing Dynamo's router into $(DYNAMO) (0.3 GB)"; rm -rf $(DYNAMO)
+	@$(BIN)/python -m venv $(DYNAMO)
+	@$(DYNAMO)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --no-deps --requirement $<
+	@touch $@
+
+# It requires Python 3.12: the first that is found. Without one there is no environment, and its test fails.
+PYTHON312 ?= $(shell for one in python3.12 python3.13 python3.14 $$HOME/.pyenv/versions/3.1[2-9]*/bin/python; do \
+    $$one -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { command -v $$one; break; }; done)
+
+$(PERF)/.installed: tests/http/callers/inference_perf/requirements.txt | $(STAMP)
+	@python=$(PYTHON312); if [ -z "$$python" ]; then \
+	    echo "inference-perf is left out: it requires Python 3.12 or later, and none was found" >&2; exit; \
+	fi; \
+	echo "==> installing inference-perf into $(PERF) (0.6 GB)"; rm -rf $(PERF); "$$python" -m venv $(PERF); \
+	$(PERF)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --no-deps --requirement $<; touch $@
 
 callers-environments: $(CALLER_STAMPS)
 

@@ -24,6 +24,8 @@ import base64
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from jpaged import json_text
@@ -163,11 +165,11 @@ class MessagesRequest:
         For chat templates that reject them. The prompt before each stays as it was, and so do its cached blocks.
         """
         (prompt,) = self.job.prompts
-        messages, late = list[dict[str, Any]](), frozenset(self.late_systems)
+        messages, late = list[Mapping[str, Any]](), frozenset(self.late_systems)
         for i, one in enumerate(prompt.messages or ()):
             reminder = {"role": "user", "content": f"<system-reminder>\n{one['content']}\n</system-reminder>"}
-            _add_message(messages, reminder if i in late else dict(one))
-        return replace(self.job, prompts=(replace(prompt, messages=tuple(messages)),))
+            messages.append(reminder if i in late else one)
+        return replace(self.job, prompts=(replace(prompt, messages=tuple(_join_turns(messages))),))
 
     def renamed(self, error: InvalidArgument) -> InvalidArgument:
         """Return an error with the body's name of the chat's field."""
@@ -466,7 +468,7 @@ class _Conversation:
     """
 
     def __init__(self, body: Mapping[str, Any]) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[Mapping[str, Any]] = []
         self.tools = _Tools(list_in(body, "tools"))
         self.effort: str | None = None
         given = body.get("messages")
@@ -477,6 +479,7 @@ class _Conversation:
         self._last_user = max((i for i, one in enumerate(given) if _role_in(one) == "user"), default=-1)
         for i, message in enumerate(given):
             self._add(i, f"messages[{i}]", message)
+        self.messages = _join_turns(self.messages)
         if not self.messages:
             raise InvalidArgument("messages", "have no text")
 
@@ -521,7 +524,7 @@ class _Conversation:
         is_cleared = message.get("clear_at") == "next_user_message" and number < self._last_user
         text = _system_text(f"{where}.content", content, _OF_ROLE["system"])
         if text and not is_cleared:
-            _add_message(self.messages, {"role": "system", "content": text})
+            self.messages.append({"role": "system", "content": text})
 
     def _add_user(self, where: str, message: Mapping[str, Any]) -> None:
         texts = []
@@ -531,7 +534,7 @@ class _Conversation:
             else:
                 texts.append(_text_in(place, block))
         if text := "".join(texts):
-            _add_message(self.messages, {"role": "user", "content": text})
+            self.messages.append({"role": "user", "content": text})
 
     def _add_assistant(self, where: str, message: Mapping[str, Any]) -> None:
         texts, thoughts, calls = [], [], []
@@ -547,20 +550,25 @@ class _Conversation:
             turn["reasoning_content"] = "".join(thoughts)
         if calls:
             turn["tool_calls"] = calls
-        _add_message(self.messages, turn)
+        self.messages.append(turn)
 
 
-def _add_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Add a message; join it with the previous one if both have the same role."""
-    if not messages or message["role"] != messages[-1]["role"]:
-        messages.append(message)
-        return
-    last = messages[-1]
-    last["content"] = "\n".join(filter(None, (last["content"], message["content"])))
-    if thought := message.get("reasoning_content"):
-        last["reasoning_content"] = last.get("reasoning_content", "") + thought
-    if calls := message.get("tool_calls"):
-        last["tool_calls"] = [*last.get("tool_calls", ()), *calls]
+def _join_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages, with consecutive ones of a role joined; results of tools stay apart."""
+    joined: list[Mapping[str, Any]] = []
+    for role, group in groupby(messages, key=itemgetter("role")):
+        turns = list(group)
+        joined += turns if role == "tool" or len(turns) == 1 else [_join(role, turns)]
+    return joined
+
+
+def _join(role: str, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    turn: dict[str, Any] = {"role": role, "content": "\n".join(filter(None, (one["content"] for one in turns)))}
+    if thoughts := "".join(one.get("reasoning_content", "") for one in turns):
+        turn["reasoning_content"] = thoughts
+    if calls := [call for one in turns for call in one.get("tool_calls", ())]:
+        turn["tool_calls"] = calls
+    return turn
 
 
 def _system_text(where: str, content: Any, types: tuple[str, ...] = ("text",)) -> str:

@@ -37,7 +37,6 @@ from jpaged.openai.request import (
     flag_in,
     hint,
     name_in,
-    never,
     object_in,
     only,
     own_fields,
@@ -89,7 +88,7 @@ _SAMPLING_ROWS: Mapping[str, Neutral] = {
 """Options of sampling, which clients also send with texts to embed."""
 _TEXT_ROWS: Mapping[str, Neutral] = {
     **_SHARED_ROWS,
-    "shift": only(False, advice="answers end at the model's length"),
+    "shift": hint(bool),
     "_debug_render_only": only(False, advice="use /tokenize and /detokenize"),
 }
 _NO_IMAGES = "the model reads only text"
@@ -100,9 +99,9 @@ ROWS: Mapping[str, Mapping[str, Neutral]] = {
         **_TEXT_ROWS,
         "images": only([], advice=_NO_IMAGES),
         "context": only([], advice="send the conversation to /api/chat"),
-        "truncate": only(False, advice="send a shorter prompt"),
+        "truncate": hint(bool),
         "template": only("", advice="the server has the model's chat template; use raw for another prompt"),
-        **dict.fromkeys(("width", "height", "steps"), never("the server makes no images")),
+        **dict.fromkeys(("width", "height", "steps"), only(0, advice="the server makes no images")),
     },
     EMBED_URL: {**EVERYWHERE, **_SHARED_ROWS, **_SAMPLING_ROWS},
     EMBEDDINGS_URL: {**EVERYWHERE, **_SHARED_ROWS, **_SAMPLING_ROWS},

@@ -367,10 +367,18 @@ async def _refuse(request: Request, error: Exception) -> Response:
     return build_response(error_for(error), request.scope)
 
 
+_COMPACT = "/v1/responses/compact"
+"""Path of OpenAI's API whose method differs from those of the route that it matches, that of a stored response."""
+
+
 async def _refuse_path(request: Request, error: Exception) -> Response:
     """Answer requests with an unknown path or method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     path = f"{request.method} {request.url.path[:200]}"
+    if request.url.path.endswith(_COMPACT):
+        return build_response(
+            NotFound(f"path: {path} is not served: send a normal request for a summary"), request.scope
+        )
     told: JpagedError = (
         NotFound(f"path: there is no {path}") if status == 404 else Unsupported(f"path: {path}: {error}")
     )

@@ -181,6 +181,27 @@ def test_late_system_messages_stay_in_their_place() -> None:
     ]
 
 
+def test_turns_of_one_role_are_joined_and_results_of_tools_are_not() -> None:
+    def result(name: str) -> dict[str, Any]:
+        return {"type": "tool_result", "tool_use_id": name, "content": name}
+
+    def turn(name: str) -> dict[str, Any]:
+        thought = {"type": "thinking", "thinking": f"{name}?", "signature": ""}
+        call = {"type": "tool_use", "id": name, "name": "weather", "input": {}}
+        return {"role": "assistant", "content": [thought, {"type": "text", "text": name}, call]}
+
+    asked = [{"role": "user", "content": f"{i}"} for i in range(3000)]
+    turns = [*asked, turn("a"), turn("b"), {"role": "user", "content": [result("a"), result("b")]}]
+    request = parse_messages_request({**BODY, "messages": [*turns, {"role": "system", "content": "Stay."}]})
+    user, assistant, *results, system = request.job.prompts[0].messages or ()
+    assert user["content"] == "\n".join(map(str, range(3000)))
+    assert (assistant["content"], assistant["reasoning_content"]) == ("a\nb", "a?b?")
+    assert [call["id"] for call in assistant["tool_calls"]] == ["a", "b"]
+    assert [(one["tool_call_id"], one["content"]) for one in results] == [("a", "a"), ("b", "b")]
+    reminder = {"role": "user", "content": f"<system-reminder>\n{system['content']}\n</system-reminder>"}
+    assert request.with_reminders().prompts[0].messages == (user, assistant, *results, reminder)
+
+
 def test_tools_and_their_choice() -> None:
     hosted = {"type": "web_search_20250305", "name": "web_search"}
     tools = [hosted, {**WEATHER, "strict": True, "type": "custom", "eager_input_streaming": True}]

@@ -336,8 +336,8 @@ def test_what_a_chat_cannot_have_is_named(body: dict[str, Any], problem: str) ->
     [
         ({"suffix": "a"}, "suffix: 'a' is not supported, only '': infilling"),
         ({"template": "a"}, "template: 'a' is not supported"),
-        ({"truncate": True}, "truncate: True is not supported, only False: send a shorter prompt"),
-        ({"width": 3}, "width: is not supported: the server makes no images"),
+        ({"truncate": "yes"}, "truncate: 'yes' is not of type bool"),
+        ({"width": 3}, "width: 3 is not supported, only 0: the server makes no images"),
         ({"raw": True, "system": "a"}, "system: needs a chat template"),
         ({"raw": True, "think": True}, "think: is not supported with raw"),
         ({"prompt": 3}, "prompt: 3 is not a string"),
@@ -346,6 +346,13 @@ def test_what_a_chat_cannot_have_is_named(body: dict[str, Any], problem: str) ->
 def test_what_a_prompt_cannot_have_is_named(body: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^{problem}"):
         parse_generate_request({"model": "fake", "prompt": "a", **body})
+
+
+def test_defaults_of_ollama_have_no_effect() -> None:
+    plain: dict[str, Any] = {"model": "fake", "prompt": "a"}
+    written = {"truncate": True, "shift": True, "suffix": "", "template": "", "context": [], "images": [], "width": 0}
+    assert parse_generate_request({**plain, **written}) == parse_generate_request(plain)
+    assert parse_chat_request({**CHAT, "shift": True, "keep_alive": -1}) == parse_chat_request(CHAT)
 
 
 def test_a_model_without_a_chat_template_takes_raw_prompts() -> None:

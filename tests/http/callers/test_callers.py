@@ -3,10 +3,9 @@
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from jpaged.client.batch import BatchOptions, run_batch
 from jpaged.demo import FOLDER
 from jpaged.llm import LLM
 from jpaged.types import SamplingParams
-from tests.processes import WAIT_S, Process
+from tests.http.callers.conftest import NUM_BLOCKS
+from tests.processes import WAIT_S
 
 pytestmark = pytest.mark.long
 
@@ -35,19 +35,6 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
 }
 NUM_DOCUMENTS = 24
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[tuple[str, str]]:
-    """The address of a server over gRPC, and over HTTP."""
-    process = Process(("-m", "jpaged", "serve", "demo", "--dtype", "float32", "--port", "0", "--http-port", "0"))
-    try:
-        url = process.wait_for(r"OpenAI's API on (http://\S+)/v1").group(1)
-        yield process.wait_for(r"^ready on (\S+)$").group(1), url
-        assert process.end(signal.SIGTERM) == 0
-    finally:
-        if process.popen.poll() is None:
-            process.end(signal.SIGKILL)
 
 
 def run(words: Sequence[str], folder: Path) -> str:
@@ -66,23 +53,59 @@ def run(words: Sequence[str], folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    ("backend", "path"),
-    [
-        ("openai", "/v1/completions"),
-        ("openai-chat", "/v1/chat/completions"),
-        ("openai-responses", "/v1/responses"),
-    ],
-)
-def test_vllm_bench_serve_completes_without_an_error(
-    served: tuple[str, str], backend: str, path: str, tmp_path: Path
-) -> None:
-    words = ["vllm", "bench", "serve", "--backend", backend, "--base-url", served[1], "--endpoint", path]
-    words += ["--model", "demo", "--tokenizer", str(FOLDER), "--dataset-name", "random", "--num-prompts", "16"]
-    words += ["--random-input-len", "32", "--random-output-len", "8", "--seed", "1", "--max-concurrency", "8"]
-    words += ["--temperature", "0"]  # sampled, an answer may be special tokens alone, without a text to time
-    run([*words, "--ignore-eos", "--save-result", "--save-detailed", "--result-filename", "result.json"], tmp_path)
-    result = json.loads((tmp_path / "result.json").read_text())
+IN_TURN = """
+import json, runpy, sys
+for sys.argv in json.loads(sys.argv[1]):
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+"""
+"""Runs console scripts in one process, which imports their packages once."""
+
+
+def run_in_turn(commands: Sequence[Sequence[str]], folder: Path) -> None:
+    """Run commands of the environment; fail with what they print if one fails."""
+    done = subprocess.run(
+        [str(BIN / "python"), "-c", IN_TURN, json.dumps([[str(BIN / one[0]), *one[1:]] for one in commands])],
+        check=False,
+        cwd=folder,
+        env={**ENVIRONMENT, "HF_HOME": str(folder / "hf"), "HOME": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=2 * WAIT_S * len(commands),
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+BACKENDS = {
+    "openai": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+    "openai-responses": "/v1/responses",
+}
+
+
+@pytest.fixture(scope="module")
+def benchmarks(served: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the results of `vllm bench serve`, by backend."""
+    folder = tmp_path_factory.mktemp("bench")
+    commands = []
+    for backend, path in BACKENDS.items():
+        words = ["vllm", "bench", "serve", "--backend", backend, "--base-url", served[1], "--endpoint", path]
+        words += ["--model", "demo", "--tokenizer", str(FOLDER), "--dataset-name", "random", "--num-prompts", "16"]
+        words += ["--random-input-len", "32", "--random-output-len", "8", "--seed", "1", "--max-concurrency", "8"]
+        words += ["--temperature", "0"]  # sampled, an answer may be special tokens alone, without a text to time
+        words += ["--ignore-eos", "--save-result", "--save-detailed", "--result-filename", f"{backend}.json"]
+        commands.append(words)
+    run_in_turn(commands, folder)
+    return folder
+
+
+@pytest.mark.parametrize(("backend", "path"), BACKENDS.items())
+def test_vllm_bench_serve_completes_without_an_error(benchmarks: Path, backend: str, path: str) -> None:
+    result = json.loads((benchmarks / f"{backend}.json").read_text())
     assert (result["completed"], result["failed"]) == (16, 0)
     assert result["total_output_tokens"] == 16 * 8 == sum(result["output_lens"])
     assert not any(result["errors"])
@@ -100,12 +123,6 @@ AGENT: list[Any] = [
     {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None, "annotations": []},
     {"role": "tool", "tool_call_id": "call_1", "content": ""},
 ]
-TEMPLATE = """{%- for m in messages -%}
-<|{{ m.role if m.role in ('system', 'assistant') else 'user' }}|>{{ m.content or '' }}
-{%- for c in m.tool_calls or [] %} {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor -%}
-{%- if m.role == 'assistant' %}<|endoftext|>{% endif -%}{%- endfor -%}
-{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
-"""The demo's own knows no tools."""
 FOLLOW_UPS = ["And where?", "Why?", "Then?", "The end?"]
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 
@@ -130,24 +147,12 @@ def batched(target: str, talk: list[Any], folder: Path) -> Any:
     return json.loads(answers.read_text())["response"]["body"]["choices"][0]["message"]
 
 
-@pytest.fixture
-def agents(tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """The addresses of a server with a template that takes what tools answer."""
-    (tmp_path / "template.jinja").write_text(TEMPLATE)
-    words = ("--dtype", "float32", "--port", "0", "--http-port", "0", "--num-blocks", "128")
-    process = Process(("-m", "jpaged", "serve", "demo", *words, "--chat-template", str(tmp_path / "template.jinja")))
-    try:
-        url = process.wait_for(r"OpenAI's API on (http://\S+)/v1").group(1)
-        yield process.wait_for(r"^ready on (\S+)$").group(1), url
-    finally:
-        if process.popen.poll() is None:
-            process.end(signal.SIGKILL)
-
-
-def test_a_conversation_of_four_turns_goes_back_through_each_api(agents: tuple[str, str], tmp_path: Path) -> None:
-    served, template = agents, str(tmp_path / "template.jinja")
+def test_a_conversation_of_four_turns_goes_back_through_each_api(
+    served: tuple[str, str], template: Path, tmp_path: Path
+) -> None:
     theirs = openai.OpenAI(base_url=f"{served[1]}/v1", api_key="none", max_retries=0)
-    with Client(served[0]) as client, LLM("demo", dtype="float32", num_blocks=128, chat_template=template) as llm:
+    options: Any = {"dtype": "float32", "num_blocks": NUM_BLOCKS, "chat_template": str(template)}
+    with Client(served[0]) as client, LLM("demo", **options) as llm:
         ways: dict[str, Callable[[list[Any]], Any]] = {
             "http": lambda talk: chatted(theirs, talk),
             "grpc": lambda talk: spoken(client.chat(talk, GREEDY).outputs[0].text),

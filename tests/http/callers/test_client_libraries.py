@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
-from tests.http.callers.test_callers import ENVIRONMENT, served  # noqa: F401
+from tests.http.callers.test_callers import ENVIRONMENT
 from tests.http.callers.weather_server import ANSWER, serve_weather
 from tests.processes import WAIT_S
 from tests.server.harness import eventually, request
@@ -21,7 +22,11 @@ pytestmark = pytest.mark.long
 
 FOLDER = Path(__file__).with_name("clients")
 PYTHON = Path(sys.prefix) / "callers-clients" / "bin" / "python"
-NODE_MODULES = Path(sys.prefix) / "callers-node" / "node_modules"
+NODE_PROGRAMS = {
+    "ai_sdk": (FOLDER / "ai_sdk_calls.mjs", "callers-node"),
+    "promptfoo": (FOLDER.with_name("promptfoo") / "promptfoo_calls.mjs", "callers-promptfoo"),
+}
+"""Calls of a client in JavaScript, and the environment with its packages."""
 PROMPT = "Tell me a story about a cat."
 GREEDY: dict[str, Any] = {"model": "demo", "max_tokens": 16, "temperature": 0}
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false", "NO_PROXY": "*", "PYTHONPATH": ""}
@@ -39,24 +44,37 @@ CALLS: dict[str, tuple[str, ...]] = {
     "instructor": ("tool", "tool stream", "async tool", "schema", "messages tool"),
     "dspy": ("chat", "usage", "async", "predict"),
     "ai_sdk": (*CHATS, "stream usage", "tool", "schema", *RESPONSES, *AGENTS, "embeddings"),
+    "promptfoo": (
+        "chat",
+        "usage",
+        "stream",
+        "completion",
+        "tool",
+        "schema",
+        "responses",
+        "messages",
+        "ollama",
+        "similar",
+    ),
 }
 """The kinds of calls of each client."""
 
 
 @pytest.fixture(scope="module")
-def expected(served: tuple[str, str]) -> Iterator[dict[str, Any]]:  # noqa: F811
+def expected(served: tuple[str, str]) -> Iterator[dict[str, Any]]:
     """What OpenAI's own package gets, by kind of call."""
     with openai.OpenAI(base_url=f"{served[1]}/v1", api_key="none", max_retries=0) as client:
         chat = client.chat.completions.create(messages=[{"role": "user", "content": PROMPT}], **GREEDY)
         text, usage = chat.choices[0].message.content, chat.usage
         assert text and usage
         counts = [usage.prompt_tokens, usage.completion_tokens]
-        found: dict[str, Any] = dict.fromkeys(("chat", "stream", "messages", *RESPONSES), text)
+        found: dict[str, Any] = dict.fromkeys(("chat", "stream", "messages", "ollama", *RESPONSES), text)
         found |= {"usage": counts, "stream usage": counts, "async": [text] * NUM_CONCURRENT}
         found |= dict.fromkeys((*AGENTS, "responses agent stream", "predict"), ANSWER)
         found["completion"] = client.completions.create(prompt=PROMPT, **GREEDY).choices[0].text
         vectors = client.embeddings.create(model="demo", input=["a cat", "a dog"], encoding_format="float")
-        yield {**found, "embeddings": [one.embedding for one in vectors.data]}
+        found["embeddings"] = cat, dog = [one.embedding for one in vectors.data]
+        yield {**found, "similar": np.dot(cat, dog) / (np.linalg.norm(cat) * np.linalg.norm(dog))}
 
 
 def is_times(value: Any) -> bool:
@@ -67,16 +85,18 @@ def is_times(value: Any) -> bool:
 async def call(name: str, *urls: str) -> dict[str, Any]:
     """Return what the calls of a client print."""
     words = [str(PYTHON), str(FOLDER / "sdk_calls.py"), name]
-    if name == "ai_sdk":
+    packages = ""
+    if name in NODE_PROGRAMS:
         node = shutil.which("node")
         assert node, "node was not found"
-        words = [node, str(FOLDER / "ai_sdk_calls.mjs")]
+        program, environment = NODE_PROGRAMS[name]
+        words, packages = [node, str(program)], str(Path(sys.prefix) / environment / "node_modules")
     process = await asyncio.create_subprocess_exec(
         *words,
         *urls,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={**ENVIRONMENT, **OFFLINE, "NODE_MODULES": str(NODE_MODULES), "PATH": os.environ["PATH"]},
+        env={**ENVIRONMENT, **OFFLINE, "NODE_MODULES": packages, "PATH": os.environ["PATH"]},
     )
     out, err = await asyncio.wait_for(process.communicate(), 2 * WAIT_S)
     assert process.returncode == 0, err.decode()[-6000:]
@@ -86,7 +106,7 @@ async def call(name: str, *urls: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CALLS)
 async def test_a_client_gets_what_openai_s_package_gets(
-    served: tuple[str, str],  # noqa: F811
+    served: tuple[str, str],
     expected: dict[str, Any],
     name: str,
 ) -> None:
@@ -97,6 +117,8 @@ async def test_a_client_gets_what_openai_s_package_gets(
         if kind == "embeddings":
             for vector, theirs in zip(value, expected[kind], strict=True):
                 assert vector == pytest.approx(theirs, abs=1e-4)
+        elif kind == "similar":
+            assert value == pytest.approx(expected[kind], abs=1e-4)
         elif kind in ("tool", "messages tool"):
             assert is_times(value[1] if kind == "tool" else value), (kind, value)
             assert kind != "tool" or value[0] == "play"

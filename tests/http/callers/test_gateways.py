@@ -2,21 +2,23 @@
 
 import contextlib
 import json
-import signal
-import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from tests.http.callers.conftest import DemoServer, free_port
 from tests.http.callers.test_callers import BIN, ENVIRONMENT
-from tests.processes import WAIT_S, Process
+from tests.processes import WAIT_S
 
 pytestmark = pytest.mark.long
 
+DYNAMO = Path(sys.prefix) / "callers-dynamo" / "bin" / "python"
 BLOCK_SIZE = 16
 MESSAGES = [{"role": "user", "content": "Tell me a story about a cat."}]
 TIMES = {
@@ -42,39 +44,23 @@ NOT_ROUTED = {("sglang-router", "/v1/messages")}
 """Paths that a router does not have."""
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 @pytest.fixture(scope="module")
-def servers() -> Iterator[list[tuple[str, str]]]:
-    """The HTTP address and the endpoint of KV events of two servers."""
-    ports = [free_port(), free_port()]
-    words = ("-m", "jpaged", "serve", "demo", "--dtype", "float32", "--port", "0", "--http-port", "0")
-    processes = [Process((*words, "--kv-events-endpoint", f"tcp://127.0.0.1:{port}")) for port in ports]
-    try:
-        urls = [process.wait_for(r"OpenAI's API on (http://\S+)/v1").group(1) for process in processes]
-        yield [(url, f"tcp://127.0.0.1:{port}") for url, port in zip(urls, ports, strict=True)]
-    finally:
-        for process in processes:
-            process.end(signal.SIGKILL)
+def servers(demo: DemoServer, second_demo: DemoServer) -> list[DemoServer]:
+    return [demo, second_demo]
 
 
 @pytest.fixture(scope="module", params=ROUTERS)
 def router(
-    request: pytest.FixtureRequest, servers: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, servers: list[DemoServer], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, str]]:
     """A router's name and its address, once it has both servers."""
     name, log_file = request.param, tmp_path_factory.mktemp("router") / "log"
     port = free_port()
     words = [*ROUTERS[name], "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
-    words += ["--worker-urls", *(url for url, _ in servers)]
+    words += ["--worker-urls", *(one.url for one in servers)]
     if "kv_aware" in words:
         words += ["--kv-event-model", "demo"]
-        words += [word for url, endpoint in servers for word in ("--kv-event-source", f"{url}={endpoint}")]
+        words += [word for one in servers for word in ("--kv-event-source", f"{one.url}={one.kv_events}")]
     with log_file.open("w") as log:
         process = subprocess.Popen([str(BIN / words[0]), *words[1:]], env=ENVIRONMENT, stdout=log, stderr=log)
     try:
@@ -115,7 +101,7 @@ def test_a_router_of_others_answers_as_a_server_does(router, servers):
         if (ROUTERS[name][0], path) in NOT_ROUTED:
             continue
         body = {"model": "demo", **fields}
-        answers = [httpx2.post(f"{base}{path}", json=body, timeout=WAIT_S) for base in (servers[0][0], url)]
+        answers = [httpx2.post(f"{base}{path}", json=body, timeout=WAIT_S) for base in (servers[0].url, url)]
         assert [answer.status_code for answer in answers] == [200, 200], path
         assert text_of(answers[0].json()) == text_of(answers[1].json()) != [], path
     chat = {"model": "demo", **REQUESTS["/v1/chat/completions"]}
@@ -142,3 +128,17 @@ def test_turns_of_a_conversation_find_their_prefix(router):
             assert cached >= before - 2 * BLOCK_SIZE, (session, turn)
             before = usage["prompt_tokens"]
             messages += [{"role": "assistant", "content": answer["choices"][0]["message"]["content"]}]
+
+
+def test_dynamo_follows_the_caches_by_their_events(servers):
+    workers = json.dumps([one._asdict() for one in servers])
+    words = [str(DYNAMO), str(Path(__file__).with_name("dynamo") / "dynamo_calls.py"), workers, str(BLOCK_SIZE)]
+    environment = {**ENVIRONMENT, "DYN_LOG": "error", "NO_PROXY": "*", "PYTHONPATH": ""}
+    done = subprocess.run(words, env=environment, capture_output=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    # A prompt of four blocks is on one server; half of it is the beginning of another prompt.
+    assert found["overlaps"] == [[4, 0], [0, 4]] and found["selected"] == [1, 2]
+    assert found["half"] == [2, 0] and found["unknown"] == [0, 0]
+    assert found["replayed"] == [4, 0]  # by a reader that starts after the events
+    assert found["removed"] == [0, 4]

@@ -11,16 +11,17 @@ import httpx2
 import pytest
 
 from jpaged.demo import FOLDER
-from tests.http.callers.test_callers import ENVIRONMENT, served  # noqa: F401
+from tests.http.callers.test_callers import ENVIRONMENT
 from tests.processes import WAIT_S
 
 BIN = Path(sys.prefix) / "callers-load" / "bin"
+PERF = Path(sys.prefix) / "callers-perf" / "bin" / "inference-perf"
 NUM_REQUESTS = 8
 NUM_TOKENS = 8
 
 
 def run(words: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:
-    """Run a command of the environment; fail with what it prints if it fails."""
+    """Run a command of the environment, or one with an absolute path; fail with what it prints if it fails."""
     done = subprocess.run(
         [str(BIN / words[0]), *words[1:]],
         check=False,
@@ -48,7 +49,7 @@ def counted(before: dict[str, int], after: dict[str, int]) -> list[int]:
 
 @pytest.mark.long
 def test_guidellm_counts_the_tokens_that_the_server_counts(
-    served: tuple[str, str],  # noqa: F811
+    served: tuple[str, str],
     tmp_path: Path,
 ) -> None:
     before = counters(served[1])
@@ -68,7 +69,7 @@ def test_guidellm_counts_the_tokens_that_the_server_counts(
 
 @pytest.mark.deep
 def test_aiperf_counts_the_tokens_that_the_server_counts(
-    served: tuple[str, str],  # noqa: F811
+    served: tuple[str, str],
     tmp_path: Path,
 ) -> None:
     before = counters(served[1])
@@ -82,5 +83,31 @@ def test_aiperf_counts_the_tokens_that_the_server_counts(
     assert report["request_count"]["avg"] == NUM_REQUESTS
     assert "error_request_count" not in report and not report.get("error_summary")
     found = [report[name]["avg"] for name in ("total_usage_prompt_tokens", "total_usage_completion_tokens")]
+    assert found == counted(before, counters(served[1]))
+    assert found[1] == NUM_REQUESTS * NUM_TOKENS
+
+
+@pytest.mark.deep
+def test_inference_perf_counts_the_tokens_that_the_server_counts(served: tuple[str, str], tmp_path: Path) -> None:
+    assert PERF.exists(), "it requires Python 3.12 or later: install one, then run `make test-deep`"
+    before = counters(served[1])
+    lengths = [
+        {"min": num, "max": num, "mean": num, "std_dev": 0, "total_count": NUM_REQUESTS} for num in (32, NUM_TOKENS)
+    ]
+    config = {
+        "load": {"type": "constant", "num_workers": 1, "stages": [{"rate": NUM_REQUESTS, "duration": 1}]},
+        "api": {"type": "completion", "streaming": True},
+        "server": {"type": "vllm", "model_name": "demo", "base_url": served[1], "ignore_eos": True},
+        "tokenizer": {"pretrained_model_name_or_path": str(FOLDER)},
+        "data": {"type": "random", "input_distribution": lengths[0], "output_distribution": lengths[1]},
+        "storage": {"local_storage": {"path": "reports"}},
+    }
+    (tmp_path / "config.yml").write_text(json.dumps(config))
+    run([str(PERF), "--config_file", "config.yml"], tmp_path)
+    report: dict[str, Any] = json.loads((tmp_path / "reports" / "summary_lifecycle_metrics.json").read_text())
+    successes = report["successes"]
+    assert (successes["count"], report["failures"]["count"]) == (NUM_REQUESTS, 0)
+    assert successes["client_fallback_requests"] == {"prompt": 0, "output": 0}
+    found = [successes[name]["total"] for name in ("prompt_tokens", "output_tokens")]
     assert found == counted(before, counters(served[1]))
     assert found[1] == NUM_REQUESTS * NUM_TOKENS

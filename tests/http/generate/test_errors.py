@@ -31,6 +31,10 @@ async def test_each_error_is_the_one_of_its_kind() -> None:
         with pytest.raises(openai.NotFoundError) as other:
             await client.embeddings.create(model="other", input="x")
         assert other.value.code == "model_not_found"
+        with pytest.raises(
+            openai.NotFoundError, match="POST /v1/responses/compact is not served: send a normal request"
+        ):
+            await client.responses.compact(model="fake", input="a")
         with pytest.raises(openai.NotFoundError, match="there is no POST /v1/audio/speech"):
             await client.audio.speech.create(model="fake", voice="x", input="y")
         with pytest.raises(openai.BadRequestError) as long:
