@@ -32,7 +32,8 @@ NODE := $(VENV)/callers-node
 PROMPTFOO := $(VENV)/callers-promptfoo
 DYNAMO := $(VENV)/callers-dynamo
 PERF := $(VENV)/callers-perf
-CALLER_STAMPS := $(addsuffix /.installed,$(CALLERS) $(CLIENTS) $(LOAD) $(NODE) $(PROMPTFOO) $(DYNAMO))
+CALLER_STAMPS := $(addsuffix /.installed,$(CALLERS) $(CLIENTS) $(LOAD) $(NODE))
+DEEP_CALLER_STAMPS := $(addsuffix /.installed,$(LOAD) $(PROMPTFOO) $(DYNAMO) $(PERF))
 DOCS := $(VENV)/docs
 ENVOY := $(VENV)/envoy
 RELEASE := $(VENV)/release
@@ -136,7 +137,7 @@ test: $(STAMP) ## the quick tests
 # Every planted fault, the second grid of each interpreted kernel, and the rest of the grids whose pairs are long: what
 # nobody needs who changed no kernel, no engine and none of their tests, and what a release is made after. That each fault
 # is still one edit of the code as it is, the quick tests see.
-test-deep: $(STAMP) $(AOT)/.installed $(AOT_NEWEST)/.installed $(LOAD)/.installed $(PERF)/.installed ## the planted faults, and the rest of the grids (before a release)
+test-deep: $(STAMP) $(AOT)/.installed $(AOT_NEWEST)/.installed $(DEEP_CALLER_STAMPS) ## the planted faults, and the rest of the grids (before a release)
 	@$(BIN)/python -m pytest -q -m deep -n $(JOBS) --dist worksteal $(ARGS)
 
 test-long: $(STAMP) $(AOT)/.installed $(RAY)/.installed $(CALLER_STAMPS) $(DOCS)/.installed $(ENVOY)/.installed $(RELEASE)/.installed ## the long tests

@@ -18,8 +18,6 @@ from tests.http.callers.weather_server import ANSWER, serve_weather
 from tests.processes import WAIT_S
 from tests.server.harness import eventually, request
 
-pytestmark = pytest.mark.long
-
 FOLDER = Path(__file__).with_name("clients")
 PYTHON = Path(sys.prefix) / "callers-clients" / "bin" / "python"
 NODE_PROGRAMS = {
@@ -104,7 +102,9 @@ async def call(name: str, *urls: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.deep if name == "promptfoo" else pytest.mark.long) for name in CALLS]
+)
 async def test_a_client_gets_what_openai_s_package_gets(
     served: tuple[str, str],
     expected: dict[str, Any],
@@ -135,6 +135,7 @@ async def read_all(call: Any) -> list[Any]:
     return [message async for message in call]
 
 
+@pytest.mark.long
 async def test_clients_retry_while_the_queue_is_full() -> None:
     async with serve_weather(max_num_seqs=1, max_num_queued_reqs=1) as harness:
         process = await asyncio.create_subprocess_exec(

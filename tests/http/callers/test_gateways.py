@@ -16,8 +16,6 @@ from tests.http.callers.conftest import DemoServer, free_port
 from tests.http.callers.test_callers import BIN, ENVIRONMENT
 from tests.processes import WAIT_S
 
-pytestmark = pytest.mark.long
-
 DYNAMO = Path(sys.prefix) / "callers-dynamo" / "bin" / "python"
 BLOCK_SIZE = 16
 MESSAGES = [{"role": "user", "content": "Tell me a story about a cat."}]
@@ -95,6 +93,7 @@ def streamed_text(url: str, body: dict[str, Any]) -> str:
     return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
 
 
+@pytest.mark.long
 def test_a_router_of_others_answers_as_a_server_does(router, servers):
     name, url = router
     for path, fields in REQUESTS.items():
@@ -114,6 +113,7 @@ def test_a_router_of_others_answers_as_a_server_does(router, servers):
     assert wrong.status_code == 400 and "temperature" in wrong.text
 
 
+@pytest.mark.long
 def test_turns_of_a_conversation_find_their_prefix(router):
     name, url = router
     for session in range(4):
@@ -130,6 +130,7 @@ def test_turns_of_a_conversation_find_their_prefix(router):
             messages += [{"role": "assistant", "content": answer["choices"][0]["message"]["content"]}]
 
 
+@pytest.mark.deep
 def test_dynamo_follows_the_caches_by_their_events(servers):
     workers = json.dumps([one._asdict() for one in servers])
     words = [str(DYNAMO), str(Path(__file__).with_name("dynamo") / "dynamo_calls.py"), workers, str(BLOCK_SIZE)]
