@@ -19,6 +19,7 @@ from jpaged.kernels.matmul.multiply import Gate
 from jpaged.kernels.matmul.quantized import MatrixFormat, abstract_matrix, dequantize, quantize
 from jpaged.kernels.matmul.quantized import multiply as multiply_in_xla
 from jpaged.kernels.matrix_format import NUM_BITS, Values
+from tests.kernels.matmul.products import multiply
 
 FORMATS = {
     "int8": MatrixFormat("int8"),
@@ -61,11 +62,6 @@ def numbers(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
 def pack(matrix: QuantizedMatrix, num_parts: int = 1, *, rounds_rows: bool = False) -> PackedMatrix:
     packer = found_kernel().packer(SingleDeviceSharding(jax.devices()[0]), rounds_rows=rounds_rows)
     return packer.pack(matrix, num_parts=num_parts)
-
-
-def multiply(run: ProductKernel, x: np.ndarray, matrix: PackedMatrix, **around: Any) -> np.ndarray:
-    called: Callable[..., jax.Array] = jax.jit(lambda x, matrix, n: run.multiply(x, matrix, n, **around))
-    return np.asarray(called(jnp.asarray(x), matrix, jnp.int32(len(x))))
 
 
 def rounded(x: np.ndarray, step: float | None = None) -> np.ndarray:
