@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.choosing import is_in_part, is_long_file, part_of, thin
+from tests.choosing import is_in_part, is_long, is_long_file, part_of, thin
 from tests.lowering import share_contexts
 
 QUICK = "not long and not deep"
@@ -80,6 +80,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != QUICK or not is_long_file(collection_path):
         return None
     return None if any(Path(arg.partition("::")[0]).resolve() == collection_path for arg in config.args) else True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Do not make the cases of long functions and classes for the quick suite, unless tests are named."""
+    config = collector.config
+    if config.option.markexpr != QUICK or not is_long(obj) or any("::" in arg for arg in config.args):
+        return None
+    return []
 
 
 def _hide_torch() -> None:
