@@ -87,7 +87,11 @@ def rounded_by_spans(x: np.ndarray, group: int) -> np.ndarray:
 
 
 def weights(matrix: QuantizedMatrix) -> np.ndarray:
-    return np.asarray(dequantize(matrix, np.dtype(np.float32))).astype(np.float64)
+    return np.asarray(_dequantize(matrix, np.dtype(np.float32))).astype(np.float64)
+
+
+_dequantize = jax.jit(dequantize, static_argnums=1)
+"""As one program: each of its operations would be compiled otherwise."""
 
 
 def assert_near(got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
