@@ -24,8 +24,8 @@ def share_contexts() -> None:
     contexts = _Contexts(make)
 
     @functools.wraps(init)
-    def init_in_context(module: Any, *args: Any, context: Any = None, **fields: Any) -> None:
-        init(module, *args, context=contexts.next_one() if context is None else context, **fields)
+    def init_in_context(self: Any, /, *, context: Any = None, **fields: Any) -> None:
+        init(self, context=contexts.next_one() if context is None else context, **fields)
 
     mlir.ModuleContext.__init__ = init_in_context  # type: ignore[method-assign]
 
