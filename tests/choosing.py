@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -30,6 +31,14 @@ def thin(items: Iterable[pytest.Item]) -> None:
 def is_long_file(path: Path) -> bool:
     """Tell whether a file marks all of its tests as long or deep: the quick suite need not import it."""
     return path.suffix == ".py" and _LONG_FILE.search(path.read_text(encoding="utf-8")) is not None
+
+
+def is_long(tests: object) -> bool:
+    """Tell whether a function or a class marks all of its tests as long or deep: the quick suite need not make them."""
+    if not (inspect.isfunction(tests) or inspect.isclass(tests)):
+        return False
+    marks = getattr(tests, "pytestmark", [])
+    return any(mark.name in ("long", "deep") for mark in (marks if isinstance(marks, list) else [marks]))
 
 
 _LONG_FILE = re.compile(r"^pytestmark = (\[.*)?pytest\.mark\.(long|deep)\b", re.MULTILINE)

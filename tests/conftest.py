@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.choosing import is_in_part, is_long_file, part_of, thin
+from tests.choosing import is_in_part, is_long, is_long_file, part_of, thin
+from tests.lowering import share_contexts
 
 QUICK = "not long and not deep"
 """The marker expression of the quick suite."""
@@ -81,6 +82,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if any(Path(arg.partition("::")[0]).resolve() == collection_path for arg in config.args) else True
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Do not make the cases of long functions and classes for the quick suite, unless tests are named."""
+    config = collector.config
+    if config.option.markexpr != QUICK or not is_long(obj) or any("::" in arg for arg in config.args):
+        return None
+    return []
+
+
 def _hide_torch() -> None:
     """Let transformers not find torch: it would import it, which takes a second. Tests with torch are long."""
     find_spec = importlib.util.find_spec
@@ -92,12 +102,14 @@ def _hide_torch() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Import the tests without a garbage collector, and keep what they import out of every later collection."""
     gc.disable()
     try:
         return (yield)
     finally:
+        if session.config.option.markexpr == QUICK and "jax" in sys.modules:
+            share_contexts()
         gc.enable()
         gc.freeze()
         gc.set_threshold(_MANY_OBJECTS)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.choosing import is_in_part, is_long_file, part_of, thin
+from tests.choosing import is_in_part, is_long, is_long_file, part_of, thin
 
 NAMES = [f"tests/test_{i % 7}.py::test_{i % 31}[{i}]" for i in range(500)]
 
@@ -37,7 +37,7 @@ def test_what_is_no_part_is_refused(asked):
 
 
 @pytest.mark.parametrize(
-    ("line", "is_long"),
+    ("line", "is_whole"),
     [
         ("pytestmark = pytest.mark.long", True),
         ('pytestmark = [pytest.mark.deep, pytest.mark.usefixtures("a")]', True),
@@ -46,10 +46,30 @@ def test_what_is_no_part_is_refused(asked):
         ("    pytestmark = pytest.mark.long", False),
     ],
 )
-def test_a_file_is_long_if_all_of_its_tests_are(line, is_long, tmp_path):
+def test_a_file_is_long_if_all_of_its_tests_are(line, is_whole, tmp_path):
     path = tmp_path / "test_a.py"
     path.write_text(f"import pytest\n\n{line}\ndef test_a():\n    pass\n")
-    assert is_long_file(path) is is_long
+    assert is_long_file(path) is is_whole
+
+
+def test_a_function_or_a_class_is_long_if_it_is_marked_itself():
+    @pytest.mark.thinned(3)
+    @pytest.mark.deep
+    def marked():
+        """Do nothing."""
+
+    @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.long), 2])
+    def of_some_cases(n):
+        """Do nothing."""
+
+    class Marked:
+        pytestmark = pytest.mark.long
+
+    class Derived(Marked):
+        """Without marks of its own."""
+
+    assert [is_long(tests) for tests in (marked, Marked, Derived)] == [True] * 3
+    assert [is_long(tests) for tests in (of_some_cases, Case, pytest.mark.long, None)] == [False] * 4
 
 
 def test_parts_are_counted_from_1():

@@ -203,12 +203,12 @@ class BackendUnderTest:
     def pool(self, case: oracle.Case, layout: KVLayout, scales: np.ndarray | None) -> jax.Array:
         """The case's keys and values, stored through the layout's own `write`."""
         # All bits set: a NaN in every floating type.
-        pool = jnp.full(layout.shape, -1, f"int{8 * layout.dtype.itemsize}")
-        pool = jax.lax.bitcast_convert_type(pool, layout.storage_dtype)
+        bits = np.full(layout.shape, -1, f"int{8 * layout.dtype.itemsize}")
+        pool = jnp.asarray(bits.view(layout.storage_dtype))
         k_lnbkd, v_lnbkd = case.k_lnbkd, case.v_lnbkd
         if scales is not None:
             k_lnbkd, v_lnbkd = (x / scales[:, None, None, :, i, None] for i, x in enumerate((k_lnbkd, v_lnbkd)))
-        slots = jnp.arange((layout.num_blocks + 1) * layout.block_size)
+        slots = np.arange((layout.num_blocks + 1) * layout.block_size, dtype=np.int32)
         for layer in range(layout.num_layers):
             k, v = (jnp.asarray(x[layer].reshape(-1, *x.shape[3:])) for x in (k_lnbkd, v_lnbkd))
             pool = _write(layout, pool, jnp.int32(layer), k, v if layout.value_dim is None else None, slots)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jpaged.kernels.matmul import Norm, PackedMatrix, ProductKernel, kernel
 from jpaged.models import rope
+from tests.kernels.matmul.products import multiply
 
 ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 16, 24, 25, 31, 64, 100, 128, 256, 512)
 SHAPES = ((1, 1), (2, 31), (7, 32), (64, 33), (97, 100), (256, 64), (384, 96))
@@ -58,13 +58,6 @@ def silu(x: np.ndarray) -> np.ndarray:
 def limited(request: pytest.FixtureRequest) -> ProductKernel:
     """The kernel with vectors of so many floats at most."""
     return dataclasses.replace(found_kernel(), max_width=request.param)
-
-
-def multiply(
-    run: ProductKernel, x: Any, matrix: PackedMatrix, num_rows: int | None = None, **around: Any
-) -> np.ndarray:
-    called: Callable[..., jax.Array] = jax.jit(lambda x, matrix, n: run.multiply(x, matrix, n, **around))
-    return np.asarray(called(jnp.asarray(x), matrix, jnp.int32(len(x) if num_rows is None else num_rows)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

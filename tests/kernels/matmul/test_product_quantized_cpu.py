@@ -19,6 +19,7 @@ from jpaged.kernels.matmul.multiply import Gate
 from jpaged.kernels.matmul.quantized import MatrixFormat, abstract_matrix, dequantize, quantize
 from jpaged.kernels.matmul.quantized import multiply as multiply_in_xla
 from jpaged.kernels.matrix_format import NUM_BITS, Values
+from tests.kernels.matmul.products import multiply
 
 FORMATS = {
     "int8": MatrixFormat("int8"),
@@ -63,11 +64,6 @@ def pack(matrix: QuantizedMatrix, num_parts: int = 1, *, rounds_rows: bool = Fal
     return packer.pack(matrix, num_parts=num_parts)
 
 
-def multiply(run: ProductKernel, x: np.ndarray, matrix: PackedMatrix, **around: Any) -> np.ndarray:
-    called: Callable[..., jax.Array] = jax.jit(lambda x, matrix, n: run.multiply(x, matrix, n, **around))
-    return np.asarray(called(jnp.asarray(x), matrix, jnp.int32(len(x))))
-
-
 def rounded(x: np.ndarray, step: float | None = None) -> np.ndarray:
     """Rows as a checkpoint with int8 rows asks for them."""
     x32 = x.astype(np.float32)
@@ -91,7 +87,11 @@ def rounded_by_spans(x: np.ndarray, group: int) -> np.ndarray:
 
 
 def weights(matrix: QuantizedMatrix) -> np.ndarray:
-    return np.asarray(dequantize(matrix, np.dtype(np.float32))).astype(np.float64)
+    return np.asarray(_dequantize(matrix, np.dtype(np.float32))).astype(np.float64)
+
+
+_dequantize = jax.jit(dequantize, static_argnums=1)
+"""As one program: each of its operations would be compiled otherwise."""
 
 
 def assert_near(got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
