@@ -74,6 +74,7 @@ from jpaged.engine.executor import (
     BucketTable,
     Detail,
     DeviceRates,
+    ExpertStats,
     Geometry,
     Progress,
     SamplingInputs,
@@ -273,6 +274,11 @@ class JaxExecutor:
     @property
     def geometry(self) -> Geometry:
         return self._geometry
+
+    @property
+    def expert_stats(self) -> ExpertStats | None:
+        """Counters of balanced experts; None if experts are not balanced."""
+        return None if self._balancer is None else self._balancer.stats
 
     @property
     def waits_for_all(self) -> bool:

@@ -29,6 +29,7 @@ from jpaged.device.mesh import local_bytes, num_shards, replicated
 from jpaged.device.model_runner import DonatedArray
 from jpaged.device.sharded_matmul import replicate_experts
 from jpaged.device.step import Step
+from jpaged.engine.executor import ExpertStats
 from jpaged.models.config import ModelConfig
 from jpaged.models.layer_kinds import get_stacks
 from jpaged.models.layers import Params
@@ -162,21 +163,6 @@ def _count_experts(config: ModelConfig) -> tuple[int, int]:
     return mixture.routing.num_experts, mixture.num_physical_experts
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ExpertBalanceStats:
-    """Counters of balanced experts.
-
-    Attributes:
-        num_rearrangements: changes of the places of experts.
-        num_moved_experts: physical experts that got other contents, in all layers.
-        balancedness: mean load of a device by that of the busiest, when the load was read last; 1 before.
-    """
-
-    num_rearrangements: int = 0
-    num_moved_experts: int = 0
-    balancedness: float = 1.0
-
-
 class ExpertBalancer:
     """Balances the load of experts over devices while steps run (EPLB). Used only by the engine thread.
 
@@ -210,7 +196,7 @@ class ExpertBalancer:
         self._is_counting = self._has_started = False
         self._pending: Future[NDArray[np.int32]] | None = None
         self._moves: deque[tuple[int, NDArray[np.int32]]] = deque()
-        self.stats = ExpertBalanceStats()
+        self.stats = ExpertStats()
 
     def start(self, params: Params, step: Step) -> None:
         """Count from now on: steps before it, at the start, have no real tokens."""
@@ -258,7 +244,8 @@ class ExpertBalancer:
         np.add.at(load_lx, (np.arange(len(physical_lp))[:, None], placement_lp), physical_lp)
         busiest = float(of_devices.max(axis=1).sum())
         balancedness = float(of_devices.mean(axis=1).sum()) / busiest if busiest else 1.0
-        self.stats = dataclasses.replace(self.stats, balancedness=balancedness)
+        stats = self.stats
+        self.stats = dataclasses.replace(stats, num_reads=stats.num_reads + 1, balancedness=balancedness)
         if self._options.log_balancedness:
             _LOG.info("balancedness of experts: %.3f (mean load of a device by that of the busiest)", balancedness)
         return balance_experts(load_lx, placement_lp.shape[1], self._num_devices, placement_lp)
@@ -272,7 +259,7 @@ class ExpertBalancer:
             self.stats = dataclasses.replace(
                 stats,
                 num_rearrangements=stats.num_rearrangements + 1,
-                num_moved_experts=stats.num_moved_experts + num_moved,
+                num_moved=stats.num_moved + num_moved,
             )
 
     def _move(self, params: Params, row: int, new_p: NDArray[np.int32]) -> None:

@@ -13,8 +13,9 @@ import pytest
 
 from jpaged import LLM
 from jpaged.errors import InvalidArgument
+from jpaged.server_load import EngineLoad
 from jpaged.types import CompletionOutput, SamplingParams
-from tests.e2e.rig import chosen_logprobs, engine_of, generate, open_llm, random_prompts
+from tests.e2e.rig import chosen_logprobs, generate, open_llm, random_prompts
 from tests.models.tiny import tiny_case, write_checkpoint
 
 SIZES: dict[str, Any] = {"num_blocks": 120, "block_size": 8, "max_model_len": 120, "max_num_batched_tokens": 16}
@@ -28,14 +29,13 @@ def on(num_devices: int, eplb: dict[str, Any] | None) -> dict[str, Any]:
     return {**SIZES, **parallel, **balanced, "max_num_seqs": 4 * num_devices}
 
 
-def answers(folder: Path, options: dict[str, Any]) -> tuple[Sequence[CompletionOutput], Any]:
-    """Completions, together in one batch, and the balancer's counters."""
+def answers(folder: Path, options: dict[str, Any]) -> tuple[Sequence[CompletionOutput], EngineLoad]:
+    """Completions, together in one batch, and the counters of the engine."""
     prompts = random_prompts([3, 7, 12, 5, 30, 4])
     params = [GREEDY, dataclasses.replace(SAMPLED, seed=1), GREEDY, SAMPLED, GREEDY, SAMPLED]
     with open_llm(folder, **options) as llm:
         found = generate(llm, prompts, params)
-        balancer = engine_of(llm)._executor._balancer  # type: ignore[attr-defined]
-        return found, None if balancer is None else balancer.stats
+        return found, llm.load()
 
 
 OFTEN = {"num_redundant_experts": 4, "step_interval": 5, "window_size": 3}
@@ -69,13 +69,14 @@ def test_moves_in_the_middle_of_generations_change_no_bit(
     name: str, num_devices: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     write_checkpoint(tiny_case(name), tmp_path)
-    often, stats = answers(tmp_path, {**on(num_devices, OFTEN), **options})
-    assert stats.num_rearrangements >= 2 and stats.num_moved_experts > stats.num_rearrangements
-    assert 0 < stats.balancedness <= 1
-    rarely, stats = answers(tmp_path, {**on(num_devices, RARELY), **options})
-    assert stats.num_rearrangements == 0
-    plain, none = answers(tmp_path, {**on(num_devices, None), **options})
-    assert none is None
+    often, load = answers(tmp_path, {**on(num_devices, OFTEN), **options})
+    assert load.num_expert_load_reads >= load.num_expert_rearrangements >= 2
+    assert load.num_experts_moved > load.num_expert_rearrangements
+    assert 0 < load.expert_balancedness <= 1
+    rarely, load = answers(tmp_path, {**on(num_devices, RARELY), **options})
+    assert (load.num_expert_rearrangements, load.num_experts_moved) == (0, 0)
+    plain, load = answers(tmp_path, {**on(num_devices, None), **options})
+    assert load.num_expert_load_reads == 0
     for a, b, c in zip(often, rarely, plain, strict=True):
         assert a.token_ids == b.token_ids
         assert chosen_logprobs(a) == chosen_logprobs(b), "sums have the same order wherever experts are"
