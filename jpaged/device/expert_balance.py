@@ -86,6 +86,7 @@ def add_replicas(params: Params, step: Step) -> Params:
     config, mesh = step.model.config, step.mesh
     num_experts, num_physical = _count_experts(config)
     placement_1p = _place_at_start(num_experts, num_physical, num_shards(mesh))
+    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params["layers"]))
     for stack in ExpertStack.list_all(config, step.layer_mode):
         placement_lp = np.repeat(placement_1p, len(stack.layers), axis=0)
         inside, is_stacked = stack.get(params), stack.is_stacked
@@ -93,19 +94,16 @@ def add_replicas(params: Params, step: Step) -> Params:
 
         def replicate(leaf: Any, sources: np.ndarray = sources, is_stacked: bool = is_stacked) -> Any:
             shape = (*leaf.shape[:is_stacked], num_physical, *leaf.shape[is_stacked + 1 :])
-            if isinstance(leaf, jax.ShapeDtypeStruct):
+            if is_abstract:
                 return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.format)
-            run = _replicator(leaf.sharding.spec, mesh, is_stacked, leaf.format)
-            return run(leaf, put_whole(sources, mesh))
+            return _replicator(leaf.sharding.spec, mesh, is_stacked, leaf.format)(leaf, put_whole(sources, mesh))
 
-        is_abstract = isinstance(jax.tree.leaves(inside["experts"])[0], jax.ShapeDtypeStruct)
+        def put(array: np.ndarray) -> Any:
+            struct = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=replicated(mesh))
+            return struct if is_abstract else put_whole(array, mesh)
+
         inside["experts"] = jax.tree.map(replicate, inside["experts"])
-        inside["expert_map"] = make_expert_map(placement_lp, num_experts, mesh, is_stacked=is_stacked)
-        if is_abstract:
-            inside["expert_map"] = jax.tree.map(
-                lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=replicated(mesh)),
-                inside["expert_map"],
-            )
+        inside["expert_map"] = jax.tree.map(put, make_expert_map(placement_lp, num_experts, is_stacked=is_stacked))
     return params
 
 
@@ -115,15 +113,14 @@ def _replicator(spec: PartitionSpec, mesh: Mesh, is_stacked: bool, form: Any) ->
     return jax.jit(run, out_shardings=form)
 
 
-def make_expert_map(placement_lp: np.ndarray, num_experts: int, mesh: Mesh, *, is_stacked: bool) -> dict[str, Any]:
-    """Return the arrays of the `ExpertMap` of a stack's layers, on every device.
+def make_expert_map(placement_lp: np.ndarray, num_experts: int, *, is_stacked: bool) -> dict[str, np.ndarray]:
+    """Return the arrays of the `ExpertMap` of a stack's layers.
 
     Args:
         placement_lp: logical expert of each physical one.
     """
-    names = ("starts", "physical")
-    arrays = dict(zip(names, build_expert_map(placement_lp, num_experts), strict=True))
-    return {name: put_whole(array if is_stacked else array[0], mesh) for name, array in arrays.items()}
+    starts, physical = build_expert_map(placement_lp, num_experts)
+    return {"starts": starts, "physical": physical} if is_stacked else {"starts": starts[0], "physical": physical[0]}
 
 
 def put_whole(array: np.ndarray, mesh: Mesh) -> jax.Array:
@@ -280,4 +277,5 @@ class ExpertBalancer:
 
         inside["experts"] = jax.tree.map(exchange, inside["experts"])
         placement_lp = self._placement_lp[first : first + len(stack.layers)]
-        inside["expert_map"] = make_expert_map(placement_lp, self._num_experts, self._mesh, is_stacked=stack.is_stacked)
+        arrays = make_expert_map(placement_lp, self._num_experts, is_stacked=stack.is_stacked)
+        inside["expert_map"] = {name: put_whole(array, self._mesh) for name, array in arrays.items()}
