@@ -195,6 +195,26 @@ def test_devices_with_their_own_sequences_exchange_rows_with_experts(parallel: s
     assert forward.num_blocks * forward.num_devices > 3.5 * 16_796, "blocks of a pool that every device repeats"
 
 
+@pytest.mark.long
+def test_experts_move_in_place_one_after_another() -> None:
+    """Each device has room for the new experts of one layer in addition, and receives no more than those."""
+    load, *moves = compile_cells("deepseek-v2-lite+eplb@v6e:2x2#expert_load[1],exchange_experts[1],exchange_experts[2]")
+    config, num_physical = KNOWN_MODELS["deepseek-v2-lite"].config, 68
+    assert [(one.opcode, one.dims) for one in load.collectives] == [
+        ("all-reduce", ((1, config.num_layers, num_physical),))
+    ]
+    assert config.mixture is not None
+    expert_bytes = 2 * config.hidden_size * config.mixture.width
+    num_sparse = sum(kind.is_sparse for kind in config.layer_kinds)
+    for move in moves:
+        assert move.report is not None and move.made == ()
+        assert move.report.alias_bytes == num_sparse * (num_physical // 4) * expert_bytes
+        assert move.report.temp_bytes <= (num_physical // 4 + 3) * expert_bytes
+        (message,) = move.collectives
+        assert (message.opcode, message.num_bytes) == ("ragged-all-to-all", expert_bytes)
+        assert message.loop_trips == (num_physical // 4,)
+
+
 EDITING = "edited[64],count[256],tell[64, logprobs],tell[8, all-logprobs],tell[64, hidden]"
 COUNTS_BYTES = 65 * (2 * 128256 + 4)
 """The counts of 64 rows and slot 0, for all tokens of the vocabulary."""
