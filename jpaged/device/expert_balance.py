@@ -80,8 +80,8 @@ class ExpertStack:
 def add_replicas(params: Params, step: Step) -> Params:
     """Return the tree with physical experts instead of the model's own, and with their maps; its leaves may be shapes.
 
-    The dictionaries of layers with experts are changed in place, so that an array and its replacement are in memory
-    only one at a time. Before any load is known, all experts count as equally busy.
+    The dictionaries of experts are changed in place: an array is freed when it is replaced, so that memory has both of
+    one array only. Before any load is known, all experts count as equally busy.
     """
     config, mesh = step.model.config, step.mesh
     num_experts, num_physical = _count_experts(config)
@@ -102,7 +102,9 @@ def add_replicas(params: Params, step: Step) -> Params:
             struct = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=replicated(mesh))
             return struct if is_abstract else put_whole(array, mesh)
 
-        inside["experts"] = jax.tree.map(replicate, inside["experts"])
+        for linear in inside["experts"].values():
+            for name in linear:
+                linear[name] = jax.tree.map(replicate, linear[name])
         inside["expert_map"] = jax.tree.map(put, make_expert_map(placement_lp, num_experts, is_stacked=is_stacked))
     return params
 
@@ -187,6 +189,8 @@ class ExpertBalancer:
         first_1p = _place_at_start(self._num_experts, num_physical, self._num_devices)
         self._placement_lp = np.repeat(first_1p, len(self._places), axis=0)
         self._options, self._load, self._programs = options, load, programs
+        if options.log_balancedness:  # other lines of this level are not logged
+            _LOG.setLevel(logging.INFO)
         self._kinds: list[ArrayKind] = []
         self._thread = ThreadPoolExecutor(1, "jpaged-eplb")
         self._num_steps = options.step_interval - options.step_interval // 4

@@ -29,6 +29,8 @@ from jpaged.models.param_specs import GroupedHeads, Leaf
 from jpaged.models.stack import LayerMode
 
 _FLOAT32 = np.dtype(np.float32)
+_LEAST_GAIN = 0.02
+"""Share of the load of a layer's busiest device that new places of experts must save."""
 
 
 def logical_axes(config: ModelConfig, layer_mode: LayerMode, dtype: np.dtype = _FLOAT32) -> Params:
@@ -226,8 +228,8 @@ def balance_experts(
     expert is a replica of the logical one with the most load per replica. Then each replica, the heaviest first, goes
     to the device with the least load of those with room. Rows are assumed to spread evenly over replicas.
 
-    Experts stay on devices that have them as far as possible. A layer whose busiest device would not have less load
-    keeps its current experts.
+    Experts stay on devices that have them as far as possible. A layer whose busiest device would not have at least 2 %
+    less load keeps its current experts.
 
     Args:
         load_lx: load of each of X logical experts in each of L layers, at least 0.
@@ -258,7 +260,7 @@ def balance_experts(
     after_l = device_loads(load_lx, found_lp, num_devices).max(axis=1)
     for layer in range(num_layers):
         current = current_lp[layer].reshape(num_devices, num_own)
-        if after_l[layer] < before_l[layer]:
+        if after_l[layer] < (1 - _LEAST_GAIN) * before_l[layer]:
             found_lp[layer] = _keep_places(found_lp[layer].reshape(num_devices, num_own), current).reshape(-1)
         else:
             found_lp[layer] = current_lp[layer]

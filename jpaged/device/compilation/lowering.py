@@ -508,6 +508,7 @@ class ServerPrograms:
 
     def pool_request(self, cache: CacheOptions) -> PoolRequest:
         """Return the facts that decide how many blocks the pool has."""
+        states = [*self.step.abstract_states(self.geometry.max_num_seqs), self.step.abstract_expert_load()]
         return PoolRequest(
             bytes_per_block=pool_bytes_per_block(self.step),
             blocks_per_seq=self.geometry.num_blocks_of_longest,
@@ -516,7 +517,7 @@ class ServerPrograms:
             memory_utilization=cache.memory_utilization
             or platform_default("memory_utilization", first_device(self.step.mesh).platform),
             weight_bytes=self.weight_bytes,
-            state_bytes=local_bytes({"states": list(self.step.abstract_states(self.geometry.max_num_seqs))}),
+            state_bytes=local_bytes({"states": states}),
             num_blocks=blocks_of_rank(cache.num_blocks, self.geometry.dp_size),
             pool_bytes=None if cache.num_blocks is not None else cache.kv_cache_memory_bytes,
             has_default_share=cache.memory_utilization is None,
