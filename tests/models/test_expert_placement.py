@@ -30,7 +30,7 @@ def own_experts(num_layers: int, num_devices: int, num_own: int, num_redundant: 
     return np.tile(np.array(of_device, np.int32).reshape(-1), (num_layers, 1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SIZES, st.integers(0, 1 << 30))
 def test_every_expert_has_a_replica_and_no_device_more_load_than_before(
     sizes: tuple[int, int, int, int], seed: int
@@ -51,7 +51,7 @@ def test_every_expert_has_a_replica_and_no_device_more_load_than_before(
     assert np.array_equal(again, found), "experts that are balanced stay"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SIZES, st.integers(0, 1 << 30))
 def test_moves_bring_every_expert_to_its_place(sizes: tuple[int, int, int, int], seed: int) -> None:
     num_layers, num_devices, num_own, num_redundant = sizes

@@ -120,10 +120,7 @@ def _sized_step(
     num_parts, num_contexts, dp_size = num_shards(mesh), num_context_parts(mesh), get_dp_size(model.config, mesh)
     attention = DeviceAttention.on(model, options, mesh)
     chosen = attention.choose(sizes := attention.sizes())
-    vocab_size, model = model.config.vocab_size, MeshPlacement.of(model, mesh, layer_mode).model
-    if (eplb := options.parallel.eplb) is not None:
-        config = with_redundant_experts(model.config, eplb.num_redundant_experts, num_parts)
-        model = dataclasses.replace(model, config=config)
+    vocab_size, model = model.config.vocab_size, _placed_model(model, options, layer_mode, mesh)
     config, kinds = model.config, model.config.attention_kinds  # the chosen layout is one device's part
     groups, in_stages = _kv_groups(config.layer_kinds, sizes, layer_mode, mesh), num_stages(mesh)
     layout = dataclasses.replace(
@@ -177,6 +174,15 @@ def _sized_step(
         overlaps_sums=overlaps_sums(model, layer_mode, mesh, has_adapters=geometry.max_loras > 0),
     )
     return step, geometry
+
+
+def _placed_model(model: Model, options: EngineConfig, layer_mode: LayerMode, mesh: Mesh) -> Model:
+    """Return the model as the devices run it: padded for their number, with redundant experts."""
+    placed, eplb = MeshPlacement.of(model, mesh, layer_mode).model, options.parallel.eplb
+    if eplb is None:
+        return placed
+    config = with_redundant_experts(placed.config, eplb.num_redundant_experts, num_shards(mesh))
+    return dataclasses.replace(placed, config=config)
 
 
 def _adapter_room(lora: LoraOptions) -> AdapterRoom | None:
