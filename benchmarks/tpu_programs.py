@@ -84,7 +84,7 @@ FORMATS: Mapping[str, tuple[tuple[str, MatrixFormat], ...]] = {
 }
 """Which matrices of layers are quantized, and how; where rows are named, those of products are rounded, too."""
 _CELL = re.compile(
-    r"(?P<model>[\w.-]+)(?:\+(?!(?:lora|ep|dp)@)(?P<format>[\w-]+))?(?:\+(?P<parallel>ep|dp))?(?P<lora>\+lora)?@"
+    r"(?P<model>[\w.-]+)(?:\+(?!(?:lora|ep|dp|eplb)@)(?P<format>[\w-]+))?(?:\+(?P<parallel>eplb|ep|dp))?(?P<lora>\+lora)?@"
     r"(?P<topology>[\w:]+)(?:\*(?P<contexts>\d+))?(?:/(?P<backend>[\w-]+))?#(?P<programs>.+)"
 )
 Lowerings = Mapping[ProgramSpec, Callable[[], jax.stages.Lowered]]
@@ -204,10 +204,12 @@ def compile_cell(cell: str) -> list[ProgramResult]:
     if match["parallel"] is not None:
         config = with_parallel_experts(config)
         own["enable_expert_parallel"] = True
-    if match["parallel"] == "dp":
+    if match["parallel"] in ("dp", "eplb"):
         config = with_dp_attention(config)
         own["enable_dp_attention"] = True
     mesh = build_mesh(compile_only_devices(find_topology(match["topology"])), int(match["contexts"] or 1))
+    if match["parallel"] == "eplb":
+        own |= {"enable_eplb": True, "eplb_config": {"num_redundant_experts": num_shards(mesh)}}
     step, params, lowerings = _serving(Model(config, jnp.dtype("bfloat16")), match["topology"], mesh, own)
     specs = {str(spec): spec for spec in lowerings}
     return [
@@ -410,7 +412,7 @@ def _plan_step(result: ProgramResult) -> tuple[PlannedStepTimes, StepLoad]:
     name, _, topology = result.cell.partition("@")
     name, _, parallel = name.partition("+")
     config, num_devices, block_size = KNOWN_MODELS[name].config, result.num_devices, OPTIONS["block_size"]
-    if parallel == "dp":
+    if parallel in ("dp", "eplb"):
         config = with_dp_attention(with_parallel_experts(config))
     planned = PlannedModel(
         config=config,

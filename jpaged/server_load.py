@@ -207,6 +207,7 @@ class EngineLoad(LoadTotals):
         time_to_first_token_s: mean time to first token.
         running_adapters: names of the adapters of running requests; waiting_adapters likewise.
         host_s: host time for scheduling, packing and publishing steps.
+        num_expert_load_reads: times that the load of experts was read (`--enable-eplb`).
         device_idle_s: time from a step's results to the next forward, while there were requests to run.
         seconds_since_progress: time without a completed step while there are requests; the maximum of several engines.
         num_stalls: times that this exceeded `stall_timeout`.
@@ -238,6 +239,20 @@ class EngineLoad(LoadTotals):
     )
     num_stalls: int = counter(
         Metric("jpaged:stalls", "Stalls: times that no step completed for --stall-timeout with requests pending.")
+    )
+    num_expert_load_reads: int = counter()
+    expert_balancedness: float = mean(
+        "num_expert_load_reads",
+        Metric(
+            "jpaged:expert_balancedness_ratio",
+            "Mean expert load of a device divided by that of the busiest device, when the load was read last.",
+        ),
+    )
+    num_expert_rearrangements: int = counter(
+        Metric("jpaged:expert_rearrangements", "Changes of the places of experts (--enable-eplb).")
+    )
+    num_experts_moved: int = counter(
+        Metric("jpaged:experts_moved", "Physical experts that got other contents, summed over layers (--enable-eplb).")
     )
     num_kv_events: int = counter(
         Metric("jpaged:kv_events", "KV cache events published, in blocks stored or removed (--kv-events-endpoint).")

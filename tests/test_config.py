@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -176,7 +177,7 @@ def test_resolving_leaves_nothing_open():
     lossy = {"lossy_kv_window", "lossy_kv_sinks"}
     others = {"chat_template", "compiled", "lora", "speculative_config", "cluster_secret_file", "kv_disk_dir"}
     others |= {"kv_transfer_config", "override_generation_config", "hf_overrides"}
-    others |= {"default_chat_template_kwargs", "reasoning_effort_map"}
+    others |= {"default_chat_template_kwargs", "reasoning_effort_map", "eplb_config"}
     others |= {"tokenizer", "revision", "tokenizer_revision", "download_dir", "hf_token"}
     assert left_out - of_server == others | several | lossy
     assert left_out.isdisjoint({"served_model_name", "max_messages_per_second", "max_pinned_blocks"})
@@ -520,3 +521,48 @@ def test_what_does_not_go_with_a_head_is_refused(options, problem):
 )
 def test_steps_overlap_by_default_unless_one_core_does_everything(given, platform, num_cores, expected):
     assert has_overlap(given, platform, num_cores) is expected
+
+
+EPLB = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True}
+
+
+def test_balanced_experts_have_the_keys_of_vllm() -> None:
+    assert EngineConfig.load({}).parallel.eplb is None
+    default = EngineConfig.load(EPLB).parallel.eplb
+    assert default is not None
+    assert (default.num_redundant_experts, default.window_size, default.step_interval) == (0, 1000, 3000)
+    keys = {"num_redundant_experts": 32, "step_interval": 100, "use_async": True, "policy": "default"}
+    found = EngineConfig.load({**EPLB, "eplb_config": keys}).parallel.eplb
+    assert found is not None
+    assert (found.num_redundant_experts, found.window_size, found.step_interval) == (32, 100, 100)
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "problem"),
+    [
+        ({"eplb_config": {"num_redundant_experts": -1}}, "eplb_config.num_redundant_experts", "-1 is below the limit"),
+        ({"eplb_config": {"experts": 1}}, "eplb_config.experts", "is unknown: must be one of num_redundant_experts"),
+        ({"eplb_config": {"policy": "flat"}}, "eplb_config.policy", "'flat' is not supported: must be 'default'"),
+        (
+            {"eplb_config": {"window_size": 50, "step_interval": 20}},
+            "eplb_config.window_size",
+            "50 is above step_interval",
+        ),
+        ({"pipeline_parallel_size": 2}, "enable_eplb", "does not support pipeline_parallel_size 2; it must be 1"),
+        ({"context_parallel_size": 2}, "enable_eplb", "does not support context_parallel_size 2; it must be 1"),
+        ({"enable_lora": True}, "enable_eplb", "does not support enable_lora True; it must be False"),
+        ({"compiled": "folder"}, "enable_eplb", "does not support compiled folder; it must be None"),
+        ({"role": "prefill"}, "enable_eplb", "does not support role prefill; it must be both"),
+        (
+            {"kv_disk_dir": "folder", "kv_disk_space": 1.0},
+            "enable_eplb",
+            "does not support kv_disk_space 1 GiB; it must be None",
+        ),
+        ({"speculative_config": EAGLE3}, "enable_eplb", "does not support speculative_config.method eagle3"),
+    ],
+    ids=str,
+)
+def test_invalid_options_of_balanced_experts_are_named(options: dict[str, object], field: str, problem: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(problem)) as error:
+        EngineConfig.load({**EPLB, **options})
+    assert error.value.field == field

@@ -154,10 +154,30 @@ class EngineConfig:
         self.lossy.check(self.cache, self.speculation.method if self.speculation and self.has_draft else None)
         self.parallel.check()
         self._check_stages()
+        self._check_eplb()
         self.lora.check()
         self.timeouts.check()
         self.http.check()
         self._check_draft()
+
+    def _check_eplb(self) -> None:
+        """Reject options that conflict with balanced experts, whose arrays change while requests run."""
+        if not self.parallel.enable_eplb:
+            return
+        refused: dict[str, tuple[object, object]] = {
+            "context_parallel_size": (self.parallel.context_parallel_size, 1),
+            "pipeline_parallel_size": (self.parallel.pipeline_parallel_size, 1),
+            "enable_lora": (self.lora.enable_lora or bool(self.lora.lora), False),
+            "role": (self.roles.role, "both"),
+            "compiled": (self.startup.compiled, None),
+        }
+        if self.cache.store_option is not None:
+            refused[self.cache.store_option] = (self.cache.described_store(), None)
+        if self.speculation is not None and self.has_draft:
+            refused[f"{NAME}.method"] = (self.speculation.method, "ngram or suffix")
+        for other, (value, only) in refused.items():
+            if value != only:
+                raise InvalidArgument("enable_eplb", f"is on, and does not support {other} {value}; it must be {only}")
 
     def _check_stages(self) -> None:
         """Reject options that conflict with layers in stages."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from jpaged.config.option import JsonText, option, parse_json_object, shorten, with_attributes
+from jpaged.config.option import JsonText, checked_keys, option, parse_json_object, shorten, with_attributes
 from jpaged.distributed_env import split_address
 from jpaged.errors import InvalidArgument
 from jpaged.structured import JSON_WHITESPACE
@@ -504,6 +504,41 @@ class SchedulerOptions:
     )
 
 
+_EPLB = "eplb_config"
+_UNUSED_EPLB_KEYS = ("policy", "use_async", "communicator", "log_balancedness_interval")
+"""Keys of vLLM about its policies, transfers and logs: here compiled programs move the experts of a layer per step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBalanceOptions:
+    """Load balancing of experts (EPLB): the keys of `eplb_config`, named as in vLLM."""
+
+    num_redundant_experts: int = option(
+        0, "replicas of experts beyond the model's own, in each layer, of all devices together", low=0, high=1 << 16
+    )
+    window_size: int = option(1000, "last steps before a change whose load counts", low=1, high=100_000, unit="steps")
+    step_interval: int = option(3000, "steps between changes", low=1, high=1_000_000_000, unit="steps")
+    log_balancedness: bool = option(False, "log the balancedness of devices whenever the load is read")
+
+    @classmethod
+    def parse(cls, text: str) -> ExpertBalanceOptions:
+        """Parse the options of a JSON object; null counts as absent.
+
+        Raises:
+            InvalidArgument: it is not a JSON object, a key is unknown, or a value is not supported.
+        """
+        values = parse_json_object(_EPLB, text, '{"num_redundant_experts": 32}')
+        if values.get("policy") not in (None, "default"):
+            problem = f"{shorten(repr(values['policy']))} is not supported: must be 'default', the only policy"
+            raise InvalidArgument(f"{_EPLB}.policy", problem)
+        given = checked_keys(cls, _EPLB, values, _UNUSED_EPLB_KEYS)
+        options = cls(**{"window_size": min(1000, given.get("step_interval", 3000)), **given})
+        if options.window_size > options.step_interval:
+            problem = f"{options.window_size} is above step_interval ({options.step_interval})"
+            raise InvalidArgument(f"{_EPLB}.window_size", problem)
+        return options
+
+
 @dataclass(frozen=True, slots=True)
 class ParallelOptions:
     """Parallelism: the number of devices is the product of the sizes."""
@@ -545,6 +580,16 @@ class ParallelOptions:
         "cache and the attention of some sequences, with whole attention weights, so the pool grows with the "
         "devices; requires enable_expert_parallel for models with experts",
     )
+    enable_eplb: bool = option(
+        False,
+        "balance the load of experts over devices: count the tokens of each expert, and move experts between devices "
+        "while requests run; requires enable_expert_parallel; moves never change the output",
+    )
+    eplb_config: JsonText | None = option(
+        None,
+        "load balancing of experts, as a JSON object with vLLM's keys: num_redundant_experts, window_size, "
+        'step_interval and log_balancedness, such as {"num_redundant_experts": 32}; no effect without enable_eplb',
+    )
     coordinator: str | None = option(
         None,
         "HOST:PORT of process 0, the same for all processes; if unset, detected from LeaderWorkerSet, GKE TPU "
@@ -582,12 +627,23 @@ class ParallelOptions:
         of_stage = self.tensor_parallel_size * self.context_parallel_size
         return of_stage * self.pipeline_parallel_size * self.data_parallel_size
 
+    @property
+    def eplb(self) -> ExpertBalanceOptions | None:
+        """Options of expert load balancing; None if it is off.
+
+        Raises:
+            InvalidArgument: `eplb_config` is invalid; cannot happen for loaded options.
+        """
+        return ExpertBalanceOptions.parse(self.eplb_config or "{}") if self.enable_eplb else None
+
     def check(self) -> None:
-        """Check the options of several processes against each other.
+        """Check the options of several processes against each other, and those of experts.
 
         Raises:
             InvalidArgument: one is missing, malformed or conflicts with another.
         """
+        if self.eplb_config is not None:
+            ExpertBalanceOptions.parse(self.eplb_config)
         if self.heartbeat_timeout < 2 * self.heartbeat_interval:
             raise InvalidArgument(
                 "heartbeat_timeout",

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import field
 from typing import Any, Literal, NoReturn
 
@@ -119,6 +119,30 @@ def checked(spec: dataclasses.Field[Any], value: Any) -> Any:
     if meta["high"] is not None and not value <= meta["high"]:
         raise InvalidArgument(spec.name, f"{value} is above the limit of {meta['high']}")
     return value
+
+
+def checked_keys(kind: type, name: str, values: Mapping[str, Any], ignored: Collection[str] = ()) -> dict[str, Any]:
+    """Return the validated keys and values of an option that is a JSON object; None counts as absent.
+
+    Args:
+        kind: a dataclass whose fields are the keys' options.
+        name: of the option.
+        ignored: further keys, which are dropped.
+
+    Raises:
+        InvalidArgument: a key is unknown, or a value has the wrong type or is out of range.
+    """
+    specs, found = {spec.name: spec for spec in dataclasses.fields(kind)}, {}
+    for key, value in values.items():
+        if key not in specs and key not in ignored:
+            known = ", ".join((*specs, *ignored))
+            raise InvalidArgument(f"{name}.{shorten(str(key))}", f"is unknown: must be one of {known}")
+        if key in specs and value is not None:
+            try:
+                found[key] = checked(specs[key], value)
+            except InvalidArgument as error:
+                raise InvalidArgument(f"{name}.{key}", error.problem) from None
+    return found
 
 
 def parse_json(text: str, **hooks: Any) -> Any:

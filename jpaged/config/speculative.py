@@ -11,10 +11,10 @@ limits are jpaged's: a key that is unknown, or that the method does not use, is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from jpaged.config.option import checked, option, parse_json_object, shorten
+from jpaged.config.option import checked_keys, option, parse_json_object
 from jpaged.errors import InvalidArgument
 
 NAME = "speculative_config"
@@ -97,11 +97,7 @@ class SpeculativeOptions:
         Raises:
             InvalidArgument: a key is unknown, missing, out of range, or not one of the method's.
         """
-        specs = {spec.name: spec for spec in fields(cls)}
-        for key in values:
-            if key not in specs:
-                raise InvalidArgument(f"{NAME}.{shorten(str(key))}", f"is unknown: must be one of {', '.join(specs)}")
-        given = {key: _checked(specs[key], value) for key, value in values.items() if value is not None}
+        given = checked_keys(cls, NAME, values)
         if "method" not in given:
             raise InvalidArgument(f"{NAME}.method", f"is missing: must be one of {', '.join(METHODS)}")
         method: str = given["method"]
@@ -111,13 +107,6 @@ class SpeculativeOptions:
                 raise InvalidArgument(f"{NAME}.{key}", problem)
         _check_synthetic(given)
         return cls(**given | _resolved(method, given))
-
-
-def _checked(spec: Any, value: Any) -> Any:
-    try:
-        return checked(spec, value)
-    except InvalidArgument as error:
-        raise InvalidArgument(f"{NAME}.{spec.name}", error.problem) from None
 
 
 def _check_synthetic(given: Mapping[str, Any]) -> None:

@@ -31,13 +31,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, ExpertBalanceOptions
 from jpaged.device.compilation.aot_bundle import AOTBundle, CompileTarget
 from jpaged.device.compilation.compile import least_programs, program_specs, told
+from jpaged.device.compilation.executable_cache import kv_fingerprint
 from jpaged.device.compilation.lowering import ServerPrograms, sized_step
 from jpaged.device.compilation.memory_plan import DeviceMemory, MemoryPlan, ProgramMemory, memory_refusals, plan_memory
 from jpaged.device.compilation.program_registry import ProgramStore
-from jpaged.device.kv_fingerprint import kv_fingerprint
+from jpaged.device.expert_balance import ExpertBalancer
 from jpaged.device.kv_scales import measure_scales
 from jpaged.device.linear import params_for
 from jpaged.device.mesh import (
@@ -73,6 +74,7 @@ from jpaged.engine.executor import (
     BucketTable,
     Detail,
     DeviceRates,
+    ExpertStats,
     Geometry,
     Progress,
     SamplingInputs,
@@ -157,6 +159,7 @@ class JaxExecutor:
         *,
         least: Least,
         waits_for_all: bool = True,
+        eplb: ExpertBalanceOptions | None = None,
     ) -> None:
         """Allocate the pool. Call `create` instead; it decides these arguments."""
         step, geometry = served.step, served.geometry
@@ -180,11 +183,14 @@ class JaxExecutor:
         shardings = jax.tree.map(lambda struct: struct.sharding, abstract)
         zeros = functools.partial(jax.tree.map, lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
         counts = jax.jit(zeros, out_shardings=shardings)()
-        served_pool = ServedPool(self._pool, step.abstract_states(geometry.max_num_seqs))
+        abstract_load = step.abstract_expert_load()
+        served_pool = ServedPool(self._pool, step.abstract_states(geometry.max_num_seqs), abstract_load)
         self._runner = ModelRunner(
             params, last_tokens, (packings, several), served_pool, self._programs, counts, geometry.vocab_size
         )
         self._pending_copies = PendingHostCopies()
+        load = served_pool.expert_load
+        self._balancer = None if load is None or eplb is None else ExpertBalancer(step, eplb, load, self._programs)
         self._drafter = build_drafter(step, geometry, draft_params, self._runner, self._programs)
         identity = functools.partial(kv_fingerprint, step, params)
         self.host_blocks = WholeHostBlocks(self._host, identity) if self._host.is_whole else None
@@ -263,11 +269,16 @@ class JaxExecutor:
         memory_plan = dataclasses.replace(memory_plan, num_blocks=least(memory_plan.num_blocks))
         served = ServerPrograms.of(*assemble(memory_plan.num_blocks), params, saved, keep)
         waits_for_all = waits_for_all_programs(options, mesh)
-        return cls(served, params, memory_plan, least=least, waits_for_all=waits_for_all)
+        return cls(served, params, memory_plan, least=least, waits_for_all=waits_for_all, eplb=parallel.eplb)
 
     @property
     def geometry(self) -> Geometry:
         return self._geometry
+
+    @property
+    def expert_stats(self) -> ExpertStats | None:
+        """Counters of balanced experts; None if experts are not balanced."""
+        return None if self._balancer is None else self._balancer.stats
 
     @property
     def waits_for_all(self) -> bool:
@@ -305,6 +316,7 @@ class JaxExecutor:
             has_host_blocks=has_host_blocks,
             has_adapters=self._geometry.max_loras > 0,
             has_branches=self.step.has_branches,
+            num_expert_arrays=sum(spec.kind == "exchange_experts" for spec in self._served.sources),
         )
         with memory_refusals():
             self._programs.compile(specs, progress)
@@ -318,7 +330,14 @@ class JaxExecutor:
                 self._geometry,
                 is_padding_free=self.step.linear_backend == "cpu",
             )
+        if self._balancer is not None:
+            self._balancer.start(self._runner.params, self.step)
         self._programs.compile_rest(progress)
+
+    def _record_steps(self, num_steps: int) -> None:
+        """Count dispatched steps, and move experts if it is time."""
+        if self._balancer is not None:
+            self._balancer.record_steps(self._runner.params, num_steps)
 
     def _note_ready(self) -> None:
         """Let steps use the shapes that are ready.
@@ -377,7 +396,9 @@ class JaxExecutor:
         """
         packed = inputs if isinstance(inputs, PackedForward) else self.pack(inputs)
         with self._calling(f"a forward of {packed.num_tokens} tokens failed"):
-            return self._runner.forward(packed) if self._drafter is None else self._drafter.forward(packed)
+            hidden = self._runner.forward(packed) if self._drafter is None else self._drafter.forward(packed)
+            self._record_steps(1)
+            return hidden
 
     def pack(self, inputs: StepInputs) -> PackedForward:
         """Pack a step's inputs into a new buffer.
@@ -414,7 +435,9 @@ class JaxExecutor:
         if not self.step.has_branches:
             return self._decode_singly(inputs, sampling, num_steps)
         with self._calling(f"{num_steps} steps of {len(sampling.rows_r)} rows failed"):
-            return self._runner.decode(inputs, sampling, ending_token_ids_rx, num_steps)
+            outputs = self._runner.decode(inputs, sampling, ending_token_ids_rx, num_steps)
+            self._record_steps(num_steps)
+            return outputs
 
     def _decode_singly(self, inputs: StepInputs, sampling: SamplingInputs, num_steps: int) -> tuple[jax.Array, ...]:
         outputs = [self.sample(self.forward(inputs), sampling)]
@@ -458,6 +481,7 @@ class JaxExecutor:
         try:
             with self._calling(f"{steps} of {num_rows} rows failed"):
                 outputs = self._runner.decode(inputs, sampling, ending_token_ids_rx, num_steps, feed.number)
+                self._record_steps(num_steps)
         except InternalError:
             feed.close()
             raise
@@ -532,6 +556,8 @@ class JaxExecutor:
         self._runner.release()
         if self._drafter is not None:
             self._drafter.release()
+        if self._balancer is not None:
+            self._balancer.release()
         self._pending_copies.release()
         self._programs.release()
 

@@ -1,4 +1,8 @@
-"""Choice of the matmul backend for a model's weights: XLA, or on one CPU device the kernel for packed weights."""
+"""Parameters as the programs of a step take them.
+
+Matrices are packed on one CPU device, whose kernel multiplies with packed weights; XLA multiplies on others. If experts
+are balanced, their arrays have the physical experts.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jpaged.config import ActivationDtype, LinearBackend
+from jpaged.device.expert_balance import add_replicas
 from jpaged.device.mesh import first_device, layer_mode_for, num_context_parts, num_shards, num_stages, replicated
+from jpaged.device.sharded_matmul import WIDER
 from jpaged.device.step import Step
 from jpaged.errors import Unsupported
 from jpaged.kernels import matmul as matmul_module
@@ -30,10 +35,6 @@ from jpaged.models.param_specs import leaf_format
 from jpaged.models.stack import LayerMode
 
 _GATED = "gate_up"
-_WIDE = {
-    jnp.dtype(jnp.int4): jnp.dtype(jnp.int8),
-    jnp.dtype(jnp.float4_e2m1fn): jnp.dtype(jnp.float8_e4m3fn),
-}
 _EXPERTS = "experts"
 _EMBEDDING = ("embed", "embedding")
 
@@ -95,11 +96,16 @@ def served_config(config: ModelConfig, chosen: str, mesh: Mesh) -> ModelConfig:
 
 
 def params_for(step: Step, params: Params) -> Params:
-    """Return the parameters, or their shapes, as a step's programs take them; see `pack_params` and `AdapterRoom`."""
+    """Return the parameters, or their shapes, as a step's programs take them.
+
+    See `pack_params`, `add_replicas` and `AdapterRoom`.
+    """
     if step.linear_backend == "cpu":
         params = pack_params(params, step.model.config, _packer(step.mesh, step.activation_dtype))
     if first_device(step.mesh).platform == "cpu":
         params = whole_bytes(params)
+    if step.abstract_expert_load() is not None:
+        params = add_replicas(params, step)
     return params if step.slots is None else step.slots.add_to(params, step.model, step.layer_mode, step.mesh)
 
 
@@ -111,9 +117,9 @@ def whole_bytes(params: Params) -> Params:
     """
 
     def widen(leaf: Any) -> Any:
-        if not isinstance(leaf, matmul_module.QuantizedMatrix) or leaf.values.dtype not in _WIDE:
+        if not isinstance(leaf, matmul_module.QuantizedMatrix) or leaf.values.dtype not in WIDER:
             return leaf
-        values, dtype = leaf.values, _WIDE[leaf.values.dtype]
+        values, dtype = leaf.values, WIDER[leaf.values.dtype]
         if isinstance(values, jax.ShapeDtypeStruct):
             wide: Any = jax.ShapeDtypeStruct(values.shape, dtype, sharding=values.sharding)
         else:

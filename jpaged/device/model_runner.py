@@ -110,20 +110,29 @@ class KVPool(DonatedArray):
 
 
 class ServedPool:
-    """The KV pool as steps take it: with the states of recurrent layers, if there are any.
+    """The KV pool as steps take it: with the states of recurrent layers and the load of experts, if there are any.
+
+    Attributes:
+        expert_load: the load of experts; None if they are not balanced.
 
     Args:
         states: shapes of the states.
+        load: shape of the load of experts.
     """
 
-    def __init__(self, pool: KVPool, states: Sequence[jax.ShapeDtypeStruct] = ()) -> None:
+    def __init__(
+        self, pool: KVPool, states: Sequence[jax.ShapeDtypeStruct] = (), load: jax.ShapeDtypeStruct | None = None
+    ) -> None:
         self._pool = pool
         self._states = [DonatedArray(one.shape, one.dtype, one.sharding) for one in states]
+        self.expert_load = None if load is None else DonatedArray(load.shape, load.dtype, load.sharding)
 
     def take(self) -> Any:
         """Take the arrays, to be donated."""
-        kv = self._pool.take()
-        return StatefulPool(kv, tuple(states.take() for states in self._states)) if self._states else kv
+        kv, load = self._pool.take(), self.expert_load
+        if not self._states and load is None:
+            return kv
+        return StatefulPool(kv, tuple(states.take() for states in self._states), None if load is None else load.take())
 
     def put(self, pool: Any) -> None:
         """Store the arrays that a step returned."""
@@ -133,10 +142,12 @@ class ServedPool:
         self._pool.put(pool.kv)
         for holder, states in zip(self._states, pool.states, strict=True):
             holder.put(states)
+        if self.expert_load is not None:
+            self.expert_load.put(pool.expert_load)
 
     def release(self) -> None:
-        """Free the memory of the states. Idempotent."""
-        for states in self._states:
+        """Free the memory of the states and the load. Idempotent."""
+        for states in (*self._states, *(() if self.expert_load is None else (self.expert_load,))):
             states.release()
 
 
@@ -350,6 +361,11 @@ class ModelRunner:
         self._has_stages = any(spec.stages < SamplingStages.ALL for spec in programs.specs)
         self._nothing: dict[int, tuple[jax.Array, jax.Array]] = {}  # neutral token biases and masks
         self._features: list[jax.Array] = []
+
+    @property
+    def params(self) -> Params:
+        """The parameters, as programs take them. Experts may be moved within it between two calls."""
+        return self._params
 
     @property
     def last_tokens(self) -> jax.Array:

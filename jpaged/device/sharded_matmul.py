@@ -15,6 +15,13 @@ comes back. For T rows of E numbers, d devices per row and n devices, a device s
 Messages have any length (ragged all-to-all), and there is room for all rows of the step at each device, so no row is
 dropped. XLA for CPUs has no such collective; there each pair of devices exchanges T / n rows, padded.
 
+If experts are balanced (`ExpertMap`), an expert may be on any device, and on several. Then results come back for each
+of a row's K experts. One device sums them in the order in which the router chose them. So a row's numbers do not depend
+on where experts are, and `exchange_experts` may move them between any two steps. A device sends
+
+    balanced      (n - 1) / n  T E (d + K) / n     exchanged: rows to the experts, K results of each back
+    balanced      (n - 1) / n  T E (K / n + 1)     replicated: K results of each to one device, the sums gathered
+
 Dense layers are summed twice, after attention and after the feed-forward. On TPUs the hidden states are summed in parts
 of their columns, so that the compiler overlaps the sum of one part with the matmuls of others
 (`jpaged.models.layers.ColumnParts`). Parts of rows would read the weights once for each part.
@@ -25,7 +32,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -63,6 +70,11 @@ _LEAST_WEIGHTS = 3 << 24
 _LEAST_STATES: Mapping[int, int] = {4: 1 << 22, 2: 1 << 19}
 """Numbers of hidden states at least, by parts: smaller parts take mainly the latency of their sums."""
 _LANES = 128
+WIDER: Mapping[np.dtype, np.dtype] = {
+    jnp.dtype(jnp.int4): jnp.dtype(jnp.int8),
+    jnp.dtype(jnp.float4_e2m1fn): jnp.dtype(jnp.float8_e4m3fn),
+}
+"""8-bit types that represent all numbers of 4-bit types."""
 
 
 def overlaps_sums(model: Model, layer_mode: LayerMode, mesh: Mesh, *, has_adapters: bool) -> bool:
@@ -157,6 +169,8 @@ def experts_kernel(config: ModelConfig, mesh: Mesh) -> ExpertsKernel | None:
         return compute
     if config.has_dp_attention:
         return _exchanging_kernel(compute, mixture, mesh)
+    if mixture.num_redundant_experts is not None:
+        return _gathering_kernel(compute, mixture, mesh)
 
     def run(x_te: jax.Array, routes: Routes, weights: ExpertWeights, gate: GateFunction) -> jax.Array:
         def part(x_te: jax.Array, routes: Routes, weights: ExpertWeights) -> jax.Array:
@@ -185,6 +199,11 @@ def _exchanging_kernel(compute: ExpertsKernel, mixture: Mixture, mesh: Mesh) -> 
             everyone = _gathered(routes)
             exchange = RowExchange.of(everyone.ids_tk.reshape(mesh.size, *routes.ids_tk.shape), rank, num_own)
             found_te = exchange.dispatch(x_ce, is_padded=is_padded)
+            if mixture.num_redundant_experts is not None:
+                pairs = _ExpertPairs.of(everyone, len(x_ce), rank, num_own)
+                x_pe = found_te[exchange.places_t[pairs.rows_p]]
+                y_pe = compute(x_pe, pairs.routes, weights, gate).astype(x_ce.dtype)
+                return pairs.sum(y_pe, is_padded=is_padded)
             ids_tk, weights_tk = everyone.ids_tk[exchange.found_t], everyone.weights_tk[exchange.found_t]
             ids_tk = jnp.where(exchange.is_found_t[:, None], ids_tk, num_own * mesh.size)
             own = Routes(ids_tk, weights_tk).part(rank * num_own, num_own)
@@ -196,6 +215,78 @@ def _exchanging_kernel(compute: ExpertsKernel, mixture: Mixture, mesh: Mesh) -> 
         return summed
 
     return run
+
+
+def _gathering_kernel(compute: ExpertsKernel, mixture: Mixture, mesh: Mesh) -> ExpertsKernel:
+    """Return the function for balanced experts and rows that are whole on every device.
+
+    Each device sums an equal part of the rows, and gathers the others' sums.
+    """
+    is_padded = first_device(mesh).platform == "cpu"
+
+    def run(x_te: jax.Array, routes: Routes, weights: ExpertWeights, gate: GateFunction) -> jax.Array:
+        num_rows = -(-len(x_te) // mesh.size)
+        missing = ((0, num_rows * mesh.size - len(x_te)), (0, 0))
+        none = weights.num_experts
+        ids_tk = jnp.pad(routes.ids_tk, missing, constant_values=none)
+        padded = Routes(ids_tk, jnp.pad(routes.weights_tk, missing))
+
+        def part(x_te: jax.Array, routes: Routes, weights: ExpertWeights) -> jax.Array:
+            rank = jax.lax.axis_index(MODEL_AXIS)
+            pairs = _ExpertPairs.of(routes, num_rows, rank, weights.num_experts)
+            y_pe = compute(x_te[jnp.minimum(pairs.rows_p, len(x_te) - 1)], pairs.routes, weights, gate)
+            y_ce = pairs.sum(y_pe.astype(x_te.dtype), is_padded=is_padded)
+            summed: jax.Array = jax.lax.all_gather(y_ce, MODEL_AXIS, tiled=True)[: len(x_te)]
+            return summed
+
+        whole = PartitionSpec()
+        summed: jax.Array = on_shards(part, mesh, (whole, whole, _expert_specs(mixture, weights)), whole)(
+            x_te, padded, weights
+        )
+        return summed
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ExpertPairs:
+    """Pairs of a row and an expert: those whose expert a device has, and those whose row it has.
+
+    Attributes:
+        exchange: of the results, each pair as a row with one expert.
+        rows_p: row of all devices of each pair, P = T * K.
+        routes: of the pairs to own experts, `[P, 1]`.
+        top_k: K.
+    """
+
+    exchange: RowExchange
+    rows_p: jax.Array
+    routes: Routes
+    top_k: int
+
+    @classmethod
+    def of(cls, everyone: Routes, num_rows: int, rank: jax.Array, num_own: int) -> _ExpertPairs:
+        """Build the pairs.
+
+        Args:
+            everyone: routes of the rows of all devices.
+            num_rows: rows of each device.
+            rank: the index of this device.
+            num_own: experts on each device.
+        """
+        num_devices, top_k = len(everyone.ids_tk) // num_rows, everyone.ids_tk.shape[1]
+        exchange = RowExchange.of(everyone.ids_tk.reshape(num_devices, -1, 1), rank, num_own)
+        ids_p = jnp.where(exchange.is_found_t, everyone.ids_tk.reshape(-1)[exchange.found_t], num_own * num_devices)
+        routes = Routes(ids_p[:, None], everyone.weights_tk.reshape(-1)[exchange.found_t][:, None])
+        return cls(exchange, exchange.found_t // top_k, routes.part(rank * num_own, num_own), top_k)
+
+    def sum(self, y_pe: jax.Array, *, is_padded: bool) -> jax.Array:
+        """Return the sums `[C, E]` of a device's own rows, in float32 and in the order of the router's choices."""
+        y_cke = self.exchange.combine(y_pe, is_padded=is_padded).reshape(-1, self.top_k, y_pe.shape[1])
+        summed = y_cke[:, 0]
+        for choice in range(1, self.top_k):
+            summed = summed + y_cke[:, choice]
+        return summed
 
 
 def _gathered(routes: Routes) -> Routes:
@@ -263,8 +354,19 @@ class RowExchange:
         places_t = jnp.where(mine_t, jnp.cumsum(mine_t, dtype=jnp.int32) - 1, num_found)
         found_t = jnp.zeros(num_found, jnp.int32).at[places_t].set(jnp.arange(num_found, dtype=jnp.int32), mode="drop")
         is_found_t = jnp.arange(num_found) < jnp.sum(mine_t, dtype=jnp.int32)
-        places_ck = jnp.sort(places_cn, axis=1)[:, : min(top_k, num_devices)]
+        if top_k == 1:
+            places_ck = jnp.min(places_cn, axis=1, keepdims=True)
+        else:
+            places_ck = jnp.sort(places_cn, axis=1)[:, : min(top_k, num_devices)]
         return cls(counts_nn, rank, sent_m, places_ck, found_t, is_found_t)
+
+    @property
+    def places_t(self) -> jax.Array:
+        """The place of each row of all devices among the found rows; 0 for those that are elsewhere."""
+        num_all = len(self.found_t)
+        rows_t = jnp.where(self.is_found_t, self.found_t, num_all)
+        places_t = jnp.arange(num_all, dtype=jnp.int32)
+        return jnp.zeros(num_all, jnp.int32).at[rows_t].set(places_t, mode="drop")
 
     @property
     def dispatch_sizes(self) -> MessageSizes:
@@ -291,6 +393,95 @@ class RowExchange:
         y_cke = y_me[jnp.minimum(self.places_ck, num_sent - 1)].astype(jnp.float32)
         summed: jax.Array = jnp.sum(jnp.where((self.places_ck < num_sent)[..., None], y_cke, 0.0), axis=1)
         return summed
+
+
+def replicate_experts(
+    leaf: jax.Array, sources: jax.Array, *, spec: PartitionSpec, mesh: Mesh, is_stacked: bool
+) -> jax.Array:
+    """Return an array of physical experts `[P, ...]`, each a copy of an expert of `leaf`, from any device.
+
+    Args:
+        leaf: `[X, ...]`; with an axis of layers before the experts if `is_stacked`.
+        sources: int32 `[P]`, or `[L, P]` if `is_stacked`: the expert of `leaf` that each physical one becomes.
+        spec: of the leaf.
+    """
+    fetch = _expert_fetcher(spec, mesh, is_stacked=is_stacked)
+
+    def replicate(own: jax.Array, sources: jax.Array) -> jax.Array:
+        return jax.lax.map(lambda each: fetch(*each), (own, sources)) if is_stacked else fetch(own, sources)
+
+    replicated: jax.Array = on_shards(replicate, mesh, (spec, PartitionSpec()), spec)(leaf, sources)
+    return replicated
+
+
+def exchange_experts(
+    leaf: jax.Array, layer: jax.Array, sources_p: jax.Array, *, spec: PartitionSpec, mesh: Mesh, is_stacked: bool
+) -> jax.Array:
+    """Return an array of physical experts with one layer changed: each is a copy of an old one, from any device.
+
+    Each device receives one expert after the other, so it needs room for the new experts of the layer.
+
+    Args:
+        leaf: `[P, ...]`; with an axis of layers before the experts if `is_stacked`.
+        layer: int32 scalar: the layer; unused if layers are not stacked.
+        sources_p: int32 `[P]`: the old physical expert that each one becomes.
+        spec: of the leaf.
+    """
+    fetch = _expert_fetcher(spec, mesh, is_stacked=is_stacked)
+
+    def exchange(own: jax.Array, layer: jax.Array, sources_p: jax.Array) -> jax.Array:
+        if not is_stacked:
+            return fetch(own, sources_p)
+        of_layer = jax.lax.dynamic_index_in_dim(own, layer, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(own, fetch(of_layer, sources_p), layer, 0)
+
+    whole = PartitionSpec()
+    exchanged: jax.Array = on_shards(exchange, mesh, (spec, whole, whole), spec)(leaf, layer, sources_p)
+    return exchanged
+
+
+def _expert_fetcher(
+    spec: PartitionSpec, mesh: Mesh, *, is_stacked: bool
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Return a function of a device's experts and of all sources that returns the device's new experts."""
+    axis = int(is_stacked)
+    is_split = len(spec) > axis and spec[axis] == MODEL_AXIS
+    is_padded, num_devices = first_device(mesh).platform == "cpu", num_shards(mesh)
+
+    def fetch(own: jax.Array, sources_p: jax.Array) -> jax.Array:
+        if not is_split:
+            return own[sources_p]
+        rank, sent = jax.lax.axis_index(MODEL_AXIS), _for_message(own)
+
+        def receive(sources_n: jax.Array) -> jax.Array:
+            owners_n, places_n = jnp.divmod(sources_n, len(own))
+            if is_padded:
+                return jax.lax.all_to_all(sent[places_n], MODEL_AXIS, 0, 0)[owners_n[rank]]
+            sends_n = (owners_n == rank).astype(jnp.int32)
+            receives_n = (jnp.arange(num_devices) == owners_n[rank]).astype(jnp.int32)
+            sizes = places_n, sends_n, jnp.zeros_like(places_n), receives_n
+            empty = jnp.zeros((1, *sent.shape[1:]), sent.dtype)
+            received: jax.Array = jax.lax.ragged_all_to_all(sent, empty, *sizes, axis_name=MODEL_AXIS)[0]
+            return received
+
+        return _from_message(jax.lax.map(receive, sources_p.reshape(num_devices, -1).T), own.dtype)
+
+    return fetch
+
+
+def _for_message(array: jax.Array) -> jax.Array:
+    """Return numbers in a type that every collective supports: 4-bit ones widened, 8-bit floats as bytes."""
+    if array.dtype in WIDER:
+        array = array.astype(WIDER[array.dtype])
+    is_byte = array.dtype.itemsize == 1
+    return jax.lax.bitcast_convert_type(array, jnp.uint8) if is_byte else array
+
+
+def _from_message(array: jax.Array, dtype: np.dtype) -> jax.Array:
+    if array.dtype == dtype:
+        return array
+    wide = WIDER.get(jnp.dtype(dtype), jnp.dtype(dtype))
+    return jax.lax.bitcast_convert_type(array, wide).astype(dtype)
 
 
 def _starts(counts: jax.Array) -> jax.Array:

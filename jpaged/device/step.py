@@ -578,6 +578,15 @@ class Step:
             for one in states
         )
 
+    def abstract_expert_load(self) -> jax.ShapeDtypeStruct | None:
+        """Return the shape of the load of physical experts, see `StatefulPool`; None if experts are not balanced."""
+        mixture, dp_size = self.model.config.mixture, self.layout.dp_size
+        if mixture is None or mixture.num_redundant_experts is None:
+            return None
+        shape = len(self.kv_groups.windows), self.kv_groups.num_layers, dp_size, mixture.num_physical_experts
+        sharding = self._sharding(PartitionSpec(None, None, MODEL_AXIS if dp_size > 1 else None))
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
     def num_column_parts(self, num_tokens: int) -> int:
         """Return the parts of the hidden states' columns in a step of this many tokens; see `ColumnParts`."""
         return num_column_parts(num_tokens, self.model.config.hidden_size) if self.overlaps_sums else 1

@@ -221,7 +221,7 @@ class WholeHostBlocks:
     """Implements `engine.executor.HostBlocks` over a pool of which this process holds all parts of each block.
 
     Args:
-        identity: computes the KV identity (`jpaged.device.kv_fingerprint`); called once, at the first use.
+        identity: computes the KV identity (`kv_fingerprint`); called once, at the first use.
     """
 
     def __init__(self, pool: HostPool, identity: Callable[[], bytes]) -> None:

@@ -400,7 +400,8 @@ class Engine:
 
     def load(self) -> EngineLoad:
         """Return a snapshot of the last step's counters."""
-        return self._loop.stats.snapshot(self._executor.num_compiles_after_warm_up, self._loop.stall_detector)
+        executor, loop = self._executor, self._loop
+        return loop.stats.snapshot(executor.num_compiles_after_warm_up, loop.stall_detector, executor.expert_stats)
 
     def replica_loads(self) -> tuple[EngineLoad, ...]:
         """Return the load of each replica: here of the only one."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from jpaged.engine.executor import Executor, Geometry, StepInputs
+from jpaged.engine.executor import Executor, ExpertStats, Geometry, StepInputs
 from jpaged.engine.kv_cache.interface import KVCacheManager
 from jpaged.engine.observers import StepTiming
 from jpaged.engine.scheduler.output import SchedulerOutput
@@ -257,8 +257,21 @@ class StepStats:
             now["speculation"] = self._drafts.snapshot()
         self._load = EngineLoad(**now)
 
-    def snapshot(self, num_compiles_after_warm_up: int, stall_detector: StallDetector | None = None) -> EngineLoad:
+    def snapshot(
+        self,
+        num_compiles_after_warm_up: int,
+        stall_detector: StallDetector | None = None,
+        experts: ExpertStats | None = None,
+    ) -> EngineLoad:
         load = replace(self._load, num_compiles_after_warm_up=num_compiles_after_warm_up)
+        if experts is not None:
+            load = replace(
+                load,
+                num_expert_load_reads=experts.num_reads,
+                num_expert_rearrangements=experts.num_rearrangements,
+                num_experts_moved=experts.num_moved,
+                expert_balancedness=experts.balancedness,
+            )
         if stall_detector is None:
             return load
         return replace(

@@ -72,19 +72,49 @@ class RecurrentRows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class StatefulPool:
-    """The KV pool together with the states of recurrent layers.
+    """The KV pool together with the states of recurrent layers, and the load of experts.
 
     Attributes:
         kv: the pool.
         states: for each array of a layer, `[L, N, ...]`: all recurrent layers and slots.
+        expert_load: int32 `[G, L, D, P]`: rows that each physical expert has computed, by the device that routed them;
+            None if experts are not balanced. Layers have their places in the pool.
     """
 
     kv: Any
-    states: tuple[Any, ...]
+    states: tuple[Any, ...] = ()
+    expert_load: Any = None
 
     def with_kv(self, kv: Any) -> StatefulPool:
         """Return the states with another pool."""
-        return StatefulPool(kv, self.states)
+        return dataclasses.replace(self, kv=kv)
+
+
+def count_expert_load(carry: Any, ids_tk: jax.Array, group: int, layer: jax.Array) -> Any:
+    """Return the carry with the rows of a step added to the load of a layer's physical experts.
+
+    Each device counts the rows that it routed, so devices exchange nothing.
+
+    Args:
+        carry: of the layers: a `StatefulPool`, or anything else for a pass that counts no load.
+        ids_tk: physical experts of each row; P and more are none.
+        group: the layer's KV group.
+        layer: int32 scalar: the layer's index in that group.
+    """
+    if not isinstance(carry, StatefulPool) or carry.expert_load is None:
+        return carry
+    load = carry.expert_load
+    num_devices, num_experts = load.shape[2:]
+    ids_dr = ids_tk.reshape(num_devices, -1)
+    counts_dp = jnp.sum(ids_dr[..., None] == jnp.arange(num_experts), axis=1, dtype=jnp.int32)
+    begins = (group, layer, 0, 0)
+    old = jax.lax.dynamic_slice(load, begins, (1, 1, num_devices, num_experts))
+    return dataclasses.replace(carry, expert_load=jax.lax.dynamic_update_slice(load, old + counts_dp, begins))
+
+
+def read_expert_load(load: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return zeros in place of the load of experts, and the load summed over the devices, float32 `[G, L, P]`."""
+    return jnp.zeros_like(load), jnp.sum(load.astype(jnp.float32), axis=2)
 
 
 def read_states(

@@ -34,6 +34,8 @@ class Mixture:
         weighs_inputs: the weight of the only expert of a row multiplies its input, not its output (Llama 4).
         is_parallel: each device has some whole experts; otherwise a part of each. It does not come from config.json.
         shared_is_whole: each device has the whole shared expert; otherwise a part. It does not come from config.json.
+        num_redundant_experts: physical experts beyond the model's own, if experts are balanced over the devices; None
+            if they are not. Leaves of the model have its own experts only. It does not come from config.json.
     """
 
     routing: Routing
@@ -47,6 +49,12 @@ class Mixture:
     weighs_inputs: bool = False
     is_parallel: bool = False
     shared_is_whole: bool = False
+    num_redundant_experts: int | None = None
+
+    @property
+    def num_physical_experts(self) -> int:
+        """Experts whose matrices are stored, including replicas."""
+        return self.routing.num_experts + (self.num_redundant_experts or 0)
 
     def divides(self, num_parts: int) -> bool:
         """Return True if the matrices can be split into this many equal parts."""

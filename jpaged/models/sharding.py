@@ -9,6 +9,8 @@
 
 If attention is data-parallel, each part holds all heads and the shared expert, and the KV cache of some sequences.
 
+If experts are balanced, a part holds P / n physical experts, which `balance_experts` chooses by their load.
+
 `pad_for_sharding` puts padding and repeated heads into the config: programs and shardings see a model whose sizes all
 divide evenly, and reading a checkpoint fills it (`jpaged.checkpoints.weights`).
 """
@@ -27,6 +29,8 @@ from jpaged.models.param_specs import GroupedHeads, Leaf
 from jpaged.models.stack import LayerMode
 
 _FLOAT32 = np.dtype(np.float32)
+_LEAST_GAIN = 0.02
+"""Share of the load of a layer's busiest device that new places of experts must save."""
 
 
 def logical_axes(config: ModelConfig, layer_mode: LayerMode, dtype: np.dtype = _FLOAT32) -> Params:
@@ -187,3 +191,155 @@ def with_dp_attention(config: ModelConfig) -> ModelConfig:
     if mixture is not None and not mixture.is_parallel:
         raise InvalidArgument("enable_dp_attention", "is on, but enable_expert_parallel is off; it must be on")
     return dataclasses.replace(config, mixture=mixture, has_dp_attention=True)
+
+
+def with_redundant_experts(config: ModelConfig, num_redundant_experts: int, num_parts: int) -> ModelConfig:
+    """Return the config with experts that are balanced over the devices, some of them with replicas.
+
+    Raises:
+        InvalidArgument: devices do not have whole experts, the physical experts cannot be divided evenly, or the model
+            has recurrent layers.
+    """
+    name, mixture = "eplb_config.num_redundant_experts", config.mixture
+    if num_parts == 1:
+        raise InvalidArgument("enable_eplb", "is on, but the model is on one device (tensor_parallel_size)")
+    if mixture is None or not mixture.is_parallel:
+        raise InvalidArgument("enable_eplb", "is on, but enable_expert_parallel is off; it must be on")
+    if config.num_recurrent_layers:
+        raise InvalidArgument("enable_eplb", f"is on, but {config.architecture} has recurrent layers")
+    num_experts = mixture.routing.num_experts
+    if (num_experts + num_redundant_experts) % num_parts:
+        nearest = -num_experts % num_parts
+        raise InvalidArgument(
+            name,
+            f"{num_redundant_experts}: {num_experts} experts and {num_redundant_experts} redundant ones cannot be "
+            f"divided evenly among {num_parts} devices; {nearest} or a multiple of {num_parts} more works",
+        )
+    mixture = dataclasses.replace(mixture, num_redundant_experts=num_redundant_experts)
+    return dataclasses.replace(config, mixture=mixture)
+
+
+def balance_experts(
+    load_lx: np.ndarray, num_physical: int, num_devices: int, current_lp: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the logical expert of each physical one, int32 `[L, P]`, so that devices have similar loads.
+
+    Follows DeepSeek's EPLB (https://github.com/deepseek-ai/EPLB), without groups of experts: each further physical
+    expert is a replica of the logical one with the most load per replica. Then each replica, the heaviest first, goes
+    to the device with the least load of those with room. Rows are assumed to spread evenly over replicas.
+
+    Experts stay on devices that have them as far as possible. A layer whose busiest device would not have at least 2 %
+    less load keeps its current experts.
+
+    Args:
+        load_lx: load of each of X logical experts in each of L layers, at least 0.
+        num_physical: P, at least X, a multiple of the devices; device d has P / n consecutive ones.
+        current_lp: the current result; None if there is none.
+
+    Raises:
+        ValueError: the numbers do not fit together.
+    """
+    load_lx = np.asarray(load_lx, np.float64)
+    num_layers, num_experts = load_lx.shape
+    if num_physical < num_experts or num_physical % num_devices:
+        raise ValueError(
+            f"num_physical: {num_physical} is below {num_experts} experts, or no multiple of {num_devices} devices"
+        )
+    layers, num_own = np.arange(num_layers), num_physical // num_devices
+    counts_lx = np.ones((num_layers, num_experts), np.int64)
+    for _ in range(num_physical - num_experts):
+        counts_lx[layers, np.argmax(load_lx / counts_lx, axis=1)] += 1
+    each_lx = load_lx / counts_lx
+    found_lp = np.empty((num_layers, num_physical), np.int32)
+    for layer in range(num_layers):
+        replicas = np.repeat(np.arange(num_experts), counts_lx[layer])
+        found_lp[layer] = _pack(replicas, each_lx[layer], num_devices).reshape(-1)
+    if current_lp is None:
+        return found_lp
+    before_l = device_loads(load_lx, current_lp, num_devices).max(axis=1)
+    after_l = device_loads(load_lx, found_lp, num_devices).max(axis=1)
+    for layer in range(num_layers):
+        current = current_lp[layer].reshape(num_devices, num_own)
+        if after_l[layer] < (1 - _LEAST_GAIN) * before_l[layer]:
+            found_lp[layer] = _keep_places(found_lp[layer].reshape(num_devices, num_own), current).reshape(-1)
+        else:
+            found_lp[layer] = current_lp[layer]
+    return found_lp
+
+
+def device_loads(load_lx: np.ndarray, placement_lp: np.ndarray, num_devices: int) -> np.ndarray:
+    """Return the load of each device `[L, n]` if rows spread evenly over the replicas of an expert."""
+    num_layers, num_experts = load_lx.shape
+    layers = np.arange(num_layers)[:, None]
+    counts_lx = np.zeros((num_layers, num_experts), np.int64)
+    np.add.at(counts_lx, (layers, placement_lp), 1)
+    each_lx = load_lx / np.maximum(counts_lx, 1)
+    loads: np.ndarray = each_lx[layers, placement_lp].reshape(num_layers, num_devices, -1).sum(axis=2)
+    return loads
+
+
+def _pack(replicas: np.ndarray, load_x: np.ndarray, num_devices: int) -> np.ndarray:
+    """Return the experts of each device `[n, P / n]`: the heaviest first, each to the least loaded device with room."""
+    num_own = len(replicas) // num_devices
+    order = replicas[np.argsort(-load_x[replicas], kind="stable")]
+    loads_n, filled_n = np.zeros(num_devices), np.zeros(num_devices, np.int64)
+    packed_np = np.empty((num_devices, num_own), np.int32)
+    for expert in order:
+        device = int(np.argmin(loads_n))
+        packed_np[device, filled_n[device]] = expert
+        filled_n[device] += 1
+        loads_n[device] += load_x[expert]
+        if filled_n[device] == num_own:
+            loads_n[device] = np.inf
+    return packed_np
+
+
+def _keep_places(new_np: np.ndarray, old_np: np.ndarray) -> np.ndarray:
+    """Return the new experts of each device, on the devices and in the places that have most of them already."""
+    num_devices, num_own = new_np.shape
+    num_experts = int(max(new_np.max(), old_np.max())) + 1
+    has_new, has_old = np.zeros((num_devices, num_experts)), np.zeros((num_devices, num_experts))
+    for device in range(num_devices):
+        has_new[device, new_np[device]] = has_old[device, old_np[device]] = 1
+    common_nn = has_new @ has_old.T
+    kept_np = np.empty_like(new_np)
+    for _ in range(num_devices):
+        new, old = np.unravel_index(int(np.argmax(common_nn)), common_nn.shape)
+        common_nn[new, :] = common_nn[:, old] = -1
+        left, places = new_np[new].tolist(), [-1] * num_own
+        for place, expert in enumerate(old_np[old].tolist()):
+            if expert in left:
+                left.remove(expert)
+                places[place] = expert
+        kept_np[old] = [expert if expert >= 0 else left.pop() for expert in places]
+    return kept_np
+
+
+def get_sources(old_p: np.ndarray, new_p: np.ndarray, num_devices: int) -> np.ndarray:
+    """Return the old physical expert that each new one becomes, int32 `[P]`: itself or one on its device if possible.
+
+    Among others it takes them in turn, so that devices with replicas share the sending.
+    """
+    num_own = len(old_p) // num_devices
+    homes: dict[int, list[int]] = {}
+    for place, expert in enumerate(old_p.tolist()):
+        homes.setdefault(expert, []).append(place)
+    sources = []
+    for place, expert in enumerate(new_p.tolist()):
+        at_home = [home for home in homes[expert] if home // num_own == place // num_own]
+        if place in at_home:
+            sources.append(place)
+        elif at_home:
+            sources.append(at_home[0])
+        else:
+            homes[expert].append(source := homes[expert].pop(0))
+            sources.append(source)
+    return np.array(sources, np.int32)
+
+
+def build_expert_map(placement_lp: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the arrays of an `ExpertMap` for each layer, int32 `[L, X + 1]` and `[L, P]`."""
+    physical_lp = np.argsort(placement_lp, axis=1, kind="stable").astype(np.int32)
+    bounds = np.arange(num_experts + 1)
+    starts = [np.searchsorted(np.sort(placement), bounds).astype(np.int32) for placement in placement_lp]
+    return np.stack(starts), physical_lp

@@ -35,7 +35,7 @@ _OPTIONS = {
     "kv_cache_memory_bytes",
     *("kv_cache_dtype", "swap_space", "enable_cascade_attention", "max_num_seqs", "max_num_batched_tokens"),
     *("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"),
-    *("enable_expert_parallel", "enable_dp_attention"),
+    *("enable_expert_parallel", "enable_dp_attention", "enable_eplb", "eplb_config"),
     *("lossy_kv_window", "lossy_kv_sinks"),
     *("enable_lora", "max_loras", "max_lora_rank", "enable_dora", "enable_lm_head_lora", "speculative_config"),
 }

@@ -43,6 +43,7 @@ from jpaged.engine.executor import (
     BucketTable,
     Detail,
     DeviceRates,
+    ExpertStats,
     Geometry,
     Move,
     Progress,
@@ -274,6 +275,7 @@ class FakeExecutor:
         num_sink_tokens: first tokens that the KV groups see in addition.
         max_loras: number of adapter slots.
         num_compiles_after_warm_up: 0, because it compiles nothing.
+        expert_stats: None, because it has no experts.
         host_blocks: the tokens in host memory, as bytes.
         sampled: returns the token that a row samples.
         last_tokens, have_ended: see `fake_feed.RunsSteps`.
@@ -287,6 +289,7 @@ class FakeExecutor:
     dp_size = 1
     max_loras = 0
     num_compiles_after_warm_up = 0
+    expert_stats: ExpertStats | None = None
     sampled: Callable[[SeenTokens, np.void, int], int] = staticmethod(sampled)
 
     def __init__(

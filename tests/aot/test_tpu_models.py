@@ -195,6 +195,51 @@ def test_devices_with_their_own_sequences_exchange_rows_with_experts(parallel: s
     assert forward.num_blocks * forward.num_devices > 3.5 * 16_796, "blocks of a pool that every device repeats"
 
 
+@pytest.mark.long
+def test_experts_move_in_place_one_after_another() -> None:
+    """Each device has room for the new experts of one layer in addition, and receives no more than those."""
+    load, *moves = compile_cells("deepseek-v2-lite+eplb@v6e:2x2#expert_load[1],exchange_experts[1],exchange_experts[2]")
+    config, num_physical = KNOWN_MODELS["deepseek-v2-lite"].config, 68
+    assert [(one.opcode, one.dims) for one in load.collectives] == [
+        ("all-reduce", ((1, config.num_layers, num_physical),))
+    ]
+    assert config.mixture is not None
+    expert_bytes = 2 * config.hidden_size * config.mixture.width
+    num_sparse = sum(kind.is_sparse for kind in config.layer_kinds)
+    for move in moves:
+        assert move.report is not None and move.made == ()
+        assert move.report.alias_bytes == num_sparse * (num_physical // 4) * expert_bytes
+        assert move.report.temp_bytes <= (num_physical // 4 + 3) * expert_bytes
+        (message,) = move.collectives
+        assert (message.opcode, message.num_bytes) == ("ragged-all-to-all", expert_bytes)
+        assert message.loop_trips == (num_physical // 4,)
+
+
+@pytest.mark.deep
+def test_counting_the_load_of_experts_adds_no_message() -> None:
+    """A step with balanced experts has the messages of one without; results have room for each expert of a row."""
+    config = KNOWN_MODELS["deepseek-v2-lite"].config
+    assert config.mixture is not None
+    plain, balanced = (
+        compile_cells(f"deepseek-v2-lite+{parallel}@v6e:2x2#forward[64]")[0] for parallel in ("dp", "eplb")
+    )
+    assert balanced.report is not None and balanced.made == ()
+    assert balanced.report.temp_bytes < 24 * MIB
+    assert balanced.report.alias_bytes == balanced.pool_bytes + 4 * config.num_layers * 128, "the load, in whole tiles"
+    messages = [[(one.opcode, one.loop_trips) for one in step.collectives] for step in (plain, balanced)]
+    assert messages[0] == messages[1]
+    rooms = [
+        [
+            math.prod(dims) // config.hidden_size
+            for one in step.collectives
+            if "ragged" in one.opcode
+            for dims in one.dims
+        ]
+        for step in (plain, balanced)
+    ]
+    assert rooms == [[64, 64], [64, 64 * config.mixture.routing.top_k // 4]]
+
+
 EDITING = "edited[64],count[256],tell[64, logprobs],tell[8, all-logprobs],tell[64, hidden]"
 COUNTS_BYTES = 65 * (2 * 128256 + 4)
 """The counts of 64 rows and slot 0, for all tokens of the vocabulary."""

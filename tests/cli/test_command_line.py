@@ -30,7 +30,7 @@ VALUES |= {"default_chat_template_kwargs": '{"enable_thinking": false}'}
 VALUES |= {"reasoning_effort_map": '{"medium": "low"}', "root_path": "/llm"}
 VALUES |= {"hf_overrides": '{"rope_theta": 2e6}'}
 VALUES |= {"override_generation_config": '{"top_k": 9}'}
-VALUES |= {"speculative_config": '{"method": "suffix"}'}
+VALUES |= {"speculative_config": '{"method": "suffix"}', "eplb_config": '{"num_redundant_experts": 2}'}
 VALUES |= {"kv_transfer_config": '{"kv_connector": "A", "kv_connector_module_path": "b"}'}
 TOGETHER = (
     {"coordinator": "host:1234", "num_processes": "100", "process_id": "0"},

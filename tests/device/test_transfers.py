@@ -19,7 +19,8 @@ import pytest
 
 from benchmarks.made_arrays import made_arrays
 from jpaged.config import EngineConfig
-from jpaged.device import kv_fingerprint, transfers
+from jpaged.device import transfers
+from jpaged.device.compilation import executable_cache
 from jpaged.device.compilation.compile import ProgramSpec, told
 from jpaged.device.compilation.lowering import abstract_serving
 from jpaged.device.executor import JaxExecutor
@@ -460,7 +461,7 @@ def test_an_identity_is_of_all_that_the_bytes_of_a_block_depend_on(monkeypatch: 
     ]
     for what in ("processor_features", "digest_of_sources"):
         with monkeypatch.context() as patch:
-            patch.setattr(kv_fingerprint, what, lambda: "another")
+            patch.setattr(executable_cache, what, lambda: "another")
             others.append(_identity())
     assert len({same, *others}) == 7
 
@@ -469,7 +470,7 @@ def test_an_identity_is_of_the_type_of_activations() -> None:
     step, _, _ = abstract_serving(tiny_model.model(), tiny_model.OPTIONS, serving_mesh(1), "loop")
     params = tiny_model.params("loop", "float32")
     other = dataclasses.replace(step, activation_dtype="int8")
-    assert kv_fingerprint.kv_fingerprint(step, params) != kv_fingerprint.kv_fingerprint(other, params)
+    assert executable_cache.kv_fingerprint(step, params) != executable_cache.kv_fingerprint(other, params)
 
 
 _STAGING = """

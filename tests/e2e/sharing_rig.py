@@ -97,6 +97,10 @@ class Share:
         self.host_blocks = executor.host_blocks
 
     @property
+    def expert_stats(self) -> None:
+        return None
+
+    @property
     def num_compiles_after_warm_up(self) -> int:
         return self._executor.num_compiles_after_warm_up
 

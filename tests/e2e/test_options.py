@@ -48,6 +48,8 @@ OTHER_SIZES = {"max_model_len": 40, "block_size": 4, "num_blocks": 9, "max_num_s
 APART = {
     "enable_expert_parallel",
     "enable_dp_attention",
+    "enable_eplb",
+    "eplb_config",
     "quantization",
     "max_logprobs",
     "kv_disk_dir",
@@ -249,7 +251,7 @@ def test_a_kernel_that_is_passed_over_is_said_before_anything_is_loaded(
     assert told == ["attention xla, not cpu: it is Tuesday"]
 
 
-@flips("tensor_parallel_size", "enable_expert_parallel", "enable_dp_attention")
+@flips("tensor_parallel_size", "enable_expert_parallel", "enable_dp_attention", "enable_eplb", "eplb_config")
 @pytest.mark.long
 def test_tensor_parallel_size_is_how_many_devices_share_the_model(base: LLM, folder: Path) -> None:
     with open_llm(folder, tensor_parallel_size=2, **BASE) as llm:
@@ -259,6 +261,8 @@ def test_tensor_parallel_size_is_how_many_devices_share_the_model(base: LLM, fol
         LLM(str(folder), tensor_parallel_size=2, enable_expert_parallel=True)
     with pytest.raises(InvalidArgument, match="enable_dp_attention: is on, but LlamaForCausalLM has no latent cache"):
         LLM(str(folder), tensor_parallel_size=2, enable_dp_attention=True)
+    with pytest.raises(InvalidArgument, match="enable_eplb: is on, but enable_expert_parallel is off; it must be on"):
+        LLM(str(folder), tensor_parallel_size=2, enable_eplb=True, eplb_config={"num_redundant_experts": 2})
 
 
 @flips("data_parallel_size")

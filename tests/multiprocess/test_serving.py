@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import threading
 from dataclasses import replace
@@ -349,3 +351,24 @@ def test_processes_have_the_latents_of_their_own_sequences(tmp_path: Path, progr
             assert_same(ask(client, many), want)
         group.signal(0, signal.SIGTERM)
         assert group.codes() == [0, 0], group.log()
+
+
+@pytest.mark.long
+def test_processes_move_experts_after_the_same_steps(tmp_path: Path, programs: Path) -> None:
+    """Each process decides for itself: tokens stay those of one process, and all see the same balancedness."""
+    model = str(write_checkpoint(tiny_case("deepseek_v3"), tmp_path))
+    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    kinds = [greedy, replace(greedy, n=2, temperature=0.9, seed=4)]
+    many = [(prompt(5 + 7 * i, i), kinds[i % 2]) for i in range(5)]
+    with open_llm(model, block_size=8, max_model_len=64, num_blocks=64) as llm:
+        want = llm.generate([tokens for tokens, _ in many], [params for _, params in many])
+    words = (model, *SIZES, "--num-blocks", "64", "--max-model-len", "64", "--enable-expert-parallel")
+    config = {"num_redundant_experts": 2, "step_interval": 5, "window_size": 3, "log_balancedness": True}
+    balanced = ("--enable-dp-attention", "--enable-eplb", "--eplb-config", json.dumps(config))
+    with running(2, (*words, *balanced), programs) as group:
+        with Client(group.target) as client:
+            assert_same(ask(client, many), want)
+        group.signal(0, signal.SIGTERM)
+        assert group.codes() == [0, 0], group.log()
+        seen = [re.findall(r"balancedness of experts: (\S+)", "".join(member.lines)) for member in group.members]
+    assert len(seen[0]) >= 2 and seen[0] == seen[1], seen

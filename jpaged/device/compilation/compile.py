@@ -30,8 +30,10 @@ _LOG = logging.getLogger(__name__)
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _FROM_CACHE = "/jax/compilation_cache/cache_hits"
 
+StepKind = Literal["forward", "sample", "decode", "edited", "count", "tell", "load_adapter"]
 MoveKind = Literal["copy", "swap_out", "swap_in"]
 DraftKind = Literal["speculate", "draft", "draft_copy"]
+ExpertsKind = Literal["expert_load", "exchange_experts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +44,19 @@ class ProgramSpec:
     processors; the level of log-probabilities is an argument. `count` counts up to `size` tokens for it. Auxiliary
     outputs (see `jpaged.engine.executor.io`) have programs for `size` positions. `load_adapter` fills one adapter
     slot. If there is a draft model, `speculate` is rounds of R rows, `draft` runs the draft over the tokens of a
-    forward, and `draft_copy` copies blocks in its pool.
+    forward, and `draft_copy` copies blocks in its pool. If experts are balanced, `expert_load` reads and resets their
+    load, and `exchange_experts` moves the experts of a layer, one program for each kind of array.
 
     On devices whose programs have no branches, samples of some stages only are separate programs, the level of
     log-probabilities of `edited` is fixed, and there is no `decode`.
     """
 
-    kind: Literal["forward", "sample", "decode", "edited", "count", "tell", "load_adapter"] | DraftKind | MoveKind
+    kind: (
+        Literal["forward", "sample", "decode", "edited", "count", "tell", "load_adapter"]
+        | DraftKind
+        | MoveKind
+        | ExpertsKind
+    )
     size: int
     detail: Detail = Detail.TOKENS
     tell: AuxKind = AuxKind.LOGPROBS
@@ -74,6 +82,7 @@ class ProgramSpec:
 
 
 LOAD_ADAPTER = ProgramSpec("load_adapter", 1)
+EXPERT_LOAD = ProgramSpec("expert_load", 1)
 TELLS = {tell: ProgramSpec("tell", size, tell=tell) for tell, size in zip(AuxKind, (64, MIN_BUCKET, 64), strict=True)}
 """The `compute_aux` programs; that of all log-probabilities has few rows, each as wide as the vocabulary."""
 COUNT = ProgramSpec("count", 256)
@@ -99,11 +108,13 @@ def program_specs(
     has_host_blocks: bool,
     has_adapters: bool = False,
     has_branches: bool = True,
+    num_expert_arrays: int = 0,
 ) -> list[ProgramSpec]:
     """Return every program that serves, most needed first; the list begins with `least_programs`.
 
     Args:
         has_branches: as of `Step`.
+        num_expert_arrays: kinds of arrays of experts that are balanced; 0 if none are.
     """
     least = least_programs(
         buckets,
@@ -111,6 +122,7 @@ def program_specs(
         has_host_blocks=has_host_blocks,
         has_adapters=has_adapters,
         has_branches=has_branches,
+        num_expert_arrays=num_expert_arrays,
     )
     tokens, rows = list(buckets.tokens), list(buckets.rows)
     has_draft = bool(buckets.speculates)
@@ -143,6 +155,7 @@ def least_programs(
     has_host_blocks: bool,
     has_adapters: bool = False,
     has_branches: bool = True,
+    num_expert_arrays: int = 0,
 ) -> list[ProgramSpec]:
     """Return the programs that any step can be padded to, one of each kind; large moves repeat the smallest program."""
     has_draft, edited = bool(buckets.speculates), ProgramSpec("edited", buckets.rows[-1])
@@ -154,6 +167,8 @@ def least_programs(
         COUNT,
         *(ProgramSpec(kind, move_sizes[0]) for kind in _move_kinds(has_host_blocks, has_draft)),
         *((LOAD_ADAPTER,) if has_adapters else ()),
+        *((EXPERT_LOAD,) if num_expert_arrays else ()),
+        *(ProgramSpec("exchange_experts", number + 1) for number in range(num_expert_arrays)),
     ]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from jpaged.device.compilation.memory_plan import (
     count_launches,
 )
 from jpaged.device.compilation.program_registry import NUM_THREADS, CompiledProgram, ProgramSource, ProgramStore
+from jpaged.device.expert_balance import expert_arrays
 from jpaged.device.linear import choose_activation_dtype, choose_linear_backend, params_for
 from jpaged.device.lora import AdapterRoom, fill_slot, get_matrices
 from jpaged.device.mesh import (
@@ -49,7 +50,7 @@ from jpaged.device.mesh import (
     scales_spec,
 )
 from jpaged.device.model_runner import EDIT_WORDS, MOST_BYTES, NUM_COUNT_WORDS, ROW_WORDS, DecodePacking
-from jpaged.device.sharded_matmul import overlaps_sums
+from jpaged.device.sharded_matmul import exchange_experts, overlaps_sums
 from jpaged.device.speculative.drafter import (
     DRAFT,
     abstract_draft_params,
@@ -68,13 +69,14 @@ from jpaged.engine.executor.aux_io import AUX_IDS, AuxKind
 from jpaged.engine.executor.io import NUM_SINGLES, num_mask_words
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.recurrence import StatefulPool
+from jpaged.kernels.recurrence import StatefulPool, read_expert_load
 from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.layer_kinds import KVGroups, LayerKind, count_state_bytes, get_stacks, group_kinds
 from jpaged.models.layers import Params
 from jpaged.models.model import MatricesOf, Model, dense_formats
+from jpaged.models.sharding import with_redundant_experts
 from jpaged.models.stack import LayerMode
 
 _HALVES_FROM = 256
@@ -118,7 +120,7 @@ def _sized_step(
     num_parts, num_contexts, dp_size = num_shards(mesh), num_context_parts(mesh), get_dp_size(model.config, mesh)
     attention = DeviceAttention.on(model, options, mesh)
     chosen = attention.choose(sizes := attention.sizes())
-    vocab_size, model = model.config.vocab_size, MeshPlacement.of(model, mesh, layer_mode).model
+    vocab_size, model = model.config.vocab_size, _placed_model(model, options, layer_mode, mesh)
     config, kinds = model.config, model.config.attention_kinds  # the chosen layout is one device's part
     groups, in_stages = _kv_groups(config.layer_kinds, sizes, layer_mode, mesh), num_stages(mesh)
     layout = dataclasses.replace(
@@ -172,6 +174,15 @@ def _sized_step(
         overlaps_sums=overlaps_sums(model, layer_mode, mesh, has_adapters=geometry.max_loras > 0),
     )
     return step, geometry
+
+
+def _placed_model(model: Model, options: EngineConfig, layer_mode: LayerMode, mesh: Mesh) -> Model:
+    """Return the model as the devices run it: padded for their number, with redundant experts."""
+    placed, eplb = MeshPlacement.of(model, mesh, layer_mode).model, options.parallel.eplb
+    if eplb is None:
+        return placed
+    config = with_redundant_experts(placed.config, eplb.num_redundant_experts, num_shards(mesh))
+    return dataclasses.replace(placed, config=config)
 
 
 def _adapter_room(lora: LoraOptions) -> AdapterRoom | None:
@@ -323,8 +334,10 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
     head = {name: tree for name, tree in params.items() if name != "layers"}
     pool: Any = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
     of_served: Any = of_pool
-    if states := step.abstract_states(geometry.max_num_seqs):
-        pool = StatefulPool(pool, states)
+    states, load = step.abstract_states(geometry.max_num_seqs), step.abstract_expert_load()
+    experts = list(expert_arrays(params, step).values())
+    if states or load is not None:
+        pool = StatefulPool(pool, states, load)
         of_served = jax.tree.map(lambda struct: struct.sharding, pool)
     last_tokens = shape((step.max_sample_rows,), np.int32)
     counts = step.abstract_counts(geometry.max_num_seqs)
@@ -356,6 +369,8 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
             of_all = compiler_options(device)
             jitted = jax.jit(fill_slot, donate_argnums=0, out_shardings=shardings, compiler_options=of_all)
             return jitted.lower(matrices, shape((), np.int32), one)
+        if spec.kind in ("expert_load", "exchange_experts"):
+            return _lower_experts(spec, step, experts)
         if spec.kind == "tell":
             # Each process must be able to read the whole result: its devices hold all columns together, or each holds
             # all.
@@ -396,8 +411,28 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
         has_host_blocks=has_host_blocks,
         has_adapters=has_adapters,
         has_branches=step.has_branches,
+        num_expert_arrays=len(experts),
     )
     return {spec: functools.partial(lower_for_devices, spec) for spec in specs}
+
+
+def _lower_experts(spec: ProgramSpec, step: Step, arrays: Sequence[Any]) -> jax.stages.Lowered:
+    """Return a lowered program that reads the load of experts, or moves those of a layer.
+
+    Args:
+        arrays: one array of experts of each kind, or its shape.
+    """
+    whole, load = replicated(step.mesh), step.abstract_expert_load()
+    if spec.kind == "expert_load":
+        assert load is not None
+        return jax.jit(read_expert_load, donate_argnums=0, out_shardings=(load.sharding, whole)).lower(load)
+    leaf, is_stacked = arrays[spec.size - 1], step.layer_mode == "scan"
+    exchange = functools.partial(exchange_experts, spec=leaf.sharding.spec, mesh=step.mesh, is_stacked=is_stacked)
+    options = compiler_options(first_device(step.mesh))
+    jitted = jax.jit(exchange, donate_argnums=0, out_shardings=leaf.format, compiler_options=options)
+    layer = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+    sources = jax.ShapeDtypeStruct(leaf.shape[is_stacked : is_stacked + 1], np.int32, sharding=whole)
+    return jitted.lower(leaf, layer, sources)
 
 
 _MARGIN, _MARGIN_BYTES = 8, 16 << 20  # divisor, and bytes, for programs that are not compiled yet
@@ -479,6 +514,7 @@ class ServerPrograms:
 
     def pool_request(self, cache: CacheOptions) -> PoolRequest:
         """Return the facts that decide how many blocks the pool has."""
+        states = [*self.step.abstract_states(self.geometry.max_num_seqs), self.step.abstract_expert_load()]
         return PoolRequest(
             bytes_per_block=pool_bytes_per_block(self.step),
             blocks_per_seq=self.geometry.num_blocks_of_longest,
@@ -487,7 +523,7 @@ class ServerPrograms:
             memory_utilization=cache.memory_utilization
             or platform_default("memory_utilization", first_device(self.step.mesh).platform),
             weight_bytes=self.weight_bytes,
-            state_bytes=local_bytes({"states": list(self.step.abstract_states(self.geometry.max_num_seqs))}),
+            state_bytes=local_bytes({"states": states}),
             num_blocks=blocks_of_rank(cache.num_blocks, self.geometry.dp_size),
             pool_bytes=None if cache.num_blocks is not None else cache.kv_cache_memory_bytes,
             has_default_share=cache.memory_utilization is None,

@@ -50,6 +50,7 @@ from jpaged.engine.executor import (
     DecodeInterrupt,
     Detail,
     DeviceRates,
+    ExpertStats,
     Geometry,
     HostBlocks,
     MaskChannel,
@@ -314,6 +315,11 @@ class RemoteReplica(_OfProcess0):
         """0: the process itself logs its compilations."""
         return 0
 
+    @property
+    def expert_stats(self) -> ExpertStats | None:
+        """None: the processes of the replica count by themselves."""
+        return None
+
     def warm_up(self, progress: Progress) -> None:
         """Return at once: the processes of the replica warm up by themselves."""
 
@@ -398,6 +404,11 @@ class MultiHostExecutor(_OfProcess0):
     @property
     def num_compiles_after_warm_up(self) -> int:
         return self._executor.num_compiles_after_warm_up
+
+    @property
+    def expert_stats(self) -> ExpertStats | None:
+        found: ExpertStats | None = self._executor.expert_stats
+        return found
 
     def warm_up(self, progress: Progress) -> None:
         """Warm up this process. Every process does so without a message, and they wait for each other in it."""

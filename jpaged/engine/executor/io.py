@@ -333,6 +333,23 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertStats:
+    """Counters of balanced experts.
+
+    Attributes:
+        num_reads: times that the load of experts was read.
+        num_rearrangements: reads after which experts moved.
+        num_moved: physical experts that got other contents, in all layers.
+        balancedness: mean load of a device by that of the busiest, when the load was read last.
+    """
+
+    num_reads: int = 0
+    num_rearrangements: int = 0
+    num_moved: int = 0
+    balancedness: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceRates:
     """Device speeds measured at start-up, for choosing between alternatives.
 

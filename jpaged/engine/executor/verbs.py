@@ -21,6 +21,7 @@ from jpaged.engine.executor.io import (
     BlockMoves,
     Bool,
     DeviceRates,
+    ExpertStats,
     Geometry,
     SamplingInputs,
     StepInputs,
@@ -130,6 +131,11 @@ class Executor(Protocol[Hidden, Handle]):
     @property
     def num_compiles_after_warm_up(self) -> int:
         """Programs compiled since `warm_up` returned; any other value than 0 is an error."""
+        ...
+
+    @property
+    def expert_stats(self) -> ExpertStats | None:
+        """Counters of balanced experts; None if experts are not balanced."""
         ...
 
     def warm_up(self, progress: Progress) -> None:

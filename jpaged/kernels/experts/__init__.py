@@ -8,10 +8,11 @@ cpu/            the kernel that reads packed experts
 """
 
 from jpaged.kernels.experts.apply import ExpertsBackend, ExpertsKernel, apply_experts, sum_experts
-from jpaged.kernels.experts.routing import Routes, route
+from jpaged.kernels.experts.routing import ExpertMap, Routes, route
 from jpaged.kernels.experts.weights import ExpertWeights, StackedExperts
 
 __all__ = [
+    "ExpertMap",
     "ExpertWeights",
     "ExpertsBackend",
     "ExpertsKernel",

@@ -1,6 +1,7 @@
 """Routing of rows to experts: scores in float32, the best of them, and their weights.
 
-`SortedRows` are the rows sorted by expert, with the inverse.
+`SortedRows` are the rows sorted by expert, with the inverse. `ExpertMap` has the physical experts of each logical one,
+if experts have replicas.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jpaged.kernels.mixture_kind import Routing
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array, Bool, Float, Int, Shaped
 
 _LEAST_SUM = 1e-20
 
@@ -37,6 +38,51 @@ class Routes:
         """Return the routes to a contiguous range of experts, renumbered from 0."""
         ids = self.ids_tk - first
         return Routes(jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts), self.weights_tk)
+
+
+_NUM_HASHED = 16
+"""Columns of a row that choose the replica."""
+_GOLDEN = 0x9E3779B1
+"""Multiplier of Fibonacci hashing: 2**32 divided by the golden ratio, odd."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class ExpertMap:
+    """The physical experts of each of a layer's X logical ones: one, or several with the same matrices (replicas).
+
+        logical      0   0   1   2   2   2
+        physical_p   4   1   0   2   3   5      starts_x1   0 2 3 6
+
+    Attributes:
+        starts_x1: int32 `[X + 1]`: the first replica of each logical expert in `physical_p`.
+        physical_p: int32 `[P]`: the physical experts, sorted by their logical ones.
+    """
+
+    starts_x1: jax.Array
+    physical_p: jax.Array
+
+    def apply(self, routes: Routes, x_te: Shaped[Array, "T E"]) -> Routes:
+        """Return the routes to physical experts; P marks rows that are not in use.
+
+        The choice among replicas is a hash of the row's own numbers, so it does not depend on the other rows.
+
+        Args:
+            routes: to logical experts.
+            x_te: the rows.
+        """
+        num_logical, num_physical = len(self.starts_x1) - 1, len(self.physical_p)
+        stride = max(1, x_te.shape[1] // _NUM_HASHED)
+        bits = jax.lax.bitcast_convert_type(x_te[:, ::stride].astype(jnp.float32), jnp.uint32)
+        hash_t = jnp.zeros(len(x_te), jnp.uint32)
+        for column in range(bits.shape[1]):
+            hash_t = (hash_t ^ bits[:, column]) * jnp.uint32(_GOLDEN)
+            hash_t ^= hash_t >> 15
+        ids_tk = jnp.minimum(routes.ids_tk, num_logical - 1)
+        first_tk, end_tk = self.starts_x1[ids_tk], self.starts_x1[ids_tk + 1]
+        offset_tk = (hash_t[:, None] >> 1).astype(jnp.int32) % jnp.maximum(end_tk - first_tk, 1)
+        physical_tk = self.physical_p[jnp.minimum(first_tk + offset_tk, num_physical - 1)]
+        return Routes(jnp.where(routes.ids_tk < num_logical, physical_tk, num_physical), routes.weights_tk)
 
 
 def route(

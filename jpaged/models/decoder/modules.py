@@ -16,8 +16,8 @@ import numpy as np
 
 from jpaged.errors import InternalError
 from jpaged.kernels import matmul
-from jpaged.kernels.experts import ExpertsKernel, ExpertWeights, apply_experts, route
-from jpaged.kernels.recurrence import RecurrentRows
+from jpaged.kernels.experts import ExpertMap, ExpertsKernel, ExpertWeights, Routes, apply_experts, route
+from jpaged.kernels.recurrence import RecurrentRows, count_expert_load
 from jpaged.models import rope
 from jpaged.models.config import Mixture
 from jpaged.models.decoder.config import DecoderConfig, QueryScale
@@ -35,6 +35,7 @@ from jpaged.models.layers import (
     Module,
     Norm,
     Param,
+    Params,
     QKVLinear,
     RandomKeys,
     RMSNorm,
@@ -111,6 +112,22 @@ class SharedExpert(Module):
         return jax.nn.sigmoid(self.score(x_te, rows).astype(jnp.float32)) * y_te
 
 
+class ExpertMapArrays(Module):
+    """The arrays of an `ExpertMap`. They are no weights of the model: the device sets them, and replaces them."""
+
+    def __init__(self) -> None:
+        self.starts, self.physical = Param(None), Param(None)
+
+    def params(self) -> Params:
+        """Return nothing: see the class."""
+        return {}
+
+    @property
+    def value(self) -> ExpertMap:
+        """The map."""
+        return ExpertMap(self.starts.get_value(), self.physical.get_value())
+
+
 class MixtureOfExperts(Module):
     """The weighted sum of the outputs of each row's experts, plus the shared expert's."""
 
@@ -118,6 +135,7 @@ class MixtureOfExperts(Module):
         self.router = ExpertRouter(width, mixture, dtype, rngs)
         self.experts = Experts(width, mixture, dtype, rngs)
         self.shared = SharedExpert(width, mixture, dtype, rngs) if mixture.shared_width else None
+        self.expert_map = None if mixture.num_redundant_experts is None else ExpertMapArrays()
         self.mixture = mixture
 
     def __call__(
@@ -128,8 +146,8 @@ class MixtureOfExperts(Module):
         norm: Norm | None,
         residual: jax.Array | None = None,
         kernel: ExpertsKernel | None = None,
-    ) -> jax.Array:
-        """Map `[T, E]` to `[T, E]`; adds the residual, if any.
+    ) -> tuple[jax.Array, Routes]:
+        """Map `[T, E]` to `[T, E]`; adds the residual, if any. Also return the routes, to physical experts.
 
         Sums are made in float32 and rounded once.
         """
@@ -146,11 +164,13 @@ class MixtureOfExperts(Module):
         if self.mixture.weighs_inputs:
             weighed_te = (h_te.astype(jnp.float32) * routes.weights_tk).astype(h_te.dtype)
             routes = dataclasses.replace(routes, weights_tk=jnp.ones_like(routes.weights_tk))
+        if self.expert_map is not None:
+            routes = self.expert_map.value.apply(routes, h_te)
         y_te = apply_experts(weighed_te, routes, self.experts.weights, self.mixture.gate, kernel)
         if self.shared is not None:
             y_te = y_te + self.shared(h_te, rows)
         y_te = y_te.astype(x_te.dtype)
-        return y_te if residual is None else residual + y_te
+        return (y_te if residual is None else residual + y_te), routes
 
 
 @jax.tree_util.register_dataclass
@@ -400,11 +420,13 @@ class DecoderLayer(Module):
         o_te, carry = self.attention.attend(x_te, norm, shared, attend, carry, place)
         if self.attention_post_norm is not None or self.residual_scale != 1:
             x_te = x_te + self._adjusted(self.attention.out(o_te, rows), self.attention_post_norm)
-            x_te = x_te + self._adjusted(self._feed_forward(x_te, shared, self.mlp_norm), self.mlp_post_norm)
+            y_te, carry = self._feed_forward(x_te, shared, self.mlp_norm, carry, place)
+            x_te = x_te + self._adjusted(y_te, self.mlp_post_norm)
         else:
             attended_te = self.attention.out(o_te, rows, residual=x_te)
             source_te = attended_te if self.is_sequential else x_te
-            x_te = self._feed_forward(source_te, shared, self.mlp_norm or self.attention_norm, attended_te)
+            norm = self.mlp_norm or self.attention_norm
+            x_te, carry = self._feed_forward(source_te, shared, norm, carry, place, attended_te)
         return Measured.of(x_te, is_measured=x.squares_t is not None), carry
 
     @property
@@ -436,15 +458,23 @@ class DecoderLayer(Module):
         return y_te if self.residual_scale == 1 else (y_te.astype(jnp.float32) * self.residual_scale).astype(y_te.dtype)
 
     def _feed_forward(
-        self, x_te: jax.Array, shared: Shared, norm: Norm | None, residual: jax.Array | None = None
-    ) -> jax.Array:
+        self,
+        x_te: jax.Array,
+        shared: Shared,
+        norm: Norm | None,
+        carry: Any,
+        place: LayerPlace,
+        residual: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Return the feed-forward's result, and the carry with the load of experts."""
         if isinstance(self.mlp, MixtureOfExperts):
-            return self.mlp(x_te, shared.rows, norm=norm, residual=residual, kernel=shared.experts)
+            y_te, routes = self.mlp(x_te, shared.rows, norm=norm, residual=residual, kernel=shared.experts)
+            return y_te, count_expert_load(carry, routes.ids_tk, place.group, place.index)
         if shared.states is None:
-            return self.mlp(x_te, shared.rows, norm=norm, residual=residual)
+            return self.mlp(x_te, shared.rows, norm=norm, residual=residual), carry
         whole_te = jax.lax.with_sharding_constraint(x_te, shared.states.whole)
         y_te = jax.lax.with_sharding_constraint(self.mlp(whole_te, shared.rows, norm=norm), shared.states.split)
-        return y_te if residual is None else residual + y_te
+        return (y_te if residual is None else residual + y_te), carry
 
 
 class DecoderEnds(Ends):

@@ -172,6 +172,7 @@ class SimulatedExecutor:
     """
 
     num_compiles_after_warm_up = 0
+    expert_stats = None
 
     def __init__(
         self,
