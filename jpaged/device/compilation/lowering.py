@@ -67,7 +67,6 @@ from jpaged.engine.executor import BucketTable, Geometry, Progress
 from jpaged.engine.executor.aux_io import AUX_IDS, AuxKind
 from jpaged.engine.executor.io import NUM_SINGLES, num_mask_words
 from jpaged.errors import InvalidArgument, Unsupported
-from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.recurrence import StatefulPool
 from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
 from jpaged.models.config import ModelConfig
@@ -143,7 +142,7 @@ def _sized_step(
         vocab_size=vocab_size,
         bytes_per_block=layout.bytes_per_block,
         buckets=_buckets(sizes, max_num_steps, mesh, dp_size),
-        num_host_blocks=_num_host_blocks(options, layout, config),
+        num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
         cascade=cascade if options.cache.enable_cascade_attention and dp_size == in_stages == 1 else None,
         max_num_steps=max_num_steps,
         has_fed_steps=max_num_steps > 1 and _can_be_fed(sampler, config),
@@ -153,7 +152,7 @@ def _sized_step(
         dp_size=dp_size,
         num_aux=min(sizes.max_num_batched_tokens, _NUM_TOLD.get(first_device(mesh).platform, _NUM_TOLD_ELSEWHERE)),
         state_bytes=(state_bytes := count_state_bytes(config.layer_kinds, model.dtype)),
-        state_checkpoint_interval=_state_checkpoint_interval(
+        state_checkpoint_interval=state_checkpoint_interval(
             options.cache, state_bytes, len(groups.windows) * layout.bytes_per_block, layout.block_size
         ),
     )
@@ -194,7 +193,7 @@ def _kv_groups(kinds: tuple[LayerKind, ...], sizes: StepSizes, layer_mode: Layer
 _LEAST_CHECKPOINT_TOKENS = 128
 
 
-def _state_checkpoint_interval(cache: CacheOptions, state_bytes: int, kv_bytes: int, block_size: int) -> int:
+def state_checkpoint_interval(cache: CacheOptions, state_bytes: int, kv_bytes: int, block_size: int) -> int:
     """Return the tokens of the pool for each checkpoint of recurrent state; 0 without checkpoints.
 
     By default a checkpoint takes at most the bytes of the keys and values of these tokens.
@@ -272,13 +271,6 @@ def _can_be_fed(sampler: SamplingKernel | None, config: ModelConfig) -> bool:
     """
     is_fed = isinstance(sampler, FedSamplingKernel) and bool(jax.config.values["jax_cpu_enable_async_dispatch"])
     return is_fed and not config.num_recurrent_layers
-
-
-def _num_host_blocks(options: EngineConfig, layout: KVLayout, config: ModelConfig) -> int:
-    """Return the blocks in host memory; none with recurrent state, which is not swapped."""
-    if config.num_recurrent_layers:
-        return 0
-    return num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size)
 
 
 def max_steps_of_dispatch(options: EngineConfig, mesh: Mesh) -> int:

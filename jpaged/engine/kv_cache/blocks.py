@@ -295,20 +295,22 @@ class StateSlots:
         step 8    r   w
         hit       r       w   another sequence begins after these tokens
 
-    Checkpoints are evicted, least recently used first, if a sequence needs a slot.
+    Checkpoints are evicted, least recently used first, if a sequence needs a slot. A sequence that is swapped out keeps
+    its slot, which then counts as one of those for checkpoints.
 
     Args:
-        max_num_pinned: checkpoints that may be pinned.
+        num_spare: slots beyond those of running sequences: for checkpoints, some of them pinned, and swapped sequences.
     """
 
-    def __init__(self, num_slots: int, max_num_pinned: int = 0) -> None:
+    def __init__(self, num_slots: int, num_spare: int = 0) -> None:
         self._free = list(range(num_slots, 0, -1))
         self._ref_counts = [0] * (num_slots + 1)
         self._checkpoints: dict[BlockHash, int] = {}  # least recently used first
         # Those of which not all tokens are known yet.
         self._pending: dict[SequenceBlocks, StateCheckpoint] = {}
         self._pins: Counter[BlockHash] = Counter()
-        self._max_num_pinned = max_num_pinned
+        self._swapped: set[SequenceBlocks] = set()
+        self._num_spare = num_spare
 
     @property
     def num_free(self) -> int:
@@ -356,10 +358,26 @@ class StateSlots:
     def release(self, kv: SequenceBlocks) -> None:
         """Release the slot of a sequence, if it holds one, and drop its pending checkpoint."""
         self._drop_pending(kv)
+        self._swapped.discard(kv)
         kv.replace_checkpoint(None)
         if kv.state_slot:
             self._drop(kv.state_slot)
             kv.hold_state(0, 0)
+
+    # --- swapped sequences ------------------------------------------------------------------------------------------
+
+    def can_swap_out(self, num_sequences: int) -> bool:
+        """Return True if this many sequences can keep their slots while others run."""
+        return self._num_spare - self.num_pinned - len(self._swapped) >= num_sequences
+
+    def swap_out(self, kv: SequenceBlocks) -> None:
+        """Keep the slot of a sequence that no longer runs."""
+        self._drop_pending(kv)
+        self._swapped.add(kv)
+
+    def swap_in(self, kv: SequenceBlocks) -> None:
+        """Count the slot of a sequence among those of running ones again."""
+        self._swapped.discard(kv)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -411,7 +429,7 @@ class StateSlots:
 
     def pin(self, key: BlockHash) -> bool:
         """Exclude a checkpoint from eviction; return False if there is none, or too many are pinned."""
-        if key not in self._checkpoints or (not self._pins[key] and self.num_pinned >= self._max_num_pinned):
+        if key not in self._checkpoints or not (self._pins[key] or self.can_swap_out(1)):
             return False
         self._pins[key] += 1
         return True

@@ -150,7 +150,9 @@ class PagedKVCacheManager:
             caches_prefixes = caches_prefixes and geometry.state_checkpoint_interval > 0
         self._ops = BlockCopyPlan()
         self.counts = self._ops.counts
-        num_host_blocks = 0 if self._states is not None else geometry.num_host_blocks
+        num_host_blocks = geometry.num_host_blocks
+        if self._states is not None and not geometry.num_state_checkpoints:
+            num_host_blocks = 0  # swapped sequences find no slots, and no prefix is cached
         self._eviction = eviction
         in_host = None if eviction is None or not caches_prefixes else eviction.free_list(num_host_blocks, self._load_s)
         changes = KVEventRecorder()
@@ -185,7 +187,9 @@ class PagedKVCacheManager:
         if any(reach.num_seen is not None for reach in self._reaches):
             self.windows = SlidingWindows(self._pool, self._reaches)
         if num_host_blocks:
-            self.swapping = Swapper(self._pool, self._host.pool, self._ops, self._needs.for_running, self.prefixes)
+            self.swapping = Swapper(
+                self._pool, self._host.pool, self._ops, self._needs.for_running, self.prefixes, self._states
+            )
 
     def _from_below_s(self, key: BlockHash) -> float | None:
         """Return the seconds to load a block from host memory or a connector; None if neither stores it."""

@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 
+from jpaged.engine.kv_cache.blocks import SequenceBlocks, StateSlots
 from jpaged.errors import InvalidArgument
 from jpaged.testing import FakeExecutor, SeveralStepsExecutor
 from tests.engine.harness import Harness
@@ -46,6 +47,8 @@ def test_a_prompt_hits_the_last_full_block_of_the_one_before():
     assert cached(h, "a", prompt) == 0
     assert cached(h, "b", prompt) == 16
     assert cached(h, "c", [*prompt, 50, 51, 52]) == 16
+    load = h.engine.load()
+    assert (load.num_state_slots, load.num_state_checkpoints) == (8 + 64 // 2, 3)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -151,6 +154,23 @@ def test_more_pins_than_slots_are_refused():
         pins[1].result()
 
 
+def test_swapped_sequences_keep_their_slots():
+    slots, running, away = StateSlots(3, 1), SequenceBlocks(4, None), SequenceBlocks(4, None)
+    slots.prepare(away)
+    assert slots.can_swap_out(1) and not slots.can_swap_out(2)
+    slots.swap_out(away)
+    assert not slots.can_swap_out(1)
+    slots.prepare(running)
+    slots.check([running, away])
+    slots.swap_in(away)
+    assert slots.can_swap_out(1)
+    assert (away.state_source, away.state_slot) == (1, 1)
+    slots.swap_out(away)
+    slots.release(away)
+    assert slots.can_swap_out(1)
+    slots.check([running])
+
+
 @pytest.mark.parametrize("kind", [Stateful, Scarce])
 @pytest.mark.thinned(4)
 def test_lives_continue_from_their_own_state(kind):
@@ -159,6 +179,6 @@ def test_lives_continue_from_their_own_state(kind):
         life = Life(seed, kind=kind, num_speculative_tokens=0)
         life.run()
         load = life.h.engine.load()
-        for name in ("num_preemptions", "num_prefix_hit_tokens", "num_recomputed_tokens"):
+        for name in ("num_preemptions", "num_prefix_hit_tokens", "num_recomputed_tokens", "num_blocks_swapped_in"):
             counts[name] += getattr(load, name)
     assert min(counts.values()) > 0, counts
