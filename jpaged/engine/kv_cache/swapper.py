@@ -94,9 +94,9 @@ class Swapper:
         destinations: dict[int, int] = {}
         for sequence in group.live:
             _move(sequence.kv.host_tables, sequence.kv.tables, self._pool, destinations)
-            sequence.kv.registered(0)
             if self._states is not None:
                 self._states.swap_in(sequence.kv)
+            sequence.kv.registered(0)
         for source, destination in destinations.items():
             self._ops.add(Move.SWAP_IN, source, destination)
         for sequence in group.live:

@@ -10,7 +10,8 @@ from collections import Counter
 import pytest
 
 from jpaged.engine.kv_cache.blocks import SequenceBlocks, StateSlots
-from jpaged.errors import InvalidArgument
+from jpaged.engine.kv_cache.offload.transfer import ReplicaTransfer
+from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.testing import FakeExecutor, SeveralStepsExecutor
 from tests.engine.harness import Harness
 from tests.engine.lives import Life
@@ -152,6 +153,13 @@ def test_more_pins_than_slots_are_refused():
     assert pins[0].result() == 4
     with pytest.raises(InvalidArgument, match="no slot for recurrent state can be pinned; 1 are pinned"):
         pins[1].result()
+
+
+def test_prefixes_with_state_are_not_transferred():
+    h = make()
+    transfer = ReplicaTransfer(h.engine._loop.memory, h.engine.geometry, None, lambda then: None)
+    with pytest.raises(Unsupported, match="prefixes cannot be transferred: the model has recurrent state"):
+        _ = transfer.tiers
 
 
 def test_swapped_sequences_keep_their_slots():
