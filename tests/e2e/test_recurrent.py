@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,7 +102,12 @@ def test_no_fork_preemption_cut_or_abort_changes_a_token(
     is_cached: bool,
 ) -> None:
     mode = "swap" if is_cached else "recompute"
-    options = {"overlap": overlap, "enable_prefix_caching": is_cached, "preemption_mode": mode, "num_host_blocks": 30}
+    options: dict[str, Any] = {
+        "overlap": overlap,
+        "enable_prefix_caching": is_cached,
+        "preemption_mode": mode,
+        "num_host_blocks": 30,
+    }
     rig = Rig(served.executor, num_blocks=num_blocks, max_num_batched_tokens=num_tokens, **options)
     answers = []
     for index, (kind, prompt, num_steps, aborts) in enumerate(work):

@@ -327,7 +327,7 @@ class StateSlots:
         """Number of checkpoints that a prompt may hit."""
         return len(self._checkpoints)
 
-    def __contains__(self, key: BlockHash) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._checkpoints
 
     def prepare(self, kv: SequenceBlocks) -> None:
