@@ -224,7 +224,9 @@ def _serving(model: Model, topology_name: str, mesh: Mesh, own: Mapping[str, Any
     options = {**OPTIONS, "block_size": OPTIONS["block_size"] * num_contexts, **sizes, **own}
     least, geometry, params = abstract_serving(model, EngineConfig.load(options), mesh)
     free = 0.9 * find_target(topology_name).hardware.usable_bytes - local_bytes(params)
-    of_rank = max(2 * geometry.num_blocks_of_rank, int(free // least.layout.local.bytes_per_block) - 1)
+    of_checkpoints = -(-geometry.state_bytes // max(1, geometry.blocks_per_checkpoint))
+    bytes_per_block = least.layout.local.bytes_per_block + of_checkpoints
+    of_rank = max(2 * geometry.num_blocks_of_rank, int(free // bytes_per_block) - 1)
     num_blocks = of_rank * geometry.dp_size
     step, geometry, params = abstract_serving(model, EngineConfig.load({**options, "num_blocks": num_blocks}), mesh)
     return step, params, program_lowerings(step, params, geometry)

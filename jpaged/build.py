@@ -93,13 +93,6 @@ class ModelSource:
         return frozenset(self.config.eos_token_ids) or self.tokenizer.eos_token_ids
 
 
-RECURRENT = (
-    "recurrent state is neither cached nor swapped: enable_prefix_caching is False, swap_space 0, and preempted "
-    "requests are recomputed"
-)
-"""Line that is logged for models with recurrent layers."""
-
-
 def build(
     options: EngineConfig,
     progress: Progress = ignore_progress,
@@ -139,8 +132,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         import_connector(transfer)  # errors before weights are read
     source, model, places = _place(options, progress, starts_templates=not is_offline)
     if model.config.num_recurrent_layers:
-        options = options.for_recurrent(model.config.architecture)
-        _say((RECURRENT,), progress)
+        options.check_recurrent(model.config.architecture)
     if is_offline and options.startup.wait_for_all_programs is None:
         options = options.replace(wait_for_all_programs=not _has_equal_programs(model, options, places[0]))
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
@@ -190,6 +182,7 @@ def _resolve(options: EngineConfig, name: str, executor: JaxExecutor, dtype: str
         max_pinned_blocks=pin_limit(options.server.max_pinned_blocks, geometry),
         memory_utilization=executor.memory_plan.request.memory_utilization,
         block_size=geometry.block_size,
+        state_checkpoint_interval=geometry.state_checkpoint_interval or None,
         max_num_seqs=geometry.max_num_seqs,
         max_num_batched_tokens=geometry.max_num_batched_tokens,
         wait_for_all_programs=executor.waits_for_all,
@@ -346,7 +339,7 @@ def preview(options: EngineConfig) -> Preview:
     attention = DeviceAttention.on(model, options, where.mesh)
     sizes = attention.sizes()
     if model.config.num_recurrent_layers:
-        options = options.for_recurrent(model.config.architecture)
+        options.check_recurrent(model.config.architecture)
     held = int(weight_bytes(model.config, model.dtype.itemsize, where.num_parts) / num_stages(where.mesh))
     memory = DeviceMemory.of(device, 0, where.mesh.size * num_places)
     linear_backend = choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode)

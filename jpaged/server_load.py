@@ -215,6 +215,12 @@ class EngineLoad(LoadTotals):
 
     block_size: int = field(metadata={"is_alike": True})
     num_blocks_empty: int = gauge(Metric("jpaged:blocks_free", "Free KV blocks without a cached prefix."))
+    num_state_slots: int = gauge(
+        Metric("jpaged:state_slots", "Slots for recurrent state, of running sequences and checkpoints.")
+    )
+    num_state_checkpoints: int = gauge(
+        Metric("jpaged:state_checkpoints", "Slots that hold a checkpoint of recurrent state for the prefix cache.")
+    )
     num_requests_ended: int = counter()
     num_forced_tokens: int = counter(
         Metric("jpaged:forced_tokens", "Tokens forced by a grammar, without a model step (jump-forward decoding).")

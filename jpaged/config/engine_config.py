@@ -43,7 +43,6 @@ from jpaged.errors import InternalError, InvalidArgument
 _OF_COMPILERS = ("XLA_", "TF_XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
 _WITH_HEAD: Mapping[str, Any] = {"num_scheduler_steps": 1, "swap_space": 0.0}
 _WITH_DP_ATTENTION: Mapping[str, Any] = {"swap_space": 0.0}
-_WITH_STATE: Mapping[str, Any] = {"swap_space": 0.0, "enable_prefix_caching": False}
 ENVIRONMENT: Mapping[str, str] = {
     "JPAGED_CACHE_DIR": "directory of the compiled-program cache; empty disables the cache",
     "JPAGED_API_KEY": "API key that clients and commands send",
@@ -290,15 +289,6 @@ class EngineConfig:
                 raise InvalidArgument(
                     name, f"is {value}, but {architecture} has recurrent state, which requires {only}"
                 )
-
-    def for_recurrent(self, architecture: str) -> EngineConfig:
-        """Return these options for a model with recurrent layers, whose state is never shared with other requests.
-
-        Raises:
-            InvalidArgument: as `check_recurrent`.
-        """
-        self.check_recurrent(architecture)
-        return self.replace(**_WITH_STATE)
 
     @property
     def has_draft(self) -> bool:

@@ -273,6 +273,14 @@ class CacheOptions:
         ("kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config"),
     )
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of prompts that share a prefix (prefix cache)")
+    state_checkpoint_interval: int | None = option(
+        None,
+        "tokens of a prompt between stored recurrent states, at which a cached prefix can end, rounded up to whole "
+        "blocks; the pool has a slot for each; if unset, the tokens that take the bytes of a state, at least 128",
+        low=1,
+        high=1 << 20,
+        unit="tokens",
+    )
     enable_cascade_attention: bool = option(
         True,
         "cascade attention: read a prefix shared by several rows of a step once for all of them, if that is faster",
@@ -297,6 +305,11 @@ class CacheOptions:
             InvalidArgument: with the other options nothing is cached, or an option conflicts with a store.
         """
         self._check_store()
+        if self.state_checkpoint_interval is not None and not self.enable_prefix_caching:
+            raise InvalidArgument(
+                "state_checkpoint_interval",
+                f"{self.state_checkpoint_interval} has no effect, because enable_prefix_caching is False: unset it",
+            )
         if self.eviction_policy == "auto":
             return
         problem = f"{self.eviction_policy} has no effect, because no prefixes are cached with"

@@ -184,7 +184,7 @@ class JaxExecutor:
         zeros = functools.partial(jax.tree.map, lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
         counts = jax.jit(zeros, out_shardings=shardings)()
         abstract_load = step.abstract_expert_load()
-        served_pool = ServedPool(self._pool, step.abstract_states(geometry.max_num_seqs), abstract_load)
+        served_pool = ServedPool(self._pool, step.abstract_states(geometry.num_state_slots), abstract_load)
         self._runner = ModelRunner(
             params, last_tokens, (packings, several), served_pool, self._programs, counts, geometry.vocab_size
         )

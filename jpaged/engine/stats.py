@@ -250,6 +250,8 @@ class StepStats:
         if memory.prefixes is not None:
             changes = memory.prefixes.changes
             now["num_kv_events"], now["num_kv_events_dropped"] = changes.num_published, changes.num_dropped
+            if (states := memory.prefixes.states) is not None:
+                now["num_state_slots"], now["num_state_checkpoints"] = states.num_slots, states.num_checkpoints
         if self._has_adapters:
             now["running_adapters"] = _adapter_names(queues.running)
             now["waiting_adapters"] = _adapter_names((*queues.waiting, *queues.swapped))

@@ -32,7 +32,7 @@ Times come from a roofline model with the efficiencies that are printed. Exit co
 _OPTIONS = {
     *("model", "dtype", "quantization", "hf_overrides"),
     *("max_model_len", "attention_backend", "block_size", "num_blocks", "memory_utilization"),
-    "kv_cache_memory_bytes",
+    *("kv_cache_memory_bytes", "state_checkpoint_interval"),
     *("kv_cache_dtype", "swap_space", "enable_cascade_attention", "max_num_seqs", "max_num_batched_tokens"),
     *("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"),
     *("enable_expert_parallel", "enable_dp_attention", "enable_eplb", "eplb_config"),

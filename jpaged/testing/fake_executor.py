@@ -274,6 +274,8 @@ class FakeExecutor:
         windows: of the KV groups.
         num_sink_tokens: first tokens that the KV groups see in addition.
         max_loras: number of adapter slots.
+        state_bytes: of the recurrent state of a sequence; 0 without recurrent layers.
+        state_checkpoint_blocks: blocks of the pool for each checkpoint of recurrent state; 0 without checkpoints.
         num_compiles_after_warm_up: 0, because it compiles nothing.
         expert_stats: None, because it has no experts.
         host_blocks: the tokens in host memory, as bytes.
@@ -288,6 +290,8 @@ class FakeExecutor:
     num_sink_tokens = 0
     dp_size = 1
     max_loras = 0
+    state_bytes = 0
+    state_checkpoint_blocks = 0
     num_compiles_after_warm_up = 0
     expert_stats: ExpertStats | None = None
     sampled: Callable[[SeenTokens, np.void, int], int] = staticmethod(sampled)
@@ -322,6 +326,8 @@ class FakeExecutor:
             dp_size=self.dp_size,
             max_loras=self.max_loras,
             num_speculative_tokens=self.num_speculative_tokens,
+            state_bytes=self.state_bytes,
+            state_checkpoint_interval=self.state_checkpoint_blocks * block_size,
             cascade=None
             if self.num_sink_tokens or self.dp_size > 1
             else dataclasses.replace(_ANY_SHARING_PAYS, granule_tokens=block_size, tile_queries=max_num_batched_tokens),
@@ -334,6 +340,8 @@ class FakeExecutor:
         self._factors = np.cumprod(np.full(max_model_len, _DIGEST_FACTOR, np.int64))
         self.last_tokens = np.zeros(max_num_seqs, np.int64)
         self.have_ended = np.zeros(max_num_seqs, np.bool_)
+        # For each slot the digest of all tokens that the state has seen.
+        self._states: NDArray[np.int64] = np.full(self._geometry.num_state_slots + 1, _UNWRITTEN, np.int64)
         self._weights: NDArray[np.int64] = np.zeros(self.max_loras + 1, np.int64)  # of the adapter in each slot
         self._counted = CountedTokens()
         self.draft = FakeDraft(self._geometry, _UNWRITTEN)
@@ -391,6 +399,8 @@ class FakeExecutor:
         self._aux = [self._seen_at(inputs, int(place)) for place in inputs.aux_tokens_q]
         last_t = inputs.query_starts_s1[1 : inputs.num_rows + 1] - 1
         has_ended = inputs.is_prev_sampled_t[last_t] & self.have_ended[inputs.prev_sampled_rows_t[last_t]]
+        if self.state_bytes:
+            self._write_states(inputs, has_ended)
         return [self._seen(inputs, row, is_checked=not has_ended[row]) for row in range(inputs.num_rows)]
 
     def _check_ranks(self, inputs: StepInputs) -> None:
@@ -525,6 +535,27 @@ class FakeExecutor:
                 before = self._pool[slots[0], 1] if not group or self._geometry.windows[0] else before
                 slots = slots[1:]
             self._pool[slots, 1] = _digests(self._pool[slots, 0], self._factors[start:], weight) + before
+
+    def _write_states(self, inputs: StepInputs, has_ended_s: NDArray[np.bool_]) -> None:
+        """Read the state of each row, and write the one after its tokens; all are read before one is written.
+
+        Raises:
+            InternalError: a state is not that of the tokens before the step, and the row has not ended.
+        """
+        written = {}
+        for row in range(inputs.num_rows):
+            begin, end = inputs.query_starts_s1[row], inputs.query_starts_s1[row + 1]
+            if begin == end:
+                continue
+            start, slot = int(inputs.positions_t[begin]), int(inputs.state_slots_s[row])
+            slots = self._get_slots(inputs, row, 0, max(0, start - 1))
+            if start and not has_ended_s[row] and self._states[inputs.state_sources_s[row]] != self._pool[slots[0], 1]:
+                raise InternalError(f"state slot {inputs.state_sources_s[row]} is not that of {start} tokens")
+            if slot in written or not slot:
+                raise InternalError(f"state slot {slot} is written by row {row} as well")
+            written[slot] = self._pool[slots[-1], 1]
+        for slot, digest in written.items():
+            self._states[slot] = digest
 
     def _get_slots(
         self, inputs: StepInputs, row: int, group: int, begin: int, places: NDArray[np.int64] | None = None

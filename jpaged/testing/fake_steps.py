@@ -65,6 +65,7 @@ def step_at(
         rope_lens_t=np.maximum(step.rope_lens_t, positions_t + 1),
         slots_gt=slots_gt,
         kv_lens_s=kv_lens_s,
+        state_sources_s=step.state_slots_s,
     )
     return later, dataclasses.replace(sampling, rows_r=rows_r)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, quick_programs: None
 ) -> Iterator[Served]:
     case, folder = tiny_case(request.param), tmp_path_factory.mktemp("recurrent")
-    executor = make_executor(case, folder, max_model_len=128)
+    executor = make_executor(case, folder, max_model_len=128, state_checkpoint_interval=8)
     model = Model(from_hf(case.config), np.dtype(np.float32))
     yield Served(executor, model, load_params(model, write_checkpoint(case, folder), "loop"))
     executor.shutdown()
@@ -89,12 +90,25 @@ def test_requests_alone_equal_passes_without_a_cache(served: Served) -> None:
     num_blocks=st.integers(12, 40),
     num_tokens=st.sampled_from([8, 11, 32]),
     overlap=st.booleans(),
+    is_cached=st.booleans(),
 )
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_fork_preemption_cut_or_abort_changes_a_token(
-    served: Served, work: list[tuple[str, int, int, bool]], num_blocks: int, num_tokens: int, overlap: bool
+    served: Served,
+    work: list[tuple[str, int, int, bool]],
+    num_blocks: int,
+    num_tokens: int,
+    overlap: bool,
+    is_cached: bool,
 ) -> None:
-    rig = Rig(served.executor, num_blocks=num_blocks, max_num_batched_tokens=num_tokens, overlap=overlap)
+    mode = "swap" if is_cached else "recompute"
+    options: dict[str, Any] = {
+        "overlap": overlap,
+        "enable_prefix_caching": is_cached,
+        "preemption_mode": mode,
+        "num_host_blocks": 30,
+    }
+    rig = Rig(served.executor, num_blocks=num_blocks, max_num_batched_tokens=num_tokens, **options)
     answers = []
     for index, (kind, prompt, num_steps, aborts) in enumerate(work):
         answers.append((kind, prompt, aborts, rig.submit(PROMPTS[prompt], KINDS[kind])))
@@ -110,13 +124,33 @@ def test_no_fork_preemption_cut_or_abort_changes_a_token(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("overlap", [False, True])
+def test_each_turn_of_a_chat_hits_the_one_before(served: Served, overlap: bool) -> None:
+    """And so do samples, and other questions after its first prompt: every token is the one without a cache."""
+    plain, chat, asked = Rig(served.executor), list(PROMPTS[6]), list[tuple[str, list[int], list[list[int]]]]()
+    for turn in range(4):
+        for kind in ("three", "greedy"):
+            asked.append((kind, list(chat), plain.answer(chat, KINDS[kind]).sequences))
+        chat += [*asked[-1][2][0], turn + 1, turn + 2]
+    other = [*PROMPTS[6], 5, 6, 7]
+    asked.append(("seeded", other, plain.answer(other, KINDS["seeded"]).sequences))
+    # The rigs share slots of one executor, so that one must have answered everything before the other begins.
+    cached, num_cached = Rig(served.executor, overlap=overlap, enable_prefix_caching=True), []
+    for kind, prompt, sequences in asked:
+        answer = cached.answer(prompt, KINDS[kind])
+        assert answer.sequences == sequences
+        num_cached.append(answer.num_cached_tokens)
+    assert num_cached == [0, 16, 32, 32, 48, 48, 64, 64, 24]
+
+
+@pytest.mark.long
 def test_memory_for_less_than_all_preempts(served: Served) -> None:
-    """What the random workloads rely on: groups of several sequences are preempted, and recomputed."""
+    """What the random workloads rely on: groups of several sequences are preempted, and swapped."""
     rig = Rig(served.executor, num_blocks=14, overlap=True, preemption_mode="swap", num_host_blocks=30)
     answers = [rig.submit(PROMPTS[7], KINDS[kind]) for kind in ("three", "greedy", "beams")]
     load = rig.run()
     assert load.num_preemptions > 0
-    assert load.num_blocks_swapped_out == 0
+    assert load.num_blocks_swapped_out > 0
     assert [answer.sequences for answer in answers] == [served.alone(k, 7) for k in ("three", "greedy", "beams")]
 
 
@@ -130,7 +164,7 @@ def test_a_model_with_state_is_served_with_what_it_supports(tmp_path: Path) -> N
         serving = llm._serving
         state_bytes = count_state_bytes(from_hf(case.config).layer_kinds, np.dtype(np.float32))
         assert serving.model.state_bytes_per_sequence == state_bytes
-        assert (serving.config.cache.enable_prefix_caching, serving.config.cache.swap_space) == (False, 0.0)
+        assert (serving.config.cache.enable_prefix_caching, serving.config.cache.swap_space) == (True, 0.01)
         prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in (golden["prompt"], *PROMPTS)]
         params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
         outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]

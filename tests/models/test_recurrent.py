@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.device.compilation.lowering import check_recurrent
+from jpaged.device.compilation.lowering import check_recurrent, state_checkpoint_interval
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.decoder.config import DeltaShape, MambaShape
@@ -287,13 +287,21 @@ def test_the_width_of_the_feed_forward_follows_its_settings() -> None:
 )
 def test_options_that_recurrent_state_does_not_support_are_refused_by_name(options: dict[str, Any], name: str) -> None:
     with pytest.raises(InvalidArgument, match="Lfm2ForCausalLM has recurrent state") as error:
-        EngineConfig.load(options).for_recurrent("Lfm2ForCausalLM")
+        EngineConfig.load(options).check_recurrent("Lfm2ForCausalLM")
     assert error.value.field == name
 
 
 def test_prefixes_are_not_cached_and_blocks_not_swapped() -> None:
-    options = EngineConfig.load({}).for_recurrent("Lfm2ForCausalLM")
-    assert (options.cache.enable_prefix_caching, options.cache.swap_space) == (False, 0.0)
+    """If the prefix cache is off: else there is a slot for the keys and values that take as much memory."""
+
+    def interval(state_bytes: int, **options: Any) -> int:
+        return state_checkpoint_interval(EngineConfig.load(options).cache, state_bytes, 1000, 16)
+
+    assert interval(100_000, enable_prefix_caching=False) == 0
+    assert interval(100_001) == 16 * 101
+    assert interval(900) == 128
+    assert interval(900, state_checkpoint_interval=20) == 32
+    assert interval(0) == 0
 
 
 @pytest.mark.parametrize("fields", [QWEN3_NEXT_80B, GRANITE_4_H_350M])

@@ -10,6 +10,7 @@ STREAMING = ("kv_cache/test_streaming.py",)
 ROOM = ("scheduler/test_scheduler.py", "kv_cache/test_paged.py")
 RESERVED = ("kv_cache/test_contiguous.py",)
 RANKS = ("test_dp_attention.py",)
+STATES = ("kv_cache/test_state_checkpoints.py", "kv_cache/test_state_slots.py")
 
 MEMORY_FAULTS = (
     Fault(
@@ -422,5 +423,82 @@ MEMORY_FAULTS = (
         "BuddyAllocator(self.num_blocks).num_holes(self._num_group_blocks(group)) >= group.num_rows",
         "BuddyAllocator(self.num_blocks).num_holes(self._num_group_blocks(group)) >= 1",
         RESERVED,
+    ),
+    Fault(
+        "a fork does not count its reference to the recurrent state",
+        "kv_cache/blocks.py",
+        "            self._ref_counts[parent.state_slot] += 1\n            child.hold",
+        "            child.hold",
+        STATES,
+    ),
+    Fault(
+        "a sequence writes the recurrent state of a checkpoint",
+        "kv_cache/blocks.py",
+        "            self._ref_counts[kv.state_slot] += 1\n            self._pending[kv]",
+        "            self._pending[kv]",
+        STATES,
+    ),
+    Fault(
+        "a hit does not hold the recurrent state that it reads",
+        "kv_cache/blocks.py",
+        "        self._ref_counts[slot] += 1\n        kv.hold_state(slot, slot)",
+        "        kv.hold_state(slot, slot)",
+        STATES,
+    ),
+    Fault(
+        "a hit ends at a block without a recurrent state",
+        "kv_cache/prefix_cache.py",
+        "keys[num_blocks - 1] not in states:",
+        "keys[0] not in states:",
+        STATES,
+    ),
+    Fault(
+        "a hit reads the recurrent state of the block before",
+        "kv_cache/prefix_cache.py",
+        "_keys(self._block_size, leader, num_blocks)[num_blocks - 1])",
+        "_keys(self._block_size, leader, num_blocks)[max(0, num_blocks - 2)])",
+        STATES,
+    ),
+    Fault(
+        "a decoding row reads its new slot in the step after a checkpoint",
+        "scheduler/decode_batch.py",
+        "            state_sources_s=self._state_sources_s[:num_rows].copy(),",
+        "            state_sources_s=self._state_slots_s[:num_rows].copy(),",
+        STATES,
+    ),
+    Fault(
+        "a decoding row reads the slot before its checkpoint in every step",
+        "scheduler/decode_batch.py",
+        "        self._state_sources_s[:num_rows] = self._state_slots_s[:num_rows]\n",
+        "",
+        STATES,
+    ),
+    Fault(
+        "a prompt is computed past its last full block in one chunk",
+        "kv_cache/prefix_cache.py",
+        "(*sequence.kv.stops, (last - 1) // self._block_size)]",
+        "sequence.kv.stops]",
+        STATES,
+    ),
+    Fault(
+        "the recurrent state of an evicted block stays",
+        "kv_cache/prefix_cache.py",
+        "if self.states is not None and key not in self._host:",
+        "if self.states is not None and key in self._host:",
+        STATES,
+    ),
+    Fault(
+        "a pinned prefix loses its recurrent state",
+        "kv_cache/blocks.py",
+        "next((key for key in self._checkpoints if not self._pins[key]), None)",
+        "next(iter(self._checkpoints), None)",
+        STATES,
+    ),
+    Fault(
+        "swapped sequences take slots that running ones need",
+        "kv_cache/blocks.py",
+        "return self._num_spare - self.num_pinned - len(self._swapped) >= num_sequences",
+        "return True",
+        STATES,
     ),
 )

@@ -49,6 +49,8 @@ NAMES = {
     "jpaged:pool_limit_blocks",
     "jpaged:blocks_cached",
     "jpaged:blocks_referenced",
+    "jpaged:state_checkpoints",
+    "jpaged:state_slots",
     "jpaged:slot_use_ratio",
     "jpaged:replica_requests_running",
     "jpaged:replica_requests_waiting",

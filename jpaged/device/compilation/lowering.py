@@ -145,7 +145,7 @@ def _sized_step(
         vocab_size=vocab_size,
         bytes_per_block=layout.bytes_per_block,
         buckets=_buckets(sizes, max_num_steps, mesh, dp_size),
-        num_host_blocks=_num_host_blocks(options, layout, config),
+        num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
         cascade=cascade if options.cache.enable_cascade_attention and dp_size == in_stages == 1 else None,
         max_num_steps=max_num_steps,
         has_fed_steps=max_num_steps > 1 and _can_be_fed(sampler, config),
@@ -154,7 +154,10 @@ def _sized_step(
         max_loras=options.lora.max_loras if options.lora.enable_lora else 0,
         dp_size=dp_size,
         num_aux=min(sizes.max_num_batched_tokens, _NUM_TOLD.get(first_device(mesh).platform, _NUM_TOLD_ELSEWHERE)),
-        state_bytes=count_state_bytes(config.layer_kinds, model.dtype),
+        state_bytes=(state_bytes := count_state_bytes(config.layer_kinds, model.dtype)),
+        state_checkpoint_interval=state_checkpoint_interval(
+            options.cache, state_bytes, len(groups.windows) * layout.bytes_per_block, layout.block_size
+        ),
     )
     step = Step(
         model,
@@ -199,6 +202,24 @@ def _kv_groups(kinds: tuple[LayerKind, ...], sizes: StepSizes, layer_mode: Layer
     return group_kinds(of_stage, sizes.max_model_len, stacks)
 
 
+_LEAST_CHECKPOINT_TOKENS = 128
+
+
+def state_checkpoint_interval(cache: CacheOptions, state_bytes: int, kv_bytes: int, block_size: int) -> int:
+    """Return the tokens of the pool for each checkpoint of recurrent state; 0 without checkpoints.
+
+    By default a checkpoint takes at most the bytes of the keys and values of these tokens.
+
+    Args:
+        kv_bytes: keys and values of `block_size` tokens, all layers.
+    """
+    if not state_bytes or not cache.enable_prefix_caching:
+        return 0
+    given = cache.state_checkpoint_interval
+    chosen = max(_LEAST_CHECKPOINT_TOKENS, block_size * -(-state_bytes // kv_bytes)) if given is None else given
+    return -(-chosen // block_size) * block_size
+
+
 def check_recurrent(config: ModelConfig, options: EngineConfig, mesh: Mesh) -> None:
     """Check that the options suit a model with recurrent layers.
 
@@ -206,7 +227,12 @@ def check_recurrent(config: ModelConfig, options: EngineConfig, mesh: Mesh) -> N
         InvalidArgument: names the option that does not.
         Unsupported: the devices do not run its layers.
     """
+    interval = options.cache.state_checkpoint_interval
     if not config.num_recurrent_layers:
+        if interval is not None:
+            raise InvalidArgument(
+                "state_checkpoint_interval", f"is {interval}, but {config.architecture} has no recurrent state"
+            )
         return
     options.check_recurrent(config.architecture)
     if _is_of_several_processes(mesh):
@@ -257,13 +283,6 @@ def _can_be_fed(sampler: SamplingKernel | None, config: ModelConfig) -> bool:
     """
     is_fed = isinstance(sampler, FedSamplingKernel) and bool(jax.config.values["jax_cpu_enable_async_dispatch"])
     return is_fed and not config.num_recurrent_layers
-
-
-def _num_host_blocks(options: EngineConfig, layout: KVLayout, config: ModelConfig) -> int:
-    """Return the blocks in host memory; none with recurrent state, which is not swapped."""
-    if config.num_recurrent_layers:
-        return 0
-    return num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size)
 
 
 def max_steps_of_dispatch(options: EngineConfig, mesh: Mesh) -> int:
@@ -334,7 +353,7 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
     head = {name: tree for name, tree in params.items() if name != "layers"}
     pool: Any = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
     of_served: Any = of_pool
-    states, load = step.abstract_states(geometry.max_num_seqs), step.abstract_expert_load()
+    states, load = step.abstract_states(geometry.num_state_slots), step.abstract_expert_load()
     experts = list(expert_arrays(params, step).values())
     if states or load is not None:
         pool = StatefulPool(pool, states, load)
@@ -514,7 +533,6 @@ class ServerPrograms:
 
     def pool_request(self, cache: CacheOptions) -> PoolRequest:
         """Return the facts that decide how many blocks the pool has."""
-        states = [*self.step.abstract_states(self.geometry.max_num_seqs), self.step.abstract_expert_load()]
         return PoolRequest(
             bytes_per_block=pool_bytes_per_block(self.step),
             blocks_per_seq=self.geometry.num_blocks_of_longest,
@@ -523,11 +541,17 @@ class ServerPrograms:
             memory_utilization=cache.memory_utilization
             or platform_default("memory_utilization", first_device(self.step.mesh).platform),
             weight_bytes=self.weight_bytes,
-            state_bytes=local_bytes({"states": states}),
+            state_bytes=self._state_bytes(self.geometry.max_num_seqs),
+            checkpoint_bytes=self._state_bytes(1) - self._state_bytes(0),
+            blocks_per_checkpoint=self.geometry.blocks_per_checkpoint,
             num_blocks=blocks_of_rank(cache.num_blocks, self.geometry.dp_size),
             pool_bytes=None if cache.num_blocks is not None else cache.kv_cache_memory_bytes,
             has_default_share=cache.memory_utilization is None,
         )
+
+    def _state_bytes(self, num_slots: int) -> int:
+        """Return the bytes of recurrent state on one device, with the slot for padding, and of expert counts."""
+        return local_bytes({"states": [*self.step.abstract_states(num_slots), self.step.abstract_expert_load()]})
 
     def memory(self, compiled: Mapping[ProgramSpec, CompiledProgram]) -> ProgramMemory:
         """Return the memory of all programs on one device; `compiled` has at least the decisive ones."""

@@ -137,7 +137,9 @@ class PoolRequest:
         max_model_len: maximum tokens of a sequence.
         memory_utilization: share of the memory that weights, programs and the pool may take.
         weight_bytes: of the parameters of one device.
-        state_bytes: of the recurrent state of one device, all slots; 0 without recurrent layers.
+        state_bytes: of the recurrent state of running sequences on one device; 0 without recurrent layers.
+        checkpoint_bytes: of one more slot, which holds a checkpoint of recurrent state.
+        blocks_per_checkpoint: blocks of the pool for each checkpoint; 0 without checkpoints.
         has_default_share: memory_utilization is the platform's default, not the user's.
         num_blocks: the user's choice; None if memory decides.
         pool_bytes: the user's choice of the pool's bytes on one device instead; it determines num_blocks.
@@ -156,6 +158,8 @@ class PoolRequest:
     pool_bytes: int | None = None
     has_default_share: bool = False
     state_bytes: int = 0
+    checkpoint_bytes: int = 0
+    blocks_per_checkpoint: int = 0
 
     def __post_init__(self) -> None:
         if self.pool_bytes is None:
@@ -173,13 +177,25 @@ class PoolRequest:
         """Bytes of one device that do not depend on the pool: weights and recurrent state."""
         return self.weight_bytes + self.state_bytes
 
+    def num_checkpoints(self, num_blocks: int) -> int:
+        """Return the checkpoints of recurrent state that a pool of this many blocks has."""
+        return num_blocks // self.blocks_per_checkpoint if self.blocks_per_checkpoint else 0
+
+    def blocks_within(self, num_bytes: int) -> int:
+        """Return the blocks that fit into num_bytes, with the null block and checkpoints; negative if none does."""
+        room = num_bytes - self.bytes_per_block
+        if room < 0 or not self.blocks_per_checkpoint:
+            return room // self.bytes_per_block
+        count, rest = divmod(room, self.blocks_per_checkpoint * self.bytes_per_block + self.checkpoint_bytes)
+        return count * self.blocks_per_checkpoint + min(self.blocks_per_checkpoint - 1, rest // self.bytes_per_block)
+
     def most_blocks(self, memory: DeviceMemory) -> int:
         """Return the blocks of max_num_seqs sequences of maximum length, within the default limit of host memory."""
         most = self.max_num_seqs * self.blocks_per_seq
         if memory.is_own or not self.has_default_share or memory.total_bytes is None:
             return most
         free = max(0, memory.total_bytes - self.fixed_bytes)
-        limit = _rounded_down(min(_MAX_HOST_BYTES, free // _HOST_PART)) // self.bytes_per_block - 1
+        limit = self.blocks_within(_rounded_down(min(_MAX_HOST_BYTES, free // _HOST_PART)))
         return max(self.blocks_per_seq, min(most, limit))
 
     def probe_blocks(self, memory: DeviceMemory) -> int:
@@ -215,6 +231,16 @@ class MemoryPlan:
         return (self.num_blocks + 1) * self.request.bytes_per_block
 
     @property
+    def num_checkpoints(self) -> int:
+        """Slots for checkpoints of recurrent state."""
+        return self.request.num_checkpoints(self.num_blocks)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of all checkpoints of recurrent state."""
+        return self.num_checkpoints * self.request.checkpoint_bytes
+
+    @property
     def program_bytes(self) -> int:
         """Bytes of the total that programs take; 0 as long as their memory is unknown."""
         programs = self.programs or ProgramMemory()
@@ -223,7 +249,7 @@ class MemoryPlan:
     @property
     def used_bytes(self) -> int:
         """All planned bytes of the total; excludes programs as long as their memory is unknown."""
-        return self.request.fixed_bytes + self.pool_bytes + self.program_bytes
+        return self.request.fixed_bytes + self.pool_bytes + self.checkpoint_bytes + self.program_bytes
 
     @property
     def usable_bytes(self) -> int | None:
@@ -242,8 +268,9 @@ class MemoryPlan:
     @property
     def most_blocks(self) -> int | None:
         """Largest pool that would fit; negative if not even the rest fits."""
-        free = self.free_bytes
-        return None if free is None else self.num_blocks + free // self.request.bytes_per_block
+        if self.free_bytes is None:
+            return None
+        return self.request.blocks_within(self.free_bytes + self.pool_bytes + self.checkpoint_bytes)
 
     def rows(self) -> list[tuple[str, int]]:
         """Return rows (what, bytes), which add up to `total_bytes` if it is known."""
@@ -252,6 +279,7 @@ class MemoryPlan:
             ("weights", request.weight_bytes),
             (f"pool of {self.num_blocks} blocks of {request.bytes_per_block} bytes", self.pool_bytes),
             *([("recurrent state", request.state_bytes)] if request.state_bytes else []),
+            *([(f"{self.num_checkpoints} checkpoints of it", self.checkpoint_bytes)] if self.num_checkpoints else []),
             ("temporaries of programs", programs.temp_bytes),
             ("inputs, outputs and blocks in flight", programs.kept_bytes),
             *([("code of programs", programs.loaded_bytes)] if self.outside_bytes is None else []),
@@ -330,7 +358,7 @@ def plan_memory(request: PoolRequest, memory: DeviceMemory, programs: Callable[[
     wanted = most if request.num_blocks is None else request.num_blocks
     before = MemoryPlan(request, memory.total_bytes, wanted, what=memory.what, outside_bytes=memory.outside_bytes)
     free = int(memory.total_bytes * request.memory_utilization) - request.fixed_bytes
-    if not memory.is_own and before.pool_bytes < free * 3 // 4:
+    if not memory.is_own and before.pool_bytes + before.checkpoint_bytes < free * 3 // 4:
         return before
     if free <= 0:
         raise too_large(before)  # regardless of programs: compilation is not needed to know
@@ -352,6 +380,8 @@ def too_large(plan: MemoryPlan) -> InvalidArgument:
     most, total = max(0, plan.most_blocks or 0), plan.total_bytes or 0
     what = f" ({plan.what})" if plan.what else ""
     state = f", {request.state_bytes / _GIB:.2f} GiB for recurrent state" if request.state_bytes else ""
+    share = f", with {request.checkpoint_bytes} bytes of state for each {request.blocks_per_checkpoint}"
+    shared = share if request.blocks_per_checkpoint else ""
     if plan.usable_bytes is not None and request.weight_bytes >= plan.usable_bytes:
         return InvalidArgument(
             "tensor_parallel_size",
@@ -362,7 +392,7 @@ def too_large(plan: MemoryPlan) -> InvalidArgument:
     spent = (
         f"{request.memory_utilization:g} of {total / _GIB:.2f} GiB{what}, minus {request.weight_bytes / _GIB:.2f} GiB "
         f"for weights{state} and {plan.program_bytes / _GIB:.2f} GiB for programs, leaves {most} blocks of "
-        f"{request.bytes_per_block} bytes"
+        f"{request.bytes_per_block} bytes{shared}"
     )
     if request.pool_bytes is not None and most >= 1:
         fitting = (most + 1) * request.bytes_per_block

@@ -268,7 +268,9 @@ class Geometry:
         num_speculative_tokens: tokens that a draft model on the device proposes to a row in a round; 0 without one.
         dp_size: devices that each hold all blocks of some sequences (data-parallel attention); 1 if there is one pool
             for all. Rank r has the blocks r * N / dp_size + 1 to (r + 1) * N / dp_size.
-        state_bytes: recurrent state of a sequence, which has one of max_num_seqs slots, from 1 on; 0 without any.
+        state_bytes: recurrent state of a sequence, which has one of num_state_slots slots, from 1 on; 0 without any.
+        state_checkpoint_interval: tokens of the pool for each slot that holds a checkpoint of recurrent state, a
+            multiple of block_size; 0 without checkpoints.
     """
 
     num_blocks: int
@@ -289,6 +291,22 @@ class Geometry:
     num_speculative_tokens: int = 0
     dp_size: int = 1
     state_bytes: int = 0
+    state_checkpoint_interval: int = 0
+
+    @property
+    def num_state_checkpoints(self) -> int:
+        """Slots of recurrent state beyond those of running sequences."""
+        return self.num_blocks // self.blocks_per_checkpoint if self.blocks_per_checkpoint else 0
+
+    @property
+    def blocks_per_checkpoint(self) -> int:
+        """Blocks of the pool for each checkpoint, in all KV groups; 0 without checkpoints."""
+        return len(self.windows) * (self.state_checkpoint_interval // self.block_size)
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots of recurrent state: of running sequences, and of checkpoints."""
+        return self.max_num_seqs + self.num_state_checkpoints
 
     @property
     def max_num_seqs_of_rank(self) -> int:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -177,11 +178,13 @@ class SequenceBlocks:
         rank: the part of the pool that its blocks are in (data-parallel attention); 0 if there is one.
         state_slot: slot of the recurrent state after the last scheduled step; 0 is none.
         state_source: slot that this step reads; another one if the state was shared.
+        stops: numbers of leading blocks after which a prefill chunk ends, because other prompts continue differently.
+        replaced_key: hash of the checkpoint that the next one of this sequence replaces; None if there is none.
     """
 
     __slots__ = (
         *("_keys", "host_tables", "ids_gm", "num_registered_blocks", "owner", "rank", "root", "tables"),
-        *("state_slot", "state_source"),
+        *("replaced_key", "state_slot", "state_source", "stops"),
     )
 
     def __init__(
@@ -195,6 +198,8 @@ class SequenceBlocks:
         self.num_registered_blocks = 0
         self.rank = 0
         self.state_slot = self.state_source = 0
+        self.stops: frozenset[int] = frozenset()
+        self.replaced_key: BlockHash | None = None
         self._keys: list[BlockHash] = []
 
     def new_like(self) -> SequenceBlocks:
@@ -254,6 +259,26 @@ class SequenceBlocks:
         """Set the slots that the next step reads and writes; 0 is none."""
         self.state_source, self.state_slot = source, slot
 
+    def stop_after(self, num_blocks: int) -> None:
+        """Let a prefill chunk end after the first num_blocks blocks."""
+        self.stops |= {num_blocks}
+
+    def replace_checkpoint(self, key: BlockHash | None) -> None:
+        """Set the checkpoint that the next one replaces."""
+        self.replaced_key = key
+
+
+class StateCheckpoint(NamedTuple):
+    """State of a sequence at a block boundary.
+
+    Attributes:
+        is_lasting: the next checkpoint of the sequence does not replace it.
+    """
+
+    num_blocks: int
+    slot: int
+    is_lasting: bool
+
 
 class StateSlots:
     """Allocator of slots for recurrent state, numbered from 1; the only writer of their reference counts.
@@ -261,16 +286,49 @@ class StateSlots:
     A sequence holds one slot, from its first step until it is released. A fork shares the parent's slot. The first
     of them that runs gets a new slot, for which its step reads the shared one; the last one writes in place. So there
     are never more slots in use than sequences.
+
+    The other slots hold checkpoints: states at block boundaries, by the hash of the block before. A checkpoint costs no
+    copy, because it takes over the sequence's slot: the next step reads that one and writes another.
+
+        slot      4   5
+        step 7    w           the state after 32 tokens, which becomes a checkpoint
+        step 8    r   w
+        hit       r       w   another sequence begins after these tokens
+
+    Checkpoints are evicted, least recently used first, if a sequence needs a slot. A sequence that is swapped out keeps
+    its slot, which then counts as one of those for checkpoints.
+
+    Args:
+        num_spare: slots beyond those of running sequences: for checkpoints, some of them pinned, and swapped sequences.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, num_spare: int = 0) -> None:
         self._free = list(range(num_slots, 0, -1))
         self._ref_counts = [0] * (num_slots + 1)
+        self._checkpoints: dict[BlockHash, int] = {}  # least recently used first
+        # Those of which not all tokens are known yet.
+        self._pending: dict[SequenceBlocks, StateCheckpoint] = {}
+        self._pins: Counter[BlockHash] = Counter()
+        self._swapped: set[SequenceBlocks] = set()
+        self._num_spare = num_spare
 
     @property
     def num_free(self) -> int:
         """Number of free slots."""
         return len(self._free)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots, free or not."""
+        return len(self._ref_counts) - 1
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Number of checkpoints that a prompt may hit."""
+        return len(self._checkpoints)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._checkpoints
 
     def prepare(self, kv: SequenceBlocks) -> None:
         """Make the slot that a sequence's next step writes exclusive to it.
@@ -279,11 +337,12 @@ class StateSlots:
             InternalError: every slot is in use.
         """
         source = kv.state_slot
+        while not (source and self._ref_counts[source] == 1) and not self._free:
+            if not self._evict():
+                raise InternalError(f"all {self.num_slots} slots for recurrent state are in use")
         if source and self._ref_counts[source] == 1:
             kv.hold_state(source, source)
             return
-        if not self._free:
-            raise InternalError(f"all {len(self._ref_counts) - 1} slots for recurrent state are in use")
         slot = self._free.pop()
         self._ref_counts[slot] = 1
         if source:
@@ -297,21 +356,130 @@ class StateSlots:
             child.hold_state(parent.state_slot, parent.state_slot)
 
     def release(self, kv: SequenceBlocks) -> None:
-        """Release the slot of a sequence, if it holds one."""
-        slot = kv.state_slot
-        if not slot:
+        """Release the slot of a sequence, if it holds one, and drop its pending checkpoint."""
+        self._drop_pending(kv)
+        self._swapped.discard(kv)
+        kv.replace_checkpoint(None)
+        if kv.state_slot:
+            self._drop(kv.state_slot)
+            kv.hold_state(0, 0)
+
+    # --- swapped sequences ------------------------------------------------------------------------------------------
+
+    def can_swap_out(self, num_sequences: int) -> bool:
+        """Return True if this many sequences can keep their slots while others run."""
+        return self._num_spare - self.num_pinned - len(self._swapped) >= num_sequences
+
+    def swap_out(self, kv: SequenceBlocks) -> None:
+        """Keep the slot of a sequence that no longer runs."""
+        self._drop_pending(kv)
+        self._swapped.add(kv)
+
+    def swap_in(self, kv: SequenceBlocks) -> None:
+        """Count the slot of a sequence among those of running ones again."""
+        self._swapped.discard(kv)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def checkpoint(self, kv: SequenceBlocks, num_blocks: int, keys: Sequence[BlockHash], *, is_lasting: bool) -> None:
+        """Store the state of a sequence, which is the one after its first num_blocks blocks.
+
+        Args:
+            keys: hashes of the blocks that the prefix cache has; if these are fewer, `commit` completes it.
+        """
+        self._drop_pending(kv)
+        if kv.state_slot:
+            self._ref_counts[kv.state_slot] += 1
+            self._pending[kv] = StateCheckpoint(num_blocks, kv.state_slot, is_lasting)
+            self.commit(kv, keys)
+
+    def commit(self, kv: SequenceBlocks, keys: Sequence[BlockHash]) -> None:
+        """Let prompts hit the pending checkpoint of a sequence, if its block is among `keys`, the cached ones."""
+        pending = self._pending.get(kv)
+        if pending is None or pending.num_blocks > len(keys):
             return
+        del self._pending[kv]
+        key, replaced = keys[pending.num_blocks - 1], kv.replaced_key
+        is_new = key not in self._checkpoints
+        if is_new:
+            self._checkpoints[key] = pending.slot
+        else:
+            self._drop(pending.slot)
+            self._touch(key)
+        if replaced is not None and replaced != key and not self._pins[replaced]:
+            self.remove(replaced)
+        kv.replace_checkpoint(key if is_new and not pending.is_lasting else None)
+
+    def restore(self, kv: SequenceBlocks, key: BlockHash) -> None:
+        """Let a sequence that holds no slot continue from a checkpoint."""
+        slot = self._touch(key)
+        self._ref_counts[slot] += 1
+        kv.hold_state(slot, slot)
+
+    def remove(self, key: BlockHash) -> None:
+        """Remove the checkpoint of a block that is no longer cached, if there is one."""
+        slot = self._checkpoints.pop(key, 0)
+        if slot:
+            self._drop(slot)
+
+    def reset(self) -> None:
+        """Remove all checkpoints that are not pinned."""
+        for key in [key for key in self._checkpoints if not self._pins[key]]:
+            self.remove(key)
+
+    def pin(self, key: BlockHash) -> bool:
+        """Exclude a checkpoint from eviction; return False if there is none, or too many are pinned."""
+        if key not in self._checkpoints or not (self._pins[key] or self.can_swap_out(1)):
+            return False
+        self._pins[key] += 1
+        return True
+
+    def unpin(self, key: BlockHash) -> None:
+        """Undo one call of `pin`."""
+        self._pins[key] -= 1
+
+    @property
+    def num_pinned(self) -> int:
+        """Number of pinned checkpoints."""
+        return sum(count > 0 for count in self._pins.values())
+
+    def _touch(self, key: BlockHash) -> int:
+        """Make a checkpoint the most recently used one; return its slot."""
+        slot = self._checkpoints[key] = self._checkpoints.pop(key)
+        return slot
+
+    def _evict(self) -> bool:
+        """Remove the least recently used checkpoint, or a pending one; return False if there is none."""
+        key = next((key for key in self._checkpoints if not self._pins[key]), None)
+        if key is not None:
+            self.remove(key)
+        elif self._pending:
+            self._drop_pending(next(iter(self._pending)))
+        else:
+            return False
+        return True
+
+    def _drop_pending(self, kv: SequenceBlocks) -> None:
+        pending = self._pending.pop(kv, None)
+        if pending is not None:
+            self._drop(pending.slot)
+
+    def _drop(self, slot: int) -> None:
+        """Drop a reference to a slot."""
         self._ref_counts[slot] -= 1
         if not self._ref_counts[slot]:
             self._free.append(slot)
-        kv.hold_state(0, 0)
 
     def check(self, handles: Iterable[SequenceBlocks]) -> None:
         """Raise InternalError if a reference count differs from the number of holders."""
         held = Counter(kv.state_slot for kv in handles if kv.state_slot)
+        stored = Counter([*self._checkpoints.values(), *(pending.slot for pending in self._pending.values())])
         for slot, count in enumerate(self._ref_counts[1:], 1):
-            if count != held[slot] or (count == 0) != (slot in self._free):
-                raise InternalError(f"state slot {slot} has {count} references, but {held[slot]} sequences hold it")
+            if count != held[slot] + stored[slot] or (count == 0) != (slot in self._free):
+                raise InternalError(
+                    f"state slot {slot} has {count} references, but {held[slot]} sequences and {stored[slot]} "
+                    "checkpoints hold it"
+                )
 
 
 class BlockPool:

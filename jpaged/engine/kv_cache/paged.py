@@ -144,12 +144,15 @@ class PagedKVCacheManager:
         self.block_size = geometry.block_size
         self._geometry = geometry
         self._reaches = geometry.reaches
-        # Recurrent state is only in its slots: no prefix is cached, and a preempted group is recomputed.
-        self._states = StateSlots(geometry.max_num_seqs) if geometry.state_bytes else None
-        caches_prefixes = caches_prefixes and self._states is None
+        self._states = None
+        if geometry.state_bytes:
+            self._states = StateSlots(geometry.num_state_slots, geometry.num_state_checkpoints)
+            caches_prefixes = caches_prefixes and geometry.state_checkpoint_interval > 0
         self._ops = BlockCopyPlan()
         self.counts = self._ops.counts
-        num_host_blocks = 0 if self._states is not None else geometry.num_host_blocks
+        num_host_blocks = geometry.num_host_blocks
+        if self._states is not None and not geometry.num_state_checkpoints:
+            num_host_blocks = 0  # swapped sequences find no slots, and no prefix is cached
         self._eviction = eviction
         in_host = None if eviction is None or not caches_prefixes else eviction.free_list(num_host_blocks, self._load_s)
         changes = KVEventRecorder()
@@ -168,6 +171,7 @@ class PagedKVCacheManager:
                 ranked=None if eviction is None else eviction.free_list(self.num_blocks, self._from_below_s),
                 changes=changes,
                 connectors=self.connectors,
+                states=self._states,
             )
             self.held = PinnedForRead(self.prefixes)
             if num_host_blocks:
@@ -183,7 +187,9 @@ class PagedKVCacheManager:
         if any(reach.num_seen is not None for reach in self._reaches):
             self.windows = SlidingWindows(self._pool, self._reaches)
         if num_host_blocks:
-            self.swapping = Swapper(self._pool, self._host.pool, self._ops, self._needs.for_running, self.prefixes)
+            self.swapping = Swapper(
+                self._pool, self._host.pool, self._ops, self._needs.for_running, self.prefixes, self._states
+            )
 
     def _from_below_s(self, key: BlockHash) -> float | None:
         """Return the seconds to load a block from host memory or a connector; None if neither stores it."""
@@ -237,6 +243,8 @@ class PagedKVCacheManager:
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         if self._states is not None:
+            if self.prefixes is not None:
+                self.prefixes.checkpoint_state(sequence)
             self._states.prepare(sequence.kv)
         start, block_size = sequence.num_computed_tokens, self.block_size
         index = start // block_size

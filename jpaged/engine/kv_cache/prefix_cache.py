@@ -22,14 +22,19 @@ window require only the blocks visible to the next token, attention sinks includ
     full       [0][1][2][3][4][5] .       six blocks are cached
     window      .  . [2][3] . [5] .       window of two full blocks: four are a hit, for 4 and 5 are not both cached
 
+A model with recurrent layers continues only from a state. A hit then ends at a block that has a checkpoint of it:
+
+    full       [0][1][2][3][4][5] .       six blocks are cached
+    states      .  .  .  x  .  .  .       four are a hit; the prefill stops after the six, for a checkpoint there
+
 The pool tracks references to blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from typing import Protocol
 
 from jpaged.engine.executor import BEYOND_TOKENS, Geometry, Move
@@ -40,6 +45,7 @@ from jpaged.engine.kv_cache.blocks import (
     BlockPool,
     BlockTable,
     SequenceBlocks,
+    StateSlots,
     group_block_hash,
 )
 from jpaged.engine.kv_cache.events import KVEventRecorder
@@ -47,7 +53,7 @@ from jpaged.engine.kv_cache.eviction.free_list import CachedBlock, RankedFreeLis
 from jpaged.engine.kv_cache.offload.host import HostTier
 from jpaged.engine.sequence import Sequence as TokenSequence
 from jpaged.engine.sequence import SequenceGroup
-from jpaged.errors import InternalError
+from jpaged.errors import InternalError, InvalidArgument
 from jpaged.pool import Stored
 
 _MAX_SIBLINGS = 32
@@ -63,12 +69,14 @@ class PrefixMatch:
         block_ids: of each KV group, the matched blocks visible to the next token, to be shared.
         partial_block_ids: one block per KV group whose first num_partial_tokens continue the match, to be copied rather
             than shared. None if there is none.
+        num_without_state: the number of blocks if no state were needed.
     """
 
     num_blocks: int
     block_ids: tuple[list[int], ...]
     partial_block_ids: list[int] | None = None
     num_partial_tokens: int = 0
+    num_without_state: int = 0
 
 
 class BlockHashIndex:
@@ -83,6 +91,7 @@ class BlockHashIndex:
         ranked: free list of the pool, which is notified of contents; None if it ignores them.
         changes: recorder of KV cache events; None for none.
         marks: the attribute, if indexes of other parts of the pool share it; None creates one.
+        states: slots with the states that a prefix needs at its end; None if it needs none.
     """
 
     def __init__(
@@ -92,8 +101,10 @@ class BlockHashIndex:
         ranked: RankedFreeList | None = None,
         changes: KVEventRecorder | None = None,
         marks: bytearray | None = None,
+        states: StateSlots | None = None,
     ) -> None:
         self._ranked = ranked
+        self._states = states
         self._changes = KVEventRecorder() if changes is None else changes
         self.marks = bytearray(num_blocks + 1) if marks is None else marks
         self._reaches = reaches
@@ -123,11 +134,14 @@ class BlockHashIndex:
             keys: block hashes of all full blocks of token_ids.
         """
         before_last = keys[: (len(token_ids) - 1) // self._block_size]
-        num_blocks = num_usable(before_last, self._reaches, self._blocks.__contains__)
+        num_without_state = num_usable(before_last, self._reaches, self._blocks.__contains__)
+        num_blocks = num_usable(before_last[:num_without_state], self._reaches, self._blocks.__contains__, self._states)
         block_ids = tuple(
             [self._blocks[key] for key in _keys_of_group(keys, reach.seen(num_blocks), group)]
             for group, reach in enumerate(self._reaches)
         )
+        if self._states is not None:
+            return PrefixMatch(num_blocks, block_ids, num_without_state=num_without_state)
         start = num_blocks * self._block_size
         parent = keys[num_blocks - 1] if num_blocks else root
         rest = token_ids[start : min(start + self._block_size, len(token_ids) - 1)]
@@ -225,8 +239,27 @@ class BlockHashIndex:
         return block_ids
 
 
-def num_usable(keys: Sequence[BlockHash], reaches: Sequence[WindowSpec], is_known: Callable[[BlockHash], bool]) -> int:
-    """Return the length of the longest prefix whose blocks visible to the next token are all known."""
+def num_usable(
+    keys: Sequence[BlockHash],
+    reaches: Sequence[WindowSpec],
+    is_known: Callable[[BlockHash], bool],
+    states: Container[BlockHash] | None = None,
+) -> int:
+    """Return the length of the longest prefix whose blocks visible to the next token are all known.
+
+    Args:
+        states: hashes of blocks after which the recurrent state is known; None if no state is needed.
+    """
+    num_blocks = _num_visible(keys, reaches, is_known)
+    while states is not None and num_blocks and keys[num_blocks - 1] not in states:
+        end = next((end for end in range(num_blocks - 1, 0, -1) if keys[end - 1] in states), 0)
+        num_blocks = _num_visible(keys[:end], reaches, is_known)
+    return num_blocks
+
+
+def _num_visible(
+    keys: Sequence[BlockHash], reaches: Sequence[WindowSpec], is_known: Callable[[BlockHash], bool]
+) -> int:
     num_blocks, windows = len(keys), []
     for kv_group, reach in enumerate(reaches):
         if reach.num_seen is not None:
@@ -296,6 +329,7 @@ class PrefixCacheManager:
         changes: recorder of KV cache events of this tier and those below it.
         cache: index of the blocks that hold prefixes, of the first part of the pool.
         reaches: attention window of each KV group.
+        states: slots with the recurrent states at the ends of cached prefixes; None without recurrent layers.
 
     Each part of the pool (`Geometry.dp_size`) has its own prefixes, because a sequence has all blocks in one part.
 
@@ -307,6 +341,7 @@ class PrefixCacheManager:
             embeddings that depend on the prompt's length, equal tokens have unequal keys there. None for no limit.
         ranked: free list in eviction order; None for least recently used.
         changes: recorder of KV cache events; None creates one.
+        states: slots of recurrent state; None without recurrent layers.
     """
 
     def __init__(
@@ -319,6 +354,7 @@ class PrefixCacheManager:
         ranked: RankedFreeList | None = None,
         changes: KVEventRecorder | None = None,
         connectors: Sequence[LowerTier] = (),
+        states: StateSlots | None = None,
     ) -> None:
         self.max_tokens = BEYOND_TOKENS if max_tokens is None else max_tokens
         self.num_cached = 0
@@ -339,10 +375,14 @@ class PrefixCacheManager:
         self.changes = KVEventRecorder() if changes is None else changes
         self.marks, num_blocks = bytearray(geometry.num_blocks + 1), geometry.num_blocks
         self._caches = [
-            BlockHashIndex(reaches, num_blocks, ranked, self.changes, self.marks) for _ in range(geometry.dp_size)
+            BlockHashIndex(reaches, num_blocks, ranked, self.changes, self.marks, states)
+            for _ in range(geometry.dp_size)
         ]
+        self.states = states
+        self._interval = geometry.state_checkpoint_interval
         self.cache = self._caches[0]
         self._pinned: dict[Hashable, BlockTable] = {}
+        self._pinned_keys: dict[Hashable, BlockHash] = {}  # of recurrent states
 
     # --- admission ------------------------------------------------------------------------------------------------
 
@@ -364,6 +404,11 @@ class PrefixCacheManager:
         num_blocks = match.num_blocks
         if self._host.blocks:
             num_blocks = _num_in_both(self, self.lookup_keys(group), num_blocks)
+        if self.states is not None:
+            if num_blocks:
+                self.states.restore(leader.kv, _keys(self._block_size, leader, num_blocks)[num_blocks - 1])
+            if match.num_without_state > num_blocks:
+                leader.kv.stop_after(match.num_without_state)
         self._take(leader, num_blocks)
         num_tokens = num_blocks * self._block_size
         if match.partial_block_ids is not None and num_blocks == match.num_blocks:
@@ -382,6 +427,8 @@ class PrefixCacheManager:
         if position >= min(_num_cacheable(self, leader), last // self._block_size):
             return False
         key = _keys(self._block_size, leader, position + 1)[position]
+        if self.states is not None:
+            return any(self._is_checkpoint_ahead(group, other.live[0], position) for other in running)
         for other in running:
             first = other.live[0]
             begin, end = first.kv.num_registered_blocks, first.num_prompt_tokens // self._block_size
@@ -392,6 +439,24 @@ class PrefixCacheManager:
             ):
                 return True
         return False
+
+    def _is_checkpoint_ahead(self, group: SequenceGroup, other: TokenSequence, position: int) -> bool:
+        """Return True if a running sequence will have a state that a waiting group can continue from.
+
+        Let its prefill stop after the blocks that both share.
+
+        Args:
+            position: blocks that the group has without waiting.
+        """
+        if other.kv.rank != group.live[0].kv.rank or other.num_computed_tokens >= other.num_prompt_tokens:
+            return False
+        end = min(_num_cacheable(self, other), other.num_prompt_tokens // self._block_size)
+        theirs = _keys(self._block_size, other, end)[:end]
+        num_shared = sum(takewhile(bool, map(bytes.__eq__, self.lookup_keys(group), theirs)))
+        if num_shared <= position or num_shared * self._block_size < other.num_computed_tokens:
+            return False
+        other.kv.stop_after(num_shared)
+        return True
 
     def lookup_keys(self, group: SequenceGroup) -> list[BlockHash]:
         """Return the block hashes that a group's prompt may hit, which end before the last token to run."""
@@ -429,6 +494,41 @@ class PrefixCacheManager:
                     for connector in self._connectors:
                         connector.on_block_stored(group_block_hash(keys[i], kv_group))
         kv.registered(num_full)
+        if self.states is not None:
+            self.states.commit(kv, keys[:num_full])
+
+    def checkpoint_state(self, sequence: TokenSequence) -> None:
+        """Store the recurrent state of a sequence if its computed tokens end at a block boundary.
+
+        The last checkpoint in generated tokens is replaced by the next one, except at multiples of the interval.
+        """
+        num_blocks, num_rest = divmod(sequence.num_computed_tokens, self._block_size)
+        if self.states is None or num_rest or not 0 < num_blocks <= _num_cacheable(self, sequence):
+            return
+        num_known = min(sequence.kv.num_registered_blocks, num_blocks)
+        keys = _keys(self._block_size, sequence, num_known)[:num_known]
+        is_lasting = sequence.num_computed_tokens <= sequence.num_prompt_tokens
+        is_lasting = is_lasting or sequence.num_computed_tokens % self._interval == 0
+        self.states.checkpoint(sequence.kv, num_blocks, keys, is_lasting=is_lasting)
+
+    def within_checkpoints(self, sequence: TokenSequence, num_tokens: int) -> int:
+        """Return the tokens of a prefill chunk of at most num_tokens, which ends where a state is stored.
+
+        That is after the last full block of the prompt, where other prompts continue differently, and at multiples of
+        the interval, as far as a chunk can reach one.
+        """
+        start, last = sequence.num_computed_tokens, sequence.num_prompt_tokens
+        end = start + num_tokens
+        if self.states is None or not _num_cacheable(self, sequence) or start >= last:
+            return num_tokens
+        if start < (aligned := end // self._interval * self._interval) and end < sequence.num_tokens:
+            end = aligned
+        stops = [num_blocks * self._block_size for num_blocks in (*sequence.kv.stops, (last - 1) // self._block_size)]
+        return min([*(stop for stop in stops if stop > start), end]) - start
+
+    def num_loadable(self, keys: Sequence[BlockHash]) -> int:
+        """Return the length of the longest usable prefix on the device and in host memory together."""
+        return num_usable(keys, self.reaches, self.has_prefix, self.states)
 
     def remove_prefix(self, sequence: TokenSequence) -> None:
         """Remove a sequence's prefix from all tiers, and exclude the sequence from the cache.
@@ -444,13 +544,17 @@ class PrefixCacheManager:
             for cache in self._caches:
                 block_id = cache.find(key)
                 if block_id is not None and block_id not in pinned:
-                    cache.remove(block_id)
+                    self.remove_block(block_id)
                     self.num_cached -= self.pool.is_free(block_id)
+            if self.states is not None and not any(cache.find(key) for cache in self._caches):
+                self.states.remove(key)
         sequence.kv.leave_cache()
 
     def remove_block(self, block_id: int) -> None:
         """Remove a block that its sequence is about to overwrite from the cache."""
-        self._caches[self.pool.get_rank(block_id)].remove(block_id)
+        key = self._caches[self.pool.get_rank(block_id)].remove(block_id)
+        if self.states is not None and key is not None:
+            self.states.remove(key)
 
     def reset(self) -> int:
         """Remove all unreferenced prefixes, in lower tiers too; return the number of their blocks.
@@ -461,6 +565,8 @@ class PrefixCacheManager:
         for block_id in free:
             self.remove_block(block_id)
         self.num_cached -= len(free)
+        if self.states is not None:
+            self.states.reset()
         return len(free) + self._host.reset() + sum(connector.reset() for connector in self._connectors)
 
     def has_prefix(self, key: BlockHash) -> bool:
@@ -481,10 +587,20 @@ class PrefixCacheManager:
         """Pin the full blocks of a computed prompt under a name until `unpin`; return the number of pinned tokens.
 
         If another block holds the same tokens, that cached block is pinned instead.
+
+        Raises:
+            InvalidArgument: the recurrent state at the end of the prefix finds no slot.
         """
         sequence.kv.registered(0)
         self.register_full_blocks(sequence)
         keys = _keys(self._block_size, sequence, self.num_cacheable_blocks(sequence.num_prompt_tokens))
+        if self.states is not None:
+            self.checkpoint_state(sequence)
+            if not self.states.pin(keys[-1]):
+                raise InvalidArgument(
+                    "token_ids", f"no slot for recurrent state can be pinned; {self.states.num_pinned} are pinned"
+                )
+            self._pinned_keys[name] = keys[-1]
         table = BlockTable(len(self.reaches) * len(keys))
         for kv_group, reach in enumerate(self.reaches):
             for index in reach.seen(len(keys)):
@@ -497,6 +613,8 @@ class PrefixCacheManager:
 
     def unpin(self, name: Hashable) -> None:
         self.pool.release(self._pinned.pop(name))
+        if self.states is not None:
+            self.states.unpin(self._pinned_keys.pop(name))
 
     @property
     def pinned_blocks(self) -> set[int]:
@@ -539,6 +657,8 @@ class PrefixCacheManager:
             for connector in self._connectors:
                 connector.on_block_stored(key)
             cache.evict(block_id)
+            if self.states is not None and key not in self._host:
+                self.states.remove(key)
 
     def _take(self, leader: TokenSequence, num_blocks: int) -> None:
         """Assign the blocks visible after num_blocks blocks to an empty sequence; load those in host memory."""
@@ -575,7 +695,7 @@ def _num_cacheable(prefixes: PrefixCacheManager, sequence: TokenSequence) -> int
 def _num_in_both(prefixes: PrefixCacheManager, keys: list[BlockHash], num_matched: int) -> int:
     """Return the length of the longest prefix in both tiers that the pool has room for."""
     end, pool = len(keys), prefixes.pool
-    while (num_blocks := num_usable(keys[:end], prefixes.reaches, prefixes.has_prefix)) > num_matched:
+    while (num_blocks := prefixes.num_loadable(keys[:end])) > num_matched:
         wanted = [prefixes.cache.find(key) for key in keys_seen(keys, num_blocks, prefixes.reaches)]
         if pool.can_allocate(sum(block_id is None or pool.is_free(block_id) for block_id in wanted)):
             return num_blocks

@@ -3,6 +3,8 @@
 swap out   tables  [ 7 8 9 ] [ 7 8 4 ]   destinations  7>h1 8>h2 9>h3 4>h4      a shared block has one
 swap in    the reverse, into any free device blocks
 
+Recurrent state stays in its slot on the device.
+
 Sliding windows: frees the blocks of a sequence that no later query attends to.
 
 a window   [ . ][ . ][ 7 ][ 4 ][ 9 ]      its entries stay and hold the null block; sequences that share the blocks keep
@@ -22,7 +24,7 @@ from collections.abc import Callable, Sequence
 
 from jpaged.engine.executor import Move
 from jpaged.engine.executor.io import WindowSpec
-from jpaged.engine.kv_cache.blocks import BlockCopyPlan, BlockPool, BlockTable
+from jpaged.engine.kv_cache.blocks import BlockCopyPlan, BlockPool, BlockTable, StateSlots
 from jpaged.engine.kv_cache.prefix_cache import PrefixCacheManager
 from jpaged.engine.sequence import Sequence as TokenSequence
 from jpaged.engine.sequence import SequenceGroup
@@ -37,6 +39,7 @@ class Swapper:
     Args:
         count_missing: returns the number of blocks that a group still needs (`BlockDemand.for_running`).
         prefixes: registers full blocks before they are moved; None without a prefix cache.
+        states: slots of recurrent state, which swapped sequences keep; None without recurrent layers.
     """
 
     def __init__(
@@ -46,7 +49,9 @@ class Swapper:
         ops: BlockCopyPlan,
         count_missing: Callable[[SequenceGroup, Sequence[Tables], BlockPool], int],
         prefixes: PrefixCacheManager | None,
+        states: StateSlots | None = None,
     ) -> None:
+        self._states = states
         self._pool = pool
         self._host_pool = host_pool
         self._ops = ops
@@ -54,7 +59,9 @@ class Swapper:
         self._prefixes = prefixes
 
     def can_swap_out(self, group: SequenceGroup) -> bool:
-        """Return True if host memory has room for all blocks of a running group."""
+        """Return True if host memory has room for a running group, and its states can keep their slots."""
+        if self._states is not None and not self._states.can_swap_out(len(group.live)):
+            return False
         blocks = {block_id for sequence in group.live for block_id in sequence.kv.block_ids()}
         return self._host_pool.can_allocate(len(blocks))
 
@@ -65,6 +72,8 @@ class Swapper:
             if self._prefixes is not None:
                 self._prefixes.register_full_blocks(sequence)
             _move(sequence.kv.tables, sequence.kv.host_tables, self._host_pool, destinations)
+            if self._states is not None:
+                self._states.swap_out(sequence.kv)
         for source, destination in destinations.items():
             self._ops.add(Move.SWAP_OUT, source, destination)
         for sequence in group.live:
@@ -85,6 +94,8 @@ class Swapper:
         destinations: dict[int, int] = {}
         for sequence in group.live:
             _move(sequence.kv.host_tables, sequence.kv.tables, self._pool, destinations)
+            if self._states is not None:
+                self._states.swap_in(sequence.kv)
             sequence.kv.registered(0)
         for source, destination in destinations.items():
             self._ops.add(Move.SWAP_IN, source, destination)

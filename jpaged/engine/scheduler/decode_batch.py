@@ -93,7 +93,8 @@ class DecodeBatch:
         prev_rows: the rows of the previous step that sampled the inputs; empty if the host knows them.
         block_tables_gsm, sampling_s: views, valid until the rows are changed.
         adapters_s: a view; the adapter slot of each row.
-        state_slots_s: a view; the slot of each row's recurrent state.
+        state_slots_s: a view; the slot that each row's recurrent state is written to.
+        state_sources_s: the slot that it is read from.
         is_random_s: rows that sample at random.
         has_grammar_s: rows whose text follows a grammar.
         known: places whose token is known before it is sampled.
@@ -116,6 +117,7 @@ class DecodeBatch:
     block_tables_gsm: I32 = field(default_factory=_none)
     adapters_s: I32 = field(default_factory=_none)
     state_slots_s: I32 = field(default_factory=_none)
+    state_sources_s: I32 = field(default_factory=_none)
     sampling_s: NDArray[np.void] = field(default_factory=lambda: SamplingInputs.neutral(0).rows_r)
     is_random_s: Bool = field(default_factory=lambda: np.zeros(0, np.bool_))
     has_grammar_s: Bool = field(default_factory=lambda: np.zeros(0, np.bool_))
@@ -200,6 +202,7 @@ class PersistentDecodeBatch:
         self._block_tables_gsm = np.zeros((len(geometry.windows), most, geometry.max_blocks_per_seq), np.int32)
         self._adapters_s = np.zeros(most, np.int32)
         self._state_slots_s = np.zeros(most, np.int32)
+        self._state_sources_s = np.zeros(most, np.int32)  # another slot in the step after a checkpoint
         self._sampling = SamplingInputs.neutral(most)
         self._neutral = SamplingInputs.neutral(1).rows_r[0]
         self._is_random_s = np.zeros(most, np.bool_)
@@ -238,7 +241,7 @@ class PersistentDecodeBatch:
             self._num_left_s[row] = _num_left(group, sequence, self.long_rope)
             self._block_tables_gsm[:, row] = sequence.kv.ids_gm
             self._adapters_s[row] = group.adapter_slot
-            self._state_slots_s[row] = sequence.kv.state_slot
+            self._state_slots_s[row] = self._state_sources_s[row] = sequence.kv.state_slot
             self._sampling.rows_r[row] = self._neutral
             self._details_s[row] = Detail.of(params)
             self._is_random_s[row] = not params.is_greedy
@@ -315,6 +318,8 @@ class PersistentDecodeBatch:
         self._starts_s[row] += num_accepted
         self._num_left_s[row] -= num_accepted
         self._block_tables_gsm[:, row] = sequence.kv.ids_gm
+        # A row whose slot stays the same reads what its last step has written.
+        self._state_slots_s[row] = sequence.kv.state_slot
 
     def get_group(self, sequence: Sequence) -> SequenceGroup:
         """Return the group of a sequence that has a row."""
@@ -351,6 +356,7 @@ class PersistentDecodeBatch:
             block_tables_gsm=self._block_tables_gsm[:, :num_rows],
             adapters_s=self._adapters_s[:num_rows],
             state_slots_s=self._state_slots_s[:num_rows],
+            state_sources_s=self._state_sources_s[:num_rows].copy(),
             sampling_s=self._sampling.rows_r[:num_rows],
             is_random_s=self._is_random_s[:num_rows],
             has_grammar_s=self._are_bound_s[:num_rows].copy(),
@@ -361,6 +367,7 @@ class PersistentDecodeBatch:
             num_left_s=np.array(rounds[1] if rounds else [], np.int32),
             kind=kind,
         )
+        self._state_sources_s[:num_rows] = self._state_slots_s[:num_rows]
         self._starts_s[:num_rows] += num_steps
         self._num_left_s[:num_rows] -= num_steps
         advance_all(sequences, num_steps)
@@ -384,7 +391,7 @@ class PersistentDecodeBatch:
                 raise InternalError(f"row {row} has other blocks than {sequence.kv.block_ids()}")
             if self._adapters_s[row] != group.adapter_slot:
                 raise InternalError(f"row {row} has adapter slot {self._adapters_s[row]}")
-            if self._state_slots_s[row] != sequence.kv.state_slot:
+            if not self._state_slots_s[row] == self._state_sources_s[row] == sequence.kv.state_slot:
                 raise InternalError(f"row {row} has state slot {self._state_slots_s[row]}")
         if len(self._rows) != len(self._sequences):
             raise InternalError(f"{len(self._rows)} sequences have {len(self._sequences)} rows")
@@ -406,6 +413,7 @@ class PersistentDecodeBatch:
             self._num_left_s,
             self._adapters_s,
             self._state_slots_s,
+            self._state_sources_s,
             self._sampling.rows_r,
             self._is_random_s,
             self._are_bound_s,

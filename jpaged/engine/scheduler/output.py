@@ -568,7 +568,8 @@ def _state_slots(schedule: SchedulerOutput, max_rows: int) -> tuple[I32, I32]:
     handles = [row.sequence.kv if row.num_tokens else None for row in schedule.rows]
     sources = [0 if kv is None else kv.state_source for kv in handles]
     slots = [0 if kv is None else kv.state_slot for kv in handles]
-    columns = [_column(schedule.decodes.state_slots_s, others) for others in (sources, slots)]
+    decodes = schedule.decodes
+    columns = [_column(decodes.state_sources_s, sources), _column(decodes.state_slots_s, slots)]
     if schedule.order:
         columns = [column[schedule.order] for column in columns]
     return _padded(columns[0], max_rows), _padded(columns[1], max_rows)

@@ -38,7 +38,7 @@ from itertools import chain, takewhile
 import numpy as np
 
 from jpaged.config import PreemptionMode, SchedulerOptions
-from jpaged.engine.executor import DeviceRates, Geometry
+from jpaged.engine.executor import BEYOND_TOKENS, DeviceRates, Geometry
 from jpaged.engine.kv_cache.interface import KVCacheManager, Shares
 from jpaged.engine.kv_cache.long_rope import LongRopeRecompute
 from jpaged.engine.lora import LoRASlots
@@ -486,10 +486,18 @@ class Scheduler:
             context_lens = [*(self.rows.lens_s + 1).tolist(), *(sequence.num_tokens for sequence in others)]
             budget = self.prefill_budget.within(budget, context_lens, queues.running, prefilling)
         for group in prefilling:
-            parts[group] = _within(self._limited(budget, group), group, parts[group])
+            parts[group] = self._within(budget, group, parts[group])
             budget -= _num_tokens(parts[group])
             self._ranks.take(group, _num_tokens(parts[group]))
         return parts, budget
+
+    def _within(self, budget: int, group: SequenceGroup, pending: Shares) -> Shares:
+        """Cap the tokens of a group to its part of the budget; end a chunk of a prompt where a state is stored."""
+        parts = _within(self._limited(budget, group), group, pending)
+        prefixes = self._memory.prefixes
+        if prefixes is None or prefixes.states is None or len(parts) > 1:
+            return parts
+        return [(sequence, prefixes.within_checkpoints(sequence, num_tokens)) for sequence, num_tokens in parts]
 
     def _limited(self, budget: int, group: SequenceGroup) -> int:
         """Return the tokens that a group may have in a step: its rows always sample together."""
@@ -505,7 +513,7 @@ class Scheduler:
         if is_alone:
             num_steps = self.multi_step_policy.num_steps(
                 self._num_padded_rows,
-                ahead.least_left,
+                min(ahead.least_left, self._num_steps_to_checkpoint),
                 may_end=ahead.may_end,
                 has_room=self.queues.num_rows < self.max_num_seqs,
                 are_bound=ahead.are_bound,
@@ -529,6 +537,14 @@ class Scheduler:
         schedule.decode(decodes)
         self._policy.decoded(decodes.groups * (1 if decodes.may_be_cut_short else num_steps))
         return True
+
+    @property
+    def _num_steps_to_checkpoint(self) -> int:
+        """Steps until the first decoding row reaches a multiple of the interval between states that are stored."""
+        prefixes, interval = self._memory.prefixes, self._geometry.state_checkpoint_interval
+        if prefixes is None or prefixes.states is None or not self.rows:
+            return BEYOND_TOKENS
+        return int((interval - self.rows.lens_s % interval).min())
 
     @property
     def _num_padded_rows(self) -> int:
@@ -570,11 +586,18 @@ class Scheduler:
                 self._memory.swapping.swap_in(group)
             else:
                 self._admit(group, schedule)
-            parts = _within(self._limited(budget, group), group, _pending_shares(group, self.rows, self._memory))
+                self._stop_for_next(group)
+            parts = self._within(budget, group, _pending_shares(group, self.rows, self._memory))
             budget -= _num_tokens(parts)
             self._ranks.take(group, _num_tokens(parts))
             self._enter(group, parts, schedule)
             outstanding[group.rank] += self._memory.num_outstanding_blocks(group)
+
+    def _stop_for_next(self, group: SequenceGroup) -> None:
+        """Let the prefill of an admitted group stop where the next group continues differently, to store a state."""
+        prefixes, following = self._memory.prefixes, self.queues.next_group()
+        if prefixes is not None and prefixes.states is not None and following is not None:
+            prefixes.is_prefix_in_flight(following, [group])
 
     def _next_admissible(self, outstanding: list[int]) -> SequenceGroup | None:
         """Return the next group if it can run now: rows and blocks are free, and no group computes its prefix."""

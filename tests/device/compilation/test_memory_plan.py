@@ -416,3 +416,18 @@ def test_recurrent_state_is_a_row_of_the_plan_and_leaves_fewer_blocks() -> None:
     assert "recurrent state" not in dict(plain.rows())
     with pytest.raises(InvalidArgument, match=r"3\.00 GiB for recurrent state"):
         plan_memory(dataclasses.replace(REQUEST, state_bytes=3 * GIB), OWN, programs)
+
+
+def test_checkpoints_of_recurrent_state_grow_with_the_pool() -> None:
+    def programs() -> ProgramMemory:
+        return ProgramMemory(100 * MIB, 10 * MIB, MIB)
+
+    plain = plan_memory(REQUEST, OWN, programs)
+    for checkpoint_bytes in (MIB // 2, 3 * MIB, 9 * MIB):
+        request = dataclasses.replace(REQUEST, checkpoint_bytes=checkpoint_bytes, blocks_per_checkpoint=4)
+        plan = plan_memory(request, OWN, programs)
+        assert plan.num_checkpoints == plan.num_blocks // 4 > 0
+        assert plan.fits and plan.most_blocks == plan.num_blocks < plain.num_blocks
+        assert not dataclasses.replace(plan, num_blocks=plan.num_blocks + 1).fits
+        assert (f"{plan.num_checkpoints} checkpoints of it", plan.num_checkpoints * checkpoint_bytes) in plan.rows()
+        assert sum(num_bytes for _, num_bytes in plan.rows()) == plan.total_bytes

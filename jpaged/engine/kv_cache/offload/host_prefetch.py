@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from jpaged.engine.kv_cache.blocks import BlockCopyPlan, BlockTable, group_block_hash
 from jpaged.engine.kv_cache.offload.host import HostTier
-from jpaged.engine.kv_cache.prefix_cache import PrefixCacheManager, keys_seen, num_usable
+from jpaged.engine.kv_cache.prefix_cache import PrefixCacheManager, keys_seen
 from jpaged.engine.sequence import SequenceGroup
 
 MAX_BYTES = 64 << 20
@@ -44,7 +44,7 @@ class HostPrefetcher:
             self._step, self._num_in_step = self._ops.num_taken, 0
         prefixes = self._prefixes
         chain = prefixes.lookup_keys(group)
-        num_blocks = num_usable(chain, prefixes.reaches, prefixes.has_prefix)
+        num_blocks = prefixes.num_loadable(chain)
         seen = keys_seen(chain, num_blocks, prefixes.reaches)
         num_away = sum(prefixes.cache.find(key) is None for key in seen)
         if self._group is not group:

@@ -517,6 +517,8 @@ class ReplicaTransfer:
         self._obstacle = ""
         if memory.prefixes is None or memory.held is None:
             self._obstacle = "the prefix cache is off (enable_prefix_caching, kv_policy)"
+        elif memory.prefixes.states is not None:
+            self._obstacle = "the model has recurrent state, which stays on its device"
         elif memory.host is None:
             self._obstacle = "no host memory is configured for the transfer (swap_space)"
         elif blocks is None:
