@@ -11,6 +11,8 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.device.compilation.lowering import check_recurrent
+from jpaged.device.mesh import MODEL_AXIS
+from jpaged.device.step import recurrence_kernel
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.decoder.config import DeltaShape, MambaShape
@@ -296,10 +298,11 @@ def test_prefixes_are_not_cached_and_blocks_not_swapped() -> None:
     assert (options.cache.enable_prefix_caching, options.cache.swap_space) == (False, 0.0)
 
 
-@pytest.mark.parametrize("fields", [QWEN3_NEXT_80B, GRANITE_4_H_350M])
-def test_gpus_run_convolutions_but_not_the_delta_rule(fields: dict[str, object]) -> None:
-    device = SimpleNamespace(platform="gpu", process_index=0)
-    mesh: Any = SimpleNamespace(devices=np.array([device], object))
-    check_recurrent(from_hf(LFM2_350M), EngineConfig(), mesh)
-    with pytest.raises(Unsupported, match="ForCausalLM does not run on GPUs"):
+@pytest.mark.parametrize(("platform", "kernel"), [("gpu", ("blocks", True)), ("tpu", ("blocks", False))])
+def test_accelerators_run_blocks_of_tokens_and_gpus_a_fixed_number(platform: str, kernel: tuple[str, bool]) -> None:
+    device = SimpleNamespace(platform=platform, process_index=0)
+    mesh: Any = SimpleNamespace(devices=np.array([device], object), shape={MODEL_AXIS: 1})
+    for fields in (LFM2_350M, QWEN3_NEXT_80B, GRANITE_4_H_350M):
         check_recurrent(from_hf(fields), EngineConfig(), mesh)
+    found = recurrence_kernel(mesh)
+    assert (found.backend, found.has_static_loops) == kernel
