@@ -768,10 +768,10 @@ def _recurrent_rows(inputs: Mapping[str, jax.Array], num_tokens: int, mesh: Mesh
 def recurrence_kernel(mesh: Mesh) -> RecurrenceKernel:
     """Return the kernel of recurrent layers on these devices."""
     platform, num_parts = first_device(mesh).platform, num_shards(mesh)
-    if platform == "cpu":
-        backend = "cpu" if unsupported_cpu_reason() is None else "tokens"
-        return RecurrenceKernel(backend, split=_HeadShards(mesh), num_parts=num_parts)
-    return RecurrenceKernel("blocks", platform == "gpu", _HeadShards(mesh), num_parts)
+    if platform != "cpu":
+        return RecurrenceKernel("blocks", platform == "gpu", _HeadShards(mesh), num_parts)
+    is_built = unsupported_cpu_reason() is None
+    return RecurrenceKernel("cpu" if is_built else "tokens", split=_HeadShards(mesh), num_parts=num_parts)
 
 
 @dataclass(frozen=True, slots=True)

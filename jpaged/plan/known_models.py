@@ -269,6 +269,45 @@ def _granite4(size: str, shape: FamilyShape, attending: tuple[int, ...], **setti
     return decoder(f"granite-4.0-h-{size}", f"ibm-granite/granite-4.0-h-{size}", shape, **fields | settings)
 
 
+_QWEN35: dict[str, object] = {
+    "vocab_size": 248320,
+    "head_dim": 256,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "attn_output_gate": True,
+    "tie_word_embeddings": False,
+    "eos_token_id": 248044,
+    "torch_dtype": "bfloat16",
+}
+_QWEN35_DENSE = decoder(
+    "qwen3.5-9b",
+    "Qwen/Qwen3.5-9B",
+    FamilyShape(32, 4096, 12288, 16, 4),
+    architectures=["Qwen3_5ForCausalLM"],
+    model_type="qwen3_5_text",
+    **_QWEN35,
+)
+_QWEN35_MOE = decoder(
+    "qwen3.5-35b-a3b",
+    "Qwen/Qwen3.5-35B-A3B",
+    FamilyShape(40, 2048, 512, 16, 2),
+    architectures=["Qwen3_5MoeForCausalLM"],
+    model_type="qwen3_5_moe_text",
+    num_experts=256,
+    num_experts_per_tok=8,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+    **_QWEN35,
+)
+
+
 def _starcoder2(size: str, shape: FamilyShape, rope_theta: float) -> KnownModel:
     return decoder(
         f"starcoder2-{size}",
@@ -324,6 +363,8 @@ DECODERS_MODELS = (
     _lfm2("350m", 1024, 6656, 16),
     _lfm2("1.2b", 2048, 12288, 32),
     _LFM2_MOE,
+    _QWEN35_DENSE,
+    _QWEN35_MOE,
     _granite4(
         "350m",
         FamilyShape(32, 768, 2048, 12, 4),

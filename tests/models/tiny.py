@@ -231,9 +231,21 @@ def _recurrent() -> list[TinyCase]:
         _variant("lfm2", "Lfm2", 40, **conv),
         _variant("lfm2_moe", "Lfm2Moe", 40, **conv_experts),
         _variant("qwen3_next", "Qwen3Next", 40, **delta),
+        _qwen35("qwen3_5_text", "Qwen3_5", **delta),
+        _qwen35("qwen3_5_moe_text", "Qwen3_5Moe", **delta),
         _variant("granitemoehybrid", "GraniteMoeHybrid", 40, **hybrid, **local),
         _variant("granitemoehybrid_rope", "GraniteMoeHybrid", 40, **dense),
     ]
+
+
+def _qwen35(name: str, family: str, **settings: object) -> TinyCase:
+    """A successor of Qwen3-Next, whose sections of rotary embedding change nothing for text."""
+    rope = {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5}
+    rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    left_out = {"mlp_only_layers"} | ({key for key in settings if "expert" in key} if name == "qwen3_5_text" else set())
+    left_out |= {"moe_intermediate_size"} if name == "qwen3_5_text" else set()
+    kept = {key: value for key, value in settings.items() if key not in left_out}
+    return _variant(name, family, 40, **kept, rope_parameters=rope)
 
 
 def _latent(name: str, family: str, **settings: object) -> TinyCase:
