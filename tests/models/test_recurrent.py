@@ -253,6 +253,13 @@ def test_all_layers_of_qwen35_moe_have_experts() -> None:
 def test_tensors_of_qwen35_are_found_alone_and_next_to_images(inner: str) -> None:
     family = find_family("Qwen3_5ForConditionalGeneration")
     assert family.name_prefix([f"model.{inner}embed_tokens.weight", "lm_head.weight"]) == f"model.{inner}"
+    config = from_hf(tiny_case("qwen3_5_moe_text").config)
+    leaves = family.layer_leaves(config, f"model.{inner}layers.0.", config.layer_kinds[0])
+    experts = {name.partition(".experts.")[2] for leaf in leaves for name, _ in leaf.tensors} - {""}
+    if inner:
+        assert experts == {"gate_up_proj", "down_proj"}
+    else:
+        assert {"0.gate_proj.weight", "7.up_proj.weight", "7.down_proj.weight"} < experts
 
 
 def test_projections_apart_equal_those_grouped_by_key_head() -> None:

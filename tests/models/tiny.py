@@ -235,7 +235,17 @@ def _recurrent() -> list[TinyCase]:
         _qwen35("qwen3_5_moe_text", "Qwen3_5Moe", **delta),
         _variant("granitemoehybrid", "GraniteMoeHybrid", 40, **hybrid, **local),
         _variant("granitemoehybrid_rope", "GraniteMoeHybrid", 40, **dense),
+        _nemotron(),
     ]
+
+
+def _nemotron() -> TinyCase:
+    """Layers with and without a feed-forward, which is a layer of its own in checkpoints."""
+    types = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+    sizes: dict[str, object] = {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 16}
+    sizes |= {"hidden_size": 64, "intermediate_size": 88, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 32, "max_position_embeddings": 256, "layers_block_type": [types[one] for one in "M-M*-M-MM"]}
+    return _other("nemotron_h", "NemotronH", "nemotron_h", 40, **sizes)
 
 
 def _qwen35(name: str, family: str, **settings: object) -> TinyCase:

@@ -264,12 +264,14 @@ def layer_leaves(
 ) -> list[Leaf]:
     """See `Family`; `attention` replaces the leaves of attention."""
     leaves = norm_leaves(config, ("attention_norm",), prefix + names.attention_norm) if config.pre_norms else []
-    if config.residual != "shared" and config.pre_norms:
+    if config.residual != "shared" and config.pre_norms and kind.has_feed_forward:
         leaves += norm_leaves(config, ("mlp_norm",), prefix + names.mlp_norm)
     if config.post_norms:
         leaves += norm_leaves(config, ("attention_post_norm",), prefix + names.attention_post_norm)
         leaves += norm_leaves(config, ("mlp_post_norm",), prefix + names.mlp_post_norm)
     leaves += _attention(config, prefix, names) if attention is None else attention
+    if not kind.has_feed_forward:
+        return leaves
     if kind.is_sparse and config.mixture is not None:
         return leaves + mixture_leaves(config.mixture, config.hidden_size, prefix, names.experts)
     return leaves + feed_forward(config, prefix, names)

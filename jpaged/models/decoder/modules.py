@@ -364,13 +364,15 @@ class DecoderLayer(Module):
     """Attention and a feed-forward, with the norms and the residual sums of the config."""
 
     def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys, kind: LayerKind) -> None:
-        has_two = config.residual != "shared" and config.pre_norms
+        has_two = config.residual != "shared" and config.pre_norms and kind.has_feed_forward
         self.attention_norm = make_norm(config, dtype) if config.pre_norms else None
         make = self.make_recurrent if kind.states else self.make_attention
         self.attention = make(config, dtype, rngs)
         self.mlp_norm = make_norm(config, dtype) if has_two else None
-        self.mlp: MLP | MixtureOfExperts
-        if kind.is_sparse and config.mixture is not None:
+        self.mlp: MLP | MixtureOfExperts | None
+        if not kind.has_feed_forward:
+            self.mlp = None
+        elif kind.is_sparse and config.mixture is not None:
             self.mlp = MixtureOfExperts(config.hidden_size, config.mixture, dtype, rngs)
         else:
             self.mlp = MLP(config, dtype, rngs)
@@ -398,7 +400,9 @@ class DecoderLayer(Module):
         if isinstance(norm, RMSNorm):
             norm = MeasuredNorm(norm, x.squares_t)
         o_te, carry = self.attention.attend(x_te, norm, shared, attend, carry, place)
-        if self.attention_post_norm is not None or self.residual_scale != 1:
+        if self.mlp is None:
+            x_te = self.attention.out(o_te, rows, residual=x_te)
+        elif self.attention_post_norm is not None or self.residual_scale != 1:
             x_te = x_te + self._adjusted(self.attention.out(o_te, rows), self.attention_post_norm)
             x_te = x_te + self._adjusted(self._feed_forward(x_te, shared, self.mlp_norm), self.mlp_post_norm)
         else:
@@ -438,6 +442,7 @@ class DecoderLayer(Module):
     def _feed_forward(
         self, x_te: jax.Array, shared: Shared, norm: Norm | None, residual: jax.Array | None = None
     ) -> jax.Array:
+        assert self.mlp is not None
         if isinstance(self.mlp, MixtureOfExperts):
             return self.mlp(x_te, shared.rows, norm=norm, residual=residual, kernel=shared.experts)
         if shared.states is None:

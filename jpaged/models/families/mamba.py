@@ -1,10 +1,17 @@
-"""Granite 4 (IBM 2025): Mamba-2 in most layers, attention in the others, and experts or a dense feed-forward in all."""
+"""Mamba-2 in most layers, and attention in the others: Granite 4 (IBM 2025) and Nemotron-H (NVIDIA 2025).
+
+All layers of Granite have experts or a dense feed-forward. Nemotron-H counts each feed-forward as a layer. Here it is a
+part of the layer before it, and some layers have none:
+
+    published    M  -  M  *  -  M  -        M: Mamba-2, *: attention, -: feed-forward
+    here         M--   M  *--   M--
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +22,18 @@ from jpaged.kernels.mixture_kind import Routing
 from jpaged.models.config import MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH, Mixture
 from jpaged.models.decoder import DecoderConfig, Names, decoder_family
 from jpaged.models.decoder.config import MambaShape
-from jpaged.models.decoder.config_fields import FULL, MAX_EXPERTS, TRAINING, divided_heads, read_width
+from jpaged.models.decoder.config_fields import (
+    FULL,
+    MAX_EXPERTS,
+    TRAINING,
+    divided_heads,
+    name_of_activation,
+    read_activation,
+    read_heads,
+    read_width,
+)
 from jpaged.models.decoder.leaves import ExpertNames, layer_leaves
-from jpaged.models.family import Modules
+from jpaged.models.family import Modules, model_prefix
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind, StateArray
 from jpaged.models.param_specs import Leaf, LogicalAxes, same, transpose, transposed
@@ -257,8 +273,167 @@ def _modules() -> Modules[DecoderConfig]:
     return Modules(DecoderEnds, MambaLayer)
 
 
+MLP = "mlp"
+_OF_PATTERN = {"M": LINEAR, "*": FULL, "-": MLP, "E": "moe"}
+"""Types of layers of Nemotron-H, by their letters in `hybrid_override_pattern`."""
+_WITHOUT_EFFECT = (
+    *("chunk_size", "mamba_chunk_size", "expand", "mamba_expand", "num_hidden_layers", "num_logits_to_keep"),
+    *("use_mamba_kernels", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
+    *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern", "hidden_dropout"),
+    *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "routed_scaling_factor", "n_group", "topk_group"),
+    *("norm_topk_prob", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size"),
+    *("moe_shared_expert_overlap", "output_router_logits"),
+)
+"""Keys about kernels, initialization and drafts, and those of experts, which no layer has."""
+
+
+def _read_nemotron(fields: JsonFields, architecture: str) -> DecoderConfig:
+    fields.ignore(_WITHOUT_EFFECT)
+    fields.only("mamba_hidden_act", "silu", "swish", why="Mamba supports only the activation silu")
+    fields.only("mamba_ssm_cache_dtype", "float32", why="matrices of states are float32")
+    fields.only("residual_in_fp32", False, why="sums in float32 are not supported")
+    for key in ("use_bias", "mamba_proj_bias"):
+        fields.only(key, False, why="biases in the projections of Mamba are not supported")
+    fields.only("sliding_window", None, why="windows are not supported next to Mamba")
+    check_step_limits(fields)
+    width = fields.integer("hidden_size", 4096, maximum=MAX_WIDTH)
+    heads = read_heads(fields, width, num_kv_heads=8, head_dim=128)
+    conv_len = fields.integer("conv_kernel", 4, minimum=2, maximum=_MAX_TAPS)
+    num_mamba_heads = fields.integer("mamba_num_heads", 128, maximum=MAX_WIDTH)
+    mamba = MambaShape(
+        num_mamba_heads,
+        fields.integer("mamba_head_dim", 64, maximum=MAX_WIDTH),
+        fields.integer("n_groups", 8, maximum=num_mamba_heads),
+        fields.integer("ssm_state_size", 128, maximum=MAX_WIDTH),
+        fields.flag("use_conv_bias", True),
+    )
+    kinds = _join_layers(_read_pattern(fields), AttentionKind(heads["head_dim"] ** -0.5), mamba_states(mamba, conv_len))
+    has_bias = fields.flag("attention_bias", False)
+    return DecoderConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size", 131072, maximum=MAX_VOCAB_SIZE),
+        hidden_size=width,
+        intermediate_size=fields.integer("intermediate_size", 21504, maximum=MAX_WIDTH),
+        num_layers=len(kinds),
+        **heads,
+        max_position_embeddings=fields.integer("max_position_embeddings", 4096),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        eos_token_ids=(2,),
+        bos_token_id=1,
+        norm_eps=fields.number("layer_norm_epsilon", fields.number("rms_norm_eps", 1e-5)),
+        attention_bias=has_bias,
+        attention_output_bias=has_bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+        activation=read_activation(fields, "mlp_hidden_act", "relu2"),
+        is_gated=False,
+        conv_len=conv_len,
+        mamba=mamba,
+        kinds=kinds,
+    )
+
+
+def _read_pattern(fields: JsonFields) -> Sequence[str]:
+    """Return the types of the published layers.
+
+    Raises:
+        Unsupported: a layer has experts, or none has attention.
+        InvalidArgument: an unknown letter.
+    """
+    key, names = "layers_block_type", (*_OF_PATTERN.values(), MAMBA, ATTENTION)
+    listed = fields.value(key)
+    types: Sequence[str] = fields.texts(key, *names, count=len(listed) if isinstance(listed, list) else 0)
+    if not types and fields.has("hybrid_override_pattern"):
+        key = "hybrid_override_pattern"
+        pattern = fields.text(key)
+        if not set(pattern) <= set(_OF_PATTERN):
+            raise fields.bad(key, f"is {pattern!r}; it must have the letters {', '.join(_OF_PATTERN)}")
+        types = [_OF_PATTERN[letter] for letter in pattern]
+    fields.ignore(("hybrid_override_pattern",))
+    types = [{MAMBA: LINEAR, ATTENTION: FULL}.get(name, name) for name in types]
+    if "moe" in types:
+        raise Unsupported(f"{fields.name}: {key} has layers with experts, which have no gates; they are not supported")
+    if FULL not in types:
+        raise Unsupported(f"{fields.name}: no layer has attention; at least one is required")
+    return types
+
+
+def _join_layers(
+    types: Sequence[str], attention: AttentionKind, states: tuple[StateArray, ...]
+) -> tuple[LayerKind, ...]:
+    """Return the kinds of layers, each with the feed-forward that follows it.
+
+    Raises:
+        Unsupported: a feed-forward does not follow attention or Mamba.
+    """
+    kinds: list[LayerKind] = []
+    for name in types:
+        if name != MLP:
+            kinds.append(LayerKind(attention, None, states=states if name == LINEAR else (), has_feed_forward=False))
+        elif kinds and not kinds[-1].has_feed_forward:
+            kinds[-1] = dataclasses.replace(kinds[-1], has_feed_forward=True)
+        else:
+            raise Unsupported("layers_block_type: a feed-forward must follow attention or Mamba")
+    return tuple(kinds)
+
+
+def _nemotron_to_hf(config: DecoderConfig) -> dict[str, object]:
+    mamba = config.mamba
+    assert mamba is not None
+    types = [
+        name
+        for kind in config.layer_kinds
+        for name in (LINEAR if kind.states else FULL, *((MLP,) if kind.has_feed_forward else ()))
+    ]
+    return {
+        "num_hidden_layers": len(types),
+        "layers_block_type": types,
+        "intermediate_size": config.intermediate_size,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "mlp_hidden_act": name_of_activation(config.activation),
+        "layer_norm_epsilon": config.norm_eps,
+        "mamba_num_heads": mamba.num_heads,
+        "mamba_head_dim": mamba.head_dim,
+        "n_groups": mamba.num_groups,
+        "ssm_state_size": mamba.state_dim,
+        "conv_kernel": config.conv_len,
+        "use_conv_bias": mamba.has_bias,
+    }
+
+
+_OF_NEMOTRON = Names(embed="embeddings", norm="norm_f")
+
+
+def _nemotron_leaves(config: DecoderConfig, prefix: str, kind: LayerKind) -> list[Leaf]:
+    """Return the leaves of a layer, whose feed-forward has the next number in checkpoints."""
+    before, index = prefix.removesuffix(".").rsplit(".", 1)
+    number = sum(1 + one.has_feed_forward for one in config.layer_kinds[: int(index)])
+    own, after = f"{number}.", f"{number + 1}."
+    names = Names(
+        attention_norm=f"{own}norm",
+        qkv=tuple(f"{own}mixer.{part}_proj" for part in "qkv"),
+        out=f"{own}mixer.o_proj",
+        mlp_norm=f"{after}norm",
+        gate_up=(f"{after}mixer.up_proj",),
+        down=f"{after}mixer.down_proj",
+    )
+    attention = mamba_leaves(config, f"{before}.{own}mixer.") if kind.states else None
+    return layer_leaves(config, f"{before}.", kind, names, attention=attention)
+
+
+def _nemotron_prefix(stored: Iterable[str]) -> str:
+    """Return the prefix of published checkpoints, or that of transformers since version 5."""
+    return "backbone." if any(name.startswith("backbone.") for name in stored) else model_prefix(stored)
+
+
+_NEMOTRON = decoder_family(
+    "nemotron_h", _read_nemotron, _nemotron_to_hf, _OF_NEMOTRON, name_prefix=_nemotron_prefix, ignored=("mtp.",)
+)
 ARCHITECTURES = {
     "GraniteMoeHybridForCausalLM": dataclasses.replace(
         decoder_family("granitemoehybrid", _read, _to_hf, _NAMES), layer_leaves=_layer_leaves, modules=_modules
     ),
+    "NemotronHForCausalLM": dataclasses.replace(_NEMOTRON, layer_leaves=_nemotron_leaves, modules=_modules),
 }

@@ -76,7 +76,7 @@ def _read_dense(fields: JsonFields, architecture: str) -> DecoderConfig:
 
 
 def _read_sparse(fields: JsonFields, architecture: str) -> DecoderConfig:
-    fields.ignore(TRAINING)
+    fields.ignore((*TRAINING, "intermediate_size"))  # no layer is dense
     mixture = _read_mixture(fields, (256, 8), normalises=True)
     return _read_qwen35(fields, architecture, mixture.width, _SPARSE, mixture)
 
@@ -214,11 +214,14 @@ def _is_split(config: DecoderConfig) -> bool:
 
 
 _NAMES = Names()
-_OF_QWEN35 = Names(experts=ExpertNames(gate="gate_up_proj", down="down_proj", fused="rows"))
+_INNER = "model.language_model."
+"""Prefix of the language model of a model that reads images."""
+_FUSED = Names(experts=ExpertNames(gate="gate_up_proj", down="down_proj", fused="rows"))
+"""Published models that read images have all experts of a layer in one tensor."""
 
 
 def _layer_leaves(config: DecoderConfig, prefix: str, kind: LayerKind) -> list[Leaf]:
-    names = _OF_QWEN35 if _is_split(config) else _NAMES
+    names = _FUSED if prefix.startswith(_INNER) else _NAMES
     if kind.states:
         return layer_leaves(config, prefix, kind, names, attention=_delta_leaves(config, f"{prefix}linear_attn."))
     leaves = layer_leaves(config, prefix, kind, names)
@@ -336,8 +339,7 @@ def _language(whole: JsonFields) -> JsonFields:
 
 def _prefix(stored: Iterable[str]) -> str:
     """Return the prefix of language models alone, or next to a model that reads images."""
-    inner = "model.language_model."
-    return inner if any(name.startswith(inner) for name in stored) else model_prefix(stored)
+    return _INNER if any(name.startswith(_INNER) for name in stored) else model_prefix(stored)
 
 
 def _family(model_type: str, read: Callable[[JsonFields, str], DecoderConfig]) -> Family[DecoderConfig]:
