@@ -10,7 +10,7 @@ row from one slot and writes it to another. So a fork costs no copy: the first s
 
 All rows are read before the first one is written, so one row may take over the slot of another.
 
-Three backends update matrices. With each of them, the bits of a row depend on no other row.
+Three backends update matrices. The bits of a row depend on no other row.
 
     tokens    XLA, one token after another: the specification. Bits do not depend on where a prompt is cut.
     cpu       C++ (cpu/recurrence), one token after another: the same. Reads only rows in use, and updates in place.
@@ -351,7 +351,7 @@ def _run_block(one: Recurrence, state_hdv: jax.Array) -> tuple[jax.Array, jax.Ar
     logs_kgc = jnp.moveaxis(one.log_decays_th.reshape(num_tokens, *grouped), 0, 2)
     state_kgdv = state_hdv.reshape(*grouped, *state_hdv.shape[1:])
     is_later, is_seen = (jnp.tril(jnp.ones((num_tokens, num_tokens), bool), last) for last in (-1, 0))
-    # Sums of their own: differences of sums from the beginning would lose digits of small decays after large ones.
+    # One sum for each pair: differences of sums from the beginning would lose digits of small decays after large ones.
     sums_kgcj = jnp.cumsum(jnp.where(is_later, logs_kgc[..., :, None], 0), axis=-2)
     decays_kgcj = jnp.where(is_seen, jnp.exp(sums_kgcj), 0)
     since_kgc1 = jnp.exp(jnp.cumsum(logs_kgc, axis=-1))[..., None]

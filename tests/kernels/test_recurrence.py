@@ -144,8 +144,11 @@ def sequence_of(shapes: dict[str, tuple[int, ...]], length: int, rng: np.random.
     return [(x / (4 if name in "qk" else 1)).astype(np.float32) for name, x in made.items()]
 
 
+Apply = Callable[..., tuple[np.ndarray, np.ndarray]]
+
+
 @pytest.fixture(scope="module")
-def step() -> Callable[..., tuple[jax.Array, jax.Array]]:
+def step() -> Apply:
     """Runs a rule on packed tokens and the states of rows, which are in slots 1, 2, ..."""
     assert unsupported_cpu_reason() is None
 
@@ -173,9 +176,6 @@ def step() -> Callable[..., tuple[jax.Array, jax.Array]]:
         return np.asarray(o_thv)[: starts[-1]], np.asarray(states)[1, 1:-1]
 
     return apply
-
-
-Apply = Callable[..., tuple[np.ndarray, np.ndarray]]
 
 
 @pytest.mark.long
@@ -263,15 +263,16 @@ def test_all_states_are_read_before_one_is_written(name: str) -> None:
     one = gated_delta_rule(*map(jnp.asarray, parts))
 
     def run(kernel: RecurrenceKernel) -> tuple[np.ndarray, np.ndarray]:
-        rows = RecurrentRows.of(*map(jnp.asarray, ([*range(6)], is_first, sources, slots)), 5, kernel)
+        starts_s1, is_first_s = jnp.arange(6), jnp.asarray(is_first)
+        rows = RecurrentRows.of(starts_s1, is_first_s, jnp.asarray(sources), jnp.asarray(slots), 5, kernel)
         o, carry = recur(one, StatefulPool((), (jnp.asarray(states),)), rows, jnp.int32(0), (STATE, jnp.float32), 0)
         return np.asarray(o), np.asarray(carry.states[0])
 
     o, after = run(KERNELS[name])
     for row, (source, slot) in enumerate(zip(sources, slots, strict=True)):
         state = np.zeros(STATE) if is_first[row] else states[0, source]
-        token = [np.exp(x[row : row + 1]) if i == 3 else x[row : row + 1] for i, x in enumerate(parts)]
-        expected, expected_state = delta_rule(*token, state)
+        q, k, v, decays, strengths = (x[row : row + 1] for x in parts)
+        expected, expected_state = delta_rule(q, k, v, np.exp(decays), strengths, state)
         np.testing.assert_allclose(o[row : row + 1], expected, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(after[0, slot], expected_state, rtol=1e-4, atol=1e-5)
 

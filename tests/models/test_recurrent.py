@@ -249,6 +249,26 @@ def test_all_layers_of_qwen35_moe_have_experts() -> None:
     assert from_hf(to_hf(config)) == config
 
 
+def test_feed_forwards_of_nemotron_belong_to_the_layers_before() -> None:
+    pattern = "M-M*EMEMM"
+    config = from_hf(tiny_case("nemotron_h_moe").config)
+    by_pattern = {**tiny_case("nemotron_h_moe").config, "layers_block_type": None, "hybrid_override_pattern": pattern}
+    assert from_hf(by_pattern) == config
+    assert [(kind.has_feed_forward, kind.is_sparse, bool(kind.states)) for kind in config.layer_kinds] == [
+        *((True, False, True), (False, False, True), (True, True, False), (True, True, True)),
+        *((False, False, True), (False, False, True)),
+    ]
+    family, (_, mamba, attention, *_) = find_family(config.architecture), config.layer_kinds
+    names = {name for leaf in family.layer_leaves(config, "backbone.layers.2.", attention) for name, _ in leaf.tensors}
+    assert {"backbone.layers.3.norm.weight", "backbone.layers.3.mixer.q_proj.weight"} < names
+    assert {"backbone.layers.4.mixer.experts.7.up_proj.weight", "backbone.layers.4.norm.weight"} < names
+    names = {name for leaf in family.layer_leaves(config, "backbone.layers.1.", mamba) for name, _ in leaf.tensors}
+    assert {name.split(".")[2] for name in names} == {"2"}
+    written = to_hf(config)
+    assert written["num_hidden_layers"] == len(pattern)
+    assert from_hf(written) == config
+
+
 @pytest.mark.parametrize("inner", ["", "language_model."])
 def test_tensors_of_qwen35_are_found_alone_and_next_to_images(inner: str) -> None:
     family = find_family("Qwen3_5ForConditionalGeneration")
@@ -355,6 +375,12 @@ def test_only_layers_with_attention_are_in_blocks(in_stacks: bool) -> None:
         ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate is False"),
         ("qwen3_5_moe_text", {"mlp_only_layers": [1]}, "all layers have experts, or none"),
         ("qwen3_5_text", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype"),
+        ("nemotron_h", {"layers_block_type": ["mlp", "full_attention"]}, "a feed-forward must follow"),
+        ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp"]}, "no layer has attention"),
+        ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M*X"}, "it must have the letters"),
+        ("nemotron_h", {"residual_in_fp32": True}, "residual_in_fp32 is True"),
+        ("nemotron_h_moe", {"moe_latent_size": 16}, "moe_latent_size is 16"),
+        ("nemotron_h_moe", {"mlp_hidden_act": "relu"}, "only the activation relu2"),
         ("granitemoehybrid", {"layer_types": ["mamba"] * 4}, "no layer has attention"),
         ("granitemoehybrid", {"mamba_proj_bias": True}, "mamba_proj_bias is True"),
         ("granitemoehybrid", {"mamba_n_heads": 7}, "mamba_n_heads: is 7; it must divide"),

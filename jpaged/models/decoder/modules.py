@@ -83,14 +83,15 @@ class Experts(Module):
 
     def __init__(self, width: int, mixture: Mixture, dtype: np.dtype, rngs: RandomKeys) -> None:
         num_experts, inner, use_bias = mixture.routing.num_experts, mixture.width, mixture.has_biases
-        self.gate = ExpertLinear(num_experts, (width, inner), use_bias, dtype, rngs)
+        has_gates = mixture.gate.has_gates
+        self.gate = ExpertLinear(num_experts, (width, inner), use_bias, dtype, rngs) if has_gates else None
         self.up = ExpertLinear(num_experts, (width, inner), use_bias, dtype, rngs)
         self.down = ExpertLinear(num_experts, (inner, width), use_bias, dtype, rngs)
 
     @property
     def weights(self) -> ExpertWeights:
         """The arrays."""
-        linears = (self.gate, self.up, self.down)
+        linears = (self.gate or self.up, self.up, self.down)
         biases = (None if linear.bias is None else linear.bias[...] for linear in linears)
         return ExpertWeights(*(linear.kernel.get_value() for linear in linears), *biases)
 
@@ -99,13 +100,21 @@ class SharedExpert(Module):
     """An expert that all rows use, optionally weighted by a score."""
 
     def __init__(self, width: int, mixture: Mixture, dtype: np.dtype, rngs: RandomKeys) -> None:
-        self.gate_up = GatedLinear(width, mixture.shared_width, False, "silu", dtype, rngs)
+        inner = mixture.shared_width
+        has_gates = mixture.gate.has_gates
+        self.gate_up = GatedLinear(width, inner, False, "silu", dtype, rngs) if has_gates else None
+        self.up = None if has_gates else Linear(width, (inner,), False, dtype, rngs)
         self.down = Linear(mixture.shared_width, (width,), False, dtype, rngs)
         self.score = Linear(width, (1,), False, dtype, rngs) if mixture.shared_is_weighed else None
 
     def __call__(self, x_te: jax.Array, rows: Rows) -> jax.Array:
         """Map `[T, E]` to float32 `[T, E]`."""
-        y_te = self.down(self.gate_up(x_te, rows), rows).astype(jnp.float32)
+        if self.gate_up is not None:
+            inner_tf = self.gate_up(x_te, rows)
+        else:
+            assert self.up is not None
+            inner_tf = activate(self.up(x_te, rows), "relu2")
+        y_te = self.down(inner_tf, rows).astype(jnp.float32)
         if self.score is None:
             return y_te
         return jax.nn.sigmoid(self.score(x_te, rows).astype(jnp.float32)) * y_te

@@ -3,7 +3,7 @@
 All layers of Granite have experts or a dense feed-forward. Nemotron-H counts each feed-forward as a layer. Here it is a
 part of the layer before it, and some layers have none:
 
-    published    M  -  M  *  -  M  -        M: Mamba-2, *: attention, -: feed-forward
+    published    M  -  M  *  -  M  E        M: Mamba-2, *: attention, -: feed-forward, E: experts without gates
     here         M--   M  *--   M--
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
-from jpaged.kernels.mixture_kind import Routing
+from jpaged.kernels.mixture_kind import GateFunction, Routing
 from jpaged.models.config import MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH, Mixture
 from jpaged.models.decoder import DecoderConfig, Names, decoder_family
 from jpaged.models.decoder.config import MambaShape
@@ -273,18 +273,21 @@ def _modules() -> Modules[DecoderConfig]:
     return Modules(DecoderEnds, MambaLayer)
 
 
-MLP = "mlp"
-_OF_PATTERN = {"M": LINEAR, "*": FULL, "-": MLP, "E": "moe"}
+MLP, MOE = "mlp", "moe"
+_OF_PATTERN = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
 """Types of layers of Nemotron-H, by their letters in `hybrid_override_pattern`."""
 _WITHOUT_EFFECT = (
     *("chunk_size", "mamba_chunk_size", "expand", "mamba_expand", "num_hidden_layers", "num_logits_to_keep"),
     *("use_mamba_kernels", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
     *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern", "hidden_dropout"),
+    *("moe_shared_expert_overlap", "output_router_logits", "time_step_rank"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "hidden_act"),
+)
+"""Keys about kernels, initialization and drafts, and about rotary embedding, which no layer has."""
+_OF_EXPERTS = (
     *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "routed_scaling_factor", "n_group", "topk_group"),
     *("norm_topk_prob", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size"),
-    *("moe_shared_expert_overlap", "output_router_logits"),
 )
-"""Keys about kernels, initialization and drafts, and those of experts, which no layer has."""
 
 
 def _read_nemotron(fields: JsonFields, architecture: str) -> DecoderConfig:
@@ -320,7 +323,7 @@ def _read_nemotron(fields: JsonFields, architecture: str) -> DecoderConfig:
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         eos_token_ids=(2,),
         bos_token_id=1,
-        norm_eps=fields.number("layer_norm_epsilon", fields.number("rms_norm_eps", 1e-5)),
+        norm_eps=_read_eps(fields),
         attention_bias=has_bias,
         attention_output_bias=has_bias,
         mlp_bias=fields.flag("mlp_bias", False),
@@ -329,6 +332,39 @@ def _read_nemotron(fields: JsonFields, architecture: str) -> DecoderConfig:
         conv_len=conv_len,
         mamba=mamba,
         kinds=kinds,
+        mixture=_read_experts(fields) if any(kind.is_sparse for kind in kinds) else None,
+    )
+
+
+def _read_eps(fields: JsonFields) -> float:
+    """Return the number that norms add; files on the hub have it under several names."""
+    found = {fields.number(key) for key in ("layer_norm_epsilon", "rms_norm_eps", "norm_eps") if fields.has(key)}
+    if len(found) > 1:
+        raise fields.bad("layer_norm_epsilon", f"is one of {sorted(found)}; rms_norm_eps and norm_eps must be equal")
+    return found.pop() if found else 1e-5
+
+
+def _read_experts(fields: JsonFields) -> Mixture:
+    fields.only("moe_latent_size", None, why="experts of projected states are not supported")
+    fields.only("mlp_hidden_act", "relu2", why="experts without gates support only the activation relu2")
+    fields.only("mlp_bias", False, why="biases in experts are not supported")
+    fields.integer("n_shared_experts", 1)
+    num_experts = fields.integer("n_routed_experts", 8, maximum=MAX_EXPERTS)
+    return Mixture(
+        routing=Routing(
+            num_experts,
+            fields.integer("num_experts_per_tok", 2, maximum=num_experts),
+            "sigmoid",
+            normalises=fields.flag("norm_topk_prob", True),
+            scale=fields.number("routed_scaling_factor", 1.0),
+            num_groups=fields.integer("n_group", 1),
+            top_groups=fields.integer("topk_group", 1),
+            num_best=2,
+        ),
+        width=read_width(fields, "moe_intermediate_size", 7688),
+        gate=GateFunction("relu2"),
+        choice_bias=True,
+        shared_width=read_width(fields, "moe_shared_expert_intermediate_size", 7688),
     )
 
 
@@ -336,7 +372,7 @@ def _read_pattern(fields: JsonFields) -> Sequence[str]:
     """Return the types of the published layers.
 
     Raises:
-        Unsupported: a layer has experts, or none has attention.
+        Unsupported: no layer has attention.
         InvalidArgument: an unknown letter.
     """
     key, names = "layers_block_type", (*_OF_PATTERN.values(), MAMBA, ATTENTION)
@@ -350,8 +386,8 @@ def _read_pattern(fields: JsonFields) -> Sequence[str]:
         types = [_OF_PATTERN[letter] for letter in pattern]
     fields.ignore(("hybrid_override_pattern",))
     types = [{MAMBA: LINEAR, ATTENTION: FULL}.get(name, name) for name in types]
-    if "moe" in types:
-        raise Unsupported(f"{fields.name}: {key} has layers with experts, which have no gates; they are not supported")
+    if MOE not in types:
+        fields.ignore(_OF_EXPERTS)
     if FULL not in types:
         raise Unsupported(f"{fields.name}: no layer has attention; at least one is required")
     return types
@@ -367,10 +403,10 @@ def _join_layers(
     """
     kinds: list[LayerKind] = []
     for name in types:
-        if name != MLP:
+        if name not in (MLP, MOE):
             kinds.append(LayerKind(attention, None, states=states if name == LINEAR else (), has_feed_forward=False))
         elif kinds and not kinds[-1].has_feed_forward:
-            kinds[-1] = dataclasses.replace(kinds[-1], has_feed_forward=True)
+            kinds[-1] = dataclasses.replace(kinds[-1], has_feed_forward=True, is_sparse=name == MOE)
         else:
             raise Unsupported("layers_block_type: a feed-forward must follow attention or Mamba")
     return tuple(kinds)
@@ -380,11 +416,22 @@ def _nemotron_to_hf(config: DecoderConfig) -> dict[str, object]:
     mamba = config.mamba
     assert mamba is not None
     types = [
-        name
-        for kind in config.layer_kinds
-        for name in (LINEAR if kind.states else FULL, *((MLP,) if kind.has_feed_forward else ()))
+        name for kind in config.layer_kinds for name in (LINEAR if kind.states else FULL, *_feed_forward_types(kind))
     ]
-    return {
+    mixture = config.mixture
+    experts: dict[str, object] = {}
+    if mixture is not None:
+        experts = {
+            "n_routed_experts": mixture.routing.num_experts,
+            "num_experts_per_tok": mixture.routing.top_k,
+            "norm_topk_prob": mixture.routing.normalises,
+            "routed_scaling_factor": mixture.routing.scale,
+            "n_group": mixture.routing.num_groups,
+            "topk_group": mixture.routing.top_groups,
+            "moe_intermediate_size": mixture.width,
+            "moe_shared_expert_intermediate_size": mixture.shared_width,
+        }
+    return experts | {
         "num_hidden_layers": len(types),
         "layers_block_type": types,
         "intermediate_size": config.intermediate_size,
@@ -403,6 +450,13 @@ def _nemotron_to_hf(config: DecoderConfig) -> dict[str, object]:
     }
 
 
+def _feed_forward_types(kind: LayerKind) -> tuple[str, ...]:
+    """Return the published layer after attention or Mamba, if there is one."""
+    if not kind.has_feed_forward:
+        return ()
+    return (MOE,) if kind.is_sparse else (MLP,)
+
+
 _OF_NEMOTRON = Names(embed="embeddings", norm="norm_f")
 
 
@@ -418,6 +472,13 @@ def _nemotron_leaves(config: DecoderConfig, prefix: str, kind: LayerKind) -> lis
         mlp_norm=f"{after}norm",
         gate_up=(f"{after}mixer.up_proj",),
         down=f"{after}mixer.down_proj",
+        experts=ExpertNames(
+            router=f"{after}mixer.gate",
+            choice_bias=f"{after}mixer.gate.e_score_correction_bias",
+            experts=f"{after}mixer.experts.",
+            shared=f"{after}mixer.shared_experts.",
+            shared_gate_up=("up_proj",),
+        ),
     )
     attention = mamba_leaves(config, f"{before}.{own}mixer.") if kind.states else None
     return layer_leaves(config, f"{before}.", kind, names, attention=attention)

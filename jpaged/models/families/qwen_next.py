@@ -1,7 +1,7 @@
 """Qwen3-Next and Qwen3.5 (Qwen 2025, 2026): the gated delta rule in three of four layers, gated attention in others.
 
-Qwen3.5 stores the projections of the delta rule apart, and has dense models, too. Of models that read images, the
-language model is served. Sections of its rotary embedding differ only for images.
+Qwen3.5 stores the projections of the delta rule apart, and has dense models, too. Only the language model is served.
+The sections of rotary embedding differ only for images.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ def _joined(config: DecoderConfig, path: str, outputs: dict[str, tuple[int, ...]
     """Return a kernel with the outputs of several tensors grouped by key head.
 
     Args:
-        outputs: for each tensor, the outputs of each of its parts, which have all heads.
+        outputs: for each tensor, the outputs of each part, which has all heads.
     """
     assert config.delta is not None
     num_heads, width = config.delta.num_key_heads, config.hidden_size
