@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.errors import InternalError
 from jpaged.kernels.cpu.library import MAX_WIDTH, NAME, register
 
 BLOCK_LEN, SHORT_LEN = 64, 16
@@ -406,6 +407,8 @@ def _recur_in_place(
     one: Recurrence, rows: RecurrentRows, layer: jax.Array, states: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the outputs of each row, and `states`, which are donated, after the step; by the library's kernel."""
+    if (reason := unsupported_cpu_reason()) is not None:
+        raise InternalError(f"no kernel can update states in place: {reason}")
     shapes = (jax.ShapeDtypeStruct(one.x_thv.shape, jnp.float32), jax.ShapeDtypeStruct(states.shape, jnp.float32))
     run = jax.ffi.ffi_call(f"{NAME}_recur", shapes, input_output_aliases={9: 1})
     strengths = jnp.zeros((0,), jnp.float32) if one.strengths_th is None else one.strengths_th

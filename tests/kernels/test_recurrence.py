@@ -210,6 +210,24 @@ def test_rows_of_every_length_equal_the_recurrence_in_float64(step: Apply, rule:
     check_rows(step, rule, KERNELS[kernel], LENS, 512)
 
 
+@pytest.mark.parametrize("name", ["cpu", "cpu-avx2", "cpu-baseline"])
+def test_states_of_odd_sizes_equal_the_recurrence_in_float64(name: str) -> None:
+    """The depth is no multiple of the sums at once, and columns fill neither a vector nor a strip."""
+    rng = np.random.default_rng(3)
+    shapes = {"q": (3, 7), "k": (3, 7), "v": (6, 37), "decays": (6,), "strengths": (6,)}
+    parts, state = sequence_of(shapes, 9, rng), rng.normal(size=(6, 7, 37)).astype(np.float32)
+    q, k, v, decays, strengths = map(jnp.asarray, parts)
+    one = gated_delta_rule(q, k, v, jnp.log(decays), strengths)
+    slots_s = jnp.ones(1, jnp.int32)
+    rows = RecurrentRows.of(jnp.asarray([0, 9]), slots_s < 0, slots_s, slots_s, 9, KERNELS[name])
+    carry = StatefulPool((), (jnp.asarray(np.stack((state, state))[None]),))
+    o, carry = recur(one, carry, rows, jnp.int32(0), (state.shape, jnp.float32), 0)
+    expected, expected_state = delta_rule(q, k, v, decays, strengths, state)
+    np.testing.assert_allclose(o, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(carry.states[0][0, 1], expected_state, rtol=0, atol=1e-5 * np.abs(expected_state).max())
+    np.testing.assert_array_equal(carry.states[0][0, 0], state)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_blocks_equal_the_recurrence_if_tokens_repeat_or_decay_fast(step: Apply, rule: str) -> None:
     """The equations of equal keys have an inverse with small numbers; powers of their matrix are as large as 1e17."""

@@ -299,8 +299,8 @@ def _joined(config: DecoderConfig, path: str, outputs: dict[str, tuple[int, ...]
     def pack(tensors: Sequence[np.ndarray], out: np.ndarray) -> None:
         split = zip(tensors, outputs.values(), strict=True)
         parts = [part for tensor, sizes in split for part in np.split(tensor, np.cumsum(sizes)[:-1])]
-        grouped = np.concatenate([part.reshape(num_heads, -1, width) for part in parts], axis=1)
-        transpose(grouped.reshape(-1, width), out)
+        grouped = np.concatenate([part.reshape(num_heads, -1, part.shape[1]) for part in parts], axis=1)
+        transpose(grouped.reshape(-1, grouped.shape[2]), out)  # scales have fewer columns than weights
 
     tensors = tuple((name, (sum(sizes), width)) for name, sizes in outputs.items())
     return Leaf(("attention", path, "kernel"), ("embed", "heads"), shape, tensors, pack, (1, None))
