@@ -223,7 +223,8 @@ def _serving(model: Model, topology_name: str, mesh: Mesh, own: Mapping[str, Any
     sizes = {"tensor_parallel_size": num_shards(mesh), "context_parallel_size": num_contexts}
     options = {**OPTIONS, "block_size": OPTIONS["block_size"] * num_contexts, **sizes, **own}
     least, geometry, params = abstract_serving(model, EngineConfig.load(options), mesh)
-    free = 0.9 * find_target(topology_name).hardware.usable_bytes - local_bytes(params)
+    states = sum(math.prod(one.shape) * one.dtype.itemsize for one in least.abstract_states(geometry.max_num_seqs))
+    free = 0.9 * find_target(topology_name).hardware.usable_bytes - local_bytes(params) - states / num_shards(mesh)
     of_checkpoints = -(-geometry.state_bytes // max(1, geometry.blocks_per_checkpoint))
     bytes_per_block = least.layout.local.bytes_per_block + of_checkpoints
     of_rank = max(2 * geometry.num_blocks_of_rank, int(free // bytes_per_block) - 1)

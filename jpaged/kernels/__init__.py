@@ -7,7 +7,7 @@ kv_layout.py       layout of keys and values in the pool
 lowered_device.py  the device that a program is lowered for, GPUs with kernels, and availability of Pallas Triton
 cuda_library.py    the library of all CUDA kernels: its compilation, and the check that it fits
 qkv_rope.py        splitting of the QKV projection, and RoPE, on TPUs
-recurrence.py      states of recurrent layers, and the short convolution
+recurrence.py      states of recurrent layers, the short convolution, the delta rule and Mamba-2
 experts/           mixtures of experts
 lora/              LoRA matmuls with an adapter per row
 paged_attention/   attention over blocks

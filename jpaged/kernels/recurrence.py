@@ -9,17 +9,60 @@ row from one slot and writes it to another. So a fork costs no copy: the first s
     row 2                     w         a sequence that begins reads nothing: its state is zero
 
 All rows are read before the first one is written, so one row may take over the slot of another.
+
+Three backends update matrices. The bits of a row depend on no other row.
+
+    tokens    XLA, one token after another: the specification. Bits do not depend on where a prompt is cut.
+    cpu       C++ (cpu/recurrence), one token after another: the same. Reads only rows in use, and updates in place.
+    blocks    XLA, for TPUs and GPUs: 64 tokens are a few matmuls. A cut may change the last bits of float32.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from jpaged.errors import InternalError
+from jpaged.kernels.cpu.library import MAX_WIDTH, NAME, register
+
+BLOCK_LEN, SHORT_LEN = 64, 16
+"""Tokens of a block, and of the longest rows that are computed all at once."""
+
+
+def _whole(function: Callable[..., Any], axes_in: Sequence[int | None], axes_out: Sequence[int]) -> Callable[..., Any]:
+    return function
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrenceKernel:
+    """The code that updates the matrices of states. Hashable, static under jit.
+
+    Attributes:
+        backend: see above; `cpu` requires `unsupported_cpu_reason` to be None.
+        has_static_loops: every loop has a fixed number of turns, so that the host does not wait for a GPU.
+        split: (function, axes of arguments, axes of results) -> the function of each device's heads. An axis is that of
+            heads; None is for an argument that every device has.
+        num_parts: devices that share the heads.
+        max_width: floats of the widest vectors that `cpu` uses.
+        max_threads: maximum threads that `cpu` uses; 0 is all.
+    """
+
+    backend: Literal["tokens", "cpu", "blocks"] = "tokens"
+    has_static_loops: bool = False
+    split: Callable[[Callable[..., Any], Sequence[int | None], Sequence[int]], Callable[..., Any]] = _whole
+    num_parts: int = 1
+    max_width: int = MAX_WIDTH
+    max_threads: int = 0
+
+
+_TOKENS = RecurrenceKernel()
 
 
 @jax.tree_util.register_dataclass
@@ -34,6 +77,7 @@ class RecurrentRows:
         slots_s: slot to which it is written; 0 for padding.
         rows_t: row of each token.
         offsets_t: tokens of the same row before each token.
+        kernel: updates matrices. Static.
     """
 
     starts_s1: jax.Array
@@ -42,6 +86,7 @@ class RecurrentRows:
     slots_s: jax.Array
     rows_t: jax.Array
     offsets_t: jax.Array
+    kernel: RecurrenceKernel = field(default=_TOKENS, metadata={"static": True})
 
     @classmethod
     def of(
@@ -51,11 +96,12 @@ class RecurrentRows:
         sources_s: jax.Array,
         slots_s: jax.Array,
         num_tokens: int,
+        kernel: RecurrenceKernel = _TOKENS,
     ) -> RecurrentRows:
         """Return the rows of a step of `num_tokens` packed tokens, including padding."""
         t, last = jnp.arange(num_tokens, dtype=jnp.int32), len(starts_s1) - 2
         rows_t = jnp.minimum((t[:, None] >= starts_s1[None, 1:]).sum(axis=1, dtype=jnp.int32), last)
-        return cls(starts_s1, is_first_s, sources_s, slots_s, rows_t, t - starts_s1[rows_t])
+        return cls(starts_s1, is_first_s, sources_s, slots_s, rows_t, t - starts_s1[rows_t], kernel)
 
     @classmethod
     def one(cls, num_tokens: int) -> RecurrentRows:
@@ -118,7 +164,11 @@ def read_expert_load(load: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def read_states(
-    carry: Any, rows: RecurrentRows, layer: jax.Array, blank: Sequence[tuple[tuple[int, ...], Any]]
+    carry: Any,
+    rows: RecurrentRows,
+    layer: jax.Array,
+    blank: Sequence[tuple[tuple[int, ...], Any]],
+    first: int = 0,
 ) -> list[jax.Array]:
     """Return the state of each row, `[S, ...]`: zeros for a sequence that begins, and if the carry has no states.
 
@@ -126,20 +176,22 @@ def read_states(
         carry: of the layers: a `StatefulPool`, or anything else for a pass that keeps no state.
         layer: int32 scalar: index among the recurrent layers.
         blank: shape and type of one sequence's arrays.
+        first: index of the first of these arrays in a layer.
     """
     num_rows = len(rows.slots_s)
     if not isinstance(carry, StatefulPool):
         return [jnp.zeros((num_rows, *shape), dtype) for shape, dtype in blank]
-    found = [states[layer, rows.sources_s] for states in carry.states]
+    found = [states[layer, rows.sources_s] for states in carry.states[first : first + len(blank)]]
     return [jnp.where(rows.is_first_s.reshape(-1, *[1] * (x.ndim - 1)), 0, x).astype(x.dtype) for x in found]
 
 
-def write_states(carry: Any, rows: RecurrentRows, layer: jax.Array, states: Sequence[jax.Array]) -> Any:
-    """Return the carry with the state of each row in its slot."""
+def write_states(carry: Any, rows: RecurrentRows, layer: jax.Array, states: Sequence[jax.Array], first: int = 0) -> Any:
+    """Return the carry with the state of each row in its slot; arguments are as those of `read_states`."""
     if not isinstance(carry, StatefulPool):
         return carry
-    written = (old.at[layer, rows.slots_s].set(new) for old, new in zip(carry.states, states, strict=True))
-    return dataclasses.replace(carry, states=tuple(written))
+    last = first + len(states)
+    written = (old.at[layer, rows.slots_s].set(new) for old, new in zip(carry.states[first:last], states, strict=True))
+    return dataclasses.replace(carry, states=(*carry.states[:first], *written, *carry.states[last:]))
 
 
 def short_convolution(
@@ -172,94 +224,236 @@ def short_convolution(
     return y_te, jnp.stack(columns, axis=-1).astype(window_sek.dtype)
 
 
-def gated_delta_rule(
-    q_tkd: jax.Array,
-    k_tkd: jax.Array,
-    v_thv: jax.Array,
-    decays_th: jax.Array,
-    strengths_th: jax.Array,
-    state_shdv: jax.Array,
-    rows: RecurrentRows,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the outputs of each row, float32 `[T, H, V]`, and the states after the step.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """Inputs of a recurrence, float32.
 
-    For each token and value head (Yang et al. 2024, arXiv 2412.06464):
+    For each token and value head:
 
-        S = decay * S;  S = S + strength * k (v - k S);  o = q S
+        S = decay * S + k u;  o = q S
 
-    Tokens are computed in a loop, in packed order. Each has the same operations on arrays of the same shapes, so that
-    bits do not depend on other rows, nor on where a prompt is cut. XLA sums in another order for several rows at once.
-
-    Args:
-        q_tkd, k_tkd: float32 `[T, K, D]`; each key head is that of H / K consecutive value heads.
-        state_shdv: float32 `[S, H, D, V]`.
+    Attributes:
+        q_tkd, k_tkd: queries and keys; each key head is that of H / K consecutive value heads.
+        x_thv: u; for the gated delta rule the value, of which u is made.
+        log_decays_th: logarithms of the decays, at most 0.
+        strengths_th: of the gated delta rule, whose u is strength * (x - decay * k S). None for Mamba-2.
     """
-    group = v_thv.shape[1] // q_tkd.shape[1]
-    q_thd, k_thd = (jnp.repeat(x, group, axis=1) for x in (q_tkd, k_tkd))
-    return _scan_rows(_delta_step, (q_thd, k_thd, v_thv, decays_th, strengths_th), v_thv.shape, state_shdv, rows)
+
+    q_tkd: jax.Array
+    k_tkd: jax.Array
+    x_thv: jax.Array
+    log_decays_th: jax.Array
+    strengths_th: jax.Array | None = None
+
+    def map(self, function: Callable[[jax.Array], jax.Array]) -> Recurrence:
+        """Return this with a function applied to each array."""
+        mapped: Recurrence = jax.tree.map(function, self)
+        return mapped
+
+
+def gated_delta_rule(
+    q_tkd: jax.Array, k_tkd: jax.Array, v_thv: jax.Array, log_decays_th: jax.Array, strengths_th: jax.Array
+) -> Recurrence:
+    """Return the gated delta rule (Yang et al. 2024, arXiv 2412.06464) of some tokens."""
+    return Recurrence(q_tkd, k_tkd, v_thv, log_decays_th, strengths_th)
 
 
 def selective_scan(
-    x_thp: jax.Array,
-    b_tgn: jax.Array,
-    c_tgn: jax.Array,
-    steps_th: jax.Array,
-    decays_th: jax.Array,
-    state_shnp: jax.Array,
-    rows: RecurrentRows,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the outputs of Mamba-2 for each row, float32 `[T, H, P]`, and the states after the step.
-
-    For each token and head (Dao and Gu 2024, arXiv 2405.21060):
-
-        S = decay * S + b (step * x);  y = c S
-
-    Bits depend on nothing that those of `gated_delta_rule` do not depend on.
+    x_thp: jax.Array, b_tgn: jax.Array, c_tgn: jax.Array, steps_th: jax.Array, log_decays_th: jax.Array
+) -> Recurrence:
+    """Return the recurrence of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060) of some tokens.
 
     Args:
-        b_tgn, c_tgn: float32 `[T, G, N]`; each group is that of H / G consecutive heads.
-        state_shnp: float32 `[S, H, N, P]`.
+        b_tgn, c_tgn: each group is that of H / G consecutive heads.
     """
-    group = x_thp.shape[1] // b_tgn.shape[1]
-    b_thn, c_thn = (jnp.repeat(x, group, axis=1) for x in (b_tgn, c_tgn))
-    return _scan_rows(_ssm_step, (x_thp, b_thn, c_thn, steps_th, decays_th), x_thp.shape, state_shnp, rows)
+    return Recurrence(c_tgn, b_tgn, x_thp * steps_th[:, :, None], log_decays_th)
 
 
-def _scan_rows(
-    step: Callable[..., tuple[jax.Array, jax.Array]],
-    inputs: tuple[jax.Array, ...],
-    shape: tuple[int, ...],
-    states: jax.Array,
+def recur(
+    one: Recurrence,
+    carry: Any,
     rows: RecurrentRows,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the outputs of a shape, and the states after all tokens; see `gated_delta_rule`.
+    layer: jax.Array,
+    blank: tuple[tuple[int, ...], Any],
+    index: int,
+) -> tuple[jax.Array, Any]:
+    """Return the outputs of each row, float32 `[T, H, V]`, undefined for padding, and the carry with new states.
 
     Args:
-        step: maps (state, *inputs) of a token to (outputs, state).
+        carry, layer, blank: as those of `read_states`.
+        index: of the matrices, `[L, N, H, D, V]`, among the arrays of a layer.
     """
+    kernel = rows.kernel
+    if one.q_tkd.shape[1] % kernel.num_parts:
+        group = one.x_thv.shape[1] // one.q_tkd.shape[1]
+        q_thd, k_thd = (jnp.repeat(x, group, axis=1) for x in (one.q_tkd, one.k_tkd))
+        one = dataclasses.replace(one, q_tkd=q_thd, k_tkd=k_thd)
+    if kernel.backend == "cpu" and isinstance(carry, StatefulPool):
+        old = carry.states[index]
+        o_thv, states = kernel.split(_recur_in_place, (1, None, None, 2), (1, 2))(one, rows, layer, old)
+        return o_thv, dataclasses.replace(carry, states=(*carry.states[:index], states, *carry.states[index + 1 :]))
+    (state_shdv,) = read_states(carry, rows, layer, [blank], index)
+    o_thv, state_shdv = kernel.split(update_rows, (1, 1, None), (1, 1))(one, state_shdv, rows)
+    return o_thv, write_states(carry, rows, layer, [state_shdv], index)
+
+
+def update_rows(one: Recurrence, state_shdv: jax.Array, rows: RecurrentRows) -> tuple[jax.Array, jax.Array]:
+    """Return the outputs of each row, float32 `[T, H, V]`, and the states after the step; in XLA."""
+    return (_recur_by_blocks if rows.kernel.backend == "blocks" else _recur_by_tokens)(one, state_shdv, rows)
+
+
+def _recur_by_tokens(one: Recurrence, states: jax.Array, rows: RecurrentRows) -> tuple[jax.Array, jax.Array]:
+    """Run all tokens in a loop, in packed order.
+
+    Each has the same operations on arrays of the same shapes, so that bits do not depend on other rows, nor on where a
+    prompt is cut. XLA sums in another order for several rows at once.
+    """
+    group = one.x_thv.shape[1] // one.q_tkd.shape[1]
+    q_thd, k_thd = (jnp.repeat(x, group, axis=1) for x in (one.q_tkd, one.k_tkd))
+    decays_th = jnp.exp(one.log_decays_th)
 
     def run(token: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         outputs, states = carry
         row = rows.rows_t[token]
-        output, state = step(states[row], *(x[token] for x in inputs))
-        return outputs.at[token].set(output), states.at[row].set(state)
+        q, k, u = q_thd[token], k_thd[token], one.x_thv[token]
+        state = states[row] * decays_th[token, :, None, None]
+        if one.strengths_th is not None:
+            u = (u - jnp.sum(state * k[:, :, None], axis=1)) * one.strengths_th[token, :, None]
+        state = state + k[:, :, None] * u[:, None, :]
+        return outputs.at[token].set(jnp.sum(state * q[:, :, None], axis=1)), states.at[row].set(state)
 
-    return jax.lax.fori_loop(0, rows.starts_s1[-1], run, (jnp.zeros(shape, jnp.float32), states))
+    return jax.lax.fori_loop(0, rows.starts_s1[-1], run, (jnp.zeros(one.x_thv.shape, jnp.float32), states))
 
 
-def _ssm_step(
-    state: jax.Array, x: jax.Array, b: jax.Array, c: jax.Array, step: jax.Array, decay: jax.Array
+def _recur_by_blocks(one: Recurrence, states: jax.Array, rows: RecurrentRows) -> tuple[jax.Array, jax.Array]:
+    """Run short rows all at once, and the blocks of long rows one after another.
+
+    Shapes of a block do not depend on the step, and unused places of a block are zeros. So the bits of a row do not
+    depend on other rows.
+    """
+    num_tokens, num_rows, lens_s, starts_s = len(one.x_thv), len(states), rows.lens_s, rows.starts_s1[:-1]
+    is_short_s = (lens_s > 0) & (lens_s <= SHORT_LEN)
+    places_sc = starts_s[:, None] + jnp.arange(SHORT_LEN)
+    used_sc = (jnp.arange(SHORT_LEN) < lens_s[:, None]) & is_short_s[:, None]
+    short = one.map(lambda x: _masked(x[jnp.minimum(places_sc, num_tokens - 1)], used_sc))
+    o_schv, after = jax.vmap(_run_block)(short, states)
+    states = jnp.where(is_short_s[:, None, None, None], after, states)
+    o_thv = _masked(o_schv[rows.rows_t, jnp.minimum(rows.offsets_t, SHORT_LEN - 1)], is_short_s[rows.rows_t])
+    # Long rows of n tokens have ceil(n / 64) blocks, which is at most n / 17, and n / 64 + 1.
+    most = min(num_tokens // (SHORT_LEN + 1), num_tokens // BLOCK_LEN + num_rows)
+    if not most:
+        return o_thv, states
+    num_blocks_s = jnp.where(lens_s > SHORT_LEN, -(-lens_s // BLOCK_LEN), 0)
+    ends_s = jnp.cumsum(num_blocks_s)
+    padded = one.map(_pad_block)
+
+    def run(block: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        outputs, states = carry
+        row = jnp.minimum(jnp.sum(block >= ends_s), num_rows - 1)
+        before = (block - (ends_s[row] - num_blocks_s[row])) * BLOCK_LEN
+        num_used = jnp.where(block < ends_s[-1], lens_s[row] - before, 0)
+        begin = jnp.minimum(starts_s[row] + before, num_tokens)
+        is_used_c = jnp.arange(BLOCK_LEN) < num_used
+        tokens = padded.map(lambda x: _masked(jax.lax.dynamic_slice_in_dim(x, begin, BLOCK_LEN), is_used_c))
+        o_chv, state = _run_block(tokens, states[row])
+        old_chv = jax.lax.dynamic_slice_in_dim(outputs, begin, BLOCK_LEN)
+        o_chv = jnp.where(is_used_c[:, None, None], o_chv, old_chv)
+        states = states.at[row].set(jnp.where(num_used > 0, state, states[row]))
+        return jax.lax.dynamic_update_slice_in_dim(outputs, o_chv, begin, 0), states
+
+    num_turns = most if rows.kernel.has_static_loops else ends_s[-1]
+    o_thv, states = jax.lax.fori_loop(0, num_turns, run, (_pad_block(o_thv), states))
+    return o_thv[:num_tokens], states
+
+
+def _run_block(one: Recurrence, state_hdv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the outputs `[C, H, V]` of C tokens of a row, and the state after them.
+
+    With the state S before the block and the decays d(t, j) of tokens j + 1 to t, u of a token depends on those before:
+
+        u(t) = strength(t) * (x(t) - d(t) * k(t) S - sum over j < t of d(t, j) * (k(t) k(j)) u(j))
+
+    These equations are a triangular matrix, whose inverse does not depend on S.
+    """
+    (num_tokens, num_keys, _), (_, num_heads, _) = one.q_tkd.shape, one.x_thv.shape
+    grouped = num_keys, num_heads // num_keys
+    x_kgcv = jnp.moveaxis(one.x_thv.reshape(num_tokens, *grouped, -1), 0, 2)
+    logs_kgc = jnp.moveaxis(one.log_decays_th.reshape(num_tokens, *grouped), 0, 2)
+    state_kgdv = state_hdv.reshape(*grouped, *state_hdv.shape[1:])
+    is_later, is_seen = (jnp.tril(jnp.ones((num_tokens, num_tokens), bool), last) for last in (-1, 0))
+    # One sum for each pair: differences of sums from the beginning would lose digits of small decays after large ones.
+    sums_kgcj = jnp.cumsum(jnp.where(is_later, logs_kgc[..., :, None], 0), axis=-2)
+    decays_kgcj = jnp.where(is_seen, jnp.exp(sums_kgcj), 0)
+    since_kgc1 = jnp.exp(jnp.cumsum(logs_kgc, axis=-1))[..., None]
+    if one.strengths_th is None:
+        u_kgcv = x_kgcv
+    else:
+        strengths_kgc1 = jnp.moveaxis(one.strengths_th.reshape(num_tokens, *grouped), 0, 2)[..., None]
+        keys_kcj = _product("ckd,jkd->kcj", one.k_tkd, one.k_tkd)
+        known_kgcv = since_kgc1 * _product("ckd,kgdv->kgcv", one.k_tkd, state_kgdv)
+        matrix_kgcj = jnp.where(is_later, strengths_kgc1 * decays_kgcj * keys_kcj[:, None], 0)
+        u_kgcv = _product("kgcj,kgjv->kgcv", _inverse(matrix_kgcj), strengths_kgc1 * (x_kgcv - known_kgcv))
+    scores_kgcj = decays_kgcj * _product("ckd,jkd->kcj", one.q_tkd, one.k_tkd)[:, None]
+    o_kgcv = since_kgc1 * _product("ckd,kgdv->kgcv", one.q_tkd, state_kgdv)
+    o_kgcv = o_kgcv + _product("kgcj,kgjv->kgcv", scores_kgcj, u_kgcv)
+    written_kgdv = _product("ckd,kgcv->kgdv", one.k_tkd, decays_kgcj[..., -1, :, None] * u_kgcv)
+    state_kgdv = since_kgc1[..., -1:, :] * state_kgdv + written_kgdv
+    return jnp.moveaxis(o_kgcv, 2, 0).reshape(one.x_thv.shape), state_kgdv.reshape(state_hdv.shape)
+
+
+def _inverse(matrix: jax.Array) -> jax.Array:
+    """Return the inverse of I + A for strictly lower triangular A, `[..., C, C]`.
+
+    Blocks on the diagonal are inverted, then pairs of them are joined: each of 1 token, 2, 4, ... This sums as few
+    large numbers as substitution does. Powers of A would lose all digits if tokens repeat.
+    """
+    length = matrix.shape[-1]
+    inverse, size = jnp.broadcast_to(jnp.eye(length), matrix.shape), 1
+    while size < length:
+        block = np.arange(length) // size
+        joins = (block[:, None] % 2 == 1) & (block[None, :] == block[:, None] - 1)
+        below = jnp.where(joins, matrix, 0)
+        if size > 1:
+            below = _product("...ij,...jk->...ik", inverse, _product("...ij,...jk->...ik", below, inverse))
+        inverse, size = inverse - below, 2 * size
+    return inverse
+
+
+_product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+def _masked(x: jax.Array, is_used: jax.Array) -> jax.Array:
+    """Return zeros in place of unused entries of the first axes."""
+    return jnp.where(is_used.reshape(*is_used.shape, *[1] * (x.ndim - is_used.ndim)), x, 0)
+
+
+def _pad_block(x: jax.Array) -> jax.Array:
+    """Append a block of zeros."""
+    return jnp.pad(x, ((0, BLOCK_LEN), *[(0, 0)] * (x.ndim - 1)))
+
+
+def _recur_in_place(
+    one: Recurrence, rows: RecurrentRows, layer: jax.Array, states: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the outputs `[H, P]` of a token, and the state `[H, N, P]` after it."""
-    state = state * decay[:, None, None] + b[:, :, None] * (x * step[:, None])[:, None, :]
-    return jnp.sum(state * c[:, :, None], axis=1), state
+    """Return the outputs of each row, and `states`, which are donated, after the step; by the library's kernel."""
+    if (reason := unsupported_cpu_reason()) is not None:
+        raise InternalError(f"no kernel can update states in place: {reason}")
+    shapes = (jax.ShapeDtypeStruct(one.x_thv.shape, jnp.float32), jax.ShapeDtypeStruct(states.shape, jnp.float32))
+    run = jax.ffi.ffi_call(f"{NAME}_recur", shapes, input_output_aliases={9: 1})
+    strengths = jnp.zeros((0,), jnp.float32) if one.strengths_th is None else one.strengths_th
+    sources_s = jnp.where(rows.is_first_s, -1, rows.sources_s)
+    numbers = (x.astype(jnp.int32) for x in (jnp.asarray(layer), rows.starts_s1, sources_s, rows.slots_s))
+    o_thv, states = run(
+        *(one.q_tkd, one.k_tkd, one.x_thv, jnp.exp(one.log_decays_th), strengths, *numbers, states),
+        max_width=np.int64(rows.kernel.max_width),
+        max_threads=np.int64(rows.kernel.max_threads),
+    )
+    return o_thv, states
 
 
-def _delta_step(
-    state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, strength: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the outputs `[H, V]` of a token, and the state `[H, D, V]` after it."""
-    state = state * decay[:, None, None]
-    known = jnp.sum(state * k[:, :, None], axis=1)
-    state = state + k[:, :, None] * ((v - known) * strength[:, None])[:, None, :]
-    return jnp.sum(state * q[:, :, None], axis=1), state
+@functools.cache
+def unsupported_cpu_reason() -> str | None:
+    """Return why the library's kernel cannot run, or None."""
+    found = register("recur")
+    return found if isinstance(found, str) else None

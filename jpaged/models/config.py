@@ -25,7 +25,7 @@ class Mixture:
     Attributes:
         routing: how rows choose experts.
         width: of one expert, F.
-        gate: the gate function of gates and ups.
+        gate: the gate function of gates and ups; the shared expert has gates if the others do.
         has_biases: gates, ups and downs of experts have biases.
         router_bias: the router's logits have a bias.
         choice_bias: the choice of experts, but not their weights, has a bias per expert (DeepSeek-V3).

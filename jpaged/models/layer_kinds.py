@@ -65,6 +65,7 @@ class LayerKind:
         attention: the attention kind; a recurrent layer has that of other layers, without effect.
         rope: index of the model's rotary embedding for queries and keys; None is none.
         is_sparse: a mixture of experts replaces the dense feed-forward.
+        has_feed_forward: there is a feed-forward, or a mixture, after attention.
         states: of a recurrent layer, which replaces attention; empty for attention.
     """
 
@@ -72,6 +73,7 @@ class LayerKind:
     rope: int | None = 0
     is_sparse: bool = False
     states: tuple[StateArray, ...] = ()
+    has_feed_forward: bool = True
 
     def blank_states(self, model_dtype: np.dtype) -> list[tuple[tuple[int, ...], np.dtype]]:
         """Return the shape and the type of each array of a sequence's state."""

@@ -130,7 +130,7 @@ class RopeConfig:
         """
         kind = cls._kind(rope)
         theta = rope.number("rope_theta", default_theta)
-        rope.ignore(("finetuned",))
+        rope.ignore(("finetuned", "mrope_section", "mrope_interleaved"))  # sections are equal for text
         length = max_position_embeddings
         if kind in _KINDS_WITH_LENGTH:
             length = rope.integer("original_max_position_embeddings", length) if original is None else original

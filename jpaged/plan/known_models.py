@@ -269,6 +269,45 @@ def _granite4(size: str, shape: FamilyShape, attending: tuple[int, ...], **setti
     return decoder(f"granite-4.0-h-{size}", f"ibm-granite/granite-4.0-h-{size}", shape, **fields | settings)
 
 
+def _qwen35(size: str, shape: FamilyShape, kind: str = "", **settings: object) -> KnownModel:
+    fields: dict[str, object] = {
+        "architectures": [f"Qwen3_5{kind}ForCausalLM"],
+        "model_type": f"qwen3_5_{kind.lower()}_text" if kind else "qwen3_5_text",
+        "vocab_size": 248320,
+        "head_dim": 256,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "full_attention_interval": 4,
+        "attn_output_gate": True,
+        "eos_token_id": 248044,
+        "torch_dtype": "bfloat16",
+    }
+    return decoder(f"qwen3.5-{size.lower()}", f"Qwen/Qwen3.5-{size}", shape, **fields | settings)
+
+
+def _nemotron(
+    name: str, repository: str, pattern: str, shape: FamilyShape, mamba: tuple[int, int], **settings: object
+) -> KnownModel:
+    fields: dict[str, object] = {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "vocab_size": 131072,
+        "hybrid_override_pattern": pattern,
+        "hidden_act": "relu2",
+        "mlp_hidden_act": "relu2",
+        "head_dim": 128,
+        "layer_norm_epsilon": 1e-5,
+        "mamba_num_heads": mamba[0],
+        "mamba_head_dim": mamba[1],
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "torch_dtype": "bfloat16",
+    }
+    return decoder(name, f"nvidia/{repository}", shape, **fields | settings)
+
+
 def _starcoder2(size: str, shape: FamilyShape, rope_theta: float) -> KnownModel:
     return decoder(
         f"starcoder2-{size}",
@@ -324,6 +363,8 @@ DECODERS_MODELS = (
     _lfm2("350m", 1024, 6656, 16),
     _lfm2("1.2b", 2048, 12288, 32),
     _LFM2_MOE,
+    _qwen35("9B", FamilyShape(32, 4096, 12288, 16, 4)),
+    _qwen35("35B-A3B", FamilyShape(40, 2048, 512, 16, 2), "Moe", num_experts=256, num_experts_per_tok=8),
     _granite4(
         "350m",
         FamilyShape(32, 768, 2048, 12, 4),
@@ -353,6 +394,27 @@ DECODERS_MODELS = (
         residual_multiplier=0.22,
         logits_scaling=6,
         max_position_embeddings=131072,
+    ),
+    _nemotron(
+        "nemotron-nano-9b-v2",
+        "NVIDIA-Nemotron-Nano-9B-v2",
+        "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+        FamilyShape(56, 4480, 15680, 40, 8),
+        (128, 80),
+        max_position_embeddings=131072,
+    ),
+    _nemotron(
+        "nemotron-3-nano-30b-a3b",
+        "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        FamilyShape(52, 2688, 1856, 32, 2),
+        (64, 64),
+        n_routed_experts=128,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+        routed_scaling_factor=2.5,
+        max_position_embeddings=262144,
     ),
     decoder(
         "smollm3-3b",

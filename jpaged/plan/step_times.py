@@ -464,7 +464,8 @@ def expert_shape(config: ModelConfig) -> dict[str, Any]:
     if config.mixture is None:
         return {}
     routing, num_sparse = config.mixture.routing, sum(kind.is_sparse for kind in config.layer_kinds)
-    expert_params = 3.0 * config.hidden_size * config.mixture.width * routing.num_experts * num_sparse
+    num_matrices = 3.0 if config.mixture.gate.has_gates else 2.0
+    expert_params = num_matrices * config.hidden_size * config.mixture.width * routing.num_experts * num_sparse
     return {"expert_params": expert_params, "expert_share": routing.top_k / routing.num_experts}
 
 

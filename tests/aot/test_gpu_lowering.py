@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, AxisType
 
 from benchmarks.aot_gpu.cases import ATTENTION, CASES, CUDA, TRITON, AttentionCase
+from benchmarks.aot_gpu.compile_case import host_waits
 from jpaged.device.aot.topology import GPUS
 from jpaged.device.mesh import MESH_AXES, _by_columns, build_mesh, replicated
 from jpaged.device.sharded_matmul import _matrix_specs
@@ -23,6 +26,7 @@ from jpaged.kernels.matmul.on_device import PartedMatrix, multiply_on_device
 from jpaged.kernels.matmul.quantized import abstract_matrix, component_axes
 from jpaged.kernels.matmul.triton.grouped import multiply_sorted
 from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.kernels.recurrence import Recurrence, RecurrenceKernel, RecurrentRows, update_rows
 
 KINDS = {
     "a100": "NVIDIA A100-SXM4-80GB",
@@ -193,3 +197,32 @@ def test_numbers_of_8_bits_lie_by_columns() -> None:
     assert order("fp8", (256, 2, 512), -3) == (1, 2, 0)
     assert order("fp8", (8, 256, 512), -2) == (0, 2, 1)
     assert order("int4", (256, 512), -2) is None
+
+
+@pytest.mark.parametrize("is_delta", [pytest.param(True, marks=pytest.mark.long), False], ids=["delta", "mamba"])
+def test_recurrences_are_lowered_and_the_host_waits_for_none_of_their_loops(is_delta: bool) -> None:
+    """Loops of programs for CPUs have the same turns as those for GPUs, which XLA does not compile here."""
+    shapes = {"q": (128, 2, 16), "k": (128, 2, 16), "x": (128, 4, 8), "log_decays": (128, 4)}
+    shapes |= {"strengths": (128, 4)} if is_delta else {}
+    inputs: list[Any] = [jax.ShapeDtypeStruct(shape, np.dtype(np.float32)) for shape in shapes.values()]
+    one = Recurrence(*inputs)
+    states = jax.ShapeDtypeStruct((3, 4, 16, 8), np.dtype(np.float32))
+    starts, of_rows = (jax.ShapeDtypeStruct((size,), np.dtype(np.int32)) for size in (4, 3))
+
+    def jitted(*, has_static_loops: bool) -> jax.stages.Wrapped:
+        kernel = RecurrenceKernel("blocks", has_static_loops)
+
+        def run(
+            one: Recurrence, states: jax.Array, starts_s1: jax.Array, slots_s: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            rows = RecurrentRows.of(starts_s1, slots_s < 0, slots_s, slots_s, 128, kernel)
+            return update_rows(one, states, rows)
+
+        return jax.jit(run, donate_argnums=1)
+
+    arguments = one, states, starts, of_rows
+    text = export.export(jitted(has_static_loops=True), platforms=["cuda"])(*arguments).mlir_module()
+    assert "custom_call" not in text
+    static, other = (jitted(has_static_loops=is_static).lower(*arguments).compile() for is_static in (True, False))
+    assert host_waits(str(static.as_text())) == []
+    assert host_waits(str(other.as_text())) != []

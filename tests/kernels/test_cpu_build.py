@@ -478,16 +478,42 @@ SAMPLING_FAULTS = (
     ),
 )
 
-_ALL_FAULTS = (*FAULTS, *PRODUCT_FAULTS, *SAMPLING_FAULTS)
+_RULE, _ROWS = "cpu/recurrence/core.cc", "cpu/recurrence/kernel.cc"
+
+RECURRENCE_FAULTS = (
+    Fault("a value is not corrected", _RULE, "- known.vectors[v] * decay", "", "every_length"),
+    Fault("what is known does not decay", _RULE, "known.vectors[v] * decay", "known.vectors[v]", "every_length"),
+    Fault(
+        "the depth is cut",
+        _RULE,
+        "const float* state, int64_t depth) {",
+        "const float* state, int64_t depth) {\n  depth = depth / 4 * 4;",
+        "odd",
+    ),
+    Fault(
+        "a row that begins has an old state",
+        _ROWS,
+        "row.source < 0 ? nullptr : row.copies",
+        "row.copies",
+        "read_before",
+    ),
+    Fault("a row reads what another wrote", _ROWS, "source >= 0 && source != slot", "false", "read_before"),
+    Fault("heads have the first key head", _ROWS, "head / (num_heads / num_key_heads)", "0 * head", "every_length"),
+    Fault("columns of the last strip are lost", _ROWS, "(width + columns - 1) / columns", "width / columns", "odd"),
+)
+
+_ALL_FAULTS = (*FAULTS, *PRODUCT_FAULTS, *SAMPLING_FAULTS, *RECURRENCE_FAULTS)
 
 _RUN = """
 import sys, pathlib
 from jpaged.kernels.cpu import build, library
 from jpaged.kernels.matmul import multiply
+from jpaged.kernels import recurrence
 from jpaged.kernels.paged_attention.cpu import attention
 from jpaged.kernels.sampling.cpu import sampling
 build.LIBRARY = pathlib.Path(sys.argv[1])
 kernels = {"matmul": multiply.kernel, "sampling": sampling.kernel, "attention": attention.kernel}
+kernels["recurrence"] = recurrence.unsupported_cpu_reason
 (kernel,) = (kernel for name, kernel in kernels.items() if name in sys.argv[3])
 library.read_symbol = lambda *_: build.digest_sources(build.list_sources())  # its sources have a fault
 isinstance(kernel(), str) and sys.exit(9)
@@ -540,7 +566,8 @@ def test_a_wrong_kernel_is_caught(fault: Fault, objects: Path, tmp_path: Path, m
     operations = [name for name, folder in build.OPERATIONS.items() if fault.source.startswith(folder)]
     operation = operations[0] if operations else "Attention"  # which finds the faults of what all share
     for folder in (build.SHARED, build.OPERATIONS[operation]):
-        shutil.copytree(build.KERNELS / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.py", "*.so"))
+        ignored = shutil.ignore_patterns("*.py", "*.so")
+        shutil.copytree(build.KERNELS / folder, tmp_path / folder, ignore=ignored, dirs_exist_ok=True)
     path = tmp_path / fault.source
     path.write_text(path.read_text().replace(fault.before, fault.after))
     library = tmp_path / "libfaulty.so"
@@ -552,7 +579,11 @@ def test_a_wrong_kernel_is_caught(fault: Fault, objects: Path, tmp_path: Path, m
 
 @pytest.mark.deep
 @pytest.mark.parametrize(
-    ("operation", "faults"), [("Attention", FAULTS), ("Product", PRODUCT_FAULTS), ("Sampling", SAMPLING_FAULTS)]
+    ("operation", "faults"),
+    [
+        *(("Attention", FAULTS), ("Product", PRODUCT_FAULTS)),
+        *(("Sampling", SAMPLING_FAULTS), ("Recurrence", RECURRENCE_FAULTS)),
+    ],
 )
 def test_the_right_kernel_passes_the_same_tests(operation: str, faults: tuple[Fault, ...]) -> None:
     status, output = _run_suite(build.LIBRARY, operation, " or ".join(fault.tests for fault in faults))
@@ -563,6 +594,7 @@ _SUITES = {
     "Attention": "test_paged_attention_cpu.py",
     "Product": "matmul",
     "Sampling": "sampling/test_sampling_cpu.py",
+    "Recurrence": "test_recurrence.py",
 }
 
 

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jpaged.kernels.recurrence import (
+    BLOCK_LEN,
+    SHORT_LEN,
+    Recurrence,
+    RecurrenceKernel,
     RecurrentRows,
     StatefulPool,
     gated_delta_rule,
     read_states,
+    recur,
     selective_scan,
     short_convolution,
+    unsupported_cpu_reason,
     write_states,
 )
 
@@ -81,10 +91,10 @@ def test_without_a_pool_a_pass_is_one_row_that_begins() -> None:
     assert rows.offsets_t.tolist() == [0, 1, 2, 3, 4]
 
 
-def delta_rule(q, k, v, decays, strengths):
+def delta_rule(q, k, v, decays, strengths, state=0.0):
     """A whole sequence, token by token and head by head, in float64."""
     (num_tokens, num_heads, value_dim), group = v.shape, v.shape[1] // q.shape[1]
-    states, outputs = np.zeros((num_heads, q.shape[2], value_dim)), np.zeros(v.shape)
+    states, outputs = np.zeros((num_heads, q.shape[2], value_dim)) + state, np.zeros(v.shape)
     for t in range(num_tokens):
         for head in range(num_heads):
             query, key = q[t, head // group], k[t, head // group]
@@ -94,10 +104,10 @@ def delta_rule(q, k, v, decays, strengths):
     return outputs, states
 
 
-def mamba(x, b, c, steps, decays):
+def mamba(x, b, c, steps, decays, state=0.0):
     """A whole sequence, token by token and head by head, in float64."""
     (num_tokens, num_heads, head_dim), group = x.shape, x.shape[1] // b.shape[1]
-    states, outputs = np.zeros((num_heads, b.shape[2], head_dim)), np.zeros(x.shape)
+    states, outputs = np.zeros((num_heads, b.shape[2], head_dim)) + state, np.zeros(x.shape)
     for t in range(num_tokens):
         for head in range(num_heads):
             written = np.outer(b[t, head // group], steps[t, head] * x[t, head])
@@ -111,63 +121,223 @@ DELTA_SHAPES = {"q": (4, 16), "k": (4, 16), "v": (8, 16), "decays": (8,), "stren
 MAMBA_SHAPES = {"x": (8, 16), "b": (2, 16), "c": (2, 16), "steps": (8,), "decays": (8,)}
 
 
-@pytest.mark.long
-def test_the_delta_rule_has_the_same_bits_in_every_cut_and_company() -> None:
-    check_bits(gated_delta_rule, delta_rule, DELTA_SHAPES, (8, 16, 16))
+RULES: dict[str, tuple[Callable[..., Recurrence], Callable[..., Any], dict[str, tuple[int, ...]]]] = {
+    "delta": (gated_delta_rule, delta_rule, DELTA_SHAPES),
+    "mamba": (selective_scan, mamba, MAMBA_SHAPES),
+}
+STATE = (8, 16, 16)
+KERNELS = {
+    "tokens": RecurrenceKernel("tokens"),
+    "cpu": RecurrenceKernel("cpu"),
+    "cpu-avx2": RecurrenceKernel("cpu", max_width=8, max_threads=1),
+    "cpu-baseline": RecurrenceKernel("cpu", max_width=4),
+    "blocks": RecurrenceKernel("blocks"),
+    "static-blocks": RecurrenceKernel("blocks", has_static_loops=True),
+}
 
 
-@pytest.mark.long
-def test_mamba_has_the_same_bits_in_every_cut_and_company() -> None:
-    check_bits(selective_scan, mamba, MAMBA_SHAPES, (8, 16, 16))
+def sequence_of(shapes: dict[str, tuple[int, ...]], length: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Numbers of tokens in the order of a rule's arguments; those of each head are between 0.1 and 1."""
+    made = {name: rng.normal(size=(length, *shape)) for name, shape in shapes.items()}
+    for name in list(shapes)[-2:]:
+        made[name] = rng.uniform(0.1, 1, (length, *shapes[name]))
+    return [(x / (4 if name in "qk" else 1)).astype(np.float32) for name, x in made.items()]
 
 
-def test_mamba_equals_its_recurrence_for_rows_next_to_each_other() -> None:
-    """Three rows, of which one is empty and one continues from a state."""
-    rng = np.random.default_rng(1)
-    made = [rng.normal(size=(6, *shape)).astype(np.float32) for shape in MAMBA_SHAPES.values()]
-    made[4] = rng.uniform(0.1, 1, (6, 8)).astype(np.float32)
-    none = jnp.zeros(3, jnp.int32)
-    rows = RecurrentRows.of(jnp.asarray([0, 4, 4, 6]), none > 0, none, none, 6)
-    first, second = (mamba(*(x[part] for x in made)) for part in (slice(4), slice(4, 6)))
-    x, b, c, steps, decays = map(jnp.asarray, made)
-    o, states = selective_scan(x, b, c, steps, decays, jnp.zeros((3, 8, 16, 16)), rows)
-    np.testing.assert_allclose(o, np.concatenate((first[0], second[0])), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(states, np.stack((first[1], np.zeros((8, 16, 16)), second[1])), rtol=1e-4, atol=1e-5)
+Apply = Callable[..., tuple[np.ndarray, np.ndarray]]
 
 
-def check_bits(kernel, reference, shapes, state_shape) -> None:
-    """A sequence equals the reference, and has the same bits in other chunks and next to other rows."""
-    rng = np.random.default_rng(5)
-    names = list(shapes)
-
-    def sequence(length: int) -> list[np.ndarray]:
-        made = {name: rng.normal(size=(length, *shape)) for name, shape in shapes.items()}
-        for name in names[-2:]:
-            made[name] = rng.uniform(0.1, 1, (length, *shapes[name]))
-        return [(made[name] / (4 if name in "qk" else 1)).astype(np.float32) for name in names]
+@pytest.fixture(scope="module")
+def step() -> Apply:
+    """Runs a rule on packed tokens and the states of rows, which are in slots 1, 2, ..."""
+    assert unsupported_cpu_reason() is None
 
     @jax.jit
-    def step(parts: list[jax.Array], state: jax.Array, rows: RecurrentRows) -> tuple[jax.Array, jax.Array]:
-        return kernel(*parts, state, rows)
+    def run(one: Recurrence, states: jax.Array, rows: RecurrentRows) -> tuple[jax.Array, StatefulPool]:
+        carry = StatefulPool((), (jnp.zeros(()), states))
+        o_thv, carry = recur(one, carry, rows, jnp.int32(1), (states.shape[2:], jnp.float32), 1)
+        return o_thv, carry.states[1]
+
+    def apply(
+        rule: str, parts: list[np.ndarray], state: np.ndarray, starts: list[int], size: int, kernel: RecurrenceKernel
+    ) -> tuple[np.ndarray, np.ndarray]:
+        make, _, shapes = RULES[rule]
+        padded = [np.full((size, *x.shape[1:]), np.nan, np.float32) for x in parts]
+        for place, x in zip(padded, parts, strict=True):
+            place[: len(x)] = x
+        padded = [np.log(x) if name == "decays" else x for name, x in zip(shapes, padded, strict=True)]
+        slots_s = jnp.arange(1, len(starts), dtype=jnp.int32)
+        rows = RecurrentRows.of(jnp.asarray(starts), slots_s < 0, slots_s, slots_s, size, kernel)
+        states = np.full((2, len(starts) + 1, *state.shape[1:]), 7.0, np.float32)
+        states[1, 1:-1] = state
+        o_thv, states = run(make(*map(jnp.asarray, padded)), jnp.asarray(states), rows)
+        assert (np.asarray(states)[0] == 7.0).all(), "another layer"
+        assert (np.asarray(states)[1, [0, -1]] == 7.0).all(), "slots of no row"
+        return np.asarray(o_thv)[: starts[-1]], np.asarray(states)[1, 1:-1]
+
+    return apply
+
+
+@pytest.mark.long
+def test_the_delta_rule_has_the_same_bits_in_every_cut_and_company(step: Apply) -> None:
+    for kernel in ("tokens", "cpu", "cpu-avx2", "cpu-baseline"):
+        check_bits(step, "delta", KERNELS[kernel])
+
+
+@pytest.mark.long
+def test_mamba_has_the_same_bits_in_every_cut_and_company(step: Apply) -> None:
+    for kernel in ("tokens", "cpu", "cpu-avx2", "cpu-baseline"):
+        check_bits(step, "mamba", KERNELS[kernel])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_kernel_of_cpus_has_the_same_bits_in_every_cut_and_company(step: Apply, rule: str) -> None:
+    check_bits(step, rule, KERNELS["cpu"])
+
+
+def test_mamba_equals_its_recurrence_for_rows_next_to_each_other(step: Apply) -> None:
+    check_rows(step, "mamba", KERNELS["tokens"], [4, 0, 2], 6)
+
+
+LENS = [1, BLOCK_LEN, 0, SHORT_LEN, BLOCK_LEN + SHORT_LEN + 1, SHORT_LEN + 1, 2 * BLOCK_LEN + 1, 3]
+
+
+@pytest.mark.parametrize(
+    "kernel", ["cpu", *(pytest.param(name, marks=pytest.mark.long) for name in ("blocks", "static-blocks"))]
+)
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_of_every_length_equal_the_recurrence_in_float64(step: Apply, rule: str, kernel: str) -> None:
+    check_rows(step, rule, KERNELS[kernel], LENS, 512)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu-avx2", "cpu-baseline"])
+def test_states_of_odd_sizes_equal_the_recurrence_in_float64(name: str) -> None:
+    """The depth is no multiple of the sums at once, and columns fill neither a vector nor a strip."""
+    rng = np.random.default_rng(3)
+    shapes = {"q": (3, 7), "k": (3, 7), "v": (6, 37), "decays": (6,), "strengths": (6,)}
+    parts, state = sequence_of(shapes, 9, rng), rng.normal(size=(6, 7, 37)).astype(np.float32)
+    q, k, v, decays, strengths = map(jnp.asarray, parts)
+    one = gated_delta_rule(q, k, v, jnp.log(decays), strengths)
+    slots_s = jnp.ones(1, jnp.int32)
+    rows = RecurrentRows.of(jnp.asarray([0, 9]), slots_s < 0, slots_s, slots_s, 9, KERNELS[name])
+    carry = StatefulPool((), (jnp.asarray(np.stack((state, state))[None]),))
+    o, carry = recur(one, carry, rows, jnp.int32(0), (state.shape, jnp.float32), 0)
+    expected, expected_state = delta_rule(q, k, v, decays, strengths, state)
+    np.testing.assert_allclose(o, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(carry.states[0][0, 1], expected_state, rtol=0, atol=1e-5 * np.abs(expected_state).max())
+    np.testing.assert_array_equal(carry.states[0][0, 0], state)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_blocks_equal_the_recurrence_if_tokens_repeat_or_decay_fast(step: Apply, rule: str) -> None:
+    """The equations of equal keys have an inverse with small numbers; powers of their matrix are as large as 1e17."""
+    rng = np.random.default_rng(2)
+    _, reference, shapes = RULES[rule]
+    parts = [np.repeat(x, BLOCK_LEN, axis=0) for x in sequence_of(shapes, 1, rng)]
+    for name, x in zip(shapes, parts, strict=True):
+        if name == "k":
+            x[:] = x / np.linalg.norm(x, axis=-1, keepdims=True)
+        if name in ("decays", "strengths"):
+            x[:] = 1
+        if name == "decays":
+            x[5] = 1e-30  # later decays must keep their digits
+            x[6:, 1] = 0.999
+    state = rng.normal(size=(1, *STATE)).astype(np.float32)
+    o, after = step(rule, parts, state, [0, BLOCK_LEN], BLOCK_LEN, KERNELS["blocks"])
+    expected, expected_state = reference(*parts, state[0])
+    np.testing.assert_allclose(o, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(after[0], expected_state, rtol=0, atol=1e-5 * np.abs(expected_state).max())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rule", RULES)
+def test_the_bits_of_blocks_do_not_depend_on_other_rows(step: Apply, rule: str) -> None:
+    rng = np.random.default_rng(4)
+    _, _, shapes = RULES[rule]
+    for length in (3, BLOCK_LEN + 9):
+        own, state = sequence_of(shapes, length, rng), rng.normal(size=(3, *STATE)).astype(np.float32)
+        found = []
+        for first, last, size in ((0, 0, 128), (7, SHORT_LEN + 3, 128), (BLOCK_LEN + 1, 1, 256)):
+            others = sequence_of(shapes, first + last, rng)
+            parts = [np.concatenate((x[:first], y, x[first:])) for x, y in zip(others, own, strict=True)]
+            starts = [0, first, first + length, first + length + last]
+            o, after = step(rule, parts, state, starts, size, KERNELS["static-blocks"])
+            found.append((o[first : first + length], after[1]))
+        for o, after_own in found[1:]:
+            np.testing.assert_array_equal(o, found[0][0])
+            np.testing.assert_array_equal(after_own, found[0][1])
+
+
+@pytest.mark.parametrize(
+    "name", ["cpu", *(pytest.param(name, marks=pytest.mark.long) for name in ("tokens", "blocks"))]
+)
+def test_all_states_are_read_before_one_is_written(name: str) -> None:
+    """Two rows exchange their slots, one is forked into a new slot, and one begins in a slot that another reads."""
+    rng = np.random.default_rng(6)
+    parts = sequence_of(DELTA_SHAPES, 5, rng)
+    parts[3] = np.log(parts[3])
+    states = rng.normal(size=(1, 6, *STATE)).astype(np.float32)
+    sources, slots, is_first = [1, 2, 3, 3, 4], [2, 1, 3, 5, 4], [False, False, False, False, True]
+    one = gated_delta_rule(*map(jnp.asarray, parts))
+
+    def run(kernel: RecurrenceKernel) -> tuple[np.ndarray, np.ndarray]:
+        starts_s1, is_first_s = jnp.arange(6), jnp.asarray(is_first)
+        rows = RecurrentRows.of(starts_s1, is_first_s, jnp.asarray(sources), jnp.asarray(slots), 5, kernel)
+        o, carry = recur(one, StatefulPool((), (jnp.asarray(states),)), rows, jnp.int32(0), (STATE, jnp.float32), 0)
+        return np.asarray(o), np.asarray(carry.states[0])
+
+    o, after = run(KERNELS[name])
+    for row, (source, slot) in enumerate(zip(sources, slots, strict=True)):
+        state = np.zeros(STATE) if is_first[row] else states[0, source]
+        q, k, v, decays, strengths = (x[row : row + 1] for x in parts)
+        expected, expected_state = delta_rule(q, k, v, np.exp(decays), strengths, state)
+        np.testing.assert_allclose(o[row : row + 1], expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(after[0, slot], expected_state, rtol=1e-4, atol=1e-5)
+
+
+def test_operands_that_contradict_each_other_are_refused_by_the_kernel(step: Apply) -> None:
+    parts, state = sequence_of(DELTA_SHAPES, 2, np.random.default_rng(0)), np.zeros((1, *STATE), np.float32)
+    for index, shape, problem in ((1, (2, 4, 8), "queries, keys and values differ"), (3, (2, 7), "decays are not of")):
+        wrong = [np.ones(shape, np.float32) if place == index else x for place, x in enumerate(parts)]
+        with pytest.raises(jax.errors.JaxRuntimeError, match=problem):
+            step("delta", wrong, state, [0, 2], 2, KERNELS["cpu"])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="values and states differ"):
+        step("delta", parts, state[:, :, :8], [0, 2], 2, KERNELS["cpu"])
+
+
+def check_rows(step: Apply, rule: str, kernel: RecurrenceKernel, lens: list[int], size: int) -> None:
+    """Rows next to each other, each of which continues from a state, equal the recurrence in float64."""
+    rng = np.random.default_rng(1)
+    _, reference, shapes = RULES[rule]
+    starts, parts = np.cumsum([0, *lens]), sequence_of(shapes, sum(lens), rng)
+    state = rng.normal(size=(len(lens), *STATE)).astype(np.float32)
+    o, after = step(rule, parts, state, starts.tolist(), size, kernel)
+    for row, (begin, end) in enumerate(pairwise(starts)):
+        expected, expected_state = reference(*(x[begin:end] for x in parts), state[row])
+        largest = max(1, np.abs(expected).max(initial=0))
+        np.testing.assert_allclose(o[begin:end], expected, rtol=0, atol=1e-5 * largest)
+        np.testing.assert_allclose(after[row], expected_state, rtol=0, atol=1e-5 * np.abs(expected_state).max())
+
+
+def check_bits(step: Apply, rule: str, kernel: RecurrenceKernel) -> None:
+    """A sequence equals the reference, and has the same bits in other chunks and next to other rows."""
+    rng = np.random.default_rng(5)
+    _, reference, shapes = RULES[rule]
 
     def run(one: list[np.ndarray], cuts: list[int], others: list[int], size: int) -> tuple[np.ndarray, np.ndarray]:
         """Runs a sequence in chunks as the second row, next to rows of other lengths, padded to a size."""
-        state, outputs = np.zeros((1 + len(others), *state_shape), np.float32), []
+        state, outputs = np.zeros((1 + len(others), *STATE), np.float32), []
         for begin, end in zip([0, *cuts], [*cuts, len(one[0])], strict=True):
-            lens = [others[0], end - begin, *others[1:]]
-            starts_s1 = jnp.asarray(np.cumsum([0, *lens]), jnp.int32)
-            none = jnp.zeros(len(lens), jnp.int32)
-            rows = RecurrentRows.of(starts_s1, none > 0, none, none, size)
-            parts = [np.full((size, *x.shape[1:]), np.nan, np.float32) for x in one]
-            for part, x, other in zip(parts, one, sequence(sum(lens)), strict=True):
-                part[: sum(lens)] = other
-                part[others[0] : others[0] + end - begin] = x[begin:end]
-            o, after = step([jnp.asarray(part) for part in parts], jnp.asarray(state), rows)
-            outputs.append(np.asarray(o)[others[0] : others[0] + end - begin])
-            state[1] = np.asarray(after)[1]
+            lens, (first, length) = [others[0], end - begin, *others[1:]], (others[0], end - begin)
+            parts = sequence_of(shapes, sum(lens), rng)
+            for part, x in zip(parts, one, strict=True):
+                part[first : first + length] = x[begin:end]
+            o, after = step(rule, parts, state, np.cumsum([0, *lens]).tolist(), size, kernel)
+            outputs.append(o[first : first + length])
+            state[1] = after[1]
         return np.concatenate(outputs), state[1]
 
-    one = sequence(11)
+    one = sequence_of(shapes, 11, rng)
     outputs, state = run(one, [], [0], 16)
     expected_outputs, expected_state = reference(*one)
     np.testing.assert_allclose(outputs, expected_outputs, rtol=1e-4, atol=1e-5)

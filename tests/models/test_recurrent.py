@@ -11,12 +11,16 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.device.compilation.lowering import check_recurrent, state_checkpoint_interval
+from jpaged.device.mesh import MODEL_AXIS
+from jpaged.device.step import recurrence_kernel
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.decoder.config import DeltaShape, MambaShape
 from jpaged.models.hf_config import from_hf, to_hf
 from jpaged.models.layer_kinds import count_state_bytes, get_stacks, group_kinds
+from jpaged.models.registry import find_family
 from jpaged.models.sharding import largest_split, pad_for_sharding
+from jpaged.plan.known_models import KNOWN_MODELS
 from tests.models.tiny import tiny_case
 
 LFM2_350M: dict[str, object] = {
@@ -145,6 +149,56 @@ GRANITE_4_H_350M: dict[str, object] = {
     "use_cache": True,
     "vocab_size": 100352,
 }
+QWEN35_9B: dict[str, object] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "image_token_id": 248056,
+    "model_type": "qwen3_5",
+    "text_config": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_output_gate": True,
+        "dtype": "bfloat16",
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 12288,
+        "layer_types": ["full_attention" if index % 4 == 3 else "linear_attention" for index in range(32)],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "vocab_size": 248320,
+    },
+    "tie_word_embeddings": False,
+    "transformers_version": "4.57.0.dev0",
+    "video_token_id": 248057,
+    "vision_config": {"depth": 27, "hidden_size": 1152},
+    "vision_end_token_id": 248054,
+    "vision_start_token_id": 248053,
+}
 ATTENDING = [2, 5, 8, 10, 12, 14]
 
 
@@ -172,6 +226,76 @@ def test_qwen3_next_is_read_as_published() -> None:
     window, matrices = 8192 * 3 * 2, 32 * 128 * 128 * 4
     assert count_state_bytes(config.layer_kinds, np.dtype(np.float16)) == 36 * (window + matrices)
     assert from_hf(to_hf(config)) == config
+
+
+def test_qwen35_is_read_as_published() -> None:
+    """Without the images that it reads: as a language model alone, of which only the name differs."""
+    config = from_hf(QWEN35_9B)
+    assert isinstance(config, DecoderConfig)
+    assert (config.delta, config.ropes[0].fraction) == (DeltaShape(16, 32, 128, 128), 0.25)
+    assert (config.mixture, config.eos_token_ids, config.checkpoint_dtype) == (None, (248044,), "bfloat16")
+    alone = KNOWN_MODELS["qwen3.5-9b"].config
+    assert dataclasses.replace(config, architecture=alone.architecture) == alone
+    assert from_hf(to_hf(config)) == config
+
+
+def test_all_layers_of_qwen35_moe_have_experts() -> None:
+    config = KNOWN_MODELS["qwen3.5-35b-a3b"].config
+    assert config.mixture is not None
+    assert (config.mixture.routing.num_experts, config.mixture.routing.top_k) == (256, 8)
+    assert {kind.is_sparse for kind in config.layer_kinds} == {True}
+    images = dataclasses.replace(config, architecture="Qwen3_5MoeForConditionalGeneration")
+    assert from_hf(to_hf(images)) == images
+    assert from_hf(to_hf(config)) == config
+
+
+def test_feed_forwards_of_nemotron_belong_to_the_layers_before() -> None:
+    pattern = "M-M*EMEMM"
+    config = from_hf(tiny_case("nemotron_h_moe").config)
+    by_pattern = {**tiny_case("nemotron_h_moe").config, "layers_block_type": None, "hybrid_override_pattern": pattern}
+    assert from_hf(by_pattern) == config
+    assert [(kind.has_feed_forward, kind.is_sparse, bool(kind.states)) for kind in config.layer_kinds] == [
+        *((True, False, True), (False, False, True), (True, True, False), (True, True, True)),
+        *((False, False, True), (False, False, True)),
+    ]
+    family, (_, mamba, attention, *_) = find_family(config.architecture), config.layer_kinds
+    names = {name for leaf in family.layer_leaves(config, "backbone.layers.2.", attention) for name, _ in leaf.tensors}
+    assert {"backbone.layers.3.norm.weight", "backbone.layers.3.mixer.q_proj.weight"} < names
+    assert {"backbone.layers.4.mixer.experts.7.up_proj.weight", "backbone.layers.4.norm.weight"} < names
+    names = {name for leaf in family.layer_leaves(config, "backbone.layers.1.", mamba) for name, _ in leaf.tensors}
+    assert {name.split(".")[2] for name in names} == {"2"}
+    written = to_hf(config)
+    assert written["num_hidden_layers"] == len(pattern)
+    assert from_hf(written) == config
+
+
+@pytest.mark.parametrize("inner", ["", "language_model."])
+def test_tensors_of_qwen35_are_found_alone_and_next_to_images(inner: str) -> None:
+    family = find_family("Qwen3_5ForConditionalGeneration")
+    assert family.name_prefix([f"model.{inner}embed_tokens.weight", "lm_head.weight"]) == f"model.{inner}"
+    config = from_hf(tiny_case("qwen3_5_moe_text").config)
+    leaves = family.layer_leaves(config, f"model.{inner}layers.0.", config.layer_kinds[0])
+    experts = {name.partition(".experts.")[2] for leaf in leaves for name, _ in leaf.tensors} - {""}
+    if inner:
+        assert experts == {"gate_up_proj", "down_proj"}
+    else:
+        assert {"0.gate_proj.weight", "7.up_proj.weight", "7.down_proj.weight"} < experts
+
+
+def test_projections_apart_equal_those_grouped_by_key_head() -> None:
+    """Outputs of Qwen3.5 are grouped by key head, as Qwen3-Next stores them."""
+    config = from_hf(tiny_case("qwen3_5_text").config)
+    assert isinstance(config, DecoderConfig) and config.delta is not None
+    delta, width = config.delta, config.hidden_size
+    leaves = find_family(config.architecture).layer_leaves(config, "", config.layer_kinds[0])
+    project = next(leaf for leaf in leaves if leaf.path == ("attention", "project", "kernel"))
+    tensors = [np.random.default_rng(i).normal(size=shape) for i, (_, shape) in enumerate(project.tensors)]
+    out = np.empty(project.shape)
+    project.pack(tensors, out)
+    qkv, gates = tensors
+    q, k, v = np.split(qkv, (4 * delta.key_dim, 8 * delta.key_dim))
+    second = [part.reshape(4, -1, width)[1] for part in (q, k, v, gates)]
+    np.testing.assert_array_equal(out.reshape(width, 4, -1)[:, 1].T, np.concatenate(second))
 
 
 def test_the_first_layers_of_lfm2_moe_have_no_experts() -> None:
@@ -248,6 +372,15 @@ def test_only_layers_with_attention_are_in_blocks(in_stacks: bool) -> None:
         ("qwen3_next", {"attention_bias": True}, "attention_bias is True"),
         ("qwen3_next", {"full_attention_interval": 5}, "no layer has attention"),
         ("qwen3_next", {"linear_num_key_heads": 3}, "linear_num_key_heads"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate is False"),
+        ("qwen3_5_moe_text", {"mlp_only_layers": [1]}, "all layers have experts, or none"),
+        ("qwen3_5_text", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype"),
+        ("nemotron_h", {"layers_block_type": ["mlp", "full_attention"]}, "a feed-forward must follow"),
+        ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp"]}, "no layer has attention"),
+        ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M*X"}, "it must have the letters"),
+        ("nemotron_h", {"residual_in_fp32": True}, "residual_in_fp32 is True"),
+        ("nemotron_h_moe", {"moe_latent_size": 16}, "moe_latent_size is 16"),
+        ("nemotron_h_moe", {"mlp_hidden_act": "relu"}, "only the activation relu2"),
         ("granitemoehybrid", {"layer_types": ["mamba"] * 4}, "no layer has attention"),
         ("granitemoehybrid", {"mamba_proj_bias": True}, "mamba_proj_bias is True"),
         ("granitemoehybrid", {"mamba_n_heads": 7}, "mamba_n_heads: is 7; it must divide"),
@@ -304,10 +437,11 @@ def test_prefixes_are_not_cached_and_blocks_not_swapped() -> None:
     assert interval(0) == 0
 
 
-@pytest.mark.parametrize("fields", [QWEN3_NEXT_80B, GRANITE_4_H_350M])
-def test_gpus_run_convolutions_but_not_the_delta_rule(fields: dict[str, object]) -> None:
-    device = SimpleNamespace(platform="gpu", process_index=0)
-    mesh: Any = SimpleNamespace(devices=np.array([device], object))
-    check_recurrent(from_hf(LFM2_350M), EngineConfig(), mesh)
-    with pytest.raises(Unsupported, match="ForCausalLM does not run on GPUs"):
+@pytest.mark.parametrize(("platform", "kernel"), [("gpu", ("blocks", True)), ("tpu", ("blocks", False))])
+def test_accelerators_run_blocks_of_tokens_and_gpus_a_fixed_number(platform: str, kernel: tuple[str, bool]) -> None:
+    device = SimpleNamespace(platform=platform, process_index=0)
+    mesh: Any = SimpleNamespace(devices=np.array([device], object), shape={MODEL_AXIS: 1})
+    for fields in (LFM2_350M, QWEN3_NEXT_80B, GRANITE_4_H_350M):
         check_recurrent(from_hf(fields), EngineConfig(), mesh)
+    found = recurrence_kernel(mesh)
+    assert (found.backend, found.has_static_loops) == kernel

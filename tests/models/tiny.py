@@ -231,9 +231,43 @@ def _recurrent() -> list[TinyCase]:
         _variant("lfm2", "Lfm2", 40, **conv),
         _variant("lfm2_moe", "Lfm2Moe", 40, **conv_experts),
         _variant("qwen3_next", "Qwen3Next", 40, **delta),
+        _qwen35("qwen3_5_text", "Qwen3_5", **delta),
+        _qwen35("qwen3_5_moe_text", "Qwen3_5Moe", **delta),
         _variant("granitemoehybrid", "GraniteMoeHybrid", 40, **hybrid, **local),
         _variant("granitemoehybrid_rope", "GraniteMoeHybrid", 40, **dense),
+        _nemotron("nemotron_h", "M-M*-M-MM"),
+        _nemotron("nemotron_h_moe", "M-M*EMEMM", **NEMOTRON_EXPERTS),
     ]
+
+
+NEMOTRON_EXPERTS: dict[str, object] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 48,
+}
+
+
+def _nemotron(name: str, pattern: str, **settings: object) -> TinyCase:
+    """Layers with and without a feed-forward, which is a layer of its own in checkpoints."""
+    types = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    sizes: dict[str, object] = {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 16}
+    sizes |= {"hidden_size": 64, "intermediate_size": 88, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 32, "max_position_embeddings": 256, "layers_block_type": [types[one] for one in pattern]}
+    return _other(name, "NemotronH", "nemotron_h", 40, **sizes, **settings)
+
+
+def _qwen35(name: str, family: str, **settings: object) -> TinyCase:
+    """A successor of Qwen3-Next, whose sections of rotary embedding change nothing for text."""
+    rope = {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5}
+    rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    left_out = {"mlp_only_layers"} | ({key for key in settings if "expert" in key} if name == "qwen3_5_text" else set())
+    left_out |= {"moe_intermediate_size"} if name == "qwen3_5_text" else set()
+    kept = {key: value for key, value in settings.items() if key not in left_out}
+    return _variant(name, family, 40, **kept, rope_parameters=rope)
 
 
 def _latent(name: str, family: str, **settings: object) -> TinyCase:

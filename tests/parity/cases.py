@@ -73,7 +73,11 @@ FAMILIES = (
     "lfm2",
     "lfm2_moe",
     "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
     "granitemoehybrid",
+    "nemotron_h",
+    "nemotron_h_moe",
 )
 """One checkpoint of each family, which is served in every way; a search on it is golden, too."""
 NUM_TOKENS = 64

@@ -67,12 +67,11 @@ from jpaged.device.transfers import MAX_ON_THE_WAY, content_bytes, lower_move, m
 from jpaged.engine.executor import BucketTable, Geometry, Progress
 from jpaged.engine.executor.aux_io import AUX_IDS, AuxKind
 from jpaged.engine.executor.io import NUM_SINGLES, num_mask_words
-from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.errors import InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.recurrence import StatefulPool, read_expert_load
 from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
 from jpaged.models.config import ModelConfig
-from jpaged.models.decoder import DecoderConfig
 from jpaged.models.layer_kinds import KVGroups, LayerKind, count_state_bytes, get_stacks, group_kinds
 from jpaged.models.layers import Params
 from jpaged.models.model import MatricesOf, Model, dense_formats
@@ -225,7 +224,6 @@ def check_recurrent(config: ModelConfig, options: EngineConfig, mesh: Mesh) -> N
 
     Raises:
         InvalidArgument: names the option that does not.
-        Unsupported: the devices do not run its layers.
     """
     interval = options.cache.state_checkpoint_interval
     if not config.num_recurrent_layers:
@@ -237,11 +235,6 @@ def check_recurrent(config: ModelConfig, options: EngineConfig, mesh: Mesh) -> N
     options.check_recurrent(config.architecture)
     if _is_of_several_processes(mesh):
         raise InvalidArgument("num_processes", f"{config.architecture} has recurrent state, which needs one process")
-    has_loops = isinstance(config, DecoderConfig) and (config.delta is not None or config.mamba is not None)
-    if has_loops and not has_cheap_branches(mesh):
-        raise Unsupported(
-            f"{config.architecture} does not run on GPUs: its recurrence loops over a prompt of any length"
-        )
 
 
 def blocks_of_rank(num_blocks: int | None, dp_size: int) -> int | None:

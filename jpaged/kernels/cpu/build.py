@@ -33,6 +33,7 @@ OPERATIONS = {
     "Experts": "experts/cpu",
     "Lora": "lora/cpu",
     "Product": "matmul/cpu",
+    "Recurrence": "cpu/recurrence",
     "Sampling": "sampling/cpu",
 }
 """The folder of each operation's sources; its cores are called k<Operation><Processor>."""

@@ -66,7 +66,8 @@ def apply_grouped(
         return y_po if bias_xo is None else y_po + bias_xo[experts_p].astype(jnp.float32)
 
     x_pe = x_te[rows.tokens_p]
-    inner = join(gate, project(x_pe, weights.gate, weights.gate_bias), project(x_pe, weights.up, weights.up_bias))
+    ups = project(x_pe, weights.up, weights.up_bias)
+    inner = join(gate, project(x_pe, weights.gate, weights.gate_bias) if gate.has_gates else ups, ups)
     return rows.sum(project(inner.astype(x_te.dtype), weights.down, None), routes, num_experts)
 
 
@@ -99,7 +100,9 @@ def apply_tiles(
         num_tiles = -(-rows.counts_x[expert] // num_rows)
         first = ends_x[expert] - rows.counts_x[expert] + (i - (tile_ends_x[expert] - num_tiles)) * num_rows
         x = jax.lax.dynamic_slice_in_dim(x_pe, first, num_rows)
-        inner = join(gate, _project(x, own.gate, own.gate_bias), _project(x, own.up, own.up_bias)).astype(x.dtype)
+        ups = _project(x, own.up, own.up_bias)
+        gates = _project(x, own.gate, own.gate_bias) if gate.has_gates else ups
+        inner = join(gate, gates, ups).astype(x.dtype)
         return jax.lax.dynamic_update_slice_in_dim(y_pe, _project(inner, own.down, None), first, 0)
 
     empty = jnp.zeros((len(x_pe), x_te.shape[1]), jnp.float32)

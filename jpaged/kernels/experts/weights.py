@@ -62,7 +62,8 @@ class ExpertWeights:
     """The weights of a layer's experts: down(gate(x Wg + bg, x Wu + bu)) + bd.
 
     Attributes:
-        gate, up: `[X, E, F]`, quantized or not, `StackedExperts`, or packed as `[E, X, F]` in X parts.
+        gate, up: `[X, E, F]`, quantized or not, `StackedExperts`, or packed as `[E, X, F]` in X parts. The same one,
+            which is multiplied once, if there are no gates.
         down: `[X, F, E]`, in the same forms.
         gate_bias, up_bias: `[X, F]`, or None.
         down_bias: `[X, E]`, or None.
@@ -87,5 +88,7 @@ def join(gate: GateFunction, gates: Float[Array, "..."], ups: Float[Array, "..."
     """Combine a gate and an up into one number, in float32."""
     if gate.kind == "silu":
         return jax.nn.silu(gates) * ups
+    if gate.kind == "relu2":
+        return jnp.square(jax.nn.relu(ups))
     gates, ups = jnp.minimum(gates, gate.limit), jnp.clip(ups, -gate.limit, gate.limit)
     return (ups + 1) * gates * jax.nn.sigmoid(gate.alpha * gates)

@@ -51,7 +51,7 @@ class ExpertNames:
             `halves` of them (Llama 4), or of the outputs of `[X, out, in]` (`rows`, Granite). Empty if each expert has
             tensors.
         shared: prefix of the shared expert's names.
-        shared_gate_up, shared_down: follow it; one name of gate and up is that of both.
+        shared_gate_up, shared_down: follow it; one name of gate and up is that of both, or of the up without gates.
         shared_score: the linear layer whose output weights the shared expert.
     """
 
@@ -84,7 +84,7 @@ def mixture_leaves(mixture: Mixture, width: int, prefix: str, names: ExpertNames
         if names.choice_bias_is_row:
             bias = dataclasses.replace(bias, tensors=((prefix + names.choice_bias, (1, num_experts)),))
         leaves.append(dataclasses.replace(bias, dtype=np.dtype(np.float32)))
-    for part in ("gate", "up", "down"):
+    for part in ("gate", "up", "down") if mixture.gate.has_gates else ("up", "down"):
         leaves.append(_kernel(mixture, width, prefix, names, part))
         if mixture.has_biases:
             leaves.append(_bias(mixture, width, prefix, names, part))
@@ -164,8 +164,11 @@ def _shared(mixture: Mixture, width: int, prefix: str, names: ExpertNames) -> li
     inner, into = mixture.shared_width, Linears(tuple(f"{prefix}{names.shared}{name}" for name in names.shared_gate_up))
     down = f"{prefix}{names.shared}{names.shared_down}.weight"
     axis = None if mixture.shared_is_whole else "feed_forward"
+    first = stacked_kernel(("mlp", "shared", "gate_up", "kernel"), into, ("embed", None, axis), (width, 2, inner))
+    if not mixture.gate.has_gates:
+        first = stacked_kernel(("mlp", "shared", "up", "kernel"), into, ("embed", axis), (width, inner))
     leaves = [
-        stacked_kernel(("mlp", "shared", "gate_up", "kernel"), into, ("embed", None, axis), (width, 2, inner)),
+        first,
         transposed(("mlp", "shared", "down", "kernel"), down, (axis, "embed"), (inner, width)),
     ]
     if mixture.shared_is_weighed:
@@ -264,12 +267,14 @@ def layer_leaves(
 ) -> list[Leaf]:
     """See `Family`; `attention` replaces the leaves of attention."""
     leaves = norm_leaves(config, ("attention_norm",), prefix + names.attention_norm) if config.pre_norms else []
-    if config.residual != "shared" and config.pre_norms:
+    if config.residual != "shared" and config.pre_norms and kind.has_feed_forward:
         leaves += norm_leaves(config, ("mlp_norm",), prefix + names.mlp_norm)
     if config.post_norms:
         leaves += norm_leaves(config, ("attention_post_norm",), prefix + names.attention_post_norm)
         leaves += norm_leaves(config, ("mlp_post_norm",), prefix + names.mlp_post_norm)
     leaves += _attention(config, prefix, names) if attention is None else attention
+    if not kind.has_feed_forward:
+        return leaves
     if kind.is_sparse and config.mixture is not None:
         return leaves + mixture_leaves(config.mixture, config.hidden_size, prefix, names.experts)
     return leaves + feed_forward(config, prefix, names)

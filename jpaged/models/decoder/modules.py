@@ -84,14 +84,15 @@ class Experts(Module):
 
     def __init__(self, width: int, mixture: Mixture, dtype: np.dtype, rngs: RandomKeys) -> None:
         num_experts, inner, use_bias = mixture.routing.num_experts, mixture.width, mixture.has_biases
-        self.gate = ExpertLinear(num_experts, (width, inner), use_bias, dtype, rngs)
+        has_gates = mixture.gate.has_gates
+        self.gate = ExpertLinear(num_experts, (width, inner), use_bias, dtype, rngs) if has_gates else None
         self.up = ExpertLinear(num_experts, (width, inner), use_bias, dtype, rngs)
         self.down = ExpertLinear(num_experts, (inner, width), use_bias, dtype, rngs)
 
     @property
     def weights(self) -> ExpertWeights:
         """The arrays."""
-        linears = (self.gate, self.up, self.down)
+        linears = (self.gate or self.up, self.up, self.down)
         biases = (None if linear.bias is None else linear.bias[...] for linear in linears)
         return ExpertWeights(*(linear.kernel.get_value() for linear in linears), *biases)
 
@@ -100,13 +101,21 @@ class SharedExpert(Module):
     """An expert that all rows use, optionally weighted by a score."""
 
     def __init__(self, width: int, mixture: Mixture, dtype: np.dtype, rngs: RandomKeys) -> None:
-        self.gate_up = GatedLinear(width, mixture.shared_width, False, "silu", dtype, rngs)
+        inner = mixture.shared_width
+        has_gates = mixture.gate.has_gates
+        self.gate_up = GatedLinear(width, inner, False, "silu", dtype, rngs) if has_gates else None
+        self.up = None if has_gates else Linear(width, (inner,), False, dtype, rngs)
         self.down = Linear(mixture.shared_width, (width,), False, dtype, rngs)
         self.score = Linear(width, (1,), False, dtype, rngs) if mixture.shared_is_weighed else None
 
     def __call__(self, x_te: jax.Array, rows: Rows) -> jax.Array:
         """Map `[T, E]` to float32 `[T, E]`."""
-        y_te = self.down(self.gate_up(x_te, rows), rows).astype(jnp.float32)
+        if self.gate_up is not None:
+            inner_tf = self.gate_up(x_te, rows)
+        else:
+            assert self.up is not None
+            inner_tf = activate(self.up(x_te, rows), "relu2")
+        y_te = self.down(inner_tf, rows).astype(jnp.float32)
         if self.score is None:
             return y_te
         return jax.nn.sigmoid(self.score(x_te, rows).astype(jnp.float32)) * y_te
@@ -384,13 +393,15 @@ class DecoderLayer(Module):
     """Attention and a feed-forward, with the norms and the residual sums of the config."""
 
     def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys, kind: LayerKind) -> None:
-        has_two = config.residual != "shared" and config.pre_norms
+        has_two = config.residual != "shared" and config.pre_norms and kind.has_feed_forward
         self.attention_norm = make_norm(config, dtype) if config.pre_norms else None
         make = self.make_recurrent if kind.states else self.make_attention
         self.attention = make(config, dtype, rngs)
         self.mlp_norm = make_norm(config, dtype) if has_two else None
-        self.mlp: MLP | MixtureOfExperts
-        if kind.is_sparse and config.mixture is not None:
+        self.mlp: MLP | MixtureOfExperts | None
+        if not kind.has_feed_forward:
+            self.mlp = None
+        elif kind.is_sparse and config.mixture is not None:
             self.mlp = MixtureOfExperts(config.hidden_size, config.mixture, dtype, rngs)
         else:
             self.mlp = MLP(config, dtype, rngs)
@@ -418,7 +429,9 @@ class DecoderLayer(Module):
         if isinstance(norm, RMSNorm):
             norm = MeasuredNorm(norm, x.squares_t)
         o_te, carry = self.attention.attend(x_te, norm, shared, attend, carry, place)
-        if self.attention_post_norm is not None or self.residual_scale != 1:
+        if self.mlp is None:
+            x_te = self.attention.out(o_te, rows, residual=x_te)
+        elif self.attention_post_norm is not None or self.residual_scale != 1:
             x_te = x_te + self._adjusted(self.attention.out(o_te, rows), self.attention_post_norm)
             y_te, carry = self._feed_forward(x_te, shared, self.mlp_norm, carry, place)
             x_te = x_te + self._adjusted(y_te, self.mlp_post_norm)
@@ -467,6 +480,7 @@ class DecoderLayer(Module):
         residual: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Return the feed-forward's result, and the carry with the load of experts."""
+        assert self.mlp is not None
         if isinstance(self.mlp, MixtureOfExperts):
             y_te, routes = self.mlp(x_te, shared.rows, norm=norm, residual=residual, kernel=shared.experts)
             return y_te, count_expert_load(carry, routes.ids_tk, place.group, place.index)

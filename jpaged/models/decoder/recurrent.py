@@ -15,6 +15,7 @@ from jpaged.kernels.recurrence import (
     RecurrentRows,
     gated_delta_rule,
     read_states,
+    recur,
     selective_scan,
     short_convolution,
     write_states,
@@ -110,23 +111,23 @@ class GatedDeltaNet(Module):
         mixed, gates = projected[..., : delta.num_channels], projected[..., delta.num_channels :]
         control = self.control(x_te, shared.rows, norm=norm).astype(jnp.float32)
         strengths, rates = jnp.split(control.reshape(num_tokens, delta.num_key_heads, 2 * group), 2, axis=-1)
-        window_sf, state_shkv = read_states(carry, rows, place.index, place.kind.blank_states(dtype))
+        of_window, of_matrices = place.kind.blank_states(dtype)
+        (window_sf,) = read_states(carry, rows, place.index, [of_window])
         window_sck = window_sf.reshape(len(window_sf), len(self.taps[...]), -1)
         y_tc, window_sck = short_convolution(mixed.reshape(num_tokens, -1), window_sck, self.taps[...], rows)
+        carry = write_states(carry, rows, place.index, [window_sck.reshape(window_sf.shape)])
         y_tc = jax.nn.silu(y_tc.astype(dtype).astype(jnp.float32)).astype(dtype)
         heads = y_tc.astype(jnp.float32).reshape(num_tokens, delta.num_key_heads, -1)
         q, k, v = jnp.split(heads, (delta.key_dim, 2 * delta.key_dim), axis=-1)
         step_th = jax.nn.softplus(rates.reshape(num_tokens, -1) + self.step_bias[...])
-        o_thv, state_shkv = gated_delta_rule(
+        rule = gated_delta_rule(
             _unit(q) * delta.key_dim**-0.5,
             _unit(k),
             v.reshape(num_tokens, delta.num_value_heads, delta.value_dim),
-            jnp.exp(-jnp.exp(self.log_rate[...]) * step_th),
+            -jnp.exp(self.log_rate[...]) * step_th,
             jax.nn.sigmoid(strengths.reshape(num_tokens, -1)),
-            state_shkv,
-            rows,
         )
-        carry = write_states(carry, rows, place.index, [window_sck.reshape(window_sf.shape), state_shkv])
+        o_thv, carry = recur(rule, carry, rows, place.index, of_matrices, 1)
         o_thv = self.norm(o_thv.astype(dtype))
         gates = gates.reshape(o_thv.shape).astype(jnp.float32)
         return _times(o_thv, jax.nn.silu(gates)).reshape(num_tokens, -1), carry
@@ -195,15 +196,16 @@ class Mamba2(Module):
         assert rows is not None
         projected = self.project(x_te, shared.rows, norm=norm)
         control = self.control(x_te, shared.rows, norm=norm)
-        channels_sf, groups_sf, state_shnp = read_states(carry, rows, place.index, place.kind.blank_states(dtype))
+        *of_windows, of_matrices = place.kind.blank_states(dtype)
+        channels_sf, groups_sf = read_states(carry, rows, place.index, of_windows)
         x_tc, channels_sf = self.channels(projected[:, 1], channels_sf, rows)
         b_c_tc, groups_sf = self.groups(control[:, : mamba.group_width], groups_sf, rows)
+        carry = write_states(carry, rows, place.index, [channels_sf, groups_sf])
         b_tgn, c_tgn = jnp.moveaxis(b_c_tc.reshape(num_tokens, 2, mamba.num_groups, mamba.state_dim), 1, 0)
         steps_th = jax.nn.softplus(control[:, mamba.group_width :].astype(jnp.float32) + self.step_bias[...])
         x_thp = x_tc.reshape(num_tokens, mamba.num_heads, mamba.head_dim)
-        decays_th = jnp.exp(-jnp.exp(self.log_rate[...]) * steps_th)
-        y_thp, state_shnp = selective_scan(x_thp, b_tgn, c_tgn, steps_th, decays_th, state_shnp, rows)
-        carry = write_states(carry, rows, place.index, [channels_sf, groups_sf, state_shnp])
+        scan = selective_scan(x_thp, b_tgn, c_tgn, steps_th, -jnp.exp(self.log_rate[...]) * steps_th)
+        y_thp, carry = recur(scan, carry, rows, place.index, of_matrices, 2)
         y_tc = (y_thp + self.skip[...][:, None] * x_thp).astype(dtype).reshape(num_tokens, -1)
         return self._gated_norm(y_tc, projected[:, 0]), carry
 

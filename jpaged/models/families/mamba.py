@@ -1,23 +1,39 @@
-"""Granite 4 (IBM 2025): Mamba-2 in most layers, attention in the others, and experts or a dense feed-forward in all."""
+"""Mamba-2 in most layers, and attention in the others: Granite 4 (IBM 2025) and Nemotron-H (NVIDIA 2025).
+
+All layers of Granite have experts or a dense feed-forward. Nemotron-H counts each feed-forward as a layer. Here it is a
+part of the layer before it, and some layers have none:
+
+    published    M  -  M  *  -  M  E        M: Mamba-2, *: attention, -: feed-forward, E: experts without gates
+    here         M--   M  *--   M--
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
-from jpaged.kernels.mixture_kind import Routing
+from jpaged.kernels.mixture_kind import GateFunction, Routing
 from jpaged.models.config import MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH, Mixture
 from jpaged.models.decoder import DecoderConfig, Names, decoder_family
 from jpaged.models.decoder.config import MambaShape
-from jpaged.models.decoder.config_fields import FULL, MAX_EXPERTS, TRAINING, divided_heads, read_width
+from jpaged.models.decoder.config_fields import (
+    FULL,
+    MAX_EXPERTS,
+    TRAINING,
+    divided_heads,
+    name_of_activation,
+    read_activation,
+    read_heads,
+    read_width,
+)
 from jpaged.models.decoder.leaves import ExpertNames, layer_leaves
-from jpaged.models.family import Modules
+from jpaged.models.family import Modules, model_prefix
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import LayerKind, StateArray
 from jpaged.models.param_specs import Leaf, LogicalAxes, same, transpose, transposed
@@ -257,8 +273,228 @@ def _modules() -> Modules[DecoderConfig]:
     return Modules(DecoderEnds, MambaLayer)
 
 
+MLP, MOE = "mlp", "moe"
+_OF_PATTERN = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
+"""Types of layers of Nemotron-H, by their letters in `hybrid_override_pattern`."""
+_WITHOUT_EFFECT = (
+    *("chunk_size", "mamba_chunk_size", "expand", "mamba_expand", "num_hidden_layers", "num_logits_to_keep"),
+    *("use_mamba_kernels", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
+    *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern", "hidden_dropout"),
+    *("moe_shared_expert_overlap", "output_router_logits", "time_step_rank"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "hidden_act"),
+)
+"""Keys about kernels, initialization and drafts, and about rotary embedding, which no layer has."""
+_OF_EXPERTS = (
+    *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "routed_scaling_factor", "n_group", "topk_group"),
+    *("norm_topk_prob", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size"),
+)
+
+
+def _read_nemotron(fields: JsonFields, architecture: str) -> DecoderConfig:
+    fields.ignore(_WITHOUT_EFFECT)
+    fields.only("mamba_hidden_act", "silu", "swish", why="Mamba supports only the activation silu")
+    fields.only("mamba_ssm_cache_dtype", "float32", why="matrices of states are float32")
+    fields.only("residual_in_fp32", False, why="sums in float32 are not supported")
+    for key in ("use_bias", "mamba_proj_bias"):
+        fields.only(key, False, why="biases in the projections of Mamba are not supported")
+    fields.only("sliding_window", None, why="windows are not supported next to Mamba")
+    check_step_limits(fields)
+    width = fields.integer("hidden_size", 4096, maximum=MAX_WIDTH)
+    heads = read_heads(fields, width, num_kv_heads=8, head_dim=128)
+    conv_len = fields.integer("conv_kernel", 4, minimum=2, maximum=_MAX_TAPS)
+    num_mamba_heads = fields.integer("mamba_num_heads", 128, maximum=MAX_WIDTH)
+    mamba = MambaShape(
+        num_mamba_heads,
+        fields.integer("mamba_head_dim", 64, maximum=MAX_WIDTH),
+        fields.integer("n_groups", 8, maximum=num_mamba_heads),
+        fields.integer("ssm_state_size", 128, maximum=MAX_WIDTH),
+        fields.flag("use_conv_bias", True),
+    )
+    kinds = _join_layers(_read_pattern(fields), AttentionKind(heads["head_dim"] ** -0.5), mamba_states(mamba, conv_len))
+    has_bias = fields.flag("attention_bias", False)
+    return DecoderConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size", 131072, maximum=MAX_VOCAB_SIZE),
+        hidden_size=width,
+        intermediate_size=fields.integer("intermediate_size", 21504, maximum=MAX_WIDTH),
+        num_layers=len(kinds),
+        **heads,
+        max_position_embeddings=fields.integer("max_position_embeddings", 4096),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        eos_token_ids=(2,),
+        bos_token_id=1,
+        norm_eps=_read_eps(fields),
+        attention_bias=has_bias,
+        attention_output_bias=has_bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+        activation=read_activation(fields, "mlp_hidden_act", "relu2"),
+        is_gated=False,
+        conv_len=conv_len,
+        mamba=mamba,
+        kinds=kinds,
+        mixture=_read_experts(fields) if any(kind.is_sparse for kind in kinds) else None,
+    )
+
+
+def _read_eps(fields: JsonFields) -> float:
+    """Return the number that norms add; files on the hub have it under several names."""
+    found = {fields.number(key) for key in ("layer_norm_epsilon", "rms_norm_eps", "norm_eps") if fields.has(key)}
+    if len(found) > 1:
+        raise fields.bad("layer_norm_epsilon", f"is one of {sorted(found)}; rms_norm_eps and norm_eps must be equal")
+    return found.pop() if found else 1e-5
+
+
+def _read_experts(fields: JsonFields) -> Mixture:
+    fields.only("moe_latent_size", None, why="experts of projected states are not supported")
+    fields.only("mlp_hidden_act", "relu2", why="experts without gates support only the activation relu2")
+    fields.only("mlp_bias", False, why="biases in experts are not supported")
+    fields.integer("n_shared_experts", 1)
+    num_experts = fields.integer("n_routed_experts", 8, maximum=MAX_EXPERTS)
+    return Mixture(
+        routing=Routing(
+            num_experts,
+            fields.integer("num_experts_per_tok", 2, maximum=num_experts),
+            "sigmoid",
+            normalises=fields.flag("norm_topk_prob", True),
+            scale=fields.number("routed_scaling_factor", 1.0),
+            num_groups=fields.integer("n_group", 1),
+            top_groups=fields.integer("topk_group", 1),
+            num_best=2,
+        ),
+        width=read_width(fields, "moe_intermediate_size", 7688),
+        gate=GateFunction("relu2"),
+        choice_bias=True,
+        shared_width=read_width(fields, "moe_shared_expert_intermediate_size", 7688),
+    )
+
+
+def _read_pattern(fields: JsonFields) -> Sequence[str]:
+    """Return the types of the published layers.
+
+    Raises:
+        Unsupported: no layer has attention.
+        InvalidArgument: an unknown letter.
+    """
+    key, names = "layers_block_type", (*_OF_PATTERN.values(), MAMBA, ATTENTION)
+    listed = fields.value(key)
+    types: Sequence[str] = fields.texts(key, *names, count=len(listed) if isinstance(listed, list) else 0)
+    if not types and fields.has("hybrid_override_pattern"):
+        key = "hybrid_override_pattern"
+        pattern = fields.text(key)
+        if not set(pattern) <= set(_OF_PATTERN):
+            raise fields.bad(key, f"is {pattern!r}; it must have the letters {', '.join(_OF_PATTERN)}")
+        types = [_OF_PATTERN[letter] for letter in pattern]
+    fields.ignore(("hybrid_override_pattern",))
+    types = [{MAMBA: LINEAR, ATTENTION: FULL}.get(name, name) for name in types]
+    if MOE not in types:
+        fields.ignore(_OF_EXPERTS)
+    if FULL not in types:
+        raise Unsupported(f"{fields.name}: no layer has attention; at least one is required")
+    return types
+
+
+def _join_layers(
+    types: Sequence[str], attention: AttentionKind, states: tuple[StateArray, ...]
+) -> tuple[LayerKind, ...]:
+    """Return the kinds of layers, each with the feed-forward that follows it.
+
+    Raises:
+        Unsupported: a feed-forward does not follow attention or Mamba.
+    """
+    kinds: list[LayerKind] = []
+    for name in types:
+        if name not in (MLP, MOE):
+            kinds.append(LayerKind(attention, None, states=states if name == LINEAR else (), has_feed_forward=False))
+        elif kinds and not kinds[-1].has_feed_forward:
+            kinds[-1] = dataclasses.replace(kinds[-1], has_feed_forward=True, is_sparse=name == MOE)
+        else:
+            raise Unsupported("layers_block_type: a feed-forward must follow attention or Mamba")
+    return tuple(kinds)
+
+
+def _nemotron_to_hf(config: DecoderConfig) -> dict[str, object]:
+    mamba = config.mamba
+    assert mamba is not None
+    types = [
+        name for kind in config.layer_kinds for name in (LINEAR if kind.states else FULL, *_feed_forward_types(kind))
+    ]
+    mixture = config.mixture
+    experts: dict[str, object] = {}
+    if mixture is not None:
+        experts = {
+            "n_routed_experts": mixture.routing.num_experts,
+            "num_experts_per_tok": mixture.routing.top_k,
+            "norm_topk_prob": mixture.routing.normalises,
+            "routed_scaling_factor": mixture.routing.scale,
+            "n_group": mixture.routing.num_groups,
+            "topk_group": mixture.routing.top_groups,
+            "moe_intermediate_size": mixture.width,
+            "moe_shared_expert_intermediate_size": mixture.shared_width,
+        }
+    return experts | {
+        "num_hidden_layers": len(types),
+        "layers_block_type": types,
+        "intermediate_size": config.intermediate_size,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "mlp_hidden_act": name_of_activation(config.activation),
+        "layer_norm_epsilon": config.norm_eps,
+        "mamba_num_heads": mamba.num_heads,
+        "mamba_head_dim": mamba.head_dim,
+        "n_groups": mamba.num_groups,
+        "ssm_state_size": mamba.state_dim,
+        "conv_kernel": config.conv_len,
+        "use_conv_bias": mamba.has_bias,
+    }
+
+
+def _feed_forward_types(kind: LayerKind) -> tuple[str, ...]:
+    """Return the published layer after attention or Mamba, if there is one."""
+    if not kind.has_feed_forward:
+        return ()
+    return (MOE,) if kind.is_sparse else (MLP,)
+
+
+_OF_NEMOTRON = Names(embed="embeddings", norm="norm_f")
+
+
+def _nemotron_leaves(config: DecoderConfig, prefix: str, kind: LayerKind) -> list[Leaf]:
+    """Return the leaves of a layer, whose feed-forward has the next number in checkpoints."""
+    before, index = prefix.removesuffix(".").rsplit(".", 1)
+    number = sum(1 + one.has_feed_forward for one in config.layer_kinds[: int(index)])
+    own, after = f"{number}.", f"{number + 1}."
+    names = Names(
+        attention_norm=f"{own}norm",
+        qkv=tuple(f"{own}mixer.{part}_proj" for part in "qkv"),
+        out=f"{own}mixer.o_proj",
+        mlp_norm=f"{after}norm",
+        gate_up=(f"{after}mixer.up_proj",),
+        down=f"{after}mixer.down_proj",
+        experts=ExpertNames(
+            router=f"{after}mixer.gate",
+            choice_bias=f"{after}mixer.gate.e_score_correction_bias",
+            experts=f"{after}mixer.experts.",
+            shared=f"{after}mixer.shared_experts.",
+            shared_gate_up=("up_proj",),
+        ),
+    )
+    attention = mamba_leaves(config, f"{before}.{own}mixer.") if kind.states else None
+    return layer_leaves(config, f"{before}.", kind, names, attention=attention)
+
+
+def _nemotron_prefix(stored: Iterable[str]) -> str:
+    """Return the prefix of published checkpoints, or that of transformers since version 5."""
+    return "backbone." if any(name.startswith("backbone.") for name in stored) else model_prefix(stored)
+
+
+_NEMOTRON = decoder_family(
+    "nemotron_h", _read_nemotron, _nemotron_to_hf, _OF_NEMOTRON, name_prefix=_nemotron_prefix, ignored=("mtp.",)
+)
 ARCHITECTURES = {
     "GraniteMoeHybridForCausalLM": dataclasses.replace(
         decoder_family("granitemoehybrid", _read, _to_hf, _NAMES), layer_leaves=_layer_leaves, modules=_modules
     ),
+    "NemotronHForCausalLM": dataclasses.replace(_NEMOTRON, layer_leaves=_nemotron_leaves, modules=_modules),
 }

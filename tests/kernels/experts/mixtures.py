@@ -65,6 +65,8 @@ def expected(x: np.ndarray, routes: Routes, weights: ExpertWeights, gate: GateFu
             gates, ups = (x[row].astype(np.float64) @ kernels[i][expert] + biases[i][expert] for i in (0, 1))
             if gate.kind == "silu":
                 inner = gates / (1 + np.exp(-gates)) * ups
+            elif gate.kind == "relu2":
+                inner = np.maximum(ups, 0) ** 2
             else:
                 gates, ups = np.minimum(gates, gate.limit), np.clip(ups, -gate.limit, gate.limit)
                 inner = (ups + 1) * gates / (1 + np.exp(-gate.alpha * gates))

@@ -49,6 +49,16 @@ def run(
     return np.asarray(jax.jit(called, compiler_options=options)(jnp.asarray(x), routes, weights))
 
 
+@pytest.mark.parametrize("who", ["tiles", "ragged", "cpu"])
+def test_experts_without_gates_square_what_is_positive(who: Who) -> None:
+    found = mixture(5, 40, 72, "float32")
+    weights = dataclasses.replace(found, gate=found.up, gate_bias=found.up_bias)
+    x, routes = numbers((21, 40), "float32"), random_routes(21, 5, 3)
+    gate = GateFunction("relu2")
+    want = expected(x, routes, weights, gate)
+    np.testing.assert_allclose(run(who, x, routes, weights, gate), want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.long)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -35,7 +35,11 @@ Floats smaller(Floats a, Floats b) { return a > b ? b : a; }
 
 // The comparisons preserve NaN.
 Floats join(const Gate& gate, Floats x, Floats up) {
-  if (!gate.is_clamped) return times_sigmoid(x, 1.0f) * up;
+  if (gate.kind == Gate::kSilu) return times_sigmoid(x, 1.0f) * up;
+  if (gate.kind == Gate::kSquaredRelu) {
+    up = up < 0.0f ? all(0.0f) : up;
+    return up * up;
+  }
   const Floats limit = all(gate.limit);
   x = smaller(x, limit);
   up = smaller(up, limit);

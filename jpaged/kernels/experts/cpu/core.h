@@ -11,7 +11,9 @@ namespace jpaged::experts {
 
 // Combines the sums of a gate and an up into one number.
 struct Gate {
-  bool is_clamped;  // (up + 1) gate sigmoid(alpha gate), of clamped ones; else silu(gate) up
+  // silu(gate) up; (up + 1) gate sigmoid(alpha gate), of clamped ones; or relu(up) squared. The order is that of
+  // experts.py.
+  enum Kind : int64_t { kSilu, kClamped, kSquaredRelu } kind;
   float alpha, limit;
 };
 

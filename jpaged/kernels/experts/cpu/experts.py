@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
+_KINDS = ("silu", "clamped", "relu2")
+"""As in core.h."""
+
+
 @dataclass(frozen=True, slots=True)
 class CpuExperts:
     """The library's function, as registered with XLA.
@@ -64,7 +68,7 @@ class CpuExperts:
             **forms,
             num_experts=np.int64(weights.num_experts),
             inner=np.int64(matrices["gate"].num_columns),
-            is_clamped=np.int64(gate.kind == "clamped"),
+            gate_kind=np.int64(_KINDS.index(gate.kind)),
             alpha=np.float32(gate.alpha),
             limit=np.float32(gate.limit),
             max_width=np.int64(self.max_width),

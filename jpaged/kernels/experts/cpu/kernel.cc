@@ -65,7 +65,7 @@ struct Form {
 
 struct Attributes {
   int64_t num_experts, inner;  // F
-  int64_t is_clamped;
+  int64_t gate_kind;
   float alpha, limit;
   int64_t max_width, max_threads;
   int64_t gate_code, gate_group, gate_rounding, up_code, up_group, up_rounding, down_code, down_group, down_rounding;
@@ -273,7 +273,7 @@ class Call {
  public:
   Call(ffi::ThreadPool& pool, const Operands& o, const Attributes& a, float* y)
       : pool_(pool), o_(o), number_(number_of(o.x.element_type())),
-        core_(choose_core(a.max_width)), gate_{a.is_clamped != 0, a.alpha, a.limit}, num_tokens_(o.x.dimensions()[0]),
+        core_(choose_core(a.max_width)), gate_{static_cast<Gate::Kind>(a.gate_kind), a.alpha, a.limit}, num_tokens_(o.x.dimensions()[0]),
         width_(o.x.dimensions()[1]), top_k_(o.ids.dimensions()[1]),
         sorted_(sort_routes(o.ids.typed_data(), num_tokens_ * top_k_, top_k_, o.num_experts)), y_(y),
         gates_(product_of(o.gate, width_, a)), ups_(product_of(o.up, width_, a)), downs_(product_of(o.down, o.inner, a)) {
@@ -351,13 +351,14 @@ class Call {
       return static_cast<const char*>(bias.untyped_data()) + expert * o_.inner * item_bytes();
     };
     const int64_t rows_of_tile = std::min(gates_.rows_of_tile(), ups_.rows_of_tile());
+    const bool has_gates = gate_.kind != Gate::kSquaredRelu;  // without gates both matrices are the same
     for_blocks(gates_.num_blocks(), [&](const Run& run, int64_t block) {
       alignas(kLine) float gate_sums[product::kPanelRows * kColumns], up_sums[product::kPanelRows * kColumns];
       for (int64_t row = 0; row < run.end - run.begin; row += rows_of_tile) {
         const int64_t count = std::min(rows_of_tile, run.end - run.begin - row);
         gates_.multiply(run, block, row, count, gate_sums);
-        ups_.multiply(run, block, row, count, up_sums);
-        const Tile tile{gate_sums, up_sums, bias_of(o_.gate_bias, run.expert), bias_of(o_.up_bias, run.expert),
+        if (has_gates) ups_.multiply(run, block, row, count, up_sums);
+        const Tile tile{gate_sums, has_gates ? up_sums : gate_sums, bias_of(o_.gate_bias, run.expert), bias_of(o_.up_bias, run.expert),
                         number_, count, block * kColumns, o_.inner};
         core_.activate(gate_, tile, number_, stored + (run.begin + row) * o_.inner * item_bytes());
       }
@@ -422,7 +423,7 @@ ffi::Error apply(ffi::ThreadPool pool, AnyBuffer x, Ints32 ids, Floats32 weights
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jpaged::experts::Attributes, xla::ffi::StructMember<int64_t>("num_experts"),
                                       xla::ffi::StructMember<int64_t>("inner"),
-                                      xla::ffi::StructMember<int64_t>("is_clamped"),
+                                      xla::ffi::StructMember<int64_t>("gate_kind"),
                                       xla::ffi::StructMember<float>("alpha"), xla::ffi::StructMember<float>("limit"),
                                       xla::ffi::StructMember<int64_t>("max_width"),
                                       xla::ffi::StructMember<int64_t>("max_threads"),

@@ -1,0 +1,35 @@
+// Declarations shared by kernel.cc, which divides the work into tasks, and core.cc, which computes recurrences on CPUs.
+//
+//     state [D, V]    of a row and head; tasks have strips of its columns, which do not depend on each other
+//
+// For each token, with u = x for Mamba-2, and for the delta rule u = strength * (x - decay * k S):
+//
+//     S = decay * S + k u;  o = q S
+
+#pragma once
+
+#include <cstdint>
+
+namespace jpaged::recurrence {
+
+constexpr int64_t kVectors = 2;  // of a strip
+
+// The tokens of a row in one head, and a strip of its state.
+struct Strip {
+  const float* from;  // the state before the tokens; null for zeros
+  float* to;          // after them
+  int64_t from_stride, to_stride, depth, num_columns;
+  const float *q, *k, *x, *decays, *strengths;  // of the first token
+  float* o;
+  int64_t key_stride, value_stride, head_stride, num_tokens;  // strides are those of tokens
+};
+
+// The recurrence compiled for one kind of processor.
+struct Core {
+  const char* name;
+  int64_t width;  // floats of a vector
+  // Scratch has depth * kVectors * width floats.
+  void (*run)(const Strip&, float* scratch, bool is_delta);
+};
+
+}  // namespace jpaged::recurrence
