@@ -141,6 +141,8 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
     if model.config.num_recurrent_layers:
         options = options.for_recurrent(model.config.architecture)
         _say((RECURRENT,), progress)
+    if model.config.is_encoder:
+        options = options.for_encoder(model.config.architecture)
     if is_offline and options.startup.wait_for_all_programs is None:
         options = options.replace(wait_for_all_programs=not _has_equal_programs(model, options, places[0]))
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
@@ -347,6 +349,8 @@ def preview(options: EngineConfig) -> Preview:
     sizes = attention.sizes()
     if model.config.num_recurrent_layers:
         options = options.for_recurrent(model.config.architecture)
+    if model.config.is_encoder:
+        options = options.for_encoder(model.config.architecture)
     held = int(weight_bytes(model.config, model.dtype.itemsize, where.num_parts) / num_stages(where.mesh))
     memory = DeviceMemory.of(device, 0, where.mesh.size * num_places)
     linear_backend = choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode)

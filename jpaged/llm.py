@@ -430,8 +430,8 @@ class LLM(LocalModel):
         given = PoolingParams(use_activation=normalize) if pooling_params is None else check_pooling(pooling_params)
         if given.task not in (None, "embed"):
             raise Unsupported(f"pooling_params.task: {given.task!r} is not supported here: use encode")
-        if pooling not in ("last", "mean"):
-            raise InvalidArgument("pooling", f"{pooling!r} is neither 'last' nor 'mean'")
+        if pooling == "all":
+            raise InvalidArgument("pooling", f"{pooling!r} is not supported here: use encode")
         requests = self._pooling_requests(prompts, given, lora_request, adapter, pooling)
         outputs = without_errors(self._run(requests, use_tqdm))
         is_normalized = given.is_normalized(default=True)

@@ -239,7 +239,7 @@ def _restatements(config: ModelConfig) -> Mapping[str, tuple[object, ...]]:
             (config.max_position_embeddings,),
         ),
         **dict.fromkeys(("tie_embeddings", "tie_weights", "tie_word_embeddings"), (config.tie_word_embeddings,)),
-        **dict.fromkeys(("causal", "is_causal", "use_causal_mask"), (True,)),
+        **dict.fromkeys(("causal", "is_causal", "use_causal_mask"), (not config.is_encoder,)),
         "use_sliding_window": (is_windowed,),
         "sliding_window": (0, -1, False) if not is_windowed else tuple(set(windows)) if len(set(windows)) == 1 else (),
         "layer_types": ([FULL if window is None else SLIDING for window in windows],),

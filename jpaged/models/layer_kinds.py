@@ -210,6 +210,11 @@ def group_kinds(kinds: Sequence[LayerKind], max_model_len: int, units: Units | N
     return dataclasses.replace(groups, places=places)
 
 
+def share_one_layer(kinds: Sequence[LayerKind]) -> KVGroups:
+    """Return one group with one layer in which all layers take turns: an encoder's keys are read within their layer."""
+    return KVGroups((None,), 1, ((0, 0),) * len(kinds))
+
+
 def group_layers(windows: Sequence[int | None], max_model_len: int, units: Units | None = None) -> KVGroups:
     """Group the layers of a model.
 

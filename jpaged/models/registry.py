@@ -9,6 +9,7 @@ from jpaged.errors import Unsupported
 from jpaged.models.eagle import HEADS
 from jpaged.models.families import (
     deepseek,
+    encoders,
     falcon,
     gemma,
     gpt,
@@ -26,7 +27,7 @@ from jpaged.models.family import AnyFamily
 
 _FAMILIES = (
     *(llama, qwen_moe, gpt_oss, deepseek, gemma, phi3),
-    *(gpt, falcon, opt, lfm2, qwen_next, mamba, variants),
+    *(gpt, falcon, opt, lfm2, qwen_next, mamba, variants, encoders),
 )
 
 ARCHITECTURES: Mapping[str, AnyFamily] = {

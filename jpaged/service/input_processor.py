@@ -46,7 +46,9 @@ from jpaged.types import (
     MAX_STOP_TOKEN_IDS,
     MIN_MAX_CHAT_BYTES,
     MIN_MAX_TOKENIZE_BYTES,
+    POOLINGS,
     LoadedAdapter,
+    Pooling,
     PriorOutput,
     Prompt,
     Request,
@@ -146,6 +148,9 @@ def move_grammars(request: Request) -> Request:
     return dataclasses.replace(request, continued=tuple(moved))
 
 
+OF_DECODERS: tuple[Pooling, ...] = ("last", "mean", "all")
+"""Poolings of models that generate."""
+ENCODER_TASKS = "embeds texts and generates none: use /v1/embeddings, Embed or LLM.embed"
 _MAX_EOS_TOKEN_IDS = BANNED_WIDTH - MAX_STOP_TOKEN_IDS
 _EXACT_BYTES = 4096
 """Texts up to this size are tokenized even if they cannot fit: it is cheap, and the error can state the token count."""
@@ -241,6 +246,7 @@ class InputProcessor:
             if prompt.prompt_logprobs_start is None and sampling.prompt_logprobs is not None
             else prompt.prompt_logprobs_start,
             pooling=prompt.pooling,
+            is_encoded=self._geometry.is_encoder,
             grammar=None if thinking is None else ThinkingGrammar(thinking),
             thinking=thinking,
         )
@@ -254,8 +260,11 @@ class InputProcessor:
 
     def _check_fields(self, prompt: Prompt, sampling: SamplingParams) -> None:
         """Reject invalid fields with checks that need no tokenization."""
-        if prompt.pooling not in (None, "last", "mean", "all"):
-            raise InvalidArgument("pooling", f"{prompt.pooling!r} is not one of 'last', 'mean' and 'all'")
+        poolings = POOLINGS if self._geometry.is_encoder else OF_DECODERS
+        if prompt.pooling not in (None, *poolings):
+            raise InvalidArgument("pooling", f"{prompt.pooling!r} is not one of {', '.join(map(repr, poolings))}")
+        if prompt.pooling is None and self._geometry.is_encoder:
+            raise Unsupported(f"this model is an encoder, which {ENCODER_TASKS}")
         if sum(form is not None for form in (prompt.text, prompt.token_ids, prompt.messages)) != 1:
             raise InvalidArgument("prompt", "give exactly one of text, token ids and chat messages")
         self._check_beams(sampling)
@@ -284,7 +293,9 @@ class InputProcessor:
 
     def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams, cache_tenant: str) -> list[int]:
         """Return the tokens of a prompt, truncated if requested, after checking that they fit into a sequence."""
-        num_kept, max_tokens = sampling.truncate_prompt_tokens, 0 if prompt.is_only_told else sampling.max_num_tokens
+        num_kept, max_tokens = sampling.truncate_prompt_tokens, sampling.max_num_tokens
+        if prompt.is_only_told or self._geometry.is_encoder:
+            max_tokens = 0
         if num_kept == -1:
             num_kept = max(1, self._geometry.max_model_len - max_tokens)
         kept = slice(None) if num_kept is None else slice(-num_kept, None)
@@ -355,9 +366,11 @@ class InputProcessor:
         """
         if prompt.token_ids is None:
             return tuple(self._text_ids("text", prompt.text or "", self._max_prompt_bytes(1)))
-        limit = self._geometry.max_model_len
-        if len(prompt.token_ids) >= limit:
-            raise RequestTooLong("token_ids", f"{len(prompt.token_ids)} tokens are not below max_model_len ({limit})")
+        limit, num_tokens = self._geometry.max_model_len, len(prompt.token_ids)
+        if self._geometry.is_encoder and num_tokens > limit:
+            raise RequestTooLong("token_ids", f"{num_tokens} tokens are over max_model_len ({limit})")
+        if not self._geometry.is_encoder and num_tokens >= limit:
+            raise RequestTooLong("token_ids", f"{num_tokens} tokens are not below max_model_len ({limit})")
         return tuple(self._checked_ids("token_ids", prompt.token_ids))
 
     def _max_prompt_bytes(self, max_tokens: int) -> int:

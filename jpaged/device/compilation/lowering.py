@@ -72,7 +72,7 @@ from jpaged.kernels.recurrence import StatefulPool
 from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import DecoderConfig
-from jpaged.models.layer_kinds import KVGroups, LayerKind, count_state_bytes, get_stacks, group_kinds
+from jpaged.models.layer_kinds import KVGroups, LayerKind, count_state_bytes, get_stacks, group_kinds, share_one_layer
 from jpaged.models.layers import Params
 from jpaged.models.model import MatricesOf, Model, dense_formats
 from jpaged.models.stack import LayerMode
@@ -106,6 +106,8 @@ def sized_step(
         Unsupported: the chosen attention backend cannot run the model.
     """
     check_recurrent(model.config, options, mesh)
+    if model.config.is_encoder:
+        options.check_encoder(model.config.architecture)
     step, geometry = _sized_step(model, options, layer_mode, num_blocks, mesh)
     if draft is None or options.speculation is None:
         return step, geometry
@@ -134,7 +136,9 @@ def _sized_step(
     )
     num_heads = config.num_heads // (num_parts // dp_size)
     cascade = cascade_costs(chosen.backend, layout.local, kinds, num_heads, num_contexts)
-    max_num_steps, sampler = max_steps_of_dispatch(options, mesh), choose_kernel(chosen.backend, mesh.size, vocab_size)
+    is_encoder, num_told = config.is_encoder, _NUM_TOLD.get(first_device(mesh).platform, _NUM_TOLD_ELSEWHERE)
+    may_cascade = options.cache.enable_cascade_attention and dp_size == in_stages == 1 and not is_encoder
+    max_num_steps, sampler = 1 if is_encoder else max_steps_of_dispatch(options, mesh), choose_kernel(chosen.backend, mesh.size, vocab_size)
     geometry = Geometry(
         num_blocks=layout.num_blocks,
         block_size=layout.block_size,
@@ -144,14 +148,15 @@ def _sized_step(
         bytes_per_block=layout.bytes_per_block,
         buckets=_buckets(sizes, max_num_steps, mesh, dp_size),
         num_host_blocks=_num_host_blocks(options, layout, config),
-        cascade=cascade if options.cache.enable_cascade_attention and dp_size == in_stages == 1 else None,
+        cascade=cascade if may_cascade else None,
         max_num_steps=max_num_steps,
         has_fed_steps=max_num_steps > 1 and _can_be_fed(sampler, config),
         windows=groups.windows,
         num_sink_tokens=max(kind.num_sink_tokens for kind in kinds),
         max_loras=options.lora.max_loras if options.lora.enable_lora else 0,
         dp_size=dp_size,
-        num_aux=min(sizes.max_num_batched_tokens, _NUM_TOLD.get(first_device(mesh).platform, _NUM_TOLD_ELSEWHERE)),
+        num_aux=sizes.max_num_batched_tokens if is_encoder else min(sizes.max_num_batched_tokens, num_told),
+        is_encoder=is_encoder,
         state_bytes=count_state_bytes(config.layer_kinds, model.dtype),
     )
     step = Step(
@@ -184,6 +189,8 @@ def _adapter_room(lora: LoraOptions) -> AdapterRoom | None:
 def _kv_groups(kinds: tuple[LayerKind, ...], sizes: StepSizes, layer_mode: LayerMode, mesh: Mesh) -> KVGroups:
     """Return the groups of the layers of each stage, which are equal."""
     of_stage = kinds[: len(kinds) // num_stages(mesh)]
+    if not all(kind.attention.is_causal for kind in kinds):
+        return share_one_layer(of_stage)
     stacks = list(get_stacks(of_stage).values()) if layer_mode == "scan" else None
     return group_kinds(of_stage, sizes.max_model_len, stacks)
 
@@ -249,8 +256,8 @@ def _can_be_fed(sampler: SamplingKernel | None, config: ModelConfig) -> bool:
 
 
 def _num_host_blocks(options: EngineConfig, layout: KVLayout, config: ModelConfig) -> int:
-    """Return the blocks in host memory; none with recurrent state, which is not swapped."""
-    if config.num_recurrent_layers:
+    """Return the blocks in host memory; none with recurrent state or for an encoder, which are not swapped."""
+    if config.num_recurrent_layers or config.is_encoder:
         return 0
     return num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size)
 
@@ -330,7 +337,7 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
     counts = step.abstract_counts(geometry.max_num_seqs)
     of_counts = jax.tree.map(lambda struct: struct.sharding, counts)
     width = model.config.hidden_size + (step.slots is not None and step.slots.has_output)
-    hidden = shape((step.max_sample_rows + step.num_aux, width), model.dtype)
+    hidden = shape((step.max_sample_rows + step.num_aux, width), step.hidden_dtype)
 
     def lower(spec: ProgramSpec) -> jax.stages.Lowered:
         if spec.kind == "forward":
@@ -396,6 +403,7 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
         has_host_blocks=has_host_blocks,
         has_adapters=has_adapters,
         has_branches=step.has_branches,
+        is_encoder=geometry.is_encoder,
     )
     return {spec: functools.partial(lower_for_devices, spec) for spec in specs}
 
@@ -479,6 +487,7 @@ class ServerPrograms:
 
     def pool_request(self, cache: CacheOptions) -> PoolRequest:
         """Return the facts that decide how many blocks the pool has."""
+        num_blocks = blocks_of_rank(cache.num_blocks, self.geometry.dp_size)
         return PoolRequest(
             bytes_per_block=pool_bytes_per_block(self.step),
             blocks_per_seq=self.geometry.num_blocks_of_longest,
@@ -488,10 +497,19 @@ class ServerPrograms:
             or platform_default("memory_utilization", first_device(self.step.mesh).platform),
             weight_bytes=self.weight_bytes,
             state_bytes=local_bytes({"states": list(self.step.abstract_states(self.geometry.max_num_seqs))}),
-            num_blocks=blocks_of_rank(cache.num_blocks, self.geometry.dp_size),
+            num_blocks=self._num_encoder_blocks if cache.num_blocks is None else num_blocks,
             pool_bytes=None if cache.num_blocks is not None else cache.kv_cache_memory_bytes,
             has_default_share=cache.memory_utilization is None,
         )
+
+    @property
+    def _num_encoder_blocks(self) -> int | None:
+        """Blocks of an encoder's pool, which only holds the prompts of two steps; None for other models."""
+        sizes = self.geometry
+        if not sizes.is_encoder:
+            return None
+        of_step = sizes.max_num_batched_tokens // sizes.block_size + sizes.max_num_seqs
+        return _OVERLAPPED * of_step + of_step // 4
 
     def memory(self, compiled: Mapping[ProgramSpec, CompiledProgram]) -> ProgramMemory:
         """Return the memory of all programs on one device; `compiled` has at least the decisive ones."""
@@ -525,7 +543,7 @@ class ServerPrograms:
     def _kept_bytes(self, of_kind: Mapping[str, ProgramReport]) -> int:
         buckets, layout = self.geometry.buckets, self.step.layout
         results = {kind: report.output_bytes - report.alias_bytes for kind, report in of_kind.items()}
-        outputs = results["forward"] + max(results["sample"], results["edited"], results.get("speculate", 0))
+        outputs = results["forward"] + max(results["sample"], results.get("edited", 0), results.get("speculate", 0))
         words = forward_packing(buckets.tokens[-1], self.geometry).size + buckets.rows[-1] * ROW_WORDS
         if not self.step.has_branches:  # each of several steps has its own
             words *= self.geometry.max_num_steps
@@ -544,6 +562,8 @@ class ServerPrograms:
         """
         sizes = sorted({spec.size for spec in self.sources if spec.kind == "edited"})
         row_words = EDIT_WORDS + 3 * NUM_SINGLES + num_mask_words(self.step.vocab_size)
+        if not sizes:  # of an encoder
+            return 0
         return of_kind["count"].alias_bytes + 4 * row_words * (sum(sizes) + _OVERLAPPED * max(sizes))
 
     def _aux_bytes(self, reports: Mapping[ProgramSpec, ProgramReport]) -> int:
@@ -552,7 +572,7 @@ class ServerPrograms:
         It assumes that every hidden state is requested.
         """
         num_hidden = self.step.max_sample_rows + self.step.num_aux
-        tells = [(spec.size, reports[spec].output_bytes) for spec in TELLS.values()]
+        tells = [(spec.size, reports[spec].output_bytes) for spec in TELLS.values() if spec in reports]
         largest = max(-(-num_hidden // size) * num_bytes for size, num_bytes in tells)
         return min(_OVERLAPPED * largest, max(MOST_BYTES, *(num_bytes for _, num_bytes in tells)))
 

@@ -269,6 +269,7 @@ class Geometry:
         dp_size: devices that each hold all blocks of some sequences (data-parallel attention); 1 if there is one pool
             for all. Rank r has the blocks r * N / dp_size + 1 to (r + 1) * N / dp_size.
         state_bytes: recurrent state of a sequence, which has one of max_num_seqs slots, from 1 on; 0 without any.
+        is_encoder: a prompt is computed in one step, which pools its hidden states; nothing is generated.
     """
 
     num_blocks: int
@@ -289,6 +290,7 @@ class Geometry:
     num_speculative_tokens: int = 0
     dp_size: int = 1
     state_bytes: int = 0
+    is_encoder: bool = False
 
     @property
     def max_num_seqs_of_rank(self) -> int:
@@ -665,6 +667,8 @@ class StepInputs:
         num_tokens: tokens in use.
         state_sources_s: slot from which each row's recurrent state is read; unused by a row that begins its sequence.
         state_slots_s: slot to which it is written; 0 beyond num_rows, and for rows without tokens.
+        poolings_s: of an encoder: index of each row's pooling in `POOLINGS`; None for other models, as what follows.
+        pair_starts_s: position of the first token of each row's second text; the row's length without one.
     """
 
     token_ids_t: I32
@@ -686,6 +690,8 @@ class StepInputs:
     num_tokens: int
     state_sources_s: I32
     state_slots_s: I32
+    poolings_s: I32 | None = None
+    pair_starts_s: I32 | None = None
 
     def further(self, num_steps: int, block_size: int) -> Iterator[StepInputs]:
         """Yield the inputs of the next `num_steps - 1` steps of rows with one token each, sampled by the step before.
