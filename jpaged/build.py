@@ -31,6 +31,7 @@ from jpaged.checkpoints.hub import (
     read_default_sampling,
 )
 from jpaged.checkpoints.names import weight_bytes
+from jpaged.checkpoints.pooling import CheckpointPooler, read_pooler
 from jpaged.checkpoints.quantized.quantizer import quantized_here
 from jpaged.checkpoints.weights import PackStored, load_params, random_params, read_head
 from jpaged.config import EngineConfig, ModelOptions, compile_cache_dir, platform_default
@@ -86,6 +87,7 @@ class ModelSource:
     folder: Path
     config: ModelConfig
     tokenizer: Tokenizer
+    pooler: CheckpointPooler = CheckpointPooler()  # noqa: RUF009 - frozen
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -138,6 +140,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
     if (transfer := options.cache.kv_transfer) is not None:
         import_connector(transfer)  # errors before weights are read
     source, model, places = _place(options, progress, starts_templates=not is_offline)
+    options = _with_length(options, source)
     if model.config.num_recurrent_layers:
         options = options.for_recurrent(model.config.architecture)
         _say((RECURRENT,), progress)
@@ -179,6 +182,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         grammars=grammars,
         hidden_size=source.config.hidden_size,
         checkpoint=fingerprint(source.folder, options.model.overrides),
+        pooler=source.pooler,
     )
 
 
@@ -343,6 +347,7 @@ def preview(options: EngineConfig) -> Preview:
         import_connector(transfer)  # errors before weights are read
     reasons: list[str] = []
     source, model, places = _place(options, lambda line, done, total: reasons.append(line))
+    options = _with_length(options, source)
     where, num_places = places[0], len(places)
     device = first_device(where.mesh)
     attention = DeviceAttention.on(model, options, where.mesh)
@@ -383,6 +388,7 @@ def follow(options: EngineConfig, progress: Progress, follower: Follower) -> Non
     if (transfer := options.cache.kv_transfer) is not None:
         import_connector(transfer)  # errors before weights are read
     source, model, places = _place(options, progress)
+    options = _with_length(options, source)
     (executor,) = _make_executors(source, model, options, places, progress, follower)
     follower.agree(_findings(source, executor, options.model.overrides))
     executor.warm_up(progress)
@@ -412,6 +418,14 @@ def _place(
     return source, model, [MeshPlacement.of(model, mesh) for mesh in meshes]
 
 
+def _with_length(options: EngineConfig, source: ModelSource) -> EngineConfig:
+    """Return the options with the length that an embedding model was published for, unless one is chosen."""
+    most = source.pooler.max_len
+    if most is None or options.model.max_model_len is not None:
+        return options
+    return options.replace(max_model_len=min(most, source.config.max_model_len))
+
+
 def _findings(source: ModelSource, executor: JaxExecutor, overrides: Mapping[str, Any]) -> dict[str, str]:
     """Return the facts that every process determines itself and that must be equal in all."""
     geometry = executor.geometry
@@ -431,8 +445,9 @@ def find_source(options: ModelOptions, *, starts_templates: bool = False) -> Mod
     """Find a model by name (`demo`, a folder, a GGUF file or a hub id) and its tokenizer; see `load_tokenizer`."""
     folder = find_model(options)
     config = read_config(folder, options.overrides)
+    pooler = read_pooler(folder, options.overrides, is_encoder=config.is_encoder)
     if options.skip_tokenizer_init:
-        return ModelSource(options.model, folder, config, NoTokenizer(config.vocab_size))
+        return ModelSource(options.model, folder, config, NoTokenizer(config.vocab_size), pooler)
     of_tokenizer = find_tokenizer(options, folder)
     try:
         tokenizer = load_tokenizer(
@@ -455,7 +470,7 @@ def find_source(options: ModelOptions, *, starts_templates: bool = False) -> Mod
         raise InvalidArgument("tokenizer", error.problem) from error
     if of_tokenizer != folder:
         _check_tokenizer(tokenizer, of_tokenizer, config)
-    return ModelSource(options.model, folder, config, tokenizer)
+    return ModelSource(options.model, folder, config, tokenizer, pooler)
 
 
 def _check_tokenizer(tokenizer: Tokenizer, folder: Path, config: ModelConfig) -> None:

@@ -56,6 +56,7 @@ from jpaged.local_model import (
 from jpaged.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
+    ClassificationOutput,
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutputStream,
@@ -76,12 +77,14 @@ from jpaged.sampling_params import (
 from jpaged.service.score_embed import (
     EMBED_SAMPLING,
     SCORE_SAMPLING,
+    VectorOptions,
+    classifiable,
     continued,
     errors_named,
-    get_embedding,
+    get_classification,
     get_pooling_output,
     get_score,
-    no_classification_head,
+    require_classifier,
 )
 from jpaged.types import (
     Embedding,
@@ -321,7 +324,9 @@ class LLM(LocalModel):
         adapter: str | None = None,
         continuations: Any = None,
     ) -> Any:
-        """Return the similarity of texts: the cosine of their embeddings, -1 to 1, in `outputs.score`.
+        """Return the similarity of texts, in `outputs.score`: the cosine of their embeddings, -1 to 1.
+
+        A cross-encoder reads both texts of a pair together, and its score is that of its label.
 
         Args:
             data_1: one prompt, or one for each of `data_2`.
@@ -346,6 +351,10 @@ class LLM(LocalModel):
             raise InvalidArgument(
                 "data_1", f"{len(left)} prompts are given for {len(right)} in data_2; must be 1 or equal"
             )
+        if self._serving.pooler is not None and self._serving.pooler.labels:
+            given = check_pooling(pooling_params or PoolingParams())
+            pairs = list(zip(left * len(right) if len(left) == 1 else left, right, strict=True))
+            return self._score_pairs(pairs, given, lora_request, adapter, use_tqdm)
         how: dict[str, Any] = {"normalize": True, "lora_request": lora_request, "adapter": adapter}
         params = pooling_params and dataclasses.replace(check_pooling(pooling_params), use_activation=True)
         vectors = self.embed([*left, *right], use_tqdm=use_tqdm, pooling_params=params, **how)
@@ -359,6 +368,35 @@ class LLM(LocalModel):
                 a.num_cached_tokens + b.num_cached_tokens,
             )
             for a, b in zip(firsts, seconds, strict=True)
+        ]
+
+    def _score_pairs(
+        self,
+        pairs: Sequence[tuple[GivenPrompt, GivenPrompt]],
+        given: PoolingParams,
+        lora_request: GivenLora,
+        adapter: str | None,
+        use_tqdm: bool | MakeBar,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """Return the score of each pair of texts by the model's classification head."""
+        pooler, requests = require_classifier(self._serving, for_pairs=True), list[PreparedRequest]()
+        if isinstance(lora_request, Sequence):
+            raise InvalidArgument("lora_request", "must be one adapter for all pairs")
+        for i, pair in enumerate(pairs):
+            with errors_named(f"data_2[{i}]"):
+                first, second = (parse_prompt(one).prompt.text for one in pair)
+                if first is None or second is None:
+                    raise InvalidArgument("prompt", "must be a text: a cross-encoder joins the texts of a pair")
+                joined = Prompt(text=first, text_pair=second)
+                processor, limit = self._serving.input_processor, given.truncate_prompt_tokens
+                prompt = classifiable(processor, joined, pooler, limit)
+                requests.append(self._request(EMBED_SAMPLING, prompt, lora_request or adapter))
+        outputs = without_errors(self._run(requests, use_tqdm))
+        is_activated = given.is_normalized(default=True)
+        found = [get_classification(pooler, output, use_activation=is_activated) for output in outputs]
+        return [
+            PoolingRequestOutput(output.request_id, ScoringOutput(one.values[0]), one.prompt_token_ids)
+            for one, output in zip(found, outputs, strict=True)
         ]
 
     def score_continuations(
@@ -406,11 +444,12 @@ class LLM(LocalModel):
         use_tqdm: bool | MakeBar = True,
         pooling_params: PoolingParams | None = None,
         lora_request: GivenLora = None,
-        pooling: Pooling = "last",
-        normalize: bool = False,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
         adapter: str | None = None,
+        prompt_name: str | None = None,
     ) -> list[Embedding]:
-        """Return one vector per prompt: its hidden states after the model's final norm, pooled.
+        """Return one vector per prompt: the model's own, or its hidden states after the final norm, pooled.
 
         A vector is in `values`, and in `outputs.embedding` as in vLLM.
 
@@ -419,23 +458,27 @@ class LLM(LocalModel):
             use_tqdm: as in `generate`.
             pooling_params: `PoolingParams()` scales each vector to length 1, as in vLLM.
             lora_request: as in `generate`.
-            pooling: "last" for the last token, "mean" for the mean of all.
-            normalize: without `pooling_params`: scale each vector to length 1.
+            pooling: "last" for the last token, "mean" for the mean of all; encoders also have "cls", "max",
+                "weightedmean" and "mean_sqrt_len_tokens". None is the model's own, with its layers and norm: the last
+                token's hidden state, unless the checkpoint has modules of sentence-transformers or is an encoder's.
+            normalize: without `pooling_params`: scale each vector to length 1; None leaves it to the model.
             adapter: name of a loaded adapter for all; None for the base model.
+            prompt_name: the model's prompt to put before texts; None for its default, if it has one.
 
         Raises:
             InvalidArgument: a prompt is invalid; nothing was computed.
             NotFound: there is no such adapter; nothing was computed.
         """
-        given = PoolingParams(use_activation=normalize) if pooling_params is None else check_pooling(pooling_params)
+        given = PoolingParams() if pooling_params is None else check_pooling(pooling_params)
         if given.task not in (None, "embed"):
             raise Unsupported(f"pooling_params.task: {given.task!r} is not supported here: use encode")
         if pooling == "all":
             raise InvalidArgument("pooling", f"{pooling!r} is not supported here: use encode")
-        requests = self._pooling_requests(prompts, given, lora_request, adapter, pooling)
+        is_normalized = normalize if pooling_params is None else given.is_normalized(default=True)
+        options = VectorOptions(pooling, is_normalized, given.dimensions, prompt_name)
+        requests = self._pooling_requests(prompts, given, lora_request, adapter, options)
         outputs = without_errors(self._run(requests, use_tqdm))
-        is_normalized = given.is_normalized(default=True)
-        vectors = [get_embedding(output, normalize=is_normalized) for output in outputs]
+        vectors = [options.embedding(self._serving.pooler, output) for output in outputs]
         return [
             dataclasses.replace(one, request_id=output.request_id) for one, output in zip(vectors, outputs, strict=True)
         ]
@@ -464,14 +507,43 @@ class LLM(LocalModel):
         check_pooling_task("pooling_task", pooling_task or "embed")
         params = check_pooling(pooling_params or PoolingParams())
         task = params.task or pooling_task or "embed"
-        pooling: Pooling = "last" if task == "embed" else "all"
-        requests = self._pooling_requests(prompts, params, lora_request, None, pooling)
+        options = _get_vector_options(params, task)
+        requests = self._pooling_requests(prompts, params, lora_request, None, options)
         outputs = without_errors(self._run(requests, use_tqdm))
-        return [get_pooling_output(output, normalize=params.is_normalized(default=True)) for output in outputs]
+        return [get_pooling_output(output, options, self._serving.pooler) for output in outputs]
 
-    def classify(self, prompts: GivenPrompt | Sequence[GivenPrompt], **options: Any) -> NoReturn:
-        """Raise Unsupported: models with a classification head are not supported."""
-        raise no_classification_head(self._serving.model)
+    def classify(
+        self,
+        prompts: GivenPrompt | Sequence[GivenPrompt],
+        *,
+        use_tqdm: bool | MakeBar = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: GivenLora = None,
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """Return the probability of each label for each prompt, in `outputs.probs`.
+
+        Args:
+            prompts: as in `generate`.
+            use_tqdm: as in `generate`.
+            pooling_params: with `use_activation` off, return logits.
+            lora_request: as in `generate`.
+
+        Raises:
+            Unsupported: the model has no classification head.
+            InvalidArgument: a prompt is invalid; nothing was computed.
+        """
+        pooler = require_classifier(self._serving)
+        given = check_pooling(pooling_params or PoolingParams())
+        options = VectorOptions(pooler.pooling)
+        outputs = without_errors(
+            self._run(self._pooling_requests(prompts, given, lora_request, None, options), use_tqdm)
+        )
+        is_activated = given.is_normalized(default=True)
+        found = [get_classification(pooler, output, use_activation=is_activated) for output in outputs]
+        return [
+            PoolingRequestOutput(output.request_id, ClassificationOutput(one.values), one.prompt_token_ids)
+            for one, output in zip(found, outputs, strict=True)
+        ]
 
     def reward(self, prompts: GivenPrompt | Sequence[GivenPrompt], **options: Any) -> NoReturn:
         """Raise Unsupported: reward models are not supported."""
@@ -566,6 +638,12 @@ class _AsyncStream:
             self.error = with_python_name(event.error)
         self.outputs.add(event)
         self.ready.set()
+
+
+def _get_vector_options(params: PoolingParams, task: str | None) -> VectorOptions:
+    """Return the options of `encode`: vectors have length 1 by default, as in vLLM."""
+    pooling: Pooling | None = "all" if task == "token_embed" else None
+    return VectorOptions(pooling, params.is_normalized(default=True), params.dimensions)
 
 
 def _require_id(request_id: str) -> None:
@@ -688,12 +766,14 @@ class AsyncLLM(LocalModel):
         kept = params.truncate_prompt_tokens
         kind = RequestOutputKind.FINAL_ONLY
         sampling = change_sampling(EMBED_SAMPLING, {"truncate_prompt_tokens": kept, "output_kind": kind, **changes})
-        pooled = dataclasses.replace(parsed.prompt, pooling="all" if params.task == "token_embed" else "last")
+        options, pooler = _get_vector_options(params, params.task), self._serving.pooler
+        options.check(pooler, self._serving.hidden_size)
+        pooled = options.prompted(pooler, parsed.prompt)
         async with contextlib.aclosing(self._stream(sampling, pooled, request_id, lora_request)) as stream:
             async for output in stream:
                 if output.embedding is None:
                     raise Unavailable(f"request {request_id!r} was aborted")
-                yield get_pooling_output(output, normalize=params.is_normalized(default=True))
+                yield get_pooling_output(output, options, pooler)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests by id; their last output has the finish reason "abort". Unknown ids have no effect."""

@@ -31,7 +31,7 @@ from jpaged.sampling_params import PoolingParams, python_names, with_defaults
 from jpaged.server_load import EngineLoad
 from jpaged.service.chat.output_parser import ChatOutputParser
 from jpaged.service.loaded_model import EngineClient, LoadedModel
-from jpaged.service.score_embed import EMBED_SAMPLING, errors_named
+from jpaged.service.score_embed import EMBED_SAMPLING, VectorOptions, errors_named
 from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.service.tokenizer_parts import keep_quiet_about_torch
 from jpaged.types import (
@@ -39,7 +39,6 @@ from jpaged.types import (
     LoadedAdapter,
     LoRARequest,
     OutputEvent,
-    Pooling,
     Prompt,
     Request,
     SamplingParams,
@@ -411,9 +410,10 @@ class LocalModel:
         given: PoolingParams,
         lora_request: GivenLora,
         adapter: str | None,
-        pooling: Pooling,
+        options: VectorOptions,
     ) -> list[PreparedRequest]:
         """Return a request with pooling for each prompt."""
+        options.check(self._serving.pooler, self._serving.hidden_size)
         many, _ = list_prompts(prompts)
         loras: list[Any] = one_each("lora_request", lora_request, (LoRARequest, NoneType), len(many))
         sampling = EMBED_SAMPLING
@@ -424,7 +424,9 @@ class LocalModel:
             with errors_named(f"prompts[{i}]"):
                 parsed = parse_prompt(one)
                 salted = sampling if parsed.cache_salt is None else replace(sampling, cache_salt=parsed.cache_salt)
-                requests.append(self._request(salted, replace(parsed.prompt, pooling=pooling), lora or adapter))
+                requests.append(
+                    self._request(salted, options.prompted(self._serving.pooler, parsed.prompt), lora or adapter)
+                )
         return requests
 
     def _find_adapter(self, given: str | LoRARequest | None) -> LoadedAdapter | None:

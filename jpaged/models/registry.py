@@ -18,7 +18,6 @@ from jpaged.models.families import (
     llama,
     mamba,
     opt,
-    phi3,
     qwen_moe,
     qwen_next,
     variants,
@@ -26,7 +25,7 @@ from jpaged.models.families import (
 from jpaged.models.family import AnyFamily
 
 _FAMILIES = (
-    *(llama, qwen_moe, gpt_oss, deepseek, gemma, phi3),
+    *(llama, qwen_moe, gpt_oss, deepseek, gemma),
     *(gpt, falcon, opt, lfm2, qwen_next, mamba, variants, encoders),
 )
 

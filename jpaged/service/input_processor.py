@@ -28,7 +28,7 @@ from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH, Geometry
 from jpaged.engine.output.beam import num_candidates
 from jpaged.engine.output.processor import OutputState, RememberedTexts
 from jpaged.engine.scheduler.logits_processors import nothing_left
-from jpaged.engine.tokenizer import NoTokenizer, Tokenizer, is_special_token
+from jpaged.engine.tokenizer import NoTokenizer, PairTokenizer, Tokenizer, is_special_token
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.chat.output_config import ChatOutputConfig, naming_tools
 from jpaged.service.chat.output_parser import ChatOutputParser
@@ -247,6 +247,7 @@ class InputProcessor:
             else prompt.prompt_logprobs_start,
             pooling=prompt.pooling,
             is_encoded=self._geometry.is_encoder,
+            pair_start=prompt.pair_start,
             grammar=None if thinking is None else ThinkingGrammar(thinking),
             thinking=thinking,
         )
@@ -372,6 +373,29 @@ class InputProcessor:
         if not self._geometry.is_encoder and num_tokens >= limit:
             raise RequestTooLong("token_ids", f"{num_tokens} tokens are not below max_model_len ({limit})")
         return tuple(self._checked_ids("token_ids", prompt.token_ids))
+
+    def pair(self, prompt: Prompt, limit: int | None = None) -> Prompt:
+        """Return a pair of texts as token ids.
+
+        Args:
+            limit: tokens that are kept, as of `PairTokenizer`; -1 for the model's limit, None refuses longer pairs.
+
+        Raises:
+            InvalidArgument: a text cannot be encoded.
+            RequestTooLong: it is too long.
+            Unsupported: the tokenizer has no pairs.
+        """
+        first, second, most = prompt.text or "", prompt.text_pair or "", self._geometry.max_model_len
+        if not isinstance(self.tokenizer, PairTokenizer):
+            raise Unsupported("pairs of texts: this model is served without a tokenizer that joins them")
+        num_bytes, max_bytes = text_bytes("prompt", first) + text_bytes("prompt", second), self._max_prompt_bytes(0)
+        if limit is None and num_bytes > max_bytes:
+            raise RequestTooLong("text", f"{num_bytes} bytes of text, over the limit of {max_bytes}: {self._limits()}")
+        if num_bytes > max(max_bytes, MIN_MAX_TOKENIZE_BYTES):
+            raise RequestTooLong("text", f"{num_bytes} bytes of text, over the limit of {MIN_MAX_TOKENIZE_BYTES}")
+        token_ids, start = self.tokenizer.encode_pair(first, second, most if limit == -1 else limit)
+        known = self.prefix(Prompt(token_ids=self._known("prompt", token_ids)))
+        return dataclasses.replace(prompt, text=None, text_pair=None, token_ids=known, pair_start=start)
 
     def _max_prompt_bytes(self, max_tokens: int) -> int:
         """Return the size above which a text has too many tokens for max_tokens, whatever the tokens."""

@@ -156,6 +156,8 @@ class Prompt:
         truncation_side: side on which `SamplingParams.truncate_prompt_tokens` drops tokens.
         is_only_told: only prompt results are returned. The sampled token is dropped and needs no room, so the prompt
             may have `max_model_len` tokens.
+        text_pair: second text of a pair, for a model that compares the two.
+        pair_start: first token of the second text among token_ids, for models with token types.
     """
 
     text: str | None = None
@@ -171,11 +173,13 @@ class Prompt:
     add_special_tokens: bool = True
     truncation_side: Literal["left", "right"] = "left"
     is_only_told: bool = False
+    text_pair: str | None = None
+    pair_start: int | None = None
 
     @property
     def size(self) -> int:
         """Number of characters or token ids."""
-        return len(self.text or self.token_ids or ())
+        return len(self.text or self.token_ids or ()) + len(self.text_pair or ())
 
 
 class Adapter(Protocol):

@@ -138,7 +138,10 @@ def _sized_step(
     cascade = cascade_costs(chosen.backend, layout.local, kinds, num_heads, num_contexts)
     is_encoder, num_told = config.is_encoder, _NUM_TOLD.get(first_device(mesh).platform, _NUM_TOLD_ELSEWHERE)
     may_cascade = options.cache.enable_cascade_attention and dp_size == in_stages == 1 and not is_encoder
-    max_num_steps, sampler = 1 if is_encoder else max_steps_of_dispatch(options, mesh), choose_kernel(chosen.backend, mesh.size, vocab_size)
+    max_num_steps, sampler = (
+        1 if is_encoder else max_steps_of_dispatch(options, mesh),
+        choose_kernel(chosen.backend, mesh.size, vocab_size),
+    )
     geometry = Geometry(
         num_blocks=layout.num_blocks,
         block_size=layout.block_size,

@@ -61,7 +61,7 @@ class Implementation:
         unsupported_device_reason: device -> why it does not run there, or None.
         prepare: (rows, slots of the step's tokens or None, spec, queries) -> rows with the preparation for its calls in
             all layers of a step; None if it needs none.
-        stores_first: `update` stores all keys and values before a query reads any, as queries that see later tokens need.
+        stores_first: `update` stores all keys and values before a query reads any: queries may see later tokens.
         attend_parts: attention over several parts of each context in one launch (`cascade.py`); if None, each part is a
             separate call.
     """

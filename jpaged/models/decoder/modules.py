@@ -483,7 +483,8 @@ class DecoderEnds(Ends):
         if self.positions is not None:
             x_te = x_te + self.positions(tokens.positions_t)
         if self.token_types is not None:
-            types_t = jnp.zeros_like(tokens.ids_t) if tokens.types_t is None else tokens.types_t
+            most = config.num_token_types - 1
+            types_t = jnp.zeros_like(tokens.ids_t) if tokens.types_t is None else jnp.minimum(tokens.types_t, most)
             x_te = x_te + self.token_types(types_t)
         if self.embed_norm is not None:
             x_te = self.embed_norm(x_te)

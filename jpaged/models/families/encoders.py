@@ -19,14 +19,19 @@ from jpaged.models.layer_kinds import LayerKind
 # Settings of heads of pretraining, and of pooling modules that no published checkpoint of these classes has.
 _HARMLESS = (
     "adapters",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
     "directionality",
-    "gradient_checkpointing",
+    "hidden_dropout_prob",
     "output_past",
     "pooler_fc_size",
     "pooler_num_attention_heads",
     "pooler_num_fc_layers",
     "pooler_size_per_head",
     "pooler_type",
+    # Activations of classifiers, which are read with their heads.
+    "sbert_ce_default_activation_function",
+    "sentence_transformers",
 )
 
 
@@ -101,9 +106,7 @@ _BERT_NAMES = Names(
 )
 
 
-def _family(
-    model_type: str, read: Callable[[JsonFields, str], DecoderConfig], prefix: str
-) -> Family[DecoderConfig]:
+def _family(model_type: str, read: Callable[[JsonFields, str], DecoderConfig], prefix: str) -> Family[DecoderConfig]:
     return decoder_family(
         model_type,
         read,
@@ -123,8 +126,11 @@ _XLM_ROBERTA = _family("xlm-roberta", _read_roberta, "roberta.")
 ARCHITECTURES = {
     "BertModel": _BERT,
     "BertForMaskedLM": _BERT,
+    "BertForSequenceClassification": _BERT,
     "RobertaModel": _ROBERTA,
     "RobertaForMaskedLM": _ROBERTA,
+    "RobertaForSequenceClassification": _ROBERTA,
     "XLMRobertaModel": _XLM_ROBERTA,
     "XLMRobertaForMaskedLM": _XLM_ROBERTA,
+    "XLMRobertaForSequenceClassification": _XLM_ROBERTA,
 }
