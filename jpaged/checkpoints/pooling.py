@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -253,14 +253,24 @@ def _read_classifier(folder: Path, config: Mapping[str, Any], architecture: str)
     path, width = folder / CONFIG_FILE, int(config["hidden_size"])
     labels = _read_labels(path, config)
     out = width, len(labels)
+    pooling: Any = "cls"
     with ExitStack() as opened:
         files = TensorFiles(folder, opened)
         if architecture.startswith("Bert"):
             layers = (_dense(files, "bert.pooler.dense", (width, width), "tanh"), _dense(files, "classifier", out))
+        elif architecture.startswith("ModernBert"):
+            has_bias, eps = bool(config.get("classifier_bias", False)), float(config.get("norm_eps", 1e-5))
+            function = _read_function(path, config.get("classifier_activation", "gelu"))
+            dense = _dense(files, "head.dense", (width, width), function, has_bias=has_bias)
+            norm = read_weight(files, "head.norm.weight", (width,)).astype(np.float32)
+            layers = (replace(dense, norm=(norm, eps)), _dense(files, "classifier", out))
+            pooling = config.get("classifier_pooling", "cls")
+            if pooling not in ("cls", "mean"):
+                raise Unsupported(f"{path}: classifier_pooling is {pooling!r}; supported: cls, mean")
         else:
             dense = _dense(files, "classifier.dense", (width, width), "tanh")
             layers = (dense, _dense(files, "classifier.out_proj", out))
-    return CheckpointPooler("cls", layers, labels=labels, function=_read_label_function(path, config, len(labels)))
+    return CheckpointPooler(pooling, layers, labels=labels, function=_read_label_function(path, config, len(labels)))
 
 
 def _read_labels(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:

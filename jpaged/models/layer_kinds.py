@@ -66,12 +66,14 @@ class LayerKind:
         rope: index of the model's rotary embedding for queries and keys; None is none.
         is_sparse: a mixture of experts replaces the dense feed-forward.
         states: of a recurrent layer, which replaces attention; empty for attention.
+        has_norm: the input of attention is normalized, if the model's layers have norms there.
     """
 
     attention: AttentionKind
     rope: int | None = 0
     is_sparse: bool = False
     states: tuple[StateArray, ...] = ()
+    has_norm: bool = True
 
     def blank_states(self, model_dtype: np.dtype) -> list[tuple[tuple[int, ...], np.dtype]]:
         """Return the shape and the type of each array of a sequence's state."""

@@ -287,7 +287,8 @@ def layer_leaves(
     config: DecoderConfig, prefix: str, kind: LayerKind, names: Names, *, attention: list[Leaf] | None = None
 ) -> list[Leaf]:
     """See `Family`; `attention` replaces the leaves of attention."""
-    leaves = norm_leaves(config, ("attention_norm",), prefix + names.attention_norm) if config.pre_norms else []
+    has_norm = config.pre_norms and kind.has_norm
+    leaves = norm_leaves(config, ("attention_norm",), prefix + names.attention_norm) if has_norm else []
     if config.residual != "shared" and config.pre_norms:
         leaves += norm_leaves(config, ("mlp_norm",), prefix + names.mlp_norm)
     if config.post_norms:

@@ -371,7 +371,7 @@ class DecoderLayer(Module):
 
     def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys, kind: LayerKind) -> None:
         has_two = config.residual != "shared" and config.pre_norms
-        self.attention_norm = make_norm(config, dtype) if config.pre_norms else None
+        self.attention_norm = make_norm(config, dtype) if config.pre_norms and kind.has_norm else None
         make = self.make_recurrent if kind.states else self.make_attention
         self.attention = make(config, dtype, rngs)
         self.mlp_norm = make_norm(config, dtype) if has_two else None

@@ -11,7 +11,7 @@ lfm2.py        LFM2, with short convolutions
 mamba.py       Granite 4, with Mamba-2
 switches.py    the switches that a row of the table may set, and how a config is read by them
 variants.py    a table of families that differ in switches: StarCoder2, SmolLM3, Granite, OLMo, Command R, GLM, ...
-encoders.py    BERT, RoBERTa and XLM-RoBERTa, for embeddings
+encoders.py    BERT, RoBERTa, XLM-RoBERTa, Nomic BERT and ModernBERT, for embeddings and classification
 deepseek/      DeepSeek-V2 and V3, Kimi K2, GLM-4.7-Flash and Mistral 4, whose keys and values are latents
 opt/           OPT
 """
