@@ -326,7 +326,7 @@ class LLM(LocalModel):
     ) -> Any:
         """Return the similarity of texts, in `outputs.score`: the cosine of their embeddings, -1 to 1.
 
-        A cross-encoder reads both texts of a pair together, and its score is that of its label.
+        A cross-encoder reads both texts of a pair together, and returns its one score.
 
         Args:
             data_1: one prompt, or one for each of `data_2`.

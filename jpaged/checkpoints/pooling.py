@@ -1,4 +1,4 @@
-"""How a checkpoint turns hidden states into vectors or scores: modules of sentence-transformers, and heads.
+"""Vectors and scores from hidden states: the modules of sentence-transformers, and classification heads.
 
     hidden states ── pooling ── matrices of the head ── vector, or one logit for each label
 
@@ -95,7 +95,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckpointPooler:
-    """How the hidden states of a prompt become its vector, or the logits of labels.
+    """Rules by which hidden states of a prompt become a vector, or the logits of labels.
 
     Attributes:
         pooling: of requests that name none.

@@ -16,7 +16,7 @@ class AttentionKind:
         sliding_window: number of tokens that a token sees, itself included; None sees all.
         num_sink_tokens: first tokens of a context that every query sees in addition to its window (StreamingLLM).
         soft_cap: scores become cap * tanh(score / cap); None leaves them.
-        is_causal: a token sees no later tokens. Otherwise a window has half of its other tokens on each side.
+        is_causal: a token sees no later tokens. Otherwise a window extends equally far to both sides.
     """
 
     scale: float

@@ -137,7 +137,7 @@ class PooledRows:
         return cls(rows_t, places_t, starts_s, query_starts_s1[1:] - starts_s)
 
     def types(self, pair_starts_s: jax.Array) -> jax.Array:
-        """Return the type of each token: 1 from the first token of its row's second text on."""
+        """Return the type of each token: 1 in the second text of a row, from its first token on."""
         return (self.places_t >= pair_starts_s.at[self.rows_t].get(mode="clip")).astype(jnp.int32)
 
     def pool(self, hidden_te: jax.Array, poolings_s: jax.Array, poolings: Poolings, *, has_branches: bool) -> jax.Array:

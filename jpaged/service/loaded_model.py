@@ -309,7 +309,7 @@ class BackendFacts:
 
 
 class Pooler(Protocol):
-    """How the model turns a pooled hidden state into a vector, or into logits of labels."""
+    """Conversion of a pooled hidden state into a vector, or into logits of labels."""
 
     @property
     def pooling(self) -> Pooling:

@@ -184,7 +184,7 @@ def get_score(output: RequestOutput) -> Score:
 
 @dataclass(frozen=True, slots=True)
 class VectorOptions:
-    """What a caller wants of a vector; None leaves a field to the model.
+    """Options of a vector; None leaves a field to the model.
 
     Attributes:
         pooling: a pooling of hidden states, without the model's own layers and norm.
@@ -283,7 +283,7 @@ def get_pooling_output(
 
 @dataclass(frozen=True, slots=True)
 class Classification:
-    """A prompt's probabilities of the labels, or the score of its label; logits without an activation."""
+    """A prompt's probabilities of labels, or its score by a single label; logits without an activation."""
 
     prompt_token_ids: tuple[int, ...]
     values: tuple[float, ...]

@@ -297,7 +297,7 @@ class Request:
 
     @property
     def is_pooled_on_device(self) -> bool:
-        """True if the device returns one state for the prompt, at the position of its last token."""
+        """True if the device returns one state for the prompt, at the last token."""
         return self.pooling is not None and (self.pooling == "last" or (self.is_encoded and self.pooling != "all"))
 
     @property

@@ -579,7 +579,7 @@ def _state_slots(schedule: SchedulerOutput, max_rows: int) -> tuple[I32, I32]:
 
 
 def _poolings(schedule: SchedulerOutput, max_rows: int) -> tuple[I32, I32]:
-    """Return the pooling of each row as an index in `POOLINGS`, and the start of its second text."""
+    """Return the pooling of each row as an index in `POOLINGS`, and where a second text starts."""
     requests = [row.group.request for row in schedule.rows]
     poolings = [POOLINGS.index(request.pooling or "last") for request in requests]
     lengths = [len(request.prompt_token_ids) for request in requests]

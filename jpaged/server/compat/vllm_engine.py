@@ -632,8 +632,10 @@ def _get_caller(context: ServicerContext) -> Caller:
 def _embeddable(request: vllm_engine_pb2.EmbedRequest, model: LoadedModel) -> Prompt:
     if not request.HasField("tokenized"):
         raise InvalidArgument("tokenized", "is missing: Embed requires token ids")
+    options = VectorOptions()
+    options.check(model.pooler, model.hidden_size)
     (token_ids,) = embeddable(model.input_processor, [Prompt(token_ids=request.tokenized.input_ids)])
-    return Prompt(token_ids=token_ids, pooling="last")
+    return Prompt(token_ids=token_ids, pooling=options.get_pooling(model.pooler))
 
 
 async def _refuse(method: str, context: ServicerContext) -> NoReturn:
