@@ -445,8 +445,8 @@ def find_source(options: ModelOptions, *, starts_templates: bool = False) -> Mod
     """Find a model by name (`demo`, a folder, a GGUF file or a hub id) and its tokenizer; see `load_tokenizer`."""
     folder = find_model(options)
     config = read_config(folder, options.overrides)
-    pooler = read_pooler(folder, options.overrides, is_encoder=config.is_encoder)
     if options.skip_tokenizer_init:
+        pooler = read_pooler(folder, options.overrides, config, {})
         return ModelSource(options.model, folder, config, NoTokenizer(config.vocab_size), pooler)
     of_tokenizer = find_tokenizer(options, folder)
     try:
@@ -470,6 +470,8 @@ def find_source(options: ModelOptions, *, starts_templates: bool = False) -> Mod
         raise InvalidArgument("tokenizer", error.problem) from error
     if of_tokenizer != folder:
         _check_tokenizer(tokenizer, of_tokenizer, config)
+    tokens = tokenizer.vocabulary if isinstance(tokenizer, HuggingFaceTokenizer) else {}
+    pooler = read_pooler(folder, options.overrides, config, tokens)
     return ModelSource(options.model, folder, config, tokenizer, pooler)
 
 
@@ -740,6 +742,7 @@ def _input_processor(
         seed=options.seed,
         max_logprobs=options.max_logprobs,
         answering=ChatOutputConfig(source.tokenizer, answer_format, source.eos_token_ids),
+        generates=not (source.config.is_encoder or source.pooler.labels),
     )
 
 

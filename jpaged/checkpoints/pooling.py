@@ -25,9 +25,11 @@ from numpy.typing import NDArray
 
 from jpaged.checkpoints.gguf.file import is_gguf
 from jpaged.checkpoints.hub import CONFIG_FILE, MAX_CONFIG_BYTES, override_config, read_json
+from jpaged.checkpoints.names import model_leaves
 from jpaged.checkpoints.tensor_files import TensorFiles, read_bounded, read_weight, unreadable
 from jpaged.errors import InvalidArgument, Unsupported
-from jpaged.models.config import MAX_WIDTH
+from jpaged.models.config import MAX_WIDTH, ModelConfig
+from jpaged.models.hf_config import CLASSIFIER, FROM_TOKENS
 from jpaged.types import Pooling
 
 MODULES_FILE = "modules.json"
@@ -135,20 +137,27 @@ class CheckpointPooler:
         return self.layers[-1].kernel.shape[1] if self.layers else None
 
 
-def read_pooler(folder: Path, overrides: Mapping[str, Any], *, is_encoder: bool) -> CheckpointPooler:
+def read_pooler(
+    folder: Path, overrides: Mapping[str, Any], model: ModelConfig, tokens: Mapping[str, int]
+) -> CheckpointPooler:
     """Read how a checkpoint pools; without files that describe it, encoders take the first token, and others the last.
+
+    Args:
+        tokens: the vocabulary, for heads that are rows of the output matrix (`classifier_from_token`).
 
     Raises:
         InvalidArgument: a file is broken, or misses a value; names it.
         Unsupported: a module or a setting is not supported; names it.
     """
-    default: Pooling = "cls" if is_encoder else "last"
+    default: Pooling = "cls" if model.is_encoder else "last"
     if is_gguf(folder):
         return CheckpointPooler(default)
     config = override_config(read_json(folder / CONFIG_FILE), overrides)
     names = config.get("architectures")
     architecture = str(names[0]) if isinstance(names, list) and names else ""
-    if architecture.endswith("ForSequenceClassification"):
+    if architecture.endswith(CLASSIFIER):
+        if not model.is_encoder:
+            return _read_score(folder, config, model, tokens)
         return _read_classifier(folder, config, architecture)
     if not (folder / MODULES_FILE).is_file():
         return CheckpointPooler(default)
@@ -271,6 +280,35 @@ def _read_classifier(folder: Path, config: Mapping[str, Any], architecture: str)
             dense = _dense(files, "classifier.dense", (width, width), "tanh")
             layers = (dense, _dense(files, "classifier.out_proj", out))
     return CheckpointPooler(pooling, layers, labels=labels, function=_read_label_function(path, config, len(labels)))
+
+
+def _read_score(
+    folder: Path, config: Mapping[str, Any], model: ModelConfig, tokens: Mapping[str, int]
+) -> CheckpointPooler:
+    """Read the head of a model whose layers can generate: a matrix, or rows of the output matrix.
+
+    Of two rows, such as those of "no" and "yes", the head is the difference: its sigmoid is the softmax of the second.
+    """
+    path, width, names = folder / CONFIG_FILE, model.hidden_size, config.get(FROM_TOKENS)
+    with ExitStack() as opened:
+        files = TensorFiles(folder, opened)
+        if names is None:
+            labels = _read_labels(path, config)
+            head = _dense(files, "score", (width, len(labels)), has_bias="score.bias" in files.names)
+        else:
+            if not isinstance(names, list) or not names or any(name not in tokens for name in names):
+                raise InvalidArgument(str(path), f"{FROM_TOKENS} is {names!r}; it must be a list of tokens")
+            leaves = model_leaves(model, files.names).outer
+            name = next(leaf.tensors[0][0] for leaf in leaves[::-1] if leaf.path[0] in ("embed", "lm_head"))
+            shape = model.vocab_size, width
+            rows = [
+                read_weight(files, name, shape, (slice(token, token + 1), slice(None))).astype(np.float32)[0]
+                for token in (tokens[one] for one in names)
+            ]
+            rows = [rows[1] - rows[0]] if len(rows) == len(("no", "yes")) else rows
+            labels = tuple(map(str, names if len(rows) == len(names) else names[1:]))
+            head = Dense(np.ascontiguousarray(np.stack(rows, axis=1)))
+    return CheckpointPooler("last", (head,), labels=labels, function=_read_label_function(path, config, len(labels)))
 
 
 def _read_labels(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -150,7 +150,7 @@ def move_grammars(request: Request) -> Request:
 
 OF_DECODERS: tuple[Pooling, ...] = ("last", "mean", "all")
 """Poolings of models that generate."""
-ENCODER_TASKS = "embeds texts and generates none: use /v1/embeddings, Embed or LLM.embed"
+POOLING_ONLY = "embeds or classifies texts and generates none: use /v1/embeddings, /classify, LLM.embed or LLM.classify"
 _MAX_EOS_TOKEN_IDS = BANNED_WIDTH - MAX_STOP_TOKEN_IDS
 _EXACT_BYTES = 4096
 """Texts up to this size are tokenized even if they cannot fit: it is cheap, and the error can state the token count."""
@@ -163,6 +163,7 @@ class InputProcessor:
         eos_token_ids: every token that ends a sequence of this model.
         max_logprobs: maximum top log-probabilities per position; -1 for the full vocabulary.
         answering: constraints and parsers of chats; None if answers are content only.
+        generates: False for encoders and classifiers, whose requests must have a pooling.
         seed: base of the seeds of requests without one: the n-th request of a run always gets the same seed.
     """
 
@@ -175,6 +176,7 @@ class InputProcessor:
         seed: int = 0,
         max_logprobs: int = 20,
         answering: ChatOutputConfig | None = None,
+        generates: bool = True,
     ) -> None:
         if len(eos_token_ids) > _MAX_EOS_TOKEN_IDS:
             raise InternalError(
@@ -183,6 +185,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self._geometry = geometry
+        self._generates = generates
         self._seed = seed
         self._max_logprobs = max_logprobs
         self._answering = answering or ChatOutputConfig(tokenizer)
@@ -264,8 +267,8 @@ class InputProcessor:
         poolings = POOLINGS if self._geometry.is_encoder else OF_DECODERS
         if prompt.pooling not in (None, *poolings):
             raise InvalidArgument("pooling", f"{prompt.pooling!r} is not one of {', '.join(map(repr, poolings))}")
-        if prompt.pooling is None and self._geometry.is_encoder:
-            raise Unsupported(f"this model is an encoder, which {ENCODER_TASKS}")
+        if prompt.pooling is None and not self._generates:
+            raise Unsupported(f"this model {POOLING_ONLY}")
         if sum(form is not None for form in (prompt.text, prompt.token_ids, prompt.messages)) != 1:
             raise InvalidArgument("prompt", "give exactly one of text, token ids and chat messages")
         self._check_beams(sampling)

@@ -102,7 +102,7 @@ def test_vectors_are_cut_to_dimensions_and_have_length_1(bert: LLM):
 
 
 def test_what_an_encoder_cannot_do_is_named(bert: LLM):
-    with pytest.raises(Unsupported, match="encoder, which embeds texts and generates none"):
+    with pytest.raises(Unsupported, match="embeds or classifies texts and generates none"):
         bert.generate("a")
     with pytest.raises(InvalidArgument, match="'title' is not a prompt of this model: query, document"):
         bert.embed("a", prompt_name="title")
