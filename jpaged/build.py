@@ -31,7 +31,7 @@ from jpaged.checkpoints.hub import (
     read_default_sampling,
 )
 from jpaged.checkpoints.names import weight_bytes
-from jpaged.checkpoints.pooling import CheckpointPooler, read_pooler
+from jpaged.checkpoints.pooler import CheckpointPooler, read_pooler
 from jpaged.checkpoints.quantized.quantizer import quantized_here
 from jpaged.checkpoints.weights import PackStored, load_params, random_params, read_head
 from jpaged.config import EngineConfig, ModelOptions, compile_cache_dir, platform_default

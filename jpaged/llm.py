@@ -19,10 +19,9 @@ import dataclasses
 import functools
 import math
 import threading
-import time
 import warnings
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from types import NoneType
@@ -41,8 +40,10 @@ from jpaged.local_model import (
     GivenPrompt,
     GivenRequest,
     LocalModel,
+    MakeBar,
     Messages,
     PreparedRequest,
+    ProgressBar,
     SubmittedCall,
     TextPrompt,
     TokensPrompt,
@@ -78,10 +79,10 @@ from jpaged.service.score_embed import (
     EMBED_SAMPLING,
     SCORE_SAMPLING,
     VectorOptions,
-    classifiable,
     continued,
     errors_named,
-    get_classification,
+    get_class_output,
+    get_pair_output,
     get_pooling_output,
     get_score,
     require_classifier,
@@ -117,8 +118,6 @@ _QUICK_SIZE = 2000
 """Characters or token ids of a prompt that an event loop prepares without a thread, which would take longer: 1 ms."""
 AsyncEngineArgs = EngineArgs
 PromptType = GivenPrompt
-MakeBar = Callable[..., Any]
-"""Creates a bar like `tqdm(total=..., desc=..., dynamic_ncols=...)`, with `update`, `postfix` and `close`."""
 
 
 class ChatCallKwargs(ChatKwargs, total=False):
@@ -135,45 +134,6 @@ class ChatCallKwargs(ChatKwargs, total=False):
     chat_template_content_format: str
     tokenization_kwargs: Mapping[str, Any] | None
     conversations: Messages | Sequence[Messages]
-
-
-class ProgressBar:
-    """A bar over requests, or none.
-
-    By default there is a bar only on a terminal, because a library should not write into its user's logs and pipes.
-
-    Args:
-        use_tqdm: True shows a bar if stderr is a terminal, a callable creates the bar, False shows none.
-        num_requests: total number of requests.
-    """
-
-    def __init__(self, use_tqdm: bool | MakeBar, num_requests: int) -> None:
-        self._bar: Any = None
-        self._start_s = time.perf_counter()
-        self._num_prompt_tokens = self._num_output_tokens = 0
-        if use_tqdm is False:
-            return
-        if use_tqdm is True:
-            from tqdm.auto import tqdm  # a notebook would draw a widget
-
-            use_tqdm = functools.partial(tqdm, disable=None)
-        self._bar = use_tqdm(total=num_requests, desc="Processed prompts", dynamic_ncols=True)
-
-    def note_done(self, usage: Usage) -> None:
-        """Count one more finished request, with its tokens."""
-        if self._bar is None:
-            return
-        self._num_prompt_tokens += usage.prompt_tokens
-        self._num_output_tokens += usage.completion_tokens
-        seconds = max(time.perf_counter() - self._start_s, 1e-9)
-        inputs, outputs = self._num_prompt_tokens / seconds, self._num_output_tokens / seconds
-        self._bar.postfix = f"input: {inputs:.1f} tok/s, output: {outputs:.1f} tok/s"
-        self._bar.update(1)
-
-    def close(self) -> None:
-        """Close the bar."""
-        if self._bar is not None:
-            self._bar.close()
 
 
 class LLM(LocalModel):
@@ -354,7 +314,8 @@ class LLM(LocalModel):
         if self._serving.pooler is not None and self._serving.pooler.labels:
             given = check_pooling(pooling_params or PoolingParams())
             pairs = list(zip(left * len(right) if len(left) == 1 else left, right, strict=True))
-            return self._score_pairs(pairs, given, lora_request, adapter, use_tqdm)
+            outputs = without_errors(self._run(self._pair_requests(pairs, given, lora_request, adapter), use_tqdm))
+            return [get_pair_output(self._serving, output, given) for output in outputs]
         how: dict[str, Any] = {"normalize": True, "lora_request": lora_request, "adapter": adapter}
         params = pooling_params and dataclasses.replace(check_pooling(pooling_params), use_activation=True)
         vectors = self.embed([*left, *right], use_tqdm=use_tqdm, pooling_params=params, **how)
@@ -368,35 +329,6 @@ class LLM(LocalModel):
                 a.num_cached_tokens + b.num_cached_tokens,
             )
             for a, b in zip(firsts, seconds, strict=True)
-        ]
-
-    def _score_pairs(
-        self,
-        pairs: Sequence[tuple[GivenPrompt, GivenPrompt]],
-        given: PoolingParams,
-        lora_request: GivenLora,
-        adapter: str | None,
-        use_tqdm: bool | MakeBar,
-    ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """Return the score of each pair of texts by the model's classification head."""
-        pooler, requests = require_classifier(self._serving, for_pairs=True), list[PreparedRequest]()
-        if isinstance(lora_request, Sequence):
-            raise InvalidArgument("lora_request", "must be one adapter for all pairs")
-        for i, pair in enumerate(pairs):
-            with errors_named(f"data_2[{i}]"):
-                first, second = (parse_prompt(one).prompt.text for one in pair)
-                if first is None or second is None:
-                    raise InvalidArgument("prompt", "must be a text: a cross-encoder joins the texts of a pair")
-                joined = Prompt(text=first, text_pair=second)
-                processor, limit = self._serving.input_processor, given.truncate_prompt_tokens
-                prompt = classifiable(processor, joined, pooler, limit)
-                requests.append(self._request(EMBED_SAMPLING, prompt, lora_request or adapter))
-        outputs = without_errors(self._run(requests, use_tqdm))
-        is_activated = given.is_normalized(default=True)
-        found = [get_classification(pooler, output, use_activation=is_activated) for output in outputs]
-        return [
-            PoolingRequestOutput(output.request_id, ScoringOutput(one.values[0]), one.prompt_token_ids)
-            for one, output in zip(found, outputs, strict=True)
         ]
 
     def score_continuations(
@@ -507,7 +439,7 @@ class LLM(LocalModel):
         check_pooling_task("pooling_task", pooling_task or "embed")
         params = check_pooling(pooling_params or PoolingParams())
         task = params.task or pooling_task or "embed"
-        options = _get_vector_options(params, task)
+        options = VectorOptions.of_encode(params, task)
         requests = self._pooling_requests(prompts, params, lora_request, None, options)
         outputs = without_errors(self._run(requests, use_tqdm))
         return [get_pooling_output(output, options, self._serving.pooler) for output in outputs]
@@ -532,18 +464,10 @@ class LLM(LocalModel):
             Unsupported: the model has no classification head.
             InvalidArgument: a prompt is invalid; nothing was computed.
         """
-        pooler = require_classifier(self._serving)
-        given = check_pooling(pooling_params or PoolingParams())
-        options = VectorOptions(pooler.pooling)
-        outputs = without_errors(
-            self._run(self._pooling_requests(prompts, given, lora_request, None, options), use_tqdm)
-        )
-        is_activated = given.is_normalized(default=True)
-        found = [get_classification(pooler, output, use_activation=is_activated) for output in outputs]
-        return [
-            PoolingRequestOutput(output.request_id, ClassificationOutput(one.values), one.prompt_token_ids)
-            for one, output in zip(found, outputs, strict=True)
-        ]
+        options, given = VectorOptions(require_classifier(self._serving).pooling), pooling_params or PoolingParams()
+        requests = self._pooling_requests(prompts, check_pooling(given), lora_request, None, options)
+        outputs = without_errors(self._run(requests, use_tqdm))
+        return [get_class_output(self._serving, output, given) for output in outputs]
 
     def reward(self, prompts: GivenPrompt | Sequence[GivenPrompt], **options: Any) -> NoReturn:
         """Raise Unsupported: reward models are not supported."""
@@ -638,12 +562,6 @@ class _AsyncStream:
             self.error = with_python_name(event.error)
         self.outputs.add(event)
         self.ready.set()
-
-
-def _get_vector_options(params: PoolingParams, task: str | None) -> VectorOptions:
-    """Return the options of `encode`: vectors have length 1 by default, as in vLLM."""
-    pooling: Pooling | None = "all" if task == "token_embed" else None
-    return VectorOptions(pooling, params.is_normalized(default=True), params.dimensions)
 
 
 def _require_id(request_id: str) -> None:
@@ -766,7 +684,7 @@ class AsyncLLM(LocalModel):
         kept = params.truncate_prompt_tokens
         kind = RequestOutputKind.FINAL_ONLY
         sampling = change_sampling(EMBED_SAMPLING, {"truncate_prompt_tokens": kept, "output_kind": kind, **changes})
-        options, pooler = _get_vector_options(params, params.task), self._serving.pooler
+        options, pooler = VectorOptions.of_encode(params, params.task), self._serving.pooler
         options.check(pooler, self._serving.hidden_size)
         pooled = options.prompted(pooler, parsed.prompt)
         async with contextlib.aclosing(self._stream(sampling, pooled, request_id, lora_request)) as stream:

@@ -97,7 +97,7 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
     """Return True if a tensor that no leaf uses is known to have no effect.
 
     Old checkpoints store rotary frequencies, which follow from the config, and causal masks. Multimodal models store
-    vision weights. Classifiers store a head, which `pooling.py` reads. Tied models may repeat the embedding; the loader
+    vision weights. Classifiers store a head, which `pooler.py` reads. Tied models may repeat the embedding; the loader
     checks that both are equal.
     """
     family = find_family(config.architecture)

@@ -44,7 +44,7 @@ _OF_COMPILERS = ("XLA_", "TF_XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
 _WITH_HEAD: Mapping[str, Any] = {"num_scheduler_steps": 1, "swap_space": 0.0}
 _WITH_DP_ATTENTION: Mapping[str, Any] = {"swap_space": 0.0}
 _WITH_STATE: Mapping[str, Any] = {"swap_space": 0.0, "enable_prefix_caching": False}
-_OF_ENCODER: Mapping[str, Any] = {**_WITH_STATE, "num_scheduler_steps": 1}
+_OF_ENCODER: Mapping[str, Any] = {**_WITH_STATE, "num_scheduler_steps": 1, "enable_cascade_attention": False}
 ENVIRONMENT: Mapping[str, str] = {
     "JPAGED_CACHE_DIR": "directory of the compiled-program cache; empty disables the cache",
     "JPAGED_API_KEY": "API key that clients and commands send",

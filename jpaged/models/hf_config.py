@@ -340,7 +340,7 @@ def _architecture(fields: JsonFields) -> str:
         raise fields.bad("architectures", f"is {names!r}; it must be a list of one name")
     names = [SYNONYMS.get(name, name) for name in names]
     name = next((name for name in names if name in ARCHITECTURES or name in HEADS or name in NAMES), names[0])
-    # The layers are those of the model that generates; `jpaged.checkpoints.pooling` reads the head.
+    # The layers are those of the model that generates; `jpaged.checkpoints.pooler` reads the head.
     generator = f"{name.removesuffix(CLASSIFIER)}ForCausalLM"
     if name not in ARCHITECTURES and name.endswith(CLASSIFIER) and generator in ARCHITECTURES:
         return generator

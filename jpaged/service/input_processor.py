@@ -245,9 +245,7 @@ class InputProcessor:
             is_non_streaming=is_whole,
             adapter=adapter,
             bad_word_ids=bad_word_ids,
-            prompt_logprobs_start=1
-            if prompt.prompt_logprobs_start is None and sampling.prompt_logprobs is not None
-            else prompt.prompt_logprobs_start,
+            prompt_logprobs_start=_get_logprobs_start(prompt, sampling),
             pooling=prompt.pooling,
             is_encoded=self._geometry.is_encoder,
             pair_start=prompt.pair_start,
@@ -539,6 +537,11 @@ def _without_none(prompt: Prompt, sampling: SamplingParams) -> tuple[Prompt, Sam
         return prompt, sampling
     prompt = dataclasses.replace(prompt, fills_length=True, max_filled=None)
     return prompt, dataclasses.replace(sampling, max_tokens=max(1, sampling.min_tokens))
+
+
+def _get_logprobs_start(prompt: Prompt, sampling: SamplingParams) -> int | None:
+    is_own = prompt.prompt_logprobs_start is not None or sampling.prompt_logprobs is None
+    return prompt.prompt_logprobs_start if is_own else 1
 
 
 def _derived_seed(engine_seed: int, number: int) -> int:

@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.errors import InternalError, InvalidArgument, QueueFull, RequestTooLong, Unsupported
-from jpaged.outputs import PoolingOutput, PoolingRequestOutput
+from jpaged.outputs import ClassificationOutput, PoolingOutput, PoolingRequestOutput, ScoringOutput
+from jpaged.sampling_params import PoolingParams
 from jpaged.service.calls import NOBODY, Call, Caller, RequestRecord, loggable_name, require_salt
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import LoadedModel, Pooler
@@ -198,6 +199,12 @@ class VectorOptions:
     dimensions: int | None = None
     prompt_name: str | None = None
 
+    @classmethod
+    def of_encode(cls, params: PoolingParams, task: str | None) -> VectorOptions:
+        """Return the options of `LLM.encode`: vectors have length 1 by default, as in vLLM."""
+        pooling: Pooling | None = "all" if task == "token_embed" else None
+        return cls(pooling, params.is_normalized(default=True), params.dimensions)
+
     def check(self, pooler: Pooler | None, hidden_size: int) -> None:
         """Reject options that the model does not support.
 
@@ -297,6 +304,22 @@ def get_classification(pooler: Pooler, output: RequestOutput, *, use_activation:
     logits = pooler.apply(np.array(output.embedding, np.float32))
     values = pooler.activate(logits) if use_activation else logits
     return Classification(output.prompt_token_ids, tuple(values.tolist()), output.usage)
+
+
+def get_class_output(
+    model: LoadedModel, output: RequestOutput, params: PoolingParams
+) -> PoolingRequestOutput[ClassificationOutput]:
+    """Return the result of `LLM.classify` from a finished request."""
+    found = get_classification(require_classifier(model), output, use_activation=params.is_normalized(default=True))
+    return PoolingRequestOutput(output.request_id, ClassificationOutput(found.values), found.prompt_token_ids)
+
+
+def get_pair_output(
+    model: LoadedModel, output: RequestOutput, params: PoolingParams
+) -> PoolingRequestOutput[ScoringOutput]:
+    """Return the result of `LLM.score` from the finished request of a pair."""
+    found = get_class_output(model, output, params)
+    return PoolingRequestOutput(found.request_id, ScoringOutput(found.outputs.probs[0]), found.prompt_token_ids)
 
 
 def require_classifier(model: LoadedModel, *, for_pairs: bool = False) -> Pooler:

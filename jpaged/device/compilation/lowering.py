@@ -107,7 +107,7 @@ def sized_step(
     """
     check_recurrent(model.config, options, mesh)
     if model.config.is_encoder:
-        options.check_encoder(model.config.architecture)
+        options = options.for_encoder(model.config.architecture)
     step, geometry = _sized_step(model, options, layer_mode, num_blocks, mesh)
     if draft is None or options.speculation is None:
         return step, geometry
@@ -118,8 +118,7 @@ def _sized_step(
     model: Model, options: EngineConfig, layer_mode: LayerMode, num_blocks: int, mesh: Mesh
 ) -> tuple[Step, Geometry]:
     num_parts, num_contexts, dp_size = num_shards(mesh), num_context_parts(mesh), get_dp_size(model.config, mesh)
-    attention = DeviceAttention.on(model, options, mesh)
-    chosen = attention.choose(sizes := attention.sizes())
+    chosen = (attention := DeviceAttention.on(model, options, mesh)).choose(sizes := attention.sizes())
     vocab_size, model = model.config.vocab_size, MeshPlacement.of(model, mesh, layer_mode).model
     config, kinds = model.config, model.config.attention_kinds  # the chosen layout is one device's part
     groups, in_stages = _kv_groups(config.layer_kinds, sizes, layer_mode, mesh), num_stages(mesh)
@@ -136,12 +135,7 @@ def _sized_step(
     )
     num_heads = config.num_heads // (num_parts // dp_size)
     cascade = cascade_costs(chosen.backend, layout.local, kinds, num_heads, num_contexts)
-    is_encoder, num_told = config.is_encoder, _NUM_TOLD.get(first_device(mesh).platform, _NUM_TOLD_ELSEWHERE)
-    may_cascade = options.cache.enable_cascade_attention and dp_size == in_stages == 1 and not is_encoder
-    max_num_steps, sampler = (
-        1 if is_encoder else max_steps_of_dispatch(options, mesh),
-        choose_kernel(chosen.backend, mesh.size, vocab_size),
-    )
+    max_num_steps, sampler = max_steps_of_dispatch(options, mesh), choose_kernel(chosen.backend, mesh.size, vocab_size)
     geometry = Geometry(
         num_blocks=layout.num_blocks,
         block_size=layout.block_size,
@@ -151,15 +145,15 @@ def _sized_step(
         bytes_per_block=layout.bytes_per_block,
         buckets=_buckets(sizes, max_num_steps, mesh, dp_size),
         num_host_blocks=_num_host_blocks(options, layout, config),
-        cascade=cascade if may_cascade else None,
+        cascade=cascade if options.cache.enable_cascade_attention and dp_size == in_stages == 1 else None,
         max_num_steps=max_num_steps,
         has_fed_steps=max_num_steps > 1 and _can_be_fed(sampler, config),
         windows=groups.windows,
         num_sink_tokens=max(kind.num_sink_tokens for kind in kinds),
         max_loras=options.lora.max_loras if options.lora.enable_lora else 0,
         dp_size=dp_size,
-        num_aux=sizes.max_num_batched_tokens if is_encoder else min(sizes.max_num_batched_tokens, num_told),
-        is_encoder=is_encoder,
+        num_aux=_num_aux(sizes, config, first_device(mesh).platform),
+        is_encoder=config.is_encoder,
         state_bytes=count_state_bytes(config.layer_kinds, model.dtype),
     )
     step = Step(
@@ -180,6 +174,12 @@ def _sized_step(
         overlaps_sums=overlaps_sums(model, layer_mode, mesh, has_adapters=geometry.max_loras > 0),
     )
     return step, geometry
+
+
+def _num_aux(sizes: StepSizes, config: ModelConfig, platform: str) -> int:
+    """Return the maximum positions per step with aux outputs: all of an encoder, which computes prompts as a whole."""
+    most = sizes.max_num_batched_tokens
+    return most if config.is_encoder else min(most, _NUM_TOLD.get(platform, _NUM_TOLD_ELSEWHERE))
 
 
 def _adapter_room(lora: LoraOptions) -> AdapterRoom | None:
