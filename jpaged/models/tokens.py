@@ -163,7 +163,10 @@ class PooledRows:
             def replace() -> jax.Array:
                 return jnp.where(is_one_s[:, None], of_rows(), found_se)
 
-            return jax.lax.cond(jnp.any(is_one_s), replace, lambda: found_se) if has_branches else replace()
+            if not has_branches:
+                return replace()
+            result: jax.Array = jax.lax.cond(jnp.any(is_one_s), replace, lambda: found_se)
+            return result
 
         def mean() -> jax.Array:
             lens_s = jnp.maximum(self.lens_s, 1).astype(jnp.float32)

@@ -642,7 +642,7 @@ class Answers:
             job.inputs,
             lambda found, num: None,
         )
-        usage = {"model": job.how.model or self._model.name, "prompt_tokens": num_tokens}
+        usage: dict[str, Any] = {"model": job.how.model or self._model.name, "prompt_tokens": num_tokens}
         if isinstance(job, PoolingJob):
             written = partial(pooling_body, job, found, **usage)
         else:
