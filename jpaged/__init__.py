@@ -41,6 +41,8 @@ if TYPE_CHECKING:
         TokensPrompt,
     )
     from jpaged.outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
         CompletionOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
@@ -68,6 +70,8 @@ __all__ = [
     "AsyncLLMEngine",
     "BeamSearchParams",
     "Cancelled",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "Client",
     "CompletionOutput",
     "DeadlineExceeded",
@@ -116,6 +120,8 @@ _HOME = {
     **dict.fromkeys(("AsyncClient", "Client"), "jpaged.client"),
     **dict.fromkeys(
         (
+            "ClassificationOutput",
+            "ClassificationRequestOutput",
             "CompletionOutput",
             "EmbeddingOutput",
             "EmbeddingRequestOutput",

@@ -31,6 +31,7 @@ from jpaged.checkpoints.hub import (
     read_default_sampling,
 )
 from jpaged.checkpoints.names import weight_bytes
+from jpaged.checkpoints.pooler import CheckpointPooler, read_pooler
 from jpaged.checkpoints.quantized.quantizer import quantized_here
 from jpaged.checkpoints.weights import PackStored, load_params, random_params, read_head
 from jpaged.config import EngineConfig, ModelOptions, compile_cache_dir, platform_default
@@ -86,6 +87,7 @@ class ModelSource:
     folder: Path
     config: ModelConfig
     tokenizer: Tokenizer
+    pooler: CheckpointPooler = CheckpointPooler()  # noqa: RUF009 - frozen
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -131,8 +133,11 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
     if (transfer := options.cache.kv_transfer) is not None:
         import_connector(transfer)  # errors before weights are read
     source, model, places = _place(options, progress, starts_templates=not is_offline)
+    options = _with_length(options, source)
     if model.config.num_recurrent_layers:
         options.check_recurrent(model.config.architecture)
+    if model.config.is_encoder:
+        options = options.for_encoder(model.config.architecture)
     if is_offline and options.startup.wait_for_all_programs is None:
         options = options.replace(wait_for_all_programs=not _has_equal_programs(model, options, places[0]))
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
@@ -169,6 +174,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         grammars=grammars,
         hidden_size=source.config.hidden_size,
         checkpoint=fingerprint(source.folder, options.model.overrides),
+        pooler=source.pooler,
     )
 
 
@@ -334,12 +340,15 @@ def preview(options: EngineConfig) -> Preview:
         import_connector(transfer)  # errors before weights are read
     reasons: list[str] = []
     source, model, places = _place(options, lambda line, done, total: reasons.append(line))
+    options = _with_length(options, source)
     where, num_places = places[0], len(places)
     device = first_device(where.mesh)
     attention = DeviceAttention.on(model, options, where.mesh)
     sizes = attention.sizes()
     if model.config.num_recurrent_layers:
         options.check_recurrent(model.config.architecture)
+    if model.config.is_encoder:
+        options = options.for_encoder(model.config.architecture)
     held = int(weight_bytes(model.config, model.dtype.itemsize, where.num_parts) / num_stages(where.mesh))
     memory = DeviceMemory.of(device, 0, where.mesh.size * num_places)
     linear_backend = choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode)
@@ -372,6 +381,7 @@ def follow(options: EngineConfig, progress: Progress, follower: Follower) -> Non
     if (transfer := options.cache.kv_transfer) is not None:
         import_connector(transfer)  # errors before weights are read
     source, model, places = _place(options, progress)
+    options = _with_length(options, source)
     (executor,) = _make_executors(source, model, options, places, progress, follower)
     follower.agree(_findings(source, executor, options.model.overrides))
     executor.warm_up(progress)
@@ -401,6 +411,14 @@ def _place(
     return source, model, [MeshPlacement.of(model, mesh) for mesh in meshes]
 
 
+def _with_length(options: EngineConfig, source: ModelSource) -> EngineConfig:
+    """Return the options with the length that an embedding model was published for, unless one is chosen."""
+    most = source.pooler.max_len
+    if most is None or options.model.max_model_len is not None:
+        return options
+    return options.replace(max_model_len=min(most, source.config.max_model_len))
+
+
 def _findings(source: ModelSource, executor: JaxExecutor, overrides: Mapping[str, Any]) -> dict[str, str]:
     """Return the facts that every process determines itself and that must be equal in all."""
     geometry = executor.geometry
@@ -421,7 +439,8 @@ def find_source(options: ModelOptions, *, starts_templates: bool = False) -> Mod
     folder = find_model(options)
     config = read_config(folder, options.overrides)
     if options.skip_tokenizer_init:
-        return ModelSource(options.model, folder, config, NoTokenizer(config.vocab_size))
+        pooler = read_pooler(folder, options.overrides, config, {})
+        return ModelSource(options.model, folder, config, NoTokenizer(config.vocab_size), pooler)
     of_tokenizer = find_tokenizer(options, folder)
     try:
         tokenizer = load_tokenizer(
@@ -444,7 +463,9 @@ def find_source(options: ModelOptions, *, starts_templates: bool = False) -> Mod
         raise InvalidArgument("tokenizer", error.problem) from error
     if of_tokenizer != folder:
         _check_tokenizer(tokenizer, of_tokenizer, config)
-    return ModelSource(options.model, folder, config, tokenizer)
+    tokens = tokenizer.vocabulary if isinstance(tokenizer, HuggingFaceTokenizer) else {}
+    pooler = read_pooler(folder, options.overrides, config, tokens)
+    return ModelSource(options.model, folder, config, tokenizer, pooler)
 
 
 def _check_tokenizer(tokenizer: Tokenizer, folder: Path, config: ModelConfig) -> None:
@@ -714,6 +735,7 @@ def _input_processor(
         seed=options.seed,
         max_logprobs=options.max_logprobs,
         answering=ChatOutputConfig(source.tokenizer, answer_format, source.eos_token_ids),
+        generates=not (source.config.is_encoder or source.pooler.labels),
     )
 
 

@@ -19,10 +19,9 @@ import dataclasses
 import functools
 import math
 import threading
-import time
 import warnings
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from types import NoneType
@@ -41,8 +40,10 @@ from jpaged.local_model import (
     GivenPrompt,
     GivenRequest,
     LocalModel,
+    MakeBar,
     Messages,
     PreparedRequest,
+    ProgressBar,
     SubmittedCall,
     TextPrompt,
     TokensPrompt,
@@ -56,6 +57,7 @@ from jpaged.local_model import (
 from jpaged.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
+    ClassificationOutput,
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutputStream,
@@ -76,12 +78,14 @@ from jpaged.sampling_params import (
 from jpaged.service.score_embed import (
     EMBED_SAMPLING,
     SCORE_SAMPLING,
+    VectorOptions,
     continued,
     errors_named,
-    get_embedding,
+    get_class_output,
+    get_pair_output,
     get_pooling_output,
     get_score,
-    no_classification_head,
+    require_classifier,
 )
 from jpaged.types import (
     Embedding,
@@ -114,8 +118,6 @@ _QUICK_SIZE = 2000
 """Characters or token ids of a prompt that an event loop prepares without a thread, which would take longer: 1 ms."""
 AsyncEngineArgs = EngineArgs
 PromptType = GivenPrompt
-MakeBar = Callable[..., Any]
-"""Creates a bar like `tqdm(total=..., desc=..., dynamic_ncols=...)`, with `update`, `postfix` and `close`."""
 
 
 class ChatCallKwargs(ChatKwargs, total=False):
@@ -132,45 +134,6 @@ class ChatCallKwargs(ChatKwargs, total=False):
     chat_template_content_format: str
     tokenization_kwargs: Mapping[str, Any] | None
     conversations: Messages | Sequence[Messages]
-
-
-class ProgressBar:
-    """A bar over requests, or none.
-
-    By default there is a bar only on a terminal, because a library should not write into its user's logs and pipes.
-
-    Args:
-        use_tqdm: True shows a bar if stderr is a terminal, a callable creates the bar, False shows none.
-        num_requests: total number of requests.
-    """
-
-    def __init__(self, use_tqdm: bool | MakeBar, num_requests: int) -> None:
-        self._bar: Any = None
-        self._start_s = time.perf_counter()
-        self._num_prompt_tokens = self._num_output_tokens = 0
-        if use_tqdm is False:
-            return
-        if use_tqdm is True:
-            from tqdm.auto import tqdm  # a notebook would draw a widget
-
-            use_tqdm = functools.partial(tqdm, disable=None)
-        self._bar = use_tqdm(total=num_requests, desc="Processed prompts", dynamic_ncols=True)
-
-    def note_done(self, usage: Usage) -> None:
-        """Count one more finished request, with its tokens."""
-        if self._bar is None:
-            return
-        self._num_prompt_tokens += usage.prompt_tokens
-        self._num_output_tokens += usage.completion_tokens
-        seconds = max(time.perf_counter() - self._start_s, 1e-9)
-        inputs, outputs = self._num_prompt_tokens / seconds, self._num_output_tokens / seconds
-        self._bar.postfix = f"input: {inputs:.1f} tok/s, output: {outputs:.1f} tok/s"
-        self._bar.update(1)
-
-    def close(self) -> None:
-        """Close the bar."""
-        if self._bar is not None:
-            self._bar.close()
 
 
 class LLM(LocalModel):
@@ -321,7 +284,9 @@ class LLM(LocalModel):
         adapter: str | None = None,
         continuations: Any = None,
     ) -> Any:
-        """Return the similarity of texts: the cosine of their embeddings, -1 to 1, in `outputs.score`.
+        """Return the similarity of texts, in `outputs.score`: the cosine of their embeddings, -1 to 1.
+
+        A cross-encoder reads both texts of a pair together, and returns its one score.
 
         Args:
             data_1: one prompt, or one for each of `data_2`.
@@ -346,6 +311,11 @@ class LLM(LocalModel):
             raise InvalidArgument(
                 "data_1", f"{len(left)} prompts are given for {len(right)} in data_2; must be 1 or equal"
             )
+        if self._serving.pooler is not None and self._serving.pooler.labels:
+            given = check_pooling(pooling_params or PoolingParams())
+            pairs = list(zip(left * len(right) if len(left) == 1 else left, right, strict=True))
+            outputs = without_errors(self._run(self._pair_requests(pairs, given, lora_request, adapter), use_tqdm))
+            return [get_pair_output(self._serving, output, given) for output in outputs]
         how: dict[str, Any] = {"normalize": True, "lora_request": lora_request, "adapter": adapter}
         params = pooling_params and dataclasses.replace(check_pooling(pooling_params), use_activation=True)
         vectors = self.embed([*left, *right], use_tqdm=use_tqdm, pooling_params=params, **how)
@@ -406,11 +376,12 @@ class LLM(LocalModel):
         use_tqdm: bool | MakeBar = True,
         pooling_params: PoolingParams | None = None,
         lora_request: GivenLora = None,
-        pooling: Pooling = "last",
-        normalize: bool = False,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
         adapter: str | None = None,
+        prompt_name: str | None = None,
     ) -> list[Embedding]:
-        """Return one vector per prompt: its hidden states after the model's final norm, pooled.
+        """Return one vector per prompt: the model's own, or its hidden states after the final norm, pooled.
 
         A vector is in `values`, and in `outputs.embedding` as in vLLM.
 
@@ -419,23 +390,27 @@ class LLM(LocalModel):
             use_tqdm: as in `generate`.
             pooling_params: `PoolingParams()` scales each vector to length 1, as in vLLM.
             lora_request: as in `generate`.
-            pooling: "last" for the last token, "mean" for the mean of all.
-            normalize: without `pooling_params`: scale each vector to length 1.
+            pooling: "last" for the last token, "mean" for the mean of all; encoders also have "cls", "max",
+                "weightedmean" and "mean_sqrt_len_tokens". None is the model's own, with its layers and norm: the last
+                token's hidden state, unless the checkpoint has modules of sentence-transformers or is an encoder's.
+            normalize: without `pooling_params`: scale each vector to length 1; None leaves it to the model.
             adapter: name of a loaded adapter for all; None for the base model.
+            prompt_name: the model's prompt to put before texts; None for its default, if it has one.
 
         Raises:
             InvalidArgument: a prompt is invalid; nothing was computed.
             NotFound: there is no such adapter; nothing was computed.
         """
-        given = PoolingParams(use_activation=normalize) if pooling_params is None else check_pooling(pooling_params)
+        given = PoolingParams() if pooling_params is None else check_pooling(pooling_params)
         if given.task not in (None, "embed"):
             raise Unsupported(f"pooling_params.task: {given.task!r} is not supported here: use encode")
-        if pooling not in ("last", "mean"):
-            raise InvalidArgument("pooling", f"{pooling!r} is neither 'last' nor 'mean'")
-        requests = self._pooling_requests(prompts, given, lora_request, adapter, pooling)
+        if pooling == "all":
+            raise InvalidArgument("pooling", f"{pooling!r} is not supported here: use encode")
+        is_normalized = normalize if pooling_params is None else given.is_normalized(default=True)
+        options = VectorOptions(pooling, is_normalized, given.dimensions, prompt_name)
+        requests = self._pooling_requests(prompts, given, lora_request, adapter, options)
         outputs = without_errors(self._run(requests, use_tqdm))
-        is_normalized = given.is_normalized(default=True)
-        vectors = [get_embedding(output, normalize=is_normalized) for output in outputs]
+        vectors = [options.embedding(self._serving.pooler, output) for output in outputs]
         return [
             dataclasses.replace(one, request_id=output.request_id) for one, output in zip(vectors, outputs, strict=True)
         ]
@@ -464,14 +439,35 @@ class LLM(LocalModel):
         check_pooling_task("pooling_task", pooling_task or "embed")
         params = check_pooling(pooling_params or PoolingParams())
         task = params.task or pooling_task or "embed"
-        pooling: Pooling = "last" if task == "embed" else "all"
-        requests = self._pooling_requests(prompts, params, lora_request, None, pooling)
+        options = VectorOptions.of_encode(params, task)
+        requests = self._pooling_requests(prompts, params, lora_request, None, options)
         outputs = without_errors(self._run(requests, use_tqdm))
-        return [get_pooling_output(output, normalize=params.is_normalized(default=True)) for output in outputs]
+        return [get_pooling_output(output, options, self._serving.pooler) for output in outputs]
 
-    def classify(self, prompts: GivenPrompt | Sequence[GivenPrompt], **options: Any) -> NoReturn:
-        """Raise Unsupported: models with a classification head are not supported."""
-        raise no_classification_head(self._serving.model)
+    def classify(
+        self,
+        prompts: GivenPrompt | Sequence[GivenPrompt],
+        *,
+        use_tqdm: bool | MakeBar = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: GivenLora = None,
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """Return the probability of each label for each prompt, in `outputs.probs`.
+
+        Args:
+            prompts: as in `generate`.
+            use_tqdm: as in `generate`.
+            pooling_params: with `use_activation` off, return logits.
+            lora_request: as in `generate`.
+
+        Raises:
+            Unsupported: the model has no classification head.
+            InvalidArgument: a prompt is invalid; nothing was computed.
+        """
+        options, given = VectorOptions(require_classifier(self._serving).pooling), pooling_params or PoolingParams()
+        requests = self._pooling_requests(prompts, check_pooling(given), lora_request, None, options)
+        outputs = without_errors(self._run(requests, use_tqdm))
+        return [get_class_output(self._serving, output, given) for output in outputs]
 
     def reward(self, prompts: GivenPrompt | Sequence[GivenPrompt], **options: Any) -> NoReturn:
         """Raise Unsupported: reward models are not supported."""
@@ -688,12 +684,14 @@ class AsyncLLM(LocalModel):
         kept = params.truncate_prompt_tokens
         kind = RequestOutputKind.FINAL_ONLY
         sampling = change_sampling(EMBED_SAMPLING, {"truncate_prompt_tokens": kept, "output_kind": kind, **changes})
-        pooled = dataclasses.replace(parsed.prompt, pooling="all" if params.task == "token_embed" else "last")
+        options, pooler = VectorOptions.of_encode(params, params.task), self._serving.pooler
+        options.check(pooler, self._serving.hidden_size)
+        pooled = options.prompted(pooler, parsed.prompt)
         async with contextlib.aclosing(self._stream(sampling, pooled, request_id, lora_request)) as stream:
             async for output in stream:
                 if output.embedding is None:
                     raise Unavailable(f"request {request_id!r} was aborted")
-                yield get_pooling_output(output, normalize=params.is_normalized(default=True))
+                yield get_pooling_output(output, options, pooler)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests by id; their last output has the finish reason "abort". Unknown ids have no effect."""

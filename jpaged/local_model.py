@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from numbers import Integral
@@ -31,7 +33,13 @@ from jpaged.sampling_params import PoolingParams, python_names, with_defaults
 from jpaged.server_load import EngineLoad
 from jpaged.service.chat.output_parser import ChatOutputParser
 from jpaged.service.loaded_model import EngineClient, LoadedModel
-from jpaged.service.score_embed import EMBED_SAMPLING, errors_named
+from jpaged.service.score_embed import (
+    EMBED_SAMPLING,
+    VectorOptions,
+    classifiable,
+    errors_named,
+    require_classifier,
+)
 from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.service.tokenizer_parts import keep_quiet_about_torch
 from jpaged.types import (
@@ -39,11 +47,11 @@ from jpaged.types import (
     LoadedAdapter,
     LoRARequest,
     OutputEvent,
-    Pooling,
     Prompt,
     Request,
     SamplingParams,
     SequenceFinish,
+    Usage,
 )
 
 
@@ -81,6 +89,49 @@ class PreparedRequest(NamedTuple):
     request: Request
     answers: ChatOutputParser | None
     lora_request: LoRARequest | None = None
+
+
+MakeBar = Callable[..., Any]
+"""Creates a bar like `tqdm(total=..., desc=..., dynamic_ncols=...)`, with `update`, `postfix` and `close`."""
+
+
+class ProgressBar:
+    """A bar over requests, or none.
+
+    By default there is a bar only on a terminal, because a library should not write into its user's logs and pipes.
+
+    Args:
+        use_tqdm: True shows a bar if stderr is a terminal, a callable creates the bar, False shows none.
+        num_requests: total number of requests.
+    """
+
+    def __init__(self, use_tqdm: bool | MakeBar, num_requests: int) -> None:
+        self._bar: Any = None
+        self._start_s = time.perf_counter()
+        self._num_prompt_tokens = self._num_output_tokens = 0
+        if use_tqdm is False:
+            return
+        if use_tqdm is True:
+            from tqdm.auto import tqdm  # a notebook would draw a widget
+
+            use_tqdm = functools.partial(tqdm, disable=None)
+        self._bar = use_tqdm(total=num_requests, desc="Processed prompts", dynamic_ncols=True)
+
+    def note_done(self, usage: Usage) -> None:
+        """Count one more finished request, with its tokens."""
+        if self._bar is None:
+            return
+        self._num_prompt_tokens += usage.prompt_tokens
+        self._num_output_tokens += usage.completion_tokens
+        seconds = max(time.perf_counter() - self._start_s, 1e-9)
+        inputs, outputs = self._num_prompt_tokens / seconds, self._num_output_tokens / seconds
+        self._bar.postfix = f"input: {inputs:.1f} tok/s, output: {outputs:.1f} tok/s"
+        self._bar.update(1)
+
+    def close(self) -> None:
+        """Close the bar."""
+        if self._bar is not None:
+            self._bar.close()
 
 
 class ParsedPrompt(NamedTuple):
@@ -411,9 +462,10 @@ class LocalModel:
         given: PoolingParams,
         lora_request: GivenLora,
         adapter: str | None,
-        pooling: Pooling,
+        options: VectorOptions,
     ) -> list[PreparedRequest]:
         """Return a request with pooling for each prompt."""
+        options.check(self._serving.pooler, self._serving.hidden_size)
         many, _ = list_prompts(prompts)
         loras: list[Any] = one_each("lora_request", lora_request, (LoRARequest, NoneType), len(many))
         sampling = EMBED_SAMPLING
@@ -424,7 +476,30 @@ class LocalModel:
             with errors_named(f"prompts[{i}]"):
                 parsed = parse_prompt(one)
                 salted = sampling if parsed.cache_salt is None else replace(sampling, cache_salt=parsed.cache_salt)
-                requests.append(self._request(salted, replace(parsed.prompt, pooling=pooling), lora or adapter))
+                requests.append(
+                    self._request(salted, options.prompted(self._serving.pooler, parsed.prompt), lora or adapter)
+                )
+        return requests
+
+    def _pair_requests(
+        self,
+        pairs: Sequence[tuple[GivenPrompt, GivenPrompt]],
+        given: PoolingParams,
+        lora_request: GivenLora,
+        adapter: str | None,
+    ) -> list[PreparedRequest]:
+        """Return a request for each pair of texts, which the model's classification head scores."""
+        pooler, requests = require_classifier(self._serving, for_pairs=True), list[PreparedRequest]()
+        if isinstance(lora_request, Sequence):
+            raise InvalidArgument("lora_request", "must be one adapter for all pairs")
+        for i, pair in enumerate(pairs):
+            with errors_named(f"data_2[{i}]"):
+                first, second = (parse_prompt(one).prompt.text for one in pair)
+                if first is None or second is None:
+                    raise InvalidArgument("prompt", "must be a text: a cross-encoder joins the texts of a pair")
+                joined = Prompt(text=first, text_pair=second)
+                prompt = classifiable(self._serving.input_processor, joined, pooler, given.truncate_prompt_tokens)
+                requests.append(self._request(EMBED_SAMPLING, prompt, lora_request or adapter))
         return requests
 
     def _find_adapter(self, given: str | LoRARequest | None) -> LoadedAdapter | None:

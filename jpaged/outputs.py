@@ -34,6 +34,8 @@ from jpaged.types import (
 __all__ = [
     "BeamSearchOutput",
     "BeamSearchSequence",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "Completions",
     "Counter",
@@ -79,6 +81,18 @@ class ScoringOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """Probability of each label, or its logit."""
+
+    probs: tuple[float, ...]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of labels."""
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
 class PoolingRequestOutput(Generic[_T]):
     """Result of `LLM.encode`, `LLM.score` and similar calls for one prompt or pair."""
 
@@ -90,6 +104,7 @@ class PoolingRequestOutput(Generic[_T]):
 
 
 ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
 
 
 @dataclass(frozen=True, slots=True)

@@ -666,7 +666,7 @@ class PoolingParams:
 
     Attributes:
         use_activation: scale the vector to length 1; None for the default of the method.
-        dimensions: only None: vectors have the model's width.
+        dimensions: keep only the first numbers of each vector, if the model supports it; None keeps all.
         truncate_prompt_tokens: keep only the last N prompt tokens; -1 keeps what fits into max_model_len.
         normalize: former name of use_activation.
         task: None, "embed" or "token_embed"; None for the task of the method.
@@ -689,9 +689,9 @@ class PoolingParams:
             )
         if self.task is not None:
             check_pooling_task("pooling_params.task", self.task)
-        if self.dimensions is not None:
-            raise Unsupported(
-                f"pooling_params.dimensions: {self.dimensions} is not supported: vectors are not shortened"
+        if not (self.dimensions is None or (_is_int(self.dimensions) and self.dimensions >= 1)):
+            raise InvalidArgument(
+                "pooling_params.dimensions", f"{self.dimensions!r} is out of range: must be an integer >= 1"
             )
 
     def is_normalized(self, default: bool) -> bool:

@@ -47,8 +47,8 @@ INSTEAD: Mapping[str, str] = {
     "/get_world_size": "the number of replicas and the weights are fixed: restart the server",
 }
 """Alternatives to paths that are not served."""
-ERRORS: Mapping[str, str] = {"/classify": "an error that names the model: none has a classification head"}
-"""Paths that read the same bodies and answer with an error."""
+PARTLY: Mapping[str, str] = {"/classify": "the same, for models with a classification head"}
+"""Paths that only some models serve."""
 
 METRICS = """
     num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries prefix_cache_hits
@@ -108,8 +108,8 @@ def _row(names: Collection[str], cell: str) -> str:
 def _paths() -> Iterator[str]:
     served = {path.replace(":path", "") for _, path in HTTP}
     yield f"\n| path of vLLM {VERSION} | here |\n|---|---|"
-    yield _row([path for path in PATHS.split() if path in served - ERRORS.keys()], "the same")
-    for path, text in ERRORS.items():
+    yield _row([path for path in PATHS.split() if path in served - PARTLY.keys()], "the same")
+    for path, text in PARTLY.items():
         yield _row([path], text)
     for paths, text in INSTEAD.items():
         yield _row(paths.split(), text)

@@ -6,7 +6,7 @@ weights.py             files -> parameters on devices, one leaf at a time
 finite.py              check for NaN and infinities
 tensor_files.py        interface of the checkpoint readers, and the reader and writer of safetensors files
 adapters.py            adapters (LoRA)
+pooler.py              pooling, prompts and heads of embedding models and classifiers
 orbax.py               reader of Orbax folders
-orbax_writer.py        writer of Orbax folders
 conversion.py          conversion between formats
 """

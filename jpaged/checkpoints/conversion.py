@@ -4,24 +4,28 @@ Every tensor keeps its name and shape. It keeps its type unless the options requ
 (`jpaged.checkpoints.quantized.quantizer`). A tensor whose type is fixed by the model keeps that. Host memory holds one
 tensor as it was read, and its copy in the written type if that differs. The destination appears under its name when it
 is complete. Blocks of a GGUF file are written as dequantized weights.
+
+The writer of Orbax folders is here and not next to the reader, because importing Orbax takes most of a second.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import itertools
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
 from jpaged import json_text
 from jpaged.checkpoints.gguf.file import is_gguf
@@ -29,8 +33,7 @@ from jpaged.checkpoints.gguf.tensors import read_model
 from jpaged.checkpoints.gguf.tokenizer import read_tokenizer
 from jpaged.checkpoints.hub import CONFIG_FILE, read_config, read_json, read_scheme
 from jpaged.checkpoints.names import model_leaves
-from jpaged.checkpoints.orbax import MANIFEST_FILE, is_orbax_folder, write_manifest
-from jpaged.checkpoints.orbax_writer import write_orbax
+from jpaged.checkpoints.orbax import MANIFEST_FILE, PARAMS_FOLDER, is_orbax_folder, write_manifest
 from jpaged.checkpoints.quantized.quantizer import ASKED, Rounded
 from jpaged.checkpoints.tensor_files import (
     DTYPES,
@@ -291,3 +294,68 @@ def _check_free(destination: Path, force: bool) -> None:
         raise InvalidArgument(
             "destination", f"{destination} contains something other than a checkpoint; remove it first"
         )
+
+
+_CHUNK_BYTES = 2**20  # 512 x 1024 in bfloat16; Orbax warns of less
+_MAX_PRIME = 4096
+# Not needed for reading; it contains the path on the machine that wrote the checkpoint.
+_OF_ONE_MACHINE = ("commit_success.txt",)
+
+
+def write_orbax(tensors: Sequence[StoredTensor], folder: Path, max_file_bytes: int | None) -> None:
+    """Write the tensors into `folder / PARAMS_FOLDER`, one after another, without the manifest.
+
+    Host memory holds one tensor, and its parts that are being written.
+
+    Args:
+        folder: must exist.
+        max_file_bytes: approximate size of a data file; None for Orbax' default.
+
+    Raises:
+        OSError, ValueError: a file could not be written; tensorstore has no error class.
+    """
+    target = (folder / PARAMS_FOLDER).resolve()
+    handler = ocp.PyTreeCheckpointHandler(
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+            (StoredTensor, _OneByOne(deepcopy_host_arrays=False)),
+            (jax.Array, ocp.type_handlers.ArrayHandler()),  # there are none, and Orbax warns about that
+        ),
+        use_zarr3=True,
+        use_compression=False,  # weights are noise
+    )
+    tree = {tensor.name: tensor for tensor in tensors}
+    arguments = ocp.args.PyTreeSave(
+        tree,
+        save_args={name: ocp.SaveArgs(chunk_byte_size=_chunk_bytes(tensor)) for name, tensor in tree.items()},
+        ocdbt_target_data_file_size=max_file_bytes,
+    )
+    with ocp.Checkpointer(handler) as saver:
+        saver.save(target, args=arguments)
+    for name in _OF_ONE_MACHINE:
+        (target / name).unlink(missing_ok=True)
+
+
+class _OneByOne(ocp.type_handlers.NumpyHandler):
+    """Orbax' handler of NumPy arrays for tensors that are not read yet; the original would write all at once."""
+
+    async def serialize(self, values: Sequence[StoredTensor], infos: Sequence[Any], args: Any = None) -> list[Any]:
+        for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
+            for written in await super().serialize([np.ascontiguousarray(value.read())], [info], [arg]):
+                await asyncio.to_thread(written.result)
+        return []
+
+
+def _chunk_bytes(tensor: StoredTensor) -> int | None:
+    """Return the chunk size; None for an axis with a large prime factor, which Orbax would split into single rows."""
+    return None if any(_largest_prime(size) > _MAX_PRIME for size in tensor.shape) else _CHUNK_BYTES
+
+
+def _largest_prime(number: int) -> int:
+    """Return the largest prime factor."""
+    factor = 2
+    while factor * factor <= number:
+        if number % factor == 0:
+            number //= factor
+        else:
+            factor += 1
+    return number

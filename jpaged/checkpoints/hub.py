@@ -118,10 +118,11 @@ _MAX_DEPTH = 64
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096
 """Places, including the first and the last, and bytes per place that a fingerprint reads of each file."""
 
-# Weights, configs and tokenizers at the top of a repository; not the duplicates in other formats.
+# Weights, configs and tokenizers at the top of a repository, and modules of sentence-transformers, such as 1_Pooling;
+# not the duplicates in other formats.
 _TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 _WANTED_FILES = (*_TOKENIZER_FILES, "*.safetensors")
-_UNWANTED_FILES = ("*/*", "consolidated*")
+_UNWANTED_FILES = ("[!0-9]*/*", "consolidated*")
 _GGUF_ID = re.compile(r"([^/:]+/[^/:]+):([\w.-]+)")
 """A repository with GGUF files, and the type of one of its models."""
 

@@ -89,14 +89,19 @@ def _leaf_bytes(config: ModelConfig, leaf: Leaf, itemsize: int) -> float:
     return size * NUM_BITS[form.values] / 8 + size / depth * form.num_groups(depth) * of_group
 
 
+SCORE = ("score.weight", "score.bias")
+"""Head of classifiers whose layers are those of a model that generates."""
+
+
 def is_ignored(name: str, config: ModelConfig) -> bool:
     """Return True if a tensor that no leaf uses is known to have no effect.
 
     Old checkpoints store rotary frequencies, which follow from the config, and causal masks. Multimodal models store
-    vision weights. Tied models may repeat the embedding; the loader checks that both are equal.
+    vision weights. Classifiers store a head, which `pooler.py` reads. Tied models may repeat the embedding; the loader
+    checks that both are equal.
     """
     family = find_family(config.architecture)
-    if any(part in name for part in (".rotary_emb.inv_freq", *family.ignored)):
+    if name in SCORE or any(part in name for part in (".rotary_emb.inv_freq", *family.ignored)):
         return True
     if family.ignores_later_layers and _get_layer(name, family) >= config.num_layers:
         return True

@@ -575,7 +575,8 @@ def _parse_finish(finish: inference_pb2.Finish) -> SequenceFinish:
 GivenText = str | Sequence[int]
 """A text, or its token ids."""
 
-_POOLINGS: Mapping[Pooling, inference_pb2.Pooling] = {
+_POOLINGS: Mapping[Pooling | None, inference_pb2.Pooling] = {
+    None: inference_pb2.POOLING_UNSPECIFIED,
     "last": inference_pb2.POOLING_LAST,
     "mean": inference_pb2.POOLING_MEAN,
 }
@@ -614,7 +615,7 @@ def score_call(
 
 
 def embed_call(
-    inputs: Sequence[GivenText], asker: CallOptions, *, pooling: Pooling, normalize: bool
+    inputs: Sequence[GivenText], asker: CallOptions, *, pooling: Pooling | None, normalize: bool | None
 ) -> UnaryCall[Evaluated[tuple[float, ...]]]:
     """Build an Embed call: texts or token ids -> vectors."""
     _require_several("inputs", inputs)
@@ -623,7 +624,7 @@ def embed_call(
     request = inference_pb2.EmbedRequest(
         inputs=[inference_pb2.EmbedInput(**_build_form(f"inputs[{i}]", one)) for i, one in enumerate(inputs)],
         pooling=_POOLINGS[pooling],
-        normalize=normalize,
+        normalize=bool(normalize),
         **asker.fields(),
     )
     return UnaryCall("Embed", request, _parse_vectors)

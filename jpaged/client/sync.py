@@ -134,16 +134,18 @@ class Client(BaseClient[GenerateStream]):
         self,
         inputs: Sequence[str | Sequence[int]],
         *,
-        pooling: Pooling = "last",
-        normalize: bool = False,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
         adapter: str = "",
         cache_salt: str = "",
         priority: int = 0,
     ) -> Evaluated[tuple[float, ...]]:
-        """Return vectors of texts or token ids: the final hidden state of the last token, or the mean of all.
+        """Return vectors of texts or token ids: the model's own, or hidden states that are pooled another way.
 
         Args:
-            normalize: scale each vector to length 1.
+            pooling: "last" for the final hidden state of the last token, "mean" for the mean of all; None for the
+                model's own pooling.
+            normalize: scale each vector to length 1; None leaves it to the model.
             adapter: as in `score`, with cache_salt and priority.
         """
         asker = convert.CallOptions(self._model, adapter, cache_salt, priority)

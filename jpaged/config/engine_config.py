@@ -43,6 +43,12 @@ from jpaged.errors import InternalError, InvalidArgument
 _OF_COMPILERS = ("XLA_", "TF_XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
 _WITH_HEAD: Mapping[str, Any] = {"num_scheduler_steps": 1, "swap_space": 0.0}
 _WITH_DP_ATTENTION: Mapping[str, Any] = {"swap_space": 0.0}
+_OF_ENCODER: Mapping[str, Any] = {
+    "swap_space": 0.0,
+    "enable_prefix_caching": False,
+    "num_scheduler_steps": 1,
+    "enable_cascade_attention": False,
+}
 ENVIRONMENT: Mapping[str, str] = {
     "JPAGED_CACHE_DIR": "directory of the compiled-program cache; empty disables the cache",
     "JPAGED_API_KEY": "API key that clients and commands send",
@@ -270,7 +276,12 @@ class EngineConfig:
         Raises:
             InvalidArgument: names the first such option.
         """
-        refused: dict[str, tuple[object, object]] = {
+        self._refuse(self._unshared, f"{architecture} has recurrent state")
+
+    @property
+    def _unshared(self) -> dict[str, tuple[object, object]]:
+        """Options of models whose blocks and state belong to one request: each value, and the only one allowed."""
+        allowed: dict[str, tuple[object, object]] = {
             "context_parallel_size": (self.parallel.context_parallel_size, 1),
             "pipeline_parallel_size": (self.parallel.pipeline_parallel_size, 1),
             "num_processes": (self.parallel.num_processes or 1, 1),
@@ -283,12 +294,36 @@ class EngineConfig:
             "lossy_kv_window": (self.lossy.lossy_kv_window, None),
         }
         if (store := self.cache.store_option) is not None:
-            refused[store] = (self.cache.described_store(), None)
-        for name, (value, only) in refused.items():
+            allowed[store] = (self.cache.described_store(), None)
+        return allowed
+
+    def _refuse(self, allowed: Mapping[str, tuple[object, object]], reason: str) -> None:
+        for name, (value, only) in allowed.items():
             if value != only:
-                raise InvalidArgument(
-                    name, f"is {value}, but {architecture} has recurrent state, which requires {only}"
-                )
+                raise InvalidArgument(name, f"is {value}, but {reason}, which requires {only}")
+
+    def check_encoder(self, architecture: str) -> None:
+        """Reject options that conflict with an encoder, whose prompts are computed in one step each.
+
+        Raises:
+            InvalidArgument: names the first such option.
+        """
+        allowed = self._unshared | {
+            "batching": (self.scheduler.batching, "continuous"),
+            "enable_dp_attention": (self.parallel.enable_dp_attention, False),
+            "kv_cache_dtype": (self.cache.kv_cache_dtype, "auto"),
+            "long_prefill_token_threshold": (self.scheduler.long_prefill_token_threshold, 0),
+        }
+        self._refuse(allowed, f"{architecture} is an encoder")
+
+    def for_encoder(self, architecture: str) -> EngineConfig:
+        """Return these options for an encoder, which generates nothing and shares no prefix.
+
+        Raises:
+            InvalidArgument: as `check_encoder`.
+        """
+        self.check_encoder(architecture)
+        return self.replace(**_OF_ENCODER)
 
     @property
     def has_draft(self) -> bool:

@@ -179,7 +179,7 @@ class JaxExecutor:
         packings = {size: forward_packing(size, geometry) for size in geometry.buckets.tokens}
         several = {size: DecodePacking(forward_packing(size, geometry), size) for size in geometry.buckets.decodes}
         last_tokens = jax.device_put(np.zeros(step.max_sample_rows, np.int32), replicated(step.mesh))
-        abstract = step.abstract_counts(geometry.max_num_seqs)
+        abstract = step.abstract_counts(0 if geometry.is_encoder else geometry.max_num_seqs)
         shardings = jax.tree.map(lambda struct: struct.sharding, abstract)
         zeros = functools.partial(jax.tree.map, lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
         counts = jax.jit(zeros, out_shardings=shardings)()
@@ -317,6 +317,7 @@ class JaxExecutor:
             has_adapters=self._geometry.max_loras > 0,
             has_branches=self.step.has_branches,
             num_expert_arrays=sum(spec.kind == "exchange_experts" for spec in self._served.sources),
+            is_encoder=self._geometry.is_encoder,
         )
         with memory_refusals():
             self._programs.compile(specs, progress)

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -84,7 +85,8 @@ from jpaged.models.layer_kinds import KVGroups, get_states
 from jpaged.models.layers import Attend, Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode, LayerPlace
-from jpaged.models.tokens import HeadsKernel, StateShardings, TokenBatch
+from jpaged.models.tokens import HeadsKernel, PooledRows, StateShardings, TokenBatch
+from jpaged.types import POOLINGS
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -92,18 +94,21 @@ if TYPE_CHECKING:
 _RUNS = {"kv_begins_s", "run_starts_s1", "num_runs"}
 _ADAPTERS = {"adapters_t"}
 _STATES = {"state_sources_s", "state_slots_s"}
+_ENCODED = {"poolings_s", "pair_starts_s"}
 _Order = ContextOrder | RankOrder | None
 
 
 def forward_packing(num_tokens: int, geometry: Geometry) -> Packing:
     """Return the buffer of a forward call with T tokens: the fields of `StepInputs`, whose names encode their shapes.
 
-    Fields of runs with a shared prefix, of adapters and of recurrent state are included only if the geometry has them.
+    Fields of runs with a shared prefix, of adapters, of recurrent state and of encoders are included only if the
+    geometry has them.
     """
     t, s, m, g = num_tokens, geometry.max_num_seqs, geometry.max_blocks_per_seq, len(geometry.windows)
     shapes = {"q": (geometry.num_aux,), "t": (t,), "gt": (g, t), "s": (s,), "s1": (s + 1,), "gsm": (g, s, m)}
     left_out = {"num_tokens", *(_RUNS if geometry.cascade is None else ()), *(() if geometry.max_loras else _ADAPTERS)}
     left_out |= set() if geometry.state_bytes else _STATES
+    left_out |= set() if geometry.is_encoder else _ENCODED
     names = [field.name for field in dataclasses.fields(StepInputs) if field.name not in left_out]
     return Packing.of(
         **{name: (shapes.get(name.split("_")[-1], ()), "bool" if name.startswith("is_") else "int32") for name in names}
@@ -237,13 +242,20 @@ class Step:
 
         Returns:
             the pool, and hidden states `[S+Q, E]` to sample from (S) and for log-probabilities or embeddings (Q); if
-            there is a head, also the states of each token that it takes, `[T, F]`.
+            there is a head, also the states of each token that it takes, `[T, F]`. The first S of an encoder are pooled
+            over the tokens of each row.
         """
         inputs = packing.unpack(words)
         sampled_t = last_tokens_s[inputs["prev_sampled_rows_t"]]
         ids_t = jnp.where(inputs["is_prev_sampled_t"], sampled_t, inputs["token_ids_t"])
         hidden_te, pool, features = self.run_watched(params, pool, ids_t, inputs)
         num_missing = self.max_sample_rows - inputs["sample_tokens_s"].shape[0]
+        if self.model.config.is_encoder:
+            hidden_te = self.model.normed(params, hidden_te).astype(self.hidden_dtype)
+            rows = PooledRows.of(inputs["query_starts_s1"], len(ids_t))
+            pooled_se = rows.pool(hidden_te, inputs["poolings_s"], POOLINGS, has_branches=self.has_branches)
+            pooled_se = jnp.pad(pooled_se, ((0, num_missing), (0, 0)))
+            return pool, jnp.concatenate([pooled_se, hidden_te[inputs["aux_tokens_q"]]])
         places = jnp.concatenate([jnp.pad(inputs["sample_tokens_s"], (0, num_missing)), inputs["aux_tokens_q"]])
         return pool, hidden_te[places], *features
 
@@ -391,6 +403,9 @@ class Step:
     ) -> TokenBatch:
         """Return a step's tokens as the model takes them."""
         is_used_t = order.is_used_t if isinstance(order, RankOrder) else None
+        types_t: jax.Array | None = None
+        if (pair_starts_s := inputs.get("pair_starts_s")) is not None:
+            types_t = PooledRows.of(inputs["query_starts_s1"], len(ids_t)).types(pair_starts_s)
         num_tokens = inputs["query_starts_s1"][-1]  # rows that are not in use begin at the end of the last one
         return TokenBatch(
             *(ids_t, inputs["positions_t"], inputs["rope_lens_t"], num_tokens),
@@ -402,6 +417,7 @@ class Step:
             is_used_t=is_used_t,
             states=None if is_used_t is None else StateShardings(self._sharding(TOKENS_SPEC), replicated(self.mesh)),
             recurrent=_recurrent_rows(inputs, len(ids_t), self.mesh),
+            types_t=types_t,
         )
 
     def packed_sample(
@@ -423,6 +439,9 @@ class Step:
         """
         how = RowSampling(**unpack_rows(words))
         num_rows = how.temperature_r.shape[0]
+        if self.model.config.is_encoder:
+            is_sound_r = jnp.all(jnp.isfinite(hidden_se[:num_rows]), axis=1)
+            return self._told(SampledTokens(jnp.zeros(num_rows, jnp.int32), is_sound_r))
         return self._told(self.sample(params, hidden_se[:num_rows], how, detail, stages))
 
     def packed_edited_sample(
@@ -547,6 +566,8 @@ class Step:
         """
         vocabulary, rows = self._vocabulary, words.reshape(-1, 1 + AUX_IDS)
         hidden_re, ids_rk = hidden_he[rows[:, 0]], rows[:, 1:]
+        if self.model.config.is_encoder:
+            return hidden_re  # normalized before they were pooled
         if tell == AuxKind.HIDDEN:
             hidden_re = hidden_re if self.slots is None else self.slots.without_slots(hidden_re)
             return self.model.normed(params, hidden_re).astype(jnp.float32)
@@ -600,6 +621,11 @@ class Step:
         return jax.lax.with_sharding_constraint(logits_rv, NamedSharding(self.mesh, LOGITS_SPEC))
 
     @property
+    def hidden_dtype(self) -> np.dtype:
+        """Type of the hidden states of a forward: an encoder's are sums over many tokens."""
+        return np.dtype(np.float32) if self.model.config.is_encoder else self.model.dtype
+
+    @property
     def num_head_parts(self) -> int:
         """Devices that share the heads; 1 for data-parallel attention."""
         return num_shards(self.mesh) // self.layout.dp_size
@@ -646,6 +672,7 @@ class Step:
             block_tables_sm=inputs["block_tables_gsm"][group],
             num_rows=inputs["num_rows"],
             kv_begins_s=inputs.get("kv_begins_s"),
+            first_positions_s=None if kind.is_causal else _later_positions(kind, inputs["kv_lens_s"]),
         )
         slots_t = inputs["slots_gt"][group]
         runs = (inputs["run_starts_s1"], inputs["num_runs"]) if "num_runs" in inputs else None
@@ -801,6 +828,11 @@ class _HeadShards:
             return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, MODEL_AXIS)
 
         return on_shards(function, self.mesh, tuple(map(spec, axes_in)), tuple(map(spec, axes_out)))
+
+
+def _later_positions(kind: AttentionKind, kv_lens_s: jax.Array) -> jax.Array:
+    """Return first positions from which the queries of whole prompts see all tokens, or half of their window ahead."""
+    return kv_lens_s if kind.sliding_window is None else jnp.full_like(kv_lens_s, kind.sliding_window // 2)
 
 
 def _of_counts(counts: Any, last_tokens: Any) -> TokenCounts:

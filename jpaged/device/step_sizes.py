@@ -117,6 +117,13 @@ class DeviceAttention:
         block_size = self._block_size(max_model_len)
         own_rows, own_tokens = self._of_device(max_model_len, -(-max_model_len // block_size))
         tokens = scheduler.max_num_batched_tokens
+        if self.model.config.is_encoder:
+            if tokens is not None and tokens < max_model_len:
+                raise InvalidArgument(
+                    "max_num_batched_tokens",
+                    f"{tokens} is below max_model_len ({max_model_len}): an encoder computes a prompt in one step",
+                )
+            own_tokens = max(own_tokens, max_model_len)
         rows = scheduler.max_num_seqs or min(own_rows, tokens or own_rows)
         return StepSizes(block_size, rows, tokens or max(rows, own_tokens), max_model_len)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jpaged.errors import InvalidArgument, Unsupported
 
@@ -52,6 +52,19 @@ class Tokenizer(Protocol):
             Unsupported: the model has no chat template.
             InvalidArgument: the template refuses the messages, or fails on them.
             RequestTooLong: the rendered text exceeds max_bytes.
+        """
+        ...
+
+
+@runtime_checkable
+class PairTokenizer(Protocol):
+    """A tokenizer that joins two texts, for models that compare them."""
+
+    def encode_pair(self, first: str, second: str, limit: int | None = None) -> tuple[list[int], int | None]:
+        """Return the token ids of a pair, and the first one of token type 1, if there is one.
+
+        Args:
+            limit: drop tokens of the longer text, from its end, until at most this many are left; None keeps all.
         """
         ...
 

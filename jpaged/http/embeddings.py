@@ -48,11 +48,20 @@ from jpaged.openai.embeddings import (
     score_job,
     tokenized_body,
 )
-from jpaged.openai.lines import EMBEDDINGS_URL, SCORE_URL, Answers, Evaluation
+from jpaged.openai.lines import EMBEDDINGS_URL, SCORE_URL, Answers, Evaluation, LocalCalls
 from jpaged.openai.response import AnswerSize
 from jpaged.outputs import Evaluated, new_completions
 from jpaged.service.calls import NOBODY, Call, Caller
-from jpaged.service.score_embed import CallerOptions, embed, embed_tokens, no_classification_head, score
+from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.score_embed import (
+    CallerOptions,
+    VectorOptions,
+    classify,
+    embed,
+    embed_tokens,
+    no_classification_head,
+    score,
+)
 from jpaged.service.service import Service
 from jpaged.types import MAX_DETOKENIZE_IDS, Pooling, Prompt, RequestOutput, SamplingParams, Score, Usage
 
@@ -132,8 +141,10 @@ class LocalServer:
         self,
         inputs: Sequence[str | Sequence[int]],
         *,
-        pooling: Pooling = "last",
-        normalize: bool = False,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
         adapter: str = "",
         cache_salt: str = "",
         priority: int = 0,
@@ -141,9 +152,8 @@ class LocalServer:
         """Return the vector of each input."""
         size = sum(map(len, inputs))
         asker = self._asker(adapter, cache_salt, priority)
-        found = await embed(
-            self.service, asker, lambda: [_prompt(one) for one in inputs], size, pooling, normalize=normalize
-        )
+        options = VectorOptions(pooling, normalize, dimensions, prompt_name)
+        found = await embed(self.service, asker, lambda: [_prompt(one) for one in inputs], size, options)
         return Evaluated([one.values for one in found], _usage([one.usage for one in found]))
 
     async def embed_tokens(
@@ -162,6 +172,40 @@ class LocalServer:
             self.service, asker, lambda: [_prompt(one) for one in inputs], size, normalize=normalize
         )
         return Evaluated([values_te for values_te, _ in found], _usage([usage for _, usage in found]))
+
+    async def score_pairs(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        limit: int | None = None,
+        adapter: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Evaluated[float]:
+        """Return the score of each pair of texts by the model's classification head."""
+        size, asker = sum(len(text) for pair in pairs for text in pair), self._asker(adapter, cache_salt, priority)
+
+        def read() -> list[Prompt]:
+            return [Prompt(text=first, text_pair=second) for first, second in pairs]
+
+        found = await classify(self.service, asker, read, size, limit=limit, for_pairs=True)
+        return Evaluated([one.values[0] for one in found], _usage([one.usage for one in found]))
+
+    async def classify(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        use_activation: bool = True,
+        adapter: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Evaluated[tuple[float, ...]]:
+        """Return the probabilities of each input's labels, or their logits."""
+        size, asker = sum(map(len, inputs)), self._asker(adapter, cache_salt, priority)
+        found = await classify(
+            self.service, asker, lambda: [_prompt(one) for one in inputs], size, use_activation=use_activation
+        )
+        return Evaluated([one.values for one in found], _usage([one.usage for one in found]))
 
     async def tokenize(
         self,
@@ -227,22 +271,14 @@ def scoring_routes(service: Service) -> list[Route]:
 
         return answer
 
-    async def classify(request: Request) -> Response:
-        job = await read_body(service, request, classify_job)
-        model = service.state.serving().model
-        _make_answers(service).check_model(job.how)
-        raise no_classification_head(model)
-
     paths: dict[str, ScoringReader] = {
         EMBEDDINGS_URL: embed_job,
         "/pooling": pooling_job,
+        "/classify": classify_job,
         **dict.fromkeys((SCORE_URL, "/score"), score_job),
         **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), rerank_job),
     }
-    return [
-        *(Route(path, answering(read), methods=["POST"]) for path, read in paths.items()),
-        Route("/classify", classify, methods=["POST"]),
-    ]
+    return [Route(path, answering(read), methods=["POST"]) for path, read in paths.items()]
 
 
 async def answer_scoring(
@@ -268,14 +304,24 @@ async def evaluate_job(service: Service, request: Request, job: ScoringJob, user
     if isinstance(job, PoolingJob):
         answers.check_model(job.how)
         if job.task in HEAD_TASKS:
-            error = no_classification_head(service.state.serving().model)
-            raise InvalidArgument("task", f"{job.task!r} is not supported: {error}")
+            loaded = service.state.serving()
+            is_classifier = loaded.pooler is not None and bool(loaded.pooler.labels)
+            if not is_classifier or job.task != HEAD_TASKS[0]:
+                error = f"only {HEAD_TASKS[0]!r}" if is_classifier else no_classification_head(loaded.model)
+                raise InvalidArgument("task", f"{job.task!r} is not supported: {error}")
         job = replace(job, request_id=name_request(request, job.request_id))
 
     async def evaluate() -> Evaluation:
         return await answers.evaluate(server, await _tokenized(service, job))
 
     return await while_there(request, evaluate(), remaining_s)
+
+
+def get_local_calls(loaded: LoadedModel, server: LocalServer | None) -> LocalCalls:
+    """Return the calls of this process's server for its model."""
+    if server is None or loaded.pooler is None or not loaded.pooler.labels:
+        return LocalCalls()
+    return LocalCalls(loaded.pooler.labels, server.score_pairs, server.classify)
 
 
 def _make_answers(service: Service, server: LocalServer | None = None) -> Answers:
@@ -288,6 +334,7 @@ def _make_answers(service: Service, server: LocalServer | None = None) -> Answer
         max_bytes=int(service.state.config.http.max_response_size * 2**20),
         hidden_size=loaded.hidden_size,
         embed_tokens=None if server is None else server.embed_tokens,
+        local=get_local_calls(loaded, server),
     )
 
 

@@ -217,9 +217,14 @@ class ModelConfig:
         return self.hidden_size
 
     @property
+    def is_encoder(self) -> bool:
+        """True if tokens see later ones: the model embeds and classifies prompts, and generates nothing."""
+        return not all(kind.attention.is_causal for kind in self.layer_kinds)
+
+    @property
     def num_attention_layers(self) -> int:
-        """Layers that store keys and values."""
-        return self.num_layers - self.num_recurrent_layers
+        """Layers that store keys and values in the pool; the layers of an encoder take turns in one."""
+        return 1 if self.is_encoder else self.num_layers - self.num_recurrent_layers
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:

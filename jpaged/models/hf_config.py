@@ -36,6 +36,9 @@ _HARMLESS = (
     # Classes of the repository, which are never run: the architecture is looked up by its name.
     "auto_map",
     "cache_implementation",
+    # Of classification heads, which are read with the weights.
+    "classifier_from_token",
+    "is_original_qwen3_reranker",
     "custom_pipelines",
     "decoder_start_token_id",
     "dropout",
@@ -133,6 +136,10 @@ _MODELING = (
 """Prefixes of words that name parts of models: a key with one of them could change the output."""
 _SWITCHES = ("apply", "do", "enable", "has", "no", "use", "with")
 """First words of keys that turn something on."""
+CLASSIFIER = "ForSequenceClassification"
+"""End of the names of models with a classification head."""
+FROM_TOKENS = "classifier_from_token"
+"""Key with the tokens whose rows of the output matrix are the head."""
 _NAMES_OF_DTYPES = {"half": "float16", "float": "float32"}
 
 
@@ -180,6 +187,8 @@ def _read(whole: JsonFields, architecture: str, generation: Mapping[str, object]
     known: ModelConfig = family.read(fields, architecture)
     eos = _eos(fields, known.eos_token_ids)
     generation_eos = JsonFields(generation or {}, "generation_config.json").token_ids("eos_token_id")
+    if _is_classifier(whole) and not whole.has(FROM_TOKENS):  # it has no output matrix
+        known = replace(known, tie_word_embeddings=True)
     result = replace(
         known,
         eos_token_ids=generation_eos or eos,
@@ -239,7 +248,7 @@ def _restatements(config: ModelConfig) -> Mapping[str, tuple[object, ...]]:
             (config.max_position_embeddings,),
         ),
         **dict.fromkeys(("tie_embeddings", "tie_weights", "tie_word_embeddings"), (config.tie_word_embeddings,)),
-        **dict.fromkeys(("causal", "is_causal", "use_causal_mask"), (True,)),
+        **dict.fromkeys(("causal", "is_causal", "use_causal_mask"), (not config.is_encoder,)),
         "use_sliding_window": (is_windowed,),
         "sliding_window": (0, -1, False) if not is_windowed else tuple(set(windows)) if len(set(windows)) == 1 else (),
         "layer_types": ([FULL if window is None else SLIDING for window in windows],),
@@ -331,10 +340,19 @@ def _architecture(fields: JsonFields) -> str:
         raise fields.bad("architectures", f"is {names!r}; it must be a list of one name")
     names = [SYNONYMS.get(name, name) for name in names]
     name = next((name for name in names if name in ARCHITECTURES or name in HEADS or name in NAMES), names[0])
+    # The layers are those of the model that generates; `jpaged.checkpoints.pooler` reads the head.
+    generator = f"{name.removesuffix(CLASSIFIER)}ForCausalLM"
+    if name not in ARCHITECTURES and name.endswith(CLASSIFIER) and generator in ARCHITECTURES:
+        return generator
     # A model saved without its head: the class with a head computes the same layers.
     if name.endswith("Model") and of_type and _stem(of_type[0]) == _stem(name):
         return of_type[0]
     return name
+
+
+def _is_classifier(fields: JsonFields) -> bool:
+    names = fields.value("architectures")
+    return isinstance(names, list) and any(isinstance(name, str) and name.endswith(CLASSIFIER) for name in names)
 
 
 def _stem(architecture: str) -> str:

@@ -67,6 +67,7 @@ class LayerKind:
         is_sparse: a mixture of experts replaces the dense feed-forward.
         has_feed_forward: there is a feed-forward, or a mixture, after attention.
         states: of a recurrent layer, which replaces attention; empty for attention.
+        has_norm: the input of attention is normalized, if the model's layers have norms there.
     """
 
     attention: AttentionKind
@@ -74,6 +75,7 @@ class LayerKind:
     is_sparse: bool = False
     states: tuple[StateArray, ...] = ()
     has_feed_forward: bool = True
+    has_norm: bool = True
 
     def blank_states(self, model_dtype: np.dtype) -> list[tuple[tuple[int, ...], np.dtype]]:
         """Return the shape and the type of each array of a sequence's state."""
@@ -210,6 +212,11 @@ def group_kinds(kinds: Sequence[LayerKind], max_model_len: int, units: Units | N
         for layer, number in zip(range(len(kinds)), num_before, strict=False)
     )
     return dataclasses.replace(groups, places=places)
+
+
+def share_one_layer(kinds: Sequence[LayerKind]) -> KVGroups:
+    """Return one group with one layer in which all layers take turns: an encoder's keys are read within their layer."""
+    return KVGroups((None,), 1, ((0, 0),) * len(kinds))
 
 
 def group_layers(windows: Sequence[int | None], max_model_len: int, units: Units | None = None) -> KVGroups:

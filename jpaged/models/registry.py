@@ -9,6 +9,7 @@ from jpaged.errors import Unsupported
 from jpaged.models.eagle import HEADS
 from jpaged.models.families import (
     deepseek,
+    encoders,
     falcon,
     gemma,
     gpt,
@@ -17,7 +18,6 @@ from jpaged.models.families import (
     llama,
     mamba,
     opt,
-    phi3,
     qwen_moe,
     qwen_next,
     variants,
@@ -25,8 +25,8 @@ from jpaged.models.families import (
 from jpaged.models.family import AnyFamily
 
 _FAMILIES = (
-    *(llama, qwen_moe, gpt_oss, deepseek, gemma, phi3),
-    *(gpt, falcon, opt, lfm2, qwen_next, mamba, variants),
+    *(llama, qwen_moe, gpt_oss, deepseek, gemma),
+    *(gpt, falcon, opt, lfm2, qwen_next, mamba, variants, encoders),
 )
 
 ARCHITECTURES: Mapping[str, AnyFamily] = {

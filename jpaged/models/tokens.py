@@ -1,4 +1,4 @@
-"""Packed tokens as the input of a model."""
+"""Packed tokens as the input of a model, and the pooling of an encoder's hidden states over the tokens of each row."""
 
 from __future__ import annotations
 
@@ -82,6 +82,7 @@ class TokenBatch:
         is_used_t: see `Rows`.
         states: shardings of hidden states that are split by rows; None if every device has all rows. Static.
         recurrent: the rows of recurrent layers; None for one row that begins its sequence.
+        types_t: int32 `[T]`, the type of each token: 1 in the second text of a pair; None is 0 for all.
     """
 
     ids_t: jax.Array
@@ -96,9 +97,90 @@ class TokenBatch:
     is_used_t: jax.Array | None = None
     states: StateShardings | None = dataclasses.field(default=None, metadata={"static": True})
     recurrent: RecurrentRows | None = None
+    types_t: jax.Array | None = None
 
     @property
     def rows(self) -> Rows:
         """The tokens as rows of matmuls."""
         num_in_use = jnp.int32(len(self.ids_t)) if self.num_tokens is None else self.num_tokens
         return Rows(num_in_use, self.adapters_t, self.is_used_t)
+
+
+Poolings = tuple[str, ...]
+"""Names of poolings, in the order of their numbers on the device."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """The rows of packed tokens, each a whole prompt whose hidden states are pooled.
+
+    Attributes:
+        rows_t: the row of each token; the number of rows for padding.
+        places_t: the token's place in its row.
+        starts_s: the first token of each row.
+        lens_s: tokens of each row; 0 beyond the rows in use.
+    """
+
+    rows_t: jax.Array
+    places_t: jax.Array
+    starts_s: jax.Array
+    lens_s: jax.Array
+
+    @classmethod
+    def of(cls, query_starts_s1: jax.Array, num_tokens: int) -> PooledRows:
+        """Return the rows that begin at these tokens, for `num_tokens` packed tokens with padding."""
+        tokens_t = jnp.arange(num_tokens)
+        rows_t = jnp.searchsorted(query_starts_s1[1:], tokens_t, side="right").astype(jnp.int32)
+        starts_s = query_starts_s1[:-1]
+        places_t = tokens_t - starts_s.at[rows_t].get(mode="clip")
+        return cls(rows_t, places_t, starts_s, query_starts_s1[1:] - starts_s)
+
+    def types(self, pair_starts_s: jax.Array) -> jax.Array:
+        """Return the type of each token: 1 in the second text of a row, from its first token on."""
+        return (self.places_t >= pair_starts_s.at[self.rows_t].get(mode="clip")).astype(jnp.int32)
+
+    def pool(self, hidden_te: jax.Array, poolings_s: jax.Array, poolings: Poolings, *, has_branches: bool) -> jax.Array:
+        """Pool float32 hidden states `[T, E]` into `[S, E]`; a row's result does not depend on other rows.
+
+        The sums are those of sentence-transformers: `mean` divides by the number of tokens,
+        `mean_sqrt_len_tokens` by its root, and `weightedmean` weights the n-th token by n.
+
+        Args:
+            poolings_s: the pooling of each row, as an index in `poolings`. Rows of other poolings return their last
+                token.
+            has_branches: omit sums that no row needs.
+        """
+        number = {name: index for index, name in enumerate(poolings)}
+        num_rows, last_s = len(self.starts_s), jnp.maximum(self.starts_s + self.lens_s - 1, 0)
+        is_in_use_t = (self.rows_t < num_rows)[:, None]
+        place_s = jnp.where(poolings_s == number["cls"], self.starts_s, last_s)
+        pooled_se = hidden_te[place_s]
+
+        def replaced(found_se: jax.Array, names: tuple[str, ...], of_rows: Callable[[], jax.Array]) -> jax.Array:
+            is_one_s = jnp.isin(poolings_s, jnp.array([number[name] for name in names]))
+
+            def replace() -> jax.Array:
+                return jnp.where(is_one_s[:, None], of_rows(), found_se)
+
+            if not has_branches:
+                return replace()
+            result: jax.Array = jax.lax.cond(jnp.any(is_one_s), replace, lambda: found_se)
+            return result
+
+        def mean() -> jax.Array:
+            lens_s = jnp.maximum(self.lens_s, 1).astype(jnp.float32)
+            is_weighted_s = poolings_s == number["weightedmean"]
+            places_t = 1.0 + self.places_t.astype(jnp.float32)
+            weights_t = jnp.where(is_weighted_s.at[self.rows_t].get(mode="clip"), places_t, 1.0)
+            states_te = jnp.where(is_in_use_t, hidden_te * weights_t[:, None], 0)
+            sums_se = jax.ops.segment_sum(states_te, self.rows_t, num_rows, indices_are_sorted=True)
+            divisors_s = jnp.where(poolings_s == number["mean_sqrt_len_tokens"], jnp.sqrt(lens_s), lens_s)
+            divisors_s = jnp.where(is_weighted_s, lens_s * (lens_s + 1) / 2, divisors_s)
+            return sums_se / divisors_s[:, None]
+
+        def largest() -> jax.Array:
+            return jax.ops.segment_max(hidden_te, self.rows_t, num_rows, indices_are_sorted=True)
+
+        pooled_se = replaced(pooled_se, ("mean", "mean_sqrt_len_tokens", "weightedmean"), mean)
+        return replaced(pooled_se, ("max",), largest)

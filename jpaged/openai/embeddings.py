@@ -56,8 +56,9 @@ Text = str | tuple[int, ...]
 
 MAX_INPUTS = 2048
 """Maximum inputs, pairs or continuations of a body; OpenAI's limit for the inputs of an embeddings request."""
-POOLINGS: tuple[Pooling, ...] = ("last", "mean")
-"""Poolings of an input's hidden states into one vector."""
+POOLINGS: tuple[Pooling, ...] = ("last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len_tokens")
+"""Poolings of an input's hidden states into one vector; models that generate have only the first two."""
+_NORMALIZE = ("normalize", "use_activation")
 ENCODINGS = ("float", "base64")
 DTYPES: Mapping[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 """Types of the numbers in base64."""
@@ -98,17 +99,20 @@ class EmbedJob:
         encoding: one of `ENCODINGS`: numbers, or the bytes of `dtype` as base64.
         dtype: one of `DTYPES`.
         is_big_endian: their bytes are in big-endian order.
+        pooling: None for the model's own.
         dimensions: required width of a vector; None for any.
-        normalize: scale vectors to length 1.
+        normalize: scale vectors to length 1; None leaves it to the model.
+        prompt_name: the model's prompt to put before texts; None for its default.
         messages: a chat instead of inputs; None for inputs.
     """
 
     inputs: tuple[Text, ...]
     how: How = How()
-    pooling: Pooling = POOLINGS[0]
+    pooling: Pooling | None = None
     encoding: str = ENCODINGS[0]
     dimensions: int | None = None
-    normalize: bool = False
+    normalize: bool | None = None
+    prompt_name: str | None = None
     messages: tuple[Mapping[str, Any], ...] | None = None
     chat_options: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
     dtype: str = "float32"
@@ -126,11 +130,16 @@ class EmbedJob:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassifyJob(EmbedJob):
+    """A parsed body of /classify; `normalize` is its `use_activation`."""
+
+
+@dataclass(frozen=True, slots=True)
 class PoolingJob(EmbedJob):
     """A parsed body of /pooling.
 
     Attributes:
-        task: one of `POOLING_TASKS`, or of `HEAD_TASKS`, which no model supports.
+        task: one of `POOLING_TASKS`, or of `HEAD_TASKS`, of which classifiers support the first one.
         add_special_tokens: add the tokenizer's special tokens to texts.
         request_id: id of the response, after "pooling-".
     """
@@ -161,7 +170,7 @@ class SimilarityJob:
 
     pairs: tuple[tuple[str, str], ...]
     how: How = How()
-    pooling: Pooling = POOLINGS[0]
+    pooling: Pooling | None = None
     top_n: int | None = None
     name: str = field(default="text_1", compare=False)
 
@@ -173,7 +182,7 @@ class SimilarityJob:
 
 _OF_ALL = {one.name for one in fields(How)}
 _OF_VECTORS = {"encoding_format", "embed_dtype", "endianness", "dimensions"}
-OF_EMBEDDINGS = {*_OF_ALL, *_OF_VECTORS, "input", "pooling", "normalize", "user", "use_activation"}
+OF_EMBEDDINGS = {*_OF_ALL, *_OF_VECTORS, "input", "pooling", "normalize", "prompt_name", "user", "use_activation"}
 OF_EMBEDDED_CHATS = {
     *(OF_EMBEDDINGS - {"input"}),
     *("messages", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
@@ -214,11 +223,15 @@ def embed_job(as_given: Mapping[str, Any]) -> EmbedJob:
     """
     own = OF_EMBEDDED_CHATS if as_given.get("messages") is not None else OF_EMBEDDINGS
     body = own_fields("/v1/embeddings", as_given, own)
-    normalize = flag_in(body, "normalize", default=flag_in(body, "use_activation", default=False))
-    if normalize is not flag_in(body, "use_activation", default=normalize):
+    flags = [flag_in(body, name, default=False) for name in _NORMALIZE if body.get(name) is not None]
+    if len(set(flags)) > 1:
         raise InvalidArgument("use_activation", "conflicts with normalize: give only one of them")
-    pooling = _choice(body, "pooling", POOLINGS)
-    return EmbedJob(**_embed_fields(body, own), pooling=pooling, normalize=normalize)
+    return EmbedJob(
+        **_embed_fields(body, own),
+        pooling=_pooling(body),
+        normalize=flags[0] if flags else None,
+        prompt_name=name_in(body, "prompt_name"),
+    )
 
 
 def pooling_job(as_given: Mapping[str, Any]) -> PoolingJob:
@@ -235,7 +248,7 @@ def pooling_job(as_given: Mapping[str, Any]) -> PoolingJob:
         raise InvalidArgument("task", f"{shown(task)} is not supported: {advice}")
     return PoolingJob(
         **_embed_fields(body, own),
-        pooling="all" if task == "token_embed" else "last",
+        pooling="all" if task == "token_embed" else None,
         normalize=flag_in(body, "use_activation", default=True),
         task=task,
         add_special_tokens=flag_in(body, "add_special_tokens", default=True),
@@ -243,13 +256,12 @@ def pooling_job(as_given: Mapping[str, Any]) -> PoolingJob:
     )
 
 
-def classify_job(as_given: Mapping[str, Any]) -> EmbedJob:
+def classify_job(as_given: Mapping[str, Any]) -> ClassifyJob:
     """Parse a body of /classify; raise as `score_job`."""
     own = OF_CLASSIFIED_CHATS if as_given.get("messages") is not None else OF_CLASSIFYING
     body = own_fields("/classify", as_given, own)
-    for name in ("use_activation", "add_special_tokens"):
-        flag_in(body, name)
-    return EmbedJob(**_embed_fields(body, own))
+    flag_in(body, "add_special_tokens")
+    return ClassifyJob(**_embed_fields(body, own), normalize=flag_in(body, "use_activation", default=True))
 
 
 def _embed_fields(body: dict[str, Any], own: set[str]) -> dict[str, Any]:
@@ -291,7 +303,7 @@ def rerank_job(given: Mapping[str, Any]) -> SimilarityJob:
     if type(top_n) is not int or top_n < 0:
         raise InvalidArgument("top_n", f"{shown(top_n)} is not an integer of 0 or more")
     pairs = tuple((query[0], one) for one in documents)
-    return SimilarityJob(pairs, how, _choice(body, "pooling", POOLINGS), top_n or len(pairs), "query")
+    return SimilarityJob(pairs, how, _pooling(body), top_n or len(pairs), "query")
 
 
 def _loglikelihood_job(body: Mapping[str, Any]) -> ScoreJob:
@@ -311,7 +323,7 @@ def _similarity_job(body: Mapping[str, Any]) -> SimilarityJob:
             names[1], f"{len(right)} texts for {len(left)} of {names[0]}: give 1 {names[0]}, or the same number"
         )
     pairs = tuple(zip(left, right, strict=True))
-    return SimilarityJob(pairs, how, _choice(body, "pooling", POOLINGS), name=names[0])
+    return SimilarityJob(pairs, how, _pooling(body), name=names[0])
 
 
 def _only_name(body: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -333,6 +345,10 @@ def _how(body: Mapping[str, Any], own: set[str]) -> How:
         raise InvalidArgument(error.field.replace("sampling.", ""), error.problem) from error
     values["truncation_side"] = truncation_side_in(body)
     return How(name_in(body, "model"), name_in(body, "adapter") or "", **values)
+
+
+def _pooling(body: Mapping[str, Any]) -> Pooling | None:
+    return None if body.get("pooling") is None else _choice(body, "pooling", POOLINGS)
 
 
 def _choice(body: Mapping[str, Any], name: str, choices: tuple[_T, ...]) -> _T:
@@ -403,6 +419,23 @@ def pooling_body(
     return {"id": f"pooling-{job.request_id}", **_body(model, Items(data), prompt_tokens)}
 
 
+def classification_body(
+    job: ClassifyJob, found: Sequence[Sequence[float]], labels: Sequence[str], *, model: str, prompt_tokens: int
+) -> dict[str, Any]:
+    """Return the response to a body of /classify: for each input the likeliest label, and the probability of each."""
+    _require_one_each(job.inputs, found)
+    data = [
+        {
+            "index": i,
+            "label": labels[max(range(len(values)), key=values.__getitem__)],
+            "probs": list(values),
+            "num_classes": len(values),
+        }
+        for i, values in enumerate(found)
+    ]
+    return {"id": f"classify-{uuid.uuid4().hex}", **_body(model, data, prompt_tokens)}
+
+
 def _rows(values_te: NDArray[np.float32]) -> Iterator[list[float]]:
     for values_e in values_te:
         yield values_e.tolist()
@@ -444,6 +477,12 @@ def similarities_body(
     _require_one_each(job.texts, vectors)
     units = {text: _unit(vector) for text, vector in zip(job.texts, vectors, strict=True)}
     scores = [float(units[left] @ units[right]) for left, right in job.pairs]
+    return scores_body(job, scores, model=model, prompt_tokens=prompt_tokens)
+
+
+def scores_body(job: SimilarityJob, scores: Sequence[float], *, model: str, prompt_tokens: int) -> dict[str, Any]:
+    """Return the response to a SimilarityJob, from the score of each pair."""
+    _require_one_each(job.pairs, scores)
     if job.top_n is not None:
         ranks = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: job.top_n]
         results = [{"index": i, "document": {"text": job.pairs[i][1]}, "relevance_score": scores[i]} for i in ranks]

@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,8 @@ from jpaged.errors import (
     get_reason,
 )
 from jpaged.openai.embeddings import (
+    HEAD_TASKS,
+    ClassifyJob,
     EmbedJob,
     How,
     PoolingJob,
@@ -49,11 +51,13 @@ from jpaged.openai.embeddings import (
     ScoringJob,
     Text,
     check_dimensions,
+    classification_body,
     embed_job,
     embeddings_body,
     loglikelihoods_body,
     pooling_body,
     score_job,
+    scores_body,
     similarities_body,
 )
 from jpaged.openai.request import Job, chat_job, check_values, completion_job, loaded, renamed, shown
@@ -333,8 +337,8 @@ class LineServer(Protocol):
         self,
         inputs: Sequence[str | Sequence[int]],
         *,
-        pooling: Pooling = "last",
-        normalize: bool = False,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
         adapter: str = "",
         cache_salt: str = "",
         priority: int = 0,
@@ -367,6 +371,48 @@ class TokenEmbedder(Protocol):
         cache_salt: str = "",
         priority: int = 0,
     ) -> Evaluated[NDArray[np.float32]]: ...
+
+
+class TextClassifier(Protocol):
+    """Call that returns the probabilities of each input's labels, or their logits."""
+
+    async def __call__(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        use_activation: bool = True,
+        adapter: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Evaluated[tuple[float, ...]]: ...
+
+
+class PairScorer(Protocol):
+    """Call that returns the score of each pair of texts."""
+
+    async def __call__(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        limit: int | None = None,
+        adapter: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Evaluated[float]: ...
+
+
+class LocalCalls(NamedTuple):
+    """Calls of a server in this process, whose `embed` also takes `dimensions` and `prompt_name`.
+
+    Attributes:
+        labels: of the model's classification head; empty without one.
+        score_pairs: returns the score of each pair of texts by that head; None compares vectors.
+        classify: returns the probabilities of each input's labels; None without a head.
+    """
+
+    labels: Sequence[str] = ()
+    score_pairs: PairScorer | None = None
+    classify: TextClassifier | None = None
 
 
 class WorkRunner(Protocol):
@@ -413,6 +459,7 @@ class Answers:
         max_bytes: limit of an answer's size, as estimated before it is computed; None for no limit.
         hidden_size: numbers of a vector; 0 if unknown.
         embed_tokens: returns the hidden states of each input's tokens `[T, E]`; None if the server has no such call.
+        local: the calls of a server in this process; None for another server, which lacks them.
     """
 
     def __init__(
@@ -424,7 +471,9 @@ class Answers:
         max_bytes: int | None = None,
         hidden_size: int = 0,
         embed_tokens: TokenEmbedder | None = None,
+        local: LocalCalls | None = None,
     ) -> None:
+        self._shapes_vectors, self._local = local is not None, local or LocalCalls()
         self._hidden_size = hidden_size
         self._embed_tokens = embed_tokens
         self._adapters = adapters
@@ -538,11 +587,20 @@ class Answers:
             if job.messages is not None:
                 token_ids = await server.tokenize(messages=job.messages, chat_options=job.chat_options)
                 job = replace(job, inputs=(tuple(token_ids),))
-            if self._hidden_size:
+            shape: dict[str, Any] = {"dimensions": job.dimensions, "prompt_name": job.prompt_name}
+            asked |= shape if self._shapes_vectors else {}
+            if job.prompt_name is not None and not self._shapes_vectors:
+                raise InvalidArgument("prompt_name", "is not supported by this server")
+            if self._hidden_size and not self._shapes_vectors:
                 check_dimensions(job, self._hidden_size)
             job = replace(job, inputs=await self._truncated(server, how, job.inputs))
             if isinstance(job, PoolingJob) and job.pooling == "all":
+                if self._hidden_size:
+                    check_dimensions(job, self._hidden_size)
+                asked = {name: value for name, value in asked.items() if name not in shape}
                 return await self._token_embeddings(server, job, asked)
+            if isinstance(job, ClassifyJob) or (isinstance(job, PoolingJob) and job.task == HEAD_TASKS[0]):
+                return await self._classified(job, {name: asked[name] for name in asked if name not in shape})
             num_bytes = _BYTES_OF_NUMBER if job.encoding == "float" else _BYTES_OF_BASE64_NUMBER
             vectors, num_tokens = await _by_calls(
                 partial(server.embed, pooling=job.pooling, normalize=job.normalize, **asked),
@@ -553,6 +611,15 @@ class Answers:
                 body = partial(pooling_body, job, vectors, model=model, prompt_tokens=num_tokens)
             else:
                 body = partial(embeddings_body, job, vectors, model=model, prompt_tokens=num_tokens)
+        elif self._local.score_pairs is not None and job.pooling is None:
+            found, num_tokens = await _by_calls(
+                partial(self._local.score_pairs, limit=how.truncate_prompt_tokens, **asked),
+                job.pairs,
+                lambda found, num: None,
+            )
+            return Evaluation(
+                partial(scores_body, job, found, model=model, prompt_tokens=num_tokens), len(found), num_tokens
+            )
         else:
             vectors, num_tokens = await _by_calls(
                 partial(server.embed, pooling=job.pooling, **asked),
@@ -561,6 +628,26 @@ class Answers:
             )
             body = partial(similarities_body, job, vectors, model=model, prompt_tokens=num_tokens)
         return Evaluation(body, sum(map(len, vectors)), num_tokens)
+
+    async def _classified(self, job: ClassifyJob | PoolingJob, asked: Mapping[str, Any]) -> Evaluation:
+        """Run a body that asks for the probabilities of labels."""
+        if self._local.classify is None:
+            what = f"{self._model.name!r} ({self._model.architecture}) has no classification head"
+            raise Unsupported(
+                f"classify: {what}, as *ForSequenceClassification have; compare the log-likelihoods of continuations "
+                "instead"
+            )
+        found, num_tokens = await _by_calls(
+            partial(self._local.classify, use_activation=job.normalize is not False, **asked),
+            job.inputs,
+            lambda found, num: None,
+        )
+        usage: dict[str, Any] = {"model": job.how.model or self._model.name, "prompt_tokens": num_tokens}
+        if isinstance(job, PoolingJob):
+            written = partial(pooling_body, job, found, **usage)
+        else:
+            written = partial(classification_body, job, found, self._local.labels, **usage)
+        return Evaluation(written, sum(map(len, found)), num_tokens)
 
     async def _token_embeddings(self, server: LineServer, job: PoolingJob, asked: Mapping[str, Any]) -> Evaluation:
         """Run a body that asks for a vector per token; its size is known before it runs."""

@@ -40,7 +40,7 @@ from jpaged.sampling_params import NO_DEFAULTS, with_defaults
 from jpaged.server.grpc_server import MessagesInHand, ServicerContext, error_for, get_status, status_on_error
 from jpaged.server_load import EngineLoad
 from jpaged.service.calls import NOBODY, TRACE_KEYS, Call, Caller, require_name
-from jpaged.service.score_embed import CallerOptions, GivenContinuation, embed, require_parts, score
+from jpaged.service.score_embed import CallerOptions, GivenContinuation, VectorOptions, embed, require_parts, score
 from jpaged.service.service import Service, ServiceState, Stage
 from jpaged.structured import get_structured_outputs
 from jpaged.types import (
@@ -155,8 +155,8 @@ def build_delta(piece: ToolCallPiece) -> inference_pb2.ToolCallDelta:
     return inference_pb2.ToolCallDelta(index=piece.index, id=piece.id, name=piece.name, arguments=piece.arguments)
 
 
-_POOLINGS: dict[int, Pooling] = {
-    inference_pb2.POOLING_UNSPECIFIED: "last",
+_POOLINGS: dict[int, Pooling | None] = {
+    inference_pb2.POOLING_UNSPECIFIED: None,
     inference_pb2.POOLING_LAST: "last",
     inference_pb2.POOLING_MEAN: "mean",
 }
@@ -214,7 +214,8 @@ async def embedded(
         return [_prompt(f"inputs[{i}]", one, one.WhichOneof("input")) for i, one in enumerate(message.inputs)]
 
     size = sum(map(_size, message.inputs))
-    found = await embed(service, asker, read, size, _POOLINGS[message.pooling], normalize=message.normalize)
+    options = VectorOptions(_POOLINGS[message.pooling], message.normalize or None)
+    found = await embed(service, asker, read, size, options)
 
     def response() -> inference_pb2.EmbedResponse:
         return inference_pb2.EmbedResponse(

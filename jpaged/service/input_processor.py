@@ -28,7 +28,7 @@ from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH, Geometry
 from jpaged.engine.output.beam import num_candidates
 from jpaged.engine.output.processor import OutputState, RememberedTexts
 from jpaged.engine.scheduler.logits_processors import nothing_left
-from jpaged.engine.tokenizer import NoTokenizer, Tokenizer, is_special_token
+from jpaged.engine.tokenizer import NoTokenizer, PairTokenizer, Tokenizer, is_special_token
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.chat.output_config import ChatOutputConfig, naming_tools
 from jpaged.service.chat.output_parser import ChatOutputParser
@@ -46,7 +46,9 @@ from jpaged.types import (
     MAX_STOP_TOKEN_IDS,
     MIN_MAX_CHAT_BYTES,
     MIN_MAX_TOKENIZE_BYTES,
+    POOLINGS,
     LoadedAdapter,
+    Pooling,
     PriorOutput,
     Prompt,
     Request,
@@ -146,6 +148,9 @@ def move_grammars(request: Request) -> Request:
     return dataclasses.replace(request, continued=tuple(moved))
 
 
+OF_DECODERS: tuple[Pooling, ...] = ("last", "mean", "all")
+"""Poolings of models that generate."""
+POOLING_ONLY = "embeds or classifies texts and generates none: use /v1/embeddings, /classify, LLM.embed or LLM.classify"
 _MAX_EOS_TOKEN_IDS = BANNED_WIDTH - MAX_STOP_TOKEN_IDS
 _EXACT_BYTES = 4096
 """Texts up to this size are tokenized even if they cannot fit: it is cheap, and the error can state the token count."""
@@ -158,6 +163,7 @@ class InputProcessor:
         eos_token_ids: every token that ends a sequence of this model.
         max_logprobs: maximum top log-probabilities per position; -1 for the full vocabulary.
         answering: constraints and parsers of chats; None if answers are content only.
+        generates: False for encoders and classifiers, whose requests must have a pooling.
         seed: base of the seeds of requests without one: the n-th request of a run always gets the same seed.
     """
 
@@ -170,6 +176,7 @@ class InputProcessor:
         seed: int = 0,
         max_logprobs: int = 20,
         answering: ChatOutputConfig | None = None,
+        generates: bool = True,
     ) -> None:
         if len(eos_token_ids) > _MAX_EOS_TOKEN_IDS:
             raise InternalError(
@@ -178,6 +185,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self._geometry = geometry
+        self._generates = generates
         self._seed = seed
         self._max_logprobs = max_logprobs
         self._answering = answering or ChatOutputConfig(tokenizer)
@@ -237,10 +245,10 @@ class InputProcessor:
             is_non_streaming=is_whole,
             adapter=adapter,
             bad_word_ids=bad_word_ids,
-            prompt_logprobs_start=1
-            if prompt.prompt_logprobs_start is None and sampling.prompt_logprobs is not None
-            else prompt.prompt_logprobs_start,
+            prompt_logprobs_start=_get_logprobs_start(prompt, sampling),
             pooling=prompt.pooling,
+            is_encoded=self._geometry.is_encoder,
+            pair_start=prompt.pair_start,
             grammar=None if thinking is None else ThinkingGrammar(thinking),
             thinking=thinking,
         )
@@ -254,8 +262,11 @@ class InputProcessor:
 
     def _check_fields(self, prompt: Prompt, sampling: SamplingParams) -> None:
         """Reject invalid fields with checks that need no tokenization."""
-        if prompt.pooling not in (None, "last", "mean", "all"):
-            raise InvalidArgument("pooling", f"{prompt.pooling!r} is not one of 'last', 'mean' and 'all'")
+        poolings = POOLINGS if self._geometry.is_encoder else OF_DECODERS
+        if prompt.pooling not in (None, *poolings):
+            raise InvalidArgument("pooling", f"{prompt.pooling!r} is not one of {', '.join(map(repr, poolings))}")
+        if prompt.pooling is None and not self._generates:
+            raise Unsupported(f"this model {POOLING_ONLY}")
         if sum(form is not None for form in (prompt.text, prompt.token_ids, prompt.messages)) != 1:
             raise InvalidArgument("prompt", "give exactly one of text, token ids and chat messages")
         self._check_beams(sampling)
@@ -284,7 +295,9 @@ class InputProcessor:
 
     def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams, cache_tenant: str) -> list[int]:
         """Return the tokens of a prompt, truncated if requested, after checking that they fit into a sequence."""
-        num_kept, max_tokens = sampling.truncate_prompt_tokens, 0 if prompt.is_only_told else sampling.max_num_tokens
+        num_kept, max_tokens = sampling.truncate_prompt_tokens, sampling.max_num_tokens
+        if prompt.is_only_told or self._geometry.is_encoder:
+            max_tokens = 0
         if num_kept == -1:
             num_kept = max(1, self._geometry.max_model_len - max_tokens)
         kept = slice(None) if num_kept is None else slice(-num_kept, None)
@@ -355,10 +368,35 @@ class InputProcessor:
         """
         if prompt.token_ids is None:
             return tuple(self._text_ids("text", prompt.text or "", self._max_prompt_bytes(1)))
-        limit = self._geometry.max_model_len
-        if len(prompt.token_ids) >= limit:
-            raise RequestTooLong("token_ids", f"{len(prompt.token_ids)} tokens are not below max_model_len ({limit})")
+        limit, num_tokens = self._geometry.max_model_len, len(prompt.token_ids)
+        if self._geometry.is_encoder and num_tokens > limit:
+            raise RequestTooLong("token_ids", f"{num_tokens} tokens are over max_model_len ({limit})")
+        if not self._geometry.is_encoder and num_tokens >= limit:
+            raise RequestTooLong("token_ids", f"{num_tokens} tokens are not below max_model_len ({limit})")
         return tuple(self._checked_ids("token_ids", prompt.token_ids))
+
+    def pair(self, prompt: Prompt, limit: int | None = None) -> Prompt:
+        """Return a pair of texts as token ids.
+
+        Args:
+            limit: tokens that are kept, as of `PairTokenizer`; -1 for the model's limit, None refuses longer pairs.
+
+        Raises:
+            InvalidArgument: a text cannot be encoded.
+            RequestTooLong: it is too long.
+            Unsupported: the tokenizer has no pairs.
+        """
+        first, second, most = prompt.text or "", prompt.text_pair or "", self._geometry.max_model_len
+        if not isinstance(self.tokenizer, PairTokenizer):
+            raise Unsupported("pairs of texts: this model is served without a tokenizer that joins them")
+        num_bytes, max_bytes = text_bytes("prompt", first) + text_bytes("prompt", second), self._max_prompt_bytes(0)
+        if limit is None and num_bytes > max_bytes:
+            raise RequestTooLong("text", f"{num_bytes} bytes of text, over the limit of {max_bytes}: {self._limits()}")
+        if num_bytes > max(max_bytes, MIN_MAX_TOKENIZE_BYTES):
+            raise RequestTooLong("text", f"{num_bytes} bytes of text, over the limit of {MIN_MAX_TOKENIZE_BYTES}")
+        token_ids, start = self.tokenizer.encode_pair(first, second, most if limit == -1 else limit)
+        known = self.prefix(Prompt(token_ids=self._known("prompt", token_ids)))
+        return dataclasses.replace(prompt, text=None, text_pair=None, token_ids=known, pair_start=start)
 
     def _max_prompt_bytes(self, max_tokens: int) -> int:
         """Return the size above which a text has too many tokens for max_tokens, whatever the tokens."""
@@ -499,6 +537,11 @@ def _without_none(prompt: Prompt, sampling: SamplingParams) -> tuple[Prompt, Sam
         return prompt, sampling
     prompt = dataclasses.replace(prompt, fills_length=True, max_filled=None)
     return prompt, dataclasses.replace(sampling, max_tokens=max(1, sampling.min_tokens))
+
+
+def _get_logprobs_start(prompt: Prompt, sampling: SamplingParams) -> int | None:
+    is_own = prompt.prompt_logprobs_start is not None or sampling.prompt_logprobs is None
+    return prompt.prompt_logprobs_start if is_own else 1
 
 
 def _derived_seed(engine_seed: int, number: int) -> int:

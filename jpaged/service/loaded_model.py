@@ -20,10 +20,13 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jpaged.config import EngineConfig
 from jpaged.engine.executor import Geometry
@@ -37,7 +40,7 @@ from jpaged.server_load import EngineLoad, RoleLoad
 from jpaged.service.calls import require_name
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.structured_output.compiler import ServedGrammars
-from jpaged.types import Adapter, LoadedAdapter, ModelInfo, Request, require_whole_characters
+from jpaged.types import Adapter, LoadedAdapter, ModelInfo, Pooling, Request, require_whole_characters
 
 
 class Adapters:
@@ -305,6 +308,44 @@ class BackendFacts:
     jax_version: str
 
 
+class Pooler(Protocol):
+    """Conversion of a pooled hidden state into a vector, or into logits of labels."""
+
+    @property
+    def pooling(self) -> Pooling:
+        """Pooling of requests that name none."""
+
+    @property
+    def normalizes(self) -> bool:
+        """True if vectors have length 1."""
+
+    @property
+    def prompts(self) -> Mapping[str, str]:
+        """Texts to put before an input, by name."""
+
+    @property
+    def default_prompt(self) -> str | None:
+        """Name of the prompt of requests that name none; None for no text."""
+
+    @property
+    def can_shorten(self) -> bool:
+        """True if vectors may be cut to their first dimensions."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Labels of a classification head; empty for vectors."""
+
+    @property
+    def width(self) -> int | None:
+        """Numbers of a vector or of logits; None for those of a hidden state."""
+
+    def apply(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return a vector or logits from a pooled state `[E]`."""
+
+    def activate(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return probabilities or scores of logits."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A loaded model. `config` is resolved; the engine (or its replicas) is not started yet.
@@ -316,6 +357,7 @@ class LoadedModel:
         ignored_fields: counters of unknown fields of requests.
         checkpoint: fingerprint of the weights' files.
         hidden_size: numbers of a hidden state; 0 if unknown.
+        pooler: of an embedding model or a classifier; None takes the last token's hidden state.
     """
 
     engine: EngineClient
@@ -330,6 +372,7 @@ class LoadedModel:
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
     checkpoint: str = ""
     hidden_size: int = 0
+    pooler: Pooler | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

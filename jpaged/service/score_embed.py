@@ -23,10 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.errors import InternalError, InvalidArgument, QueueFull, RequestTooLong, Unsupported
-from jpaged.outputs import PoolingOutput, PoolingRequestOutput
+from jpaged.outputs import ClassificationOutput, PoolingOutput, PoolingRequestOutput, ScoringOutput
+from jpaged.sampling_params import PoolingParams
 from jpaged.service.calls import NOBODY, Call, Caller, RequestRecord, loggable_name, require_salt
 from jpaged.service.input_processor import InputProcessor
-from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.loaded_model import LoadedModel, Pooler
 from jpaged.service.service import Service, get_timeout
 from jpaged.types import (
     Embedding,
@@ -182,6 +183,74 @@ def get_score(output: RequestOutput) -> Score:
     return Score(tuple(told), all(one.rank == 1 for one in told), output.usage)
 
 
+@dataclass(frozen=True, slots=True)
+class VectorOptions:
+    """Options of a vector; None leaves a field to the model.
+
+    Attributes:
+        pooling: a pooling of hidden states, without the model's own layers and norm.
+        normalize: scale vectors to length 1.
+        dimensions: keep only the first numbers of each vector.
+        prompt_name: the model's prompt to put before texts.
+    """
+
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
+    prompt_name: str | None = None
+
+    @classmethod
+    def of_encode(cls, params: PoolingParams, task: str | None) -> VectorOptions:
+        """Return the options of `LLM.encode`: vectors have length 1 by default, as in vLLM."""
+        pooling: Pooling | None = "all" if task == "token_embed" else None
+        return cls(pooling, params.is_normalized(default=True), params.dimensions)
+
+    def check(self, pooler: Pooler | None, hidden_size: int) -> None:
+        """Reject options that the model does not support.
+
+        Raises:
+            InvalidArgument: names the field.
+            Unsupported: the model classifies.
+        """
+        if self.pooling is None and pooler is not None and pooler.labels:
+            raise Unsupported("this model classifies texts and has no vectors of its own: use /classify or /score")
+        if self.prompt_name is not None and (pooler is None or self.prompt_name not in pooler.prompts):
+            known = ", ".join(pooler.prompts) if pooler is not None and pooler.prompts else "none"
+            raise InvalidArgument("prompt_name", f"{self.prompt_name[:80]!r} is not a prompt of this model: {known}")
+        own = pooler.width if pooler is not None and self.pooling is None else None
+        width = own or hidden_size
+        if self.dimensions is None or not width or self.dimensions == width:
+            return
+        if pooler is None or not pooler.can_shorten or self.dimensions > width:
+            what = "" if pooler is None or not pooler.can_shorten else " or fewer"
+            raise InvalidArgument(
+                "dimensions", f"{self.dimensions} is not supported: the model's vectors have {width}{what} dimensions"
+            )
+
+    def get_pooling(self, pooler: Pooler | None) -> Pooling:
+        """Return the pooling of the requests."""
+        return self.pooling or ("last" if pooler is None else pooler.pooling)
+
+    def prompted(self, pooler: Pooler | None, prompt: Prompt) -> Prompt:
+        """Return a prompt with the pooling, and with the model's text before its own, if it is a text."""
+        prompt = dataclasses.replace(prompt, pooling=self.get_pooling(pooler))
+        if pooler is None or prompt.text is None:
+            return prompt
+        name = self.prompt_name or pooler.default_prompt
+        return prompt if name is None else dataclasses.replace(prompt, text=pooler.prompts[name] + prompt.text)
+
+    def embedding(self, pooler: Pooler | None, output: RequestOutput) -> Embedding:
+        """Return the embedding of a finished request with the pooling."""
+        values, normalize = output.embedding, self.normalize
+        if self.pooling is None and pooler is not None and isinstance(values, tuple):
+            if pooler.width is not None:
+                values = tuple(pooler.apply(np.array(values, np.float32)).tolist())
+            normalize = pooler.normalizes if normalize is None else normalize
+        if self.dimensions is not None and isinstance(values, tuple):
+            values = values[: self.dimensions]
+        return get_embedding(dataclasses.replace(output, embedding=values), normalize=bool(normalize))
+
+
 def get_embedding(output: RequestOutput, *, normalize: bool = False) -> Embedding:
     """Return the embedding of a finished request with pooling; scaled to length 1 if `normalize`."""
     values = output.embedding
@@ -208,13 +277,82 @@ def get_token_embeddings(output: RequestOutput, *, normalize: bool = False) -> N
     return np.divide(values_te, np.where(lengths_t1 == 0, 1, lengths_t1), dtype=np.float32)
 
 
-def get_pooling_output(output: RequestOutput, *, normalize: bool) -> PoolingRequestOutput[PoolingOutput]:
+def get_pooling_output(
+    output: RequestOutput, options: VectorOptions, pooler: Pooler | None
+) -> PoolingRequestOutput[PoolingOutput]:
     """Return the result of `LLM.encode` from a finished request with pooling."""
     if isinstance(output.embedding, memoryview):
-        data = PoolingOutput(get_token_embeddings(output, normalize=normalize))
+        data = PoolingOutput(get_token_embeddings(output, normalize=bool(options.normalize)))
     else:
-        data = PoolingOutput(get_embedding(output, normalize=normalize).values)
+        data = PoolingOutput(options.embedding(pooler, output).values)
     return PoolingRequestOutput(output.request_id, data, output.prompt_token_ids, output.usage.cached_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """A prompt's probabilities of labels, or its score by a single label; logits without an activation."""
+
+    prompt_token_ids: tuple[int, ...]
+    values: tuple[float, ...]
+    usage: Usage
+
+
+def get_classification(pooler: Pooler, output: RequestOutput, *, use_activation: bool = True) -> Classification:
+    """Return the result of a finished request with the pooling of a classifier."""
+    if not isinstance(output.embedding, tuple):
+        raise InternalError(f"request {output.request_id!r} has no pooled hidden states")
+    logits = pooler.apply(np.array(output.embedding, np.float32))
+    values = pooler.activate(logits) if use_activation else logits
+    return Classification(output.prompt_token_ids, tuple(values.tolist()), output.usage)
+
+
+def get_class_output(
+    model: LoadedModel, output: RequestOutput, params: PoolingParams
+) -> PoolingRequestOutput[ClassificationOutput]:
+    """Return the result of `LLM.classify` from a finished request."""
+    found = get_classification(require_classifier(model), output, use_activation=params.is_normalized(default=True))
+    return PoolingRequestOutput(output.request_id, ClassificationOutput(found.values), found.prompt_token_ids)
+
+
+def get_pair_output(
+    model: LoadedModel, output: RequestOutput, params: PoolingParams
+) -> PoolingRequestOutput[ScoringOutput]:
+    """Return the result of `LLM.score` from the finished request of a pair."""
+    found = get_class_output(model, output, params)
+    return PoolingRequestOutput(found.request_id, ScoringOutput(found.outputs.probs[0]), found.prompt_token_ids)
+
+
+def require_classifier(model: LoadedModel, *, for_pairs: bool = False) -> Pooler:
+    """Return the pooler of a classifier.
+
+    Args:
+        for_pairs: it must have one label, which is the score of a pair.
+
+    Raises:
+        Unsupported: the model has no classification head, or another number of labels.
+    """
+    if model.pooler is None or not model.pooler.labels:
+        raise no_classification_head(model.model)
+    if for_pairs and len(model.pooler.labels) != 1:
+        raise Unsupported(
+            f"scores of pairs: {model.model.name!r} has {len(model.pooler.labels)} labels; a cross-encoder has 1"
+        )
+    return model.pooler
+
+
+def classifiable(processor: InputProcessor, prompt: Prompt, pooler: Pooler, limit: int | None = None) -> Prompt:
+    """Return a prompt or a pair of texts as token ids, with the pooling of a classifier.
+
+    Args:
+        limit: tokens that are kept of a pair, as of `InputProcessor.pair`.
+
+    Raises:
+        InvalidArgument, RequestTooLong, Unsupported: as `embeddable` and `InputProcessor.pair`.
+    """
+    prompt = dataclasses.replace(prompt, pooling=pooler.pooling)
+    if prompt.text_pair is not None:
+        return processor.pair(prompt, limit)
+    return dataclasses.replace(prompt, text=None, token_ids=_fitting(processor, prompt))
 
 
 def no_classification_head(model: ModelInfo) -> Unsupported:
@@ -284,12 +422,14 @@ async def embed(
     asker: CallerOptions,
     read: Callable[[], Sequence[Prompt]],
     size: int,
-    pooling: Pooling,
-    *,
-    normalize: bool = False,
+    options: VectorOptions,
 ) -> list[Embedding]:
     """Embed each prompt that `read` decodes; `size` is their characters and token ids. Raises as `score` does."""
-    return await _pool(service, asker, read, size, pooling, lambda output: get_embedding(output, normalize=normalize))
+
+    def convert(model: LoadedModel, output: RequestOutput) -> Embedding:
+        return options.embedding(model.pooler, output)
+
+    return await _pool(service, asker, read, size, options, convert)
 
 
 async def embed_tokens(
@@ -297,10 +437,43 @@ async def embed_tokens(
 ) -> list[tuple[NDArray[np.float32], Usage]]:
     """Return the hidden states of each prompt's tokens `[T, E]`, with its usage; arguments and errors as `embed`."""
 
-    def convert(output: RequestOutput) -> tuple[NDArray[np.float32], Usage]:
+    def convert(model: LoadedModel, output: RequestOutput) -> tuple[NDArray[np.float32], Usage]:
         return get_token_embeddings(output, normalize=normalize), output.usage
 
-    return await _pool(service, asker, read, size, "all", convert)
+    return await _pool(service, asker, read, size, VectorOptions("all"), convert)
+
+
+async def classify(
+    service: Service,
+    asker: CallerOptions,
+    read: Callable[[], Sequence[Prompt]],
+    size: int,
+    *,
+    use_activation: bool = True,
+    limit: int | None = None,
+    for_pairs: bool = False,
+) -> list[Classification]:
+    """Classify each prompt or pair that `read` decodes; raises as `embed` and `require_classifier` do.
+
+    Args:
+        size: as in `embed`.
+        use_activation: return probabilities or scores, not logits.
+        limit: tokens that are kept of a pair; -1 for the model's limit, None refuses longer pairs.
+        for_pairs: as of `require_classifier`.
+    """
+
+    def prepare(model: LoadedModel) -> list[Prompt]:
+        pooler, prompts, found = require_classifier(model, for_pairs=for_pairs), read(), list[Prompt]()
+        require_parts("inputs", len(prompts))
+        for i, prompt in enumerate(prompts):
+            with errors_named(f"inputs[{i}]"):
+                found.append(classifiable(model.input_processor, prompt, pooler, limit))
+        return found
+
+    def convert(model: LoadedModel, output: RequestOutput) -> Classification:
+        return get_classification(require_classifier(model), output, use_activation=use_activation)
+
+    return await _run_pooled(service, asker, prepare, size, convert)
 
 
 async def _pool(
@@ -308,27 +481,38 @@ async def _pool(
     asker: CallerOptions,
     read: Callable[[], Sequence[Prompt]],
     size: int,
-    pooling: Pooling,
-    convert: Callable[[RequestOutput], _T],
+    options: VectorOptions,
+    convert: Callable[[LoadedModel, RequestOutput], _T],
+) -> list[_T]:
+    def prepare(model: LoadedModel) -> list[Prompt]:
+        options.check(model.pooler, model.hidden_size)
+        prompts = [options.prompted(model.pooler, prompt) for prompt in read()]
+        require_parts("inputs", len(prompts))
+        pooling = options.get_pooling(model.pooler)
+        return [Prompt(token_ids=ids, pooling=pooling) for ids in embeddable(model.input_processor, prompts)]
+
+    return await _run_pooled(service, asker, prepare, size, convert)
+
+
+async def _run_pooled(
+    service: Service,
+    asker: CallerOptions,
+    prepare: Callable[[LoadedModel], list[Prompt]],
+    size: int,
+    convert: Callable[[LoadedModel, RequestOutput], _T],
 ) -> list[_T]:
     require_salt(asker.cache_salt)
     record = asker.begins("embeddings")
     async with service.open_batch_call(asker.model, record) as model:
         parts = _Parts(service, model, asker, record)
-
-        def prepare() -> list[tuple[int, ...]]:
-            prompts = read()
-            require_parts("inputs", len(prompts))
-            return embeddable(model.input_processor, prompts)
-
-        inputs = await service.run_blocking(prepare, size)
+        inputs = await service.run_blocking(lambda: prepare(model), size)
 
         async def one(i: int) -> _T:
-            prompt = Prompt(token_ids=inputs[i], pooling=pooling)
+            prompt = inputs[i]
             with errors_named(f"inputs[{i}]"):
-                output = await parts.complete(lambda: prompt, len(inputs[i]), EMBED_SAMPLING)
+                output = await parts.complete(lambda: prompt, prompt.size, EMBED_SAMPLING)
             num_numbers = len(output.embedding or ())
-            return await service.run_blocking(lambda: convert(output), num_numbers)
+            return await service.run_blocking(lambda: convert(model, output), num_numbers)
 
         return await run_all(one, len(inputs), parts.num_at_once)
 

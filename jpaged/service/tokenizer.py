@@ -579,6 +579,30 @@ class HuggingFaceTokenizer:
         with self._lock:
             return list(self._slow.encode(text, add_special_tokens=add_special_tokens))
 
+    def encode_pair(self, first: str, second: str, limit: int | None = None) -> tuple[list[int], int | None]:
+        """See `PairTokenizer`.
+
+        Raises:
+            InvalidArgument: the tokenizer cannot encode a text, or the limit has no room for its special tokens.
+            Unsupported: it is not a fast one.
+        """
+        if self._fast is None:
+            raise Unsupported(f"pairs of texts: the tokenizer in {self.folder.name} is not a fast one")
+        fast = self._fast if self._literal is None else self._literal.tokenizer
+        pair = _encode_batch(fast, "prompt", [(first, second)], add_special_tokens=True)[0]
+        ids, types, sources = list(pair.ids), list(pair.type_ids), list(pair.sequence_ids)
+        if limit is not None and len(ids) > limit:
+            nums = sources.count(0), sources.count(1)
+            nums = _shortened(nums, limit - len(ids) + sum(nums))
+            seen, kept = [0, 0], list[int]()
+            for place, source in enumerate(sources):
+                if source is None or seen[source] < nums[source]:
+                    kept.append(place)
+                if source is not None:
+                    seen[source] += 1
+            ids, types = [ids[place] for place in kept], [types[place] for place in kept]
+        return ids, types.index(1) if 1 in types else None
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         if self._fast is None:
             with self._lock:
@@ -721,6 +745,22 @@ class HuggingFaceTokenizer:
         )
 
 
+def _shortened(nums: tuple[int, int], room: int) -> tuple[int, int]:
+    """Return the tokens that two texts keep in a room, as transformers' strategy "longest_first" does.
+
+    Raises:
+        InvalidArgument: there is no room for a token of each.
+    """
+    if room < len(nums):
+        raise InvalidArgument("truncate_prompt_tokens", "leaves no token of each text next to the special tokens")
+    shorter = min(nums)
+    longer = room - shorter
+    if longer < shorter:
+        shorter = room // 2
+        longer = room - shorter
+    return (longer, shorter) if nums[0] > nums[1] else (shorter, longer)
+
+
 def _encode(fast: Any, field: str, text: str, *, add_special_tokens: bool) -> list[int]:
     return _encode_all(fast, field, [text], add_special_tokens=add_special_tokens)[0]
 
@@ -731,12 +771,16 @@ def _encode_all(fast: Any, field: str, texts: list[str], *, add_special_tokens: 
     Raises:
         InvalidArgument: the tokenizer cannot encode one of them.
     """
+    return [list(one.ids) for one in _encode_batch(fast, field, texts, add_special_tokens=add_special_tokens)]
+
+
+def _encode_batch(fast: Any, field: str, texts: Sequence[Any], *, add_special_tokens: bool) -> list[Any]:
+    """Return the encodings of texts, or of pairs of texts; raise as `_encode_all`."""
     try:
-        if sum(map(len, texts)) < _SHORT:
-            encoded = [fast.encode(text, add_special_tokens=add_special_tokens) for text in texts]
-        else:
-            encoded = fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        return [list(one.ids) for one in encoded]
+        if sum(map(len, texts)) < _SHORT and all(isinstance(text, str) for text in texts):
+            return [fast.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        encoded: list[Any] = fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return encoded
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library has no error type, and panics in Rust

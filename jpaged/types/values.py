@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from jpaged.chat import ChatOptions, ToolCall, ToolCallPiece
 from jpaged.errors import InvalidArgument
@@ -75,8 +75,14 @@ MIN_MAX_TOKENIZE_BYTES = 256 << 10
 MAX_DETOKENIZE_IDS = 256 << 10
 
 
-Pooling = Literal["last", "mean", "all"]
-"""How a prompt's hidden states become one vector: that of the last token, or the mean of all. "all" keeps every one."""
+Pooling = Literal["last", "mean", "all", "cls", "max", "weightedmean", "mean_sqrt_len_tokens"]
+"""How a prompt's hidden states become one vector: that of the last token, or the mean of all. "all" keeps every one.
+
+The others are those of encoders, by the names of sentence-transformers: "cls" takes the first token, "max" the largest
+value in each dimension; "weightedmean" weights the n-th token by n, and "mean_sqrt_len_tokens" divides the sum by the
+root of the number of tokens.
+"""
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 
 
 class FinishReason(enum.Enum):
@@ -150,6 +156,8 @@ class Prompt:
         truncation_side: side on which `SamplingParams.truncate_prompt_tokens` drops tokens.
         is_only_told: only prompt results are returned. The sampled token is dropped and needs no room, so the prompt
             may have `max_model_len` tokens.
+        text_pair: second text of a pair, for a model that compares the two.
+        pair_start: first token of the second text among token_ids, for models with token types.
     """
 
     text: str | None = None
@@ -165,11 +173,13 @@ class Prompt:
     add_special_tokens: bool = True
     truncation_side: Literal["left", "right"] = "left"
     is_only_told: bool = False
+    text_pair: str | None = None
+    pair_start: int | None = None
 
     @property
     def size(self) -> int:
         """Number of characters or token ids."""
-        return len(self.text or self.token_ids or ())
+        return len(self.text or self.token_ids or ()) + len(self.text_pair or ())
 
 
 class Adapter(Protocol):
@@ -251,6 +261,8 @@ class Request:
         grammar: constraint of the text, from sampling.structured_outputs, and a thinking budget.
         thinking: the thinking budget; None for unlimited.
         continued: its sequences that resume after tokens generated on another server, or have finished there.
+        is_encoded: an encoder computes it.
+        pair_start: first token of the second text of a pair; None without one.
     """
 
     request_id: str
@@ -268,18 +280,25 @@ class Request:
     grammar: Grammar | None = None
     thinking: ThinkingBudget | None = None
     continued: tuple[ResumedSequence, ...] = ()
+    is_encoded: bool = False
+    pair_start: int | None = None
 
     @property
     def prompt_logprob_positions(self) -> range:
         """Prompt positions whose hidden states are needed."""
         num_tokens = len(self.prompt_token_ids)
         if self.pooling is not None:
-            return range(num_tokens - 1 if self.pooling == "last" else 0, num_tokens)
+            return range(num_tokens - 1 if self.is_pooled_on_device else 0, num_tokens)
         return (
             range(0)
             if self.prompt_logprobs_start is None
             else range(max(1, self.prompt_logprobs_start) - 1, num_tokens - 1)
         )
+
+    @property
+    def is_pooled_on_device(self) -> bool:
+        """True if the device returns one state for the prompt, at the last token."""
+        return self.pooling is not None and (self.pooling == "last" or (self.is_encoded and self.pooling != "all"))
 
     @property
     def adapter_number(self) -> int:

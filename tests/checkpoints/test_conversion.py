@@ -21,9 +21,8 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.demo_model.saving import save_params
 from jpaged.checkpoints import conversion, hub
-from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
+from jpaged.checkpoints.conversion import ConversionOptions, convert_folder, write_orbax
 from jpaged.checkpoints.orbax import MANIFEST_FILE, MAX_MANIFEST_BYTES, PARAMS_FOLDER, OrbaxTensors, write_manifest
-from jpaged.checkpoints.orbax_writer import write_orbax
 from jpaged.checkpoints.tensor_files import MAX_INDEX_BYTES, StoredTensor, TensorFiles
 from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument, Unavailable, Unsupported

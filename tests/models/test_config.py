@@ -499,7 +499,7 @@ GPT2_NAMES: Mapping[str, object] = {
     ("given", "named"),
     [
         ({"architectures": ["Qwen4NextForCausalLM"]}, "the closest is Qwen3"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "the closest is LlamaForCausalLM; docs/models.md"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "the closest is LlamaForCausalLM; docs/models.md"),
         ({"architectures": None, "model_type": "qwen4_next"}, "model_type 'qwen4_next' is not supported; supported: "),
     ],
 )
@@ -507,3 +507,50 @@ def test_an_unsupported_model_is_refused_with_the_closest_one(given: Mapping[str
     with pytest.raises(Unsupported) as refusal:
         from_hf(config(given))
     assert named in str(refusal.value)
+
+
+ENCODER: Mapping[str, object] = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 66,
+}
+PUBLISHED_NOMIC: Mapping[str, object] = {
+    "vocab_size": 99,
+    "n_embd": 64,
+    "n_inner": 96,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 8192,
+    "max_trained_positions": 2048,
+    "activation_function": "swiglu",
+    "causal": False,
+    "rotary_emb_base": 1000,
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "max_model_len", "windows"),
+    [
+        ({"architectures": ["BertModel"], **ENCODER}, 66, [None] * 4),
+        ({"architectures": ["XLMRobertaForSequenceClassification"], **ENCODER, "pad_token_id": 1}, 64, [None] * 4),
+        ({"architectures": ["NomicBertModel"], **PUBLISHED_NOMIC}, 2048, [None] * 4),
+        ({"architectures": ["ModernBertModel"], **ENCODER, "local_attention": 8}, 66, [None, 9, 9, None]),
+        (
+            {"architectures": ["Gemma3TextModel"], **ENCODER, "use_bidirectional_attention": True, "sliding_window": 8},
+            66,
+            [9, 9, 9, 9],
+        ),
+    ],
+)
+def test_encoders_are_read_and_written(
+    given: Mapping[str, object], max_model_len: int, windows: list[int | None]
+) -> None:
+    """A window has half of the published length on each side."""
+    found = from_hf(given)
+    assert found.is_encoder and found.num_attention_layers == 1
+    assert found.max_model_len == max_model_len
+    assert [kind.sliding_window for kind in found.attention_kinds] == windows
+    assert from_hf(to_hf(found)) == found

@@ -79,8 +79,8 @@ class FakeServer:
         self,
         inputs: Sequence[str | Sequence[int]],
         *,
-        pooling: Pooling = "last",
-        normalize: bool = False,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
         adapter: str = "",
         cache_salt: str = "",
         priority: int = 0,
@@ -167,18 +167,18 @@ def values_of(value: Any, names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def test_a_body_without_optional_fields_has_the_documented_defaults():
-    vectors = {"pooling": "last", "encoding": "float", "dimensions": None, "normalize": False}
+    vectors = {"pooling": None, "encoding": "float", "dimensions": None, "normalize": None}
     embed = embed_job({"input": "a"})
     assert (embed.inputs, embed.how, embed.messages, values_of(embed, vectors)) == (("a",), PLAIN, None, vectors)
     chat = embed_job({"messages": MESSAGES})
     assert (chat.inputs, chat.how, values_of(chat, vectors)) == ((), PLAIN, vectors)
     assert values_of(chat.chat_options, CHAT_DEFAULTS) == CHAT_DEFAULTS | {"add_generation_prompt": False}
     assert score_job({"prompt": "p", "continuations": ["c"]}) == ScoreJob("p", ("c",), PLAIN)
-    assert score_job({"text_1": "a", "text_2": "b"}) == SimilarityJob((("a", "b"),), PLAIN, "last", None)
+    assert score_job({"text_1": "a", "text_2": "b"}) == SimilarityJob((("a", "b"),), PLAIN, None, None)
     ranked = rerank_job({"query": "q", "documents": ["a", "b"]})
     for found, name in ((score_job({"queries": "a", "documents": "b"}), "queries"), (ranked, "query")):
         assert isinstance(found, SimilarityJob) and found.name == name
-    assert ranked == SimilarityJob((("q", "a"), ("q", "b")), PLAIN, "last", 2)
+    assert ranked == SimilarityJob((("q", "a"), ("q", "b")), PLAIN, None, 2)
 
     tokenize = {"add_special_tokens": True, "wants_texts": False, "model": None}
     assert values_of(parse_tokenize_job({"prompt": "a"}), tokenize) == tokenize
@@ -254,7 +254,7 @@ def test_bodies_pass_up_to_their_limits_and_no_further(read: Any, last: int, out
             {"input": "x", "encoding_format": "int8"},
             "body.encoding_format: 'int8' is not one of float, base64",
         ),
-        (EMBEDDINGS, {"input": "x", "pooling": "max"}, "body.pooling: 'max' is not one of last, mean"),
+        (EMBEDDINGS, {"input": "x", "pooling": "sum"}, "body.pooling: 'sum' is not one of last, mean, cls, max"),
         (EMBEDDINGS, {"input": "x", "dimensions": 0}, "body.dimensions: 0 is not an integer of 1 or more"),
         (EMBEDDINGS, {"input": "x", "dimensions": True}, "body.dimensions: True is not an integer"),
         (EMBEDDINGS, {"input": "x", "user": 3}, "body.user: 3 is not a string"),
@@ -289,7 +289,7 @@ def test_an_error_shows_the_beginning_of_what_is_long(name):
 async def test_embeddings_are_numbers_or_base64_of_float32():
     server = FakeServer()
     body = await answered(EMBEDDINGS, {"input": ["ab", [7, 8, 9]], "pooling": "mean"}, server)
-    assert server.asked == [(("ab", (7, 8, 9)), "mean", False, "", "", 0)]
+    assert server.asked == [(("ab", (7, 8, 9)), "mean", None, "", "", 0)]
     assert (body["object"], body["model"]) == ("list", "fake")
     assert body["data"] == [
         {"object": "embedding", "index": 0, "embedding": [2.0, 97.0]},
@@ -344,7 +344,7 @@ async def test_continuations_have_their_log_probabilities():
 async def test_pairs_have_the_cosine_of_their_vectors_and_each_text_is_embedded_once():
     server = FakeServer()
     body = await answered(SCORE, {"text_1": "ab", "text_2": ["ab", "b"]}, server)
-    assert server.asked == [(("ab", "b"), "last", False, "", "", 0)]
+    assert server.asked == [(("ab", "b"), None, None, "", "", 0)]
     cosine = (2 * 1 + 97 * 98) / (math.hypot(2, 97) * math.hypot(1, 98))
     assert [entry["score"] for entry in body["data"]] == pytest.approx([1.0, cosine])
     assert body["usage"]["prompt_tokens"] == 3
@@ -373,9 +373,9 @@ async def test_what_a_body_says_besides_reaches_the_server():
     await answered(SCORE, {"prompt": "p", "continuations": ["x"], **more}, server)
     await answered(SCORE, {"text_1": "p", "text_2": "x", **more}, server)
     assert server.asked == [
-        (("x",), "last", True, "a", "s", 5),
+        (("x",), None, True, "a", "s", 5),
         ("p", ("x",), "a", "s", 5),
-        (("p", "x"), "last", False, "a", "s", 5),
+        (("p", "x"), None, None, "a", "s", 5),
     ]
 
 

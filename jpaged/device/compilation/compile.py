@@ -109,12 +109,14 @@ def program_specs(
     has_adapters: bool = False,
     has_branches: bool = True,
     num_expert_arrays: int = 0,
+    is_encoder: bool = False,
 ) -> list[ProgramSpec]:
     """Return every program that serves, most needed first; the list begins with `least_programs`.
 
     Args:
         has_branches: as of `Step`.
         num_expert_arrays: kinds of arrays of experts that are balanced; 0 if none are.
+        is_encoder: the model generates nothing, so that samples only report whether hidden states are finite.
     """
     least = least_programs(
         buckets,
@@ -123,8 +125,13 @@ def program_specs(
         has_adapters=has_adapters,
         has_branches=has_branches,
         num_expert_arrays=num_expert_arrays,
+        is_encoder=is_encoder,
     )
     tokens, rows = list(buckets.tokens), list(buckets.rows)
+    if is_encoder:
+        samples = [ProgramSpec("sample", size, Detail.TOP_LOGPROBS) for size in rows]
+        moves = [ProgramSpec("copy", size) for size in move_sizes]
+        return list(dict.fromkeys((*least, *_forwards(tokens[::-1], has_draft=False), *samples, *moves)))
     has_draft = bool(buckets.speculates)
     decodes = _forwards((tokens[0], buckets.num_tokens(min(rows[-1], tokens[-1]))), has_draft=has_draft)
     forwards = _forwards(tokens[::-1], has_draft=has_draft)
@@ -156,9 +163,17 @@ def least_programs(
     has_adapters: bool = False,
     has_branches: bool = True,
     num_expert_arrays: int = 0,
+    is_encoder: bool = False,
 ) -> list[ProgramSpec]:
     """Return the programs that any step can be padded to, one of each kind; large moves repeat the smallest program."""
     has_draft, edited = bool(buckets.speculates), ProgramSpec("edited", buckets.rows[-1])
+    if is_encoder:
+        return [
+            *_forwards(buckets.tokens[-1:], has_draft=False),
+            ProgramSpec("sample", buckets.rows[-1], Detail.TOP_LOGPROBS),
+            TELLS[AuxKind.HIDDEN],
+            ProgramSpec("copy", move_sizes[0]),
+        ]
     return [
         *_forwards(buckets.tokens[-1:], has_draft=has_draft),
         ProgramSpec("sample", buckets.rows[-1], Detail.TOP_LOGPROBS),

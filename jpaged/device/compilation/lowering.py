@@ -72,7 +72,8 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.recurrence import StatefulPool, read_expert_load
 from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
 from jpaged.models.config import ModelConfig
-from jpaged.models.layer_kinds import KVGroups, LayerKind, count_state_bytes, get_stacks, group_kinds
+from jpaged.models.decoder import DecoderConfig
+from jpaged.models.layer_kinds import KVGroups, LayerKind, count_state_bytes, get_stacks, group_kinds, share_one_layer
 from jpaged.models.layers import Params
 from jpaged.models.model import MatricesOf, Model, dense_formats
 from jpaged.models.sharding import with_redundant_experts
@@ -107,6 +108,8 @@ def sized_step(
         Unsupported: the chosen attention backend cannot run the model.
     """
     check_recurrent(model.config, options, mesh)
+    if model.config.is_encoder:
+        options = options.for_encoder(model.config.architecture)
     step, geometry = _sized_step(model, options, layer_mode, num_blocks, mesh)
     if draft is None or options.speculation is None:
         return step, geometry
@@ -144,7 +147,7 @@ def _sized_step(
         vocab_size=vocab_size,
         bytes_per_block=layout.bytes_per_block,
         buckets=_buckets(sizes, max_num_steps, mesh, dp_size),
-        num_host_blocks=num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size),
+        num_host_blocks=_num_host_blocks(options, layout, config),
         cascade=cascade if options.cache.enable_cascade_attention and dp_size == in_stages == 1 else None,
         max_num_steps=max_num_steps,
         has_fed_steps=max_num_steps > 1 and _can_be_fed(sampler, config),
@@ -152,7 +155,8 @@ def _sized_step(
         num_sink_tokens=max(kind.num_sink_tokens for kind in kinds),
         max_loras=options.lora.max_loras if options.lora.enable_lora else 0,
         dp_size=dp_size,
-        num_aux=min(sizes.max_num_batched_tokens, _NUM_TOLD.get(first_device(mesh).platform, _NUM_TOLD_ELSEWHERE)),
+        num_aux=_num_aux(sizes, config, first_device(mesh).platform),
+        is_encoder=config.is_encoder,
         state_bytes=(state_bytes := count_state_bytes(config.layer_kinds, model.dtype)),
         state_checkpoint_interval=state_checkpoint_interval(
             options.cache, state_bytes, len(groups.windows) * layout.bytes_per_block, layout.block_size
@@ -187,6 +191,19 @@ def _placed_model(model: Model, options: EngineConfig, layer_mode: LayerMode, me
     return dataclasses.replace(placed, config=config)
 
 
+def _num_aux(sizes: StepSizes, config: ModelConfig, platform: str) -> int:
+    """Return the maximum positions per step with aux outputs: all of an encoder, which computes prompts as a whole."""
+    most = sizes.max_num_batched_tokens
+    return most if config.is_encoder else min(most, _NUM_TOLD.get(platform, _NUM_TOLD_ELSEWHERE))
+
+
+def _num_host_blocks(options: EngineConfig, layout: KVLayout, config: ModelConfig) -> int:
+    """Return the blocks in host memory; none for an encoder, whose prompts are not swapped."""
+    if config.is_encoder:
+        return 0
+    return num_host_blocks(options.cache.swap_space, layout, options.parallel.data_parallel_size)
+
+
 def _adapter_room(lora: LoraOptions) -> AdapterRoom | None:
     """Return the slots for adapters; None without adapters."""
     if not lora.enable_lora:
@@ -197,6 +214,8 @@ def _adapter_room(lora: LoraOptions) -> AdapterRoom | None:
 def _kv_groups(kinds: tuple[LayerKind, ...], sizes: StepSizes, layer_mode: LayerMode, mesh: Mesh) -> KVGroups:
     """Return the groups of the layers of each stage, which are equal."""
     of_stage = kinds[: len(kinds) // num_stages(mesh)]
+    if not all(kind.attention.is_causal for kind in kinds):
+        return share_one_layer(of_stage)
     stacks = list(get_stacks(of_stage).values()) if layer_mode == "scan" else None
     return group_kinds(of_stage, sizes.max_model_len, stacks)
 
@@ -355,7 +374,7 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
     counts = step.abstract_counts(geometry.max_num_seqs)
     of_counts = jax.tree.map(lambda struct: struct.sharding, counts)
     width = model.config.hidden_size + (step.slots is not None and step.slots.has_output)
-    hidden = shape((step.max_sample_rows + step.num_aux, width), model.dtype)
+    hidden = shape((step.max_sample_rows + step.num_aux, width), step.hidden_dtype)
 
     def lower(spec: ProgramSpec) -> jax.stages.Lowered:
         if spec.kind == "forward":
@@ -424,6 +443,7 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
         has_adapters=has_adapters,
         has_branches=step.has_branches,
         num_expert_arrays=len(experts),
+        is_encoder=geometry.is_encoder,
     )
     return {spec: functools.partial(lower_for_devices, spec) for spec in specs}
 
@@ -526,6 +546,7 @@ class ServerPrograms:
 
     def pool_request(self, cache: CacheOptions) -> PoolRequest:
         """Return the facts that decide how many blocks the pool has."""
+        num_blocks = blocks_of_rank(cache.num_blocks, self.geometry.dp_size)
         return PoolRequest(
             bytes_per_block=pool_bytes_per_block(self.step),
             blocks_per_seq=self.geometry.num_blocks_of_longest,
@@ -537,7 +558,7 @@ class ServerPrograms:
             state_bytes=self._state_bytes(self.geometry.max_num_seqs),
             checkpoint_bytes=self._state_bytes(1) - self._state_bytes(0),
             blocks_per_checkpoint=self.geometry.blocks_per_checkpoint,
-            num_blocks=blocks_of_rank(cache.num_blocks, self.geometry.dp_size),
+            num_blocks=self._num_encoder_blocks if cache.num_blocks is None else num_blocks,
             pool_bytes=None if cache.num_blocks is not None else cache.kv_cache_memory_bytes,
             has_default_share=cache.memory_utilization is None,
         )
@@ -545,6 +566,15 @@ class ServerPrograms:
     def _state_bytes(self, num_slots: int) -> int:
         """Return the bytes of recurrent state on one device, with the slot for padding, and of expert counts."""
         return local_bytes({"states": [*self.step.abstract_states(num_slots), self.step.abstract_expert_load()]})
+
+    @property
+    def _num_encoder_blocks(self) -> int | None:
+        """Blocks of an encoder's pool, which only holds the prompts of two steps; None for other models."""
+        sizes = self.geometry
+        if not sizes.is_encoder:
+            return None
+        of_step = sizes.max_num_batched_tokens // sizes.block_size + sizes.max_num_seqs
+        return _OVERLAPPED * of_step + of_step // 4
 
     def memory(self, compiled: Mapping[ProgramSpec, CompiledProgram]) -> ProgramMemory:
         """Return the memory of all programs on one device; `compiled` has at least the decisive ones."""
@@ -578,7 +608,7 @@ class ServerPrograms:
     def _kept_bytes(self, of_kind: Mapping[str, ProgramReport]) -> int:
         buckets, layout = self.geometry.buckets, self.step.layout
         results = {kind: report.output_bytes - report.alias_bytes for kind, report in of_kind.items()}
-        outputs = results["forward"] + max(results["sample"], results["edited"], results.get("speculate", 0))
+        outputs = results["forward"] + max(results["sample"], results.get("edited", 0), results.get("speculate", 0))
         words = forward_packing(buckets.tokens[-1], self.geometry).size + buckets.rows[-1] * ROW_WORDS
         if not self.step.has_branches:  # each of several steps has its own
             words *= self.geometry.max_num_steps
@@ -597,6 +627,8 @@ class ServerPrograms:
         """
         sizes = sorted({spec.size for spec in self.sources if spec.kind == "edited"})
         row_words = EDIT_WORDS + 3 * NUM_SINGLES + num_mask_words(self.step.vocab_size)
+        if not sizes:  # of an encoder
+            return 0
         return of_kind["count"].alias_bytes + 4 * row_words * (sum(sizes) + _OVERLAPPED * max(sizes))
 
     def _aux_bytes(self, reports: Mapping[ProgramSpec, ProgramReport]) -> int:
@@ -605,7 +637,7 @@ class ServerPrograms:
         It assumes that every hidden state is requested.
         """
         num_hidden = self.step.max_sample_rows + self.step.num_aux
-        tells = [(spec.size, reports[spec].output_bytes) for spec in TELLS.values()]
+        tells = [(spec.size, reports[spec].output_bytes) for spec in TELLS.values() if spec in reports]
         largest = max(-(-num_hidden // size) * num_bytes for size, num_bytes in tells)
         return min(_OVERLAPPED * largest, max(MOST_BYTES, *(num_bytes for _, num_bytes in tells)))
 

@@ -271,6 +271,7 @@ class Geometry:
         state_bytes: recurrent state of a sequence, which has one of num_state_slots slots, from 1 on; 0 without any.
         state_checkpoint_interval: tokens of the pool for each slot that holds a checkpoint of recurrent state, a
             multiple of block_size; 0 without checkpoints.
+        is_encoder: a prompt is computed in one step, which pools its hidden states; nothing is generated.
     """
 
     num_blocks: int
@@ -292,6 +293,7 @@ class Geometry:
     dp_size: int = 1
     state_bytes: int = 0
     state_checkpoint_interval: int = 0
+    is_encoder: bool = False
 
     @property
     def num_state_checkpoints(self) -> int:
@@ -700,6 +702,8 @@ class StepInputs:
         num_tokens: tokens in use.
         state_sources_s: slot from which each row's recurrent state is read; unused by a row that begins its sequence.
         state_slots_s: slot to which it is written; 0 beyond num_rows, and for rows without tokens.
+        poolings_s: of an encoder: index of each row's pooling in `POOLINGS`; None for other models, as what follows.
+        pair_starts_s: position of the first token of each row's second text; the row's length without one.
     """
 
     token_ids_t: I32
@@ -721,6 +725,8 @@ class StepInputs:
     num_tokens: int
     state_sources_s: I32
     state_slots_s: I32
+    poolings_s: I32 | None = None
+    pair_starts_s: I32 | None = None
 
     def further(self, num_steps: int, block_size: int) -> Iterator[StepInputs]:
         """Yield the inputs of the next `num_steps - 1` steps of rows with one token each, sampled by the step before.

@@ -45,10 +45,12 @@ def build_aux_inputs(schedule: SchedulerOutput, geometry: Geometry) -> list[Step
     """Return every aux call of a step, each with a bounded number of rows."""
     requests: dict[AuxKind, list[tuple[int, list[int], AuxRequest]]] = {}
     first = geometry.buckets.rows[-1]
-    for number, (_, row, position) in enumerate(schedule.aux_tokens()):
+    for number, (row_index, row, position) in enumerate(schedule.aux_tokens()):
+        is_pooled = row.group.request.is_encoded and row.group.request.is_pooled_on_device
+        place = row_index if is_pooled else first + number
         following = row.sequence.token_ids[position + 1 : position + 2]
         one = AuxRequest(row.group, row.sequence, position, 0)
-        requests.setdefault(_build_prompt_aux(row.group), []).append((first + number, following, one))
+        requests.setdefault(_build_prompt_aux(row.group), []).append((place, following, one))
     needs_aux = any(row.group.request.sampling.needs_extra_logprobs for row in schedule.rows)
     for row_index in range(schedule.num_rows) if needs_aux else ():
         row = schedule.row_at(row_index)

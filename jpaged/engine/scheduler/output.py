@@ -29,6 +29,7 @@ from jpaged.engine.scheduler.decode_batch import DecodeBatch, StepKind
 from jpaged.engine.scheduler.logits_processors import LogitsProcessorState, ProcessedRow
 from jpaged.engine.sequence import Sequence, SequenceGroup, Status
 from jpaged.structured import GrammarState
+from jpaged.types import POOLINGS
 
 
 @dataclass(slots=True)
@@ -406,6 +407,7 @@ def build_step_inputs(schedule: SchedulerOutput, geometry: Geometry) -> StepInpu
     last_tokens_s = np.maximum(query_starts_s1[1:] - 1, 0)
     kv_begins_s, run_starts_s1 = _runs(schedule, max_rows)
     state_sources_s, state_slots_s = _state_slots(schedule, max_rows)
+    poolings_s, pair_starts_s = _poolings(schedule, max_rows) if geometry.is_encoder else (None, None)
     return StepInputs(
         token_ids_t=_padded(_known_tokens(schedule), num_padded),
         is_prev_sampled_t=prev_rows_t != _KNOWN,
@@ -426,6 +428,8 @@ def build_step_inputs(schedule: SchedulerOutput, geometry: Geometry) -> StepInpu
         num_runs=len(schedule.runs),
         state_sources_s=state_sources_s,
         state_slots_s=state_slots_s,
+        poolings_s=poolings_s,
+        pair_starts_s=pair_starts_s,
     )
 
 
@@ -573,6 +577,20 @@ def _state_slots(schedule: SchedulerOutput, max_rows: int) -> tuple[I32, I32]:
     if schedule.order:
         columns = [column[schedule.order] for column in columns]
     return _padded(columns[0], max_rows), _padded(columns[1], max_rows)
+
+
+def _poolings(schedule: SchedulerOutput, max_rows: int) -> tuple[I32, I32]:
+    """Return the pooling of each row as an index in `POOLINGS`, and where a second text starts."""
+    requests = [row.group.request for row in schedule.rows]
+    poolings = [POOLINGS.index(request.pooling or "last") for request in requests]
+    lengths = [len(request.prompt_token_ids) for request in requests]
+    starts = [
+        length if request.pair_start is None else request.pair_start
+        for request, length in zip(requests, lengths, strict=True)
+    ]
+    if schedule.order:
+        poolings, starts = ([column[row] for row in schedule.order] for column in (poolings, starts))
+    return _padded(poolings, max_rows), _padded(starts, max_rows)
 
 
 def _runs(schedule: SchedulerOutput, max_rows: int) -> tuple[I32, I32]:

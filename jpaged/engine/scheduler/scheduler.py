@@ -348,7 +348,8 @@ class Scheduler:
         bound_s = options.max_inter_token_latency
         if bound_s is None:
             bound_s = choose_bound_s(rates)
-        self.prefill_budget = PrefillBudget(bound_s, rates, geometry.buckets) if bound_s else None
+        has_bound = bool(bound_s) and not geometry.is_encoder  # its rows get one step each
+        self.prefill_budget = PrefillBudget(bound_s, rates, geometry.buckets) if has_bound else None
         self.is_in_order = options.policy == "fcfs"
         self.queues = Queues(self._policy)
         self.multi_step_policy = MultiStepPolicy(
@@ -575,6 +576,8 @@ class Scheduler:
             group = self._next_admissible(outstanding)
             if group is None:
                 return
+            if self._geometry.is_encoder and len(group.request.prompt_token_ids) > budget:
+                return  # its tokens see each other, so they are computed in one step
             prefetcher = self._memory.prefetcher if queues.running and group.status is not Status.SWAPPED else None
             if prefetcher is not None and prefetcher.brings(group):
                 return

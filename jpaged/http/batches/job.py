@@ -39,7 +39,7 @@ from jpaged.config import HttpOptions
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, StorageError, TryLater, Unavailable
 from jpaged.http.batches.store import Batch, BatchCounts, BatchError, Store
 from jpaged.http.embeddings import LocalServer
-from jpaged.openai.lines import Answers, BadLine, Line, failure_line, parse_line
+from jpaged.openai.lines import Answers, BadLine, Line, LocalCalls, failure_line, parse_line
 from jpaged.service.service import Service, Stage
 
 MAX_ERRORS = 100
@@ -400,6 +400,7 @@ class BatchJob:
             self._service.run_blocking,
             loaded.adapters.names,
             max_bytes=int(http.max_response_size * 2**20),
+            local=LocalCalls(),
         )
         try:
             async with asyncio.TaskGroup() as group:

@@ -63,6 +63,7 @@ class Implementation:
         unsupported_device_reason: device -> why it does not run there, or None.
         prepare: (rows, slots of the step's tokens or None, spec, queries) -> rows with the preparation for its calls in
             all layers of a step; None if it needs none.
+        stores_first: `update` stores all keys and values before a query reads any: queries may see later tokens.
         attend_parts: attention over several parts of each context in one launch (`cascade.py`); if None, each part is a
             separate call.
         rotate: (vectors, type of the result, size of a block) -> `rotate_heads`; None is a matrix product.
@@ -77,6 +78,11 @@ class Implementation:
     prepare: Callable[[RaggedRows, jax.Array | None, AttentionSpec, Queries], RaggedRows] | None = None
     attend_parts: Callable[[AttentionCall, Sequence[ContextPart]], Attended] | None = None
     rotate: Callable[[jax.Array, Any, int], jax.Array] | None = None
+    stores_first: bool = False
+
+    def fuses_update(self, rows: RaggedRows) -> bool:
+        """Return True if `update` may run for these rows."""
+        return self.update is not None and (self.stores_first or rows.first_positions_s is None)
 
 
 IMPLEMENTATIONS: dict[Backend, Implementation] = {
@@ -118,6 +124,7 @@ IMPLEMENTATIONS: dict[Backend, Implementation] = {
         cpu.unsupported_reason,
         cpu.unsupported_device_reason,
         rotate=cpu.rotate,
+        stores_first=True,
     ),
     "xla": Implementation(reference.attend, None, None, None, lambda pool, queries: None, lambda device: None),
 }
@@ -195,7 +202,9 @@ def prepare_rows(
         Unsupported: as `paged_attention`.
     """
     found = implementation(backend, spec, queries)
-    return rows if found.prepare is None else found.prepare(rows, slots_t, spec, queries)
+    if found.prepare is None:
+        return rows
+    return found.prepare(rows, slots_t if found.fuses_update(rows) else None, spec, queries)
 
 
 def paged_attention(
@@ -238,13 +247,14 @@ def paged_attention_update(
 ) -> Updated:
     """Store the step's own keys and values, then run `paged_attention`: in one kernel if the backend has it.
 
-    Donate the pool: it is updated in place. Every row's last queries are the last tokens of the row's context.
+    Donate the pool: it is updated in place. Every row's last queries are the last tokens of the row's context, unless
+    the rows have first positions: queries at later positions then see all of the step's keys.
     Arguments and errors are those of `paged_attention`, plus the new keys and values, as the model computes them.
     """
     call = AttentionCall(q_thd, pool, layer, rows, spec, scales_lk2)
     run = implementation(backend, spec, call.queries)
     new_kv = call.scaled(new_kv)
-    if run.update is not None:
+    if run.update is not None and run.fuses_update(rows):
         return run.update(call, new_kv)
     pool = spec.layout.write(pool, layer, *new_kv)
     return *run.attend(dataclasses.replace(call, pool=pool)), pool

@@ -13,7 +13,7 @@ from jpaged.models.config import Activation, ModelConfig
 from jpaged.models.layer_kinds import LayerKind
 from jpaged.models.rope_config import RopeConfig
 
-Residual = Literal["sequential", "parallel", "shared"]
+Residual = Literal["sequential", "parallel", "shared", "post"]
 HeadNorms = Literal["none", "head", "rotated", "unit", "wide", "layer"]
 """Norms of queries and keys: see `DecoderConfig`."""
 
@@ -116,15 +116,20 @@ class DecoderConfig(ModelConfig):
         kinds: of the layers; if empty, all have full attention and use the first rope, if there is one.
         ropes: rotary embeddings, referenced by kinds; empty if positions are learned.
         num_positions: rows of the learned position embedding; 0 is none.
+        position_offset: rows of that embedding in the checkpoint before the row of position 0.
+        num_token_types: rows of the embedding of token types; 0 is none.
+        embed_norm: the sum of the embeddings is normalized.
         norm: rms, or layer, which subtracts the mean and has a bias.
         norm_eps: added to the mean square in every norm.
         norm_bias: layer norms have biases.
         norm_offset: added to the stored weights of norms.
         residual: `sequential`, y = x + attention(norm(x)), then y + feed_forward(norm(y)); `parallel`, x +
-            attention(norm(x)) + feed_forward(another norm(x)); `shared`, the same with one norm.
+            attention(norm(x)) + feed_forward(another norm(x)); `shared`, the same with one norm; `post`, y = norm(x +
+            attention(x)), then norm(y + feed_forward(y)).
         residual_scale: factor of the outputs of attention and feed-forward.
         pre_norms: inputs of attention and feed-forward are normalized.
-        post_norms: outputs of attention and feed-forward are normalized before they are added.
+        post_norms: outputs of attention and feed-forward are normalized before they are added, or the sums are.
+        final_norm: the last layer's output is normalized.
         attention_bias: biases on query, key and value.
         qk_norm: queries and keys are normalized: `head`, an RMS norm of each head before the rotation; `rotated`, the
             same after it; `unit`, the same without weights, in layers with a rotation; `wide`, an RMS norm over all
@@ -148,6 +153,9 @@ class DecoderConfig(ModelConfig):
     kinds: tuple[LayerKind, ...] = ()
     ropes: tuple[RopeConfig, ...] = ()
     num_positions: int = 0
+    position_offset: int = 0
+    num_token_types: int = 0
+    embed_norm: bool = False
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float
     norm_bias: bool = True
@@ -156,6 +164,7 @@ class DecoderConfig(ModelConfig):
     residual_scale: float = 1.0
     pre_norms: bool = True
     post_norms: bool = False
+    final_norm: bool = True
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
@@ -186,7 +195,7 @@ class DecoderConfig(ModelConfig):
         """Return the kinds, with windows removed that are as wide as the longest sequence."""
 
         def widened(kind: LayerKind) -> LayerKind:
-            window = kind.attention.sliding_window
+            window = kind.attention.reach
             if window is None or window < self.max_model_len:
                 return kind
             return dataclasses.replace(kind, attention=dataclasses.replace(kind.attention, sliding_window=None))

@@ -183,6 +183,8 @@ class Names:
 
     Attributes:
         positions: the learned position embedding.
+        token_types: the embedding of token types.
+        embed_norm: of the sum of the embeddings.
         norm: the last one.
         attention_norm: of a layer, as all that follow.
         qkv: the projections of query, key and value, or the fused one.
@@ -198,6 +200,8 @@ class Names:
 
     embed: str = "embed_tokens"
     positions: str = ""
+    token_types: str = ""
+    embed_norm: str = ""
     norm: str = "norm"
     attention_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
@@ -255,18 +259,39 @@ def outer_leaves(config: DecoderConfig, prefix: str, names: Names, lm_head: str)
     width = config.hidden_size
     leaves = [embedding(config, width, f"{prefix}{names.embed}.weight")]
     if config.num_positions:
-        shape = (config.num_positions, width)
-        leaves.append(same(("positions", "embedding"), f"{prefix}{names.positions}.weight", (None, "embed"), shape))
+        leaves.append(_positions(config, f"{prefix}{names.positions}.weight"))
+    if config.num_token_types:
+        shape = (config.num_token_types, width)
+        leaves.append(same(("token_types", "embedding"), f"{prefix}{names.token_types}.weight", (None, "embed"), shape))
+    if config.embed_norm:
+        leaves += norm_leaves(config, ("embed_norm",), f"{prefix}{names.embed_norm}")
     if config.logit_bias:
         leaves.append(same(("logit_bias",), names.logit_bias, ("vocab",), (config.vocab_size,)))
-    return leaves + norm_leaves(config, ("norm",), f"{prefix}{names.norm}") + output_matrix(config, width, lm_head)
+    if config.final_norm:
+        leaves += norm_leaves(config, ("norm",), f"{prefix}{names.norm}")
+    return leaves + output_matrix(config, width, lm_head)
+
+
+def _positions(config: DecoderConfig, name: str) -> Leaf:
+    """Return the leaf of the position embedding, without the rows before position 0."""
+    shape, offset = (config.num_positions, config.hidden_size), config.position_offset
+    leaf = same(("positions", "embedding"), name, (None, "embed"), shape)
+    if not offset:
+        return leaf
+
+    def pack(tensors: Sequence[np.ndarray], out: np.ndarray) -> None:
+        out[...] = tensors[0][offset:]
+
+    stored = (config.num_positions + offset, config.hidden_size)
+    return Leaf(leaf.path, leaf.axes, shape, ((name, stored),), pack, (None, 1))
 
 
 def layer_leaves(
     config: DecoderConfig, prefix: str, kind: LayerKind, names: Names, *, attention: list[Leaf] | None = None
 ) -> list[Leaf]:
     """See `Family`; `attention` replaces the leaves of attention."""
-    leaves = norm_leaves(config, ("attention_norm",), prefix + names.attention_norm) if config.pre_norms else []
+    has_norm = config.pre_norms and kind.has_norm
+    leaves = norm_leaves(config, ("attention_norm",), prefix + names.attention_norm) if has_norm else []
     if config.residual != "shared" and config.pre_norms and kind.has_feed_forward:
         leaves += norm_leaves(config, ("mlp_norm",), prefix + names.mlp_norm)
     if config.post_norms:

@@ -355,15 +355,21 @@ class MLP(Module):
         self.xielu = XIELU(dtype) if config.activation == "xielu" else None
 
     def __call__(
-        self, x_te: jax.Array, rows: Rows, *, norm: Norm | None, residual: jax.Array | None = None
+        self,
+        x_te: jax.Array,
+        rows: Rows,
+        *,
+        norm: Norm | None,
+        residual: jax.Array | None = None,
+        norm_after: Norm | None = None,
     ) -> jax.Array:
-        """Map `[T, E]` to `[T, E]`; adds the residual, if any."""
+        """Map `[T, E]` to `[T, E]`; adds the residual and normalizes the sum, if there are any."""
         if self.gate_up is not None:
             inner_tf = self.gate_up(x_te, rows, norm=norm)
         else:
             assert self.up is not None
             inner_tf = self._activate(self.up(x_te, rows, norm=norm))
-        return self.down(inner_tf, rows, residual=residual)
+        return self.down(inner_tf, rows, residual=residual, norm_after=norm_after)
 
     def add_to_parts(self, x: ColumnParts, norm: Norm) -> ColumnParts:
         """Add the result of a call to the states, both in parts."""
@@ -394,7 +400,7 @@ class DecoderLayer(Module):
 
     def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys, kind: LayerKind) -> None:
         has_two = config.residual != "shared" and config.pre_norms and kind.has_feed_forward
-        self.attention_norm = make_norm(config, dtype) if config.pre_norms else None
+        self.attention_norm = make_norm(config, dtype) if config.pre_norms and kind.has_norm else None
         make = self.make_recurrent if kind.states else self.make_attention
         self.attention = make(config, dtype, rngs)
         self.mlp_norm = make_norm(config, dtype) if has_two else None
@@ -408,6 +414,7 @@ class DecoderLayer(Module):
         self.attention_post_norm = make_norm(config, dtype) if config.post_norms else None
         self.mlp_post_norm = make_norm(config, dtype) if config.post_norms else None
         self.is_sequential = config.residual == "sequential"
+        self.normalizes_sums = config.residual == "post"
         self.residual_scale = config.residual_scale
 
     @staticmethod
@@ -429,7 +436,11 @@ class DecoderLayer(Module):
         if isinstance(norm, RMSNorm):
             norm = MeasuredNorm(norm, x.squares_t)
         o_te, carry = self.attention.attend(x_te, norm, shared, attend, carry, place)
-        if self.mlp is None:
+        if self.normalizes_sums:
+            x_te = self.attention.out(o_te, rows, residual=x_te, norm_after=self.attention_post_norm)
+            assert isinstance(self.mlp, MLP)
+            x_te = self.mlp(x_te, rows, norm=None, residual=x_te, norm_after=self.mlp_post_norm)
+        elif self.mlp is None:
             x_te = self.attention.out(o_te, rows, residual=x_te)
         elif self.attention_post_norm is not None or self.residual_scale != 1:
             x_te = x_te + self._adjusted(self.attention.out(o_te, rows), self.attention_post_norm)
@@ -498,7 +509,12 @@ class DecoderEnds(Ends):
         super().__init__(config, config.hidden_size, dtype, keys)
         num_positions, key = config.num_positions, jax.random.fold_in(keys[0], 1)
         self.positions = TokenEmbedding(num_positions, config.hidden_size, dtype, key) if num_positions else None
-        self.norm = make_norm(config, dtype)
+        self.token_types: TokenEmbedding | None = None
+        if config.num_token_types:
+            key = jax.random.fold_in(keys[0], 2)
+            self.token_types = TokenEmbedding(config.num_token_types, config.hidden_size, dtype, key)
+        self.embed_norm = make_norm(config, dtype) if config.embed_norm else None
+        self.norm = make_norm(config, dtype) if config.final_norm else None
         self.logit_bias = Param(jnp.zeros((config.vocab_size,), dtype)) if config.logit_bias else None
         self.config = config
 
@@ -510,6 +526,12 @@ class DecoderEnds(Ends):
             x_te = x_te * jnp.asarray(config.embed_scale, x_te.dtype)
         if self.positions is not None:
             x_te = x_te + self.positions(tokens.positions_t)
+        if self.token_types is not None:
+            most = config.num_token_types - 1
+            types_t = jnp.zeros_like(tokens.ids_t) if tokens.types_t is None else jnp.minimum(tokens.types_t, most)
+            x_te = x_te + self.token_types(types_t)
+        if self.embed_norm is not None:
+            x_te = self.embed_norm(x_te)
         if tokens.states is not None:
             x_te = jax.lax.with_sharding_constraint(x_te, tokens.states.split)
         x = Measured.of(x_te, is_measured=tokens.heads is not None and config.norm == "rms" and config.pre_norms)
@@ -536,7 +558,7 @@ class DecoderEnds(Ends):
         return x.x_te
 
     @property
-    def final_norm(self) -> Norm:
+    def final_norm(self) -> Norm | None:
         """See `Ends`."""
         return self.norm
 

@@ -40,7 +40,8 @@ def _read(fields: JsonFields, architecture: str, version: int) -> DecoderConfig:
     heads = read_heads(fields, sizes["hidden_size"], num_kv_heads=_KV_HEADS[version], head_dim=256)
     max_position_embeddings = fields.integer("max_position_embeddings", _LENGTHS[version])
     fields.only("attention_bias", False, why="this family has no published checkpoint with projection biases")
-    fields.only("use_bidirectional_attention", False, why="only causal attention is supported")
+    if version < 3:
+        fields.only("use_bidirectional_attention", False, why="only Gemma 3 has encoders")
     return DecoderConfig(
         architecture=architecture,
         **sizes,
@@ -81,12 +82,15 @@ def _kinds(fields: JsonFields, num_layers: int, version: int) -> tuple[LayerKind
     if version == 3:
         fields.only("attn_logit_softcapping", why="transformers ignores soft caps in Gemma 3")
     cap = _cap(fields, "attn_logit_softcapping", 50.0 if version == 2 else None)
-    window = fields.integer("sliding_window", 4096)
-    fields.only("sliding_window_size", window, why=f"the model uses sliding_window, {window}")
+    window = published = fields.integer("sliding_window", 4096)
+    is_causal = not fields.flag("use_bidirectional_attention", False)
+    if not is_causal:  # of EmbeddingGemma: half of it on each side
+        window = 1 + 2 * (published // 2)
+    fields.only("sliding_window_size", published, why=f"the model uses sliding_window, {published}")
     types = _types(fields, num_layers, version)
     kinds = {
-        FULL: LayerKind(AttentionKind(scale, soft_cap=cap)),
-        SLIDING: LayerKind(AttentionKind(scale, window, cap), version - 2),
+        FULL: LayerKind(AttentionKind(scale, soft_cap=cap, is_causal=is_causal)),
+        SLIDING: LayerKind(AttentionKind(scale, window, cap, is_causal=is_causal), version - 2),
     }
     return tuple(kinds[name] for name in types)
 
@@ -154,7 +158,10 @@ def _to_hf(config: DecoderConfig) -> dict[str, object]:
     is_third = len(config.ropes) == 2
     sections = {name: rope.to_hf() for name, rope in zip((FULL, SLIDING), config.ropes, strict=False)}
     window = next((window for window in windows if window is not None), None)
+    if config.is_encoder and window is not None:
+        window -= 1
     return {
+        "use_bidirectional_attention": config.is_encoder,
         "intermediate_size": config.intermediate_size,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
@@ -249,6 +256,7 @@ _FAMILIES = {
     "GemmaForCausalLM": decoder_family("gemma", functools.partial(_read, version=1), _to_hf_of_first, Names()),
     "Gemma2ForCausalLM": decoder_family("gemma2", functools.partial(_read, version=2), _to_hf, _NAMES),
     "Gemma3ForCausalLM": decoder_family("gemma3_text", functools.partial(_read, version=3), _to_hf, _NAMES),
+    "Gemma3TextModel": decoder_family("gemma3_text", functools.partial(_read, version=3), _to_hf, _NAMES),
     "Gemma3ForConditionalGeneration": dataclasses.replace(_IMAGES, language=_language),
 }
 # The sums of layers exceed 65504 (google/gemma_pytorch and vLLM reject float16 for the same reason).

@@ -1,4 +1,7 @@
-"""The Llama family: rotary positions, RMS norms, a gated feed-forward; Llama, Mistral, Mixtral, Qwen2 and Qwen3."""
+"""The Llama family: rotary positions, RMS norms, a gated feed-forward; Llama, Mistral, Mixtral, Qwen2, Qwen3 and Phi-3.
+
+Phi-3 and Phi-4 (Microsoft 2024) have fused projections and LongRoPE.
+"""
 
 from __future__ import annotations
 
@@ -199,10 +202,66 @@ _MIXTRAL_EXPERTS = ExpertNames(
     router="block_sparse_moe.gate", experts="block_sparse_moe.experts.", gate="w1", up="w3", down="w2"
 )
 
+
+def _read_phi3(fields: JsonFields, architecture: str) -> DecoderConfig:
+    fields.ignore(("embd_pdrop", "resid_pdrop"))
+    sizes = read_sizes(fields)
+    heads = read_heads(fields, sizes["hidden_size"])
+    fields.only("attention_bias", False, why="phi3 has no biases in attention")
+    fields.only("mlp_bias", False, why="phi3 has no biases in its feed-forward")
+    fields.only("full_attn_mod", 1, why="only identical layers are supported")
+    fields.only("interpolate_factor", 1, why="positions are scaled only by rope_scaling")
+    fields.only("lm_head_bias", False, why="a bias on the logits is not supported")
+    max_position_embeddings = fields.integer("max_position_embeddings", 4096)
+    rope = _phi3_rope(fields, max_position_embeddings)
+    window = read_window(fields)
+    narrow = LayerKind(AttentionKind(heads["head_dim"] ** -0.5, window))
+    return DecoderConfig(
+        architecture=architecture,
+        **sizes,
+        **heads,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        activation=read_activation(fields, "hidden_act", "silu"),
+        norm_eps=fields.number("rms_norm_eps", 1e-5),
+        eos_token_ids=(32000,),
+        bos_token_id=1,
+        ropes=(rope,),
+        outgrows_keys=rope.kind == "longrope",
+        kinds=() if window is None else (narrow,) * sizes["num_layers"],
+    )
+
+
+def _phi3_rope(fields: JsonFields, max_position_embeddings: int) -> RopeConfig:
+    rope = RopeConfig.from_hf(fields, max_position_embeddings, default_fraction=1.0, default_original=4096)
+    fields.ignore(("original_max_position_embeddings",))
+    if rope.kind not in ("default", "longrope"):
+        raise Unsupported(f"{fields.name}: the RoPE type is {rope.kind!r}; Phi-3 has default and longrope")
+    return rope
+
+
+def _phi3_to_hf(config: DecoderConfig) -> dict[str, object]:
+    (rope,) = config.ropes
+    length: dict[str, object] = {"original_max_position_embeddings": rope.original_max_position_embeddings}
+    return {
+        "pad_token_id": None,  # otherwise transformers' default exceeds a small vocabulary
+        "intermediate_size": config.intermediate_size,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": name_of_activation(config.activation),
+        "rms_norm_eps": config.norm_eps,
+        "sliding_window": config.attention_kinds[0].sliding_window,
+        "rope_parameters": rope.to_hf(),
+    } | (length if rope.kind == "longrope" else {})
+
+
 ARCHITECTURES = {
     "LlamaForCausalLM": _family(LlamaVariant("llama", "config", True, False, "none", None, None, 2048, (1, 2))),
     "MistralForCausalLM": _family(LlamaVariant("mistral", "none", False, False, "length", None, 8, 131072, (1, 2))),
     "Qwen2ForCausalLM": _family(LlamaVariant("qwen2", "qkv", False, False, "switch", None, 32, 32768, None)),
     "Qwen3ForCausalLM": _family(LlamaVariant("qwen3", "config", False, True, "switch", 128, 32, 32768, None)),
+    "Phi3ForCausalLM": decoder_family(
+        "phi3", _read_phi3, _phi3_to_hf, Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+    ),
     "MixtralForCausalLM": decoder_family("mixtral", _read_mixtral, _mixtral_to_hf, Names(experts=_MIXTRAL_EXPERTS)),
 }

@@ -50,7 +50,7 @@ from jpaged.server.servicer import get_caller, get_tenant
 from jpaged.server_load import EngineLoad
 from jpaged.service.calls import Call, Caller, RequestRecord
 from jpaged.service.loaded_model import LoadedModel
-from jpaged.service.score_embed import EMBED_SAMPLING, embeddable, get_embedding
+from jpaged.service.score_embed import EMBED_SAMPLING, VectorOptions, embeddable
 from jpaged.service.service import SMALL, Service, ServiceState, Stage
 from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.structured import StructuredOutputs
@@ -507,7 +507,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                         caller=caller,
                         record=record,
                     )
-                    found = get_embedding(await self._service.complete(call, model), normalize=True)
+                    output = await self._service.complete(call, model)
+                    found = VectorOptions(normalize=True).embedding(model.pooler, output)
             return vllm_engine_pb2.EmbedResponse(
                 embedding=found.values, prompt_tokens=found.usage.prompt_tokens, embedding_dim=len(found.values)
             )
@@ -631,8 +632,10 @@ def _get_caller(context: ServicerContext) -> Caller:
 def _embeddable(request: vllm_engine_pb2.EmbedRequest, model: LoadedModel) -> Prompt:
     if not request.HasField("tokenized"):
         raise InvalidArgument("tokenized", "is missing: Embed requires token ids")
+    options = VectorOptions()
+    options.check(model.pooler, model.hidden_size)
     (token_ids,) = embeddable(model.input_processor, [Prompt(token_ids=request.tokenized.input_ids)])
-    return Prompt(token_ids=token_ids, pooling="last")
+    return Prompt(token_ids=token_ids, pooling=options.get_pooling(model.pooler))
 
 
 async def _refuse(method: str, context: ServicerContext) -> NoReturn:
