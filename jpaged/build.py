@@ -296,8 +296,9 @@ def _adapters(
         progress(f"adapter {name}", done, len(lora.adapters))
         try:
             adapters.load(name, path)
-        except InvalidArgument as error:
-            raise InvalidArgument("lora", f"{name}={path}: {error.problem}") from error
+        except (InvalidArgument, NotFound) as error:
+            problem = error.problem if isinstance(error, InvalidArgument) else error
+            raise InvalidArgument("lora", f"{name}={path}: {problem}") from error
         except Unsupported as error:
             raise Unsupported(f"lora: {name}={path}: {error}") from error
     return adapters

@@ -430,8 +430,7 @@ class LocalModel:
     def _find_adapter(self, given: str | LoRARequest | None) -> LoadedAdapter | None:
         """Return the adapter of a name or a LoRARequest, which is loaded if needed.
 
-        If `max_cpu_loras` adapters are loaded, the one that was loaded by a LoRARequest and used longest ago is
-        unloaded.
+        At the limit of loaded adapters, the one that was loaded by a LoRARequest and used longest ago is unloaded.
 
         Raises:
             NotFound: no adapter of this name is loaded, and no path is given.
@@ -458,7 +457,7 @@ class LocalModel:
             if found is not None:
                 adapters.unload(given.name)
             del loaded
-            while self._loras and len(adapters.loaded()) >= self._serving.config.lora.max_cpu_loras:
+            while self._loras and len(adapters.loaded()) >= adapters.max_num:
                 oldest, _ = self._loras.popitem(last=False)
                 if oldest in adapters.names():
                     adapters.unload(oldest)

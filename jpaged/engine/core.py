@@ -39,6 +39,8 @@ from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import (
     AlreadyExists,
     DeadlineExceeded,
+    InternalError,
+    JpagedError,
     QueueFull,
     RequestTooLong,
     Unavailable,
@@ -241,6 +243,7 @@ class EngineCore:
             observers.on_begin.append(partial(self._poll, connector))
             observers.on_request_finished.append(connector.on_request_finished)
         if executor.geometry.max_loras:
+            observers.on_begin.append(self._fail_without_adapter)
             observers.on_scheduled.append(self._load_adapters)
         if (budget := scheduler.prefill_budget) is not None:
             observers.on_begin.append(lambda now_s: budget.steps.set_buckets(executor.geometry.buckets))
@@ -302,7 +305,7 @@ class EngineCore:
         if self.scheduler.queues.has_work:
             batch, multi_step_policy = self._batch, self.scheduler.multi_step_policy
             if batch is None:
-                return 0.0
+                return _TIERS_S if self.scheduler.adapters.is_fetching else 0.0
             return multi_step_policy.spare_s(batch.schedule, self._timer.start_s(batch.begin_s), self._clock())
         if not self.awaits_tiers:
             return 0.0
@@ -314,6 +317,13 @@ class EngineCore:
     def awaits_tiers(self) -> bool:
         """True if transfers between memory tiers are pending, which steps have to poll."""
         return self._awaits_host or any(connector.is_busy for connector in self.memory.connectors)
+
+    @property
+    def only_awaits(self) -> bool:
+        """True if no request runs, and the next step waits for a transfer between tiers or for an adapter's files."""
+        if self.scheduler.queues.has_work:
+            return self._batch is None and self.scheduler.adapters.is_fetching
+        return self.awaits_tiers
 
     @property
     def _awaits_host(self) -> bool:
@@ -362,8 +372,23 @@ class EngineCore:
 
     def _load_adapters(self, _: SchedulerOutput) -> None:
         """Start to load the adapters of a step into their slots."""
-        for slot, adapter in self.scheduler.adapters.pop_pending_loads().items():
-            self._executor.load_adapter(slot, adapter.matrices)
+        for slot, matrices in self.scheduler.adapters.pop_pending_loads().items():
+            self._executor.load_adapter(slot, matrices)
+
+    def _fail_without_adapter(self, _: float) -> None:
+        """End the next waiting group if its adapter could not be read again."""
+        if not self.scheduler.adapters.has_fetch_error:
+            return
+        group = self.scheduler.queues.next_group()
+        error = self.scheduler.adapters.pop_fetch_error(group)
+        if group is None or error is None:
+            return
+        if not isinstance(error, JpagedError):
+            failure = InternalError(f"an adapter could not be read: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            error = failure
+        self._output.fail(group, error)
+        self._release(group)
 
     def _expire(self, now_s: float) -> None:
         """End requests whose deadline has passed, and those that waited too long for their first step."""

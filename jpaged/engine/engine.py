@@ -193,8 +193,8 @@ class EngineThread:
         return is_over.is_set()
 
     def await_tiers(self) -> None:
-        """Wait briefly if no request runs and transfers between memory tiers are pending."""
-        if self._loop.awaits_tiers and not self._loop.scheduler.queues.has_work:
+        """Wait briefly if no request runs, and transfers between memory tiers or reads of adapters are pending."""
+        if self._loop.only_awaits:
             self._await_arrivals()
 
     def _give_up(self, error: Exception) -> None:

@@ -29,7 +29,15 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jpaged.access.authenticator import HTTP, Authenticator, CallContext, current, enter, permission_of_route
 from jpaged.config import AccessOptions
-from jpaged.errors import InvalidArgument, JpagedError, ModelNotFound, NotFound, PermissionDenied, Unsupported
+from jpaged.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    JpagedError,
+    ModelNotFound,
+    NotFound,
+    PermissionDenied,
+    Unsupported,
+)
 from jpaged.http.batches.job import BatchJobRunner
 from jpaged.http.batches.routes import batch_routes
 from jpaged.http.completions import EventStream, TokenTexts, answer_job, completion_routes, parse_job
@@ -196,7 +204,7 @@ def control_routes(service: Service) -> list[Route]:
         given = await read_body(service, request, lambda body: adapter_in("/v1/load_lora_adapter", body))
         name = given["lora_name"]
         with _naming_adapter():
-            await service.load_adapter(name, given["lora_path"])
+            await service.load_adapter(name, given["lora_path"], replaces=given["load_inplace"])
         return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
     async def unload_lora_adapter(request: Request) -> Response:
@@ -223,9 +231,12 @@ def control_routes(service: Service) -> list[Route]:
 
 @contextlib.contextmanager
 def _naming_adapter() -> Iterator[None]:
-    """Rename the fields in errors of an adapter to those of vLLM's bodies."""
+    """Rename the fields in errors of an adapter to those of vLLM's bodies, and give a taken name vLLM's status."""
     try:
         yield
+    except AlreadyExists as error:
+        problem = f"{error}; if it has already been loaded, load_inplace replaces it"
+        raise InvalidArgument("lora_name", problem) from error
     except InvalidArgument as error:
         names = {"name": "lora_name", "path": "lora_path"}
         raise type(error)(names.get(error.field, error.field), error.problem) from error

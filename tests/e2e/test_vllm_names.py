@@ -256,7 +256,10 @@ def test_adapters_are_loaded_on_first_use(open_model: Open, adapters: Callable[[
     assert outputs[0].outputs[0].lora_request == a
     llm.generate([IDS], GREEDY, lora_request=a)
     assert tokens(llm.generate([IDS], GREEDY, lora_request=c)) == [expected_tokens(IDS, 5, weight=11)]
-    assert llm._serving.adapters.names() == {"a", "c"}  # b was used longest ago
+    assert (llm._serving.adapters.names(), llm._serving.adapters.num_in_memory()) == ({"a", "b", "c"}, 2)
+    assert tokens(llm.generate([IDS] * 2, GREEDY, lora_request=[b, a])) == [
+        expected_tokens(IDS, 5, weight=weight) for weight in (9, 7)
+    ]
     assert tokens(llm.generate([IDS], GREEDY, lora_request=adapters("a", 8))) == [expected_tokens(IDS, 5, weight=8)]
     assert llm.generate([IDS], GREEDY, adapter="a")[0].lora_request is None
     with pytest.raises(NotFound, match="no adapter 'x'"):

@@ -458,6 +458,8 @@ class Scheduler:
             group = queues.next_group()
             if group is None or not self._policy.can_preempt(queues.running[-1], group):
                 return
+            if self.adapters.must_fetch(group):
+                return
             if self._has_room(group, self._num_outstanding_blocks()):
                 return
             leaving = self.adapters.leaving_for(group, self._policy.preemptible_for(group, queues.running))
@@ -577,9 +579,9 @@ class Scheduler:
             outstanding[group.rank] += self._memory.num_outstanding_blocks(group)
 
     def _next_admissible(self, outstanding: list[int]) -> SequenceGroup | None:
-        """Return the next group if it can run now: rows and blocks are free, and no group computes its prefix."""
+        """Return the next group if it can run now: room is free, its adapter is read, no group computes its prefix."""
         group, prefixes = self.queues.next_group(), self._memory.prefixes
-        if group is None or not self._has_room(group, outstanding):
+        if group is None or self.adapters.must_fetch(group) or not self._has_room(group, outstanding):
             return None
         if has_unknown_tokens(group):
             return None
