@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 import vllm.config
@@ -73,6 +75,14 @@ vllm.tokenizers.get_tokenizer = _get_tokenizer
 transformers.AutoTokenizer.from_pretrained = _get_tokenizer
 vllm.config.ModelConfig = _ModelConfig
 vllm.transformers_utils.repo_utils.hf_api = _Hub
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Cancel the tasks of a test that failed before it ended them: one that ignores errors would never yield again."""
+    runner = getattr(item, "funcargs", {}).get("_function_scoped_runner")
+    for task in asyncio.all_tasks(runner.get_loop()) if runner is not None else ():
+        task.cancel()
 
 
 class HfRunner:
