@@ -8,6 +8,7 @@ With `data_parallel_size` there are several executors and engines, on separate d
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -563,7 +564,8 @@ def _make_executors(
     set_up_compile_cache(cache)
     draft = _draft(source, model, options, places[0], progress)
     pack_stored = _pack_stored(model, options, places[0]) if len(places) == 1 else None
-    params = _load(model, source, options, places[0], progress, pack_stored)
+    load = functools.partial(_load, model, source, options, places[0], pack_stored=pack_stored)
+    params = load(progress)
     copies = [where.put(params) for where in places]
     del params
     executors: list[JaxExecutor] = []
@@ -578,6 +580,8 @@ def _make_executors(
             keep=kept[index],
             draft=draft,
         )
+        if len(places) == 1:
+            executor.set_reader(functools.partial(load, ignore_progress))
         _report_sizes(executor, _get_progress(index, len(places), progress))
         options = options.replace(num_blocks=executor.geometry.num_blocks)
         executors.append(executor)

@@ -29,6 +29,8 @@ from types import NoneType
 from typing import Any, NoReturn, Unpack
 
 from jpaged.chat import ChatKwargs, build_chat_options
+from jpaged.engine.core import PauseMode
+from jpaged.engine.engine import check_mode
 from jpaged.engine.executor import Progress
 from jpaged.errors import AlreadyExists, InvalidArgument, JpagedError, Unavailable, Unsupported
 from jpaged.local_model import (
@@ -490,6 +492,28 @@ class LLM(LocalModel):
             raise Unavailable("the engine has failed")
         return forgotten.result()
 
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Release device memory until `wake_up`; requires `enable_sleep_mode`.
+
+        Args:
+            level: 0 only pauses generation, 1 keeps the weights in host memory, 2 discards them. The KV cache is freed.
+            mode: "abort" ends running requests, "wait" lets them end, "keep" continues them after `wake_up`. Calls
+                during the sleep raise Unavailable, or wait with "keep".
+        """
+        self._sleep(level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Restore device memory; discarded weights are read from the model's files. Return True if all of it is there.
+
+        Args:
+            tags: "weights", "kv_cache" and "scheduling"; None for all.
+        """
+        return self._wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Return True between `sleep` and `wake_up`."""
+        return self._serving.engine.is_paused
+
     def _requests(
         self, params: Sequence[GivenRequest], lora_request: GivenLora, adapter: GivenAdapter
     ) -> list[PreparedRequest]:
@@ -702,21 +726,27 @@ class AsyncLLM(LocalModel):
                 self._admission.withdraw(found[0])
                 self._serving.engine.abort(one)
 
-    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """Stop running requests, and let later ones wait until `resume_generation`.
 
         Args:
-            mode: "abort" aborts running requests, "wait" waits until they finish.
-            clear_cache: drop all cached prefixes afterwards.
+            mode: "abort" aborts running requests, "wait" waits until they finish, "keep" continues them after
+                `resume_generation`.
+            clear_cache: drop all cached prefixes afterwards, except those of requests that are kept.
 
         Raises:
             InvalidArgument: the mode is not supported.
         """
-        if mode not in ("abort", "wait"):
-            why = ": running requests cannot be held" if mode == "keep" else ""
-            raise InvalidArgument("mode", f"{mode!r} is not supported{why}; must be 'abort' or 'wait'")
+        check_mode(mode)
         self._check_usable()
+        if mode == "keep":
+            await asyncio.wrap_future(self._serving.engine.pause(mode))
+            if clear_cache:
+                await self.reset_prefix_cache()
+            return
         self._admission.pause()
+        if self._serving.engine.is_paused and not self._serving.engine.asleep:
+            await asyncio.wrap_future(self._serving.engine.resume())
         running = [(name, stream) for name, (call, stream) in self._running.items() if call.running]
         if mode == "abort":
             await self.abort([name for name, _ in running])
@@ -727,11 +757,26 @@ class AsyncLLM(LocalModel):
     async def resume_generation(self) -> None:
         """Run requests again after `pause_generation`."""
         self._check_usable()
+        await asyncio.wrap_future(self._serving.engine.resume())
         self._admission.resume()
 
     async def is_paused(self) -> bool:
         """Return True between `pause_generation` and `resume_generation`."""
-        return self._admission.is_paused
+        return self._admission.is_paused or self._serving.engine.is_paused
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Release device memory until `wake_up`, as `LLM.sleep`."""
+        self._check_usable()
+        await asyncio.wrap_future(self._serving.engine.sleep(level, mode))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Restore device memory, as `LLM.wake_up`."""
+        self._check_usable()
+        return await asyncio.wrap_future(self._serving.engine.wake_up(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Return True between `sleep` and `wake_up`, and during a pause that keeps requests."""
+        return self._serving.engine.is_paused
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Drop all cached prefixes that are not in use, as `LLM.reset_prefix_cache`; return True."""
@@ -885,6 +930,28 @@ class LLMEngine(LocalModel):
         self._serving.engine.step()
         dropped.result()
         return True
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Release device memory until `wake_up`; requires `enable_sleep_mode`.
+
+        Args:
+            level: 0 only pauses generation, 1 keeps the weights in host memory, 2 discards them. The KV cache is freed.
+            mode: "abort" ends running requests, "wait" lets them end, "keep" continues them after `wake_up`. Requests
+                that are added during the sleep fail, or wait with "keep".
+        """
+        self._sleep(level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Restore device memory; discarded weights are read from the model's files. Return True if all of it is there.
+
+        Args:
+            tags: "weights", "kv_cache" and "scheduling"; None for all.
+        """
+        return self._wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Return True between `sleep` and `wake_up`."""
+        return self._serving.engine.is_paused
 
     def _add(self, event: OutputEvent) -> None:
         if (stream := self._streams.get(event.request_id)) is None:

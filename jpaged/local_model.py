@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from numbers import Integral
 from types import NoneType
@@ -22,6 +22,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, NotRequired, Self, Typed
 
 from jpaged.build import build, ignore_progress
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names
+from jpaged.engine.core import PauseMode
 from jpaged.engine.engine import THREAD_NAME as ENGINE_THREAD
 from jpaged.engine.executor import Progress
 from jpaged.engine.sequence import OutputCallback
@@ -61,6 +62,7 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
+_ResultT = TypeVar("_ResultT")
 _ParserT = TypeVar("_ParserT", argparse.ArgumentParser, argparse._ArgumentGroup)
 ONLINE_DEFAULTS: Mapping[str, Any] = {"trust_request_chat_template": True}
 """Defaults that differ from a server's: the caller is trusted."""
@@ -229,9 +231,6 @@ def _stop(serving: LoadedModel, process_id: int) -> None:
         serving.grammars.close()
 
 
-_NO_SLEEP = "weights stay on the device; close() releases their memory, and reset_prefix_cache() cached prefixes"
-
-
 class LocalModel:
     """A loaded model with its engine in this process: the base of `LLM`, `AsyncLLM` and `LLMEngine`.
 
@@ -276,14 +275,6 @@ class LocalModel:
     def config(self) -> EngineConfig:
         """The resolved options."""
         return self._serving.config
-
-    def sleep(self, level: int = 1, mode: str = "abort") -> NoReturn:
-        """Raise Unsupported: weights stay on the device."""
-        raise Unsupported(f"sleep: {_NO_SLEEP}")
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> NoReturn:
-        """Raise Unsupported, as `sleep`."""
-        raise Unsupported(f"wake_up: {_NO_SLEEP}")
 
     def collective_rpc(self, method: object, *arguments: Any, **options: Any) -> NoReturn:
         """Raise Unsupported: the engine has no worker processes."""
@@ -484,6 +475,22 @@ class LocalModel:
             )
         if self._is_closed:
             raise Unavailable("the LLM is closed")
+
+    def _sleep(self, level: int, mode: PauseMode) -> None:
+        """Release device memory; see `Engine.sleep`."""
+        self._check_usable()
+        self._await(self._serving.engine.sleep(level, mode))
+
+    def _wake_up(self, tags: Sequence[str] | None) -> bool:
+        """Restore device memory; see `Engine.wake_up`."""
+        self._check_usable()
+        return self._await(self._serving.engine.wake_up(tags))
+
+    def _await(self, future: Future[_ResultT]) -> _ResultT:
+        """Return the result of a command of the engine, whose steps the caller of an `LLMEngine` runs."""
+        while not self._has_thread and not future.done():
+            self._serving.engine.step()
+        return future.result()
 
     def _finish_step(self) -> None:
         """Wait for the end of the step in flight, so that the counters include all of an ended call."""

@@ -502,6 +502,10 @@ class SchedulerOptions:
     max_num_queued_reqs: int = option(
         4096, "maximum number of waiting requests; further ones are refused", low=1, high=1 << 20
     )
+    enable_sleep_mode: bool = option(
+        False,
+        "let callers release device memory and pause generation: `sleep`, or POST /sleep, /wake_up, /pause and /resume",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,13 @@ class LoRASlots:
         loads, self._to_load = self._to_load, {}
         return loads
 
+    def forget(self) -> None:
+        """Count all slots as empty, after the device has lost their contents; no group may hold one."""
+        self._free = dict.fromkeys(range(1, self._num_slots + 1))
+        self._loaded.clear()
+        self._slots.clear()
+        self._to_load.clear()
+
     def check(self, running: Iterable[SequenceGroup]) -> None:
         """Raise InternalError unless the running groups hold exactly the slots of their adapters."""
         held = Counter(group.adapter_slot for group in running if group.adapter_slot)

@@ -24,13 +24,14 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from jpaged.config import EngineConfig
-from jpaged.engine.executor import Geometry
+from jpaged.engine.core import PauseMode
+from jpaged.engine.executor import Geometry, SleepTag
 from jpaged.engine.inspector import PoolInspector
 from jpaged.engine.kv_cache.offload.transfer import KVTransfer
 from jpaged.engine.sequence import OutputCallback
@@ -334,6 +335,26 @@ class EngineClient(Protocol):
     def unpin_prefix(self, name: str, tenant: str = "") -> bool: ...
 
     def reset_prefix_cache(self) -> Future[int]: ...
+
+    def pause(self, mode: PauseMode = "abort") -> Future[None]: ...
+
+    def resume(self) -> Future[None]: ...
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None]: ...
+
+    def wake_up(self, tags: Collection[str] | None = None) -> Future[bool]: ...
+
+    @property
+    def is_paused(self) -> bool:
+        """True between `pause` and `resume`, or `sleep` and `wake_up`."""
+
+    @property
+    def asleep(self) -> frozenset[SleepTag]:
+        """Device memory that is released."""
+
+    @property
+    def sleep_level(self) -> int:
+        """Level of the sleep that released device memory; 0 if none is."""
 
     def call_soon(self, command: Callable[[], None]) -> Future[None]: ...
 

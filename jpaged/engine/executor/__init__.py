@@ -51,6 +51,7 @@ from jpaged.engine.executor.io import (
 )
 from jpaged.engine.executor.verbs import (
     COMPILER_THREAD,
+    SLEEP_TAGS,
     DecodeInterrupt,
     Executor,
     Handle,
@@ -58,6 +59,8 @@ from jpaged.engine.executor.verbs import (
     HostBlocks,
     MaskChannel,
     Progress,
+    Sleeper,
+    SleepTag,
     StepDirective,
 )
 
@@ -73,6 +76,7 @@ __all__ = [
     "NULL_BLOCK",
     "ROW_DTYPE",
     "ROW_FIELDS",
+    "SLEEP_TAGS",
     "TOP_WIDTH",
     "BlockMoves",
     "Bool",
@@ -90,6 +94,8 @@ __all__ = [
     "Progress",
     "RowField",
     "SamplingInputs",
+    "SleepTag",
+    "Sleeper",
     "Speculated",
     "StepDirective",
     "StepInputs",

@@ -436,6 +436,12 @@ class Scheduler:
         sequence.move_to(Status.FINISHED)
         self._memory.release(sequence)
 
+    def preempt_all(self) -> None:
+        """Preempt all running groups for recompute, because the pool will lose its contents."""
+        schedule = SchedulerOutput()
+        for group in reversed(tuple(self.queues.running)):
+            self._preempt(group, schedule, may_swap=False)
+
     def fork(self, parent: Sequence, index: int) -> Sequence:
         """Return a new sequence that shares all blocks with its parent."""
         child = parent.branch(index)
@@ -631,9 +637,9 @@ class Scheduler:
             other.count_overtaken()
         schedule.admitted.append(group)
 
-    def _preempt(self, group: SequenceGroup, schedule: SchedulerOutput) -> None:
+    def _preempt(self, group: SequenceGroup, schedule: SchedulerOutput, *, may_swap: bool = True) -> None:
         """Preempt a running group: swap its blocks to host memory, or free them for recompute."""
-        swapping = self._memory.swapping
+        swapping = self._memory.swapping if may_swap else None
         schedule.preempted.append(group)
         self.queues.stop_running(group)
         if group.adapter_slot:
