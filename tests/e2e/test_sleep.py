@@ -12,6 +12,7 @@ import pytest
 from jpaged import LLM, SamplingParams
 from jpaged.device.executor import DeviceSleeper, JaxExecutor
 from jpaged.errors import InvalidArgument, Unavailable, Unsupported
+from jpaged.llm import TokensPrompt
 from jpaged.types import RequestOutput
 from tests.e2e.rig import engine_of, generate, open_llm, random_prompts, write_model
 from tests.models.adapters import TinyAdapter
@@ -102,7 +103,7 @@ def test_the_memory_of_a_level_shrinks_and_never_grows(tmp_path: Path) -> None:
             assert sleeper._offloaded is not None
             assert bool(sleeper._offloaded) == (levels == (1, 1))
             with pytest.raises(Unavailable, match="the weights are asleep"):
-                engine_of(llm)._executor._runner.params  # noqa: B018
+                sleeper._runner.params  # noqa: B018
             llm.wake_up()
             assert tokens_of(llm) == before
 
@@ -133,7 +134,7 @@ def test_adapters_are_in_their_slots_after_a_sleep(tmp_path: Path) -> None:
     with open_llm(folder, **SIZES, lora=[f"a={tmp_path / 'a'}"]) as llm:
 
         def run() -> list[RequestOutput]:
-            return llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, adapter="a")
+            return llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS], GREEDY, adapter="a")
 
         before = [output.outputs[0].token_ids for output in run()]
         assert before != tokens_of(llm)

@@ -10,7 +10,7 @@ import pytest
 from jpaged.engine.lora import LoRASlots
 from jpaged.errors import InternalError, NotFound
 from jpaged.testing import FakeAdapter, FakeExecutor, SeveralStepsExecutor, expected_tokens, with_adapters
-from jpaged.types import FinishReason, LoadedAdapter
+from jpaged.types import Adapter, FinishReason, LoadedAdapter
 from tests.engine.data_parallel.fleet import PREFIX, Fleet
 from tests.engine.groups import group_of
 from tests.engine.harness import Harness
@@ -221,7 +221,7 @@ def test_an_adapter_leaves_host_memory_with_its_last_request():
 
 def evicted(name="b"):
     """An adapter that has left host memory, and the read that its engine waits for."""
-    read: Future[FakeAdapter] = Future()
+    read: Future[Adapter] = Future()
     adapter = LoadedAdapter(name, "", 9, FakeAdapter(WEIGHTS[name]), lambda one: read)
     adapter.set_matrices(None)
     return adapter, read

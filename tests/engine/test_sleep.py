@@ -150,16 +150,19 @@ def test_kept_requests_end_before_a_shutdown() -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("sizes", [{}, {"num_host_blocks": 20}], ids=["device", "host"])
-def test_requests_that_are_kept_are_computed_again_after_a_sleep(level: int, sizes: dict[str, int]) -> None:
-    h = Harness(executor=SeveralStepsExecutor(**sizes), preemption_mode="swap" if sizes else "recompute")
+@pytest.mark.parametrize("num_host_blocks", [0, 20], ids=["device", "host"])
+def test_requests_that_are_kept_are_computed_again_after_a_sleep(level: int, num_host_blocks: int) -> None:
+    h = Harness(
+        executor=SeveralStepsExecutor(num_host_blocks=num_host_blocks),
+        preemption_mode="swap" if num_host_blocks else "recompute",
+    )
     h.submit("a", PROMPT, max_tokens=20, n=2, temperature=1.0, seed=3)
     h.submit("b", PROMPT[::-1], max_tokens=20)
     for _ in range(4):
         h.step()
     known = h.tokens("b")
     done(h, h.engine.sleep(level, "keep"))
-    assert (h.engine.asleep, h.executor.sleep_level) == (set(SLEEP_TAGS), level)
+    assert h.engine.asleep == set(SLEEP_TAGS) and h.executor.sleep_level == level
     h.submit("c", PROMPT, max_tokens=5)
     assert h.engine.step()
     with pytest.raises(Unavailable, match="the kv_cache and the weights are asleep: call wake_up"):

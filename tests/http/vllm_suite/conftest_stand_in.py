@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tests.entrypoints.rl.conftest
 import torch
 import transformers
 import vllm.config
 import vllm.tokenizers
 import vllm.transformers_utils.repo_utils
 from safetensors.torch import save_file
-from tests.utils import MODEL
+from tests.utils import MODEL, RemoteOpenAIServer
 
 _from_pretrained = transformers.AutoTokenizer.from_pretrained
 
@@ -75,6 +77,16 @@ vllm.tokenizers.get_tokenizer = _get_tokenizer
 transformers.AutoTokenizer.from_pretrained = _get_tokenizer
 vllm.config.ModelConfig = _ModelConfig
 vllm.transformers_utils.repo_utils.hf_api = _Hub
+
+
+@contextmanager
+def _server(extra_args: list[str] | None = None, **_: object) -> Iterator[str]:
+    """Stand in for what starts a server for the tests of reinforcement learning, under the name "m"."""
+    with RemoteOpenAIServer("m", ["--max-model-len", "2048", "--enable-sleep-mode", *(extra_args or ())]) as server:
+        yield server.url_root
+
+
+tests.entrypoints.rl.conftest.server = _server
 
 
 @pytest.hookimpl(tryfirst=True)
