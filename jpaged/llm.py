@@ -36,16 +36,17 @@ from jpaged.errors import AlreadyExists, InvalidArgument, JpagedError, Unavailab
 from jpaged.local_model import (
     ONLINE_DEFAULTS,
     Admission,
+    AsynchronousModel,
     EngineArgs,
     GivenAdapter,
     GivenLora,
     GivenParams,
     GivenPrompt,
     GivenRequest,
-    LocalModel,
     Messages,
     PreparedRequest,
     SubmittedCall,
+    SynchronousModel,
     TextPrompt,
     TokensPrompt,
     apply_changes,
@@ -175,7 +176,7 @@ class ProgressBar:
             self._bar.close()
 
 
-class LLM(LocalModel):
+class LLM(SynchronousModel):
     """A loaded model for offline inference on batches of prompts; methods have vLLM's names.
 
         llm = LLM("demo")
@@ -492,28 +493,6 @@ class LLM(LocalModel):
             raise Unavailable("the engine has failed")
         return forgotten.result()
 
-    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Release device memory until `wake_up`; requires `enable_sleep_mode`.
-
-        Args:
-            level: 0 only pauses generation, 1 keeps the weights in host memory, 2 discards them. The KV cache is freed.
-            mode: "abort" ends running requests, "wait" lets them end, "keep" continues them after `wake_up`. Calls
-                during the sleep raise Unavailable, or wait with "keep".
-        """
-        self._sleep(level, mode)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Restore device memory; discarded weights are read from the model's files. Return True if all of it is there.
-
-        Args:
-            tags: "weights", "kv_cache" and "scheduling"; None for all.
-        """
-        return self._wake_up(tags)
-
-    def is_sleeping(self) -> bool:
-        """Return True between `sleep` and `wake_up`."""
-        return self._serving.engine.is_paused
-
     def _requests(
         self, params: Sequence[GivenRequest], lora_request: GivenLora, adapter: GivenAdapter
     ) -> list[PreparedRequest]:
@@ -628,7 +607,7 @@ class _EventDelivery:
             stream.add(event)
 
 
-class AsyncLLM(LocalModel):
+class AsyncLLM(AsynchronousModel):
     """A loaded model in this process for asyncio; methods have vLLM's names.
 
         llm = AsyncLLM("demo")
@@ -730,12 +709,8 @@ class AsyncLLM(LocalModel):
         """Stop running requests, and let later ones wait until `resume_generation`.
 
         Args:
-            mode: "abort" aborts running requests, "wait" waits until they finish, "keep" continues them after
-                `resume_generation`.
-            clear_cache: drop all cached prefixes afterwards, except those of requests that are kept.
-
-        Raises:
-            InvalidArgument: the mode is not supported.
+            mode: "abort" aborts running requests, "wait" waits until they finish, "keep" continues them afterwards.
+            clear_cache: drop all cached prefixes, except those of requests that are kept.
         """
         check_mode(mode)
         self._check_usable()
@@ -763,20 +738,6 @@ class AsyncLLM(LocalModel):
     async def is_paused(self) -> bool:
         """Return True between `pause_generation` and `resume_generation`."""
         return self._admission.is_paused or self._serving.engine.is_paused
-
-    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Release device memory until `wake_up`, as `LLM.sleep`."""
-        self._check_usable()
-        await asyncio.wrap_future(self._serving.engine.sleep(level, mode))
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Restore device memory, as `LLM.wake_up`."""
-        self._check_usable()
-        return await asyncio.wrap_future(self._serving.engine.wake_up(tags))
-
-    async def is_sleeping(self) -> bool:
-        """Return True between `sleep` and `wake_up`, and during a pause that keeps requests."""
-        return self._serving.engine.is_paused
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Drop all cached prefixes that are not in use, as `LLM.reset_prefix_cache`; return True."""
@@ -836,7 +797,7 @@ class AsyncLLM(LocalModel):
 AsyncLLMEngine = AsyncLLM
 
 
-class LLMEngine(LocalModel):
+class LLMEngine(SynchronousModel):
     """A loaded model whose loop the caller drives; methods have vLLM's names.
 
         engine = LLMEngine("demo")
@@ -930,28 +891,6 @@ class LLMEngine(LocalModel):
         self._serving.engine.step()
         dropped.result()
         return True
-
-    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Release device memory until `wake_up`; requires `enable_sleep_mode`.
-
-        Args:
-            level: 0 only pauses generation, 1 keeps the weights in host memory, 2 discards them. The KV cache is freed.
-            mode: "abort" ends running requests, "wait" lets them end, "keep" continues them after `wake_up`. Requests
-                that are added during the sleep fail, or wait with "keep".
-        """
-        self._sleep(level, mode)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Restore device memory; discarded weights are read from the model's files. Return True if all of it is there.
-
-        Args:
-            tags: "weights", "kv_cache" and "scheduling"; None for all.
-        """
-        return self._wake_up(tags)
-
-    def is_sleeping(self) -> bool:
-        """Return True between `sleep` and `wake_up`."""
-        return self._serving.engine.is_paused
 
     def _add(self, event: OutputEvent) -> None:
         if (stream := self._streams.get(event.request_id)) is None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import itertools
 import logging
@@ -476,22 +477,6 @@ class LocalModel:
         if self._is_closed:
             raise Unavailable("the LLM is closed")
 
-    def _sleep(self, level: int, mode: PauseMode) -> None:
-        """Release device memory; see `Engine.sleep`."""
-        self._check_usable()
-        self._await(self._serving.engine.sleep(level, mode))
-
-    def _wake_up(self, tags: Sequence[str] | None) -> bool:
-        """Restore device memory; see `Engine.wake_up`."""
-        self._check_usable()
-        return self._await(self._serving.engine.wake_up(tags))
-
-    def _await(self, future: Future[_ResultT]) -> _ResultT:
-        """Return the result of a command of the engine, whose steps the caller of an `LLMEngine` runs."""
-        while not self._has_thread and not future.done():
-            self._serving.engine.step()
-        return future.result()
-
     def _finish_step(self) -> None:
         """Wait for the end of the step in flight, so that the counters include all of an ended call."""
         if self._is_closed:
@@ -500,6 +485,58 @@ class LocalModel:
         if self._has_thread:
             with contextlib.suppress(CancelledError):  # the engine has ended: no step is in flight
                 self._serving.engine.call_soon(_nothing).result()
+
+
+class SynchronousModel(LocalModel):
+    """Base of `LLM` and `LLMEngine`, whose calls return when they are done."""
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Release device memory until `wake_up`; requires `enable_sleep_mode`.
+
+        Args:
+            level: 0 only pauses generation, 1 keeps the weights in host memory, 2 discards them. The KV cache is freed.
+            mode: "abort" ends running requests, "wait" lets them end, "keep" continues them after `wake_up`. Calls
+                during the sleep raise Unavailable, or wait with "keep".
+        """
+        self._check_usable()
+        self._await(self._serving.engine.sleep(level, mode))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Restore device memory; discarded weights are read from the model's files. Return True if all of it is there.
+
+        Args:
+            tags: "weights", "kv_cache" and "scheduling"; None for all.
+        """
+        self._check_usable()
+        return self._await(self._serving.engine.wake_up(tags))
+
+    def is_sleeping(self) -> bool:
+        """Return True between `sleep` and `wake_up`."""
+        return self._serving.engine.is_paused
+
+    def _await(self, future: Future[_ResultT]) -> _ResultT:
+        """Return the result of a command of the engine, whose steps the caller of an `LLMEngine` runs."""
+        while not self._has_thread and not future.done():
+            self._serving.engine.step()
+        return future.result()
+
+
+class AsynchronousModel(LocalModel):
+    """Base of `AsyncLLM`, whose calls are coroutines."""
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Release device memory until `wake_up`, as `LLM.sleep`."""
+        self._check_usable()
+        await asyncio.wrap_future(self._serving.engine.sleep(level, mode))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Restore device memory, as `LLM.wake_up`."""
+        self._check_usable()
+        return await asyncio.wrap_future(self._serving.engine.wake_up(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Return True between `sleep` and `wake_up`, and during a pause that keeps requests."""
+        return self._serving.engine.is_paused
 
 
 def _nothing() -> None:

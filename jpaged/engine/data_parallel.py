@@ -352,15 +352,15 @@ class DataParallelEngine:
 
     def reset_prefix_cache(self) -> Future[int]:
         """Clear the prefix cache of every replica; see `Engine.reset_prefix_cache`."""
-        return _all_of([engine.reset_prefix_cache() for engine in self._engines], sum)
+        return _gather([engine.reset_prefix_cache() for engine in self._engines], sum)
 
     def pause(self, mode: PauseMode = "abort") -> Future[None]:
         """Pause every replica; see `Engine.pause`."""
-        return _all_of([engine.pause(mode) for engine in self._engines], lambda results: None)
+        return _gather([engine.pause(mode) for engine in self._engines], lambda results: None)
 
     def resume(self) -> Future[None]:
         """Resume every replica; see `Engine.resume`."""
-        return _all_of([engine.resume() for engine in self._engines], lambda results: None)
+        return _gather([engine.resume() for engine in self._engines], lambda results: None)
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None]:
         """Release the device memory of every replica; see `Engine.sleep`."""
@@ -368,11 +368,11 @@ class DataParallelEngine:
         if level:
             with self._lock:
                 self._pinned.clear()
-        return _all_of(parts, lambda results: None)
+        return _gather(parts, lambda results: None)
 
     def wake_up(self, tags: Collection[str] | None = None) -> Future[bool]:
         """Restore the device memory of every replica; see `Engine.wake_up`."""
-        return _all_of([engine.wake_up(tags) for engine in self._engines], all)
+        return _gather([engine.wake_up(tags) for engine in self._engines], all)
 
     @property
     def is_paused(self) -> bool:
@@ -473,7 +473,7 @@ _PartT = TypeVar("_PartT")
 _ResultT = TypeVar("_ResultT")
 
 
-def _all_of(parts: Sequence[Future[_PartT]], combine: Callable[[Iterable[_PartT]], _ResultT]) -> Future[_ResultT]:
+def _gather(parts: Sequence[Future[_PartT]], combine: Callable[[Iterable[_PartT]], _ResultT]) -> Future[_ResultT]:
     """Return a future with the combined results, or with the first error."""
     future: Future[_ResultT] = Future()
     future.set_running_or_notify_cancel()
