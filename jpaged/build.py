@@ -8,6 +8,7 @@ With `data_parallel_size` there are several executors and engines, on separate d
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -295,8 +296,9 @@ def _adapters(
         progress(f"adapter {name}", done, len(lora.adapters))
         try:
             adapters.load(name, path)
-        except InvalidArgument as error:
-            raise InvalidArgument("lora", f"{name}={path}: {error.problem}") from error
+        except (InvalidArgument, NotFound) as error:
+            problem = error.problem if isinstance(error, InvalidArgument) else error
+            raise InvalidArgument("lora", f"{name}={path}: {problem}") from error
         except Unsupported as error:
             raise Unsupported(f"lora: {name}={path}: {error}") from error
     return adapters
@@ -576,7 +578,8 @@ def _make_executors(
     set_up_compile_cache(cache)
     draft = _draft(source, model, options, places[0], progress)
     pack_stored = _pack_stored(model, options, places[0]) if len(places) == 1 else None
-    params = _load(model, source, options, places[0], progress, pack_stored)
+    load = functools.partial(_load, model, source, options, places[0], pack_stored=pack_stored)
+    params = load(progress)
     copies = [where.put(params) for where in places]
     del params
     executors: list[JaxExecutor] = []
@@ -591,6 +594,8 @@ def _make_executors(
             keep=kept[index],
             draft=draft,
         )
+        if len(places) == 1:
+            executor.set_reader(functools.partial(load, ignore_progress))
         _report_sizes(executor, _get_progress(index, len(places), progress))
         options = options.replace(num_blocks=executor.geometry.num_blocks)
         executors.append(executor)

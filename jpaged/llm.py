@@ -28,23 +28,25 @@ from types import NoneType
 from typing import Any, NoReturn, Unpack
 
 from jpaged.chat import ChatKwargs, build_chat_options
+from jpaged.engine.core import PauseMode
+from jpaged.engine.engine import check_mode
 from jpaged.engine.executor import Progress
 from jpaged.errors import AlreadyExists, InvalidArgument, JpagedError, Unavailable, Unsupported
 from jpaged.local_model import (
     ONLINE_DEFAULTS,
     Admission,
+    AsynchronousModel,
     EngineArgs,
     GivenAdapter,
     GivenLora,
     GivenParams,
     GivenPrompt,
     GivenRequest,
-    LocalModel,
-    MakeBar,
     Messages,
     PreparedRequest,
     ProgressBar,
     SubmittedCall,
+    SynchronousModel,
     TextPrompt,
     TokensPrompt,
     apply_changes,
@@ -136,7 +138,7 @@ class ChatCallKwargs(ChatKwargs, total=False):
     conversations: Messages | Sequence[Messages]
 
 
-class LLM(LocalModel):
+class LLM(SynchronousModel):
     """A loaded model for offline inference on batches of prompts; methods have vLLM's names.
 
         llm = LLM("demo")
@@ -600,7 +602,7 @@ class _EventDelivery:
             stream.add(event)
 
 
-class AsyncLLM(LocalModel):
+class AsyncLLM(AsynchronousModel):
     """A loaded model in this process for asyncio; methods have vLLM's names.
 
         llm = AsyncLLM("demo")
@@ -700,21 +702,23 @@ class AsyncLLM(LocalModel):
                 self._admission.withdraw(found[0])
                 self._serving.engine.abort(one)
 
-    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """Stop running requests, and let later ones wait until `resume_generation`.
 
         Args:
-            mode: "abort" aborts running requests, "wait" waits until they finish.
-            clear_cache: drop all cached prefixes afterwards.
-
-        Raises:
-            InvalidArgument: the mode is not supported.
+            mode: "abort" aborts running requests, "wait" waits until they finish, "keep" continues them afterwards.
+            clear_cache: drop all cached prefixes, except those of requests that are kept.
         """
-        if mode not in ("abort", "wait"):
-            why = ": running requests cannot be held" if mode == "keep" else ""
-            raise InvalidArgument("mode", f"{mode!r} is not supported{why}; must be 'abort' or 'wait'")
+        check_mode(mode)
         self._check_usable()
+        if mode == "keep":
+            await asyncio.wrap_future(self._serving.engine.pause(mode))
+            if clear_cache:
+                await self.reset_prefix_cache()
+            return
         self._admission.pause()
+        if self._serving.engine.is_paused and not self._serving.engine.asleep:
+            await asyncio.wrap_future(self._serving.engine.resume())
         running = [(name, stream) for name, (call, stream) in self._running.items() if call.running]
         if mode == "abort":
             await self.abort([name for name, _ in running])
@@ -725,11 +729,12 @@ class AsyncLLM(LocalModel):
     async def resume_generation(self) -> None:
         """Run requests again after `pause_generation`."""
         self._check_usable()
+        await asyncio.wrap_future(self._serving.engine.resume())
         self._admission.resume()
 
     async def is_paused(self) -> bool:
         """Return True between `pause_generation` and `resume_generation`."""
-        return self._admission.is_paused
+        return self._admission.is_paused or self._serving.engine.is_paused
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Drop all cached prefixes that are not in use, as `LLM.reset_prefix_cache`; return True."""
@@ -789,7 +794,7 @@ class AsyncLLM(LocalModel):
 AsyncLLMEngine = AsyncLLM
 
 
-class LLMEngine(LocalModel):
+class LLMEngine(SynchronousModel):
     """A loaded model whose loop the caller drives; methods have vLLM's names.
 
         engine = LLMEngine("demo")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import functools
 import itertools
@@ -16,7 +17,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from numbers import Integral
 from types import NoneType
@@ -24,6 +25,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, NotRequired, Self, Typed
 
 from jpaged.build import build, ignore_progress
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names
+from jpaged.engine.core import PauseMode
 from jpaged.engine.engine import THREAD_NAME as ENGINE_THREAD
 from jpaged.engine.executor import Progress
 from jpaged.engine.sequence import OutputCallback
@@ -69,6 +71,7 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
+_ResultT = TypeVar("_ResultT")
 _ParserT = TypeVar("_ParserT", argparse.ArgumentParser, argparse._ArgumentGroup)
 ONLINE_DEFAULTS: Mapping[str, Any] = {"trust_request_chat_template": True}
 """Defaults that differ from a server's: the caller is trusted."""
@@ -280,9 +283,6 @@ def _stop(serving: LoadedModel, process_id: int) -> None:
         serving.grammars.close()
 
 
-_NO_SLEEP = "weights stay on the device; close() releases their memory, and reset_prefix_cache() cached prefixes"
-
-
 class LocalModel:
     """A loaded model with its engine in this process: the base of `LLM`, `AsyncLLM` and `LLMEngine`.
 
@@ -327,14 +327,6 @@ class LocalModel:
     def config(self) -> EngineConfig:
         """The resolved options."""
         return self._serving.config
-
-    def sleep(self, level: int = 1, mode: str = "abort") -> NoReturn:
-        """Raise Unsupported: weights stay on the device."""
-        raise Unsupported(f"sleep: {_NO_SLEEP}")
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> NoReturn:
-        """Raise Unsupported, as `sleep`."""
-        raise Unsupported(f"wake_up: {_NO_SLEEP}")
 
     def collective_rpc(self, method: object, *arguments: Any, **options: Any) -> NoReturn:
         """Raise Unsupported: the engine has no worker processes."""
@@ -505,8 +497,7 @@ class LocalModel:
     def _find_adapter(self, given: str | LoRARequest | None) -> LoadedAdapter | None:
         """Return the adapter of a name or a LoRARequest, which is loaded if needed.
 
-        If `max_cpu_loras` adapters are loaded, the one that was loaded by a LoRARequest and used longest ago is
-        unloaded.
+        At the limit of loaded adapters, the one that was loaded by a LoRARequest and used longest ago is unloaded.
 
         Raises:
             NotFound: no adapter of this name is loaded, and no path is given.
@@ -533,7 +524,7 @@ class LocalModel:
             if found is not None:
                 adapters.unload(given.name)
             del loaded
-            while self._loras and len(adapters.loaded()) >= self._serving.config.lora.max_cpu_loras:
+            while self._loras and len(adapters.loaded()) >= adapters.max_num:
                 oldest, _ = self._loras.popitem(last=False)
                 if oldest in adapters.names():
                     adapters.unload(oldest)
@@ -569,6 +560,58 @@ class LocalModel:
         if self._has_thread:
             with contextlib.suppress(CancelledError):  # the engine has ended: no step is in flight
                 self._serving.engine.call_soon(_nothing).result()
+
+
+class SynchronousModel(LocalModel):
+    """Base of `LLM` and `LLMEngine`, whose calls return when they are done."""
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Release device memory until `wake_up`; requires `enable_sleep_mode`.
+
+        Args:
+            level: 0 only pauses generation, 1 keeps the weights in host memory, 2 discards them. The KV cache is freed.
+            mode: "abort" ends running requests, "wait" lets them end, "keep" continues them after `wake_up`. Calls
+                during the sleep raise Unavailable, or wait with "keep".
+        """
+        self._check_usable()
+        self._await(self._serving.engine.sleep(level, mode))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Restore device memory; discarded weights are read from the model's files. Return True if all of it is there.
+
+        Args:
+            tags: "weights", "kv_cache" and "scheduling"; None for all.
+        """
+        self._check_usable()
+        return self._await(self._serving.engine.wake_up(tags))
+
+    def is_sleeping(self) -> bool:
+        """Return True between `sleep` and `wake_up`."""
+        return self._serving.engine.is_paused
+
+    def _await(self, future: Future[_ResultT]) -> _ResultT:
+        """Return the result of a command of the engine, whose steps the caller of an `LLMEngine` runs."""
+        while not self._has_thread and not future.done():
+            self._serving.engine.step()
+        return future.result()
+
+
+class AsynchronousModel(LocalModel):
+    """Base of `AsyncLLM`, whose calls are coroutines."""
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Release device memory until `wake_up`, as `LLM.sleep`."""
+        self._check_usable()
+        await asyncio.wrap_future(self._serving.engine.sleep(level, mode))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Restore device memory, as `LLM.wake_up`."""
+        self._check_usable()
+        return await asyncio.wrap_future(self._serving.engine.wake_up(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Return True between `sleep` and `wake_up`, and during a pause that keeps requests."""
+        return self._serving.engine.is_paused
 
 
 def _nothing() -> None:

@@ -30,8 +30,7 @@ PATHS = """
 INSTEAD: Mapping[str, str] = {
     "/reset_mm_cache /reset_encoder_cache /generative_scoring /v1/decisions /v1/systemone "
     "/v1/audio/transcriptions /v1/audio/translations /v1/realtime": "models take text, and have no such heads",
-    "/sleep /wake_up /is_sleeping /release_kv_cache_memory": "a server releases its memory by exiting",
-    "/pause /resume /is_paused": "in Python, `AsyncLLM.pause_generation()` and `resume_generation()`",
+    "/release_kv_cache_memory": "`/sleep`, which also releases the weights",
     "/start_profile /stop_profile": "profile with XLA's tools",
     "/v2/embed /cohere/v2/chat": "Cohere's API is not served: use `/v1/embeddings` and `/v1/chat/completions`",
     "/v1/chat/completions/batch": "[batches](batches.md)",

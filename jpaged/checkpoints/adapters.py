@@ -42,7 +42,7 @@ from jpaged.checkpoints.names import is_ignored, model_leaves
 from jpaged.checkpoints.quantized.leaf import Dequantized
 from jpaged.checkpoints.tensor_files import TensorFiles, TensorSource, read_weight
 from jpaged.checkpoints.weights import open_tensors
-from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.lora import AdaptedPlace, HostAdapter, adapted_places, is_of_experts
@@ -371,13 +371,14 @@ class AdapterReader:
         """Read a folder that PEFT wrote.
 
         Raises:
+            NotFound: the folder does not exist.
             InvalidArgument: a file is missing, broken or incomplete, a rank is above the limit, or a tensor is unknown,
                 misshapen, without its other half or not finite after scaling; it is named.
             Unsupported: the adapter needs an unsupported feature, which the message names.
         """
         folder = expand_home(path, "lora")
         if not folder.is_dir():
-            raise InvalidArgument("lora", f"folder {path} does not exist")
+            raise NotFound(f"path: folder {path} does not exist")
         config = read_lora_config(folder, has_vectors=self.has_vectors)
         if not (folder / WEIGHTS_FILE).is_file():
             pickles = sorted(folder.glob("*.bin"))

@@ -515,6 +515,10 @@ class SchedulerOptions:
     max_num_queued_reqs: int = option(
         4096, "maximum number of waiting requests; further ones are refused", low=1, high=1 << 20
     )
+    enable_sleep_mode: bool = option(
+        False,
+        "let callers release device memory and pause generation: `sleep`, or POST /sleep, /wake_up, /pause and /resume",
+    )
 
 
 _EPLB = "eplb_config"
@@ -720,7 +724,11 @@ class LoraOptions:
         False, "also serve adapters of lm_head: two more matrices per slot, for the outputs of the vocabulary"
     )
     max_cpu_loras: int = option(
-        256, "maximum number of adapters loaded in host memory; further ones are refused", low=1, high=1 << 16
+        256,
+        "maximum number of adapters in host memory; the least recently used others are read again from disk when "
+        "requests need them",
+        low=1,
+        high=1 << 16,
     )
     lora: tuple[str, ...] = option((), "NAME=PATH of an adapter to load at startup, a folder in PEFT's format")
 
@@ -735,10 +743,10 @@ class LoraOptions:
         return tuple((name, path) for name, _, path in (one.partition("=") for one in self.lora))
 
     def check(self) -> None:
-        """Check the form and the number of adapters loaded at the start.
+        """Check the form of adapters loaded at the start, and the limits of device and host memory.
 
         Raises:
-            InvalidArgument: a name or a path is missing, a name occurs twice, or there are too many.
+            InvalidArgument: a name or a path is missing, a name occurs twice, or max_cpu_loras is below max_loras.
         """
         for one, (name, path) in zip(self.lora, self.adapters, strict=True):
             if not name or not path:
@@ -747,8 +755,6 @@ class LoraOptions:
         for name in names:
             if names.count(name) > 1:
                 raise InvalidArgument("lora", f"{name!r} is given {names.count(name)} times: names must be unique")
-        if len(names) > self.max_cpu_loras:
-            raise InvalidArgument("lora", f"{len(names)} adapters are over max_cpu_loras ({self.max_cpu_loras})")
         if self.max_cpu_loras < self.max_loras:
             raise InvalidArgument(
                 "max_cpu_loras", f"{self.max_cpu_loras} is below max_loras ({self.max_loras}): slots would stay empty"

@@ -78,6 +78,7 @@ from jpaged.engine.executor import (
     Geometry,
     Progress,
     SamplingInputs,
+    SleepTag,
     StepDirective,
     StepInputs,
     StepOutputs,
@@ -143,11 +144,109 @@ Least = Callable[[int], int]
 others."""
 
 
+class DeviceSleeper:
+    """Implements `engine.executor.Sleeper` for the pool and the parameters of one executor.
+
+    On CPUs, weights are in host memory anyway, and level 1 does not move them.
+
+    Args:
+        holders: allocate the blocks and recurrent states.
+        host: transfers in flight land there before the blocks are freed.
+        runner: has the parameters.
+        host_blocks: whose identity depends on the weights.
+        is_on_host: the device uses host memory.
+    """
+
+    def __init__(
+        self,
+        holders: Sequence[KVPool | ServedPool],
+        host: HostPool,
+        runner: ModelRunner,
+        host_blocks: WholeHostBlocks | None,
+        *,
+        is_on_host: bool,
+    ) -> None:
+        self.can_reload = False
+        self._holders = holders
+        self._host = host
+        self._runner = runner
+        self._read_params: Callable[[], Params] | None = None
+        self._host_blocks = host_blocks
+        self._is_on_host = is_on_host
+        self._is_pool_asleep = False
+        self._offloaded: Params | None = None  # of arrays in host memory; {} for discarded parameters
+        self._formats: Params = {}
+
+    def set_reader(self, read_params: Callable[[], Params]) -> None:
+        """Let weights be discarded: `read_params` reads them again, as programs take them."""
+        self._read_params, self.can_reload = read_params, True
+
+    def sleep(self, level: int) -> None:
+        self._host.land_all()
+        for holder in self._holders:
+            holder.release()
+        self._is_pool_asleep = True
+        if level > 1:
+            self._discard()
+        elif self._offloaded is None and not self._is_on_host:
+            self._offload()
+
+    def wake_up(self, tag: SleepTag) -> None:
+        if tag == "weights":
+            self._restore()
+        elif self._is_pool_asleep:
+            for holder in self._holders:
+                holder.renew()
+            self._is_pool_asleep = False
+
+    def _offload(self) -> None:
+        params = self._runner.params
+        self._formats = jax.tree.map(lambda leaf: leaf.format, params)
+        arrays = {id(leaf): leaf for leaf in jax.tree.leaves(params)}  # some leaves share an array
+        copies = {name: np.array(leaf) for name, leaf in arrays.items()}
+        self._offloaded = jax.tree.map(lambda leaf: copies[id(leaf)], params)
+        self._runner.set_params({})
+        _delete(params)
+
+    def _discard(self) -> None:
+        if self._offloaded is None:
+            params = self._runner.params
+            self._runner.set_params({})
+            _delete(params)
+        self._offloaded, self._formats = {}, {}
+
+    def _restore(self) -> None:
+        if self._offloaded is None:
+            return
+        if self._offloaded:
+            placed: dict[int, jax.Array] = {}
+
+            def place(array: np.ndarray, where: Any) -> jax.Array:
+                if id(array) not in placed:
+                    placed[id(array)] = jax.device_put(array, where)
+                return placed[id(array)]
+
+            self._runner.set_params(jax.tree.map(place, self._offloaded, self._formats))
+        else:
+            assert self._read_params is not None
+            self._runner.set_params(self._read_params())
+            if self._host_blocks is not None:
+                self._host_blocks.forget_identity()
+        self._offloaded, self._formats = None, {}
+
+
+def _delete(params: Params) -> None:
+    """Free the device memory of parameters, even if other objects refer to them."""
+    for leaf in jax.tree.leaves(params):
+        leaf.delete()
+
+
 class JaxExecutor:
     """Implements `engine.executor.Executor` on the devices of a mesh. Used only by the engine thread.
 
     Attributes:
         step: the traced step: the model, its kernels and its matmul backend.
+        sleeper: releases the device memory; None with several processes or a draft model.
         host_blocks: the blocks of host memory; None if this process has none, or only parts of each block.
     """
 
@@ -159,6 +258,7 @@ class JaxExecutor:
         *,
         least: Least,
         waits_for_all: bool = True,
+        prepare: Callable[[list[Params]], Params],
         eplb: ExpertBalanceOptions | None = None,
     ) -> None:
         """Allocate the pool. Call `create` instead; it decides these arguments."""
@@ -192,8 +292,20 @@ class JaxExecutor:
         load = served_pool.expert_load
         self._balancer = None if load is None or eplb is None else ExpertBalancer(step, eplb, load, self._programs)
         self._drafter = build_drafter(step, geometry, draft_params, self._runner, self._programs)
-        identity = functools.partial(kv_fingerprint, step, params)
-        self.host_blocks = WholeHostBlocks(self._host, identity) if self._host.is_whole else None
+        self.host_blocks: WholeHostBlocks | None = None
+        if self._host.is_whole:
+            runner = self._runner
+            self.host_blocks = WholeHostBlocks(self._host, lambda: kv_fingerprint(step, runner.params))
+        self._prepare = prepare
+        self.sleeper: DeviceSleeper | None = None
+        if jax.process_count() == 1 and self._drafter is None and self._balancer is None:
+            self.sleeper = DeviceSleeper(
+                (self._pool, served_pool),
+                self._host,
+                self._runner,
+                self.host_blocks,
+                is_on_host=first_device(mesh).platform == "cpu",
+            )
         self._is_shut_down = False
 
     @classmethod
@@ -245,11 +357,19 @@ class JaxExecutor:
             saved.check(CompileTarget.of(*assemble(options.cache.num_blocks or saved.target.num_blocks)))
         smallest = assemble(1)
         where = MeshPlacement.of(model, mesh, layer_mode)
-        check_params(params, where.abstract_params())
-        params = where.put(params)  # a new tree: the next line takes it apart
-        params = params_for(smallest[0], params)
-        if smallest[0].layout.is_scaled:
-            params = {**params, "kv_scales": measure_scales(smallest[0], params)}
+
+        def prepare(published: list[Params]) -> Params:
+            params = published.pop()  # no caller refers to it: what is packed is freed at once
+            check_params(params, where.abstract_params())
+            params = where.put(params)  # a new tree: the next line takes it apart
+            params = params_for(smallest[0], params)
+            if smallest[0].layout.is_scaled:
+                params = {**params, "kv_scales": measure_scales(smallest[0], params)}
+            return params
+
+        published = [params]
+        del params
+        params = prepare(published)
         if draft is not None and smallest[0].draft is not None:
             params = {**params, DRAFT: draft_params_for(smallest[0].draft, draft[1], params)}
         request = ServerPrograms.of(*smallest, params).pool_request(options.cache)
@@ -269,7 +389,15 @@ class JaxExecutor:
         memory_plan = dataclasses.replace(memory_plan, num_blocks=least(memory_plan.num_blocks))
         served = ServerPrograms.of(*assemble(memory_plan.num_blocks), params, saved, keep)
         waits_for_all = waits_for_all_programs(options, mesh)
-        return cls(served, params, memory_plan, least=least, waits_for_all=waits_for_all, eplb=parallel.eplb)
+        return cls(
+            served,
+            params,
+            memory_plan,
+            least=least,
+            waits_for_all=waits_for_all,
+            prepare=prepare,
+            eplb=parallel.eplb,
+        )
 
     @property
     def geometry(self) -> Geometry:
@@ -296,6 +424,11 @@ class JaxExecutor:
         if self._rates is None:
             raise InternalError("rates are not measured: warm_up has not run")
         return self._rates
+
+    def set_reader(self, read_params: Callable[[], Params]) -> None:
+        """Let weights be discarded: `read_params` reads what `create` got as `params` again."""
+        if self.sleeper is not None:
+            self.sleeper.set_reader(lambda: self._prepare([read_params()]))
 
     def warm_up(self, progress: Progress) -> None:
         """Compile the programs that any step can be padded to, measure rates, and compile the rest in the background.
@@ -551,7 +684,7 @@ class JaxExecutor:
     def shutdown(self) -> None:
         """Free parameters, pool and programs; steps that were not collected are lost. Idempotent."""
         self._is_shut_down = True
-        self.host_blocks = None  # it references the parameters
+        self.host_blocks = self.sleeper = None  # they reference the parameters
         self._pool.release()
         self._host.release()
         self._runner.release()

@@ -42,7 +42,7 @@ from jpaged.engine.executor.io import (
     num_mask_words,
     words_of_singles,
 )
-from jpaged.errors import InternalError
+from jpaged.errors import InternalError, Unavailable
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.cpu.attention import blank_pool
 from jpaged.kernels.recurrence import StatefulPool
@@ -66,8 +66,8 @@ class DonatedArray:
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> None:
-        zeros = jax.jit(functools.partial(_zeros, shape, dtype, sharding), out_shardings=sharding)
-        self._array: jax.Array | None = zeros()
+        self._zeros = jax.jit(functools.partial(_zeros, shape, dtype, sharding), out_shardings=sharding)
+        self._array: jax.Array | None = self._zeros()
 
     def take(self) -> jax.Array:
         """Take the array, to be donated.
@@ -100,6 +100,10 @@ class DonatedArray:
         if self._array is not None:
             self._array.delete()
             self._array = None
+
+    def renew(self) -> None:
+        """Allocate the memory again after `release`, with zeros. Compiles nothing."""
+        self.put(self._zeros())
 
 
 class KVPool(DonatedArray):
@@ -149,6 +153,11 @@ class ServedPool:
         """Free the memory of the states and the load. Idempotent."""
         for states in (*self._states, *(() if self.expert_load is None else (self.expert_load,))):
             states.release()
+
+    def renew(self) -> None:
+        """Allocate the states and the load again after `release`; see `DonatedArray.renew`."""
+        for states in (*self._states, *(() if self.expert_load is None else (self.expert_load,))):
+            states.renew()
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,8 +373,18 @@ class ModelRunner:
 
     @property
     def params(self) -> Params:
-        """The parameters, as programs take them. Experts may be moved within it between two calls."""
+        """The parameters; those of adapter slots change with each loaded adapter, and experts may be moved.
+
+        Raises:
+            Unavailable: they are not on the device.
+        """
+        if not self._params:
+            raise Unavailable("the weights are asleep: try again after wake_up")
         return self._params
+
+    def set_params(self, params: Params) -> None:
+        """Replace the parameters; {} until there are others."""
+        self._params, self._head_params = params, _without_layers(params)
 
     @property
     def last_tokens(self) -> jax.Array:

@@ -221,13 +221,13 @@ class WholeHostBlocks:
     """Implements `engine.executor.HostBlocks` over a pool of which this process holds all parts of each block.
 
     Args:
-        identity: computes the KV identity (`kv_fingerprint`); called once, at the first use.
+        identity: computes the KV identity (`kv_fingerprint`); called at the first use.
     """
 
     def __init__(self, pool: HostPool, identity: Callable[[], bytes]) -> None:
         self._pool = pool
         self._blocks = pool.blocks
-        self._make_identity: Callable[[], bytes] | None = identity
+        self._make_identity = identity
         self._identity = b""
         self._lock = threading.Lock()
 
@@ -255,9 +255,13 @@ class WholeHostBlocks:
     def kv_identity(self) -> bytes:
         """Return the digest that the bytes depend on; the first call waits until every weight is read."""
         with self._lock:
-            if self._make_identity is not None:
-                self._identity, self._make_identity = self._make_identity(), None
+            self._identity = self._identity or self._make_identity()
             return self._identity
+
+    def forget_identity(self) -> None:
+        """Compute the KV identity again at the next use, because the weights have been read again."""
+        with self._lock:
+            self._identity = b""
 
 
 def num_host_blocks(swap_space_gib: float, layout: KVLayout, num_pools: int = 1) -> int:

@@ -12,11 +12,11 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from jpaged.config import EngineConfig
 from jpaged.engine.deadlines import DeadlineEstimator, Deadlines, is_over
-from jpaged.engine.executor import Executor
+from jpaged.engine.executor import SLEEP_TAGS, Executor, SleepTag
 from jpaged.engine.executor.io import RopeLengthLimits
 from jpaged.engine.inspector import PoolSnapshotter
 from jpaged.engine.kv_cache.offload.connector_tier import ConnectorTier, EngineStore
@@ -39,9 +39,14 @@ from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import (
     AlreadyExists,
     DeadlineExceeded,
+    InternalError,
+    InvalidArgument,
+    JpagedError,
+    NotFound,
     QueueFull,
     RequestTooLong,
     Unavailable,
+    Unsupported,
 )
 from jpaged.types import FinishReason, Request
 
@@ -49,8 +54,14 @@ logger = logging.getLogger(__name__)
 
 
 Clock = Callable[[], float]
+PauseMode = Literal["abort", "wait", "keep"]
+"""What a pause does with requests in flight: ends them, waits for their end, or keeps them."""
+Done = Callable[[JpagedError | None], None]
+"""Called on the engine thread when a command is done, with its error if it failed."""
 _TIERS_S, _STALLED_TIERS_S = 0.001, 1.0
 """Seconds between two polls of pending transfers between memory tiers while no request runs, or if all hang too."""
+_PAUSED_S = 1.0
+"""Seconds between two looks at the deadlines of paused requests."""
 
 
 class AdmissionControl:
@@ -73,6 +84,7 @@ class AdmissionControl:
         self._ids: set[str] = set()
         self._expected: set[str] = set()
         self._is_closed = False
+        self._refusal = ""
         self._is_idle = threading.Event()
         self._is_idle.set()
 
@@ -117,6 +129,8 @@ class AdmissionControl:
     def _check(self, request_id: str, retry_after_s: Callable[[], float]) -> None:
         if self._is_closed or self.failure is not None:
             raise Unavailable("the engine has failed" if self.failure else "the server is shutting down")
+        if self._refusal:
+            raise Unavailable(self._refusal)
         if request_id in self._ids or request_id in self._expected:
             raise AlreadyExists(f"request {request_id!r} is in flight")
         # Counted here and not by the scheduler, so that a burst is bounded as well.
@@ -143,6 +157,11 @@ class AdmissionControl:
             if not (self._ids or self._expected):
                 self._is_idle.set()
 
+    def refuse(self, reason: str) -> None:
+        """Refuse requests with this reason, except those with a reservation; "" accepts them again."""
+        with self._lock:
+            self._refusal = reason
+
     def close(self, failure: Exception | None = None) -> None:
         """Stop accepting requests, because the engine stops or the loop has failed."""
         with self._lock:
@@ -163,6 +182,8 @@ class EngineCore:
         snapshotter: takes pool snapshots and records events between them.
         stall_detector: measures the time without progress while requests are pending.
         arrivals: notified when a request has been posted to the loop.
+        is_paused: steps are not scheduled; requests in flight are kept.
+        asleep: released device memory, by the last `sleep` of `sleep_level`; 0 is none.
     """
 
     def __init__(
@@ -190,6 +211,10 @@ class EngineCore:
             self.scheduler.max_num_seqs, config.scheduler.max_num_queued_reqs, self.stall_detector
         )
         self.groups: dict[str, SequenceGroup] = {}
+        self.is_paused = False
+        self.asleep: set[SleepTag] = set()
+        self.sleep_level = 0
+        self._on_idle: list[Done] = []  # of pauses that wait for the end of all requests
         self._clock = clock
         self._executor = executor
         self._overlap = config.scheduler.overlap is not False
@@ -241,6 +266,7 @@ class EngineCore:
             observers.on_begin.append(partial(self._poll, connector))
             observers.on_request_finished.append(connector.on_request_finished)
         if executor.geometry.max_loras:
+            observers.on_begin.append(self._fail_without_adapter)
             observers.on_scheduled.append(self._load_adapters)
         if (budget := scheduler.prefill_budget) is not None:
             observers.on_begin.append(lambda now_s: budget.steps.set_buckets(executor.geometry.buckets))
@@ -268,6 +294,8 @@ class EngineCore:
     def step(self) -> bool:
         start_s = self._timer.begin_step()
         self._expire(start_s)
+        if self.is_paused:
+            return self._end_without_batch()
         for on_begin in self.observers.on_begin:
             on_begin(start_s)
         was_in_flight = self._batch is not None
@@ -294,15 +322,104 @@ class EngineCore:
         has_work = self.scheduler.queues.has_work
         if not has_work:
             self._timer.rest()
+        if self._on_idle and not self.groups:
+            self._set_paused(True)
+            self._call_idle(None)
         return has_run or has_work or self.awaits_tiers
+
+    def _end_without_batch(self) -> bool:
+        """End a step of a paused loop; return True if a request is in flight, which may have a deadline."""
+        self.stats.end_step(self.memory, self.scheduler)
+        for on_end in self.observers.on_end:
+            on_end()
+        self._timer.rest()
+        return bool(self.groups)
+
+    # --- pauses -----------------------------------------------------------------------------------------------------
+
+    def pause(self, mode: PauseMode, then: Done) -> None:
+        """Schedule no further step until `resume`, and call `then` when no step is in flight any more.
+
+        With mode "wait" the loop continues until all requests have ended. For modes other than "keep", the caller
+        refuses new requests.
+        """
+        self._process_in_flight()
+        if mode == "abort":
+            self.abort_all()
+        self._on_idle.append(then)
+        self._set_paused(mode != "wait" or not self.groups)
+        if self.is_paused:
+            self._call_idle(None)
+
+    def resume(self) -> JpagedError | None:
+        """Schedule steps again; return an error if the device memory is released.
+
+        Pauses that wait for the end of requests end with an error.
+        """
+        if self.asleep:
+            return Unavailable(f"the {' and the '.join(sorted(self.asleep))} are asleep: call wake_up")
+        self._set_paused(False)
+        self._call_idle(Unavailable("generation was resumed before all requests had ended"))
+        return None
+
+    def sleep(self, level: int) -> JpagedError | None:
+        """Release device memory during a pause; return an error if that is not possible now.
+
+        Requests in flight are preempted, and recomputed after `wake_up`. All cached prefixes are dropped.
+        """
+        sleeper, prefixes, held = self._executor.sleeper, self.memory.prefixes, self.memory.held
+        assert sleeper is not None
+        if not self.is_paused or (held is not None and any(held.tables())):
+            return Unavailable("prefixes are being transferred, or generation was resumed: try again")
+        self.scheduler.preempt_all()
+        for moves in self.memory.take_ops().batches():
+            self._executor.move_blocks(moves)
+        if prefixes is not None:
+            prefixes.reset()
+        sleeper.sleep(level)
+        self.asleep.update(SLEEP_TAGS)
+        self.sleep_level = max(level, self.sleep_level)
+        if level > 1:
+            self.scheduler.adapters.forget()
+        return None
+
+    def wake_up(self, tags: Collection[SleepTag]) -> JpagedError | None:
+        """Restore what sleeps, and schedule steps again if nothing sleeps any more; return an error if that fails."""
+        for tag in (tag for tag in SLEEP_TAGS if tag in tags and tag in self.asleep):
+            assert self._executor.sleeper is not None
+            try:
+                self._executor.sleeper.wake_up(tag)
+            except (InvalidArgument, NotFound, Unsupported) as error:  # of the files of discarded weights
+                return error
+            self.asleep.discard(tag)
+        if self.asleep:
+            return None
+        self.sleep_level = 0
+        return self.resume()
+
+    def end_pause(self) -> None:
+        """Let paused requests end before a shutdown; abort them if device memory is released."""
+        if self.is_paused and self.resume() is not None:
+            self.abort_all()
+
+    def _set_paused(self, is_paused: bool) -> None:
+        self.is_paused = is_paused
+        self.stall_detector.set_paused(is_paused)
+
+    def _call_idle(self, error: JpagedError | None) -> None:
+        calls, self._on_idle = self._on_idle, []
+        for call in calls:
+            call(error)
 
     @property
     def idle_budget_s(self) -> float:
         """Seconds until the next step must be decided while the device runs several; 0 or less is now."""
+        if self.is_paused:
+            return _PAUSED_S
         if self.scheduler.queues.has_work:
             batch, multi_step_policy = self._batch, self.scheduler.multi_step_policy
             if batch is None:
-                return 0.0
+                return _TIERS_S if self.scheduler.adapters.is_fetching else 0.0
             return multi_step_policy.spare_s(batch.schedule, self._timer.start_s(batch.begin_s), self._clock())
         if not self.awaits_tiers:
             return 0.0
@@ -314,6 +431,15 @@ class EngineCore:
     def awaits_tiers(self) -> bool:
         """True if transfers between memory tiers are pending, which steps have to poll."""
         return self._awaits_host or any(connector.is_busy for connector in self.memory.connectors)
+
+    @property
+    def only_awaits(self) -> bool:
+        """True if no request runs, and the next step waits for a transfer between tiers or for an adapter's files."""
+        if self.is_paused:
+            return False
+        if self.scheduler.queues.has_work:
+            return self._batch is None and self.scheduler.adapters.is_fetching
+        return self.awaits_tiers
 
     @property
     def _awaits_host(self) -> bool:
@@ -362,8 +488,23 @@ class EngineCore:
 
     def _load_adapters(self, _: SchedulerOutput) -> None:
         """Start to load the adapters of a step into their slots."""
-        for slot, adapter in self.scheduler.adapters.pop_pending_loads().items():
-            self._executor.load_adapter(slot, adapter.matrices)
+        for slot, matrices in self.scheduler.adapters.pop_pending_loads().items():
+            self._executor.load_adapter(slot, matrices)
+
+    def _fail_without_adapter(self, _: float) -> None:
+        """End the next waiting group if its adapter could not be read again."""
+        if not self.scheduler.adapters.has_fetch_error:
+            return
+        group = self.scheduler.queues.next_group()
+        error = self.scheduler.adapters.pop_fetch_error(group)
+        if group is None or error is None:
+            return
+        if not isinstance(error, JpagedError):
+            failure = InternalError(f"an adapter could not be read: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            error = failure
+        self._output.fail(group, error)
+        self._release(group)
 
     def _expire(self, now_s: float) -> None:
         """End requests whose deadline has passed, and those that waited too long for their first step."""
@@ -406,7 +547,7 @@ class EngineCore:
         if self.scheduler.queues.running:
             self.scheduler.multi_step_policy.arrivals.add(arrival_s)
         self._output.open(group)
-        is_pending = any(connector.start_load(group) for connector in self.memory.connectors)
+        is_pending = not self.is_paused and any(connector.start_load(group) for connector in self.memory.connectors)
         (self.scheduler.queues.add_pending_fetch if is_pending else self.scheduler.queues.add)(group)
         if request.deadline_s is not None:
             self._deadlines.add(group, request.deadline_s)
@@ -419,6 +560,11 @@ class EngineCore:
         if group is not None and self.in_flight.failure is None:
             self._output.end(group, reason)
             self._release(group)
+
+    def abort_all(self) -> None:
+        """Finish all requests."""
+        for request_id in tuple(self.groups):
+            self.abort_request(request_id, FinishReason.ABORT)
 
     def drop_request(self, request_id: str, dropped_s: float) -> None:
         """Drop a request whose client is gone, without a final event; no-op if it has finished."""
@@ -433,6 +579,7 @@ class EngineCore:
         groups = list(self.groups.values())
         self.groups.clear()
         self._fail(groups, error)
+        self._call_idle(Unavailable("the engine has ended"))
 
     # --- ends -------------------------------------------------------------------------------------------------------
 

@@ -25,13 +25,14 @@ import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from jpaged.engine.core import PauseMode
 from jpaged.engine.engine import Engine
-from jpaged.engine.executor import Geometry
+from jpaged.engine.executor import Geometry, SleepTag
 from jpaged.engine.inspector import PoolInspector
 from jpaged.engine.kv_cache.blocks import BlockHash, block_keys, root_block_hash
 from jpaged.engine.kv_cache.offload.transfer import KVTransfer
@@ -351,19 +352,39 @@ class DataParallelEngine:
 
     def reset_prefix_cache(self) -> Future[int]:
         """Clear the prefix cache of every replica; see `Engine.reset_prefix_cache`."""
-        future: Future[int] = Future()
-        future.set_running_or_notify_cancel()
-        parts = [engine.reset_prefix_cache() for engine in self._engines]
+        return _gather([engine.reset_prefix_cache() for engine in self._engines], sum)
 
-        def all_are_done() -> None:
-            errors = [error for part in parts if (error := part.exception()) is not None]
-            if errors:
-                future.set_exception(errors[0])
-            else:
-                future.set_result(sum(part.result() for part in parts))
+    def pause(self, mode: PauseMode = "abort") -> Future[None]:
+        """Pause every replica; see `Engine.pause`."""
+        return _gather([engine.pause(mode) for engine in self._engines], lambda results: None)
 
-        _when_all_are_done(parts, all_are_done)
-        return future
+    def resume(self) -> Future[None]:
+        """Resume every replica; see `Engine.resume`."""
+        return _gather([engine.resume() for engine in self._engines], lambda results: None)
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None]:
+        """Release the device memory of every replica; see `Engine.sleep`."""
+        parts = [engine.sleep(level, mode) for engine in self._engines]
+        if level:
+            with self._lock:
+                self._pinned.clear()
+        return _gather(parts, lambda results: None)
+
+    def wake_up(self, tags: Collection[str] | None = None) -> Future[bool]:
+        """Restore the device memory of every replica; see `Engine.wake_up`."""
+        return _gather([engine.wake_up(tags) for engine in self._engines], all)
+
+    @property
+    def is_paused(self) -> bool:
+        return any(engine.is_paused for engine in self._engines)
+
+    @property
+    def asleep(self) -> frozenset[SleepTag]:
+        return frozenset().union(*(engine.asleep for engine in self._engines))
+
+    @property
+    def sleep_level(self) -> int:
+        return max(engine.sleep_level for engine in self._engines)
 
     def call_soon(self, command: Callable[[], None]) -> Future[None]:
         """Run a command on the thread of every replica; see `Engine.call_soon`."""
@@ -446,6 +467,26 @@ class DataParallelEngine:
 def shares(total: int, num_parts: int) -> list[int]:
     """Divide a limit evenly; the first parts get the remainder."""
     return [total // num_parts + (part < total % num_parts) for part in range(num_parts)]
+
+
+_PartT = TypeVar("_PartT")
+_ResultT = TypeVar("_ResultT")
+
+
+def _gather(parts: Sequence[Future[_PartT]], combine: Callable[[Iterable[_PartT]], _ResultT]) -> Future[_ResultT]:
+    """Return a future with the combined results, or with the first error."""
+    future: Future[_ResultT] = Future()
+    future.set_running_or_notify_cancel()
+
+    def all_are_done() -> None:
+        errors = [error for part in parts if (error := part.exception()) is not None]
+        if errors:
+            future.set_exception(errors[0])
+        else:
+            future.set_result(combine([part.result() for part in parts]))
+
+    _when_all_are_done(parts, all_are_done)
+    return future
 
 
 def _when_all_are_done(futures: Sequence[Future[Any]], then: Callable[[], None]) -> None:

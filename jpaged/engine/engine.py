@@ -7,13 +7,13 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, get_args
 
 from jpaged.config import EngineConfig
-from jpaged.engine.core import Clock, EngineCore
-from jpaged.engine.executor import Executor, Geometry, StepInputs
+from jpaged.engine.core import Clock, Done, EngineCore, PauseMode
+from jpaged.engine.executor import SLEEP_TAGS, Executor, Geometry, Sleeper, SleepTag, StepInputs
 from jpaged.engine.executor.io import RopeLengthLimits
 from jpaged.engine.inspector import PoolInspector, ReplicaInspector
 from jpaged.engine.kv_cache.offload.connector_tier import EngineStore
@@ -24,7 +24,7 @@ from jpaged.engine.sequence import OutputCallback
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.structured_output import MakeMasks
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import InternalError, Unavailable
+from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unavailable, Unsupported
 from jpaged.server_load import EngineLoad
 from jpaged.types import FinishReason, LoadedAdapter, Request
 
@@ -34,11 +34,54 @@ _JOIN_S, _ABANDONED_JOIN_S = 0.2, 1.0
 """Timeouts of the join of a loop that may hang in its executor."""
 _LOOK_S = 0.005
 THREAD_NAME = "jpaged-engine"
+PAUSED = "generation is paused: try again after it is resumed"
+ASLEEP = "the engine is asleep: try again after wake_up"
 _ANY_LENGTH = RopeLengthLimits()
 _MAX_NEW = 50_000
 """Container objects created since the last collection: a few MB, and a few ms to collect if all of them are alive."""
 _MAX_LOOKS = 50
 """Collections of young objects between two full collections."""
+
+
+def check_mode(mode: str) -> None:
+    """Raise InvalidArgument if a mode of a pause is unknown."""
+    if mode not in (modes := get_args(PauseMode)):
+        raise InvalidArgument("mode", f"{str(mode)[:80]!r} is not one of {', '.join(modes)}")
+
+
+def check_sleep(level: int, sleeper: Sleeper | None, *, has_stores: bool) -> None:
+    """Check that an executor can sleep.
+
+    Args:
+        has_stores: there are stores of cached prefixes below host memory, which belong to the weights.
+
+    Raises:
+        InvalidArgument: the level is out of range.
+        Unsupported: the executor cannot release its memory, or cannot read the weights again.
+    """
+    if level not in (0, 1, 2):
+        raise InvalidArgument("level", f"{level!r} is not 0, 1 or 2")
+    if level and sleeper is None:
+        raise Unsupported("sleep: device memory cannot be released with several processes or a draft model")
+    if level > 1 and sleeper is not None and (has_stores or not sleeper.can_reload):
+        raise Unsupported("sleep: level 2 is not supported with several replicas or with stores of cached prefixes")
+
+
+def check_tags(tags: Collection[str] | None) -> tuple[SleepTag, ...]:
+    """Return the tags that name device memory, of a call's tags; None is all.
+
+    Raises:
+        InvalidArgument: a tag is unknown.
+    """
+    known = (*SLEEP_TAGS, SCHEDULING)
+    for tag in tags or ():
+        if tag not in known:
+            raise InvalidArgument("tags", f"{str(tag)[:80]!r} is not one of {', '.join(known)}")
+    return tuple(tag for tag in SLEEP_TAGS if tags is None or tag in tags)
+
+
+SCHEDULING = "scheduling"
+"""Tag of `wake_up` that names no memory: it ends a sleep of level 0."""
 
 
 class GCPause:
@@ -193,8 +236,8 @@ class EngineThread:
         return is_over.is_set()
 
     def await_tiers(self) -> None:
-        """Wait briefly if no request runs and transfers between memory tiers are pending."""
-        if self._loop.awaits_tiers and not self._loop.scheduler.queues.has_work:
+        """Wait briefly if no request runs, and transfers between memory tiers or reads of adapters are pending."""
+        if self._loop.only_awaits:
             self._await_arrivals()
 
     def _give_up(self, error: Exception) -> None:
@@ -254,6 +297,7 @@ class Engine:
         self._in_flight = self._loop.in_flight
         self.in_flight: Container[str] = self._in_flight
         self.clock = clock
+        self._can_sleep = config.scheduler.enable_sleep_mode
         self.max_num_in_flight = self._in_flight.max_num
         self.prefixes = self._loop.memory.prefixes
         geometry = executor.geometry
@@ -375,6 +419,136 @@ class Engine:
         reset.add_done_callback(finish)
         return future
 
+    def pause(self, mode: PauseMode = "abort", *, why: str = PAUSED) -> Future[None]:
+        """Pause generation until `resume`; the result is there once no step runs.
+
+        Args:
+            mode: "abort" ends all requests with reason ABORT, "wait" lets them end, "keep" keeps them for `resume`.
+                New requests are refused with Unavailable, except with "keep", which queues them.
+            why: message of that error.
+
+        Raises:
+            InvalidArgument: the mode is unknown.
+        """
+        check_mode(mode)
+        self._in_flight.refuse("" if mode == "keep" else why)
+        return self._run_command(lambda done: self._loop.pause(mode, done))
+
+    def resume(self) -> Future[None]:
+        """Continue after `pause`; no-op if the engine is not paused.
+
+        Returns:
+            a future; it has Unavailable if device memory is released, see `sleep`.
+        """
+
+        def resume(done: Done) -> None:
+            error = self._loop.resume()
+            if error is None:
+                self._in_flight.refuse("")
+            done(error)
+
+        return self._run_command(resume)
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None]:
+        """Pause generation, and release device memory until `wake_up`.
+
+        Args:
+            level: 0 releases none, 1 keeps the weights in host memory, 2 discards them. The blocks are freed, and with
+                them cached and pinned prefixes.
+            mode: as for `pause`; requests that are kept are recomputed.
+
+        Raises:
+            InvalidArgument: the level is out of range, or the mode is unknown.
+            Unsupported: `enable_sleep_mode` is off, or the executor cannot release its memory, or cannot read the
+                weights again.
+        """
+        check_mode(mode)
+        if level and not self._can_sleep:
+            raise Unsupported("sleep is off: set enable_sleep_mode (--enable-sleep-mode)")
+        check_sleep(level, self._executor.sleeper, has_stores=bool(self._loop.memory.connectors))
+
+        def begin(done: Done) -> None:
+            def then(error: JpagedError | None) -> None:
+                if error is None and level:
+                    self._pins.clear()
+                    error = self._loop.sleep(level)
+                done(error)
+
+            self._loop.pause(mode, then)
+
+        self._in_flight.refuse("" if mode == "keep" else ASLEEP)
+        return self._run_command(begin)
+
+    def wake_up(self, tags: Collection[str] | None = None) -> Future[bool]:
+        """Restore device memory after `sleep`, and continue once all of it is there.
+
+        Args:
+            tags: "weights", "kv_cache" and "scheduling", which names no memory; None for all.
+
+        Returns:
+            a future: True if the engine runs again.
+
+        Raises:
+            InvalidArgument: a tag is unknown.
+        """
+        wanted = check_tags(tags)
+        is_awake: Future[bool] = Future()
+        is_awake.set_running_or_notify_cancel()
+
+        def wake(done: Done) -> None:
+            error = self._loop.wake_up(wanted)
+            if error is None and not self._loop.asleep:
+                self._in_flight.refuse("")
+            done(error)
+
+        def finish(done: Future[None]) -> None:
+            if (error := done.exception()) is not None:
+                is_awake.set_exception(error)
+            else:
+                is_awake.set_result(not self._loop.asleep)
+
+        self._run_command(wake).add_done_callback(finish)
+        return is_awake
+
+    @property
+    def is_paused(self) -> bool:
+        """True between `pause` and `resume`, or `sleep` and `wake_up`."""
+        return self._loop.is_paused
+
+    @property
+    def asleep(self) -> frozenset[SleepTag]:
+        """Device memory that is released."""
+        return frozenset(self._loop.asleep)
+
+    @property
+    def sleep_level(self) -> int:
+        """Level of the sleep that released device memory; 0 if none is."""
+        return self._loop.sleep_level
+
+    def _run_command(self, command: Callable[[Done], None]) -> Future[None]:
+        """Run a command on the engine thread, which calls its argument when it is done, then or later.
+
+        Returns:
+            a future that is done then; it has Unavailable if the engine has ended.
+        """
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()
+
+        def finish(posted: Future[None]) -> None:
+            if posted.cancelled():
+                future.set_exception(Unavailable("the engine has ended"))
+            elif (error := posted.exception()) is not None:
+                future.set_exception(error)
+
+        def done(error: JpagedError | None) -> None:
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        self.call_soon(lambda: command(done)).add_done_callback(finish)
+        return future
+
     def call_soon(self, command: Callable[[], None]) -> Future[None]:
         """Run a command on the engine thread before the next step; any thread may call this.
 
@@ -439,6 +613,7 @@ class Engine:
         """
         until_s = time.monotonic() + timeout_s
         self._in_flight.close()
+        self._thread.call_soon(self._loop.end_pause)
         if not self._in_flight.wait_idle(timeout_s):
             return False
         return not self._loop.memory.connectors or self._thread.flush_connectors(until_s)

@@ -300,7 +300,7 @@ class SequenceGroup:
         self.may_jump = not (sampling.needs_logprobs or sampling.needs_counts or sampling.allowed_token_ids is not None)
         num_sequences = 1 if sampling.beam_width else sampling.num_samples
         adapter = request.adapter
-        whose = request.cache_tenant, b"" if adapter is None else adapter.matrices.digest
+        whose = request.cache_tenant, b"" if adapter is None else adapter.digest
         root = root_block_hash(sampling.cache_salt, *whose) if sampling.use_prefix_cache else None
         owner = PrefixOwner(sampling.cache_salt, request.cache_tenant, "" if adapter is None else adapter.name)
         continued = {one.generated.index: one for one in request.continued}

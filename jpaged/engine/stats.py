@@ -319,6 +319,7 @@ class StallDetector:
         self._num_stalls = 0
         self._since_s: float | None = None  # None while there is no work
         self._awaited_s: float | None = None  # start of the wait for a step of the device
+        self._is_paused = False
 
     def begin(self) -> None:
         """Record that requests are pending from now on."""
@@ -344,9 +345,17 @@ class StallDetector:
         """Record the end of that wait."""
         self._awaited_s = None
 
+    def set_paused(self, is_paused: bool) -> None:
+        """Record that no step is expected until the end of a pause."""
+        self._is_paused = is_paused
+        if self._since_s is not None:
+            self._since_s = self._clock()
+
     @property
     def seconds_without(self) -> float:
-        """Seconds since the last progress; 0 while no request is pending."""
+        """Seconds since the last progress; 0 while no request is pending, and during a pause."""
+        if self._is_paused:
+            return 0.0
         since_s, awaited_s = self._since_s, self._awaited_s
         since_s = awaited_s if since_s is None else since_s
         return 0.0 if since_s is None else max(0.0, self._clock() - since_s)

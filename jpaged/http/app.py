@@ -29,7 +29,17 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jpaged.access.authenticator import HTTP, Authenticator, CallContext, current, enter, permission_of_route
 from jpaged.config import AccessOptions
-from jpaged.errors import InvalidArgument, JpagedError, ModelNotFound, NotFound, PermissionDenied, Unsupported
+from jpaged.engine.core import PauseMode
+from jpaged.engine.engine import check_mode
+from jpaged.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    JpagedError,
+    ModelNotFound,
+    NotFound,
+    PermissionDenied,
+    Unsupported,
+)
 from jpaged.http.batches.job import BatchJobRunner
 from jpaged.http.batches.routes import batch_routes
 from jpaged.http.completions import EventStream, TokenTexts, answer_job, completion_routes, parse_job
@@ -51,6 +61,7 @@ from jpaged.http.responses import message_routes, response_routes
 from jpaged.openai.embeddings import embed_job, rerank_job, score_job
 from jpaged.openai.request import adapter_in, chat_job, completion_job
 from jpaged.service.calls import is_name
+from jpaged.service.loaded_model import EngineClient, LoadedModel
 from jpaged.service.service import Service
 from jpaged.telemetry.metrics import EngineCollector
 from jpaged.version import __version__
@@ -196,7 +207,7 @@ def control_routes(service: Service) -> list[Route]:
         given = await read_body(service, request, lambda body: adapter_in("/v1/load_lora_adapter", body))
         name = given["lora_name"]
         with _naming_adapter():
-            await service.load_adapter(name, given["lora_path"])
+            await service.load_adapter(name, given["lora_path"], replaces=given["load_inplace"])
         return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
     async def unload_lora_adapter(request: Request) -> Response:
@@ -221,11 +232,84 @@ def control_routes(service: Service) -> list[Route]:
     return [Route(path, answer, methods=["POST"]) for path, answer in routes.items()]
 
 
+def sleep_routes(service: Service) -> list[Route]:
+    """Return vLLM's routes that pause generation and release device memory."""
+
+    def engine_for(method: str, request: Request) -> EngineClient:
+        _require_no_foreign_page(request, service.state.config.http.http_cors_origins)
+        return _require_sleep_mode(service.controlled(method, "", service.state.serving())).engine
+
+    async def sleep(request: Request) -> Response:
+        engine, level = engine_for("Sleep", request), _query_int(request, "level", 1)
+        await asyncio.wrap_future(engine.sleep(level, _query_mode(request)))
+        return JSON({"status": "sleeping", "level": level})
+
+    async def wake_up(request: Request) -> Response:
+        tags = request.query_params.getlist("tags") or None
+        is_awake = await asyncio.wrap_future(engine_for("WakeUp", request).wake_up(tags))
+        return JSON({"status": "awake" if is_awake else "sleeping", "tags": tags})
+
+    async def pause(request: Request) -> Response:
+        engine, mode = engine_for("Pause", request), _query_mode(request)
+        clears_cache = _query_flag(request, "clear_cache", default=True)
+        await asyncio.wrap_future(engine.pause(mode))
+        if clears_cache and mode != "keep":
+            await asyncio.wrap_future(engine.reset_prefix_cache())
+        return JSON({"status": "paused"})
+
+    async def resume(request: Request) -> Response:
+        await asyncio.wrap_future(engine_for("Resume", request).resume())
+        return JSON({"status": "resumed"})
+
+    async def is_sleeping(request: Request) -> Response:
+        return JSON({"is_sleeping": _require_sleep_mode(service.state.serving()).engine.is_paused})
+
+    async def is_paused(request: Request) -> Response:
+        return JSON({"is_paused": _require_sleep_mode(service.state.serving()).engine.is_paused})
+
+    posts = {"/sleep": sleep, "/wake_up": wake_up, "/pause": pause, "/resume": resume}
+    gets = {"/is_sleeping": is_sleeping, "/is_paused": is_paused}
+    return [
+        *(Route(path, answer, methods=["POST"]) for path, answer in posts.items()),
+        *(Route(path, answer, methods=["GET"]) for path, answer in gets.items()),
+    ]
+
+
+def _require_sleep_mode(model: LoadedModel) -> LoadedModel:
+    if not model.config.scheduler.enable_sleep_mode:
+        raise Unsupported("pausing generation and releasing memory are off: start the server with --enable-sleep-mode")
+    return model
+
+
+def _query_int(request: Request, name: str, default: int) -> int:
+    value = request.query_params.get(name, str(default))
+    if not (value.isascii() and value.isdigit() and len(value) < 10):
+        raise InvalidArgument(name, f"{value[:80]!r} is not a number")
+    return int(value)
+
+
+def _query_mode(request: Request) -> PauseMode:
+    mode: Any = request.query_params.get("mode", "abort")
+    check_mode(mode)
+    found: PauseMode = mode
+    return found
+
+
+def _query_flag(request: Request, name: str, *, default: bool) -> bool:
+    value = request.query_params.get(name, str(default)).lower()
+    if value not in ("true", "1", "false", "0"):
+        raise InvalidArgument(name, f"{value[:80]!r} is not true or false")
+    return value in ("true", "1")
+
+
 @contextlib.contextmanager
 def _naming_adapter() -> Iterator[None]:
-    """Rename the fields in errors of an adapter to those of vLLM's bodies."""
+    """Rename the fields in errors of an adapter to those of vLLM's bodies, and give a taken name vLLM's status."""
     try:
         yield
+    except AlreadyExists as error:
+        problem = f"{error}; if it has already been loaded, load_inplace replaces it"
+        raise InvalidArgument("lora_name", problem) from error
     except InvalidArgument as error:
         names = {"name": "lora_name", "path": "lora_path"}
         raise type(error)(names.get(error.field, error.field), error.problem) from error
@@ -318,7 +402,7 @@ def inspector_routes(service: Service) -> list[Route]:
 
 
 _ROUTES = (
-    *(operator_routes, control_routes, model_routes, completion_routes, response_routes, message_routes),
+    *(operator_routes, control_routes, sleep_routes, model_routes, completion_routes, response_routes, message_routes),
     *(scoring_routes, token_routes, invocation_routes, ollama_routes, inspector_routes),
 )
 """Functions that return the routes of a service, except those of batches."""

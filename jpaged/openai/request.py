@@ -354,7 +354,6 @@ OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
     "/tokenize": {},
     "/detokenize": {},
     "/v1/load_lora_adapter": {
-        "load_inplace": only(False, advice="unload the adapter first"),
         "lora_int_id": hint(int),
         "base_model_name": hint(str),
         "is_3d_lora_weight": hint(bool),
@@ -847,19 +846,20 @@ def name_in(body: Mapping[str, Any], field: str) -> str | None:
     return name
 
 
-def adapter_in(path: str, given: Mapping[str, Any]) -> dict[str, str]:
+def adapter_in(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a body of /v1/load_lora_adapter, or of /v1/unload_lora_adapter.
 
     Raises:
         InvalidArgument: a field is missing, empty, or cannot be honored.
     """
-    names = ("lora_name", "lora_path") if path == "/v1/load_lora_adapter" else ("lora_name",)
-    body = own_fields(path, given, names)
-    found = {name: name_in(body, name) or "" for name in names}
+    loads = path == "/v1/load_lora_adapter"
+    names = ("lora_name", "lora_path") if loads else ("lora_name",)
+    body = own_fields(path, given, (*names, "load_inplace") if loads else names)
+    found: dict[str, Any] = {name: name_in(body, name) or "" for name in names}
     for name, value in found.items():
         if not value:
             raise InvalidArgument(name, "is missing or empty")
-    return found
+    return {**found, "load_inplace": flag_in(body, "load_inplace")} if loads else found
 
 
 def truncation_side_in(body: Mapping[str, Any]) -> Any:

@@ -165,7 +165,7 @@ def get_header(
         num_blocks=len(leaving.positions),
         cache_salt=cache_salt,
         adapter=adapter_name,
-        adapter_digest=b"" if adapter is None else adapter.matrices.digest,
+        adapter_digest=b"" if adapter is None else adapter.digest,
     )
 
 
@@ -178,7 +178,7 @@ def check_compatible(model: LoadedModel, header: TransferHeader, chain: BlockHas
         why = "; ".join(told) or "the weights, the scales of the KV cache, or the kernels that computed it"
         raise Incompatible(f"the blocks of the prefix are incompatible with this server: {why}")
     adapter, transfer = model.adapters.named(header.adapter), model.engine.kv_transfer
-    if header.adapter_digest != (b"" if adapter is None else adapter.matrices.digest):
+    if header.adapter_digest != (b"" if adapter is None else adapter.digest):
         raise Incompatible(f"adapter: {header.adapter!r} differs here from the adapter of the prefix")
     sizes = header.block_size, header.bytes_per_block, header.num_kv_groups
     if sizes != (transfer.block_size, transfer.bytes_per_block, transfer.num_kv_groups):

@@ -230,7 +230,7 @@ class PrefixTransferService:
         """Return the blocks of a prefix by this server's keys, and their keys as sent in messages."""
         require_salt(prefix.cache_salt)
         adapter = model.adapters.named(prefix.adapter)
-        digest = b"" if adapter is None else adapter.matrices.digest
+        digest = b"" if adapter is None else adapter.digest
         tenant, transfer = get_cache_tenant(model, prefix.tenant), model.engine.kv_transfer
 
         def make() -> tuple[BlockHashChain, Sequence[BlockHash]]:

@@ -9,6 +9,9 @@
 The engine decides which adapters are in device slots. Reloading a name creates a new adapter with a new number. Cached
 prefixes of the old adapter match only if both have the same matrices.
 
+Host memory keeps the matrices of the `max_in_memory` adapters that were used last. The engine reads others again
+(`LoadedAdapter.fetch`) when a request that needs them is next. Adapters in device slots need no copy in host memory.
+
 `RoleCounts` counts what servers of a role do. The event loop updates it; any thread may read it.
 """
 
@@ -19,9 +22,10 @@ import itertools
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,18 +33,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.config import EngineConfig
-from jpaged.engine.executor import Geometry
+from jpaged.engine.core import PauseMode
+from jpaged.engine.executor import Geometry, SleepTag
 from jpaged.engine.inspector import PoolInspector
 from jpaged.engine.kv_cache.offload.transfer import KVTransfer
 from jpaged.engine.sequence import OutputCallback
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
+from jpaged.errors import AlreadyExists, InvalidArgument, JpagedError, NotFound, Unsupported
 from jpaged.server_load import EngineLoad, RoleLoad
 from jpaged.service.calls import require_name
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.structured_output.compiler import ServedGrammars
 from jpaged.types import Adapter, LoadedAdapter, ModelInfo, Pooling, Request, require_whole_characters
+
+MAX_ADAPTERS = 1 << 16
+"""Default limit of loaded adapters: of those outside host memory, each takes about 1 KB."""
 
 
 class Adapters:
@@ -48,24 +56,34 @@ class Adapters:
 
     Args:
         read: reads the matrices of a path; None if the model takes no adapters.
-        max_num: maximum number of loaded adapters.
+        max_in_memory: maximum number of adapters in host memory; `load` and `fetch` exceed it by one for a moment.
         model_name: name of the model; no adapter may use it, because the `model` field of a body selects either.
         aliases: further names of the model.
+        max_num: maximum number of loaded adapters.
+
+    Attributes:
+        max_num: as above.
     """
 
     def __init__(
         self,
         read: Callable[[str], Adapter] | None = None,
-        max_num: int = 0,
+        max_in_memory: int = 0,
         model_name: str | None = None,
         aliases: tuple[str, ...] = (),
+        max_num: int = MAX_ADAPTERS,
     ) -> None:
         self._model_names = (model_name, *aliases)
         self._read = read
-        self._max_num = max_num
+        self.max_num = max_num
+        self._max_in_memory = max_in_memory
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._adapters: dict[str, LoadedAdapter | None] = {}  # None while the files are being read
+        self._adapters: dict[str, LoadedAdapter] = {}
+        self._names_in_load: set[str] = set()
+        # By number, the least recently used first. Weak: unloaded adapters leave memory with their last request.
+        self._in_memory: OrderedDict[int, weakref.ref[LoadedAdapter]] = OrderedDict()
+        self._reader = ThreadPoolExecutor(1, "jpaged-adapters")
 
     def find(self, name: str) -> LoadedAdapter:
         """Return the adapter with this name.
@@ -76,7 +94,10 @@ class Adapters:
         """
         self._require_on()
         with self._lock:
-            return self._find(name, "adapter")
+            adapter = self._find(name, "adapter")
+            if adapter.number in self._in_memory:
+                self._in_memory.move_to_end(adapter.number)
+            return adapter
 
     def named(self, given: str | LoadedAdapter) -> LoadedAdapter | None:
         """Resolve a name with `find`; return a `LoadedAdapter` unchanged, and None for ""."""
@@ -84,12 +105,16 @@ class Adapters:
             return self.find(given) if given else None
         return given
 
-    def load(self, name: str, path: str) -> LoadedAdapter:
+    def load(self, name: str, path: str, *, replaces: bool = False) -> LoadedAdapter:
         """Read an adapter from disk and register it under a name. Blocks while the files are read.
+
+        Args:
+            replaces: the name may be in use; requests that use the former adapter continue with it.
 
         Raises:
             AlreadyExists: the name is taken.
             InvalidArgument: the name or path is invalid, too many adapters are loaded, or the files cannot be parsed.
+            NotFound: the path does not exist.
             Unsupported: the model takes no adapters, or not this kind.
         """
         read = self._require_on()
@@ -100,28 +125,71 @@ class Adapters:
             raise InvalidArgument("path", "is empty: name the folder of the adapter")
         require_whole_characters("path", path)
         with self._lock:
-            if name in self._adapters:
-                state = "being loaded; wait" if self._adapters[name] is None else "loaded; unload it"
+            if name in self._names_in_load or (name in self._adapters and not replaces):
+                state = "being loaded; wait" if name in self._names_in_load else "loaded; unload it"
                 raise AlreadyExists(f"adapter {name!r} is {state}, or choose another name")
-            if len(self._adapters) >= self._max_num:
-                raise InvalidArgument(
-                    "name", f"{len(self._adapters)} adapters are loaded, the limit is max_cpu_loras ({self._max_num})"
-                )
-            self._adapters[name] = None
+            names = self._names_in_load | self._adapters.keys()
+            if name not in names and len(names) >= self.max_num:
+                raise InvalidArgument("name", f"{len(names)} adapters are loaded, the limit is {self.max_num}")
+            self._names_in_load.add(name)
         adapter: LoadedAdapter | None = None
         try:
-            adapter = LoadedAdapter(name, path, next(self._numbers), read(path))
+            adapter = LoadedAdapter(name, path, next(self._numbers), read(path), self._read_again)
         except InvalidArgument as error:
             raise InvalidArgument("path", str(error) if error.field != "lora" else error.problem) from error
         except OSError as error:
             raise InvalidArgument("path", f"{path} cannot be read: {error}") from error
         finally:
             with self._lock:
-                if adapter is None:
-                    del self._adapters[name]
-                else:
+                self._names_in_load.remove(name)
+                if adapter is not None:
                     self._adapters[name] = adapter
+                    self._keep(adapter)
         return adapter
+
+    def num_in_memory(self) -> int:
+        """Return the number of adapters in host memory."""
+        with self._lock:
+            alive = [adapter for ref in self._in_memory.values() if (adapter := ref()) is not None]
+            return len(alive)
+
+    def _keep(self, adapter: LoadedAdapter) -> None:
+        """Count an adapter's matrices as used last, and free those of the least recently used adapters."""
+        self._in_memory[adapter.number] = weakref.ref(adapter)
+        self._in_memory.move_to_end(adapter.number)
+        if len(self._in_memory) <= self._max_in_memory:
+            return
+        for number, ref in tuple(self._in_memory.items()):
+            if ref() is None:
+                del self._in_memory[number]
+        while len(self._in_memory) > self._max_in_memory:
+            _, ref = self._in_memory.popitem(last=False)
+            if (evicted := ref()) is not None:
+                evicted.set_matrices(None)
+
+    def _read_again(self, adapter: LoadedAdapter) -> Future[Adapter]:
+        """Start to read the matrices of an adapter that has left host memory, on a thread, one at a time."""
+        return self._reader.submit(self._restore, adapter)
+
+    def _restore(self, adapter: LoadedAdapter) -> Adapter:
+        """Read the matrices of an adapter again, unless another replica has.
+
+        Raises:
+            NotFound: the files cannot be read, or have changed.
+        """
+        matrices = adapter.matrices
+        if matrices is None:
+            what = f"adapter: the files of {adapter.name!r}, which left host memory,"
+            try:
+                matrices = self._require_on()(adapter.path)
+            except (JpagedError, OSError) as error:
+                raise NotFound(f"{what} cannot be read again: {error}") from error
+            if matrices.digest != adapter.digest:
+                raise NotFound(f"{what} have changed since it was loaded: load it again")
+        with self._lock:
+            adapter.set_matrices(matrices)
+            self._keep(adapter)
+        return matrices
 
     def unload(self, name: str) -> None:
         """Unload an adapter. Requests that already use it continue.
@@ -137,7 +205,7 @@ class Adapters:
     def loaded(self) -> tuple[LoadedAdapter, ...]:
         """Return the adapters that requests can use, in the order of loading."""
         with self._lock:
-            return tuple(adapter for adapter in self._adapters.values() if adapter is not None)
+            return tuple(self._adapters.values())
 
     def names(self) -> frozenset[str]:
         """Return the names of the adapters that requests can use."""
@@ -147,7 +215,7 @@ class Adapters:
         adapter = self._adapters.get(name)
         if adapter is not None:
             return adapter
-        if name in self._adapters:
+        if name in self._names_in_load:
             raise NotFound(f"{field}: adapter {name!r} is being loaded; try again later")
         raise NotFound(f"{field}: no adapter {name!r} is loaded")
 
@@ -270,6 +338,26 @@ class EngineClient(Protocol):
     def unpin_prefix(self, name: str, tenant: str = "") -> bool: ...
 
     def reset_prefix_cache(self) -> Future[int]: ...
+
+    def pause(self, mode: PauseMode = "abort") -> Future[None]: ...
+
+    def resume(self) -> Future[None]: ...
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None]: ...
+
+    def wake_up(self, tags: Collection[str] | None = None) -> Future[bool]: ...
+
+    @property
+    def is_paused(self) -> bool:
+        """True between `pause` and `resume`, or `sleep` and `wake_up`."""
+
+    @property
+    def asleep(self) -> frozenset[SleepTag]:
+        """Device memory that is released."""
+
+    @property
+    def sleep_level(self) -> int:
+        """Level of the sleep that released device memory; 0 if none is."""
 
     def call_soon(self, command: Callable[[], None]) -> Future[None]: ...
 

@@ -463,10 +463,10 @@ class Service:
         if not model.engine.unpin_prefix(name, get_cache_tenant(model, tenant)):
             raise NotFound(f"name: no prefix {name!r} is pinned")
 
-    async def load_adapter(self, name: str, path: str) -> LoadedAdapter:
+    async def load_adapter(self, name: str, path: str, *, replaces: bool = False) -> LoadedAdapter:
         """Load an adapter from a path of this machine, for requests that name it; see `Adapters.load`."""
         model = self.controlled("LoadAdapter", name, self.state.serving())
-        return await self._workers.read(lambda: model.adapters.load(name, path))
+        return await self._workers.read(lambda: model.adapters.load(name, path, replaces=replaces))
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter; requests that use it continue.

@@ -76,6 +76,8 @@ class EngineCollector(Collector):
         for field, count in sorted(self._serving.ignored_fields.counts.items()):
             ignored.add_metric((name, field), count)
         yield ignored
+        if self._serving.config.scheduler.enable_sleep_mode:
+            yield self._sleep_state()
         if (max_loras := self._serving.model.max_loras) > 0:
             yield self._adapters(load, max_loras)
 
@@ -129,6 +131,20 @@ class EngineCollector(Collector):
         names = ",".join(load.running_adapters), ",".join(load.waiting_adapters)
         info.add_metric((self._serving.model.name, str(max_loras), *names), time.time())
         return info
+
+    def _sleep_state(self) -> Metric:
+        """Return what is released of the device memory, as vLLM does."""
+        state, level = (
+            GaugeMetricFamily(
+                "vllm:engine_sleep_state",
+                "1 for the state of the device memory, 0 for the others.",
+                labels=("model_name", "sleep_state"),
+            ),
+            self._serving.engine.sleep_level,
+        )
+        for value, name in enumerate(("awake", "weights_offloaded", "discard_all")):
+            state.add_metric((self._serving.model.name, name), float(level == value))
+        return state
 
     def _cache_config(self) -> Metric:
         """Return the cache configuration under vLLM's labels, which gateways expect."""

@@ -38,6 +38,7 @@ from jpaged.engine.executor import (
     I32,
     MAX_NUM_STEPS,
     NULL_BLOCK,
+    SLEEP_TAGS,
     TOP_WIDTH,
     BlockMoves,
     BucketTable,
@@ -48,6 +49,8 @@ from jpaged.engine.executor import (
     Move,
     Progress,
     SamplingInputs,
+    Sleeper,
+    SleepTag,
     StepInputs,
     StepOutputs,
 )
@@ -279,11 +282,14 @@ class FakeExecutor:
         num_compiles_after_warm_up: 0, because it compiles nothing.
         expert_stats: None, because it has no experts.
         host_blocks: the tokens in host memory, as bytes.
+        can_reload: discarded weights can be read again.
+        asleep: device memory that `sleep` has released, of `sleep_level`.
         sampled: returns the token that a row samples.
         last_tokens, have_ended: see `fake_feed.RunsSteps`.
     """
 
     max_num_steps = 1
+    can_reload = True
     has_fed_steps = False
     num_speculative_tokens = 0
     windows: tuple[int | None, ...] = (None,)
@@ -347,10 +353,17 @@ class FakeExecutor:
         self.draft = FakeDraft(self._geometry, _UNWRITTEN)
         self._aux: list[SeenTokens] = []  # for the last step's positions with auxiliary outputs
         self._is_shut_down = False
+        self.asleep: set[SleepTag] = set()
+        self.sleep_level = 0
 
     @property
     def geometry(self) -> Geometry:
         return self._geometry
+
+    @property
+    def sleeper(self) -> Sleeper:
+        """The executor itself."""
+        return self
 
     @property
     def rates(self) -> DeviceRates:
@@ -386,6 +399,8 @@ class FakeExecutor:
         """Run the forward at once; return what each row may look at when it samples."""
         if self._is_shut_down:
             raise InternalError("the executor was shut down")
+        if self.asleep:
+            raise InternalError(f"a step runs while the {sorted(self.asleep)} sleep")
         if self.num_steps == self.faults.fail_at_step:
             raise RuntimeError(f"injected fault at step {self.num_steps}")
         self.num_steps += 1
@@ -520,6 +535,19 @@ class FakeExecutor:
 
     def shutdown(self) -> None:
         self._is_shut_down = True
+
+    def sleep(self, level: int) -> None:
+        """Forget the blocks, and the adapters with the weights; steps raise until both tags are awake."""
+        self._pool[:] = _UNWRITTEN
+        self.draft = FakeDraft(self._geometry, _UNWRITTEN)
+        self.sleep_level = level
+        self.asleep = set(SLEEP_TAGS)
+        if level > 1:
+            self._weights[:] = 0
+
+    def wake_up(self, tag: SleepTag) -> None:
+        """Let steps use what sleeps again."""
+        self.asleep.remove(tag)
 
     def _write_digests(self, inputs: StepInputs, row: int) -> None:
         """Continue, in the slots that a row has written, the digest of the tokens before them."""

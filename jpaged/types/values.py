@@ -8,7 +8,8 @@ from __future__ import annotations
 import enum
 import math
 import time
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
@@ -194,24 +195,48 @@ class Adapter(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class LoadedAdapter:
-    """An adapter under a name.
+    """An adapter under a name. Any thread may call `fetch`.
 
     Attributes:
         path: source folder.
         number: number of this load, from 1; reloading the same name gives another number.
+        matrices: None while they are not in host memory.
+        read_again: starts to read the files again; None if the matrices never leave host memory.
+        num_bytes: bytes of the matrices in host memory.
+        digest: `Adapter.digest` of the matrices.
     """
 
     name: str
     path: str
     number: int
-    matrices: Adapter = field(repr=False)
+    matrices: Adapter | None = field(repr=False)
+    read_again: Callable[[LoadedAdapter], Future[Adapter]] | None = field(default=None, repr=False)
+    num_bytes: int = field(init=False)
+    digest: bytes = field(init=False, repr=False)
 
-    @property
-    def num_bytes(self) -> int:
-        """Host memory in bytes."""
-        return self.matrices.num_bytes
+    def __post_init__(self) -> None:
+        """Keep what the matrices are known by."""
+        assert self.matrices is not None
+        self.num_bytes, self.digest = self.matrices.num_bytes, self.matrices.digest
+
+    def set_matrices(self, matrices: Adapter | None) -> None:
+        """Put the matrices into host memory; None frees them there."""
+        self.matrices = matrices
+
+    def fetch(self) -> Future[Adapter]:
+        """Return the matrices, once they are in host memory.
+
+        The future has NotFound if the files cannot be read again, or have changed.
+        """
+        matrices = self.matrices
+        if matrices is None:
+            assert self.read_again is not None
+            return self.read_again(self)
+        fetched: Future[Adapter] = Future()
+        fetched.set_result(matrices)
+        return fetched
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +333,7 @@ class Request:
     @property
     def adapter_digest(self) -> bytes:
         """Digest of the adapter's matrices; empty for none."""
-        return b"" if self.adapter is None else self.adapter.matrices.digest
+        return b"" if self.adapter is None else self.adapter.digest
 
 
 @dataclass(frozen=True, slots=True)

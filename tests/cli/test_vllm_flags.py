@@ -68,7 +68,7 @@ def test_the_negative_form_of_a_switch_turns_it_off(serve):
         "enable_cascade_attention": True,
         "enable_lora": False,
     }
-    assert parse(serve, "--disable-sleep-mode", "--enable-fastapi-docs", "m")[0] == {"model": "m"}
+    assert parse(serve, "--disable-elastic-ep", "--enable-fastapi-docs", "m")[0] == {"model": "m"}
     for word in ("--disable-max-model-len", "--enable-block-size", "--disable-everything"):
         assert find_flag(word) is None
 
@@ -157,7 +157,7 @@ def test_every_flag_has_the_outcome_of_its_row(serve, outcome):
         ("-O3 m", {"model": "m"}),
         ("-O 2 -cc.mode 3 --compilation-config {} m", {"model": "m"}),
         (
-            "--prefill-context-parallel-size 1 --runner generate --no-enable-sleep-mode --reasoning-config {} m",
+            "--prefill-context-parallel-size 1 --runner generate --no-enable-elastic-ep --reasoning-config {} m",
             {"model": "m"},
         ),
         ('--structured-outputs-config {"backend":"xgrammar"} --engram-config {} m', {"model": "m"}),
@@ -423,8 +423,8 @@ def test_notes_are_lines_of_standard_error(capsys):
             "the nearest option is --context-parallel-size",
         ),
         (
-            "--enable-sleep-mode",
-            "--enable-sleep-mode: this flag of vLLM is not supported: a server releases its memory by exiting",
+            "--enable-prompt-embeds",
+            "--enable-prompt-embeds: this flag of vLLM is not supported: prompts are text or token ids",
         ),
         ("--grpc-port 1", "the nearest option is --http-port"),
         ('--reasoning-config {"a":1}', "--reasoning-config: this flag of vLLM is not supported: reasoning has no"),

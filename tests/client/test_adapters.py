@@ -81,12 +81,36 @@ async def test_what_cannot_be_loaded_says_why(files):
         with pytest.raises(InvalidArgument, match="name: 'ü' is not 1 to 128"):
             await client.load_adapter("ü", str(files / "b"))
         await client.load_adapter("b", str(files / "b"))  # whose name was not taken by what failed
-        with pytest.raises(InvalidArgument, match=r"2 adapters are loaded, the limit is max_cpu_loras \(2\)"):
-            await client.load_adapter("c", str(files / "c"))
         with pytest.raises(NotFound, match="name: no adapter 'c' is loaded"):
             await client.unload_adapter("c")
         with pytest.raises(NotFound, match="'c'"):
             await client.pin_prefix("p", PROMPT, adapter="c")
+
+
+async def test_adapters_that_left_host_memory_are_read_again(files):
+    async with (
+        running(executor=executor(), max_cpu_loras=2, max_loras=2) as harness,
+        AsyncClient(harness.target) as client,
+    ):
+        adapters = harness.serving.adapters
+        for name in "abc":
+            await client.load_adapter(name, str(files / name))
+        assert (len(await client.list_adapters()), adapters.num_in_memory()) == (3, 2)
+        outputs = await asyncio.gather(*(client.complete(PROMPT, GREEDY, adapter=name) for name in "abcabc"))
+        assert [output.outputs[0].token_ids for output in outputs] == [tokens_of(weight) for weight in (5, 9, 60)] * 2
+        assert adapters.num_in_memory() == 2
+        for name, change in {"d": None, "e": "7"}.items():
+            (files / name).write_text("6")
+            for loaded in (name, f"{name}1", f"{name}2"):
+                await client.load_adapter(loaded, str(files / name))
+            (files / name).unlink()
+            problem = r"adapter: the files of 'd', which left host memory, cannot be read again: .*No such file"
+            if change is not None:
+                (files / name).write_text(change)
+                problem = "adapter: the files of 'e', which left host memory, have changed since it was loaded"
+            with pytest.raises(NotFound, match=problem):
+                await client.complete(PROMPT, GREEDY, adapter=name)
+        assert (await client.complete(PROMPT, GREEDY, adapter="c")).outputs[0].token_ids == tokens_of(60)
 
 
 async def test_lines_of_a_batch_name_adapters(files):

@@ -26,6 +26,7 @@ from jpaged.engine.executor import (
     MaskChannel,
     Progress,
     SamplingInputs,
+    Sleeper,
     StepInputs,
     StepOutputs,
 )
@@ -95,6 +96,7 @@ class Share:
         )
         self.rates: DeviceRates = executor.rates
         self.host_blocks = executor.host_blocks
+        self.sleeper: Sleeper | None = None  # the blocks are another executor's
 
     @property
     def expert_stats(self) -> None:

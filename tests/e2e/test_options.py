@@ -128,6 +128,17 @@ def test_options_of_several_processes_are_refused(name: str) -> None:
 
 
 @pytest.mark.long
+@flips("enable_sleep_mode")
+def test_enable_sleep_mode_lets_memory_be_released(base: LLM, folder: Path) -> None:
+    with pytest.raises(Unsupported, match="sleep is off: set enable_sleep_mode"):
+        base.sleep()
+    with open_llm(folder, enable_sleep_mode=True, **BASE) as llm:
+        llm.sleep()
+        llm.wake_up()
+        assert len({generate(one, random_prompts([20]), GREEDY)[0].token_ids for one in (llm, base)}) == 1
+
+
+@pytest.mark.long
 @flips("eviction_policy")
 def test_eviction_policy_ranks_what_is_cached(base: LLM, folder: Path) -> None:
     with open_llm(folder, eviction_policy="worth", **BASE) as llm:

@@ -256,7 +256,10 @@ def test_adapters_are_loaded_on_first_use(open_model: Open, adapters: Callable[[
     assert outputs[0].outputs[0].lora_request == a
     llm.generate([IDS], GREEDY, lora_request=a)
     assert tokens(llm.generate([IDS], GREEDY, lora_request=c)) == [expected_tokens(IDS, 5, weight=11)]
-    assert llm._serving.adapters.names() == {"a", "c"}  # b was used longest ago
+    assert (llm._serving.adapters.names(), llm._serving.adapters.num_in_memory()) == ({"a", "b", "c"}, 2)
+    assert tokens(llm.generate([IDS] * 2, GREEDY, lora_request=[b, a])) == [
+        expected_tokens(IDS, 5, weight=weight) for weight in (9, 7)
+    ]
     assert tokens(llm.generate([IDS], GREEDY, lora_request=adapters("a", 8))) == [expected_tokens(IDS, 5, weight=8)]
     assert llm.generate([IDS], GREEDY, adapter="a")[0].lora_request is None
     with pytest.raises(NotFound, match="no adapter 'x'"):
@@ -304,7 +307,9 @@ def test_vectors_and_similarities(open_model: Open) -> None:
     assert len(llm.score(["a", "b"], ["c", "d"])) == 2
     with pytest.raises(InvalidArgument, match="data_1: 2 prompts are given for 3 in data_2"):
         llm.score(["a", "b"], ["c", "d", "e"])
-    for name, given in (("sleep", (1,)), ("wake_up", ()), ("collective_rpc", ("f",)), ("apply_model", (len,))):
+    with pytest.raises(Unsupported, match="sleep is off: set enable_sleep_mode"):
+        llm.sleep()
+    for name, given in (("collective_rpc", ("f",)), ("apply_model", (len,))):
         with pytest.raises(Unsupported, match=f"^{name}: "):
             getattr(llm, name)(*given)
     with pytest.raises(Unsupported, match=r"^start_profile: use jax\.profiler"):
@@ -544,8 +549,56 @@ async def test_paused_requests_wait(open_model: Open) -> None:
     assert not waiting[0].done()
     await llm.resume_generation()
     assert list((await waiting[0])[-1].outputs[0].token_ids) == expected_tokens(IDS, 5)
-    with pytest.raises(InvalidArgument, match="mode: 'keep' is not supported"):
-        await llm.pause_generation(mode="keep")
+    with pytest.raises(InvalidArgument, match="mode: 'stop' is not one of abort, wait, keep"):
+        await llm.pause_generation(mode="stop")
+
+
+async def test_kept_requests_continue_after_a_pause(open_model: Open) -> None:
+    llm = open_model(AsyncLLM)
+    stream = llm.generate(IDS, SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True), "a")
+    first = await anext(stream)
+    await llm.pause_generation(mode="keep")
+    assert await llm.is_paused()
+    later = asyncio.create_task(read(llm, IDS, GREEDY, "b"))
+    await llm.resume_generation()
+    assert not await llm.is_paused()
+    *_, last = [first, *[output async for output in stream]]
+    assert list(last.outputs[0].token_ids) == expected_tokens(IDS, 20)
+    assert list((await later)[-1].outputs[0].token_ids) == expected_tokens(IDS, 5)
+    await llm.pause_generation(mode="keep")
+    later = asyncio.create_task(read(llm, IDS, GREEDY, "b"))
+    await llm.pause_generation()  # ends what was kept
+    await llm.resume_generation()
+    assert (await later)[-1].finished
+
+
+async def test_every_model_sleeps_and_wakes_up(open_model: Open) -> None:
+    llm = open_model(enable_sleep_mode=True)
+    llm.sleep(level=1)
+    assert llm.is_sleeping()
+    with pytest.raises(Unavailable, match="asleep"):
+        llm.generate([IDS], GREEDY)
+    assert llm.wake_up(tags=["weights"]) is False
+    assert llm.wake_up(tags=["kv_cache"]) is True
+    assert not llm.is_sleeping()
+    assert tokens(llm.generate([IDS], GREEDY)) == [expected_tokens(IDS, 5)]
+
+    asynchronous = open_model(AsyncLLM, enable_sleep_mode=True)
+    await asynchronous.sleep()
+    assert await asynchronous.is_sleeping()
+    assert await asynchronous.wake_up() is True
+    assert not await asynchronous.is_sleeping()
+    assert list((await read(asynchronous, IDS, GREEDY, "a"))[-1].outputs[0].token_ids) == expected_tokens(IDS, 5)
+
+    engine = open_model(LLMEngine, enable_sleep_mode=True)
+    engine.add_request("a", IDS, GREEDY)
+    engine.step()
+    engine.sleep(2, mode="keep")
+    assert engine.is_sleeping() and engine.wake_up() is True
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert tokens(outputs[-1:]) == [expected_tokens(IDS, 5)]
 
 
 def test_closed_event_loops_are_not_kept(open_model: Open) -> None:

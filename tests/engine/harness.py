@@ -75,6 +75,7 @@ class Harness:
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             refuse_late=self.refuse_late,
             queue_timeout=self.queue_timeout,
+            enable_sleep_mode=True,
             speculative_config=_speculative_config(
                 self.num_speculative_tokens, self.executor.geometry.num_speculative_tokens
             ),

@@ -3,13 +3,14 @@
 import dataclasses
 import gc
 import weakref
+from concurrent.futures import Future
 
 import pytest
 
 from jpaged.engine.lora import LoRASlots
-from jpaged.errors import InternalError
+from jpaged.errors import InternalError, NotFound
 from jpaged.testing import FakeAdapter, FakeExecutor, SeveralStepsExecutor, expected_tokens, with_adapters
-from jpaged.types import FinishReason, LoadedAdapter
+from jpaged.types import Adapter, FinishReason, LoadedAdapter
 from tests.engine.data_parallel.fleet import PREFIX, Fleet
 from tests.engine.groups import group_of
 from tests.engine.harness import Harness
@@ -216,6 +217,78 @@ def test_an_adapter_leaves_host_memory_with_its_last_request():
     gc.collect()
     assert watch() is None
     assert h.tokens("a") == tokens_of(A, num_tokens=3)
+
+
+def evicted(name="b"):
+    """An adapter that has left host memory, and the read that its engine waits for."""
+    read: Future[Adapter] = Future()
+    adapter = LoadedAdapter(name, "", 9, FakeAdapter(WEIGHTS[name]), lambda one: read)
+    adapter.set_matrices(None)
+    return adapter, read
+
+
+def test_a_request_waits_until_its_adapter_is_read_again_while_others_run():
+    h, (adapter, read) = harness(2), evicted()
+    h.submit("a", PROMPT, adapter=A, max_tokens=8)
+    h.step()
+    h.submit("b", PROMPT, adapter=adapter, max_tokens=3)
+    h.submit("behind", PROMPT, max_tokens=3)
+    while not (h.events["a"] and h.events["a"][-1].is_last):
+        h.step()
+    assert h.tokens("a") == tokens_of(A)
+    assert not h.events["b"] and not h.events["behind"]  # those that come later wait, too
+    loop = h.engine._loop
+    assert loop.only_awaits and loop.idle_budget_s == 0.001
+    read.set_result(FakeAdapter(WEIGHTS["b"]))
+    assert not loop.only_awaits and loop.idle_budget_s == 0.0
+    h.run()
+    assert (h.tokens("b"), h.tokens("behind")) == (tokens_of(B, num_tokens=3), tokens_of(None, num_tokens=3))
+    assert adapter.matrices is None  # the device has them
+    h.submit("again", PROMPT, adapter=adapter, max_tokens=3)
+    h.run()
+    assert h.tokens("again") == tokens_of(B, num_tokens=3)
+    assert [matrices for _, matrices in h.executor.loads] == [A.matrices, FakeAdapter(WEIGHTS["b"])]
+
+
+@pytest.mark.parametrize("error", [NotFound("adapter: gone"), ValueError("of the reader")])
+def test_only_the_request_whose_adapter_cannot_be_read_fails(error):
+    h, (adapter, read) = harness(1), evicted()
+    read.set_exception(error)
+    h.submit("b", PROMPT, adapter=adapter, max_tokens=3)
+    h.submit("c", PROMPT, adapter=C, max_tokens=3)
+    h.run()
+    failure = h.last("b").error
+    assert failure is error if isinstance(error, NotFound) else failure.__cause__ is error
+    assert isinstance(failure, NotFound if isinstance(error, NotFound) else InternalError)
+    assert h.tokens("c") == tokens_of(C, num_tokens=3)
+
+
+def test_a_request_that_ends_while_its_adapter_is_read_leaves_nothing():
+    h, (adapter, read) = harness(1), evicted()
+    h.submit("b", PROMPT, adapter=adapter, max_tokens=3)
+    h.step()
+    h.engine.abort("b")
+    h.submit("c", PROMPT, adapter=C, max_tokens=3)
+    read.set_exception(NotFound("adapter: gone"))
+    h.run()
+    assert h.last("b").finish.reason is FinishReason.ABORT
+    assert h.tokens("c") == tokens_of(C, num_tokens=3)
+
+
+def test_nothing_is_preempted_for_a_request_whose_adapter_is_being_read():
+    h, (adapter, read) = harness(1, policy="priority"), evicted()
+    h.submit("a", PROMPT, adapter=A, max_tokens=20, priority=1)
+    h.step()
+    h.submit("b", PROMPT, adapter=adapter, max_tokens=3, priority=0)
+    for _ in range(4):
+        h.step()
+    running = h.engine._loop.scheduler.queues.running
+    assert [group.request.request_id for group in running] == ["a"]
+    read.set_result(FakeAdapter(WEIGHTS["b"]))
+    h.step()
+    assert [group.request.request_id for group in running] == ["b"]
+    h.run()
+    assert (h.tokens("a"), h.tokens("b")) == (tokens_of(A, num_tokens=20), tokens_of(B, num_tokens=3))
 
 
 def test_without_slots_no_token_has_one():

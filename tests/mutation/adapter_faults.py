@@ -11,7 +11,7 @@ ADAPTER_FAULTS = (
     Fault(
         "adapters share cached prefixes",
         "sequence.py",
-        'whose = request.cache_tenant, b"" if adapter is None else adapter.matrices.digest',
+        'whose = request.cache_tenant, b"" if adapter is None else adapter.digest',
         'whose = request.cache_tenant, b""',
         ADAPTERS,
     ),

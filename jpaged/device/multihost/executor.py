@@ -57,6 +57,7 @@ from jpaged.engine.executor import (
     Move,
     Progress,
     SamplingInputs,
+    Sleeper,
     StepInputs,
     StepOutputs,
 )
@@ -399,6 +400,11 @@ class MultiHostExecutor(_OfProcess0):
     @property
     def host_blocks(self) -> HostBlocks | None:
         """None: each process holds only its part of a block."""
+        return None
+
+    @property
+    def sleeper(self) -> Sleeper | None:
+        """None: each process would have to release its part at the same step."""
         return None
 
     @property

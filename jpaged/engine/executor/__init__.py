@@ -52,6 +52,7 @@ from jpaged.engine.executor.io import (
 )
 from jpaged.engine.executor.verbs import (
     COMPILER_THREAD,
+    SLEEP_TAGS,
     DecodeInterrupt,
     Executor,
     Handle,
@@ -59,6 +60,8 @@ from jpaged.engine.executor.verbs import (
     HostBlocks,
     MaskChannel,
     Progress,
+    Sleeper,
+    SleepTag,
     StepDirective,
 )
 
@@ -74,6 +77,7 @@ __all__ = [
     "NULL_BLOCK",
     "ROW_DTYPE",
     "ROW_FIELDS",
+    "SLEEP_TAGS",
     "TOP_WIDTH",
     "BlockMoves",
     "Bool",
@@ -92,6 +96,8 @@ __all__ = [
     "Progress",
     "RowField",
     "SamplingInputs",
+    "SleepTag",
+    "Sleeper",
     "Speculated",
     "StepDirective",
     "StepInputs",

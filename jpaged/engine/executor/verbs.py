@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from jpaged.engine.executor.aux_io import AuxInputs, AuxOutputs
 from jpaged.engine.executor.io import (
@@ -108,6 +108,32 @@ class HostBlocks(Protocol):
         ...
 
 
+SleepTag = Literal["weights", "kv_cache"]
+SLEEP_TAGS: tuple[SleepTag, ...] = ("weights", "kv_cache")
+"""Device memory that can be released, in the order in which it is restored."""
+
+
+class Sleeper(Protocol):
+    """Releases device memory while no step runs. Only the engine thread calls it.
+
+    Attributes:
+        can_reload: weights can be discarded, because `wake_up` can read them again.
+    """
+
+    can_reload: bool
+
+    def sleep(self, level: int) -> None:
+        """Free the blocks; level 1 moves the weights to host memory, and level 2 discards them, also from there.
+
+        No step, move or adapter may be dispatched until both tags are awake again.
+        """
+        ...
+
+    def wake_up(self, tag: SleepTag) -> None:
+        """Restore what sleeps. Blocks have undefined contents then, and discarded weights are read again."""
+        ...
+
+
 class Executor(Protocol[Hidden, Handle]):
     """A device, several devices or a fake: holds the weights and the pool, and runs steps in order of dispatch.
 
@@ -126,6 +152,11 @@ class Executor(Protocol[Hidden, Handle]):
     @property
     def host_blocks(self) -> HostBlocks | None:
         """The blocks of host memory; None if there are none, or no process has a whole block."""
+        ...
+
+    @property
+    def sleeper(self) -> Sleeper | None:
+        """Releases the device memory; None if the executor cannot."""
         ...
 
     @property

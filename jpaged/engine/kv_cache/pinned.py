@@ -106,6 +106,17 @@ class PinnedPrefixes:
             self._ask(lambda: prefixes.unpin(pin))
         return is_pinned
 
+    def clear(self) -> None:
+        """Release all names and their blocks; on the engine thread."""
+        with self._lock:
+            pins = tuple(self._pinned)
+            self._pinned.clear()
+            for pin in pins:
+                del self._num_blocks[pin]
+        if self._prefixes is not None:
+            for pin in pins:
+                self._prefixes.unpin(pin)
+
     def _claim(self, pin: Pin, num_blocks: int) -> None:
         """Claim the name and count its blocks."""
         with self._lock:

@@ -437,6 +437,12 @@ class Scheduler:
         sequence.move_to(Status.FINISHED)
         self._memory.release(sequence)
 
+    def preempt_all(self) -> None:
+        """Preempt all running groups for recompute, because the pool will lose its contents."""
+        schedule = SchedulerOutput()
+        for group in reversed(tuple(self.queues.running)):
+            self._preempt(group, schedule, may_swap=False)
+
     def fork(self, parent: Sequence, index: int) -> Sequence:
         """Return a new sequence that shares all blocks with its parent."""
         child = parent.branch(index)
@@ -458,6 +464,8 @@ class Scheduler:
         while queues.running and not self._is_static:
             group = queues.next_group()
             if group is None or not self._policy.can_preempt(queues.running[-1], group):
+                return
+            if self.adapters.must_fetch(group):
                 return
             if self._has_room(group, self._num_outstanding_blocks()):
                 return
@@ -603,9 +611,9 @@ class Scheduler:
             prefixes.is_prefix_in_flight(following, [group])
 
     def _next_admissible(self, outstanding: list[int]) -> SequenceGroup | None:
-        """Return the next group if it can run now: rows and blocks are free, and no group computes its prefix."""
+        """Return the next group if it can run now: room is free, its adapter is read, no group computes its prefix."""
         group, prefixes = self.queues.next_group(), self._memory.prefixes
-        if group is None or not self._has_room(group, outstanding):
+        if group is None or self.adapters.must_fetch(group) or not self._has_room(group, outstanding):
             return None
         if has_unknown_tokens(group):
             return None
@@ -655,9 +663,9 @@ class Scheduler:
             other.count_overtaken()
         schedule.admitted.append(group)
 
-    def _preempt(self, group: SequenceGroup, schedule: SchedulerOutput) -> None:
+    def _preempt(self, group: SequenceGroup, schedule: SchedulerOutput, *, may_swap: bool = True) -> None:
         """Preempt a running group: swap its blocks to host memory, or free them for recompute."""
-        swapping = self._memory.swapping
+        swapping = self._memory.swapping if may_swap else None
         schedule.preempted.append(group)
         self.queues.stop_running(group)
         if group.adapter_slot:

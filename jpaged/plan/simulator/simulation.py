@@ -46,6 +46,7 @@ from jpaged.engine.executor import (
     Move,
     Progress,
     SamplingInputs,
+    Sleeper,
     StepInputs,
     StepOutputs,
 )
@@ -223,6 +224,11 @@ class SimulatedExecutor:
     @property
     def host_blocks(self) -> HostBlocks | None:
         """None: simulated blocks have no bytes."""
+        return None
+
+    @property
+    def sleeper(self) -> Sleeper | None:
+        """None: a simulated device has no memory."""
         return None
 
     def warm_up(self, progress: Progress) -> None:

@@ -17,7 +17,7 @@ from jpaged.checkpoints.adapters import AdapterReader, Patterns
 from jpaged.checkpoints.hub import read_config, read_scheme
 from jpaged.checkpoints.quantized.scheme import read_matrix
 from jpaged.checkpoints.weights import open_tensors
-from jpaged.errors import InvalidArgument, JpagedError, Unsupported
+from jpaged.errors import InvalidArgument, JpagedError, NotFound, Unsupported
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
 from tests.checkpoints.quantized.layouts import LAYOUTS, write_quantized
@@ -411,7 +411,7 @@ def test_modules_that_take_no_adapters_are_refused_by_name(name: str, module: st
 
 
 def test_folders_that_are_none_of_an_adapter_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match=r"folder .* does not exist"):
+    with pytest.raises(NotFound, match=r"folder .* does not exist"):
         READ(str(tmp_path / "nowhere"))
     with pytest.raises(InvalidArgument, match="lora: ~nosuchuser/x begins with an unknown user"):
         READ("~nosuchuser/x")

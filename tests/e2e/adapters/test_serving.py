@@ -86,7 +86,7 @@ async def test_rows_of_adapters_that_come_and_go(folder: Path, merged: Tokens) -
         assert (info.max_loras, info.max_lora_rank) == (2, 5)
         with pytest.raises(NotFound, match="no adapter 'b' is loaded"):
             await complete(client, PROMPTS[0], "b")
-        with pytest.raises(InvalidArgument, match=r"path: folder .* does not exist"):
+        with pytest.raises(NotFound, match=r"path: folder .* does not exist"):
             await client.load_adapter("b", str(folder / "nowhere"))
         with pytest.raises(InvalidArgument, match=r"path: folder .* has no adapter_config.json"):
             await client.load_adapter("b", str(folder / "base"))

@@ -219,15 +219,16 @@ async def test_adapters_are_loaded_and_unloaded_by_the_paths_of_vllm(tmp_path: A
         loaded = {"lora_name": "three", "lora_path": str(path)}
         for body, status in (
             ({"lora_name": "three"}, 400),
-            ({**loaded, "load_inplace": True}, 400),
+            ({**loaded, "load_inplace": "yes"}, 400),
             ({**loaded, "lora_path": str(tmp_path / "none")}, 400),
             ({**loaded, "lora_int_id": 3, "load_inplace": False}, 200),
-            (loaded, 409),
+            (loaded, 400),
+            ({**loaded, "load_inplace": True}, 200),
         ):
             answer = await client.post("/v1/load_lora_adapter", json=body)
             assert answer.status_code == status, (body, answer.text)
             if status == 400:
-                assert answer.json()["error"]["param"] in ("lora_path", "load_inplace")
+                assert answer.json()["error"]["param"] in ("lora_name", "lora_path", "load_inplace")
         assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["fake", "three"]
         for status in (200, 404):
             answer = await client.post("/v1/unload_lora_adapter", json={"lora_name": "three"})

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+import tests.entrypoints.rl.conftest
 import torch
 import transformers
 import vllm.config
 import vllm.tokenizers
 import vllm.transformers_utils.repo_utils
 from safetensors.torch import save_file
-from tests.utils import MODEL
+from tests.utils import MODEL, RemoteOpenAIServer
 
 _from_pretrained = transformers.AutoTokenizer.from_pretrained
 
@@ -73,6 +77,24 @@ vllm.tokenizers.get_tokenizer = _get_tokenizer
 transformers.AutoTokenizer.from_pretrained = _get_tokenizer
 vllm.config.ModelConfig = _ModelConfig
 vllm.transformers_utils.repo_utils.hf_api = _Hub
+
+
+@contextmanager
+def _server(extra_args: list[str] | None = None, **_: object) -> Iterator[str]:
+    """Stand in for what starts a server for the tests of reinforcement learning, under the name "m"."""
+    with RemoteOpenAIServer("m", ["--max-model-len", "2048", "--enable-sleep-mode", *(extra_args or ())]) as server:
+        yield server.url_root
+
+
+tests.entrypoints.rl.conftest.server = _server
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Cancel the tasks of a test that failed before it ended them: one that ignores errors would never yield again."""
+    runner = getattr(item, "funcargs", {}).get("_function_scoped_runner")
+    for task in asyncio.all_tasks(runner.get_loop()) if runner is not None else ():
+        task.cancel()
 
 
 class HfRunner:

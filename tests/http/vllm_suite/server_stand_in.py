@@ -32,6 +32,7 @@ _WITH_VALUE = (
 )
 _FLAGS = (
     *("--enable-lora", "--enable-force-include-usage", "--trust-request-chat-template", "--return-tokens-as-token-ids"),
+    "--enable-sleep-mode",
 )
 _F = TypeVar("_F")
 _MAX_MODEL_LEN = 8192

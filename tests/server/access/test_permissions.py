@@ -31,6 +31,8 @@ DOCUMENTED = {
         "GET /metrics",
         "GET /server_info",
         "GET /tokenizer_info",
+        "GET /is_sleeping",
+        "GET /is_paused",
         "GET /v1/models",
         "GET /v1/models/{name:path}",
         "GET /version",
@@ -50,6 +52,10 @@ DOCUMENTED = {
         "POST /reset_prefix_cache",
         "POST /v1/load_lora_adapter",
         "POST /v1/unload_lora_adapter",
+        "POST /sleep",
+        "POST /wake_up",
+        "POST /pause",
+        "POST /resume",
     },
 }
 """What docs/access.md says of paths; all others but those for health require the role inference."""
