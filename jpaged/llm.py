@@ -42,6 +42,7 @@ from jpaged.local_model import (
     GivenParams,
     GivenPrompt,
     GivenRequest,
+    MakeBar,
     Messages,
     PreparedRequest,
     ProgressBar,

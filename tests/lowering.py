@@ -27,7 +27,7 @@ def share_contexts() -> None:
     def init_in_context(self: Any, /, *, context: Any = None, **fields: Any) -> None:
         init(self, context=contexts.next_one() if context is None else context, **fields)
 
-    mlir.ModuleContext.__init__ = init_in_context  # type: ignore[method-assign]
+    mlir.ModuleContext.__init__ = init_in_context  # type: ignore[method-assign, assignment]
 
 
 class _Contexts(threading.local):

@@ -746,7 +746,7 @@ class Step:
                 new_kv = k, v, RankOrder.own_slots(slots, jax.lax.axis_index(MODEL_AXIS), self.layout)
             if num_parts > 1 or dp_size > 1:
                 rows = jax.tree.map(lambda leaf: leaf[0], rows)
-            if (is_rotated := spec.layout.is_rotated):
+            if is_rotated := spec.layout.is_rotated:
                 k, v, slots = new_kv
                 k, v = (rotate_heads(x, jnp.float32, backend=self.backend) for x in (k, v))
                 q, new_kv = rotate_heads(q, q.dtype, backend=self.backend), (k, v, slots)

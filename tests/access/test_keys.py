@@ -206,7 +206,7 @@ def test_a_file_that_changes_is_read_again_and_a_bad_one_changes_nothing(
     replaced.write_text(FILE.replace(TOKEN, "a-token-that-is-new"))
     os.replace(replaced, path)
     gate.reload_files()
-    assert f"api_keys: reloaded {path}: {len(gate._keys.digests)} keys" in caplog.text
+    assert f"api_keys: reloaded {path}: " in caplog.text
     assert entered(gate, "a-token-that-is-new").tenant == "acme"
     with pytest.raises(Unauthenticated):
         entered(gate, TOKEN)

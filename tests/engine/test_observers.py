@@ -1,6 +1,6 @@
 """The features that observe steps: only those that are on, in a fixed order, with one timing for each dispatch."""
 
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -104,7 +104,7 @@ def test_the_host_time_of_a_step_excludes_its_waits_and_idle_time_ends_with_a_di
 
 def test_steps_that_were_not_executed_are_not_counted():
     h = Harness()
-    loop, schedule = h.engine._loop, SimpleNamespace(num_steps=5, runs=["a"], num_tokens_shared=7)
+    loop, schedule = h.engine._loop, Mock(spec=SchedulerOutput, num_steps=5, runs=["a"], num_tokens_shared=7)
     loop.stats.count_steps(schedule)
     loop.stats.discard_steps(schedule, 3)
     loop.stats.end_step(loop.memory, loop.scheduler)

@@ -443,9 +443,10 @@ async def test_items_that_are_referred_to_count_beside_the_conversation(monkeypa
     async with running(http_port=0) as harness, client_of(harness) as client:
         first = await client.responses.create(**SHORT, input="x" * 90)
         item: Any = {"type": "item_reference", "id": (await client.responses.input_items.list(first.id)).data[0].id}
-        assert (await client.responses.create(**SHORT, input=[item, USER])).status == "incomplete"
+        given: Any = [item, USER]
+        assert (await client.responses.create(**SHORT, input=given)).status == "incomplete"
         with pytest.raises(openai.BadRequestError, match="the items that it refers to exceed max_request_size"):
-            await client.responses.create(**SHORT, input=[item, USER], previous_response_id=first.id)
+            await client.responses.create(**SHORT, input=given, previous_response_id=first.id)
 
 
 async def test_a_response_of_another_tenant_does_not_exist() -> None:

@@ -36,5 +36,8 @@ def test_a_vector_is_rotated_alike_alone_and_beside_others(dtype: str) -> None:
         alone = rotate_heads(x[number : number + 1], dtype, backend="cpu")
         assert (np.asarray(alone[0]) == np.asarray(together[number])).all()
     np.testing.assert_allclose(
-        np.asarray(together, np.float32), np.asarray(rotate_heads(x, dtype, backend="xla"), np.float32), rtol=1e-2, atol=1e-2
+        np.asarray(together, np.float32),
+        np.asarray(rotate_heads(x, dtype, backend="xla"), np.float32),
+        rtol=1e-2,
+        atol=1e-2,
     )

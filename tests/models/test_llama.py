@@ -229,16 +229,14 @@ def test_other_types_than_float32_and_bfloat16_are_refused() -> None:
 def test_stages_one_after_the_other_are_the_whole_model(tmp_path: Path) -> None:
     case = tiny_case("llama_mha")
     model, params = model_of(case), params_of(case, tmp_path, "scan")
-    tokens = TokenBatch(TOKENS, jnp.arange(12), jnp.full((12,), 12))
-
-    def attend(q_thd: jax.Array, k_tkd: jax.Array, v_tkd: jax.Array, carry: Any, *_: Any) -> tuple[jax.Array, Any]:
-        return q_thd + k_tkd + v_tkd, carry
-
-    whole = model.run(params, tokens, attend, (), "scan")[0]
+    tokens = TokenBatch(jnp.asarray(TOKENS), jnp.arange(12), jnp.full((12,), 12))
+    whole = model.run(params, tokens, dense.attend, (), "scan")[0]
     num_layers = model.config.num_layers
     places = [(0, index) for index in range(num_layers // 2)]
-    x, states = model.begin(params, tokens), None
+    x, states = model.begin(params, tokens), whole
     for first in range(0, num_layers, len(places)):
         layers = jax.tree.map(lambda leaf, at=first: leaf[at : at + len(places)], params["layers"])
-        x, _, states = model.run_stage({**params, "layers": layers}, tokens, attend, (), places, (first == 0, x))
+        x, _, states = model.run_stage(
+            {**params, "layers": layers}, tokens, dense.attend, (), places, (jnp.bool(first == 0), x)
+        )
     np.testing.assert_allclose(states, whole, rtol=1e-5, atol=1e-5)

@@ -18,7 +18,7 @@ from jpaged.errors import (
     Unavailable,
     Unsupported,
 )
-from jpaged.service.score_embed import CallerOptions, embed, score
+from jpaged.service.score_embed import CallerOptions, VectorOptions, embed, score
 from jpaged.service.service import Service, ServiceState, Stage
 from jpaged.testing import FakeExecutor, Faults
 from jpaged.types import Embedding, Prompt, Request, Score
@@ -57,7 +57,11 @@ class Rig:
     async def embed(self, texts: Sequence[str], **asker: Any) -> list[Embedding]:
         size = sum(map(len, texts))
         return await embed(
-            self.service, CallerOptions(**asker), lambda: [Prompt(text=one) for one in texts], size, "last"
+            self.service,
+            CallerOptions(**asker),
+            lambda: [Prompt(text=one) for one in texts],
+            size,
+            VectorOptions("last"),
         )
 
     def stop(self) -> None:
@@ -150,7 +154,7 @@ async def test_a_prompt_that_no_pool_holds_names_its_part():
     service = Service(ServiceState(model.config, model))
     try:
         with pytest.raises(RequestTooLong, match=r"^inputs\[0\]: .*over the whole pool \(16: 4 blocks of 4\)$"):
-            await embed(service, CallerOptions(), lambda: [Prompt(text="x" * 40)], 40, "mean")
+            await embed(service, CallerOptions(), lambda: [Prompt(text="x" * 40)], 40, VectorOptions("mean"))
         with pytest.raises(RequestTooLong, match=r"^continuations\[1\]: .*over the whole pool"):
             await score(service, CallerOptions(), lambda: (Prompt(text="p"), ["x", "x" * 40]), 50)
     finally:
@@ -160,7 +164,9 @@ async def test_a_prompt_that_no_pool_holds_names_its_part():
 async def test_adapters_that_are_off_are_unsupported():
     model = make_serving(FakeExecutor(), EngineConfig.load({}))
     with pytest.raises(Unsupported, match="adapters are off"):
-        await embed(Service(ServiceState(model.config, model)), CallerOptions(adapter="a"), list, 1, "last")
+        await embed(
+            Service(ServiceState(model.config, model)), CallerOptions(adapter="a"), list, 1, VectorOptions("last")
+        )
 
 
 @pytest.mark.parametrize("rig", [{"max_num_seqs": 2}], indirect=True)

@@ -72,7 +72,6 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.recurrence import StatefulPool, read_expert_load
 from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
 from jpaged.models.config import ModelConfig
-from jpaged.models.decoder import DecoderConfig
 from jpaged.models.layer_kinds import KVGroups, LayerKind, count_state_bytes, get_stacks, group_kinds, share_one_layer
 from jpaged.models.layers import Params
 from jpaged.models.model import MatricesOf, Model, dense_formats

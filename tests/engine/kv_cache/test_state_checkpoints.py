@@ -6,6 +6,7 @@ The fake executor keeps the digest of all tokens that a state has seen, and rais
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,10 @@ def test_a_prompt_hits_the_last_full_block_of_the_one_before():
     assert (load.num_state_slots, load.num_state_checkpoints) == (8 + 64 // 2, 3)
 
 
+def prefixes_of(h: Harness) -> Any:
+    return h.engine._loop.memory.prefixes
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_turn_hits_the_generated_tokens_of_the_turn_before(overlap):
     h = make(overlap=overlap)
@@ -66,7 +71,7 @@ def test_a_turn_hits_the_generated_tokens_of_the_turn_before(overlap):
 def test_a_checkpoint_in_generated_tokens_replaces_the_one_before():
     h = make()
     cached(h, "a", list(range(1, 11)), max_tokens=40)
-    states = h.engine._loop.memory.prefixes.states
+    states = prefixes_of(h).states
     assert states.num_checkpoints == 6  # after the prompt's last full block and each second one; none is between these
 
 
@@ -90,16 +95,16 @@ def test_a_chunk_ends_at_a_multiple_of_the_interval():
     h = make(num_scheduler_steps=1)
     h.submit("a", list(range(1, 75)), max_tokens=2)
     h.run()
-    assert h.engine._loop.memory.prefixes.states.num_checkpoints == 3  # after 32, 64 and 72 tokens
+    assert prefixes_of(h).states.num_checkpoints == 3  # after 32, 64 and 72 tokens
 
 
 def test_evicted_blocks_take_their_states_with_them():
     h = make(num_blocks=16)
     prompt = list(range(1, 35))
     cached(h, "a", prompt)
-    states = h.engine._loop.memory.prefixes.states
+    states = prefixes_of(h).states
     cached(h, "b", list(range(100, 150)), max_tokens=8)
-    index = h.engine._loop.memory.prefixes.cache
+    index = prefixes_of(h).cache
     assert all(index.find(key) is not None for key in states._checkpoints)
     assert cached(h, "c", prompt) < 32
 
@@ -111,7 +116,7 @@ def test_a_sequence_takes_the_slot_of_a_checkpoint():
         for index in range(8):
             h.submit(f"{number}.{index}", [index + 1, *range(20, 24)], max_tokens=3, temperature=1.0, seed=index)
         h.run()
-    states = h.engine._loop.memory.prefixes.states
+    states = prefixes_of(h).states
     assert states.num_free + states.num_checkpoints == 9
 
 
@@ -121,7 +126,7 @@ def test_a_reset_removes_every_state():
     cached(h, "a", prompt)
     h.engine.reset_prefix_cache()
     h.engine.step()
-    assert h.engine._loop.memory.prefixes.states.num_checkpoints == 0
+    assert prefixes_of(h).states.num_checkpoints == 0
     assert cached(h, "b", prompt) == 0
 
 
@@ -138,7 +143,7 @@ def test_a_pinned_prefix_keeps_its_state():
     for name in ("p16", "p18"):
         assert h.engine.unpin_prefix(name)
     h.engine.step()
-    assert h.engine._loop.memory.prefixes.states.num_pinned == 0
+    assert prefixes_of(h).states.num_pinned == 0
 
 
 def test_more_pins_than_slots_are_refused():

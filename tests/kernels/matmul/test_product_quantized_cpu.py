@@ -176,7 +176,7 @@ def test_norm_gate_bias_and_sum_are_computed_around_it(limited: ProductKernel, n
     x, bias = numbers((13, depth), dtype, 1), numbers((2, inner), dtype, 2)
     residual = numbers((13, inner), dtype, 3)
     norm = Norm("rms", 1e-5, jnp.asarray(numbers((depth,), dtype, 4)))
-    around = {"norm": norm, "bias": jnp.asarray(bias), "residual": jnp.asarray(residual)}
+    around: dict[str, Any] = {"norm": norm, "bias": jnp.asarray(bias), "residual": jnp.asarray(residual)}
     got = multiply(limited, x, pack(matrix, 2), **around)
     x64 = x.astype(np.float64)
     x64 = x64 / np.sqrt((x64**2).mean(-1, keepdims=True) + 1e-5) * np.asarray(norm.scale, np.float64)

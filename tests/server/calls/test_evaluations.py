@@ -140,7 +140,7 @@ async def test_clients_tell_what_all_parts_took_and_refuse_one_text_for_many(har
                 lambda: client.score("p", "xyz"),
                 lambda: client.embed("xyz"),
                 lambda: client.embed([5]),  # type: ignore[list-item]
-                lambda: client.embed(["x"], pooling="max"),  # type: ignore[arg-type]
+                lambda: client.embed(["x"], pooling="median"),  # type: ignore[arg-type]
                 lambda: client.score("p", ["x"], priority=2**31),
                 lambda: client.score("p", ["\udc00"]),
             ]
@@ -155,7 +155,7 @@ async def test_clients_tell_what_all_parts_took_and_refuse_one_text_for_many(har
         "continuations: 'xyz' is one string: give a list of strings, or of lists of token ids",
         "inputs: 'xyz' is one string: give a list of strings, or of lists of token ids",
         "inputs[0]: 5 is neither a string nor a list of token ids",
-        "pooling: 'max' is neither 'last' nor 'mean'",
+        "pooling: 'median' is neither 'last' nor 'mean'",
         "priority: 2147483648 is not a 32-bit integer",
     ]
     assert problems[5].startswith("continuations[0]: ")
