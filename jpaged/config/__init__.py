@@ -48,8 +48,6 @@ from jpaged.config.engine_options import (
     ParallelOptions,
     Policy,
     PreemptionMode,
-    Role,
-    RoleOptions,
     SchedulerOptions,
     StartupOptions,
 )
@@ -62,6 +60,8 @@ from jpaged.config.server_options import (
     AccessOptions,
     HttpOptions,
     KVEventsOptions,
+    Role,
+    RoleOptions,
     ServerOptions,
     TelemetryOptions,
     TimeoutOptions,

@@ -23,7 +23,6 @@ from jpaged.config.engine_options import (
     LossyOptions,
     ModelOptions,
     ParallelOptions,
-    RoleOptions,
     SchedulerOptions,
     StartupOptions,
 )
@@ -32,6 +31,7 @@ from jpaged.config.server_options import (
     AccessOptions,
     HttpOptions,
     KVEventsOptions,
+    RoleOptions,
     ServerOptions,
     TelemetryOptions,
     TimeoutOptions,

@@ -24,23 +24,28 @@ their tokens with all heads.
 
     packed      a0 a1 a2 b7 c4 . . .         n = 2; a and c are on device 1, b on device 0
     in order    b7 .  .  .  | a0 a1 a2 c4    T / n places for each device; the scheduler gives none more tokens
+
+Recurrent layers take rows as they are packed (`recurrent_rows`): each device has its own heads of every state.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
+from jpaged.device.mesh import MODEL_AXIS, first_device, num_shards, on_shards
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.spec import Attended, RaggedRows
+from jpaged.kernels.recurrence import RecurrenceKernel, RecurrentRows, unsupported_cpu_reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -241,3 +246,37 @@ def merged(attended: Attended, axis: str) -> Attended:
     share_th = jnp.exp(lse_th - highest_th) / jnp.where(total_th > 0, total_th, 1)
     summed_thd = lax.psum(share_th[..., None] * o_thd.astype(jnp.float32), axis)
     return summed_thd.astype(o_thd.dtype), highest_th + jnp.log(total_th)
+
+
+def recurrent_rows(inputs: Mapping[str, jax.Array], num_tokens: int, mesh: Mesh) -> RecurrentRows | None:
+    """Return a step's rows for recurrent layers; None if there are none."""
+    if "state_slots_s" not in inputs:
+        return None
+    starts_s1 = inputs["query_starts_s1"]
+    is_first_s = inputs["kv_lens_s"] == starts_s1[1:] - starts_s1[:-1]
+    sources_s, slots_s = inputs["state_sources_s"], inputs["state_slots_s"]
+    return RecurrentRows.of(starts_s1, is_first_s, sources_s, slots_s, num_tokens, recurrence_kernel(mesh))
+
+
+def recurrence_kernel(mesh: Mesh) -> RecurrenceKernel:
+    """Return the kernel of recurrent layers on these devices."""
+    platform, num_parts = first_device(mesh).platform, num_shards(mesh)
+    if platform != "cpu":
+        return RecurrenceKernel("blocks", platform == "gpu", _HeadShards(mesh), num_parts)
+    is_built = unsupported_cpu_reason() is None
+    return RecurrenceKernel("cpu" if is_built else "tokens", split=_HeadShards(mesh), num_parts=num_parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadShards:
+    """Splits a function over the heads of a recurrence; see `RecurrenceKernel`."""
+
+    mesh: Mesh
+
+    def __call__(
+        self, function: Callable[..., Any], axes_in: Sequence[int | None], axes_out: Sequence[int]
+    ) -> Callable[..., Any]:
+        def spec(axis: int | None) -> PartitionSpec:
+            return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, MODEL_AXIS)
+
+        return on_shards(function, self.mesh, tuple(map(spec, axes_in)), tuple(map(spec, axes_out)))

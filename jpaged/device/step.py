@@ -27,7 +27,7 @@ ended would make the host wait for the device in each turn. So there several ste
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.config import ActivationDtype, Backend, LinearBackend
 from jpaged.device import sampling
-from jpaged.device.context import ContextOrder, RankOrder, kind_of_part, merged, own_slots
+from jpaged.device.context import ContextOrder, RankOrder, kind_of_part, merged, own_slots, recurrent_rows
 from jpaged.device.logits_processors import RowEdits, TokenCounts, edited
 from jpaged.device.lora import AdapterRoom
 from jpaged.device.mesh import (
@@ -51,7 +51,6 @@ from jpaged.device.mesh import (
     SINKS_SPEC,
     STAGE_AXIS,
     TOKENS_SPEC,
-    first_device,
     num_context_parts,
     num_shards,
     num_stages,
@@ -79,7 +78,7 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update, rotate_heads
 from jpaged.kernels.paged_attention.cascade import StepRows, cascade_attention_update, prepare_step_rows
 from jpaged.kernels.paged_attention.spec import NewKV, add_sinks
-from jpaged.kernels.recurrence import RecurrenceKernel, RecurrentRows, StatefulPool, unsupported_cpu_reason
+from jpaged.kernels.recurrence import StatefulPool
 from jpaged.kernels.sampling import FedSamplingKernel, RowSampling, SampledTokens, SamplingKernel
 from jpaged.models.layer_kinds import KVGroups, get_states
 from jpaged.models.layers import Attend, Params
@@ -416,7 +415,7 @@ class Step:
             num_column_parts=self.num_column_parts(len(ids_t)),
             is_used_t=is_used_t,
             states=None if is_used_t is None else StateShardings(self._sharding(TOKENS_SPEC), replicated(self.mesh)),
-            recurrent=_recurrent_rows(inputs, len(ids_t), self.mesh),
+            recurrent=recurrent_rows(inputs, len(ids_t), self.mesh),
             types_t=types_t,
         )
 
@@ -794,40 +793,6 @@ class DraftStep:
     def is_head(self) -> bool:
         """True for a head, which takes hidden states of the model, and so runs after each forward."""
         return bool(self.watched)
-
-
-def _recurrent_rows(inputs: Mapping[str, jax.Array], num_tokens: int, mesh: Mesh) -> RecurrentRows | None:
-    """Return a step's rows for recurrent layers; None if there are none."""
-    if "state_slots_s" not in inputs:
-        return None
-    starts_s1 = inputs["query_starts_s1"]
-    is_first_s = inputs["kv_lens_s"] == starts_s1[1:] - starts_s1[:-1]
-    sources_s, slots_s = inputs["state_sources_s"], inputs["state_slots_s"]
-    return RecurrentRows.of(starts_s1, is_first_s, sources_s, slots_s, num_tokens, recurrence_kernel(mesh))
-
-
-def recurrence_kernel(mesh: Mesh) -> RecurrenceKernel:
-    """Return the kernel of recurrent layers on these devices."""
-    platform, num_parts = first_device(mesh).platform, num_shards(mesh)
-    if platform != "cpu":
-        return RecurrenceKernel("blocks", platform == "gpu", _HeadShards(mesh), num_parts)
-    is_built = unsupported_cpu_reason() is None
-    return RecurrenceKernel("cpu" if is_built else "tokens", split=_HeadShards(mesh), num_parts=num_parts)
-
-
-@dataclass(frozen=True, slots=True)
-class _HeadShards:
-    """Splits a function over the heads of a recurrence; see `RecurrenceKernel`."""
-
-    mesh: Mesh
-
-    def __call__(
-        self, function: Callable[..., Any], axes_in: Sequence[int | None], axes_out: Sequence[int]
-    ) -> Callable[..., Any]:
-        def spec(axis: int | None) -> PartitionSpec:
-            return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, MODEL_AXIS)
-
-        return on_shards(function, self.mesh, tuple(map(spec, axes_in)), tuple(map(spec, axes_out)))
 
 
 def _later_positions(kind: AttentionKind, kv_lens_s: jax.Array) -> jax.Array:

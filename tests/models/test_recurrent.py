@@ -11,8 +11,8 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.device.compilation.lowering import check_recurrent, state_checkpoint_interval
+from jpaged.device.context import recurrence_kernel
 from jpaged.device.mesh import MODEL_AXIS
-from jpaged.device.step import recurrence_kernel
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.decoder.config import DeltaShape, MambaShape

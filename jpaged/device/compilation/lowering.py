@@ -124,17 +124,7 @@ def _sized_step(
     vocab_size, model = model.config.vocab_size, _placed_model(model, options, layer_mode, mesh)
     config, kinds = model.config, model.config.attention_kinds  # the chosen layout is one device's part
     groups, in_stages = _kv_groups(config.layer_kinds, sizes, layer_mode, mesh), num_stages(mesh)
-    layout = dataclasses.replace(
-        chosen.layout,
-        num_layers=groups.num_layers * in_stages,
-        num_stages=in_stages,
-        num_blocks=num_blocks * dp_size,
-        block_size=sizes.block_size,
-        num_kv_heads=config.num_kv_heads,
-        num_shards=num_parts // dp_size,
-        num_context_parts=num_contexts,
-        dp_size=dp_size,
-    )
+    layout = _pool_layout(chosen.layout, config, groups, sizes, num_blocks, mesh)
     num_heads = config.num_heads // (num_parts // dp_size)
     cascade = cascade_costs(chosen.backend, layout.local, kinds, num_heads, num_contexts)
     max_num_steps, sampler = max_steps_of_dispatch(options, mesh), choose_kernel(chosen.backend, mesh.size, vocab_size)
@@ -179,6 +169,24 @@ def _sized_step(
         overlaps_sums=overlaps_sums(model, layer_mode, mesh, has_adapters=geometry.max_loras > 0),
     )
     return step, geometry
+
+
+def _pool_layout(
+    chosen: KVLayout, config: ModelConfig, groups: KVGroups, sizes: StepSizes, num_blocks: int, mesh: Mesh
+) -> KVLayout:
+    """Return the layout of the whole pool, from the one that attention chose for a device's part."""
+    dp_size, in_stages = get_dp_size(config, mesh), num_stages(mesh)
+    return dataclasses.replace(
+        chosen,
+        num_layers=groups.num_layers * in_stages,
+        num_stages=in_stages,
+        num_blocks=num_blocks * dp_size,
+        block_size=sizes.block_size,
+        num_kv_heads=config.num_kv_heads,
+        num_shards=num_shards(mesh) // dp_size,
+        num_context_parts=num_context_parts(mesh),
+        dp_size=dp_size,
+    )
 
 
 def _placed_model(model: Model, options: EngineConfig, layer_mode: LayerMode, mesh: Mesh) -> Model:

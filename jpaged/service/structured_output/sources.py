@@ -215,7 +215,7 @@ class StructuralTagWriter:
         if kind in (*_ENDLESS, "sequence"):
             return self._write_open(value, at, ends)
         if kind == "regex" and ends and all(ends):
-            # In one lexeme, because one without its end takes as much as it can, of what ends it too.
+            # One lexeme includes the end: without it, a lexeme would be as long as possible, and swallow the end.
             return self._rule(f"/{self._pattern(value, at)}/ {_alternatives(ends)}", options="[lazy]")
         writers: dict[str, Callable[[Any, str], str]] = {
             "const_string": self._write_const_string,
