@@ -63,6 +63,14 @@ def test_a_turn_hits_the_generated_tokens_of_the_turn_before(overlap):
     assert cached(h, "c", [*said, 62]) == 28
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_dispatches_of_several_steps_end_at_multiples_of_the_interval(overlap):
+    h = make(overlap=overlap, num_scheduler_steps=8)
+    first = list(range(1, 11))
+    cached(h, "a", first, max_tokens=16)
+    assert cached(h, "b", [*first, *h.tokens("a", 0), 60, 61]) == 24
+
+
 def test_a_checkpoint_in_generated_tokens_replaces_the_one_before():
     h = make()
     cached(h, "a", list(range(1, 11)), max_tokens=40)
