@@ -11,6 +11,7 @@ import pytest
 
 from jpaged.engine.kv_cache.blocks import SequenceBlocks, StateSlots
 from jpaged.engine.kv_cache.offload.transfer import ReplicaTransfer
+from jpaged.engine.kv_cache.prefix_cache import PrefixCacheManager
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.testing import FakeExecutor, SeveralStepsExecutor
 from tests.engine.harness import Harness
@@ -33,6 +34,18 @@ class Scarce(Stateful):
 def make(kind: type[FakeExecutor] = Stateful, *, num_blocks: int = 64, **options) -> Harness:
     executor = kind(num_blocks=num_blocks, max_num_batched_tokens=32, max_model_len=128, num_host_blocks=0)
     return Harness(executor=executor, **options)
+
+
+def prefixes_of(h: Harness) -> PrefixCacheManager:
+    prefixes = h.engine._loop.memory.prefixes
+    assert prefixes is not None
+    return prefixes
+
+
+def states_of(h: Harness) -> StateSlots:
+    states = prefixes_of(h).states
+    assert states is not None
+    return states
 
 
 def cached(h: Harness, name: str, prompt: list[int], **sampling) -> int:
@@ -74,7 +87,7 @@ def test_dispatches_of_several_steps_end_at_multiples_of_the_interval(overlap):
 def test_a_checkpoint_in_generated_tokens_replaces_the_one_before():
     h = make()
     cached(h, "a", list(range(1, 11)), max_tokens=40)
-    states = h.engine._loop.memory.prefixes.states
+    states = states_of(h)
     assert states.num_checkpoints == 6  # after the prompt's last full block and each second one; none is between these
 
 
@@ -98,16 +111,16 @@ def test_a_chunk_ends_at_a_multiple_of_the_interval():
     h = make(num_scheduler_steps=1)
     h.submit("a", list(range(1, 75)), max_tokens=2)
     h.run()
-    assert h.engine._loop.memory.prefixes.states.num_checkpoints == 3  # after 32, 64 and 72 tokens
+    assert states_of(h).num_checkpoints == 3  # after 32, 64 and 72 tokens
 
 
 def test_evicted_blocks_take_their_states_with_them():
     h = make(num_blocks=16)
     prompt = list(range(1, 35))
     cached(h, "a", prompt)
-    states = h.engine._loop.memory.prefixes.states
+    states = states_of(h)
     cached(h, "b", list(range(100, 150)), max_tokens=8)
-    index = h.engine._loop.memory.prefixes.cache
+    index = prefixes_of(h).cache
     assert all(index.find(key) is not None for key in states._checkpoints)
     assert cached(h, "c", prompt) < 32
 
@@ -119,7 +132,7 @@ def test_a_sequence_takes_the_slot_of_a_checkpoint():
         for index in range(8):
             h.submit(f"{number}.{index}", [index + 1, *range(20, 24)], max_tokens=3, temperature=1.0, seed=index)
         h.run()
-    states = h.engine._loop.memory.prefixes.states
+    states = states_of(h)
     assert states.num_free + states.num_checkpoints == 9
 
 
@@ -129,7 +142,7 @@ def test_a_reset_removes_every_state():
     cached(h, "a", prompt)
     h.engine.reset_prefix_cache()
     h.engine.step()
-    assert h.engine._loop.memory.prefixes.states.num_checkpoints == 0
+    assert states_of(h).num_checkpoints == 0
     assert cached(h, "b", prompt) == 0
 
 
@@ -146,7 +159,7 @@ def test_a_pinned_prefix_keeps_its_state():
     for name in ("p16", "p18"):
         assert h.engine.unpin_prefix(name)
     h.engine.step()
-    assert h.engine._loop.memory.prefixes.states.num_pinned == 0
+    assert states_of(h).num_pinned == 0
 
 
 def test_more_pins_than_slots_are_refused():
