@@ -503,7 +503,9 @@ class PrefixCacheManager:
         The last checkpoint in generated tokens is replaced by the next one, except at multiples of the interval.
         """
         num_blocks, num_rest = divmod(sequence.num_computed_tokens, self._block_size)
-        if self.states is None or num_rest or not 0 < num_blocks <= _num_cacheable(self, sequence):
+        if self.states is None or sequence.kv.root is None or num_rest or not num_blocks:
+            return
+        if max(sequence.rope_len, sequence.num_computed_tokens) > self.max_tokens:
             return
         num_known = min(sequence.kv.num_registered_blocks, num_blocks)
         keys = _keys(self._block_size, sequence, num_known)[:num_known]

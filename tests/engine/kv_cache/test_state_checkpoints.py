@@ -6,12 +6,12 @@ The fake executor keeps the digest of all tokens that a state has seen, and rais
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 
 from jpaged.engine.kv_cache.blocks import SequenceBlocks, StateSlots
 from jpaged.engine.kv_cache.offload.transfer import ReplicaTransfer
+from jpaged.engine.kv_cache.prefix_cache import PrefixCacheManager
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.testing import FakeExecutor, SeveralStepsExecutor
 from tests.engine.harness import Harness
@@ -36,6 +36,18 @@ def make(kind: type[FakeExecutor] = Stateful, *, num_blocks: int = 64, **options
     return Harness(executor=executor, **options)
 
 
+def prefixes_of(h: Harness) -> PrefixCacheManager:
+    prefixes = h.engine._loop.memory.prefixes
+    assert prefixes is not None
+    return prefixes
+
+
+def states_of(h: Harness) -> StateSlots:
+    states = prefixes_of(h).states
+    assert states is not None
+    return states
+
+
 def cached(h: Harness, name: str, prompt: list[int], **sampling) -> int:
     """Run a request to its end; return its cached tokens."""
     h.submit(name, prompt, **{"max_tokens": 4, **sampling})
@@ -53,10 +65,6 @@ def test_a_prompt_hits_the_last_full_block_of_the_one_before():
     assert (load.num_state_slots, load.num_state_checkpoints) == (8 + 64 // 2, 3)
 
 
-def prefixes_of(h: Harness) -> Any:
-    return h.engine._loop.memory.prefixes
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_turn_hits_the_generated_tokens_of_the_turn_before(overlap):
     h = make(overlap=overlap)
@@ -68,10 +76,18 @@ def test_a_turn_hits_the_generated_tokens_of_the_turn_before(overlap):
     assert cached(h, "c", [*said, 62]) == 28
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_dispatches_of_several_steps_end_at_multiples_of_the_interval(overlap):
+    h = make(overlap=overlap, num_scheduler_steps=8)
+    first = list(range(1, 11))
+    cached(h, "a", first, max_tokens=16)
+    assert cached(h, "b", [*first, *h.tokens("a", 0), 60, 61]) == 24
+
+
 def test_a_checkpoint_in_generated_tokens_replaces_the_one_before():
     h = make()
     cached(h, "a", list(range(1, 11)), max_tokens=40)
-    states = prefixes_of(h).states
+    states = states_of(h)
     assert states.num_checkpoints == 6  # after the prompt's last full block and each second one; none is between these
 
 
@@ -95,14 +111,14 @@ def test_a_chunk_ends_at_a_multiple_of_the_interval():
     h = make(num_scheduler_steps=1)
     h.submit("a", list(range(1, 75)), max_tokens=2)
     h.run()
-    assert prefixes_of(h).states.num_checkpoints == 3  # after 32, 64 and 72 tokens
+    assert states_of(h).num_checkpoints == 3  # after 32, 64 and 72 tokens
 
 
 def test_evicted_blocks_take_their_states_with_them():
     h = make(num_blocks=16)
     prompt = list(range(1, 35))
     cached(h, "a", prompt)
-    states = prefixes_of(h).states
+    states = states_of(h)
     cached(h, "b", list(range(100, 150)), max_tokens=8)
     index = prefixes_of(h).cache
     assert all(index.find(key) is not None for key in states._checkpoints)
@@ -116,7 +132,7 @@ def test_a_sequence_takes_the_slot_of_a_checkpoint():
         for index in range(8):
             h.submit(f"{number}.{index}", [index + 1, *range(20, 24)], max_tokens=3, temperature=1.0, seed=index)
         h.run()
-    states = prefixes_of(h).states
+    states = states_of(h)
     assert states.num_free + states.num_checkpoints == 9
 
 
@@ -126,7 +142,7 @@ def test_a_reset_removes_every_state():
     cached(h, "a", prompt)
     h.engine.reset_prefix_cache()
     h.engine.step()
-    assert prefixes_of(h).states.num_checkpoints == 0
+    assert states_of(h).num_checkpoints == 0
     assert cached(h, "b", prompt) == 0
 
 
@@ -143,7 +159,7 @@ def test_a_pinned_prefix_keeps_its_state():
     for name in ("p16", "p18"):
         assert h.engine.unpin_prefix(name)
     h.engine.step()
-    assert prefixes_of(h).states.num_pinned == 0
+    assert states_of(h).num_pinned == 0
 
 
 def test_more_pins_than_slots_are_refused():
