@@ -657,7 +657,7 @@ class Answers:
         num_bytes = _BYTES_OF_NUMBER if job.encoding == "float" else _BYTES_OF_BASE64_NUMBER
         self._check_size("input", "numbers", num_bytes, sum(map(len, inputs)) * self._hidden_size, len(inputs))
         found, num_tokens = await _by_calls(
-            partial(self._embed_tokens, normalize=job.normalize, **asked), inputs, lambda found, num: None
+            partial(self._embed_tokens, normalize=bool(job.normalize), **asked), inputs, lambda found, num: None
         )
         job, model = replace(job, inputs=tuple(map(tuple, inputs))), job.how.model or self._model.name
         body = partial(pooling_body, job, found, model=model, prompt_tokens=num_tokens)
