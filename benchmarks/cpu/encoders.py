@@ -16,6 +16,7 @@ torch and transformers come with `make torch`; onnxruntime, onnx, onnxscript and
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -108,8 +109,9 @@ def make_torch(folder: Path) -> Embed:
 
 
 def make_onnxruntime(folder: Path) -> Embed:
-    import onnxruntime
     import torch
+
+    onnxruntime: Any = importlib.import_module("onnxruntime")  # installed by hand
 
     path = folder / "model.onnx"
     model, example = load_torch(folder), torch.ones(2, 8, dtype=torch.int64)
@@ -131,8 +133,9 @@ def make_onnxruntime(folder: Path) -> Embed:
 
 
 def make_openvino(folder: Path, precision: str) -> Embed:
-    import openvino
     import torch
+
+    openvino: Any = importlib.import_module("openvino")  # installed by hand
 
     model, example = load_torch(folder), torch.ones(2, 8, dtype=torch.int64)
     given = {"input_ids": example, "attention_mask": example}
@@ -196,7 +199,7 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.cpu.encoders", "--documents", str(given.documents)]
         command += ["--core", str(given.core)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        workers = {}
+        workers: dict[str, Any] = {}
         for system in given.systems:  # one after the other: they compile
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             workers[system] = subprocess.Popen([*command, "--worker", system, name], env=environment, **pipes)

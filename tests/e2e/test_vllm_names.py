@@ -317,8 +317,8 @@ def test_vectors_and_similarities(open_model: Open) -> None:
     for call in (lambda: llm.classify("a"), lambda: llm.reward("a"), lambda: llm.encode("a", pooling_task="classify")):
         with pytest.raises(Unsupported, match=r"classify|reward"):
             call()
-    with pytest.raises(Unsupported, match=r"pooling_params\.dimensions"):
-        PoolingParams(dimensions=3)
+    with pytest.raises(InvalidArgument, match=r"pooling_params\.dimensions"):
+        PoolingParams(dimensions=0)
 
 
 async def test_every_token_has_a_vector(open_model: Open) -> None:
@@ -343,7 +343,7 @@ async def test_every_token_has_a_vector(open_model: Open) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "error", "problem"),
     [
-        ("dimensions", 3, Unsupported, "3 is not supported"),
+        ("dimensions", 0, InvalidArgument, "0 is out of range: must be an integer >= 1"),
         ("task", "classify", Unsupported, "'classify' is not supported"),
         ("use_activation", "no", InvalidArgument, "'no' is not True, False or None"),
         ("normalize", 0, InvalidArgument, "0 is not True, False or None"),
