@@ -419,7 +419,7 @@ class EngineCore:
         if self.scheduler.queues.has_work:
             batch, multi_step_policy = self._batch, self.scheduler.multi_step_policy
             if batch is None:
-                return _TIERS_S if self.scheduler.adapters.is_fetching else 0.0
+                return _TIERS_S if self.scheduler.is_fetching_adapter else 0.0
             return multi_step_policy.spare_s(batch.schedule, self._timer.start_s(batch.begin_s), self._clock())
         if not self.awaits_tiers:
             return 0.0
@@ -438,7 +438,7 @@ class EngineCore:
         if self.is_paused:
             return False
         if self.scheduler.queues.has_work:
-            return self._batch is None and self.scheduler.adapters.is_fetching
+            return self._batch is None and self.scheduler.is_fetching_adapter
         return self.awaits_tiers
 
     @property

@@ -603,7 +603,7 @@ class Answers:
                 return await self._classified(job, {name: asked[name] for name in asked if name not in shape})
             num_bytes = _BYTES_OF_NUMBER if job.encoding == "float" else _BYTES_OF_BASE64_NUMBER
             vectors, num_tokens = await _by_calls(
-                partial(server.embed, pooling=job.pooling, normalize=bool(job.normalize), **asked),
+                partial(server.embed, pooling=job.pooling, normalize=job.normalize, **asked),
                 job.inputs,
                 partial(self._check, "input", "numbers", num_bytes),
             )

@@ -484,7 +484,7 @@ OF_ANY = frozenset(
             "truncation",
         ),
         *("system", "stop_sequences", "thinking", "output_config", "output_format", "metadata", "context_management"),
-        *("pooling", "encoding_format", "dimensions", "normalize", "use_activation", "continuations"),
+        *("pooling", "encoding_format", "dimensions", "normalize", "use_activation", "continuations", "prompt_name"),
         *("text_1", "text_2", "data_1", "data_2", "queries", "items", "query", "documents", "top_n"),
         *("return_documents", "tokens", "return_token_strs", "task", "embed_dtype", "endianness"),
     }

@@ -218,6 +218,7 @@ def test_a_step_over_contexts_in_parts_lowers_with_each_devices_kernel(name: str
     assert "tf.aliasing_output" in text or "jax.buffer_donor" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "num_more"), [("v6e", 2), ("h200", 0)])
 def test_a_lossy_step_lowers_with_a_second_pass_or_one_launch(name: str, num_more: int) -> None:
     """On a TPU rows of one query and of more are a call each in both passes; on Hopper both are lists of one launch."""

@@ -120,6 +120,7 @@ def test_products_in_8_bit_floats_have_twice_the_peak() -> None:
     assert before_hopper.estimate()[1].roofline.shape.fp8_share == 0.0
 
 
+@pytest.mark.long
 def test_latents_of_all_devices_are_planned_for_each_target() -> None:
     """Each target before and after: the pool grows with the devices, and fewer bytes are sent for a row."""
     wide = [json.loads(json.dumps(one.record())) for one in WIDE]

@@ -361,6 +361,7 @@ class Scheduler:
         self.rows = PersistentDecodeBatch(geometry, long_rope, eos_token_ids)
         self.drafts = DraftRows(memory, self.rows, geometry, self._policy)
         self.rounds = RoundRows(memory, self.rows, geometry, self._policy)
+        self._has_adapters = geometry.max_loras > 0
         self.adapters = LoRASlots(geometry.max_loras)
 
     def schedule(self, proposals: DraftTokens | None = None, num_rounds: int = 0) -> SchedulerOutput:
@@ -465,7 +466,7 @@ class Scheduler:
             group = queues.next_group()
             if group is None or not self._policy.can_preempt(queues.running[-1], group):
                 return
-            if self.adapters.must_fetch(group):
+            if self._must_fetch(group):
                 return
             if self._has_room(group, self._num_outstanding_blocks()):
                 return
@@ -610,10 +611,18 @@ class Scheduler:
         if prefixes is not None and prefixes.states is not None and following is not None:
             prefixes.is_prefix_in_flight(following, [group])
 
+    @property
+    def is_fetching_adapter(self) -> bool:
+        """True while a waiting group's adapter is read into host memory."""
+        return self._has_adapters and self.adapters.is_fetching
+
+    def _must_fetch(self, group: SequenceGroup) -> bool:
+        return group.request.adapter is not None and self.adapters.must_fetch(group)
+
     def _next_admissible(self, outstanding: list[int]) -> SequenceGroup | None:
         """Return the next group if it can run now: room is free, its adapter is read, no group computes its prefix."""
         group, prefixes = self.queues.next_group(), self._memory.prefixes
-        if group is None or self.adapters.must_fetch(group) or not self._has_room(group, outstanding):
+        if group is None or self._must_fetch(group) or not self._has_room(group, outstanding):
             return None
         if has_unknown_tokens(group):
             return None

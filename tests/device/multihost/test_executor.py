@@ -426,7 +426,8 @@ def test_a_process_takes_steps_when_all_processes_are_warm(monkeypatch):
     events: list[str] = []
     executor = types.SimpleNamespace(warm_up=lambda progress: events.append("warm"))
     follower = cast("Any", types.SimpleNamespace(agree=lambda facts: events.append(f"agreed on {sorted(facts)}")))
-    monkeypatch.setattr(build_module, "_place", lambda *args, **options: (None, None, []))
+    source = types.SimpleNamespace(pooler=types.SimpleNamespace(max_len=None))
+    monkeypatch.setattr(build_module, "_place", lambda *args, **options: (source, None, []))
     monkeypatch.setattr(build_module, "_make_executors", lambda *args: [executor])
     monkeypatch.setattr(build_module, "_findings", lambda *args: {"dtype": "float32"})
     monkeypatch.setattr(build_module, "run_steps", lambda *args, **options: events.append("steps"))

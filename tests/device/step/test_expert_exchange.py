@@ -73,7 +73,7 @@ def test_results_have_the_same_bits_wherever_experts_are(make: Callable[..., Exp
     np.testing.assert_allclose(found[0], sorted_rows.apply_tiles(x, routes, weights, SILU), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("platform", ["tpu", pytest.param("gpu", marks=pytest.mark.long)])
 def test_accelerators_send_rows_once_and_results_once_for_each_expert(
     platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,5 +191,5 @@ def test_what_cannot_be_scored_is_refused(folder: Path, llm: LLM, continuations:
         llm.score_continuations(TokensPrompt(prompt_token_ids=[3, 4]), continuations)
     with pytest.raises(InvalidArgument, match="continuations: 1 are given for 2 prompts"):
         llm.score_continuations(["5,", "6,"], [["7,"]])
-    with pytest.raises(InvalidArgument, match="pooling: 'median' is neither"):
+    with pytest.raises(InvalidArgument, match="pooling: 'median' is not one of 'last', 'mean', 'all'"):
         llm.embed("5,", pooling="median")  # type: ignore[arg-type]
