@@ -153,11 +153,11 @@ class Publisher:
             while True:
                 poller.register(self._replay, zmq.POLLIN if len(self._answers) < _MAX_ANSWERS else 0)
                 ready = dict(poller.poll(wait_ms))
-                # read before publishing, so that events queued before `close` are published
+                while self._woken in ready and self._woken.poll(0):
+                    self._woken.recv()
+                # read after the wake-ups, of which `close` sends the last, and before events queued until then are sent
                 is_closed = self._is_closed
                 if self._woken in ready:
-                    while self._woken.poll(0):
-                        self._woken.recv()
                     self._send_waiting()
                 if is_closed:
                     return

@@ -198,8 +198,12 @@ class Subscriber:
         with self._asking() as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.send_multipart((b"", first.to_bytes(8, "big")))
+            poller = zmq.Poller()
+            poller.register(socket, zmq.POLLIN)
+            poller.register(self._stopped, zmq.POLLIN)  # a server that is gone does not delay `close`
             for _ in range(_MAX_KEPT):
-                if not socket.poll(_REPLAY_TIMEOUT_MS) or self._stopped.poll(0):
+                ready = dict(poller.poll(_REPLAY_TIMEOUT_MS))
+                if not ready or self._stopped in ready:
                     return
                 frames = socket.recv_multipart()
                 if len(frames) != 3 or len(frames[1]) != 8 or not frames[2]:
