@@ -68,6 +68,7 @@ def alone(llm: LLM, pair: Pair) -> Likelihood:
     return score.logprob, score.is_greedy
 
 
+@pytest.mark.long
 def test_pairs_have_the_scores_that_each_has_alone(llm: LLM, folder: Path) -> None:
     runner, backend = runner_of(llm, folder)
     contexts, tails = random_prompts([9, 17], seed=1), random_prompts([1, 1, 3, 6], seed=2)

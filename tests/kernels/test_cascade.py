@@ -60,6 +60,7 @@ def test_it_is_attention(name: str, dtype: str, kv_dtype: str | None) -> None:
 
 
 @pytest.mark.parametrize("backend", ["xla", "cpu"])
+@pytest.mark.long
 def test_latents_are_shared_like_keys(backend: Backend) -> None:
     shape = Shape(num_kv_heads=1, head_dim=96, value_dim=64)
     case, cascade = shared_case("chunks_take_part", shape)
@@ -103,6 +104,7 @@ WINDOWS = (3, 37, 1000, *(pytest.param(window, marks=pytest.mark.deep) for windo
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.thinned(28)
+@pytest.mark.long
 def test_a_sliding_window_is_each_querys_own(name: str, window: int) -> None:
     shape = Shape(sliding_window=window)
     case, cascade = shared_case(name, shape)

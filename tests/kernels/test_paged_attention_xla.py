@@ -44,6 +44,7 @@ class TestXlaInGroups(PagedAttentionConformance):
 
 
 @pytest.mark.parametrize(("form", "turns"), [("cpu", 3 + 2 + 1 + 3), ("gpu", 3 + 3)])
+@pytest.mark.long
 def test_rows_take_the_chunks_of_their_contexts_in_turns(
     form: KVForm, turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,6 +181,7 @@ def test_bfloat16_stays_close_to_float32(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layer_mode", MODES)
 @pytest.mark.thinned(2)
+@pytest.mark.long
 def test_a_batch_can_be_mapped_and_differentiated(layer_mode: LayerMode, tmp_path: Path) -> None:
     case = tiny_case("qwen2_tied_yarn")
     model, params = model_of(case), params_of(case, tmp_path, layer_mode)

@@ -29,6 +29,7 @@ def test_samples_and_beams_come_back_whole(engine):
     check_lengths(jobs, engine.run(jobs).outputs)
 
 
+@pytest.mark.long
 def test_a_run_has_times_and_counts(engine):
     answer = engine.run([Job([5, 6, 7], 6)])
     assert 0 < answer.ttft_s[0] < answer.wall_s
@@ -48,6 +49,7 @@ def test_a_prompt_that_ran_before_is_computed_again_once_it_is_forgotten(engine)
     assert first.outputs == found.outputs == forgotten.outputs
 
 
+@pytest.mark.long
 def test_a_program_that_compiles_while_it_is_timed_is_refused(engine, monkeypatch):
     loads = iter([engine._llm.load(), replace(engine._llm.load(), num_compiles_after_warm_up=2)])
     monkeypatch.setattr(engine._llm, "load", lambda: next(loads))

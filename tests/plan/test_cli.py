@@ -161,6 +161,7 @@ def test_topologies_are_compared_and_the_cheapest_that_fits_is_named(capsys: pyt
 
 
 @pytest.mark.usefixtures("on_cpus")
+@pytest.mark.long
 def test_the_text_says_what_fits_and_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*DEMO, "--topology", "v6e:1x1,v5e:1x1", "--price", "2.5"]) == 0
     said = capsys.readouterr().out
@@ -176,6 +177,7 @@ def test_the_text_says_what_fits_and_by_how_much(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.usefixtures("on_cpus")
+@pytest.mark.long
 def test_a_kernel_that_is_passed_over_is_said_first_with_what_would_bring_it_back(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,6 +94,7 @@ def test_equal_requests_are_served_at_the_rate_of_one_batch(batching):
     assert result.window.seconds == pytest.approx(7 * batch_s)  # batches 3 to 9, to the tenth's first token
 
 
+@pytest.mark.long
 def test_a_rate_above_what_is_sustained_grows_a_queue_and_one_below_does_not():
     deployment = deploy(MODELS["opt-13b"], HARDWARE["a100-40gb"])
     options = OPTIONS.replace(kv_policy="reserve-max")

@@ -62,6 +62,7 @@ def folder(warm: JaxExecutor, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_saved_programs_run_as_those_that_were_compiled(warm: JaxExecutor, folder: Path) -> None:
     cpu.kernel.cache_clear()  # another process has not traced anything that calls it
     said: list[str] = []

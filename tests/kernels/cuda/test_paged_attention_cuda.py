@@ -242,11 +242,13 @@ def test_every_pair_and_key_is_in_one_item() -> None:
     assert [(item["FIRST_TOKEN"], item["NUM_PAIRS"]) for item in padding] == [(51, 16), (51, 16), (51, 4)]
 
 
+@pytest.mark.long
 def test_a_window_leaves_parts_out() -> None:
     items, _ = listed([(1, 300)], 1, 8, sliding_window=70)
     assert [(item["FIRST_PART"], item["KV_BEGIN"], item["KV_END"]) for item in items] == [(3, 230, 300), (4, 230, 300)]
 
 
+@pytest.mark.long
 def test_rows_of_many_tiles_are_not_divided() -> None:
     items, merges = listed([(40, 400), (1, 200)], 41, 64)
     assert [item["NUM_PARTS"] for item in items] == [*[6] * 6, *[7] * 4, *[1] * 4]

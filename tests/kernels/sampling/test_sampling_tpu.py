@@ -180,6 +180,7 @@ def sampling_alone(logits: jax.Array, how: RowSampling) -> jax.Array:
     return TpuSampling().sample(logits, how, has_logprobs=False).token_ids_r
 
 
+@pytest.mark.long
 def test_what_no_row_of_a_group_asks_for_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first eight rows ask for nothing, the others for a top_k: a search that raises the floor shows in those."""
 

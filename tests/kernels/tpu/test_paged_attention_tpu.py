@@ -268,6 +268,7 @@ class EarlyAtOnce(Interpreted):
     ids=["own rows", "shared row", "one head", "joined", "not halved"],
 )
 @pytest.mark.thinned(2)
+@pytest.mark.long
 def test_two_cores_share_the_heads_of_chunks(suite: Interpreted, shape: Shape) -> None:
     suite.check([(7, 7), (20, 90), (1, 33)], dataclasses.replace(shape, num_rows=4, num_tokens=32))
 
@@ -314,6 +315,7 @@ def test_blocks_that_are_stored_at_once_begin_with_their_first_slot(slots: list[
     assert np.flatnonzero(np.asarray(starts)).tolist() == whole
 
 
+@pytest.mark.long
 def test_lists_made_ahead_of_all_layers_are_all_that_a_call_reads_of_its_rows() -> None:
     shape, suite = Shape(num_tokens=40), Late()
     case = make_case(RAGGED["mixed"], shape)

@@ -275,6 +275,7 @@ SCALING = Autoscaling(
 )
 
 
+@pytest.mark.long
 def test_an_autoscaler_adds_replicas_for_a_queue_and_takes_them_away():
     day = dataclasses.replace(DAY, seconds=180.0, rate_per_s=0.4)
     burst = [session(20 + number / 20, 100, 400, number) for number in range(320)]
@@ -288,6 +289,7 @@ def test_an_autoscaler_adds_replicas_for_a_queue_and_takes_them_away():
     assert len(outcome.ends) == len(burst)
 
 
+@pytest.mark.long
 def test_a_replica_that_is_restarted_is_none_that_the_autoscaler_has_to_replace():
     quiet = [session(2.0 * number, 50, 1500, number) for number in range(60)]  # each takes 10 s and more
     scaling = dataclasses.replace(SCALING, min_replicas=2)

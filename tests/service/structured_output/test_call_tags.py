@@ -332,6 +332,7 @@ def test_many_arguments_that_are_optional_may_come_in_any_order(compiler):
     assert {text: int(accepts(grammar, text)) for text in texts} == texts
 
 
+@pytest.mark.long
 def test_the_grammar_of_nested_tags_grows_with_their_number():
     form: dict[str, Any] = {"type": "const_string", "value": "x"}
     for number in range(20):
