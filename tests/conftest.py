@@ -15,7 +15,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.choosing import is_in_part, is_long, is_long_file, part_of, thin
-from tests.lowering import share_contexts
 
 QUICK = "not long and not deep"
 """The marker expression of the quick suite."""
@@ -102,14 +101,12 @@ def _hide_torch() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+def pytest_collection() -> Generator[None, object, object]:
     """Import the tests without a garbage collector, and keep what they import out of every later collection."""
     gc.disable()
     try:
         return (yield)
     finally:
-        if session.config.option.markexpr == QUICK and "jax" in sys.modules:
-            share_contexts()
         gc.enable()
         gc.freeze()
         gc.set_threshold(_MANY_OBJECTS)
