@@ -96,7 +96,7 @@ def test_a_cached_prefix_does_not_show(served: Served) -> None:
     for is_again in (False, True):
         answer = rig.answer(golden["prompt"], GREEDY)
         assert answer.sequences == [golden["tokens"][:NUM_TOKENS]]
-        assert (answer.num_cached_tokens > 0) == (is_again and not served.config.num_recurrent_layers)
+        assert (answer.num_cached_tokens > 0) == is_again
 
 
 def test_a_search_finds_what_transformers_found(served: Served) -> None:
