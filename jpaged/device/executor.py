@@ -246,7 +246,7 @@ class JaxExecutor:
 
     Attributes:
         step: the traced step: the model, its kernels and its matmul backend.
-        sleeper: releases the device memory; None with several processes or a draft model.
+        sleeper: releases the device memory; None with several processes, a draft model or EPLB.
         host_blocks: the blocks of host memory; None if this process has none, or only parts of each block.
     """
 

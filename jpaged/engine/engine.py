@@ -62,7 +62,7 @@ def check_sleep(level: int, sleeper: Sleeper | None, *, has_stores: bool) -> Non
     if level not in (0, 1, 2):
         raise InvalidArgument("level", f"{level!r} is not 0, 1 or 2")
     if level and sleeper is None:
-        raise Unsupported("sleep: device memory cannot be released with several processes or a draft model")
+        raise Unsupported("sleep: levels 1 and 2 are not supported with several processes, a draft model or EPLB")
     if level > 1 and sleeper is not None and (has_stores or not sleeper.can_reload):
         raise Unsupported("sleep: level 2 is not supported with several replicas or with stores of cached prefixes")
 
