@@ -255,11 +255,12 @@ class DevicePacker:
         key = kind, placed, tuple((array.shape, array.dtype) for array in arrays)
         if key in self._programs and self._programs[key] is None:
             return None
-        build = self._programs.setdefault(key, jax.jit(source.trace, out_shardings=placed))
-        assert build is not None
+        if (build := self._programs.get(key)) is None:
+            without_arrays = dataclasses.replace(source, files=ArrayTensors({}))
+            build = self._programs[key] = jax.jit(without_arrays.trace, out_shardings=placed)
         try:
             return build([_on_mesh(array, sharding.mesh) for array in arrays])
-        except (jax.errors.TracerArrayConversionError, TypeError):  # the packing calls functions of NumPy
+        except jax.errors.TracerArrayConversionError:  # the packing calls functions of NumPy
             self._programs[key] = None
             return None
 

@@ -30,6 +30,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -577,11 +578,13 @@ class FakeExecutor:
         self.asleep.remove(tag)
 
     def check_update(self, weights: object) -> FakeUpdate:
-        """Return an update that was made by a test.
+        """Return an update that was made by a test, or one of the number in a file.
 
         Raises:
-            InvalidArgument: it is none.
+            InvalidArgument: it is neither.
         """
+        if isinstance(weights, str) and Path(weights).is_file():
+            return FakeUpdate(int(Path(weights).read_text(encoding="utf-8")))
         if not isinstance(weights, FakeUpdate):
             raise InvalidArgument("weights", f"{weights!r} is not a FakeUpdate")
         return weights
