@@ -322,6 +322,7 @@ _METHODS: Final[dict[str, dict[str, Permission]]] = {
         "UnpinPrefix": CONTROL,
         "LoadAdapter": CONTROL,
         "UnloadAdapter": CONTROL,
+        "UpdateWeights": CONTROL,
     },
     "jpaged.v1.PrefixService": {"SavePrefix": CONTROL, "LoadPrefix": CONTROL, "FetchPrefix": CONTROL},
     "jpaged.v1.PrefillService": {"Prefill": _PEER},

@@ -115,6 +115,7 @@ class ModelInfo:
             checkpoint's generation config.
         aliases: further names of the model.
         state_bytes_per_sequence: bytes of the recurrent state of a sequence, all layers; 0 without recurrent layers.
+        weight_version: version of the weights; "0" until the first update.
     """
 
     name: str
@@ -138,6 +139,7 @@ class ModelInfo:
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     state_bytes_per_sequence: int = 0
+    weight_version: str = "0"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from jpaged.checkpoints.weights import WeightReader
 from jpaged.device.mesh import MeshPlacement, serving_mesh
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
-from tests.models.tiny import tensors, tiny_case, tiny_cases, write_checkpoint
+from tests.models.tiny import TinyCase, tensors, tiny_case, tiny_cases, write_checkpoint
 
 
 def read_of(
@@ -46,18 +46,14 @@ def check_devices(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, **op
         return read(self, name, *rest)
 
     monkeypatch.setattr(ArrayTensors, "read", record)
-    wanted = dict(read_of(folder, **options).open(folder).leaves())
-    for _ in range(2):
-        update = reader.open(arrays)
-        assert update.is_complete
-        for path, leaf in update.leaves():
-            assert leaf.sharding == wanted[path].sharding
-            np.testing.assert_array_equal(np.asarray(leaf), np.asarray(wanted[path]))
-            assert all(leaf is not array for array in arrays.values())
+    updates = [dict(reader.open(arrays).leaves()) for _ in range(2)]
     for array in arrays.values():  # as a trainer that donates its parameters
         array.delete()
-    for path, leaf in update.leaves() if False else ():
-        raise AssertionError(path, leaf)
+    for path, wanted in read_of(folder, **options).open(folder).leaves():
+        for update in updates:
+            leaf = update[path]
+            assert leaf.sharding == wanted.sharding
+            np.testing.assert_array_equal(np.asarray(leaf), np.asarray(wanted))
     return copied
 
 
@@ -67,13 +63,80 @@ def test_jax_arrays_are_packed_and_split_without_a_copy_on_the_host(
 ) -> None:
     folder = write_checkpoint(tiny_case("llama_gqa_bias"), tmp_path)
     options: dict[str, Any] = {"num_parts": num_parts, "layer_mode": layer_mode, "dtype": dtype}
-    with jax.transfer_guard_device_to_host("disallow_explicit"):
-        copied = check_devices(folder, "llama_gqa_bias", monkeypatch, **options)
-    assert not copied
+    assert not check_devices(folder, "llama_gqa_bias", monkeypatch, **options)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", tiny_cases(), ids=lambda case: case.name)
-def test_every_model_is_packed_on_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
-    folder = write_checkpoint(case, tmp_path)
-    print(case.name, sorted(check_devices(folder, case.name, monkeypatch)))
+def test_every_model_is_packed_on_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: TinyCase) -> None:
+    assert not check_devices(write_checkpoint(case, tmp_path), case.name, monkeypatch)
+
+
+@pytest.mark.parametrize("layer_mode", ["loop", "scan"])
+def test_a_part_of_the_tensors_updates_the_leaves_that_it_completes(tmp_path: Path, layer_mode: LayerMode) -> None:
+    case = tiny_case("llama_mha")
+    folder, given = write_checkpoint(case, tmp_path), tensors(case)
+    reader = read_of(folder, layer_mode=layer_mode)
+    one = {name: given[name] for name in given if ".down_proj." in name}
+    update = reader.open(one)
+    assert not update.is_complete and update.folder is None
+    paths = [path for path, _ in update.leaves()]
+    assert len(paths) == (1 if layer_mode == "scan" else 3)
+    assert all(path[-2:] == ("down", "kernel") for path in paths)
+    del one["model.layers.1.mlp.down_proj.weight"]
+    if layer_mode == "scan":
+        with pytest.raises(
+            InvalidArgument, match=r"weights: 1 tensors that are stored together with .* missing: model"
+        ):
+            reader.open(one)
+    else:
+        assert len(list(reader.open(one).leaves())) == 2
+    query = "model.layers.0.self_attn.q_proj.weight"
+    with pytest.raises(InvalidArgument, match=rf"stored together with {query} are missing: .*k_proj.*v_proj"):
+        reader.open({query: given[query]})
+
+
+def test_arrays_of_several_libraries_are_accepted(tmp_path: Path) -> None:
+    case = tiny_case("llama3_tied")
+    folder, given = write_checkpoint(case, tmp_path), tensors(case)
+    wanted = dict(read_of(folder, dtype="bfloat16").open(folder).leaves())
+    forms: list[Any] = [
+        given.items(),
+        ((name, torch.tensor(tensor).bfloat16().requires_grad_()) for name, tensor in given.items()),
+        {name: torch.tensor(tensor) for name, tensor in given.items()},
+        {"model": {name.removeprefix("model."): jnp.asarray(tensor) for name, tensor in given.items()}},
+    ]
+    for form in forms:
+        update = read_of(folder, dtype="bfloat16", on_device=False).open(form)
+        assert update.is_complete
+        for path, leaf in update.leaves():
+            np.testing.assert_array_equal(np.asarray(leaf), np.asarray(wanted[path]))
+
+
+def test_what_are_not_weights_of_the_model_is_refused(tmp_path: Path) -> None:
+    case = tiny_case("llama_mha")
+    folder, given = write_checkpoint(case, tmp_path / "model"), tensors(case)
+    reader, name = read_of(folder), "model.layers.0.mlp.down_proj.weight"
+    (tmp_path / "empty").mkdir()
+    deleted = jnp.zeros(3)
+    deleted.delete()
+    for weights, problem in (
+        ({**given, "model.layers.7.mlp.down_proj.weight": given[name]}, "1 tensors are not part of LlamaForCausalLM"),
+        ({name: given[name][1:]}, f"weights: tensor {name} has shape"),
+        ([(name, given[name]), (name, given[name])], f"tensor {name} occurs twice"),
+        ({name: [1.0]}, f"tensor {name} is a list, not an array"),
+        ({name: deleted}, f"tensor {name} is a deleted or donated array"),
+        ([name], "must be pairs of name and array"),
+        ({}, "weights: has no tensor of the model"),
+        (7, "weights: is a int, not a folder or arrays by name"),
+        (tmp_path / "nowhere", "does not exist"),
+        (tmp_path / "empty", "has neither model.safetensors nor"),
+    ):
+        with pytest.raises(InvalidArgument, match=problem):
+            reader.open(weights)
+    with pytest.raises(Unsupported, match=f"tensor {name} is int8; supported: float64, float32"):
+        reader.open({name: given[name].astype(np.int8)})
+    given[name][3, 4] = np.nan
+    update = reader.open(given)
+    with pytest.raises(InvalidArgument, match=rf"weights: tensor {name} has 1 of .* the first is nan at \[3, 4\]"):
+        list(update.leaves())
