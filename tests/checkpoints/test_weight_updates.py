@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.tensor_files import ArrayTensors
 from jpaged.checkpoints.weights import WeightReader
 from jpaged.device.mesh import MeshPlacement, serving_mesh
+from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
 from tests.models.tiny import TinyCase, tensors, tiny_case, tiny_cases, write_checkpoint
@@ -36,9 +38,16 @@ def read_of(
     )
 
 
-def check_devices(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> set[str]:
-    """JAX arrays give the leaves of the files; returns the tensors that were copied to the host."""
-    arrays = {name: jax.device_put(tensor) for name, tensor in tensors(tiny_case(name)).items()}
+def check_devices(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, parts: tuple[str, ...] = ("",), **options: Any
+) -> set[str]:
+    """JAX arrays give the leaves of the files; returns the tensors that were copied to the host.
+
+    Args:
+        parts: of names of the tensors to give.
+    """
+    given = {name: tensor for name, tensor in tensors(tiny_case(name)).items() if any(part in name for part in parts)}
+    arrays = {name: jax.device_put(tensor) for name, tensor in given.items()}
     reader, copied, read = read_of(folder, **options), set[str](), ArrayTensors.read
 
     def record(self: ArrayTensors, name: str, *rest: Any) -> np.ndarray:
@@ -47,9 +56,10 @@ def check_devices(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, **op
 
     monkeypatch.setattr(ArrayTensors, "read", record)
     updates = [dict(reader.open(arrays).leaves()) for _ in range(2)]
+    monkeypatch.setattr(ArrayTensors, "read", read)
     for array in arrays.values():  # as a trainer that donates its parameters
         array.delete()
-    for path, wanted in read_of(folder, **options).open(folder).leaves():
+    for path, wanted in read_of(folder, **options).open(given).leaves():
         for update in updates:
             leaf = update[path]
             assert leaf.sharding == wanted.sharding
@@ -63,7 +73,7 @@ def test_jax_arrays_are_packed_and_split_without_a_copy_on_the_host(
 ) -> None:
     folder = write_checkpoint(tiny_case("llama_gqa_bias"), tmp_path)
     options: dict[str, Any] = {"num_parts": num_parts, "layer_mode": layer_mode, "dtype": dtype}
-    assert not check_devices(folder, "llama_gqa_bias", monkeypatch, **options)
+    assert not check_devices(folder, "llama_gqa_bias", monkeypatch, ("_proj.bias", "embed_tokens"), **options)
 
 
 @pytest.mark.long
@@ -85,9 +95,7 @@ def test_a_part_of_the_tensors_updates_the_leaves_that_it_completes(tmp_path: Pa
     assert all(path[-2:] == ("down", "kernel") for path in paths)
     del one["model.layers.1.mlp.down_proj.weight"]
     if layer_mode == "scan":
-        with pytest.raises(
-            InvalidArgument, match=r"weights: 1 tensors that are stored together with .* missing: model"
-        ):
+        with pytest.raises(InvalidArgument, match=r"1 tensors that are stored together with .* missing: model"):
             reader.open(one)
     else:
         assert len(list(reader.open(one).leaves())) == 2
