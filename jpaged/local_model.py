@@ -378,11 +378,15 @@ class LocalModel:
         self._check_usable()
         return read_metrics(self._serving)
 
-    def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter under a name; requires `enable_lora`. Errors are those of `Adapters.load`."""
+    def load_adapter(self, name: str, path: str, *, replaces: bool = False) -> None:
+        """Load a LoRA adapter under a name; requires `enable_lora`. Errors are those of `Adapters.load`.
+
+        Args:
+            replaces: the name may be in use; requests in flight keep the former adapter.
+        """
         self._check_usable()
         with self._lora_lock:
-            self._serving.adapters.load(name, path)
+            self._serving.adapters.load(name, path, replaces=replaces)
             self._loras.pop(name, None)
 
     def unload_adapter(self, name: str) -> None:

@@ -44,12 +44,12 @@ INSTEAD: Mapping[str, str] = {
     "/get_world_size": "the number of replicas is fixed: restart the server",
     "/init_weight_transfer_engine /start_weight_update /start_draft_weight_update /finish_weight_update "
     "/update_weight_version /shutdown_weight_transfer_engine /weight_checker /weight_info": "`/update_weights` reads "
-    "a folder ([sleep](sleep.md)); tensors are not sent over the network",
+    "a folder ([weight updates](weight_updates.md)); tensors are not sent over the network",
 }
 """Alternatives to paths that are not served."""
 PARTLY: Mapping[str, str] = {
     "/classify": "the same, for models with a classification head",
-    "/update_weights": "replaces the weights by those of a folder, whose `path` the body has ([sleep](sleep.md))",
+    "/update_weights": "replaces the weights by those of a folder, whose `path` the body has ([weight updates](weight_updates.md))",
 }
 """Paths that only some models serve."""
 

@@ -63,6 +63,7 @@ def test_kept_requests_are_computed_again_and_continue_with_the_new_weights(num_
     assert h.tokens("a")[: first.num_tokens] == expected_tokens(PROMPT, first.num_tokens)
     assert h.tokens("b") == expected_tokens(PROMPT, 6, weight=7)
     assert h.last("b").weight_versions == (WeightVersionRun("1", 6),)
+    assert h.last("b").usage.cached_tokens == 13  # computed for "a" with the same weights
 
 
 def test_a_swapped_request_does_not_read_blocks_of_other_weights() -> None:

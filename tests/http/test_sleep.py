@@ -129,6 +129,8 @@ async def test_weights_are_replaced_and_answers_name_their_version(tmp_path: Pat
         given = {"model_path": path, "abort_all_requests": True, "flush_cache": True}
         assert (await client.post("/update_weights_from_disk", json=given)).json()["success"] is True
         await check("2", 9)
+        metrics = (await client.get("/metrics")).text
+        assert 'jpaged:weight_updates_total{model_name="fake"} 2.0' in metrics
 
 
 @pytest.mark.parametrize(
