@@ -296,7 +296,7 @@ class _TracedLeaf:
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of its numbers."""
+        """Type of the numbers."""
         return self.value.dtype
 
     def __len__(self) -> int:
@@ -364,7 +364,7 @@ class WeightReader:
     """Reads the weights of a running model again, or others.
 
     Attributes:
-        folder: of the model, or of its last complete update from a folder.
+        folder: of the model, or of the last complete update from a folder.
         num_parts, shardings, pack_stored: see `load_params`.
         check_folder: raises an error if a folder has the config of another model.
         packs_on_device: JAX arrays are packed on their devices.

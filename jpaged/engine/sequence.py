@@ -69,7 +69,7 @@ class Sequence:
         grammar: its state in the request's grammar; None without one.
         rope_len: length that selects the RoPE scaling of the first tokens (LongRoPE); the prompt length at first.
         num_given_tokens: tokens that it had on arrival: its prompt, and output generated on another server.
-        versions: former weights that sampled some of its tokens, and its length when they were replaced.
+        versions: former weights that sampled tokens, and the length when they were replaced.
     """
 
     index: int
@@ -196,7 +196,7 @@ class Sequence:
         """Record the version of the weights that sampled its tokens so far; others write its blocks from now on.
 
         Args:
-            root: parent hash of its first block with the other weights.
+            root: parent hash of the first block with the next weights.
         """
         self.versions += ((version, len(self.token_ids)),)
         self.kv.set_root(root)

@@ -249,7 +249,7 @@ def build_answer(
 
 
 def _versions(runs: Sequence[WeightVersionRun]) -> dict[str, Any]:
-    """Return the field of a choice for the versions of its weights."""
+    """Return the choice's field for the versions of the weights."""
     return {"weight_versions": [{"version": run.version, "num_tokens": run.num_tokens} for run in runs]}
 
 

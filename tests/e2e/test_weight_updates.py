@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -169,7 +171,9 @@ def test_a_request_in_flight_continues_with_the_new_weights_or_waits_for_a_compl
         assert sampled[:first] == tokens_of(llm, prompt, first)
 
 
-def test_the_loop_of_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loop_of_the_page_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_model("llama_mha", tmp_path / "model", with_tokenizer=True)
     page = (Path(__file__).parents[2] / "docs" / "weight_updates.md").read_text(encoding="utf-8")
     code = page.split("```python\n")[1].split("```")[0]
@@ -184,7 +188,10 @@ def test_the_loop_of_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture
         assert len(group.outputs) == 4 == len(advantages)
         return {name: tensor * np.float32(1.1) for name, tensor in weights.items()}
 
-    names: dict[str, Any] = {"train_step": train_step}
+    trainer = ModuleType("my_trainer")
+    trainer.train_step = train_step  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_trainer", trainer)
+    names: dict[str, Any] = {}
     with programs_on_demand():
         exec(code, names)
     names["llm"].close()
