@@ -477,12 +477,19 @@ def suggest(parser: argparse.ArgumentParser, words: Sequence[str], *, has_vllm_f
     if has_vllm_flags:
         for flag in read_flags():
             known.setdefault(flag.name, flag.option.lstrip("!") if flag.outcome == "alias" else flag.name)
-    found = []
+    found, aliases = [], [name for name, option in known.items() if name != option]
     for word in words:
         name = word.partition("=")[0]
-        if name.startswith("--"):
-            found += [known[match] for match in difflib.get_close_matches(name, known, 1, 0.7)]
-    return f"did you mean {', '.join(dict.fromkeys(found))}?" if found else ""
+        if not name.startswith("--"):
+            continue
+        short = find_flag(name[1:]) if has_vllm_flags else None  # --tp for -tp
+        longer = [one for one in (*parser._option_string_actions, *aliases) if len(name) > 5 and one.startswith(name)]
+        if short is not None:
+            found.append(short.name)
+        else:
+            found += difflib.get_close_matches(name, longer or known, 1, 0 if longer else 0.7)
+    named = dict.fromkeys(known.get(one, one) for one in found)
+    return f"did you mean {', '.join(named)}?" if named else ""
 
 
 class _Translation:

@@ -178,17 +178,20 @@ class LocalServer:
         pairs: Sequence[tuple[str, str]],
         *,
         limit: int | None = None,
+        use_activation: bool = True,
         adapter: str = "",
         cache_salt: str = "",
         priority: int = 0,
     ) -> Evaluated[float]:
-        """Return the score of each pair of texts by the model's classification head."""
+        """Return the score of each pair of texts by the model's classification head, or its logit."""
         size, asker = sum(len(text) for pair in pairs for text in pair), self._asker(adapter, cache_salt, priority)
 
         def read() -> list[Prompt]:
             return [Prompt(text=first, text_pair=second) for first, second in pairs]
 
-        found = await classify(self.service, asker, read, size, limit=limit, for_pairs=True)
+        found = await classify(
+            self.service, asker, read, size, use_activation=use_activation, limit=limit, for_pairs=True
+        )
         return Evaluated([one.values[0] for one in found], _usage([one.usage for one in found]))
 
     async def classify(

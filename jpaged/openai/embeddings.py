@@ -66,6 +66,13 @@ BYTE_ORDERS = ("native", "little", "big")
 """Orders of their bytes; the native one is little-endian, as on every supported processor."""
 
 
+def check_truncation(limit: int | None, max_model_len: int) -> None:
+    """Raise InvalidArgument if inputs are to be cut to more tokens than the model takes, as vLLM does."""
+    if limit is not None and limit > max_model_len:
+        problem = f"{limit} is over max_model_len ({max_model_len}): request a smaller truncation size"
+        raise InvalidArgument("truncate_prompt_tokens", problem)
+
+
 @dataclass(frozen=True, slots=True)
 class How:
     """Common options of every body: fields as of a body of completions.
@@ -83,10 +90,15 @@ class How:
     truncation_side: Literal["left", "right"] = "left"
 
     def truncated(self, token_ids: Sequence[int], max_model_len: int) -> tuple[int, ...]:
-        """Return the tokens of an input that are kept."""
+        """Return the tokens of an input that are kept.
+
+        Raises:
+            InvalidArgument: `truncate_prompt_tokens` exceeds the model's limit.
+        """
         limit = self.truncate_prompt_tokens
         if limit is None:
             return tuple(token_ids)
+        check_truncation(limit, max_model_len)
         limit = max_model_len - 1 if limit == -1 else limit  # an input must be shorter than the model's limit
         return tuple(token_ids[:limit] if self.truncation_side == "right" else token_ids[-limit:])
 
@@ -165,6 +177,7 @@ class SimilarityJob:
     Attributes:
         top_n: number of documents to rank by their similarity to the query, which is the first text of each pair;
             None returns similarities in the order of the pairs.
+        use_activation: return scores of a cross-encoder, not its logits; similarities do not depend on it.
         name: the caller's name of the first texts, for errors.
     """
 
@@ -172,6 +185,7 @@ class SimilarityJob:
     how: How = How()
     pooling: Pooling | None = None
     top_n: int | None = None
+    use_activation: bool = True
     name: str = field(default="text_1", compare=False)
 
     @property
@@ -190,9 +204,9 @@ OF_EMBEDDED_CHATS = {
 }
 _TEXTS_1, _TEXTS_2 = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")
 """Names of the texts of pairs; vLLM accepts each."""
-_OF_SIMILARITIES = {*_OF_ALL, *_TEXTS_1, *_TEXTS_2, "pooling"}
+_OF_SIMILARITIES = {*_OF_ALL, *_TEXTS_1, *_TEXTS_2, "pooling", "use_activation"}
 _OF_LOGLIKELIHOODS = {*_OF_ALL, "prompt", "continuations"} - {"truncate_prompt_tokens", "truncation_side"}
-OF_RERANKING = {*_OF_ALL, "query", "documents", "top_n", "return_documents", "pooling"}
+OF_RERANKING = {*_OF_ALL, "query", "documents", "top_n", "return_documents", "pooling", "use_activation"}
 OF_SCORES = _OF_SIMILARITIES | _OF_LOGLIKELIHOODS
 OF_CLASSIFYING = {*_OF_ALL, "input", "user", "use_activation", "add_special_tokens", "request_id"}
 OF_CLASSIFIED_CHATS = {*(OF_CLASSIFYING - {"input"}), *(OF_EMBEDDED_CHATS - OF_EMBEDDINGS)}
@@ -303,7 +317,8 @@ def rerank_job(given: Mapping[str, Any]) -> SimilarityJob:
     if type(top_n) is not int or top_n < 0:
         raise InvalidArgument("top_n", f"{shown(top_n)} is not an integer of 0 or more")
     pairs = tuple((query[0], one) for one in documents)
-    return SimilarityJob(pairs, how, _pooling(body), top_n or len(pairs), "query")
+    is_activated = flag_in(body, "use_activation", default=True)
+    return SimilarityJob(pairs, how, _pooling(body), top_n or len(pairs), is_activated, "query")
 
 
 def _loglikelihood_job(body: Mapping[str, Any]) -> ScoreJob:
@@ -323,7 +338,8 @@ def _similarity_job(body: Mapping[str, Any]) -> SimilarityJob:
             names[1], f"{len(right)} texts for {len(left)} of {names[0]}: give 1 {names[0]}, or the same number"
         )
     pairs = tuple(zip(left, right, strict=True))
-    return SimilarityJob(pairs, how, _pooling(body), name=names[0])
+    is_activated = flag_in(body, "use_activation", default=True)
+    return SimilarityJob(pairs, how, _pooling(body), use_activation=is_activated, name=names[0])
 
 
 def _only_name(body: Mapping[str, Any], names: Sequence[str]) -> str:

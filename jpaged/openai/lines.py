@@ -51,6 +51,7 @@ from jpaged.openai.embeddings import (
     ScoringJob,
     Text,
     check_dimensions,
+    check_truncation,
     classification_body,
     embed_job,
     embeddings_body,
@@ -395,6 +396,7 @@ class PairScorer(Protocol):
         pairs: Sequence[tuple[str, str]],
         *,
         limit: int | None = None,
+        use_activation: bool = True,
         adapter: str = "",
         cache_salt: str = "",
         priority: int = 0,
@@ -612,8 +614,14 @@ class Answers:
             else:
                 body = partial(embeddings_body, job, vectors, model=model, prompt_tokens=num_tokens)
         elif self._local.score_pairs is not None and job.pooling is None:
+            check_truncation(how.truncate_prompt_tokens, self._model.max_model_len)
             found, num_tokens = await _by_calls(
-                partial(self._local.score_pairs, limit=how.truncate_prompt_tokens, **asked),
+                partial(
+                    self._local.score_pairs,
+                    limit=how.truncate_prompt_tokens,
+                    use_activation=job.use_activation,
+                    **asked,
+                ),
                 job.pairs,
                 lambda found, num: None,
             )

@@ -339,14 +339,12 @@ OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
     "/classify": {"normalize": never("use `use_activation`")},
     "/v1/score": {
         **_OF_TEXTS,
-        "use_activation": hint(bool),
         "max_tokens_per_query": only(0, advice="use truncate_prompt_tokens"),
         "max_tokens_per_doc": only(0, advice="use truncate_prompt_tokens"),
         "instruction": only("", advice="write it into the texts"),
     },
     "/v1/rerank": {
         **_OF_TEXTS,
-        "use_activation": hint(bool),
         "max_tokens_per_query": only(0, advice="use truncate_prompt_tokens"),
         "max_tokens_per_doc": only(0, advice="use truncate_prompt_tokens"),
         "instruction": only("", advice="write it into the query"),
