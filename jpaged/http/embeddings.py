@@ -36,9 +36,9 @@ from jpaged.http.exchange import (
 )
 from jpaged.openai.embeddings import (
     HEAD_TASKS,
+    EmbedJob,
     PoolingJob,
     ScoringJob,
-    Text,
     classify_job,
     embed_job,
     parse_detokenize_job,
@@ -343,17 +343,20 @@ def _make_answers(service: Service, server: LocalServer | None = None) -> Answer
 
 async def _tokenized(service: Service, job: ScoringJob) -> ScoringJob:
     """Return a job whose texts are token ids, if they are to be tokenized without special tokens."""
-    if not isinstance(job, PoolingJob) or job.add_special_tokens:
+    if not isinstance(job, EmbedJob) or job.add_special_tokens:
         return job
-    inputs: list[Text] = []
-    for text in job.inputs:
-        if isinstance(text, str):
-            prompt = Prompt(text=text)
-            token_ids = await service.tokenize(lambda: prompt, prompt.size, add_special_tokens=False)  # noqa: B023
-            inputs.append(tuple(token_ids))
-        else:
-            inputs.append(text)
+    pooler, prompt = service.state.serving().pooler, ""
+    if pooler is not None and not pooler.labels:
+        prompt = pooler.prompts.get(job.prompt_name or pooler.default_prompt or "", "")
+    inputs = [
+        await _ids_without_special(service, prompt + text) if isinstance(text, str) else text for text in job.inputs
+    ]
     return replace(job, inputs=tuple(inputs))
+
+
+async def _ids_without_special(service: Service, text: str) -> tuple[int, ...]:
+    prompt = Prompt(text=text)
+    return tuple(await service.tokenize(lambda: prompt, prompt.size, add_special_tokens=False))
 
 
 def token_routes(service: Service) -> list[Route]:

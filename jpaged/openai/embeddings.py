@@ -111,6 +111,7 @@ class EmbedJob:
         encoding: one of `ENCODINGS`: numbers, or the bytes of `dtype` as base64.
         dtype: one of `DTYPES`.
         is_big_endian: their bytes are in big-endian order.
+        add_special_tokens: add the tokenizer's special tokens to texts.
         pooling: None for the model's own.
         dimensions: required width of a vector; None for any.
         normalize: scale vectors to length 1; None leaves it to the model.
@@ -129,6 +130,7 @@ class EmbedJob:
     chat_options: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
     dtype: str = "float32"
     is_big_endian: bool = False
+    add_special_tokens: bool = True
 
     def encoded(self, values: Sequence[float] | NDArray[np.float32]) -> list[float] | str:
         """Return a vector, or an array as base64, in the encoding of the job."""
@@ -152,12 +154,10 @@ class PoolingJob(EmbedJob):
 
     Attributes:
         task: one of `POOLING_TASKS`, or of `HEAD_TASKS`, of which classifiers support the first one.
-        add_special_tokens: add the tokenizer's special tokens to texts.
         request_id: id of the response, after "pooling-".
     """
 
     task: str = POOLING_TASKS[0]
-    add_special_tokens: bool = True
     request_id: str = ""
 
 
@@ -196,11 +196,14 @@ class SimilarityJob:
 
 _OF_ALL = {one.name for one in fields(How)}
 _OF_VECTORS = {"encoding_format", "embed_dtype", "endianness", "dimensions"}
-OF_EMBEDDINGS = {*_OF_ALL, *_OF_VECTORS, "input", "pooling", "normalize", "prompt_name", "user", "use_activation"}
+OF_EMBEDDINGS = {
+    *_OF_ALL,
+    *_OF_VECTORS,
+    *("input", "pooling", "normalize", "prompt_name", "user", "use_activation", "add_special_tokens"),
+}
 OF_EMBEDDED_CHATS = {
     *(OF_EMBEDDINGS - {"input"}),
     *("messages", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
-    "add_special_tokens",
 }
 _TEXTS_1, _TEXTS_2 = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")
 """Names of the texts of pairs; vLLM accepts each."""
@@ -265,7 +268,6 @@ def pooling_job(as_given: Mapping[str, Any]) -> PoolingJob:
         pooling="all" if task == "token_embed" else None,
         normalize=flag_in(body, "use_activation", default=True),
         task=task,
-        add_special_tokens=flag_in(body, "add_special_tokens", default=True),
         request_id=name_in(body, "request_id") or "",
     )
 
@@ -274,7 +276,6 @@ def classify_job(as_given: Mapping[str, Any]) -> ClassifyJob:
     """Parse a body of /classify; raise as `score_job`."""
     own = OF_CLASSIFIED_CHATS if as_given.get("messages") is not None else OF_CLASSIFYING
     body = own_fields("/classify", as_given, own)
-    flag_in(body, "add_special_tokens")
     return ClassifyJob(**_embed_fields(body, own), normalize=flag_in(body, "use_activation", default=True))
 
 
@@ -289,6 +290,7 @@ def _embed_fields(body: dict[str, Any], own: set[str]) -> dict[str, Any]:
         given = body.get("input")
         is_one = isinstance(given, str) or (isinstance(given, list) and any(type(one) is int for one in given))
         found["inputs"] = _texts("input", [given] if is_one else given)
+        found["add_special_tokens"] = flag_in(body, "add_special_tokens", default=True)
     dimensions = body.get("dimensions")
     if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
         raise InvalidArgument("dimensions", f"{shown(dimensions)} is not an integer of 1 or more")

@@ -586,6 +586,8 @@ class Answers:
             body = partial(loglikelihoods_body, job, scores, model=model, prompt_tokens=num_tokens)
             return Evaluation(body, 3 * sum(len(one.tokens) for one in scores), num_tokens)
         if isinstance(job, EmbedJob):
+            if not job.add_special_tokens and any(isinstance(one, str) for one in job.inputs):
+                raise InvalidArgument("add_special_tokens", "False is not supported in batches: send token ids")
             if job.messages is not None:
                 token_ids = await server.tokenize(messages=job.messages, chat_options=job.chat_options)
                 job = replace(job, inputs=(tuple(token_ids),))

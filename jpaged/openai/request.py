@@ -328,7 +328,6 @@ OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
         "parallel_tool_calls": never("use `tool_choice.disable_parallel_tool_use`"),
     },
     "/v1/embeddings": {
-        **_OF_TEXTS,
         "task": only("embed", advice="/pooling has other tasks"),
     },
     "/pooling": {

@@ -166,8 +166,9 @@ async def test_special_tokens_are_left_out_of_pooled_texts_on_demand() -> None:
         httpx2.AsyncClient(base_url=harness.http_url) as client,
     ):
         for added in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
-            answer = await client.post("/pooling", json={"input": ["a", [7]], **added})
-            assert answer.json()["usage"]["prompt_tokens"] == 2 + added.get("add_special_tokens", True)
+            for path in ("/pooling", "/v1/embeddings"):
+                answer = await client.post(path, json={"input": ["a", [7]], **added})
+                assert answer.json()["usage"]["prompt_tokens"] == 2 + added.get("add_special_tokens", True)
         answer = await client.post("/classify", json={"input": "a", "add_special_tokens": "no"})
         assert answer.json()["error"]["param"] == "add_special_tokens"
 

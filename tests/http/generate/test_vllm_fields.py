@@ -139,11 +139,22 @@ async def test_invocations_of_a_classifier_classify(monkeypatch: pytest.MonkeyPa
     pooler = CheckpointPooler(layers=(layer,), labels=("no", "yes"), function="softmax")
     make = harness_module.make_serving
     monkeypatch.setattr(harness_module, "make_serving", lambda *given: replace(make(*given), pooler=pooler))
+    encode = ByteTokenizer.encode
+    monkeypatch.setattr(
+        ByteTokenizer,
+        "encode",
+        lambda tokenizer, text, *, add_special_tokens=True: [1] * add_special_tokens + encode(tokenizer, text),
+    )
     async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
         for body in ({"input": ["hello", "a"]}, {"messages": MESSAGES}):
             expected, given = await client.post("/classify", json=body), await client.post("/invocations", json=body)
             assert (expected.status_code, given.status_code) == (200, 200)
             assert expected.json()["data"] == given.json()["data"]
+        plain, bare = [
+            (await client.post("/classify", json={"input": "a", "add_special_tokens": adds})).json()["usage"]
+            for adds in (True, False)
+        ]
+        assert plain["prompt_tokens"] == bare["prompt_tokens"] + 1
         long = await client.post("/classify", json={"input": "hello", "truncate_prompt_tokens": 129})
         assert (long.status_code, long.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
 
