@@ -444,6 +444,9 @@ class LocalModel:
                 is_whole=is_whole,
                 adapter=self._find_adapter(adapter),
             )
+            if prompt.messages is not None:  # as rendered by the chat template
+                text = processor.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+                request = replace(request, prompt=text)
             with processor.naming_errors(prompt, sampling, request):
                 request = request if grammars is None else grammars.bind_now(request)
             return PreparedRequest(request, processor.answers(prompt, sampling, request), lora_request)

@@ -143,6 +143,9 @@ def test_every_flag_has_the_outcome_of_its_row(serve, outcome):
             "--spec-method ngram --spec-tokens 3",
             {"speculative_config": '{"method":"ngram","num_speculative_tokens":3}'},
         ),
+        ("-q auto_gptq --load-format bitsandbytes", {"quantization": "gptq", "load_format": "auto"}),
+        ("m --multi-step-stream-outputs", {"model": "m"}),
+        ('--structured-outputs-config {"backend":"auto","enable_in_reasoning":false} m', {"model": "m"}),
         ("-sc.method suffix", {"speculative_config": '{"method":"suffix"}'}),
         (
             '--kv-events-config {"publisher":"zmq","endpoint":"tcp://*:7","topic":"t","buffer_steps":9}',
