@@ -39,6 +39,7 @@ from jpaged.openai.embeddings import (
     EmbedJob,
     PoolingJob,
     ScoringJob,
+    SimilarityJob,
     classify_job,
     embed_job,
     parse_detokenize_job,
@@ -342,7 +343,10 @@ def _make_answers(service: Service, server: LocalServer | None = None) -> Answer
 
 
 async def _tokenized(service: Service, job: ScoringJob) -> ScoringJob:
-    """Return a job whose texts are token ids, if they are to be tokenized without special tokens."""
+    """Return a job whose texts are as long as they may be, or token ids if they are to have no special tokens."""
+    if isinstance(job, SimilarityJob) and any(job.max_tokens):
+        pairs = [[await _cut(service, *one) for one in zip(pair, job.max_tokens, strict=True)] for pair in job.pairs]
+        return replace(job, pairs=tuple((first, second) for first, second in pairs), max_tokens=(0, 0))
     if not isinstance(job, EmbedJob) or job.add_special_tokens:
         return job
     pooler, prompt = service.state.serving().pooler, ""
@@ -352,6 +356,12 @@ async def _tokenized(service: Service, job: ScoringJob) -> ScoringJob:
         await _ids_without_special(service, prompt + text) if isinstance(text, str) else text for text in job.inputs
     ]
     return replace(job, inputs=tuple(inputs))
+
+
+async def _cut(service: Service, text: str, max_tokens: int) -> str:
+    """Return the text of the first tokens; 0 returns the whole text."""
+    token_ids = await _ids_without_special(service, text) if max_tokens else ()
+    return text if len(token_ids) <= max_tokens else await service.detokenize(token_ids[:max_tokens])
 
 
 async def _ids_without_special(service: Service, text: str) -> tuple[int, ...]:

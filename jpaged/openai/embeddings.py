@@ -178,6 +178,7 @@ class SimilarityJob:
         top_n: number of documents to rank by their similarity to the query, which is the first text of each pair;
             None returns similarities in the order of the pairs.
         use_activation: return scores of a cross-encoder, not its logits; similarities do not depend on it.
+        max_tokens: tokens to which the first and the second texts are cut, each; 0 leaves them as they are.
         name: the caller's name of the first texts, for errors.
     """
 
@@ -186,6 +187,7 @@ class SimilarityJob:
     pooling: Pooling | None = None
     top_n: int | None = None
     use_activation: bool = True
+    max_tokens: tuple[int, int] = (0, 0)
     name: str = field(default="text_1", compare=False)
 
     @property
@@ -207,9 +209,11 @@ OF_EMBEDDED_CHATS = {
 }
 _TEXTS_1, _TEXTS_2 = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")
 """Names of the texts of pairs; vLLM accepts each."""
-_OF_SIMILARITIES = {*_OF_ALL, *_TEXTS_1, *_TEXTS_2, "pooling", "use_activation"}
+_MAX_TOKENS = ("max_tokens_per_query", "max_tokens_per_doc")
+_OF_PAIRS = {*_OF_ALL, *_MAX_TOKENS, "pooling", "use_activation"}
+_OF_SIMILARITIES = {*_OF_PAIRS, *_TEXTS_1, *_TEXTS_2}
 _OF_LOGLIKELIHOODS = {*_OF_ALL, "prompt", "continuations"} - {"truncate_prompt_tokens", "truncation_side"}
-OF_RERANKING = {*_OF_ALL, "query", "documents", "top_n", "return_documents", "pooling", "use_activation"}
+OF_RERANKING = {*_OF_PAIRS, "query", "documents", "top_n", "return_documents"}
 OF_SCORES = _OF_SIMILARITIES | _OF_LOGLIKELIHOODS
 OF_CLASSIFYING = {*_OF_ALL, "input", "user", "use_activation", "add_special_tokens", "request_id"}
 OF_CLASSIFIED_CHATS = {*(OF_CLASSIFYING - {"input"}), *(OF_EMBEDDED_CHATS - OF_EMBEDDINGS)}
@@ -315,12 +319,8 @@ def rerank_job(given: Mapping[str, Any]) -> SimilarityJob:
         documents = [one["text"] if isinstance(one, dict) and one.keys() == {"text"} else one for one in documents]
     documents = _strings("documents", documents)
     flag_in(body, "return_documents", default=True)
-    top_n = body.get("top_n", 0)
-    if type(top_n) is not int or top_n < 0:
-        raise InvalidArgument("top_n", f"{shown(top_n)} is not an integer of 0 or more")
-    pairs = tuple((query[0], one) for one in documents)
-    is_activated = flag_in(body, "use_activation", default=True)
-    return SimilarityJob(pairs, how, _pooling(body), top_n or len(pairs), is_activated, "query")
+    top_n, pairs = _count(body, "top_n"), tuple((query[0], one) for one in documents)
+    return SimilarityJob(pairs, how, **_pair_fields(body), top_n=top_n or len(pairs), name="query")
 
 
 def _loglikelihood_job(body: Mapping[str, Any]) -> ScoreJob:
@@ -340,8 +340,23 @@ def _similarity_job(body: Mapping[str, Any]) -> SimilarityJob:
             names[1], f"{len(right)} texts for {len(left)} of {names[0]}: give 1 {names[0]}, or the same number"
         )
     pairs = tuple(zip(left, right, strict=True))
-    is_activated = flag_in(body, "use_activation", default=True)
-    return SimilarityJob(pairs, how, _pooling(body), use_activation=is_activated, name=names[0])
+    return SimilarityJob(pairs, how, **_pair_fields(body), name=names[0])
+
+
+def _pair_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the common fields of bodies with pairs, by the names of a SimilarityJob."""
+    return {
+        "pooling": _pooling(body),
+        "use_activation": flag_in(body, "use_activation", default=True),
+        "max_tokens": tuple(_count(body, name) for name in _MAX_TOKENS),
+    }
+
+
+def _count(body: Mapping[str, Any], name: str) -> int:
+    count: Any = body.get(name, 0)
+    if type(count) is not int or count < 0:
+        raise InvalidArgument(name, f"{shown(count)} is not an integer of 0 or more")
+    return count
 
 
 def _only_name(body: Mapping[str, Any], names: Sequence[str]) -> str:

@@ -615,6 +615,8 @@ class Answers:
                 body = partial(pooling_body, job, vectors, model=model, prompt_tokens=num_tokens)
             else:
                 body = partial(embeddings_body, job, vectors, model=model, prompt_tokens=num_tokens)
+        elif any(job.max_tokens):
+            raise InvalidArgument("max_tokens_per_doc", "is not supported in batches: use truncate_prompt_tokens")
         elif self._local.score_pairs is not None and job.pooling is None:
             check_truncation(how.truncate_prompt_tokens, self._model.max_model_len)
             found, num_tokens = await _by_calls(

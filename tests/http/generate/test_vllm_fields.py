@@ -216,6 +216,24 @@ async def test_documents_are_ranked_and_texts_have_vllms_names() -> None:
         assert (both.status_code, both.json()["error"]["param"]) == (400, "queries")
 
 
+async def test_texts_of_pairs_are_cut_to_their_limits() -> None:
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+
+        async def ranked(query: str, document: str, **body: Any) -> Any:
+            response = await client.post("/rerank", json={"query": query, "documents": [document], **body})
+            assert response.status_code == 200, response.text
+            return response.json()["results"][0]["relevance_score"], response.json()["usage"]["prompt_tokens"]
+
+        assert await ranked("hello", "world", max_tokens_per_doc=3) == await ranked("hello", "wor")
+        assert await ranked("hello", "world", max_tokens_per_query=2) == await ranked("he", "world")
+        assert await ranked("hello", "world", max_tokens_per_query=0, max_tokens_per_doc=9) == (
+            await ranked("hello", "world")
+        )
+        for body in ({"max_tokens_per_doc": -5}, {"max_tokens_per_query": "a"}):
+            refused = await client.post("/score", json={"queries": "a", "documents": "b", **body})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, *body)
+
+
 async def test_embeddings_of_chats_and_of_truncated_inputs() -> None:
     async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
 
