@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -292,7 +293,28 @@ async def answer_scoring(
     job = await service.run_blocking(lambda: read(body), num_bytes)
     note_ignored_fields(service, request, body)
     found = await evaluate_job(service, request, job, str(body.get("user") or ""))
+    if isinstance(job, EmbedJob) and job.is_binary:
+        return await service.run_blocking(partial(_binary_answer, job, found), CHARS_OF_NUMBER * found.size)
     return await build_answer(service, found.body, CHARS_OF_NUMBER * found.size)
+
+
+def _binary_answer(job: EmbedJob, found: Evaluation) -> Response:
+    """Return vectors as the bytes of a body, described by a header if the job asks for it.
+
+    Raises:
+        InvalidArgument: the header would be longer than clients accept.
+    """
+    content, metadata = job.binary_body(found.body())
+    if job.encoding != "bytes":
+        return Response(content, media_type="application/octet-stream")
+    if len(metadata) > _MAX_HEADER_BYTES:
+        problem = f"describes {len(job.inputs)} inputs in a header of {len(metadata)} bytes, over {_MAX_HEADER_BYTES}"
+        raise InvalidArgument("encoding_format", f"{problem}: use bytes_only, or send fewer inputs")
+    return Response(content, media_type="application/octet-stream", headers={"metadata": metadata})
+
+
+_MAX_HEADER_BYTES = 32768
+"""Half of the line that Python's HTTP client accepts."""
 
 
 async def evaluate_job(service: Service, request: Request, job: ScoringJob, user: str = "") -> Evaluation:

@@ -27,12 +27,13 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from jpaged import json_text
 from jpaged.chat import ChatOptions
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.json_text import Items
@@ -59,7 +60,8 @@ MAX_INPUTS = 2048
 POOLINGS: tuple[Pooling, ...] = ("last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len_tokens")
 """Poolings of an input's hidden states into one vector; models that generate have only the first two."""
 _NORMALIZE = ("normalize", "use_activation")
-ENCODINGS = ("float", "base64")
+ENCODINGS = ("float", "base64", "bytes", "bytes_only")
+"""Encodings of vectors: numbers, their bytes as text, and bodies of bytes, of which `bytes` has a header."""
 DTYPES: Mapping[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 """Types of the numbers in base64."""
 BYTE_ORDERS = ("native", "little", "big")
@@ -103,12 +105,19 @@ class How:
         return tuple(token_ids[:limit] if self.truncation_side == "right" else token_ids[-limit:])
 
 
+class Binary(NamedTuple):
+    """A vector or an array as bytes."""
+
+    content: bytes
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class EmbedJob:
     """A parsed body of /v1/embeddings.
 
     Attributes:
-        encoding: one of `ENCODINGS`: numbers, or the bytes of `dtype` as base64.
+        encoding: one of `ENCODINGS`: numbers, or the bytes of `dtype`, as base64 or as the body.
         dtype: one of `DTYPES`.
         is_big_endian: their bytes are in big-endian order.
         add_special_tokens: add the tokenizer's special tokens to texts.
@@ -132,15 +141,31 @@ class EmbedJob:
     is_big_endian: bool = False
     add_special_tokens: bool = True
 
-    def encoded(self, values: Sequence[float] | NDArray[np.float32]) -> list[float] | str:
-        """Return a vector, or an array as base64, in the encoding of the job."""
-        if self.encoding != "base64":
+    @property
+    def is_binary(self) -> bool:
+        """True if the response is no JSON."""
+        return self.encoding in ("bytes", "bytes_only")
+
+    def encoded(self, values: Sequence[float] | NDArray[np.float32]) -> list[float] | str | Binary:
+        """Return a vector, or an array as bytes, in the encoding of the job."""
+        if self.encoding == "float":
             return [float(number) for number in values]
         with np.errstate(over="ignore"):  # infinity, as in vLLM
             found = np.asarray(values, np.float32).astype(DTYPES[self.dtype])
         order = ">" if self.is_big_endian else "<"
-        words = found.view(f"u{found.itemsize}").astype(f"{order}u{found.itemsize}")
-        return base64.b64encode(words.tobytes()).decode()
+        content = found.view(f"u{found.itemsize}").astype(f"{order}u{found.itemsize}").tobytes()
+        return Binary(content, found.shape) if self.is_binary else base64.b64encode(content).decode()
+
+    def binary_body(self, body: Mapping[str, Any]) -> tuple[bytes, str]:
+        """Return the bytes of a response's vectors, and the rest of it as JSON: vLLM's header `metadata`."""
+        order, end = "big" if self.is_big_endian else "native", 0
+        contents, items = list[bytes](), list[dict[str, Any]]()
+        for one in body["data"]:
+            content, shape = one.get("embedding") or one["data"]
+            where: dict[str, Any] = {"start": end, "end": (end := end + len(content)), "shape": shape}
+            items.append({"index": one["index"], "embed_dtype": self.dtype, "endianness": order, **where})
+            contents.append(content)
+        return b"".join(contents), json_text.dumps({**body, "data": items})
 
 
 @dataclass(frozen=True, slots=True)

@@ -555,6 +555,8 @@ class Answers:
 
     async def _scored(self, server: LineServer, line: Line) -> Answered:
         job = await self._work(partial(parse_scoring_job, line), estimate_size(line.body))
+        if isinstance(job, EmbedJob) and job.is_binary:
+            raise InvalidArgument("encoding_format", f"{job.encoding!r} is not supported in batches: use base64")
         found = await self.evaluate(server, job)
 
         def written() -> str:

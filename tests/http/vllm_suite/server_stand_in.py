@@ -43,6 +43,7 @@ _FLAGS = (
 )
 _POOLING: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "BAAI/bge-base-en-v1.5": ("BertModel", 768, ()),
+    "Snowflake/snowflake-arctic-embed-m-v1.5": ("BertModel", 768, ()),
     "intfloat/multilingual-e5-small": ("XLMRobertaModel", 384, ()),
     "BAAI/bge-reranker-base": ("XLMRobertaForSequenceClassification", 64, ("LABEL_0",)),
     "jason9693/Qwen2.5-1.5B-apeach": ("Qwen2ForSequenceClassification", 64, ("Default", "Spoiled")),
