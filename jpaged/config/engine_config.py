@@ -498,6 +498,11 @@ def api_key_from_environment() -> str:
     return os.environ.get("JPAGED_API_KEY", "").strip()
 
 
+def vllm_environment() -> dict[str, str]:
+    """Return the environment variables of vLLM that are set: those whose names start with VLLM_."""
+    return {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+
+
 def proxy_from_environment() -> tuple[str, tuple[str, ...]]:
     """Return the HTTP proxy URL that gRPC reads from the environment, and the hosts reached without it."""
     proxy, excluded = (

@@ -51,6 +51,7 @@ from jpaged.openai.embeddings import (
     ScoringJob,
     Text,
     check_dimensions,
+    check_truncation,
     classification_body,
     embed_job,
     embeddings_body,
@@ -395,6 +396,7 @@ class PairScorer(Protocol):
         pairs: Sequence[tuple[str, str]],
         *,
         limit: int | None = None,
+        use_activation: bool = True,
         adapter: str = "",
         cache_salt: str = "",
         priority: int = 0,
@@ -553,6 +555,8 @@ class Answers:
 
     async def _scored(self, server: LineServer, line: Line) -> Answered:
         job = await self._work(partial(parse_scoring_job, line), estimate_size(line.body))
+        if isinstance(job, EmbedJob) and job.is_binary:
+            raise InvalidArgument("encoding_format", f"{job.encoding!r} is not supported in batches: use base64")
         found = await self.evaluate(server, job)
 
         def written() -> str:
@@ -584,6 +588,8 @@ class Answers:
             body = partial(loglikelihoods_body, job, scores, model=model, prompt_tokens=num_tokens)
             return Evaluation(body, 3 * sum(len(one.tokens) for one in scores), num_tokens)
         if isinstance(job, EmbedJob):
+            if not job.add_special_tokens and any(isinstance(one, str) for one in job.inputs):
+                raise InvalidArgument("add_special_tokens", "False is not supported in batches: send token ids")
             if job.messages is not None:
                 token_ids = await server.tokenize(messages=job.messages, chat_options=job.chat_options)
                 job = replace(job, inputs=(tuple(token_ids),))
@@ -611,9 +617,17 @@ class Answers:
                 body = partial(pooling_body, job, vectors, model=model, prompt_tokens=num_tokens)
             else:
                 body = partial(embeddings_body, job, vectors, model=model, prompt_tokens=num_tokens)
+        elif any(job.max_tokens):
+            raise InvalidArgument("max_tokens_per_doc", "is not supported in batches: use truncate_prompt_tokens")
         elif self._local.score_pairs is not None and job.pooling is None:
+            check_truncation(how.truncate_prompt_tokens, self._model.max_model_len)
             found, num_tokens = await _by_calls(
-                partial(self._local.score_pairs, limit=how.truncate_prompt_tokens, **asked),
+                partial(
+                    self._local.score_pairs,
+                    limit=how.truncate_prompt_tokens,
+                    use_activation=job.use_activation,
+                    **asked,
+                ),
                 job.pairs,
                 lambda found, num: None,
             )
