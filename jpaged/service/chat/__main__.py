@@ -51,7 +51,7 @@ def remember_safe_attributes(environment: Any) -> None:
     """Let a class of jinja's sandboxes check each attribute of a type once.
 
     The check compares types at every access, as in `message.get` and `loop.index`. The types here are those of JSON and
-    jinja's own loops and namespaces: whether an attribute is safe depends on nothing but the type and the name. Values
+    jinja's own loops and namespaces: their safety depends only on the type and the name of the attribute. Values
     of other types are checked each time.
     """
     from jinja2.runtime import LoopContext
