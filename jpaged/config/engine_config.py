@@ -36,7 +36,7 @@ from jpaged.config.server_options import (
     TelemetryOptions,
     TimeoutOptions,
 )
-from jpaged.config.speculative import DEVICE_METHODS, HEAD_METHODS, NAME, SpeculativeOptions
+from jpaged.config.speculative import DEVICE_METHODS, NAME, SpeculativeOptions
 from jpaged.distributed_env import MultiHost, find_multihost
 from jpaged.errors import InternalError, InvalidArgument
 
@@ -334,7 +334,7 @@ class EngineConfig:
     @property
     def has_head(self) -> bool:
         """True if the proposer uses hidden states of the model (EAGLE-3, MTP)."""
-        return self.speculation is not None and self.speculation.method in HEAD_METHODS
+        return self.speculation is not None and self.speculation.has_head
 
     @property
     def speculation(self) -> SpeculativeOptions | None:

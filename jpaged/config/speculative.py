@@ -90,6 +90,11 @@ class SpeculativeOptions:
         unit="tokens",
     )
 
+    @property
+    def has_head(self) -> bool:
+        """True if the proposer uses hidden states of the model (EAGLE-3, MTP)."""
+        return self.method in HEAD_METHODS
+
     @classmethod
     def parse(cls, text: str) -> SpeculativeOptions:
         """Parse the options of a JSON object.

@@ -45,11 +45,10 @@ def eagle_head() -> tuple[Model, Model, tuple[int, ...]]:
 
 
 def mtp_layer(config: ModelConfig) -> tuple[Model, Model, tuple[int, ...]]:
-    """A model of at most six layers, and its MTP layer."""
+    """A model of the last two layers, and its MTP layer."""
     assert isinstance(config, DecoderConfig)
-    kinds = config.layer_kinds[:3] + config.layer_kinds[-3:]
-    config = dataclasses.replace(config, num_layers=6, kinds=kinds)
-    return Model(config, jnp.dtype("bfloat16")), Model(mtp_config(config), jnp.dtype("bfloat16")), (6,)
+    config = dataclasses.replace(config, num_layers=2, kinds=config.layer_kinds[-2:])
+    return Model(config, jnp.dtype("bfloat16")), Model(mtp_config(config), jnp.dtype("bfloat16")), (2,)
 
 
 HEADS = {
@@ -87,11 +86,9 @@ def test_programs_with_a_head_lower_with_their_kernels(name: str, program: str) 
     check_lowering("eagle3", name, program)
 
 
-@pytest.mark.parametrize("program", ["forward", "draft", "speculate"])
-@pytest.mark.parametrize("name", ["v6e", "h200"])
-@pytest.mark.parametrize("model", ["mimo", "deepseek-v3"])
+@pytest.mark.parametrize("program", ["draft", "speculate"])
+@pytest.mark.parametrize(("model", "name"), [("mimo", "v6e"), ("mimo", "h200"), ("deepseek-v3", "v6e")])
 @pytest.mark.long
-@pytest.mark.thinned(6)
 def test_programs_with_an_mtp_layer_lower_with_their_kernels(model: str, name: str, program: str) -> None:
     check_lowering(model, name, program)
 

@@ -82,7 +82,6 @@ def test_proposals_are_the_oracles(mimo: Served) -> None:
 
 @pytest.mark.parametrize("name", sorted(CASES))
 @pytest.mark.long
-@pytest.mark.thinned(2)
 def test_proposals_of_each_family_are_the_oracles(name: str, tmp_path: Path) -> None:
     served = serve(tmp_path, CASES[name], OPTIONS, mode="scan" if name in ("mimo", "glm4_moe") else "loop")
     check_rounds(served)
