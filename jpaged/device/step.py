@@ -777,7 +777,7 @@ class DraftStep:
         group: the model's KV group whose block tables it uses; one with full attention.
         num_tokens: proposals per row and round (k).
         watched: the model's layers whose inputs a head takes; empty for a draft model.
-        shares_embedding: the draft uses the model's embedding.
+        shared: names of parameters that are the model's, each with its name there.
         pinned_length: thousandths of the mean tokens of a round, for benchmarks: proposals are accepted by position,
             whatever the model samples. None accepts those that the model samples.
     """
@@ -786,7 +786,7 @@ class DraftStep:
     group: int
     num_tokens: int
     watched: tuple[int, ...] = ()
-    shares_embedding: bool = False
+    shared: tuple[tuple[str, str], ...] = ()
     pinned_length: int | None = None
 
     @property
