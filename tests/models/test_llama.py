@@ -135,7 +135,7 @@ def test_states_in_column_parts_are_those_of_whole_states(name: str, tmp_path: P
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def run(num_column_parts: int, num_row_chunks: int = 1) -> tuple[jax.Array, list[jax.Array]]:
-        sizes = {"num_column_parts": num_column_parts, "num_row_chunks": num_row_chunks}
+        sizes: dict[str, Any] = {"num_column_parts": num_column_parts, "num_row_chunks": num_row_chunks}
         tokens = TokenBatch(jnp.asarray(TOKENS), positions, positions + 1, **sizes)
         hidden_te, _, seen = model.run_watched(params, tokens, dense.attend, (), "scan", watched)
         return hidden_te, seen

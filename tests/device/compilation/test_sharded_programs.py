@@ -113,7 +113,8 @@ def test_a_row_in_parts_has_its_bits_wherever_it_is(name: str, num_row_chunks: i
     @functools.partial(jax.jit, static_argnums=1)
     def run(ids_t: jax.Array, num_column_parts: int) -> tuple[jax.Array, jax.Array]:
         positions = jnp.full(len(ids_t), 7)
-        sizes = {"num_column_parts": num_column_parts, "num_row_chunks": num_row_chunks if num_column_parts > 1 else 1}
+        num_chunks = num_row_chunks if num_column_parts > 1 else 1
+        sizes: dict[str, Any] = {"num_column_parts": num_column_parts, "num_row_chunks": num_chunks}
         tokens = TokenBatch(ids_t, positions, positions + 1, **sizes)
         hidden_te, _ = where.model.run(params, tokens, attend, (), "scan")
         return hidden_te, where.model.logits(params, hidden_te).argmax(-1)
