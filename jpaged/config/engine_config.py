@@ -197,12 +197,6 @@ class EngineConfig:
             raise InvalidArgument(
                 "pipeline_parallel_size", f"{size}: {method} drafts are not split into stages; use ngram or suffix"
             )
-        if self.cache.kv_cache_dtype in ("int8", "fp8"):
-            raise InvalidArgument(
-                "pipeline_parallel_size",
-                f"{size}: scales of 8-bit keys and values are not split into stages (kv_cache_dtype is "
-                f"{self.cache.kv_cache_dtype})",
-            )
 
     def _check_draft(self) -> None:
         """Reject options that conflict with a draft model or head, which shares the model's device."""
