@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import math
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -30,7 +30,6 @@ from starlette.types import Message, Receive, Scope, Send
 from jpaged.access.authenticator import HTTP, Authenticator, CallContext, current, enter, permission_of_route
 from jpaged.config import AccessOptions
 from jpaged.engine.core import PauseMode
-from jpaged.engine.engine import check_mode
 from jpaged.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -58,8 +57,8 @@ from jpaged.http.exchange import (
 )
 from jpaged.http.ollama import ollama_routes
 from jpaged.http.responses import message_routes, response_routes
-from jpaged.openai.embeddings import embed_job, rerank_job, score_job
-from jpaged.openai.request import adapter_in, chat_job, completion_job, weight_update_in
+from jpaged.openai.embeddings import ScoringJob, classify_job, embed_job, rerank_job, score_job
+from jpaged.openai.request import adapter_in, chat_job, completion_job, flag_in, name_in, own_fields, shown
 from jpaged.service.calls import is_name
 from jpaged.service.loaded_model import EngineClient, LoadedModel
 from jpaged.service.service import Service
@@ -287,6 +286,44 @@ def sleep_routes(service: Service) -> list[Route]:
     ]
 
 
+class WeightUpdateFields(NamedTuple):
+    """Fields of a body of /update_weights, or of SGLang's /update_weights_from_disk."""
+
+    path: str
+    mode: str
+    version: str | int | None
+
+
+_UPDATE_FIELDS = {
+    "/update_weights": ("path", "mode", "version"),
+    "/update_weights_from_disk": (
+        *("model_path", "weight_version", "abort_all_requests", "load_format", "flush_cache"),
+        *("is_async", "torch_empty_cache"),
+    ),
+}
+
+
+def weight_update_in(path: str, given: Mapping[str, Any]) -> WeightUpdateFields:
+    """Return the fields of a body that names new weights.
+
+    Raises:
+        InvalidArgument: the path is missing or empty, or a field cannot be honored.
+    """
+    names = _UPDATE_FIELDS[path]
+    body = own_fields({}, given, names)
+    found = name_in(body, names[0])
+    if not found:
+        raise InvalidArgument(names[0], "is missing or empty")
+    if path == "/update_weights":
+        return WeightUpdateFields(found, body.get("mode", "keep"), body.get("version"))
+    if body.get("load_format", "auto") not in ("auto", "safetensors"):
+        raise InvalidArgument("load_format", f"{shown(body['load_format'])} is not supported; must be auto")
+    if not flag_in(body, "flush_cache", default=True):
+        raise InvalidArgument("flush_cache", "must be true: cached prefixes belong to the former weights")
+    mode = "abort" if flag_in(body, "abort_all_requests") else "keep"
+    return WeightUpdateFields(found, mode, body.get("weight_version"))
+
+
 def _require_sleep_mode(model: LoadedModel) -> LoadedModel:
     if not model.config.scheduler.enable_sleep_mode:
         raise Unsupported("pausing generation and releasing memory are off: start the server with --enable-sleep-mode")
@@ -301,8 +338,7 @@ def _query_int(request: Request, name: str, default: int) -> int:
 
 
 def _query_mode(request: Request) -> PauseMode:
-    mode: Any = request.query_params.get("mode", "abort")
-    check_mode(mode)
+    mode: Any = request.query_params.get("mode", "abort")  # the engine checks it
     found: PauseMode = mode
     return found
 
@@ -388,10 +424,15 @@ def invocation_routes(service: Service) -> list[Route]:
     async def invoke(request: Request) -> Response | EventStream:
         body, num_bytes = await body_in(service, request)
         given = {name for name, value in body.items() if value is not None}
-        if given.isdisjoint({"input", "continuations"}) and given & {"messages", "prompt"}:
+        loaded = service.state.serving()
+        is_classifier = loaded.pooler is not None and bool(loaded.pooler.labels)
+        generates = not is_classifier and not loaded.engine.geometry.is_encoder
+        if generates and given.isdisjoint({"input", "continuations"}) and given & {"messages", "prompt"}:
             read = chat_job if "messages" in given else completion_job
             return await answer_job(service, request, await parse_job(service, request, read, body=body), texts)
-        read_scoring = embed_job if given & {"input", "messages"} else rerank_job if "query" in given else score_job
+        read_scoring: Callable[[Mapping[str, Any]], ScoringJob] = rerank_job if "query" in given else score_job
+        if given & {"input", "messages"}:
+            read_scoring = classify_job if is_classifier else embed_job
         return await answer_scoring(service, request, read_scoring, body, num_bytes)
 
     return [Route("/invocations", invoke, methods=["POST"])]
