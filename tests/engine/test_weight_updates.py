@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -24,6 +25,7 @@ from jpaged.testing import (
 from jpaged.types import FinishReason, LoadedAdapter, WeightVersionRun
 from tests.engine.data_parallel.fleet import Fleet
 from tests.engine.harness import Harness
+from tests.engine.kv_cache.offload.disks import Server
 
 PROMPT = list(range(10, 24))
 
@@ -309,3 +311,24 @@ def test_no_answer_mixes_versions_while_many_requests_run() -> None:
             )
             begin += num_tokens
         assert begin == 12
+
+
+def test_a_store_has_the_blocks_of_each_version_for_itself(tmp_path: Path) -> None:
+    prompt = [n % 100 for n in range(26)]
+
+    def run(weights: list[int]) -> list[int]:
+        """One life of a server; what each request finds, with the first weights and after each update."""
+        server = Server(tmp_path)
+        found = [server.ask("0", prompt)]
+        for number, weight in enumerate(weights, start=1):
+            updated(server.h, FakeUpdate(weight))
+            found.append(server.ask(str(number), prompt, weight=weight))
+            server.run()
+        assert server.h.engine.drain(60)
+        server.stop()
+        return found
+
+    assert run([3]) == [0, 0]
+    first, second, again = run([4, 3])  # "1" was of other weights in the first life, and so was "2"
+    assert first > 0 and (second, again) == (0, 0)
+    assert run([3])[1] > 0  # the same name of the same weights
