@@ -285,32 +285,35 @@ def test_replicas_are_updated_together_or_not_at_all() -> None:
     assert fleet.tokens("c") == expected_tokens(PROMPT, 4, weight=3)
 
 
-def test_no_answer_mixes_versions_while_many_requests_run() -> None:
-    h = Harness(executor=SeveralStepsExecutor(max_num_seqs=4), num_scheduler_steps=2, max_num_queued_reqs=256)
+@pytest.mark.parametrize(("num_requests", "num_updates"), [(40, 5), pytest.param(10_000, 50, marks=pytest.mark.long)])
+def test_no_answer_mixes_versions_and_none_is_lost(num_requests: int, num_updates: int) -> None:
+    h = Harness(executor=SeveralStepsExecutor(max_num_seqs=8), num_scheduler_steps=2, max_num_queued_reqs=num_requests)
+    between, num_tokens = num_requests // num_updates, 6
     h.engine.start()
     try:
-        futures: list[Future[str]] = []
-        for number in range(60):
-            if number % 10 == 5:
-                if futures:
-                    futures[-1].result(60)
-                futures.append(h.engine.update_weights(FakeUpdate(number)))
-            h.submit(str(number), PROMPT[number % 7 :], max_tokens=12)
-        futures[-1].result(60)
-        assert h.engine.drain(60)
+        updates: list[Future[str]] = []
+        for number in range(num_requests):
+            h.submit(str(number), PROMPT[number % 7 :], max_tokens=num_tokens)
+            if number % between == between // 2:
+                if updates:
+                    updates[-1].result(60)
+                updates.append(h.engine.update_weights(FakeUpdate(number)))
+        assert [update.result(60) for update in updates] == [str(n + 1) for n in range(num_updates)]
+        assert h.engine.drain(600)
     finally:
         h.engine.stop()
-    weights = {"0": 0, **{str(index + 1): 10 * index + 5 for index in range(6)}}
-    for number in range(60):
-        tokens, prompt = h.tokens(str(number)), PROMPT[number % 7 :]
-        begin = 0
-        for version, num_tokens in h.last(str(number)).weight_versions:
-            known = tokens[:begin]
-            assert tokens[begin : begin + num_tokens] == expected_tokens(
-                prompt + known, num_tokens, weight=weights[version]
+    weights = {"0": 0, **{str(n + 1): n * between + between // 2 for n in range(num_updates)}}
+    seen: dict[tuple[object, ...], list[int]] = {}
+    for number in range(num_requests):
+        tokens, prompt, begin = h.tokens(str(number)), PROMPT[number % 7 :], 0
+        for version, count in h.last(str(number)).weight_versions:
+            key = (number % 7, *tokens[:begin], weights[version], count)
+            wanted = seen.setdefault(
+                key, expected_tokens(prompt + tokens[:begin], count, weight=weights[version]) if key not in seen else []
             )
-            begin += num_tokens
-        assert begin == 12
+            assert tokens[begin : begin + count] == wanted
+            begin += count
+        assert begin == num_tokens
 
 
 def test_a_store_has_the_blocks_of_each_version_for_itself(tmp_path: Path) -> None:
