@@ -62,8 +62,14 @@ POOLINGS: tuple[Pooling, ...] = ("last", "mean", "cls", "max", "weightedmean", "
 _NORMALIZE = ("normalize", "use_activation")
 ENCODINGS = ("float", "base64", "bytes", "bytes_only")
 """Encodings of vectors: numbers, their bytes as text, and bodies of bytes, of which `bytes` has a header."""
-DTYPES: Mapping[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-"""Types of the numbers in base64."""
+DTYPES: Mapping[str, DTypeLike] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "fp8_e4m3": ml_dtypes.float8_e4m3fn,
+    "fp8_e5m2": ml_dtypes.float8_e5m2,
+}
+"""Types of the numbers in bytes."""
 BYTE_ORDERS = ("native", "little", "big")
 """Orders of their bytes; the native one is little-endian, as on every supported processor."""
 
@@ -150,8 +156,12 @@ class EmbedJob:
         """Return a vector, or an array as bytes, in the encoding of the job."""
         if self.encoding == "float":
             return [float(number) for number in values]
+        dtype, found = np.dtype(DTYPES[self.dtype]), np.asarray(values, np.float32)
+        if dtype == ml_dtypes.float8_e4m3fn:  # has no infinity
+            most = float(ml_dtypes.finfo(dtype).max)
+            found = np.clip(found, -most, most)
         with np.errstate(over="ignore"):  # infinity, as in vLLM
-            found = np.asarray(values, np.float32).astype(DTYPES[self.dtype])
+            found = found.astype(dtype)
         order = ">" if self.is_big_endian else "<"
         content = found.view(f"u{found.itemsize}").astype(f"{order}u{found.itemsize}").tobytes()
         return Binary(content, found.shape) if self.is_binary else base64.b64encode(content).decode()
