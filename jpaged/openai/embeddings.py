@@ -70,6 +70,7 @@ DTYPES: Mapping[str, DTypeLike] = {
     "fp8_e5m2": ml_dtypes.float8_e5m2,
 }
 """Types of the numbers in bytes."""
+_E4M3_MAX = 448.0
 BYTE_ORDERS = ("native", "little", "big")
 """Orders of their bytes; the native one is little-endian, as on every supported processor."""
 
@@ -158,8 +159,7 @@ class EmbedJob:
             return [float(number) for number in values]
         dtype, found = np.dtype(DTYPES[self.dtype]), np.asarray(values, np.float32)
         if dtype == ml_dtypes.float8_e4m3fn:  # has no infinity
-            most = float(ml_dtypes.finfo(dtype).max)
-            found = np.clip(found, -most, most)
+            found = np.clip(found, -_E4M3_MAX, _E4M3_MAX)
         with np.errstate(over="ignore"):  # infinity, as in vLLM
             found = found.astype(dtype)
         order = ">" if self.is_big_endian else "<"
