@@ -4,9 +4,9 @@
     {"method": "suffix"}
 
 Keys, meanings and defaults are those of vLLM's `SpeculativeConfig`
-(https://docs.vllm.ai/en/latest/api/vllm/config/speculative/); draft_model and eagle3 read a separate checkpoint. The
-limits are jpaged's: a key that is unknown, or that the method does not use, is an error. Keys of vLLM that only choose
-how draft tokens are computed have no effect, because draft tokens never change the output.
+(https://docs.vllm.ai/en/latest/api/vllm/config/speculative/); draft_model and eagle3 read a separate checkpoint, and
+mtp reads the model's own. The limits are jpaged's: a key that is unknown, or that the method does not use, is an error.
+Keys of vLLM that only choose how draft tokens are computed have no effect: draft tokens never change the output.
 """
 
 from __future__ import annotations
@@ -19,9 +19,18 @@ from jpaged.config.option import checked_keys, option, parse_json_object
 from jpaged.errors import InvalidArgument
 
 NAME = "speculative_config"
-METHODS = ("ngram", "suffix", "draft_model", "eagle3")
+METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp")
 MODEL_METHODS = ("draft_model", "eagle3")
 """Methods that read a separate checkpoint."""
+HEAD_METHODS = ("eagle3", "mtp")
+"""Methods whose proposer uses hidden states of the model."""
+DEVICE_METHODS = ("draft_model", *HEAD_METHODS)
+"""Methods whose proposer runs on the device, next to the model."""
+_OF_MTP = (
+    *("deepseek_mtp", "mimo_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"),
+    *("qwen3_next_mtp", "qwen3_5_mtp"),
+)
+"""Older names of the method mtp in vLLM, one for each family."""
 MAX_NUM_SPECULATIVE_TOKENS = 32
 _DEFAULT_LOOKUP = 5
 WITHOUT_EFFECT = frozenset(
@@ -45,8 +54,8 @@ _KEYS_OF = {
     "suffix_decoding_max_spec_factor": ("suffix",),
     "suffix_decoding_min_token_prob": ("suffix",),
     "model": MODEL_METHODS,
-    "rejection_sample_method": MODEL_METHODS,
-    "synthetic_acceptance_length": MODEL_METHODS,
+    "rejection_sample_method": DEVICE_METHODS,
+    "synthetic_acceptance_length": DEVICE_METHODS,
 }
 
 
@@ -95,6 +104,11 @@ class SpeculativeOptions:
         unit="tokens",
     )
 
+    @property
+    def has_head(self) -> bool:
+        """True if the proposer uses hidden states of the model (EAGLE-3, MTP)."""
+        return self.method in HEAD_METHODS
+
     @classmethod
     def parse(cls, text: str) -> SpeculativeOptions:
         """Parse the options of a JSON object.
@@ -116,8 +130,8 @@ class SpeculativeOptions:
         kept = {key: value for key, value in values.items() if key not in WITHOUT_EFFECT}
         if kept.get("method") in (None, *_NGRAM) and kept.get("model") in _NGRAM:
             kept |= {"method": "ngram", "model": None}
-        elif kept.get("method") in _NGRAM:
-            kept["method"] = "ngram"
+        elif kept.get("method") in (*_NGRAM, *_OF_MTP):
+            kept["method"] = "ngram" if kept["method"] in _NGRAM else "mtp"
         given = checked_keys(cls, NAME, kept)
         if "method" not in given and "model" in given:
             given["method"] = "eagle3" if "eagle3" in given["model"].lower() else "draft_model"

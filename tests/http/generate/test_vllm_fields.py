@@ -165,7 +165,10 @@ async def test_scores_of_a_cross_encoder_may_be_logits(monkeypatch: pytest.Monke
     monkeypatch.setattr(harness_module, "make_serving", lambda *given: replace(make(*given), pooler=pooler))
     monkeypatch.setattr(ByteTokenizer, "encode_pair", encode_pair, raising=False)
     async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
-        bodies = {"/score": {"queries": "a", "documents": "b"}, "/rerank": {"query": "a", "documents": ["b"]}}
+        bodies: dict[str, dict[str, Any]] = {
+            "/score": {"queries": "a", "documents": "b"},
+            "/rerank": {"query": "a", "documents": ["b"]},
+        }
         for path, body in bodies.items():
             scores = []
             for fields in ({}, {"use_activation": True}, {"use_activation": False}, {"truncate_prompt_tokens": 1}):
