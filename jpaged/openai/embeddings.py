@@ -180,7 +180,13 @@ class EmbedJob:
 
 @dataclass(frozen=True, slots=True)
 class ClassifyJob(EmbedJob):
-    """A parsed body of /classify; `normalize` is its `use_activation`."""
+    """A parsed body of /classify; `normalize` is its `use_activation`.
+
+    Attributes:
+        request_id: id of the response, after "classify-".
+    """
+
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +321,11 @@ def classify_job(as_given: Mapping[str, Any]) -> ClassifyJob:
     """Parse a body of /classify; raise as `score_job`."""
     own = OF_CLASSIFIED_CHATS if as_given.get("messages") is not None else OF_CLASSIFYING
     body = own_fields("/classify", as_given, own)
-    return ClassifyJob(**_embed_fields(body, own), normalize=flag_in(body, "use_activation", default=True))
+    return ClassifyJob(
+        **_embed_fields(body, own),
+        normalize=flag_in(body, "use_activation", default=True),
+        request_id=name_in(body, "request_id") or "",
+    )
 
 
 def _embed_fields(body: dict[str, Any], own: set[str]) -> dict[str, Any]:
@@ -501,7 +511,7 @@ def classification_body(
         }
         for i, values in enumerate(found)
     ]
-    return {"id": f"classify-{uuid.uuid4().hex}", **_body(model, data, prompt_tokens)}
+    return {"id": f"classify-{job.request_id}", **_body(model, data, prompt_tokens)}
 
 
 def _rows(values_te: NDArray[np.float32]) -> Iterator[list[float]]:
