@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import ml_dtypes
 import numpy as np
 import openai
 import pytest
@@ -176,6 +177,10 @@ async def test_vectors_are_the_bytes_of_a_body_on_demand() -> None:
                 found = np.frombuffer(answer.content[item["start"] : item["end"]], dtype).reshape(item["shape"])
                 assert np.allclose(found, vector, rtol=1e-2)
             assert metadata["usage"]["prompt_tokens"] == 8 and metadata["model"] == "fake"
+        for name, dtype in (("fp8_e4m3", ml_dtypes.float8_e4m3fn), ("fp8_e5m2", ml_dtypes.float8_e5m2)):
+            eight = await answered("/v1/embeddings", encoding_format="bytes_only", embed_dtype=name, normalize=True)
+            found = np.frombuffer(eight.content, dtype).astype(np.float32).reshape(2, -1)
+            assert np.allclose(np.sum(found * vectors, -1), np.linalg.norm(vectors, axis=-1), rtol=0.1)
         plain = await answered("/v1/embeddings", encoding_format="bytes_only")
         assert "metadata" not in plain.headers
         assert np.allclose(np.frombuffer(plain.content, "<f4"), np.concatenate(vectors))
