@@ -423,8 +423,9 @@ async def test_a_stored_response_is_read_continued_listed_and_deleted() -> None:
         assert page.has_next_page()
         items = [item async for item in page]
         assert [item.to_dict()["content"][0]["text"] for item in items] == ["one", first.output_text, "two"]  # type: ignore[index]
-        newest = [item async for item in client.responses.input_items.list(second.id)]
-        assert [item.id for item in newest] == [item.id for item in reversed(items)]
+        for limit in (1, 100):
+            newest = [item async for item in client.responses.input_items.list(second.id, limit=limit)]
+            assert [item.id for item in newest] == [item.id for item in reversed(items)]
         await client.responses.delete(first.id)
         for call in (client.responses.retrieve(first.id), client.responses.delete(first.id)):
             with pytest.raises(openai.NotFoundError, match=r"Response with id .* not found"):
