@@ -194,7 +194,7 @@ def _count_experts(config: ModelConfig) -> tuple[int, int]:
 
 
 def expert_ratios(load_lx: np.ndarray) -> np.ndarray:
-    """Return the load of each expert by the mean of its layer's experts `[L, X]`; 1 in a layer without any load."""
+    """Return each expert's load relative to the layer's mean load `[L, X]`; 1 in a layer without any load."""
     means_l1 = load_lx.mean(axis=1, keepdims=True)
     ratios_lx: np.ndarray = np.divide(load_lx, means_l1, out=np.ones_like(load_lx), where=means_l1 > 0)
     return ratios_lx

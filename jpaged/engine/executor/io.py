@@ -361,7 +361,7 @@ class ExpertStats:
         num_rearrangements: reads after which experts moved.
         num_moved: physical experts that got other contents, in all layers.
         balancedness: mean load of a device by that of the busiest, when the load was read last.
-        peak_ratio: load of a layer's busiest expert by the mean of its experts; the mean of the layers.
+        peak_ratio: load of the busiest expert divided by the mean load, averaged over layers.
     """
 
     num_reads: int = 0
