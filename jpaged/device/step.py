@@ -642,9 +642,9 @@ class Step:
         last_tokens_s = jnp.pad(sampled.token_ids_r, (0, self.max_sample_rows - len(sampled.token_ids_r)))
         columns = [sampled.token_ids_r[:, None], sampled.is_sound_r[:, None].astype(jnp.int32)]
         if sampled.logprobs_r is not None and sampled.ranks_r is not None:
-            columns += [_bits(sampled.logprobs_r)[:, None], sampled.ranks_r[:, None]]
+            columns += [lax.bitcast_convert_type(sampled.logprobs_r, jnp.int32)[:, None], sampled.ranks_r[:, None]]
         if sampled.top_ids_rk is not None and sampled.top_logprobs_rk is not None:
-            columns += [sampled.top_ids_rk, _bits(sampled.top_logprobs_rk)]
+            columns += [sampled.top_ids_rk, lax.bitcast_convert_type(sampled.top_logprobs_rk, jnp.int32)]
         return last_tokens_s, jnp.concatenate(columns, axis=1)
 
     def _heads(self) -> HeadsKernel | None:
@@ -781,7 +781,7 @@ class DraftStep:
         group: the model's KV group whose block tables it uses; one with full attention.
         num_tokens: proposals per row and round (k).
         watched: the model's layers whose inputs a head takes; empty for a draft model.
-        shares_embedding: the draft uses the model's embedding.
+        shared: names of parameters that are the model's, each with its name there.
         pinned_length: thousandths of the mean tokens of a round, for benchmarks: proposals are accepted by position,
             whatever the model samples. None accepts those that the model samples.
     """
@@ -790,7 +790,7 @@ class DraftStep:
     group: int
     num_tokens: int
     watched: tuple[int, ...] = ()
-    shares_embedding: bool = False
+    shared: tuple[tuple[str, str], ...] = ()
     pinned_length: int | None = None
 
     @property
@@ -807,10 +807,6 @@ def _later_positions(kind: AttentionKind, kv_lens_s: jax.Array) -> jax.Array:
 def _of_counts(counts: Any, last_tokens: Any) -> TokenCounts:
     """Return counts with any values in place of their arrays."""
     return TokenCounts(counts, last_tokens)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 _State = tuple[jax.Array, Any, jax.Array, jax.Array, jax.Array, jax.Array]

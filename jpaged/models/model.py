@@ -37,7 +37,7 @@ def placed_leaves(config: ModelConfig, layer_mode: LayerMode) -> Iterator[tuple[
     prefix = family.name_prefix(())
     layers = [
         family.layer_leaves(config, f"{prefix}{family.layers_prefix}{index}.", kind)
-        for index, kind in enumerate(config.layer_kinds)
+        for index, kind in enumerate(config.layer_kinds, config.first_layer)
     ]
     if layer_mode == "scan":
         for name, stacked in get_stacks(config.layer_kinds).items():
