@@ -519,7 +519,8 @@ class SchedulerOptions:
     )
     enable_sleep_mode: bool = option(
         False,
-        "let callers release device memory and pause generation: `sleep`, or POST /sleep, /wake_up, /pause and /resume",
+        "let callers release device memory, pause generation and update weights: `sleep`, or POST /sleep, /wake_up, "
+        "/pause, /resume and /update_weights",
     )
 
 
