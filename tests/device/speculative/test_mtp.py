@@ -88,6 +88,14 @@ def test_proposals_of_each_family_are_the_oracles(name: str, tmp_path: Path) -> 
     served.executor.shutdown()
 
 
+@pytest.mark.parametrize("name", ["mimo", "deepseek_v3"])
+@pytest.mark.long
+def test_proposals_on_two_devices_are_the_oracles(name: str, tmp_path: Path) -> None:
+    served = serve(tmp_path, CASES[name], OPTIONS.replace(tensor_parallel_size=2), num_devices=2)
+    check_rounds(served)
+    served.executor.shutdown()
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_oracle_notices_a_fault(mimo: Served, fault: str) -> None:
     faulty = dataclasses.replace(mimo, mtp=dataclasses.replace(mimo.mtp, fault=fault))
