@@ -17,7 +17,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-_NORM = re.compile(r"(norm|\.ln_\w+|norms\.\d+)\.weight$")
+_NORM = re.compile(
+    r"(norm|\.ln_\w+|norms\.\d+)\.weight$|layernorm_\d\.weight$|layer_scalar$|router\.(per_expert_)?scale$"
+)
 _STDS = {
     "embed_tokens": 0.05,
     "wte": 0.05,
@@ -100,6 +102,9 @@ def _decoders() -> list[TinyCase]:
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
+    whole_keys = {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0}
+    whole_keys |= {"num_hidden_layers": 6, "layer_types": ["sliding_attention", *["full_attention"] * 2] * 2}
+    beside = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 40}
     uncapped = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
     old_names = {"rope_local_base_freq": 2e4, "rope_theta": 5e5, "sliding_window_pattern": 6}
     switched = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
@@ -126,6 +131,9 @@ def _decoders() -> list[TinyCase]:
         _gemma("gemma2", 2, (4, 2), 40, 4, **windowed, attn_logit_softcapping=2.0, rope_theta=1e4),
         _gemma("gemma2_uncapped", 2, (4, 1), 24, 3, **windowed, **uncapped),
         _gemma("gemma3", 3, (4, 2), 40, 8, **windowed, layer_types=_types(8, 3), rope_parameters=nested),
+        _gemma4("gemma4_text", (4, 1), 16, num_kv_shared_layers=4, use_double_wide_mlp=True),
+        _gemma4("gemma4_keys", (8, 4), 24, **whole_keys),
+        _gemma4("gemma4_moe", (8, 4), 24, **whole_keys, **beside),
         _gemma("gemma3_old_style", 3, (4, 2), 40, 7, **windowed, **old_names),
         _case("phi3", "Phi3", (4, 2, 16), 40, pad_token_id=0, sliding_window=11, original_max_position_embeddings=256),
         _case("phi3_long", "Phi3", (4, 2, 16), 40, **whole),
@@ -304,6 +312,15 @@ def _gemma(
     sizes |= {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "max_position_embeddings": 256}
     model_type = "gemma2" if version == 2 else "gemma3_text"
     return _other(name, f"Gemma{version}", model_type, prompt_len, **sizes, **settings)
+
+
+def _gemma4(name: str, heads: tuple[int, int], head_dim: int, **settings: object) -> TinyCase:
+    """Layers with a window whose heads are half as large as those of the others."""
+    sizes: dict[str, object] = {"hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 9, "pad_token_id": 0}
+    sizes |= {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "max_position_embeddings": 256}
+    sizes |= {"head_dim": head_dim, "global_head_dim": 2 * head_dim, "sliding_window": 8, "layer_types": _types(9, 3)}
+    sizes |= {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 131, "final_logit_softcapping": 30.0}
+    return _other(name, "Gemma4", "gemma4_text", 40, **sizes | settings)
 
 
 def _neox(name: str, head_dim: int, **settings: object) -> TinyCase:
@@ -501,7 +518,10 @@ def _tensor(case: TinyCase, name: str, shape: tuple[int, ...]) -> np.ndarray:
         return np.array(0.5 if name.endswith("beta") else -1e-6, np.float32)
     noise = _generator(f"{case.name}/{name}").standard_normal(shape, dtype=np.float32)
     if _NORM.search(name):
-        is_less_one = str(case.config["model_type"]).startswith(("gemma", "nemotron"))  # stored scales are less 1
+        kind = str(case.config["model_type"])
+        is_less_one = kind.startswith(("gemma", "nemotron")) and not kind.startswith(
+            "gemma4"
+        )  # stored scales are less 1
         offset = 0 if is_less_one else 1
         return np.float32(offset) + np.float32(0.1) * noise
     if name.endswith(".bias"):
