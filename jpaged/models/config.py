@@ -225,8 +225,11 @@ class ModelConfig:
 
     @property
     def num_attention_layers(self) -> int:
-        """Layers of the KV pool; the layers of an encoder take turns in one."""
-        return 1 if self.is_encoder else sum(kind.num_places for kind in self.layer_kinds)
+        """Layers of the KV pool; the layers of an encoder take turns in one.
+
+        A pool without layers has one that no layer reads: its blocks still count tokens and name prefixes.
+        """
+        return 1 if self.is_encoder else max(1, sum(kind.num_places for kind in self.layer_kinds))
 
     def with_kv_heads(self, num_parts: int) -> Self:
         """Return the config with at least one key/value head for each of `num_parts` devices, by repeating heads."""

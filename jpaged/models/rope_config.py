@@ -24,7 +24,7 @@ class RopeConfig:
     Attributes:
         kind: the formula; the fields below are used by the kinds in brackets.
         theta: base of the geometric series of wavelengths.
-        fraction: share of each head's dimensions that are rotated, the first ones; or of its pairs.
+        fraction: share of each head's dimensions that are rotated, the first ones, or the first pairs.
         factor: scaling factor of positions (every kind except default); in longrope only for the attention factor.
         original_max_position_embeddings: length of pretraining (dynamic, llama3, yarn, longrope).
         low_freq_factor: wavelengths above original / this are stretched fully (llama3).

@@ -235,6 +235,8 @@ def _recurrent() -> list[TinyCase]:
     hybrid |= {"layer_types": ["mamba", "attention", "mamba", "mamba"], "mamba_n_heads": 8, "mamba_d_state": 16}
     dense: dict[str, object] = {**hybrid, "num_local_experts": 0, "mamba_n_groups": 2, "mamba_conv_bias": False}
     dense |= {"position_embedding_type": "rope", "layer_types": ["mamba", "mamba", "attention", "mamba"]}
+    pure: dict[str, object] = {"hidden_size": 48, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 12}
+    pure |= {"state_size": 16, "expand": 2, "pad_token_id": 0, "tie_word_embeddings": True, "n_groups": 2}
     return [
         _variant("lfm2", "Lfm2", 40, **conv),
         _variant("lfm2_moe", "Lfm2Moe", 40, **conv_experts),
@@ -243,6 +245,7 @@ def _recurrent() -> list[TinyCase]:
         _qwen35("qwen3_5_moe_text", "Qwen3_5Moe", **delta),
         _variant("granitemoehybrid", "GraniteMoeHybrid", 40, **hybrid, **local),
         _variant("granitemoehybrid_rope", "GraniteMoeHybrid", 40, **dense),
+        _other("mamba2", "Mamba2", "mamba2", 40, **pure),
         _nemotron("nemotron_h", "M-M*-M-MM"),
         _nemotron("nemotron_h_moe", "M-M*EMEMM", **NEMOTRON_EXPERTS),
     ]

@@ -81,6 +81,7 @@ FAMILIES = (
     "gemma4_text",
     "gemma4_keys",
     "gemma4_moe",
+    "mamba2",
 )
 """One checkpoint of each family, which is served in every way; a search on it is golden, too."""
 NUM_TOKENS = 64

@@ -87,6 +87,7 @@ NUM_PARAMS = {
     "lfm2-8b-a1b": 8_339_930_560,
     "qwen3.5-9b": 8_953_803_264,
     "qwen3.5-35b-a3b": 34_660_610_688,
+    "mamba-codestral-7b": 7_285_403_648,
     "nemotron-nano-9b-v2": 8_888_227_328,
     "nemotron-3-nano-30b-a3b": 31_577_940_288,
     "granite-4.0-h-350m": 340_332_224,
