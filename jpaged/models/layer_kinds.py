@@ -90,6 +90,7 @@ class LayerKind:
         heads: sizes of the key/value heads; None has those of the model, and of the KV pool.
         kv_source: number of the layer whose keys and values this one attends to; it computes none. None is itself.
         inner: width of the dense feed-forward; None is that of the model.
+        sparsity: share of the gates of the dense feed-forward that a cutoff sets to zero.
     """
 
     attention: AttentionKind
@@ -101,6 +102,7 @@ class LayerKind:
     heads: HeadSizes | None = None
     kv_source: int | None = None
     inner: int | None = None
+    sparsity: float = 0.0
 
     @property
     def num_places(self) -> int:

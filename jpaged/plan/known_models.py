@@ -125,6 +125,34 @@ def _gemma3(size: str, shape: FamilyShape, head_dim: int, scalar: int) -> KnownM
     )
 
 
+_GEMMA_3N = decoder(
+    "gemma-3n-e4b",
+    "google/gemma-3n-E4B",
+    FamilyShape(35, 2048, 16384, 8, 2),
+    architectures=["Gemma3nForCausalLM"],
+    model_type="gemma3n_text",
+    hidden_act=None,
+    hidden_activation="gelu_pytorch_tanh",
+    vocab_size=262400,
+    vocab_size_per_layer_input=262144,
+    hidden_size_per_layer_input=256,
+    head_dim=256,
+    sliding_window=512,
+    num_kv_shared_layers=15,
+    altup_num_inputs=4,
+    laurel_rank=64,
+    activation_sparsity_pattern=[0.95] * 10 + [0.0] * 25,
+    final_logit_softcapping=30.0,
+    max_position_embeddings=32768,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    rope_local_base_freq=10000.0,
+    bos_token_id=2,
+    eos_token_id=1,
+    torch_dtype="bfloat16",
+)
+
+
 def _gemma4(size: str, shape: FamilyShape, period: int, **settings: object) -> KnownModel:
     fields: dict[str, object] = {
         "architectures": ["Gemma4ForCausalLM"],
@@ -371,6 +399,7 @@ DECODERS_MODELS = (
     _gemma3("4b", FamilyShape(34, 2560, 10240, 8, 4), 256, 256),
     _gemma3("12b", FamilyShape(48, 3840, 15360, 16, 8), 256, 256),
     _gemma3("27b", FamilyShape(62, 5376, 21504, 32, 16), 128, 168),
+    _GEMMA_3N,
     _gemma4(
         "E2B",
         FamilyShape(35, 1536, 6144, 8, 1),

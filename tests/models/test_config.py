@@ -248,6 +248,44 @@ def test_a_gemma_4_that_is_not_supported_is_refused_by_name(settings: dict[str, 
     assert named in str(refusal.value)
 
 
+def test_a_gemma_3n_that_reads_images_is_its_language_model() -> None:
+    """A width and a sparsity come for each layer, or for all; what text_config leaves out is transformers' default."""
+    text: dict[str, object] = {"intermediate_size": [16384] * 35, "model_type": "gemma3n_text"}
+    whole = {
+        "architectures": ["Gemma3nForConditionalGeneration"],
+        "model_type": "gemma3n",
+        "text_config": text,
+        "vision_config": {},
+        "audio_config": {},
+        "audio_soft_tokens_per_image": 188,
+        "torch_dtype": "bfloat16",
+    }
+    read, alone = from_hf(whole), KNOWN_MODELS["gemma-3n-e4b"].config
+    assert dataclasses.replace(read, architecture=alone.architecture) == alone
+    assert from_hf(to_hf(read)) == read
+    nested = from_hf({**whole, "text_config": {**text, "intermediate_size": [8192] * 10 + [16384] * 25}})
+    assert [kind.inner for kind in nested.layer_kinds] == [8192] * 10 + [None] * 25
+    assert from_hf(to_hf(nested)) == nested
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"altup_active_idx": 1}, "altup_active_idx is 1"),
+        ({"altup_correct_scale": False}, "altup_correct_scale is False"),
+        ({"intermediate_size": [88] * 8}, "intermediate_size: has 8 numbers; there are 9 layers"),
+        ({"intermediate_size": [88.5] * 9}, "widths must be integers"),
+        ({"activation_sparsity_pattern": [1.0] * 9}, "shares must be at least 0 and below 1"),
+        ({"activation_sparsity_pattern": ["most"] * 9}, "it must have numbers"),
+        ({"vocab_size_per_layer_input": 132}, "vocab_size_per_layer_input"),
+    ],
+)
+def test_a_gemma_3n_that_is_not_supported_is_refused_by_name(settings: dict[str, object], named: str) -> None:
+    with pytest.raises((InvalidArgument, Unsupported)) as refusal:
+        from_hf({**tiny_case("gemma3n_text").config, **settings})
+    assert named in str(refusal.value)
+
+
 def test_heads_that_the_pool_holds_in_parts_take_fewer_as_devices_repeat_heads() -> None:
     config = KNOWN_MODELS["gemma-4-26b-a4b"].config
     for num_parts, num_kv_heads, num_places in ((1, 2, 4), (2, 2, 4), (4, 4, 2), (8, 8, 1)):

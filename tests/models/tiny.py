@@ -134,6 +134,7 @@ def _decoders() -> list[TinyCase]:
         _gemma4("gemma4_text", (4, 1), 16, num_kv_shared_layers=4, use_double_wide_mlp=True),
         _gemma4("gemma4_keys", (8, 4), 24, **whole_keys),
         _gemma4("gemma4_moe", (8, 4), 24, **whole_keys, **beside),
+        _gemma3n("gemma3n_text", 9),
         _gemma("gemma3_old_style", 3, (4, 2), 40, 7, **windowed, **old_names),
         _case("phi3", "Phi3", (4, 2, 16), 40, pad_token_id=0, sliding_window=11, original_max_position_embeddings=256),
         _case("phi3_long", "Phi3", (4, 2, 16), 40, **whole),
@@ -315,6 +316,16 @@ def _gemma(
     sizes |= {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "max_position_embeddings": 256}
     model_type = "gemma2" if version == 2 else "gemma3_text"
     return _other(name, f"Gemma{version}", model_type, prompt_len, **sizes, **settings)
+
+
+def _gemma3n(name: str, num_layers: int) -> TinyCase:
+    """Two layers with sparse gates, three without keys, and fewer tokens with inputs of layers than tokens."""
+    sizes: dict[str, object] = {"hidden_size": 48, "intermediate_size": [88] * num_layers, "pad_token_id": 0}
+    sizes |= {"num_hidden_layers": num_layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}
+    sizes |= {"activation_sparsity_pattern": [0.9] * 2 + [0.0] * (num_layers - 2), "num_kv_shared_layers": 3}
+    sizes |= {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 128, "laurel_rank": 8}
+    sizes |= {"sliding_window": 8, "layer_types": _types(num_layers, 3), "max_position_embeddings": 256}
+    return _other(name, "Gemma3n", "gemma3n_text", 40, **sizes)
 
 
 def _gemma4(name: str, heads: tuple[int, int], head_dim: int, **settings: object) -> TinyCase:
@@ -522,9 +533,8 @@ def _tensor(case: TinyCase, name: str, shape: tuple[int, ...]) -> np.ndarray:
     noise = _generator(f"{case.name}/{name}").standard_normal(shape, dtype=np.float32)
     if _NORM.search(name):
         kind = str(case.config["model_type"])
-        is_less_one = kind.startswith(("gemma", "nemotron")) and not kind.startswith(
-            "gemma4"
-        )  # stored scales are less 1
+        is_less_one = kind.startswith(("gemma", "nemotron"))  # stored scales are less 1
+        is_less_one = is_less_one and not kind.startswith(("gemma3n", "gemma4"))
         offset = 0 if is_less_one else 1
         return np.float32(offset) + np.float32(0.1) * noise
     if name.endswith(".bias"):

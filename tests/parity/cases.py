@@ -82,6 +82,7 @@ FAMILIES = (
     "gemma4_keys",
     "gemma4_moe",
     "mamba2",
+    "gemma3n_text",
 )
 """One checkpoint of each family, which is served in every way; a search on it is golden, too."""
 NUM_TOKENS = 64

@@ -152,7 +152,11 @@ class DecoderConfig(ModelConfig):
         values_are_keys: layers without a window have one projection, whose result is both keys and values.
         layer_inputs: numbers of each token that every layer adds by a gate, from an embedding and a projection of the
             first layer's input (Gemma 3n); 0 is none.
+        layer_vocab_size: rows of that embedding; later tokens have those of token 0. 0 is the vocabulary.
         layer_scales: the output of each layer has a factor.
+        num_states: hidden states of each token, of which layers predict all and compute one (AltUp, Baykal et al. 2023,
+            arXiv 2301.13310).
+        laurel_rank: rank of a learned residual connection (Menghani et al. 2024, arXiv 2411.07501); 0 is none.
     """
 
     kinds: tuple[LayerKind, ...] = ()
@@ -190,7 +194,10 @@ class DecoderConfig(ModelConfig):
     value_norm: bool = False
     values_are_keys: bool = False
     layer_inputs: int = 0
+    layer_vocab_size: int = 0
     layer_scales: bool = False
+    num_states: int = 1
+    laurel_rank: int = 0
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)

@@ -1,6 +1,7 @@
 """Layers that attend to the keys and values of an earlier layer, and inputs of each layer next to the hidden states.
 
-Gemma 4 has both. Keys and values of this step are passed from layer to layer, next to the hidden states:
+Gemma 4 and Gemma 3n have both, and Gemma 3n has several hidden states of each token. Keys and values of this step are
+passed from layer to layer, next to the hidden states:
 
     layer      0    1    2    3    4    5
     window     w    w    g    w    w    g        w sees a window, g everything
@@ -10,6 +11,8 @@ Gemma 4 has both. Keys and values of this step are passed from layer to layer, n
 from __future__ import annotations
 
 import dataclasses
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +47,8 @@ from jpaged.models.layers import (
     RMSNorm,
     TokenEmbedding,
     activate,
+    dot,
+    normal,
 )
 from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import Rows, TokenBatch
@@ -60,11 +65,13 @@ class SharingState:
         x_te: hidden states `[T, E]`.
         number: of the next layer, int32 scalar.
         kv: keys and values of the last layer of each rope that computed them, `[T, K, D]`; empty if none are shared.
+        others: further hidden states of each token; see `DecoderConfig.num_states`.
     """
 
     x_te: jax.Array
     number: jax.Array
     kv: tuple[KeysValues, ...]
+    others: tuple[jax.Array, ...] = ()
 
 
 class OwnKeysAttention(Attention):
@@ -115,11 +122,11 @@ class LayerInput(Module):
         self.activation = config.activation
 
     def __call__(self, x_te: jax.Array, shared: Shared, number: jax.Array) -> jax.Array:
-        """Map `[T, E]` to `[T, E]`, for the layer of this number."""
+        """Map `[T, E]` to the summand `[T, E]`, for the layer of this number."""
         assert shared.layer_inputs_ltp is not None
         inputs_tp = jax.lax.dynamic_index_in_dim(shared.layer_inputs_ltp, number, keepdims=False)
         gates_tp = activate(self.gate(x_te, shared.rows), self.activation)
-        return x_te + self.norm(self.out(gates_tp * inputs_tp, shared.rows))
+        return self.norm(self.out(gates_tp * inputs_tp, shared.rows))
 
 
 class NormedExperts(MixtureOfExperts):
@@ -174,20 +181,28 @@ class SharingLayer(DecoderLayer):
         self, x: SharingState, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[SharingState, Any]:
         """See `DecoderLayer`."""
-        index, x_te = place.kind.rope, x.x_te
-        assert index is not None
-        q_thd, kv = self.attention.project(x_te, self.attention_norm, shared, place, x.kv[index] if x.kv else None)
-        o_thd, carry = attend(q_thd, *kv, carry, place)
-        o_te = self.attention.out(o_thd.astype(x_te.dtype).reshape(len(x_te), -1), shared.rows)
+        x_te = x.x_te
+        o_te, latest, carry = self._attend(x_te, x, shared, attend, carry, place)
         x_te = x_te + self._adjusted(o_te, self.attention_post_norm)
         y_te, carry = self._feed_forward(x_te, shared, self.mlp_norm, carry, place)
         x_te = x_te + self._adjusted(y_te, self.mlp_post_norm)
         if self.layer_input is not None:
-            x_te = self.layer_input(x_te, shared, x.number)
+            x_te = x_te + self.layer_input(x_te, shared, x.number)
         if self.factor is not None:
             x_te = x_te * self.factor[...]
-        latest = tuple(kv if one == index else given for one, given in enumerate(x.kv))
         return SharingState(x_te, x.number + 1, latest), carry
+
+    def _attend(
+        self, x_te: jax.Array, x: SharingState, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
+    ) -> tuple[jax.Array, tuple[KeysValues, ...], Any]:
+        """Return attention's output `[T, E]` for hidden states, the latest keys and values, and the carry."""
+        index = place.kind.rope
+        assert index is not None
+        q_thd, kv = self.attention.project(x_te, self.attention_norm, shared, place, x.kv[index] if x.kv else None)
+        o_thd, carry = attend(q_thd, *kv, carry, place)
+        o_te = self.attention.out(o_thd.astype(x_te.dtype).reshape(len(x_te), -1), shared.rows)
+        latest = tuple(kv if one == index else given for one, given in enumerate(x.kv))
+        return o_te, latest, carry
 
     def _feed_forward(
         self,
@@ -208,13 +223,112 @@ class SharingLayer(DecoderLayer):
         return dense_te + self.dense.experts_post_norm(y_te), carry
 
 
+class SparseMLP(Module):
+    """A feed-forward with gates of which most are zero: those below a cutoff, by the mean and deviation of all."""
+
+    def __init__(self, config: DecoderConfig, sparsity: float, dtype: np.dtype, rngs: RandomKeys) -> None:
+        width, inner = config.hidden_size, config.intermediate_size
+        self.pair = Linear(width, (2, inner), False, dtype, rngs)
+        self.down = Linear(inner, (width,), False, dtype, rngs)
+        self.activation, self.num_deviations = config.activation, statistics.NormalDist().inv_cdf(sparsity)
+
+    def __call__(
+        self, x_te: jax.Array, rows: Rows, *, norm: Norm | None, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """See `MLP`."""
+        pair_t2f = self.pair(x_te, rows, norm=norm)
+        gates_tf = pair_t2f[:, 0].astype(jnp.float32)
+        cutoff_t1 = jnp.mean(gates_tf, axis=1, keepdims=True)
+        cutoff_t1 = cutoff_t1 + self.num_deviations * jnp.std(gates_tf, axis=1, keepdims=True)
+        gates_tf = activate(jax.nn.relu(gates_tf - cutoff_t1).astype(x_te.dtype), self.activation)
+        return self.down(gates_tf * pair_t2f[:, 1], rows, residual=residual)
+
+
+class AltUp(Module):
+    """Predictions of all hidden states of a token, and their correction by the one that a layer computed."""
+
+    def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> None:
+        num_states, width = config.num_states, config.hidden_size
+        self.router = Param(normal(rngs.next_key(), (width, num_states), dtype))
+        self.predictions = Param(normal(rngs.next_key(), (num_states, num_states**2), dtype))
+        self.corrections = Param(normal(rngs.next_key(), (num_states, num_states), dtype))
+        self.norm = RMSNorm(width, config.norm_eps, dtype, config.norm_offset)
+        self.scale = Param(jnp.ones((width,), dtype))
+
+    def predict(self, states: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the predictions `[T, E]` of all states."""
+        mixes_tn = self._choose(states[0], self.predictions[...])
+        num_states = len(states)
+        return [
+            sum(
+                (mixes_tn[:, row * num_states + i, None] * x.astype(jnp.float32) for i, x in enumerate(states)),
+                states[row].astype(jnp.float32),
+            ).astype(states[0].dtype)
+            for row in range(num_states)
+        ]
+
+    def correct(self, predicted: Sequence[jax.Array], computed_te: jax.Array) -> list[jax.Array]:
+        """Return the states `[T, E]` after a layer that computed the first one."""
+        shares_tn = self._choose(computed_te, self.corrections[...]) + 1
+        change_te = (computed_te - predicted[0]).astype(jnp.float32)
+        return [
+            (x.astype(jnp.float32) + change_te * shares_tn[:, i, None]).astype(computed_te.dtype)
+            for i, x in enumerate(predicted)
+        ]
+
+    def _choose(self, x_te: jax.Array, matrix: jax.Array) -> jax.Array:
+        """Return coefficients, float32, by the modalities of hidden states."""
+        routed_tn = dot(self.norm(x_te) * jnp.asarray(1 / x_te.shape[1], x_te.dtype), self.router[...], 0)
+        return dot(jnp.tanh(routed_tn).astype(x_te.dtype), matrix, 0)
+
+
+class Laurel(Module):
+    """A residual connection of low rank: its input, plus the normalized product with two matrices."""
+
+    def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> None:
+        width, rank = config.hidden_size, config.laurel_rank
+        self.left = Linear(width, (rank,), False, dtype, rngs)
+        self.right = Linear(rank, (width,), False, dtype, rngs)
+        self.norm = RMSNorm(width, config.norm_eps, dtype, config.norm_offset)
+
+    def __call__(self, x_te: jax.Array, rows: Rows) -> jax.Array:
+        """Map `[T, E]` to `[T, E]`."""
+        return x_te + self.norm(self.right(self.left(x_te, rows), rows))
+
+
+class AltUpLayer(SharingLayer):
+    """A layer that computes one of several hidden states of each token, and corrects the others (Gemma 3n)."""
+
+    def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys, kind: LayerKind) -> None:
+        super().__init__(config, dtype, rngs, kind)
+        if kind.sparsity:
+            self.mlp = SparseMLP(config.of_layer(kind), kind.sparsity, dtype, rngs)  # type: ignore[assignment]
+        self.altup, self.laurel = AltUp(config, dtype, rngs), Laurel(config, dtype, rngs)
+
+    def __call__(  # type: ignore[override]
+        self, x: SharingState, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
+    ) -> tuple[SharingState, Any]:
+        """See `DecoderLayer`."""
+        assert self.attention_norm is not None
+        assert self.layer_input is not None
+        predicted = self.altup.predict((x.x_te, *x.others))
+        laurel_te = self.laurel(self.attention_norm(predicted[0]), shared.rows)
+        o_te, latest, carry = self._attend(predicted[0], x, shared, attend, carry, place)
+        x_te = predicted[0] + self._adjusted(o_te, self.attention_post_norm)
+        x_te = (x_te + laurel_te) * jnp.asarray(2**-0.5, x_te.dtype)
+        y_te, carry = self._feed_forward(x_te, shared, self.mlp_norm, carry, place)
+        first, *others = self.altup.correct(predicted, x_te + self._adjusted(y_te, self.mlp_post_norm))
+        added_te = self.layer_input(first * self.altup.scale[...], shared, x.number)
+        return SharingState(first, x.number + 1, latest, tuple(other + added_te for other in others)), carry
+
+
 class LayerInputs(Module):
     """The inputs of all layers: an embedding of tokens, plus a projection of the first layer's input."""
 
     def __init__(self, config: DecoderConfig, dtype: np.dtype, key: jax.Array) -> None:
         keys, width = RandomKeys(key), config.num_layers * config.layer_inputs
         self.config = config
-        self.embed = TokenEmbedding(config.vocab_size, width, dtype, keys.next_key())
+        self.embed = TokenEmbedding(config.layer_vocab_size or config.vocab_size, width, dtype, keys.next_key())
         self.project = Linear(config.hidden_size, (width,), False, dtype, keys)
         self.norm = RMSNorm(config.layer_inputs, config.norm_eps, dtype, config.norm_offset)
 
@@ -223,7 +337,10 @@ class LayerInputs(Module):
         config, dtype = self.config, x_te.dtype
         shape = len(x_te), config.num_layers, config.layer_inputs
         projected = self.project(x_te, tokens.rows) * jnp.asarray(config.hidden_size**-0.5, dtype)
-        of_tokens = self.embed(tokens.ids_t) * jnp.asarray(config.layer_inputs**0.5, dtype)
+        ids_t, size = tokens.ids_t, config.layer_vocab_size
+        of_tokens = self.embed(jnp.where(ids_t < size, ids_t, 0) if size else ids_t) * jnp.asarray(
+            config.layer_inputs**0.5, dtype
+        )
         both = self.norm(projected.reshape(shape)) + of_tokens.reshape(shape)
         return jnp.moveaxis(both * jnp.asarray(2.0**-0.5, dtype), 1, 0)
 
@@ -254,3 +371,50 @@ class SharingEnds(DecoderEnds):
     def end(self, x: SharingState) -> jax.Array:  # type: ignore[override]
         """See `Ends`."""
         return x.x_te
+
+
+class StateLinears(Module):
+    """A matrix for each of the further hidden states of a token."""
+
+    def __init__(self, width: int, num_states: int, dtype: np.dtype, rngs: RandomKeys) -> None:
+        self.num_states = num_states
+        for index in range(num_states):
+            setattr(self, f"state_{index}", Linear(width, (width,), False, dtype, rngs))
+
+    def __call__(self, states: Sequence[jax.Array]) -> list[jax.Array]:
+        """Map states `[T, E]`, each by its matrix."""
+        rows = Rows(jnp.int32(len(states[0])))
+        return [getattr(self, f"state_{index}")(state, rows) for index, state in enumerate(states)]
+
+
+class AltUpEnds(SharingEnds):
+    """The modules around layers with several hidden states of each token (Gemma 3n)."""
+
+    def __init__(self, config: DecoderConfig, dtype: np.dtype, keys: EndsKeys) -> None:
+        super().__init__(config, dtype, keys)
+        rngs, width = RandomKeys(jax.random.fold_in(keys[0], 4)), config.hidden_size
+        num_others = config.num_states - 1
+        self.begins = Linear(width, (num_others, width), False, dtype, rngs)
+        self.ends = StateLinears(width, num_others, dtype, rngs)
+
+    def begin(self, tokens: TokenBatch) -> tuple[SharingState, Shared]:  # type: ignore[override]
+        """See `Ends`."""
+        x, shared = super().begin(tokens)
+        others_tne = self.begins(x.x_te, tokens.rows)
+        others = tuple(_as_large(others_tne[:, index], x.x_te) for index in range(others_tne.shape[1]))
+        return dataclasses.replace(x, others=others), shared
+
+    def end(self, x: SharingState) -> jax.Array:  # type: ignore[override]
+        """See `Ends`; the mean of all states, each as large as the first one."""
+        found = [_as_large(other, x.x_te) for other in self.ends(x.others)]
+        total_te = sum((other.astype(jnp.float32) for other in found), x.x_te.astype(jnp.float32))
+        return (total_te / (1 + len(found))).astype(x.x_te.dtype)
+
+
+def _as_large(x_te: jax.Array, like_te: jax.Array) -> jax.Array:
+    """Scale rows to the root mean square of other rows."""
+    own_t1, wanted_t1 = (
+        jnp.mean(jnp.square(rows.astype(jnp.float32)), axis=1, keepdims=True) for rows in (x_te, like_te)
+    )
+    factors_t1 = jnp.sqrt(wanted_t1) * jax.lax.rsqrt(jnp.maximum(own_t1, 1e-5))
+    return (x_te.astype(jnp.float32) * factors_t1).astype(x_te.dtype)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.mixture_kind import GateFunction, Routing
-from jpaged.models.config import MAX_WIDTH, Activation, Mixture
+from jpaged.models.config import MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH, Activation, Mixture
 from jpaged.models.decoder import DecoderConfig, Names, decoder_family
 from jpaged.models.decoder.config_fields import (
     FULL,
@@ -32,7 +32,7 @@ from jpaged.models.decoder.leaves import ExpertNames, feed_forward, layer_leaves
 from jpaged.models.family import Modules
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.layer_kinds import HeadSizes, LayerKind
-from jpaged.models.param_specs import LM_HEAD, Leaf, same, transposed, whole
+from jpaged.models.param_specs import LM_HEAD, Leaf, Linears, same, stacked_kernel, transposed, whole
 from jpaged.models.rope_config import RopeConfig
 
 _LENGTHS = {1: 8192, 2: 8192, 3: 131072, 4: 131072}
@@ -126,6 +126,97 @@ def _read_fourth(fields: JsonFields, architecture: str) -> DecoderConfig:
     )
 
 
+def _read_nested(fields: JsonFields, architecture: str) -> DecoderConfig:
+    """Read the config of Gemma 3n, named after its nested smaller models."""
+    fields.ignore(("altup_coef_clip",))  # in training only
+    fields.only("attention_bias", False, why="this family has no published checkpoint with projection biases")
+    fields.only("altup_active_idx", 0, why="layers compute the first hidden state")
+    fields.only("altup_correct_scale", True, why="the computed state is always scaled")
+    width = fields.integer("hidden_size", 2048, maximum=MAX_WIDTH)
+    num_layers = fields.integer("num_hidden_layers", 35, maximum=MAX_LAYERS)
+    vocab_size = fields.integer("vocab_size", 262400, maximum=MAX_VOCAB_SIZE)
+    heads = read_heads(fields, width, num_kv_heads=2, head_dim=256)
+    max_position_embeddings = fields.integer("max_position_embeddings", 32768)
+    layer_vocab_size = fields.integer("vocab_size_per_layer_input", 262144, maximum=vocab_size)
+    widths = _read_per_layer(fields, "intermediate_size", num_layers, 16384)
+    if any(one != int(one) or not 1 <= one <= MAX_WIDTH for one in widths):
+        raise fields.bad("intermediate_size", f"is {widths}; widths must be integers from 1 to {MAX_WIDTH}")
+    num_sparse = 10 if num_layers > 10 else 0
+    missing = [0.95] * num_sparse + [0.0] * (num_layers - num_sparse)
+    sparsity = _read_per_layer(fields, "activation_sparsity_pattern", num_layers, missing)
+    if any(not 0 <= one < 1 for one in sparsity):
+        raise fields.bad("activation_sparsity_pattern", f"is {sparsity}; shares must be at least 0 and below 1")
+    types = fields.texts("layer_types", FULL, SLIDING, count=num_layers)
+    types = types or tuple(FULL if (index + 1) % 5 == 0 else SLIDING for index in range(num_layers))
+    pool, inner = HeadSizes(heads["num_kv_heads"], heads["head_dim"]), int(max(widths))
+    kinds = _sharing_kinds(fields, types, dict.fromkeys((FULL, SLIDING), pool), pool, inner, num_shared=15)
+    return DecoderConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_layers=num_layers,
+        **heads,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+        eos_token_ids=(1,),
+        bos_token_id=2,
+        activation=read_activation(fields, "hidden_activation", "gelu_pytorch_tanh"),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        post_norms=True,
+        qk_norm="head",
+        value_norm=True,
+        layer_inputs=fields.integer("hidden_size_per_layer_input", 256, maximum=MAX_WIDTH),
+        layer_vocab_size=layer_vocab_size,
+        num_states=fields.integer("altup_num_inputs", 4, minimum=2, maximum=64),
+        laurel_rank=fields.integer("laurel_rank", 64, maximum=MAX_WIDTH),
+        embed_scale=width**0.5,
+        logit_cap=_cap(fields, "final_logit_softcapping", 30.0),
+        ropes=_ropes(fields, max_position_embeddings, 3),
+        kinds=tuple(
+            dataclasses.replace(kind, inner=None if one == inner else int(one), sparsity=share)
+            for kind, one, share in zip(kinds, widths, sparsity, strict=True)
+        ),
+    )
+
+
+def _read_per_layer(fields: JsonFields, key: str, num_layers: int, missing: object) -> Sequence[float]:
+    """Read a number of each layer, or one for all of them.
+
+    Raises:
+        InvalidArgument: another number of them, or something else.
+    """
+    value = fields.value(key, missing)
+    found = value if isinstance(value, list) else [value] * num_layers
+    if any(isinstance(one, bool) or not isinstance(one, (int, float)) for one in found):
+        raise fields.bad(key, f"is {value!r}; it must have numbers")
+    if len(found) != num_layers:
+        raise fields.bad(key, f"has {len(found)} numbers; there are {num_layers} layers")
+    return found
+
+
+def _nested_to_hf(config: DecoderConfig) -> dict[str, object]:
+    kinds, inner = config.layer_kinds, config.intermediate_size
+    windows = [kind.attention.sliding_window for kind in kinds]
+    return {
+        "intermediate_size": [kind.inner or inner for kind in kinds],
+        "activation_sparsity_pattern": [kind.sparsity for kind in kinds],
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "num_kv_shared_layers": sum(kind.kv_source is not None for kind in kinds),
+        "hidden_size_per_layer_input": config.layer_inputs,
+        "vocab_size_per_layer_input": config.layer_vocab_size,
+        "altup_num_inputs": config.num_states,
+        "laurel_rank": config.laurel_rank,
+        "hidden_activation": name_of_activation(config.activation),
+        "rms_norm_eps": config.norm_eps,
+        "final_logit_softcapping": config.logit_cap,
+        "layer_types": [SLIDING if kind.rope else FULL for kind in kinds],
+        "rope_parameters": {name: rope.to_hf() for name, rope in zip((FULL, SLIDING), config.ropes, strict=True)},
+        "sliding_window": next((window for window in windows if window is not None), None),
+    }
+
+
 def _read_mixture(fields: JsonFields) -> Mixture:
     if read_activation(fields, "hidden_activation", "gelu_pytorch_tanh") != "gelu_tanh":
         raise Unsupported(f"{fields.name}: with experts, hidden_activation must be gelu_pytorch_tanh")
@@ -174,14 +265,19 @@ def _global_heads(fields: JsonFields, types: Sequence[str], own: HeadSizes, *, v
 
 
 def _sharing_kinds(
-    fields: JsonFields, types: Sequence[str], of_type: Mapping[str, HeadSizes], pool: HeadSizes, inner: int
+    fields: JsonFields,
+    types: Sequence[str],
+    of_type: Mapping[str, HeadSizes],
+    pool: HeadSizes,
+    inner: int,
+    num_shared: int = 0,
 ) -> tuple[LayerKind, ...]:
     """Return the kinds of layers; the last ones compute no keys.
 
     Raises:
         InvalidArgument: no earlier layer of a type has keys.
     """
-    num_own = len(types) - fields.integer("num_kv_shared_layers", 0, minimum=0, maximum=len(types) - 1)
+    num_own = len(types) - fields.integer("num_kv_shared_layers", num_shared, minimum=0, maximum=len(types) - 1)
     wide = 2 * inner if fields.flag("use_double_wide_mlp", False) else None
     window, kinds = None if fields.value("sliding_window", 512) is None else fields.integer("sliding_window", 512), {}
     for name, sizes in of_type.items():
@@ -382,7 +478,9 @@ def _fourth_outer(config: DecoderConfig, prefix: str) -> list[Leaf]:
         for name in ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
     )
     own = [
-        same((path, "embed", "embedding"), table, ("vocab", None), (config.vocab_size, width)),
+        same(
+            (path, "embed", "embedding"), table, ("vocab", None), (config.layer_vocab_size or config.vocab_size, width)
+        ),
         transposed((path, "project", "kernel"), project, ("embed", None), (config.hidden_size, width)),
         same((path, "norm", "scale"), norm, (None,), (inner,)),
     ]
@@ -418,7 +516,58 @@ def _fourth_layer(config: DecoderConfig, prefix: str, kind: LayerKind) -> list[L
             transposed(("layer_input", "out", "kernel"), out, (None, "embed"), (inner, width)),
             whole(("layer_input", "norm", "scale"), f"{prefix}post_per_layer_input_norm.weight", width),
         ]
-    return [*leaves, same(("factor",), f"{prefix}layer_scalar", (None,), (1,))]
+    if config.layer_scales:
+        leaves.append(same(("factor",), f"{prefix}layer_scalar", (None,), (1,)))
+    return leaves
+
+
+def _nested_outer(config: DecoderConfig, prefix: str) -> list[Leaf]:
+    """Return the leaves around the layers, with the matrices of further hidden states."""
+    width, num_others = config.hidden_size, config.num_states - 1
+    begins, ends = (
+        [f"{prefix}altup_{part}.{index}" for index in range(num_others)]
+        for part in ("projections", "unembed_projections")
+    )
+    return [
+        *_fourth_outer(config, prefix),
+        stacked_kernel(("begins", "kernel"), Linears(tuple(begins)), ("embed", None, None), (width, num_others, width)),
+        *(
+            transposed(("ends", f"state_{index}", "kernel"), f"{name}.weight", ("embed", None), (width, width))
+            for index, name in enumerate(ends)
+        ),
+    ]
+
+
+def _nested_layer(config: DecoderConfig, prefix: str, kind: LayerKind) -> list[Leaf]:
+    """Return the leaves of a layer, with its predictions of states and its connection of low rank."""
+    width, num_states, rank = config.hidden_size, config.num_states, config.laurel_rank
+    altup, laurel = f"{prefix}altup.", f"{prefix}laurel."
+    leaves = _fourth_layer(config, prefix, kind)
+    if kind.sparsity:
+        gates = ("mlp", "gate_up", "kernel")
+        leaves = [
+            dataclasses.replace(leaf, path=("mlp", "pair", "kernel")) if leaf.path == gates else leaf for leaf in leaves
+        ]
+    shapes = (
+        ("router", "modality_router", (width, num_states)),
+        ("predictions", "prediction_coefs", (num_states, num_states**2)),
+        ("corrections", "correction_coefs", (num_states, num_states)),
+    )
+    return [
+        *leaves,
+        *(transposed(("altup", part), f"{altup}{name}.weight", (None, None), shape) for part, name, shape in shapes),
+        whole(("altup", "norm", "scale"), f"{altup}router_norm.weight", width),
+        whole(("altup", "scale"), f"{altup}correct_output_scale", width),
+        transposed(("laurel", "left", "kernel"), f"{laurel}linear_left.weight", ("embed", None), (width, rank)),
+        transposed(("laurel", "right", "kernel"), f"{laurel}linear_right.weight", (None, "embed"), (rank, width)),
+        whole(("laurel", "norm", "scale"), f"{laurel}post_laurel_norm.weight", width),
+    ]
+
+
+def _nested_modules() -> Modules[DecoderConfig]:
+    from jpaged.models.decoder.kv_sharing import AltUpEnds, AltUpLayer
+
+    return Modules(AltUpEnds, AltUpLayer)
 
 
 def _beside_leaves(config: DecoderConfig, num_experts: int, prefix: str) -> list[Leaf]:
@@ -452,7 +601,7 @@ _OF_IMAGES = (
 _OF_IMAGES_AND_AUDIO = (
     *_OF_IMAGES,
     *("audio_config", "video_token_id", "boa_token_id", "eoa_token_index", "eoa_token_id", "audio_token_id"),
-    *("vision_soft_tokens_per_image", "boa_token_index", "audio_token_index"),
+    *("vision_soft_tokens_per_image", "audio_soft_tokens_per_image", "boa_token_index", "audio_token_index"),
 )
 # Keys that transformers reads at the top level only; and those of either level, the top level first.
 _OF_WHOLE, _OF_EITHER = ("dtype", "torch_dtype", "tie_word_embeddings"), ("eos_token_id", "bos_token_id")
@@ -467,6 +616,13 @@ _SIZES = {
 }
 
 
+_NESTED_SIZES = {
+    "vocab_size": 262400,
+    "hidden_size": 2048,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 32768,
+}
 _FOURTH_SIZES = {
     "vocab_size": 262144,
     "hidden_size": 2304,
@@ -506,7 +662,7 @@ def _language_prefix(stored: Iterable[str]) -> str:
     return "language_model.model." if is_old else "model.language_model."
 
 
-def _to_hf_of_whole(config: DecoderConfig, version: int) -> dict[str, object]:
+def _to_hf_of_whole(config: DecoderConfig, version: str) -> dict[str, object]:
     sizes = {
         "model_type": f"gemma{version}_text",
         "vocab_size": config.vocab_size,
@@ -517,16 +673,24 @@ def _to_hf_of_whole(config: DecoderConfig, version: int) -> dict[str, object]:
         "eos_token_id": list(config.eos_token_ids) or None,
         "bos_token_id": config.bos_token_id,
     }
-    return {"text_config": sizes | (_to_hf(config) if version == 3 else _fourth_to_hf(config))}
+    write = {"3": _to_hf, "3n": _nested_to_hf, "4": _fourth_to_hf}[version]
+    return {"text_config": sizes | write(config)}
 
 
 _IMAGES = decoder_family(
     "gemma3",
     functools.partial(_read, version=3),
-    functools.partial(_to_hf_of_whole, version=3),
+    functools.partial(_to_hf_of_whole, version="3"),
     _NAMES,
     name_prefix=_language_prefix,
     ignored=("vision_tower.", "multi_modal_projector."),
+)
+_TOWERS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
+_NESTED = dataclasses.replace(
+    decoder_family("gemma3n_text", _read_nested, _nested_to_hf, _NAMES),
+    modules=_nested_modules,
+    outer_leaves=_nested_outer,
+    layer_leaves=_nested_layer,
 )
 _FOURTH = dataclasses.replace(
     decoder_family("gemma4_text", _read_fourth, _fourth_to_hf, _NAMES),
@@ -541,13 +705,22 @@ _FAMILIES = {
     "Gemma3ForCausalLM": decoder_family("gemma3_text", functools.partial(_read, version=3), _to_hf, _NAMES),
     "Gemma3TextModel": decoder_family("gemma3_text", functools.partial(_read, version=3), _to_hf, _NAMES),
     "Gemma3ForConditionalGeneration": dataclasses.replace(_IMAGES, language=_third_language),
+    "Gemma3nForCausalLM": _NESTED,
+    "Gemma3nForConditionalGeneration": dataclasses.replace(
+        _NESTED,
+        model_type="gemma3n",
+        to_hf=functools.partial(_to_hf_of_whole, version="3n"),
+        name_prefix=lambda stored: "model.language_model.",
+        ignored=_TOWERS,
+        language=functools.partial(_language, defaults=_NESTED_SIZES, ignored=_OF_IMAGES_AND_AUDIO),
+    ),
     "Gemma4ForCausalLM": _FOURTH,
     "Gemma4ForConditionalGeneration": dataclasses.replace(
         _FOURTH,
         model_type="gemma4",
-        to_hf=functools.partial(_to_hf_of_whole, version=4),
+        to_hf=functools.partial(_to_hf_of_whole, version="4"),
         name_prefix=lambda stored: "model.language_model.",
-        ignored=("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."),
+        ignored=_TOWERS,
         language=functools.partial(_language, defaults=_FOURTH_SIZES, ignored=_OF_IMAGES_AND_AUDIO),
     ),
 }
