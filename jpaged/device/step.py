@@ -370,9 +370,28 @@ class Step:
 
     def _attention(self, params: Params, inputs: Mapping[str, jax.Array], order: _Order) -> Attend:
         """Return the attention of a step's layers."""
-        kinds, places = self.model.config.attention_kinds, self.kv_groups.places
-        pairs = {(kind, group) for kind, (group, _) in zip(kinds, places, strict=False)}  # a stage has the first kinds
-        rows = {pair: self._prepare(*pair, inputs, order) for pair in pairs}
+        kinds, places = self.model.config.layer_kinds, self.kv_groups.places
+        found = {  # a stage has the first kinds
+            (kind.attention, kind.num_places, group + number)
+            for kind, (group, _) in zip(kinds, places, strict=False)
+            for number in range(kind.num_places)
+        }
+        rows = {key: self._prepare(*key, inputs, order) for key in found}
+        scales_lk2, num_layers = params.get("kv_scales"), self.layout.num_layers // self.layout.num_stages
+
+        def attend_group(
+            q_thd: jax.Array,
+            k_tkd: jax.Array,
+            v_tkd: jax.Array | None,
+            pool: Any,
+            place: LayerPlace,
+            sinks_h: jax.Array | None,
+            group: int,
+            num_places: int,
+        ) -> tuple[jax.Array, Any]:
+            new_kv = k_tkd, v_tkd, inputs["slots_gt"][group]
+            scales = None if scales_lk2 is None else scales_lk2[group * num_layers : (group + 1) * num_layers]
+            return self._attend(q_thd, new_kv, pool, place, rows[place.attention, num_places, group], scales, sinks_h)
 
         def attend(
             q_thd: jax.Array,
@@ -385,13 +404,21 @@ class Step:
             if isinstance(pool, StatefulPool):
                 o_thd, kv = attend(q_thd, k_tkd, v_tkd, pool.kv, place, sinks_h)
                 return o_thd, pool.with_kv(kv)
-            new_kv = k_tkd, v_tkd, inputs["slots_gt"][place.group]
-            scales_lk2 = params.get("kv_scales")
-            if scales_lk2 is not None:
-                num_layers = self.layout.num_layers // self.layout.num_stages
-                scales_lk2 = scales_lk2[place.group * num_layers : (place.group + 1) * num_layers]
-            of_step = rows[place.attention, place.group]
-            return self._attend(q_thd, new_kv, pool, place, of_step, scales_lk2, sinks_h)
+            heads = place.kind.heads
+            if heads is None:
+                return attend_group(q_thd, k_tkd, v_tkd, pool, place, sinks_h, place.group, 1)
+            assert v_tkd is not None
+            (num_tokens, _, own_dim), head_dim = q_thd.shape, self.layout.head_dim
+            shape = num_tokens, self.layout.num_kv_heads, heads.num_places, -1, head_dim
+            pads = ((0, 0), (0, 0), (0, head_dim - own_dim))
+            q, k, v = (jnp.pad(x, pads).reshape(shape) for x in (q_thd, k_tkd, v_tkd))
+            outputs = []
+            for number in range(heads.num_places):
+                own = (x[:, :, number].reshape(num_tokens, -1, head_dim) for x in (q, k, v))
+                group = place.group + number
+                o_thd, pool = attend_group(*own, pool, place, sinks_h, group, heads.num_places)
+                outputs.append(o_thd.reshape(num_tokens, self.layout.num_kv_heads, -1, head_dim))
+            return jnp.stack(outputs, axis=2)[..., :own_dim].reshape(num_tokens, -1, own_dim), pool
 
         return attend
 
@@ -664,10 +691,13 @@ class Step:
     def _sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
 
-    def _prepare(self, kind: AttentionKind, group: int, inputs: Mapping[str, jax.Array], order: _Order) -> StepRows:
+    def _prepare(
+        self, kind: AttentionKind, num_places: int, group: int, inputs: Mapping[str, jax.Array], order: _Order
+    ) -> StepRows:
         """Prepare the rows for the layers of an attention kind in a KV group, once per step.
 
-        If contexts are split, or sequences distributed, each device has its own rows, stacked on a first axis.
+        Query heads are divided evenly among the places of a layer. If contexts are split, or sequences distributed,
+        each device has its own rows, stacked on a first axis.
         """
         rows = RaggedRows(
             query_starts_s1=inputs["query_starts_s1"],
@@ -680,13 +710,13 @@ class Step:
         slots_t = inputs["slots_gt"][group]
         runs = (inputs["run_starts_s1"], inputs["num_runs"]) if "num_runs" in inputs else None
         if order is None:
-            return self._prepared(kind, rows, slots_t, runs)
+            return self._prepared(kind, num_places, rows, slots_t, runs)
         if isinstance(order, RankOrder):
 
             def of_rank(order: RankOrder, rows: RaggedRows, slots_t: jax.Array) -> StepRows:
                 rank = jax.lax.axis_index(MODEL_AXIS)
                 own = order.get_rows(rows, rank, self.layout)
-                prepared = self._prepared(kind, own, order.own_slots(slots_t, rank, self.layout), None)
+                prepared = self._prepared(kind, num_places, own, order.own_slots(slots_t, rank, self.layout), None)
                 found: StepRows = jax.tree.map(lambda leaf: leaf[None], prepared)
                 return found
 
@@ -699,7 +729,7 @@ class Step:
             part = jax.lax.axis_index(CONTEXT_AXIS)
             runs = None if runs is None else (order.run_starts(runs[0]), runs[1])
             own = order.get_rows(rows, part, num_parts)
-            prepared = self._prepared(kind, own, own_slots(slots, part, num_parts), runs)
+            prepared = self._prepared(kind, num_places, own, own_slots(slots, part, num_parts), runs)
             found: StepRows = jax.tree.map(lambda leaf: leaf[None], prepared)
             return found
 
@@ -710,6 +740,7 @@ class Step:
     def _prepared(
         self,
         kind: AttentionKind,
+        num_places: int,
         rows: RaggedRows,
         slots_t: jax.Array,
         runs: tuple[jax.Array, jax.Array] | None,
@@ -717,7 +748,7 @@ class Step:
         """Prepare the rows of one device, with their runs if any: their starts, and their number."""
         spec = self._spec(kind)
         num_rows, table_width = rows.block_tables_sm.shape
-        num_heads = self.model.config.num_heads // self.num_head_parts
+        num_heads = self.model.config.num_heads // self.num_head_parts // num_places
         queries = Queries(num_heads, jnp.dtype(self.model.dtype), num_rows, table_width, slots_t.shape[0])
         return prepare_step_rows(rows, slots_t, runs, spec, queries, backend=self.backend)
 

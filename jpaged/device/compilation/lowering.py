@@ -148,7 +148,10 @@ def _sized_step(
         is_encoder=config.is_encoder,
         state_bytes=(state_bytes := count_state_bytes(config.layer_kinds, model.dtype)),
         state_checkpoint_interval=state_checkpoint_interval(
-            options.cache, state_bytes, len(groups.windows) * layout.bytes_per_block, layout.block_size
+            options.cache,
+            state_bytes,
+            len(groups.windows) * layout.bytes_per_block if any(kind.num_places for kind in config.layer_kinds) else 0,
+            layout.block_size,
         ),
     )
     step = Step(
@@ -228,6 +231,7 @@ def _kv_groups(kinds: tuple[LayerKind, ...], sizes: StepSizes, layer_mode: Layer
 
 
 _LEAST_CHECKPOINT_TOKENS = 128
+_STATE_ONLY_CHECKPOINT_TOKENS = 2048
 
 
 def state_checkpoint_interval(cache: CacheOptions, state_bytes: int, kv_bytes: int, block_size: int) -> int:
@@ -236,12 +240,14 @@ def state_checkpoint_interval(cache: CacheOptions, state_bytes: int, kv_bytes: i
     By default a checkpoint takes at most the bytes of the keys and values of these tokens.
 
     Args:
-        kv_bytes: keys and values of `block_size` tokens, all layers.
+        kv_bytes: keys and values of `block_size` tokens, all layers; 0 without any.
     """
     if not state_bytes or not cache.enable_prefix_caching:
         return 0
     given = cache.state_checkpoint_interval
-    chosen = max(_LEAST_CHECKPOINT_TOKENS, block_size * -(-state_bytes // kv_bytes)) if given is None else given
+    chosen = _STATE_ONLY_CHECKPOINT_TOKENS if given is None else given
+    if given is None and kv_bytes:
+        chosen = max(_LEAST_CHECKPOINT_TOKENS, block_size * -(-state_bytes // kv_bytes))
     return -(-chosen // block_size) * block_size
 
 
