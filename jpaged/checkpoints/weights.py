@@ -250,6 +250,7 @@ class DevicePacker:
             return None
         sharding = placed.sharding if isinstance(placed, Format) else placed
         assert isinstance(sharding, NamedSharding)
+        assert isinstance(sharding.mesh, Mesh)
         is_layer = path[0] == "layers" and isinstance(path[1], int)
         kind = (self._config.layer_kinds[int(path[1])], path[2:]) if is_layer else path
         key = kind, placed, tuple((array.shape, array.dtype) for array in arrays)
@@ -756,7 +757,7 @@ class _LeafSource:
         rest, built = iter(arrays), []
         for leaf in self.leaves:
             traced = _TracedLeaf(jnp.zeros(leaf.shape, self.dtype))
-            leaf.pack([next(rest) for _ in leaf.tensors], traced)  # type: ignore[arg-type, misc]
+            leaf.pack([next(rest) for _ in leaf.tensors], traced)  # type: ignore[arg-type]
             value: Any = traced.value
             built.append(value if self.split is None else self.split.padded(value, 0, self.split.wide_size))
         # A copy, because a program returns an unchanged argument itself, which the caller may donate later.

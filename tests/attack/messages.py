@@ -331,7 +331,7 @@ _VALID: dict[type[Message], Callable[[random.Random, Names], Message]] = {
         name=rng.choice(names.pins), path="adapter"
     ),
     control_pb2.UpdateWeightsRequest: lambda rng, names: control_pb2.UpdateWeightsRequest(
-        path=rng.choice(["/nowhere", ""]), mode=rng.choice(control_pb2.UpdateMode.values())
+        path=rng.choice(["/nowhere", ""]), mode=rng.choice(control_pb2.UpdateMode.keys())
     ),
     control_pb2.UnloadAdapterRequest: lambda rng, names: control_pb2.UnloadAdapterRequest(name=rng.choice(names.pins)),
     control_pb2.ListAdaptersRequest: _empty(control_pb2.ListAdaptersRequest),

@@ -90,7 +90,7 @@ def check_update(folder: Path, tmp_path: Path, options: dict[str, Any], forms: t
         before, old_leaves = outputs_of(llm), leaves_of(llm)
         assert before != want
         for number, form in enumerate(forms):
-            given = {
+            given: Any = {
                 "folder": tmp_path / "other",
                 "numpy": tensors,
                 "nested": nested(tensors),

@@ -217,9 +217,10 @@ def test_an_update_during_a_pause_or_a_sleep_does_not_resume() -> None:
 def test_what_cannot_be_is_refused_before_requests_are_ended() -> None:
     h = Harness()
     h.submit("a", PROMPT, max_tokens=4)
+    unknown: Any = "stop"
     for call, problem in (
         (lambda: h.engine.update_weights("other", "abort"), "is not a FakeUpdate"),
-        (lambda: h.engine.update_weights(FakeUpdate(1), "stop"), "mode: 'stop' is not one of"),
+        (lambda: h.engine.update_weights(FakeUpdate(1), unknown), "mode: 'stop' is not one of"),
         (lambda: h.engine.update_weights(FakeUpdate(1), version="a\n"), "version: .* printable"),
         (lambda: h.engine.update_weights(FakeUpdate(1), version=True), "version"),
     ):
@@ -261,7 +262,7 @@ def test_replicas_are_updated_together_or_not_at_all() -> None:
         first, _ = fleet.last(name).weight_versions
         assert fleet.tokens(name) == continued(PROMPT, fleet.tokens(name)[: first.num_tokens], 30, 9)
 
-    broken = fleet.engines[1]._executor
+    broken: Any = fleet.engines[1]._executor
 
     def fail(update: FakeUpdate) -> None:
         broken.discard()

@@ -275,7 +275,7 @@ async def test_a_classifier_returns_labels_and_probabilities() -> None:
         httpx2.AsyncClient(base_url=harness.http_url) as client,
         AsyncClient(harness.target) as ours,
     ):
-        texts = ["one", [1, 2, 1, 1], [51, 52]]
+        texts: list[str | list[int]] = ["one", [1, 2, 1, 1], [51, 52]]
         logits = [vector[:2] for vector in await ours.embed(texts, pooling="mean")]
         found = (await client.post("/classify", json={"model": "fake", "input": texts})).json()
         assert [one["index"] for one in found["data"]] == [0, 1, 2]

@@ -102,7 +102,11 @@ def _decoders() -> list[TinyCase]:
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
-    whole_keys = {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0}
+    whole_keys: dict[str, object] = {
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 2,
+        "hidden_size_per_layer_input": 0,
+    }
     whole_keys |= {"num_hidden_layers": 6, "layer_types": ["sliding_attention", *["full_attention"] * 2] * 2}
     beside = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 40}
     uncapped = {"attn_logit_softcapping": None, "final_logit_softcapping": None}

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
@@ -187,7 +188,7 @@ def _read_per_layer(fields: JsonFields, key: str, num_layers: int, missing: obje
         InvalidArgument: another number of them, or something else.
     """
     value = fields.value(key, missing)
-    found = value if isinstance(value, list) else [value] * num_layers
+    found: list[Any] = value if isinstance(value, list) else [value] * num_layers
     if any(isinstance(one, bool) or not isinstance(one, (int, float)) for one in found):
         raise fields.bad(key, f"is {value!r}; it must have numbers")
     if len(found) != num_layers:
