@@ -345,7 +345,7 @@ RICH: dict[str, Any] = {
         {"type": "custom_tool_call", "call_id": "b", "name": "c", "input": "x"},
         {"type": "custom_tool_call_output", "call_id": "b", "output": "y"},
         {"type": "additional_tools", "role": "developer", "tools": [{"type": "function", "name": "f"}]},
-        {"type": "agent_message", "author": "/root", "recipient": "/root/a", "content": "Go on."},
+        {"type": "agent_message", "author": "/lead", "recipient": "/lead/a", "content": "Go on."},
         {"type": "item_reference", "id": "msg_a_0"},
     ],
     "tools": [
@@ -367,10 +367,10 @@ RICH: dict[str, Any] = {
 
 def test_messages_between_agents_are_messages_of_the_user() -> None:
     passthrough = {"internal_chat_message_metadata_passthrough": {"turn_id": "t1"}}
-    item = {"type": "agent_message", "id": "amsg_1", "author": "/root", "recipient": "/root/tests", **passthrough}
+    item = {"type": "agent_message", "id": "amsg_1", "author": "/lead", "recipient": "/lead/tests", **passthrough}
     given = LenientBody({"input": [{**item, "content": [{"type": "input_text", "text": "Run them."}]}]})
     parsed = parse_responses_request(given)
-    text = "Message from /root to /root/tests:\nRun them."
+    text = "Message from /lead to /lead/tests:\nRun them."
     assert parsed.job.prompts[0].messages == ({"role": "user", "content": text},)
     assert [*given.ignored] == ["input.internal_chat_message_metadata_passthrough"]
     for wrong, field in (
