@@ -322,8 +322,24 @@ class LocalModel:
         self._stop = weakref.finalize(self, _stop, self._serving, self._process_id)
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Load the model of an `EngineArgs` with its options."""
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: object = None,
+        stat_loggers: Sequence[object] | None = None,
+        enable_multiprocessing: bool = False,
+    ) -> Self:
+        """Load the model of an `EngineArgs` with its options. The loop always starts, in this process.
+
+        Args:
+            usage_context: has no effect: no usage data is sent.
+
+        Raises:
+            Unsupported: `stat_loggers` is given.
+        """
+        if stat_loggers:
+            raise Unsupported("stat_loggers: is not supported; read get_metrics(), or the metrics of a server")
         return cls(**engine_args.options)
 
     @property

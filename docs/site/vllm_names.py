@@ -49,8 +49,9 @@ INSTEAD: Mapping[str, str] = {
 """Alternatives to paths that are not served."""
 PARTLY: Mapping[str, str] = {
     "/classify": "the same, for models with a classification head",
-    "/update_weights": "replaces the weights by those of a folder, whose `path` the body has "
-    "([weight updates](weight_updates.md))",
+    "/update_weights": (
+        "replaces the weights by those of a folder, whose `path` the body has ([weight updates](weight_updates.md))"
+    ),
 }
 """Paths that only some models serve."""
 

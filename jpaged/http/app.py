@@ -268,7 +268,7 @@ def sleep_routes(service: Service) -> list[Route]:
 
     async def update_weights(request: Request) -> Response:
         given = await read_body(service, request, lambda body: weight_update_in(request.url.path, body))
-        mode: Any = given.mode
+        mode: Any = given.mode  # the engine checks it
         version = await service.update_weights(given.path, mode, given.version)
         return JSON({"success": True, "message": "the weights were replaced", "weight_version": version})
 
