@@ -151,6 +151,24 @@ def test_the_version_is_part_of_every_block_key() -> None:
     assert len(keys) == 3 and root_block_hash("") in keys
 
 
+def test_log_probabilities_of_a_prompt_are_all_of_one_version() -> None:
+    prompt = [n % 100 for n in range(40)]
+    told = []
+    for num_steps in (0, 2):  # before the update; a step computes 16 tokens
+        h = Harness()
+        if not num_steps:
+            updated(h, FakeUpdate(6))
+        h.submit("a", prompt, max_tokens=3, prompt_logprobs=1)
+        for _ in range(num_steps):
+            h.step()
+        if num_steps:
+            updated(h, FakeUpdate(6))
+        h.run()
+        assert h.tokens("a") == expected_tokens(prompt, 3, weight=6)
+        told.append([position for event in h.events["a"] for position in event.prompt_logprobs])
+    assert len(told[0]) == 39 and told[0] == told[1]
+
+
 def test_an_adapter_stays_loaded() -> None:
     h = Harness(executor=with_adapters(2)())
     adapter = LoadedAdapter("a", "", 1, FakeAdapter(5))
