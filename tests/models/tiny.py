@@ -361,7 +361,7 @@ def write_checkpoint(case: TinyCase, folder: Path) -> Path:
 
 def tensors(case: TinyCase) -> dict[str, np.ndarray]:
     """Every tensor of the checkpoint; each has its own stream, so their order does not matter."""
-    return {name: _tensor(case, name, shape) for name, shape in _shapes(case.config).items()}
+    return {name: tensor(case, name, shape) for name, shape in _shapes(case.config).items()}
 
 
 def _case(name: str, family: str, heads: tuple[int, int, int], prompt_len: int, **settings: object) -> TinyCase:
@@ -496,7 +496,8 @@ def _llama_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _tensor(case: TinyCase, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def tensor(case: TinyCase, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """One tensor, whose stream its name and the case's begin."""
     if name.endswith((".act_fn.beta", ".act_fn.eps")):
         return np.array(0.5 if name.endswith("beta") else -1e-6, np.float32)
     noise = _generator(f"{case.name}/{name}").standard_normal(shape, dtype=np.float32)

@@ -5,7 +5,8 @@ import signal
 import subprocess
 
 import pytest
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from jpaged.demo import FOLDER
@@ -183,7 +184,7 @@ def test_a_remembered_check_answers_as_jinjas_own():
 
     remember_safe_attributes(Remembering)
     plain, remembering = ImmutableSandboxedEnvironment(), Remembering()
-    values = [{}, [], "", 0, 0.0, True, None, (), set(), Namespace(), Nested(), len, lambda: 0, str, (n for n in ())]
+    values = [{}, [], "", 0, 0.0, True, None, (), set(), Namespace(), Nested(), len, lambda: 0, str, iter("")]
     names = {name for value in values for name in dir(value)} | {"_x", "__x", "x", "mro", "gi_frame", "f_globals"}
     for _ in range(2):
         for value in values:

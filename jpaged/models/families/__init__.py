@@ -1,6 +1,6 @@
 """Families of models: a file each if the general decoder suffices, otherwise a folder.
 
-llama.py       Llama, Mistral, Mixtral, Qwen2, Qwen3, Phi-3 and Phi-4
+llama.py       Llama, Mistral, Mixtral, Qwen2, Qwen3, MiMo, Phi-3 and Phi-4
 gemma.py       Gemma 1 and 2, and the language models of Gemma 3
 qwen_moe.py    Qwen2-MoE and Qwen3-MoE
 qwen_next.py   Qwen3-Next, with the gated delta rule

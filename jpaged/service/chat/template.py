@@ -435,8 +435,12 @@ class ChatTemplate:
     def _try_nulls(self) -> bool:
         (user,), answer = _TRIAL, {"role": "assistant", "content": _TRIAL_TEXT}
         call = {"role": "assistant", "content": None, "tool_calls": [_TRIAL_CALL]}
-        turns = [[call, _TRIAL_RESULT], [{**call, "reasoning_content": _TRIAL_TEXT}, _TRIAL_RESULT]]
-        trials = [[user, call], *([user, *turn] for turn in turns), *([user, *turn, answer, user] for turn in turns)]
+        turns: list[list[Mapping[str, Any]]] = [
+            [call, _TRIAL_RESULT],
+            [{**call, "reasoning_content": _TRIAL_TEXT}, _TRIAL_RESULT],
+        ]
+        longer = ([user, *turn, *end] for end in ([], [answer, user]) for turn in turns)
+        trials: list[list[Mapping[str, Any]]] = [[user, call], *longer]
         has_text = False
         for trial in trials:
             counts = []
