@@ -33,6 +33,8 @@ def test_each_method_is_read_with_vllms_defaults():
 def test_mtp_needs_no_checkpoint_and_has_vllms_older_names(method):
     found = parse(method=method, num_speculative_tokens=2)
     assert (found.method, found.model, found.num_speculative_tokens) == ("mtp", None, 2)
+    pinned = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
+    assert parse(method=method, num_speculative_tokens=2, **pinned).synthetic_acceptance_length == 2.5
 
 
 def test_one_bound_of_the_ngrams_stands_for_both_and_null_is_left_out():
