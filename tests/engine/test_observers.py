@@ -1,12 +1,15 @@
 """The features that observe steps: only those that are on, in a fixed order, with one timing for each dispatch."""
 
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from jpaged.engine.executor import ExpertStats
 from jpaged.engine.scheduler.output import SchedulerOutput, build_step_inputs
-from jpaged.engine.stats import StallDetector, StepTimer
-from jpaged.testing import FakeExecutor
+from jpaged.engine.stats import Histogram, HistogramSnapshot, SpeculationStats, StallDetector, StepStats, StepTimer
+from jpaged.testing import FakeExecutor, VirtualClock
 from jpaged.types import Request, SamplingParams
 from tests.engine.harness import Harness
 
@@ -110,3 +113,81 @@ def test_steps_that_were_not_executed_are_not_counted():
     loop.stats.end_step(loop.memory, loop.scheduler)
     load = loop.stats.snapshot(0)
     assert (load.num_steps, load.num_cascade_steps, load.num_cascade_tokens) == (2, 2, 14)
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_histogram_counts_up_to_each_bound():
+    first, second = Histogram((1.0, 2.0)), Histogram((1.0, 2.0))
+    for value, count in ((1.0, 1), (1.5, 3), (5.0, 1)):
+        first.observe(value, count)
+    second.observe(0.5)
+    assert first.snapshot() == HistogramSnapshot((1.0, 2.0), (1, 4, 5), 10.5)
+    both = HistogramSnapshot.total([first.snapshot(), second.snapshot()])
+    assert both == HistogramSnapshot((1.0, 2.0), (2, 5, 6), 11.0)
+
+
+def test_accepted_tokens_are_counted_by_position():
+    stats = SpeculationStats(3)
+    stats.count([3, 2, 0, 1], [3, 1, 0, 0])
+    found = stats.snapshot()
+    assert (found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens) == (3, 6, 4)
+    assert found.num_accepted_tokens_per_pos == (2, 1, 1)
+
+
+def test_a_place_is_free_as_soon_as_requests_have_ended_lately():
+    clock = VirtualClock()
+    stats, last = StepStats(FakeExecutor().geometry, clock), StepStats(FakeExecutor().geometry, clock)
+    of_caller: Any = SimpleNamespace(ended_by="abort")
+    of_engine: Any = SimpleNamespace(ended_by=None)
+    for pause_s, group in ((0.0, of_caller), (2.0, of_engine), (4.0, of_caller)):
+        assert stats.seconds_per_request() == (1.0 if pause_s < 4 else 2.0)
+        clock.advance(pause_s)
+        stats.count_end(group)
+        last.count_end(group)
+    assert stats.seconds_per_request() == 3.0
+    assert {reason: count for reason, count in stats.num_ended().items() if count} == {"abort": 2, "error": 1}
+    for _ in range(100):
+        last.count_end(of_caller)
+    assert last.seconds_per_request() == 0.1
+
+
+def test_a_snapshot_has_what_others_count():
+    clock = VirtualClock()
+    stats, stalls = StepStats(FakeExecutor().geometry, clock), StallDetector(clock, 2.0)
+    stalls.begin()
+    clock.advance(3.0)
+    load = stats.snapshot(4, stalls, ExpertStats(5, 6, 7, 0.5))
+    assert (load.num_compiles_after_warm_up, load.seconds_since_progress, load.num_stalls) == (4, 3.0, 1)
+    assert (load.num_expert_load_reads, load.num_expert_rearrangements, load.num_experts_moved) == (5, 6, 7)
+    assert load.expert_balancedness == 0.5
+    assert stats.snapshot(0).num_stalls == 0
+
+
+def test_time_without_progress_is_that_of_pending_requests():
+    clock = VirtualClock()
+    stalls = StallDetector(clock, 2.0)
+
+    def after(seconds: float) -> tuple[float, bool, int]:
+        clock.advance(seconds)
+        return stalls.seconds_without, stalls.is_stalled, stalls.num_stalls
+
+    assert after(9.0) == (0.0, False, 0)
+    stalls.begin()
+    assert after(1.5) == (1.5, False, 0)
+    assert after(0.5) == (2.0, True, 1)
+    stalls.record_progress(clock())
+    assert after(1.0) == (1.0, False, 1)
+    stalls.record_progress(clock())
+    stalls.set_paused(True)
+    assert after(9.0) == (0.0, False, 1)
+    stalls.set_paused(False)
+    assert after(1.0) == (1.0, False, 1)
+    clock.advance(4.0)
+    stalls.rest()
+    assert after(9.0) == (0.0, False, 2)
+    stalls.begin_wait(clock())  # for a step whose requests were dropped
+    assert after(3.0) == (3.0, True, 3)
+    stalls.end_wait()
+    assert after(1.0) == (0.0, False, 2)
