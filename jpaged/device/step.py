@@ -169,7 +169,7 @@ class Microbatches:
         def cut(array: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(array, begin, self.num_tokens, axis=-1)
 
-        own = {name: cut(inputs[name]) for name in ("positions_t", "rope_lens_t", "slots_gt")}
+        own = {name: cut(inputs[name]) for name in ("positions_t", "rope_lens_t", "slots_gt", *_ADAPTERS & {*inputs})}
         return (
             {
                 **own,
