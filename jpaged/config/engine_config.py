@@ -197,12 +197,6 @@ class EngineConfig:
             raise InvalidArgument(
                 "pipeline_parallel_size", f"{size}: {method} drafts are not split into stages; use ngram or suffix"
             )
-        if self.cache.kv_cache_dtype in ("int8", "fp8"):
-            raise InvalidArgument(
-                "pipeline_parallel_size",
-                f"{size}: scales of 8-bit keys and values are not split into stages (kv_cache_dtype is "
-                f"{self.cache.kv_cache_dtype})",
-            )
 
     def _check_draft(self) -> None:
         """Reject options that conflict with a draft model or head, which shares the model's device."""
@@ -501,6 +495,11 @@ def compiler_environment_text() -> str:
 def api_key_from_environment() -> str:
     """Return the API key of commands for servers (JPAGED_API_KEY); "" if there is none."""
     return os.environ.get("JPAGED_API_KEY", "").strip()
+
+
+def vllm_environment() -> dict[str, str]:
+    """Return the environment variables of vLLM that are set: those whose names start with VLLM_."""
+    return {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
 
 
 def proxy_from_environment() -> tuple[str, tuple[str, ...]]:

@@ -69,7 +69,7 @@ from jpaged.device.model_runner import (
     unpack_rows,
 )
 from jpaged.device.sampling import SamplingStages, SamplingVocabulary
-from jpaged.device.sharded_matmul import experts_kernel, in_parts, num_column_parts
+from jpaged.device.sharded_matmul import experts_kernel, in_parts, num_column_parts, num_row_chunks
 from jpaged.engine.executor import MAX_NUM_STEPS, Detail, Geometry, StepDirective, StepInputs
 from jpaged.engine.executor.aux_io import AUX_IDS, AuxKind
 from jpaged.kernels import qkv_rope as heads
@@ -237,7 +237,8 @@ class Step:
     ) -> tuple[Any, ...]:
         """Run the layers on packed inputs.
 
-        If the pool has 8 bits, the parameters have its scales as "kv_scales" `[G * L, K, 2]`, group by group.
+        If the pool has 8 bits, the parameters have its scales as "kv_scales" `[G * L, K, 2]`, group by group; those of
+        a stage are together.
 
         Returns:
             the pool, and hidden states `[S+Q, E]` to sample from (S) and for log-probabilities or embeddings (Q); if
@@ -347,7 +348,7 @@ class Step:
             return of_last.astype(hidden_te.dtype), pool
 
         whole, of_stage = PartitionSpec(), PartitionSpec(STAGE_AXIS)
-        of_params = {name: of_stage if name == "layers" else whole for name in params}
+        of_params = {name: of_stage if name in ("layers", "kv_scales") else whole for name in params}
         results = on_stages(run, self.mesh, (of_params, of_stage, whole, whole), (whole, of_stage))(
             params, pool, ids_t, inputs
         )
@@ -384,9 +385,10 @@ class Step:
             if isinstance(pool, StatefulPool):
                 o_thd, kv = attend(q_thd, k_tkd, v_tkd, pool.kv, place, sinks_h)
                 return o_thd, pool.with_kv(kv)
-            new_kv, num_layers = (k_tkd, v_tkd, inputs["slots_gt"][place.group]), self.layout.num_layers
+            new_kv = k_tkd, v_tkd, inputs["slots_gt"][place.group]
             scales_lk2 = params.get("kv_scales")
             if scales_lk2 is not None:
+                num_layers = self.layout.num_layers // self.layout.num_stages
                 scales_lk2 = scales_lk2[place.group * num_layers : (place.group + 1) * num_layers]
             of_step = rows[place.attention, place.group]
             return self._attend(q_thd, new_kv, pool, place, of_step, scales_lk2, sinks_h)
@@ -413,6 +415,7 @@ class Step:
             adapters_t=inputs.get("adapters_t"),
             states_te=states_te,
             num_column_parts=self.num_column_parts(len(ids_t)),
+            num_row_chunks=num_row_chunks(len(ids_t)) if self.overlaps_sums else 1,
             is_used_t=is_used_t,
             states=None if is_used_t is None else StateShardings(self._sharding(TOKENS_SPEC), replicated(self.mesh)),
             recurrent=recurrent_rows(inputs, len(ids_t), self.mesh),
@@ -610,7 +613,8 @@ class Step:
 
     def num_column_parts(self, num_tokens: int) -> int:
         """Return the parts of the hidden states' columns in a step of this many tokens; see `ColumnParts`."""
-        return num_column_parts(num_tokens, self.model.config.hidden_size) if self.overlaps_sums else 1
+        num_rows = num_tokens // num_row_chunks(num_tokens)
+        return num_column_parts(num_rows, self.model.config.hidden_size) if self.overlaps_sums else 1
 
     def _logits(self, params: Params, hidden_re: jax.Array, num_in_use: jax.Array) -> Float[Array, "R V"]:
         if self.slots is not None:
@@ -638,9 +642,9 @@ class Step:
         last_tokens_s = jnp.pad(sampled.token_ids_r, (0, self.max_sample_rows - len(sampled.token_ids_r)))
         columns = [sampled.token_ids_r[:, None], sampled.is_sound_r[:, None].astype(jnp.int32)]
         if sampled.logprobs_r is not None and sampled.ranks_r is not None:
-            columns += [_bits(sampled.logprobs_r)[:, None], sampled.ranks_r[:, None]]
+            columns += [lax.bitcast_convert_type(sampled.logprobs_r, jnp.int32)[:, None], sampled.ranks_r[:, None]]
         if sampled.top_ids_rk is not None and sampled.top_logprobs_rk is not None:
-            columns += [sampled.top_ids_rk, _bits(sampled.top_logprobs_rk)]
+            columns += [sampled.top_ids_rk, lax.bitcast_convert_type(sampled.top_logprobs_rk, jnp.int32)]
         return last_tokens_s, jnp.concatenate(columns, axis=1)
 
     def _heads(self) -> HeadsKernel | None:
@@ -803,10 +807,6 @@ def _later_positions(kind: AttentionKind, kv_lens_s: jax.Array) -> jax.Array:
 def _of_counts(counts: Any, last_tokens: Any) -> TokenCounts:
     """Return counts with any values in place of their arrays."""
     return TokenCounts(counts, last_tokens)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 _State = tuple[jax.Array, Any, jax.Array, jax.Array, jax.Array, jax.Array]

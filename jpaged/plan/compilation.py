@@ -146,6 +146,14 @@ def check_can_be_saved(target: str) -> None:
     check_saved_platform("save", find_target(target).platform)
 
 
+def _adjusted(config: ModelConfig, question: Question, options: EngineConfig) -> ModelConfig:
+    """Return the config of a model with what the options change of it."""
+    config = quantized_here(config, str(question.options.get("quantization", "auto")))
+    config = with_parallel_experts(config) if options.parallel.enable_expert_parallel else config
+    config = with_dp_attention(config) if options.parallel.enable_dp_attention else config
+    return streaming_llm.as_asked(config, options)
+
+
 def answer(question: Question, progress: Progress) -> CompiledPlan:
     """Compile in this process.
 
@@ -154,11 +162,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     """
     options = EngineConfig.load(question.options)
     name, config = find_config(question.model, options.model.overrides)
-    config = quantized_here(config, str(question.options.get("quantization", "auto")))
-    target = find_target(question.target)
-    config = with_parallel_experts(config) if options.parallel.enable_expert_parallel else config
-    config = with_dp_attention(config) if options.parallel.enable_dp_attention else config
-    config = streaming_llm.as_asked(config, options)
+    target, config = find_target(question.target), _adjusted(config, question, options)
     draft = _draft_config(options, config)
     is_single = options.has_head and draft is not None and not is_mtp(draft)
     chosen = 1 if is_single else question.options.get("tensor_parallel_size")
@@ -184,6 +188,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         num_threads=question.num_threads,
     )
     notes += _adapter_notes(options, deployment)
+    held_dtype = kv_dtype(options.cache.kv_cache_dtype, model.dtype).name
     return CompiledPlan(
         model=name,
         target=target,
@@ -191,12 +196,12 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         num_context_parts=num_parts,
         num_stages=in_stages,
         dtype=model.dtype.name,
-        kv_dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype).name,
+        kv_dtype=held_dtype,
         notes=tuple(notes),
         deployment=deployment,
         step_times=PlannedModel(
             config=config,
-            kv_dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype).name,
+            kv_dtype=held_dtype,
             itemsize=model.dtype.itemsize,
             target=target,
             num_devices=num_sharing,

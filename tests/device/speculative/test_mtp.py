@@ -140,7 +140,7 @@ def started(executor: JaxExecutor, *rows: int) -> tuple[Driver, list[Sequence]]:
 
 @pytest.mark.long
 def test_a_layer_that_is_always_right_has_every_proposal_accepted(certain: Served) -> None:
-    """Of sampled rows as well: a proposal is sampled with the noise of its place."""
+    """Sampled rows included: a proposal is sampled with the noise of its position."""
     rows = range(len(PROMPTS))
     want = one_by_one(*started(certain.executor, *rows), 3 * (NUM_TOKENS + 1))
     tokens, speculated = speculate(*started(certain.executor, *rows), num_rounds=3)
@@ -150,7 +150,7 @@ def test_a_layer_that_is_always_right_has_every_proposal_accepted(certain: Serve
 
 
 def test_tokens_are_those_of_single_steps(mimo: Served) -> None:
-    """Of rows that are alone and with others, greedy and sampled, whatever the layer proposes."""
+    """Rows run alone and with others, greedy and sampled, whatever the layer proposes."""
     rows = range(len(PROMPTS))
     want = one_by_one(*started(mimo.executor, *rows), 12)
     together, _ = speculate(*started(mimo.executor, *rows), num_rounds=3)
