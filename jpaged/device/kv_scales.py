@@ -22,6 +22,7 @@ from jpaged.device.mesh import STAGE_AXIS, num_stages, on_stages, scales_spec
 from jpaged.device.step import Step
 from jpaged.kernels.kv_layout import MAX_NUMBER, output_dim
 from jpaged.kernels.paged_attention import rotate_heads
+from jpaged.models.layer_kinds import HeadSizes
 from jpaged.models.layers import Attend, Params
 from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import TokenBatch
@@ -104,16 +105,23 @@ def _probe(step: Step, token_ids_t: jax.Array) -> tuple[Attend, TokenBatch, jax.
         sinks_h: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         v_tkd = k_tkd[..., : output_dim(layout)] if v_tkd is None else v_tkd
-        q_tkgd = q_thd.reshape(num_tokens, layout.num_kv_heads, -1, layout.head_dim)
+        heads = place.kind.heads or HeadSizes(layout.num_kv_heads, layout.head_dim)
+        q_tkgd = q_thd.reshape(num_tokens, heads.num_kv_heads, -1, heads.head_dim)
         s_kgqt = jnp.einsum("qkgd,tkd->kgqt", q_tkgd, k_tkd, preferred_element_type=jnp.float32) * place.attention.scale
         p_kgqt = jax.nn.softmax(jnp.where(is_seen_qk, s_kgqt, -jnp.inf)).astype(v_tkd.dtype)
         o_thd = jnp.einsum("kgqt,tkd->qkgd", p_kgqt, v_tkd).reshape(*q_thd.shape[:2], -1)
         # A latent is stored once, with one scale for all its uses.
         stored = [k_tkd, v_tkd if layout.value_dim is None else k_tkd]
         if layout.is_rotated:
-            stored = [rotate_heads(x, jnp.float32, backend="xla") for x in stored]
+            pads = ((0, 0), (0, 0), (0, layout.head_dim - heads.head_dim))
+            stored = [rotate_heads(jnp.pad(x, pads), jnp.float32, backend="xla") for x in stored]
         found_k2 = jnp.stack([jnp.abs(x.astype(jnp.float32)).max(axis=(0, 2)) for x in stored], axis=-1)
-        return o_thd, carry.at[place.group * num_layers + place.index].set(found_k2)
+        if place.kind.heads is None:
+            return o_thd, carry.at[place.group * num_layers + place.index].set(found_k2)
+        found_kn2 = found_k2.reshape(layout.num_kv_heads, heads.num_places, 2)
+        for number in range(heads.num_places):
+            carry = carry.at[(place.group + number) * num_layers + place.index].set(found_kn2[:, number])
+        return o_thd, carry
 
     positions_t = jnp.arange(num_tokens, dtype=jnp.int32)
     none_lk2 = jnp.zeros((len(step.kv_groups.windows) * num_layers, layout.num_kv_heads, 2))

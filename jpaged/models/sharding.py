@@ -85,9 +85,8 @@ class PaddedAxis:
         An axis of layers may come first.
         """
         if self.name == "vocab":
-            padded = np.zeros((end - begin, *array.shape[1:]), array.dtype)
-            padded[: len(array)] = array
-            return padded
+            missing = (end - begin - len(array), *array.shape[1:])
+            return array.__array_namespace__().concat([array, np.zeros(missing, array.dtype)]) if missing[0] else array
         if self.heads is not None:
             first = begin % (self.repeats * self.heads.repeated(self.repeats).group_size)
             return repeat_groups(array, self.heads, self.repeats)[..., first : first + end - begin]
@@ -116,11 +115,12 @@ def repeat_groups(qkv: np.ndarray, heads: GroupedHeads, repeats: int) -> np.ndar
     """
     if repeats == 1:
         return qkv
-    group, outer = heads.group, qkv.shape[:-1]
+    group, outer, arrays = heads.group, qkv.shape[:-1], qkv.__array_namespace__()  # NumPy's, or JAX's when traced
     groups = qkv.reshape(*outer, -1, group + 2, heads.head_dim)
     q = groups[..., :group, :].reshape(*outer, -1, group // repeats, heads.head_dim)
-    repeated = np.concatenate((q, np.repeat(groups[..., group:, :], repeats, axis=-3)), axis=-2)
-    return repeated.reshape(*outer, -1)
+    kv = arrays.repeat(groups[..., group:, :], repeats, axis=-3)
+    repeated: np.ndarray = arrays.concat((q, kv), axis=-2).reshape(*outer, -1)
+    return repeated
 
 
 def pad_for_sharding(config: ModelConfig, num_parts: int) -> ModelConfig:
@@ -141,8 +141,7 @@ def pad_for_sharding(config: ModelConfig, num_parts: int) -> ModelConfig:
             f"{', '.join(map(str, working))} work",
         )
     return dataclasses.replace(
-        config,
-        num_kv_heads=config.num_kv_heads if config.has_dp_attention else max(config.num_kv_heads, num_parts),
+        config if config.has_dp_attention else config.with_kv_heads(num_parts),
         vocab_size=_rounded_up(config.vocab_size, num_parts),
         quantization=None if config.quantization is None else config.quantization.split(num_parts),
     )
@@ -158,9 +157,12 @@ def _rounded_up(size: int, num_parts: int) -> int:
 
 
 def _divides(config: ModelConfig, num_parts: int) -> bool:
-    has_groups = config.num_kv_heads % num_parts == 0 or num_parts % config.num_kv_heads == 0
+    sizes = {config.num_kv_heads, *(kind.heads.num_kv_heads for kind in config.layer_kinds if kind.heads is not None)}
+    has_groups = all(size % num_parts == 0 or num_parts % size == 0 for size in sizes)
     has_heads = config.has_dp_attention or (config.num_heads % num_parts == 0 and has_groups)
-    has_widths = all(kind.is_sparse for kind in config.layer_kinds) or config.intermediate_size % num_parts == 0
+    is_sparse = all(kind.is_sparse for kind in config.layer_kinds)
+    has_dense = not is_sparse or (config.mixture is not None and config.mixture.is_beside)
+    has_widths = not has_dense or config.intermediate_size % num_parts == 0
     has_experts = config.mixture is None or config.mixture.divides(num_parts)
     has_states = not config.num_recurrent_layers or config.num_recurrent_parts % num_parts == 0
     return has_heads and has_widths and has_experts and has_states
