@@ -227,3 +227,7 @@ def test_times_and_counts_are_those_of_the_requests():
         "time_per_token": (2, 2.0),
     }
     assert found["host_step"].cumulative_counts[-1] == 4
+    h.submit("c", [3], max_tokens=1)
+    h.run()
+    assert h.engine.num_ended_by_reason()["length"] == 3
+    assert h.engine.histogram("time_per_token").cumulative_counts[-1] == 2
