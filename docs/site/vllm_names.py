@@ -41,12 +41,18 @@ INSTEAD: Mapping[str, str] = {
     "/inference/v1/abort_requests /abort_requests": "close the connection, or call gRPC `Abort`",
     "/kv_event_sources": "`GetServerInfo` has the endpoints ([KV events](kv_events.md))",
     "/scale_elastic_ep /is_scaling_elastic_ep /fault_tolerance/apply /fault_tolerance/status /collective_rpc "
-    "/init_weight_transfer_engine /start_weight_update /start_draft_weight_update /update_weights "
-    "/finish_weight_update /update_weight_version /shutdown_weight_transfer_engine /weight_checker /weight_info "
-    "/get_world_size": "the number of replicas and the weights are fixed: restart the server",
+    "/get_world_size": "the number of replicas is fixed: restart the server",
+    "/init_weight_transfer_engine /start_weight_update /start_draft_weight_update /finish_weight_update "
+    "/update_weight_version /shutdown_weight_transfer_engine /weight_checker /weight_info": "`/update_weights` reads "
+    "a folder ([weight updates](weight_updates.md)); tensors are not sent over the network",
 }
 """Alternatives to paths that are not served."""
-PARTLY: Mapping[str, str] = {"/classify": "the same, for models with a classification head"}
+PARTLY: Mapping[str, str] = {
+    "/classify": "the same, for models with a classification head",
+    "/update_weights": (
+        "replaces the weights by those of a folder, whose `path` the body has ([weight updates](weight_updates.md))"
+    ),
+}
 """Paths that only some models serve."""
 
 METRICS = """
@@ -84,7 +90,8 @@ OURS: Mapping[str, str] = {
     "kv_offload_* kv_offload_tiering_* simple_kv_offload_*": "`jpaged:blocks_swapped_out_total`, "
     "`jpaged:blocks_swapped_in_total`, `jpaged:disk_blocks` and the other `jpaged:disk_*`",
     "nixl_* mooncake_* hf3fs_* hisparse_* umbp_*": "`jpaged:external_blocks` and the other `jpaged:external_*`",
-    "engine_sleep_state watermark_requests mm_cache_queries mm_cache_hits kv_block_lifetime_seconds "
+    "engine_sleep_state": "the same, with `--enable-sleep-mode`",
+    "watermark_requests mm_cache_queries mm_cache_hits kv_block_lifetime_seconds "
     "kv_block_idle_before_evict_seconds kv_block_reuse_gap_seconds estimated_flops_per_gpu_total "
     "estimated_read_bytes_per_gpu_total estimated_write_bytes_per_gpu_total tool_call_parser_invocations_total "
     "websocket_connections_active websocket_connections_total websocket_connection_duration_seconds "

@@ -36,7 +36,7 @@ def model_leaves(config: ModelConfig, stored: Iterable[str] = ()) -> ModelLeaves
     prefix = _prefix(family, names)
     layers = [
         family.layer_leaves(config, f"{prefix}{family.layers_prefix}{index}.", kind)
-        for index, kind in enumerate(config.layer_kinds)
+        for index, kind in enumerate(config.layer_kinds, config.first_layer)
     ]
     outer = family.outer_leaves(config, prefix)
     if config.tie_word_embeddings and family.lm_head in names:
@@ -89,6 +89,8 @@ def _leaf_bytes(config: ModelConfig, leaf: Leaf, itemsize: int) -> float:
     return size * NUM_BITS[form.values] / 8 + size / depth * form.num_groups(depth) * of_group
 
 
+_KEYS = (".k_proj.", ".v_proj.", ".k_norm.", ".v_norm.")
+"""Parts of names of keys and values, which layers may have that attend to those of another layer."""
 SCORE = ("score.weight", "score.bias")
 """Head of classifiers whose layers are those of a model that generates."""
 
@@ -104,6 +106,9 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
     if name in SCORE or any(part in name for part in (".rotary_emb.inv_freq", *family.ignored)):
         return True
     if family.ignores_later_layers and _get_layer(name, family) >= config.num_layers:
+        return True
+    layer = _get_layer(name, family) if any(part in name for part in _KEYS) else -1
+    if 0 <= layer < config.num_layers and config.layer_kinds[layer].kv_source is not None:
         return True
     return name == family.lm_head and config.tie_word_embeddings
 

@@ -4,8 +4,9 @@
     {"method": "suffix"}
 
 Keys, meanings and defaults are those of vLLM's `SpeculativeConfig`
-(https://docs.vllm.ai/en/latest/api/vllm/config/speculative/); draft_model and eagle3 read a separate checkpoint. The
-limits are jpaged's: a key that is unknown, or that the method does not use, is an error.
+(https://docs.vllm.ai/en/latest/api/vllm/config/speculative/); draft_model and eagle3 read a separate checkpoint, and
+mtp reads the model's own. The limits are jpaged's: a key that is unknown, or that the method does not use, is an error.
+Keys of vLLM that only choose how draft tokens are computed have no effect: draft tokens never change the output.
 """
 
 from __future__ import annotations
@@ -18,11 +19,33 @@ from jpaged.config.option import checked_keys, option, parse_json_object
 from jpaged.errors import InvalidArgument
 
 NAME = "speculative_config"
-METHODS = ("ngram", "suffix", "draft_model", "eagle3")
+METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp")
 MODEL_METHODS = ("draft_model", "eagle3")
 """Methods that read a separate checkpoint."""
+HEAD_METHODS = ("eagle3", "mtp")
+"""Methods whose proposer uses hidden states of the model."""
+DEVICE_METHODS = ("draft_model", *HEAD_METHODS)
+"""Methods whose proposer runs on the device, next to the model."""
+_OF_MTP = (
+    *("deepseek_mtp", "mimo_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"),
+    *("qwen3_next_mtp", "qwen3_5_mtp"),
+)
+"""Older names of the method mtp in vLLM, one for each family."""
 MAX_NUM_SPECULATIVE_TOKENS = 32
 _DEFAULT_LOOKUP = 5
+WITHOUT_EFFECT = frozenset(
+    {
+        *("attention_backend", "code_revision", "disable_eagle_block_drop", "disable_lookahead_block_hashes"),
+        *("disable_padded_drafter_batch", "draft_lm_head_quantization", "draft_load_config", "draft_sample_method"),
+        *("draft_tensor_parallel_size", "enable_adaptive_verification", "enforce_eager"),
+        *("index_share_for_mtp_iteration", "kv_cache_dtype", "max_model_len", "moe_backend"),
+        *("num_speculative_tokens_per_batch_size", "parallel_drafting", "quantization"),
+        *("tensor_parallel_size", "use_heterogeneous_vocab", "use_local_argmax_reduction"),
+    }
+)
+"""Keys of vLLM's object that are accepted and ignored."""
+_NGRAM = ("ngram", "[ngram]")
+"""Names of the method ngram, which vLLM also takes as the model."""
 _KEYS_OF = {
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),
@@ -31,8 +54,8 @@ _KEYS_OF = {
     "suffix_decoding_max_spec_factor": ("suffix",),
     "suffix_decoding_min_token_prob": ("suffix",),
     "model": MODEL_METHODS,
-    "rejection_sample_method": MODEL_METHODS,
-    "synthetic_acceptance_length": MODEL_METHODS,
+    "rejection_sample_method": DEVICE_METHODS,
+    "synthetic_acceptance_length": DEVICE_METHODS,
 }
 
 
@@ -81,6 +104,11 @@ class SpeculativeOptions:
         unit="tokens",
     )
 
+    @property
+    def has_head(self) -> bool:
+        """True if the proposer uses hidden states of the model (EAGLE-3, MTP)."""
+        return self.method in HEAD_METHODS
+
     @classmethod
     def parse(cls, text: str) -> SpeculativeOptions:
         """Parse the options of a JSON object.
@@ -94,10 +122,19 @@ class SpeculativeOptions:
     def of(cls, values: Mapping[str, Any]) -> SpeculativeOptions:
         """Build the options from keys and values; None counts as absent.
 
+        Without a method, the name of the model decides between eagle3 and draft_model, as in vLLM.
+
         Raises:
             InvalidArgument: a key is unknown, missing, out of range, or not one of the method's.
         """
-        given = checked_keys(cls, NAME, values)
+        kept = {key: value for key, value in values.items() if key not in WITHOUT_EFFECT}
+        if kept.get("method") in (None, *_NGRAM) and kept.get("model") in _NGRAM:
+            kept |= {"method": "ngram", "model": None}
+        elif kept.get("method") in (*_NGRAM, *_OF_MTP):
+            kept["method"] = "ngram" if kept["method"] in _NGRAM else "mtp"
+        given = checked_keys(cls, NAME, kept)
+        if "method" not in given and "model" in given:
+            given["method"] = "eagle3" if "eagle3" in given["model"].lower() else "draft_model"
         if "method" not in given:
             raise InvalidArgument(f"{NAME}.method", f"is missing: must be one of {', '.join(METHODS)}")
         method: str = given["method"]

@@ -24,7 +24,8 @@ on where experts are, and `exchange_experts` may move them between any two steps
 
 Dense layers are summed twice, after attention and after the feed-forward. On TPUs the hidden states are summed in parts
 of their columns, so that the compiler overlaps the sum of one part with the matmuls of others
-(`jpaged.models.layers.ColumnParts`). Parts of rows would read the weights once for each part.
+(`jpaged.models.layers.ColumnParts`). Long steps have chunks of rows, too: the feed-forward of one chunk overlaps with
+the sums of the other. Each chunk reads the weights of the layer, which takes less time than its products.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ _LEAST_WEIGHTS = 3 << 24
 """Numbers of a layer's matrices on one device at least: matmuls of fewer are shorter than the sums they would hide."""
 _LEAST_STATES: Mapping[int, int] = {4: 1 << 22, 2: 1 << 19}
 """Numbers of hidden states at least, by parts: smaller parts take mainly the latency of their sums."""
+_CHUNK_ROWS = 1024
+"""Rows of a chunk at least: products of fewer may take as long as reading their weights, which each chunk does."""
 _LANES = 128
 WIDER: Mapping[np.dtype, np.dtype] = {
     jnp.dtype(jnp.int4): jnp.dtype(jnp.int8),
@@ -82,11 +85,18 @@ def overlaps_sums(model: Model, layer_mode: LayerMode, mesh: Mesh, *, has_adapte
 
     Quantized matrices and adapters have no parts.
     """
-    is_split = num_shards(mesh) > 1 and num_context_parts(mesh) == num_stages(mesh) == 1
-    if has_adapters or not is_split or layer_mode != "scan" or first_device(mesh).device_kind not in _KINDS:
+    is_split = num_context_parts(mesh) == num_stages(mesh) == 1
+    if has_adapters or not is_split or layer_mode != "scan":
+        return False
+    return hides_sums(model, num_shards(mesh), first_device(mesh).device_kind)
+
+
+def hides_sums(model: Model, num_devices: int, device_kind: str) -> bool:
+    """Return True if parts of a model on some devices have matmuls that are long enough to hide the sums of parts."""
+    if num_devices == 1 or device_kind not in _KINDS:
         return False
     layer = (leaf for path, (leaf, *_) in placed_leaves(model.config, "loop") if path[:2] == ("layers", 0))
-    num_weights = sum(math.prod(leaf.shape) for leaf in layer) // num_shards(mesh)
+    num_weights = sum(math.prod(leaf.shape) for leaf in layer) // num_devices
     return num_weights >= _LEAST_WEIGHTS and model.dtype != np.float16 and model.takes_column_parts
 
 
@@ -94,6 +104,11 @@ def num_column_parts(num_tokens: int, width: int) -> int:
     """Return the parts of hidden states `[T, E]`, each of whole vectors of columns: 1, 2 or 4."""
     fitting = (parts for parts in _LEAST_STATES if width % (parts * _LANES) == 0)
     return next((parts for parts in fitting if num_tokens * width >= _LEAST_STATES[parts]), 1)
+
+
+def num_row_chunks(num_tokens: int) -> int:
+    """Return the chunks of the rows of hidden states in parts, each with equally many: 1 or 2."""
+    return 2 if num_tokens >= 2 * _CHUNK_ROWS and num_tokens % 2 == 0 else 1
 
 
 def in_parts(params: Params, model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:

@@ -62,15 +62,13 @@ from jpaged.device.mesh import (
 )
 from jpaged.device.model_runner import (
     NUM_COUNT_WORDS,
-    NUM_TOKEN_COLUMNS,
-    DecodePacking,
     Packing,
     unpack_edits,
     unpack_rows,
 )
 from jpaged.device.sampling import SamplingStages, SamplingVocabulary
-from jpaged.device.sharded_matmul import experts_kernel, in_parts, num_column_parts
-from jpaged.engine.executor import MAX_NUM_STEPS, Detail, Geometry, StepDirective, StepInputs
+from jpaged.device.sharded_matmul import experts_kernel, in_parts, num_column_parts, num_row_chunks
+from jpaged.engine.executor import Detail, Geometry, StepDirective, StepInputs
 from jpaged.engine.executor.aux_io import AUX_IDS, AuxKind
 from jpaged.kernels import qkv_rope as heads
 from jpaged.kernels.attention_kind import AttentionKind
@@ -88,7 +86,7 @@ from jpaged.models.tokens import HeadsKernel, PooledRows, StateShardings, TokenB
 from jpaged.types import POOLINGS
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int, Shaped
+    from jaxtyping import Array, Float, Int, Shaped
 
 _RUNS = {"kv_begins_s", "run_starts_s1", "num_runs"}
 _ADAPTERS = {"adapters_t"}
@@ -237,7 +235,8 @@ class Step:
     ) -> tuple[Any, ...]:
         """Run the layers on packed inputs.
 
-        If the pool has 8 bits, the parameters have its scales as "kv_scales" `[G * L, K, 2]`, group by group.
+        If the pool has 8 bits, the parameters have its scales as "kv_scales" `[G * L, K, 2]`, group by group; those of
+        a stage are together.
 
         Returns:
             the pool, and hidden states `[S+Q, E]` to sample from (S) and for log-probabilities or embeddings (Q); if
@@ -347,7 +346,7 @@ class Step:
             return of_last.astype(hidden_te.dtype), pool
 
         whole, of_stage = PartitionSpec(), PartitionSpec(STAGE_AXIS)
-        of_params = {name: of_stage if name == "layers" else whole for name in params}
+        of_params = {name: of_stage if name in ("layers", "kv_scales") else whole for name in params}
         results = on_stages(run, self.mesh, (of_params, of_stage, whole, whole), (whole, of_stage))(
             params, pool, ids_t, inputs
         )
@@ -369,9 +368,28 @@ class Step:
 
     def _attention(self, params: Params, inputs: Mapping[str, jax.Array], order: _Order) -> Attend:
         """Return the attention of a step's layers."""
-        kinds, places = self.model.config.attention_kinds, self.kv_groups.places
-        pairs = {(kind, group) for kind, (group, _) in zip(kinds, places, strict=False)}  # a stage has the first kinds
-        rows = {pair: self._prepare(*pair, inputs, order) for pair in pairs}
+        kinds, places = self.model.config.layer_kinds, self.kv_groups.places
+        found = {  # a stage has the first kinds
+            (kind.attention, kind.num_places, group + number)
+            for kind, (group, _) in zip(kinds, places, strict=False)
+            for number in range(kind.num_places)
+        }
+        rows = {key: self._prepare(*key, inputs, order) for key in found}
+        scales_lk2, num_layers = params.get("kv_scales"), self.layout.num_layers // self.layout.num_stages
+
+        def attend_group(
+            q_thd: jax.Array,
+            k_tkd: jax.Array,
+            v_tkd: jax.Array | None,
+            pool: Any,
+            place: LayerPlace,
+            sinks_h: jax.Array | None,
+            group: int,
+            num_places: int,
+        ) -> tuple[jax.Array, Any]:
+            new_kv = k_tkd, v_tkd, inputs["slots_gt"][group]
+            scales = None if scales_lk2 is None else scales_lk2[group * num_layers : (group + 1) * num_layers]
+            return self._attend(q_thd, new_kv, pool, place, rows[place.attention, num_places, group], scales, sinks_h)
 
         def attend(
             q_thd: jax.Array,
@@ -384,12 +402,21 @@ class Step:
             if isinstance(pool, StatefulPool):
                 o_thd, kv = attend(q_thd, k_tkd, v_tkd, pool.kv, place, sinks_h)
                 return o_thd, pool.with_kv(kv)
-            new_kv, num_layers = (k_tkd, v_tkd, inputs["slots_gt"][place.group]), self.layout.num_layers
-            scales_lk2 = params.get("kv_scales")
-            if scales_lk2 is not None:
-                scales_lk2 = scales_lk2[place.group * num_layers : (place.group + 1) * num_layers]
-            of_step = rows[place.attention, place.group]
-            return self._attend(q_thd, new_kv, pool, place, of_step, scales_lk2, sinks_h)
+            heads = place.kind.heads
+            if heads is None:
+                return attend_group(q_thd, k_tkd, v_tkd, pool, place, sinks_h, place.group, 1)
+            assert v_tkd is not None
+            (num_tokens, _, own_dim), head_dim = q_thd.shape, self.layout.head_dim
+            shape = num_tokens, self.layout.num_kv_heads, heads.num_places, -1, head_dim
+            pads = ((0, 0), (0, 0), (0, head_dim - own_dim))
+            q, k, v = (jnp.pad(x, pads).reshape(shape) for x in (q_thd, k_tkd, v_tkd))
+            outputs = []
+            for number in range(heads.num_places):
+                q_thd, k_tkd, v_tkd = (x[:, :, number].reshape(num_tokens, -1, head_dim) for x in (q, k, v))
+                group = place.group + number
+                o_thd, pool = attend_group(q_thd, k_tkd, v_tkd, pool, place, sinks_h, group, heads.num_places)
+                outputs.append(o_thd.reshape(num_tokens, self.layout.num_kv_heads, -1, head_dim))
+            return jnp.stack(outputs, axis=2)[..., :own_dim].reshape(num_tokens, -1, own_dim), pool
 
         return attend
 
@@ -413,6 +440,7 @@ class Step:
             adapters_t=inputs.get("adapters_t"),
             states_te=states_te,
             num_column_parts=self.num_column_parts(len(ids_t)),
+            num_row_chunks=num_row_chunks(len(ids_t)) if self.overlaps_sums else 1,
             is_used_t=is_used_t,
             states=None if is_used_t is None else StateShardings(self._sharding(TOKENS_SPEC), replicated(self.mesh)),
             recurrent=recurrent_rows(inputs, len(ids_t), self.mesh),
@@ -610,7 +638,8 @@ class Step:
 
     def num_column_parts(self, num_tokens: int) -> int:
         """Return the parts of the hidden states' columns in a step of this many tokens; see `ColumnParts`."""
-        return num_column_parts(num_tokens, self.model.config.hidden_size) if self.overlaps_sums else 1
+        num_rows = num_tokens // num_row_chunks(num_tokens)
+        return num_column_parts(num_rows, self.model.config.hidden_size) if self.overlaps_sums else 1
 
     def _logits(self, params: Params, hidden_re: jax.Array, num_in_use: jax.Array) -> Float[Array, "R V"]:
         if self.slots is not None:
@@ -638,9 +667,9 @@ class Step:
         last_tokens_s = jnp.pad(sampled.token_ids_r, (0, self.max_sample_rows - len(sampled.token_ids_r)))
         columns = [sampled.token_ids_r[:, None], sampled.is_sound_r[:, None].astype(jnp.int32)]
         if sampled.logprobs_r is not None and sampled.ranks_r is not None:
-            columns += [_bits(sampled.logprobs_r)[:, None], sampled.ranks_r[:, None]]
+            columns += [lax.bitcast_convert_type(sampled.logprobs_r, jnp.int32)[:, None], sampled.ranks_r[:, None]]
         if sampled.top_ids_rk is not None and sampled.top_logprobs_rk is not None:
-            columns += [sampled.top_ids_rk, _bits(sampled.top_logprobs_rk)]
+            columns += [sampled.top_ids_rk, lax.bitcast_convert_type(sampled.top_logprobs_rk, jnp.int32)]
         return last_tokens_s, jnp.concatenate(columns, axis=1)
 
     def _heads(self) -> HeadsKernel | None:
@@ -660,10 +689,13 @@ class Step:
     def _sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
 
-    def _prepare(self, kind: AttentionKind, group: int, inputs: Mapping[str, jax.Array], order: _Order) -> StepRows:
+    def _prepare(
+        self, kind: AttentionKind, num_places: int, group: int, inputs: Mapping[str, jax.Array], order: _Order
+    ) -> StepRows:
         """Prepare the rows for the layers of an attention kind in a KV group, once per step.
 
-        If contexts are split, or sequences distributed, each device has its own rows, stacked on a first axis.
+        Query heads are divided evenly among the places of a layer. If contexts are split, or sequences distributed,
+        each device has its own rows, stacked on a first axis.
         """
         rows = RaggedRows(
             query_starts_s1=inputs["query_starts_s1"],
@@ -676,13 +708,13 @@ class Step:
         slots_t = inputs["slots_gt"][group]
         runs = (inputs["run_starts_s1"], inputs["num_runs"]) if "num_runs" in inputs else None
         if order is None:
-            return self._prepared(kind, rows, slots_t, runs)
+            return self._prepared(kind, num_places, rows, slots_t, runs)
         if isinstance(order, RankOrder):
 
             def of_rank(order: RankOrder, rows: RaggedRows, slots_t: jax.Array) -> StepRows:
                 rank = jax.lax.axis_index(MODEL_AXIS)
                 own = order.get_rows(rows, rank, self.layout)
-                prepared = self._prepared(kind, own, order.own_slots(slots_t, rank, self.layout), None)
+                prepared = self._prepared(kind, num_places, own, order.own_slots(slots_t, rank, self.layout), None)
                 found: StepRows = jax.tree.map(lambda leaf: leaf[None], prepared)
                 return found
 
@@ -695,7 +727,7 @@ class Step:
             part = jax.lax.axis_index(CONTEXT_AXIS)
             runs = None if runs is None else (order.run_starts(runs[0]), runs[1])
             own = order.get_rows(rows, part, num_parts)
-            prepared = self._prepared(kind, own, own_slots(slots, part, num_parts), runs)
+            prepared = self._prepared(kind, num_places, own, own_slots(slots, part, num_parts), runs)
             found: StepRows = jax.tree.map(lambda leaf: leaf[None], prepared)
             return found
 
@@ -706,6 +738,7 @@ class Step:
     def _prepared(
         self,
         kind: AttentionKind,
+        num_places: int,
         rows: RaggedRows,
         slots_t: jax.Array,
         runs: tuple[jax.Array, jax.Array] | None,
@@ -713,7 +746,7 @@ class Step:
         """Prepare the rows of one device, with their runs if any: their starts, and their number."""
         spec = self._spec(kind)
         num_rows, table_width = rows.block_tables_sm.shape
-        num_heads = self.model.config.num_heads // self.num_head_parts
+        num_heads = self.model.config.num_heads // self.num_head_parts // num_places
         queries = Queries(num_heads, jnp.dtype(self.model.dtype), num_rows, table_width, slots_t.shape[0])
         return prepare_step_rows(rows, slots_t, runs, spec, queries, backend=self.backend)
 
@@ -777,7 +810,7 @@ class DraftStep:
         group: the model's KV group whose block tables it uses; one with full attention.
         num_tokens: proposals per row and round (k).
         watched: the model's layers whose inputs a head takes; empty for a draft model.
-        shares_embedding: the draft uses the model's embedding.
+        shared: names of parameters that are the model's, each with its name there.
         pinned_length: thousandths of the mean tokens of a round, for benchmarks: proposals are accepted by position,
             whatever the model samples. None accepts those that the model samples.
     """
@@ -786,7 +819,7 @@ class DraftStep:
     group: int
     num_tokens: int
     watched: tuple[int, ...] = ()
-    shares_embedding: bool = False
+    shared: tuple[tuple[str, str], ...] = ()
     pinned_length: int | None = None
 
     @property
@@ -803,97 +836,3 @@ def _later_positions(kind: AttentionKind, kv_lens_s: jax.Array) -> jax.Array:
 def _of_counts(counts: Any, last_tokens: Any) -> TokenCounts:
     """Return counts with any values in place of their arrays."""
     return TokenCounts(counts, last_tokens)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.int32)
-
-
-_State = tuple[jax.Array, Any, jax.Array, jax.Array, jax.Array, jax.Array]
-"""Number of steps run, the pool, the last tokens, ended rows, the outputs, and the newest step's verdict."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Decode:
-    """A dispatch on the device; `step` has the fields of `StepInputs` by name."""
-
-    step: Mapping[str, jax.Array]
-    num_steps: Int[Array, ""]
-    feed: Int[Array, ""]
-    ending_token_ids_rx: Int[Array, "R X"]
-    how: RowSampling
-    block_size: int
-
-    @classmethod
-    def of(cls, words: Int[Array, "W"], packing: DecodePacking, block_size: int) -> _Decode:
-        """Unpack the buffer of a call."""
-        step, (num_steps, feed), ending_rx, rows = packing.unpack(words)
-        return cls(step, num_steps, feed, ending_rx, RowSampling(**rows), block_size)
-
-    @property
-    def is_used_r(self) -> Bool[Array, "R"]:
-        """Rows in use, each of which has one token."""
-        return jnp.arange(len(self.ending_token_ids_rx)) < self.step["num_rows"]
-
-    def ends(self, ids_r: Int[Array, "R"]) -> Bool[Array, "R"]:
-        """Return True for each row whose token ends it."""
-        return jnp.any(ids_r[:, None] == self.ending_token_ids_rx, axis=1)
-
-    def step_at(self, index: Int[Array, ""]) -> dict[str, jax.Array]:
-        """Return the fields of one of the steps."""
-        step, is_used_r = self.step, self.is_used_r
-        kv_lens_s, tables_gsm = step["kv_lens_s"], step["block_tables_gsm"]
-        is_used_s = jnp.arange(len(kv_lens_s)) < step["num_rows"]
-        positions_r = step["positions_t"] + jnp.where(is_used_r, index, 0)
-        rows_r = jnp.minimum(jnp.arange(len(positions_r)), len(kv_lens_s) - 1)
-        blocks_gr = tables_gsm[:, rows_r, positions_r // self.block_size]
-        slots_gr = blocks_gr * self.block_size + positions_r % self.block_size
-        if "state_slots_s" in step:  # the first step has copied states that were shared
-            step = {**step, "state_sources_s": jnp.where(index > 0, step["state_slots_s"], step["state_sources_s"])}
-        return {
-            **step,
-            "positions_t": positions_r,
-            "rope_lens_t": jnp.maximum(step["rope_lens_t"], positions_r + 1),
-            "slots_gt": jnp.where(is_used_r, slots_gr, 0),
-            "kv_lens_s": kv_lens_s + jnp.where(is_used_s, index, 0),
-        }
-
-
-def packed_decode(
-    step: Step,
-    params: Params,
-    pool: Shaped[Array, "P B ..."] | StatefulPool,
-    last_tokens_s: Int[Array, "S"],
-    words: Int[Array, "W"],
-    *,
-    packing: DecodePacking,
-) -> tuple[Shaped[Array, "P B ..."] | StatefulPool, Int[Array, "S"], Int[Array, "N R C"]]:
-    """Run the steps on packed inputs until every row has ended.
-
-    Returns:
-        the pool, the tokens that the rows sampled last, and for each step the columns that `unpack_outputs` parses. A
-        row that ended keeps its token; its later outputs are marked finite and must be ignored.
-    """
-    inputs = _Decode.of(words, packing, step.layout.block_size)
-    first = inputs.step
-    ids_r = jnp.where(first["is_prev_sampled_t"], last_tokens_s[first["prev_sampled_rows_t"]], first["token_ids_t"])
-    has_ended_r = ~inputs.is_used_r | (first["is_prev_sampled_t"] & inputs.ends(ids_r))
-    outputs_nrc = jnp.ones((MAX_NUM_STEPS, packing.num_rows, NUM_TOKEN_COLUMNS), jnp.int32)
-
-    def goes_on(state: _State) -> jax.Array:
-        index, _, _, has_ended_r, _, verdict = state
-        return (index < inputs.num_steps) & ~jnp.all(has_ended_r) & (verdict == StepDirective.CONTINUE)
-
-    def run(state: _State) -> _State:
-        index, pool, ids_r, has_ended_r, outputs_nrc, _ = state
-        hidden_re, pool = step.run(params, pool, ids_r, inputs.step_at(index))
-        how = dataclasses.replace(inputs.how, positions_r=inputs.how.positions_r + index)
-        sampled, verdict = step.sample_fed(params, hidden_re, how, inputs.feed, index)
-        ids_r = jnp.where(has_ended_r | (verdict == StepDirective.VOID), ids_r, sampled.token_ids_r)
-        columns_rc = jnp.stack([ids_r, (sampled.is_sound_r | has_ended_r).astype(jnp.int32)], axis=1)
-        outputs_nrc = lax.dynamic_update_index_in_dim(outputs_nrc, columns_rc, index, 0)
-        return index + 1, pool, ids_r, has_ended_r | inputs.ends(ids_r), outputs_nrc, verdict
-
-    state: _State = jnp.int32(0), pool, ids_r, has_ended_r, outputs_nrc, jnp.int32(StepDirective.CONTINUE)
-    _, pool, ids_r, _, outputs_nrc, _ = lax.while_loop(goes_on, run, state)
-    return pool, jnp.pad(ids_r, (0, step.max_sample_rows - packing.num_rows)), outputs_nrc

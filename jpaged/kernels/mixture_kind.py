@@ -62,11 +62,12 @@ class GateFunction:
     """Function that combines a gate and an up into one number. Hashable, static under jit.
 
     Attributes:
-        kind: `silu`, silu(gate) * up; `relu2`, relu(up) squared, without gates; or `clamped`, (up + 1) * gate *
-            sigmoid(alpha * gate), with gates clamped to at most `limit` and ups to [-limit, limit] (gpt-oss).
+        kind: `silu`, silu(gate) * up; `gelu_tanh`, the approximate gelu(gate) * up; `relu2`, relu(up) squared, without
+            gates; or `clamped`, (up + 1) * gate * sigmoid(alpha * gate), with gates clamped to at most `limit` and ups
+            to [-limit, limit] (gpt-oss).
     """
 
-    kind: Literal["silu", "relu2", "clamped"] = "silu"
+    kind: Literal["silu", "gelu_tanh", "relu2", "clamped"] = "silu"
     alpha: float = 1.0
     limit: float = float("inf")
 

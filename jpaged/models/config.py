@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.attention_kind import AttentionKind
@@ -32,6 +32,7 @@ class Mixture:
         shared_width: of the shared expert; 0 is none.
         shared_is_weighed: the shared expert is multiplied by the sigmoid of a linear layer (Qwen2-MoE).
         weighs_inputs: the weight of the only expert of a row multiplies its input, not its output (Llama 4).
+        is_beside: layers with experts have a dense feed-forward, too, and the router has its own norm (Gemma 4).
         is_parallel: each device has some whole experts; otherwise a part of each. It does not come from config.json.
         shared_is_whole: each device has the whole shared expert; otherwise a part. It does not come from config.json.
         num_redundant_experts: physical experts beyond the model's own, if experts are balanced over the devices; None
@@ -47,6 +48,7 @@ class Mixture:
     shared_width: int = 0
     shared_is_weighed: bool = False
     weighs_inputs: bool = False
+    is_beside: bool = False
     is_parallel: bool = False
     shared_is_whole: bool = False
     num_redundant_experts: int | None = None
@@ -152,6 +154,8 @@ class ModelConfig:
         hidden_size: model width, E.
         intermediate_size: feed-forward width, F.
         num_layers: L.
+        first_layer: number of the first layer in the names of tensors; above 0 for a head after the model's layers. It
+            does not come from config.json.
         num_heads: query heads, H.
         num_kv_heads: key and value heads, K; divides H.
         head_dim: D, even.
@@ -183,6 +187,7 @@ class ModelConfig:
     quantization: Quantization | None = None
     mixture: Mixture | None = None
     has_dp_attention: bool = False
+    first_layer: int = 0
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -223,8 +228,15 @@ class ModelConfig:
 
     @property
     def num_attention_layers(self) -> int:
-        """Layers that store keys and values in the pool; the layers of an encoder take turns in one."""
-        return 1 if self.is_encoder else self.num_layers - self.num_recurrent_layers
+        """Layers of the KV pool; the layers of an encoder take turns in one.
+
+        A pool without layers has one that no layer reads: its blocks still count tokens and name prefixes.
+        """
+        return 1 if self.is_encoder else max(1, sum(kind.num_places for kind in self.layer_kinds))
+
+    def with_kv_heads(self, num_parts: int) -> Self:
+        """Return the config with at least one key/value head for each of `num_parts` devices, by repeating heads."""
+        return dataclasses.replace(self, num_kv_heads=max(self.num_kv_heads, num_parts))
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:

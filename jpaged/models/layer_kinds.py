@@ -58,6 +58,25 @@ class StateArray:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadSizes:
+    """Key/value heads of layers whose sizes differ from those of the KV pool.
+
+        pool    K = 2 heads of D = 8     [k0 k0 k0 k0 k0 k0 k0 k0] [k1 k1 k1 k1 k1 k1 k1 k1]     one layer
+        layer   4 heads of 4             [a0 a0 a0 a0  0  0  0  0] [b0 b0 b0 b0  0  0  0  0]     in a KV group
+                                         [a1 a1 a1 a1  0  0  0  0] [b1 b1 b1 b1  0  0  0  0]     in the next group
+
+    Attributes:
+        num_kv_heads: a multiple of the pool's.
+        head_dim: at most the pool's; each head is padded with zeros.
+        num_places: layers of the pool that the heads take, in consecutive KV groups.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    num_places: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class LayerKind:
     """A kind of layer: hashable, static under jit. Layers of one kind have parameters of the same shapes.
 
@@ -68,6 +87,10 @@ class LayerKind:
         has_feed_forward: there is a feed-forward, or a mixture, after attention.
         states: of a recurrent layer, which replaces attention; empty for attention.
         has_norm: the input of attention is normalized, if the model's layers have norms there.
+        heads: sizes of the key/value heads; None has those of the model, and of the KV pool.
+        kv_source: number of the layer whose keys and values this one attends to; it computes none. None is itself.
+        inner: width of the dense feed-forward; None is that of the model.
+        sparsity: share of the gates of the dense feed-forward that a cutoff sets to zero.
     """
 
     attention: AttentionKind
@@ -76,6 +99,17 @@ class LayerKind:
     states: tuple[StateArray, ...] = ()
     has_feed_forward: bool = True
     has_norm: bool = True
+    heads: HeadSizes | None = None
+    kv_source: int | None = None
+    inner: int | None = None
+    sparsity: float = 0.0
+
+    @property
+    def num_places(self) -> int:
+        """Layers of the KV pool that the layer has for its own keys and values."""
+        if self.states or self.kv_source is not None:
+            return 0
+        return 1 if self.heads is None else self.heads.num_places
 
     def blank_states(self, model_dtype: np.dtype) -> list[tuple[tuple[int, ...], np.dtype]]:
         """Return the shape and the type of each array of a sequence's state."""
@@ -175,7 +209,7 @@ class KVGroups:
         windows: tokens that the queries of each group see, including themselves; None is everything. Groups without a
             window come first.
         num_layers: of the largest group (Lg): the layers of a block.
-        places: of each layer; see `group_kinds` for recurrent ones.
+        places: of each layer; see `group_kinds` for recurrent ones, and those with several places.
     """
 
     windows: tuple[int | None, ...]
@@ -196,20 +230,29 @@ def count_state_bytes(kinds: Iterable[LayerKind], model_dtype: np.dtype) -> int:
 
 
 def group_kinds(kinds: Sequence[LayerKind], max_model_len: int, units: Units | None = None) -> KVGroups:
-    """Group the layers of a model as `group_layers`; recurrent layers have no keys and are in no group.
+    """Group the layers of a model as `group_layers`.
 
-    The place of a recurrent layer has its index among the recurrent layers.
+    Recurrent layers have no keys and are in no group; their places have their indices among the recurrent layers. The
+    place of a layer that attends to another one's keys is that of the other layer. A layer with several places has the
+    same index in consecutive groups, and its place names the first.
     """
-    attending = [layer for layer, kind in enumerate(kinds) if not kind.states]
-    if len(attending) == len(kinds):
+    if all(kind.num_places == 1 for kind in kinds):
         return group_layers([kind.attention.sliding_window for kind in kinds], max_model_len, units)
-    index = {layer: number for number, layer in enumerate(attending)}
-    own = None if units is None else [[index[layer] for layer in unit] for unit in units if unit[0] in index]
-    groups = group_layers([kinds[layer].attention.sliding_window for layer in attending], max_model_len, own)
+    storing = [layer for layer, kind in enumerate(kinds) if kind.num_places]
+    if not storing:  # the only group has a layer that no layer reads
+        return KVGroups((None,), 1, tuple((0, number) for number in range(len(kinds))))
+    index = {layer: number for number, layer in enumerate(storing)}
+    units = [(layer,) for layer in storing] if units is None else [unit for unit in units if unit[0] in index]
+    groups = _group_layers(
+        tuple(kinds[layer].attention.sliding_window for layer in storing),
+        max_model_len,
+        tuple(tuple(index[layer] for layer in unit) for unit in units),
+        tuple(kinds[layer].num_places for layer in storing),
+    )
     num_before = itertools.accumulate((bool(kind.states) for kind in kinds), initial=0)
     places = tuple(
-        groups.places[index[layer]] if layer in index else (0, number)
-        for layer, number in zip(range(len(kinds)), num_before, strict=False)
+        (0, number) if kind.states else groups.places[index[layer if kind.kv_source is None else kind.kv_source]]
+        for layer, (kind, number) in enumerate(zip(kinds, num_before, strict=False))
     )
     return dataclasses.replace(groups, places=places)
 
@@ -228,19 +271,31 @@ def group_layers(windows: Sequence[int | None], max_model_len: int, units: Units
         units: every layer once, each with others of the same window; None is each layer alone.
     """
     units = [(layer,) for layer in range(len(windows))] if units is None else [tuple(unit) for unit in units]
-    return _group_layers(tuple(windows), max_model_len, tuple(units))
+    return _group_layers(tuple(windows), max_model_len, tuple(units), (1,) * len(windows))
 
 
 @functools.lru_cache(maxsize=16)  # the search takes a tenth of a second for 100 layers
-def _group_layers(windows: tuple[int | None, ...], max_model_len: int, units: tuple[tuple[int, ...], ...]) -> KVGroups:
-    seen: dict[int | None, list[Sequence[int]]] = {}
+def _group_layers(
+    windows: tuple[int | None, ...],
+    max_model_len: int,
+    units: tuple[tuple[int, ...], ...],
+    num_places: tuple[int, ...],
+) -> KVGroups:
+    """Group layers. `num_places` is the number of consecutive groups that a layer is in."""
+    seen: dict[tuple[int | None, int], list[Sequence[int]]] = {}
     for unit in sorted(units, key=lambda unit: (-len(unit), unit[0])):
         window = windows[unit[0]]
-        seen.setdefault(None if window is None or window >= max_model_len else window, []).append(unit)
-    kinds = sorted(seen.items(), key=lambda item: (item[0] is not None, -(item[0] or 0)))
+        window = None if window is None or window >= max_model_len else window
+        seen.setdefault((window, num_places[unit[0]]), []).append(unit)
+    kinds = sorted(seen.items(), key=lambda item: (item[0][0] is not None, -(item[0][0] or 0), item[0][1]))
 
     def bins(num_layers: int) -> list[tuple[int | None, list[Sequence[int]]]]:
-        return [(window, packed) for window, units in kinds for packed in _pack(units, num_layers)]
+        return [
+            (window, packed)
+            for (window, count), units in kinds
+            for packed in _pack(units, num_layers)
+            for _ in range(count)
+        ]
 
     def num_tokens(num_layers: int) -> int:
         return num_layers * sum(max_model_len if window is None else window for window, _ in bins(num_layers))
@@ -252,7 +307,7 @@ def _group_layers(windows: tuple[int | None, ...], max_model_len: int, units: tu
     groups = bins(chosen)
     places = {
         layer: (group, place)
-        for group, (_, packed) in enumerate(groups)
+        for group, (_, packed) in reversed([*enumerate(groups)])  # the first of several groups with the same layers
         for place, layer in enumerate(layer for unit in sorted(packed, key=min) for layer in unit)
     }
     return KVGroups(tuple(window for window, _ in groups), chosen, tuple(places[i] for i in range(len(windows))))

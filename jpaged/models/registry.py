@@ -10,7 +10,6 @@ from jpaged.models.eagle import HEADS
 from jpaged.models.families import (
     deepseek,
     encoders,
-    falcon,
     gemma,
     gpt,
     gpt_oss,
@@ -26,7 +25,7 @@ from jpaged.models.family import AnyFamily
 
 _FAMILIES = (
     *(llama, qwen_moe, gpt_oss, deepseek, gemma),
-    *(gpt, falcon, opt, lfm2, qwen_next, mamba, variants, encoders),
+    *(gpt, opt, lfm2, qwen_next, mamba, variants, encoders),
 )
 
 ARCHITECTURES: Mapping[str, AnyFamily] = {

@@ -34,6 +34,9 @@ def _rotated(rope: RopeConfig, num_dims: int) -> np.ndarray:
         return _yarn(rope, num_dims)
     if rope.kind == "longrope":
         return _longrope(rope, num_dims, rope.short_factor)
+    if rope.kind == "proportional":
+        is_rotated = np.arange(len(frequencies)) < int(rope.fraction * num_dims // 2)
+        return np.where(is_rotated, frequencies / np.float32(rope.factor), np.float32(0))
     return frequencies
 
 

@@ -10,7 +10,7 @@ from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.json_fields import JsonFields
 
 _MAX_FACTOR = 1 << 20
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 _KINDS_WITH_LENGTH = ("dynamic", "llama3", "yarn", "longrope")
 _MAX_FACTORS = 1 << 12
 _MSCALES = ("mscale", "mscale_all_dim")
@@ -24,7 +24,7 @@ class RopeConfig:
     Attributes:
         kind: the formula; the fields below are used by the kinds in brackets.
         theta: base of the geometric series of wavelengths.
-        fraction: share of each head's dimensions that are rotated, the first ones.
+        fraction: share of each head's dimensions that are rotated, the first ones, or the first pairs.
         factor: scaling factor of positions (every kind except default); in longrope only for the attention factor.
         original_max_position_embeddings: length of pretraining (dynamic, llama3, yarn, longrope).
         low_freq_factor: wavelengths above original / this are stretched fully (llama3).
@@ -64,8 +64,8 @@ class RopeConfig:
             )
 
     def num_rotated(self, head_dim: int) -> int:
-        """Return the number of dimensions of a head that are rotated."""
-        return int(head_dim * self.fraction)
+        """Return the number of dimensions of a head that are rotated, by an angle of zero if it is proportional."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.fraction)
 
     @classmethod
     def from_hf(
@@ -143,7 +143,8 @@ class RopeConfig:
         factor = 1.0
         if kind != "default":
             ratio = max_position_embeddings / length
-            factor = rope.number("factor", {"yarn": ratio, "longrope": max(ratio, 1.0)}.get(kind))
+            defaults = {"yarn": ratio, "longrope": max(ratio, 1.0), "proportional": 1.0}
+            factor = rope.number("factor", defaults.get(kind))
             if not 1 <= factor <= _MAX_FACTOR:
                 raise rope.bad("factor", f"is {factor:g}; it must be from 1 to {_MAX_FACTOR}")
         own = _OWN_FIELDS[kind](rope) if kind in _OWN_FIELDS else {}

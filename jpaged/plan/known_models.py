@@ -125,6 +125,63 @@ def _gemma3(size: str, shape: FamilyShape, head_dim: int, scalar: int) -> KnownM
     )
 
 
+_GEMMA_3N = decoder(
+    "gemma-3n-e4b",
+    "google/gemma-3n-E4B",
+    FamilyShape(35, 2048, 16384, 8, 2),
+    architectures=["Gemma3nForCausalLM"],
+    model_type="gemma3n_text",
+    hidden_act=None,
+    hidden_activation="gelu_pytorch_tanh",
+    vocab_size=262400,
+    vocab_size_per_layer_input=262144,
+    hidden_size_per_layer_input=256,
+    head_dim=256,
+    sliding_window=512,
+    num_kv_shared_layers=15,
+    altup_num_inputs=4,
+    laurel_rank=64,
+    activation_sparsity_pattern=[0.95] * 10 + [0.0] * 25,
+    final_logit_softcapping=30.0,
+    max_position_embeddings=32768,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    rope_local_base_freq=10000.0,
+    bos_token_id=2,
+    eos_token_id=1,
+    torch_dtype="bfloat16",
+)
+
+
+def _gemma4(size: str, shape: FamilyShape, period: int, **settings: object) -> KnownModel:
+    fields: dict[str, object] = {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "vocab_size": 262144,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "layer_types": [
+            "sliding_attention" if (index + 1) % period else "full_attention" for index in range(shape.num_layers)
+        ],
+        "final_logit_softcapping": 30.0,
+        "rms_norm_eps": 1e-6,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "torch_dtype": "bfloat16",
+    }
+    return decoder(f"gemma-4-{size.lower()}", f"google/gemma-4-{size}", shape, **fields | settings)
+
+
+_GEMMA4_LARGE: Mapping[str, object] = {
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 1024,
+    "max_position_embeddings": 262144,
+}
+
+
 def _phi(name: str, repository: str, shape: FamilyShape, **settings: object) -> KnownModel:
     common = {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
     return decoder(name, repository, shape, architectures=["Phi3ForCausalLM"], model_type="phi3", **(common | settings))
@@ -342,6 +399,29 @@ DECODERS_MODELS = (
     _gemma3("4b", FamilyShape(34, 2560, 10240, 8, 4), 256, 256),
     _gemma3("12b", FamilyShape(48, 3840, 15360, 16, 8), 256, 256),
     _gemma3("27b", FamilyShape(62, 5376, 21504, 32, 16), 128, 168),
+    _GEMMA_3N,
+    _gemma4(
+        "E2B",
+        FamilyShape(35, 1536, 6144, 8, 1),
+        5,
+        hidden_size_per_layer_input=256,
+        num_kv_shared_layers=20,
+        use_double_wide_mlp=True,
+        sliding_window=512,
+        max_position_embeddings=131072,
+    ),
+    _gemma4("31B", FamilyShape(60, 5376, 21504, 32, 16), 6, num_global_key_value_heads=4, **_GEMMA4_LARGE),
+    _gemma4(
+        "26B-A4B",
+        FamilyShape(30, 2816, 2112, 16, 8),
+        6,
+        num_global_key_value_heads=2,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+        **_GEMMA4_LARGE,
+    ),
     _phi("phi-3-mini-4k", "microsoft/Phi-3-mini-4k-instruct", FamilyShape(32, 3072, 8192, 32, 32), **_PHI3),
     _phi("phi-3-medium-4k", "microsoft/Phi-3-medium-4k-instruct", FamilyShape(40, 5120, 17920, 40, 10), **_PHI3),
     _phi("phi-4", "microsoft/phi-4", FamilyShape(40, 5120, 17920, 40, 10), **_PHI4),
@@ -394,6 +474,28 @@ DECODERS_MODELS = (
         residual_multiplier=0.22,
         logits_scaling=6,
         max_position_embeddings=131072,
+    ),
+    KnownModel(
+        "mamba-codestral-7b",
+        "mistralai/Mamba-Codestral-7B-v0.1",
+        {
+            "architectures": ["Mamba2ForCausalLM"],
+            "model_type": "mamba2",
+            "vocab_size": 32768,
+            "hidden_size": 4096,
+            "num_hidden_layers": 64,
+            "num_heads": 128,
+            "head_dim": 64,
+            "n_groups": 8,
+            "state_size": 128,
+            "expand": 2,
+            "conv_kernel": 4,
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": False,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "torch_dtype": "bfloat16",
+        },
     ),
     _nemotron(
         "nemotron-nano-9b-v2",

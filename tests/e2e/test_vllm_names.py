@@ -281,6 +281,7 @@ def test_chats_take_vllms_arguments(open_model: Open) -> None:
     llm = open_model()
     turn = [{"role": "user", "content": "hi"}]
     (one,) = llm.chat(turn, GREEDY, False)
+    assert one.prompt and one.prompt == llm.get_tokenizer().decode(one.prompt_token_ids, skip_special_tokens=False)
     two = llm.chat(messages=[turn, turn], sampling_params=GREEDY, use_tqdm=False, tools=None, chat_template_kwargs=None)
     assert tokens(two) == tokens([one]) * 2
     with pytest.warns(DeprecationWarning, match="conversations is now messages"):
@@ -745,3 +746,15 @@ def test_an_id_is_free_after_an_abort(open_model: Open) -> None:
     while engine.has_unfinished_requests():
         outputs += engine.step()
     assert tokens(outputs[-1:]) == tokens(open_model().generate(["two"], GREEDY))
+
+
+def test_engines_take_the_arguments_of_vllms_constructors() -> None:
+    class Options(LLM):
+        def __init__(self, **options: object) -> None:
+            self.given = options
+
+    args = EngineArgs(max_num_seqs=4)
+    made = Options.from_engine_args(args, start_engine_loop=True, usage_context="api server", stat_loggers=None)
+    assert made.given == {"model": "demo", "max_num_seqs": 4}
+    with pytest.raises(Unsupported, match="stat_loggers"):
+        Options.from_engine_args(args, stat_loggers=[print])

@@ -345,6 +345,7 @@ RICH: dict[str, Any] = {
         {"type": "custom_tool_call", "call_id": "b", "name": "c", "input": "x"},
         {"type": "custom_tool_call_output", "call_id": "b", "output": "y"},
         {"type": "additional_tools", "role": "developer", "tools": [{"type": "function", "name": "f"}]},
+        {"type": "agent_message", "author": "/lead", "recipient": "/lead/a", "content": "Go on."},
         {"type": "item_reference", "id": "msg_a_0"},
     ],
     "tools": [
@@ -362,6 +363,23 @@ RICH: dict[str, Any] = {
     "metadata": {"a": "b"},
 }
 """A body with every kind of item and tool."""
+
+
+def test_messages_between_agents_are_messages_of_the_user() -> None:
+    passthrough = {"internal_chat_message_metadata_passthrough": {"turn_id": "t1"}}
+    item = {"type": "agent_message", "id": "amsg_1", "author": "/lead", "recipient": "/lead/tests", **passthrough}
+    given = LenientBody({"input": [{**item, "content": [{"type": "input_text", "text": "Run them."}]}]})
+    parsed = parse_responses_request(given)
+    text = "Message from /lead to /lead/tests:\nRun them."
+    assert parsed.job.prompts[0].messages == ({"role": "user", "content": text},)
+    assert [*given.ignored] == ["input.internal_chat_message_metadata_passthrough"]
+    for wrong, field in (
+        ({**item, "content": [{"type": "encrypted_content", "encrypted_content": "x"}]}, "input[0].content[0]"),
+        ({**item, "author": None, "content": "a"}, "input[0].author"),
+    ):
+        with pytest.raises(InvalidArgument) as error:
+            parse_responses_request(LenientBody({"input": [wrong]}))
+        assert error.value.field == field
 
 
 @pytest.mark.parametrize("kind", [dict, LenientBody])

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 
 import pytest
 
+from jpaged.checkpoints.names import is_ignored
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.families.opt.config import OptConfig
 from jpaged.models.hf_config import from_hf, to_hf
+from jpaged.models.layer_kinds import HeadSizes
 from jpaged.models.rope_config import RopeConfig
+from jpaged.models.sharding import pad_for_sharding
 from jpaged.plan.known_models import KNOWN_MODELS
 from tests.models.tiny import TinyCase, tiny_case, tiny_cases
 
@@ -183,6 +186,122 @@ def test_a_gemma_that_reads_images_is_its_language_model() -> None:
     assert from_hf(to_hf(read)) == read
     with pytest.raises(Unsupported, match="unknown setting audio_config"):
         from_hf({**whole, "audio_config": {}})
+
+
+def test_a_gemma_4_that_reads_images_is_its_language_model() -> None:
+    """Head sizes come by type of layer, as on the hub, or by layer, as transformers writes them."""
+    types = ["sliding_attention" if (index + 1) % 6 else "full_attention" for index in range(60)]
+    text: dict[str, object] = {
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "sliding_window": 1024,
+        "max_position_embeddings": 262144,
+        "final_logit_softcapping": 30.0,
+        "use_bidirectional_attention": "vision",
+        "model_type": "gemma4_text",
+        "layer_types": types,
+    }
+    whole = {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "model_type": "gemma4",
+        "text_config": text,
+        "vision_config": {},
+        "audio_config": {},
+        "eoa_token_index": 258883,
+        "torch_dtype": "bfloat16",
+    }
+    read, alone = from_hf(whole), KNOWN_MODELS["gemma-4-31b"].config
+    assert dataclasses.replace(read, architecture=alone.architecture) == alone
+    assert from_hf(to_hf(read)) == read
+    heads = {"head_dim": 512, "num_key_value_heads": 4}
+    sections = {str(index): heads for index, name in enumerate(types) if name == "full_attention"}
+    by_layer = {**text, "per_layer_config": sections, "global_head_dim": None, "num_global_key_value_heads": None}
+    assert from_hf({**whole, "text_config": by_layer}) == read
+    by_layer["per_layer_config"] = {**sections, "5": {"head_dim": 128}}
+    with pytest.raises(Unsupported, match="per_layer_config must be the same"):
+        from_hf({**whole, "text_config": by_layer})
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ({"vocab_size_per_layer_input": 99}, "vocab_size_per_layer_input: must be vocab_size, 131"),
+        ({"num_kv_shared_layers": 7}, "num_kv_shared_layers: is 7; no layer before has full_attention"),
+        ({"num_global_key_value_heads": 3, "attention_k_eq_v": True, "num_key_value_heads": 2}, "2 must divide 3"),
+        ({"enable_moe_block": True, "hidden_activation": "silu", "num_experts": 2}, "with experts, hidden_activation"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2}}}, "limit"),
+    ],
+)
+def test_a_gemma_4_that_is_not_supported_is_refused_by_name(settings: dict[str, object], named: str) -> None:
+    with pytest.raises((InvalidArgument, Unsupported)) as refusal:
+        from_hf({**tiny_case("gemma4_text").config, **settings})
+    assert named in str(refusal.value)
+
+
+def test_a_gemma_3n_that_reads_images_is_its_language_model() -> None:
+    """A width and a sparsity come for each layer, or for all; what text_config leaves out is transformers' default."""
+    text: dict[str, object] = {"intermediate_size": [16384] * 35, "model_type": "gemma3n_text"}
+    whole = {
+        "architectures": ["Gemma3nForConditionalGeneration"],
+        "model_type": "gemma3n",
+        "text_config": text,
+        "vision_config": {},
+        "audio_config": {},
+        "audio_soft_tokens_per_image": 188,
+        "torch_dtype": "bfloat16",
+    }
+    read, alone = from_hf(whole), KNOWN_MODELS["gemma-3n-e4b"].config
+    assert dataclasses.replace(read, architecture=alone.architecture) == alone
+    assert from_hf(to_hf(read)) == read
+    nested = from_hf({**whole, "text_config": {**text, "intermediate_size": [8192] * 10 + [16384] * 25}})
+    assert [kind.inner for kind in nested.layer_kinds] == [8192] * 10 + [None] * 25
+    assert from_hf(to_hf(nested)) == nested
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"altup_active_idx": 1}, "altup_active_idx is 1"),
+        ({"altup_correct_scale": False}, "altup_correct_scale is False"),
+        ({"intermediate_size": [88] * 8}, "intermediate_size: has 8 numbers; there are 9 layers"),
+        ({"intermediate_size": [88.5] * 9}, "widths must be integers"),
+        ({"activation_sparsity_pattern": [1.0] * 9}, "shares must be at least 0 and below 1"),
+        ({"activation_sparsity_pattern": ["most"] * 9}, "it must have numbers"),
+        ({"vocab_size_per_layer_input": 132}, "vocab_size_per_layer_input"),
+    ],
+)
+def test_a_gemma_3n_that_is_not_supported_is_refused_by_name(settings: dict[str, object], named: str) -> None:
+    with pytest.raises((InvalidArgument, Unsupported)) as refusal:
+        from_hf({**tiny_case("gemma3n_text").config, **settings})
+    assert named in str(refusal.value)
+
+
+def test_heads_that_the_pool_holds_in_parts_take_fewer_as_devices_repeat_heads() -> None:
+    config = KNOWN_MODELS["gemma-4-26b-a4b"].config
+    for num_parts, num_kv_heads, num_places in ((1, 2, 4), (2, 2, 4), (4, 4, 2), (8, 8, 1)):
+        padded = pad_for_sharding(config, num_parts)
+        assert isinstance(padded, DecoderConfig)
+        sizes = {kind.heads for kind in padded.layer_kinds if kind.heads is not None}
+        assert (padded.num_kv_heads, sizes) == (num_kv_heads, {HeadSizes(8, 256, num_places)})
+        assert padded.num_attention_layers == 5 + 25 * num_places
+
+
+def test_keys_of_layers_that_attend_to_others_keys_are_not_loaded() -> None:
+    config = from_hf(tiny_case("gemma4_text").config)
+    own, shared = (f"model.layers.{index}.self_attn.k_proj.weight" for index in (4, 5))
+    assert [kind.kv_source for kind in config.layer_kinds] == [None] * 5 + [2, 4, 4, 2]
+    assert (is_ignored(own, config), is_ignored(shared, config)) == (False, True)
+    assert not is_ignored(shared.replace("k_proj", "q_proj"), config)
 
 
 def test_only_a_dynamic_rope_limits_shared_prefixes() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpaged.models.layer_kinds import group_layers
+from jpaged.kernels.attention_kind import AttentionKind
+from jpaged.models.layer_kinds import HeadSizes, LayerKind, group_kinds, group_layers
 
 GEMMA_3_27B = [None if index % 6 == 5 else 1024 for index in range(62)]
 LONG = 32_768
@@ -50,6 +53,22 @@ def test_stacks_that_are_scanned_are_each_in_one_group_and_in_order() -> None:
     for stack in stacks:
         begin = groups.places[stack[0]]
         assert [groups.places[layer] for layer in stack] == [(begin[0], begin[1] + i) for i in range(len(stack))]
+
+
+def test_a_layer_with_several_places_is_in_consecutive_groups() -> None:
+    """So a layer with a window wastes no memory of those without one, whose heads are as large as the pool's."""
+    wide, full = LayerKind(AttentionKind(1.0, 64), heads=HeadSizes(4, 16, 2)), LayerKind(AttentionKind(1.0))
+    groups = group_kinds([wide, wide, full] * 2, LONG)
+    assert (groups.windows, groups.num_layers) == ((None, 64, 64, 64, 64), 2)
+    assert groups.places == ((1, 0), (1, 1), (0, 0), (3, 0), (3, 1), (0, 1))
+
+
+def test_a_layer_that_attends_to_the_keys_of_another_has_its_place() -> None:
+    own = [LayerKind(AttentionKind(1.0, 64)), LayerKind(AttentionKind(1.0))]
+    shared = [dataclasses.replace(kind, kv_source=index) for index, kind in enumerate(own)]
+    groups = group_kinds([*own, *shared, shared[0]], LONG)
+    assert (groups.windows, groups.num_layers) == ((None, 64), 1)
+    assert groups.places == ((1, 0), (0, 0), (1, 0), (0, 0), (1, 0))
 
 
 LAYERS = st.lists(st.sampled_from([None, None, 8, 64, 1000]), min_size=1, max_size=40)

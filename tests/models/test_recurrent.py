@@ -383,6 +383,9 @@ def test_only_layers_with_attention_are_in_blocks(in_stacks: bool) -> None:
         ("nemotron_h_moe", {"mlp_hidden_act": "relu"}, "only the activation relu2"),
         ("granitemoehybrid", {"layer_types": ["mamba"] * 4}, "no layer has attention"),
         ("granitemoehybrid", {"mamba_proj_bias": True}, "mamba_proj_bias is True"),
+        ("mamba2", {"use_bias": True}, "use_bias is True"),
+        ("mamba2", {"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
+        ("mamba2", {"rms_norm": False}, "rms_norm is False"),
         ("granitemoehybrid", {"mamba_n_heads": 7}, "mamba_n_heads: is 7; it must divide"),
         ("granitemoehybrid", {"mamba_d_head": 32}, "mamba_d_head: is 32; 8 heads have 16"),
         ("granitemoehybrid", {"mamba_n_groups": 3}, "num_groups: is 3; it must divide 8"),
@@ -435,6 +438,7 @@ def test_prefixes_are_not_cached_and_blocks_not_swapped() -> None:
     assert interval(900) == 128
     assert interval(900, state_checkpoint_interval=20) == 32
     assert interval(0) == 0
+    assert state_checkpoint_interval(EngineConfig.load({}).cache, 900, 0, 16) == 2048  # without keys and values
 
 
 @pytest.mark.parametrize(("platform", "kernel"), [("gpu", ("blocks", True)), ("tpu", ("blocks", False))])

@@ -17,7 +17,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-_NORM = re.compile(r"(norm|\.ln_\w+|norms\.\d+)\.weight$")
+_NORM = re.compile(
+    r"(norm|\.ln_\w+|norms\.\d+)\.weight$|layernorm_\d\.weight$|layer_scalar$|router\.(per_expert_)?scale$"
+)
 _STDS = {
     "embed_tokens": 0.05,
     "wte": 0.05,
@@ -85,9 +87,35 @@ def tiny_cases() -> list[TinyCase]:
         ),
         _opt("opt_no_affine", (4, 16), 24, layer_norm_elementwise_affine=False, word_embed_proj_dim=48),
         _opt("opt_no_final_norm", (4, 16), 20, _remove_final_layer_norm=True, prefix="</s>"),
+        *_gemmas(),
         *_decoders(),
         *_variants(),
         *_recurrent(),
+    ]
+
+
+def _gemmas() -> list[TinyCase]:
+    """Gemma from its second generation, whose windows hide a part of every prompt."""
+    windowed = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 9, "rms_norm_eps": 1e-6}
+    nested = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    whole_keys: dict[str, object] = {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
+    whole_keys |= {"hidden_size_per_layer_input": 0, "num_hidden_layers": 6}
+    whole_keys["layer_types"] = ["sliding_attention", *["full_attention"] * 2] * 2
+    beside = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 40}
+    uncapped = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    old_names = {"rope_local_base_freq": 2e4, "rope_theta": 5e5, "sliding_window_pattern": 6}
+    return [
+        _gemma("gemma2", 2, (4, 2), 40, 4, **windowed, attn_logit_softcapping=2.0, rope_theta=1e4),
+        _gemma("gemma2_uncapped", 2, (4, 1), 24, 3, **windowed, **uncapped),
+        _gemma("gemma3", 3, (4, 2), 40, 8, **windowed, layer_types=_types(8, 3), rope_parameters=nested),
+        _gemma4("gemma4_text", (4, 1), 16, num_kv_shared_layers=4, use_double_wide_mlp=True),
+        _gemma4("gemma4_keys", (8, 4), 24, **whole_keys),
+        _gemma4("gemma4_moe", (8, 4), 24, **whole_keys, **beside),
+        _gemma3n("gemma3n_text", 9),
+        _gemma("gemma3_old_style", 3, (4, 2), 40, 7, **windowed, **old_names),
     ]
 
 
@@ -95,13 +123,6 @@ def _decoders() -> list[TinyCase]:
     """The other families, with each switch of theirs turned once; windows hide a part of every prompt."""
     long, short = [1.0 + 0.5 * i for i in range(8)], [1.0 + 0.01 * i for i in range(8)]
     longrope: dict[str, object] = {"type": "longrope", "long_factor": long, "short_factor": short}
-    windowed = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 9, "rms_norm_eps": 1e-6}
-    nested = {
-        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    }
-    uncapped = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-    old_names = {"rope_local_base_freq": 2e4, "rope_theta": 5e5, "sliding_window_pattern": 6}
     switched = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
     whole = {"rope_scaling": longrope, "pad_token_id": 0, "original_max_position_embeddings": 32}
     growing = {**whole, "original_max_position_embeddings": 40}
@@ -123,10 +144,6 @@ def _decoders() -> list[TinyCase]:
     return [
         _case("mistral_window", "Mistral", (4, 2, 32), 40, head_dim=32, sliding_window=8),
         _case("qwen2_window", "Qwen2", (4, 2, 16), 40, **switched),
-        _gemma("gemma2", 2, (4, 2), 40, 4, **windowed, attn_logit_softcapping=2.0, rope_theta=1e4),
-        _gemma("gemma2_uncapped", 2, (4, 1), 24, 3, **windowed, **uncapped),
-        _gemma("gemma3", 3, (4, 2), 40, 8, **windowed, layer_types=_types(8, 3), rope_parameters=nested),
-        _gemma("gemma3_old_style", 3, (4, 2), 40, 7, **windowed, **old_names),
         _case("phi3", "Phi3", (4, 2, 16), 40, pad_token_id=0, sliding_window=11, original_max_position_embeddings=256),
         _case("phi3_long", "Phi3", (4, 2, 16), 40, **whole),
         _case("phi3_short", "Phi3", (4, 4, 32), 40, **halves),
@@ -227,6 +244,8 @@ def _recurrent() -> list[TinyCase]:
     hybrid |= {"layer_types": ["mamba", "attention", "mamba", "mamba"], "mamba_n_heads": 8, "mamba_d_state": 16}
     dense: dict[str, object] = {**hybrid, "num_local_experts": 0, "mamba_n_groups": 2, "mamba_conv_bias": False}
     dense |= {"position_embedding_type": "rope", "layer_types": ["mamba", "mamba", "attention", "mamba"]}
+    pure: dict[str, object] = {"hidden_size": 48, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 12}
+    pure |= {"state_size": 16, "expand": 2, "pad_token_id": 0, "tie_word_embeddings": True, "n_groups": 2}
     return [
         _variant("lfm2", "Lfm2", 40, **conv),
         _variant("lfm2_moe", "Lfm2Moe", 40, **conv_experts),
@@ -235,6 +254,7 @@ def _recurrent() -> list[TinyCase]:
         _qwen35("qwen3_5_moe_text", "Qwen3_5Moe", **delta),
         _variant("granitemoehybrid", "GraniteMoeHybrid", 40, **hybrid, **local),
         _variant("granitemoehybrid_rope", "GraniteMoeHybrid", 40, **dense),
+        _other("mamba2", "Mamba2", "mamba2", 40, **pure),
         _nemotron("nemotron_h", "M-M*-M-MM"),
         _nemotron("nemotron_h_moe", "M-M*EMEMM", **NEMOTRON_EXPERTS),
     ]
@@ -306,6 +326,25 @@ def _gemma(
     return _other(name, f"Gemma{version}", model_type, prompt_len, **sizes, **settings)
 
 
+def _gemma3n(name: str, num_layers: int) -> TinyCase:
+    """Two layers with sparse gates, three without keys, and fewer tokens with inputs of layers than tokens."""
+    sizes: dict[str, object] = {"hidden_size": 48, "intermediate_size": [88] * num_layers, "pad_token_id": 0}
+    sizes |= {"num_hidden_layers": num_layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}
+    sizes |= {"activation_sparsity_pattern": [0.9] * 2 + [0.0] * (num_layers - 2), "num_kv_shared_layers": 3}
+    sizes |= {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 128, "laurel_rank": 8}
+    sizes |= {"sliding_window": 8, "layer_types": _types(num_layers, 3), "max_position_embeddings": 256}
+    return _other(name, "Gemma3n", "gemma3n_text", 40, **sizes)
+
+
+def _gemma4(name: str, heads: tuple[int, int], head_dim: int, **settings: object) -> TinyCase:
+    """Layers with a window whose heads are half as large as those of the others."""
+    sizes: dict[str, object] = {"hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 9, "pad_token_id": 0}
+    sizes |= {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "max_position_embeddings": 256}
+    sizes |= {"head_dim": head_dim, "global_head_dim": 2 * head_dim, "sliding_window": 8, "layer_types": _types(9, 3)}
+    sizes |= {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 131, "final_logit_softcapping": 30.0}
+    return _other(name, "Gemma4", "gemma4_text", 40, **sizes | settings)
+
+
 def _neox(name: str, head_dim: int, **settings: object) -> TinyCase:
     sizes = {"hidden_size": 4 * head_dim, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4}
     return _other(name, "GPTNeoX", "gpt_neox", 24, **sizes, max_position_embeddings=256, **settings)
@@ -361,7 +400,7 @@ def write_checkpoint(case: TinyCase, folder: Path) -> Path:
 
 def tensors(case: TinyCase) -> dict[str, np.ndarray]:
     """Every tensor of the checkpoint; each has its own stream, so their order does not matter."""
-    return {name: _tensor(case, name, shape) for name, shape in _shapes(case.config).items()}
+    return {name: tensor(case, name, shape) for name, shape in _shapes(case.config).items()}
 
 
 def _case(name: str, family: str, heads: tuple[int, int, int], prompt_len: int, **settings: object) -> TinyCase:
@@ -496,12 +535,15 @@ def _llama_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _tensor(case: TinyCase, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def tensor(case: TinyCase, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """One tensor, whose stream its name and the case's begin."""
     if name.endswith((".act_fn.beta", ".act_fn.eps")):
         return np.array(0.5 if name.endswith("beta") else -1e-6, np.float32)
     noise = _generator(f"{case.name}/{name}").standard_normal(shape, dtype=np.float32)
     if _NORM.search(name):
-        is_less_one = str(case.config["model_type"]).startswith(("gemma", "nemotron"))  # stored scales are less 1
+        kind = str(case.config["model_type"])
+        is_less_one = kind.startswith(("gemma", "nemotron"))  # stored scales are less 1
+        is_less_one = is_less_one and not kind.startswith(("gemma3n", "gemma4"))
         offset = 0 if is_less_one else 1
         return np.float32(offset) + np.float32(0.1) * noise
     if name.endswith(".bias"):

@@ -78,6 +78,11 @@ FAMILIES = (
     "granitemoehybrid",
     "nemotron_h",
     "nemotron_h_moe",
+    "gemma4_text",
+    "gemma4_keys",
+    "gemma4_moe",
+    "mamba2",
+    "gemma3n_text",
 )
 """One checkpoint of each family, which is served in every way; a search on it is golden, too."""
 NUM_TOKENS = 64

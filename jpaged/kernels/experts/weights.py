@@ -88,6 +88,8 @@ def join(gate: GateFunction, gates: Float[Array, "..."], ups: Float[Array, "..."
     """Combine a gate and an up into one number, in float32."""
     if gate.kind == "silu":
         return jax.nn.silu(gates) * ups
+    if gate.kind == "gelu_tanh":
+        return jax.nn.gelu(gates, approximate=True) * ups
     if gate.kind == "relu2":
         return jnp.square(jax.nn.relu(ups))
     gates, ups = jnp.minimum(gates, gate.limit), jnp.clip(ups, -gate.limit, gate.limit)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.models.config import Activation, ModelConfig
-from jpaged.models.layer_kinds import LayerKind
+from jpaged.models.layer_kinds import HeadSizes, LayerKind
 from jpaged.models.rope_config import RopeConfig
 
 Residual = Literal["sequential", "parallel", "shared", "post"]
@@ -148,6 +148,15 @@ class DecoderConfig(ModelConfig):
         conv_len: tokens that a short convolution reads, with the newest one (K), in recurrent layers; 0 without any.
         delta: heads of the gated delta rule in recurrent layers; None without it.
         mamba: heads of Mamba-2 in recurrent layers; None without it.
+        value_norm: values are divided by their root mean square.
+        values_are_keys: layers without a window have one projection, whose result is both keys and values.
+        layer_inputs: numbers of each token that every layer adds by a gate, from an embedding and a projection of the
+            first layer's input (Gemma 3n); 0 is none.
+        layer_vocab_size: rows of that embedding; later tokens have those of token 0. 0 is the vocabulary.
+        layer_scales: the output of each layer has a factor.
+        num_states: hidden states of each token, of which layers predict all and compute one (AltUp, Baykal et al. 2023,
+            arXiv 2301.13310).
+        laurel_rank: rank of a learned residual connection (Menghani et al. 2024, arXiv 2411.07501); 0 is none.
     """
 
     kinds: tuple[LayerKind, ...] = ()
@@ -182,11 +191,18 @@ class DecoderConfig(ModelConfig):
     conv_len: int = 0
     delta: DeltaShape | None = None
     mamba: MambaShape | None = None
+    value_norm: bool = False
+    values_are_keys: bool = False
+    layer_inputs: int = 0
+    layer_vocab_size: int = 0
+    layer_scales: bool = False
+    num_states: int = 1
+    laurel_rank: int = 0
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
-        for rope in self.ropes:
-            rope.check(self.rotary_dim)
+        for index, rope in enumerate(self.ropes):
+            rope.check(self.get_rotary_dim(index))
         if self.mixture is None and any(kind.is_sparse for kind in self.kinds):
             raise InvalidArgument("mixture", "is missing, but some layers are sparse")
         object.__setattr__(self, "kinds", self._without_wide_windows())
@@ -207,6 +223,36 @@ class DecoderConfig(ModelConfig):
     def rotary_dim(self) -> int:
         """Dimensions of a head that ropes apply to."""
         return self.head_dim
+
+    def get_rotary_dim(self, rope: int) -> int:
+        """Return the dimensions of the heads that a rope applies to."""
+        sizes = (kind.heads for kind in self.kinds if kind.rope == rope and kind.heads is not None)
+        return next((size.head_dim for size in sizes), self.rotary_dim)
+
+    def of_layer(self, kind: LayerKind) -> DecoderConfig:
+        """Return the config with the heads and the width of a layer of this kind."""
+        if kind.heads is None and kind.inner is None:
+            return self
+        heads = kind.heads or HeadSizes(self.num_kv_heads, self.head_dim)
+        return dataclasses.replace(
+            self,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            intermediate_size=kind.inner or self.intermediate_size,
+        )
+
+    def with_kv_heads(self, num_parts: int) -> Self:
+        """See `ModelConfig`; layers with more heads than the pool take fewer places if heads are repeated."""
+        num_kv_heads = max(self.num_kv_heads, num_parts)
+
+        def repeated(kind: LayerKind) -> LayerKind:
+            if kind.heads is None:
+                return kind
+            own = max(kind.heads.num_kv_heads, num_parts)
+            heads = dataclasses.replace(kind.heads, num_kv_heads=own, num_places=own // num_kv_heads)
+            return dataclasses.replace(kind, heads=heads)
+
+        return dataclasses.replace(self, num_kv_heads=num_kv_heads, kinds=tuple(map(repeated, self.kinds)))
 
     @property
     def _alike(self) -> LayerKind:

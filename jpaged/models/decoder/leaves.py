@@ -290,6 +290,7 @@ def layer_leaves(
     config: DecoderConfig, prefix: str, kind: LayerKind, names: Names, *, attention: list[Leaf] | None = None
 ) -> list[Leaf]:
     """See `Family`; `attention` replaces the leaves of attention."""
+    config = config.of_layer(kind)
     has_norm = config.pre_norms and kind.has_norm
     leaves = norm_leaves(config, ("attention_norm",), prefix + names.attention_norm) if has_norm else []
     if config.residual != "shared" and config.pre_norms and kind.has_feed_forward:

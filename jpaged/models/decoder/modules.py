@@ -6,6 +6,7 @@ Experts have a router, and may have a shared expert.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -39,6 +40,7 @@ from jpaged.models.layers import (
     QKVLinear,
     RandomKeys,
     RMSNorm,
+    RowChunks,
     TokenEmbedding,
     activate,
     dot,
@@ -195,6 +197,7 @@ class Shared:
         states: see `TokenBatch`. Static.
         query_scales_t: a factor of each token's queries, float32; None is none.
         recurrent: see `TokenBatch`.
+        layer_inputs_ltp: numbers of each token for every layer, `[L, T, P]`; see `DecoderConfig.layer_inputs`.
     """
 
     angles: tuple[Any, ...]
@@ -204,6 +207,7 @@ class Shared:
     states: StateShardings | None = dataclasses.field(default=None, metadata={"static": True})
     query_scales_t: jax.Array | None = None
     recurrent: RecurrentRows | None = None
+    layer_inputs_ltp: jax.Array | None = None
 
 
 def make_norm(config: DecoderConfig, dtype: np.dtype) -> RMSNorm | LayerNorm:
@@ -293,7 +297,7 @@ class Attention(Module):
         if norms is not None and (self.norms_rotated or rope_index is None):
             q_thd, k_tkd = norms[0](q_thd), norms[1](k_tkd)
         if self.unit_eps is not None and rope_index is not None:
-            q_thd, k_tkd = (_unit_norm(x, self.unit_eps) for x in (q_thd, k_tkd))
+            q_thd, k_tkd = (divide_by_size(x, self.unit_eps) for x in (q_thd, k_tkd))
         return self._attend((q_thd, k_tkd, v_tkd), shared, attend, carry, place, dtype)
 
     def _attend(
@@ -319,7 +323,7 @@ class Attention(Module):
         return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
 
 
-def _unit_norm(x_thd: jax.Array, eps: float) -> jax.Array:
+def divide_by_size(x_thd: jax.Array, eps: float) -> jax.Array:
     """Divide each head by its root mean square."""
     means = RMSNorm.measure(x_thd)[..., None] / x_thd.shape[-1]
     return (x_thd.astype(jnp.float32) * jax.lax.rsqrt(means + eps)).astype(x_thd.dtype)
@@ -399,6 +403,7 @@ class DecoderLayer(Module):
     """Attention and a feed-forward, with the norms and the residual sums of the config."""
 
     def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys, kind: LayerKind) -> None:
+        config = config.of_layer(kind)
         has_two = config.residual != "shared" and config.pre_norms and kind.has_feed_forward
         self.attention_norm = make_norm(config, dtype) if config.pre_norms and kind.has_norm else None
         make = self.make_recurrent if kind.states else self.make_attention
@@ -460,21 +465,25 @@ class DecoderLayer(Module):
         is_plain = self.is_sequential and self.attention_post_norm is None and self.residual_scale == 1
         return has_norms and is_plain and type(self.attention) is Attention and isinstance(self.mlp, MLP)
 
-    def project(self, x: ColumnParts) -> jax.Array:
+    def project(self, x: RowChunks) -> jax.Array:
         """Return queries, keys and values, not rotated; see `LayerHalves`."""
         assert isinstance(self.attention, Attention)
         assert self.attention_norm is not None
-        return self.attention.qkv.multiply_parts(x, self.attention_norm)
+        qkv, norm = self.attention.qkv, self.attention_norm
+        return jnp.concatenate([qkv.multiply_parts(chunk, norm) for chunk in x])
 
     def finish(
-        self, x: ColumnParts, qkv: jax.Array, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
-    ) -> tuple[ColumnParts, Any]:
+        self, x: RowChunks, qkv: jax.Array, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
+    ) -> tuple[RowChunks, Any]:
         """Run the layer after its projection; see `LayerHalves`."""
         assert isinstance(self.attention, Attention)
         assert isinstance(self.mlp, MLP)
-        assert self.mlp_norm is not None
+        mlp, norm, out = self.mlp, self.mlp_norm, self.attention.out
+        assert norm is not None
         o_te, carry = self.attention.attend_projected(qkv, shared, attend, carry, place)
-        return self.mlp.add_to_parts(self.attention.out.add_to_parts(o_te, x), self.mlp_norm), carry
+        outputs = jnp.split(o_te, len(x))
+        attended = [out.add_to_parts(o_ce, chunk) for o_ce, chunk in zip(outputs, x, strict=True)]
+        return tuple(mlp.add_to_parts(chunk, norm) for chunk in attended), carry
 
     def _adjusted(self, y_te: jax.Array, norm: Norm | None) -> jax.Array:
         """Return the output of attention or feed-forward as it is added."""
@@ -541,8 +550,8 @@ class DecoderEnds(Ends):
         """Return the values that all layers share."""
         config, heads = self.config, tokens.heads
 
-        def angles(which: RopeConfig) -> Any:
-            made = rope.cos_sin(which, config.rotary_dim, tokens.positions_t, tokens.rope_lens_t)
+        def angles(index: int, which: RopeConfig) -> Any:
+            made = rope.cos_sin(which, config.get_rotary_dim(index), tokens.positions_t, tokens.rope_lens_t)
             # With the barrier, XLA for TPUs does not compute them again in every layer.
             return jax.lax.optimization_barrier(made if heads is None else heads.angles(*made))
 
@@ -550,7 +559,7 @@ class DecoderEnds(Ends):
         recurrent = tokens.recurrent
         if recurrent is None and any(kind.states for kind in config.layer_kinds):
             recurrent = RecurrentRows.one(len(tokens.ids_t))
-        made = tuple(map(angles, config.ropes))
+        made = tuple(itertools.starmap(angles, enumerate(config.ropes)))
         return Shared(made, tokens.rows, heads, tokens.experts, tokens.states, scales_t, recurrent)
 
     def end(self, x: Measured) -> jax.Array:

@@ -1,14 +1,13 @@
 """Families of models: a file each if the general decoder suffices, otherwise a folder.
 
-llama.py       Llama, Mistral, Mixtral, Qwen2, Qwen3, Phi-3 and Phi-4
-gemma.py       Gemma 1 and 2, and the language models of Gemma 3
+llama.py       Llama, Mistral, Mixtral, Qwen2, Qwen3, MiMo, Phi-3 and Phi-4
+gemma.py       Gemma 1 and 2, and the language models of Gemma 3 and 4
 qwen_moe.py    Qwen2-MoE and Qwen3-MoE
 qwen_next.py   Qwen3-Next, with the gated delta rule
 gpt_oss.py     gpt-oss
-gpt.py         GPT-2; GPT-NeoX and Pythia
-falcon.py      Falcon, with multi-query, grouped or full multi-head attention
+gpt.py         GPT-2; GPT-NeoX and Pythia; Falcon, with multi-query, grouped or full multi-head attention
 lfm2.py        LFM2, with short convolutions
-mamba.py       Granite 4, with Mamba-2
+mamba.py       Mamba-2, and Granite 4 and Nemotron-H, with Mamba-2
 switches.py    the switches that a row of the table may set, and how a config is read by them
 variants.py    a table of families that differ in switches: StarCoder2, SmolLM3, Granite, OLMo, Command R, GLM, ...
 encoders.py    BERT, RoBERTa, XLM-RoBERTa, Nomic BERT and ModernBERT, for embeddings and classification

@@ -1,4 +1,4 @@
-"""Mamba-2 in most layers, and attention in the others: Granite 4 (IBM 2025) and Nemotron-H (NVIDIA 2025).
+"""Mamba-2 in all layers, or in most, and attention in the others: Granite 4 (IBM 2025) and Nemotron-H (NVIDIA 2025).
 
 All layers of Granite have experts or a dense feed-forward. Nemotron-H counts each feed-forward as a layer. Here it is a
 part of the layer before it, and some layers have none:
@@ -489,6 +489,77 @@ def _nemotron_prefix(stored: Iterable[str]) -> str:
     return "backbone." if any(name.startswith("backbone.") for name in stored) else model_prefix(stored)
 
 
+_POSITIONS = 131072
+"""Longest sequence of a model without attention: it has no positions, so only block tables limit it."""
+_UNREAD_DIM = 64
+"""Head dimension of the KV pool's only layer, which no layer of such a model reads."""
+
+
+def _read_pure(fields: JsonFields, architecture: str) -> DecoderConfig:
+    fields.ignore((*_WITHOUT_EFFECT[:5], *("time_step_min", "time_step_max", "time_step_floor", "time_step_rank")))
+    # Sums are in the model's type. transformers reads neither norm_before_gate nor intermediate_size.
+    fields.ignore(("rescale_prenorm_residual", "residual_in_fp32", "norm_before_gate", "intermediate_size"))
+    fields.only("rms_norm", True, why="outputs of Mamba are always normalized")
+    fields.only("hidden_act", "silu", "swish", why="Mamba supports only the activation silu")
+    fields.only("use_bias", False, why="biases in the projections of Mamba are not supported")
+    check_step_limits(fields)
+    width = fields.integer("hidden_size", 4096, maximum=MAX_WIDTH)
+    num_layers = fields.integer("num_hidden_layers", 64, maximum=MAX_LAYERS)
+    conv_len = fields.integer("conv_kernel", 4, minimum=2, maximum=_MAX_TAPS)
+    num_heads = fields.integer("num_heads", 128, maximum=MAX_WIDTH)
+    mamba = MambaShape(
+        num_heads,
+        fields.integer("head_dim", 64, maximum=MAX_WIDTH),
+        fields.integer("n_groups", 8, maximum=num_heads),
+        fields.integer("state_size", 128, maximum=MAX_WIDTH),
+        fields.flag("use_conv_bias", True),
+    )
+    kind = LayerKind(AttentionKind(1.0), None, states=mamba_states(mamba, conv_len), has_feed_forward=False)
+    return DecoderConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size", 32768, maximum=MAX_VOCAB_SIZE),
+        hidden_size=width,
+        intermediate_size=mamba.width,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=1,
+        head_dim=_UNREAD_DIM,
+        max_position_embeddings=fields.integer("max_position_embeddings", _POSITIONS),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        eos_token_ids=(2,),
+        bos_token_id=0,
+        norm_eps=_read_eps(fields),
+        conv_len=conv_len,
+        mamba=mamba,
+        kinds=(kind,) * num_layers,
+    )
+
+
+def _pure_to_hf(config: DecoderConfig) -> dict[str, object]:
+    mamba = config.mamba
+    assert mamba is not None
+    return {
+        "num_heads": mamba.num_heads,
+        "head_dim": mamba.head_dim,
+        "n_groups": mamba.num_groups,
+        "state_size": mamba.state_dim,
+        "expand": mamba.width // config.hidden_size,
+        "conv_kernel": config.conv_len,
+        "use_conv_bias": mamba.has_bias,
+        "layer_norm_epsilon": config.norm_eps,
+    }
+
+
+def _pure_leaves(config: DecoderConfig, prefix: str, kind: LayerKind) -> list[Leaf]:
+    return layer_leaves(config, prefix, kind, _OF_PURE, attention=mamba_leaves(config, f"{prefix}mixer."))
+
+
+def _pure_prefix(stored: Iterable[str]) -> str:
+    return "backbone."
+
+
+_OF_PURE = dataclasses.replace(_OF_NEMOTRON, attention_norm="norm")
+_PURE = decoder_family("mamba2", _read_pure, _pure_to_hf, _OF_PURE, name_prefix=_pure_prefix)
 _NEMOTRON = decoder_family(
     "nemotron_h", _read_nemotron, _nemotron_to_hf, _OF_NEMOTRON, name_prefix=_nemotron_prefix, ignored=("mtp.",)
 )
@@ -496,5 +567,6 @@ ARCHITECTURES = {
     "GraniteMoeHybridForCausalLM": dataclasses.replace(
         decoder_family("granitemoehybrid", _read, _to_hf, _NAMES), layer_leaves=_layer_leaves, modules=_modules
     ),
+    "Mamba2ForCausalLM": dataclasses.replace(_PURE, layer_leaves=_pure_leaves, modules=_modules),
     "NemotronHForCausalLM": dataclasses.replace(_NEMOTRON, layer_leaves=_nemotron_leaves, modules=_modules),
 }

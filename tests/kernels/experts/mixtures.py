@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,8 @@ def expected(x: np.ndarray, routes: Routes, weights: ExpertWeights, gate: GateFu
             gates, ups = (x[row].astype(np.float64) @ kernels[i][expert] + biases[i][expert] for i in (0, 1))
             if gate.kind == "silu":
                 inner = gates / (1 + np.exp(-gates)) * ups
+            elif gate.kind == "gelu_tanh":
+                inner = gates / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (gates + 0.044715 * gates**3))) * ups
             elif gate.kind == "relu2":
                 inner = np.maximum(ups, 0) ** 2
             else:

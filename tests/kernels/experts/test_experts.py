@@ -50,6 +50,15 @@ def run(
 
 
 @pytest.mark.parametrize("who", ["tiles", "ragged", "cpu"])
+def test_gates_of_gelu_are_approximated_by_tanh(who: Who) -> None:
+    weights = mixture(5, 40, 72, "float32")
+    x, routes = numbers((21, 40), "float32"), random_routes(21, 5, 3)
+    gate = GateFunction("gelu_tanh")
+    want = expected(x, routes, weights, gate)
+    np.testing.assert_allclose(run(who, x, routes, weights, gate), want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("who", ["tiles", "ragged", "cpu"])
 def test_experts_without_gates_square_what_is_positive(who: Who) -> None:
     found = mixture(5, 40, 72, "float32")
     weights = dataclasses.replace(found, gate=found.up, gate_bias=found.up_bias)

@@ -33,6 +33,7 @@ DOCUMENTED = {
         "GET /tokenizer_info",
         "GET /is_sleeping",
         "GET /is_paused",
+        "GET /weight_version",
         "GET /v1/models",
         "GET /v1/models/{name:path}",
         "GET /version",
@@ -41,6 +42,7 @@ DOCUMENTED = {
         "GET /api/tags",
         "GET /api/ps",
         "POST /api/show",
+        "POST /api/pull",
         "GET /api/version",
         "POST /v1/messages/count_tokens",
         "POST /v1/responses/input_tokens",
@@ -56,6 +58,8 @@ DOCUMENTED = {
         "POST /wake_up",
         "POST /pause",
         "POST /resume",
+        "POST /update_weights",
+        "POST /update_weights_from_disk",
     },
 }
 """What docs/access.md says of paths; all others but those for health require the role inference."""

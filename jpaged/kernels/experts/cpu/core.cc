@@ -25,17 +25,19 @@ Floats load_bias(const void* from, Number number, int64_t begin, int64_t count) 
   return load(lanes);
 }
 
-// x / (1 + e^-ax), computed with an exponential of at most 1.
-Floats times_sigmoid(Floats x, float a) {
-  const Floats scaled = a * x, power = exponential(scaled > 0.0f ? -scaled : scaled);
-  return x * (scaled > 0.0f ? all(1.0f) : power) / (1.0f + power);
+// x / (1 + e^-z), computed with an exponential of at most 1.
+Floats times_sigmoid(Floats x, Floats z) {
+  const Floats power = exponential(z > 0.0f ? -z : z);
+  return x * (z > 0.0f ? all(1.0f) : power) / (1.0f + power);
 }
 
 Floats smaller(Floats a, Floats b) { return a > b ? b : a; }
 
 // The comparisons preserve NaN.
 Floats join(const Gate& gate, Floats x, Floats up) {
-  if (gate.kind == Gate::kSilu) return times_sigmoid(x, 1.0f) * up;
+  if (gate.kind == Gate::kSilu) return times_sigmoid(x, x) * up;
+  // x / 2 (1 + tanh(z / 2)) = x / (1 + e^-z), with z = 2 sqrt(2 / pi) (x + 0.044715 x^3)
+  if (gate.kind == Gate::kGeluTanh) return times_sigmoid(x, 1.5957691216f * (x + 0.044715f * x * x * x)) * up;
   if (gate.kind == Gate::kSquaredRelu) {
     up = up < 0.0f ? all(0.0f) : up;
     return up * up;
@@ -44,7 +46,7 @@ Floats join(const Gate& gate, Floats x, Floats up) {
   x = smaller(x, limit);
   up = smaller(up, limit);
   up = up < -limit ? -limit : up;
-  return (up + 1.0f) * times_sigmoid(x, gate.alpha);
+  return (up + 1.0f) * times_sigmoid(x, gate.alpha * x);
 }
 
 void activate(const Gate& gate, const Tile& tile, Number number, void* rows) {

@@ -11,9 +11,9 @@ namespace jpaged::experts {
 
 // Combines the sums of a gate and an up into one number.
 struct Gate {
-  // silu(gate) up; (up + 1) gate sigmoid(alpha gate), of clamped ones; or relu(up) squared. The order is that of
-  // experts.py.
-  enum Kind : int64_t { kSilu, kClamped, kSquaredRelu } kind;
+  // silu(gate) up; (up + 1) gate sigmoid(alpha gate), of clamped ones; relu(up) squared; or gelu(gate) up. The order is
+  // that of experts.py.
+  enum Kind : int64_t { kSilu, kClamped, kSquaredRelu, kGeluTanh } kind;
   float alpha, limit;
 };
 

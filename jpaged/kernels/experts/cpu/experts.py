@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
-_KINDS = ("silu", "clamped", "relu2")
+_KINDS = ("silu", "clamped", "relu2", "gelu_tanh")
 """As in core.h."""
 
 

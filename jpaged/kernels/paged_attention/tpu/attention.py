@@ -34,7 +34,7 @@ __all__ = ["attend", "prepare", "unsupported_device_reason", "unsupported_reason
 
 _QUERY_DTYPES = ("float32", "bfloat16")
 _KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 512
 _MAX_LATENT_DIM = 640
 
 
