@@ -9,6 +9,7 @@ import pytest
 from jpaged.engine.executor import ExpertStats
 from jpaged.engine.scheduler.output import SchedulerOutput, build_step_inputs
 from jpaged.engine.stats import Histogram, HistogramSnapshot, SpeculationStats, StallDetector, StepStats, StepTimer
+from jpaged.server_load import DISTRIBUTIONS
 from jpaged.testing import FakeExecutor, VirtualClock
 from jpaged.types import Request, SamplingParams
 from tests.engine.harness import Harness
@@ -191,3 +192,42 @@ def test_time_without_progress_is_that_of_pending_requests():
     assert after(3.0) == (3.0, True, 3)
     stalls.end_wait()
     assert after(1.0) == (0.0, False, 2)
+
+
+def test_times_and_counts_are_those_of_the_requests():
+    h = Harness(executor=FakeExecutor(num_blocks=64, block_size=4), overlap=False)
+    h.submit("a", [1] * 6, max_tokens=4)
+    h.submit("b", [2] * 3, max_tokens=2, n=2, temperature=1.0, seed=1)
+    seen = []
+    for _ in range(5):
+        h.clock.advance(1.0)
+        h.step()
+        load = h.engine.load()
+        seen.append((load.num_running, load.num_waiting, load.num_generation_tokens, load.num_requests_ended))
+    assert seen == [(2, 0, 3, 0), (1, 0, 6, 1), (1, 0, 7, 1), (0, 0, 8, 2), (0, 0, 8, 2)]
+    assert (load.num_prompt_tokens, load.num_first_tokens, load.num_steps) == (9, 2, 4)
+    assert load.time_to_first_token_s == 1.0
+    assert (load.num_blocks_used, load.num_blocks_free) == (0, 64)
+    assert load.num_blocks_cached + load.num_blocks_empty == 64
+    assert load.num_blocks_cached == 2 + 2  # of nine stored tokens two blocks, and of four in either sample one
+    assert (load.peak_blocks_used, load.device_idle_s) == (3, 3.0)
+    found = {name: h.engine.histogram(name) for name in DISTRIBUTIONS}
+    assert {name: (one.cumulative_counts[-1], one.sum) for name, one in found.items() if name != "host_step"} == {
+        "queue_time": (2, 2.0),
+        "time_to_first_token": (2, 2.0),
+        "inter_token": (5, 5.0),
+        "end_to_end": (2, 4.0 + 2.0),
+        "request_prompt_tokens": (2, 9),
+        "request_generation_tokens": (2, 8),
+        "request_n": (2, 3),
+        "request_max_tokens": (2, 6),
+        "prefill_time": (2, 0.0),
+        "decode_time": (2, 3.0 + 1.0),
+        "inference_time": (2, 3.0 + 1.0),
+        "time_per_token": (2, 2.0),
+    }
+    assert found["host_step"].cumulative_counts[-1] == 4
+    h.submit("c", [3], max_tokens=1)
+    h.run()
+    assert h.engine.num_ended_by_reason()["length"] == 3
+    assert h.engine.histogram("time_per_token").cumulative_counts[-1] == 2
